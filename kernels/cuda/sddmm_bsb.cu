@@ -185,8 +185,8 @@ class Queue {
   __device__ __forceinline__ void start(std::int64_t entry) { entry_ = entry; }
 
   // Takes row g's results of vectors 4t .. 4t + 3 of the next block; present: bit 8i says that the i-th is an
-  // entry. True: there is no room for another block's.
-  __device__ __forceinline__ bool put(const float (&result)[kOwned], std::uint32_t present, int t) {
+  // entry.
+  __device__ __forceinline__ void put(const float (&result)[kOwned], std::uint32_t present, int t) {
     const std::uint32_t upto = present * 0x01010101u;  // byte i: entries of the row among the first i + 1
     const std::uint32_t before = upto - present;
     const int own = static_cast<int>(upto >> 24);
@@ -202,26 +202,19 @@ class Queue {
       if (present & (1u << 8 * i)) to[(before >> 8 * i) & 0xffu] = result[i];
     }
     filled_ += __shfl_sync(kFullWarp, through, 3, 4);
-    return __any_sync(kFullWarp, filled_ > kSlots - kBlockVectors);
+    if (__any_sync(kFullWarp, filled_ > kSlots - kBlockVectors)) leave();
   }
 
   // Writes all results of the queue, 16 lanes to a row.
   __device__ __forceinline__ void leave() {
     __syncwarp();
     const int lane = threadIdx.x % kWarp, half = lane / 16;
-#pragma unroll 1
+#pragma unroll
     for (int pair = 0; pair < kRows / 2; ++pair) {
       const int row = 2 * pair + half;
       const int count = __shfl_sync(kFullWarp, filled_, 4 * row);
       const std::int64_t first = __shfl_sync(kFullWarp, entry_, 4 * row);
-#pragma unroll 1
-      for (int i = lane % 16; i < count; i += 2 * 16) {
-        // Two positions under way at once; more would take registers from the products.
-        const bool another = i + 16 < count;
-        const std::int64_t at = position(first + i), next = another ? position(first + i + 16) : 0;
-        store_result<T>(args_, at * args_.heads + blockIdx.y, slots_[row][i]);
-        if (another) store_result<T>(args_, next * args_.heads + blockIdx.y, slots_[row][i + 16]);
-      }
+      for (int i = lane % 16; i < count; i += 16) write(first + i, slots_[row][i]);
     }
     __syncwarp();
     entry_ += filled_;
@@ -229,11 +222,13 @@ class Queue {
   }
 
  private:
-  // Of an entry among the caller's edges.
-  __device__ __forceinline__ std::int64_t position(std::int64_t entry) const {
-    if (args_.edge_id == nullptr) return entry;
-    return args_.edge_id_is_64bit ? __ldg(static_cast<const std::int64_t*>(args_.edge_id) + entry)
+  __device__ __forceinline__ void write(std::int64_t entry, float result) const {
+    std::int64_t at = entry;
+    if (args_.edge_id != nullptr) {
+      at = args_.edge_id_is_64bit ? __ldg(static_cast<const std::int64_t*>(args_.edge_id) + entry)
                                   : __ldg(static_cast<const std::int32_t*>(args_.edge_id) + entry);
+    }
+    store_result<T>(args_, at * args_.heads + blockIdx.y, result);
   }
 
   const SddmmBsbArgs& args_;
@@ -393,9 +388,8 @@ __global__ void __launch_bounds__(kThreads, kMin)
     }
     const std::uint32_t present = (mask >> g) & 0x01010101u;
     if constexpr (!kPlain) scale(args, result, row, load_columns(block, min(t, left - 1)));
-    bool leaves = index == end;
     if (kPlain || args.quad_vector == nullptr) {
-      leaves |= queue.put(result, present, t);
+      queue.put(result, present, t);
     } else {
       const std::int64_t first = __ldg(args.quad_vector + run.begin + index - left + min(t, left - 1));
 #pragma unroll
@@ -405,7 +399,7 @@ __global__ void __launch_bounds__(kThreads, kMin)
                         present & (1u << 8 * i) ? result[i] : 0.0f);
       }
     }
-    if (leaves) queue.leave();
+    if (index == end) queue.leave();
   }
 }
 

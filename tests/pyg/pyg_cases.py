@@ -96,6 +96,13 @@ def close(got: Tensor, expected: Tensor, tolerance: float = 1e-5, floor: float =
     )
 
 
+def alike(got: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Equal to `tolerance` by the norm of their difference: single sums in 16 bits may lie far off."""
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    difference = float(torch.linalg.vector_norm((got - expected).double()))
+    assert difference <= tolerance * float(torch.linalg.vector_norm(expected.double()))
+
+
 def gradients(output: Tensor, inputs: list[Tensor], seed: int = 1) -> list[Tensor]:
     """Gradients of a fixed random functional of the output."""
     return list(torch.autograd.grad(output, inputs, cotangent(output, seed), allow_unused=True))
