@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -100,8 +101,8 @@ class LoaderMixin:
 
     def _keep_rows(self, count: int) -> None:
         """Of the nodes that are drawn most often, on the GPU; see ``gpu_cache`` of the loaders."""
-        if count < 0:
-            raise ValueError(f"gpu_cache: expected a number of nodes, got {count}")
+        if not (isinstance(count, Integral) and count >= 0):  # NumPy's, too
+            raise ValueError(f"gpu_cache: expected a number of nodes, got {count!r}")
         if not count or self._sampler is None or self._device.type == "cpu":
             return
         if isinstance(self.data, (Data, HeteroData)):

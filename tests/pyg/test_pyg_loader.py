@@ -375,8 +375,9 @@ def test_features_that_stay_with_the_host(gpu_cache, told, messages, monkeypatch
 
 
 def test_a_cache_of_no_size_is_an_error():
-    with pytest.raises(ValueError, match="gpu_cache: expected a number of nodes, got -1"):
-        NeighborLoader(homogeneous(), [2], gpu_cache=-1)
+    for wrong in (-1, 2.5, "x", None):
+        with pytest.raises(ValueError, match=f"gpu_cache: expected a number of nodes, got {wrong!r}"):
+            NeighborLoader(homogeneous(), [2], gpu_cache=wrong)
     assert next(iter(NeighborLoader(homogeneous(), [2], gpu_cache=9, device="cpu"))).x.device.type == "cpu"
 
 
