@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core.fused.aggregate_and_self import aggregate_and_self
-from fastsparse_core.fused.joint_linear import first_linear
-from fastsparse_core.ops._autocast import is_any_autocast_enabled
+from fastsparse_core.fused.joint_linear import may_be_cast
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import GraphLike
@@ -65,7 +64,7 @@ class FastGINConv(AggregationMixin, dgl.nn.pytorch.GINConv):
             and edge_weight is None
             and self._aggregator_type == "sum"
             and is_plain_eager(source)
-            and (not is_any_autocast_enabled() or first_linear(self.apply_func)[0] is not None)
+            and may_be_cast(self.apply_func)
         ):
             out = aggregate_and_self(adjacency, source, self.eps)
         if out is None:

@@ -9,8 +9,7 @@ from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.fused.aggregate_and_self import aggregate_and_self
-from fastsparse_core.fused.joint_linear import first_linear
-from fastsparse_core.ops._autocast import is_any_autocast_enabled
+from fastsparse_core.fused.joint_linear import may_be_cast
 from fastsparse_pyg.nn.base import FastConv
 
 
@@ -46,9 +45,7 @@ class FastGINConv(FastConv, GINConv):
                 eps, network = state["_buffers"].get("eps"), modules.get("nn")
                 eps, network = self.eps if eps is None else eps, self.nn if network is None else network
                 whole = None
-                if reduce == "sum" and (
-                    not is_any_autocast_enabled() or first_linear(network)[0] is not None
-                ):
+                if reduce == "sum" and may_be_cast(network):
                     whole = aggregate_and_self(adj, x, eps)
                 if whole is None:
                     whole = torch.addcmul(spmm(adj, x, None, reduce), 1 + eps, x)

@@ -270,7 +270,7 @@ def _multiplied(x: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
     """A matrix as a product takes it: in its dtype, with zeros behind its own columns."""
     width = x.shape[1]
     if width == columns:
-        return x if x.dtype is dtype else x.to(dtype)
+        return x if x.dtype is dtype else x.to(dtype)  # not `cast`: a warm layer makes few calls
     out = x.new_empty(x.shape[0], columns, dtype=dtype)
     out[:, width:] = 0
     out[:, :width] = x

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from fastsparse_core.fused.bias import linear
+from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_eager
 
 # Hooks for all modules. (PyTorch 2.6 has no function that asks for them.)
@@ -38,6 +39,11 @@ def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> boo
         or any(_GLOBAL_HOOKS)
         or "weight" not in module._parameters  # of replicas of DataParallel: a plain attribute
     )
+
+
+def may_be_cast(network: Any) -> bool:
+    """Whether a network may be given autocast's dtype: that is off, or a linear map comes first."""
+    return not is_any_autocast_enabled() or first_linear(network)[0] is not None
 
 
 def first_linear(network: Any) -> tuple[Any, Sequence[Any]]:
