@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kHeadThreads,
   constexpr int kPart = kGatv2 ? 4 : kEdge;
   const EdgeAttentionInput& input = args.input;
   const EdgeLane lane(input, head_lanes, heads_per_group);
-  const LaneWeights weight_rows(lane, input);
+  const LaneWeights<T> weight_rows(lane, input);
   const auto k_rows = lane.gather<T>(input.k), v_rows = lane.gather<T>(input.v);
   const LaneEdges<T> edges(lane, input.edge);
   const std::conditional_t<kEdge == kKept, KeptWeight<T>, NoWeight> weight(lane, input);

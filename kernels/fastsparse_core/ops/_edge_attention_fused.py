@@ -75,27 +75,20 @@ def _per_head(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(1, (heads, x.size(1) // max(heads, 1)))
 
 
-def _for_kernels(weight: Tensor, heads: int, itemsize: int) -> Tensor:
-    """(heads * D, A) as CUDA kernels read it: (A, 2, heads, lanes, 4), float32.
+def _for_kernels(weight: Tensor, heads: int) -> Tensor:
+    """(heads * D, A) as CUDA kernels read it: (A, chunks, heads, lanes, 16 bytes).
 
-    A lane has eight features of a head, zeros behind its last. All lanes' first four lie together, then
-    their second: what a warp reads at once is contiguous.
-
-    Args:
-        weight: (heads * D, A).
-        heads: number of heads.
-        itemsize: bytes of one feature of queries and keys: a lane's features are loads of 16 bytes.
+    A lane has eight features of a head, zeros behind its last, in chunks of 16 bytes. All lanes' first chunks
+    lie together, then their second: what a warp reads at once is contiguous.
     """
     width = weight.size(0) // max(heads, 1)
     lanes = head_lanes(width, weight.size(1))
     per_head = weight.t().unflatten(1, (heads, width))
     if width < 8 * lanes:
         per_head = F.pad(per_head, (0, 8 * lanes - width))
-    if itemsize == 4:  # two loads, a whole head apart
-        of_lanes = per_head.unflatten(2, (2, lanes, 4)).permute(0, 2, 1, 3, 4)
-    else:
-        of_lanes = per_head.unflatten(2, (lanes, 2, 4)).permute(0, 3, 1, 2, 4)
-    return weight.new_empty(of_lanes.shape, dtype=torch.float32).copy_(of_lanes)
+    # Chunks of a lane are a whole head apart.
+    chunked = per_head.unflatten(2, (-1, lanes, 16 // weight.element_size()))
+    return chunked.permute(0, 2, 1, 3, 4).contiguous()
 
 
 def _to_edge_width(x: Tensor, weight: Tensor, heads: int) -> Tensor:
@@ -164,7 +157,7 @@ def _edge_attention(
     out_edge = v.new_empty(adj.num_dst, heads, edge.size(1))
     lse = v.new_empty(adj.num_dst, heads, dtype=accumulation_dtype(v.dtype))
     if out.is_cuda:
-        of_rows, of_kernel = None, _for_kernels(weight, heads, v.element_size())
+        of_rows, of_kernel = None, _for_kernels(weight, heads)
     else:
         of_rows, of_kernel = _to_edge_width(q, weight, heads), None
     arguments = kernel_input(heads, q, k, v, of_rows, edge, None, of_kernel, bias, scale, dropout_p, seed)
@@ -203,7 +196,7 @@ def _edge_attention_backward(
     bias = None if bias is None else bias.contiguous()
     q_edge = grad_edge = of_kernel = None
     if out.is_cuda:
-        of_kernel = _for_kernels(weight, heads, v.element_size())
+        of_kernel = _for_kernels(weight, heads)
     else:
         q_edge, grad_edge = _to_edge_width(q, weight, heads), _to_edge_width(grad, weight, heads)
     sums = None

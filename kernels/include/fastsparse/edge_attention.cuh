@@ -375,36 +375,35 @@ __device__ __forceinline__ A scatter_sum(A (&v)[kCount], int group_lanes) {
   return v[0];
 }
 
-// Where a lane finds its features in the rows of W transposed, float32: as 16-bit numbers every use of one
-// would be a conversion, too. A row is (2, heads, lanes, 4): what a warp reads at once is contiguous, where
-// in the order of 16-bit features every other 16 bytes would be another load's and the L1 the limit of short
-// rows.
+// Where a lane finds its features in the rows of W transposed, in the features' type: reading W twice per row
+// is most of what the L1 does for rows of few entries. A row is (chunks, heads, lanes, 16 bytes): what a warp
+// reads at once is contiguous.
+template <typename T>
 struct LaneWeights {
   const char* from;
-  std::uint32_t half_bytes;
+  std::uint32_t chunk_bytes;
 
   __device__ __forceinline__ LaneWeights(const EdgeLane& lane, const EdgeAttentionInput& input)
-      : from(static_cast<const char*>(input.weight) + (lane.head * lane.lanes + lane.sub) * sizeof(float4)),
-        half_bytes(static_cast<std::uint32_t>(input.heads * lane.lanes * sizeof(float4))) {}
+      : from(static_cast<const char*>(input.weight) + (lane.head * lane.lanes + lane.sub) * 16),
+        chunk_bytes(static_cast<std::uint32_t>(input.heads * lane.lanes * 16)) {}
 
-  __device__ __forceinline__ void load(float (&to)[kLaneFeatures], int row) const {
-    const char* at = from + static_cast<std::uint64_t>(2 * static_cast<std::uint32_t>(row)) * half_bytes;
+  __device__ __forceinline__ LaneFeatures<T> load(int row) const {
+    constexpr int kChunks = kLaneFeatures / kEdgeVec<T>;
+    const char* at =
+        from + static_cast<std::uint64_t>(kChunks * static_cast<std::uint32_t>(row)) * chunk_bytes;
+    LaneFeatures<T> weights;
 #pragma unroll
-    for (int i = 0; i < kLaneFeatures; i += 4) {
-      const float4 four = __ldg(reinterpret_cast<const float4*>(at + i / 4 * half_bytes));
-      to[i] = four.x;
-      to[i + 1] = four.y;
-      to[i + 2] = four.z;
-      to[i + 3] = four.w;
-    }
+    for (int c = 0; c < kChunks; ++c)
+      weights.chunk[c].load(reinterpret_cast<const T*>(at + c * chunk_bytes), true);
+    return weights;
   }
 };
 
 // W_h^T x of every lane's head, the lane's part of an edge's features. kCount vectors share what is read of
 // W.
-template <int kEdge, int kCount>
+template <int kEdge, int kCount, typename T>
 __device__ __forceinline__ void to_edge_width(float (&to)[kCount][kEdge], const EdgeLane& lane,
-                                              const LaneWeights& weight,
+                                              const LaneWeights<T>& weight,
                                               const float (&x)[kCount][kLaneFeatures]) {
 #pragma unroll
   for (int c = 0; c < kEdge / 4; ++c) {
@@ -417,8 +416,7 @@ __device__ __forceinline__ void to_edge_width(float (&to)[kCount][kEdge], const 
       float sum[kCount * 4] = {};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float w[kLaneFeatures];
-        weight.load(w, first + i);
+        const LaneFeatures<T> w = weight.load(first + i);
 #pragma unroll
         for (int n = 0; n < kCount; ++n) {
 #pragma unroll
@@ -436,9 +434,9 @@ __device__ __forceinline__ void to_edge_width(float (&to)[kCount][kEdge], const 
 }
 
 // Adds W_h e of every lane's head to the lane's features: the transpose of `to_edge_width`.
-template <int kEdge>
+template <int kEdge, typename T>
 __device__ __forceinline__ void add_from_edge_width(float (&to)[kLaneFeatures], const EdgeLane& lane,
-                                                    const LaneWeights& weight, const float (&e)[kEdge]) {
+                                                    const LaneWeights<T>& weight, const float (&e)[kEdge]) {
 #pragma unroll
   for (int c = 0; c < kEdge / 4; ++c) {
 #pragma unroll 1
@@ -448,8 +446,7 @@ __device__ __forceinline__ void add_from_edge_width(float (&to)[kLaneFeatures], 
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float number = __shfl_sync(kFullWarp, e[c * 4 + i], owner, lane.lanes);
-        float w[kLaneFeatures];
-        weight.load(w, first + i);
+        const LaneFeatures<T> w = weight.load(first + i);
 #pragma unroll
         for (int f = 0; f < kLaneFeatures; ++f) to[f] += w[f] * number;
       }

@@ -468,8 +468,9 @@ struct EdgeAttentionInput {
   const void* q_edge;  // (num_rows, heads, edge_width) in dtype; dot products on the CPU only
   const void* edge;    // (num_values, edge_width) in dtype
   const void* att;     // (heads * head_width) in the accumulation type; GATv2 only
-  // W transposed in the accumulation type: (edge_width, heads * head_width); dot products, on CUDA only,
-  // where the kernels add W's part to what they return: (edge_width, 2, heads, lanes, 4).
+  // W transposed. GATv2: (edge_width, heads * head_width) in the accumulation type. Dot products, on CUDA
+  // only, where the kernels add W's part to what they return: (edge_width, chunks, heads, lanes, 16 bytes) in
+  // dtype.
   const void* weight;
   EdgeValueView bias;  // null data: 0; dot products only
   double scale;        // of dot products; else the slope of the leaky ReLU
