@@ -94,6 +94,10 @@ class RowSplit:
         """Entries of the longest slice, 0 without slices; read from the device once."""
         return int(self.slices.view(torch.int32)[:, 2].max()) if self.slices.size(0) else 0
 
+    def place(self) -> tuple[int, int]:
+        """Address of the slices, and how many there are."""
+        return self.slices.data_ptr(), self.slices.size(0)
+
     def _num_of_at_least(self, length: int) -> int:
         return int((self.slices.view(torch.int32)[:, 2] >= length).sum())
 
@@ -107,8 +111,7 @@ def addresses_of(split: RowSplit | None) -> tuple[int, int, int, int, int]:
     if split is None:
         return (0, 0, 0, 0, 0)
     return (
-        split.slices.data_ptr(),
-        split.slices.size(0),
+        *split.place(),
         split.split_row.data_ptr(),
         split.split_ptr.data_ptr(),
         split.split_row.numel(),
@@ -129,7 +132,7 @@ def unsplit_rows(room: Tensor, num_rows: int | None = None) -> RowSplit:
 
 
 class _UnsplitRows(RowSplit):
-    """Slices at the beginning of a tensor: which ones is only said where a kernel asks for them."""
+    """Slices at the beginning of a tensor, which a view is made of only where somebody asks for it."""
 
     def __init__(
         self, room: Tensor, split_row: Tensor, split_ptr: Tensor, num_slots: int, num_rows: int
@@ -143,6 +146,10 @@ class _UnsplitRows(RowSplit):
         """As of `RowSplit`."""
         room: Tensor = self.__dict__["_room"]
         return room[: self.__dict__["_num_rows"]]
+
+    def place(self) -> tuple[int, int]:
+        """As of `RowSplit`."""
+        return self.__dict__["_room"].data_ptr(), self.__dict__["_num_rows"]
 
 
 @functools.cache

@@ -89,7 +89,8 @@ def spmm_algorithm(
         direct = takes_tca and not resident and _spares_work_list(facts, gpu, width)
         converts = facts.can_convert and is_reused(facts)
         algorithm = "tca" if direct else "csr"
-        return Choice(algorithm, is_final=False, counts=True, converts=converts, lasts=not takes_tca)
+        lasts = not takes_tca or facts.has_row_split  # only a work list that is still to be built changes it
+        return Choice(algorithm, is_final=False, counts=True, converts=converts, lasts=lasts)
     if dtype != torch.float32 or (width <= 64 and facts.num_edges < gpu.few_edges):
         return Choice("flashsparse")
     # In float32 the CSR kernel gathers as fast: tensor cores win by the rows that 8 destinations share, and

@@ -201,7 +201,11 @@ class RowFormats:
             key = (key, "without ids")
         else:
             valued = True
-        return self._built.get(key, lambda: self._rows(self._work_list(work_list), valued=valued))
+        results = self._built.results
+        found = results.get(key)
+        if found is None:  # of threads that come at once each makes one, and all say the same
+            found = results[key] = self._rows(self._work_list(work_list), valued=valued)
+        return found
 
     def _work_list(self, name: str) -> RowSplit | None:
         if name == "hybrid":
