@@ -6,6 +6,8 @@
 #include <array>
 #include <atomic>
 #include <limits>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -27,6 +29,7 @@
 #include "fastsparse/sample_neighbors.h"
 #include "fastsparse/slab_sums.h"
 #include "fastsparse/sort_edges.h"
+#include "fastsparse/sort_segments.h"
 #include "fastsparse/spmm_extremum.h"
 
 namespace py = pybind11;
@@ -552,8 +555,8 @@ void edge_softmax(const CsrStructure& structure, int dtype, std::int64_t heads, 
 }
 
 void segment_reduce(const CsrStructure& structure, int dtype, int reduction, std::int64_t width, Address x,
-                    std::int64_t x_stride, Address out, Address extra, Address partial, int device,
-                    Address queue) {
+                    std::int64_t x_stride, Address out, Address extra, Address partial, Address facts,
+                    int device, Address queue) {
   const SegmentReduceArgs args{structure.a,
                                structure.split,
                                {at(x), x_stride},
@@ -563,6 +566,15 @@ void segment_reduce(const CsrStructure& structure, int dtype, int reduction, std
                                width,
                                static_cast<Reduction>(reduction),
                                static_cast<Dtype>(dtype)};
+#ifdef FASTSPARSE_WITH_CUDA
+  if (facts != 0) {
+    const DeviceGuard guard(device);
+    check(cuda::segment_reduce_unseen(args, at<const std::int64_t>(facts), at(queue)), "segment_reduce");
+    return;
+  }
+#else
+  (void)facts;
+#endif
   FASTSPARSE_RUN(segment_reduce, args, device, queue);
 }
 
@@ -1385,6 +1397,112 @@ void link_rows(Address rowptr, Address best, std::int64_t num_rows, Address root
 }
 
 #ifdef FASTSPARSE_WITH_CUDA
+// A few words of the host's memory that a device can write, and an event of that device. The driver takes
+// longer to make them than to sort an index, so they are kept.
+struct HostWords {
+  std::int64_t* words = nullptr;
+  cudaEvent_t event = nullptr;
+
+  static HostWords take(int device) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex());
+      auto& kept = of_device(device);
+      if (!kept.empty()) {
+        const HostWords last = kept.back();
+        kept.pop_back();
+        return last;
+      }
+    }
+    HostWords made;
+    check(cudaHostAlloc(reinterpret_cast<void**>(&made.words), kNumSegmentFacts * sizeof *made.words,
+                        cudaHostAllocMapped),
+          "cudaHostAlloc");
+    check(cudaEventCreateWithFlags(&made.event, cudaEventDisableTiming), "cudaEventCreate");
+    return made;
+  }
+  void keep(int device) const {
+    const std::lock_guard<std::mutex> lock(mutex());
+    of_device(device).push_back(*this);
+  }
+
+ private:
+  static std::mutex& mutex() {
+    static auto& mutex = *new std::mutex;  // never destroyed: a driver that is gone could not free the memory
+    return mutex;
+  }
+  static std::vector<HostWords>& of_device(int device) {
+    static auto& all = *new std::map<int, std::vector<HostWords>>;
+    return all[device];
+  }
+};
+
+// An index that a device sorts: what it finds can be waited for later.
+class SegmentSort {
+ public:
+  SegmentSort(SortSegmentsArgs args, Address scratch, std::size_t scratch_bytes, int device, Address queue)
+      : device_(device) {
+    const DeviceGuard guard(device);
+    auto* stream = static_cast<cudaStream_t>(at(queue));
+    cudaStreamCaptureStatus status;
+    check(cudaStreamIsCapturing(stream, &status), "sort_segments");
+    if (status != cudaStreamCaptureStatusNone) check(cudaErrorStreamCaptureUnsupported, "sort_segments");
+    host_ = HostWords::take(device);
+    args.host_facts = host_.words;
+    check(cuda::sort_segments(args, at(scratch), scratch_bytes, stream), "sort_segments");
+    check(cudaEventRecord(host_.event, stream), "sort_segments");
+  }
+  SegmentSort(SegmentSort&& other) noexcept
+      : device_(other.device_), host_(std::exchange(other.host_, HostWords{})) {}
+  SegmentSort(const SegmentSort&) = delete;
+  ~SegmentSort() {
+    // Others must not get words that are yet to be written.
+    if (host_.words != nullptr && cudaEventSynchronize(host_.event) == cudaSuccess) host_.keep(device_);
+  }
+
+  // Waits for the device.
+  py::tuple facts() const {
+    {
+      const py::gil_scoped_release release;
+      check(cudaEventSynchronize(host_.event), "sort_segments");
+    }
+    return py::make_tuple(host_.words[kCutSegments], host_.words[kSegmentSlots],
+                          host_.words[kIndexDescends] != 0, host_.words[kEntriesInRange]);
+  }
+
+ private:
+  int device_;
+  HostWords host_;
+};
+
+SegmentSort sort_segments(Address index, bool index_is_64bit, std::int64_t num_rows,
+                          std::int64_t num_segments, std::int64_t longest, Address rowptr, Address order,
+                          Address slices, Address split_row, Address split_ptr, Address facts,
+                          Address scratch, std::size_t scratch_bytes, int device, Address queue) {
+  const SortSegmentsArgs args{at(index),
+                              index_is_64bit,
+                              num_rows,
+                              num_segments,
+                              longest,
+                              at<std::int64_t>(rowptr),
+                              at<std::int32_t>(order),
+                              at<RowSlice>(slices),
+                              at<std::int32_t>(split_row),
+                              at<std::int64_t>(split_ptr),
+                              at<std::int64_t>(facts),
+                              nullptr};
+  return SegmentSort(args, scratch, scratch_bytes, device, queue);
+}
+
+std::size_t num_segment_sort_bytes(std::int64_t num_rows, std::int64_t num_segments, int device) {
+  SortSegmentsArgs args{};
+  args.num_rows = num_rows;
+  args.num_segments = num_segments;
+  const DeviceGuard guard(device);
+  return cuda::sort_segments_scratch_bytes(args);
+}
+#endif
+
+#ifdef FASTSPARSE_WITH_CUDA
 void row_split_count(Address rowptr, std::int64_t num_rows, std::int64_t longest, Address counts,
                      Address totals, int device, Address queue) {
   const RowSplitArgs args{at<std::int64_t>(rowptr), num_rows, longest, at<std::int64_t>(counts),
@@ -1889,6 +2007,9 @@ PYBIND11_MODULE(_C, m) {
   define<&cuda::num_row_split_counts>(m, "num_row_split_counts");
   define<&row_split_count>(m, "row_split_count");
   define<&row_split_fill>(m, "row_split_fill");
+  define<&num_segment_sort_bytes>(m, "num_segment_sort_bytes");
+  define_structure<&sort_segments>(m, "SegmentSort").def("facts", &SegmentSort::facts);
+  m.attr("NUM_SEGMENT_FACTS") = static_cast<int>(kNumSegmentFacts);
   define_structure<&make_bsb>(m, "BsbStructure");
   define<&spmm_bsb>(m, "spmm_bsb");
   define<&head_outer>(m, "head_outer");

@@ -3,9 +3,11 @@
 
 #include <cub/device/device_radix_sort.cuh>
 #include <type_traits>
+#include <utility>
 
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
+#include "fastsparse/sort_segments.h"
 
 namespace fastsparse::cuda {
 namespace in_compress {
@@ -85,22 +87,25 @@ __global__ void find_rows_kernel(const CompressArgs args, int minor_bits, const 
   args.major_ptr[row] = low;
 }
 
-// With null scratch, only its size is computed.
+// With null scratch, only its size is computed. CUB's kernels take longer with offsets of 64 bits.
 template <typename Key, typename Id>
 cudaError_t sort(void* scratch, std::size_t& bytes, cub::DoubleBuffer<Key>& keys, cub::DoubleBuffer<Id>& ids,
                  std::int64_t num_edges, int bits, cudaStream_t stream) {
   if constexpr (std::is_same_v<Id, NullType>) {
     return cub::DeviceRadixSort::SortKeys(scratch, bytes, keys, num_edges, 0, bits, stream);
   } else {
-    return cub::DeviceRadixSort::SortPairs(scratch, bytes, keys, ids, num_edges, 0, bits, stream);
+    using Offset = std::conditional_t<sizeof(Id) == 4, std::uint32_t, std::int64_t>;
+    return cub::DeviceRadixSort::SortPairs(scratch, bytes, keys, ids, static_cast<Offset>(num_edges), 0, bits,
+                                           stream);
   }
 }
+
+std::size_t padded(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
 // Scratch: two buffers of keys, two of positions, CUB's own. With null scratch, only its size is computed.
 template <typename Index, typename Key, typename Id>
 int compress_typed(const CompressArgs& args, char* scratch, std::size_t* scratch_bytes, cudaStream_t stream) {
   const KeyLayout layout = key_layout(args);
-  const auto padded = [](std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; };
   const std::size_t key_bytes = padded(args.num_edges * sizeof(Key)),
                     id_bytes = std::is_same_v<Id, NullType> ? 0 : padded(args.num_edges * sizeof(Id));
   cub::DoubleBuffer<Key> keys(reinterpret_cast<Key*>(scratch), reinterpret_cast<Key*>(scratch + key_bytes));
@@ -153,6 +158,52 @@ int dispatch(const CompressArgs& args, void* scratch, std::size_t* scratch_bytes
   };
   return args.index_is_64bit ? with_key(std::int64_t{}) : with_key(std::int32_t{});
 }
+
+// ---------------------------------------------------------------- segments
+
+constexpr int kKeysPerThread = 4;
+
+template <typename Index>
+__global__ void make_segment_keys_kernel(const SortSegmentsArgs args, std::uint32_t* keys,
+                                         std::int32_t* ids) {
+  const auto* index = static_cast<const Index*>(args.index);
+  const auto most = static_cast<std::uint64_t>(args.num_segments);
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kThreads * kKeysPerThread + threadIdx.x;
+  bool descends = false;
+#pragma unroll
+  for (int i = 0; i < kKeysPerThread; ++i) {
+    const std::int64_t e = first + i * kThreads;
+    if (e >= args.num_rows) continue;
+    const Index segment = index[e];
+    const auto key = static_cast<std::uint64_t>(static_cast<std::int64_t>(segment));
+    keys[e] = static_cast<std::uint32_t>(key < most ? key : most);
+    ids[e] = static_cast<std::int32_t>(e);
+    if (e > 0 && segment < index[e - 1]) descends = true;
+  }
+  // Once per block: that many stores to one place already take a microsecond.
+  if (__syncthreads_or(descends ? 1 : 0) != 0 && threadIdx.x == 0) args.facts[kIndexDescends] = 1;
+}
+
+// Where in one piece of scratch the parts of a sort lie.
+struct SegmentScratch {
+  std::size_t second_keys, ids, counts, of_sort, sort_bytes, bytes;
+  int bits;  // of a key
+
+  cudaError_t measure(const SortSegmentsArgs& args) {
+    bits = bits_of(args.num_segments + 1);
+    const std::size_t array = padded(args.num_rows * sizeof(std::uint32_t));
+    second_keys = array;
+    ids = 2 * array;
+    counts = 3 * array;
+    of_sort = counts + padded(num_row_split_counts(args.num_segments) * sizeof(std::int64_t));
+    cub::DoubleBuffer<std::uint32_t> no_keys(nullptr, nullptr);
+    cub::DoubleBuffer<std::int32_t> no_ids(nullptr, nullptr);
+    sort_bytes = 0;
+    const cudaError_t error = sort(nullptr, sort_bytes, no_keys, no_ids, args.num_rows, bits, nullptr);
+    bytes = of_sort + sort_bytes;
+    return error;
+  }
+};
 
 // The row of this thread's entry, which all threads of the block ask for. The rows of a block's entries are
 // few: two searches among all rows find them, and each thread searches among those.
@@ -248,6 +299,45 @@ std::size_t compress_scratch_bytes(const CompressArgs& args) {
 int compress(const CompressArgs& args, void* scratch, std::size_t scratch_bytes, void* stream) {
   using namespace in_compress;
   return dispatch(args, scratch, &scratch_bytes, stream);
+}
+
+std::size_t sort_segments_scratch_bytes(const SortSegmentsArgs& args) {
+  in_compress::SegmentScratch scratch{};
+  scratch.measure(args);
+  return scratch.bytes;
+}
+
+int sort_segments(const SortSegmentsArgs& args, void* scratch, std::size_t scratch_bytes, void* stream) {
+  using namespace in_compress;
+  auto* queue = static_cast<cudaStream_t>(stream);
+  auto* room = static_cast<char*>(scratch);
+  SegmentScratch places{};
+  cudaError_t error = places.measure(args);
+  if (error != cudaSuccess) return error;
+  if (places.bytes > scratch_bytes) return cudaErrorInvalidValue;
+  error = cudaMemsetAsync(args.facts, 0, kNumSegmentFacts * sizeof *args.facts, queue);
+  if (error != cudaSuccess) return error;
+
+  cub::DoubleBuffer<std::uint32_t> keys(reinterpret_cast<std::uint32_t*>(room),
+                                        reinterpret_cast<std::uint32_t*>(room + places.second_keys));
+  // Positions start where passes of 8 bits end in `order`.
+  cub::DoubleBuffer<std::int32_t> ids(reinterpret_cast<std::int32_t*>(room + places.ids), args.order);
+  if ((places.bits + 7) / 8 % 2 == 0) std::swap(ids.d_buffers[0], ids.d_buffers[1]);
+  const unsigned blocks = ceil_div(args.num_rows, kThreads * kKeysPerThread);
+  auto* make_keys =
+      args.index_is_64bit ? make_segment_keys_kernel<std::int64_t> : make_segment_keys_kernel<std::int32_t>;
+  make_keys<<<blocks, kThreads, 0, queue>>>(args, keys.Current(), ids.Current());
+  error = sort(room + places.of_sort, places.sort_bytes, keys, ids, args.num_rows, places.bits, queue);
+  if (error != cudaSuccess) return error;
+  if (ids.Current() != args.order) {  // few entries are sorted in one pass whatever their bits
+    error = cudaMemcpyAsync(args.order, ids.Current(), args.num_rows * sizeof *args.order,
+                            cudaMemcpyDeviceToDevice, queue);
+    if (error != cudaSuccess) return error;
+  }
+  const RowSplitArgs split{
+      args.rowptr, args.num_segments, args.longest,   reinterpret_cast<std::int64_t*>(room + places.counts),
+      args.facts,  args.slices,       args.split_row, args.split_ptr};
+  return row_split_of_keys(split, {keys.Current(), args.num_rows, args.rowptr}, args.host_facts, stream);
 }
 
 }  // namespace fastsparse::cuda

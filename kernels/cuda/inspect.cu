@@ -12,6 +12,7 @@
 #include "fastsparse/edge_checksum.h"
 #include "fastsparse/launchers.h"
 #include "fastsparse/sort_edges.h"
+#include "fastsparse/sorted_search.cuh"
 
 namespace fastsparse::cuda {
 namespace in_inspect {
@@ -101,36 +102,6 @@ __device__ void inspect_edges(const InspectArgs& args, std::int64_t block, std::
   if (!args.square) return;
   checksum = reduce_block(checksum, [](Word a, Word b) { return a + b; });
   if (threadIdx.x == 0) atomicAdd(reinterpret_cast<Word*>(args.facts + kChecksum), checksum);
-}
-
-// The first of the edges low .. high whose row is at least `r`, if rows ascend; one of low .. high if they do
-// not. A warp asks at 32 places at a time: of a million edges it waits for memory four times, not twenty.
-template <typename Index>
-__device__ std::int64_t search_warp(const Index* row, std::int64_t low, std::int64_t high, std::int64_t r) {
-  const int lane = threadIdx.x % kWarp;
-  while (low < high) {
-    const std::int64_t step = (high - low + kWarp - 1) / kWarp, at = low + lane * step;
-    const bool below = at < high && static_cast<std::int64_t>(row[at]) < r;
-    const int num_below = __popc(__ballot_sync(kFullWarp, below));
-    if (num_below == 0) return low;
-    high = std::min(high, low + num_below * step);
-    low += (num_below - 1) * step + 1;
-  }
-  return low;
-}
-
-// The same by one thread.
-template <typename Index>
-__device__ std::int64_t search(const Index* row, std::int64_t low, std::int64_t high, std::int64_t r) {
-  while (low < high) {
-    const std::int64_t middle = (low + high) / 2;
-    if (static_cast<std::int64_t>(row[middle]) < r) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
 }
 
 template <typename Index>

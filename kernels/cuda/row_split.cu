@@ -2,8 +2,12 @@
 // slices by length, one block of threads sums the counts up, and every block writes its slices where they
 // belong. Order: full slices first, then the last slices of all rows by falling power of two of their
 // length, each kind in row order, so that the same rows always give the same list.
+#include <algorithm>
+
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
+#include "fastsparse/sort_segments.h"
+#include "fastsparse/sorted_search.cuh"
 
 namespace fastsparse::cuda {
 namespace in_row_split {
@@ -11,8 +15,10 @@ namespace in_row_split {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kLengths = 16;  // kinds of last slices: kind k has 2^(k-1) to 2^k - 1 entries, kind 0 none
-// Counters of a block of rows: last slices by kind, then these.
+// Counters of a block of rows: last slices by kind, then these. Scratch has the counts of all blocks counter
+// by counter, and behind them where the slices of each kind start.
 constexpr int kFull = kLengths, kSplitRows = kLengths + 1, kSlots = kLengths + 2, kCounters = kLengths + 3;
+constexpr int kBlocksPerLane = 8;  // whose counts are read at a time
 
 std::int64_t num_blocks(std::int64_t num_rows) { return ceil_div(num_rows, kThreads); }
 
@@ -21,18 +27,20 @@ struct Row {
   int kind;  // of the last piece
 };
 
-__device__ Row row_at(const RowSplitArgs& args, std::int64_t r) {
-  Row row{0, 0, 0, 0};
-  if (r >= args.num_rows) return row;
-  row.begin = args.rowptr[r];
-  row.length = args.rowptr[r + 1] - row.begin;
+__device__ Row row_between(std::int64_t begin, std::int64_t end, std::int64_t longest) {
+  Row row{begin, end - begin, 0, 0};
   // Of rows that turn out not to be sorted; the counts are then not used.
   if (row.length < 0) row.length = 0;
-  row.pieces = row.length > args.longest ? (row.length + args.longest - 1) / args.longest : 1;
-  const std::int64_t last = row.length - (row.pieces - 1) * args.longest;
+  row.pieces = row.length > longest ? (row.length + longest - 1) / longest : 1;
+  const std::int64_t last = row.length - (row.pieces - 1) * longest;
   row.kind = 64 - __clzll(last);
   if (row.kind >= kLengths) row.kind = kLengths - 1;
   return row;
+}
+
+__device__ Row row_at(const RowSplitArgs& args, std::int64_t r) {
+  if (r >= args.num_rows) return {0, 0, 0, 0};
+  return row_between(args.rowptr[r], args.rowptr[r + 1], args.longest);
 }
 
 // Sum of `value` over the threads before this one; `total` gets that of all, in every thread.
@@ -78,60 +86,99 @@ __device__ int rank_in_kind(int kind, int* kinds) {
   return before + rank;
 }
 
-// counts[block * kCounters + counter]
-__global__ void count_kernel(const RowSplitArgs args) {
+__device__ void count_block(const RowSplitArgs& args, const Row& row, bool live) {
   __shared__ int kinds[kLengths];
-  const std::int64_t r = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const Row row = row_at(args, r);
   const bool split = row.pieces > 1;
-  rank_in_kind(r < args.num_rows ? row.kind : -1, kinds);
+  rank_in_kind(live ? row.kind : -1, kinds);
   std::int64_t full, split_rows, slots;
   sum_before(split ? row.pieces - 1 : 0, full);
   sum_before(split ? 1 : 0, split_rows);
   sum_before(split ? row.pieces : 0, slots);
-  std::int64_t* counts = args.counts + blockIdx.x * kCounters;
-  if (threadIdx.x < kLengths) counts[threadIdx.x] = kinds[threadIdx.x];
+  std::int64_t* counts = args.counts + blockIdx.x;
+  const std::int64_t blocks = gridDim.x;
+  if (threadIdx.x < kLengths) counts[threadIdx.x * blocks] = kinds[threadIdx.x];
   if (threadIdx.x == 0) {
-    counts[kFull] = full;
-    counts[kSplitRows] = split_rows;
-    counts[kSlots] = slots;
+    counts[kFull * blocks] = full;
+    counts[kSplitRows * blocks] = split_rows;
+    counts[kSlots * blocks] = slots;
   }
 }
 
+__global__ void count_kernel(const RowSplitArgs args) {
+  const std::int64_t r = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  count_block(args, row_at(args, r), r < args.num_rows);
+}
+
+// The same of rows whose pointers are yet to be found.
+__global__ void find_and_count_kernel(const RowSplitArgs args, const SortedKeys keys) {
+  // Where this block's rows begin and end: its threads search between them, in the cache.
+  __shared__ std::int64_t ends[2];
+  __shared__ std::int64_t begins[kThreads + 1];
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kThreads;
+  const int warp = threadIdx.x / kWarp;
+  if (warp < 2) {
+    const std::int64_t at = std::min(first + warp * kThreads, args.num_rows);
+    const std::int64_t end = search_warp(keys.key, 0, keys.num_keys, at);
+    if (threadIdx.x % kWarp == 0) ends[warp] = end;
+  }
+  __syncthreads();
+  const std::int64_t r = first + threadIdx.x;
+  begins[threadIdx.x] = search(keys.key, ends[0], ends[1], std::min(r, args.num_rows));
+  if (threadIdx.x == 0) begins[kThreads] = ends[1];
+  __syncthreads();
+  const bool live = r < args.num_rows;
+  Row row{0, 0, 0, 0};
+  if (live) {
+    const std::int64_t end = begins[threadIdx.x + 1];
+    row = row_between(begins[threadIdx.x], end, args.longest);
+    keys.rowptr[r] = row.begin;
+    if (r == args.num_rows - 1) keys.rowptr[args.num_rows] = end;
+  }
+  count_block(args, row, live);
+}
+
 // Turns the counts into the place of each block's first slice of a kind, split row and slot. One warp per
-// counter.
-__global__ void place_kernel(const RowSplitArgs args, std::int64_t blocks) {
+// counter. `host_facts` unless null: `totals` are facts of segments, of which the host gets a copy.
+__global__ void place_kernel(const RowSplitArgs args, std::int64_t blocks, std::int64_t* host_facts) {
   __shared__ std::int64_t totals[kCounters];
-  __shared__ std::int64_t starts[kCounters];
   const int lane = threadIdx.x % kWarp, counter = threadIdx.x / kWarp;
+  std::int64_t* counts = args.counts + counter * blocks;
   std::int64_t running = 0;
-  for (std::int64_t base = 0; base < blocks; base += kWarp) {
-    const std::int64_t block = base + lane;
-    const std::int64_t value = block < blocks ? args.counts[block * kCounters + counter] : 0;
-    std::int64_t upto = value;
+  for (std::int64_t base = 0; base < blocks; base += kWarp * kBlocksPerLane) {
+    const std::int64_t first = base + lane * kBlocksPerLane;
+    std::int64_t value[kBlocksPerLane], sum = 0;
+#pragma unroll
+    for (int i = 0; i < kBlocksPerLane; ++i) value[i] = first + i < blocks ? counts[first + i] : 0;
+#pragma unroll
+    for (int i = 0; i < kBlocksPerLane; ++i) sum += value[i];
+    std::int64_t upto = sum;
     for (int offset = 1; offset < kWarp; offset *= 2) {
       const std::int64_t other = __shfl_up_sync(kFullWarp, upto, offset);
       if (lane >= offset) upto += other;
     }
-    if (block < blocks) args.counts[block * kCounters + counter] = running + upto - value;
+    std::int64_t place = running + upto - sum;
+#pragma unroll
+    for (int i = 0; i < kBlocksPerLane; ++i) {
+      if (first + i < blocks) counts[first + i] = place;
+      place += value[i];
+    }
     running += __shfl_sync(kFullWarp, upto, kWarp - 1);
   }
   if (lane == 0) totals[counter] = running;
   __syncthreads();
-  if (threadIdx.x == 0) {
-    std::int64_t start = totals[kFull];
-    starts[kFull] = starts[kSplitRows] = starts[kSlots] = 0;
-    for (int kind = kLengths - 1; kind >= 0; --kind) {
-      starts[kind] = start;
-      start += totals[kind];
-    }
-    args.totals[0] = totals[kSplitRows];
-    args.totals[1] = totals[kSlots];
+  if (threadIdx.x != 0) return;
+  std::int64_t* starts = args.counts + kCounters * blocks;
+  std::int64_t start = totals[kFull];
+  starts[kFull] = starts[kSplitRows] = starts[kSlots] = 0;
+  for (int kind = kLengths - 1; kind >= 0; --kind) {
+    starts[kind] = start;
+    start += totals[kind];
   }
-  __syncthreads();
-  for (std::int64_t block = lane; block < blocks; block += kWarp) {
-    args.counts[block * kCounters + counter] += starts[counter];
-  }
+  args.totals[0] = totals[kSplitRows];
+  args.totals[1] = totals[kSlots];
+  if (host_facts == nullptr) return;
+  args.totals[kEntriesInRange] = args.rowptr[args.num_rows];
+  for (int fact = 0; fact < kNumSegmentFacts; ++fact) host_facts[fact] = args.totals[fact];
 }
 
 __global__ void fill_kernel(const RowSplitArgs args) {
@@ -139,20 +186,23 @@ __global__ void fill_kernel(const RowSplitArgs args) {
   const std::int64_t r = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const Row row = row_at(args, r);
   const bool live = r < args.num_rows, split = row.pieces > 1;
-  const std::int64_t* places = args.counts + blockIdx.x * kCounters;
+  const auto place_of = [&](int counter) {
+    const std::int64_t blocks = gridDim.x;
+    return args.counts[counter * blocks + blockIdx.x] + args.counts[kCounters * blocks + counter];
+  };
   const int rank = rank_in_kind(live ? row.kind : -1, kinds);
   std::int64_t total, block_split_rows, block_slots;
-  const std::int64_t full_at = places[kFull] + sum_before(split ? row.pieces - 1 : 0, total);
-  const std::int64_t split_at = places[kSplitRows] + sum_before(split ? 1 : 0, block_split_rows);
-  const std::int64_t slot_at = places[kSlots] + sum_before(split ? row.pieces : 0, block_slots);
+  const std::int64_t full_at = place_of(kFull) + sum_before(split ? row.pieces - 1 : 0, total);
+  const std::int64_t split_at = place_of(kSplitRows) + sum_before(split ? 1 : 0, block_split_rows);
+  const std::int64_t slot_at = place_of(kSlots) + sum_before(split ? row.pieces : 0, block_slots);
   if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) {
-    args.split_ptr[places[kSplitRows] + block_split_rows] = places[kSlots] + block_slots;
+    args.split_ptr[place_of(kSplitRows) + block_split_rows] = place_of(kSlots) + block_slots;
   }
   if (!live) return;
   const std::int64_t before_last = (row.pieces - 1) * args.longest;
-  args.slices[places[row.kind] + rank] = {row.begin + before_last,
-                                          static_cast<std::int32_t>(row.length - before_last),
-                                          static_cast<std::int32_t>(split ? ~(slot_at + row.pieces - 1) : r)};
+  args.slices[place_of(row.kind) + rank] = {
+      row.begin + before_last, static_cast<std::int32_t>(row.length - before_last),
+      static_cast<std::int32_t>(split ? ~(slot_at + row.pieces - 1) : r)};
   if (!split) return;
   args.split_row[split_at] = static_cast<std::int32_t>(r);
   args.split_ptr[split_at] = slot_at;
@@ -166,7 +216,7 @@ __global__ void fill_kernel(const RowSplitArgs args) {
 
 std::int64_t num_row_split_counts(std::int64_t num_rows) {
   using namespace in_row_split;
-  return num_blocks(num_rows) * kCounters;
+  return (num_blocks(num_rows) + 1) * kCounters;
 }
 
 int row_split_count(const RowSplitArgs& args, void* stream) {
@@ -174,7 +224,7 @@ int row_split_count(const RowSplitArgs& args, void* stream) {
   auto* queue = static_cast<cudaStream_t>(stream);
   const std::int64_t blocks = num_blocks(args.num_rows);
   if (blocks > 0) count_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, queue>>>(args);
-  place_kernel<<<1, kCounters * kWarp, 0, queue>>>(args, blocks);
+  place_kernel<<<1, kCounters * kWarp, 0, queue>>>(args, blocks, nullptr);
   return cudaGetLastError();
 }
 
@@ -184,6 +234,16 @@ int row_split_fill(const RowSplitArgs& args, void* stream) {
   if (blocks == 0) return cudaSuccess;
   fill_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
   return cudaGetLastError();
+}
+
+int row_split_of_keys(const RowSplitArgs& args, const SortedKeys& keys, std::int64_t* host_facts,
+                      void* stream) {
+  using namespace in_row_split;
+  auto* queue = static_cast<cudaStream_t>(stream);
+  const std::int64_t blocks = num_blocks(args.num_rows);
+  find_and_count_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, queue>>>(args, keys);
+  place_kernel<<<1, kCounters * kWarp, 0, queue>>>(args, blocks, host_facts);
+  return row_split_fill(args, stream);
 }
 
 }  // namespace fastsparse::cuda

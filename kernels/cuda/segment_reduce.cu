@@ -12,6 +12,7 @@
 
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
+#include "fastsparse/sort_segments.h"
 
 namespace fastsparse::cuda {
 namespace in_segment_reduce {
@@ -22,6 +23,7 @@ constexpr int kEntriesPerSum =
     32;  // then the sum moves to a total: rounding errors grow with 32, not with the slice
 constexpr int kLeastGroup = 8;
 constexpr int kCombineWarps = 16;
+constexpr unsigned kMostUnseenRows = 1024;  // blocks for cut segments whose number the host does not know
 
 template <typename V>
 __device__ __forceinline__ V from_lane(V v, int distance) {
@@ -136,8 +138,21 @@ __device__ T finish(const SegmentReduceArgs& args, const MomentState<Acc<T>>& st
   return narrow<T>(args.reduction == Reduction::kDeviation ? sqrt(variance) : variance);
 }
 
+// `facts` unless null: the numbers of slices and cut segments, of which `args.split` has bounds
+// (SegmentFact).
+__device__ __forceinline__ RowSplitView known_split(const SegmentReduceArgs& args,
+                                                    const std::int64_t* facts) {
+  RowSplitView split = args.split;
+  if (facts != nullptr) {
+    split.num_split_rows = facts[kCutSegments];
+    split.num_slices = args.a.num_rows - facts[kCutSegments] + facts[kSegmentSlots];
+  }
+  return split;
+}
+
 template <typename T, int kVec, int kFeatureLanes, typename State>
-__global__ void __launch_bounds__(kThreads) segment_reduce_kernel(const SegmentReduceArgs args) {
+__global__ void __launch_bounds__(kThreads)
+    segment_reduce_kernel(const SegmentReduceArgs args, const std::int64_t* facts) {
   using A = Acc<T>;
   constexpr int kGroup = kFeatureLanes < kLeastGroup ? kLeastGroup : kFeatureLanes;
   constexpr int kEntryLanes = kGroup / kFeatureLanes;
@@ -148,7 +163,8 @@ __global__ void __launch_bounds__(kThreads) segment_reduce_kernel(const SegmentR
   const std::int64_t feature =
       (static_cast<std::int64_t>(blockIdx.y) * kFeatureLanes + lane % kFeatureLanes) * kVec;
   const bool inside = feature < args.width;
-  const RowSlice slice = load_slice(args.split, group);
+  const RowSplitView split = known_split(args, facts);
+  const RowSlice slice = load_slice(split, group);
   const T* x = static_cast<const T*>(args.x.data) + feature;
   const A sign = args.reduction == Reduction::kMin ? A{-1} : A{1};  // min(v) = -max(-v)
 
@@ -182,7 +198,7 @@ __global__ void __launch_bounds__(kThreads) segment_reduce_kernel(const SegmentR
     for (int i = 0; i < kVec; ++i) state[i].merge(state[i].of_lane(distance));
   }
 
-  if (group >= args.split.num_slices || !inside || entry_lane != 0) return;
+  if (group >= split.num_slices || !inside || entry_lane != 0) return;
   if (slice.target < 0) {
     auto* partial = static_cast<State*>(args.partial) + ~slice.target * args.width + feature;
 #pragma unroll
@@ -196,52 +212,59 @@ __global__ void __launch_bounds__(kThreads) segment_reduce_kernel(const SegmentR
   }
 }
 
-// A block takes one segment of several slices and 32 features; its warps share the slots.
+// A block takes one segment of several slices and 32 features, and then perhaps another segment; its warps
+// share the slots.
 template <typename T, typename State>
-__global__ void __launch_bounds__(kWarp* kCombineWarps) combine_slices_kernel(const SegmentReduceArgs args) {
+__global__ void __launch_bounds__(kWarp* kCombineWarps)
+    combine_slices_kernel(const SegmentReduceArgs args, const std::int64_t* facts) {
   __shared__ State shared[kCombineWarps][kWarp];
+  const RowSplitView split = known_split(args, facts);
   const std::int64_t feature = static_cast<std::int64_t>(blockIdx.y) * kWarp + threadIdx.x;
   const bool inside = feature < args.width;
-  const std::int64_t end = inside ? args.split.split_ptr[blockIdx.x + 1] : 0;
-  State state;
+  for (std::int64_t nth = blockIdx.x; nth < split.num_split_rows; nth += gridDim.x) {
+    const std::int64_t end = inside ? split.split_ptr[nth + 1] : 0;
+    State state;
 #pragma unroll 4
-  for (std::int64_t slot = args.split.split_ptr[blockIdx.x] + threadIdx.y; slot < end; slot += kCombineWarps)
-    state.merge(static_cast<const State*>(args.partial)[slot * args.width + feature]);
-  shared[threadIdx.y][threadIdx.x] = state;
-  __syncthreads();
-  if (threadIdx.y != 0 || !inside) return;
+    for (std::int64_t slot = split.split_ptr[nth] + threadIdx.y; slot < end; slot += kCombineWarps)
+      state.merge(static_cast<const State*>(args.partial)[slot * args.width + feature]);
+    shared[threadIdx.y][threadIdx.x] = state;
+    __syncthreads();
+    if (threadIdx.y == 0 && inside) {
 #pragma unroll 1
-  for (int warp = 1; warp < kCombineWarps; ++warp) state.merge(shared[warp][threadIdx.x]);
-  const std::int64_t row = args.split.split_row[blockIdx.x];
-  static_cast<T*>(args.out)[row * args.width + feature] = finish<T>(args, state, row, feature);
+      for (int warp = 1; warp < kCombineWarps; ++warp) state.merge(shared[warp][threadIdx.x]);
+      const std::int64_t row = split.split_row[nth];
+      static_cast<T*>(args.out)[row * args.width + feature] = finish<T>(args, state, row, feature);
+    }
+    __syncthreads();
+  }
 }
 
 template <typename T, int kVec, int kFeatureLanes, typename State>
-void launch_lanes(const SegmentReduceArgs& args, cudaStream_t stream) {
+void launch_lanes(const SegmentReduceArgs& args, const std::int64_t* facts, cudaStream_t stream) {
   constexpr int kGroup = std::max(kFeatureLanes, kLeastGroup);
   const dim3 grid(ceil_div(args.split.num_slices, kThreads / kGroup),
                   ceil_div(args.width, kFeatureLanes * kVec));
-  segment_reduce_kernel<T, kVec, kFeatureLanes, State><<<grid, kThreads, 0, stream>>>(args);
+  segment_reduce_kernel<T, kVec, kFeatureLanes, State><<<grid, kThreads, 0, stream>>>(args, facts);
 }
 
 template <typename T, int kVec, typename State>
-void launch_vector(const SegmentReduceArgs& args, cudaStream_t stream) {
+void launch_vector(const SegmentReduceArgs& args, const std::int64_t* facts, cudaStream_t stream) {
   const std::int64_t lanes = (args.width + kVec - 1) / kVec;
   if constexpr (sizeof(T) == 8) {  // float64 is for checks: one kernel takes every width
-    launch_lanes<T, kVec, 32, State>(args, stream);
+    launch_lanes<T, kVec, 32, State>(args, facts, stream);
   } else if (lanes <= 1) {
-    launch_lanes<T, kVec, 1, State>(args, stream);
+    launch_lanes<T, kVec, 1, State>(args, facts, stream);
   } else if (lanes <= 4) {
-    launch_lanes<T, kVec, 4, State>(args, stream);
+    launch_lanes<T, kVec, 4, State>(args, facts, stream);
   } else if (lanes <= 8) {
-    launch_lanes<T, kVec, 8, State>(args, stream);
+    launch_lanes<T, kVec, 8, State>(args, facts, stream);
   } else {
-    launch_lanes<T, kVec, 32, State>(args, stream);
+    launch_lanes<T, kVec, 32, State>(args, facts, stream);
   }
 }
 
 template <typename T, template <typename> class State>
-void launch(const SegmentReduceArgs& args, cudaStream_t stream) {
+void launch(const SegmentReduceArgs& args, const std::int64_t* facts, cudaStream_t stream) {
   using Of = State<Acc<T>>;
   constexpr int kVec = 16 / static_cast<int>(sizeof(T));
   // Products and moments are rare, and their kernels are as many as there are shapes.
@@ -249,19 +272,21 @@ void launch(const SegmentReduceArgs& args, cudaStream_t stream) {
       sizeof(T) < 8 && (std::is_same_v<Of, SumState<Acc<T>>> || std::is_same_v<Of, MaximumState<Acc<T>>>);
   const bool aligned = vector_width<T>({args.width, args.x.stride}, {args.x.data, args.out}) == kVec;
   if constexpr (kHasVectors) {
-    aligned ? launch_vector<T, kVec, Of>(args, stream) : launch_vector<T, 1, Of>(args, stream);
+    aligned ? launch_vector<T, kVec, Of>(args, facts, stream) : launch_vector<T, 1, Of>(args, facts, stream);
   } else {
-    launch_vector<T, 1, Of>(args, stream);
+    launch_vector<T, 1, Of>(args, facts, stream);
   }
   if (args.split.num_split_rows > 0) {
-    const dim3 grid(static_cast<unsigned>(args.split.num_split_rows), ceil_div(args.width, kWarp));
-    combine_slices_kernel<T, Of><<<grid, dim3(kWarp, kCombineWarps), 0, stream>>>(args);
+    auto blocks = static_cast<unsigned>(args.split.num_split_rows);
+    if (facts != nullptr) blocks = std::min(blocks, kMostUnseenRows);
+    const dim3 grid(blocks, ceil_div(args.width, kWarp));
+    combine_slices_kernel<T, Of><<<grid, dim3(kWarp, kCombineWarps), 0, stream>>>(args, facts);
   }
 }
 
 }  // namespace in_segment_reduce
 
-int segment_reduce(const SegmentReduceArgs& args, void* stream) {
+int segment_reduce_unseen(const SegmentReduceArgs& args, const std::int64_t* facts, void* stream) {
   using namespace in_segment_reduce;
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);
@@ -269,18 +294,22 @@ int segment_reduce(const SegmentReduceArgs& args, void* stream) {
     switch (args.reduction) {
       case Reduction::kSum:
       case Reduction::kMean:
-        return launch<T, SumState>(args, queue);
+        return launch<T, SumState>(args, facts, queue);
       case Reduction::kMax:
       case Reduction::kMin:
-        return launch<T, MaximumState>(args, queue);
+        return launch<T, MaximumState>(args, facts, queue);
       case Reduction::kProduct:
-        return launch<T, ProductState>(args, queue);
+        return launch<T, ProductState>(args, facts, queue);
       case Reduction::kVariance:
       case Reduction::kDeviation:
-        return launch<T, MomentState>(args, queue);
+        return launch<T, MomentState>(args, facts, queue);
     }
   });
   return cudaGetLastError();
+}
+
+int segment_reduce(const SegmentReduceArgs& args, void* stream) {
+  return segment_reduce_unseen(args, nullptr, stream);
 }
 
 }  // namespace fastsparse::cuda

@@ -201,6 +201,33 @@ def num_row_split_counts(num_rows: int) -> int: ...  # only in builds with the C
 def row_split_count(
     rowptr: int, num_rows: int, longest: int, counts: int, totals: int, device: int, queue: int
 ) -> None: ...  # only in builds with the CUDA half
+def num_segment_sort_bytes(
+    num_rows: int, num_segments: int, device: int
+) -> int: ...  # only in builds with the CUDA half
+
+class SegmentSort:  # only in builds with the CUDA half
+    def __init__(
+        self,
+        index: int,
+        index_is_64bit: bool,
+        num_rows: int,
+        num_segments: int,
+        longest: int,
+        rowptr: int,
+        order: int,
+        slices: int,
+        split_row: int,
+        split_ptr: int,
+        facts: int,
+        scratch: int,
+        scratch_bytes: int,
+        device: int,
+        queue: int,
+    ) -> None: ...
+    def facts(self) -> tuple[int, int, bool, int]: ...
+
+NUM_SEGMENT_FACTS: int  # only in builds with the CUDA half
+
 def row_split_fill(
     rowptr: int,
     num_rows: int,
@@ -520,6 +547,7 @@ def segment_reduce(
     out: int,
     extra: int,
     partial: int,
+    facts: int,
     device: int,
     queue: int,
     /,

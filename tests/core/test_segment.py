@@ -241,6 +241,33 @@ def test_new_indices_of_one_size(device):
                     scatter(src, bad, size)
 
 
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_a_new_index_is_reduced_before_it_is_known(device, poisoned_memory, reduce):
+    # On a GPU: slices and cut segments of which the host knows but how many there can be.
+    for num_rows, heavy in ((3000, 0), (2100, 1000), (4000, 3999), (2048, 2048)):
+        index = torch.randint(0, 300, (num_rows,), device=device)
+        index[:heavy] = 7
+        for width in (1, 16, 130):
+            src = torch.randn(num_rows, width, device=device)
+            if reduce == "mul":
+                src = 1 + src / 1000
+            new = index.clone()
+            out = scatter(src, new, 300, reduce)
+            assert torch.equal(out, scatter(src, new, 300, reduce))
+            expected = reference.scatter(src.double(), index, 300, reduce)
+            torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_an_index_that_ascends_keeps_no_order(device):
+    index = torch.randint(0, 50, (700,), device=device)
+    for each, has_order in ((index, True), (index.sort().values, False), (index.flip(0), True)):
+        segments = Segments.from_index(each, 50)
+        assert (segments.order is not None) == has_order
+        assert torch.equal(segments.rowptr.diff(), each.bincount(minlength=50))
+        split = segments.row_split
+        assert split.slices.size(0) == 50 - split.split_row.numel() + split.num_slots
+
+
 def test_an_index_is_sorted_once_and_forgotten_with_it(device, monkeypatch):
     calls = []
     build = Segments.from_index.__func__

@@ -27,15 +27,33 @@ from fastsparse_core.ops._segment_launch import (
     gather_rows,
     launch_reduce,
     launch_softmax,
+    partial_bytes,
 )
 from fastsparse_core.structure.segments import Segments
+
+#: Of partial results whose number is not known, that an index being sorted is reduced before it is: more than
+#: indices of a hundred million rows need, 16 wide.
+_MOST_UNSEEN_BYTES = 2**26
 
 _cache = AdjacencyCache("segments")
 _Find = Callable[[Tensor | None, Tensor | None, int, int], Segments]
 
 
-def find_segments(index: Tensor | None, rowptr: Tensor | None, num_segments: int, num_rows: int) -> Segments:
+def find_segments(
+    index: Tensor | None,
+    rowptr: Tensor | None,
+    num_segments: int,
+    num_rows: int,
+    meanwhile: Callable[[Segments], None] | None = None,
+) -> Segments:
     """The segments of an index or of row pointers, made once as long as the tensor lives and is not written.
+
+    Args:
+        index: as the operators take it.
+        rowptr: the same.
+        num_segments: number of segments.
+        num_rows: number of rows.
+        meanwhile: as of `Segments.from_index`.
 
     Raises:
         ValueError: it does not fit the sizes.
@@ -43,14 +61,20 @@ def find_segments(index: Tensor | None, rowptr: Tensor | None, num_segments: int
     key = rowptr if index is None else index
     assert key is not None
     if key.is_inference():  # has no version: an edit could not be noticed
-        return _make_segments(index, rowptr, num_segments, num_rows)
+        return _make_segments(index, rowptr, num_segments, num_rows, meanwhile)
     stamp = (key._version, key.data_ptr(), key.shape, key.stride())
     options = (index is None, num_rows if index is None else num_segments)
-    build: Any = functools.partial(_make_segments, index, rowptr, num_segments, num_rows)
+    build: Any = functools.partial(_make_segments, index, rowptr, num_segments, num_rows, meanwhile)
     return cast("Segments", _cache.lookup(key, stamp, options, build))
 
 
-def _make_segments(index: Tensor | None, rowptr: Tensor | None, num_segments: int, num_rows: int) -> Segments:
+def _make_segments(
+    index: Tensor | None,
+    rowptr: Tensor | None,
+    num_segments: int,
+    num_rows: int,
+    meanwhile: Callable[[Segments], None] | None = None,
+) -> Segments:
     """:func:`find_segments` for tensors that compiled code may have made.
 
     Inductor writes another index into the memory, and the very tensor object, of one that is needed no more,
@@ -65,7 +89,7 @@ def _make_segments(index: Tensor | None, rowptr: Tensor | None, num_segments: in
             )
             return Segments(made.rowptr, made.edge_id, num_rows, made.row_split)
         if index is not None:
-            return Segments.from_index(index, num_segments)
+            return Segments.from_index(index, num_segments, meanwhile)
         assert rowptr is not None
         return Segments.from_rowptr(rowptr, num_rows)
 
@@ -87,8 +111,22 @@ def _segment_reduce(
     find: _Find = find_segments,
 ) -> tuple[Tensor, Tensor]:
     out, extra = _empty_results(src, num_segments, reduce)
-    if out.numel():
+    if not out.numel():
+        return out, extra
+    if index is None or find is not find_segments:
         launch_reduce(src, find(index, rowptr, num_segments, src.size(0)), reduce, out, extra)
+        return out, extra
+    is_launched = False
+
+    def meanwhile(unseen: Segments) -> None:
+        nonlocal is_launched
+        if partial_bytes(unseen, src.size(1), reduce, src.dtype) <= _MOST_UNSEEN_BYTES:
+            launch_reduce(src, unseen, reduce, out, extra)
+            is_launched = True
+
+    segments = find_segments(index, None, num_segments, src.size(0), meanwhile)
+    if not is_launched:
+        launch_reduce(src, segments, reduce, out, extra)
     return out, extra
 
 

@@ -42,14 +42,19 @@ def sum_rows(src: Tensor, segments: Segments, reduce: str) -> Tensor:
     return out
 
 
+def partial_bytes(segments: Segments, width: int, reduce: str, dtype: torch.dtype) -> int:
+    """Bytes that the slices of cut segments leave for the kernel's second level."""
+    return segments.row_split.num_slots * width * _state_bytes(reduce, dtype)
+
+
 def launch_reduce(src: Tensor, segments: Segments, reduce: str, out: Tensor, extra: Tensor | None) -> None:
     """Writes a reduction of the rows of a matrix, and where `extra_dtype` says so what comes with it."""
     src = unit_stride(src)
     device = device_index(src.device)
     partial = None
     if device >= 0 and segments.row_split.num_slots:
-        states = segments.row_split.num_slots * src.size(1)
-        partial = torch.empty(states * _state_bytes(reduce, src.dtype), dtype=torch.uint8, device=src.device)
+        size = partial_bytes(segments, src.size(1), reduce, src.dtype)
+        partial = torch.empty(size, dtype=torch.uint8, device=src.device)
     _C.segment_reduce(
         segments.structure,
         DTYPE_CODE[src.dtype],
@@ -60,6 +65,7 @@ def launch_reduce(src: Tensor, segments: Segments, reduce: str, out: Tensor, ext
         out.data_ptr(),
         address(extra),
         address(partial),
+        segments.facts,
         device,
         queue(device),
     )

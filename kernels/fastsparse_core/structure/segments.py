@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,15 +11,15 @@ from torch import Tensor
 from fastsparse_core import _C, gpu
 from fastsparse_core.content import check_content
 from fastsparse_core.formats.compress import INT32_MAX, sort_rows
+from fastsparse_core.formats.index_sort import sort_index
 from fastsparse_core.formats.inspection import inspect_edges, inspect_rows
 from fastsparse_core.formats.lengths import slice_length
 from fastsparse_core.formats.row_split import RowSplit, addresses_of, split_rows
 from fastsparse_core.structure.build_once import built_results
 
-#: Numbers of rows and segments of indices on a GPU that did not ascend: the next one like it is sorted before
-#: anything is read from the device.
+#: Binary digits of the numbers of rows and segments of indices on a GPU that did not ascend: the next
+#: one of the kind is sorted before anything is read from the device, until one did ascend.
 _unsorted: set[tuple[int, int]] = set()
-_MOST_UNSORTED = 256
 
 
 class Segments:
@@ -29,7 +30,11 @@ class Segments:
         order: int32 or int64 (num_rows,), the matrix's row behind every entry; None where entry i is row i.
         num_segments: number of segments.
         num_rows: number of the matrix's rows, of which each belongs to one segment.
+        facts: address of what the device knows of segments that the host has yet to look at, whose
+            `row_split` has room for all that there can be; 0 for all others.
     """
+
+    facts = 0
 
     def __init__(
         self, rowptr: Tensor, order: Tensor | None, num_rows: int, row_split: RowSplit | None = None
@@ -44,27 +49,28 @@ class Segments:
             self._built.results["row_split"] = row_split
 
     @classmethod
-    def from_index(cls, index: Tensor, num_segments: int) -> Segments:
+    def from_index(
+        cls, index: Tensor, num_segments: int, meanwhile: Callable[[Segments], None] | None = None
+    ) -> Segments:
         """Sorts an index stably; one that ascends already is only counted.
 
         Args:
             index: int32 or int64 (num_rows,), the segment of every row.
             num_segments: number of segments.
+            meanwhile: may be called, with segments of which only reductions may be made, while the device
+                sorts: what it launches is void if this raises.
 
         Raises:
             ValueError: an index is negative or too large.
         """
         index = index.detach().contiguous()
         num_rows = index.numel()
+        is_sorted_there = index.is_cuda and num_rows <= INT32_MAX and num_segments <= INT32_MAX
+        if is_sorted_there and _kind(num_rows, num_segments) in _unsorted:
+            segments = cls._of_unsorted(index, num_segments, meanwhile)
+            if segments is not None:
+                return segments
         longest = slice_length(num_rows, gpu.profile_of(index.device))
-        kind = num_rows, num_segments
-        if index.is_cuda and kind in _unsorted and num_rows <= INT32_MAX:
-            check_content("index", index)
-            # One read from the device: indices that are none come after the last segment.
-            rowptr, order = sort_rows(index, num_segments)
-            sorted_rows = inspect_rows(rowptr, order, None, longest, copy=False)
-            if sorted_rows.ends[1] == num_rows:
-                return cls(rowptr, order, num_rows, sorted_rows.row_split or split_rows(rowptr, longest))
         found = inspect_edges(index, index, num_segments, longest, square=False)
         if num_rows and found.most_row >= num_segments:
             low, high = (int(end) for end in torch.aminmax(index))
@@ -75,10 +81,32 @@ class Segments:
         if not found.rows_descend:
             return cls(found.rowptr, None, num_rows, found.row_split)
         del found
-        if len(_unsorted) == _MOST_UNSORTED:
-            _unsorted.clear()
-        _unsorted.add(kind)
+        if is_sorted_there:
+            _unsorted.add(_kind(num_rows, num_segments))
+            segments = cls._of_unsorted(index, num_segments, meanwhile)
+            assert segments is not None
+            return segments
         return cls(*sort_rows(index, num_segments), num_rows)
+
+    @classmethod
+    def _of_unsorted(
+        cls, index: Tensor, num_segments: int, meanwhile: Callable[[Segments], None] | None
+    ) -> Segments | None:
+        """Sorts an index on a GPU, unseen; None if some of it is none."""
+        check_content("index", index)
+        num_rows = index.numel()
+        # The one read from the device is waited for when all that does not need it is on its way.
+        sort = sort_index(index, num_segments, slice_length(num_rows, gpu.profile_of(index.device)))
+        if meanwhile is not None:
+            unseen = cls(sort.rowptr, sort.order, num_rows, sort.room)
+            unseen.facts = sort.facts_address
+            meanwhile(unseen)
+        found = sort.wait()
+        if found.num_entries != num_rows:
+            return None
+        if not found.descends:
+            _unsorted.discard(_kind(num_rows, num_segments))
+        return cls(sort.rowptr, sort.order if found.descends else None, num_rows, found.row_split)
 
     @classmethod
     def from_rowptr(cls, rowptr: Tensor, num_rows: int) -> Segments:
@@ -156,3 +184,7 @@ class Segments:
         if split is not None:
             tensors |= split.tensors()
         return {name: it.nbytes for name, it in tensors.items() if it is not None}
+
+
+def _kind(num_rows: int, num_segments: int) -> tuple[int, int]:
+    return num_rows.bit_length(), num_segments.bit_length()

@@ -1,0 +1,96 @@
+"""An index sorted into segments on a GPU, of which the host learns while the device goes on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.formats.row_split import RowSplit
+
+
+class SortedIndex(NamedTuple):
+    """What the host learns of an index.
+
+    Attributes:
+        row_split: work list of the segments.
+        descends: whether the index did not ascend.
+        num_entries: how many of it are segments.
+    """
+
+    row_split: RowSplit
+    descends: bool
+    num_entries: int
+
+
+class IndexSort:
+    """An index that is being sorted.
+
+    Attributes:
+        rowptr: int64 (num_segments + 1,), the range of entries of every segment.
+        order: int32 (num_rows,), position of every sorted entry in the index; what is no segment comes last.
+        room: work list of the segments, but with room for all slices and cut segments that there can be.
+        facts_address: where the device knows how many there are.
+    """
+
+    def __init__(
+        self, rowptr: Tensor, order: Tensor, room: RowSplit, facts: Tensor, sort: _C.SegmentSort
+    ) -> None:
+        self.rowptr, self.order, self.room = rowptr, order, room
+        self.facts_address = facts.data_ptr()
+        self._facts, self._sort = facts, sort
+
+    def wait(self) -> SortedIndex:
+        """Waits for the device, but not for what was launched after the sort."""
+        num_cut, num_slots, descends, num_entries = self._sort.facts()
+        num_slices = self.rowptr.numel() - 1 - num_cut + num_slots
+        room = self.room
+        split = RowSplit(
+            room.slices[:num_slices], room.split_row[:num_cut], room.split_ptr[: num_cut + 1], num_slots
+        )
+        return SortedIndex(split, descends, num_entries)
+
+
+def sort_index(index: Tensor, num_segments: int, longest: int) -> IndexSort:
+    """Begins to sort an index stably on its GPU, whatever it holds.
+
+    Args:
+        index: int32 or int64 (num_rows,), contiguous, 1 to 2^31 - 1 rows.
+        num_segments: number of segments, 1 to 2^31 - 1.
+        longest: entries of a slice, a power of two.
+    """
+    device, num_rows = index.device, index.numel()
+    most_cut = num_rows // longest
+    rowptr = torch.empty(num_segments + 1, dtype=torch.int64, device=device)
+    order = torch.empty(num_rows, dtype=torch.int32, device=device)
+    slices = torch.empty(num_segments + most_cut, 2, dtype=torch.int64, device=device)
+    split_row = torch.empty(most_cut, dtype=torch.int32, device=device)
+    # Behind the pointers is room for the facts.
+    split_ptr = torch.empty(most_cut + 1 + _C.NUM_SEGMENT_FACTS, dtype=torch.int64, device=device)
+    facts = split_ptr[most_cut + 1 :]
+    where = device_index(device)
+    size = _C.num_segment_sort_bytes(num_rows, num_segments, where)
+    scratch = torch.empty(size, dtype=torch.uint8, device=device)
+    sort = _C.SegmentSort(
+        index.data_ptr(),
+        index.dtype == torch.int64,
+        num_rows,
+        num_segments,
+        longest,
+        rowptr.data_ptr(),
+        order.data_ptr(),
+        slices.data_ptr(),
+        split_row.data_ptr(),
+        split_ptr.data_ptr(),
+        facts.data_ptr(),
+        scratch.data_ptr(),
+        size,
+        where,
+        queue(where),
+    )
+    # A segment of n > longest entries has fewer than 2 n / longest slices.
+    room = RowSplit(slices, split_row, split_ptr, 2 * most_cut)
+    return IndexSort(rowptr, order, room, facts, sort)

@@ -1,0 +1,60 @@
+// An index sorted into segments, and their reduction before the host knows anything of them: views and
+// launchers of kernels/cuda/compress.cu, row_split.cu and segment_reduce.cu.
+#pragma once
+
+#include <cstddef>
+
+#include "fastsparse/views.h"
+
+namespace fastsparse {
+
+// What the host wants to know of an index that was sorted.
+enum SegmentFact : int {
+  kCutSegments = 0,  // the first two are what `RowSplitArgs::totals` has
+  kSegmentSlots,
+  kIndexDescends,   // 1: the index did not ascend
+  kEntriesInRange,  // entries of all segments: fewer than the index has if some were none
+  kNumSegmentFacts,
+};
+
+// Sorts stably by an index that may be anything, finds the segments and cuts them into slices. What is no
+// index comes behind all segments.
+struct SortSegmentsArgs {
+  const void* index;  // (num_rows)
+  bool index_is_64bit;
+  std::int64_t num_rows;      // 1 to 2^31 - 1
+  std::int64_t num_segments;  // at least 1
+  std::int64_t longest;       // entries of a slice, a power of two
+  std::int64_t* rowptr;       // (num_segments + 1)
+  std::int32_t* order;        // (num_rows) position of each sorted entry in the index
+  RowSlice* slices;           // (num_segments + num_rows / longest), room for as many as there can be
+  std::int32_t* split_row;    // (num_rows / longest)
+  std::int64_t* split_ptr;    // (num_rows / longest + 1)
+  std::int64_t* facts;        // (kNumSegmentFacts) in the device's memory
+  std::int64_t* host_facts;   // the same in the host's, which the device can write
+};
+
+// Sorted keys whose rows are looked for: those of row r are `r`.
+struct SortedKeys {
+  const std::uint32_t* key;  // (num_keys)
+  std::int64_t num_keys;
+  std::int64_t* rowptr;  // out, that of the `RowSplitArgs` beside it
+};
+
+namespace cuda {
+
+std::size_t sort_segments_scratch_bytes(const SortSegmentsArgs& args);
+int sort_segments(const SortSegmentsArgs& args, void* scratch, std::size_t scratch_bytes, void* stream);
+
+// Row pointers of sorted keys, then the rows' slices. `args.totals` has room for all facts, which are told
+// the host, too; the fact of the index's order is there before.
+int row_split_of_keys(const RowSplitArgs& args, const SortedKeys& keys, std::int64_t* host_facts,
+                      void* stream);
+
+// `segment_reduce` of segments whose numbers of slices and of cut segments only the device knows, in `facts`;
+// those of `args` are bounds.
+int segment_reduce_unseen(const SegmentReduceArgs& args, const std::int64_t* facts, void* stream);
+
+}  // namespace cuda
+
+}  // namespace fastsparse

@@ -1,0 +1,42 @@
+// Searches among sorted numbers.
+#pragma once
+
+#include <algorithm>
+
+#include "fastsparse/cuda_common.cuh"
+
+namespace fastsparse::cuda {
+
+// The first of the places low .. high whose number is at least `least`, if they ascend; one of low .. high if
+// they do not. A warp asks at 32 places at a time: of a million it waits for memory four times, not twenty.
+template <typename Number>
+__device__ std::int64_t search_warp(const Number* sorted, std::int64_t low, std::int64_t high,
+                                    std::int64_t least) {
+  const int lane = threadIdx.x % kWarp;
+  while (low < high) {
+    const std::int64_t step = (high - low + kWarp - 1) / kWarp, at = low + lane * step;
+    const bool below = at < high && static_cast<std::int64_t>(sorted[at]) < least;
+    const int num_below = __popc(__ballot_sync(kFullWarp, below));
+    if (num_below == 0) return low;
+    high = std::min(high, low + num_below * step);
+    low += (num_below - 1) * step + 1;
+  }
+  return low;
+}
+
+// The same by one thread.
+template <typename Number>
+__device__ std::int64_t search(const Number* sorted, std::int64_t low, std::int64_t high,
+                               std::int64_t least) {
+  while (low < high) {
+    const std::int64_t middle = (low + high) / 2;
+    if (static_cast<std::int64_t>(sorted[middle]) < least) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+}  // namespace fastsparse::cuda
