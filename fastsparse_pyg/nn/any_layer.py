@@ -12,8 +12,7 @@ from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.nn.conv import MessagePassing
 
-from fastsparse_core import Adjacency
-from fastsparse_core.log import info_once
+from fastsparse_core import Adjacency, log
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
 from fastsparse_pyg.caching import is_new, layer_cache, logger, lookup
@@ -38,6 +37,7 @@ _16_BITS = (torch.float16, torch.bfloat16)
 _ANY = Pattern(reason="its attributes change")
 _UNKNOWN: Any = object()
 _is_tracing = torch._C._is_tracing
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 _classes: dict[type, type[AnyLayer]] = {}
 
@@ -56,6 +56,8 @@ class AnyLayer(MessagePassing):
     #: Kind of a call (aggregation, names and dtypes of arguments) -> what serves it at once; None: no one
     #: kernel for the whole message.
     _served: ClassVar[dict[Any, Copies | None]]
+    #: Where it is written down that few edges were left to PyG's code.
+    _said_in: ClassVar[Any] = None
 
     flow: str
     node_dim: int
@@ -63,15 +65,28 @@ class AnyLayer(MessagePassing):
     def propagate(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""
         kind = None
-        if not (args or torch.compiler.is_compiling() or _is_tracing()):
+        if not (args or _is_dynamo_compiling() or _is_tracing()):
+            # Where PyG's code runs in any case, each call of ours before it shows: hence so few of them.
+            #
             # One thread adds in order, so that PyTorch's sums have the same bits every time too; not so those
             # of 16-bit numbers in float32.
-            if _are_few_on_cpu(edge_index) and not _has_16_bits(kwargs):
-                self._say(_FEW_ON_CPU)
-                return super().propagate(edge_index, size=size, **kwargs)
-            are_few = are_few_on_gpu(edge_index, _TIMES_IF_NEW)
-            if are_few and is_new(edge_index) and not _has_16_bits(kwargs):
-                return super().propagate(edge_index, size=size, **kwargs)
+            are_few = type(edge_index) is Tensor and edge_index.is_cpu and edge_index.numel() < 2 * FEW_EDGES
+            if (
+                are_few or (are_few_on_gpu(edge_index, _TIMES_IF_NEW) and is_new(edge_index))
+            ) and not is_any_autocast_enabled():
+                for item in kwargs.values():  # as `_has_16_bits` does
+                    if type(item) is not Tensor and isinstance(item, (tuple, list)) and item:
+                        item = item[0]
+                    if isinstance(item, Tensor):
+                        are_wide = item.dtype not in _16_BITS
+                        break
+                else:
+                    are_wide = True
+                if are_wide:
+                    if are_few and self._said_in is not log.seen:
+                        type(self)._said_in = log.seen
+                        self._say(_FEW_ON_CPU)
+                    return super().propagate(edge_index, size=size, **kwargs)
             # A call for each of them would take as long as the rest of this.
             kind = (
                 self.__dict__["_modules"].get("aggr_module").__class__,
@@ -106,15 +121,20 @@ class AnyLayer(MessagePassing):
 
     def edge_updater(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""
-        times = 1 if layer_cache.holds(edge_index) else _TIMES_IF_NEW
-        are_few = are_few_on_gpu(edge_index, times) or _are_few_on_cpu(edge_index)
-        are_few = are_few and not _has_16_bits(kwargs)
-        if not args and not are_few and not self._why_original(edge_index):
+        if args or _is_dynamo_compiling():
+            return super().edge_updater(edge_index, *args, size=size, **kwargs)
+        are_few = (
+            type(edge_index) is Tensor and edge_index.is_cpu and edge_index.numel() < 2 * FEW_EDGES
+        ) or (
+            are_few_on_gpu(edge_index, _TIMES_IF_NEW)
+            and (edge_index.numel() <= 2 * FEW_EDGES_ON_GPU or not layer_cache.holds(edge_index))
+        )
+        if not (are_few and not _has_16_bits(kwargs)) and not self._why_original(edge_index):
             names = self._names()
             found = self._collect_lazily(edge_index, size, kwargs, names.edge_lifted)
             if isinstance(found, Arguments):
                 return self._computed("edge_update", names.edge_update, found)
-        return super().edge_updater(edge_index, *args, size=size, **kwargs)
+        return super().edge_updater(edge_index, size=size, **kwargs)
 
     # ---------------------------------------------------------------- when PyG's code runs
 
@@ -145,7 +165,7 @@ class AnyLayer(MessagePassing):
 
     def _say(self, reason: str) -> None:
         if not torch.compiler.is_compiling():
-            info_once(logger, f"{type(self).__name__}: PyG's own code runs: {reason}")
+            log.info_once(logger, f"{type(self).__name__}: PyG's own code runs: {reason}")
 
     # ---------------------------------------------------------------- arguments
 
@@ -306,10 +326,6 @@ def _kind_of(argument: Any) -> Any:
     return argument.dtype if isinstance(argument, Tensor) else type(argument)
 
 
-def _are_few_on_cpu(edge_index: Any) -> bool:
-    return type(edge_index) is Tensor and edge_index.is_cpu and edge_index.shape[-1] < FEW_EDGES
-
-
 def _has_16_bits(given: dict[str, Any]) -> bool:
     """Whether the first features that a layer hands over are of 16 bits, or may become so."""
     if is_any_autocast_enabled():
@@ -335,6 +351,7 @@ def accelerated_class(original: type[MessagePassing]) -> type[AnyLayer]:
             "_patterns": {},
             "_signature": None,
             "_served": {},
+            "_said_in": None,
             # What PyG puts back after explain mode.
             "_jinja_propagate": AnyLayer.propagate,
             "forward": _with_edge_list(original.forward),

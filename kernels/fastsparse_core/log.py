@@ -9,7 +9,8 @@ import torch
 from fastsparse_core.locks import ForkSafeLock
 
 _lock = ForkSafeLock()
-_seen: set[tuple[str, str]] = set()
+#: Names of loggers, and what each of them was given.
+seen: set[tuple[str, str]] = set()
 
 
 def info_once(logger: logging.Logger, message: str) -> None:
@@ -20,10 +21,10 @@ def info_once(logger: logging.Logger, message: str) -> None:
     if torch.compiler.is_compiling():
         return
     key = (logger.name, message)
-    if key in _seen:
+    if key in seen:
         return
     with _lock:
-        if key in _seen:
+        if key in seen:
             return
-        _seen.add(key)
+        seen.add(key)
     logger.info(message)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch_geometric import nn as pyg
 
 from fastsparse_pyg import (
     FastGATConv,
@@ -17,7 +18,9 @@ from fastsparse_pyg import (
     FastGINConv,
     FastSAGEConv,
     FastTransformerConv,
+    accelerate,
 )
+from fastsparse_pyg.nn import any_layer
 
 LAYERS = {
     "GCN": lambda: FastGCNConv(16, 16),
@@ -37,6 +40,18 @@ def test_a_warm_call_is_short(device: str, name: str) -> None:
         pytest.skip("counted on the CPU; launches on CUDA have steps of their own")
     layer = LAYERS[name]().to(device).eval()
     x, edge_index = torch.randn(40, 16, device=device), torch.randint(40, (2, 200), device=device)
+    with torch.no_grad():
+        expected = layer(x, edge_index)
+        for _ in range(20):
+            layer(x, edge_index)
+        out, calls = counted(layer, x, edge_index)
+    torch.testing.assert_close(out, expected)
+    assert len(calls) <= MOST_CALLS, calls
+    assert len(set(calls)) <= MOST_FILES, sorted(set(calls))
+
+
+def counted(layer: nn.Module, *given: Any) -> tuple[Any, list[str]]:
+    """The result of a call, and the file of every call of ours within it."""
     calls: list[str] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -44,15 +59,40 @@ def test_a_warm_call_is_short(device: str, name: str) -> None:
         if event == "call" and ("fastsparse_core" in file or "fastsparse_pyg" in file):
             calls.append(file)
 
+    sys.setprofile(note)
+    try:
+        out = layer(*given)
+    finally:
+        sys.setprofile(None)
+    return out, calls
+
+
+#: Layers whose code is PyG's where edges are few, and how often that propagates and updates edges.
+LEFT_TO_PYG = {
+    "LEConv": (lambda: pyg.LEConv(16, 8), 1, 0),
+    "FiLMConv": (lambda: pyg.FiLMConv(16, 8), 1, 0),
+    "EdgeConv": (lambda: pyg.EdgeConv(nn.Linear(32, 8)), 1, 0),
+    "SuperGATConv": (lambda: pyg.SuperGATConv(16, 8), 1, 1),
+}
+
+
+@pytest.mark.parametrize("where", ["on the CPU", "new, as on a GPU"])
+@pytest.mark.parametrize("name", LEFT_TO_PYG)
+def test_little_of_ours_runs_before_the_code_of_pyg(
+    name: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, propagates, updates = LEFT_TO_PYG[name]
+    layer = make().eval()
+    x, edge_index = torch.randn(40, 16), torch.randint(40, (2, 200))
     with torch.no_grad():
         expected = layer(x, edge_index)
-        for _ in range(20):
+        accelerate(layer, show=False)
+        layer(x, edge_index)  # which may say so
+        if where != "on the CPU":
+            monkeypatch.setattr(any_layer, "FEW_EDGES", 0)
+            monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda *_: True)
             layer(x, edge_index)
-        sys.setprofile(note)
-        try:
-            out = layer(x, edge_index)
-        finally:
-            sys.setprofile(None)
-    torch.testing.assert_close(out, expected)
-    assert len(calls) <= MOST_CALLS, calls
-    assert len(set(calls)) <= MOST_FILES, sorted(set(calls))
+        out, calls = counted(layer, x, edge_index)
+    assert torch.equal(out, expected)
+    # `forward` and `propagate`; on a GPU, whether edges are few, which stands here for itself, and new.
+    assert len(calls) <= 1 + propagates * (1 if where == "on the CPU" else 2) + 2 * updates, calls

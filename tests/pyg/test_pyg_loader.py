@@ -65,7 +65,7 @@ def check_batch(batch, data) -> None:
 @pytest.fixture
 def messages(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     """What the plugin logs, as if nothing had been logged before."""
-    monkeypatch.setattr(log, "_seen", set())
+    monkeypatch.setattr(log, "seen", set())
     caplog.set_level(logging.INFO, logger="fastsparse_pyg")
     caplog.set_level(logging.INFO, logger="fastsparse_core")
     return lambda: [record.message for record in caplog.records]

@@ -370,7 +370,7 @@ def test_hgt(device, heads, channels):
 
 
 def test_hgt_that_runs_pygs_code(device, caplog, monkeypatch):
-    monkeypatch.setattr(log, "_seen", set())
+    monkeypatch.setattr(log, "seen", set())
     edges = typed_graph(device)
     x = {key: torch.randn(size, 6, device=device) for key, size in SIZES.items()}
     lazy = FastHGTConv(-1, 8, METADATA, heads=2).to(device)
