@@ -102,6 +102,19 @@ def test_gine_of_one_gradient(wanted: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("features", [0, 3])
+def test_gine_of_a_model_s_first_layer_needs_no_transpose(features: int, device: str) -> None:
+    """Nobody asks for the gradients of what a model is given."""
+    adj = graph(device)
+    x, edge = torch.randn(NODES, WIDTH, device=device), torch.randn(EDGES, features or WIDTH, device=device)
+    maps = [torch.randn(WIDTH, features, device=device), torch.randn(WIDTH, device=device)]
+    weight, bias = (each.requires_grad_() for each in maps) if features else (None, None)
+    after = torch.randn(4, WIDTH, device=device, requires_grad=True)
+    gine_layer(adj, x, edge, weight, bias, torch.zeros(1, device=device), after).sum().backward()
+    assert not adj.has_transpose
+    assert after.grad is not None
+
+
+@pytest.mark.parametrize("features", [0, 3])
 @pytest.mark.parametrize("has_root", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gated(features: int, has_root: bool, has_bias: bool, device: str) -> None:

@@ -193,7 +193,7 @@ def sort_edges(row: Tensor, col: Tensor, shape: tuple[int, int], longest: int) -
     rowptr = torch.empty(num_rows + 1, dtype=torch.int64, device=device)
     col_out = torch.empty(num_edges, dtype=torch.int32, device=device)
     order = torch.empty(num_edges, dtype=torch.int32, device=device)
-    inv_degree, inv_sqrt_degree = (_empty_for_autograd(num_rows, device) for _ in range(2))
+    inv_degree, inv_sqrt_degree = _empty_for_autograd(num_rows, device), _empty_for_autograd(num_rows, device)
     check_content("edges", row, col, rowptr)
     index, room = device_index(device), None
     if index >= 0:

@@ -134,10 +134,8 @@ class _Gine(torch.autograd.Function):
         if under is not None:
             edge, eps = cast(edge, x.dtype), cast(eps, x.dtype)
         operands = Operands.of(launch.RELU, None, x, None, edge, weight, None, bias)
-        # Kept, for eps may be written before the backward pass.
-        scale, is_differentiated = eps.new_empty(eps.shape), any(ctx.needs_input_grad)
-        out, _, _, positive = launch.forward(
-            adj, operands, x.shape[1], is_differentiated, operands.q, eps, scale
+        out, _, _, kept = launch.forward(
+            adj, operands, x.shape[1], True in ctx.needs_input_grad, operands.q, eps
         )
         ctx.set_materialize_grads(False)
         ctx.adj, ctx.under, ctx.uncast = adj, under, None
@@ -148,8 +146,7 @@ class _Gine(torch.autograd.Function):
         elif after is not None and under is not None:
             summed, matrix = cast(out, under), cast(after, under)
             out, ctx.uncast = _linear(summed, matrix, after_bias, under), Uncast.of(after, matrix)
-        kept = (x, given, weight, bias, matrix, after_bias, scale, positive, summed)
-        ctx.save_for_backward(*kept, *as_read)
+        ctx.save_for_backward(x, given, weight, bias, matrix, after_bias, kept, summed, *as_read)
         return out
 
     @staticmethod
@@ -163,7 +160,7 @@ _apply_gine = direct(_Gine)
 
 
 def _gine_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    *inputs, scale, positive, summed, edge_read, maps = ctx.saved_tensors
+    *inputs, kept, summed, edge_read, maps = ctx.saved_tensors
     x, edge, weight, bias, matrix, after_bias = inputs
     adj, needs, uncast = ctx.adj, ctx.needs_input_grad, ctx.uncast
     if not is_first_derivative(grad):
@@ -178,7 +175,7 @@ def _gine_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             after: Tensor | None,
             after_bias: Tensor | None,
         ) -> Tensor:
-            out = torch.addcmul(unfused_gine(adj, x, edge, weight, bias), x, scale)
+            out = torch.addcmul(unfused_gine(adj, x, edge, weight, bias), x, launch.scale_of(kept, x.dtype))
             return out if after is None else _linear(out, after, after_bias, ctx.under or x.dtype)
 
         with torch.enable_grad():
@@ -197,8 +194,9 @@ def _gine_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         Operands(launch.RELU, None, launch.rows(grad), None, edge_read, maps),
         grad,
         edge.shape[1],
-        positive=positive,
-        scale=scale,
+        kept=kept,
+        has_scale=True,
+        source_wanted=needs[0],
         edge_wanted=needs[1],
         weight_wanted=needs[2],
         bias_wanted=needs[3],
@@ -284,7 +282,7 @@ class _Gated(torch.autograd.Function):
         # Both ends of an edge see its features: the gate's map is the sum of theirs.
         operands = Operands.of(launch.GATE, key, query, value, edge, of_query, of_value, added=of_key)
         of_root = launch.rows(own[0]) if own else None
-        out, slope, _, _ = launch.forward(adj, operands, width, any(ctx.needs_input_grad), of_root)
+        out, slope, _, _ = launch.forward(adj, operands, width, True in ctx.needs_input_grad, of_root)
         ctx.set_materialize_grads(False)
         ctx.adj = adj
         # Operands are the rows themselves or, where those must be padded, copies.
@@ -313,6 +311,8 @@ class _Gated(torch.autograd.Function):
             weight_wanted=maps_need and edge is not None,
             map_dtype=grad.dtype,
         )
+        assert gradients.q is not None
+        assert gradients.v is not None
         parts = [gradients.q, gradients.v, grad * slope]
         if root is not None:
             parts.append(grad)

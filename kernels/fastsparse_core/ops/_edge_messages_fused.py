@@ -72,8 +72,8 @@ def _gine_aggregate(
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     operands = Operands.of(launch.RELU, None, x, None, edge, weight, None, bias)
-    out, _, _, positive = launch.forward(adj, operands, x.size(1), keep)
-    return out, x.new_empty(0, dtype=torch.uint8) if positive is None else positive
+    out, _, _, kept = launch.forward(adj, operands, x.size(1), keep)
+    return out, x.new_empty(0, dtype=torch.uint8) if kept is None else kept
 
 
 def _gine_gradients(
@@ -83,7 +83,7 @@ def _gine_gradients(
     edge: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    positive: Tensor,
+    kept: Tensor,
     *,
     edge_wanted: bool,
     weight_wanted: bool,
@@ -95,10 +95,11 @@ def _gine_gradients(
         Operands.of(launch.RELU, None, grad, None, raw, weight),
         grad,
         edge.size(1),
-        positive=positive,
+        kept=kept,
         edge_wanted=edge_wanted,
         weight_wanted=weight_wanted,
     )
+    assert found.q is not None
     return (
         found.q,
         None if found.edge is None else cast(found.edge, edge.dtype),
@@ -154,6 +155,7 @@ def _gated_gradients(
     )
     of_gate = _as_map(found.weight, gate_weight) if gate_weight_wanted else None
     of_value = _as_map(found.of_value, value_weight) if value_weight_wanted else None
+    assert found.q is not None
     return grad * slope, found.q, found.v, found.edge, of_gate, of_value
 
 
@@ -190,6 +192,7 @@ def _gated_edges_backward(
         grad_state=grad_state,
         edge_wanted=True,
     )
+    assert found.q is not None
     assert found.edge is not None
     assert found.v is not None
     # The rows of the edges' gradients are the terms of k's.
@@ -241,10 +244,8 @@ class _GatedEdges(torch.autograd.Function):
 
 
 def _gine_fake(of: Any) -> tuple[Tensor, Tensor]:
-    shape: tuple[int, ...] = (0,)
-    if of.keep:
-        shape = (of.edge.size(0), launch.sign_bytes(launch.padded_width(of.x))[1])
-    return of.x.new_empty(of.num_dst, of.x.size(1)), of.x.new_empty(shape, dtype=torch.uint8)
+    size = launch.kept_bytes(of.edge.size(0), launch.padded_width(of.x)) if of.keep else 0
+    return of.x.new_empty(of.num_dst, of.x.size(1)), of.x.new_empty(size, dtype=torch.uint8)
 
 
 def _gated_fake(of: Any) -> tuple[Tensor, Tensor]:
@@ -260,9 +261,7 @@ def _gated_edges_backward_fake(of: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return (*(like.new_empty(like.shape) for like in (grad, v, v, state)),)
 
 
-register_fused(
-    "gine_aggregate", _gine_aggregate, _gine_gradients, unfused_gine, _gine_fake, ("out", "positive")
-)
+register_fused("gine_aggregate", _gine_aggregate, _gine_gradients, unfused_gine, _gine_fake, ("out", "kept"))
 register_fused(
     "gated_aggregate", _gated_aggregate, _gated_gradients, unfused_gated, _gated_fake, ("out", "slope")
 )

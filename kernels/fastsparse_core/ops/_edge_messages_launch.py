@@ -7,14 +7,15 @@ to results is cut off.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import queue
+from fastsparse_core.formats.row_split import addresses_of
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import unit_stride
@@ -26,6 +27,10 @@ RELU, GATE, GATE_AND_STATE = 0, 1, 2
 MOST_FEATURES = 32
 #: Groups of rows whose parts of the maps' gradients are kept apart: enough of them to fill a large GPU.
 _CUDA_GROUPS, _CPU_GROUPS = 4096, 64
+#: Bytes in front of relu's signs: 1 + eps lies there, and the signs stay aligned.
+_SCALE_BYTES = 16
+#: A structure without rows, for a pass over them that nobody needs.
+_NO_ROWS = _C.CsrStructure(0, 0, 0, False, 0, 0, 0, *addresses_of(None))
 
 
 def sign_bytes(width: int) -> tuple[int, int]:
@@ -41,6 +46,16 @@ def sign_bytes(width: int) -> tuple[int, int]:
 _sign_bytes = functools.cache(sign_bytes)
 
 
+def kept_bytes(num_values: int, width: int) -> int:
+    """Bytes that relu's forward pass keeps for the backward pass; `scale_of` and signs of rows that wide."""
+    return _SCALE_BYTES + num_values * sign_bytes(width)[1]
+
+
+def scale_of(kept: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 + eps, (1,), of what relu's forward pass kept."""
+    return kept[: dtype.itemsize].view(dtype)
+
+
 def padded_width(x: Tensor) -> int:
     """Width of the rows that kernels read."""
     return x.size(1) + (-x.size(1) % (16 // x.itemsize) if x.is_cuda else 0)
@@ -53,8 +68,8 @@ def rows(x: Tensor) -> Tensor:
     step = 16 // x.itemsize
     if x.size(1) % step:
         return F.pad(x, (0, -x.size(1) % step))
-    x = unit_stride(x)
-    aligned = x.stride(0) % step == 0 and x.data_ptr() % 16 == 0
+    row_stride, column_stride = x.stride()
+    aligned = column_stride == 1 and row_stride % step == 0 and x.data_ptr() % 16 == 0
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -174,7 +189,7 @@ def _laid_out(
     if bias is not None:
         bias = cast(bias, dtype)
         bias = bias if bias.stride(0) == 1 else bias.contiguous()
-    width, edge_width, index = q.shape[1], edge.shape[1], device_index(q.device)
+    width, edge_width, index = q.shape[1], edge.shape[1], q.get_device()
     count = edge_width * (1 if of_value is None else 2) + (bias is not None)
     maps = q.new_empty(count, width, dtype=accumulated)
     _C.lay_out_edge_maps(
@@ -201,7 +216,6 @@ def forward(
     side_wanted: bool,
     root: Tensor | None = None,
     eps: Tensor | None = None,
-    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Sums of messages, and what the message brings besides (None where it does not).
 
@@ -209,30 +223,32 @@ def forward(
         adj: structure.
         operands: what the kernels read.
         width: of the results.
-        side_wanted: whether relu's signs, or the sums of the gates' slopes, are kept for the backward pass.
+        side_wanted: whether relu's signs and 1 + eps, or the sums of the gates' slopes, are kept for the
+            backward pass.
         root: (num_dst, width) rows that are added to the sums of relu or gates, as kernels read rows.
         eps: one number: root is added 1 + eps times; relu only.
-        scale: one number that gets 1 + eps, in the dtype of q.
 
     Returns:
-        (num_dst, width) sums; the gates' (num_dst, width); the state (num_values, width); signs.
+        (num_dst, width) sums; the gates' (num_dst, width); the state (num_values, width); `kept_bytes` of
+        relu.
     """
     q, message = operands.q, operands.message
     padded = q.shape[1]
     out = q.new_empty(adj.num_dst, padded)
-    side = state = positive = partial = partial_side = None
-    sign_width = 0
+    side = state = kept = partial = partial_side = None
+    sign_width = at = 0
     if message == RELU:
         if side_wanted:
             sign_width = _sign_bytes(padded)[1]
-            positive = _edge_rows(adj, adj.num_values, sign_width, like=q, dtype=torch.uint8)
+            size = _SCALE_BYTES + adj.num_values * sign_width
+            kept = _edge_rows(adj, size, like=q, dtype=torch.uint8)
+            at = kept.data_ptr()
     elif message == GATE_AND_STATE:
         side, state = torch.empty_like(out), _edge_rows(adj, adj.num_values, padded, like=q)
     elif side_wanted:
         side = torch.empty_like(out)
-    index = -1
-    if q.is_cuda:
-        index = device_index(q.device)
+    index = q.get_device()
+    if index >= 0:
         partial, partial_side = _partial(adj, q, side is not None)
     _C.edge_messages(
         adj.plans.get("csr") or used_csr(adj),
@@ -240,23 +256,23 @@ def forward(
         out.data_ptr(),
         0 if side is None else side.data_ptr(),
         0 if state is None else state.data_ptr(),
-        0 if positive is None else positive.data_ptr(),
+        at and at + _SCALE_BYTES,
         sign_width,
         *_place(root),
         0 if eps is None else eps.data_ptr(),
-        0 if scale is None else scale.data_ptr(),
+        0 if eps is None else at,
         0 if partial is None else partial.data_ptr(),
         0 if partial_side is None else partial_side.data_ptr(),
         index,
         queue(index),
     )
     if padded == width:
-        return out, side, state, positive
+        return out, side, state, kept
     return (
         _cut(out, width),
         None if side is None else _cut(side, width),
         None if state is None else _cut(state, width),
-        positive,
+        kept,
     )
 
 
@@ -273,7 +289,7 @@ def _partial(adj: Adjacency, like: Tensor, both: bool) -> tuple[Tensor | None, T
 class Gradients(NamedTuple):
     """Those of the sources' rows, of edges' rows or raw features, and of the maps; None: not wanted."""
 
-    q: Tensor
+    q: Tensor | None
     v: Tensor | None
     edge: Tensor | None
     weight: Tensor | None
@@ -290,8 +306,9 @@ def backward(
     grad_side: Tensor | None = None,
     state: Tensor | None = None,
     grad_state: Tensor | None = None,
-    positive: Tensor | None = None,
-    scale: Tensor | None = None,
+    kept: Tensor | None = None,
+    has_scale: bool = False,
+    source_wanted: bool = True,
     edge_wanted: bool,
     weight_wanted: bool = False,
     bias_wanted: bool = False,
@@ -301,69 +318,76 @@ def backward(
 
     Args:
         adj: structure.
-        operands: as of the forward pass; of relu's q only the width is looked at.
+        operands: as of the forward pass, but relu's q are the rows of ``grad``.
         grad: of the sums, (num_dst, width).
         edge_width: raw features of an edge as given.
         grad_side: of the gates' sums, with state.
         state: of the forward pass.
         grad_state: None: 0.
-        positive: signs of the forward pass.
-        scale: of the forward pass.
+        kept: of the forward pass; relu only.
+        has_scale: whether there was a root.
+        source_wanted: whether the sources' rows want a gradient; gates always give it.
         edge_wanted: whether edges' rows or raw features want a gradient.
         weight_wanted: whether the maps do.
         bias_wanted: whether relu's bias does.
         map_dtype: of the gradients of maps and bias; None: the accumulation dtype.
     """
     message, dtype = operands.message, accumulation_dtype(grad.dtype)
-    width, padded, transposed, index = grad.shape[1], operands.q.shape[1], adj.t(), -1
-    is_cuda, raw = grad.is_cuda, operands.maps is not None
+    both, transposed = message != RELU, _NO_ROWS
+    width, padded, index = grad.shape[1], operands.q.shape[1], grad.get_device()
+    is_cuda, raw = index >= 0, operands.maps is not None
     map_dtype = dtype if map_dtype is None else map_dtype
-    grad = rows(grad)
+    grad = rows(grad) if both else operands.q
+    edges: tuple[int, ...] = (0,) * 6
     if message == GATE_AND_STATE:
-        grad_side, state, grad_state = (
-            None if x is None else rows(x) for x in (grad_side, state, grad_state)
-        )
-    grad_q = grad.new_empty(adj.num_src, padded)
-    grad_v = torch.empty_like(grad_q) if message != RELU else None
-    grad_edge = grad_weight = grad_of_value = grad_bias = None
-    of_features = groups = size = tiles = 0
+        stateful = [None if x is None else rows(x) for x in (grad_side, state, grad_state)]
+        edges = (*_place(stateful[0]), *_place(stateful[1]), *_place(stateful[2]))
+    first: tuple[Any, int] | None = adj.plans.get("first rows")
+    if first is None:
+        first = (adj.csr_structure, adj.num_dst)
+        if is_cuda:
+            first = (adj.first_csr_structure, adj.first_row_split.place()[1])
+        adj.plans["first rows"] = first
+    first_structure, count = first
+    grad_q = grad_v = grad_edge = grad_weight = grad_of_value = grad_bias = None
+    of_features = groups = size = tiles = slots = 0
+    features_read = operands.edge_width
+    if source_wanted or edge_wanted:
+        grad_q = grad.new_empty(adj.num_src, padded)
+        grad_v = torch.empty_like(grad_q) if both else None
+        columns = adj.t()
+        transposed = columns.plans.get("csr") or used_csr(columns)
+        slots = columns.row_split.num_slots * padded if is_cuda else 0
     if edge_wanted and raw:
         grad_edge = _edge_rows(adj, adj.num_values, edge_width, like=grad)
         tiles = _sign_bytes(padded)[0] if is_cuda else 1
-        if tiles != 1 or operands.edge_width != edge_width or grad.dtype != dtype:
-            of_features = tiles * adj.num_values * operands.edge_width
+        if tiles != 1 or features_read != edge_width or grad.dtype != dtype:
+            of_features = tiles * adj.num_values * features_read
     elif edge_wanted:
         grad_edge = _edge_rows(adj, adj.num_values, padded, like=grad)
     if raw and (weight_wanted or bias_wanted):
-        count = adj.first_row_split.slices.shape[0] if is_cuda else adj.num_dst
         groups = min(max(count // 4, 1), _CUDA_GROUPS if is_cuda else _CPU_GROUPS)
-        size = groups * (operands.edge_width + (message == RELU)) * padded
+        size = groups * (features_read + (not both)) * padded
         if weight_wanted:
             grad_weight = grad.new_empty(width, edge_width, dtype=map_dtype)
-            grad_of_value = None if message == RELU else torch.empty_like(grad_weight)
+            grad_of_value = torch.empty_like(grad_weight) if both else None
         if bias_wanted:
             grad_bias = grad.new_empty(width, dtype=map_dtype)
-    slots = 0
-    if is_cuda:
-        index, slots = device_index(grad.device), transposed.row_split.num_slots * padded
-    both = message != RELU
     lengths = (of_features, size, size * both, slots, slots * both)
     _kept, (features, of_weight, of_value, partial_q, partial_v) = _room(adj, grad, dtype, lengths)
     address_of_edge = 0 if grad_edge is None else grad_edge.data_ptr()
     _C.edge_messages_backward(
-        adj.first_csr_structure if is_cuda else adj.csr_structure,
-        transposed.plans.get("csr") or used_csr(transposed),
+        first_structure,
+        transposed,
         operands.views(),
         grad.data_ptr(),
         grad.stride(0),
-        *_place(grad_side),
-        *_place(state),
-        *_place(grad_state),
-        0 if positive is None else positive.data_ptr(),
-        0 if positive is None else positive.shape[1],
-        0 if scale is None else scale.data_ptr(),
+        *edges,
+        0 if kept is None else kept.data_ptr() + _SCALE_BYTES,
+        0 if kept is None else _sign_bytes(padded)[1],
+        kept.data_ptr() if kept is not None and has_scale else 0,
         adj.num_values,
-        grad_q.data_ptr(),
+        0 if grad_q is None else grad_q.data_ptr(),
         0 if grad_v is None else grad_v.data_ptr(),
         0 if raw else address_of_edge,
         features or (address_of_edge if raw else 0),
@@ -387,7 +411,7 @@ def backward(
     if grad_edge is not None and not raw:
         grad_edge = _cut(grad_edge, width)
     return Gradients(
-        _cut(grad_q, width),
+        None if grad_q is None else _cut(grad_q, width),
         None if grad_v is None else _cut(grad_v, width),
         grad_edge,
         grad_weight,
@@ -400,13 +424,13 @@ def _room(
     adj: Adjacency, like: Tensor, dtype: torch.dtype, lengths: tuple[int, ...]
 ) -> tuple[Tensor | None, list[int]]:
     """Scratch of one backward pass in one allocation, and the address of every array, 0 of empty ones."""
-    total, starts = 0, []
-    for length in lengths:
-        starts.append(total)
-        total += length + -length % 4
+    total = sum(lengths)
     if total == 0:
-        return None, starts
+        return None, [0] * len(lengths)
+    total += 4 * len(lengths)  # for every array begins at a multiple of 16 bytes
     room = _edge_rows(adj, total, like=like, dtype=dtype)  # of values without entries parts are read, too
-    at, itemsize = room.data_ptr(), room.itemsize
-    pairs = zip(starts, lengths, strict=True)
-    return room, [at + start * itemsize if length else 0 for start, length in pairs]
+    at, starts = room.data_ptr(), []
+    for length in lengths:
+        starts.append(at if length else 0)
+        at += (length + -length % 4) * room.itemsize
+    return room, starts

@@ -24,6 +24,7 @@ from fastsparse_core.formats.inspection import (
 
 _INT32_MAX = 2**31 - 1
 SelfLoops = Literal["keep", "append", "replace", "replace_if_some"]
+_SELF_LOOPS = get_args(SelfLoops)
 
 
 @dataclass(slots=True)
@@ -221,8 +222,8 @@ def check_edges(row: Tensor, col: Tensor, duplicates: str, self_loops: str) -> N
         raise ValueError(f"row and col: expected one device, got {row.device} and {col.device}")
     if duplicates not in ("keep", "sum"):
         raise ValueError(f"duplicates: expected 'keep' or 'sum', got {duplicates!r}")
-    if self_loops not in get_args(SelfLoops):
-        expected = ", ".join(map(repr, get_args(SelfLoops)))
+    if self_loops not in _SELF_LOOPS:
+        expected = ", ".join(map(repr, _SELF_LOOPS))
         raise ValueError(f"self_loops: expected one of {expected}, got {self_loops!r}")
 
 
