@@ -118,6 +118,8 @@ class FastGINEConv(AttentionConv, GINEConv):
             if after.shape[1] != x.shape[1]:
                 return None
         under = autocast_dtype(x) if is_any_autocast_enabled() else None
+        if under is not None and lin is None and x.dtype.itemsize == 2 and edge_attr.dtype is torch.float32:
+            x = x.float()  # as the original's messages are: what a layer before gave has 16 bits
         if under is not None and (
             # The original's sums are then float32, or its messages of two dtypes.
             (first is None and x.dtype is not torch.float32)

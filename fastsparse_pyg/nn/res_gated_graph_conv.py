@@ -13,6 +13,7 @@ from torch_geometric.typing import OptTensor, PairTensor
 from fastsparse_core import Adjacency, gated_aggregate
 from fastsparse_core.fused.bias import add_bias, linear
 from fastsparse_core.fused.edge_messages import can_pass_messages, gated_layer
+from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear, project
@@ -80,7 +81,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         return add_bias(out, self.bias) if out.dtype == self.bias.dtype else out + self.bias
 
     def _joined(self, x: Any, edge_index: Any, edge_attr: Any) -> Tensor | None:
-        """The layer, of plain tensors in one dtype; None: look closer.
+        """The layer, of plain tensors in one dtype, or under autocast; None: look closer.
 
         A step of a small model takes as long as the host needs for it.
         """
@@ -112,9 +113,10 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         shape = (state["out_channels"], x.shape[1] + features)
         if any(each is None for each in biases) or any(weight.shape != shape for weight in weights):
             return None
-        if not can_pass_messages(adj, x, edge_attr, *weights, *biases, root, bias):
+        under = autocast_dtype(x) if is_any_autocast_enabled() else None
+        if not can_pass_messages(adj, x, edge_attr, *weights, *biases, root, bias, under=under):
             return None
-        return gated_layer(adj, x, edge_attr, weights, biases, root, bias)
+        return gated_layer(adj, x, edge_attr, weights, biases, root, bias, under)
 
     def _projected(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Keys of the destinations, queries and values of the sources."""

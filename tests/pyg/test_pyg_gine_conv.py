@@ -208,6 +208,27 @@ def test_under_autocast_results_have_the_original_dtype(device, options, begins,
 
 
 @pytest.mark.usefixtures("kernels_only")
+def test_edges_may_be_wider_than_nodes_under_autocast(device):
+    """As in every layer but a model's first, which is given 16 bits by the one before."""
+    edge_index = random_graph(device=device)
+    reference, layer = pair(device)
+    layer.load_state_dict(reference.state_dict())
+    x, edge_attr = (
+        draw(40, 6, device).detach().bfloat16().requires_grad_(),
+        draw(edge_index.size(1), 6, device),
+    )
+    results = []
+    for conv in (layer, reference):
+        conv.nn = conv.nn[:1]
+        with torch.autocast(device, torch.bfloat16):
+            out = conv(x, edge_index, edge_attr)
+        results.append([out, *gradients(out, [x, edge_attr, *conv.parameters()])])
+    assert results[0][0].grad_fn.name() == "_GineBackward"
+    for found, expected in zip(*results, strict=True):
+        alike(found, expected, 1e-2)
+
+
+@pytest.mark.usefixtures("kernels_only")
 def test_one_step_under_autocast(device):
     edge_index = random_graph(device=device)
     reference, layer = pair(device, edge_dim=3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pyg_cases import KINDS, as_kind, random_graph, same, same_on, simple_graph
+from pyg_cases import KINDS, alike, as_kind, random_graph, same, same_on, simple_graph
 from torch import Tensor, nn
 from torch_geometric.nn import ResGatedGraphConv
 
@@ -120,3 +120,42 @@ def test_under_autocast_results_have_the_original_dtype(device, options):
     x, edges = draw(40, 6, device), edges_of(edge_index, options, device)
     with torch.autocast(device, torch.bfloat16):
         same(reference, layer, lambda conv: conv(x, edge_index, *edges), [x, *edges], tolerance=5e-2, floor=1)
+
+
+@pytest.mark.parametrize("options", [{}, {"edge_dim": 3}, {"root_weight": False}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("kernels_only")
+def test_one_step_under_autocast(device, options, given):
+    edge_index = random_graph(device=device)
+    reference, layer = pair(6, 5, device=device, **options)
+    layer.load_state_dict(reference.state_dict())
+    x = draw(40, 6, device).detach().to(given).requires_grad_()
+    edges = edges_of(edge_index, options, device)
+    results = []
+    for conv in (layer, reference):
+        with torch.autocast(device, torch.bfloat16):
+            out = conv(x, edge_index, *edges)
+            with torch.no_grad():
+                assert conv is reference or torch.equal(conv(x, edge_index, *edges), out)
+        assert conv is reference or out.grad_fn.name() == "_GatedBackward"
+        inputs = [x, *edges, *conv.parameters()]
+        once = torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True)
+        again = torch.autograd.grad(out, inputs, torch.ones_like(out), create_graph=True)
+        twice = torch.autograd.grad(sum(each.float().square().sum() for each in again), inputs[:1])
+        results.append([out, *once, *again, *twice])
+    for found, expected in zip(*results, strict=True):
+        alike(found, expected, 1e-1)
+
+
+def test_weights_may_be_written_before_the_backward_pass(device):
+    """Which reads their joint copy."""
+    edge_index = random_graph(device=device)
+    layer, x = pair(6, 5, device=device)[1], draw(40, 6, device)
+    outs = [layer(x, edge_index) for _ in range(2)]
+    expected, *_ = torch.autograd.grad(outs[0].sum(), [x])
+    with torch.no_grad():
+        layer.lin_key.weight.mul_(2)
+    found, *_ = torch.autograd.grad(outs[1].sum(), [x], retain_graph=True)
+    assert torch.equal(found, expected)
+    with pytest.raises(RuntimeError, match="weight: modified"):
+        torch.autograd.grad(outs[1].sum(), [x], create_graph=True)

@@ -227,6 +227,7 @@ def gated_layer(
     biases: tuple[Tensor, Tensor, Tensor],
     root: Tensor | None,
     bias: Tensor | None,
+    under: torch.dtype | None = None,
 ) -> Tensor:
     r"""A residual gated graph convolution.
 
@@ -243,12 +244,13 @@ def gated_layer(
         biases: theirs, (F,) each.
         root: :math:`\mathbf{W}`, (F, in width), or None.
         bias: :math:`\mathbf{b}`, (F,), or None.
+        under: autocast's dtype, that of all but the sum with the bias, where it is on.
 
     Returns:
         (N, F); differentiable in all tensors, twice too.
     """
     apply = _Gated.apply if is_wrapped(x) else _apply_gated
-    out: Tensor = apply(x, edge, root, bias, adj, *weights, *biases)
+    out: Tensor = apply(x, edge, root, bias, adj, under, *weights, *biases)
     return out
 
 
@@ -263,9 +265,10 @@ class _Gated(torch.autograd.Function):
         root: Tensor | None,
         bias: Tensor | None,
         adj: Adjacency,
+        under: torch.dtype | None,
         *maps: Tensor,
     ) -> Tensor:
-        weights, biases = maps[:3], maps[3:]
+        weights, biases, dtype = maps[:3], maps[3:], under or x.dtype
         width, in_width = weights[0].shape[0], x.shape[1]
         of_query = of_value = of_key = None
         if edge is None:
@@ -276,75 +279,93 @@ class _Gated(torch.autograd.Function):
             of_query, of_value, of_key = of_edges.split(width)
             if root is not None:
                 of_nodes = torch.cat((of_nodes, root))
+        joined = root is not None and under is None
         if root is not None:
-            biases = (*biases, x.new_zeros(width) if bias is None else bias)
-        query, value, key, *own = F.linear(x, of_nodes, torch.cat(biases)).split(width, 1)
+            biases = (*biases, bias if bias is not None and joined else biases[0].new_zeros(width))
+        read, of_nodes = cast(x, dtype), cast(of_nodes, dtype)
+        query, value, key, *own = _linear(read, of_nodes, torch.cat(biases), dtype).split(width, 1)
+        edge_read = None if edge is None else cast(edge, dtype)
         # Both ends of an edge see its features: the gate's map is the sum of theirs.
-        operands = Operands.of(launch.GATE, key, query, value, edge, of_query, of_value, added=of_key)
+        operands = Operands.of(launch.GATE, key, query, value, edge_read, of_query, of_value, added=of_key)
         of_root = launch.rows(own[0]) if own else None
         out, slope, _, _ = launch.forward(adj, operands, width, True in ctx.needs_input_grad, of_root)
         ctx.set_materialize_grads(False)
-        ctx.adj = adj
+        ctx.adj, ctx.under = adj, under
+        # Of these only second derivatives read more than the dtype.
+        ctx.parameters = [None if each is None else Uncast.kept(each) for each in (root, bias, *maps)]
         # Operands are the rows themselves or, where those must be padded, copies.
-        ctx.save_for_backward(x, edge, root, bias, *maps, of_nodes, slope, *operands[1:])
-        return out if bias is None or root is not None else out.add_(bias)
+        ctx.save_for_backward(x, edge, read, of_nodes, slope, *operands[1:])
+        if bias is None or joined:
+            return out
+        return out.add_(bias) if out.dtype == bias.dtype else out + bias
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * 11
-        x, edge, root, bias, *maps, of_nodes, slope, k, q, v, edge_read, maps_read = ctx.saved_tensors
-        adj, needs = ctx.adj, ctx.needs_input_grad
-        if not is_first_derivative(grad):
-            inputs, needed = (x, edge, root, bias, *maps), (*needs[:4], *needs[5:])
-            with torch.enable_grad():
-                found = unfused_gradients(lambda *given: _unfused_layer(adj, *given), grad, inputs, needed)
-            return *found[:4], None, *found[4:]
-        width = grad.shape[1]
-        maps_need = any(needs[5:8])
-        gradients = launch.backward(
-            adj,
-            Operands(launch.GATE, k, q, v, edge_read, maps_read),
-            grad,
-            0 if edge is None else edge.shape[1],
-            edge_wanted=needs[1],
-            weight_wanted=maps_need and edge is not None,
-            map_dtype=grad.dtype,
-        )
-        assert gradients.q is not None
-        assert gradients.v is not None
-        parts = [gradients.q, gradients.v, grad * slope]
-        if root is not None:
-            parts.append(grad)
-        of_rows = torch.cat(parts, 1)
-        grad_x = torch.mm(of_rows, of_nodes) if needs[0] else None
-        grad_maps: tuple[Tensor | None, ...] = (None,) * 3
-        grad_root = grad_bias = None
-        if maps_need or needs[2]:
-            product = torch.mm(of_rows.t(), x)
-            grad_root = product[3 * width :] if needs[2] else None
-            if edge is not None and maps_need:
-                gate, value = gradients.weight, gradients.of_value
-                assert gate is not None
-                assert value is not None
-                of_edges = torch.cat((gate, value, gate))
-                product = torch.cat((product[: 3 * width], of_edges), 1)
-            grad_maps = product[: 3 * width].split(width)
-        grad_biases: tuple[Tensor | None, ...] = (None,) * 3
-        if any(needs[8:]):
-            sums = sum_of_rows(of_rows, of_rows.dtype, True).split(width)
-            grad_biases, grad_bias = sums[:3], sums[3] if len(sums) > 3 else None
-        if needs[3] and grad_bias is None:
-            grad_bias = sum_of_rows(grad, grad.dtype, True)
-        grads = (grad_x, gradients.edge, grad_root, grad_bias, None, *grad_maps, *grad_biases)
-        return tuple(each if need else None for each, need in zip(grads, needs, strict=True))
+        return (None,) * 12 if grad is None else without_autocast(_gated_gradients, ctx, grad)
 
 
 _apply_gated = direct(_Gated)
 
 
+def _gated_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, edge, read, of_nodes, slope, k, q, v, edge_read, maps_read = ctx.saved_tensors
+    adj, needs, (root, bias, *maps) = ctx.adj, ctx.needs_input_grad, ctx.parameters
+    dtype = maps[0].weight.dtype
+    if not is_first_derivative(grad):
+        parameters = (None if each is None else each.as_it_was() for each in ctx.parameters)
+        inputs, needed = (x, edge, *parameters), (*needs[:4], *needs[6:])
+
+        def compute(*given: Tensor) -> Tensor:
+            return _unfused_layer(adj, ctx.under or x.dtype, *given)
+
+        with torch.enable_grad():
+            found = unfused_gradients(compute, grad, inputs, needed)
+        return *found[:4], None, None, *found[4:]
+    width, of_out = grad.shape[1], grad
+    grad = cast(grad, read.dtype)
+    maps_need = any(needs[6:9])
+    gradients = launch.backward(
+        adj,
+        Operands(launch.GATE, k, q, v, edge_read, maps_read),
+        grad,
+        0 if edge is None else edge.shape[1],
+        edge_wanted=needs[1],
+        weight_wanted=maps_need and edge is not None,
+        map_dtype=dtype,
+    )
+    assert gradients.q is not None
+    assert gradients.v is not None
+    parts = [gradients.q, gradients.v, grad * slope]
+    if root is not None:
+        parts.append(grad)
+    of_rows = torch.cat(parts, 1)
+    grad_x = cast(torch.mm(of_rows, of_nodes), x.dtype) if needs[0] else None
+    grad_edge = None if gradients.edge is None else cast(gradients.edge, edge.dtype)
+    grad_maps: tuple[Tensor | None, ...] = (None,) * 3
+    grad_root = grad_bias = None
+    if maps_need or needs[2]:
+        product = product_in(of_rows.t(), read, dtype)
+        grad_root = product[3 * width :] if needs[2] else None
+        if edge is not None and maps_need:
+            gate, value = gradients.weight, gradients.of_value
+            assert gate is not None
+            assert value is not None
+            of_edges = torch.cat((gate, value, gate))
+            product = torch.cat((product[: 3 * width], of_edges), 1)
+        grad_maps = product[: 3 * width].split(width)
+    grad_biases: tuple[Tensor | None, ...] = (None,) * 3
+    if any(needs[9:]):
+        sums = sum_of_rows(of_rows, dtype, True).split(width)
+        grad_biases, grad_bias = sums[:3], sums[3] if len(sums) > 3 and ctx.under is None else None
+    if needs[3] and grad_bias is None:
+        grad_bias = sum_of_rows(of_out, bias.weight.dtype, True)
+    grads = (grad_x, grad_edge, grad_root, grad_bias, None, None, *grad_maps, *grad_biases)
+    return tuple(each if need else None for each, need in zip(grads, needs, strict=True))
+
+
 def _unfused_layer(
     adj: Adjacency,
+    dtype: torch.dtype,
     x: Tensor,
     edge: Tensor | None,
     root: Tensor | None,
@@ -354,11 +375,12 @@ def _unfused_layer(
     """`gated_layer` by operators that have gradients again."""
     in_width = x.shape[1]
     query, value, key = (
-        F.linear(x, map[:, :in_width], of_map) for map, of_map in zip(maps[:3], maps[3:], strict=True)
+        _linear(x, map[:, :in_width], of_map, dtype) for map, of_map in zip(maps[:3], maps[3:], strict=True)
     )
     of_query, of_value, of_key = (None if edge is None else map[:, in_width:] for map in maps[:3])
     of_gate = None if of_query is None or of_key is None else of_query + of_key
+    edge = None if edge is None else cast(edge, dtype)
     out = unfused_gated(adj, key, query, value, edge, of_gate, of_value)
     if root is not None:
-        out = out + F.linear(x, root)
+        out = out + _linear(x, root, None, dtype)
     return out if bias is None else out + bias

@@ -38,7 +38,12 @@ class Uncast(NamedTuple):
     @classmethod
     def of(cls, weight: Tensor, multiplied: Tensor) -> Uncast | None:
         """None where nothing was cast."""
-        return None if multiplied is weight else cls(weight, version_of(weight))
+        return None if multiplied is weight else cls.kept(weight)
+
+    @classmethod
+    def kept(cls, weight: Tensor) -> Uncast:
+        """A weight of which a forward pass multiplied something else."""
+        return cls(weight, version_of(weight))
 
     def as_it_was(self) -> Tensor:
         """The weight.
