@@ -103,7 +103,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def reasons(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """What FastSparse logs, as if nothing had been logged before."""
-    monkeypatch.setattr("fastsparse_core.log._seen", set())
+    monkeypatch.setattr("fastsparse_core.log.seen", set())
     for package in ("fastsparse_core", "fastsparse_pyg", "fastsparse_dgl"):
         caplog.set_level("INFO", logger=package)
     return caplog
@@ -114,7 +114,7 @@ def graphs_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Every device that a test runs on has CUDA graphs, or something like them."""
     from simulated_graphs import simulate
 
-    monkeypatch.setattr("fastsparse_core.log._seen", set())
+    monkeypatch.setattr("fastsparse_core.log.seen", set())
     if "device" not in request.fixturenames or request.getfixturevalue("device") == "cpu":
         simulate(monkeypatch)
 

@@ -39,7 +39,7 @@ def simulated(monkeypatch):
 @pytest.fixture(autouse=True)
 def graphs_on(request, monkeypatch):
     """Every device that a test runs on has graphs."""
-    monkeypatch.setattr(log, "_seen", set())
+    monkeypatch.setattr(log, "seen", set())
     if "device" in request.fixturenames and request.getfixturevalue("device") == "cpu":
         request.getfixturevalue("simulated")
 
@@ -321,7 +321,7 @@ def test_says_why_a_step_runs_as_it_is(simulated, caplog, fault):
 
 
 def test_what_cannot_be_recorded_runs_on(device, caplog, monkeypatch):
-    monkeypatch.setattr(log, "_seen", set())
+    monkeypatch.setattr(log, "seen", set())
     task, plain = Task(device), Task(device)
     step = capture(lambda x, y: task.step(x, y).item())
     with caplog.at_level(logging.INFO, logger="fastsparse_core"):

@@ -192,7 +192,7 @@ def test_large_structures_are_converted_at_once_however_often_they_are_used():
 
 
 def test_names_are_followed_where_they_can_be(monkeypatch, caplog):
-    monkeypatch.setattr(log, "_seen", set())
+    monkeypatch.setattr(log, "seen", set())
     caplog.set_level(logging.INFO, "fastsparse_core")
     new = Facts(True, 100, 100, 1000)
     assert of(new, "fused3s") == BLOCKS

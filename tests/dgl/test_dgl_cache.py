@@ -293,7 +293,7 @@ def test_threads_build_once():
 def test_without_the_private_handle(monkeypatch, caplog):
     """A DGL without DGLGraph._graph gets right results, no caching, and one line in the log."""
     monkeypatch.setattr(fastsparse_dgl.caching, "_HANDLE", "_absent")
-    monkeypatch.setattr("fastsparse_core.log._seen", set())
+    monkeypatch.setattr("fastsparse_core.log.seen", set())
     graph = homogeneous()
     with caplog.at_level(logging.INFO, "fastsparse_dgl"):
         assert_right(graph)

@@ -280,7 +280,7 @@ def test_what_is_left_to_dgl(reasons):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("cache", "where"), [({}, "reads over PCIe"), ({"feat": 7}, "7 rows kept there")])
 def test_features_that_stay_with_the_host(cache, where, caplog, monkeypatch):
-    monkeypatch.setattr(log, "_seen", set())
+    monkeypatch.setattr(log, "seen", set())
     monkeypatch.setattr(features, "_SHARE_OF_FREE", -1.0)
     caplog.set_level(logging.INFO)
     graph = with_data()
