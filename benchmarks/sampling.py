@@ -159,7 +159,10 @@ def _epochs(out: Any, name: str, graph: suite.Graph, options: argparse.Namespace
     )
     count = min(options.train_nodes, graph.num_nodes)
     train = torch.randperm(graph.num_nodes, device=device, generator=generator)[:count]
-    tables = {dtype: FeatureTable(data.x.to(dtype), device) for dtype in (torch.float32, torch.bfloat16)}
+    tables = {
+        dtype: FeatureTable(data.x.to(dtype), device, aligned=True)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
     steps: dict[str, tuple[bool, torch.dtype | None]] = {"loop": (False, None)}
     if graphs.CudaGraphs.supports(device):
         steps["captured"] = (True, None)

@@ -1737,8 +1737,8 @@ void place_batch(
 void gather_rows_of_host(Address table, Address index, Address staging, Address out, std::int64_t num_rows,
                          std::int64_t row_bytes, int threads, std::int64_t piece, int device, Address queue) {
   const bool sends = device >= 0;
-  const GatherRowsArgs args{at(table), at<const std::int64_t>(index), at(sends ? staging : out), num_rows,
-                            row_bytes};
+  const GatherRowsArgs args{
+      at(table), at<const std::int64_t>(index), at(sends ? staging : out), num_rows, row_bytes, row_bytes};
   const py::gil_scoped_release release;
   if (!sends) {
     cpu::gather_rows(args, threads, piece, false, nullptr);
@@ -1762,8 +1762,9 @@ void gather_rows_of_host(Address table, Address index, Address staging, Address 
 
 #ifdef FASTSPARSE_WITH_CUDA
 void gather_rows(Address table, Address index, Address out, std::int64_t num_rows, std::int64_t row_bytes,
-                 int device, Address queue) {
-  const GatherRowsArgs args{at(table), at<const std::int64_t>(index), at(out), num_rows, row_bytes};
+                 std::int64_t out_row_bytes, int device, Address queue) {
+  const GatherRowsArgs args{at(table),    at<const std::int64_t>(index), at(out), num_rows, row_bytes,
+                            out_row_bytes};
   const DeviceGuard guard(device);
   check(cuda::gather_rows(args, at(queue)), "gather_rows");
 }

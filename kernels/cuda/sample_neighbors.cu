@@ -478,16 +478,18 @@ __global__ void __launch_bounds__(kThreads) emit_rows_kernel(const EmitRowsArgs 
 
 // Rows of a table by their numbers, a word per thread. `Number` holds the number of words.
 template <typename Word, typename Number>
-__global__ void __launch_bounds__(kThreads) gather_rows_kernel(const GatherRowsArgs args, Number words) {
+__global__ void __launch_bounds__(kThreads)
+    gather_rows_kernel(const GatherRowsArgs args, Number words, Number out_words) {
   const auto* table = static_cast<const Word*>(args.table);
   auto* out = static_cast<Word*>(args.out);
-  const Number all = static_cast<Number>(args.num_rows) * words;
+  const Number all = static_cast<Number>(args.num_rows) * out_words;
 #pragma unroll 4
   for (Number word = static_cast<Number>(blockIdx.x) * kThreads + threadIdx.x; word < all;
        word += static_cast<Number>(gridDim.x) * kThreads) {
-    const Number row = word / words;
-    out[word] =
-        __ldg(table + __ldg(args.index + row) * static_cast<std::int64_t>(words) + (word - row * words));
+    const Number row = word / out_words, nth = word - row * out_words;
+    Word value{};
+    if (nth < words) value = __ldg(table + __ldg(args.index + row) * static_cast<std::int64_t>(words) + nth);
+    out[word] = value;
   }
 }
 
@@ -547,21 +549,25 @@ int gather_rows(const GatherRowsArgs& args, void* stream) {
   auto* queue = static_cast<cudaStream_t>(stream);
   const auto address = reinterpret_cast<std::uintptr_t>(args.table) |
                        reinterpret_cast<std::uintptr_t>(args.out) |
-                       static_cast<std::uintptr_t>(args.row_bytes);
+                       static_cast<std::uintptr_t>(args.row_bytes | args.out_row_bytes);
   const auto launch = [&](auto word) {
     using Word = decltype(word);
-    const std::int64_t words = args.row_bytes / static_cast<std::int64_t>(sizeof(Word));
-    const std::int64_t all = args.num_rows * words;
+    const auto size = static_cast<std::int64_t>(sizeof(Word));
+    const std::int64_t words = args.row_bytes / size, out_words = args.out_row_bytes / size;
+    const std::int64_t all = args.num_rows * out_words;
     // Divisions of 32-bit numbers take a fraction of the time.
     if (all < std::int64_t{1} << 31) {
-      gather_rows_kernel<Word, std::uint32_t>
-          <<<blocks_for(all / 4), kThreads, 0, queue>>>(args, static_cast<std::uint32_t>(words));
+      gather_rows_kernel<Word, std::uint32_t><<<blocks_for(all / 4), kThreads, 0, queue>>>(
+          args, static_cast<std::uint32_t>(words), static_cast<std::uint32_t>(out_words));
     } else {
-      gather_rows_kernel<Word, std::int64_t><<<blocks_for(all / 4), kThreads, 0, queue>>>(args, words);
+      gather_rows_kernel<Word, std::int64_t>
+          <<<blocks_for(all / 4), kThreads, 0, queue>>>(args, words, out_words);
     }
   };
   if (address % 16 == 0) {
     launch(uint4{});
+  } else if (address % 8 == 0) {
+    launch(uint2{});
   } else if (address % 4 == 0) {
     launch(std::uint32_t{});
   } else if (address % 2 == 0) {

@@ -1228,5 +1228,12 @@ def gather_rows_of_host(
     queue: int,
 ) -> None: ...
 def gather_rows(
-    table: int, index: int, out: int, num_rows: int, row_bytes: int, device: int, queue: int
+    table: int,
+    index: int,
+    out: int,
+    num_rows: int,
+    row_bytes: int,
+    out_row_bytes: int,
+    device: int,
+    queue: int,
 ) -> None: ...

@@ -27,6 +27,7 @@ from padded import WIDTH, check_layer
 from torch.utils.checkpoint import checkpoint
 
 from fastsparse_core import _C, Adjacency, algorithms, gpu, policy, reference, spmm
+from fastsparse_core.fused import aggregate_linear as module
 from fastsparse_core.fused.aggregate_linear import aggregate_linear, starts_with
 from fastsparse_core.ops import _spmm_plan
 from fastsparse_core.ops._aggregate_linear_launch import (
@@ -37,6 +38,7 @@ from fastsparse_core.ops._aggregate_linear_launch import (
     is_laid_out,
 )
 from fastsparse_core.ops._facts import facts_of
+from fastsparse_core.ops._operands import with_zeros_behind
 from fastsparse_core.ops._spmm_plan import add_transposed
 from fastsparse_core.policy import allows_tf32
 
@@ -525,14 +527,29 @@ def test_double_backward_under_autocast(device, ordered, casts_x, needs_x, num_d
 @pytest.mark.parametrize("casts", [True, False])
 @pytest.mark.parametrize("num_dst", [NUM_DST_CAST_FIRST, NUM_DST_CAST_AFTER])
 @pytest.mark.parametrize("root_only", [True, False])
-def test_zeros_behind_the_features(device, monkeypatch, poisoned_memory, dtype, casts, num_dst, root_only):
-    """Products of rows of 100 features are those of 104; gradients are of 100, once and twice."""
+@pytest.mark.parametrize("are_there", [True, False])
+def test_zeros_behind_the_features(
+    device, monkeypatch, poisoned_memory, dtype, casts, num_dst, root_only, are_there
+):
+    """Products of rows of 100 features are those of 104; gradients are of 100, once and twice.
+
+    Rows that lie so already are summed as they lie.
+    """
     given = torch.float32 if casts else dtype
     weight, bias, root_weight = parameters(given, device, width=100)
     weight.requires_grad_(not root_only)
     x = features(NUM_SRC, 100, given, "contiguous", device)
+    if are_there:
+        x = with_zeros_behind(F.pad(x, (0, 4)), 100)
     grad = features(num_dst, 40, dtype, "contiguous", device, seed=7)
     columns, linear = [], torch.nn.functional.linear
+    summed, launch_spmm = [], module.launch_spmm
+
+    def watched_sum(adj, x, *arguments):
+        summed.append(x.size(1))
+        return launch_spmm(adj, x, *arguments)
+
+    monkeypatch.setattr(module, "launch_spmm", watched_sum)
 
     def watched(x, *parameters):
         columns.append(x.size(1))
@@ -549,6 +566,7 @@ def test_zeros_behind_the_features(device, monkeypatch, poisoned_memory, dtype, 
         assert [item.shape for item in found] == [item.shape for item in expected]
         agree(found, expected, TOLERANCE[dtype])
     assert columns == [104, 104]
+    assert set(summed) == {104 if are_there else 100}
     x.requires_grad_()
     with torch.autocast(device, dtype, enabled=casts):
         out = aggregate_linear(block(device, num_dst), x, weight, bias, root_weight, "mean")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastsparse_core import _C, Adjacency
+from fastsparse_core.ops._operands import zero_padded
 from fastsparse_core.sampling import (
     Edges,
     FeatureTable,
@@ -503,6 +504,28 @@ def test_feature_table_of_strided_and_learned_features(device):
     rows = FeatureTable(table.requires_grad_(), index.device)[index]
     rows.sum().backward()
     assert torch.equal(table.grad[:, 0], torch.bincount(index, minlength=50).float())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(50, 8), (50, 100), (50, 1), (50,), (50, 2, 3), (0, 4), (50, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_aligned_features(shape, dtype, place):
+    table = torch.randn(shape).to(place, dtype)
+    index = torch.randint(shape[0], (33,), device="cuda") if shape[0] else torch.empty(0, dtype=torch.int64)
+    index = index.cuda()
+    expected = table[index.to(place)].cuda()
+    rows = FeatureTable(table, torch.device("cuda", 0), aligned=True)[index]
+    assert torch.equal(rows, expected)
+    assert torch.equal(FeatureTable(table, torch.device("cuda", 0))[index], expected)
+    pads = dtype.itemsize == 2 and len(shape) == 2 and shape[0] and shape[1] % 8
+    assert rows.is_contiguous() != bool(pads)
+    if pads:
+        columns = shape[1] + -shape[1] % 8
+        padded = zero_padded(rows, columns)
+        assert torch.equal(padded, torch.nn.functional.pad(expected, (0, columns - shape[1])))
+        assert zero_padded(rows, columns + 8) is None
+        assert zero_padded(rows.clone(), columns) is None
 
 
 @pytest.mark.gpu

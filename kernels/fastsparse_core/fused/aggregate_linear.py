@@ -27,6 +27,7 @@ from fastsparse_core.ops._autocast import (
 from fastsparse_core.ops._dtypes import DTYPE_CODE, cast
 from fastsparse_core.ops._eager import direct, is_first_derivative, is_wrapped, kind_of
 from fastsparse_core.ops._facts import scatters
+from fastsparse_core.ops._operands import zero_padded
 from fastsparse_core.ops._spmm_plan import add_transposed, grad_of_features, launch_spmm
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.ops.spmm import spmm
@@ -237,6 +238,9 @@ def _compute(
     """
     scale, algorithm, dtype, transform_first = plan.scale, plan.algorithm, plan.dtype, plan.transform_first
     num_dst, num_src = adj.shape
+    if columns != plan.width:
+        padded = zero_padded(x, columns)
+        x = x if padded is None else padded
     # Everything that is multiplied has one dtype, so autocast, where it is on, casts nothing more.
     features = x.to(dtype) if plan.casts_first else x
     # A part of what was cast would keep all of it until the backward pass.

@@ -53,6 +53,21 @@ def scratch(device: torch.device, *lengths: int) -> tuple[Tensor | None, list[in
     return room, [room.data_ptr() + start for start in starts]
 
 
+def with_zeros_behind(padded: Tensor, width: int) -> Tensor:
+    """The first columns of a matrix whose others are zeros: a view, of which `zero_padded` finds all."""
+    rows = padded[:, :width]
+    rows._fastsparse_padded = padded  # type: ignore[attr-defined]
+    return rows
+
+
+def zero_padded(x: Tensor, columns: int) -> Tensor | None:
+    """The matrix whose first columns are ``x``, and others, up to ``columns``, zeros, where one is known."""
+    padded: Tensor | None = getattr(x, "_fastsparse_padded", None)
+    if padded is None or padded.shape != (x.shape[0], columns) or padded.data_ptr() != x.data_ptr():
+        return None
+    return padded
+
+
 @overload
 def written_out(tensor: Tensor) -> Tensor: ...
 @overload

@@ -81,9 +81,8 @@ def gather_rows(src: Tensor, index: Tensor) -> Tensor:
     out = src.new_empty(num_rows, src.size(1))
     device = device_index(src.device)
     row_bytes = src.size(1) * src.element_size()
-    _C.gather_rows(
-        src.data_ptr(), index.data_ptr(), out.data_ptr(), num_rows, row_bytes, device, queue(device)
-    )
+    tensors = (src.data_ptr(), index.data_ptr(), out.data_ptr())
+    _C.gather_rows(*tensors, num_rows, row_bytes, row_bytes, device, queue(device))
     return out
 
 

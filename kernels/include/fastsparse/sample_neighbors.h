@@ -123,6 +123,7 @@ struct GatherRowsArgs {
   void* out;
   std::int64_t num_rows;
   std::int64_t row_bytes;
+  std::int64_t out_row_bytes;  // on CUDA only: at least row_bytes, zeros behind them
 };
 
 // ---------------------------------------------------------------- table
