@@ -69,9 +69,8 @@ def launch_spmm(
         key = ("spmm", dtype, width, algorithm, aligned, value.dtype, value.shape[1:])
     plan: SpmmPlan | None = adj.plans.get(key)
     if plan is None:
-        out = x.new_empty(adj.num_dst, width)
-        if out.numel() == 0:
-            return out
+        if adj.num_dst == 0 or width == 0:
+            return x.new_empty(adj.num_dst, width)
         plan = _plan(adj, x, value, scale_src is not None, algorithm, aligned, key)
     return plan.run(adj, x, row_stride, value, scale_dst, scale_src, bias, relu, loop)
 
