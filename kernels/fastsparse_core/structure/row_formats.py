@@ -203,14 +203,12 @@ class RowFormats:
             valued = True
         results = self._built.results
         found = results.get(key)
-        if found is None:  # of threads that come at once each makes one, and all say the same
-            found = results[key] = self._rows(self._work_list(work_list), valued=valued)
+        if found is None and work_list == "hybrid":  # which reads the device: not while a graph is captured
+            found = self._built.get(key, lambda: self._rows(self.hybrid_rows.row_split(), valued=valued))
+        elif found is None:  # of threads that come at once each makes one, and all say the same
+            split = self.row_split if work_list == "csr" and self.device.type == "cuda" else None
+            found = results[key] = self._rows(split, valued=valued)
         return found
-
-    def _work_list(self, name: str) -> RowSplit | None:
-        if name == "hybrid":
-            return self.hybrid_rows.row_split()
-        return self.row_split if name == "csr" and self.device.type == "cuda" else None
 
     def sort_slices(self) -> None:
         """Puts slices of like length together, if they are in row order so far.
