@@ -338,7 +338,7 @@ def backward(
     is_cuda, raw = index >= 0, operands.maps is not None
     map_dtype = dtype if map_dtype is None else map_dtype
     grad = rows(grad) if both else operands.q
-    edges = (0, 0, 0, 0, 0, 0)
+    edges: tuple[int, int, int, int, int, int] = (0, 0, 0, 0, 0, 0)
     if message == GATE_AND_STATE:
         stateful = [None if x is None else rows(x) for x in (grad_side, state, grad_state)]
         edges = (*_place(stateful[0]), *_place(stateful[1]), *_place(stateful[2]))
