@@ -576,6 +576,14 @@ def test_converts_what_is_reused(rule):
     assert rule(reused._replace(converted=True)) == policy.Choice("flashsparse")
 
 
+@pytest.mark.parametrize("has_row_split", [False, True])
+def test_answers_last_once_there_is_a_work_list(has_row_split):
+    """Of 16 bits without factors: whether tca takes them hangs on the list."""
+    new = structure(converted=False, has_row_split=has_row_split)
+    choice = policy.spmm_algorithm(new, H200, "auto", torch.float16, 64, 1, True, weighted=False)
+    assert choice.lasts == has_row_split
+
+
 def test_sddmm_builds_no_work_list_under_capture():
     adj = structure(has_sddmm_structure=False)
     arguments = ("auto", torch.float16, 256, 1, True)
