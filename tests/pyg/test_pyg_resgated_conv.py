@@ -147,6 +147,21 @@ def test_one_step_under_autocast(device, options, given):
         alike(found, expected, 1e-1)
 
 
+def test_features_may_be_written_after_the_layer_under_autocast(device):
+    """As with the original, whose linear maps keep what autocast cast."""
+    edge_index = random_graph(device=device)
+    layer, x = pair(6, 6, device=device)[1], draw(40, 6, device)
+    gradients = []
+    for written in (False, True):
+        features = 1 * x
+        with torch.autocast(device, torch.bfloat16):
+            out = layer(features, edge_index)
+        if written:
+            features += out.detach()
+        gradients.append(torch.autograd.grad(out.sum(), [x])[0])
+    assert torch.equal(*gradients)
+
+
 def test_weights_may_be_written_before_the_backward_pass(device):
     """Which reads their joint copy."""
     edge_index = random_graph(device=device)

@@ -249,8 +249,10 @@ def gated_layer(
     Returns:
         (N, F); differentiable in all tensors, twice too.
     """
+    if under is not None:  # not within the node, which keeps x: who gave it may write to it
+        x, edge = cast(x, under), None if edge is None else cast(edge, under)
     apply = _Gated.apply if is_wrapped(x) else _apply_gated
-    out: Tensor = apply(x, edge, root, bias, adj, under, *weights, *biases)
+    out: Tensor = apply(x, edge, root, bias, adj, *weights, *biases)
     return out
 
 
@@ -265,10 +267,9 @@ class _Gated(torch.autograd.Function):
         root: Tensor | None,
         bias: Tensor | None,
         adj: Adjacency,
-        under: torch.dtype | None,
         *maps: Tensor,
     ) -> Tensor:
-        weights, biases, dtype = maps[:3], maps[3:], under or x.dtype
+        weights, biases, dtype = maps[:3], maps[3:], x.dtype
         width, in_width = weights[0].shape[0], x.shape[1]
         of_query = of_value = of_key = None
         if edge is None:
@@ -279,51 +280,47 @@ class _Gated(torch.autograd.Function):
             of_query, of_value, of_key = of_edges.split(width)
             if root is not None:
                 of_nodes = torch.cat((of_nodes, root))
-        joined = root is not None and under is None
+        # A bias of another dtype decides that of the result.
+        joined = root is not None and bias is not None and bias.dtype == dtype
         if root is not None:
             biases = (*biases, bias if bias is not None and joined else biases[0].new_zeros(width))
-        read, of_nodes = cast(x, dtype), cast(of_nodes, dtype)
-        query, value, key, *own = _linear(read, of_nodes, torch.cat(biases), dtype).split(width, 1)
-        edge_read = None if edge is None else cast(edge, dtype)
+        of_nodes = cast(of_nodes, dtype)
+        query, value, key, *own = _linear(x, of_nodes, torch.cat(biases), dtype).split(width, 1)
         # Both ends of an edge see its features: the gate's map is the sum of theirs.
-        operands = Operands.of(launch.GATE, key, query, value, edge_read, of_query, of_value, added=of_key)
+        operands = Operands.of(launch.GATE, key, query, value, edge, of_query, of_value, added=of_key)
         of_root = launch.rows(own[0]) if own else None
         out, slope, _, _ = launch.forward(adj, operands, width, True in ctx.needs_input_grad, of_root)
         ctx.set_materialize_grads(False)
-        ctx.adj, ctx.under = adj, under
+        ctx.adj, ctx.joined = adj, joined
         # Of these only second derivatives read more than the dtype.
         ctx.parameters = [None if each is None else Uncast.kept(each) for each in (root, bias, *maps)]
         # Operands are the rows themselves or, where those must be padded, copies.
-        ctx.save_for_backward(x, edge, read, of_nodes, slope, *operands[1:])
+        ctx.save_for_backward(x, edge, of_nodes, slope, *operands[1:])
         if bias is None or joined:
             return out
         return out.add_(bias) if out.dtype == bias.dtype else out + bias
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None,) * 12 if grad is None else without_autocast(_gated_gradients, ctx, grad)
+        return (None,) * 11 if grad is None else without_autocast(_gated_gradients, ctx, grad)
 
 
 _apply_gated = direct(_Gated)
 
 
 def _gated_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, edge, read, of_nodes, slope, k, q, v, edge_read, maps_read = ctx.saved_tensors
+    x, edge, of_nodes, slope, k, q, v, edge_read, maps_read = ctx.saved_tensors
     adj, needs, (root, bias, *maps) = ctx.adj, ctx.needs_input_grad, ctx.parameters
     dtype = maps[0].weight.dtype
     if not is_first_derivative(grad):
         parameters = (None if each is None else each.as_it_was() for each in ctx.parameters)
-        inputs, needed = (x, edge, *parameters), (*needs[:4], *needs[6:])
-
-        def compute(*given: Tensor) -> Tensor:
-            return _unfused_layer(adj, ctx.under or x.dtype, *given)
-
+        inputs, needed = (x, edge, *parameters), (*needs[:4], *needs[5:])
         with torch.enable_grad():
-            found = unfused_gradients(compute, grad, inputs, needed)
-        return *found[:4], None, None, *found[4:]
+            found = unfused_gradients(lambda *given: _unfused_layer(adj, *given), grad, inputs, needed)
+        return *found[:4], None, *found[4:]
     width, of_out = grad.shape[1], grad
-    grad = cast(grad, read.dtype)
-    maps_need = any(needs[6:9])
+    grad = cast(grad, x.dtype)
+    maps_need = any(needs[5:8])
     gradients = launch.backward(
         adj,
         Operands(launch.GATE, k, q, v, edge_read, maps_read),
@@ -339,12 +336,11 @@ def _gated_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if root is not None:
         parts.append(grad)
     of_rows = torch.cat(parts, 1)
-    grad_x = cast(torch.mm(of_rows, of_nodes), x.dtype) if needs[0] else None
-    grad_edge = None if gradients.edge is None else cast(gradients.edge, edge.dtype)
+    grad_x = torch.mm(of_rows, of_nodes) if needs[0] else None
     grad_maps: tuple[Tensor | None, ...] = (None,) * 3
     grad_root = grad_bias = None
     if maps_need or needs[2]:
-        product = product_in(of_rows.t(), read, dtype)
+        product = product_in(of_rows.t(), x, dtype)
         grad_root = product[3 * width :] if needs[2] else None
         if edge is not None and maps_need:
             gate, value = gradients.weight, gradients.of_value
@@ -354,18 +350,17 @@ def _gated_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             product = torch.cat((product[: 3 * width], of_edges), 1)
         grad_maps = product[: 3 * width].split(width)
     grad_biases: tuple[Tensor | None, ...] = (None,) * 3
-    if any(needs[9:]):
+    if any(needs[8:]):
         sums = sum_of_rows(of_rows, dtype, True).split(width)
-        grad_biases, grad_bias = sums[:3], sums[3] if len(sums) > 3 and ctx.under is None else None
+        grad_biases, grad_bias = sums[:3], sums[3] if ctx.joined else None
     if needs[3] and grad_bias is None:
         grad_bias = sum_of_rows(of_out, bias.weight.dtype, True)
-    grads = (grad_x, grad_edge, grad_root, grad_bias, None, None, *grad_maps, *grad_biases)
+    grads = (grad_x, gradients.edge, grad_root, grad_bias, None, *grad_maps, *grad_biases)
     return tuple(each if need else None for each, need in zip(grads, needs, strict=True))
 
 
 def _unfused_layer(
     adj: Adjacency,
-    dtype: torch.dtype,
     x: Tensor,
     edge: Tensor | None,
     root: Tensor | None,
@@ -373,13 +368,12 @@ def _unfused_layer(
     *maps: Tensor,
 ) -> Tensor:
     """`gated_layer` by operators that have gradients again."""
-    in_width = x.shape[1]
+    in_width, dtype = x.shape[1], x.dtype
     query, value, key = (
         _linear(x, map[:, :in_width], of_map, dtype) for map, of_map in zip(maps[:3], maps[3:], strict=True)
     )
     of_query, of_value, of_key = (None if edge is None else map[:, in_width:] for map in maps[:3])
     of_gate = None if of_query is None or of_key is None else of_query + of_key
-    edge = None if edge is None else cast(edge, dtype)
     out = unfused_gated(adj, key, query, value, edge, of_gate, of_value)
     if root is not None:
         out = out + _linear(x, root, None, dtype)
