@@ -169,16 +169,24 @@ __global__ void make_segment_keys_kernel(const SortSegmentsArgs args, std::uint3
   const auto* index = static_cast<const Index*>(args.index);
   const auto most = static_cast<std::uint64_t>(args.num_segments);
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kThreads * kKeysPerThread + threadIdx.x;
+  // All of them are asked for before the first is written, which might be to the same memory for all that the
+  // compiler knows.
+  Index segment[kKeysPerThread], before[kKeysPerThread];
+#pragma unroll
+  for (int i = 0; i < kKeysPerThread; ++i) {
+    const std::int64_t e = first + i * kThreads;
+    segment[i] = e < args.num_rows ? index[e] : 0;
+    before[i] = e < args.num_rows && e > 0 ? index[e - 1] : segment[i];
+  }
   bool descends = false;
 #pragma unroll
   for (int i = 0; i < kKeysPerThread; ++i) {
     const std::int64_t e = first + i * kThreads;
     if (e >= args.num_rows) continue;
-    const Index segment = index[e];
-    const auto key = static_cast<std::uint64_t>(static_cast<std::int64_t>(segment));
+    const auto key = static_cast<std::uint64_t>(static_cast<std::int64_t>(segment[i]));
     keys[e] = static_cast<std::uint32_t>(key < most ? key : most);
     ids[e] = static_cast<std::int32_t>(e);
-    if (e > 0 && segment < index[e - 1]) descends = true;
+    if (segment[i] < before[i]) descends = true;
   }
   // Once per block: that many stores to one place already take a microsecond.
   if (__syncthreads_or(descends ? 1 : 0) != 0 && threadIdx.x == 0) args.facts[kIndexDescends] = 1;

@@ -18,7 +18,7 @@ constexpr int kLengths = 16;  // kinds of last slices: kind k has 2^(k-1) to 2^k
 // Counters of a block of rows: last slices by kind, then these. Scratch has the counts of all blocks counter
 // by counter, and behind them where the slices of each kind start.
 constexpr int kFull = kLengths, kSplitRows = kLengths + 1, kSlots = kLengths + 2, kCounters = kLengths + 3;
-constexpr int kBlocksPerLane = 8;  // whose counts are read at a time
+constexpr int kRunsAtATime = 4;  // of a warp of blocks, whose counts are read before any is added up
 
 std::int64_t num_blocks(std::int64_t num_rows) { return ceil_div(num_rows, kThreads); }
 
@@ -142,27 +142,33 @@ __global__ void find_and_count_kernel(const RowSplitArgs args, const SortedKeys 
 __global__ void place_kernel(const RowSplitArgs args, std::int64_t blocks, std::int64_t* host_facts) {
   __shared__ std::int64_t totals[kCounters];
   const int lane = threadIdx.x % kWarp, counter = threadIdx.x / kWarp;
+  std::int64_t descends = 0, entries = 0;  // asked for now, while the counts are on their way
+  if (host_facts != nullptr && threadIdx.x == 0) {
+    descends = args.totals[kIndexDescends];
+    entries = args.rowptr[args.num_rows];
+  }
   std::int64_t* counts = args.counts + counter * blocks;
   std::int64_t running = 0;
-  for (std::int64_t base = 0; base < blocks; base += kWarp * kBlocksPerLane) {
-    const std::int64_t first = base + lane * kBlocksPerLane;
-    std::int64_t value[kBlocksPerLane], sum = 0;
+  for (std::int64_t base = lane; base < blocks + lane; base += kWarp * kRunsAtATime) {
+    std::int64_t value[kRunsAtATime], upto[kRunsAtATime];
 #pragma unroll
-    for (int i = 0; i < kBlocksPerLane; ++i) value[i] = first + i < blocks ? counts[first + i] : 0;
-#pragma unroll
-    for (int i = 0; i < kBlocksPerLane; ++i) sum += value[i];
-    std::int64_t upto = sum;
+    for (int i = 0; i < kRunsAtATime; ++i) {
+      const std::int64_t block = base + i * kWarp;
+      value[i] = upto[i] = block < blocks ? counts[block] : 0;
+    }
     for (int offset = 1; offset < kWarp; offset *= 2) {
-      const std::int64_t other = __shfl_up_sync(kFullWarp, upto, offset);
-      if (lane >= offset) upto += other;
-    }
-    std::int64_t place = running + upto - sum;
 #pragma unroll
-    for (int i = 0; i < kBlocksPerLane; ++i) {
-      if (first + i < blocks) counts[first + i] = place;
-      place += value[i];
+      for (int i = 0; i < kRunsAtATime; ++i) {
+        const std::int64_t other = __shfl_up_sync(kFullWarp, upto[i], offset);
+        if (lane >= offset) upto[i] += other;
+      }
     }
-    running += __shfl_sync(kFullWarp, upto, kWarp - 1);
+#pragma unroll
+    for (int i = 0; i < kRunsAtATime; ++i) {
+      const std::int64_t block = base + i * kWarp;
+      if (block < blocks) counts[block] = running + upto[i] - value[i];
+      running += __shfl_sync(kFullWarp, upto[i], kWarp - 1);
+    }
   }
   if (lane == 0) totals[counter] = running;
   __syncthreads();
@@ -177,13 +183,22 @@ __global__ void place_kernel(const RowSplitArgs args, std::int64_t blocks, std::
   args.totals[0] = totals[kSplitRows];
   args.totals[1] = totals[kSlots];
   if (host_facts == nullptr) return;
-  args.totals[kEntriesInRange] = args.rowptr[args.num_rows];
-  for (int fact = 0; fact < kNumSegmentFacts; ++fact) host_facts[fact] = args.totals[fact];
+  host_facts[kCutSegments] = totals[kSplitRows];
+  host_facts[kSegmentSlots] = totals[kSlots];
+  host_facts[kIndexDescends] = descends;
+  host_facts[kEntriesInRange] = entries;
 }
 
-__global__ void fill_kernel(const RowSplitArgs args) {
+// `room` unless 0: slices up to there get no target.
+__global__ void fill_kernel(const RowSplitArgs args, std::int64_t room) {
   __shared__ int kinds[kLengths];
   const std::int64_t r = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (room > 0) {
+    const std::int64_t num_slices = args.num_rows - args.totals[0] + args.totals[1];
+    for (std::int64_t i = num_slices + r; i < room; i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
+      args.slices[i] = {0, 0, kNoTarget};
+    }
+  }
   const Row row = row_at(args, r);
   const bool live = r < args.num_rows, split = row.pieces > 1;
   const auto place_of = [&](int counter) {
@@ -232,7 +247,7 @@ int row_split_fill(const RowSplitArgs& args, void* stream) {
   using namespace in_row_split;
   const std::int64_t blocks = num_blocks(args.num_rows);
   if (blocks == 0) return cudaSuccess;
-  fill_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
+  fill_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args, 0);
   return cudaGetLastError();
 }
 
@@ -243,7 +258,9 @@ int row_split_of_keys(const RowSplitArgs& args, const SortedKeys& keys, std::int
   const std::int64_t blocks = num_blocks(args.num_rows);
   find_and_count_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, queue>>>(args, keys);
   place_kernel<<<1, kCounters * kWarp, 0, queue>>>(args, blocks, host_facts);
-  return row_split_fill(args, stream);
+  const std::int64_t room = args.num_rows + keys.num_keys / args.longest;
+  fill_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, queue>>>(args, room);
+  return cudaGetLastError();
 }
 
 }  // namespace fastsparse::cuda

@@ -138,21 +138,8 @@ __device__ T finish(const SegmentReduceArgs& args, const MomentState<Acc<T>>& st
   return narrow<T>(args.reduction == Reduction::kDeviation ? sqrt(variance) : variance);
 }
 
-// `facts` unless null: the numbers of slices and cut segments, of which `args.split` has bounds
-// (SegmentFact).
-__device__ __forceinline__ RowSplitView known_split(const SegmentReduceArgs& args,
-                                                    const std::int64_t* facts) {
-  RowSplitView split = args.split;
-  if (facts != nullptr) {
-    split.num_split_rows = facts[kCutSegments];
-    split.num_slices = args.a.num_rows - facts[kCutSegments] + facts[kSegmentSlots];
-  }
-  return split;
-}
-
 template <typename T, int kVec, int kFeatureLanes, typename State>
-__global__ void __launch_bounds__(kThreads)
-    segment_reduce_kernel(const SegmentReduceArgs args, const std::int64_t* facts) {
+__global__ void __launch_bounds__(kThreads) segment_reduce_kernel(const SegmentReduceArgs args) {
   using A = Acc<T>;
   constexpr int kGroup = kFeatureLanes < kLeastGroup ? kLeastGroup : kFeatureLanes;
   constexpr int kEntryLanes = kGroup / kFeatureLanes;
@@ -163,8 +150,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t feature =
       (static_cast<std::int64_t>(blockIdx.y) * kFeatureLanes + lane % kFeatureLanes) * kVec;
   const bool inside = feature < args.width;
-  const RowSplitView split = known_split(args, facts);
-  const RowSlice slice = load_slice(split, group);
+  const RowSlice slice = load_slice(args.split, group);
   const T* x = static_cast<const T*>(args.x.data) + feature;
   const A sign = args.reduction == Reduction::kMin ? A{-1} : A{1};  // min(v) = -max(-v)
 
@@ -198,8 +184,9 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < kVec; ++i) state[i].merge(state[i].of_lane(distance));
   }
 
-  if (group >= split.num_slices || !inside || entry_lane != 0) return;
+  if (group >= args.split.num_slices || !inside || entry_lane != 0) return;
   if (slice.target < 0) {
+    if (slice.target == kNoTarget) return;
     auto* partial = static_cast<State*>(args.partial) + ~slice.target * args.width + feature;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) partial[i] = state[i];
@@ -218,10 +205,11 @@ template <typename T, typename State>
 __global__ void __launch_bounds__(kWarp* kCombineWarps)
     combine_slices_kernel(const SegmentReduceArgs args, const std::int64_t* facts) {
   __shared__ State shared[kCombineWarps][kWarp];
-  const RowSplitView split = known_split(args, facts);
+  const RowSplitView& split = args.split;
+  const std::int64_t num_split_rows = facts == nullptr ? split.num_split_rows : facts[kCutSegments];
   const std::int64_t feature = static_cast<std::int64_t>(blockIdx.y) * kWarp + threadIdx.x;
   const bool inside = feature < args.width;
-  for (std::int64_t nth = blockIdx.x; nth < split.num_split_rows; nth += gridDim.x) {
+  for (std::int64_t nth = blockIdx.x; nth < num_split_rows; nth += gridDim.x) {
     const std::int64_t end = inside ? split.split_ptr[nth + 1] : 0;
     State state;
 #pragma unroll 4
@@ -240,26 +228,26 @@ __global__ void __launch_bounds__(kWarp* kCombineWarps)
 }
 
 template <typename T, int kVec, int kFeatureLanes, typename State>
-void launch_lanes(const SegmentReduceArgs& args, const std::int64_t* facts, cudaStream_t stream) {
+void launch_lanes(const SegmentReduceArgs& args, cudaStream_t stream) {
   constexpr int kGroup = std::max(kFeatureLanes, kLeastGroup);
   const dim3 grid(ceil_div(args.split.num_slices, kThreads / kGroup),
                   ceil_div(args.width, kFeatureLanes * kVec));
-  segment_reduce_kernel<T, kVec, kFeatureLanes, State><<<grid, kThreads, 0, stream>>>(args, facts);
+  segment_reduce_kernel<T, kVec, kFeatureLanes, State><<<grid, kThreads, 0, stream>>>(args);
 }
 
 template <typename T, int kVec, typename State>
-void launch_vector(const SegmentReduceArgs& args, const std::int64_t* facts, cudaStream_t stream) {
+void launch_vector(const SegmentReduceArgs& args, cudaStream_t stream) {
   const std::int64_t lanes = (args.width + kVec - 1) / kVec;
   if constexpr (sizeof(T) == 8) {  // float64 is for checks: one kernel takes every width
-    launch_lanes<T, kVec, 32, State>(args, facts, stream);
+    launch_lanes<T, kVec, 32, State>(args, stream);
   } else if (lanes <= 1) {
-    launch_lanes<T, kVec, 1, State>(args, facts, stream);
+    launch_lanes<T, kVec, 1, State>(args, stream);
   } else if (lanes <= 4) {
-    launch_lanes<T, kVec, 4, State>(args, facts, stream);
+    launch_lanes<T, kVec, 4, State>(args, stream);
   } else if (lanes <= 8) {
-    launch_lanes<T, kVec, 8, State>(args, facts, stream);
+    launch_lanes<T, kVec, 8, State>(args, stream);
   } else {
-    launch_lanes<T, kVec, 32, State>(args, facts, stream);
+    launch_lanes<T, kVec, 32, State>(args, stream);
   }
 }
 
@@ -272,9 +260,9 @@ void launch(const SegmentReduceArgs& args, const std::int64_t* facts, cudaStream
       sizeof(T) < 8 && (std::is_same_v<Of, SumState<Acc<T>>> || std::is_same_v<Of, MaximumState<Acc<T>>>);
   const bool aligned = vector_width<T>({args.width, args.x.stride}, {args.x.data, args.out}) == kVec;
   if constexpr (kHasVectors) {
-    aligned ? launch_vector<T, kVec, Of>(args, facts, stream) : launch_vector<T, 1, Of>(args, facts, stream);
+    aligned ? launch_vector<T, kVec, Of>(args, stream) : launch_vector<T, 1, Of>(args, stream);
   } else {
-    launch_vector<T, 1, Of>(args, facts, stream);
+    launch_vector<T, 1, Of>(args, stream);
   }
   if (args.split.num_split_rows > 0) {
     auto blocks = static_cast<unsigned>(args.split.num_split_rows);

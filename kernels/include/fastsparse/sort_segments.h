@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <limits>
 
 #include "fastsparse/views.h"
 
@@ -16,6 +17,9 @@ enum SegmentFact : int {
   kEntriesInRange,  // entries of all segments: fewer than the index has if some were none
   kNumSegmentFacts,
 };
+
+// Target of slices that there might have been, behind all that there are: nothing is to be done.
+constexpr std::int32_t kNoTarget = std::numeric_limits<std::int32_t>::min();
 
 // Sorts stably by an index that may be anything, finds the segments and cuts them into slices. What is no
 // index comes behind all segments.
@@ -51,8 +55,8 @@ int sort_segments(const SortSegmentsArgs& args, void* scratch, std::size_t scrat
 int row_split_of_keys(const RowSplitArgs& args, const SortedKeys& keys, std::int64_t* host_facts,
                       void* stream);
 
-// `segment_reduce` of segments whose numbers of slices and of cut segments only the device knows, in `facts`;
-// those of `args` are bounds.
+// `segment_reduce` of segments whose number of cut ones only the device knows, in `facts`; that of `args` is
+// a bound, as is that of the slices, of which some have no target.
 int segment_reduce_unseen(const SegmentReduceArgs& args, const std::int64_t* facts, void* stream);
 
 }  // namespace cuda
