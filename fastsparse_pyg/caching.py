@@ -43,8 +43,9 @@ layer_cache = AdjacencyCache("fastsparse_pyg")
 _sampled: Any = WeakIdKeyDictionary()  # edge_index of a batch -> (its stamp, the sampler's edges)
 #: How often edge lists of one size came that were not known, and the last of them where that was often.
 _strangers: OrderedDict[Hashable, tuple[int, Tensor | None, Adjacency | None]] = OrderedDict()
-#: Edge lists that layers met last and how often, by id, which is another object's once the reference is dead.
-_met: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+#: New edge lists that layers met last, [weak reference, how often], by id, which is another object's once the
+#: reference is dead.
+met: dict[int, list[Any]] = {}
 _unit_values: Any = WeakIdKeyDictionary()  # sparse matrix -> (stamp of its values, whether all of them are 1)
 
 
@@ -100,17 +101,15 @@ def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) 
 
 def is_new(edges: Tensor) -> bool:
     """Whether an edge list came at most `SIGHTS` times with this one, and nobody has a structure of it."""
-    number = id(edges)
-    met, sights = _met.get(number, (None, 0))
-    if met is None or met() is not edges:
-        met, sights = None, 0
-    if sights >= SIGHTS or (
-        sights == 0 and (layer_cache.holds(edges) or (len(_sampled) and edges in _sampled))
-    ):
+    entry = met.get(id(edges))
+    if entry is not None and entry[0]() is edges:
+        entry[1] += 1
+        return bool(entry[1] <= SIGHTS)
+    if layer_cache.holds(edges) or (len(_sampled) and edges in _sampled):
         return False
-    if len(_met) == _MOST_MET:
-        _met.clear()
-    _met[number] = met or weakref.ref(edges), sights + 1
+    if len(met) == _MOST_MET:
+        met.clear()
+    met[id(edges)] = [weakref.ref(edges), 1]
     return True
 
 
@@ -173,5 +172,5 @@ def clear_cache() -> None:
     """Frees every cached structure and resets the counters; layers rebuild what they need."""
     layer_cache.clear()
     _strangers.clear()
-    _met.clear()
+    met.clear()
     _unit_values.clear()
