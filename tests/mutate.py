@@ -250,8 +250,8 @@ FAULTS = (
     Fault(
         "few edges on a GPU are new in every call",
         "fastsparse_pyg/caching.py",
-        "    if met is None or met() is not edges:",
-        "    if True:",
+        "    if entry is not None and entry[0]() is edges:",
+        "    if False:",
         ("tests/pyg/test_pyg_any_layer.py::test_few_edges_on_a_gpu",),
     ),
     Fault(
