@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 from cases import relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsparse_core import Adjacency, attention, sddmm, spmm
-from fastsparse_core.ops._operands import scratch
+from fastsparse_core.ops._operands import scratch, with_zeros_behind, zero_padded
 
 
 def graph(device: str, num_dst: int = 20, num_src: int = 30) -> Adjacency:
@@ -230,6 +233,47 @@ def test_scratch_is_one_aligned_allocation(device):
     assert room.data_ptr() <= first < first + 3 * 4 <= second
     assert second + 5 * 4 <= room.data_ptr() + 4 * room.numel()
     assert scratch(torch.device(device), 0, 0) == (None, [0, 0])
+
+
+def _set_data(x: torch.Tensor, data: torch.Tensor) -> None:
+    x.data = data
+
+
+@pytest.mark.parametrize(
+    ("keeps", "edit"),
+    [
+        (True, lambda x: x.mul_(2)),
+        (True, lambda x: x[:, 0].fill_(3)),
+        (True, lambda x: x.requires_grad_()),
+        # Of a square matrix, lest the shape tell.
+        (False, lambda x: x.t_()),
+        (False, lambda x: x.resize_(12, 11)),
+        (False, lambda x: x.as_strided_((12, 11), (16, 1))),
+        (False, lambda x: x.set_(x.detach()[:, :11])),
+        (False, lambda x: _set_data(x, x * 2)),
+        (False, lambda x: _set_data(x, x.detach()[:, :11])),
+        (False, lambda x: _set_data(x, x._base.view(torch.bfloat16)[:, :12])),
+    ],
+)
+def test_zeros_behind_a_matrix_that_was_written(keeps: bool, edit: Callable[[torch.Tensor], object]) -> None:
+    x = with_zeros_behind(torch.nn.functional.pad(torch.randn(12, 12).half(), (0, 4)), 12)
+    edit(x)
+    padded = zero_padded(x, 16)
+    assert (padded is not None) == keeps
+    if padded is not None:
+        assert torch.equal(padded, torch.nn.functional.pad(x, (0, 4)))
+
+
+def test_zeros_behind_a_copy():
+    """The copy of a view and that of its base count what is written to them apart."""
+    x = with_zeros_behind(torch.nn.functional.pad(torch.randn(12, 12), (0, 4)), 12)
+    copied = copy.deepcopy(x)
+    assert torch.equal(copied, x)
+    assert zero_padded(copied, 16) is None
+    assert zero_padded(x.detach(), 16) is None
+    with torch.inference_mode():  # where nothing is counted, and a view does not know its base
+        x = with_zeros_behind(torch.nn.functional.pad(torch.randn(12, 12), (0, 4)), 12)
+        assert zero_padded(x, 16) is not None
 
 
 class Seen(TorchDispatchMode):

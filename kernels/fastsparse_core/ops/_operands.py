@@ -56,16 +56,27 @@ def scratch(device: torch.device, *lengths: int) -> tuple[Tensor | None, list[in
 def with_zeros_behind(padded: Tensor, width: int) -> Tensor:
     """The first columns of a matrix whose others are zeros: a view, of which `zero_padded` finds all."""
     rows = padded[:, :width]
-    rows._fastsparse_padded = padded  # type: ignore[attr-defined]
+    rows._fastsparse_padded = padded, width  # type: ignore[attr-defined]
     return rows
 
 
 def zero_padded(x: Tensor, columns: int) -> Tensor | None:
     """The matrix whose first columns are ``x``, and others, up to ``columns``, zeros, where one is known."""
-    padded: Tensor | None = getattr(x, "_fastsparse_padded", None)
-    if padded is None or padded.shape != (x.shape[0], columns) or padded.data_ptr() != x.data_ptr():
+    padded, width = getattr(x, "_fastsparse_padded", (None, 0))
+    if (
+        padded is None
+        or padded.shape != (x.shape[0], columns)
+        # What is made of x in place, as by `resize_` or `t_`, has the attribute, too.
+        or x.shape[1] != width
+        or x.stride() != padded.stride()
+        or x.data_ptr() != padded.data_ptr()
+        or x.dtype is not padded.dtype
+        # So have copies, but autograd would not see that they are written.
+        or not (x.is_inference() or x._base is padded)
+    ):
         return None
-    return padded
+    matrix: Tensor = padded
+    return matrix
 
 
 @overload
