@@ -57,8 +57,8 @@ class AnyLayer(MessagePassing):
     #: Kind of a call (aggregation, names and dtypes of arguments) -> what serves it at once; None: no one
     #: kernel for the whole message.
     _served: ClassVar[dict[Any, Copies | None]]
-    #: Where it is written down that few edges were left to PyG's code.
-    _said_in: ClassVar[Any] = None
+    #: What `log.seen` has once it was said that few edges were left to PyG's code.
+    _said_of_few: ClassVar[tuple[str, str]]
 
     flow: str
     node_dim: int
@@ -95,8 +95,7 @@ class AnyLayer(MessagePassing):
                 else:
                     are_wide = True
                 if are_wide:
-                    if are_few and self._said_in is not log.seen:
-                        type(self)._said_in = log.seen
+                    if are_few and self._said_of_few not in log.seen:
                         self._say(_FEW_ON_CPU)
                     return super().propagate(edge_index, size=size, **kwargs)
             # A call for each of them would take as long as the rest of this.
@@ -187,7 +186,7 @@ class AnyLayer(MessagePassing):
 
     def _say(self, reason: str) -> None:
         if not torch.compiler.is_compiling():
-            log.info_once(logger, f"{type(self).__name__}: PyG's own code runs: {reason}")
+            log.info_once(logger, _saying(type(self).__name__, reason))
 
     # ---------------------------------------------------------------- arguments
 
@@ -341,6 +340,10 @@ class AnyLayer(MessagePassing):
     __prepare_scriptable__ = FastConv.__prepare_scriptable__
 
 
+def _saying(name: str, reason: str) -> str:
+    return f"{name}: PyG's own code runs: {reason}"
+
+
 def _kind_of(argument: Any) -> Any:
     """Dtypes of tensors, of pairs that of the sources, types of anything else."""
     if type(argument) is tuple and argument and type(argument[0]) is Tensor:
@@ -366,6 +369,7 @@ def accelerated_class(original: type[MessagePassing]) -> type[AnyLayer]:
     """The class that takes the place of a layer's class."""
     found = _classes.get(original)
     if found is None:
+        name = f"Accelerated{original.__name__}"
         namespace: dict[str, Any] = {
             "__module__": original.__module__,
             "__doc__": original.__doc__,
@@ -373,13 +377,13 @@ def accelerated_class(original: type[MessagePassing]) -> type[AnyLayer]:
             "_patterns": {},
             "_signature": None,
             "_served": {},
-            "_said_in": None,
+            "_said_of_few": (logger.name, _saying(name, _FEW_ON_CPU)),
             # What PyG puts back after explain mode.
             "_jinja_propagate": AnyLayer.propagate,
             "forward": _with_edge_list(original.forward),
         }
         metaclass: Any = type(original)
-        made = metaclass(f"Accelerated{original.__name__}", (AnyLayer, original), namespace)
+        made = metaclass(name, (AnyLayer, original), namespace)
         found = _classes[original] = made
     return found
 
