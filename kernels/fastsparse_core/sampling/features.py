@@ -49,9 +49,9 @@ class FeatureTable:
     Args:
         table: (N, ...).
         device: where rows are wanted.
-        aligned: whether rows of 16-bit numbers on a GPU begin at multiples of 16 bytes, with zeros between
-            them: what is given then is a view, not contiguous, that GraphSAGE sums and multiplies without a
-            copy.
+        aligned: whether rows of 16-bit numbers that a GPU gathers begin at multiples of 16 bytes, with zeros
+            between them: what is given then is a view, not contiguous, that GraphSAGE sums and multiplies
+            without a copy. Those that the host's threads gather are contiguous all the same.
 
     Raises:
         ValueError: ``table`` lies on another GPU than ``device``.
