@@ -515,7 +515,7 @@ def test_aligned_features(shape, dtype, place):
     index = torch.randint(shape[0], (33,), device="cuda") if shape[0] else torch.empty(0, dtype=torch.int64)
     index = index.cuda()
     expected = table[index.to(place)].cuda()
-    rows = FeatureTable(table, torch.device("cuda", 0), aligned=True)[index]
+    rows = FeatureTable(table, torch.device("cuda"), aligned=True)[index]
     assert torch.equal(rows, expected)
     assert torch.equal(FeatureTable(table, torch.device("cuda", 0))[index], expected)
     pads = dtype.itemsize == 2 and len(shape) == 2 and shape[0] and shape[1] % 8

@@ -258,6 +258,20 @@ def test_a_new_index_is_reduced_before_it_is_known(device, poisoned_memory, redu
             torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+def test_one_call_before_a_capture_is_enough(reduce):
+    src, index = torch.randn(5000, 16, device="cuda"), torch.randint(0, 300, (5000,), device="cuda")
+    scatter(src, index.clone(), 300, reduce)  # from here on an index of such sizes is sorted unseen
+    scatter(src, index, 300, reduce)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = scatter(src, index, 300, reduce)
+    src.normal_()
+    graph.replay()
+    assert torch.equal(out, scatter(src, index, 300, reduce))
+
+
 def test_an_index_that_ascends_keeps_no_order(device):
     index = torch.randint(0, 50, (700,), device=device)
     for each, has_order in ((index, True), (index.sort().values, False), (index.flip(0), True)):

@@ -58,6 +58,8 @@ class FeatureTable:
     """
 
     def __init__(self, table: Tensor, device: torch.device, *, aligned: bool = False) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         if table.is_cuda and table.device != device:
             raise ValueError(f"table: expected device cpu or {device}, got {table.device}; move it")
         self._table = table

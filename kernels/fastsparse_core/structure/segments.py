@@ -106,7 +106,10 @@ class Segments:
             return None
         if not found.descends:
             _unsorted.discard(_kind(num_rows, num_segments))
-        return cls(sort.rowptr, sort.order if found.descends else None, num_rows, found.row_split)
+        made = cls(sort.rowptr, sort.order if found.descends else None, num_rows, found.row_split)
+        if meanwhile is not None:  # which had a structure of its own: the next call may be captured
+            made._built.get("structure", made._structure)
+        return made
 
     @classmethod
     def from_rowptr(cls, rowptr: Tensor, num_rows: int) -> Segments:
