@@ -45,7 +45,7 @@ _sampled: Any = WeakIdKeyDictionary()  # edge_index of a batch -> (its stamp, th
 _strangers: OrderedDict[Hashable, tuple[int, Tensor | None, Adjacency | None]] = OrderedDict()
 #: New edge lists that layers met last, [weak reference, how often], by id, which is another object's once the
 #: reference is dead.
-met: dict[int, list[Any]] = {}
+_met: dict[int, list[Any]] = {}
 _unit_values: Any = WeakIdKeyDictionary()  # sparse matrix -> (stamp of its values, whether all of them are 1)
 
 
@@ -101,15 +101,15 @@ def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) 
 
 def is_new(edges: Tensor) -> bool:
     """Whether an edge list came at most `SIGHTS` times with this one, and nobody has a structure of it."""
-    entry = met.get(id(edges))
+    entry = _met.get(id(edges))
     if entry is not None and entry[0]() is edges:
         entry[1] += 1
         return bool(entry[1] <= SIGHTS)
     if layer_cache.holds(edges) or (len(_sampled) and edges in _sampled):
         return False
-    if len(met) == _MOST_MET:
-        met.clear()
-    met[id(edges)] = [weakref.ref(edges), 1]
+    if len(_met) == _MOST_MET:
+        _met.clear()
+    _met[id(edges)] = [weakref.ref(edges), 1]
     return True
 
 
@@ -172,5 +172,5 @@ def clear_cache() -> None:
     """Frees every cached structure and resets the counters; layers rebuild what they need."""
     layer_cache.clear()
     _strangers.clear()
-    met.clear()
+    _met.clear()
     _unit_values.clear()

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.nn.conv import MessagePassing
 
-from fastsparse_core import Adjacency, log, recorded
+from fastsparse_core import Adjacency, log
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
-from fastsparse_pyg.caching import SIGHTS, is_new, layer_cache, logger, lookup, met
+from fastsparse_pyg.caching import is_new, layer_cache, logger, lookup
 from fastsparse_pyg.graph import edges_made_anew, is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
@@ -38,7 +38,6 @@ _ANY = Pattern(reason="its attributes change")
 _UNKNOWN: Any = object()
 _is_tracing = torch._C._is_tracing
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-_is_deterministic = torch._C._get_deterministic_algorithms
 
 _classes: dict[type, type[AnyLayer]] = {}
 
@@ -65,39 +64,17 @@ class AnyLayer(MessagePassing):
 
     def propagate(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""
-        kind, was_new = None, False
-        is_asked = not (args or _is_dynamo_compiling())
-        if is_asked:  # where PyG's code runs in any case, each question before it shows: hence so few of them
-            entry = met.get(id(edge_index))
-            if (
-                entry is not None
-                and entry[0]() is edge_index
-                and entry[1] < SIGHTS
-                and not recorded.entered
-                and not _is_deterministic()
-            ):
-                entry[1] += 1
-                was_new = True
-        if was_new or (is_asked and not _is_tracing()):
+        kind = None
+        if not (args or _is_dynamo_compiling() or _is_tracing()):
             # One thread adds in order, so that PyTorch's sums have the same bits every time too; not so those
             # of 16-bit numbers in float32.
-            are_few = not was_new and type(edge_index) is Tensor and edge_index.is_cpu
-            are_few = are_few and edge_index.numel() < 2 * FEW_EDGES
+            are_few = _are_few_on_cpu(edge_index)
             if (
-                was_new or are_few or (are_few_on_gpu(edge_index, _TIMES_IF_NEW) and is_new(edge_index))
-            ) and not is_any_autocast_enabled():
-                for item in kwargs.values():  # as `_has_16_bits` does
-                    if type(item) is not Tensor and isinstance(item, (tuple, list)) and item:
-                        item = item[0]
-                    if isinstance(item, Tensor):
-                        are_wide = item.dtype not in _16_BITS
-                        break
-                else:
-                    are_wide = True
-                if are_wide:
-                    if are_few and self._said_of_few not in log.seen:
-                        self._say(_FEW_ON_CPU)
-                    return super().propagate(edge_index, size=size, **kwargs)
+                are_few or (are_few_on_gpu(edge_index, _TIMES_IF_NEW) and is_new(edge_index))
+            ) and not _has_16_bits(kwargs):
+                if are_few and self._said_of_few not in log.seen:
+                    self._say(_FEW_ON_CPU)
+                return super().propagate(edge_index, size=size, **kwargs)
             # A call for each of them would take as long as the rest of this.
             kind = (
                 self.__dict__["_modules"].get("aggr_module").__class__,
@@ -134,22 +111,8 @@ class AnyLayer(MessagePassing):
         """As PyG's."""
         if args or _is_dynamo_compiling() or _is_tracing():
             return super().edge_updater(edge_index, *args, size=size, **kwargs)
-        entry = met.get(id(edge_index))
-        if (
-            entry is not None
-            and entry[0]() is edge_index
-            and entry[1] < SIGHTS
-            and not recorded.entered
-            and not _is_deterministic()
-        ):
-            are_few = True
-        else:
-            are_few = (
-                type(edge_index) is Tensor and edge_index.is_cpu and edge_index.numel() < 2 * FEW_EDGES
-            ) or (
-                are_few_on_gpu(edge_index, _TIMES_IF_NEW)
-                and (edge_index.numel() <= 2 * FEW_EDGES_ON_GPU or not layer_cache.holds(edge_index))
-            )
+        times = 1 if layer_cache.holds(edge_index) else _TIMES_IF_NEW
+        are_few = _are_few_on_cpu(edge_index) or are_few_on_gpu(edge_index, times)
         if not (are_few and not _has_16_bits(kwargs)) and not self._why_original(edge_index):
             names = self._names()
             found = self._collect_lazily(edge_index, size, kwargs, names.edge_lifted)
@@ -349,6 +312,10 @@ def _kind_of(argument: Any) -> Any:
     if type(argument) is tuple and argument and type(argument[0]) is Tensor:
         return argument[0].dtype
     return argument.dtype if isinstance(argument, Tensor) else type(argument)
+
+
+def _are_few_on_cpu(edge_index: Any) -> bool:
+    return type(edge_index) is Tensor and edge_index.is_cpu and edge_index.numel() < 2 * FEW_EDGES
 
 
 def _has_16_bits(given: dict[str, Any]) -> bool:

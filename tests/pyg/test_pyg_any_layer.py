@@ -24,7 +24,7 @@ import fastsparse_pyg
 from benchmarks import any_layer as any_layer_benchmark
 from benchmarks.pyg_layers import LAYERS, NO_LAYER, Inputs
 from fastsparse_pyg import VerificationError, accelerate, prepare, restore
-from fastsparse_pyg.caching import SIGHTS, met
+from fastsparse_pyg.caching import SIGHTS, _met
 from fastsparse_pyg.nn import any_layer, layer_arguments, message_kernels, segments
 
 N, WIDTH = 40, 6
@@ -34,7 +34,7 @@ E = EDGES.size(1)
 
 @pytest.fixture(autouse=True)
 def kernels_for_every_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    met.clear()  # what was few in one test is not in another
+    _met.clear()  # what was few in one test is not in another
     if request.function is not test_few_edges_on_the_cpu:
         monkeypatch.setattr(any_layer, "FEW_EDGES", 0)
 
