@@ -35,14 +35,38 @@
 namespace py = pybind11;
 
 namespace fastsparse {
+
+// Of a tensor's memory, or a stream: a pointer to whatever takes it.
+struct Address {
+  std::uintptr_t value = 0;
+
+  template <typename T>
+  operator T*() const {
+    return reinterpret_cast<T*>(value);
+  }
+  explicit operator bool() const { return value != 0; }
+  Address operator+(std::uintptr_t bytes) const { return {value + bytes}; }
+};
+
+}  // namespace fastsparse
+
+// Addresses within tuples and lists.
+template <>
+struct pybind11::detail::type_caster<fastsparse::Address> {
+  PYBIND11_TYPE_CASTER(fastsparse::Address, const_name("int"));
+  bool load(handle source, bool convert) {
+    make_caster<std::uintptr_t> number;
+    if (!number.load(source, convert)) return false;
+    value.value = number;
+    return true;
+  }
+  static handle cast(fastsparse::Address address, return_value_policy policy, handle parent) {
+    return make_caster<std::uintptr_t>::cast(address.value, policy, parent);
+  }
+};
+
+namespace fastsparse {
 namespace {
-
-using Address = std::uintptr_t;
-
-template <typename T = void>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
 
 // A structure as the kernels see it, made once per Adjacency so that calls stay short.
 struct CsrStructure {
@@ -54,10 +78,8 @@ CsrStructure make_structure(Address rowptr, Address col, Address edge_id, bool e
                             std::int64_t num_rows, std::int64_t num_cols, std::int64_t num_edges,
                             Address slices, std::int64_t num_slices, Address split_row, Address split_ptr,
                             std::int64_t num_split_rows) {
-  return {{at<std::int64_t>(rowptr), at<std::int32_t>(col), at(edge_id), edge_id_is_64bit, num_rows, num_cols,
-           num_edges},
-          {at<RowSlice>(slices), num_slices, at<std::int32_t>(split_row), at<std::int64_t>(split_ptr),
-           num_split_rows}};
+  return {{rowptr, col, edge_id, edge_id_is_64bit, num_rows, num_cols, num_edges},
+          {slices, num_slices, split_row, split_ptr, num_split_rows}};
 }
 
 #ifdef FASTSPARSE_WITH_CUDA
@@ -91,22 +113,26 @@ class DeviceGuard {
 // Runs `args` where its tensors live: device < 0 is the CPU and `queue` its number of threads, else `queue`
 // is a stream.
 #ifdef FASTSPARSE_WITH_CUDA
-#define FASTSPARSE_RUN(op, args, device, queue) \
-  do {                                          \
-    if ((device) < 0) {                         \
-      py::gil_scoped_release release;           \
-      cpu::op(args, static_cast<int>(queue));   \
-    } else {                                    \
-      const DeviceGuard guard(device);          \
-      check(cuda::op(args, at(queue)), #op);    \
-    }                                           \
+#define FASTSPARSE_RUN_CUDA(op, args, device, queue) \
+  do {                                               \
+    const DeviceGuard guard(device);                 \
+    check(cuda::op(args, queue), #op);               \
+  } while (false)
+#define FASTSPARSE_RUN(op, args, device, queue)     \
+  do {                                              \
+    if ((device) < 0) {                             \
+      py::gil_scoped_release release;               \
+      cpu::op(args, static_cast<int>(queue.value)); \
+    } else {                                        \
+      FASTSPARSE_RUN_CUDA(op, args, device, queue); \
+    }                                               \
   } while (false)
 #else
 #define FASTSPARSE_RUN(op, args, device, queue)                                                        \
   do {                                                                                                 \
     if ((device) >= 0) throw std::runtime_error("fastsparse_core was built without CUDA: see doctor"); \
     py::gil_scoped_release release;                                                                    \
-    cpu::op(args, static_cast<int>(queue));                                                            \
+    cpu::op(args, static_cast<int>(queue.value));                                                      \
   } while (false)
 #endif
 
@@ -115,29 +141,29 @@ enum class SpmmKernel { kCsr, kTca, kResident, kResidentTca, kHr };
 // A kernel of spmm that reads CSR, and what calls of one dtype and width share, so that they pass little.
 class SpmmPlan {
  public:
-  SpmmPlan(SpmmKernel kernel, const CsrStructure& structure, int dtype, std::int64_t width, int value_dtype,
-           std::int64_t heads, std::int64_t tile, std::int64_t num_long, int device)
+  SpmmPlan(SpmmKernel kernel, const CsrStructure& structure, Dtype dtype, std::int64_t width,
+           Dtype value_dtype, std::int64_t heads, std::int64_t tile, std::int64_t num_long, int device)
       : kernel_(kernel), num_long_(num_long), device_(device) {
     args_.a = structure.a;
     args_.split = structure.split;
-    args_.value = {nullptr, static_cast<Dtype>(value_dtype), heads};
+    args_.value = {nullptr, value_dtype, heads};
     args_.width = width;
     args_.tile = tile;
-    args_.dtype = static_cast<Dtype>(dtype);
+    args_.dtype = dtype;
   }
 
-  void run(Address x, std::int64_t x_stride, Address value, Address scale_dst, Address scale_src,
-           Address loop, Address bias, bool relu, Address out, Address partial, Address queue) const {
+  void run(DenseView x, Address value, Address scale_dst, Address scale_src, Address loop, Address bias,
+           bool relu, Address out, Address partial, Address queue) const {
     SpmmArgs args = args_;
-    args.value.data = at(value);
-    args.x = {at(x), x_stride};
-    args.scale_dst = at(scale_dst);
-    args.scale_src = at(scale_src);
-    args.loop = at(loop);
-    args.bias = at(bias);
+    args.value.data = value;
+    args.x = x;
+    args.scale_dst = scale_dst;
+    args.scale_src = scale_src;
+    args.loop = loop;
+    args.bias = bias;
     args.relu = relu;
-    args.out = at(out);
-    args.partial = at(partial);
+    args.out = out;
+    args.partial = partial;
     if (kernel_ == SpmmKernel::kCsr) {
       FASTSPARSE_RUN(spmm_csr, args, device_, queue);
       return;
@@ -145,11 +171,11 @@ class SpmmPlan {
 #ifdef FASTSPARSE_WITH_CUDA
     const DeviceGuard guard(device_);
     if (kernel_ == SpmmKernel::kTca) {
-      check(cuda::spmm_tca(args, at(queue)), "spmm_tca");
+      check(cuda::spmm_tca(args, queue), "spmm_tca");
     } else if (kernel_ == SpmmKernel::kHr) {
-      check(cuda::spmm_hr(args, num_long_, at(queue)), "spmm_hr");
+      check(cuda::spmm_hr(args, num_long_, queue), "spmm_hr");
     } else {
-      check(cuda::spmm_resident(args, kernel_ == SpmmKernel::kResidentTca, at(queue)), "spmm_resident");
+      check(cuda::spmm_resident(args, kernel_ == SpmmKernel::kResidentTca, queue), "spmm_resident");
     }
 #endif
   }
@@ -161,415 +187,211 @@ class SpmmPlan {
   int device_;
 };
 
-void spmm_csr_transposed(const CsrStructure& structure, int dtype, std::int64_t width, Address x,
-                         std::int64_t x_stride, Address value, int value_dtype, Address scale_dst,
-                         Address scale_src, Address sum, std::int64_t num_given, Address count, Address out,
-                         int device, Address queue) {
-  const SpmmTransposedArgs args{structure.a,
-                                structure.split,
-                                {at(value), static_cast<Dtype>(value_dtype), 1},
-                                {at(x), x_stride},
-                                at<float>(scale_dst),
-                                at<float>(scale_src),
-                                at<float>(sum),
-                                num_given,
-                                at<std::int32_t>(count),
-                                at(out),
-                                width,
-                                static_cast<Dtype>(dtype)};
+EdgeValueView one_head(Address value, Dtype dtype) { return {value, dtype, 1}; }
+
+void spmm_csr_transposed(const CsrStructure& structure, Dtype dtype, std::int64_t width, DenseView x,
+                         Address value, Dtype value_dtype, Address scale_dst, Address scale_src, Address sum,
+                         std::int64_t num_given, Address count, Address out, int device, Address queue) {
+  const SpmmTransposedArgs args{structure.a, structure.split, one_head(value, value_dtype),
+                                x,           scale_dst,       scale_src,
+                                sum,         num_given,       count,
+                                out,         width,           dtype};
   FASTSPARSE_RUN(spmm_csr_transposed, args, device, queue);
 }
 
 #ifdef FASTSPARSE_WITH_CUDA
-void sum_of_rows(Address rows, std::int64_t num_rows, std::int64_t width, std::int64_t row_stride, int dtype,
-                 Address partial, std::int64_t num_parts, Address out, int out_dtype, int device,
-                 Address queue) {
-  const SumOfRowsArgs args{at(rows),
-                           num_rows,
-                           width,
-                           row_stride,
-                           at<double>(partial),
-                           num_parts,
-                           at(out),
-                           static_cast<Dtype>(dtype),
-                           static_cast<Dtype>(out_dtype)};
-  const DeviceGuard guard(device);
-  check(cuda::sum_of_rows(args, at(queue)), "sum_of_rows");
+void sum_of_rows(Address rows, std::int64_t num_rows, std::int64_t width, std::int64_t row_stride,
+                 Dtype dtype, Address partial, std::int64_t num_parts, Address out, Dtype out_dtype,
+                 int device, Address queue) {
+  const SumOfRowsArgs args{rows, num_rows, width, row_stride, partial, num_parts, out, dtype, out_dtype};
+  FASTSPARSE_RUN_CUDA(sum_of_rows, args, device, queue);
 }
 
 void aggregate_linear(const CsrStructure& structure, bool sums_given, Address scale_dst, std::int64_t width,
-                      Address x, std::int64_t x_stride, std::int64_t out_width, Address weight,
-                      Address root_weight, Address bias, Address sums, Address out, int num_terms, int device,
-                      Address queue) {
-  const AggregateLinearArgs args{structure.a,
-                                 sums_given,
-                                 at<const float>(scale_dst),
-                                 {at(x), x_stride},
-                                 at<const float>(weight),
-                                 at<const float>(root_weight),
-                                 at<const float>(bias),
-                                 at<float>(sums),
-                                 at<float>(out),
-                                 width,
-                                 out_width,
-                                 num_terms};
-  const DeviceGuard guard(device);
-  check(cuda::aggregate_linear(args, at(queue)), "aggregate_linear");
+                      DenseView x, std::int64_t out_width, Address weight, Address root_weight, Address bias,
+                      Address sums, Address out, int num_terms, int device, Address queue) {
+  const AggregateLinearArgs args{structure.a, sums_given, scale_dst, x,     weight,    root_weight,
+                                 bias,        sums,       out,       width, out_width, num_terms};
+  FASTSPARSE_RUN_CUDA(aggregate_linear, args, device, queue);
 }
 
 void aggregate_linear_backward(std::int64_t num_rows, Address grad, std::int64_t out_width, Address sums,
-                               Address x, std::int64_t x_stride, std::int64_t width, std::int64_t num_slabs,
-                               Address weights, Address bias, Address grad_weight, Address grad_root,
-                               Address grad_bias, int num_terms, int device, Address queue) {
-  const AggregateLinearBackwardArgs args{at<const float>(grad),
-                                         at<const float>(sums),
-                                         {at(x), x_stride},
-                                         at<float>(weights),
-                                         at<float>(bias),
-                                         num_rows,
-                                         num_slabs,
-                                         width,
-                                         out_width,
-                                         num_terms};
-  const SlabSumsArgs sums_args{
-      args.weights,         args.bias, at<float>(grad_weight), at<float>(grad_root),
-      at<float>(grad_bias), num_slabs, out_width * width,      bias == 0 ? 0 : out_width};
-  const DeviceGuard guard(device);
-  check(cuda::aggregate_linear_backward(args, at(queue)), "aggregate_linear_backward");
-  check(cuda::slab_sums(sums_args, at(queue)), "slab_sums");
+                               DenseView x, std::int64_t width, std::int64_t num_slabs, Address weights,
+                               Address bias, Address grad_weight, Address grad_root, Address grad_bias,
+                               int num_terms, int device, Address queue) {
+  const AggregateLinearBackwardArgs args{grad,     sums,      x,     weights,   bias,
+                                         num_rows, num_slabs, width, out_width, num_terms};
+  const SlabSumsArgs sums_args{args.weights, args.bias, grad_weight,       grad_root,
+                               grad_bias,    num_slabs, out_width * width, bias ? out_width : 0};
+  FASTSPARSE_RUN_CUDA(aggregate_linear_backward, args, device, queue);
+  FASTSPARSE_RUN_CUDA(slab_sums, sums_args, device, queue);
 }
 
 void head_outer(Address x, std::int64_t x_stride, Address y, std::int64_t y_stride, Address x_edge,
                 Address y_edge, std::int64_t num_rows, std::int64_t heads, std::int64_t head_width,
-                std::int64_t edge_width, Address partial, std::int64_t num_parts, int dtype, int device,
+                std::int64_t edge_width, Address partial, std::int64_t num_parts, Dtype dtype, int device,
                 Address queue) {
-  const HeadOuterArgs args{at(x),
-                           x_stride,
-                           at(y),
-                           y_stride,
-                           at(x_edge),
-                           at(y_edge),
-                           num_rows,
-                           heads,
-                           head_width,
-                           edge_width,
-                           at<float>(partial),
-                           num_parts,
-                           static_cast<Dtype>(dtype)};
-  const DeviceGuard guard(device);
-  check(cuda::head_outer(args, at(queue)), "head_outer");
+  const HeadOuterArgs args{x,     x_stride,   y,          y_stride, x_edge,    y_edge, num_rows,
+                           heads, head_width, edge_width, partial,  num_parts, dtype};
+  FASTSPARSE_RUN_CUDA(head_outer, args, device, queue);
 }
 
 void hybrid_rows(Address rowptr, std::int64_t num_rows, std::int32_t multiple, std::int32_t longest,
                  Address counts, std::int64_t most_long, Address slices, Address split_row, Address split_ptr,
                  int device, Address queue) {
-  const HybridRowsArgs args{at<std::int64_t>(rowptr),
-                            num_rows,
-                            multiple,
-                            longest,
-                            at<HybridRowsCounts>(counts),
-                            most_long,
-                            at<RowSlice>(slices),
-                            at<std::int32_t>(split_row),
-                            at<std::int64_t>(split_ptr)};
-  const DeviceGuard guard(device);
-  check(cuda::hybrid_rows(args, at(queue)), "hybrid_rows");
+  const HybridRowsArgs args{rowptr,    num_rows, multiple,  longest,  counts,
+                            most_long, slices,   split_row, split_ptr};
+  FASTSPARSE_RUN_CUDA(hybrid_rows, args, device, queue);
 }
 
 BsbView make_bsb(Address quad, Address window_ptr, Address window_row, Address quad_entry, Address value_id,
                  bool value_id_is_64bit, std::int64_t num_rows, Address slices, std::int64_t num_slices,
                  Address split_row, Address split_ptr, std::int64_t num_split_rows, Address runs,
                  std::int64_t num_runs) {
-  return {at<std::uint32_t>(quad),
-          at<std::int32_t>(window_ptr),
-          at<std::int32_t>(window_row),
-          at<std::int64_t>(quad_entry),
-          at(value_id),
-          value_id_is_64bit,
-          num_rows,
-          {at<RowSlice>(slices), num_slices, at<std::int32_t>(split_row), at<std::int64_t>(split_ptr),
-           num_split_rows},
-          at<WindowRun>(runs),
-          num_runs};
+  return {quad,     window_ptr,        window_row, quad_entry,
+          value_id, value_id_is_64bit, num_rows,   {slices, num_slices, split_row, split_ptr, num_split_rows},
+          runs,     num_runs};
 }
 
-void spmm_bsb(const BsbView& structure, int dtype, std::int64_t width, Address x, std::int64_t x_stride,
-              Address value, int value_dtype, std::int64_t heads, Address quad_vector, Address vector_scale,
-              Address scale_dst, Address scale_src, Address loop, Address bias, bool relu, Address out,
-              Address partial, int features_per_lane, int blocks_per_step, bool tf32, int device,
-              Address queue) {
-  const SpmmBsbArgs args{structure,
-                         {at(value), static_cast<Dtype>(value_dtype), heads},
-                         at<std::int64_t>(quad_vector),
-                         at<float>(vector_scale),
-                         {at(x), x_stride},
-                         at(scale_dst),
-                         at(scale_src),
-                         at(loop),
-                         at(bias),
-                         relu,
-                         at(out),
-                         at(partial),
-                         width,
-                         features_per_lane,
-                         blocks_per_step,
-                         tf32,
-                         static_cast<Dtype>(dtype)};
-  const DeviceGuard guard(device);
-  check(cuda::spmm_bsb(args, at(queue)), "spmm_bsb");
+void spmm_bsb(const BsbView& structure, Dtype dtype, std::int64_t width, DenseView x, EdgeValueView value,
+              Address quad_vector, Address vector_scale, Address scale_dst, Address scale_src, Address loop,
+              Address bias, bool relu, Address out, Address partial, int features_per_lane,
+              int blocks_per_step, bool tf32, int device, Address queue) {
+  const SpmmBsbArgs args{
+      structure, value, quad_vector,       vector_scale,    x,    scale_dst, scale_src, loop, bias, relu, out,
+      partial,   width, features_per_lane, blocks_per_step, tf32, dtype};
+  FASTSPARSE_RUN_CUDA(spmm_bsb, args, device, queue);
 }
 
-AttentionBsbInput attention_bsb_input(int dtype, std::int64_t heads, std::int64_t head_width,
-                                      std::int64_t value_width, Address q, std::int64_t q_stride, Address k,
-                                      std::int64_t k_stride, Address v, std::int64_t v_stride, Address bias,
-                                      int bias_dtype, float scale, double dropout_p, std::int64_t seed,
-                                      bool tf32) {
-  return {{at(q), q_stride},
-          {at(k), k_stride},
-          {at(v), v_stride},
-          {at(bias), static_cast<Dtype>(bias_dtype), heads},
-          scale,
-          make_dropout(dropout_p, seed),
-          heads,
-          head_width,
-          value_width,
-          tf32,
-          static_cast<Dtype>(dtype)};
+AttentionBsbInput attention_bsb_input(Dtype dtype, std::int64_t heads, std::int64_t head_width,
+                                      std::int64_t value_width, DenseView q, DenseView k, DenseView v,
+                                      Address bias, Dtype bias_dtype, float scale, double dropout_p,
+                                      std::int64_t seed, bool tf32) {
+  return {q,           k,
+          v,           {bias, bias_dtype, heads},
+          scale,       make_dropout(dropout_p, seed),
+          heads,       head_width,
+          value_width, tf32,
+          dtype};
 }
 
 void attention_bsb(const BsbView& structure, const AttentionBsbInput& input, Address out, Address lse,
                    Address partial, Address partial_state, int device, Address queue) {
-  const AttentionBsbArgs args{
-      structure, input, at(out), at<double>(lse), at<float>(partial), at<float>(partial_state)};
-  const DeviceGuard guard(device);
-  check(cuda::attention_bsb(args, at(queue)), "attention_bsb");
+  const AttentionBsbArgs args{structure, input, out, lse, partial, partial_state};
+  FASTSPARSE_RUN_CUDA(attention_bsb, args, device, queue);
 }
 
 void attention_bsb_backward(const BsbView& structure, const BsbView& transposed,
-                            const AttentionBsbInput& input, Address out, Address lse, Address grad,
-                            std::int64_t grad_stride, Address grad_q, Address grad_k, Address grad_v,
-                            Address grad_bias, Address row_state, Address partial_q, Address partial_k,
-                            Address partial_v, int device, Address queue) {
-  const AttentionBsbBackwardArgs args{structure,
-                                      transposed,
-                                      input,
-                                      at(out),
-                                      at<double>(lse),
-                                      {at(grad), grad_stride},
-                                      at(grad_q),
-                                      at(grad_k),
-                                      at(grad_v),
-                                      at(grad_bias),
-                                      at<float>(row_state),
-                                      at<float>(partial_q),
-                                      at<float>(partial_k),
-                                      at<float>(partial_v)};
-  const DeviceGuard guard(device);
-  check(cuda::attention_bsb_backward(args, at(queue)), "attention_bsb_backward");
+                            const AttentionBsbInput& input, Address out, Address lse, DenseView grad,
+                            Address grad_q, Address grad_k, Address grad_v, Address grad_bias,
+                            Address row_state, Address partial_q, Address partial_k, Address partial_v,
+                            int device, Address queue) {
+  const AttentionBsbBackwardArgs args{structure, transposed, input,     out,      lse,
+                                      grad,      grad_q,     grad_k,    grad_v,   grad_bias,
+                                      row_state, partial_q,  partial_k, partial_v};
+  FASTSPARSE_RUN_CUDA(attention_bsb_backward, args, device, queue);
 }
 
-AdditiveAttentionInput additive_input(int dtype, std::int64_t heads, std::int64_t head_width,
-                                      Address score_dst, Address score_src, Address v, std::int64_t v_stride,
-                                      Address bias, int bias_dtype, float negative_slope, double dropout_p,
+AdditiveAttentionInput additive_input(Dtype dtype, std::int64_t heads, std::int64_t head_width,
+                                      Address score_dst, Address score_src, DenseView v, Address bias,
+                                      Dtype bias_dtype, float negative_slope, double dropout_p,
                                       std::int64_t seed) {
-  return {at<float>(score_dst),
-          at<float>(score_src),
-          {at(v), v_stride},
-          {at(bias), static_cast<Dtype>(bias_dtype), heads},
-          negative_slope,
-          make_dropout(dropout_p, seed),
-          heads,
-          head_width,
-          static_cast<Dtype>(dtype)};
+  return {
+      score_dst, score_src,  v,    {bias, bias_dtype, heads}, negative_slope, make_dropout(dropout_p, seed),
+      heads,     head_width, dtype};
 }
 
 void additive_attention(const CsrStructure& structure, const AdditiveAttentionInput& input, Address out,
                         Address lse, Address partial, Address partial_state, int device, Address queue) {
-  const AdditiveAttentionArgs args{
-      structure.a,        structure.split,         input, at(out), at<float>(lse),
-      at<float>(partial), at<float>(partial_state)};
-  const DeviceGuard guard(device);
-  check(cuda::additive_attention(args, at(queue)), "additive_attention");
+  const AdditiveAttentionArgs args{structure.a, structure.split, input, out, lse, partial, partial_state};
+  FASTSPARSE_RUN_CUDA(additive_attention, args, device, queue);
 }
 
 void additive_attention_backward(const CsrStructure& structure, const CsrStructure& transposed,
-                                 const AdditiveAttentionInput& input, Address grad, std::int64_t grad_stride,
-                                 Address lse, Address grad_score_dst, Address grad_score_src, Address grad_v,
+                                 const AdditiveAttentionInput& input, DenseView grad, Address lse,
+                                 Address grad_score_dst, Address grad_score_src, Address grad_v,
                                  Address grad_bias, Address row_state, Address partial_row, Address partial_v,
                                  Address partial_score, int device, Address queue) {
-  const AdditiveAttentionBackwardArgs args{structure.a,
-                                           structure.split,
-                                           transposed.a,
-                                           transposed.split,
-                                           input,
-                                           {at(grad), grad_stride},
-                                           at<float>(lse),
-                                           at<float>(grad_score_dst),
-                                           at<float>(grad_score_src),
-                                           at(grad_v),
-                                           at(grad_bias),
-                                           at<float>(row_state),
-                                           at<float>(partial_row),
-                                           at<float>(partial_v),
-                                           at<float>(partial_score)};
-  const DeviceGuard guard(device);
-  check(cuda::additive_attention_backward(args, at(queue)), "additive_attention_backward");
+  const AdditiveAttentionBackwardArgs args{
+      structure.a, structure.split, transposed.a,   transposed.split, input,     grad,
+      lse,         grad_score_dst,  grad_score_src, grad_v,           grad_bias, row_state,
+      partial_row, partial_v,       partial_score};
+  FASTSPARSE_RUN_CUDA(additive_attention_backward, args, device, queue);
 }
 
-Gatv2AttentionInput gatv2_input(int dtype, std::int64_t heads, std::int64_t head_width, Address x_dst,
-                                std::int64_t x_dst_stride, Address x_src, std::int64_t x_src_stride,
-                                Address att, float negative_slope, double dropout_p, std::int64_t seed) {
-  return {{at(x_dst), x_dst_stride},
-          {at(x_src), x_src_stride},
-          at<float>(att),
-          negative_slope,
-          make_dropout(dropout_p, seed),
-          heads,
-          head_width,
-          static_cast<Dtype>(dtype)};
+Gatv2AttentionInput gatv2_input(Dtype dtype, std::int64_t heads, std::int64_t head_width, DenseView x_dst,
+                                DenseView x_src, Address att, float negative_slope, double dropout_p,
+                                std::int64_t seed) {
+  return {x_dst, x_src, att, negative_slope, make_dropout(dropout_p, seed), heads, head_width, dtype};
 }
 
 void gatv2_attention(const CsrStructure& structure, const Gatv2AttentionInput& input, Address out,
                      Address lse, Address partial, Address partial_state, int device, Address queue) {
-  const Gatv2AttentionArgs args{structure.a,        structure.split,         input, at(out), at<float>(lse),
-                                at<float>(partial), at<float>(partial_state)};
-  const DeviceGuard guard(device);
-  check(cuda::gatv2_attention(args, at(queue)), "gatv2_attention");
+  const Gatv2AttentionArgs args{structure.a, structure.split, input, out, lse, partial, partial_state};
+  FASTSPARSE_RUN_CUDA(gatv2_attention, args, device, queue);
 }
 
 void gatv2_attention_backward(const CsrStructure& structure, const CsrStructure& transposed,
-                              const Gatv2AttentionInput& input, Address out, std::int64_t out_stride,
-                              Address grad, std::int64_t grad_stride, Address lse, Address grad_x_dst,
-                              Address grad_x_src, Address grad_att, std::int64_t att_rows, Address row_state,
-                              Address partial_dst, Address partial_src, int device, Address queue) {
-  const Gatv2AttentionBackwardArgs args{structure.a,
-                                        structure.split,
-                                        transposed.a,
-                                        transposed.split,
-                                        input,
-                                        {at(out), out_stride},
-                                        {at(grad), grad_stride},
-                                        at<float>(lse),
-                                        at(grad_x_dst),
-                                        at(grad_x_src),
-                                        at<float>(grad_att),
-                                        att_rows,
-                                        at<float>(row_state),
-                                        at<float>(partial_dst),
-                                        at<float>(partial_src)};
-  const DeviceGuard guard(device);
-  check(cuda::gatv2_attention_backward(args, at(queue)), "gatv2_attention_backward");
+                              const Gatv2AttentionInput& input, DenseView out, DenseView grad, Address lse,
+                              Address grad_x_dst, Address grad_x_src, Address grad_att, std::int64_t att_rows,
+                              Address row_state, Address partial_dst, Address partial_src, int device,
+                              Address queue) {
+  const Gatv2AttentionBackwardArgs args{
+      structure.a, structure.split, transposed.a, transposed.split, input,     out,         grad,       lse,
+      grad_x_dst,  grad_x_src,      grad_att,     att_rows,         row_state, partial_dst, partial_src};
+  FASTSPARSE_RUN_CUDA(gatv2_attention_backward, args, device, queue);
 }
 
 void sddmm_bsb(const BsbView& structure, Address rowptr, Address slot_window, Address slot_entry,
-               Address quad_vector, Address edge_id, bool edge_id_is_64bit, int dtype, std::int64_t heads,
-               std::int64_t head_width, Address x_dst, std::int64_t x_dst_stride, Address x_src,
-               std::int64_t x_src_stride, Address scale_dst, Address scale_src, Address out, int out_dtype,
-               bool tf32, int device, Address queue) {
-  const SddmmBsbArgs args{structure,
-                          at<std::int64_t>(rowptr),
-                          at<std::int32_t>(slot_window),
-                          at<std::int64_t>(slot_entry),
-                          at<std::int64_t>(quad_vector),
-                          at(edge_id),
-                          edge_id_is_64bit,
-                          {at(x_dst), x_dst_stride},
-                          {at(x_src), x_src_stride},
-                          at(scale_dst),
-                          at(scale_src),
-                          at(out),
-                          static_cast<Dtype>(out_dtype),
-                          heads,
-                          head_width,
-                          tf32,
-                          static_cast<Dtype>(dtype)};
-  const DeviceGuard guard(device);
-  check(cuda::sddmm_bsb(args, at(queue)), "sddmm_bsb");
+               Address quad_vector, Address edge_id, bool edge_id_is_64bit, Dtype dtype, std::int64_t heads,
+               std::int64_t head_width, DenseView x_dst, DenseView x_src, Address scale_dst,
+               Address scale_src, Address out, Dtype out_dtype, bool tf32, int device, Address queue) {
+  const SddmmBsbArgs args{structure,        rowptr, slot_window, slot_entry, quad_vector, edge_id,
+                          edge_id_is_64bit, x_dst,  x_src,       scale_dst,  scale_src,   out,
+                          out_dtype,        heads,  head_width,  tf32,       dtype};
+  FASTSPARSE_RUN_CUDA(sddmm_bsb, args, device, queue);
 }
 #endif
 
-void spmm_extremum(const CsrStructure& structure, int dtype, std::int64_t width, Address x,
-                   std::int64_t x_stride, Address value, int value_dtype, std::int64_t heads, bool minimum,
-                   bool adds, Address out, Address arg, Address partial, Address partial_arg, int device,
-                   Address queue) {
-  const SpmmExtremumArgs args{structure.a,
-                              structure.split,
-                              {at(value), static_cast<Dtype>(value_dtype), heads},
-                              {at(x), x_stride},
-                              at(out),
-                              at<std::int32_t>(arg),
-                              at(partial),
-                              at<std::int32_t>(partial_arg),
-                              width,
-                              minimum,
-                              adds,
-                              static_cast<Dtype>(dtype)};
+void spmm_extremum(const CsrStructure& structure, Dtype dtype, std::int64_t width, DenseView x,
+                   EdgeValueView value, bool minimum, bool adds, Address out, Address arg, Address partial,
+                   Address partial_arg, int device, Address queue) {
+  const SpmmExtremumArgs args{structure.a, structure.split, value, x,       out,  arg,
+                              partial,     partial_arg,     width, minimum, adds, dtype};
   FASTSPARSE_RUN(spmm_extremum, args, device, queue);
 }
 
-void spmm_extremum_backward(const CsrStructure& transposed, int dtype, std::int64_t num_rows,
-                            std::int64_t width, Address grad, std::int64_t grad_stride, Address x,
-                            std::int64_t x_stride, Address value, int value_dtype, std::int64_t heads,
-                            Address arg, Address source, Address grad_x, Address grad_value, Address partial,
-                            int device, Address queue) {
-  const SpmmExtremumBackwardArgs args{transposed.a,
-                                      transposed.split,
-                                      {at(value), static_cast<Dtype>(value_dtype), heads},
-                                      {at(grad), grad_stride},
-                                      {at(x), x_stride},
-                                      at<std::int32_t>(arg),
-                                      at<std::int32_t>(source),
-                                      at(grad_x),
-                                      at(grad_value),
-                                      at(partial),
-                                      num_rows,
-                                      width,
-                                      static_cast<Dtype>(dtype)};
+void spmm_extremum_backward(const CsrStructure& transposed, Dtype dtype, std::int64_t num_rows,
+                            std::int64_t width, DenseView grad, DenseView x, EdgeValueView value, Address arg,
+                            Address source, Address grad_x, Address grad_value, Address partial, int device,
+                            Address queue) {
+  const SpmmExtremumBackwardArgs args{transposed.a, transposed.split, value,   grad,     x,     arg,  source,
+                                      grad_x,       grad_value,       partial, num_rows, width, dtype};
   FASTSPARSE_RUN(spmm_extremum_backward, args, device, queue);
 }
 
-void sddmm_csr(const CsrStructure& structure, int dtype, std::int64_t heads, std::int64_t head_width,
-               Address x_dst, std::int64_t x_dst_stride, Address x_src, std::int64_t x_src_stride,
-               Address scale_dst, Address scale_src, Address out, int out_dtype, Address row, int device,
-               Address queue) {
-  const SddmmArgs args{structure.a,
-                       structure.split,
-                       {at(x_dst), x_dst_stride},
-                       {at(x_src), x_src_stride},
-                       at(scale_dst),
-                       at(scale_src),
-                       at(out),
-                       static_cast<Dtype>(out_dtype),
-                       heads,
-                       head_width,
-                       static_cast<Dtype>(dtype),
-                       at<std::int32_t>(row)};
+void sddmm_csr(const CsrStructure& structure, Dtype dtype, std::int64_t heads, std::int64_t head_width,
+               DenseView x_dst, DenseView x_src, Address scale_dst, Address scale_src, Address out,
+               Dtype out_dtype, Address row, int device, Address queue) {
+  const SddmmArgs args{structure.a, structure.split, x_dst, x_src,      scale_dst, scale_src,
+                       out,         out_dtype,       heads, head_width, dtype,     row};
   FASTSPARSE_RUN(sddmm_csr, args, device, queue);
 }
 
-void edge_softmax(const CsrStructure& structure, int dtype, std::int64_t heads, Address input, Address grad,
+void edge_softmax(const CsrStructure& structure, Dtype dtype, std::int64_t heads, Address input, Address grad,
                   Address out, Address partial, int device, Address queue) {
-  const EdgeSoftmaxArgs args{structure.a, structure.split, at(input), at(grad),
-                             at(out),     at(partial),     heads,     static_cast<Dtype>(dtype)};
+  const EdgeSoftmaxArgs args{structure.a, structure.split, input, grad, out, partial, heads, dtype};
   FASTSPARSE_RUN(edge_softmax, args, device, queue);
 }
 
-void segment_reduce(const CsrStructure& structure, int dtype, int reduction, std::int64_t width, Address x,
-                    std::int64_t x_stride, Address out, Address extra, Address partial, Address facts,
-                    int device, Address queue) {
-  const SegmentReduceArgs args{structure.a,
-                               structure.split,
-                               {at(x), x_stride},
-                               at(out),
-                               at(extra),
-                               at(partial),
-                               width,
-                               static_cast<Reduction>(reduction),
-                               static_cast<Dtype>(dtype)};
+void segment_reduce(const CsrStructure& structure, Dtype dtype, Reduction reduction, std::int64_t width,
+                    DenseView x, Address out, Address extra, Address partial, Address facts, int device,
+                    Address queue) {
+  const SegmentReduceArgs args{structure.a, structure.split, x, out, extra, partial, width, reduction, dtype};
 #ifdef FASTSPARSE_WITH_CUDA
-  if (facts != 0) {
+  if (facts) {
     const DeviceGuard guard(device);
-    check(cuda::segment_reduce_unseen(args, at<const std::int64_t>(facts), at(queue)), "segment_reduce");
+    check(cuda::segment_reduce_unseen(args, facts, queue), "segment_reduce");
     return;
   }
 #else
@@ -578,28 +400,27 @@ void segment_reduce(const CsrStructure& structure, int dtype, int reduction, std
   FASTSPARSE_RUN(segment_reduce, args, device, queue);
 }
 
-AttentionCsrArgs attention_csr_args(const CsrStructure& structure, int kind, int dtype, std::int64_t heads,
-                                    std::int64_t head_width, std::int64_t value_width, Address dst,
-                                    std::int64_t dst_stride, Address src, std::int64_t src_stride, Address v,
-                                    std::int64_t v_stride, Address att, Address bias, int bias_dtype,
-                                    double scale, double dropout_p, std::int64_t seed, Address out,
-                                    Address lse) {
+AttentionCsrArgs attention_csr_args(const CsrStructure& structure, AttentionScore kind, Dtype dtype,
+                                    std::int64_t heads, std::int64_t head_width, std::int64_t value_width,
+                                    DenseView dst, DenseView src, DenseView v, Address att, Address bias,
+                                    Dtype bias_dtype, double scale, double dropout_p, std::int64_t seed,
+                                    Address out, Address lse) {
   return {structure.a,
-          static_cast<AttentionScore>(kind),
-          {at(dst), dst_stride},
-          {at(src), src_stride},
-          {at(v), v_stride},
-          at(att),
-          {at(bias), static_cast<Dtype>(bias_dtype), heads},
+          kind,
+          dst,
+          src,
+          v,
+          att,
+          {bias, bias_dtype, heads},
           scale,
           make_dropout(dropout_p, seed),
           1 / (1 - dropout_p),
           heads,
           head_width,
           value_width,
-          static_cast<Dtype>(dtype),
-          at(out),
-          at(lse)};
+          dtype,
+          out,
+          lse};
 }
 
 void attention_csr(const AttentionCsrArgs& args, int threads) {
@@ -607,26 +428,20 @@ void attention_csr(const AttentionCsrArgs& args, int threads) {
   cpu::attention_csr(args, threads);
 }
 
-void attention_csr_backward(const AttentionCsrArgs& forward, const CsrStructure& transposed, Address grad,
-                            std::int64_t grad_stride, Address grad_dst, Address grad_src, Address grad_v,
-                            Address grad_att, Address grad_bias, int threads) {
-  const AttentionCsrBackwardArgs args{forward,      transposed.a, {at(grad), grad_stride},
-                                      at(grad_dst), at(grad_src), at(grad_v),
-                                      at(grad_att), at(grad_bias)};
+void attention_csr_backward(const AttentionCsrArgs& forward, const CsrStructure& transposed, DenseView grad,
+                            Address grad_dst, Address grad_src, Address grad_v, Address grad_att,
+                            Address grad_bias, int threads) {
+  const AttentionCsrBackwardArgs args{forward,  transposed.a, grad,     grad_dst,
+                                      grad_src, grad_v,       grad_att, grad_bias};
   const py::gil_scoped_release release;
   cpu::attention_csr_backward(args, threads);
 }
 
-HeadScoresArgs head_scores_args(int dtype, std::int64_t num_rows, std::int64_t heads, std::int64_t head_width,
-                                Address v, std::int64_t v_stride, Address first_vector, Address second_vector,
-                                Address first_scores, Address second_scores) {
-  return {{at(v), v_stride},
-          {at(first_vector), at(second_vector)},
-          {at(first_scores), at(second_scores)},
-          num_rows,
-          heads,
-          head_width,
-          static_cast<Dtype>(dtype)};
+HeadScoresArgs head_scores_args(Dtype dtype, std::int64_t num_rows, std::int64_t heads,
+                                std::int64_t head_width, DenseView v, Address first_vector,
+                                Address second_vector, Address first_scores, Address second_scores) {
+  return {v,    {first_vector, second_vector}, {first_scores, second_scores}, num_rows, heads, head_width,
+          dtype};
 }
 
 void head_scores(const HeadScoresArgs& args, int threads) {
@@ -636,7 +451,7 @@ void head_scores(const HeadScoresArgs& args, int threads) {
 
 void head_scores_backward(const HeadScoresArgs& forward, Address grad_v, bool adds, Address grad_first,
                           Address grad_second, int threads) {
-  const HeadScoresBackwardArgs args{forward, at(grad_v), adds, {at(grad_first), at(grad_second)}};
+  const HeadScoresBackwardArgs args{forward, grad_v, adds, {grad_first, grad_second}};
   const py::gil_scoped_release release;
   cpu::head_scores_backward(args, threads);
 }
@@ -644,11 +459,11 @@ void head_scores_backward(const HeadScoresArgs& forward, Address grad_v, bool ad
 // The attention of a layer on the CPU, with what is the same for all calls on a structure.
 class AttentionLayer {
  public:
-  AttentionLayer(const CsrStructure& structure, int kind, int dtype, std::int64_t heads,
+  AttentionLayer(const CsrStructure& structure, AttentionScore kind, Dtype dtype, std::int64_t heads,
                  std::int64_t head_width, std::int64_t maps, double scale)
       : a_(structure.a),
-        kind_(static_cast<AttentionScore>(kind)),
-        dtype_(static_cast<Dtype>(dtype)),
+        kind_(kind),
+        dtype_(dtype),
         heads_(heads),
         head_width_(head_width),
         maps_(maps),
@@ -658,41 +473,41 @@ class AttentionLayer {
                Address state, double dropout_p, std::int64_t seed, int threads) const {
     AttentionLayerArgs args{};
     args.attention = attention(joint, first_vector, state, dropout_p, seed);
-    args.attention.out = at(out);
+    args.attention.out = out;
     args.scores = scores(joint, first_vector, second_vector, state);
     if (maps_ == 4) args.skip = column(joint, 3);
-    args.bias = at(bias);
+    args.bias = bias;
     const py::gil_scoped_release release;
     cpu::attention_layer(args, threads);
   }
 
   void backward(const CsrStructure& transposed, Address joint, Address first_vector, Address second_vector,
-                Address state, Address grad, std::int64_t grad_stride, Address grad_joint, Address grad_first,
-                Address grad_second, Address grad_bias, Address grad_map_bias, double dropout_p,
-                std::int64_t seed, int threads) const {
+                Address state, DenseView grad, Address grad_joint, Address grad_first, Address grad_second,
+                Address grad_bias, Address grad_map_bias, double dropout_p, std::int64_t seed,
+                int threads) const {
     AttentionLayerBackwardArgs args{};
     args.attention.forward = attention(joint, first_vector, state, dropout_p, seed);
     args.attention.a_t = transposed.a;
-    args.attention.grad = {at(grad), grad_stride};
-    args.grad_joint = {at(grad_joint), maps_ * width()};
+    args.attention.grad = grad;
+    args.grad_joint = {grad_joint, maps_ * width()};
     args.joint_width = maps_ * width();
     if (kind_ == AttentionScore::kAdditive) {
       args.scores = scores(joint, first_vector, second_vector, state);
-      args.grad_vectors[0] = at(grad_first);
-      args.grad_vectors[1] = at(grad_second);
-      args.attention.grad_v = at(grad_joint);
+      args.grad_vectors[0] = grad_first;
+      args.grad_vectors[1] = grad_second;
+      args.attention.grad_v = grad_joint;
     } else if (kind_ == AttentionScore::kGatv2) {
-      args.attention.grad_att = at(grad_first);
-      args.attention.grad_src = at(grad_joint);
+      args.attention.grad_att = grad_first;
+      args.attention.grad_src = grad_joint;
       args.attention.grad_dst = const_cast<void*>(column(grad_joint, 1).data);
     } else {
-      args.attention.grad_src = at(grad_joint);
+      args.attention.grad_src = grad_joint;
       args.attention.grad_v = const_cast<void*>(column(grad_joint, 1).data);
       args.attention.grad_dst = const_cast<void*>(column(grad_joint, 2).data);
       if (maps_ == 4) args.grad_skip = const_cast<void*>(column(grad_joint, 3).data);
     }
-    args.grad_bias = at(grad_bias);
-    args.grad_map_bias = at(grad_map_bias);
+    args.grad_bias = grad_bias;
+    args.grad_map_bias = grad_map_bias;
     const py::gil_scoped_release release;
     cpu::attention_layer_backward(args, threads);
   }
@@ -703,7 +518,7 @@ class AttentionLayer {
   // What a linear map gave, or the gradient of it.
   DenseView column(Address joint, std::int64_t map) const {
     const std::int64_t bytes = dtype_ == Dtype::kFloat64 ? 8 : dtype_ == Dtype::kFloat32 ? 4 : 2;
-    return {at(joint + map * width() * bytes), maps_ * width()};
+    return {joint + map * width() * bytes, maps_ * width()};
   }
 
   // Arrays (num_rows, heads): additive attention has scores of sources and destinations before the
@@ -725,15 +540,15 @@ class AttentionLayer {
     args.value_width = head_width_;
     args.dtype = dtype_;
     args.bias.heads = heads_;
-    args.lse = at(state(first_state, kind_ == AttentionScore::kAdditive ? 2 : 0));
+    args.lse = state(first_state, kind_ == AttentionScore::kAdditive ? 2 : 0);
     if (kind_ == AttentionScore::kAdditive) {
       args.v = column(joint, 0);
-      args.src = {at(state(first_state, 0)), heads_};
-      args.dst = {at(state(first_state, 1)), heads_};
+      args.src = {state(first_state, 0), heads_};
+      args.dst = {state(first_state, 1), heads_};
     } else if (kind_ == AttentionScore::kGatv2) {
       args.src = args.v = column(joint, 0);
       args.dst = column(joint, 1);
-      args.att = at(first_vector);
+      args.att = first_vector;
     } else {
       args.src = column(joint, 0);
       args.v = column(joint, 1);
@@ -745,8 +560,8 @@ class AttentionLayer {
   HeadScoresArgs scores(Address joint, Address first_vector, Address second_vector,
                         Address first_state) const {
     return {column(joint, 0),
-            {at(first_vector), at(second_vector)},
-            {at(first_state), at(state(first_state, 1))},
+            {first_vector, second_vector},
+            {first_state, state(first_state, 1)},
             a_.num_rows,
             heads_,
             head_width_,
@@ -762,22 +577,21 @@ class AttentionLayer {
 
 #ifdef FASTSPARSE_WITH_CUDA
 void stack_maps(const std::vector<Address>& weights, const std::vector<Address>& biases,
-                std::int64_t weight_size, std::int64_t bias_size, Address weight, Address bias, int dtype,
-                int to_dtype, int device, Address queue) {
+                std::int64_t weight_size, std::int64_t bias_size, Address weight, Address bias, Dtype dtype,
+                Dtype to_dtype, int device, Address queue) {
   StackedMapsArgs args{};
   args.maps = static_cast<std::int64_t>(std::min<std::size_t>(weights.size(), kMostMaps));
   for (std::int64_t i = 0; i < args.maps; ++i) {
-    args.weights[i] = at(weights[i]);
-    if (!biases.empty()) args.biases[i] = at(biases.at(i));
+    args.weights[i] = weights[i];
+    if (!biases.empty()) args.biases[i] = biases.at(i);
   }
   args.weight_size = weight_size;
   args.bias_size = biases.empty() ? 0 : bias_size;
-  args.weight = at(weight);
-  args.bias = at(bias);
-  args.dtype = static_cast<Dtype>(dtype);
-  args.to_dtype = static_cast<Dtype>(to_dtype);
-  const DeviceGuard guard(device);
-  check(cuda::stack_maps(args, at(queue)), "stack_maps");
+  args.weight = weight;
+  args.bias = bias;
+  args.dtype = dtype;
+  args.to_dtype = to_dtype;
+  FASTSPARSE_RUN_CUDA(stack_maps, args, device, queue);
 }
 
 // The same on CUDA, with the structures of one pass, and those of the transposed graph for the backward pass.
@@ -785,7 +599,7 @@ class CudaAttentionLayer {
  public:
   CudaAttentionLayer(const CsrStructure* structure, const CsrStructure* transposed, const BsbView* blocks,
                      const BsbView* transposed_blocks, std::int64_t num_slots, std::int64_t num_slots_t,
-                     std::int64_t att_rows, std::int64_t num_values, int kind, int dtype,
+                     std::int64_t att_rows, std::int64_t num_values, AttentionScore kind, Dtype dtype,
                      std::int64_t num_nodes, std::int64_t heads, std::int64_t head_width, std::int64_t maps,
                      float scale, std::int64_t num_parts, bool backward, int device)
       : device_(device) {
@@ -798,8 +612,8 @@ class CudaAttentionLayer {
     args_.on_blocks = blocks != nullptr;
     args_.att_rows = att_rows;
     args_.num_values = num_values;
-    args_.kind = static_cast<AttentionScore>(kind);
-    args_.dtype = static_cast<Dtype>(dtype);
+    args_.kind = kind;
+    args_.dtype = dtype;
     args_.num_nodes = num_nodes;
     args_.heads = heads;
     args_.head_width = head_width;
@@ -820,43 +634,40 @@ class CudaAttentionLayer {
     CudaAttentionLayerArgs args = call(joint, first_vector, second_vector, out, state, scratch);
     args.dropout = make_dropout(dropout_p, seed);
     args.tf32 = tf32;
-    args.bias = at(bias);
+    args.bias = bias;
     args.bias_is_float = bias_is_float;
-    args.result = at(result);
-    const DeviceGuard guard(device_);
-    check(cuda::attention_layer(args, at(queue)), "attention_layer");
+    args.result = result;
+    FASTSPARSE_RUN_CUDA(attention_layer, args, device_, queue);
   }
 
   void backward(Address joint, Address first_vector, Address second_vector, Address out, Address state,
-                Address scratch, Address grad, std::int64_t grad_stride, Address grad_joint,
-                Address grad_first, Address grad_second, Address grad_bias, int grad_bias_dtype,
-                Address grad_map_bias, int grad_map_bias_dtype, double dropout_p, std::int64_t seed,
-                bool tf32, Address queue) const {
+                Address scratch, DenseView grad, Address grad_joint, Address grad_first, Address grad_second,
+                Address grad_bias, Dtype grad_bias_dtype, Address grad_map_bias, Dtype grad_map_bias_dtype,
+                double dropout_p, std::int64_t seed, bool tf32, Address queue) const {
     CudaAttentionLayerArgs args = call(joint, first_vector, second_vector, out, state, scratch);
     args.dropout = make_dropout(dropout_p, seed);
     args.tf32 = tf32;
-    args.grad = {at(grad), grad_stride};
-    args.grad_joint = at(grad_joint);
-    args.grad_vectors[0] = at<float>(grad_first);
-    args.grad_vectors[1] = at<float>(grad_second);
-    args.grad_bias = at(grad_bias);
-    args.grad_bias_dtype = static_cast<Dtype>(grad_bias_dtype);
-    args.grad_map_bias = at(grad_map_bias);
-    args.grad_map_bias_dtype = static_cast<Dtype>(grad_map_bias_dtype);
-    const DeviceGuard guard(device_);
-    check(cuda::attention_layer_backward(args, at(queue)), "attention_layer_backward");
+    args.grad = grad;
+    args.grad_joint = grad_joint;
+    args.grad_vectors[0] = grad_first;
+    args.grad_vectors[1] = grad_second;
+    args.grad_bias = grad_bias;
+    args.grad_bias_dtype = grad_bias_dtype;
+    args.grad_map_bias = grad_map_bias;
+    args.grad_map_bias_dtype = grad_map_bias_dtype;
+    FASTSPARSE_RUN_CUDA(attention_layer_backward, args, device_, queue);
   }
 
  private:
   CudaAttentionLayerArgs call(Address joint, Address first_vector, Address second_vector, Address out,
                               Address state, Address scratch) const {
     CudaAttentionLayerArgs args = args_;
-    args.joint = at(joint);
-    args.vectors[0] = at<float>(first_vector);
-    args.vectors[1] = at<float>(second_vector);
-    args.out = at(out);
-    args.state = at(state);
-    args.scratch = at<float>(scratch);
+    args.joint = joint;
+    args.vectors[0] = first_vector;
+    args.vectors[1] = second_vector;
+    args.out = out;
+    args.state = state;
+    args.scratch = scratch;
     return args;
   }
 
@@ -866,204 +677,119 @@ class CudaAttentionLayer {
 };
 #endif
 
-EdgeAttentionInput edge_attention_input(bool gatv2, int dtype, std::int64_t heads, std::int64_t head_width,
-                                        std::int64_t edge_width, Address q, std::int64_t q_stride, Address k,
-                                        std::int64_t k_stride, Address v, std::int64_t v_stride,
+EdgeAttentionInput edge_attention_input(bool gatv2, Dtype dtype, std::int64_t heads, std::int64_t head_width,
+                                        std::int64_t edge_width, DenseView q, DenseView k, DenseView v,
                                         Address q_edge, Address edge, Address att, Address weight,
-                                        Address bias, int bias_dtype, double scale, double dropout_p,
+                                        Address bias, Dtype bias_dtype, double scale, double dropout_p,
                                         std::int64_t seed) {
   return {gatv2,
-          {at(q), q_stride},
-          {at(k), k_stride},
-          {at(v), v_stride},
-          at(q_edge),
-          at(edge),
-          at(att),
-          at(weight),
-          {at(bias), static_cast<Dtype>(bias_dtype), heads},
+          q,
+          k,
+          v,
+          q_edge,
+          edge,
+          att,
+          weight,
+          {bias, bias_dtype, heads},
           scale,
           make_dropout(dropout_p, seed),
           1 / (1 - dropout_p),
           heads,
           head_width,
           edge_width,
-          static_cast<Dtype>(dtype)};
+          dtype};
 }
 
 void edge_attention(const CsrStructure& structure, const EdgeAttentionInput& input, Address out,
                     Address out_edge, Address lse, Address partial, Address partial_edge,
                     Address partial_state, int device, Address queue) {
-  const EdgeAttentionArgs args{structure.a,
-                               structure.split,
-                               input,
-                               at(out),
-                               at(out_edge),
-                               at(lse),
-                               at<float>(partial),
-                               at<float>(partial_edge),
-                               at<float>(partial_state)};
+  const EdgeAttentionArgs args{structure.a, structure.split, input,        out,          out_edge,
+                               lse,         partial,         partial_edge, partial_state};
   FASTSPARSE_RUN(edge_attention, args, device, queue);
 }
 
 void edge_attention_backward(const CsrStructure& structure, const CsrStructure& transposed,
-                             const EdgeAttentionInput& input, Address out, std::int64_t out_stride,
-                             Address grad, std::int64_t grad_stride, Address grad_edge, Address lse,
-                             Address work, Address positive, std::int64_t sign_bytes, std::int64_t num_values,
-                             Address grad_q, Address grad_k, Address grad_v, Address grad_q_edge,
-                             Address grad_features, Address grad_att, Address grad_weight,
-                             std::int64_t att_rows, std::int64_t weight_rows, Address partial_q,
-                             Address partial_q_edge, Address partial_k, Address partial_v, Address sum_k,
-                             Address sum_v, int device, Address queue) {
-  const EdgeAttentionBackwardArgs args{structure.a,
-                                       structure.split,
-                                       transposed.a,
-                                       transposed.split,
-                                       input,
-                                       {at(out), out_stride},
-                                       {at(grad), grad_stride},
-                                       at(grad_edge),
-                                       at(lse),
-                                       at(work),
-                                       at<std::uint8_t>(positive),
-                                       sign_bytes,
-                                       num_values,
-                                       at(grad_q),
-                                       at(grad_k),
-                                       at(grad_v),
-                                       at(grad_q_edge),
-                                       at(grad_features),
-                                       at(grad_att),
-                                       at(grad_weight),
-                                       att_rows,
-                                       weight_rows,
-                                       at<float>(partial_q),
-                                       at<float>(partial_q_edge),
-                                       at<float>(partial_k),
-                                       at<float>(partial_v),
-                                       at(sum_k),
-                                       at(sum_v)};
+                             const EdgeAttentionInput& input, DenseView out, DenseView grad,
+                             Address grad_edge, Address lse, Address work, Address positive,
+                             std::int64_t sign_bytes, std::int64_t num_values, Address grad_q, Address grad_k,
+                             Address grad_v, Address grad_q_edge, Address grad_features, Address grad_att,
+                             Address grad_weight, std::int64_t att_rows, std::int64_t weight_rows,
+                             Address partial_q, Address partial_q_edge, Address partial_k, Address partial_v,
+                             Address sum_k, Address sum_v, int device, Address queue) {
+  const EdgeAttentionBackwardArgs args{structure.a,  structure.split,
+                                       transposed.a, transposed.split,
+                                       input,        out,
+                                       grad,         grad_edge,
+                                       lse,          work,
+                                       positive,     sign_bytes,
+                                       num_values,   grad_q,
+                                       grad_k,       grad_v,
+                                       grad_q_edge,  grad_features,
+                                       grad_att,     grad_weight,
+                                       att_rows,     weight_rows,
+                                       partial_q,    partial_q_edge,
+                                       partial_k,    partial_v,
+                                       sum_k,        sum_v};
   FASTSPARSE_RUN(edge_attention_backward, args, device, queue);
 }
 
-EdgeMessageInput edge_message_input(int message, int dtype, std::int64_t width, std::int64_t edge_width,
-                                    Address k, std::int64_t k_stride, Address q, std::int64_t q_stride,
-                                    Address v, std::int64_t v_stride, Address edge, std::int64_t edge_stride,
-                                    Address weight, Address of_value, Address bias) {
-  return {static_cast<EdgeMessage>(message),
-          {at(k), k_stride},
-          {at(q), q_stride},
-          {at(v), v_stride},
-          {at(edge), edge_stride},
-          at(weight),
-          at(of_value),
-          at(bias),
-          width,
-          edge_width,
-          static_cast<Dtype>(dtype)};
+EdgeMessageInput edge_message_input(EdgeMessage message, Dtype dtype, std::int64_t width,
+                                    std::int64_t edge_width, DenseView k, DenseView q, DenseView v,
+                                    DenseView edge, Address weight, Address of_value, Address bias) {
+  return {message, k, q, v, edge, weight, of_value, bias, width, edge_width, dtype};
 }
 
-void lay_out_edge_maps(Address weight, std::int64_t weight_stride, Address added, std::int64_t added_stride,
-                       Address of_value, std::int64_t of_value_stride, Address bias, std::int64_t given_width,
-                       std::int64_t given_edge_width, int dtype, Address out, std::int64_t width,
-                       std::int64_t edge_width, int device, Address queue) {
-  const EdgeMapsArgs args{{at(weight), weight_stride},
-                          {at(added), added_stride},
-                          {at(of_value), of_value_stride},
-                          at(bias),
-                          given_width,
-                          given_edge_width,
-                          static_cast<Dtype>(dtype),
-                          at(out),
-                          width,
-                          edge_width};
+void lay_out_edge_maps(DenseView weight, DenseView added, DenseView of_value, Address bias,
+                       std::int64_t given_width, std::int64_t given_edge_width, Dtype dtype, Address out,
+                       std::int64_t width, std::int64_t edge_width, int device, Address queue) {
+  const EdgeMapsArgs args{weight,           added, of_value, bias,  given_width,
+                          given_edge_width, dtype, out,      width, edge_width};
   FASTSPARSE_RUN(lay_out_edge_maps, args, device, queue);
 }
 
 void edge_messages(const CsrStructure& structure, const EdgeMessageInput& input, Address out, Address side,
-                   Address state, Address positive, std::int64_t sign_bytes, Address root,
-                   std::int64_t root_stride, Address eps, Address scale, Address partial,
-                   Address partial_side, int device, Address queue) {
-  const EdgeMessageArgs args{structure.a,
-                             structure.split,
-                             input,
-                             at(out),
-                             at(side),
-                             at(state),
-                             at<std::uint8_t>(positive),
-                             sign_bytes,
-                             {at(root), root_stride},
-                             at(eps),
-                             at(scale),
-                             at(partial),
-                             at(partial_side)};
+                   Address state, Address positive, std::int64_t sign_bytes, DenseView root, Address eps,
+                   Address scale, Address partial, Address partial_side, int device, Address queue) {
+  const EdgeMessageArgs args{structure.a, structure.split, input,       out,  side,
+                             state,       positive,        sign_bytes,  root, eps,
+                             scale,       partial,         partial_side};
   FASTSPARSE_RUN(edge_messages, args, device, queue);
 }
 
 EdgeMapGradients edge_map_gradients(Address weight, Address of_value, Address bias, Address features,
-                                    std::int64_t width, std::int64_t edge_width, int dtype) {
-  return {at(weight), at(of_value), at(bias), at(features), width, edge_width, static_cast<Dtype>(dtype)};
+                                    std::int64_t width, std::int64_t edge_width, Dtype dtype) {
+  return {weight, of_value, bias, features, width, edge_width, dtype};
 }
 
 void edge_messages_backward(const CsrStructure& structure, const CsrStructure& transposed,
-                            const EdgeMessageInput& input, Address grad, std::int64_t grad_stride,
-                            Address grad_side, std::int64_t grad_side_stride, Address state,
-                            std::int64_t state_stride, Address grad_state, std::int64_t grad_state_stride,
-                            Address positive, std::int64_t sign_bytes, Address scale, std::int64_t num_values,
-                            Address grad_q, Address grad_v, Address grad_edge, Address grad_features,
-                            Address grad_weight, Address grad_of_value, std::int64_t groups,
-                            const EdgeMapGradients& maps, Address partial_q, Address partial_v, int device,
-                            Address queue) {
-  const EdgeMessageBackwardArgs args{structure.a,
-                                     structure.split,
-                                     transposed.a,
-                                     transposed.split,
-                                     input,
-                                     {at(grad), grad_stride},
-                                     {at(grad_side), grad_side_stride},
-                                     {at(state), state_stride},
-                                     {at(grad_state), grad_state_stride},
-                                     at<std::uint8_t>(positive),
-                                     sign_bytes,
-                                     at(scale),
-                                     num_values,
-                                     at(grad_q),
-                                     at(grad_v),
-                                     at(grad_edge),
-                                     at(grad_features),
-                                     at(grad_weight),
-                                     at(grad_of_value),
-                                     groups,
-                                     maps,
-                                     at(partial_q),
-                                     at(partial_v)};
+                            const EdgeMessageInput& input, DenseView grad, DenseView grad_side,
+                            DenseView state, DenseView grad_state, Address positive, std::int64_t sign_bytes,
+                            Address scale, std::int64_t num_values, Address grad_q, Address grad_v,
+                            Address grad_edge, Address grad_features, Address grad_weight,
+                            Address grad_of_value, std::int64_t groups, const EdgeMapGradients& maps,
+                            Address partial_q, Address partial_v, int device, Address queue) {
+  const EdgeMessageBackwardArgs args{structure.a, structure.split, transposed.a, transposed.split, input,
+                                     grad,        grad_side,       state,        grad_state,       positive,
+                                     sign_bytes,  scale,           num_values,   grad_q,           grad_v,
+                                     grad_edge,   grad_features,   grad_weight,  grad_of_value,    groups,
+                                     maps,        partial_q,       partial_v};
   FASTSPARSE_RUN(edge_messages_backward, args, device, queue);
 }
 
-MultiAggregateInput multi_aggregate_input(int dtype, std::int64_t width, std::int64_t group_width,
-                                          Address x_src, std::int64_t x_src_stride, Address x_dst,
-                                          std::int64_t x_dst_stride, Address edge, Address weight,
+MultiAggregateInput multi_aggregate_input(Dtype dtype, std::int64_t width, std::int64_t group_width,
+                                          DenseView x_src, DenseView x_dst, Address edge, Address weight,
                                           std::int64_t edge_width,
                                           const std::array<int, kNumAggregations>& slots, int num_slots,
                                           double min_variance) {
-  MultiAggregateInput input{{at(x_src), x_src_stride},
-                            {at(x_dst), x_dst_stride},
-                            at(edge),
-                            at(weight),
-                            edge_width,
-                            width,
-                            group_width,
-                            {},
-                            num_slots,
-                            min_variance,
-                            static_cast<Dtype>(dtype)};
+  MultiAggregateInput input{x_src,       x_dst, edge,      weight,       edge_width, width,
+                            group_width, {},    num_slots, min_variance, dtype};
   std::copy(slots.begin(), slots.end(), input.slot);
   return input;
 }
 
 void multi_aggregate(const CsrStructure& structure, const MultiAggregateInput& input, Address out,
                      Address mean, Address ties, Address partial, int device, Address queue) {
-  const MultiAggregateArgs args{structure.a, structure.split, input,      at(out),
-                                at(mean),    at(ties),        at(partial)};
+  const MultiAggregateArgs args{structure.a, structure.split, input, out, mean, ties, partial};
   FASTSPARSE_RUN(multi_aggregate, args, device, queue);
 }
 
@@ -1073,59 +799,40 @@ void multi_aggregate_backward(const CsrStructure& structure, const CsrStructure&
                               Address grad_src, Address grad_dst, Address grad_edge, Address grad_weight,
                               std::int64_t weight_parts, std::int64_t num_values, Address partial, int device,
                               Address queue) {
-  const MultiAggregateBackwardArgs args{structure.a,
-                                        structure.split,
-                                        transposed.a,
-                                        transposed.split,
-                                        input,
-                                        at(out),
-                                        at(mean),
-                                        at(ties),
-                                        at(grad),
-                                        at(base),
-                                        at(slope),
-                                        at(share),
-                                        at<std::uint8_t>(marks),
-                                        at(grad_src),
-                                        at(grad_dst),
-                                        at(grad_edge),
-                                        at(grad_weight),
-                                        weight_parts,
-                                        num_values,
-                                        at(partial)};
+  const MultiAggregateBackwardArgs args{structure.a,  structure.split,
+                                        transposed.a, transposed.split,
+                                        input,        out,
+                                        mean,         ties,
+                                        grad,         base,
+                                        slope,        share,
+                                        marks,        grad_src,
+                                        grad_dst,     grad_edge,
+                                        grad_weight,  weight_parts,
+                                        num_values,   partial};
   FASTSPARSE_RUN(multi_aggregate_backward, args, device, queue);
 }
 
-void ssd_backward(const CsrStructure& transposed, int dtype, Address grad, std::int64_t grad_stride,
-                  Address value, int value_dtype, Address ids, bool ids_are_16bit, std::int64_t k,
-                  Address scale_dst, Address scale_src, Address out, Address partial, int device,
-                  Address queue) {
+void ssd_backward(const CsrStructure& transposed, Dtype dtype, DenseView grad, Address value,
+                  Dtype value_dtype, KeptIdsView ids, Address scale_dst, Address scale_src, Address out,
+                  Address partial, int device, Address queue) {
   const SsdBackwardArgs args{transposed.a,
                              transposed.split,
-                             {at(value), static_cast<Dtype>(value_dtype), 1},
-                             {at(grad), grad_stride},
-                             {at(ids), ids_are_16bit, k},
-                             at(scale_dst),
-                             at(scale_src),
-                             at(out),
-                             at(partial),
-                             static_cast<Dtype>(dtype)};
+                             one_head(value, value_dtype),
+                             grad,
+                             ids,
+                             scale_dst,
+                             scale_src,
+                             out,
+                             partial,
+                             dtype};
   FASTSPARSE_RUN(ssd_backward, args, device, queue);
 }
 
-void ssd_value_grad(const CsrStructure& structure, int dtype, Address grad, std::int64_t grad_stride,
-                    std::int64_t width, Address kept, Address ids, bool ids_are_16bit, std::int64_t k,
-                    Address scale_dst, Address scale_src, Address out, int device, Address queue) {
-  const SsdValueGradArgs args{structure.a,
-                              structure.split,
-                              {at(grad), grad_stride},
-                              width,
-                              at(kept),
-                              {at(ids), ids_are_16bit, k},
-                              at(scale_dst),
-                              at(scale_src),
-                              at(out),
-                              static_cast<Dtype>(dtype)};
+void ssd_value_grad(const CsrStructure& structure, Dtype dtype, DenseView grad, std::int64_t width,
+                    Address kept, KeptIdsView ids, Address scale_dst, Address scale_src, Address out,
+                    int device, Address queue) {
+  const SsdValueGradArgs args{structure.a, structure.split, grad,      width, kept,
+                              ids,         scale_dst,       scale_src, out,   dtype};
   FASTSPARSE_RUN(ssd_value_grad, args, device, queue);
 }
 
@@ -1133,70 +840,36 @@ void ssd_value_grad(const CsrStructure& structure, int dtype, Address grad, std:
 RowPanelsView make_row_panels(Address entry, Address value_id, bool value_id_is_64bit, Address other_source,
                               std::int64_t num_other, Address slices, std::int64_t num_slices, int height,
                               int strip, std::int64_t num_rows, std::int64_t num_cols) {
-  return {at<std::uint32_t>(entry),
-          at(value_id),
-          value_id_is_64bit,
-          at<std::int32_t>(other_source),
-          num_other,
-          at<RowSlice>(slices),
-          num_slices,
-          height,
-          strip,
-          num_rows,
-          num_cols};
+  return {entry,  value_id, value_id_is_64bit, other_source, num_other, slices, num_slices,
+          height, strip,    num_rows,          num_cols};
 }
 
-void ssd_backward_windows(const RowPanelsView& structure, int dtype, Address grad, std::int64_t grad_stride,
-                          std::int64_t width, Address value, int value_dtype, Address ids, bool ids_are_16bit,
-                          std::int64_t k, Address scale_dst, Address scale_src, Address sum, Address out,
-                          int device, Address queue) {
-  const SsdBackwardWindowsArgs args{structure,
-                                    {at(value), static_cast<Dtype>(value_dtype), 1},
-                                    {at(grad), grad_stride},
-                                    width,
-                                    {at(ids), ids_are_16bit, k},
-                                    at<float>(scale_dst),
-                                    at<float>(scale_src),
-                                    at<float>(sum),
-                                    at(out),
-                                    static_cast<Dtype>(dtype)};
-  const DeviceGuard guard(device);
-  check(cuda::ssd_backward_windows(args, at(queue)), "ssd_backward_windows");
+void ssd_backward_windows(const RowPanelsView& structure, Dtype dtype, DenseView grad, std::int64_t width,
+                          Address value, Dtype value_dtype, KeptIdsView ids, Address scale_dst,
+                          Address scale_src, Address sum, Address out, int device, Address queue) {
+  const SsdBackwardWindowsArgs args{
+      structure, one_head(value, value_dtype), grad, width, ids, scale_dst, scale_src, sum, out, dtype};
+  FASTSPARSE_RUN_CUDA(ssd_backward_windows, args, device, queue);
 }
 #endif
 
 void expand_rows(Address rowptr, std::int64_t num_rows, std::int64_t num_edges, Address row, int device,
                  Address queue) {
-  const ExpandRowsArgs args{at<const std::int64_t>(rowptr), num_rows, num_edges, at<std::int32_t>(row)};
+  const ExpandRowsArgs args{rowptr, num_rows, num_edges, row};
   FASTSPARSE_RUN(expand_rows, args, device, queue);
 }
 
 void reverse_entries(Address rowptr, Address col, Address edge_id, std::int64_t num_rows,
                      std::int64_t num_edges, Address id_out, bool id_is_64bit, int device, Address queue) {
-  const ReverseEntriesArgs args{at<const std::int64_t>(rowptr),
-                                at<const std::int32_t>(col),
-                                at(edge_id),
-                                num_rows,
-                                num_edges,
-                                at(id_out),
-                                id_is_64bit};
+  const ReverseEntriesArgs args{rowptr, col, edge_id, num_rows, num_edges, id_out, id_is_64bit};
   FASTSPARSE_RUN(reverse_entries, args, device, queue);
 }
 
 CompressArgs compress_args(Address major, Address minor, bool index_is_64bit, std::int64_t num_edges,
                            std::int64_t num_major, std::int64_t num_minor, bool sort_minor, Address major_ptr,
                            Address minor_out, Address order, bool order_is_64bit) {
-  return {at(major),
-          at(minor),
-          index_is_64bit,
-          num_edges,
-          num_major,
-          num_minor,
-          sort_minor,
-          at<std::int64_t>(major_ptr),
-          at<std::int32_t>(minor_out),
-          at(order),
-          order_is_64bit};
+  return {major,      minor,     index_is_64bit, num_edges, num_major,     num_minor,
+          sort_minor, major_ptr, minor_out,      order,     order_is_64bit};
 }
 
 std::size_t compress_scratch_bytes(const CompressArgs& args, int device) {
@@ -1220,7 +893,7 @@ void compress(const CompressArgs& args, Address scratch, std::size_t scratch_byt
   }
 #ifdef FASTSPARSE_WITH_CUDA
   const DeviceGuard guard(device);
-  check(cuda::compress(args, at(scratch), scratch_bytes, at(queue)), "compress");
+  check(cuda::compress(args, scratch, scratch_bytes, queue), "compress");
 #else
   (void)scratch;
   (void)scratch_bytes;
@@ -1238,7 +911,7 @@ py::tuple read_facts(const std::int64_t* written, int device, Address queue) {
   if (device >= 0) {
     const py::gil_scoped_release release;
     const DeviceGuard guard(device);
-    auto* stream = static_cast<cudaStream_t>(at(queue));
+    const cudaStream_t stream = queue;
     check(cudaMemcpyAsync(facts, written, sizeof facts, cudaMemcpyDeviceToHost, stream), "inspect");
     check(cudaStreamSynchronize(stream), "inspect");
   }
@@ -1255,19 +928,19 @@ py::tuple inspect(Address row, Address col, Address edge_id, bool index_is_64bit
                   std::int64_t num_edges, std::int64_t num_rows, bool square, Address rowptr, Address col_out,
                   Address inv_degree, Address slices, Address scratch, int device, Address queue) {
   std::int64_t facts[kNumEdgeFacts];
-  const InspectArgs args{at(row),
-                         at(col),
-                         at(edge_id),
+  const InspectArgs args{row,
+                         col,
+                         edge_id,
                          index_is_64bit,
                          edge_id_is_64bit,
                          num_edges,
                          num_rows,
                          square,
-                         at<std::int64_t>(rowptr),
-                         at<std::int32_t>(col_out),
-                         at<float>(inv_degree),
-                         at<RowSlice>(slices),
-                         device < 0 ? facts : at<std::int64_t>(scratch)};
+                         rowptr,
+                         col_out,
+                         inv_degree,
+                         slices,
+                         device < 0 ? facts : static_cast<std::int64_t*>(scratch)};
   FASTSPARSE_RUN(inspect, args, device, queue);
   return read_facts<kNumEdgeFacts>(args.facts, device, queue);
 }
@@ -1290,7 +963,7 @@ struct SortRoom {
 // Bytes of that room, and where split_ptr and split_row lie in it.
 std::tuple<Address, Address, Address> sort_room(std::int64_t num_edges, std::int64_t num_rows,
                                                 std::int64_t longest) {
-  const SortRoom room(0, num_edges, num_rows, longest);
+  const SortRoom room({}, num_edges, num_rows, longest);
   return {room.end, room.split_ptr, room.split_row};
 }
 
@@ -1301,28 +974,22 @@ py::tuple sort_edges(Address row, Address col, bool index_is_64bit, std::int64_t
                      Address room, int device, Address queue) {
   std::int64_t facts[kNumSortFacts];
   const SortRoom places(room, num_edges, num_rows, longest);
-  const InspectArgs found{at(row),
-                          at(col),
+  const InspectArgs found{row,
+                          col,
                           nullptr,
                           index_is_64bit,
                           false,
                           num_edges,
                           num_rows,
                           num_rows == num_cols,
-                          at<std::int64_t>(rowptr),
-                          at<std::int32_t>(col_out),
-                          at<float>(inv_degree),
-                          at<RowSlice>(room),
-                          device < 0 ? facts : at<std::int64_t>(places.facts)};
-  const SortEdgesArgs args{found,
-                           num_cols,
-                           longest,
-                           at<std::int32_t>(order),
-                           at<float>(inv_sqrt_degree),
-                           at<std::int64_t>(places.split_ptr),
-                           at<std::uint64_t>(places.sums),
-                           at<std::int32_t>(places.split_row),
-                           at<std::int32_t>(places.scratch)};
+                          rowptr,
+                          col_out,
+                          inv_degree,
+                          room,
+                          device < 0 ? facts : static_cast<std::int64_t*>(places.facts)};
+  const SortEdgesArgs args{found,       num_cols,         longest,
+                           order,       inv_sqrt_degree,  places.split_ptr,
+                           places.sums, places.split_row, places.scratch};
   FASTSPARSE_RUN(sort_edges, args, device, queue);
   return read_facts<kNumSortFacts>(found.facts, device, queue);
 }
@@ -1331,16 +998,16 @@ std::size_t round_up(std::size_t bytes, std::size_t step) { return (bytes + step
 
 CompressArgs transposition(std::int64_t num_rows, std::int64_t num_cols, std::int64_t num_edges, Address row,
                            Address col, Address colptr, Address row_out, Address order) {
-  return {at(col),
-          at(row),
+  return {col,
+          row,
           false,
           num_edges,
           num_cols,
           num_rows,
           false,
-          at<std::int64_t>(colptr),
-          at<std::int32_t>(row_out),
-          at(order),
+          colptr,
+          row_out,
+          order,
           num_edges > std::numeric_limits<std::int32_t>::max()};
 }
 
@@ -1353,10 +1020,10 @@ std::size_t order_bytes(std::int64_t num_edges) {
 // Scratch of `transpose`: the row of every entry, the order where nobody keeps it, and the sort's.
 std::size_t transpose_scratch_bytes(std::int64_t num_rows, std::int64_t num_cols, std::int64_t num_edges,
                                     bool keeps_order, int device) {
-  const Address any = reinterpret_cast<Address>(&device);
+  const Address any{reinterpret_cast<std::uintptr_t>(&device)};
   return round_up(num_edges * sizeof(std::int32_t), 256) +
          (keeps_order || device < 0 ? 0 : round_up(order_bytes(num_edges), 256)) +
-         compress_scratch_bytes(transposition(num_rows, num_cols, num_edges, 0, 0, 0, 0, any), device);
+         compress_scratch_bytes(transposition(num_rows, num_cols, num_edges, {}, {}, {}, {}, any), device);
 }
 
 // Sorts the entries of compressed rows by column, those of a column by row: colptr, row_out, and in `order`
@@ -1366,7 +1033,7 @@ void transpose(Address rowptr, Address col, std::int64_t num_rows, std::int64_t 
                std::size_t scratch_bytes, int device, Address queue) {
   expand_rows(rowptr, num_rows, num_edges, scratch, device, queue);
   std::size_t used = round_up(num_edges * sizeof(std::int32_t), 256);
-  if (order == 0 && device >= 0) {  // the radix sort carries it along in any case
+  if (!order && device >= 0) {  // the radix sort carries it along in any case
     order = scratch + used;
     used += round_up(order_bytes(num_edges), 256);
   }
@@ -1376,23 +1043,19 @@ void transpose(Address rowptr, Address col, std::int64_t num_rows, std::int64_t 
 
 void row_signatures(Address rowptr, Address col, std::int64_t num_rows, int column_bits, int num_bands,
                     Address signature, Address keys, int device, Address queue) {
-  const RowSignaturesArgs args{
-      at<std::int64_t>(rowptr),    at<std::int32_t>(col), num_rows, column_bits, num_bands,
-      at<std::uint8_t>(signature), at<std::int32_t>(keys)};
+  const RowSignaturesArgs args{rowptr, col, num_rows, column_bits, num_bands, signature, keys};
   FASTSPARSE_RUN(row_signatures, args, device, queue);
 }
 
 void similar_rows(Address signature, Address order, std::int64_t num_rows, std::int64_t num_bands,
                   Address best, int device, Address queue) {
-  const SimilarRowsArgs args{at<std::uint8_t>(signature), at<std::int32_t>(order), num_rows, num_bands,
-                             at<std::int64_t>(best)};
+  const SimilarRowsArgs args{signature, order, num_rows, num_bands, best};
   FASTSPARSE_RUN(similar_rows, args, device, queue);
 }
 
 void link_rows(Address rowptr, Address best, std::int64_t num_rows, Address root, Address counts, int device,
                Address queue) {
-  const LinkRowsArgs args{at<std::int64_t>(rowptr), at<std::int64_t>(best), num_rows, at<std::int32_t>(root),
-                          at<std::int64_t>(counts)};
+  const LinkRowsArgs args{rowptr, best, num_rows, root, counts};
   FASTSPARSE_RUN(link_rows, args, device, queue);
 }
 
@@ -1442,13 +1105,13 @@ class SegmentSort {
   SegmentSort(SortSegmentsArgs args, Address scratch, std::size_t scratch_bytes, int device, Address queue)
       : device_(device) {
     const DeviceGuard guard(device);
-    auto* stream = static_cast<cudaStream_t>(at(queue));
+    const cudaStream_t stream = queue;
     cudaStreamCaptureStatus status;
     check(cudaStreamIsCapturing(stream, &status), "sort_segments");
     if (status != cudaStreamCaptureStatusNone) check(cudaErrorStreamCaptureUnsupported, "sort_segments");
     host_ = HostWords::take(device);
     args.host_facts = host_.words;
-    check(cuda::sort_segments(args, at(scratch), scratch_bytes, stream), "sort_segments");
+    check(cuda::sort_segments(args, scratch, scratch_bytes, stream), "sort_segments");
     check(cudaEventRecord(host_.event, stream), "sort_segments");
   }
   SegmentSort(SegmentSort&& other) noexcept
@@ -1478,18 +1141,8 @@ SegmentSort sort_segments(Address index, bool index_is_64bit, std::int64_t num_r
                           std::int64_t num_segments, std::int64_t longest, Address rowptr, Address order,
                           Address slices, Address split_row, Address split_ptr, Address facts,
                           Address scratch, std::size_t scratch_bytes, int device, Address queue) {
-  const SortSegmentsArgs args{at(index),
-                              index_is_64bit,
-                              num_rows,
-                              num_segments,
-                              longest,
-                              at<std::int64_t>(rowptr),
-                              at<std::int32_t>(order),
-                              at<RowSlice>(slices),
-                              at<std::int32_t>(split_row),
-                              at<std::int64_t>(split_ptr),
-                              at<std::int64_t>(facts),
-                              nullptr};
+  const SortSegmentsArgs args{index, index_is_64bit, num_rows,  num_segments, longest, rowptr,
+                              order, slices,         split_row, split_ptr,    facts,   nullptr};
   return SegmentSort(args, scratch, scratch_bytes, device, queue);
 }
 
@@ -1505,115 +1158,91 @@ std::size_t num_segment_sort_bytes(std::int64_t num_rows, std::int64_t num_segme
 #ifdef FASTSPARSE_WITH_CUDA
 void row_split_count(Address rowptr, std::int64_t num_rows, std::int64_t longest, Address counts,
                      Address totals, int device, Address queue) {
-  const RowSplitArgs args{at<std::int64_t>(rowptr), num_rows, longest, at<std::int64_t>(counts),
-                          at<std::int64_t>(totals), nullptr,  nullptr, nullptr};
-  const DeviceGuard guard(device);
-  check(cuda::row_split_count(args, at(queue)), "row_split_count");
+  const RowSplitArgs args{rowptr, num_rows, longest, counts, totals, nullptr, nullptr, nullptr};
+  FASTSPARSE_RUN_CUDA(row_split_count, args, device, queue);
 }
 
 void row_split_fill(Address rowptr, std::int64_t num_rows, std::int64_t longest, Address counts,
                     Address slices, Address split_row, Address split_ptr, int device, Address queue) {
-  const RowSplitArgs args{at<std::int64_t>(rowptr),
-                          num_rows,
-                          longest,
-                          at<std::int64_t>(counts),
-                          nullptr,
-                          at<RowSlice>(slices),
-                          at<std::int32_t>(split_row),
-                          at<std::int64_t>(split_ptr)};
-  const DeviceGuard guard(device);
-  check(cuda::row_split_fill(args, at(queue)), "row_split_fill");
+  const RowSplitArgs args{rowptr, num_rows, longest, counts, nullptr, slices, split_row, split_ptr};
+  FASTSPARSE_RUN_CUDA(row_split_fill, args, device, queue);
 }
 #endif
 
-void maxk(int dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, Address x,
-          std::int64_t x_stride, Address values, Address ids, int device, Address queue) {
-  const MaxkArgs args{{at(x), x_stride},        at(values), at(ids), nullptr, nullptr, num_rows, width, k,
-                      static_cast<Dtype>(dtype)};
+void maxk(Dtype dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, DenseView x, Address values,
+          Address ids, int device, Address queue) {
+  const MaxkArgs args{x, values, ids, nullptr, nullptr, num_rows, width, k, dtype};
   FASTSPARSE_RUN(maxk, args, device, queue);
 }
 
-void maxk_dense(int dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, Address x,
-                std::int64_t x_stride, Address out, Address kept, int device, Address queue) {
-  const MaxkArgs args{{at(x), x_stride},        nullptr,  nullptr, at(out),
-                      at<std::uint32_t>(kept),  num_rows, width,   k,
-                      static_cast<Dtype>(dtype)};
+void maxk_dense(Dtype dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, DenseView x,
+                Address out, Address kept, int device, Address queue) {
+  const MaxkArgs args{x, nullptr, nullptr, out, kept, num_rows, width, k, dtype};
   FASTSPARSE_RUN(maxk, args, device, queue);
 }
 
-void mask_rows(int dtype, std::int64_t num_rows, std::int64_t width, Address dense, std::int64_t dense_stride,
-               Address kept, Address out, int device, Address queue) {
-  const MaskRowsArgs args{{at(dense), dense_stride}, at<std::uint32_t>(kept), at(out), num_rows, width,
-                          static_cast<Dtype>(dtype)};
+void mask_rows(Dtype dtype, std::int64_t num_rows, std::int64_t width, DenseView dense, Address kept,
+               Address out, int device, Address queue) {
+  const MaskRowsArgs args{dense, kept, out, num_rows, width, dtype};
   FASTSPARSE_RUN(mask_rows, args, device, queue);
 }
 
-void cbsr_to_dense(int dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, Address values,
+void cbsr_to_dense(Dtype dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, Address values,
                    Address ids, Address out, int device, Address queue) {
-  const CbsrToDenseArgs args{at(values), at(ids), at(out), num_rows, width, k, static_cast<Dtype>(dtype)};
+  const CbsrToDenseArgs args{values, ids, out, num_rows, width, k, dtype};
   FASTSPARSE_RUN(cbsr_to_dense, args, device, queue);
 }
 
-void cbsr_gather(int dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, Address dense,
-                 std::int64_t dense_stride, Address ids, Address out, int device, Address queue) {
-  const CbsrGatherArgs args{{at(dense), dense_stride}, at(ids), at(out), num_rows, width, k,
-                            static_cast<Dtype>(dtype)};
+void cbsr_gather(Dtype dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, DenseView dense,
+                 Address ids, Address out, int device, Address queue) {
+  const CbsrGatherArgs args{dense, ids, out, num_rows, width, k, dtype};
   FASTSPARSE_RUN(cbsr_gather, args, device, queue);
 }
 
-void ssd(const CsrStructure& structure, int dtype, std::int64_t width, std::int64_t k, Address values,
-         Address ids, Address value, int value_dtype, Address scale_dst, Address scale_src, Address bias,
+void ssd(const CsrStructure& structure, Dtype dtype, std::int64_t width, std::int64_t k, Address values,
+         Address ids, Address value, Dtype value_dtype, Address scale_dst, Address scale_src, Address bias,
          Address out, Address partial, Address packed, int longest_group, std::int64_t num_long,
          bool few_entries, int device, Address queue) {
-  const SsdArgs args{structure.a,
-                     structure.split,
-                     longest_group,
-                     num_long,
-                     few_entries,
-                     {at(value), static_cast<Dtype>(value_dtype), 1},
-                     at(values),
-                     at(ids),
-                     at(scale_dst),
-                     at(scale_src),
-                     at(bias),
-                     at(out),
-                     at(partial),
-                     at(packed),
-                     width,
-                     k,
-                     static_cast<Dtype>(dtype)};
+  const SsdArgs args{structure.a,   structure.split,
+                     longest_group, num_long,
+                     few_entries,   one_head(value, value_dtype),
+                     values,        ids,
+                     scale_dst,     scale_src,
+                     bias,          out,
+                     partial,       packed,
+                     width,         k,
+                     dtype};
   FASTSPARSE_RUN(ssd, args, device, queue);
 }
 
 #ifdef FASTSPARSE_WITH_CUDA
-void ssd_slots(const CsrStructure& structure, int dtype, std::int64_t width, std::int64_t k, Address values,
-               Address ids, Address value, int value_dtype, Address scale_src, Address sum, int slots,
+void ssd_slots(const CsrStructure& structure, Dtype dtype, std::int64_t width, std::int64_t k, Address values,
+               Address ids, Address value, Dtype value_dtype, Address scale_src, Address sum, int slots,
                bool update_mode, bool coupled, int device, Address queue) {
   const SsdSlotsArgs args{structure.a,
                           structure.split,
-                          {at(value), static_cast<Dtype>(value_dtype), 1},
-                          at(values),
-                          at(ids),
-                          at(scale_src),
-                          at<float>(sum),
+                          one_head(value, value_dtype),
+                          values,
+                          ids,
+                          scale_src,
+                          sum,
                           slots,
                           update_mode,
                           coupled,
                           width,
                           k,
-                          static_cast<Dtype>(dtype)};
-  const DeviceGuard guard(device);
-  check(cuda::ssd_slots(args, at(queue)), "ssd_slots");
+                          dtype};
+  FASTSPARSE_RUN_CUDA(ssd_slots, args, device, queue);
 }
 #endif
 
 NodeList make_node_list(Address node, Address seed, std::int64_t num_nodes, std::int64_t first_place,
                         std::int32_t type) {
-  return {at<std::int64_t>(node), at<std::int32_t>(seed), num_nodes, first_place, type};
+  return {node, seed, num_nodes, first_place, type};
 }
 
 FirstNodes make_first_nodes(const NodeList& list, std::int64_t count, Address count_out) {
-  return {list, count, at<std::int64_t>(count_out)};
+  return {list, count, count_out};
 }
 
 // The addresses come in the order of SampleStep: sizes, outputs, scratch.
@@ -1624,42 +1253,41 @@ SampleStep make_sample_step(const CsrStructure& structure, Address weight, Addre
                             const std::tuple<Address, Address, Address>& edges, std::int64_t most_rows,
                             std::int64_t most_slots,
                             const std::tuple<Address, Address, Address, Address>& scratch) {
-  const auto size = [](Address address) { return at<std::int64_t>(address); };
   return {structure.a,
-          at<const float>(weight),
-          at<const double>(weight_sum),
+          weight,
+          weight_sum,
           fanout,
           replace,
           induced,
           number,
           dst,
           src,
-          size(std::get<0>(sizes)),
-          size(std::get<1>(sizes)),
-          size(std::get<2>(sizes)),
-          size(std::get<3>(sizes)),
-          size(std::get<4>(sizes)),
-          size(std::get<5>(sizes)),
-          at<std::uint32_t>(std::get<0>(edges)),
-          at<std::int32_t>(std::get<1>(edges)),
-          at<std::int64_t>(std::get<2>(edges)),
+          std::get<0>(sizes),
+          std::get<1>(sizes),
+          std::get<2>(sizes),
+          std::get<3>(sizes),
+          std::get<4>(sizes),
+          std::get<5>(sizes),
+          std::get<0>(edges),
+          std::get<1>(edges),
+          std::get<2>(edges),
           most_rows,
           most_slots,
-          at<std::int64_t>(std::get<0>(scratch)),
-          at<std::uint32_t>(std::get<1>(scratch)),
-          at<std::int64_t>(std::get<2>(scratch)),
-          at<std::uint64_t>(std::get<3>(scratch))};
+          std::get<0>(scratch),
+          std::get<1>(scratch),
+          std::get<2>(scratch),
+          std::get<3>(scratch)};
 }
 
 NodeTable make_node_table(Address key, Address value, std::int64_t num_places, int bits) {
-  return {at<std::uint64_t>(key), at<std::uint32_t>(value), num_places, bits};
+  return {key, value, num_places, bits};
 }
 
 void sample_neighbors(const NodeTable& table, Address sizes, std::int64_t num_sizes, std::uint64_t seed,
                       const std::vector<FirstNodes>& first_nodes, const std::vector<SampleStep>& steps,
                       int device, Address queue) {
   const SampleArgs args{table,
-                        at<std::int64_t>(sizes),
+                        sizes,
                         num_sizes,
                         seed,
                         first_nodes.data(),
@@ -1671,17 +1299,13 @@ void sample_neighbors(const NodeTable& table, Address sizes, std::int64_t num_si
 
 void emit_edges(const NodeTable& table, Address place, Address row, Address edge_id, std::int64_t num_edges,
                 Address edge_index, Address col, Address edge_id_out, int device, Address queue) {
-  const EmitEdgesArgs args{
-      table,     at<const std::uint32_t>(place), at<const std::int32_t>(row), at<const std::int64_t>(edge_id),
-      num_edges, at<std::int64_t>(edge_index),   at<std::int32_t>(col),       at<std::int64_t>(edge_id_out)};
+  const EmitEdgesArgs args{table, place, row, edge_id, num_edges, edge_index, col, edge_id_out};
   FASTSPARSE_RUN(emit_edges, args, device, queue);
 }
 
 void emit_rows(Address row, std::int64_t num_edges, std::int64_t num_rows, Address rowptr, Address inv_degree,
                Address slices, int device, Address queue) {
-  const EmitRowsArgs args{
-      at<const std::int64_t>(row), num_edges,           num_rows, at<std::int64_t>(rowptr),
-      at<float>(inv_degree),       at<RowSlice>(slices)};
+  const EmitRowsArgs args{row, num_edges, num_rows, rowptr, inv_degree, slices};
   FASTSPARSE_RUN(emit_rows, args, device, queue);
 }
 
@@ -1712,20 +1336,20 @@ void place_batch(
   args.edges = hop_rows(edges);
   args.sources = hop_rows(sources);
   args.targets = hop_rows(targets);
-  args.node_mask = at<bool>(marks[0]);
-  args.edge_mask = at<bool>(marks[1]);
-  args.node_ends = at<float>(marks[2]);
-  args.edge_ends = at<float>(marks[3]);
-  args.edge_index = at(std::get<0>(ends));
-  args.edge_index_out = at(std::get<1>(ends));
-  args.padding = at<const std::int64_t>(std::get<2>(ends));
+  args.node_mask = marks[0];
+  args.edge_mask = marks[1];
+  args.node_ends = marks[2];
+  args.edge_ends = marks[3];
+  args.edge_index = std::get<0>(ends);
+  args.edge_index_out = std::get<1>(ends);
+  args.padding = std::get<2>(ends);
   args.edge_index_is_64bit = std::get<3>(ends);
   std::size_t done = 0;
   do {
     args.num_tensors = 0;
     for (; done < tensors.size() && args.num_tensors < kMostPlaced; ++done) {
       const auto& [from, to, num_rows, row_bytes, is_of_edges, is_empty] = tensors[done];
-      args.tensor[args.num_tensors++] = {at(from), at(to), num_rows, row_bytes, is_of_edges, is_empty};
+      args.tensor[args.num_tensors++] = {from, to, num_rows, row_bytes, is_of_edges, is_empty};
     }
     FASTSPARSE_RUN(place_batch, args, device, queue);
     args.edge_index_out = nullptr;
@@ -1737,8 +1361,7 @@ void place_batch(
 void gather_rows_of_host(Address table, Address index, Address staging, Address out, std::int64_t num_rows,
                          std::int64_t row_bytes, int threads, std::int64_t piece, int device, Address queue) {
   const bool sends = device >= 0;
-  const GatherRowsArgs args{
-      at(table), at<const std::int64_t>(index), at(sends ? staging : out), num_rows, row_bytes, row_bytes};
+  const GatherRowsArgs args{table, index, sends ? staging : out, num_rows, row_bytes, row_bytes};
   const py::gil_scoped_release release;
   if (!sends) {
     cpu::gather_rows(args, threads, piece, false, nullptr);
@@ -1749,8 +1372,7 @@ void gather_rows_of_host(Address table, Address index, Address staging, Address 
   std::atomic<int> code{0};
   cpu::gather_rows(args, threads, piece, true, [&](std::int64_t first, std::int64_t last) {
     const std::int64_t begin = first * row_bytes;
-    const int found =
-        cuda::send(at<char>(out) + begin, at<char>(staging) + begin, (last - first) * row_bytes, at(queue));
+    const int found = cuda::send(out + begin, staging + begin, (last - first) * row_bytes, queue);
     if (found != 0) code = found;
   });
   check(code, "gather_rows_of_host");
@@ -1763,15 +1385,13 @@ void gather_rows_of_host(Address table, Address index, Address staging, Address 
 #ifdef FASTSPARSE_WITH_CUDA
 void gather_rows(Address table, Address index, Address out, std::int64_t num_rows, std::int64_t row_bytes,
                  std::int64_t out_row_bytes, int device, Address queue) {
-  const GatherRowsArgs args{at(table),    at<const std::int64_t>(index), at(out), num_rows, row_bytes,
-                            out_row_bytes};
-  const DeviceGuard guard(device);
-  check(cuda::gather_rows(args, at(queue)), "gather_rows");
+  const GatherRowsArgs args{table, index, out, num_rows, row_bytes, out_row_bytes};
+  FASTSPARSE_RUN_CUDA(gather_rows, args, device, queue);
 }
 #endif
 
 void prefer_huge_pages(Address out, std::int64_t bytes, bool collapse) {
-  cpu::prefer_huge_pages(at(out), bytes, collapse);
+  cpu::prefer_huge_pages(out, bytes, collapse);
 }
 
 py::dict build_info() {
@@ -1835,6 +1455,9 @@ bool to_bool(PyObject* object) {
 template <typename T>
 constexpr bool kIsStructure = std::is_base_of_v<py::detail::type_caster_generic, py::detail::make_caster<T>>;
 
+template <typename T>  // a number in Python; SpmmKernel is a class there
+constexpr bool kIsCode = std::is_enum_v<T> && !std::is_same_v<T, SpmmKernel>;
+
 template <typename T>
 T* structure_in(PyObject* object) {
   py::detail::type_caster_base<T> caster;
@@ -1842,12 +1465,33 @@ T* structure_in(PyObject* object) {
   return static_cast<T*>(caster);
 }
 
+// How many of Python's arguments a parameter of type P takes: one for each field of some views.
+template <typename P>
+constexpr std::size_t kTakes = 1;
+template <>
+constexpr std::size_t kTakes<DenseView> = 2;
+template <>
+constexpr std::size_t kTakes<EdgeValueView> = 3;
+template <>
+constexpr std::size_t kTakes<KeptIdsView> = 3;
+
 // What a parameter of type P gets: structures by reference, anything else by value.
 template <typename P>
-decltype(auto) argument(PyObject* object) {
+decltype(auto) argument(PyObject* const* first) {
   using T = std::remove_cv_t<std::remove_reference_t<P>>;
   using Limits = std::numeric_limits<T>;
-  if constexpr (std::is_same_v<T, bool>) {
+  PyObject* object = *first;
+  if constexpr (std::is_same_v<T, DenseView>) {
+    return T{argument<Address>(first), argument<std::int64_t>(first + 1)};
+  } else if constexpr (std::is_same_v<T, EdgeValueView>) {
+    return T{argument<Address>(first), argument<Dtype>(first + 1), argument<std::int64_t>(first + 2)};
+  } else if constexpr (std::is_same_v<T, KeptIdsView>) {
+    return T{argument<Address>(first), argument<bool>(first + 1), argument<std::int64_t>(first + 2)};
+  } else if constexpr (std::is_same_v<T, Address>) {
+    return Address{argument<std::uintptr_t>(first)};
+  } else if constexpr (kIsCode<T>) {
+    return static_cast<T>(argument<int>(first));
+  } else if constexpr (std::is_same_v<T, bool>) {
     return to_bool(object);
   } else if constexpr (std::is_floating_point_v<T>) {
     return static_cast<T>(to_double(object));
@@ -1868,6 +1512,15 @@ decltype(auto) argument(PyObject* object) {
     }
   }
 }
+
+// Where the parameters' arguments begin, and behind those of the last one.
+template <typename... P>
+constexpr auto kPlaces = [] {
+  std::array<std::size_t, sizeof...(P) + 1> places{};
+  std::size_t nth = 0;
+  ((places[nth + 1] = places[nth] + kTakes<P>, ++nth), ...);
+  return places;
+}();
 
 using Body = PyObject* (*)(PyObject* self, PyObject* const* arguments);
 
@@ -1896,8 +1549,8 @@ struct Call;
 template <typename R, typename... P, R (*kFunction)(P...)>
 struct Call<kFunction> {
   template <std::size_t... kAt>
-  static R with(PyObject* const* arguments, std::index_sequence<kAt...>) {
-    return kFunction(argument<P>(arguments[kAt])...);
+  static R with([[maybe_unused]] PyObject* const* arguments, std::index_sequence<kAt...>) {
+    return kFunction(argument<P>(arguments + kPlaces<P...>[kAt])...);
   }
   static R with(PyObject* const* arguments) { return with(arguments, std::index_sequence_for<P...>{}); }
 
@@ -1910,12 +1563,13 @@ struct Call<kFunction> {
     }
   }
   static PyObject* run(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-    return run_body(body, self, arguments, count, sizeof...(P));
+    return run_body(body, self, arguments, count, kPlaces<P...>[sizeof...(P)]);
   }
 
   static R construct(const py::args& arguments) {
-    if (arguments.size() != sizeof...(P)) {
-      throw py::type_error("expected " + std::to_string(sizeof...(P)) + " arguments, got " +
+    constexpr std::size_t expected = kPlaces<P...>[sizeof...(P)];
+    if (arguments.size() != expected) {
+      throw py::type_error("expected " + std::to_string(expected) + " arguments, got " +
                            std::to_string(arguments.size()));
     }
     return with(PySequence_Fast_ITEMS(arguments.ptr()));
@@ -1927,14 +1581,14 @@ template <typename C, typename... P, void (C::*kMethod)(P...) const>
 struct Call<kMethod> {
   template <std::size_t... kAt>
   static void with(const C& self, PyObject* const* arguments, std::index_sequence<kAt...>) {
-    (self.*kMethod)(argument<P>(arguments[kAt])...);
+    (self.*kMethod)(argument<P>(arguments + kPlaces<P...>[kAt])...);
   }
   static PyObject* body(PyObject* self, PyObject* const* arguments) {
     with(*structure_in<C>(self), arguments, std::index_sequence_for<P...>{});
     return Py_NewRef(Py_None);
   }
   static PyObject* run(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-    return run_body(body, self, arguments, count, sizeof...(P));
+    return run_body(body, self, arguments, count, kPlaces<P...>[sizeof...(P)]);
   }
 };
 
@@ -2000,8 +1654,9 @@ PYBIND11_MODULE(_C, m) {
       .value("resident", SpmmKernel::kResident)
       .value("resident_tca", SpmmKernel::kResidentTca)
       .value("hr", SpmmKernel::kHr);
-  const auto plan = define_structure<&make<SpmmPlan, SpmmKernel, const CsrStructure&, int, std::int64_t, int,
-                                           std::int64_t, std::int64_t, std::int64_t, int>>(m, "SpmmPlan");
+  const auto plan =
+      define_structure<&make<SpmmPlan, SpmmKernel, const CsrStructure&, Dtype, std::int64_t, Dtype,
+                             std::int64_t, std::int64_t, std::int64_t, int>>(m, "SpmmPlan");
   define_method<&SpmmPlan::run>(plan, "run");
   define<&spmm_csr_transposed>(m, "spmm_csr_transposed");
 #ifdef FASTSPARSE_WITH_CUDA
@@ -2028,8 +1683,9 @@ PYBIND11_MODULE(_C, m) {
   define<&stack_maps>(m, "stack_maps");
   auto cuda_layer = define_structure<
       &make<CudaAttentionLayer, const CsrStructure*, const CsrStructure*, const BsbView*, const BsbView*,
-            std::int64_t, std::int64_t, std::int64_t, std::int64_t, int, int, std::int64_t, std::int64_t,
-            std::int64_t, std::int64_t, float, std::int64_t, bool, int>>(m, "CudaAttentionLayer");
+            std::int64_t, std::int64_t, std::int64_t, std::int64_t, AttentionScore, Dtype, std::int64_t,
+            std::int64_t, std::int64_t, std::int64_t, float, std::int64_t, bool, int>>(m,
+                                                                                       "CudaAttentionLayer");
   cuda_layer.def_property_readonly("scratch", &CudaAttentionLayer::scratch)
       .def_property_readonly("state", &CudaAttentionLayer::state)
       .def_property_readonly("on_blocks", &CudaAttentionLayer::on_blocks);
@@ -2052,9 +1708,9 @@ PYBIND11_MODULE(_C, m) {
   define_structure<&head_scores_args>(m, "HeadScoresArgs");
   define<&head_scores>(m, "head_scores");
   define<&head_scores_backward>(m, "head_scores_backward");
-  const auto layer = define_structure<
-      &make<AttentionLayer, const CsrStructure&, int, int, std::int64_t, std::int64_t, std::int64_t, double>>(
-      m, "AttentionLayer");
+  const auto layer =
+      define_structure<&make<AttentionLayer, const CsrStructure&, AttentionScore, Dtype, std::int64_t,
+                             std::int64_t, std::int64_t, double>>(m, "AttentionLayer");
   define_method<&AttentionLayer::forward>(layer, "forward");
   define_method<&AttentionLayer::backward>(layer, "backward");
   define_structure<&edge_attention_input>(m, "EdgeAttentionInput");
