@@ -8,52 +8,18 @@ Importing this package imports DGL, and makes that possible for DGL 2.x on newer
 
 from fastsparse_core import CBSR, Adjacency, MaxK, __version__, capture
 from fastsparse_dgl import captured_graphs as _captured_graphs  # noqa: F401  (registers DGL's objects)
+from fastsparse_dgl import nn as _nn
 from fastsparse_dgl.caching import cache_info, clear_cache, prepare
 from fastsparse_dgl.dataloading import DataLoader, NeighborSampler
 from fastsparse_dgl.hooks import disable, enable, is_enabled
 from fastsparse_dgl.layer_swap import accelerate, restore
-from fastsparse_dgl.nn import (
-    FastAGNNConv,
-    FastDotGatConv,
-    FastEdgeGATConv,
-    FastEGATConv,
-    FastGATConv,
-    FastGatedGCNConv,
-    FastGATv2Conv,
-    FastGCNConv,
-    FastGINConv,
-    FastGINEConv,
-    FastGraphConv,
-    FastHeteroGraphConv,
-    FastMaxKGraphConv,
-    FastMaxKSAGEConv,
-    FastPNAConv,
-    FastSAGEConv,
-    GraphTransformerLayer,
-)
+from fastsparse_dgl.nn import *  # noqa: F403
 from fastsparse_dgl.sampled_block import SampledBlock
 
 __all__ = [
     "CBSR",
     "Adjacency",
     "DataLoader",
-    "FastAGNNConv",
-    "FastDotGatConv",
-    "FastEGATConv",
-    "FastEdgeGATConv",
-    "FastGATConv",
-    "FastGATv2Conv",
-    "FastGCNConv",
-    "FastGINConv",
-    "FastGINEConv",
-    "FastGatedGCNConv",
-    "FastGraphConv",
-    "FastHeteroGraphConv",
-    "FastMaxKGraphConv",
-    "FastMaxKSAGEConv",
-    "FastPNAConv",
-    "FastSAGEConv",
-    "GraphTransformerLayer",
     "MaxK",
     "NeighborSampler",
     "SampledBlock",
@@ -68,3 +34,4 @@ __all__ = [
     "prepare",
     "restore",
 ]
+__all__ += _nn.__all__

@@ -37,7 +37,6 @@ DROP_INS = {
 }
 
 __all__ = [
-    "DROP_INS",
     "FastAGNNConv",
     "FastDotGatConv",
     "FastEGATConv",

@@ -1,7 +1,7 @@
 """The layers."""
 
 from fastsparse_pyg.nn.agnn_conv import FastAGNNConv
-from fastsparse_pyg.nn.base import DROP_INS
+from fastsparse_pyg.nn.base import DROP_INS as DROP_INS
 from fastsparse_pyg.nn.cheb_conv import FastChebConv
 from fastsparse_pyg.nn.gat_conv import FastGATConv
 from fastsparse_pyg.nn.gatv2_conv import FastGATv2Conv
@@ -70,7 +70,6 @@ DROP_INS |= {
 }
 
 __all__ = [
-    "DROP_INS",
     "FastAGNNConv",
     "FastAPPNP",
     "FastARMAConv",
