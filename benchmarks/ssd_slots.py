@@ -8,8 +8,6 @@ from torch import Tensor
 from fastsparse_core import _C, Adjacency
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats import lengths
-from fastsparse_core.ops._dtypes import DTYPE_CODE
-from fastsparse_core.ops._operands import address
 
 
 def slotted_ssd(
@@ -45,15 +43,14 @@ def slotted_ssd(
     index = device_index(values.device)
     _C.ssd_slots(
         adj.edge_group_structure(lengths.SHORT_EDGE_GROUP),
-        DTYPE_CODE[values.dtype],
+        values.dtype,
         width,
         values.size(1),
-        values.data_ptr(),
-        ids.data_ptr(),
-        address(value),
-        0 if value is None else DTYPE_CODE[value.dtype],
-        address(scale_src),
-        total.data_ptr(),
+        values,
+        ids,
+        value,
+        scale_src,
+        total,
         slots,
         update_mode,
         coupled,

@@ -1,4 +1,4 @@
-// The only file that knows pybind11. Tensors arrive as addresses, sizes and strides; Python has checked them.
+// The only file that knows pybind11. Tensors become addresses and strides here; Python has checked them.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -36,7 +36,8 @@ namespace py = pybind11;
 
 namespace fastsparse {
 
-// Of a tensor's memory, or a stream: a pointer to whatever takes it.
+// Of a tensor's memory, or a stream: a pointer to whatever takes it. Python gives the tensor, None where
+// there is none, or a number.
 struct Address {
   std::uintptr_t value = 0;
 
@@ -48,16 +49,16 @@ struct Address {
   Address operator+(std::uintptr_t bytes) const { return {value + bytes}; }
 };
 
+Address address_of(PyObject* object);
+
 }  // namespace fastsparse
 
 // Addresses within tuples and lists.
 template <>
 struct pybind11::detail::type_caster<fastsparse::Address> {
   PYBIND11_TYPE_CASTER(fastsparse::Address, const_name("int"));
-  bool load(handle source, bool convert) {
-    make_caster<std::uintptr_t> number;
-    if (!number.load(source, convert)) return false;
-    value.value = number;
+  bool load(handle source, bool) {
+    value = fastsparse::address_of(source.ptr());
     return true;
   }
   static handle cast(fastsparse::Address address, return_value_policy policy, handle parent) {
@@ -136,6 +137,12 @@ class DeviceGuard {
   } while (false)
 #endif
 
+// A matrix whose stride Python gives beside it.
+struct AddressAndStride : DenseView {};
+
+// Values of edges with one head.
+struct OneHead : EdgeValueView {};
+
 enum class SpmmKernel { kCsr, kTca, kResident, kResidentTca, kHr };
 
 // A kernel of spmm that reads CSR, and what calls of one dtype and width share, so that they pass little.
@@ -187,15 +194,11 @@ class SpmmPlan {
   int device_;
 };
 
-EdgeValueView one_head(Address value, Dtype dtype) { return {value, dtype, 1}; }
-
 void spmm_csr_transposed(const CsrStructure& structure, Dtype dtype, std::int64_t width, DenseView x,
-                         Address value, Dtype value_dtype, Address scale_dst, Address scale_src, Address sum,
+                         OneHead value, Address scale_dst, Address scale_src, Address sum,
                          std::int64_t num_given, Address count, Address out, int device, Address queue) {
-  const SpmmTransposedArgs args{structure.a, structure.split, one_head(value, value_dtype),
-                                x,           scale_dst,       scale_src,
-                                sum,         num_given,       count,
-                                out,         width,           dtype};
+  const SpmmTransposedArgs args{structure.a, structure.split, value, x,   scale_dst, scale_src,
+                                sum,         num_given,       count, out, width,     dtype};
   FASTSPARSE_RUN(spmm_csr_transposed, args, device, queue);
 }
 
@@ -227,12 +230,11 @@ void aggregate_linear_backward(std::int64_t num_rows, Address grad, std::int64_t
   FASTSPARSE_RUN_CUDA(slab_sums, sums_args, device, queue);
 }
 
-void head_outer(Address x, std::int64_t x_stride, Address y, std::int64_t y_stride, Address x_edge,
-                Address y_edge, std::int64_t num_rows, std::int64_t heads, std::int64_t head_width,
-                std::int64_t edge_width, Address partial, std::int64_t num_parts, Dtype dtype, int device,
-                Address queue) {
-  const HeadOuterArgs args{x,     x_stride,   y,          y_stride, x_edge,    y_edge, num_rows,
-                           heads, head_width, edge_width, partial,  num_parts, dtype};
+void head_outer(DenseView x, DenseView y, Address x_edge, Address y_edge, std::int64_t num_rows,
+                std::int64_t heads, std::int64_t head_width, std::int64_t edge_width, Address partial,
+                std::int64_t num_parts, Dtype dtype, int device, Address queue) {
+  const HeadOuterArgs args{x.data, x.stride,   y.data,     y.stride, x_edge,    y_edge, num_rows,
+                           heads,  head_width, edge_width, partial,  num_parts, dtype};
   FASTSPARSE_RUN_CUDA(head_outer, args, device, queue);
 }
 
@@ -734,22 +736,24 @@ void edge_attention_backward(const CsrStructure& structure, const CsrStructure& 
 }
 
 EdgeMessageInput edge_message_input(EdgeMessage message, Dtype dtype, std::int64_t width,
-                                    std::int64_t edge_width, DenseView k, DenseView q, DenseView v,
-                                    DenseView edge, Address weight, Address of_value, Address bias) {
+                                    std::int64_t edge_width, AddressAndStride k, AddressAndStride q,
+                                    AddressAndStride v, AddressAndStride edge, Address weight,
+                                    Address of_value, Address bias) {
   return {message, k, q, v, edge, weight, of_value, bias, width, edge_width, dtype};
 }
 
-void lay_out_edge_maps(DenseView weight, DenseView added, DenseView of_value, Address bias,
-                       std::int64_t given_width, std::int64_t given_edge_width, Dtype dtype, Address out,
-                       std::int64_t width, std::int64_t edge_width, int device, Address queue) {
+void lay_out_edge_maps(AddressAndStride weight, AddressAndStride added, AddressAndStride of_value,
+                       Address bias, std::int64_t given_width, std::int64_t given_edge_width, Dtype dtype,
+                       Address out, std::int64_t width, std::int64_t edge_width, int device, Address queue) {
   const EdgeMapsArgs args{weight,           added, of_value, bias,  given_width,
                           given_edge_width, dtype, out,      width, edge_width};
   FASTSPARSE_RUN(lay_out_edge_maps, args, device, queue);
 }
 
 void edge_messages(const CsrStructure& structure, const EdgeMessageInput& input, Address out, Address side,
-                   Address state, Address positive, std::int64_t sign_bytes, DenseView root, Address eps,
-                   Address scale, Address partial, Address partial_side, int device, Address queue) {
+                   Address state, Address positive, std::int64_t sign_bytes, AddressAndStride root,
+                   Address eps, Address scale, Address partial, Address partial_side, int device,
+                   Address queue) {
   const EdgeMessageArgs args{structure.a, structure.split, input,       out,  side,
                              state,       positive,        sign_bytes,  root, eps,
                              scale,       partial,         partial_side};
@@ -762,10 +766,10 @@ EdgeMapGradients edge_map_gradients(Address weight, Address of_value, Address bi
 }
 
 void edge_messages_backward(const CsrStructure& structure, const CsrStructure& transposed,
-                            const EdgeMessageInput& input, DenseView grad, DenseView grad_side,
-                            DenseView state, DenseView grad_state, Address positive, std::int64_t sign_bytes,
-                            Address scale, std::int64_t num_values, Address grad_q, Address grad_v,
-                            Address grad_edge, Address grad_features, Address grad_weight,
+                            const EdgeMessageInput& input, AddressAndStride grad, AddressAndStride grad_side,
+                            AddressAndStride state, AddressAndStride grad_state, Address positive,
+                            std::int64_t sign_bytes, Address scale, std::int64_t num_values, Address grad_q,
+                            Address grad_v, Address grad_edge, Address grad_features, Address grad_weight,
                             Address grad_of_value, std::int64_t groups, const EdgeMapGradients& maps,
                             Address partial_q, Address partial_v, int device, Address queue) {
   const EdgeMessageBackwardArgs args{structure.a, structure.split, transposed.a, transposed.split, input,
@@ -812,19 +816,11 @@ void multi_aggregate_backward(const CsrStructure& structure, const CsrStructure&
   FASTSPARSE_RUN(multi_aggregate_backward, args, device, queue);
 }
 
-void ssd_backward(const CsrStructure& transposed, Dtype dtype, DenseView grad, Address value,
-                  Dtype value_dtype, KeptIdsView ids, Address scale_dst, Address scale_src, Address out,
-                  Address partial, int device, Address queue) {
-  const SsdBackwardArgs args{transposed.a,
-                             transposed.split,
-                             one_head(value, value_dtype),
-                             grad,
-                             ids,
-                             scale_dst,
-                             scale_src,
-                             out,
-                             partial,
-                             dtype};
+void ssd_backward(const CsrStructure& transposed, Dtype dtype, DenseView grad, OneHead value, KeptIdsView ids,
+                  Address scale_dst, Address scale_src, Address out, Address partial, int device,
+                  Address queue) {
+  const SsdBackwardArgs args{transposed.a, transposed.split, value, grad,    ids,
+                             scale_dst,    scale_src,        out,   partial, dtype};
   FASTSPARSE_RUN(ssd_backward, args, device, queue);
 }
 
@@ -845,10 +841,10 @@ RowPanelsView make_row_panels(Address entry, Address value_id, bool value_id_is_
 }
 
 void ssd_backward_windows(const RowPanelsView& structure, Dtype dtype, DenseView grad, std::int64_t width,
-                          Address value, Dtype value_dtype, KeptIdsView ids, Address scale_dst,
-                          Address scale_src, Address sum, Address out, int device, Address queue) {
-  const SsdBackwardWindowsArgs args{
-      structure, one_head(value, value_dtype), grad, width, ids, scale_dst, scale_src, sum, out, dtype};
+                          OneHead value, KeptIdsView ids, Address scale_dst, Address scale_src, Address sum,
+                          Address out, int device, Address queue) {
+  const SsdBackwardWindowsArgs args{structure, value,     grad, width, ids,
+                                    scale_dst, scale_src, sum,  out,   dtype};
   FASTSPARSE_RUN_CUDA(ssd_backward_windows, args, device, queue);
 }
 #endif
@@ -1200,38 +1196,21 @@ void cbsr_gather(Dtype dtype, std::int64_t num_rows, std::int64_t width, std::in
 }
 
 void ssd(const CsrStructure& structure, Dtype dtype, std::int64_t width, std::int64_t k, Address values,
-         Address ids, Address value, Dtype value_dtype, Address scale_dst, Address scale_src, Address bias,
-         Address out, Address partial, Address packed, int longest_group, std::int64_t num_long,
-         bool few_entries, int device, Address queue) {
-  const SsdArgs args{structure.a,   structure.split,
-                     longest_group, num_long,
-                     few_entries,   one_head(value, value_dtype),
-                     values,        ids,
-                     scale_dst,     scale_src,
-                     bias,          out,
-                     partial,       packed,
-                     width,         k,
+         Address ids, OneHead value, Address scale_dst, Address scale_src, Address bias, Address out,
+         Address partial, Address packed, int longest_group, std::int64_t num_long, bool few_entries,
+         int device, Address queue) {
+  const SsdArgs args{structure.a, structure.split, longest_group, num_long, few_entries, value,  values, ids,
+                     scale_dst,   scale_src,       bias,          out,      partial,     packed, width,  k,
                      dtype};
   FASTSPARSE_RUN(ssd, args, device, queue);
 }
 
 #ifdef FASTSPARSE_WITH_CUDA
 void ssd_slots(const CsrStructure& structure, Dtype dtype, std::int64_t width, std::int64_t k, Address values,
-               Address ids, Address value, Dtype value_dtype, Address scale_src, Address sum, int slots,
-               bool update_mode, bool coupled, int device, Address queue) {
-  const SsdSlotsArgs args{structure.a,
-                          structure.split,
-                          one_head(value, value_dtype),
-                          values,
-                          ids,
-                          scale_src,
-                          sum,
-                          slots,
-                          update_mode,
-                          coupled,
-                          width,
-                          k,
-                          dtype};
+               Address ids, OneHead value, Address scale_src, Address sum, int slots, bool update_mode,
+               bool coupled, int device, Address queue) {
+  const SsdSlotsArgs args{structure.a, structure.split, value,   values, ids, scale_src, sum,
+                          slots,       update_mode,     coupled, width,  k,   dtype};
   FASTSPARSE_RUN_CUDA(ssd_slots, args, device, queue);
 }
 #endif
@@ -1452,6 +1431,55 @@ bool to_bool(PyObject* object) {
                        ", not what is expected");
 }
 
+// What PyTorch's tensors are asked for: `_C` knows nothing of them, and asks as Python does.
+struct Names {
+  PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
+  PyObject* stride = PyUnicode_InternFromString("stride");
+  PyObject* size = PyUnicode_InternFromString("size");
+  PyObject* element_size = PyUnicode_InternFromString("element_size");
+  PyObject* dtype = PyUnicode_InternFromString("dtype");
+  PyObject* dims[2] = {PyLong_FromLong(0), PyLong_FromLong(1)};
+};
+
+const Names& names() {
+  static const auto& known = *new Names;
+  return known;
+}
+
+py::object found_in(PyObject* tensor, PyObject* found) {
+  if (found == nullptr && PyErr_ExceptionMatches(PyExc_AttributeError) != 0) {
+    PyErr_Clear();
+    throw_wrong_type(tensor);
+  }
+  if (found == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(found);
+}
+
+py::object ask(PyObject* tensor, PyObject* method) {
+  return found_in(tensor, PyObject_CallMethodNoArgs(tensor, method));
+}
+
+std::int64_t ask(PyObject* tensor, PyObject* method, int dim) {
+  const auto found = found_in(tensor, PyObject_CallMethodOneArg(tensor, method, names().dims[dim]));
+  return to_signed(found.ptr(), 0, std::numeric_limits<std::int64_t>::max());
+}
+
+// PyTorch's dtypes in the order of their codes.
+std::vector<py::object>& known_dtypes() {
+  static auto& known = *new std::vector<py::object>;
+  return known;
+}
+
+void know_dtypes(const std::vector<py::object>& dtypes) { known_dtypes() = dtypes; }
+
+Dtype dtype_of(PyObject* object) {
+  const auto& known = known_dtypes();
+  for (std::size_t code = 0; code < known.size(); ++code) {
+    if (known[code].ptr() == object) return static_cast<Dtype>(code);
+  }
+  throw_wrong_type(object);
+}
+
 template <typename T>
 constexpr bool kIsStructure = std::is_base_of_v<py::detail::type_caster_generic, py::detail::make_caster<T>>;
 
@@ -1465,15 +1493,19 @@ T* structure_in(PyObject* object) {
   return static_cast<T*>(caster);
 }
 
-// How many of Python's arguments a parameter of type P takes: one for each field of some views.
+EdgeValueView edge_values(PyObject* tensor, std::int64_t heads) {
+  if (tensor == Py_None) return {nullptr, Dtype::kFloat64, heads};
+  return {address_of(tensor), dtype_of(found_in(tensor, PyObject_GetAttr(tensor, names().dtype)).ptr()),
+          heads};
+}
+
+// How many of Python's arguments a parameter of type P takes.
 template <typename P>
 constexpr std::size_t kTakes = 1;
 template <>
-constexpr std::size_t kTakes<DenseView> = 2;
+constexpr std::size_t kTakes<AddressAndStride> = 2;
 template <>
-constexpr std::size_t kTakes<EdgeValueView> = 3;
-template <>
-constexpr std::size_t kTakes<KeptIdsView> = 3;
+constexpr std::size_t kTakes<EdgeValueView> = 2;
 
 // What a parameter of type P gets: structures by reference, anything else by value.
 template <typename P>
@@ -1481,14 +1513,22 @@ decltype(auto) argument(PyObject* const* first) {
   using T = std::remove_cv_t<std::remove_reference_t<P>>;
   using Limits = std::numeric_limits<T>;
   PyObject* object = *first;
-  if constexpr (std::is_same_v<T, DenseView>) {
-    return T{argument<Address>(first), argument<std::int64_t>(first + 1)};
+  if constexpr (std::is_same_v<T, Address>) {
+    return address_of(object);
+  } else if constexpr (std::is_same_v<T, DenseView>) {
+    if (object == Py_None) return DenseView{nullptr, 0};
+    return DenseView{address_of(object), ask(object, names().stride, 0)};
+  } else if constexpr (std::is_same_v<T, AddressAndStride>) {
+    return T{{argument<Address>(first), argument<std::int64_t>(first + 1)}};
+  } else if constexpr (std::is_same_v<T, OneHead>) {
+    return T{edge_values(object, 1)};
   } else if constexpr (std::is_same_v<T, EdgeValueView>) {
-    return T{argument<Address>(first), argument<Dtype>(first + 1), argument<std::int64_t>(first + 2)};
+    return edge_values(object, argument<std::int64_t>(first + 1));
   } else if constexpr (std::is_same_v<T, KeptIdsView>) {
-    return T{argument<Address>(first), argument<bool>(first + 1), argument<std::int64_t>(first + 2)};
-  } else if constexpr (std::is_same_v<T, Address>) {
-    return Address{argument<std::uintptr_t>(first)};
+    const bool is_16bit = PyLong_AsLong(ask(object, names().element_size).ptr()) == 2;
+    return T{address_of(object), is_16bit, ask(object, names().size, 1)};
+  } else if constexpr (std::is_same_v<T, Dtype>) {
+    return PyLong_Check(object) ? static_cast<T>(argument<int>(first)) : dtype_of(object);
   } else if constexpr (kIsCode<T>) {
     return static_cast<T>(argument<int>(first));
   } else if constexpr (std::is_same_v<T, bool>) {
@@ -1626,11 +1666,19 @@ auto define_structure(py::module_& m, const char* name) {
 }
 
 }  // namespace
+
+Address address_of(PyObject* object) {
+  if (object == Py_None) return {};
+  if (PyLong_Check(object)) return {to_unsigned(object, std::numeric_limits<std::uintptr_t>::max())};
+  return {to_unsigned(ask(object, names().data_ptr).ptr(), std::numeric_limits<std::uintptr_t>::max())};
+}
+
 }  // namespace fastsparse
 
 PYBIND11_MODULE(_C, m) {
   using namespace fastsparse;
   m.doc() = "Torch-free kernels of FastSparse; fastsparse_core.ops is the checked interface.";
+  define<&know_dtypes>(m, "know_dtypes");
   define_structure<&make_structure>(m, "CsrStructure");
   define_structure<&compress_args>(m, "CompressArgs");
   define<&compress_scratch_bytes>(m, "compress_scratch_bytes");

@@ -57,8 +57,16 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_C, name, kernel, raising=False)
 
 
-def _matrix(address: int, rows: int, width: int, stride: int) -> Tensor:
+Memory = Tensor | int | None
+
+
+def _address(memory: Memory) -> int:
+    return memory.data_ptr() if isinstance(memory, Tensor) else memory or 0
+
+
+def _matrix(memory: Memory, rows: int, width: int, stride: int) -> Tensor:
     """What lies at an address, as the kernels read it."""
+    address = _address(memory)
     assert rows > 0, "an empty grid cannot be launched"
     assert address > 0
     assert address % 16 == 0
@@ -67,9 +75,9 @@ def _matrix(address: int, rows: int, width: int, stride: int) -> Tensor:
     return torch.frombuffer(numbers, dtype=torch.float32).as_strided((rows, width), (stride, 1))
 
 
-def _vector(address: int, length: int) -> Tensor:
+def _vector(memory: Memory, length: int) -> Tensor:
     """Likewise, by single numbers."""
-    return torch.frombuffer((ctypes.c_float * length).from_address(address), dtype=torch.float32)
+    return torch.frombuffer((ctypes.c_float * length).from_address(_address(memory)), dtype=torch.float32)
 
 
 def _terms(x: Tensor, count: int) -> list[Tensor]:
@@ -93,58 +101,56 @@ def _product(left: Tensor, right: Tensor, num_terms: int) -> Tensor:
 def _forward(
     adj: Any,
     sums_given: bool,
-    scale_dst: int,
+    scale_dst: Memory,
     width: int,
-    x: int,
-    x_stride: int,
+    x: Tensor,
     out_width: int,
-    weight: int,
-    root_weight: int,
-    bias: int,
-    sums: int,
-    out: int,
+    weight: Memory,
+    root_weight: Memory,
+    bias: Memory,
+    sums: Memory,
+    out: Memory,
     num_terms: int,
     *_: Any,
 ) -> None:
     num_dst, num_src = adj.shape
-    features = _matrix(x, num_src, width, x_stride)
-    matrices = [_matrix(address, out_width, width, width) for address in (weight, root_weight)]
+    features = _matrix(x, num_src, width, x.stride(0))
+    matrices = [_matrix(each, out_width, width, width) for each in (weight, root_weight)]
     if sums_given:
         summed = _matrix(sums, num_dst, width, width)
     else:
         row = torch.arange(num_dst).repeat_interleave(adj.rowptr.diff())  # what is padded has no more
         summed = torch.zeros(num_dst, width).index_add_(0, row, features[adj.col[: row.numel()].long()])
-        if scale_dst:
+        if scale_dst is not None:
             summed *= _vector(scale_dst, num_dst)[:, None]
-        if sums:
+        if sums is not None:
             _matrix(sums, num_dst, width, width).copy_(summed)
     total = _product(summed, matrices[0].t(), num_terms)
     total += _product(features[:num_dst], matrices[1].t(), num_terms)
-    if bias:
+    if bias is not None:
         total += _vector(bias, out_width)
     _matrix(out, num_dst, out_width, out_width).copy_(total)
 
 
 def _backward(
     num_rows: int,
-    grad: int,
+    grad: Memory,
     out_width: int,
-    sums: int,
-    x: int,
-    x_stride: int,
+    sums: Memory,
+    x: Tensor,
     width: int,
     num_slabs: int,
-    weights: int,
+    weights: Memory,
     bias: int,
-    grad_weight: int,
-    grad_root: int,
-    grad_bias: int,
+    grad_weight: Memory,
+    grad_root: Memory,
+    grad_bias: Memory,
     num_terms: int,
     *_: Any,
 ) -> None:
     assert num_slabs > 0
     grads = _matrix(grad, num_rows, out_width, out_width)
-    factors = (_matrix(sums, num_rows, width, width), _matrix(x, num_rows, width, x_stride))
+    factors = (_matrix(sums, num_rows, width, width), _matrix(x, num_rows, width, x.stride(0)))
     results = _matrix(weights, num_slabs * 2 * out_width, width, width).view(num_slabs, 2, out_width, width)
     stages = -(-num_rows // 64)
     for slab in range(num_slabs):
@@ -156,7 +162,7 @@ def _backward(
             _vector(bias + 4 * slab * out_width, out_width).copy_(part.double().sum(0))
     for total, nth in ((grad_weight, 0), (grad_root, 1)):
         _matrix(total, out_width, width, width).copy_(results[:, nth].double().sum(0))
-    assert bool(grad_bias) == bool(bias)
+    assert (grad_bias is not None) == bool(bias)
     if bias:
         parts = _vector(bias, num_slabs * out_width).view(num_slabs, out_width)
         _vector(grad_bias, out_width).copy_(parts.double().sum(0))

@@ -2,7 +2,7 @@
 
 A recording keeps the kernels that ran, with the memory that they read and wrote, and nothing of Python: calls
 of PyTorch's operators below autograd (a dispatch mode sees them, in every thread) and of the compiled
-extension (which takes addresses). A replay runs them again on that memory. As with CUDA:
+extension (whose tensors stand for their memory). A replay runs them again on that memory. As with CUDA:
 
 - backward passes run in a thread of autograd's own, where `threading.local` is empty;
 - what the host would read from the device, while it records, is an error, as is a structure that is built;
@@ -114,8 +114,7 @@ class Tape(TorchDispatchMode):
                     self._made.setdefault(_memory(item), item.detach())
                 outs.append(item.detach() if is_new else None)
         if func._schema.is_mutable or any(out is not None for out in outs) or "batch_norm" in name:
-            # Other tensors of that memory: what is done to the objects later is not seen.
-            held = tree_map(lambda item: item.detach() if isinstance(item, Tensor) else item, (args, kwargs))
+            held = _apart(args, kwargs)
             if not name.startswith("empty") and name != "new_empty":
                 self.launches.append(_Launch(func, *held, outs))
                 self.names.append(name)
@@ -125,7 +124,9 @@ class Tape(TorchDispatchMode):
         """Records a call of the extension."""
         if name in _WAITS:
             self.invalidate(f"{name}: the host waits")
-        self.launches.append(_Launch(function, args, kwargs, []))
+        _pause(self, True)
+        self.launches.append(_Launch(function, *_apart(args, kwargs), []))
+        _pause(self, False)
         self.names.append(name)
         return function(*args, **kwargs)
 
@@ -172,6 +173,11 @@ class Tape(TorchDispatchMode):
             if count - own[address] <= 2:  # those of launches, the tensor here and its storage object
                 freed.append(tensor)
         return freed, list(self._made.values())
+
+
+def _apart(args: Any, kwargs: Any) -> Any:
+    """Other tensors of that memory: what is done to the objects later is not seen."""
+    return tree_map(lambda item: item.detach() if isinstance(item, Tensor) else item, (args, kwargs))
 
 
 def _memory(item: Tensor) -> int:

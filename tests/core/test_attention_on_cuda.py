@@ -13,11 +13,8 @@ from fastsparse_core import _C, policy
 from fastsparse_core.fused import attention_layer, attention_on_cuda
 from fastsparse_core.fused.attention_kinds import DOT_PRODUCT
 from fastsparse_core.fused.attention_on_cuda import plan_of
-from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.policy import Choice
-
-FLOAT32 = DTYPE_CODE[torch.float32]
 
 
 class Plan:
@@ -29,25 +26,25 @@ class Plan:
         assert (algorithm, records) == ("csr" if backward else "auto", True)
         self.adj, self.backward_pass = adj, backward
         self.state = adj.num_dst * heads * 3
-        layout = (DTYPE_CODE[dtype], heads, widths[0] // heads, len(widths))
+        layout = (dtype, heads, widths[0] // heads, len(widths))
         self.layer = _C.AttentionLayer(used_csr(adj), score.code, *layout, scale)
 
     def forward(
         self, joint, first, second, bias, is_float, out, result, state, scratch, dropout_p, seed, tf32, stream
     ):
-        assert (self.backward_pass, out, is_float, stream) == (False, result, False, 7)
-        assert scratch
+        assert (self.backward_pass, out is result, is_float, stream) == (False, True, False, 7)
+        assert scratch is not None
         self.layer.forward(joint, first, second, bias, out, state, dropout_p, seed, 1)
 
     def backward(
-        self, joint, first, second, out, state, scratch, grad, grad_stride, grad_joint, grad_first,
+        self, joint, first, second, out, state, scratch, grad, grad_joint, grad_first,
         grad_second, grad_bias, bias_dtype, sums, sums_dtype, dropout_p, seed, tf32, stream,
     ):  # fmt: skip
         assert (self.backward_pass, stream) == (True, 7)
-        assert scratch
-        assert not grad_bias or bias_dtype == FLOAT32
-        assert not sums or sums_dtype == FLOAT32
-        gradients = (grad, grad_stride, grad_joint, grad_first, grad_second, grad_bias, sums)
+        assert scratch is not None
+        assert grad_bias is None or bias_dtype == torch.float32
+        assert sums is None or sums_dtype == torch.float32
+        gradients = (grad, grad_joint, grad_first, grad_second, grad_bias, sums)
         self.layer.backward(
             used_csr(self.adj.t()), joint, first, second, state, *gradients, dropout_p, seed, 1
         )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from cases import relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastsparse_core import Adjacency, attention, sddmm, spmm
+from fastsparse_core import _C, Adjacency, attention, sddmm, spmm
 from fastsparse_core.ops._operands import scratch, with_zeros_behind, zero_padded
 
 
@@ -300,3 +302,17 @@ def test_backward_passes_show_their_operators_to_modes(device):
         gradients = torch.autograd.grad(out.square().sum(), (q, x))
     assert seen.names == ["attention_backward", "spmm"]
     assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
+
+
+def test_stub_and_extension_agree_on_how_many_arguments_there_are():
+    """mypy checks calls against the stub; those of CUDA run in no test without a GPU."""
+    found = {}
+    for node in ast.parse(Path(_C.__file__).with_name("_C.pyi").read_text()).body:
+        for function in [node, *getattr(node, "body", ())]:
+            if isinstance(function, ast.FunctionDef) and function.name in (node.name, "__init__"):
+                found[node.name] = sum(argument.arg != "self" for argument in function.args.args)
+    assert len(found) > 50
+    for name, count in found.items():
+        if hasattr(_C, name) or _C.build_info()["cuda"]:
+            with pytest.raises(TypeError, match=f"expected {count} arguments, got {count + 1}"):
+                getattr(_C, name)(*[None] * (count + 1))

@@ -53,16 +53,7 @@ class FreshAdjacency(Adjacency):
         inv_degree = torch.empty(num_dst, device=device)
         slices = torch.empty(num_dst, 2, dtype=torch.int64, device=device)
         ends, index = row.long(), device_index(device)
-        _C.emit_rows(
-            ends.data_ptr(),
-            ends.numel(),
-            num_dst,
-            rowptr.data_ptr(),
-            inv_degree.data_ptr(),
-            slices.data_ptr(),
-            index,
-            queue(index),
-        )
+        _C.emit_rows(ends, ends.numel(), num_dst, rowptr, inv_degree, slices, index, queue(index))
         if device.type == "cpu":  # where that leaves the work list out
             words = slices.view(torch.int32)
             slices[:, 0] = rowptr[:-1]

@@ -251,17 +251,12 @@ class BatchPlaces:
                 nodes[target],
                 _NO_EDGES
                 if to is None or ends is None
-                else (ends.data_ptr(), to.data_ptr(), self._padding[nth].data_ptr(), to.dtype == torch.int64),
-                (
-                    _pointer(own[0], "mask"),
-                    _pointer(own[1], "mask"),
-                    _pointer(own[0], "ends"),
-                    _pointer(own[1], "ends"),
-                ),
+                else (ends, to, self._padding[nth], to.dtype == torch.int64),
+                [getattr(of, name, None) for name in ("mask", "ends") for of in own],
                 [
                     (
-                        item.data_ptr(),
-                        memory.data_ptr(),
+                        item,
+                        memory,
                         memory.size(0),
                         memory.nbytes // memory.size(0),
                         places is own[1],
@@ -296,8 +291,3 @@ class BatchPlaces:
             first_source = self.nodes[source].starts[behind + 1] - spare_sources
             hops.append(torch.stack([start + first_source, end + self.nodes[target].starts[hop + 1] - spare]))
         return torch.cat(hops, dim=1)
-
-
-def _pointer(places: Places | None, name: str) -> int:
-    tensor: Tensor | None = getattr(places, name, None)
-    return 0 if tensor is None else tensor.data_ptr()

@@ -69,22 +69,22 @@ def _compress(
     if num_edges == 0:
         return major_ptr.zero_(), minor_out
     args = _C.CompressArgs(
-        major.data_ptr(),
-        0 if minor is None else minor.data_ptr(),
+        major,
+        minor,
         major.dtype == torch.int64,
         num_edges,
         num_major,
         num_minor,
         minor is not None,
-        major_ptr.data_ptr(),
-        minor_out.data_ptr(),
-        0 if order is None else order.data_ptr(),
+        major_ptr,
+        minor_out,
+        order,
         num_edges > INT32_MAX,
     )
     index = device_index(device)
     size = _C.compress_scratch_bytes(args, index)
     scratch = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-    _C.compress(args, 0 if scratch is None else scratch.data_ptr(), size, index, queue(index))
+    _C.compress(args, scratch, size, index, queue(index))
     return major_ptr, minor_out
 
 
@@ -129,18 +129,7 @@ def _transpose(rowptr: Tensor, col: Tensor, num_cols: int, order: Tensor | None)
     size = _C.transpose_scratch_bytes(num_rows, num_cols, num_edges, order is not None, index)
     scratch = torch.empty(size, dtype=torch.uint8, device=device)
     _C.transpose(
-        rowptr.data_ptr(),
-        col.data_ptr(),
-        num_rows,
-        num_cols,
-        num_edges,
-        colptr.data_ptr(),
-        row.data_ptr(),
-        0 if order is None else order.data_ptr(),
-        scratch.data_ptr(),
-        size,
-        index,
-        queue(index),
+        rowptr, col, num_rows, num_cols, num_edges, colptr, row, order, scratch, size, index, queue(index)
     )
     return colptr, row
 
@@ -156,12 +145,12 @@ def reverse_entries(rowptr: Tensor, col: Tensor, edge_id: Tensor | None) -> Tens
     out = _empty_order(col.numel(), col.device) if edge_id is None else torch.empty_like(edge_id)
     index = device_index(col.device)
     _C.reverse_entries(
-        rowptr.data_ptr(),
-        col.data_ptr(),
-        0 if edge_id is None else edge_id.data_ptr(),
+        rowptr,
+        col,
+        edge_id,
         rowptr.numel() - 1,
         col.numel(),
-        out.data_ptr(),
+        out,
         out.dtype == torch.int64,
         index,
         queue(index),
@@ -178,5 +167,5 @@ def expand_rows(rowptr: Tensor, num_edges: int) -> Tensor:
     """
     row = torch.empty(num_edges, dtype=torch.int32, device=rowptr.device)
     index = device_index(rowptr.device)
-    _C.expand_rows(rowptr.data_ptr(), rowptr.numel() - 1, num_edges, row.data_ptr(), index, queue(index))
+    _C.expand_rows(rowptr, rowptr.numel() - 1, num_edges, row, index, queue(index))
     return row

@@ -107,15 +107,15 @@ def _fill_on_cuda(rowptr: Tensor, slices: Tensor, split_row: Tensor, split_ptr: 
     num_rows = rowptr.numel() - 1
     counts = rowptr.new_empty(_C.num_hybrid_rows_counts(num_rows), 3, dtype=torch.int32)
     _C.hybrid_rows(
-        rowptr.data_ptr(),
+        rowptr,
         num_rows,
         MULTIPLE,
         LONGEST,
-        counts.data_ptr(),
+        counts,
         slices.size(0) - num_rows,
-        slices.data_ptr(),
-        split_row.data_ptr(),
-        split_ptr.data_ptr(),
+        slices,
+        split_row,
+        split_ptr,
         index,
         queue(index),
     )

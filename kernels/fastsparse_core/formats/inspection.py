@@ -85,8 +85,8 @@ def inspect_indices(row: Tensor, col: Tensor, *, square: bool) -> IndexFacts:
     room = torch.empty(NUM_FACTS + 1, dtype=torch.int64, device=row.device) if index >= 0 else None
     facts = 0 if room is None else room.data_ptr()
     words = _C.inspect(
-        row.data_ptr(),
-        col.data_ptr(),
+        row,
+        col,
         0,
         row.dtype == torch.int64,
         False,
@@ -154,17 +154,17 @@ def _inspect(
     room = torch.empty(rows, 2, dtype=torch.int64, device=device) if index >= 0 else None
     slices = 0 if room is None else room.data_ptr()
     words = _C.inspect(
-        0 if row is None else row.data_ptr(),
-        col.data_ptr(),
-        0 if edge_id is None else edge_id.data_ptr(),
+        row,
+        col,
+        edge_id,
         col.dtype == torch.int64,
         edge_id is not None and edge_id.dtype == torch.int64,
         col.numel(),
         num_rows,
         square,
-        rowptr.data_ptr(),
-        col_out.data_ptr() if is_copied else 0,
-        inv_degree.data_ptr(),
+        rowptr,
+        col_out if is_copied else None,
+        inv_degree,
         slices,
         slices + 16 * num_rows,
         index,
@@ -200,18 +200,18 @@ def sort_edges(row: Tensor, col: Tensor, shape: tuple[int, int], longest: int) -
         size, split_ptr, split_row = _C.sort_room(num_edges, num_rows, longest)
         room = torch.empty(-(-size // 16), 2, dtype=torch.int64, device=device)
     words = _C.sort_edges(
-        row.data_ptr(),
-        col.data_ptr(),
+        row,
+        col,
         row.dtype is torch.int64,
         num_edges,
         *shape,
         longest,
-        rowptr.data_ptr(),
-        col_out.data_ptr(),
-        order.data_ptr(),
-        inv_degree.data_ptr(),
-        inv_sqrt_degree.data_ptr(),
-        0 if room is None else room.data_ptr(),
+        rowptr,
+        col_out,
+        order,
+        inv_degree,
+        inv_sqrt_degree,
+        room,
         index,
         queue(index),
     )

@@ -179,24 +179,14 @@ def split_rows(rowptr: Tensor, longest: int, *, is_cut: bool = True) -> RowSplit
     totals = counts.data_ptr() + 8 * num_counts
     index = device_index(device)
     stream = queue(index)
-    _C.row_split_count(rowptr.data_ptr(), num_rows, longest, counts.data_ptr(), totals, index, stream)
+    _C.row_split_count(rowptr, num_rows, longest, counts, totals, index, stream)
     num_split_rows, num_slots = counts[num_counts:].tolist() if is_cut else (0, 0)
     slices = torch.empty(num_rows - num_split_rows + num_slots, 2, dtype=torch.int64, device=device)
     split_row = torch.empty(num_split_rows, dtype=torch.int32, device=device)
     split_ptr = (torch.empty if num_rows else torch.zeros)(
         num_split_rows + 1, dtype=torch.int64, device=device
     )
-    _C.row_split_fill(
-        rowptr.data_ptr(),
-        num_rows,
-        longest,
-        counts.data_ptr(),
-        slices.data_ptr(),
-        split_row.data_ptr(),
-        split_ptr.data_ptr(),
-        index,
-        stream,
-    )
+    _C.row_split_fill(rowptr, num_rows, longest, counts, slices, split_row, split_ptr, index, stream)
     return RowSplit(slices, split_row, split_ptr, num_slots)
 
 

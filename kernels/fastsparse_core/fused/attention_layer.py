@@ -162,7 +162,7 @@ def _plan(
     key = (score, dtype, widths, heads, scale)
     plan = adj.plans.get(key)
     if plan is None:
-        layout = (DTYPE_CODE[dtype], heads, widths[0] // heads, len(widths))
+        layout = (dtype, heads, widths[0] // heads, len(widths))
         plan = adj.plans[key] = _C.AttentionLayer(used_csr(adj), score.code, *layout, scale)
     return plan
 
@@ -200,12 +200,12 @@ def _attend_at_once(
     bias = None if bias is None else bias.to(dtype).contiguous()
     assert call.plan is not None
     call.plan.forward(
-        joint.data_ptr(),
-        operands[0].data_ptr() if operands else 0,
-        operands[1].data_ptr() if len(operands) > 1 else 0,
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        state.data_ptr(),
+        joint,
+        operands[0] if operands else None,
+        operands[1] if len(operands) > 1 else None,
+        bias,
+        out,
+        state,
         call.dropout_p,
         0 if call.seed is None else int(call.seed),
         torch.get_num_threads(),
@@ -306,17 +306,16 @@ def _differentiate_at_once(
     assert call.plan is not None
     call.plan.backward(
         used_csr(transposed) if structure is None else structure,
-        joint.data_ptr(),
-        operands[0].data_ptr() if operands else 0,
-        operands[1].data_ptr() if two else 0,
-        state.data_ptr(),
-        grad.data_ptr(),
-        grad.stride(0),
-        grad_joint.data_ptr(),
-        grads[0].data_ptr() if grads else 0,
-        grads[1].data_ptr() if two else 0,
-        0 if grad_bias is None else grad_bias.data_ptr(),
-        0 if sums is None else sums.data_ptr(),
+        joint,
+        operands[0] if operands else None,
+        operands[1] if two else None,
+        state,
+        grad,
+        grad_joint,
+        grads[0] if grads else None,
+        grads[1] if two else None,
+        grad_bias,
+        sums,
         call.dropout_p,
         0 if call.seed is None else int(call.seed),
         torch.get_num_threads(),

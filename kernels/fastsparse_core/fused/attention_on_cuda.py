@@ -14,7 +14,7 @@ from fastsparse_core.fused.attention_kinds import DOT_PRODUCT, GATV2, LayerCall,
 from fastsparse_core.gpu import multiprocessors
 from fastsparse_core.ops._attention_bsb import aligned
 from fastsparse_core.ops._dot_product import choice_on_cuda
-from fastsparse_core.ops._dtypes import DTYPE_CODE, cast
+from fastsparse_core.ops._dtypes import cast
 from fastsparse_core.ops._facts import count_csr_use, used_csr
 from fastsparse_core.ops._gatv2_attention_csr import att_rows_of
 from fastsparse_core.ops._operands import contiguous_floats, unit_stride
@@ -145,7 +145,7 @@ def _plan(
         att_rows,
         adj.num_values,
         score.code,
-        DTYPE_CODE[dtype],
+        dtype,
         adj.num_dst,
         heads,
         widths[0] // heads,
@@ -181,10 +181,10 @@ def stacked(call: LayerCall, maps: Sequence[Tensor]) -> tuple[Tensor, Tensor | N
         addresses[count:],
         rows * columns,
         rows,
-        matrix.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        DTYPE_CODE[first.dtype],
-        DTYPE_CODE[call.dtype],
+        matrix,
+        bias,
+        first.dtype,
+        call.dtype,
         index,
         queue(index),
     )
@@ -196,7 +196,7 @@ def attend(
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """The result with the bias, and for the backward pass the state of the nodes and what attention gave."""
     plan, num_nodes, width = call.plan, joint.shape[0], call.widths[0]
-    first, second, _alive = _addresses(vectors)
+    first, second, _ = _operands(vectors)
     is_float = False
     if bias is not None:
         is_float = bias.dtype is not call.dtype
@@ -212,15 +212,15 @@ def attend(
     address = state.data_ptr()
     room = joint.new_empty(plan.scratch, dtype=torch.float32) if plan.scratch else None
     plan.forward(
-        joint.data_ptr(),
+        joint,
         first,
         second,
-        0 if bias is None else bias.data_ptr(),
+        bias,
         is_float,
-        result.data_ptr() if in_place else address + 4 * plan.state,
-        result.data_ptr(),
+        result if in_place else address + 4 * plan.state,
+        result,
         address,
-        0 if room is None else room.data_ptr(),
+        room,
         call.dropout_p,
         0 if call.seed is None else int(call.seed),
         plan.on_blocks and policy.allows_tf32(),
@@ -246,7 +246,7 @@ def differentiate(
     assert state is not None
     address = state.data_ptr()
     grad = aligned(grad) if call.score is DOT_PRODUCT else unit_stride(grad)
-    first, second, operands = _addresses(vectors)
+    first, second, operands = _operands(vectors)
     found = [torch.empty_like(operand) for operand in operands]
     grad_joint = torch.empty_like(joint)
     # Those of the biases lie behind each other: their dtype is the same.
@@ -258,24 +258,23 @@ def differentiate(
         biases = (joint.new_empty(sum(widths), dtype=dtype),)
         if len(widths) > 1:
             biases = biases[0].unsafe_split_with_sizes(widths)
-    code, first_of_map = 0 if dtype is None else DTYPE_CODE[dtype], 0 if bias_dtype is None else 1
+    first_of_map = 0 if bias_dtype is None else 1
     room = joint.new_empty(plan.scratch, dtype=torch.float32)
     plan.backward(
-        joint.data_ptr(),
+        joint,
         first,
         second,
-        address + 4 * plan.state if out is None else out.data_ptr(),
+        address + 4 * plan.state if out is None else out,
         address,
-        room.data_ptr(),
-        grad.data_ptr(),
-        grad.stride(0),
-        grad_joint.data_ptr(),
-        found[0].data_ptr() if found else 0,
-        found[1].data_ptr() if len(found) > 1 else 0,
-        0 if bias_dtype is None else biases[0].data_ptr(),
-        code,
-        0 if map_bias_dtype is None else biases[first_of_map].data_ptr(),
-        code,
+        room,
+        grad,
+        grad_joint,
+        found[0] if found else None,
+        found[1] if len(found) > 1 else None,
+        None if bias_dtype is None else biases[0],
+        dtype or torch.float32,
+        None if map_bias_dtype is None else biases[first_of_map],
+        dtype or torch.float32,
         call.dropout_p,
         0 if call.seed is None else int(call.seed),
         plan.on_blocks and policy.allows_tf32(),
@@ -285,8 +284,8 @@ def differentiate(
     return grad_joint, grads, biases[0] if first_of_map else None, biases[first_of_map:]
 
 
-def _addresses(vectors: Sequence[Tensor]) -> tuple[int, int, list[Tensor]]:
-    """Of both vectors in float32, 0 where there is none, and what has to live until the launch."""
+def _operands(vectors: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
+    """Both vectors in float32, None where there is none, and those that there are."""
     operands = [contiguous_floats(vector) for vector in vectors]
-    first = operands[0].data_ptr() if operands else 0
-    return first, operands[1].data_ptr() if len(operands) > 1 else 0, operands
+    first = operands[0] if operands else None
+    return first, operands[1] if len(operands) > 1 else None, operands

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import queue
-from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
+from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.ops._eager import is_plain_eager
-from fastsparse_core.ops._operands import address, written_out
+from fastsparse_core.ops._operands import written_out
 
 
 def head_scores(feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
@@ -105,10 +105,9 @@ def gradients_of_scores(
             torch.empty_like(operand) if wanted else None
             for operand, wanted in zip(operands, needed, strict=True)
         ]
-        places = (address(found[0]), address(found[-1] if found[1:] else None))
-        _C.head_scores_backward(
-            _arguments(rows, operands, of_scores), address(grad_rows), adds, *places, queue(-1)
-        )
+        second = found[1] if found[1:] else None
+        arguments = _arguments(rows, operands, of_scores)
+        _C.head_scores_backward(arguments, grad_rows, adds, found[0], second, queue(-1))
         return grad_rows, [
             None if grad is None else cast(grad, vector.dtype)
             for grad, vector in zip(found, vectors, strict=True)
@@ -141,19 +140,9 @@ def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _arguments(rows: Tensor, vectors: Sequence[Tensor], scores: Sequence[Tensor]) -> _C.HeadScoresArgs:
     heads, width = vectors[0].shape[1:]
-    two = len(vectors) > 1
-    return _C.HeadScoresArgs(
-        DTYPE_CODE[rows.dtype],
-        rows.shape[0],
-        heads,
-        width,
-        rows.data_ptr(),
-        rows.stride(0),
-        vectors[0].data_ptr(),
-        vectors[1].data_ptr() if two else 0,
-        scores[0].data_ptr(),
-        scores[1].data_ptr() if two else 0,
-    )
+    second = (vectors[1], scores[1]) if len(vectors) > 1 else (None, None)
+    shape = (rows.shape[0], heads, width)
+    return _C.HeadScoresArgs(rows.dtype, *shape, rows, vectors[0], second[0], scores[0], second[1])
 
 
 def _block_diagonal(vectors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -8,10 +8,9 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._attention_call import Call
-from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._edge_values import empty_values
 from fastsparse_core.ops._facts import used_csr
-from fastsparse_core.ops._operands import address, contiguous_floats, scratch, unit_stride
+from fastsparse_core.ops._operands import contiguous_floats, scratch, unit_stride
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -54,16 +53,7 @@ def forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor]:
     slots = adj.row_split.num_slots
     _room, (partial, partial_state) = scratch(v.device, slots * v.size(1), slots * heads * 2)
     index = device_index(v.device)
-    _C.additive_attention(
-        used_csr(adj),
-        _input(call),
-        out.data_ptr(),
-        lse.data_ptr(),
-        partial,
-        partial_state,
-        index,
-        queue(index),
-    )
+    _C.additive_attention(used_csr(adj), _input(call), out, lse, partial, partial_state, index, queue(index))
     return out, lse
 
 
@@ -86,13 +76,12 @@ def backward(
         used_csr(adj),
         used_csr(transposed),
         _input(call),
-        grad.data_ptr(),
-        grad.stride(0),
-        lse.data_ptr(),
-        grad_dst.data_ptr(),
-        grad_src.data_ptr(),
-        grad_v.data_ptr(),
-        address(grad_bias),
+        grad,
+        lse,
+        grad_dst,
+        grad_src,
+        grad_v,
+        grad_bias,
         row_state,
         partial_row,
         partial_v,
@@ -112,15 +101,14 @@ def _laid_out(call: Call) -> Call:
 def _input(call: Call) -> _C.AdditiveAttentionInput:
     _, heads, score_dst, score_src, v, _, bias, negative_slope, dropout_p, _ = call
     return _C.AdditiveAttentionInput(
-        DTYPE_CODE[v.dtype],
+        v.dtype,
         heads,
         v.size(1) // heads,
-        score_dst.data_ptr(),
-        score_src.data_ptr(),
-        v.data_ptr(),
-        v.stride(0),
-        address(bias),
-        0 if bias is None else DTYPE_CODE[bias.dtype],
+        score_dst,
+        score_src,
+        v,
+        bias,
+        0 if bias is None else bias.dtype,
         negative_slope,
         dropout_p,
         call.drawn,

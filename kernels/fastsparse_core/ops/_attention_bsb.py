@@ -11,9 +11,8 @@ from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT, MOST_COLUMNS
 from fastsparse_core.ops._attention_call import Call
-from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._edge_values import empty_values
-from fastsparse_core.ops._operands import address, unit_stride
+from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -90,10 +89,10 @@ def forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor]:
     _C.attention_bsb(
         adj.bsb_structure(valued=call.bias is not None),
         _input(call),
-        out.data_ptr(),
-        lse.data_ptr(),
-        partial.data_ptr(),
-        partial_state.data_ptr(),
+        out,
+        lse,
+        partial,
+        partial_state,
         index,
         queue(index),
     )
@@ -125,18 +124,17 @@ def backward(
         adj.bsb_structure(valued=bias is not None),
         transposed.bsb_structure(valued=bias is not None),
         _input(call),
-        out.data_ptr(),
-        lse.data_ptr(),
-        grad.data_ptr(),
-        grad.stride(0),
-        grad_q.data_ptr(),
-        grad_k.data_ptr(),
-        grad_v.data_ptr(),
-        address(grad_bias),
-        row_state.data_ptr(),
-        partial_q.data_ptr(),
-        partial_k.data_ptr(),
-        partial_v.data_ptr(),
+        out,
+        lse,
+        grad,
+        grad_q,
+        grad_k,
+        grad_v,
+        grad_bias,
+        row_state,
+        partial_q,
+        partial_k,
+        partial_v,
         index,
         queue(index),
     )
@@ -159,18 +157,15 @@ def _laid_out(call: Call) -> Call:
 def _input(call: Call) -> _C.AttentionBsbInput:
     _, heads, q, k, v, _, bias, scale, dropout_p, _ = call
     return _C.AttentionBsbInput(
-        DTYPE_CODE[v.dtype],
+        v.dtype,
         heads,
         q.size(1) // heads,
         v.size(1) // heads,
-        q.data_ptr(),
-        q.stride(0),
-        k.data_ptr(),
-        k.stride(0),
-        v.data_ptr(),
-        v.stride(0),
-        address(bias),
-        0 if bias is None else DTYPE_CODE[bias.dtype],
+        q,
+        k,
+        v,
+        bias,
+        0 if bias is None else bias.dtype,
         scale,
         dropout_p,
         call.drawn,

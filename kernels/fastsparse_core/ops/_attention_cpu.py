@@ -8,10 +8,10 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import queue
 from fastsparse_core.ops._attention_call import ADDITIVE, GATV2, Call
-from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._edge_values import empty_values
 from fastsparse_core.ops._facts import used_csr
-from fastsparse_core.ops._operands import address, unit_stride
+from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
 
 
@@ -31,24 +31,21 @@ def _arguments(call: Call, adj: Adjacency, out: Tensor | None, lse: Tensor) -> _
     return _C.AttentionCsrArgs(
         used_csr(adj) if structure is None else structure,
         kind,
-        DTYPE_CODE[v.dtype],
+        v.dtype,
         heads,
         0 if kind == ADDITIVE else dst.size(1) // max(heads, 1),
         v.size(1) // max(heads, 1),
-        dst.data_ptr(),
-        dst.stride(0),
-        src.data_ptr(),
-        src.stride(0),
-        v.data_ptr(),
-        v.stride(0),
-        address(att),
-        address(bias),
-        0 if bias is None else DTYPE_CODE[bias.dtype],
+        dst,
+        src,
+        v,
+        att,
+        bias,
+        0 if bias is None else bias.dtype,
         scale,
         dropout_p,
         0 if seed is None else int(seed),
-        address(out),
-        lse.data_ptr(),
+        out,
+        lse,
     )
 
 
@@ -75,13 +72,12 @@ def backward(
     _C.attention_csr_backward(
         _arguments(call, adj, None, lse),
         used_csr(adj.t()),
-        grad.data_ptr(),
-        grad.stride(0),
-        grad_dst.data_ptr(),
-        grad_src.data_ptr(),
-        0 if kind == GATV2 else grad_v.data_ptr(),
-        address(grad_att),
-        address(grad_bias),
+        grad,
+        grad_dst,
+        grad_src,
+        None if kind == GATV2 else grad_v,
+        grad_att,
+        grad_bias,
         queue(-1),
     )
     return grad_dst, grad_src, grad_v, grad_att, grad_bias

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastsparse_core import _C
+
 #: Feature dtypes and their codes in kernels/include/fastsparse/views.h.
 DTYPE_CODE = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+_C.know_dtypes(list(DTYPE_CODE))
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

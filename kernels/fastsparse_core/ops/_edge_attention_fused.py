@@ -21,7 +21,7 @@ from fastsparse_core.device import device_index, queue
 from fastsparse_core.gpu import multiprocessors
 from fastsparse_core.ops import _additive_attention_csr as additive
 from fastsparse_core.ops import _edge_attention_unfused as step_by_step
-from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
+from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.ops._edge_attention_launch import (
     CPU_PARTS,
     edge_room,
@@ -118,10 +118,8 @@ def _weight_gradient(x: Tensor, x_edge: Tensor, y: Tensor, y_edge: Tensor, heads
         index = device_index(x.device)
         num_parts = min(_PARTS * multiprocessors(x.device), -(-num_rows // _PART_ROWS))
         partial = x.new_empty(num_parts, width, edge_width, dtype=torch.float32)
-        features = (x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
         sizes = (num_rows, heads, width // heads, edge_width)
-        place = (partial.data_ptr(), num_parts, DTYPE_CODE[x.dtype], index, queue(index))
-        _C.head_outer(*features, x_edge.data_ptr(), y_edge.data_ptr(), *sizes, *place)
+        _C.head_outer(x, y, x_edge, y_edge, *sizes, partial, num_parts, x.dtype, index, queue(index))
         return partial.sum(0).to(x.dtype)
 
     def product(x: Tensor, e: Tensor) -> Tensor:

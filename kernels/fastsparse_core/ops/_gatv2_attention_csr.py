@@ -9,7 +9,6 @@ from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops import _additive_attention_csr as additive
 from fastsparse_core.ops._attention_call import Call
-from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import contiguous_floats, scratch, unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
@@ -51,16 +50,7 @@ def forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor]:
     slots = adj.row_split.num_slots
     _room, (partial, partial_state) = scratch(x_src.device, slots * x_src.size(1), slots * heads * 2)
     index = device_index(x_src.device)
-    _C.gatv2_attention(
-        used_csr(adj),
-        _input(call),
-        out.data_ptr(),
-        lse.data_ptr(),
-        partial,
-        partial_state,
-        index,
-        queue(index),
-    )
+    _C.gatv2_attention(used_csr(adj), _input(call), out, lse, partial, partial_state, index, queue(index))
     return out, lse
 
 
@@ -89,14 +79,12 @@ def backward(
         used_csr(adj),
         used_csr(transposed),
         _input(call),
-        out.data_ptr(),
-        out.stride(0),
-        grad.data_ptr(),
-        grad.stride(0),
-        lse.data_ptr(),
-        grad_dst.data_ptr(),
-        grad_src.data_ptr(),
-        grad_att.data_ptr(),
+        out,
+        grad,
+        lse,
+        grad_dst,
+        grad_src,
+        grad_att,
         att_rows,
         row_state,
         partial_dst,
@@ -122,15 +110,5 @@ def _input(call: Call) -> _C.Gatv2AttentionInput:
     _, heads, x_dst, x_src, _, att, _, negative_slope, dropout_p, _ = call
     assert att is not None
     return _C.Gatv2AttentionInput(
-        DTYPE_CODE[x_src.dtype],
-        heads,
-        x_src.size(1) // heads,
-        x_dst.data_ptr(),
-        x_dst.stride(0),
-        x_src.data_ptr(),
-        x_src.stride(0),
-        att.data_ptr(),
-        negative_slope,
-        dropout_p,
-        call.drawn,
+        x_src.dtype, heads, x_src.size(1) // heads, x_dst, x_src, att, negative_slope, dropout_p, call.drawn
     )

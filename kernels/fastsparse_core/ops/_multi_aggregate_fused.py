@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
+from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.ops._fused_registration import register_fused
-from fastsparse_core.ops._operands import address, unit_stride
+from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: Features of a lane, and of a warp (kernels/include/fastsparse/multi_aggregate.cuh).
@@ -47,15 +47,13 @@ def _input(
     min_variance: float,
 ) -> _C.MultiAggregateInput:
     return _C.MultiAggregateInput(
-        DTYPE_CODE[x.dtype],
+        x.dtype,
         x.size(1),
         x.size(1) // groups,
-        x.data_ptr(),
-        x.stride(0),
-        address(x_dst),
-        0 if x_dst is None else x_dst.stride(0),
-        address(edge),
-        address(weight),
+        x,
+        x_dst,
+        edge,
+        weight,
         0 if edge is None else edge.size(1),
         list(slots),
         _num_slots(slots),
@@ -104,10 +102,10 @@ def aggregate(
     _C.multi_aggregate(
         adj.csr_structure,
         _input(x, x_dst, edge, weight, slots, groups, min_variance),
-        out.data_ptr(),
-        address(mean if mean.numel() else None),
-        address(ties if ties.numel() else None),
-        address(partial),
+        out,
+        mean if mean.numel() else None,
+        ties if ties.numel() else None,
+        partial,
         index,
         queue(index),
     )
@@ -182,21 +180,21 @@ def gradients(
             adj.csr_structure,
             adj.t().csr_structure,
             _input(x, x_dst, edge, weight, slots, groups, min_variance),
-            out.data_ptr(),
-            address(mean if mean.numel() else None),
-            address(ties if ties.numel() else None),
-            grad.data_ptr(),
-            address(base),
-            address(slope),
-            address(share),
-            address(marks),
-            address(grad_src),
-            address(grad_dst),
-            address(grad_edge),
-            address(grad_weight),
+            out,
+            mean if mean.numel() else None,
+            ties if ties.numel() else None,
+            grad,
+            base,
+            slope,
+            share,
+            marks,
+            grad_src,
+            grad_dst,
+            grad_edge,
+            grad_weight,
             parts,
             adj.num_values,
-            address(partial),
+            partial,
             index,
             queue(index),
         )

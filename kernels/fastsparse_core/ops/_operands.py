@@ -1,4 +1,4 @@
-"""Tensors as kernels read them: addresses, strides, signs, scratch memory."""
+"""Tensors as kernels read them: strides, signs, scratch memory."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ from torch import Tensor
 from fastsparse_core import _C
 
 
-def address(tensor: Tensor | None) -> int:
-    """Address of the first element, 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def untouched(like: Tensor, *size: int) -> Tensor:
     """``like.new_empty(size)``; large memory on the CPU comes in huge pages, as that of kernels' results."""
     out = like.new_empty(size)
     if out.device.type == "cpu":
-        _C.prefer_huge_pages(out.data_ptr(), out.nbytes, False)
+        _C.prefer_huge_pages(out, out.nbytes, False)
     return out
 
 

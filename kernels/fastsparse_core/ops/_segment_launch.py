@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
-from fastsparse_core.ops._operands import address, unit_stride
+from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
 from fastsparse_core.structure.segments import Segments
 
@@ -57,14 +57,13 @@ def launch_reduce(src: Tensor, segments: Segments, reduce: str, out: Tensor, ext
         partial = torch.empty(size, dtype=torch.uint8, device=src.device)
     _C.segment_reduce(
         segments.structure,
-        DTYPE_CODE[src.dtype],
+        src.dtype,
         REDUCTION_CODE[reduce],
         src.size(1),
-        src.data_ptr(),
-        src.stride(0),
-        out.data_ptr(),
-        address(extra),
-        address(partial),
+        src,
+        out,
+        extra,
+        partial,
         segments.facts,
         device,
         queue(device),
@@ -81,8 +80,7 @@ def gather_rows(src: Tensor, index: Tensor) -> Tensor:
     out = src.new_empty(num_rows, src.size(1))
     device = device_index(src.device)
     row_bytes = src.size(1) * src.element_size()
-    tensors = (src.data_ptr(), index.data_ptr(), out.data_ptr())
-    _C.gather_rows(*tensors, num_rows, row_bytes, row_bytes, device, queue(device))
+    _C.gather_rows(src, index, out, num_rows, row_bytes, row_bytes, device, queue(device))
     return out
 
 
@@ -107,15 +105,5 @@ def softmax_of_rows(
     if device >= 0 and of.row_split.num_slots:
         dtype = accumulation_dtype(matrix.dtype)
         partial = matrix.new_empty(of.row_split.num_slots, width, 2, dtype=dtype)
-    _C.edge_softmax(
-        structure,
-        DTYPE_CODE[matrix.dtype],
-        width,
-        matrix.data_ptr(),
-        address(grad),
-        out.data_ptr(),
-        address(partial),
-        device,
-        queue(device),
-    )
+    _C.edge_softmax(structure, matrix.dtype, width, matrix, grad, out, partial, device, queue(device))
     return out

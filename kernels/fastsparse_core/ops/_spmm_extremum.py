@@ -9,13 +9,13 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._edge_values import num_heads
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._handles import keep_alive, structure
 from fastsparse_core.ops._library import library
-from fastsparse_core.ops._operands import address, unit_stride
+from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.ops._registration import define, register
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -97,19 +97,17 @@ def spmm_extremum(
         partial_arg = torch.empty(partial.shape, dtype=torch.int32, device=x.device)
     _C.spmm_extremum(
         used_csr(adj),
-        DTYPE_CODE[x.dtype],
+        x.dtype,
         width,
-        x.data_ptr(),
-        x.stride(0),
-        address(value),
-        0 if value is None else DTYPE_CODE[value.dtype],
+        x,
+        value,
         num_heads(value),
         minimum,
         adds,
-        out.data_ptr(),
-        arg.data_ptr(),
-        address(partial),
-        address(partial_arg),
+        out,
+        arg,
+        partial,
+        partial_arg,
         index,
         queue(index),
     )
@@ -177,21 +175,18 @@ def _spmm_extremum_backward(
     source = _source_of_edge(adj) if index < 0 or value is not None else None
     _C.spmm_extremum_backward(
         used_csr(transposed),
-        DTYPE_CODE[x.dtype],
+        x.dtype,
         num_dst,
         width,
-        grad.data_ptr(),
-        grad.stride(0),
-        0 if adds else x.data_ptr(),
-        x.stride(0),
-        0 if adds else address(value),
-        0 if value is None else DTYPE_CODE[value.dtype],
+        grad,
+        None if adds else x,
+        None if adds else value,
         heads,
-        arg.data_ptr(),
-        address(source),
-        grad_x.data_ptr(),
-        address(of_value),
-        address(partial),
+        arg,
+        source,
+        grad_x,
+        of_value,
+        partial,
         index,
         queue(index),
     )

@@ -10,10 +10,10 @@ from torch import Tensor
 from fastsparse_core import _C, policy
 from fastsparse_core.device import current_stream, device_index, queue
 from fastsparse_core.formats.bsb import HEIGHT
-from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._edge_values import edges_from_dense, is_dense, num_heads
 from fastsparse_core.ops._facts import count_csr_use, facts_of, follow, scatters, used_csr
-from fastsparse_core.ops._operands import address, unit_stride
+from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: The kernels that gather from shared memory, by what they are otherwise.
@@ -72,7 +72,7 @@ def launch_spmm(
         if adj.num_dst == 0 or width == 0:
             return x.new_empty(adj.num_dst, width)
         plan = _plan(adj, x, value, scale_src is not None, algorithm, aligned, key)
-    return plan.run(adj, x, row_stride, value, scale_dst, scale_src, bias, relu, loop)
+    return plan.run(adj, x, value, scale_dst, scale_src, bias, relu, loop)
 
 
 def _plan(
@@ -120,7 +120,6 @@ class SpmmPlan(Protocol):
         self,
         adj: Adjacency,
         x: Tensor,
-        row_stride: int,
         value: Tensor | None,
         scale_dst: Tensor | None,
         scale_src: Tensor | None,
@@ -169,15 +168,14 @@ class _CsrPlan:
                 self.num_slots = adj.row_split.num_slots
                 self.is_counted = not adj.has_sorted_slices
         kernel = getattr(_C.SpmmKernel, _RESIDENT[algorithm] if resident else algorithm)
-        value_code = 0 if value is None else DTYPE_CODE[value.dtype]
-        call = (DTYPE_CODE[dtype], width, value_code, num_heads(value), tile, num_long, self.device)
+        value_dtype = dtype if value is None else value.dtype
+        call = (dtype, width, value_dtype, num_heads(value), tile, num_long, self.device)
         self.launch = _C.SpmmPlan(kernel, structure, *call).run
 
     def run(
         self,
         adj: Adjacency,
         x: Tensor,
-        row_stride: int,
         value: Tensor | None,
         scale_dst: Tensor | None,
         scale_src: Tensor | None,
@@ -192,19 +190,8 @@ class _CsrPlan:
         partial = None
         if self.num_slots:
             partial = x.new_empty(self.num_slots, width, dtype=self.partial_dtype)
-        self.launch(
-            x.data_ptr(),
-            row_stride,
-            0 if value is None else value.data_ptr(),
-            0 if scale_dst is None else scale_dst.data_ptr(),
-            0 if scale_src is None else scale_src.data_ptr(),
-            0 if loop is None else loop.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            relu,
-            out.data_ptr(),
-            0 if partial is None else partial.data_ptr(),
-            torch.get_num_threads() if device < 0 else current_stream(device),
-        )
+        where = torch.get_num_threads() if device < 0 else current_stream(device)
+        self.launch(x, value, scale_dst, scale_src, loop, bias, relu, out, partial, where)
         return out
 
 
@@ -221,7 +208,6 @@ class _CountedPlan:
         self,
         adj: Adjacency,
         x: Tensor,
-        row_stride: int,
         value: Tensor | None,
         scale_dst: Tensor | None,
         scale_src: Tensor | None,
@@ -233,7 +219,7 @@ class _CountedPlan:
         else:
             adj.plans.pop(self.key, None)
             plan = _plan(adj, x, value, scale_src is not None, self.algorithm, self.aligned, self.key)
-        return plan.run(adj, x, row_stride, value, scale_dst, scale_src, *rest)
+        return plan.run(adj, x, value, scale_dst, scale_src, *rest)
 
 
 class _BsbPlan:
@@ -244,8 +230,6 @@ class _BsbPlan:
         self.structure = adj.bsb_structure(valued=value is not None and not dense)
         self.num_partial = adj.bsb_split.num_slots * HEIGHT
         self.quad_vector = adj.quad_vector() if dense else None
-        self.dtype_code = DTYPE_CODE[dtype]
-        self.value_code = 0 if value is None else DTYPE_CODE[value.dtype]
         self.heads = num_heads(value)
         self.is_float32 = dtype == torch.float32
         self.features_per_lane = policy.features_per_lane(width, dtype.itemsize)
@@ -255,7 +239,6 @@ class _BsbPlan:
         self,
         adj: Adjacency,
         x: Tensor,
-        row_stride: int,
         value: Tensor | None,
         scale_dst: Tensor | None,
         scale_src: Tensor | None,
@@ -271,29 +254,27 @@ class _BsbPlan:
         elif scale_src is not None:
             # In float32 a weight costs a third product on the tensor cores: more than scaling the features.
             x = (x * scale_src[:, None]).to(x.dtype)
-            row_stride, scale_src = x.stride(0), None
+            scale_src = None
         if bias is not None and bias.data_ptr() % 16:
             bias = bias.clone()  # read in 16-byte pieces
         partial = x.new_empty(self.num_partial, width, dtype=torch.float32) if self.num_partial else None
         index = x.get_device()
         _C.spmm_bsb(
             self.structure,
-            self.dtype_code,
+            x.dtype,
             width,
-            x.data_ptr(),
-            row_stride,
-            0 if value is None else value.data_ptr(),
-            self.value_code,
+            x,
+            value,
             self.heads,
-            0 if self.quad_vector is None else self.quad_vector.data_ptr(),
-            0 if vector_scale is None else vector_scale.data_ptr(),
-            0 if scale_dst is None else scale_dst.data_ptr(),
-            0 if scale_src is None else scale_src.data_ptr(),
-            0 if loop is None else loop.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
+            self.quad_vector,
+            vector_scale,
+            scale_dst,
+            scale_src,
+            loop,
+            bias,
             relu,
-            out.data_ptr(),
-            0 if partial is None else partial.data_ptr(),
+            out,
+            partial,
             self.features_per_lane,
             self.blocks_per_step,
             self.is_float32 and policy.allows_tf32(),
@@ -309,9 +290,9 @@ class _DensePlan:
     def __init__(self, plan: SpmmPlan) -> None:
         self.plan = plan
 
-    def run(self, adj: Adjacency, x: Tensor, row_stride: int, value: Tensor | None, *rest: Any) -> Tensor:
+    def run(self, adj: Adjacency, x: Tensor, value: Tensor | None, *rest: Any) -> Tensor:
         assert value is not None
-        return self.plan.run(adj, x, row_stride, edges_from_dense(adj, value), *rest)
+        return self.plan.run(adj, x, edges_from_dense(adj, value), *rest)
 
 
 def add_transposed(
@@ -344,18 +325,16 @@ def add_transposed(
         out = None if is_float else torch.empty_like(total, dtype=x.dtype)
     _C.spmm_csr_transposed(
         used_csr(adj, valued=value is not None),
-        DTYPE_CODE[x.dtype],
+        x.dtype,
         x.size(1),
-        x.data_ptr(),
-        x.stride(0),
-        address(value),
-        0 if value is None else DTYPE_CODE[value.dtype],
-        address(scale_dst),
-        address(scale_src),
-        total.data_ptr(),
+        x,
+        value,
+        scale_dst,
+        scale_src,
+        total,
         num_given,
-        address(count),
-        address(out),
+        count,
+        out,
         index,
         queue(index),
     )

@@ -11,11 +11,11 @@ from torch import Tensor
 from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.row_panels import PanelLayout, RowPanels
-from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import is_first_derivative
 from fastsparse_core.ops._facts import facts_of, used_csr
 from fastsparse_core.ops._handles import keep_alive, structure
-from fastsparse_core.ops._operands import address, unit_stride
+from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.ops._registration import register, run
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -113,12 +113,12 @@ def _windows_structure(adj: Adjacency, windows: RowPanels, *, valued: bool) -> A
     def build() -> Any:
         value_id = _value_id(adj, layout.height) if valued else None
         return _C.RowPanelsStructure(
-            windows.entry.data_ptr(),
-            address(value_id),
+            windows.entry,
+            value_id,
             value_id is not None and value_id.dtype == torch.int64,
-            windows.other_source.data_ptr(),
+            windows.other_source,
             windows.other_source.numel(),
-            windows.slices.data_ptr(),
+            windows.slices,
             windows.slices.size(0),
             layout.height,
             layout.strip,
@@ -142,19 +142,15 @@ def _launch_windows(
     total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     _C.ssd_backward_windows(
         _windows_structure(adj, windows, valued=value is not None),
-        DTYPE_CODE[grad.dtype],
-        grad.data_ptr(),
-        grad.stride(0),
+        grad.dtype,
+        grad,
         grad.size(1),
-        address(value),
-        0 if value is None else DTYPE_CODE[value.dtype],
-        ids.data_ptr(),
-        ids.dtype == torch.uint16,
-        ids.size(1),
-        address(scale_dst),
-        address(scale_src),
-        total.data_ptr(),
-        out.data_ptr(),
+        value,
+        ids,
+        scale_dst,
+        scale_src,
+        total,
+        out,
         index,
         queue(index),
     )
@@ -178,18 +174,14 @@ def _launch_rows(
         )
     _C.ssd_backward(
         used_csr(transposed),
-        DTYPE_CODE[grad.dtype],
-        grad.data_ptr(),
-        grad.stride(0),
-        address(value),
-        0 if value is None else DTYPE_CODE[value.dtype],
-        ids.data_ptr(),
-        ids.dtype == torch.uint16,
-        ids.size(1),
-        address(scale_dst),
-        address(scale_src),
-        out.data_ptr(),
-        address(partial),
+        grad.dtype,
+        grad,
+        value,
+        ids,
+        scale_dst,
+        scale_src,
+        out,
+        partial,
         index,
         queue(index),
     )
@@ -236,17 +228,14 @@ def grad_of_edge_values(
     index = device_index(grad.device)
     _C.ssd_value_grad(
         used_csr(adj),
-        DTYPE_CODE[grad.dtype],
-        grad.data_ptr(),
-        grad.stride(0),
+        grad.dtype,
+        grad,
         grad.size(1),
-        values.data_ptr(),
-        ids.data_ptr(),
-        ids.dtype == torch.uint16,
-        ids.size(1),
-        address(scale_dst),
-        address(scale_src),
-        out.data_ptr(),
+        values,
+        ids,
+        scale_dst,
+        scale_src,
+        out,
         index,
         queue(index),
     )

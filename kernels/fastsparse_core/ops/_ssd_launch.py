@@ -8,11 +8,10 @@ from torch import Tensor
 from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats import lengths
-from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._facts import facts_of
 from fastsparse_core.ops._handles import structure
-from fastsparse_core.ops._operands import address
 
 
 def launch_ssd(
@@ -63,19 +62,18 @@ def launch_ssd(
         packed = ids.new_empty(ids.shape, dtype=torch.int32)
     _C.ssd(
         adj.edge_group_structure(longest),
-        DTYPE_CODE[values.dtype],
+        values.dtype,
         width,
         values.size(1),
-        values.data_ptr(),
-        ids.data_ptr(),
-        address(value),
-        0 if value is None else DTYPE_CODE[value.dtype],
-        address(scale_dst),
-        address(scale_src),
-        address(bias),
-        out.data_ptr(),
-        address(partial),
-        address(packed),
+        values,
+        ids,
+        value,
+        scale_dst,
+        scale_src,
+        bias,
+        out,
+        partial,
+        packed,
         0 if groups is None else groups.longest,
         *(
             (0, False)

@@ -8,7 +8,6 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.gpu import multiprocessors
-from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import is_first_derivative
 
 #: Rows, and numbers of up to twice as many rows, up to which PyTorch's sum takes a GPU no longer than ours,
@@ -47,6 +46,6 @@ def sum_of_rows(rows: Tensor, dtype: torch.dtype, once: bool | None = None) -> T
     index, num_parts = device_index(rows.device), _PARTS * multiprocessors(rows.device)
     partial = rows.new_empty(num_parts, width, dtype=torch.float64)
     out = rows.new_empty(rows.shape[1:], dtype=dtype)
-    place = (partial.data_ptr(), num_parts, out.data_ptr(), DTYPE_CODE[dtype], index, queue(index))
-    _C.sum_of_rows(matrix.data_ptr(), num_rows, width, row_stride, DTYPE_CODE[matrix.dtype], *place)
+    place = (partial, num_parts, out, dtype, index, queue(index))
+    _C.sum_of_rows(matrix, num_rows, width, row_stride, matrix.dtype, *place)
     return out

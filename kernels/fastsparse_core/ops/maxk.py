@@ -97,18 +97,7 @@ def _maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     ids = x.new_empty(num_rows, k, dtype=ids_dtype(width))
     if num_rows:
         index = device_index(x.device)
-        _C.maxk(
-            DTYPE_CODE[x.dtype],
-            num_rows,
-            width,
-            k,
-            x.data_ptr(),
-            x.stride(0),
-            values.data_ptr(),
-            ids.data_ptr(),
-            index,
-            queue(index),
-        )
+        _C.maxk(x.dtype, num_rows, width, k, x, values, ids, index, queue(index))
     return values, ids
 
 
@@ -119,18 +108,7 @@ def _maxk_dense(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     kept = x.new_empty(num_rows, _num_words(width), dtype=torch.int32)
     if num_rows:
         index = device_index(x.device)
-        _C.maxk_dense(
-            DTYPE_CODE[x.dtype],
-            num_rows,
-            width,
-            k,
-            x.data_ptr(),
-            x.stride(0),
-            out.data_ptr(),
-            kept.data_ptr(),
-            index,
-            queue(index),
-        )
+        _C.maxk_dense(x.dtype, num_rows, width, k, x, out, kept, index, queue(index))
     return out, kept
 
 
@@ -146,17 +124,7 @@ def _mask_rows(dense: Tensor, kept: Tensor) -> Tensor:
     out = dense.new_empty(num_rows, width)
     if out.numel():
         index = device_index(dense.device)
-        _C.mask_rows(
-            DTYPE_CODE[dense.dtype],
-            num_rows,
-            width,
-            dense.data_ptr(),
-            dense.stride(0),
-            kept.data_ptr(),
-            out.data_ptr(),
-            index,
-            queue(index),
-        )
+        _C.mask_rows(dense.dtype, num_rows, width, dense, kept, out, index, queue(index))
     return out
 
 
@@ -167,17 +135,7 @@ def write_out(values: Tensor, ids: Tensor, width: int) -> Tensor:
     out = values.new_empty(num_rows, width)
     if out.numel():
         index = device_index(values.device)
-        _C.cbsr_to_dense(
-            DTYPE_CODE[values.dtype],
-            num_rows,
-            width,
-            k,
-            values.data_ptr(),
-            ids.data_ptr(),
-            out.data_ptr(),
-            index,
-            queue(index),
-        )
+        _C.cbsr_to_dense(values.dtype, num_rows, width, k, values, ids, out, index, queue(index))
     return out
 
 
@@ -189,18 +147,7 @@ def gather(dense: Tensor, ids: Tensor) -> Tensor:
     out = dense.new_empty(num_rows, k)
     if out.numel():
         index = device_index(dense.device)
-        _C.cbsr_gather(
-            DTYPE_CODE[dense.dtype],
-            num_rows,
-            width,
-            k,
-            dense.data_ptr(),
-            dense.stride(0),
-            ids.data_ptr(),
-            out.data_ptr(),
-            index,
-            queue(index),
-        )
+        _C.cbsr_gather(dense.dtype, num_rows, width, k, dense, ids, out, index, queue(index))
     return out
 
 

@@ -18,12 +18,11 @@ from fastsparse_core.ops._checks import (
     check_structure,
     is_partitioned,
 )
-from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._edge_values import dense_from_edges
 from fastsparse_core.ops._facts import facts_of, follow, used_csr
 from fastsparse_core.ops._handles import keep_alive
-from fastsparse_core.ops._operands import address, unit_stride
+from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.ops._registration import register
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
@@ -124,17 +123,15 @@ def sddmm_kernel(
     every_value_is_written = dense or length == adj.num_edges
     out = (x_dst.new_empty if every_value_is_written else x_dst.new_zeros)(size, dtype=dtype)
     features = (
-        DTYPE_CODE[x_dst.dtype],
+        x_dst.dtype,
         heads,
         x_dst.size(1) // heads,
-        x_dst.data_ptr(),
-        x_dst.stride(0),
-        x_src.data_ptr(),
-        x_src.stride(0),
-        address(scale_dst),
-        address(scale_src),
-        out.data_ptr(),
-        DTYPE_CODE[dtype],
+        x_dst,
+        x_src,
+        scale_dst,
+        scale_src,
+        out,
+        dtype,
     )
     index = device_index(x_dst.device)
     place = (index, queue(index))
@@ -142,18 +139,18 @@ def sddmm_kernel(
         structure, slot_window, slot_entry, edge_id = adj.sddmm_structure()
         _C.sddmm_bsb(
             structure,
-            adj.rowptr.data_ptr(),
-            slot_window.data_ptr(),
-            slot_entry.data_ptr(),
-            adj.quad_vector().data_ptr() if dense else 0,
-            address(edge_id),
+            adj.rowptr,
+            slot_window,
+            slot_entry,
+            adj.quad_vector() if dense else None,
+            edge_id,
             edge_id is not None and edge_id.dtype == torch.int64,
             *features,
             policy.allows_tf32(),
             *place,
         )
     else:
-        row = adj.row().data_ptr() if by_entry else 0
+        row = adj.row() if by_entry else None
         _C.sddmm_csr(adj.plans.get("csr") or used_csr(adj), *features, row, *place)
     return out
 

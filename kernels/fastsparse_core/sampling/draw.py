@@ -205,13 +205,13 @@ class Draw:
             edge_index, col, edge_id = self._empty_edges(num_edges)
         _C.emit_edges(
             self._part.node_table,
-            output.place.data_ptr(),
-            output.row.data_ptr(),
-            output.edge_id.data_ptr(),
+            output.place,
+            output.row,
+            output.edge_id,
             num_edges,
-            edge_index.data_ptr(),
-            col.data_ptr(),
-            edge_id.data_ptr(),
+            edge_index,
+            col,
+            edge_id,
             self._index,
             queue(self._index),
         )

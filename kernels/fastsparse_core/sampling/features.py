@@ -107,8 +107,8 @@ def gather_on_cuda(table: Tensor, index: Tensor, aligned: bool = False) -> Tenso
     out = torch.empty(num_rows, *shape, dtype=table.dtype, device=index.device)
     device = device_index(index.device)
     row_bytes = width * table.itemsize
-    tensors = (table.data_ptr(), index.data_ptr(), out.data_ptr())
-    _C.gather_rows(*tensors, num_rows, row_bytes, row_bytes + missing * table.itemsize, device, queue(device))
+    sizes = (num_rows, row_bytes, row_bytes + missing * table.itemsize)
+    _C.gather_rows(table, index, out, *sizes, device, queue(device))
     return with_zeros_behind(out, width) if missing else out
 
 

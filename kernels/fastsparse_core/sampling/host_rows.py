@@ -153,10 +153,10 @@ class HostRows:
         staging = self._room(out.nbytes)
         row_bytes = out[0].nbytes
         _C.gather_rows_of_host(
-            table.data_ptr(),
-            numbers.data_ptr(),
-            staging.data_ptr(),
-            out.data_ptr(),
+            table,
+            numbers,
+            staging,
+            out,
             out.size(0),
             row_bytes,
             self._threads,

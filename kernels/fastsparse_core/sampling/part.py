@@ -147,13 +147,7 @@ def enqueue(
         output.allocate(device)
     first_places = itertools.accumulate(graph.num_nodes, initial=0)
     lists = [
-        _C.NodeList(
-            ids.data_ptr(),
-            0 if seed_of is None else seed_of.data_ptr(),
-            graph.num_nodes[number],
-            first_place,
-            number,
-        )
+        _C.NodeList(ids, seed_of, graph.num_nodes[number], first_place, number)
         for number, ((ids, seed_of), first_place) in enumerate(zip(part.lists, first_places, strict=False))
     ]
     address = part.values.data_ptr()
@@ -169,24 +163,19 @@ def enqueue(
     steps = [
         _C.SampleStep(
             step.relation.adjacency.plain_structure,
-            0 if step.relation.weight is None else step.relation.weight.data_ptr(),
-            0 if step.relation.weight_sum is None else step.relation.weight_sum.data_ptr(),
+            step.relation.weight,
+            step.relation.weight_sum,
             step.fanout,
             layout.replace,
             step.induced,
             step.hop * len(graph.relations) + step.number,
             lists[step.relation.dst],
             lists[step.relation.src],
-            tuple(address + 8 * size.place for size in step.known),  # type: ignore[arg-type]
-            (step.output.place.data_ptr(), step.output.row.data_ptr(), step.output.edge_id.data_ptr()),
+            tuple(address + 8 * size.place for size in step.known),
+            (step.output.place, step.output.row, step.output.edge_id),
             step.known.end.most,
             step.most_slots,
-            (
-                slot_ptr.data_ptr() if step.fanout == ALL else 0,
-                slot_place.data_ptr(),
-                slot_edge.data_ptr(),
-                tile_counts.data_ptr(),
-            ),
+            (slot_ptr if step.fanout == ALL else None, slot_place, slot_edge, tile_counts),
         )
         for step in part.steps
     ]

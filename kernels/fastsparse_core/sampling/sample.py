@@ -47,14 +47,7 @@ class Edges:
                 torch.empty(num_dst, 2, dtype=torch.int64, device=device) if device.type == "cuda" else None
             )
         _C.emit_rows(
-            self.edge_index[1].data_ptr(),
-            self.col.numel(),
-            num_dst,
-            rowptr.data_ptr(),
-            inv_degree.data_ptr(),
-            0 if slices is None else slices.data_ptr(),
-            index,
-            queue(index),
+            self.edge_index[1], self.col.numel(), num_dst, rowptr, inv_degree, slices, index, queue(index)
         )
         return adjacency_of_batch(
             rowptr, self.col, self.shape, inv_degree, slices, most_entries=self.most_entries

@@ -190,14 +190,14 @@ class BlockFormats(Degrees):
         return _C.BsbStructure(
             # Of the storage: an empty view has no address, yet the kernels read ahead, behind its end.
             bsb.quad.untyped_storage().data_ptr(),
-            bsb.window_ptr.data_ptr(),
-            0 if bsb.window_row is None else bsb.window_row.data_ptr(),
-            0 if quad_entry is None else quad_entry.data_ptr(),
-            0 if value_id is None else value_id.data_ptr(),
+            bsb.window_ptr,
+            bsb.window_row,
+            quad_entry,
+            value_id,
             value_id is not None and value_id.dtype == torch.int64,
             self.num_dst,
             *addresses_of(split),
-            runs.data_ptr(),
+            runs,
             runs.size(0),
         )
 

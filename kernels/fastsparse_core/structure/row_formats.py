@@ -257,9 +257,9 @@ class RowFormats:
     def _rows(self, split: RowSplit | None, *, valued: bool = True) -> Any:
         edge_id = self.edge_id if valued else None
         return _C.CsrStructure(
-            self.rowptr.data_ptr(),
-            self.col.data_ptr(),
-            0 if edge_id is None else edge_id.data_ptr(),
+            self.rowptr,
+            self.col,
+            edge_id,
             edge_id is not None and edge_id.dtype == torch.int64,
             *self.shape,
             self.num_edges,

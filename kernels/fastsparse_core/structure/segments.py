@@ -159,9 +159,9 @@ class Segments:
     def _structure(self) -> Any:
         split = self.row_split if self.rowptr.device.type == "cuda" else None
         return _C.CsrStructure(
-            self.rowptr.data_ptr(),
-            0,
-            0 if self.order is None else self.order.data_ptr(),
+            self.rowptr,
+            None,
+            self.order,
             self.order is not None and self.order.dtype == torch.int64,
             self.num_segments,
             self.num_rows,
