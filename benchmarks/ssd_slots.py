@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C, Adjacency
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import place_of
 from fastsparse_core.formats import lengths
 
 
@@ -40,7 +40,6 @@ def slotted_ssd(
         float32 (num_dst, width).
     """
     total = torch.zeros(adj.num_dst, width, device=values.device)
-    index = device_index(values.device)
     _C.ssd_slots(
         adj.edge_group_structure(lengths.SHORT_EDGE_GROUP),
         values.dtype,
@@ -54,7 +53,6 @@ def slotted_ssd(
         slots,
         update_mode,
         coupled,
-        index,
-        queue(index),
+        *place_of(values.device),
     )
     return total

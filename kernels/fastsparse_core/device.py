@@ -38,3 +38,11 @@ def device_index(device: torch.device) -> int:
 def queue(index: int) -> int:
     """The current CUDA stream of device ``index`` as an address; for the CPU (-1) the number of threads."""
     return torch.get_num_threads() if index < 0 else current_stream(index)
+
+
+def place_of(device: torch.device) -> tuple[int, int]:
+    """The last two arguments of a launch: the number of a device, and its queue."""
+    if device.type == "cpu":
+        return -1, torch.get_num_threads()
+    index = device_index(device)
+    return index, current_stream(index)

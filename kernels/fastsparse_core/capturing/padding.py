@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import place_of
 
 #: Hops of a batch that are padded by themselves, at most; as in kernels/include/fastsparse/place_batch.h.
 MOST_HOPS = 16
@@ -229,7 +229,6 @@ class BatchPlaces:
             rows: tensors with a row per node or per edge, of all hops or of the first ones: where they come
                 to lie, the batch's, and their places. Rows of padding copy the first one.
         """
-        index = device_index(self.device)
         nodes, of_edges = (
             [
                 (places.starts, list(itertools.accumulate(counts)))
@@ -239,6 +238,7 @@ class BatchPlaces:
         )
         given = [(to, item.detach().contiguous(), places) for to, item, places in rows if to.numel()]
         edges = [(to, item.detach().contiguous()) for to, item in edges]
+        place = place_of(self.device)
         for nth in range(max(len(nodes), len(edges))):
             has_nodes, has_edges = nth < len(nodes), nth < len(edges)
             source, target = self.room.ends[nth] if has_edges else (0, 0)
@@ -265,8 +265,7 @@ class BatchPlaces:
                     for memory, item, places in given
                     if places in own
                 ],
-                index,
-                queue(index),
+                *place,
             )
 
     def _edges_of_padding(self, nth: int) -> Tensor:

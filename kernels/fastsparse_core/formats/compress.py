@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import device_index, place_of, queue
 
 INT32_MAX = 2**31 - 1
 
@@ -143,7 +143,6 @@ def reverse_entries(rowptr: Tensor, col: Tensor, edge_id: Tensor | None) -> Tens
         edge_id: (num_edges,) id of every entry; None: its position.
     """
     out = _empty_order(col.numel(), col.device) if edge_id is None else torch.empty_like(edge_id)
-    index = device_index(col.device)
     _C.reverse_entries(
         rowptr,
         col,
@@ -152,8 +151,7 @@ def reverse_entries(rowptr: Tensor, col: Tensor, edge_id: Tensor | None) -> Tens
         col.numel(),
         out,
         out.dtype == torch.int64,
-        index,
-        queue(index),
+        *place_of(col.device),
     )
     return out
 
@@ -166,6 +164,5 @@ def expand_rows(rowptr: Tensor, num_edges: int) -> Tensor:
         num_edges: number of entries.
     """
     row = torch.empty(num_edges, dtype=torch.int32, device=rowptr.device)
-    index = device_index(rowptr.device)
-    _C.expand_rows(rowptr, rowptr.numel() - 1, num_edges, row, index, queue(index))
+    _C.expand_rows(rowptr, rowptr.numel() - 1, num_edges, row, *place_of(rowptr.device))
     return row

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import place_of
 from fastsparse_core.formats.row_split import RowSplit
 
 #: Entries that long items are multiples of: an 8 x 8 matrix.
@@ -103,7 +103,6 @@ class HybridRows:
 
 def _fill_on_cuda(rowptr: Tensor, slices: Tensor, split_row: Tensor, split_ptr: Tensor) -> Tensor:
     """Writes the list; returns the totals."""
-    index = device_index(rowptr.device)
     num_rows = rowptr.numel() - 1
     counts = rowptr.new_empty(_C.num_hybrid_rows_counts(num_rows), 3, dtype=torch.int32)
     _C.hybrid_rows(
@@ -116,8 +115,7 @@ def _fill_on_cuda(rowptr: Tensor, slices: Tensor, split_row: Tensor, split_ptr: 
         slices,
         split_row,
         split_ptr,
-        index,
-        queue(index),
+        *place_of(rowptr.device),
     )
     return counts[-1]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import place_of
 from fastsparse_core.ops._attention_call import Call
 from fastsparse_core.ops._edge_values import empty_values
 from fastsparse_core.ops._facts import used_csr
@@ -52,8 +52,7 @@ def forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor]:
     call = _laid_out(call)
     slots = adj.row_split.num_slots
     _room, (partial, partial_state) = scratch(v.device, slots * v.size(1), slots * heads * 2)
-    index = device_index(v.device)
-    _C.additive_attention(used_csr(adj), _input(call), out, lse, partial, partial_state, index, queue(index))
+    _C.additive_attention(used_csr(adj), _input(call), out, lse, partial, partial_state, *place_of(v.device))
     return out, lse
 
 
@@ -71,7 +70,6 @@ def backward(
     _room, (row_state, partial_row, partial_v, partial_score) = scratch(
         v.device, adj.num_dst * heads * 4, slots * heads * 4, slots_t * v.size(1), slots_t * heads
     )
-    index = device_index(v.device)
     _C.additive_attention_backward(
         used_csr(adj),
         used_csr(transposed),
@@ -86,8 +84,7 @@ def backward(
         partial_row,
         partial_v,
         partial_score,
-        index,
-        queue(index),
+        *place_of(v.device),
     )
     return grad_dst, grad_src, grad_v, None, grad_bias
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C, policy
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import place_of
 from fastsparse_core.formats.bsb import HEIGHT, MOST_COLUMNS
 from fastsparse_core.ops._attention_call import Call
 from fastsparse_core.ops._edge_values import empty_values
@@ -85,7 +85,6 @@ def forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor]:
     rows = adj.bsb_split.num_slots * HEIGHT
     partial = torch.empty(rows, v.size(1), dtype=torch.float32, device=v.device)
     partial_state = partial.new_empty(rows, heads, 2)
-    index = device_index(v.device)
     _C.attention_bsb(
         adj.bsb_structure(valued=call.bias is not None),
         _input(call),
@@ -93,8 +92,7 @@ def forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor]:
         lse,
         partial,
         partial_state,
-        index,
-        queue(index),
+        *place_of(v.device),
     )
     return out, lse
 
@@ -119,7 +117,6 @@ def backward(
     row_state = torch.empty(adj.num_dst, heads, numbers, dtype=torch.float32, device=v.device)
     partial_q = row_state.new_empty(rows, q.size(1))
     partial_k, partial_v = row_state.new_empty(rows_t, k.size(1)), row_state.new_empty(rows_t, v.size(1))
-    index = device_index(v.device)
     _C.attention_bsb_backward(
         adj.bsb_structure(valued=bias is not None),
         transposed.bsb_structure(valued=bias is not None),
@@ -135,8 +132,7 @@ def backward(
         partial_q,
         partial_k,
         partial_v,
-        index,
-        queue(index),
+        *place_of(v.device),
     )
     return grad_q, grad_k, grad_v, None, grad_bias
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import place_of
 from fastsparse_core.gpu import multiprocessors
 from fastsparse_core.ops import _additive_attention_csr as additive
 from fastsparse_core.ops import _edge_attention_unfused as step_by_step
@@ -115,11 +115,10 @@ def _weight_gradient(x: Tensor, x_edge: Tensor, y: Tensor, y_edge: Tensor, heads
     if not edge_width:
         return x.new_empty(width, 0)
     if x.is_cuda and num_rows:
-        index = device_index(x.device)
         num_parts = min(_PARTS * multiprocessors(x.device), -(-num_rows // _PART_ROWS))
         partial = x.new_empty(num_parts, width, edge_width, dtype=torch.float32)
         sizes = (num_rows, heads, width // heads, edge_width)
-        _C.head_outer(x, y, x_edge, y_edge, *sizes, partial, num_parts, x.dtype, index, queue(index))
+        _C.head_outer(x, y, x_edge, y_edge, *sizes, partial, num_parts, x.dtype, *place_of(x.device))
         return partial.sum(0).to(x.dtype)
 
     def product(x: Tensor, e: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import place_of
 from fastsparse_core.ops import _additive_attention_csr as additive
 from fastsparse_core.ops._attention_call import Call
 from fastsparse_core.ops._facts import used_csr
@@ -49,8 +49,7 @@ def forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor]:
     call = _laid_out(call)
     slots = adj.row_split.num_slots
     _room, (partial, partial_state) = scratch(x_src.device, slots * x_src.size(1), slots * heads * 2)
-    index = device_index(x_src.device)
-    _C.gatv2_attention(used_csr(adj), _input(call), out, lse, partial, partial_state, index, queue(index))
+    _C.gatv2_attention(used_csr(adj), _input(call), out, lse, partial, partial_state, *place_of(x_src.device))
     return out, lse
 
 
@@ -74,7 +73,6 @@ def backward(
     _room, (row_state, partial_dst, partial_src) = scratch(
         x_src.device, adj.num_dst * heads * 2, slots * width, slots_t * width
     )
-    index = device_index(x_src.device)
     _C.gatv2_attention_backward(
         used_csr(adj),
         used_csr(transposed),
@@ -89,8 +87,7 @@ def backward(
         row_state,
         partial_dst,
         partial_src,
-        index,
-        queue(index),
+        *place_of(x_src.device),
     )
     return grad_dst, grad_src, None, grad_att.sum(0).reshape(att.shape), None
 

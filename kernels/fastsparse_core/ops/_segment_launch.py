@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import device_index, place_of, queue
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
@@ -78,9 +78,8 @@ def gather_rows(src: Tensor, index: Tensor) -> Tensor:
     src, index = src.contiguous(), index.long().contiguous()
     num_rows = index.numel()
     out = src.new_empty(num_rows, src.size(1))
-    device = device_index(src.device)
     row_bytes = src.size(1) * src.element_size()
-    _C.gather_rows(src, index, out, num_rows, row_bytes, row_bytes, device, queue(device))
+    _C.gather_rows(src, index, out, num_rows, row_bytes, row_bytes, *place_of(src.device))
     return out
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C, policy
-from fastsparse_core.device import current_stream, device_index, queue
+from fastsparse_core.device import current_stream, device_index, place_of
 from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._edge_values import edges_from_dense, is_dense, num_heads
@@ -317,7 +317,6 @@ def add_transposed(
     x = unit_stride(x)
     if value is not None:
         value = value.contiguous()
-    index = device_index(x.device)
     count = out = None
     is_float = x.dtype == torch.float32
     if (is_float or num_given == 0) and policy.counts_sources(facts_of(adj), x.size(1)):
@@ -335,8 +334,7 @@ def add_transposed(
         num_given,
         count,
         out,
-        index,
-        queue(index),
+        *place_of(x.device),
     )
     return total if out is None else out
 

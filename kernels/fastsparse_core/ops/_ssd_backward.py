@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C, policy
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import device_index, place_of, queue
 from fastsparse_core.formats.row_panels import PanelLayout, RowPanels
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import is_first_derivative
@@ -138,7 +138,6 @@ def _launch_windows(
     scale_src: Tensor | None,
     out: Tensor,
 ) -> Tensor:
-    index = device_index(grad.device)
     total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     _C.ssd_backward_windows(
         _windows_structure(adj, windows, valued=value is not None),
@@ -151,8 +150,7 @@ def _launch_windows(
         scale_src,
         total,
         out,
-        index,
-        queue(index),
+        *place_of(grad.device),
     )
     return out
 
@@ -225,7 +223,6 @@ def grad_of_edge_values(
     if num_values == 0 or adj.num_edges == 0:
         return out
     grad, values, ids = unit_stride(grad), values.contiguous(), ids.contiguous()
-    index = device_index(grad.device)
     _C.ssd_value_grad(
         used_csr(adj),
         grad.dtype,
@@ -236,8 +233,7 @@ def grad_of_edge_values(
         scale_dst,
         scale_src,
         out,
-        index,
-        queue(index),
+        *place_of(grad.device),
     )
     return out
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import place_of
 from fastsparse_core.formats.cbsr import CBSR, ids_dtype
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._operands import unit_stride
@@ -96,8 +96,7 @@ def _maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values = x.new_empty(num_rows, k)
     ids = x.new_empty(num_rows, k, dtype=ids_dtype(width))
     if num_rows:
-        index = device_index(x.device)
-        _C.maxk(x.dtype, num_rows, width, k, x, values, ids, index, queue(index))
+        _C.maxk(x.dtype, num_rows, width, k, x, values, ids, *place_of(x.device))
     return values, ids
 
 
@@ -107,8 +106,7 @@ def _maxk_dense(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     out = x.new_empty(num_rows, width)
     kept = x.new_empty(num_rows, _num_words(width), dtype=torch.int32)
     if num_rows:
-        index = device_index(x.device)
-        _C.maxk_dense(x.dtype, num_rows, width, k, x, out, kept, index, queue(index))
+        _C.maxk_dense(x.dtype, num_rows, width, k, x, out, kept, *place_of(x.device))
     return out, kept
 
 
@@ -123,8 +121,7 @@ def _mask_rows(dense: Tensor, kept: Tensor) -> Tensor:
     num_rows, width = dense.shape
     out = dense.new_empty(num_rows, width)
     if out.numel():
-        index = device_index(dense.device)
-        _C.mask_rows(dense.dtype, num_rows, width, dense, kept, out, index, queue(index))
+        _C.mask_rows(dense.dtype, num_rows, width, dense, kept, out, *place_of(dense.device))
     return out
 
 
@@ -134,8 +131,7 @@ def write_out(values: Tensor, ids: Tensor, width: int) -> Tensor:
     num_rows, k = values.shape
     out = values.new_empty(num_rows, width)
     if out.numel():
-        index = device_index(values.device)
-        _C.cbsr_to_dense(values.dtype, num_rows, width, k, values, ids, out, index, queue(index))
+        _C.cbsr_to_dense(values.dtype, num_rows, width, k, values, ids, out, *place_of(values.device))
     return out
 
 
@@ -146,8 +142,7 @@ def gather(dense: Tensor, ids: Tensor) -> Tensor:
     k = ids.size(1)
     out = dense.new_empty(num_rows, k)
     if out.numel():
-        index = device_index(dense.device)
-        _C.cbsr_gather(dense.dtype, num_rows, width, k, dense, ids, out, index, queue(index))
+        _C.cbsr_gather(dense.dtype, num_rows, width, k, dense, ids, out, *place_of(dense.device))
     return out
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C, policy
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import place_of
 from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.ops._autocast import autocast
 from fastsparse_core.ops._checks import (
@@ -133,8 +133,7 @@ def sddmm_kernel(
         out,
         dtype,
     )
-    index = device_index(x_dst.device)
-    place = (index, queue(index))
+    place = place_of(x_dst.device)
     if kernel == "flashsparse":
         structure, slot_window, slot_entry, edge_id = adj.sddmm_structure()
         _C.sddmm_bsb(

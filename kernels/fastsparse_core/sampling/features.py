@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastsparse_core import _C
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import place_of
 from fastsparse_core.locks import ForkSafeLock
 from fastsparse_core.log import info_once
 from fastsparse_core.ops._operands import with_zeros_behind
@@ -105,10 +105,9 @@ def gather_on_cuda(table: Tensor, index: Tensor, aligned: bool = False) -> Tenso
     missing = -width % 8 if aligned and table.dim() == 2 and table.itemsize == 2 else 0
     shape = (width + missing,) if missing else table.shape[1:]
     out = torch.empty(num_rows, *shape, dtype=table.dtype, device=index.device)
-    device = device_index(index.device)
     row_bytes = width * table.itemsize
     sizes = (num_rows, row_bytes, row_bytes + missing * table.itemsize)
-    _C.gather_rows(table, index, out, *sizes, device, queue(device))
+    _C.gather_rows(table, index, out, *sizes, *place_of(index.device))
     return with_zeros_behind(out, width) if missing else out
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import place_of
 from fastsparse_core.sampling.relations import ALL, Graph, Relation
 
 #: Slots and nodes are numbered in 31 bits.
@@ -179,8 +179,7 @@ def enqueue(
         )
         for step in part.steps
     ]
-    index = device_index(device)
-    _C.sample_neighbors(part.node_table, address, part.sizes, seed, first_nodes, steps, index, queue(index))
+    _C.sample_neighbors(part.node_table, address, part.sizes, seed, first_nodes, steps, *place_of(device))
     part.read = part.values
     if device.type == "cuda":
         part.read = torch.empty(part.sizes, dtype=torch.int64, pin_memory=True)

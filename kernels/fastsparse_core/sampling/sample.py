@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import place_of
 from fastsparse_core.structure.adjacency import Adjacency
 from fastsparse_core.structure.batch import adjacency_of_batch
 
@@ -39,7 +39,6 @@ class Edges:
     def adjacency(self) -> Adjacency:
         """The edges as a structure, made without reading the device or checking them again."""
         device, (num_dst, _) = self.col.device, self.shape
-        index = device_index(device)
         with torch.inference_mode(False):
             rowptr = torch.empty(num_dst + 1, dtype=torch.int64, device=device)
             inv_degree = torch.empty(num_dst, dtype=torch.float32, device=device)
@@ -47,7 +46,7 @@ class Edges:
                 torch.empty(num_dst, 2, dtype=torch.int64, device=device) if device.type == "cuda" else None
             )
         _C.emit_rows(
-            self.edge_index[1], self.col.numel(), num_dst, rowptr, inv_degree, slices, index, queue(index)
+            self.edge_index[1], self.col.numel(), num_dst, rowptr, inv_degree, slices, *place_of(device)
         )
         return adjacency_of_batch(
             rowptr, self.col, self.shape, inv_degree, slices, most_entries=self.most_entries
