@@ -23,9 +23,8 @@ from fastsparse_core import (
 )
 from fastsparse_core.formats.bsb import HEIGHT, MOST_COLUMNS
 from fastsparse_core.ops import (
-    _additive_attention_csr,
     _attention_bsb,
-    _gatv2_attention_csr,
+    _gat_attention_csr,
 )
 from fastsparse_core.ops._checks import check_heads
 
@@ -157,7 +156,7 @@ def test_memory_does_not_grow_with_the_edges(kind, dtype):
         height = HEIGHT if kind == "dot_product" else 1
         partial = sum(split.num_slots for split in splits) * height * heads * (2 * width + 4) * 4
         # The gradient of `att`: a row for each of so many groups of lanes, and what summing takes.
-        groups = _gatv2_attention_csr.att_rows_of(len(adj.row_split.slices)) if kind == "gatv2" else 0
+        groups = _gat_attention_csr.att_rows_of(len(adj.row_split.slices)) if kind == "gatv2" else 0
         att = 2 * groups * heads * width * 4
         assert peak <= rows + numbers + partial + att + 4096
         # One score for every edge would not fit.
@@ -223,12 +222,12 @@ def test_blocks_of_both_directions_are_tried_where_a_gradient_is_wanted(monkeypa
     ],
 )
 def test_obstacles_of_gatv2_kernels(dtype, width, slope, reason):
-    assert _gatv2_attention_csr.obstacle(dtype, 2 * width, slope, 2) == reason
+    assert _gat_attention_csr.gatv2_obstacle(dtype, 2 * width, slope, 2) == reason
 
 
 def test_too_many_features_are_an_obstacle_of_additive_kernels():
-    heads = _additive_attention_csr.MAX_WIDTH // 256 + 1
-    message = _additive_attention_csr.obstacle(torch.float32, heads * 256, heads)
+    heads = _gat_attention_csr.MAX_WIDTH // 256 + 1
+    message = _gat_attention_csr.obstacle(torch.float32, heads * 256, heads)
     assert "features of all heads, more than" in message
 
 
@@ -240,8 +239,8 @@ def test_too_many_heads_are_refused_before_any_launch():
         check_heads(heads, torch.device("cuda"))
     dtype, width = torch.float32, heads * 4
     message = "65536 heads, more than 65535"
-    assert _additive_attention_csr.obstacle(dtype, width, heads) == message
-    assert _gatv2_attention_csr.obstacle(dtype, width, 0.2, heads) == message
+    assert _gat_attention_csr.obstacle(dtype, width, heads) == message
+    assert _gat_attention_csr.gatv2_obstacle(dtype, width, 0.2, heads) == message
     adj = Adjacency.from_coo(torch.tensor([0]), torch.tensor([1]), (4, 4))
     assert _attention_bsb.obstacle(adj, dtype, (width,), heads) == message
     heads = _attention_bsb.MAX_WIDTH // 256 + 1

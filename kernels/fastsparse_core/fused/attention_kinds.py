@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fastsparse_core.fused.head_scores import gradients_of_scores, head_scores, scores_of_rows
-from fastsparse_core.ops import _additive_attention_csr, _dot_product, _gatv2_attention_csr
 from fastsparse_core.ops import _attention_fused as kernels
 from fastsparse_core.ops import _attention_unfused as unfused
+from fastsparse_core.ops import _dot_product, _gat_attention_csr
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -95,7 +95,7 @@ class _Additive(Score):
     def has_kernel(
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
     ) -> bool:
-        return not (adj.col.is_cuda and _additive_attention_csr.obstacle(dtype, widths[0], heads))
+        return not (adj.col.is_cuda and _gat_attention_csr.obstacle(dtype, widths[0], heads))
 
     @staticmethod
     def forward(call: LayerCall, joint: Tensor, vectors: Tensors) -> Result:
@@ -131,7 +131,7 @@ class _Gatv2(Score):
     def has_kernel(
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
     ) -> bool:
-        return not (adj.col.is_cuda and _gatv2_attention_csr.obstacle(dtype, widths[0], scale, heads))
+        return not (adj.col.is_cuda and _gat_attention_csr.gatv2_obstacle(dtype, widths[0], scale, heads))
 
     @staticmethod
     def forward(call: LayerCall, joint: Tensor, vectors: Tensors) -> Result:

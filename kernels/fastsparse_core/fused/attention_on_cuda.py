@@ -16,7 +16,7 @@ from fastsparse_core.ops._attention_bsb import aligned
 from fastsparse_core.ops._dot_product import choice_on_cuda
 from fastsparse_core.ops._dtypes import cast
 from fastsparse_core.ops._facts import count_csr_use, used_csr
-from fastsparse_core.ops._gatv2_attention_csr import att_rows_of
+from fastsparse_core.ops._gat_attention_csr import att_rows_of
 from fastsparse_core.ops._operands import contiguous_floats, unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
 

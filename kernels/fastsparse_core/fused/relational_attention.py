@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import policy
-from fastsparse_core.ops import _additive_attention_csr
 from fastsparse_core.ops import _attention_unfused as unfused
+from fastsparse_core.ops import _gat_attention_csr
 from fastsparse_core.ops._attention_checks import draw_seed, drawn_by_replays
 from fastsparse_core.ops._attention_fused import additive, additive_gradients
 from fastsparse_core.ops._autocast import is_any_autocast_enabled, without_autocast
@@ -76,7 +76,7 @@ def relational_attention(
         )
         or not is_plain_eager(x)
         or policy.requested("attention", "auto") == "unfused"
-        or (x.is_cuda and _additive_attention_csr.obstacle(x.dtype, *query.shape))
+        or (x.is_cuda and _gat_attention_csr.obstacle(x.dtype, *query.shape))
         or drawn_by_replays(dropout_p)
     ):
         return None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsparse_core.ops import _additive_attention_csr, _attention_bsb, _attention_cpu, _gatv2_attention_csr
+from fastsparse_core.ops import _attention_bsb, _attention_cpu, _gat_attention_csr
 from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops._attention_call import ADDITIVE, DOT_PRODUCT, GATV2, Call
 from fastsparse_core.ops._dtypes import accumulation_dtype
@@ -101,7 +101,7 @@ def additive(
 ) -> tuple[Tensor, Tensor]:
     """:func:`dot_product` of additive attention."""
     operands = (score_dst.shape[1], score_dst, score_src, v, None, bias)
-    launches = _additive_attention_csr if v.is_cuda else _attention_cpu
+    launches = _gat_attention_csr if v.is_cuda else _attention_cpu
     return launches.forward(adj, Call(ADDITIVE, *operands, negative_slope, dropout_p, seed))
 
 
@@ -122,7 +122,7 @@ def additive_gradients(
     """Gradients of the scores, v and, if wanted, the bias."""
     operands = (score_dst.shape[1], score_dst, score_src, v, None, bias)
     call = Call(ADDITIVE, *operands, negative_slope, dropout_p, seed)
-    launches = _additive_attention_csr if v.is_cuda else _attention_cpu
+    launches = _gat_attention_csr if v.is_cuda else _attention_cpu
     grad_dst, grad_src, grad_v, _, grad_bias = launches.backward(adj, call, grad, None, lse, bias_wanted)
     return grad_dst, grad_src, grad_v, grad_bias
 
@@ -141,7 +141,7 @@ def gatv2(
 ) -> tuple[Tensor, Tensor]:
     """:func:`dot_product` of GATv2's attention."""
     operands = (att.shape[0], x_dst, x_src, x_src, att, None)
-    launches = _gatv2_attention_csr if x_src.is_cuda else _attention_cpu
+    launches = _gat_attention_csr if x_src.is_cuda else _attention_cpu
     return launches.forward(adj, Call(GATV2, *operands, negative_slope, dropout_p, seed))
 
 
@@ -160,7 +160,7 @@ def gatv2_gradients(
     """Gradients of the features of both ends and of att; the CPU's kernels do not read ``out``."""
     operands = (att.shape[0], x_dst, x_src, x_src, att, None)
     call = Call(GATV2, *operands, negative_slope, dropout_p, seed)
-    launches = _gatv2_attention_csr if x_src.is_cuda else _attention_cpu
+    launches = _gat_attention_csr if x_src.is_cuda else _attention_cpu
     grad_dst, grad_src, _, grad_att, _ = launches.backward(adj, call, grad, out, lse, False)
     return grad_dst, grad_src, grad_att
 

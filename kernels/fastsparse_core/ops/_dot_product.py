@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import policy
-from fastsparse_core.ops import _additive_attention_csr, _attention_bsb
+from fastsparse_core.ops import _attention_bsb, _gat_attention_csr
 from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._facts import facts_of, follow
 from fastsparse_core.structure.adjacency import Adjacency
@@ -32,7 +32,7 @@ def csr_obstacle_of(adj: Adjacency, dtype: torch.dtype, width: int, heads: int) 
     """:func:`csr_obstacle` on CUDA, of features of a dtype and a width, that of all heads."""
     if adj.num_values >= 2**32:
         return f"{adj.num_values} values, 2^32 or more"
-    return _additive_attention_csr.obstacle(dtype, width, heads)
+    return _gat_attention_csr.obstacle(dtype, width, heads)
 
 
 def kernel(

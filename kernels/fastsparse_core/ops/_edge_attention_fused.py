@@ -19,8 +19,8 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import place_of
 from fastsparse_core.gpu import multiprocessors
-from fastsparse_core.ops import _additive_attention_csr as additive
 from fastsparse_core.ops import _edge_attention_unfused as step_by_step
+from fastsparse_core.ops import _gat_attention_csr as gat
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.ops._edge_attention_launch import (
     CPU_PARTS,
@@ -64,7 +64,7 @@ def obstacle(adj: Adjacency, v: Tensor, edge_attr: Tensor, heads: int) -> str:
         return f"{edge_attr.size(1)} features of an edge, more than {MOST_FEATURES}"
     if adj.num_values >= 2**32:
         return f"{adj.num_values} values, 2^32 or more"
-    return additive.obstacle(v.dtype, v.size(1), heads)
+    return gat.obstacle(v.dtype, v.size(1), heads)
 
 
 # ---------------------------------------------------------------- products with the edges' linear map

@@ -31,7 +31,7 @@ from fastsparse_core.ops._edge_attention_launch import (
     unpadded,
 )
 from fastsparse_core.ops._fused_registration import register_fused
-from fastsparse_core.ops._gatv2_attention_csr import att_rows_of as att_rows
+from fastsparse_core.ops._gat_attention_csr import att_rows_of as att_rows
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: Most features of an edge that the kernels of GATv2 take: more are projected to rows once.

@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import policy
-from fastsparse_core.ops import (
-    _additive_attention_csr,
-    _dot_product,
-    _edge_attention_fused,
-    _gatv2_attention_csr,
-    _gatv2_edge_attention_fused,
-)
 from fastsparse_core.ops import _attention_fused as fused
 from fastsparse_core.ops import _attention_unfused as unfused
+from fastsparse_core.ops import (
+    _dot_product,
+    _edge_attention_fused,
+    _gat_attention_csr,
+    _gatv2_edge_attention_fused,
+)
 from fastsparse_core.ops import _edge_attention_unfused as unfused_edges
 from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._attention_checks import (
@@ -223,7 +222,7 @@ def additive_attention(
     features = v.flatten(1)
     obstacle = drawn_by_replays(dropout_p)
     if v.device.type == "cuda":
-        obstacle = obstacle or _additive_attention_csr.obstacle(v.dtype, features.size(1), heads)
+        obstacle = obstacle or _gat_attention_csr.obstacle(v.dtype, features.size(1), heads)
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
         if not torch.compiler.is_compiling():
             adj.plans["GAT", v.dtype, features.size(1), heads, score_dst.dtype, algorithm] = True
@@ -313,7 +312,7 @@ def gatv2_attention(
         return out if x_src.dim() == 2 else out.reshape(adj.num_dst, *x_src.shape[1:])
     obstacle = drawn_by_replays(dropout_p)
     if x_src.device.type == "cuda" and not obstacle:
-        obstacle = _gatv2_attention_csr.obstacle(x_src.dtype, features.size(1), negative_slope, heads)
+        obstacle = _gat_attention_csr.gatv2_obstacle(x_src.dtype, features.size(1), negative_slope, heads)
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
         if not torch.compiler.is_compiling():
             adj.plans["GATv2", x_src.dtype, att.shape, att.dtype, negative_slope, algorithm] = True
