@@ -42,9 +42,7 @@ def slotted_ssd(
     total = torch.zeros(adj.num_dst, width, device=values.device)
     _C.ssd_slots(
         adj.edge_group_structure(lengths.SHORT_EDGE_GROUP),
-        values.dtype,
         width,
-        values.size(1),
         values,
         ids,
         value,

@@ -140,6 +140,12 @@ class DeviceGuard {
 // A matrix whose stride Python gives beside it.
 struct AddressAndStride : DenseView {};
 
+// A matrix with what else a tensor says of it.
+struct Matrix : DenseView {
+  Dtype dtype;
+  std::int64_t rows, width;
+};
+
 // Values of edges with one head.
 struct OneHead : EdgeValueView {};
 
@@ -194,27 +200,29 @@ class SpmmPlan {
   int device_;
 };
 
-void spmm_csr_transposed(const CsrStructure& structure, Dtype dtype, std::int64_t width, DenseView x,
-                         OneHead value, Address scale_dst, Address scale_src, Address sum,
-                         std::int64_t num_given, Address count, Address out, int device, Address queue) {
+void spmm_csr_transposed(const CsrStructure& structure, Matrix x, OneHead value, Address scale_dst,
+                         Address scale_src, Address sum, std::int64_t num_given, Address count, Address out,
+                         int device, Address queue) {
   const SpmmTransposedArgs args{structure.a, structure.split, value, x,   scale_dst, scale_src,
-                                sum,         num_given,       count, out, width,     dtype};
+                                sum,         num_given,       count, out, x.width,   x.dtype};
   FASTSPARSE_RUN(spmm_csr_transposed, args, device, queue);
 }
 
 #ifdef FASTSPARSE_WITH_CUDA
-void sum_of_rows(Address rows, std::int64_t num_rows, std::int64_t width, std::int64_t row_stride,
-                 Dtype dtype, Address partial, std::int64_t num_parts, Address out, Dtype out_dtype,
+void sum_of_rows(Matrix rows, Address partial, std::int64_t num_parts, Address out, Dtype out_dtype,
                  int device, Address queue) {
-  const SumOfRowsArgs args{rows, num_rows, width, row_stride, partial, num_parts, out, dtype, out_dtype};
+  const SumOfRowsArgs args{rows.data, rows.rows, rows.width, rows.stride, partial,
+                           num_parts, out,       rows.dtype, out_dtype};
   FASTSPARSE_RUN_CUDA(sum_of_rows, args, device, queue);
 }
 
-void aggregate_linear(const CsrStructure& structure, bool sums_given, Address scale_dst, std::int64_t width,
-                      DenseView x, std::int64_t out_width, Address weight, Address root_weight, Address bias,
-                      Address sums, Address out, int num_terms, int device, Address queue) {
-  const AggregateLinearArgs args{structure.a, sums_given, scale_dst, x,     weight,    root_weight,
-                                 bias,        sums,       out,       width, out_width, num_terms};
+void aggregate_linear(const CsrStructure& structure, bool sums_given, Address scale_dst, Matrix x,
+                      Matrix weight, Address root_weight, Address bias, Address sums, Address out,
+                      int num_terms, int device, Address queue) {
+  const AggregateLinearArgs args{
+      structure.a, sums_given, scale_dst, x,   static_cast<const float*>(weight.data),
+      root_weight, bias,       sums,      out, x.width,
+      weight.rows, num_terms};
   FASTSPARSE_RUN_CUDA(aggregate_linear, args, device, queue);
 }
 
@@ -230,11 +238,10 @@ void aggregate_linear_backward(std::int64_t num_rows, Address grad, std::int64_t
   FASTSPARSE_RUN_CUDA(slab_sums, sums_args, device, queue);
 }
 
-void head_outer(DenseView x, DenseView y, Address x_edge, Address y_edge, std::int64_t num_rows,
-                std::int64_t heads, std::int64_t head_width, std::int64_t edge_width, Address partial,
-                std::int64_t num_parts, Dtype dtype, int device, Address queue) {
-  const HeadOuterArgs args{x.data, x.stride,   y.data,     y.stride, x_edge,    y_edge, num_rows,
-                           heads,  head_width, edge_width, partial,  num_parts, dtype};
+void head_outer(Matrix x, DenseView y, Address x_edge, Address y_edge, std::int64_t heads,
+                std::int64_t edge_width, Address partial, std::int64_t num_parts, int device, Address queue) {
+  const HeadOuterArgs args{x.data, x.stride,        y.data,     y.stride, x_edge,    y_edge, x.rows,
+                           heads,  x.width / heads, edge_width, partial,  num_parts, x.dtype};
   FASTSPARSE_RUN_CUDA(head_outer, args, device, queue);
 }
 
@@ -255,26 +262,31 @@ BsbView make_bsb(Address quad, Address window_ptr, Address window_row, Address q
           runs,     num_runs};
 }
 
-void spmm_bsb(const BsbView& structure, Dtype dtype, std::int64_t width, DenseView x, EdgeValueView value,
-              Address quad_vector, Address vector_scale, Address scale_dst, Address scale_src, Address loop,
-              Address bias, bool relu, Address out, Address partial, int features_per_lane,
-              int blocks_per_step, bool tf32, int device, Address queue) {
+void spmm_bsb(const BsbView& structure, Matrix x, EdgeValueView value, Address quad_vector,
+              Address vector_scale, Address scale_dst, Address scale_src, Address loop, Address bias,
+              bool relu, Address out, Address partial, int features_per_lane, int blocks_per_step, bool tf32,
+              int device, Address queue) {
   const SpmmBsbArgs args{
-      structure, value, quad_vector,       vector_scale,    x,    scale_dst, scale_src, loop, bias, relu, out,
-      partial,   width, features_per_lane, blocks_per_step, tf32, dtype};
+      structure, value, quad_vector, vector_scale, x,       scale_dst,         scale_src,       loop,
+      bias,      relu,  out,         partial,      x.width, features_per_lane, blocks_per_step, tf32,
+      x.dtype};
   FASTSPARSE_RUN_CUDA(spmm_bsb, args, device, queue);
 }
 
-AttentionBsbInput attention_bsb_input(Dtype dtype, std::int64_t heads, std::int64_t head_width,
-                                      std::int64_t value_width, DenseView q, DenseView k, DenseView v,
-                                      Address bias, Dtype bias_dtype, float scale, double dropout_p,
-                                      std::int64_t seed, bool tf32) {
-  return {q,           k,
-          v,           {bias, bias_dtype, heads},
-          scale,       make_dropout(dropout_p, seed),
-          heads,       head_width,
-          value_width, tf32,
-          dtype};
+AttentionBsbInput attention_bsb_input(std::int64_t heads, Matrix q, DenseView k, Matrix v, Address bias,
+                                      Dtype bias_dtype, float scale, double dropout_p, std::int64_t seed,
+                                      bool tf32) {
+  return {q,
+          k,
+          v,
+          {bias, bias_dtype, heads},
+          scale,
+          make_dropout(dropout_p, seed),
+          heads,
+          q.width / heads,
+          v.width / heads,
+          tf32,
+          v.dtype};
 }
 
 void attention_bsb(const BsbView& structure, const AttentionBsbInput& input, Address out, Address lse,
@@ -294,13 +306,18 @@ void attention_bsb_backward(const BsbView& structure, const BsbView& transposed,
   FASTSPARSE_RUN_CUDA(attention_bsb_backward, args, device, queue);
 }
 
-AdditiveAttentionInput additive_input(Dtype dtype, std::int64_t heads, std::int64_t head_width,
-                                      Address score_dst, Address score_src, DenseView v, Address bias,
-                                      Dtype bias_dtype, float negative_slope, double dropout_p,
+AdditiveAttentionInput additive_input(std::int64_t heads, Address score_dst, Address score_src, Matrix v,
+                                      Address bias, Dtype bias_dtype, float negative_slope, double dropout_p,
                                       std::int64_t seed) {
-  return {
-      score_dst, score_src,  v,    {bias, bias_dtype, heads}, negative_slope, make_dropout(dropout_p, seed),
-      heads,     head_width, dtype};
+  return {score_dst,
+          score_src,
+          v,
+          {bias, bias_dtype, heads},
+          negative_slope,
+          make_dropout(dropout_p, seed),
+          heads,
+          v.width / heads,
+          v.dtype};
 }
 
 void additive_attention(const CsrStructure& structure, const AdditiveAttentionInput& input, Address out,
@@ -321,10 +338,10 @@ void additive_attention_backward(const CsrStructure& structure, const CsrStructu
   FASTSPARSE_RUN_CUDA(additive_attention_backward, args, device, queue);
 }
 
-Gatv2AttentionInput gatv2_input(Dtype dtype, std::int64_t heads, std::int64_t head_width, DenseView x_dst,
-                                DenseView x_src, Address att, float negative_slope, double dropout_p,
-                                std::int64_t seed) {
-  return {x_dst, x_src, att, negative_slope, make_dropout(dropout_p, seed), heads, head_width, dtype};
+Gatv2AttentionInput gatv2_input(std::int64_t heads, DenseView x_dst, Matrix x_src, Address att,
+                                float negative_slope, double dropout_p, std::int64_t seed) {
+  return {x_dst,      x_src, att, negative_slope, make_dropout(dropout_p, seed), heads, x_src.width / heads,
+          x_src.dtype};
 }
 
 void gatv2_attention(const CsrStructure& structure, const Gatv2AttentionInput& input, Address out,
@@ -345,51 +362,54 @@ void gatv2_attention_backward(const CsrStructure& structure, const CsrStructure&
 }
 
 void sddmm_bsb(const BsbView& structure, Address rowptr, Address slot_window, Address slot_entry,
-               Address quad_vector, Address edge_id, bool edge_id_is_64bit, Dtype dtype, std::int64_t heads,
-               std::int64_t head_width, DenseView x_dst, DenseView x_src, Address scale_dst,
-               Address scale_src, Address out, Dtype out_dtype, bool tf32, int device, Address queue) {
-  const SddmmBsbArgs args{structure,        rowptr, slot_window, slot_entry, quad_vector, edge_id,
-                          edge_id_is_64bit, x_dst,  x_src,       scale_dst,  scale_src,   out,
-                          out_dtype,        heads,  head_width,  tf32,       dtype};
+               Address quad_vector, Address edge_id, bool edge_id_is_64bit, std::int64_t heads, Matrix x_dst,
+               DenseView x_src, Address scale_dst, Address scale_src, Address out, Dtype out_dtype, bool tf32,
+               int device, Address queue) {
+  const SddmmBsbArgs args{
+      structure,  rowptr,    slot_window, slot_entry, quad_vector, edge_id, edge_id_is_64bit,    x_dst,
+      x_src,      scale_dst, scale_src,   out,        out_dtype,   heads,   x_dst.width / heads, tf32,
+      x_dst.dtype};
   FASTSPARSE_RUN_CUDA(sddmm_bsb, args, device, queue);
 }
 #endif
 
-void spmm_extremum(const CsrStructure& structure, Dtype dtype, std::int64_t width, DenseView x,
-                   EdgeValueView value, bool minimum, bool adds, Address out, Address arg, Address partial,
-                   Address partial_arg, int device, Address queue) {
-  const SpmmExtremumArgs args{structure.a, structure.split, value, x,       out,  arg,
-                              partial,     partial_arg,     width, minimum, adds, dtype};
+void spmm_extremum(const CsrStructure& structure, Matrix x, EdgeValueView value, bool minimum, bool adds,
+                   Address out, Address arg, Address partial, Address partial_arg, int device,
+                   Address queue) {
+  const SpmmExtremumArgs args{structure.a, structure.split, value,   x,       out,  arg,
+                              partial,     partial_arg,     x.width, minimum, adds, x.dtype};
   FASTSPARSE_RUN(spmm_extremum, args, device, queue);
 }
 
-void spmm_extremum_backward(const CsrStructure& transposed, Dtype dtype, std::int64_t num_rows,
-                            std::int64_t width, DenseView grad, DenseView x, EdgeValueView value, Address arg,
-                            Address source, Address grad_x, Address grad_value, Address partial, int device,
-                            Address queue) {
-  const SpmmExtremumBackwardArgs args{transposed.a, transposed.split, value,   grad,     x,     arg,  source,
-                                      grad_x,       grad_value,       partial, num_rows, width, dtype};
+void spmm_extremum_backward(const CsrStructure& transposed, Matrix grad, DenseView x, EdgeValueView value,
+                            Address arg, Address source, Address grad_x, Address grad_value, Address partial,
+                            int device, Address queue) {
+  const SpmmExtremumBackwardArgs args{transposed.a, transposed.split, value,     grad,       x,
+                                      arg,          source,           grad_x,    grad_value, partial,
+                                      grad.rows,    grad.width,       grad.dtype};
   FASTSPARSE_RUN(spmm_extremum_backward, args, device, queue);
 }
 
-void sddmm_csr(const CsrStructure& structure, Dtype dtype, std::int64_t heads, std::int64_t head_width,
-               DenseView x_dst, DenseView x_src, Address scale_dst, Address scale_src, Address out,
-               Dtype out_dtype, Address row, int device, Address queue) {
-  const SddmmArgs args{structure.a, structure.split, x_dst, x_src,      scale_dst, scale_src,
-                       out,         out_dtype,       heads, head_width, dtype,     row};
+void sddmm_csr(const CsrStructure& structure, std::int64_t heads, Matrix x_dst, DenseView x_src,
+               Address scale_dst, Address scale_src, Address out, Dtype out_dtype, Address row, int device,
+               Address queue) {
+  const SddmmArgs args{structure.a, structure.split,     x_dst,       x_src,
+                       scale_dst,   scale_src,           out,         out_dtype,
+                       heads,       x_dst.width / heads, x_dst.dtype, row};
   FASTSPARSE_RUN(sddmm_csr, args, device, queue);
 }
 
-void edge_softmax(const CsrStructure& structure, Dtype dtype, std::int64_t heads, Address input, Address grad,
-                  Address out, Address partial, int device, Address queue) {
-  const EdgeSoftmaxArgs args{structure.a, structure.split, input, grad, out, partial, heads, dtype};
+void edge_softmax(const CsrStructure& structure, Matrix input, Address grad, Address out, Address partial,
+                  int device, Address queue) {
+  const EdgeSoftmaxArgs args{structure.a, structure.split, input.data,  grad,
+                             out,         partial,         input.width, input.dtype};
   FASTSPARSE_RUN(edge_softmax, args, device, queue);
 }
 
-void segment_reduce(const CsrStructure& structure, Dtype dtype, Reduction reduction, std::int64_t width,
-                    DenseView x, Address out, Address extra, Address partial, Address facts, int device,
-                    Address queue) {
-  const SegmentReduceArgs args{structure.a, structure.split, x, out, extra, partial, width, reduction, dtype};
+void segment_reduce(const CsrStructure& structure, Reduction reduction, Matrix x, Address out, Address extra,
+                    Address partial, Address facts, int device, Address queue) {
+  const SegmentReduceArgs args{structure.a, structure.split, x,         out,    extra,
+                               partial,     x.width,         reduction, x.dtype};
 #ifdef FASTSPARSE_WITH_CUDA
   if (facts) {
     const DeviceGuard guard(device);
@@ -402,9 +422,8 @@ void segment_reduce(const CsrStructure& structure, Dtype dtype, Reduction reduct
   FASTSPARSE_RUN(segment_reduce, args, device, queue);
 }
 
-AttentionCsrArgs attention_csr_args(const CsrStructure& structure, AttentionScore kind, Dtype dtype,
-                                    std::int64_t heads, std::int64_t head_width, std::int64_t value_width,
-                                    DenseView dst, DenseView src, DenseView v, Address att, Address bias,
+AttentionCsrArgs attention_csr_args(const CsrStructure& structure, AttentionScore kind, std::int64_t heads,
+                                    Matrix dst, DenseView src, Matrix v, Address att, Address bias,
                                     Dtype bias_dtype, double scale, double dropout_p, std::int64_t seed,
                                     Address out, Address lse) {
   return {structure.a,
@@ -418,9 +437,9 @@ AttentionCsrArgs attention_csr_args(const CsrStructure& structure, AttentionScor
           make_dropout(dropout_p, seed),
           1 / (1 - dropout_p),
           heads,
-          head_width,
-          value_width,
-          dtype,
+          kind == AttentionScore::kAdditive ? 0 : dst.width / std::max<std::int64_t>(heads, 1),
+          v.width / std::max<std::int64_t>(heads, 1),
+          v.dtype,
           out,
           lse};
 }
@@ -439,11 +458,11 @@ void attention_csr_backward(const AttentionCsrArgs& forward, const CsrStructure&
   cpu::attention_csr_backward(args, threads);
 }
 
-HeadScoresArgs head_scores_args(Dtype dtype, std::int64_t num_rows, std::int64_t heads,
-                                std::int64_t head_width, DenseView v, Address first_vector,
-                                Address second_vector, Address first_scores, Address second_scores) {
-  return {v,    {first_vector, second_vector}, {first_scores, second_scores}, num_rows, heads, head_width,
-          dtype};
+HeadScoresArgs head_scores_args(std::int64_t heads, Matrix v, Address first_vector, Address second_vector,
+                                Address first_scores, Address second_scores) {
+  return {
+      v,      {first_vector, second_vector}, {first_scores, second_scores}, v.rows, heads, v.width / heads,
+      v.dtype};
 }
 
 void head_scores(const HeadScoresArgs& args, int threads) {
@@ -679,9 +698,8 @@ class CudaAttentionLayer {
 };
 #endif
 
-EdgeAttentionInput edge_attention_input(bool gatv2, Dtype dtype, std::int64_t heads, std::int64_t head_width,
-                                        std::int64_t edge_width, DenseView q, DenseView k, DenseView v,
-                                        Address q_edge, Address edge, Address att, Address weight,
+EdgeAttentionInput edge_attention_input(bool gatv2, std::int64_t heads, DenseView q, Matrix k, DenseView v,
+                                        Address q_edge, Matrix edge, Address att, Address weight,
                                         Address bias, Dtype bias_dtype, double scale, double dropout_p,
                                         std::int64_t seed) {
   return {gatv2,
@@ -689,7 +707,7 @@ EdgeAttentionInput edge_attention_input(bool gatv2, Dtype dtype, std::int64_t he
           k,
           v,
           q_edge,
-          edge,
+          edge.data,
           att,
           weight,
           {bias, bias_dtype, heads},
@@ -697,9 +715,9 @@ EdgeAttentionInput edge_attention_input(bool gatv2, Dtype dtype, std::int64_t he
           make_dropout(dropout_p, seed),
           1 / (1 - dropout_p),
           heads,
-          head_width,
-          edge_width,
-          dtype};
+          k.width / std::max<std::int64_t>(heads, 1),
+          edge.width,
+          k.dtype};
 }
 
 void edge_attention(const CsrStructure& structure, const EdgeAttentionInput& input, Address out,
@@ -780,13 +798,12 @@ void edge_messages_backward(const CsrStructure& structure, const CsrStructure& t
   FASTSPARSE_RUN(edge_messages_backward, args, device, queue);
 }
 
-MultiAggregateInput multi_aggregate_input(Dtype dtype, std::int64_t width, std::int64_t group_width,
-                                          DenseView x_src, DenseView x_dst, Address edge, Address weight,
-                                          std::int64_t edge_width,
-                                          const std::array<int, kNumAggregations>& slots, int num_slots,
-                                          double min_variance) {
-  MultiAggregateInput input{x_src,       x_dst, edge,      weight,       edge_width, width,
-                            group_width, {},    num_slots, min_variance, dtype};
+MultiAggregateInput multi_aggregate_input(std::int64_t groups, Matrix x_src, DenseView x_dst, Matrix edge,
+                                          Address weight, const std::array<int, kNumAggregations>& slots,
+                                          int num_slots, double min_variance) {
+  MultiAggregateInput input{
+      x_src, x_dst,     edge.data,    weight,     edge.width, x_src.width, x_src.width / groups,
+      {},    num_slots, min_variance, x_src.dtype};
   std::copy(slots.begin(), slots.end(), input.slot);
   return input;
 }
@@ -816,19 +833,18 @@ void multi_aggregate_backward(const CsrStructure& structure, const CsrStructure&
   FASTSPARSE_RUN(multi_aggregate_backward, args, device, queue);
 }
 
-void ssd_backward(const CsrStructure& transposed, Dtype dtype, DenseView grad, OneHead value, KeptIdsView ids,
+void ssd_backward(const CsrStructure& transposed, Matrix grad, OneHead value, KeptIdsView ids,
                   Address scale_dst, Address scale_src, Address out, Address partial, int device,
                   Address queue) {
   const SsdBackwardArgs args{transposed.a, transposed.split, value, grad,    ids,
-                             scale_dst,    scale_src,        out,   partial, dtype};
+                             scale_dst,    scale_src,        out,   partial, grad.dtype};
   FASTSPARSE_RUN(ssd_backward, args, device, queue);
 }
 
-void ssd_value_grad(const CsrStructure& structure, Dtype dtype, DenseView grad, std::int64_t width,
-                    Address kept, KeptIdsView ids, Address scale_dst, Address scale_src, Address out,
-                    int device, Address queue) {
-  const SsdValueGradArgs args{structure.a, structure.split, grad,      width, kept,
-                              ids,         scale_dst,       scale_src, out,   dtype};
+void ssd_value_grad(const CsrStructure& structure, Matrix grad, Address kept, KeptIdsView ids,
+                    Address scale_dst, Address scale_src, Address out, int device, Address queue) {
+  const SsdValueGradArgs args{structure.a, structure.split, grad,      grad.width, kept,
+                              ids,         scale_dst,       scale_src, out,        grad.dtype};
   FASTSPARSE_RUN(ssd_value_grad, args, device, queue);
 }
 
@@ -840,11 +856,11 @@ RowPanelsView make_row_panels(Address entry, Address value_id, bool value_id_is_
           height, strip,    num_rows,          num_cols};
 }
 
-void ssd_backward_windows(const RowPanelsView& structure, Dtype dtype, DenseView grad, std::int64_t width,
-                          OneHead value, KeptIdsView ids, Address scale_dst, Address scale_src, Address sum,
-                          Address out, int device, Address queue) {
-  const SsdBackwardWindowsArgs args{structure, value,     grad, width, ids,
-                                    scale_dst, scale_src, sum,  out,   dtype};
+void ssd_backward_windows(const RowPanelsView& structure, Matrix grad, OneHead value, KeptIdsView ids,
+                          Address scale_dst, Address scale_src, Address sum, Address out, int device,
+                          Address queue) {
+  const SsdBackwardWindowsArgs args{structure, value,     grad, grad.width, ids,
+                                    scale_dst, scale_src, sum,  out,        grad.dtype};
   FASTSPARSE_RUN_CUDA(ssd_backward_windows, args, device, queue);
 }
 #endif
@@ -1165,52 +1181,46 @@ void row_split_fill(Address rowptr, std::int64_t num_rows, std::int64_t longest,
 }
 #endif
 
-void maxk(Dtype dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, DenseView x, Address values,
-          Address ids, int device, Address queue) {
-  const MaxkArgs args{x, values, ids, nullptr, nullptr, num_rows, width, k, dtype};
+void maxk(Matrix x, std::int64_t k, Address values, Address ids, int device, Address queue) {
+  const MaxkArgs args{x, values, ids, nullptr, nullptr, x.rows, x.width, k, x.dtype};
   FASTSPARSE_RUN(maxk, args, device, queue);
 }
 
-void maxk_dense(Dtype dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, DenseView x,
-                Address out, Address kept, int device, Address queue) {
-  const MaxkArgs args{x, nullptr, nullptr, out, kept, num_rows, width, k, dtype};
+void maxk_dense(Matrix x, std::int64_t k, Address out, Address kept, int device, Address queue) {
+  const MaxkArgs args{x, nullptr, nullptr, out, kept, x.rows, x.width, k, x.dtype};
   FASTSPARSE_RUN(maxk, args, device, queue);
 }
 
-void mask_rows(Dtype dtype, std::int64_t num_rows, std::int64_t width, DenseView dense, Address kept,
-               Address out, int device, Address queue) {
-  const MaskRowsArgs args{dense, kept, out, num_rows, width, dtype};
+void mask_rows(Matrix dense, Address kept, Address out, int device, Address queue) {
+  const MaskRowsArgs args{dense, kept, out, dense.rows, dense.width, dense.dtype};
   FASTSPARSE_RUN(mask_rows, args, device, queue);
 }
 
-void cbsr_to_dense(Dtype dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, Address values,
-                   Address ids, Address out, int device, Address queue) {
-  const CbsrToDenseArgs args{values, ids, out, num_rows, width, k, dtype};
+void cbsr_to_dense(std::int64_t width, Matrix values, Address ids, Address out, int device, Address queue) {
+  const CbsrToDenseArgs args{values.data, ids, out, values.rows, width, values.width, values.dtype};
   FASTSPARSE_RUN(cbsr_to_dense, args, device, queue);
 }
 
-void cbsr_gather(Dtype dtype, std::int64_t num_rows, std::int64_t width, std::int64_t k, DenseView dense,
-                 Address ids, Address out, int device, Address queue) {
-  const CbsrGatherArgs args{dense, ids, out, num_rows, width, k, dtype};
+void cbsr_gather(Matrix dense, KeptIdsView ids, Address out, int device, Address queue) {
+  const CbsrGatherArgs args{dense, ids.data, out, dense.rows, dense.width, ids.k, dense.dtype};
   FASTSPARSE_RUN(cbsr_gather, args, device, queue);
 }
 
-void ssd(const CsrStructure& structure, Dtype dtype, std::int64_t width, std::int64_t k, Address values,
-         Address ids, OneHead value, Address scale_dst, Address scale_src, Address bias, Address out,
-         Address partial, Address packed, int longest_group, std::int64_t num_long, bool few_entries,
-         int device, Address queue) {
-  const SsdArgs args{structure.a, structure.split, longest_group, num_long, few_entries, value,  values, ids,
-                     scale_dst,   scale_src,       bias,          out,      partial,     packed, width,  k,
-                     dtype};
+void ssd(const CsrStructure& structure, std::int64_t width, Matrix values, Address ids, OneHead value,
+         Address scale_dst, Address scale_src, Address bias, Address out, Address partial, Address packed,
+         int longest_group, std::int64_t num_long, bool few_entries, int device, Address queue) {
+  const SsdArgs args{structure.a, structure.split, longest_group, num_long, few_entries, value,   values.data,
+                     ids,         scale_dst,       scale_src,     bias,     out,         partial, packed,
+                     width,       values.width,    values.dtype};
   FASTSPARSE_RUN(ssd, args, device, queue);
 }
 
 #ifdef FASTSPARSE_WITH_CUDA
-void ssd_slots(const CsrStructure& structure, Dtype dtype, std::int64_t width, std::int64_t k, Address values,
-               Address ids, OneHead value, Address scale_src, Address sum, int slots, bool update_mode,
-               bool coupled, int device, Address queue) {
-  const SsdSlotsArgs args{structure.a, structure.split, value,   values, ids, scale_src, sum,
-                          slots,       update_mode,     coupled, width,  k,   dtype};
+void ssd_slots(const CsrStructure& structure, std::int64_t width, Matrix values, Address ids, OneHead value,
+               Address scale_src, Address sum, int slots, bool update_mode, bool coupled, int device,
+               Address queue) {
+  const SsdSlotsArgs args{structure.a, structure.split, value,   values.data, ids,          scale_src,   sum,
+                          slots,       update_mode,     coupled, width,       values.width, values.dtype};
   FASTSPARSE_RUN_CUDA(ssd_slots, args, device, queue);
 }
 #endif
@@ -1493,6 +1503,10 @@ T* structure_in(PyObject* object) {
   return static_cast<T*>(caster);
 }
 
+Dtype dtype_in(PyObject* tensor) {
+  return dtype_of(found_in(tensor, PyObject_GetAttr(tensor, names().dtype)).ptr());
+}
+
 EdgeValueView edge_values(PyObject* tensor, std::int64_t heads) {
   if (tensor == Py_None) return {nullptr, Dtype::kFloat64, heads};
   return {address_of(tensor), dtype_of(found_in(tensor, PyObject_GetAttr(tensor, names().dtype)).ptr()),
@@ -1518,6 +1532,10 @@ decltype(auto) argument(PyObject* const* first) {
   } else if constexpr (std::is_same_v<T, DenseView>) {
     if (object == Py_None) return DenseView{nullptr, 0};
     return DenseView{address_of(object), ask(object, names().stride, 0)};
+  } else if constexpr (std::is_same_v<T, Matrix>) {
+    if (object == Py_None) return Matrix{};
+    return Matrix{argument<DenseView>(first), dtype_in(object), ask(object, names().size, 0),
+                  ask(object, names().size, 1)};
   } else if constexpr (std::is_same_v<T, AddressAndStride>) {
     return T{{argument<Address>(first), argument<std::int64_t>(first + 1)}};
   } else if constexpr (std::is_same_v<T, OneHead>) {

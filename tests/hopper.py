@@ -102,10 +102,8 @@ def _forward(
     adj: Any,
     sums_given: bool,
     scale_dst: Memory,
-    width: int,
     x: Tensor,
-    out_width: int,
-    weight: Memory,
+    weight: Tensor,
     root_weight: Memory,
     bias: Memory,
     sums: Memory,
@@ -113,7 +111,7 @@ def _forward(
     num_terms: int,
     *_: Any,
 ) -> None:
-    num_dst, num_src = adj.shape
+    (num_dst, num_src), (out_width, width) = adj.shape, weight.shape
     features = _matrix(x, num_src, width, x.stride(0))
     matrices = [_matrix(each, out_width, width, width) for each in (weight, root_weight)]
     if sums_given:

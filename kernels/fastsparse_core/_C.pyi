@@ -53,10 +53,7 @@ class BsbStructure:  # only in builds with the CUDA half
 class AttentionBsbInput:  # this and what takes it: only in builds with the CUDA half
     def __init__(
         self,
-        dtype: _Dtype,
         heads: int,
-        head_width: int,
-        value_width: int,
         q: _Rows,
         k: _Rows,
         v: _Rows,
@@ -71,9 +68,7 @@ class AttentionBsbInput:  # this and what takes it: only in builds with the CUDA
 class AdditiveAttentionInput:  # this and what takes it: only in builds with the CUDA half
     def __init__(
         self,
-        dtype: _Dtype,
         heads: int,
-        head_width: int,
         score_dst: _Memory,
         score_src: _Memory,
         v: _Rows,
@@ -87,9 +82,7 @@ class AdditiveAttentionInput:  # this and what takes it: only in builds with the
 class Gatv2AttentionInput:  # this and what takes it: only in builds with the CUDA half
     def __init__(
         self,
-        dtype: _Dtype,
         heads: int,
-        head_width: int,
         x_dst: _Rows,
         x_src: _Rows,
         att: _Memory,
@@ -283,8 +276,6 @@ class SpmmPlan:
 
 def spmm_csr_transposed(
     structure: CsrStructure,
-    dtype: _Dtype,
-    width: int,
     x: _Rows,
     value: _Rows,
     scale_dst: _Memory,
@@ -300,10 +291,8 @@ def aggregate_linear(
     structure: CsrStructure,
     sums_given: bool,
     scale_dst: _Memory,
-    width: int,
     x: _Rows,
-    out_width: int,
-    weight: _Memory,
+    weight: _Rows,
     root_weight: _Memory,
     bias: _Memory,
     sums: _Memory,
@@ -330,30 +319,17 @@ def aggregate_linear_backward(
     queue: int,
 ) -> None: ...
 def sum_of_rows(
-    rows: _Memory,
-    num_rows: int,
-    width: int,
-    row_stride: int,
-    dtype: _Dtype,
-    partial: _Memory,
-    num_parts: int,
-    out: _Memory,
-    out_dtype: _Dtype,
-    device: int,
-    queue: int,
+    rows: _Rows, partial: _Memory, num_parts: int, out: _Memory, out_dtype: _Dtype, device: int, queue: int
 ) -> None: ...
 def head_outer(
     x: _Rows,
     y: _Rows,
     x_edge: _Memory,
     y_edge: _Memory,
-    num_rows: int,
     heads: int,
-    head_width: int,
     edge_width: int,
     partial: _Memory,
     num_parts: int,
-    dtype: _Dtype,
     device: int,
     queue: int,
 ) -> None: ...
@@ -373,8 +349,6 @@ def hybrid_rows(
 ) -> None: ...
 def spmm_bsb(
     structure: BsbStructure,
-    dtype: _Dtype,
-    width: int,
     x: _Rows,
     value: _Rows,
     heads: int,
@@ -395,8 +369,6 @@ def spmm_bsb(
 ) -> None: ...
 def spmm_extremum(
     structure: CsrStructure,
-    dtype: _Dtype,
-    width: int,
     x: _Rows,
     value: _Rows,
     heads: int,
@@ -411,9 +383,6 @@ def spmm_extremum(
 ) -> None: ...
 def spmm_extremum_backward(
     transposed: CsrStructure,
-    dtype: _Dtype,
-    num_rows: int,
-    width: int,
     grad: _Rows,
     x: _Rows,
     value: _Rows,
@@ -428,9 +397,7 @@ def spmm_extremum_backward(
 ) -> None: ...
 def sddmm_csr(
     structure: CsrStructure,
-    dtype: _Dtype,
     heads: int,
-    head_width: int,
     x_dst: _Rows,
     x_src: _Rows,
     scale_dst: _Memory,
@@ -526,9 +493,7 @@ def gatv2_attention_backward(
 def prefer_huge_pages(out: _Memory, bytes: int, collapse: int) -> None: ...
 def segment_reduce(
     structure: int,
-    dtype: _Dtype,
     reduction: int,
-    width: int,
     x: _Rows,
     out: _Memory,
     extra: _Memory,
@@ -539,9 +504,7 @@ def segment_reduce(
 ) -> None: ...
 def edge_softmax(
     structure: CsrStructure,
-    dtype: _Dtype,
-    heads: int,
-    input: _Memory,
+    input: _Rows,
     grad: _Memory,
     out: _Memory,
     partial: _Memory,
@@ -554,10 +517,7 @@ class AttentionCsrArgs:  # CPU only
         self,
         structure: CsrStructure,
         kind: int,
-        dtype: _Dtype,
         heads: int,
-        head_width: int,
-        value_width: int,
         dst: _Rows,
         src: _Rows,
         v: _Rows,
@@ -587,10 +547,7 @@ def attention_csr_backward(
 class HeadScoresArgs:
     def __init__(
         self,
-        dtype: _Dtype,
-        num_rows: int,
         heads: int,
-        head_width: int,
         v: _Rows,
         first_vector: _Memory,
         second_vector: _Memory,
@@ -731,14 +688,11 @@ class CudaAttentionLayer:
 class MultiAggregateInput:
     def __init__(
         self,
-        dtype: _Dtype,
-        width: int,
-        group_width: int,
+        groups: int,
         x_src: _Rows,
         x_dst: _Rows,
-        edge: _Memory,
+        edge: _Rows,
         weight: _Memory,
-        edge_width: int,
         slots: Sequence[int],
         num_slots: int,
         min_variance: float,
@@ -781,15 +735,12 @@ class EdgeAttentionInput:
     def __init__(
         self,
         gatv2: bool,
-        dtype: _Dtype,
         heads: int,
-        head_width: int,
-        edge_width: int,
         q: _Rows,
         k: _Rows,
         v: _Rows,
         q_edge: _Memory,
-        edge: _Memory,
+        edge: _Rows,
         att: _Memory,
         weight: _Memory,
         bias: _Memory,
@@ -946,9 +897,7 @@ def sddmm_bsb(
     quad_vector: _Memory,
     edge_id: _Memory,
     edge_id_is_64bit: bool,
-    dtype: _Dtype,
     heads: int,
-    head_width: int,
     x_dst: _Rows,
     x_src: _Rows,
     scale_dst: _Memory,
@@ -959,66 +908,15 @@ def sddmm_bsb(
     device: int,
     queue: int,
 ) -> None: ...
-def maxk(
-    dtype: _Dtype,
-    num_rows: int,
-    width: int,
-    k: int,
-    x: _Rows,
-    values: _Memory,
-    ids: _Memory,
-    device: int,
-    queue: int,
-) -> None: ...
-def maxk_dense(
-    dtype: _Dtype,
-    num_rows: int,
-    width: int,
-    k: int,
-    x: _Rows,
-    out: _Memory,
-    kept: _Memory,
-    device: int,
-    queue: int,
-) -> None: ...
-def mask_rows(
-    dtype: _Dtype,
-    num_rows: int,
-    width: int,
-    dense: _Rows,
-    kept: _Memory,
-    out: _Memory,
-    device: int,
-    queue: int,
-) -> None: ...
-def cbsr_to_dense(
-    dtype: _Dtype,
-    num_rows: int,
-    width: int,
-    k: int,
-    values: _Memory,
-    ids: _Memory,
-    out: _Memory,
-    device: int,
-    queue: int,
-) -> None: ...
-def cbsr_gather(
-    dtype: _Dtype,
-    num_rows: int,
-    width: int,
-    k: int,
-    dense: _Rows,
-    ids: _Memory,
-    out: _Memory,
-    device: int,
-    queue: int,
-) -> None: ...
+def maxk(x: _Rows, k: int, values: _Memory, ids: _Memory, device: int, queue: int) -> None: ...
+def maxk_dense(x: _Rows, k: int, out: _Memory, kept: _Memory, device: int, queue: int) -> None: ...
+def mask_rows(dense: _Rows, kept: _Memory, out: _Memory, device: int, queue: int) -> None: ...
+def cbsr_to_dense(width: int, values: _Rows, ids: _Memory, out: _Memory, device: int, queue: int) -> None: ...
+def cbsr_gather(dense: _Rows, ids: Tensor, out: _Memory, device: int, queue: int) -> None: ...
 def ssd(
     structure: CsrStructure,
-    dtype: _Dtype,
     width: int,
-    k: int,
-    values: _Memory,
+    values: _Rows,
     ids: _Memory,
     value: _Rows,
     scale_dst: _Memory,
@@ -1035,10 +933,8 @@ def ssd(
 ) -> None: ...
 def ssd_slots(
     structure: CsrStructure,
-    dtype: _Dtype,
     width: int,
-    k: int,
-    values: _Memory,
+    values: _Rows,
     ids: _Memory,
     value: _Rows,
     scale_src: _Memory,
@@ -1051,7 +947,6 @@ def ssd_slots(
 ) -> None: ...
 def ssd_backward(
     transposed: CsrStructure,
-    dtype: _Dtype,
     grad: _Rows,
     value: _Rows,
     ids: Tensor,
@@ -1064,9 +959,7 @@ def ssd_backward(
 ) -> None: ...
 def ssd_value_grad(
     structure: CsrStructure,
-    dtype: _Dtype,
     grad: _Rows,
-    width: int,
     kept: _Memory,
     ids: Tensor,
     scale_dst: _Memory,
@@ -1094,9 +987,7 @@ class RowPanelsStructure:  # this and what takes it: only in builds with the CUD
 
 def ssd_backward_windows(
     structure: RowPanelsStructure,
-    dtype: _Dtype,
     grad: _Rows,
-    width: int,
     value: _Rows,
     ids: Tensor,
     scale_dst: _Memory,

@@ -139,10 +139,8 @@ def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _arguments(rows: Tensor, vectors: Sequence[Tensor], scores: Sequence[Tensor]) -> _C.HeadScoresArgs:
-    heads, width = vectors[0].shape[1:]
     second = (vectors[1], scores[1]) if len(vectors) > 1 else (None, None)
-    shape = (rows.shape[0], heads, width)
-    return _C.HeadScoresArgs(rows.dtype, *shape, rows, vectors[0], second[0], scores[0], second[1])
+    return _C.HeadScoresArgs(vectors[0].shape[1], rows, vectors[0], second[0], scores[0], second[1])
 
 
 def _block_diagonal(vectors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -153,10 +153,7 @@ def _laid_out(call: Call) -> Call:
 def _input(call: Call) -> _C.AttentionBsbInput:
     _, heads, q, k, v, _, bias, scale, dropout_p, _ = call
     return _C.AttentionBsbInput(
-        v.dtype,
         heads,
-        q.size(1) // heads,
-        v.size(1) // heads,
         q,
         k,
         v,

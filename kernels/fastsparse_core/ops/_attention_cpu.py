@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import queue
-from fastsparse_core.ops._attention_call import ADDITIVE, GATV2, Call
+from fastsparse_core.ops._attention_call import GATV2, Call
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._edge_values import empty_values
 from fastsparse_core.ops._facts import used_csr
@@ -31,10 +31,7 @@ def _arguments(call: Call, adj: Adjacency, out: Tensor | None, lse: Tensor) -> _
     return _C.AttentionCsrArgs(
         used_csr(adj) if structure is None else structure,
         kind,
-        v.dtype,
         heads,
-        0 if kind == ADDITIVE else dst.size(1) // max(heads, 1),
-        v.size(1) // max(heads, 1),
         dst,
         src,
         v,

@@ -117,8 +117,7 @@ def _weight_gradient(x: Tensor, x_edge: Tensor, y: Tensor, y_edge: Tensor, heads
     if x.is_cuda and num_rows:
         num_parts = min(_PARTS * multiprocessors(x.device), -(-num_rows // _PART_ROWS))
         partial = x.new_empty(num_parts, width, edge_width, dtype=torch.float32)
-        sizes = (num_rows, heads, width // heads, edge_width)
-        _C.head_outer(x, y, x_edge, y_edge, *sizes, partial, num_parts, x.dtype, *place_of(x.device))
+        _C.head_outer(x, y, x_edge, y_edge, heads, edge_width, partial, num_parts, *place_of(x.device))
         return partial.sum(0).to(x.dtype)
 
     def product(x: Tensor, e: Tensor) -> Tensor:

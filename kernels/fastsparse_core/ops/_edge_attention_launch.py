@@ -102,10 +102,7 @@ def kernel_input(
 ) -> _C.EdgeAttentionInput:
     return _C.EdgeAttentionInput(
         att is not None,
-        k.dtype,
         heads,
-        k.size(1) // max(heads, 1),
-        edge.size(1),
         q,
         k,
         v,

@@ -47,17 +47,7 @@ def _input(
     min_variance: float,
 ) -> _C.MultiAggregateInput:
     return _C.MultiAggregateInput(
-        x.dtype,
-        x.size(1),
-        x.size(1) // groups,
-        x,
-        x_dst,
-        edge,
-        weight,
-        0 if edge is None else edge.size(1),
-        list(slots),
-        _num_slots(slots),
-        min_variance,
+        groups, x, x_dst, edge, weight, list(slots), _num_slots(slots), min_variance
     )
 
 

@@ -57,9 +57,7 @@ def launch_reduce(src: Tensor, segments: Segments, reduce: str, out: Tensor, ext
         partial = torch.empty(size, dtype=torch.uint8, device=src.device)
     _C.segment_reduce(
         segments.structure,
-        src.dtype,
         REDUCTION_CODE[reduce],
-        src.size(1),
         src,
         out,
         extra,
@@ -104,5 +102,5 @@ def softmax_of_rows(
     if device >= 0 and of.row_split.num_slots:
         dtype = accumulation_dtype(matrix.dtype)
         partial = matrix.new_empty(of.row_split.num_slots, width, 2, dtype=dtype)
-    _C.edge_softmax(structure, matrix.dtype, width, matrix, grad, out, partial, device, queue(device))
+    _C.edge_softmax(structure, matrix, grad, out, partial, device, queue(device))
     return out

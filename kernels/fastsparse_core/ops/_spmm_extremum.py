@@ -97,8 +97,6 @@ def spmm_extremum(
         partial_arg = torch.empty(partial.shape, dtype=torch.int32, device=x.device)
     _C.spmm_extremum(
         used_csr(adj),
-        x.dtype,
-        width,
         x,
         value,
         num_heads(value),
@@ -153,7 +151,7 @@ def _spmm_extremum_backward(
     grad: Tensor, arg: Tensor, x: Tensor, value: Tensor | None, adjacency: int, transpose: bool, adds: bool
 ) -> tuple[Tensor, Tensor]:
     adj = structure(adjacency, transpose)
-    heads, num_dst, width = num_heads(value), *arg.shape
+    heads, width = num_heads(value), arg.size(1)
     grad_x, grad_value = _empty_gradients(x, value)
     if adj.num_edges == 0 or width == 0:
         return grad_x.zero_(), grad_value.zero_()
@@ -175,9 +173,6 @@ def _spmm_extremum_backward(
     source = _source_of_edge(adj) if index < 0 or value is not None else None
     _C.spmm_extremum_backward(
         used_csr(transposed),
-        x.dtype,
-        num_dst,
-        width,
         grad,
         None if adds else x,
         None if adds else value,

@@ -261,8 +261,6 @@ class _BsbPlan:
         index = x.get_device()
         _C.spmm_bsb(
             self.structure,
-            x.dtype,
-            width,
             x,
             value,
             self.heads,
@@ -324,8 +322,6 @@ def add_transposed(
         out = None if is_float else torch.empty_like(total, dtype=x.dtype)
     _C.spmm_csr_transposed(
         used_csr(adj, valued=value is not None),
-        x.dtype,
-        x.size(1),
         x,
         value,
         scale_dst,

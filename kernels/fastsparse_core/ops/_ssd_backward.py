@@ -141,9 +141,7 @@ def _launch_windows(
     total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     _C.ssd_backward_windows(
         _windows_structure(adj, windows, valued=value is not None),
-        grad.dtype,
         grad,
-        grad.size(1),
         value,
         ids,
         scale_dst,
@@ -171,17 +169,7 @@ def _launch_rows(
             transposed.row_split.num_slots, ids.size(1), dtype=accumulation_dtype(grad.dtype)
         )
     _C.ssd_backward(
-        used_csr(transposed),
-        grad.dtype,
-        grad,
-        value,
-        ids,
-        scale_dst,
-        scale_src,
-        out,
-        partial,
-        index,
-        queue(index),
+        used_csr(transposed), grad, value, ids, scale_dst, scale_src, out, partial, index, queue(index)
     )
 
 
@@ -223,18 +211,7 @@ def grad_of_edge_values(
     if num_values == 0 or adj.num_edges == 0:
         return out
     grad, values, ids = unit_stride(grad), values.contiguous(), ids.contiguous()
-    _C.ssd_value_grad(
-        used_csr(adj),
-        grad.dtype,
-        grad,
-        grad.size(1),
-        values,
-        ids,
-        scale_dst,
-        scale_src,
-        out,
-        *place_of(grad.device),
-    )
+    _C.ssd_value_grad(used_csr(adj), grad, values, ids, scale_dst, scale_src, out, *place_of(grad.device))
     return out
 
 

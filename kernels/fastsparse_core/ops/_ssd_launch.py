@@ -62,9 +62,7 @@ def launch_ssd(
         packed = ids.new_empty(ids.shape, dtype=torch.int32)
     _C.ssd(
         adj.edge_group_structure(longest),
-        values.dtype,
         width,
-        values.size(1),
         values,
         ids,
         value,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import place_of
 from fastsparse_core.gpu import multiprocessors
 from fastsparse_core.ops._eager import is_first_derivative
 
@@ -40,12 +40,11 @@ def sum_of_rows(rows: Tensor, dtype: torch.dtype, once: bool | None = None) -> T
         return rows.sum(0) if rows.dtype is dtype else rows.sum(0, dtype=dtype)
     matrix = rows if rows.dim() == 2 else rows.flatten(1)
     width = matrix.shape[1]
-    row_stride, column_stride = matrix.stride()
+    _, column_stride = matrix.stride()
     if width == 0 or (width > 1 and column_stride != 1):
         return rows.sum(0, dtype=dtype)
-    index, num_parts = device_index(rows.device), _PARTS * multiprocessors(rows.device)
+    num_parts = _PARTS * multiprocessors(rows.device)
     partial = rows.new_empty(num_parts, width, dtype=torch.float64)
     out = rows.new_empty(rows.shape[1:], dtype=dtype)
-    place = (partial, num_parts, out, dtype, index, queue(index))
-    _C.sum_of_rows(matrix, num_rows, width, row_stride, matrix.dtype, *place)
+    _C.sum_of_rows(matrix, partial, num_parts, out, dtype, *place_of(rows.device))
     return out

@@ -96,7 +96,7 @@ def _maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values = x.new_empty(num_rows, k)
     ids = x.new_empty(num_rows, k, dtype=ids_dtype(width))
     if num_rows:
-        _C.maxk(x.dtype, num_rows, width, k, x, values, ids, *place_of(x.device))
+        _C.maxk(x, k, values, ids, *place_of(x.device))
     return values, ids
 
 
@@ -106,7 +106,7 @@ def _maxk_dense(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     out = x.new_empty(num_rows, width)
     kept = x.new_empty(num_rows, _num_words(width), dtype=torch.int32)
     if num_rows:
-        _C.maxk_dense(x.dtype, num_rows, width, k, x, out, kept, *place_of(x.device))
+        _C.maxk_dense(x, k, out, kept, *place_of(x.device))
     return out, kept
 
 
@@ -118,31 +118,27 @@ def _num_words(width: int) -> int:
 def _mask_rows(dense: Tensor, kept: Tensor) -> Tensor:
     """The entries of dense rows whose bits are set, 0 elsewhere."""
     dense, kept = unit_stride(dense), kept.contiguous()
-    num_rows, width = dense.shape
-    out = dense.new_empty(num_rows, width)
+    out = dense.new_empty(dense.shape)
     if out.numel():
-        _C.mask_rows(dense.dtype, num_rows, width, dense, kept, out, *place_of(dense.device))
+        _C.mask_rows(dense, kept, out, *place_of(dense.device))
     return out
 
 
 def write_out(values: Tensor, ids: Tensor, width: int) -> Tensor:
     """Dense rows (n, width) of kept entries, below PyTorch's dispatcher."""
     values, ids = values.contiguous(), ids.contiguous()
-    num_rows, k = values.shape
-    out = values.new_empty(num_rows, width)
+    out = values.new_empty(values.size(0), width)
     if out.numel():
-        _C.cbsr_to_dense(values.dtype, num_rows, width, k, values, ids, out, *place_of(values.device))
+        _C.cbsr_to_dense(width, values, ids, out, *place_of(values.device))
     return out
 
 
 def gather(dense: Tensor, ids: Tensor) -> Tensor:
     """The kept columns of dense rows, (n, k), below PyTorch's dispatcher."""
     dense, ids = unit_stride(dense), ids.contiguous()
-    num_rows, width = dense.shape
-    k = ids.size(1)
-    out = dense.new_empty(num_rows, k)
+    out = dense.new_empty(dense.size(0), ids.size(1))
     if out.numel():
-        _C.cbsr_gather(dense.dtype, num_rows, width, k, dense, ids, out, *place_of(dense.device))
+        _C.cbsr_gather(dense, ids, out, *place_of(dense.device))
     return out
 
 

@@ -122,17 +122,7 @@ def sddmm_kernel(
         return dense_from_edges(adj, sddmm_kernel(x_dst, x_src, scale_dst, scale_src, *of_edges))
     every_value_is_written = dense or length == adj.num_edges
     out = (x_dst.new_empty if every_value_is_written else x_dst.new_zeros)(size, dtype=dtype)
-    features = (
-        x_dst.dtype,
-        heads,
-        x_dst.size(1) // heads,
-        x_dst,
-        x_src,
-        scale_dst,
-        scale_src,
-        out,
-        dtype,
-    )
+    features = (heads, x_dst, x_src, scale_dst, scale_src, out, dtype)
     place = place_of(x_dst.device)
     if kernel == "flashsparse":
         structure, slot_window, slot_entry, edge_id = adj.sddmm_structure()
