@@ -20,6 +20,7 @@
 #endif
 
 #include "fastsparse/attention_layer.h"
+#include "fastsparse/batch_norm.h"
 #include "fastsparse/cpu_pages.h"
 #include "fastsparse/edge_messages.h"
 #include "fastsparse/group_rows.h"
@@ -195,6 +196,53 @@ void sum_of_rows(Address rows, std::int64_t num_rows, std::int64_t width, std::i
                            static_cast<Dtype>(out_dtype)};
   const DeviceGuard guard(device);
   check(cuda::sum_of_rows(args, at(queue)), "sum_of_rows");
+}
+
+// Rows: x, the mask, how many rows it names, scratch.
+cuda::MaskedRows masked_rows(const std::array<Address, 4>& rows, std::int64_t num_rows, std::int64_t width,
+                             int dtype, std::int64_t num_parts) {
+  return {at(rows[0]),
+          num_rows,
+          width,
+          static_cast<Dtype>(dtype),
+          at<const bool>(rows[1]),
+          at<const float>(rows[2]),
+          at<double>(rows[3]),
+          num_parts};
+}
+
+void batch_norm(const std::array<Address, 4>& rows, std::int64_t num_rows, std::int64_t width, int dtype,
+                std::int64_t num_parts, Address weight, Address bias, Address running_mean,
+                Address running_var, float momentum, float eps, Address out, Address mean, Address inverse,
+                int device, Address queue) {
+  const cuda::BatchNormArgs args{masked_rows(rows, num_rows, width, dtype, num_parts),
+                                 at<const float>(weight),
+                                 at<const float>(bias),
+                                 at<float>(running_mean),
+                                 at<float>(running_var),
+                                 momentum,
+                                 eps,
+                                 at(out),
+                                 at<float>(mean),
+                                 at<float>(inverse)};
+  const DeviceGuard guard(device);
+  check(cuda::batch_norm(args, at(queue)), "batch_norm");
+}
+
+void batch_norm_backward(const std::array<Address, 4>& rows, std::int64_t num_rows, std::int64_t width,
+                         int dtype, std::int64_t num_parts, Address grad, Address weight, Address mean,
+                         Address inverse, Address out, Address grad_weight, Address grad_bias, int device,
+                         Address queue) {
+  const cuda::BatchNormBackwardArgs args{masked_rows(rows, num_rows, width, dtype, num_parts),
+                                         at(grad),
+                                         at<const float>(weight),
+                                         at<const float>(mean),
+                                         at<const float>(inverse),
+                                         at(out),
+                                         at<float>(grad_weight),
+                                         at<float>(grad_bias)};
+  const DeviceGuard guard(device);
+  check(cuda::batch_norm_backward(args, at(queue)), "batch_norm_backward");
 }
 
 void aggregate_linear(const CsrStructure& structure, bool sums_given, Address scale_dst, std::int64_t width,
@@ -2015,6 +2063,8 @@ PYBIND11_MODULE(_C, m) {
   define<&spmm_bsb>(m, "spmm_bsb");
   define<&head_outer>(m, "head_outer");
   define<&sum_of_rows>(m, "sum_of_rows");
+  define<&batch_norm>(m, "batch_norm");
+  define<&batch_norm_backward>(m, "batch_norm_backward");
   define<&aggregate_linear>(m, "aggregate_linear");
   define<&aggregate_linear_backward>(m, "aggregate_linear_backward");
   define<&cuda::num_hybrid_rows_counts>(m, "num_hybrid_rows_counts");
