@@ -26,8 +26,7 @@ namespace fastsparse::cuda {
 namespace in_batch_norm {
 
 constexpr int kThreads = 256;
-constexpr int kAhead = 4;        // rows that a thread loads before it uses them
-constexpr int kRowsOfLane = 16;  // rows that a thread normalises, at least
+constexpr int kAhead = 4;  // rows that a thread loads before it uses them
 
 // Where a thread works: its columns, and its rows.
 struct Place {
@@ -81,9 +80,15 @@ __device__ __forceinline__ void for_rows(const Place& place, std::int64_t width,
 template <int kVec>
 __device__ __forceinline__ void read_columns(const float* from, const Place& place, float missing,
                                              float (&to)[kVec]) {
+  constexpr int kAtOnce = kVec < 4 ? kVec : 4;
 #pragma unroll
-  for (int v = 0; v < kVec; ++v) {
-    to[v] = from == nullptr || place.end <= place.begin ? missing : from[place.column + v];
+  for (int v = 0; v < kVec; v += kAtOnce) {
+    Pack<float, kAtOnce> pack;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) pack.lane[i] = missing;
+    if (from != nullptr && place.begin < place.end) pack = load_pack<float, kAtOnce>(from + place.column + v);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) to[v + i] = pack.lane[i];
   }
 }
 
@@ -238,8 +243,10 @@ Shape shape_of(const MaskedRows& rows, int vec) {
   int columns = 1;
   while (columns < rows.width / vec && columns < kThreads) columns *= 2;
   const unsigned across = ceil_div(rows.width / vec, columns);
-  const auto down = static_cast<unsigned>(
-      std::clamp<std::int64_t>(ceil_div(rows.num_rows, kThreads / columns * kRowsOfLane), 1, 65535));
+  // A thread normalises a whole number of times as many rows as it loads ahead: once while there are few.
+  const std::int64_t block_rows = kThreads / columns * kAhead;
+  const std::int64_t times = ceil_div(rows.num_rows, 4 * rows.num_parts * block_rows);
+  const unsigned down = std::max(ceil_div(rows.num_rows, std::max<std::int64_t>(times, 1) * block_rows), 1u);
   return {columns, dim3(across, static_cast<unsigned>(rows.num_parts)), dim3(across, down),
           dim3(ceil_div(rows.width, kWarp))};
 }

@@ -13,8 +13,9 @@ from fastsparse_core.device import device_index, queue
 from fastsparse_core.gpu import multiprocessors
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 
-#: Parts of the rows for each multiprocessor: enough blocks of threads to keep its memory busy.
-_PARTS = 2
+#: Parts of the rows for each multiprocessor: enough blocks of threads to keep its memory busy. And rows of a
+#: part, at least: of few rows the sums of parts would take longer than the parts.
+_PARTS, _ROWS_OF_PART = 2, 16
 
 
 def masked_batch_norm(
@@ -115,7 +116,7 @@ def _has_kernel(x: Tensor, *numbers: Tensor | None) -> bool:
 
 def _described(x: Tensor, rows: tuple[Tensor, Tensor]) -> tuple[Any, ...]:
     """What both launches are told of the rows."""
-    num_parts = _PARTS * multiprocessors(x.device)
+    num_parts = min(_PARTS * multiprocessors(x.device), -(-x.shape[0] // _ROWS_OF_PART))
     partial = x.new_empty(num_parts, 2, x.shape[1], dtype=torch.float64)
     addresses = tuple(map(_address, (x, *rows, partial)))
     return addresses, *x.shape, DTYPE_CODE[x.dtype], num_parts
