@@ -15,8 +15,8 @@ from fastsparse_core.ops._eager import is_first_derivative
 #: and two allocations (20,000 rows of 128: 23 us each; 15,832 of 256 take PyTorch 34 us in float32, 59 in
 #: bfloat16).
 _FEW_ROWS, _FEW_NUMBERS = 10_000, 20_000 * 128
-#: The same where a step is recorded and the host does not count (1,533 rows of 128: 5.3 us and 7.4; 13,000: 5.8
-#: and 17; 500 of 64: 5.2 and 5.1): the sums of biases are a tenth of a step of GIN on 512 molecules.
+#: The same where a step is recorded and the host does not count (of 128 columns 1,533 rows take 5.3
+#: us and 7.4, 13,000 5.8 and 17): biases' sums are a tenth of a step of GIN on 512 molecules.
 _FEW_NUMBERS_RECORDED = 500 * 128
 #: Parts of a matrix for each multiprocessor: enough blocks of threads to keep its memory busy.
 _PARTS = 4
