@@ -12,6 +12,7 @@ from fastsparse_core.ops._attention_call import Call
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import contiguous_floats, scratch, unit_stride
+from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: Groups of lanes of the backward row pass: each keeps its own sum for the gradient of ``att``. About 8
@@ -104,7 +105,7 @@ def backward(
         index,
         queue(index),
     )
-    return grad_dst, grad_src, None, grad_att.sum(0).reshape(att.shape), None
+    return grad_dst, grad_src, None, sum_of_rows(grad_att, att.dtype, True).reshape(att.shape), None
 
 
 def att_rows_of(num_slices: int) -> int:
