@@ -54,6 +54,7 @@ CUDA_UNITS = {
         "additive_attention_backward",
         "attention_layer",
         "attention_layer_parts",
+        "batch_norm",
         "gatv2_attention",
         "gatv2_attention_backward",
         "head_outer",

@@ -29,23 +29,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--framework", choices=("pyg", "dgl"), default="pyg")
     parser.add_argument("--k", type=int, nargs="+", default=[8, 16, 32, 64, 128], help="kept entries of 256")
     parser.add_argument("--runs", type=int, help="repetitions, each with its own seed")
+    parser.add_argument(
+        "--recompute", action="store_true", help="layers aggregate once more in the backward pass"
+    )
     parser.add_argument("--epochs", type=int, help="training steps (default: the example's recipe)")
 
 
 def run(options: argparse.Namespace) -> Path:
     """Runs the benchmark; returns the path of its record."""
-    out = recorder("maxk", options)
+    out = recorder("maxk", options, variant="recompute" if options.recompute else "")
     out.note(
         "examples/maxk.py: same initial weights for all; test score at the best validation; stored: what"
         " autograd keeps for the backward pass of each graph convolution with its activation and dropout,"
         " parameters aside"
     )
+    if options.recompute:
+        out.note("layers with MaxK aggregate once more in the backward pass (recompute=True)")
     # The examples are scripts beside the package, not part of it.
     sys.path.insert(0, str(REPOSITORY / "examples"))
     example = importlib.import_module("maxk")
     for dataset, operator in progress([*itertools.product(options.datasets, options.operators)], "maxk"):
         arguments = ["--dataset", dataset, "--framework", options.framework, "--operator", operator]
         arguments += ["--device", options.device, "--k", *map(str, options.k)]
+        arguments += ["--recompute"] * options.recompute
         for name in ("runs", "epochs"):
             if getattr(options, name):
                 arguments += [f"--{name}", str(getattr(options, name))]

@@ -74,7 +74,7 @@ _HEADS = 4
 #: Different inputs, in turn.
 _BATCHES = 16
 #: The implementations are timed in turn so many times; the median counts.
-_ROUNDS = 3
+_ROUNDS = 9
 #: Steps whose losses are compared.
 _COMPARED = 50
 #: Our layers with weights that differ by rounding; not timed.

@@ -9,7 +9,8 @@ All models have 128 input features and 40 classes, ReLU between layers, cross en
 - gatv2-3-4x32, gt3-4x32: the same with GATv2Conv and with TransformerConv.
 - agnn2-32: a linear map to width 32, two AGNNConv, a linear map.
 - maxk-sage3-256, maxk-gcn3-256: a linear map to width 256, three convolutions of that width with ReLU or MaxK
-  (MaxK-GNN, arXiv:2312.08656) before each, a linear map. All layers are ours: the gain is MaxK's alone.
+  (MaxK-GNN, arXiv:2312.08656) before each, a linear map. All layers are ours: the gain is MaxK's alone. With
+  "recompute" the backward pass aggregates the kept entries again, for less memory.
 
 Peak memory is the allocator's, above edge list and features (so what our layer caches counts).
 
@@ -102,16 +103,16 @@ class Activated(nn.Module):
     """Convolutions of one width with an activation before each, between two linear maps.
 
     Args:
-        layer: a convolution; with ``k`` one that begins with MaxK itself.
-        k: kept entries of a row; None: ReLU.
+        layer: a convolution; with options one that begins with MaxK itself.
+        options: kept entries of a row, and whether to recompute; none: ReLU.
     """
 
-    def __init__(self, layer: Layer, k: int | None = None) -> None:
+    def __init__(self, layer: Layer, **options: Any) -> None:
         super().__init__()
-        width, options = 256, {} if k is None else {"k": k}
+        width = 256
         self.before, self.after = nn.Linear(IN_CHANNELS, width), nn.Linear(width, CLASSES)
         self.convs = nn.ModuleList([layer(width, width, **options) for _ in range(3)])
-        self.rectified = k is None
+        self.rectified = not options
 
     def forward(self, x: Tensor, graph: Tensor) -> Tensor:
         x = self.before(x)
@@ -158,10 +159,12 @@ KEPT = (16, 32, 64)
 
 
 def _activations(layer: type[nn.Module], sparse: type[nn.Module]) -> dict[str, Implementation]:
-    return {
-        layer.__name__ + ", ReLU": Implementation(layer, warm_up=CONVERTED),
-        **{f"{sparse.__name__}, k = {k}": Implementation(sparse, {"k": k}, warm_up=CONVERTED) for k in KEPT},
-    }
+    named = {layer.__name__ + ", ReLU": Implementation(layer, warm_up=CONVERTED)}
+    for extra, recompute in (("", False), (", recompute", True)):
+        for k in KEPT:
+            options = {"k": k, "recompute": recompute}
+            named[f"{sparse.__name__}, k = {k}{extra}"] = Implementation(sparse, options, warm_up=CONVERTED)
+    return named
 
 
 #: model -> how to build it, and with which layers, ours first

@@ -1,6 +1,7 @@
 """Trains a GNN with MaxK for several k and with ReLU, and compares accuracy, time and stored activations.
 
     python examples/maxk.py --framework pyg --operator sage --dataset planted --k 8 16 32 64 128
+    python examples/maxk.py --dataset planted --recompute   stores kept entries alone, aggregates twice
 
 All models start from the same weights; with ReLU they have our drop-in layers, whose kernels are the same.
 """
@@ -142,8 +143,11 @@ def make_model(
     num_classes: int,
     recipe: Recipe,
     stored: list[int],
+    recompute: bool = False,
 ) -> tuple[nn.Module, str]:
     """The model with one activation, ``relu`` or a number k, and what to call it.
+
+    With ``recompute`` the layers with MaxK aggregate once more in the backward pass.
 
     Raises:
         ExampleError: k is larger than the layers are wide.
@@ -156,10 +160,10 @@ def make_model(
         if k > recipe.hidden:
             raise ExampleError(f"--k {k}: the layers are only {recipe.hidden} wide; see --hidden.")
         name, maxk_layer = layer(framework, f"maxk-{operator}", "fast")
-        title = f"{name}, k = {k}"
+        title = f"{name}, k = {k}" + (", recompute" if recompute else "")
 
         def constructor(num_in: int, num_out: int) -> nn.Module:
-            return maxk_layer(num_in, num_out, k=k)
+            return maxk_layer(num_in, num_out, k=k, recompute=recompute)
 
     model = SparseActivationGNN(FRAMEWORKS[framework], constructor, in_channels, num_classes, recipe, stored)
     return model, title
@@ -217,6 +221,11 @@ def main(
         help=f"kept entries per row (default: those of {', '.join(map(str, DEFAULT_KEPT))} that fit)",
     )
     command_line.add_argument("--no-relu", action="store_true", help="leave the comparison with ReLU out")
+    command_line.add_argument(
+        "--recompute",
+        action="store_true",
+        help="MaxK's layers aggregate once more in the backward pass, and store kept entries alone",
+    )
     options = command_line.parse_args(arguments)
     console = console or make_console()
     check_kept(options)
@@ -234,6 +243,7 @@ def main(
             num_classes,
             recipe,
             stored[activation],
+            options.recompute,
         )
 
     log, results = train_and_report(

@@ -20,6 +20,7 @@
 #endif
 
 #include "fastsparse/attention_layer.h"
+#include "fastsparse/batch_norm.h"
 #include "fastsparse/cpu_pages.h"
 #include "fastsparse/edge_messages.h"
 #include "fastsparse/group_rows.h"
@@ -214,6 +215,28 @@ void sum_of_rows(Matrix rows, Address partial, std::int64_t num_parts, Address o
   const SumOfRowsArgs args{rows.data, rows.rows, rows.width, rows.stride, partial,
                            num_parts, out,       rows.dtype, out_dtype};
   FASTSPARSE_RUN_CUDA(sum_of_rows, args, device, queue);
+}
+
+cuda::MaskedRows masked_rows(const Matrix& x, Address mask, Address count, Address partial,
+                             std::int64_t num_parts) {
+  return {x.data, x.rows, x.width, x.dtype, mask, count, partial, num_parts};
+}
+
+void batch_norm(Matrix x, Address mask, Address count, Address partial, std::int64_t num_parts,
+                Address weight, Address bias, Address running_mean, Address running_var, float momentum,
+                float eps, Address out, Address mean, Address inverse, int device, Address queue) {
+  const auto rows = masked_rows(x, mask, count, partial, num_parts);
+  const cuda::BatchNormArgs args{rows,     weight, bias, running_mean, running_var,
+                                 momentum, eps,    out,  mean,         inverse};
+  FASTSPARSE_RUN_CUDA(batch_norm, args, device, queue);
+}
+
+void batch_norm_backward(Matrix x, Address mask, Address count, Address partial, std::int64_t num_parts,
+                         Address grad, Address weight, Address mean, Address inverse, Address out,
+                         Address grad_weight, Address grad_bias, int device, Address queue) {
+  const auto rows = masked_rows(x, mask, count, partial, num_parts);
+  const cuda::BatchNormBackwardArgs args{rows, grad, weight, mean, inverse, out, grad_weight, grad_bias};
+  FASTSPARSE_RUN_CUDA(batch_norm_backward, args, device, queue);
 }
 
 void aggregate_linear(const CsrStructure& structure, bool sums_given, Address scale_dst, Matrix x,
@@ -1736,6 +1759,8 @@ PYBIND11_MODULE(_C, m) {
   define<&spmm_bsb>(m, "spmm_bsb");
   define<&head_outer>(m, "head_outer");
   define<&sum_of_rows>(m, "sum_of_rows");
+  define<&batch_norm>(m, "batch_norm");
+  define<&batch_norm_backward>(m, "batch_norm_backward");
   define<&aggregate_linear>(m, "aggregate_linear");
   define<&aggregate_linear_backward>(m, "aggregate_linear_backward");
   define<&cuda::num_hybrid_rows_counts>(m, "num_hybrid_rows_counts");

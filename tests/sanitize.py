@@ -61,6 +61,7 @@ from fastsparse_core.fused import aggregate_linear as fused_aggregate_linear
 from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2
 from fastsparse_core.fused.attention_layer import attention_layer
 from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
+from fastsparse_core.ops._batch_norm import masked_batch_norm
 from fastsparse_core.ops._spmm_extremum import extremum_of_sums
 from fastsparse_core.ops._spmm_plan import add_transposed
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
@@ -662,6 +663,16 @@ def column_sums(dtype: torch.dtype) -> None:
             sum_of_rows(rows[:, :width].contiguous(), torch.float32)
 
 
+def normalised_batches(dtype: torch.dtype) -> None:
+    """Rows in vectors and by elements, few columns and more than a block has, parts without a row."""
+    for num_rows, width in ((2_100, 64), (70, 9), (1_000, 2_060)):
+        x = draw(num_rows, width, dtype=dtype).requires_grad_()
+        numbers = torch.rand(4, width, device=DEVICE)
+        mask = torch.arange(num_rows, device=DEVICE) % 3 > 0
+        out = masked_batch_norm(x, mask, mask.sum().float(), *numbers, 0.1, 1e-5)
+        torch.autograd.grad(out, x, torch.ones_like(out))
+
+
 # ---------------------------------------------------------------- parts
 
 
@@ -726,8 +737,7 @@ PARTS: dict[str, Part] = {
     "structures": Part(
         (
             *("inspect", "compress", "row_split", "hybrid_rows", "group_rows", "edge_softmax"),
-            "sum_of_rows",
-            *("sum_of_rows", "sample_neighbors", "place_batch"),
+            *("sum_of_rows", "batch_norm", "sample_neighbors", "place_batch"),
         ),
         (
             structures,
@@ -737,6 +747,7 @@ PARTS: dict[str, Part] = {
                 for call in (softmax_of_edges, column_sums, rows_by_index)
                 for d in (F64, F32, F16, BF16)
             ),
+            *(functools.partial(normalised_batches, d) for d in (F32, F16, BF16)),
         ),
     ),
 }

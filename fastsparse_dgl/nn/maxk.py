@@ -38,16 +38,13 @@ def _dense(feat: Any, activation: MaxK) -> Any:
     return activation(feat) if isinstance(feat, Tensor) else feat
 
 
-def _compressed(feat: Any, activation: MaxK, *, scales_sources: bool) -> CBSR | None:
+def _compressed(feat: Any, activation: MaxK) -> CBSR | None:
     """The source features' activations; None where they are no matrix, or where dense rows are faster."""
     source = feat[0] if isinstance(feat, tuple) and len(feat) == 2 else feat
     if isinstance(source, CBSR):
-        k, width = source.values.size(1), source.width
-        return None if densifies(source.values, k, width, scales_sources=scales_sources) else source
+        return None if densifies(source.values, source.values.size(1), source.width) else source
     source = source_features(feat)
-    if source.dim() != 2:
-        return None
-    if densifies(source, activation.k, source.size(1), scales_sources=scales_sources):
+    if source.dim() != 2 or densifies(source, activation.k, source.size(1)):
         return None
     return activation.compress(source)
 
@@ -72,19 +69,24 @@ class FastMaxKGraphConv(FastGraphConv):
     After `MaxK-GNN <https://arxiv.org/abs/2312.08656>`_, section 3: ``FastMaxKGraphConv(F, G, k)`` gives what
     ``GraphConv(F, G)`` gives for ``MaxK(k)(feat)``, so that in a stack of layers MaxK takes the place of the
     activation; let a linear layer go before the first. The k kept entries of each row are all that is
-    gathered (:func:`fastsparse_core.ssd`), and all that is stored for the backward pass, which aggregates
-    them a second time. Parameters and state_dict are those of :class:`dgl.nn.pytorch.GraphConv`.
+    gathered (:func:`fastsparse_core.ssd`). Parameters and state_dict are those of
+    :class:`dgl.nn.pytorch.GraphConv`.
 
     Args:
         in_feats: width of the input.
         out_feats: width of the output.
         k: kept entries of each row, from 1 to ``in_feats``.
+        recompute: whether the backward pass aggregates the kept entries once more, for the weight's gradient,
+            so that they are all that is stored. Otherwise their sums, which are dense, are stored too.
         kwargs: further arguments of GraphConv.
     """
 
-    def __init__(self, in_feats: int, out_feats: int, k: int, **kwargs: Any) -> None:
+    def __init__(
+        self, in_feats: int, out_feats: int, k: int, *, recompute: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(in_feats, out_feats, **kwargs)
         self.maxk = _activation(k, in_feats)
+        self.recompute = recompute
 
     def forward(
         self,
@@ -104,7 +106,7 @@ class FastMaxKGraphConv(FastGraphConv):
         Returns:
             (number of destinations, ..., out_feats).
         """
-        cbsr = _compressed(feat, self.maxk, scales_sources=self._norm in ("both", "left"))
+        cbsr = _compressed(feat, self.maxk)
         if cbsr is None:
             return super().forward(graph, _dense(feat, self.maxk), weight, edge_weight)
         adjacency = self._adjacency(graph, cbsr.values)
@@ -121,7 +123,16 @@ class FastMaxKGraphConv(FastGraphConv):
         value = None if edge_weight is None else edge_weight.reshape(-1)
         scales = self._scales(adjacency, cbsr.values)
         if can_maxk_linear(adjacency, cbsr, matrix, self.bias, out_by_in=False):
-            out = maxk_linear(adjacency, cbsr, matrix, self.bias, value=value, out_by_in=False, **scales)
+            out = maxk_linear(
+                adjacency,
+                cbsr,
+                matrix,
+                self.bias,
+                value=value,
+                out_by_in=False,
+                recompute=self.recompute,
+                **scales,
+            )
         else:
             out = ssd(adjacency, cbsr, value, **scales)
             out = torch.matmul(out, matrix) if self.bias is None else torch.addmm(self.bias, out, matrix)
@@ -146,14 +157,23 @@ class FastMaxKSAGEConv(FastSAGEConv):
         out_feats: width of the output.
         aggregator_type: ``"mean"``, ``"gcn"``, ``"pool"`` or ``"lstm"``.
         k: kept entries of each row, from 1 to the width of the input.
+        recompute: as for :class:`FastMaxKGraphConv`.
         kwargs: further arguments of SAGEConv.
     """
 
     def __init__(
-        self, in_feats: int | tuple[int, int], out_feats: int, aggregator_type: str, k: int, **kwargs: Any
+        self,
+        in_feats: int | tuple[int, int],
+        out_feats: int,
+        aggregator_type: str,
+        k: int,
+        *,
+        recompute: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(in_feats, out_feats, aggregator_type, **kwargs)
         self.maxk = _activation(k, in_feats)
+        self.recompute = recompute
 
     def forward(self, graph: GraphLike, feat: Any, edge_weight: Tensor | None = None) -> Tensor:
         """Computes the layer; see :meth:`FastSAGEConv.forward`.
@@ -167,7 +187,7 @@ class FastMaxKSAGEConv(FastSAGEConv):
             (number of destinations, out_feats).
         """
         aggregates = self._aggre_type in ("mean", "gcn")
-        cbsr = _compressed(feat, self.maxk, scales_sources=False) if aggregates else None
+        cbsr = _compressed(feat, self.maxk) if aggregates else None
         if cbsr is None:
             return super().forward(graph, _dense(feat, self.maxk), edge_weight)
         adjacency = self._adjacency(graph, cbsr.values)
@@ -193,25 +213,34 @@ class FastMaxKSAGEConv(FastSAGEConv):
                 out = self.fc_neigh(torch.addcmul(out, destination(kept), scale[:, None].to(out.dtype)))
                 return out if self.bias is None else out + self.bias
 
-            if other is None and is_plain_linear(self.fc_neigh):
+            if self.recompute and other is None and is_plain_linear(self.fc_neigh):
                 out = aggregate_cbsr(adjacency, cbsr, transform, self.fc_neigh.weight, value, scale_dst=scale)
             else:
                 out = transform(ssd(adjacency, cbsr, value, scale_dst=scale), cbsr)
         elif other is None and self._is_one_map(adjacency, cbsr, self.fc_self):
-            own, neigh = self.fc_self, self.fc_neigh
-            out = maxk_linear(
-                adjacency, cbsr, neigh.weight, own.bias, own.weight, value, "mean", out_by_in=True
-            )
+            own = self.fc_self
+            out = self._mean_and_map(adjacency, cbsr, value, own.bias, own.weight)
         elif self._is_one_map(adjacency, cbsr):
-            out = maxk_linear(
-                adjacency, cbsr, self.fc_neigh.weight, value=value, reduce="mean", out_by_in=True
-            )
-            out = self.fc_self(destination(cbsr)) + out
+            out = self.fc_self(destination(cbsr)) + self._mean_and_map(adjacency, cbsr, value)
         else:
             out = self.fc_self(destination(cbsr)) + self.fc_neigh(ssd(adjacency, cbsr, value, "mean"))
         if self.activation is not None:
             out = self.activation(out)
         return out if self.norm is None else self.norm(out)
+
+    def _mean_and_map(
+        self,
+        adjacency: Adjacency,
+        cbsr: CBSR,
+        value: Tensor | None,
+        bias: Tensor | None = None,
+        root_weight: Tensor | None = None,
+    ) -> Tensor:
+        """The neighbours' mean by ``fc_neigh``, with what `_is_one_map` was asked about."""
+        weight, recompute = self.fc_neigh.weight, self.recompute
+        return maxk_linear(
+            adjacency, cbsr, weight, bias, root_weight, value, "mean", out_by_in=True, recompute=recompute
+        )
 
     def _is_one_map(self, adjacency: Adjacency, cbsr: CBSR, own: nn.Linear | None = None) -> bool:
         """Whether the mean layer's linear maps, ``own`` among them, can be taken with the aggregation."""

@@ -38,10 +38,10 @@ def _compressed(x: Tensor | CBSR, activation: MaxK) -> CBSR:
     return x if isinstance(x, CBSR) else activation.compress(x)
 
 
-def _densifies(x: Tensor | CBSR, activation: MaxK, *, scales_sources: bool) -> bool:
+def _densifies(x: Tensor | CBSR, activation: MaxK) -> bool:
     if isinstance(x, CBSR):
-        return densifies(x.values, x.values.size(1), x.width, scales_sources=scales_sources)
-    return densifies(x, activation.k, x.size(1), scales_sources=scales_sources)
+        return densifies(x.values, x.values.size(1), x.width)
+    return densifies(x, activation.k, x.size(1))
 
 
 def _values(x: Tensor | CBSR) -> Tensor:
@@ -59,8 +59,7 @@ class FastMaxKGCNConv(FastGCNConv):
     after MaxK-GNN (arXiv:2312.08656, section 3): ``FastMaxKGCNConv(F, G, k=k)`` gives what
     ``GCNConv(F, G)(MaxK(k)(x), ...)`` gives, so that in a stack of layers MaxK takes the place of ReLU; let a
     linear layer go before the first. The k kept entries of each row are all that is gathered
-    (:func:`fastsparse_core.ssd`), and all that is stored for the backward pass, which aggregates them a
-    second time. Parameters and ``state_dict`` are those of
+    (:func:`fastsparse_core.ssd`). Parameters and ``state_dict`` are those of
     :class:`~torch_geometric.nn.conv.GCNConv`. Where PyG's own code must run (message hooks, explain mode),
     it does so on the dense MaxK features.
 
@@ -68,6 +67,8 @@ class FastMaxKGCNConv(FastGCNConv):
         in_channels: width of the input; -1: taken from the first call.
         out_channels: width of the output.
         k: kept entries of each row, from 1 to ``in_channels``.
+        recompute: whether the backward pass aggregates the kept entries once more, for the weight's gradient,
+            so that they are all that is stored. Otherwise their sums, which are dense, are stored too.
         kwargs: further arguments of GCNConv.
 
     Shapes:
@@ -76,9 +77,12 @@ class FastMaxKGCNConv(FastGCNConv):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
     """
 
-    def __init__(self, in_channels: int, out_channels: int, k: int, **kwargs: Any) -> None:
+    def __init__(
+        self, in_channels: int, out_channels: int, k: int, *, recompute: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(in_channels, out_channels, **kwargs)
         self.maxk = MaxK(k)
+        self.recompute = recompute
         _check_k(k, in_channels)
 
     def forward(
@@ -94,9 +98,7 @@ class FastMaxKGCNConv(FastGCNConv):
         if isinstance(x, (tuple, list)) or _values(x).dim() != 2:
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
         like = _values(x)
-        if _densifies(x, self.maxk, scales_sources=self.normalize) or self._why_original_gcn(
-            like, edge_index
-        ):
+        if _densifies(x, self.maxk) or self._why_original_gcn(like, edge_index):
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
         adj, value, scale_dst, scale_src = self._own_propagation(like, edge_index, edge_weight)
         if value is not None and message_dtype(like, value) != like.dtype:
@@ -114,6 +116,7 @@ class FastMaxKGCNConv(FastGCNConv):
                 self.bias,
                 value=value,
                 out_by_in=True,
+                recompute=self.recompute,
                 scale_dst=scale_dst,
                 scale_src=scale_src,
             )
@@ -137,6 +140,7 @@ class FastMaxKSAGEConv(FastSAGEConv):
             call.
         out_channels: width of the output.
         k: kept entries of each row, from 1 to ``in_channels``.
+        recompute: as for :class:`FastMaxKGCNConv`.
         kwargs: further arguments of SAGEConv.
 
     Shapes:
@@ -145,9 +149,18 @@ class FastMaxKSAGEConv(FastSAGEConv):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
     """
 
-    def __init__(self, in_channels: int | tuple[int, int], out_channels: int, k: int, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        k: int,
+        *,
+        recompute: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(in_channels, out_channels, **kwargs)
         self.maxk = MaxK(k)
+        self.recompute = recompute
         for width in (in_channels,) if isinstance(in_channels, int) else in_channels:
             _check_k(k, width)
 
@@ -163,7 +176,7 @@ class FastMaxKSAGEConv(FastSAGEConv):
         like = (values, None if x_dst is None else values if x_dst is x_src else _values(x_dst))
         if (
             values.dim() != 2
-            or _densifies(x_src, self.maxk, scales_sources=False)
+            or _densifies(x_src, self.maxk)
             or self.project
             or self._why_original_pair(like, edge_index)
             or self._reduce() not in ("sum", "mean")
@@ -184,7 +197,15 @@ class FastMaxKSAGEConv(FastSAGEConv):
             adj, cbsr, lin.weight, lin.bias, root_weight, out_by_in=True
         ):
             out = maxk_linear(
-                adj, cbsr, lin.weight, lin.bias, root_weight, value, self._reduce(), out_by_in=True
+                adj,
+                cbsr,
+                lin.weight,
+                lin.bias,
+                root_weight,
+                value,
+                self._reduce(),
+                out_by_in=True,
+                recompute=self.recompute,
             )
         else:
             root_weight = None

@@ -321,6 +321,40 @@ def aggregate_linear_backward(
 def sum_of_rows(
     rows: _Rows, partial: _Memory, num_parts: int, out: _Memory, out_dtype: _Dtype, device: int, queue: int
 ) -> None: ...
+def batch_norm(
+    x: _Rows,
+    mask: _Memory,
+    count: _Memory,
+    partial: _Memory,
+    num_parts: int,
+    weight: _Memory,
+    bias: _Memory,
+    running_mean: _Memory,
+    running_var: _Memory,
+    momentum: float,
+    eps: float,
+    out: _Memory,
+    mean: _Memory,
+    inverse: _Memory,
+    device: int,
+    queue: int,
+) -> None: ...
+def batch_norm_backward(
+    x: _Rows,
+    mask: _Memory,
+    count: _Memory,
+    partial: _Memory,
+    num_parts: int,
+    grad: _Memory,
+    weight: _Memory,
+    mean: _Memory,
+    inverse: _Memory,
+    out: _Memory,
+    grad_weight: _Memory,
+    grad_bias: _Memory,
+    device: int,
+    queue: int,
+) -> None: ...
 def head_outer(
     x: _Rows,
     y: _Rows,

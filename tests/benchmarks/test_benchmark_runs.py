@@ -318,6 +318,21 @@ def test_train_with_attention_layers(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert any("--reference-all" in note for note in result["notes"]) == (not extra)
 
 
+def test_train_with_maxk(tmp_path: Path) -> None:
+    train = pytest.importorskip("benchmarks.train", exc_type=ImportError)
+    arguments = f"--graphs pubmed --budget-ms 1 --dtypes float32 --models {' '.join(train.OWN)}"
+    result = result_of(tmp_path, "train", arguments)
+    names = [name for model in train.OWN for name in train.MODELS[model][1]]
+    assert [cell["implementation"] for cell in result["cells"]] == names
+    assert {cell["status"] for cell in result["cells"]} == {"ok"}
+    build, layers = train.MODELS["maxk-gcn3-256"]
+    for name, implementation in layers.items():
+        model = build(implementation.layer, **implementation.options)
+        assert model.rectified == ("ReLU" in name)
+        if not model.rectified:
+            assert [conv.recompute for conv in model.convs] == ["recompute" in name] * 3
+
+
 @pytest.mark.parametrize("model", ["gcn3-128", "gat3-4x32", "gatv2-3-4x32", "gt3-4x32", "agnn2-32"])
 def test_models_compute_the_same_with_either_layer(model: str) -> None:
     train = pytest.importorskip("benchmarks.train", exc_type=ImportError)

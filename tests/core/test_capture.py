@@ -20,11 +20,13 @@ from fastsparse_core import (
     spmm,
 )
 from fastsparse_core.capturing import captured as machinery
+from fastsparse_core.capturing import twins
 from fastsparse_core.capturing.fresh_adjacency import FreshAdjacency
 from fastsparse_core.capturing.journal import on_trial
 from fastsparse_core.capturing.optimizers import RecordedOptimizer
 from fastsparse_core.capturing.padding import BatchPlaces, Rows, Sizes, room_for
 from fastsparse_core.capturing.twins import Masks, Twins
+from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.recorded import StepRun
 
 CALLS = machinery.CALLS + 10
@@ -626,26 +628,51 @@ def test_fresh_structures(device, loops, operator):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("affine", [False, True])
-def test_batch_norm_without_padding(device, dtype, affine):
+def test_batch_norm_without_padding(device):
+    """A module's, running statistics included; `masked_batch_norm` has tests of its own."""
     rows = Rows(37, torch.arange(37, device=device) < 30, torch.tensor(30.0, device=device))
-    norms = [torch.nn.BatchNorm1d(5, affine=affine, device=device) for _ in range(2)]
-    for norm in norms:
-        norm.to(torch.float64 if dtype == torch.float64 else torch.float32)
-    x = (3 + torch.randn(37, 5, device=device)).to(dtype).requires_grad_()
+    norms = [torch.nn.BatchNorm1d(5, device=device) for _ in range(2)]
+    x = 3 + torch.randn(37, 5, device=device)
     with Twins([rows], {}, Masks()):
         out = norms[0](x)[:30]
-    expected = norms[1](x[:30])
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(out, expected, **tolerance)
-    weight = torch.randn(30, 5, device=device, dtype=dtype)
-    of_both = [
-        torch.autograd.grad((item * weight).sum(), [x, *norm.parameters()])
-        for item, norm in zip((out, expected), norms, strict=True)
-    ]
-    torch.testing.assert_close(*of_both, **tolerance)
-    torch.testing.assert_close(norms[0].state_dict(), norms[1].state_dict(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(out, norms[1](x[:30]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(norms[0].state_dict(), norms[1].state_dict(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_linear_maps_sum_their_bias_gradients(monkeypatch, dtype, autocast):
+    """Also where the result is written in place, and twice differentiable."""
+    if autocast and dtype != torch.float32:
+        pytest.skip("autocast casts float32")
+    sums = []
+    monkeypatch.setattr(twins, "sum_of_rows", lambda *args: sums.append(args) or sum_of_rows(*args))
+    x = torch.randn(3000, 40, device="cuda", dtype=dtype, requires_grad=True)
+    layer = torch.nn.Linear(40, 24, device="cuda", dtype=dtype)
+    leaves = [x, layer.weight, layer.bias]
+
+    def run():
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            out = layer(x)
+            kind = out.dtype
+            loss = F.relu(out, inplace=True).float().square().sum()
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        again = torch.autograd.grad(sum(item.float().square().sum() for item in first), leaves)
+        return [kind, *(item.dtype for item in first)], [loss, *first, *again]
+
+    kinds, expected = run()
+    assert not sums
+    with (
+        Twins([], {}, Masks()),
+        recorded.running(StepRun(has_padding=False, of_edges=FreshAdjacency.of_edges)),
+    ):
+        kinds_of_twin, found = run()
+    assert sums
+    assert kinds_of_twin == kinds
+    tolerance = 2e-2 if autocast or dtype == torch.bfloat16 else 1e-4
+    for item, other in zip(found, expected, strict=True):
+        assert (item - other).float().norm() <= tolerance * other.float().norm()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

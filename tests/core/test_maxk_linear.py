@@ -15,7 +15,9 @@ from fastsparse_core.fused.maxk_linear import (
     can_maxk_linear,
     maxk_linear,
 )
+from fastsparse_core.ops import _ssd_launch
 
+RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
 SETTINGS = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -96,13 +98,12 @@ class Operands:
             if tensor is not None
         ]
 
-    def result(self, reduce, kept=None):
-        kept = maxk(self.x, self.k) if kept is None else kept
+    def result(self, reduce, recompute=False):
+        kept = maxk(self.x, self.k)
         weights = (self.weight, self.bias, self.root_weight)
         assert can_maxk_linear(self.adj, kept, *weights, out_by_in=self.out_by_in)
-        return maxk_linear(
-            self.adj, kept, *weights, self.value, reduce, out_by_in=self.out_by_in, scale_dst=self.scale
-        )
+        options = {"out_by_in": self.out_by_in, "recompute": recompute, "scale_dst": self.scale}
+        return maxk_linear(self.adj, kept, *weights, self.value, reduce, **options)
 
     def expected(self, reduce, *, sizes=False):
         """In float64, by dense rows of the same kept columns; of the operands or of their absolute values."""
@@ -161,10 +162,23 @@ def check(operands, reduce, result, upstream, dtype):
     scaled=st.booleans(),
     out_by_in=st.booleans(),
     reduce=st.sampled_from(["sum", "mean"]),
+    recompute=st.booleans(),
 )
 @SETTINGS
 def test_equals_dense_products(
-    device, poisoned_memory, edges, dtype, width, out, biased, rooted, valued, scaled, out_by_in, reduce
+    device,
+    poisoned_memory,
+    edges,
+    dtype,
+    width,
+    out,
+    biased,
+    rooted,
+    valued,
+    scaled,
+    out_by_in,
+    reduce,
+    recompute,
 ):
     adj = edges.adjacency(device)
     assume(not rooted or adj.num_dst <= adj.num_src)
@@ -181,7 +195,7 @@ def test_equals_dense_products(
         scaled=scaled,
         out_by_in=out_by_in,
     )
-    result = operands.result(reduce)
+    result = operands.result(reduce, recompute)
     assert result.dtype == dtype
     check(operands, reduce, result, features(adj.num_dst, out, dtype, "contiguous", device, 7), dtype)
 
@@ -197,7 +211,8 @@ def operands_on(device, dtype=torch.float32, **changes):
     return Operands(square(device), device, dtype, 256, 32, 8, **(options | changes))
 
 
-def test_gradcheck(device):
+@RECOMPUTE
+def test_gradcheck(device, recompute):
     options = {"biased": True, "rooted": True, "valued": True, "scaled": True, "out_by_in": False}
     generator = torch.Generator().manual_seed(0)
     row, col = torch.randint(0, 5, (2, 12), generator=generator).to(device)
@@ -216,52 +231,89 @@ def test_gradcheck(device):
             value,
             "mean",
             out_by_in=False,
+            recompute=recompute,
             scale_dst=operands.scale,
         )
 
     assert torch.autograd.gradcheck(run, (values, *operands.inputs[1:]), fast_mode=device == "cuda")
 
 
+@RECOMPUTE
 @pytest.mark.parametrize("autocast", [False, True])
-def test_stores_sparse_rows_alone(autocast):
-    operands = operands_on("cpu")
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out, stored = saved_bytes(lambda: operands.result("mean"), operands.weight, operands.root_weight)
-    assert stored == 30 * 32 * ((2 if autocast else 4) + 1)  # a value, and its column's number
-    assert out.requires_grad
+def test_stores_sparse_rows_and_their_sums_unless_they_are_recomputed(autocast, recompute):
+    operands, size = operands_on("cpu"), 2 if autocast else 4
+
+    def stored():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out, stored = saved_bytes(
+                lambda: operands.result("mean", recompute), operands.weight, operands.root_weight
+            )
+        assert out.requires_grad
+        return stored
+
+    sparse = 30 * 32 * (size + 1)  # a value, and its column's number
+    assert stored() == sparse + (0 if recompute else 30 * 256 * size)
+    operands.weight.requires_grad_(False)  # which is what needs the sums
+    assert stored() == sparse
 
 
-def test_what_needs_no_gradient_gets_none(device):
+@RECOMPUTE
+def test_sums_are_computed_once_or_twice(device, monkeypatch, recompute):
+    operands, launched = operands_on(device), []
+    launch = _ssd_launch.launch_ssd
+    monkeypatch.setattr(_ssd_launch, "launch_ssd", lambda *x: launched.append(1) or launch(*x))
+    torch.autograd.grad(operands.result("mean", recompute).sum(), operands.inputs)
+    assert len(launched) == 1 + recompute
+    operands.weight.requires_grad_(False)
+    torch.autograd.grad(operands.result("mean", recompute).sum(), operands.x)
+    assert len(launched) == 2 + recompute
+
+
+def test_gradients_are_the_same_bits_either_way(device):
+    """Stored rows are those that would be computed again."""
     operands = operands_on(device, valued=True)
-    expected = torch.autograd.grad(operands.result("sum").sum(), operands.inputs)
+    upstream = torch.randn(30, 8, device=device)
+    kept, again = (
+        torch.autograd.grad(operands.result("sum", recompute), operands.weight, upstream)[0]
+        for recompute in (False, True)
+    )
+    assert torch.equal(kept, again)
+
+
+@RECOMPUTE
+def test_what_needs_no_gradient_gets_none(device, recompute):
+    operands = operands_on(device, valued=True)
+    expected = torch.autograd.grad(operands.result("sum", recompute).sum(), operands.inputs)
     for nth, tensor in enumerate(operands.inputs):
         for other in operands.inputs:
             other.requires_grad_(other is tensor)
-        (alone,) = torch.autograd.grad(operands.result("sum").sum(), [tensor])
+        (alone,) = torch.autograd.grad(operands.result("sum", recompute).sum(), [tensor])
         assert relative_error(alone, expected[nth].double()) <= 1e-6
     for tensor in operands.inputs:
         tensor.requires_grad_(False)
     assert not operands.result("sum").requires_grad
 
 
-def test_weights_without_gradient_may_change_before_the_backward_pass(device):
+@RECOMPUTE
+def test_weights_without_gradient_may_change_before_the_backward_pass(device, recompute):
     """Those of features without gradient are not kept."""
     operands = operands_on(device)
-    expected = torch.autograd.grad(operands.result("sum").sum(), operands.weight)
+    expected = torch.autograd.grad(operands.result("sum", recompute).sum(), operands.weight)
     operands.x.requires_grad_(False)
-    out = operands.result("sum")
+    out = operands.result("sum", recompute)
     with torch.no_grad():
         operands.weight.zero_()
     assert torch.equal(torch.autograd.grad(out.sum(), operands.weight)[0], expected[0])
 
 
+@RECOMPUTE
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_under_autocast(device, dtype):
+def test_under_autocast(device, dtype, recompute):
     if device == "cpu" and dtype == torch.float16:
         pytest.skip("matrix products of float16 are not for the CPU's autocast in every version")
     operands = operands_on(device)
     with torch.autocast(device, dtype=dtype):
-        result = operands.result("mean")
+        result = operands.result("mean", recompute)
     assert result.dtype == dtype
     check(operands, "mean", result, torch.randn_like(result), dtype)
 
@@ -275,7 +327,8 @@ def subsets(operands):
         yield some
 
 
-def test_second_derivatives_are_those_of_dense_products(device):
+@RECOMPUTE
+def test_second_derivatives_are_those_of_dense_products(device, recompute):
     """Asked for by name, so that nothing raises where a term is missing."""
     operands = operands_on(device, torch.float64, valued=True)
 
@@ -287,12 +340,13 @@ def test_second_derivatives_are_those_of_dense_products(device):
     for some in subsets(operands):
         expected, exact = operands.expected("mean")
         wanted = products(expected, [exact[nth] for nth in some])
-        found = products(operands.result("mean"), [operands.inputs[nth] for nth in some])
+        found = products(operands.result("mean", recompute), [operands.inputs[nth] for nth in some])
         for actual, right in zip(found, wanted, strict=True):
             assert relative_error(actual, right) <= 1e-9
 
 
-def test_second_derivatives_through_two_layers(device):
+@RECOMPUTE
+def test_second_derivatives_through_two_layers(device, recompute):
     generator = torch.Generator().manual_seed(0)
     row, col = torch.randint(0, 8, (2, 30), generator=generator).to(device)
     adj = Adjacency.from_coo(row, col, (8, 8))
@@ -302,7 +356,8 @@ def test_second_derivatives_through_two_layers(device):
     )
 
     def layer(x, weight):
-        return maxk_linear(adj, maxk(x, 3), weight, root_weight=weight, out_by_in=True)
+        options = {"root_weight": weight, "out_by_in": True, "recompute": recompute}
+        return maxk_linear(adj, maxk(x, 3), weight, **options)
 
     def run(first, second):
         return layer(layer(x, first).tanh(), second)
@@ -318,31 +373,34 @@ def plain(operands, reduce):
     return out + F.linear(kept.to_dense(), operands.root_weight)
 
 
-def test_gradients_in_batches(device):
+@RECOMPUTE
+def test_gradients_in_batches(device, recompute):
     operands = operands_on(device, torch.float64, valued=True)
     upstream = torch.randn(3, 30, 8, device=device, dtype=torch.float64)
     for some in subsets(operands):
         inputs = [operands.inputs[nth] for nth in some]
         batches = [
-            torch.autograd.grad(run(operands, "sum"), inputs, upstream, is_grads_batched=True)
-            for run in (Operands.result, plain)
+            torch.autograd.grad(out, inputs, upstream, is_grads_batched=True)
+            for out in (operands.result("sum", recompute), plain(operands, "sum"))
         ]
         for actual, wanted in zip(*batches, strict=True):
             assert relative_error(actual, wanted) <= 1e-12
 
 
-def test_watched_gradients_run_hooks_once(device):
+@RECOMPUTE
+def test_watched_gradients_run_hooks_once(device, recompute):
     operands = operands_on(device, valued=True)
     seen = []
     for tensor in operands.inputs:
         tensor.register_hook(lambda grad: seen.append(grad.shape))
-    torch.autograd.grad(operands.result("sum").sum(), operands.inputs, create_graph=True)
+    torch.autograd.grad(operands.result("sum", recompute).sum(), operands.inputs, create_graph=True)
     assert sorted(seen) == sorted(tensor.shape for tensor in operands.inputs)
 
 
-def test_a_weight_written_before_the_backward_pass_is_an_error(device):
+@RECOMPUTE
+def test_a_weight_written_before_the_backward_pass_is_an_error(device, recompute):
     operands = operands_on(device)
-    out = operands.result("sum")
+    out = operands.result("sum", recompute)
     with torch.no_grad():
         operands.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

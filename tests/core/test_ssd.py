@@ -461,13 +461,6 @@ def test_choice(algorithm, dtype, k, expected):
     assert policy.ssd_algorithm("auto", torch.device("cpu"), dtype, k, 256) == "decoupled"
 
 
-def test_factors_of_sources_halve_what_pays_in_16_bits():
-    device = torch.device("cuda")
-    for dtype, most in ((torch.bfloat16, 16), (torch.float32, 64)):
-        for k, expected in ((most, "decoupled"), (most + 1, "densify")):
-            assert policy.ssd_algorithm("auto", device, dtype, k, 256, scales_sources=True) == expected
-
-
 def test_algorithms_stand_in_for_auto(monkeypatch):
     adj = heavy("cpu")
     seen = []

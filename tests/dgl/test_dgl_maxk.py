@@ -21,10 +21,12 @@ from dgl_cases import (
 from torch import nn
 
 from fastsparse_core import MaxK
+from fastsparse_core.ops import _ssd_launch
 
 FastMaxKGraphConv = fastsparse_dgl.FastMaxKGraphConv
 FastMaxKSAGEConv = fastsparse_dgl.FastMaxKSAGEConv
 K = 3
+RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
 
 
 def dense(feat):
@@ -49,11 +51,12 @@ class OnMaxK(nn.Module):
         return self.conv.named_parameters(*args, **kwargs)
 
 
-def layers(family: str, *args, **options):
+def layers(family: str, *args, recompute: bool = False, **options):
     """Ours and the original, with equal parameters."""
     original = dgl.nn.pytorch.GraphConv if family == "gcn" else dgl.nn.pytorch.SAGEConv
     reference = original(*args, **options)
-    fast = (FastMaxKGraphConv if family == "gcn" else FastMaxKSAGEConv)(*args, k=K, **options)
+    ours = FastMaxKGraphConv if family == "gcn" else FastMaxKSAGEConv
+    fast = ours(*args, k=K, recompute=recompute, **options)
     fast.load_state_dict(reference.state_dict())
     return fast, OnMaxK(reference)
 
@@ -61,11 +64,12 @@ def layers(family: str, *args, **options):
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize("norm", ["both", "right", "left", "none"])
 @pytest.mark.parametrize("weighted", [None, (), (1,)])
-def test_graph_conv(name, norm, weighted, device):
+@RECOMPUTE
+def test_graph_conv(name, norm, weighted, recompute, device):
     graph = GRAPHS[name]()
     feat = features(graph, 7) if name in SINGLE else pair(graph, 7, 7)
     options = {} if weighted is None else {"edge_weight": weights(graph, *weighted)}
-    fast, reference = layers("gcn", 7, 4, norm=norm)
+    fast, reference = layers("gcn", 7, 4, recompute=recompute, norm=norm)
     if name not in SINGLE:  # the original does not use the destinations' features: no gradient to compare
         feat = feat[0]
     check_parity((fast, reference), graph, feat, device, **options)
@@ -91,22 +95,23 @@ def test_external_weight(device):
 
 @pytest.mark.parametrize("aggregator", ["mean", "gcn", "pool", "lstm"])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_sage(name, aggregator, device):
+@RECOMPUTE
+def test_sage(name, aggregator, recompute, device):
     if aggregator == "lstm" and device != "cpu":
         pytest.skip("DGL's own code, and the wheel knows no CUDA")
     graph = GRAPHS[name]()
     feat = features(graph, 7) if name in SINGLE else pair(graph, 7, 7)
-    check_parity(layers("sage", 7, 4, aggregator), graph, feat, device)
+    check_parity(layers("sage", 7, 4, aggregator, recompute=recompute), graph, feat, device)
 
 
 @pytest.mark.parametrize("aggregator", ["mean", "gcn"])
 @pytest.mark.parametrize("weighted", [(), (1,)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_sage_options(aggregator, weighted, bias, device):
+@RECOMPUTE
+def test_sage_options(aggregator, weighted, bias, recompute, device):
     graph = homogeneous()
-    both = layers(
-        "sage", 7, 4, aggregator, bias=bias, norm=nn.functional.normalize, activation=nn.functional.elu
-    )
+    options = {"bias": bias, "norm": nn.functional.normalize, "activation": nn.functional.elu}
+    both = layers("sage", 7, 4, aggregator, recompute=recompute, **options)
     check_parity(both, graph, features(graph, 7), device, edge_weight=weights(graph, *weighted))
 
 
@@ -115,6 +120,32 @@ def test_different_widths(graph, device):
     check_parity(layers("sage", (6, 5), 4, "mean"), graph, pair(graph, 6, 5), device)
     with pytest.raises(DGLError, match="'gcn' expects source and destination features of one width"):
         FastMaxKSAGEConv((6, 5), 4, "gcn", K)(graph, pair(graph, 6, 5))
+
+
+@pytest.mark.parametrize("family", ["gcn", "sage"])
+@RECOMPUTE
+def test_rows_are_aggregated_once_or_twice_in_a_step(family, recompute, device, monkeypatch):
+    """Of 32 features, so that kept entries are few enough for their own kernel on a GPU."""
+    graph = homogeneous()
+    both = layers(family, 32, 4, *([] if family == "gcn" else ["mean"]), recompute=recompute)
+    launched, launch = [], _ssd_launch.launch_ssd
+    monkeypatch.setattr(_ssd_launch, "launch_ssd", lambda *x: launched.append(1) or launch(*x))
+    check_parity(both, graph, features(graph, 32), device)
+    assert len(launched) == 1 + recompute
+    assert both[0].recompute == recompute
+
+
+@RECOMPUTE
+def test_what_the_gcn_aggregator_stores(recompute):
+    """Kept entries, and dense rows unless they are computed again."""
+    graph = fastsparse_dgl.prepare(homogeneous())
+    layer = FastMaxKSAGEConv(32, 4, "gcn", K, recompute=recompute)
+    kept = MaxK(K).compress(features(homogeneous(), 32).requires_grad_())
+    shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: shapes.append(saved.shape) or saved, id):
+        layer(graph, kept)
+    assert (graph.num_src, K) in shapes
+    assert ((graph.num_src, 32) in shapes) == (not recompute)
 
 
 @pytest.mark.parametrize("family", ["gcn", "sage"])
@@ -154,9 +185,11 @@ def test_hooks_of_the_linear_layers_run(name, device):
 
 
 @pytest.mark.parametrize("case", ["pair", "hook", "gcn"])
-def test_a_weight_written_before_the_backward_pass_is_an_error(case, device):
+@RECOMPUTE
+def test_a_weight_written_before_the_backward_pass_is_an_error(case, recompute, device):
     graph = homogeneous().to(device) if device == "cpu" else fastsparse_dgl.prepare(homogeneous(), device)
-    layer = FastMaxKSAGEConv(7, 4, "gcn" if case == "gcn" else "mean", K).to(device)
+    aggregator = "gcn" if case == "gcn" else "mean"
+    layer = FastMaxKSAGEConv(7, 4, aggregator, K, recompute=recompute).to(device)
     if case == "hook":
         layer.fc_neigh.register_forward_hook(lambda *_: None)
     feat = features(homogeneous(), 7).to(device).requires_grad_()

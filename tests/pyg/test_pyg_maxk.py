@@ -9,7 +9,10 @@ from torch import nn
 from torch_geometric.nn import GCNConv, SAGEConv
 
 from fastsparse_core import CBSR, MaxK, algorithms
+from fastsparse_core.ops import _ssd_launch
 from fastsparse_pyg import FastGCNConv, FastMaxKGCNConv, FastMaxKSAGEConv, FastSAGEConv, prepare
+
+RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
 
 
 def dense(x):
@@ -37,10 +40,12 @@ class OnMaxK(nn.Module):
         return self.conv.named_parameters(*args, **kwargs)
 
 
-def pair(family: str, num_in, num_out: int, device: str, **options) -> tuple[OnMaxK, nn.Module]:
+def pair(
+    family: str, num_in, num_out: int, device: str, *, recompute: bool = False, **options
+) -> tuple[OnMaxK, nn.Module]:
     original, fast = {"gcn": (GCNConv, FastMaxKGCNConv), "sage": (SAGEConv, FastMaxKSAGEConv)}[family]
     reference = OnMaxK(original(num_in, num_out, **options)).to(device)
-    return reference, fast(num_in, num_out, k=5, **options).to(device)
+    return reference, fast(num_in, num_out, k=5, recompute=recompute, **options).to(device)
 
 
 @pytest.fixture(params=["gcn", "sage"])
@@ -63,10 +68,11 @@ def family(request: pytest.FixtureRequest) -> str:
 )
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("width", [(8, 4), (8, 8), (8, 20)], ids=str)
+@RECOMPUTE
 @pytest.mark.usefixtures("kernels_only")
-def test_gcn(device, options, weighted, width):
+def test_gcn(device, options, weighted, width, recompute):
     edge_index = random_graph(device=device)
-    reference, layer = pair("gcn", *width, device, **options)
+    reference, layer = pair("gcn", *width, device, recompute=recompute, **options)
     for requires_grad in (True, False):
         x = torch.randn(40, width[0], device=device, requires_grad=requires_grad)
         weight = None
@@ -80,10 +86,11 @@ def test_gcn(device, options, weighted, width):
 
 @pytest.mark.parametrize("aggr", ["sum", "mean", "max"])
 @pytest.mark.parametrize("options", SAGE_OPTIONS, ids=str)
+@RECOMPUTE
 @pytest.mark.usefixtures("kernels_only")
-def test_sage(device, options, aggr):
+def test_sage(device, options, aggr, recompute):
     edge_index = random_graph(device=device)
-    reference, layer = pair("sage", 8, 6, device, aggr=aggr, **options)
+    reference, layer = pair("sage", 8, 6, device, recompute=recompute, aggr=aggr, **options)
     for requires_grad in (True, False):
         x = torch.randn(40, 8, device=device, requires_grad=requires_grad)
         same(reference, layer, lambda conv, x=x: conv(x, edge_index), [x])
@@ -91,10 +98,11 @@ def test_sage(device, options, aggr):
 
 @pytest.mark.parametrize("aggr", ["sum", "mean"])
 @pytest.mark.parametrize("with_dst", [True, False])
+@RECOMPUTE
 @pytest.mark.usefixtures("kernels_only")
-def test_bipartite_sage(device, aggr, with_dst):
+def test_bipartite_sage(device, aggr, with_dst, recompute):
     edge_index = random_graph(30, 20, device=device)
-    reference, layer = pair("sage", (8, 6), 4, device, aggr=aggr)
+    reference, layer = pair("sage", (8, 6), 4, device, recompute=recompute, aggr=aggr)
     x_src = torch.randn(30, 8, device=device, requires_grad=True)
     x_dst = torch.randn(20, 6, device=device, requires_grad=True) if with_dst else None
     inputs = [x_src, *([x_dst] if with_dst else [])]
@@ -113,10 +121,11 @@ def test_input_kinds(device, family, kind):
     same(reference, layer, lambda conv: conv(x, graph), [x])
 
 
+@RECOMPUTE
 @pytest.mark.usefixtures("kernels_only")
-def test_takes_sparse_features(device, family):
+def test_takes_sparse_features(device, family, recompute):
     edge_index = random_graph(device=device)
-    reference, layer = pair(family, 8, 4, device)
+    reference, layer = pair(family, 8, 4, device, recompute=recompute)
     x = torch.randn(40, 8, device=device, requires_grad=True)
     same(
         reference,
@@ -125,6 +134,18 @@ def test_takes_sparse_features(device, family):
         [x],
         fast_call=lambda conv: conv(MaxK(5).compress(x), edge_index),
     )
+
+
+@RECOMPUTE
+def test_rows_are_aggregated_once_or_twice_in_a_step(device, family, recompute, monkeypatch):
+    """Of 64 features, so that kept entries are few enough for their own kernel on a GPU."""
+    reference, layer = pair(family, 64, 4, device, recompute=recompute)
+    launched, launch = [], _ssd_launch.launch_ssd
+    monkeypatch.setattr(_ssd_launch, "launch_ssd", lambda *x: launched.append(1) or launch(*x))
+    x, edge_index = torch.randn(40, 64, device=device, requires_grad=True), random_graph(device=device)
+    same(reference, layer, lambda conv: conv(x, edge_index), [x])
+    assert len(launched) == 1 + recompute
+    assert layer.recompute == recompute
 
 
 def test_sparse_features_where_the_original_runs(family):
@@ -181,14 +202,16 @@ def test_what_a_hook_reads_is_noticed_too(device, family):
         out.sum().backward()
 
 
-def test_pairs_store_no_dense_rows_of_the_sources():
-    _, layer = pair("sage", (64, 6), 4, "cpu")
+@RECOMPUTE
+def test_pairs_store_no_dense_rows_of_the_sources(recompute):
+    """Their sums are stored where they are not to be computed again."""
+    _, layer = pair("sage", (64, 6), 4, "cpu", recompute=recompute)
     x_src, x_dst = torch.randn(30, 64, requires_grad=True), torch.randn(20, 6)
     shapes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: shapes.append(saved.shape) or saved, id):
         layer((MaxK(5).compress(x_src), x_dst), random_graph(30, 20), size=(30, 20))
     assert (30, 5) in shapes
-    assert (20, 64) not in shapes
+    assert ((20, 64) in shapes) == (not recompute)
     assert (30, 64) not in shapes
 
 

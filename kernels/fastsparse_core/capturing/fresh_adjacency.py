@@ -105,10 +105,10 @@ class FreshAdjacency(Adjacency):
                         "pass a batch of the framework, or edges without loops and add_self_loops=False"
                     )
                 is_loop = row == col
-                position = torch.arange(num_given, device=row.device)
-                own = torch.full((count + 1,), -1, dtype=torch.int64, device=row.device)
-                own.scatter_reduce_(0, row.long().masked_fill(is_loop.logical_not(), count), position, "amax")
-                loop_edge = own[:count]
+                # Other edges say nothing of their own row: at one address for all they would wait in line.
+                position = torch.arange(num_given, device=row.device).masked_fill(row != col, -1)
+                own = torch.full((shape[0],), -1, dtype=torch.int64, device=row.device)
+                loop_edge = own.scatter_reduce_(0, row.long(), position, "amax")[:count]
                 row, col = row.masked_fill(is_loop, shape[0] - 1), col.masked_fill(is_loop, shape[1] - 1)
             row, col, _, appended = insert_loops(row, col, count, False)
             loop_edge = appended if loop_edge is None else loop_edge

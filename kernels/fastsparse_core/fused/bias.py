@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastsparse_core import recorded
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 
-#: Rows from which the sum is worth a node of its own in autograd's graph, which takes the host 10 us.
+#: Rows from which the sum is worth a node of its own in autograd's graph, which takes the host 10 us. In a
+#: step that is recorded it always is.
 _TALL = 32_768
 
 
@@ -44,7 +46,7 @@ def _sums_by_itself(rows: Tensor, bias: Tensor) -> bool:
     return (
         rows.is_cuda
         and is_plain_eager(rows)  # before the size, which a trace would remember
-        and rows.size(0) >= _TALL
+        and (rows.size(0) >= _TALL or recorded.current() is not None)
         and bias.requires_grad
         and is_plain_eager(bias.detach())
     )

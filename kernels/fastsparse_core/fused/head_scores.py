@@ -120,8 +120,10 @@ def gradients_of_scores(
         grad_rows = cast(product, rows.dtype) if grad_rows is None else grad_rows.add_(product)
     grad_vectors: list[Tensor | None] = [None] * len(vectors)
     if any(needed):
-        products = (grad.t() @ cast(rows, dtype)).view(len(vectors), heads, heads, width)
-        blocks = products.diagonal(dim1=1, dim2=2).transpose(1, 2).contiguous().split(1)
+        # The other way round cuBLAS takes 52 us, and not 7, for four heads of 32 and 1,533 rows: a batch of
+        # 64 molecules.
+        products = (cast(rows, dtype).t() @ grad).view(heads, width, len(vectors), heads)
+        blocks = products.diagonal(dim1=0, dim2=3).permute(1, 2, 0).contiguous().split(1)
         grad_vectors = [
             cast(block, vector.dtype) if wanted else None
             for block, vector, wanted in zip(blocks, vectors, needed, strict=True)

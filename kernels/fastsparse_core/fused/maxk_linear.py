@@ -1,7 +1,7 @@
-"""Aggregation of MaxK's sparse rows with what follows it, of which autograd stores sparse rows alone.
+"""Aggregation of MaxK's sparse rows with the linear map that follows it.
 
-A linear map after the aggregation would store its dense input for its weight's gradient. Here the backward
-pass aggregates the sparse rows once more instead, which takes k of D entries per edge.
+The gradient of the map's weight needs its input, the aggregated rows, which are dense. They are stored; or,
+to save memory, the backward pass aggregates the sparse rows once more, which takes k of D entries per edge.
 """
 
 from __future__ import annotations
@@ -73,23 +73,21 @@ def aggregate_cbsr(
     return result
 
 
-def densifies(values: Tensor, k: int, width: int, *, scales_sources: bool) -> bool:
+def densifies(values: Tensor, k: int, width: int) -> bool:
     """Whether the layer of the dense activations is the faster one, as ``auto`` of :func:`ssd` says.
 
     That layer aggregates the dense rows once in the forward pass and their gradient once in the backward one,
-    in whichever order with its linear map is cheaper. Sparse rows that `ssd` would write out first would be
-    aggregated a second time, for the weight's gradient.
+    in whichever order with its linear map is cheaper. Where `ssd` would write the sparse rows out first,
+    they need not be made at all.
 
     Args:
         values: features, or the kept entries of sparse ones.
         k: kept entries of each row.
         width: columns.
-        scales_sources: whether every source has a factor.
     """
     dtype = autocast_dtype(values) or values.dtype
     algorithm = policy.requested("ssd", "auto")
-    chosen = policy.ssd_algorithm(algorithm, values.device, dtype, k, width, scales_sources=scales_sources)
-    return chosen == "densify"
+    return policy.ssd_algorithm(algorithm, values.device, dtype, k, width) == "densify"
 
 
 def can_maxk_linear(
@@ -147,6 +145,7 @@ class _Aggregation(NamedTuple):
     scale_dst: Tensor | None
     scale_src: Tensor | None
     out_by_in: bool
+    recompute: bool
     algorithm: str
     dtype: torch.dtype
 
@@ -182,6 +181,7 @@ def maxk_linear(
     reduce: str = "sum",
     *,
     out_by_in: bool,
+    recompute: bool = False,
     scale_dst: Tensor | None = None,
     scale_src: Tensor | None = None,
 ) -> Tensor:
@@ -192,8 +192,9 @@ def maxk_linear(
         + \mathbf{W}_r \mathbf{x}_i + \mathbf{b}
 
     with :math:`\mathbf{X}` = ``cbsr.to_dense()``. Equal to :func:`fastsparse_core.ssd` and linear maps up to
-    rounding, under autocast too, as one node of autograd's graph that stores ``cbsr`` and ``value``; weights
-    are cast once more in the backward pass.
+    rounding, under autocast too, as one node of autograd's graph. It stores ``cbsr``, ``value`` and, where
+    ``weight`` needs a gradient, the aggregated rows; weights are cast once more in the backward pass, and the
+    nodes' own rows written out once more.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -204,6 +205,7 @@ def maxk_linear(
         value: edge values, see :func:`fastsparse_core.ssd`.
         reduce: ``"sum"`` or ``"mean"``.
         out_by_in: whether weights are (out width, in width).
+        recompute: whether the backward pass aggregates once more, and the aggregated rows are not stored.
         scale_dst: constant :math:`s`, (num_dst,); None: 1.
         scale_src: constant :math:`t`, (num_src,); None: 1.
 
@@ -212,9 +214,9 @@ def maxk_linear(
     """
     algorithm = policy.requested("ssd", "auto")
     values, value, scale_dst, scale_src = operands(adj, cbsr, value, reduce, scale_dst, scale_src)
-    how = _Aggregation(adj, cbsr.width, scale_dst, scale_src, out_by_in, algorithm, values.dtype)
+    how = _Aggregation(adj, cbsr.width, scale_dst, scale_src, out_by_in, recompute, algorithm, values.dtype)
     inputs = (values, value, weight, bias, root_weight, cbsr.ids)
-    return _MaxKLinear.apply(*inputs, how) if torch.is_grad_enabled() else _aggregate(how, *inputs)
+    return _MaxKLinear.apply(*inputs, how) if torch.is_grad_enabled() else _aggregate(how, *inputs)[0]
 
 
 def _aggregate(
@@ -225,10 +227,13 @@ def _aggregate(
     bias: Tensor | None,
     root_weight: Tensor | None,
     ids: Tensor,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
+    """The result, and the aggregated rows."""
     sums, by_in = how.sums(values, ids, value), how.by_in(weight)
     out = torch.mm(sums, by_in) if bias is None else torch.addmm(bias.to(how.dtype), sums, by_in)
-    return out if root_weight is None else out.addmm_(how.roots(values, ids), how.by_in(root_weight))
+    if root_weight is not None:
+        out.addmm_(how.roots(values, ids), how.by_in(root_weight))
+    return out, sums
 
 
 class _MaxKLinear(torch.autograd.Function):
@@ -247,6 +252,7 @@ class _MaxKLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.how = how
         ctx.dtypes = tuple(None if given is None else given.dtype for given in (value, weight, bias))
+        out, sums = _aggregate(how, values, value, weight, bias, root_weight, ids)
         # What no gradient needs may be written before the backward pass, as with separate operators.
         needs_values, needs_value, needs_weight, _, needs_root = ctx.needs_input_grad[:5]
         ctx.save_for_backward(
@@ -255,8 +261,9 @@ class _MaxKLinear(torch.autograd.Function):
             weight if needs_values or needs_value else None,
             root_weight if needs_values else None,
             ids,
+            sums if needs_weight and not how.recompute else None,
         )
-        return _aggregate(how, values, value, weight, bias, root_weight, ids)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -264,7 +271,7 @@ class _MaxKLinear(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    how, (values, value, weight, root_weight, ids) = ctx.how, ctx.saved_tensors
+    how, (values, value, weight, root_weight, ids, sums) = ctx.how, ctx.saved_tensors
     needs_values, needs_value, needs_weight, needs_bias, needs_root = ctx.needs_input_grad[:5]
     value_dtype, weight_dtype, bias_dtype = ctx.dtypes
     adj = how.adj
@@ -282,7 +289,9 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if needs_value:
         grad_value = of_edge_values(grad_sums, values, ids, *scales, adj.num_values, *place).to(value_dtype)
     if needs_weight:
-        grad_weight = _weight_gradient(how, how.sums(values, ids, value, once), grad, weight_dtype, once)
+        if sums is None or not once:  # stored rows have no gradient
+            sums = how.sums(values, ids, value, once)
+        grad_weight = _weight_gradient(how, sums, grad, weight_dtype, once)
     if needs_root:
         grad_root = _weight_gradient(how, how.roots(values, ids, once), grad, weight_dtype, once)
     grad_bias = sum_of_rows(grad, bias_dtype, once) if needs_bias else None

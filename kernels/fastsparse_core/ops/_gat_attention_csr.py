@@ -11,6 +11,7 @@ from fastsparse_core.ops._attention_call import GATV2, Call
 from fastsparse_core.ops._edge_values import empty_values
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import contiguous_floats, scratch, unit_stride
+from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -155,7 +156,7 @@ def _gatv2_backward(
         partial_src,
         *place_of(x_src.device),
     )
-    return grad_dst, grad_src, None, grad_att.sum(0).reshape(att.shape), None
+    return grad_dst, grad_src, None, sum_of_rows(grad_att, att.dtype, True).reshape(att.shape), None
 
 
 def att_rows_of(num_slices: int) -> int:

@@ -37,14 +37,7 @@ def launch_ssd(
         value = value.contiguous()
     if bias is not None:
         bias = bias.contiguous()
-    chosen = policy.ssd_algorithm(
-        algorithm,
-        values.device,
-        values.dtype,
-        values.size(1),
-        width,
-        scales_sources=scale_src is not None,
-    )
+    chosen = policy.ssd_algorithm(algorithm, values.device, values.dtype, values.size(1), width)
     if chosen == "densify":
         with below_autograd():
             dense = torch.ops.fastsparse.cbsr_to_dense.default(values, ids, width)

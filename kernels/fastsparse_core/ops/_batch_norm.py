@@ -1,0 +1,162 @@
+"""Batch normalisation by some of the rows, of which the device alone knows how many there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastsparse_core import _C
+from fastsparse_core.device import place_of
+from fastsparse_core.gpu import multiprocessors
+
+#: Parts of the rows for each multiprocessor: enough blocks of threads to keep its memory busy. And rows of a
+#: part, at least: of few rows the sums of parts would take longer than the parts.
+_PARTS, _ROWS_OF_PART = 2, 16
+
+
+def masked_batch_norm(
+    x: Tensor,
+    mask: Tensor,
+    count: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    r"""`torch.nn.functional.batch_norm` in training, by the mean and variance of some rows.
+
+    .. math::
+        \mathbf{y}_i = \frac{\mathbf{x}_i - \mathrm{E}[\mathbf{x}]}
+        {\sqrt{\mathrm{Var}[\mathbf{x}] + \epsilon}} \odot \mathbf{w} + \mathbf{b}
+
+    where mean and variance are those of the rows that the mask names. All rows are normalised; those that it
+    does not name get no gradient.
+
+    Args:
+        x: features (N, width).
+        mask: bool (N,).
+        count: how many rows it names, float32 ().
+        weight: (width,) or None: 1.
+        bias: (width,) or None: 0.
+        running_mean: (width,), written; None: there is none.
+        running_var: as ``running_mean``; it gets the unbiased variance.
+        momentum: of what is written.
+        eps: added to the variance.
+
+    Returns:
+        (N, width), in the dtype of ``x``; differentiable once.
+    """
+    out: Tensor = _MaskedBatchNorm.apply(
+        x, weight, bias, (mask, count), (running_mean, running_var), momentum, eps
+    )
+    return out
+
+
+class _MaskedBatchNorm(torch.autograd.Function):
+    """On CUDA three launches each way (kernels/cuda/batch_norm.cu), elsewhere operators of PyTorch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        rows: tuple[Tensor, Tensor],
+        running: tuple[Tensor | None, Tensor | None],
+        momentum: float,
+        eps: float,
+    ) -> Tensor:
+        x = x.contiguous()
+        if _has_kernel(x, weight, bias, *running):
+            out, mean, inverse = torch.empty_like(x), *x.new_empty(2, x.shape[1], dtype=torch.float32)
+            given, place = (*_described(x, rows), weight, bias, *running), place_of(x.device)
+            _C.batch_norm(*given, momentum, eps, out, mean, inverse, *place)
+        else:
+            out, mean, inverse = _normalised(x, weight, bias, rows, running, momentum, eps)
+        ctx.save_for_backward(x, weight, mean, inverse)
+        ctx.rows, ctx.bias_dtype = rows, None if bias is None else bias.dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight, mean, inverse = ctx.saved_tensors
+        rows, grad = ctx.rows, grad.contiguous()
+        if _has_kernel(x, weight):
+            out, of_weight, of_bias = torch.empty_like(x), *torch.empty_like(mean.expand(2, -1))
+            tensors = (grad, weight, mean, inverse, out, of_weight, of_bias)
+            _C.batch_norm_backward(*_described(x, rows), *tensors, *place_of(x.device))
+        else:
+            out, of_weight, of_bias = _gradients(grad, x, weight, mean, inverse, rows)
+        return (
+            out,
+            None if weight is None else of_weight.to(weight.dtype),
+            None if ctx.bias_dtype is None else of_bias.to(ctx.bias_dtype),
+            *(None,) * 4,
+        )
+
+
+def _has_kernel(x: Tensor, *numbers: Tensor | None) -> bool:
+    """Whether the CUDA kernels take a matrix, and numbers of its columns."""
+    return (
+        x.is_cuda
+        and x.dtype != torch.float64
+        and x.numel() > 0
+        and all(item is None or (item.dtype == torch.float32 and item.is_contiguous()) for item in numbers)
+    )
+
+
+def _described(x: Tensor, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """What both launches are told of the rows."""
+    num_parts = min(_PARTS * multiprocessors(x.device), -(-x.shape[0] // _ROWS_OF_PART))
+    partial = x.new_empty(num_parts, 2, x.shape[1], dtype=torch.float64)
+    return x, *rows, partial, num_parts
+
+
+def _normalised(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rows: tuple[Tensor, Tensor],
+    running: tuple[Tensor | None, Tensor | None],
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide, (is_named, count) = _widened(x), _columns(rows)
+    mean = (wide * is_named).sum(0) / count
+    centred = wide - mean
+    var = (centred.square() * is_named).sum(0) / count
+    unbiased = var * (count / (count - 1).clamp(min=1))
+    for kept, now in zip(running, (mean, unbiased), strict=True):
+        if kept is not None:
+            kept.lerp_(now.to(kept.dtype), momentum)
+    inverse = torch.rsqrt(var + eps)
+    out = centred * inverse
+    out = out if weight is None else out * weight
+    return (out if bias is None else out + bias).to(x.dtype), mean, inverse
+
+
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, inverse: Tensor, rows: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    is_named, count = _columns(rows)
+    wide, normal = _widened(grad) * is_named, (_widened(x) - mean) * inverse
+    of_bias, of_weight = wide.sum(0), (wide * normal).sum(0)
+    out = (wide - (of_bias + normal * of_weight) / count) * inverse * is_named
+    return (out if weight is None else out * weight).to(x.dtype), of_weight, of_bias
+
+
+def _widened(x: Tensor) -> Tensor:
+    """In the dtype that sums are kept in."""
+    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def _columns(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The mask as a column, and the count, at least 1."""
+    mask, count = rows
+    return mask[:, None], count.clamp(min=1)
