@@ -19,7 +19,7 @@ from matplotlib.patches import Rectangle
 from . import record, tables
 from .overview import training_overview
 from .roofline import LARGE_EDGES, TARGET, gather_bandwidth, peers
-from .tables.cells import stored_rivals
+from .tables.cells import ordered, stored_rivals
 from .tables.choice import REGRET_SEEN, csr_over_flashsparse
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -39,8 +39,8 @@ def speed_up_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
     written = []
     for dtype, direction in dict.fromkeys((cell["dtype"], cell["direction"]) for cell in cells):
         group = [cell for cell in cells if (cell["dtype"], cell["direction"]) == (dtype, direction)]
-        graphs = list(dict.fromkeys(cell["graph"] for cell in group))
-        widths = list(dict.fromkeys(cell["width"] for cell in group))
+        graphs = ordered(cell["graph"] for cell in group)
+        widths = ordered(cell["width"] for cell in group)
         times = {
             (cell["graph"], cell["width"], cell["implementation"].startswith("fast")): cell["median_ms"]
             for cell in group
@@ -101,10 +101,7 @@ def roofline_plots(result: dict[str, Any], record_path: Path) -> list[Path]:
     bars.tick_params(axis="y", labelsize=7)
     bars.set_xlabel(f"share of the gather roofline; dashed: {TARGET:.0%}")
     bars.set_title(f"graphs over {LARGE_EDGES / 1e6:.0f} million edges")
-    path = _plot_path(record_path, "roofline")
-    figure.savefig(path)
-    pyplot.close(figure)
-    return [path]
+    return [_saved(figure, _plot_path(record_path, "roofline"))]
 
 
 def _is_large(cell: dict[str, Any]) -> bool:
@@ -114,10 +111,10 @@ def _is_large(cell: dict[str, Any]) -> bool:
 def choice_heat_maps(result: dict[str, Any], record_path: Path) -> list[Path]:
     """Time of csr over that of flashsparse by graph and width, a map per feature type."""
     cells = [cell for cell in result["cells"] if cell["status"] == "ok" and csr_over_flashsparse(cell)]
-    dtypes = list(dict.fromkeys(cell["dtype"] for cell in cells))
+    dtypes = ordered(cell["dtype"] for cell in cells)
     if not dtypes:
         return []
-    graphs = list(dict.fromkeys(cell["graph"] for cell in cells))
+    graphs = ordered(cell["graph"] for cell in cells)
     of_dtype = {dtype: [cell for cell in cells if cell["dtype"] == dtype] for dtype in dtypes}
     figure, row = pyplot.subplots(
         1,
@@ -144,10 +141,7 @@ def choice_heat_maps(result: dict[str, Any], record_path: Path) -> list[Path]:
         axes.set_title(dtype)
     figure.colorbar(shown, ax=row[0], label="log2 of csr time over flashsparse time")
     figure.suptitle("where the tensor cores win (green); framed: auto takes the slower one")
-    path = _plot_path(record_path)
-    figure.savefig(path)
-    pyplot.close(figure)
-    return [path]
+    return [_saved(figure, _plot_path(record_path))]
 
 
 def format_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
@@ -173,10 +167,7 @@ def format_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
     names = [cell["graph"] + ("" if cell["real"] else " (stand-in)") for cell in cells]
     row[0].set_yticks(places, names, fontsize=7)
     row[0].invert_yaxis()
-    path = _plot_path(record_path)
-    figure.savefig(path)
-    pyplot.close(figure)
-    return [path]
+    return [_saved(figure, _plot_path(record_path))]
 
 
 def training_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
@@ -184,8 +175,8 @@ def training_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
     written = []
     for dtype in dict.fromkeys(cell["dtype"] for cell in result["cells"]):
         of_dtype = [cell for cell in result["cells"] if cell["dtype"] == dtype]
-        models = list(dict.fromkeys(cell["model"] for cell in of_dtype))
-        graphs = list(dict.fromkeys(cell["graph"] for cell in of_dtype))
+        models = ordered(cell["model"] for cell in of_dtype)
+        graphs = ordered(cell["graph"] for cell in of_dtype)
         for field, label in (("median_ms", "training step, ms"), ("peak_gb", "peak memory, GB")):
             if not any(cell.get(field) for cell in of_dtype):
                 continue
@@ -195,7 +186,7 @@ def training_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
             )
             for axes, model in zip(panels[:, 0], models, strict=True):
                 group = [cell for cell in of_dtype if cell["model"] == model]
-                names = list(dict.fromkeys(cell["implementation"] for cell in group if cell.get(field)))
+                names = ordered(cell["implementation"] for cell in group if cell.get(field))
                 for place, name in enumerate(names):
                     found = {
                         cell["graph"]: cell.get(field) for cell in group if cell["implementation"] == name
@@ -206,10 +197,9 @@ def training_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
                 axes.set_ylabel(label)
                 axes.set_title(f"{model}, {dtype} (no bar: {_missing(group)})")
                 _label(axes, graphs)
-            path = _plot_path(record_path, "time" if field == "median_ms" else "memory", dtype)
-            figure.savefig(path)
-            pyplot.close(figure)
-            written.append(path)
+            written.append(
+                _saved(figure, _plot_path(record_path, "time" if field == "median_ms" else "memory", dtype))
+            )
     return written
 
 
@@ -228,7 +218,7 @@ def attention_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
                     speed[cell["case"], cell["graph"]] = min(stored.values()) / cell["median_ms"]
         if not speed:
             continue
-        cases, graphs = (list(dict.fromkeys(key[place] for key in speed)) for place in (0, 1))
+        cases, graphs = (ordered(key[place] for key in speed) for place in (0, 1))
         figure, axes = _axes()
         for place, case in enumerate(cases):
             heights = [speed.get((case, graph), 0.0) for graph in graphs]
@@ -251,7 +241,7 @@ def edge_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
     }
     written = []
     for layer, dtype in dict.fromkeys(key[:2] for key in times):
-        graphs = list(dict.fromkeys(key[3] for key in times if key[:2] == (layer, dtype)))
+        graphs = ordered(key[3] for key in times if key[:2] == (layer, dtype))
         rivals = {"pyg": f"PyG's {layer}", "triton": "a Triton kernel"}
         rivals = {name: label for name, label in rivals.items() if any(key[2] == name for key in times)}
         figure, axes = _axes()
@@ -282,8 +272,8 @@ def sparse_activation_plots(result: dict[str, Any], record_path: Path) -> list[P
     }
     written = []
     if parts["ablation"]:
-        graphs = list(dict.fromkeys(cell["graph"] for cell in parts["ablation"]))
-        names = list(dict.fromkeys(cell["implementation"] for cell in parts["ablation"]))
+        graphs = ordered(cell["graph"] for cell in parts["ablation"])
+        names = ordered(cell["implementation"] for cell in parts["ablation"])
         figure, axes = _axes()
         for place, name in enumerate(names):
             found = {c["graph"]: c["median_ms"] for c in parts["ablation"] if c["implementation"] == name}
@@ -323,15 +313,12 @@ def scaling_curves(result: dict[str, Any], record_path: Path) -> list[Path]:
     axes.set_ylabel("times faster than one")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
-    path = _plot_path(record_path, "speedup")
-    figure.savefig(path)
-    pyplot.close(figure)
-    return [path]
+    return [_saved(figure, _plot_path(record_path, "speedup"))]
 
 
 def _lines(cells: list[dict[str, Any]], x: str, label: str, path: Path) -> Path:
     """Time against `x`, a panel per graph, a line per implementation or width."""
-    graphs = list(dict.fromkeys(cell["graph"] for cell in cells))
+    graphs = ordered(cell["graph"] for cell in cells)
     size = (WIDTH, 3.6 * len(graphs))
     figure, panels = pyplot.subplots(len(graphs), 1, figsize=size, squeeze=False, constrained_layout=True)
     for axes, graph in zip(panels[:, 0], graphs, strict=True):
@@ -355,6 +342,10 @@ def _lines(cells: list[dict[str, Any]], x: str, label: str, path: Path) -> Path:
         axes.set_title(graph)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
+    return _saved(figure, path)
+
+
+def _saved(figure: Figure, path: Path) -> Path:
     figure.savefig(path)
     pyplot.close(figure)
     return path
@@ -383,9 +374,7 @@ def _label(axes: Axes, graphs: list[str]) -> None:
 
 def _finish(figure: Figure, axes: Axes, graphs: list[str], path: Path) -> Path:
     _label(axes, graphs)
-    figure.savefig(path)
-    pyplot.close(figure)
-    return path
+    return _saved(figure, path)
 
 
 #: benchmark -> what is drawn from its record

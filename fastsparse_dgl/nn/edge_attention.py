@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from fastsparse_core import Adjacency, attention, edge_softmax, scatter, spmm
 from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.fused.head_scores import head_scores
 from fastsparse_core.segment import rows_of
+from fastsparse_core.structure.incidence import edge_ends
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
 from fastsparse_dgl.nn.base import (
@@ -23,24 +23,9 @@ from fastsparse_dgl.nn.base import (
 )
 
 
-def _ends(adjacency: Adjacency) -> tuple[Tensor, Tensor]:
-    """Source and destination of every edge, int64 (E,), in the order of the edge ids."""
-
-    def build() -> tuple[Tensor, Tensor]:
-        ends = adjacency.col.long(), adjacency.row().long()
-        if adjacency.edge_id is None:
-            return ends
-        order = adjacency.edge_id.long()
-        source, target = (torch.empty_like(item).index_copy_(0, order, item) for item in ends)
-        return source, target
-
-    found: tuple[Tensor, Tensor] = adjacency.derived("fastsparse_dgl.ends", build)
-    return found
-
-
 def _on_edges(adjacency: Adjacency, x_src: Tensor, x_dst: Tensor) -> Tensor:
     """``x_src_j + x_dst_i`` of every edge, (E, D), in the order of the edge ids."""
-    source, target = _ends(adjacency)
+    source, target = edge_ends(adjacency)
     return rows_of(x_src, source) + rows_of(x_dst, target)
 
 
@@ -132,7 +117,7 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
         alpha = None
         if get_attention or p == 1:
             alpha = self.attn_drop(edge_softmax(adjacency, score))
-            _, target = _ends(adjacency)
+            _, target = edge_ends(adjacency)
             messages = self.fc_edge(edge_feat).unflatten(1, heads) * alpha[:, :, None]
             total = scatter(messages.flatten(1).to(x_src.dtype), target, adjacency.num_dst)
             out = spmm(adjacency, x_src, alpha) + total

@@ -57,18 +57,15 @@ class LinkNeighborLoader(LoaderMixin, torch_geometric.loader.LinkNeighborLoader)
         **kwargs: Any,
     ) -> None:
         target = choose_device(data, device)
-        sampler = make_sampler(
-            data,
-            num_neighbors,
-            target,
-            given=neighbor_sampler,
-            time_attr=time_attr,
-            directed=directed,
-            subgraph_type=subgraph_type,
-            replace=replace,
-            disjoint=disjoint,
-            weight_attr=weight_attr,
-        )
+        options = {
+            "replace": replace,
+            "subgraph_type": subgraph_type,
+            "disjoint": disjoint,
+            "time_attr": time_attr,
+            "weight_attr": weight_attr,
+            "directed": directed,
+        }
+        sampler = make_sampler(data, num_neighbors, target, given=neighbor_sampler, **options)
         self._prepare(sampler, target, filter_per_worker, kwargs)
         super().__init__(
             data,
@@ -76,20 +73,15 @@ class LinkNeighborLoader(LoaderMixin, torch_geometric.loader.LinkNeighborLoader)
             edge_label_index=edge_label_index,
             edge_label=edge_label,
             edge_label_time=edge_label_time,
-            replace=replace,
-            subgraph_type=subgraph_type,
-            disjoint=disjoint,
             temporal_strategy=temporal_strategy,
             neg_sampling=neg_sampling,
             neg_sampling_ratio=neg_sampling_ratio,
-            time_attr=time_attr,
-            weight_attr=weight_attr,
             transform=transform,
             transform_sampler_output=transform_sampler_output,
             is_sorted=is_sorted,
             filter_per_worker=filter_per_worker,
             neighbor_sampler=sampler,
-            directed=directed,
+            **options,
             **kwargs,
         )
         self._keep_rows(gpu_cache)

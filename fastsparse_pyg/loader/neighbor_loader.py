@@ -70,36 +70,28 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
         **kwargs: Any,
     ) -> None:
         target = choose_device(data, device)
-        sampler = make_sampler(
-            data,
-            num_neighbors,
-            target,
-            given=neighbor_sampler,
-            time_attr=time_attr,
-            directed=directed,
-            subgraph_type=subgraph_type,
-            replace=replace,
-            disjoint=disjoint,
-            weight_attr=weight_attr,
-        )
+        options = {
+            "replace": replace,
+            "subgraph_type": subgraph_type,
+            "disjoint": disjoint,
+            "time_attr": time_attr,
+            "weight_attr": weight_attr,
+            "directed": directed,
+        }
+        sampler = make_sampler(data, num_neighbors, target, given=neighbor_sampler, **options)
         self._prepare(sampler, target, filter_per_worker, kwargs)
         super().__init__(
             data,
             num_neighbors,
             input_nodes=input_nodes,
             input_time=input_time,
-            replace=replace,
-            subgraph_type=subgraph_type,
-            disjoint=disjoint,
             temporal_strategy=temporal_strategy,
-            time_attr=time_attr,
-            weight_attr=weight_attr,
             transform=transform,
             transform_sampler_output=transform_sampler_output,
             is_sorted=is_sorted,
             filter_per_worker=filter_per_worker,
             neighbor_sampler=sampler,
-            directed=directed,
+            **options,
             **kwargs,
         )
         self._keep_rows(gpu_cache)

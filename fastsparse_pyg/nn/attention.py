@@ -190,20 +190,6 @@ def _value_order(adj: Adjacency) -> slice | Tensor:
     return adj.edge_id.long().sort().values
 
 
-def value_ends(adj: Adjacency) -> Tensor:
-    """Destination and source of every edge value, int64 (2, num_values); 0 for edges that loops replaced."""
-
-    def build() -> Tensor:
-        stored = torch.stack([adj.row(), adj.col]).long()
-        if adj.edge_id is None:
-            return stored
-        ends = stored.new_zeros(2, adj.num_values)
-        ends[:, adj.edge_id.long()] = stored
-        return ends
-
-    return adj.derived("fastsparse_pyg.value_ends", build)
-
-
 def _carries_features(matrix: Any) -> bool:
     """Whether the values of a sparse matrix are vectors, which PyG takes for edge features."""
     if isinstance(matrix, Tensor):

@@ -12,7 +12,8 @@ from torch_geometric.typing import OptTensor, PairTensor, SparseTensor
 from fastsparse_core import Adjacency, edge_softmax, gatv2_attention, gatv2_attention_weights, spmm
 from fastsparse_core.fused.attention_layer import GATV2
 from fastsparse_core.fused.bias import add_bias
-from fastsparse_pyg.nn.attention import AttentionConv, value_ends
+from fastsparse_core.structure.incidence import edge_ends
+from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear, project
 
 
@@ -128,7 +129,7 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
 
     def _weights_with_edges(self, adj: Adjacency, x_dst: Tensor, x_src: Tensor, features: Tensor) -> Tensor:
         """Attention weights (num_values, heads) with edge features (num_values, D) in the scores."""
-        dst, src = value_ends(adj)
+        src, dst = edge_ends(adj)
         total = x_dst.index_select(0, dst) + x_src.index_select(0, src) + self.lin_edge(features)
         hidden = F.leaky_relu(total, self.negative_slope).view(-1, self.heads, self.out_channels)
         score = (hidden * self.att).sum(dim=-1)

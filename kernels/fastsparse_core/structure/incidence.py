@@ -1,8 +1,9 @@
-"""The edges of every destination: as sources of a structure, and as segments of rows per edge."""
+"""The edges of every destination: as sources of a structure, as segments of rows per edge, and their ends."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fastsparse_core.structure.adjacency import Adjacency
 from fastsparse_core.structure.segments import Segments
@@ -22,6 +23,20 @@ def incidence(adj: Adjacency) -> Adjacency:
         return adj._with_columns(position.int(), adj.num_values)
 
     return adj.derived("fastsparse_core.structure.incidence", build)
+
+
+def edge_ends(adj: Adjacency) -> tuple[Tensor, Tensor]:
+    """Source and destination of every edge value, int64 (num_values,); 0 for edges that loops replaced."""
+
+    def build() -> tuple[Tensor, Tensor]:
+        ends = adj.col.long(), adj.row().long()
+        if adj.edge_id is None:
+            return ends
+        order = adj.edge_id.long()
+        source, target = (item.new_zeros(adj.num_values).index_copy_(0, order, item) for item in ends)
+        return source, target
+
+    return adj.derived("fastsparse_core.structure.edge_ends", build)
 
 
 def edge_segments(adj: Adjacency) -> Segments:
