@@ -379,6 +379,23 @@ def test_what_no_gradient_needs_may_be_written(device, ordered):
     out.sum().backward()
 
 
+def test_features_that_were_cast_may_be_written(device, ordered):
+    """As with linear layers, which keep what autocast cast; second derivatives need them as they were."""
+    adj = block(device, 9, 9, 3)
+    leaves = [torch.randn(9, 4, device=device, requires_grad=True), *parameters(torch.float32, device, 4, 4)]
+    found = []
+    for writes in (False, True):
+        x = leaves[0] * 1
+        with torch.autocast(device, torch.bfloat16):
+            out = ordered(adj, x, *leaves[1:], "sum")
+        if writes:
+            x.zero_()
+        found.append(torch.autograd.grad(out.sum(), leaves, retain_graph=True))
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
+    with pytest.raises(RuntimeError, match="features: modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), leaves, create_graph=True)
+
+
 def test_who_starts_with_whom():
     base = torch.randn(9, 4, requires_grad=True)
     x = base * 2

@@ -122,6 +122,23 @@ def test_ties_go_to_the_first_entry(device, row, winner):
     assert x.grad.sum() == 2
 
 
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_features_that_no_gradient_reads_may_be_written(device, reduce):
+    """Nor are they kept: those of a sum with constant values, and of a maximum."""
+    adj = random_graph(6, 7, 30).adjacency(device)
+    leaf = torch.randn(7, 6, device=device, dtype=torch.float64, requires_grad=True)
+    value = torch.rand(30, device=device, dtype=torch.float64) if reduce == "sum" else None
+    found = []
+    for writes in (False, True):
+        x = leaf * 1
+        out = spmm(adj, x, value, reduce=reduce)
+        if writes:
+            x.zero_()
+        (once,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
+        found.append((once, *torch.autograd.grad(once.square().sum(), leaf)))
+    torch.testing.assert_close(*found)
+
+
 def test_negative_views(device):
     adj = random_graph().adjacency(device)
     x = torch.randn(60, 8, device=device)

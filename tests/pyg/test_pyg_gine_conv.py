@@ -101,6 +101,35 @@ def test_hooks_within_the_network_are_called(device):
     assert seen == [(40, 6), (40, 6), (40, 8)]
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("edge_dim", [None, 3])
+@pytest.mark.usefixtures("kernels_only")
+def test_features_may_be_written_after_the_layer(device, edge_dim, autocast):
+    """As with the original, whose relu keeps its result; derivatives of gradients need them as they were."""
+    edge_index = random_graph(device=device)
+    torch.manual_seed(0)
+    layer = FastGINEConv(nn.Linear(6, 6), edge_dim=edge_dim).to(device)
+    leaves = [draw(40, 6, device), draw(edge_index.size(1), edge_dim or 6, device), *layer.parameters()]
+    found = []
+    for in_place in (False, True):
+        x, edge_attr = 1 * leaves[0], 1 * leaves[1]
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            out = layer(x, edge_index, edge_attr)
+        if in_place:
+            x += out
+            if edge_dim is None:
+                edge_attr.zero_()
+        else:
+            x = x + out
+        for _ in range(2):
+            found.append(torch.autograd.grad(x.square().sum(), leaves, retain_graph=True))
+    for other in found[1:]:
+        for got, expected in zip(other, found[0], strict=True):
+            close(got, expected)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(x.square().sum(), leaves, create_graph=True)
+
+
 @pytest.mark.parametrize("options", [{}, {"edge_dim": 3}], ids=str)
 @pytest.mark.parametrize(("num_src", "num_dst"), [(40, 25), (25, 40)])
 @pytest.mark.usefixtures("kernels_only")

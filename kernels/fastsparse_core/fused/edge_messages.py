@@ -14,7 +14,7 @@ from fastsparse_core.ops._dtypes import DTYPE_CODE, cast
 from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_wrapped
 from fastsparse_core.ops._edge_messages_fused import unfused_gated, unfused_gine
 from fastsparse_core.ops._edge_messages_launch import Operands
-from fastsparse_core.ops._kept_results import unfused_gradients
+from fastsparse_core.ops._kept_results import saved_tensors, unfused_gradients
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -157,13 +157,16 @@ class _Gine(torch.autograd.Function):
 
 
 _apply_gine = direct(_Gine)
+#: Of what it saves: x, edge, weight, bias and the bias after. Signs and the joint map tell all that is read.
+_GINE_UNREAD = (0, 1, 2, 3, 5)
 
 
 def _gine_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    *inputs, kept, summed, edge_read, maps = ctx.saved_tensors
+    first = is_first_derivative(grad)
+    *inputs, kept, summed, edge_read, maps = saved_tensors(ctx, _GINE_UNREAD, first)
     x, edge, weight, bias, matrix, after_bias = inputs
     adj, needs, uncast = ctx.adj, ctx.needs_input_grad, ctx.uncast
-    if not is_first_derivative(grad):
+    if not first:
         if uncast is not None:
             inputs[4] = uncast.as_it_was()
 

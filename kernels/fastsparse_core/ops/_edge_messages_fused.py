@@ -261,7 +261,15 @@ def _gated_edges_backward_fake(of: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return (*(like.new_empty(like.shape) for like in (grad, v, v, state)),)
 
 
-register_fused("gine_aggregate", _gine_aggregate, _gine_gradients, unfused_gine, _gine_fake, ("out", "kept"))
+register_fused(
+    "gine_aggregate",
+    _gine_aggregate,
+    _gine_gradients,
+    unfused_gine,
+    _gine_fake,
+    ("out", "kept"),
+    unread=lambda x, edge, weight, bias: (0, 1, 3) if weight is None else (0, 3),
+)
 register_fused(
     "gated_aggregate", _gated_aggregate, _gated_gradients, unfused_gated, _gated_fake, ("out", "slope")
 )

@@ -261,9 +261,9 @@ class _Spmm(torch.autograd.Function):
             out = run("spmm", x, *arguments)
         ctx.num_src, ctx.transpose, ctx.algorithm = x.shape[0], transpose, algorithm
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(
-            x if value is not None else None, value, scale_dst, scale_src, out if relu else None
-        )
+        # Of what no gradient reads x may be written, and autograd holds none of it.
+        kept = x if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(kept, value, scale_dst, scale_src, out if relu else None)
         return out
 
     @staticmethod
