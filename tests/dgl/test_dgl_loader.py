@@ -240,6 +240,15 @@ def test_changed_weights_and_fanouts():
     assert sampler.sample_blocks(graph, nodes)[2][0].in_degrees().max() == 1
 
 
+def test_weights_made_in_inference_mode():
+    graph, nodes = with_data(), torch.arange(30)
+    with torch.inference_mode():
+        graph.edata["weight"] = (torch.arange(graph.num_edges()) % 3 == 0).float()
+    sampler = fastsparse_dgl.NeighborSampler([-1], prob="weight")
+    block = sampler.sample_blocks(graph, nodes)[2][0]
+    assert torch.equal(block.edata[EID].sort().values, graph.edata["weight"].nonzero().flatten())
+
+
 def test_what_can_hold_graphs_follows_enable(monkeypatch: pytest.MonkeyPatch) -> None:
     """DGL alone, with FastSparse, and alone again."""
 

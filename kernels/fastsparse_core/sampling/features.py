@@ -14,6 +14,7 @@ from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.locks import ForkSafeLock
 from fastsparse_core.log import info_once
+from fastsparse_core.ops._autocast import version_of
 from fastsparse_core.ops._operands import with_zeros_behind
 from fastsparse_core.sampling.host_rows import HostRows, measured_rate
 
@@ -44,7 +45,7 @@ class FeatureTable:
     of the free memory. Rows of a larger one are gathered by the host's threads and sent, or read by the GPU
     over PCIe from page-locked memory, of a copy where the table is not page-locked: what is faster, tried
     once. All tables of one tensor share the copy, which lives as long as the tensor; it is made anew when the
-    tensor was written to through PyTorch.
+    tensor was written to through PyTorch, which does not count that of tensors made in inference mode.
 
     Args:
         table: (N, ...).
@@ -114,7 +115,7 @@ def gather_on_cuda(table: Tensor, index: Tensor, aligned: bool = False) -> Tenso
 
 def _placed(table: Tensor, device: torch.device) -> _Take:
     """What gives rows of a table on the CPU to a device."""
-    stamp = (table._version, table.data_ptr(), table.shape, table.dtype)
+    stamp = (version_of(table), table.data_ptr(), table.shape, table.dtype)
     with _lock:
         by_device = _copies.setdefault(table, {})
         entry = by_device.get(device)
