@@ -497,6 +497,14 @@ def test_feature_table(device):
     assert torch.equal(rows[index].cpu(), table[index.cpu()])
 
 
+def test_what_is_no_table():
+    table = torch.randn(5, 7)
+    with pytest.raises(TypeError, match="table: expected a tensor with a row per node, got list"):
+        FeatureTable(table.tolist(), table.device)
+    with pytest.raises(TypeError, match="device: expected a torch.device, got 'cpu'"):
+        FeatureTable(table, "cpu")
+
+
 def test_a_table_made_in_inference_mode_serves_training(device, monkeypatch):
     if device == "cpu":  # what a GPU's memory takes, without one
         monkeypatch.setattr(features, "_place", lambda table, *_: lambda index, _: table[index])

@@ -55,10 +55,15 @@ class FeatureTable:
             without a copy. Those that the host's threads gather are contiguous all the same.
 
     Raises:
+        TypeError: ``table`` is no tensor, or ``device`` no device.
         ValueError: ``table`` lies on another GPU than ``device``.
     """
 
     def __init__(self, table: Tensor, device: torch.device, *, aligned: bool = False) -> None:
+        if not isinstance(table, Tensor):
+            raise TypeError(f"table: expected a tensor with a row per node, got {type(table).__name__}")
+        if not isinstance(device, torch.device):
+            raise TypeError(f"device: expected a torch.device, got {device!r}")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         if table.is_cuda and table.device != device:
