@@ -592,13 +592,18 @@ def test_zeros_behind_the_features(
 
 
 def test_when_products_get_zeros():
-    columns = functools.partial(policy.columns_of_products, on_gpu=True)
+    h200 = gpu.profile_of(torch.device("cpu"))
+    columns = functools.partial(policy.columns_of_products, gpu=h200, on_gpu=True)
     assert columns(torch.bfloat16, 154_000, 100, 256) == 104
     assert columns(torch.float16, 154_000, 47, 256) == 48
     assert columns(torch.bfloat16, 154_000, 104, 256) == 104
     assert columns(torch.float32, 154_000, 100, 256) == 100
     assert columns(torch.bfloat16, 2_708, 1_433, 16) == 1_433  # cora
-    assert policy.columns_of_products(torch.bfloat16, 154_000, 100, 256, on_gpu=False) == 100
+    assert columns(torch.bfloat16, 154_000, 100, 256, on_gpu=False) == 100
+    sizes = {name: getattr(h200, name) for name in ("name", "shared_memory", "l2_bytes", "bandwidth")}
+    small = gpu.scaled(h200, sizes | {"num_sms": h200.num_sms // 12})  # has enough to do with fewer rows
+    assert columns(torch.bfloat16, 15_000, 100, 256) == 100
+    assert columns(torch.bfloat16, 15_000, 100, 256, gpu=small) == 104
 
 
 @pytest.mark.parametrize("under", [torch.bfloat16, None])

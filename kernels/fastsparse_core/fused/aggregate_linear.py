@@ -187,7 +187,8 @@ def _plan(
     plain = are_plain(x, weight, bias, root_weight)
     width = columns = x.shape[-1]
     if not transform_first:
-        columns = policy.columns_of_products(dtype, adj.num_dst, width, weight.shape[0], on_gpu=x.is_cuda)
+        sizes = (adj.num_dst, width, weight.shape[0])
+        columns = policy.columns_of_products(dtype, *sizes, gpu.profile_of(x.device), on_gpu=x.is_cuda)
     return _Plan(
         # The kernel of a sum takes the bias by its address.
         _serves(adj, x, weight, bias, root_weight) and (plain or not transform_first),
