@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core.ops._handles import keep_alive
-from fastsparse_core.ops._kept_results import (
-    alias_of,
-    kept_result,
-    saved_tensors,
-    unfused_gradients,
-    was_written,
-)
+from fastsparse_core.ops._kept_results import alias_of, kept_result, unfused_gradients, was_written
 from fastsparse_core.ops._registration import differentiate, on_handle, register, run
 
 
@@ -30,7 +24,6 @@ def register_fused(
     results: Sequence[str] = ("out",),
     *,
     cpu_reads_out: bool = True,
-    unread: Callable[..., Sequence[int]] = lambda *_: (),
 ) -> type[torch.autograd.Function]:
     """Registers an operator whose first result is differentiable twice, and its gradients' operator.
 
@@ -48,7 +41,6 @@ def register_fused(
         fake: of the kernel's results, as `register` takes it.
         results: names of the kernel's results.
         cpu_reads_out: whether the gradients need the result ``out`` on the CPU, too.
-        unread: places, from the first tensors, of those whose content the gradients do not read.
 
     Returns:
         The formula of the gradients.
@@ -84,7 +76,6 @@ def register_fused(
             if out_at is not None:
                 given = (*arguments, keep_out(ctx, found[0]), *found[1:])
             ctx.save_for_backward(*saved_of(given))
-            ctx.unread = unread(*arguments[:count])
             ctx.others = others_of(given)
             ctx.keep_alive = keep_alive(ctx.others[place])
             return found
@@ -93,9 +84,9 @@ def register_fused(
         def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
             if grad is None:
                 return (None,) * len(names)
-            needed, first = ctx.needs_input_grad[:count], not torch.is_grad_enabled()
-            given = [*saved_tensors(ctx, ctx.unread, first), *ctx.others, *needed]
-            if not first:
+            needed = ctx.needs_input_grad[:count]
+            given = [*ctx.saved_tensors, *ctx.others, *needed]
+            if torch.is_grad_enabled():
                 options = asked_of(given)
 
                 def compute(*operands: Tensor | None) -> Tensor:
