@@ -139,6 +139,16 @@ def test_features_that_no_gradient_reads_may_be_written(device, reduce):
     torch.testing.assert_close(*found)
 
 
+def test_features_that_a_gradient_reads_are_refused_with_a_cure(device):
+    adj = random_graph(6, 7, 30).adjacency(device)
+    x, value = (torch.rand(*shape, device=device, requires_grad=True) for shape in ((7, 6), (30,)))
+    features = x * 1
+    out = spmm(adj, features, value)
+    features += 1
+    with pytest.raises(RuntimeError, match=r"spmm, of values that want a gradient: .* write `x = x \+ conv"):
+        out.sum().backward()
+
+
 def test_negative_views(device):
     adj = random_graph().adjacency(device)
     x = torch.randn(60, 8, device=device)

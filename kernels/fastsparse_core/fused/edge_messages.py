@@ -14,7 +14,7 @@ from fastsparse_core.ops._dtypes import DTYPE_CODE, cast
 from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_wrapped
 from fastsparse_core.ops._edge_messages_fused import gine_gradients_again, unfused_gated
 from fastsparse_core.ops._edge_messages_launch import Operands
-from fastsparse_core.ops._kept_results import unfused_gradients
+from fastsparse_core.ops._kept_results import unfused_gradients, with_cure
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -323,7 +323,10 @@ _apply_gated = direct(_Gated)
 
 
 def _gated_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, edge, of_nodes, slope, k, q, v, edge_read, maps_read = ctx.saved_tensors
+    try:
+        x, edge, of_nodes, slope, k, q, v, edge_read, maps_read = ctx.saved_tensors
+    except RuntimeError as error:
+        raise with_cure(error, "residual gated graph convolution") from None
     adj, needs, (root, bias, *maps) = ctx.adj, ctx.needs_input_grad, ctx.parameters
     dtype = maps[0].weight.dtype
     if not is_first_derivative(grad):

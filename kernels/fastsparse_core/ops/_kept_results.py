@@ -80,6 +80,16 @@ def saved_tensors(ctx: Any, unread: Sequence[int], first: bool) -> tuple[Any, ..
     return found
 
 
+def with_cure(error: RuntimeError, who: str) -> RuntimeError:
+    """Autograd's refusal of features that were written to, with who needs them and what to write instead."""
+    if "modified by an inplace operation" not in str(error):
+        return error
+    return RuntimeError(
+        f"{error}\n{who}: needs features as they were in the forward pass; write `x = x + conv(x, graph)` in "
+        "place of `x += conv(x, graph)`, and likewise for features of edges"
+    )
+
+
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
