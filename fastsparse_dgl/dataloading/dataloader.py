@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class DataLoader(dgl.dataloading.DataLoader):
         others: as in DGL; those of worker processes and of DGL's own transfers are ignored on a GPU.
 
     Raises:
-        ValueError: see the sampler.
+        ValueError: see the sampler; or ``gpu_cache`` has other than numbers of nodes.
     """
 
     def __init__(
@@ -77,19 +78,20 @@ class DataLoader(dgl.dataloading.DataLoader):
                 graph_sampler.prepare(graph, torch.device("cpu"))  # before worker processes are forked
             return
         ignored = [name for name in _IGNORED if kwargs.pop(name, None)]
-        if "edge" in (kwargs.get("gpu_cache") or {}):
+        gpu_cache = kwargs.pop("gpu_cache", None) or {}
+        of_nodes = _rows_to_keep(gpu_cache)
+        if "edge" in gpu_cache:
             ignored.append("gpu_cache of edges")
         if ignored:
             info_once(
                 _logger, f"{', '.join(ignored)}: ignored, for {target} samples and gathers beside the step"
             )
-        gpu_cache = kwargs.pop("gpu_cache", None) or {}
         super().__init__(graph, _on_cpu(indices), graph_sampler, device="cpu", **kwargs)
         self.device = self._target
         core = graph_sampler.prepare(graph, self._target)
         self._stream = torch.cuda.Stream(self._target)
         self._tables: dict[Any, tuple[Tensor, FeatureTable]] = {}
-        for name, count in gpu_cache.get("node", {}).items():
+        for name, count in of_nodes.items():
             for of_type, nodes in core.most_drawn(count).items():
                 data = graph.nodes[of_type].data
                 if name in data:
@@ -131,6 +133,18 @@ class DataLoader(dgl.dataloading.DataLoader):
         if kept is None or kept[0].data_ptr() != data.data_ptr() or kept[0].shape != data.shape:
             kept = self._tables[key] = (data, FeatureTable(data, self._target))  # type: ignore[arg-type]
         return kept[1]
+
+
+def _rows_to_keep(gpu_cache: Any) -> Mapping[str, int]:
+    """Numbers of nodes by the names of features."""
+    of_nodes = gpu_cache.get("node", {}) if isinstance(gpu_cache, Mapping) else None
+    if not isinstance(of_nodes, Mapping) or not all(
+        isinstance(count, Integral) and int(count) >= 0 for count in of_nodes.values()
+    ):
+        raise ValueError(
+            f'gpu_cache: expected numbers of nodes, as {{"node": {{"feat": 1000}}}}, got {gpu_cache!r}'
+        )
+    return of_nodes
 
 
 def _on_cpu(indices: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastsparse_core.log import info_once
+from fastsparse_core.ops._autocast import version_of
 from fastsparse_core.sampling import Draw, Edges, Sample
 from fastsparse_core.sampling import NeighborSampler as CoreSampler
 from fastsparse_dgl.caching import adjacency_of, relation
@@ -88,7 +89,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
             self._cores = WeakIdKeyDictionary()
         by_device = self._cores.setdefault(getattr(g, "_graph", g), {})
         weight = self._weights(g)
-        drawn = [(name, item.data_ptr(), item._version) for name, item in (weight or {}).items()]
+        drawn = [(name, item.data_ptr(), version_of(item)) for name, item in (weight or {}).items()]
         stamp = (repr(self.fanouts), self.replace, self.prob, drawn)
         entry = by_device.get(device)
         if entry is None or entry[0] != stamp:

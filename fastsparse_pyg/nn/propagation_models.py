@@ -57,7 +57,9 @@ class FastLabelPropagation(PropagatingConv, LabelPropagation):
         if isinstance(edge_index, SparseTensor):
             has_value = edge_index.has_value()
         matrix = self._propagation(out, edge_index, edge_weight, normalize=not has_value)
-        rest = (1 - self.alpha) * out
+        # PyG's weights of edges that have none are float32, and so are sums that they are factors of.
+        dtype = torch.promote_types(out.dtype, torch.float32 if matrix.value is None else matrix.value.dtype)
+        rest = ((1 - self.alpha) * out).to(dtype)
         for _ in range(self.num_layers):
             out = torch.add(rest, self._multiply(matrix, out), alpha=self.alpha)
             out = out.clamp_(0.0, 1.0) if post_step is None else post_step(out)

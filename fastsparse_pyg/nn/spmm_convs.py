@@ -115,12 +115,17 @@ class _Powers(PropagatingConv):
         matrix = self._propagation(x, edge_index, edge_weight, add_self_loops=self.add_self_loops)
         lin = self.lin
         if not (narrow and x.size(-1) > self.out_channels and self._is_linear() and is_plain_linear(lin)):
-            return lin(self._polynomial(matrix, x))
+            return lin(self._kept(matrix, x) if self.cached else self._polynomial(matrix, x))
         out = self._polynomial(matrix, F.linear(x, lin.weight))
         return out if lin.bias is None else out + lin.bias
 
     def _polynomial(self, matrix: Propagation, x: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def _kept(self, matrix: Propagation, x: Tensor) -> Tensor:
+        """What is computed once, in the dtype that calls without autocast need as well."""
+        with torch.autocast(x.device.type, enabled=False):
+            return self._polynomial(matrix, x)
 
 
 class FastSGConv(_Powers, pyg.SGConv):
@@ -204,12 +209,15 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
         if reason:
             return self._original_propagating(reason, x, edge_index, edge_weight)
         matrix = self._own_propagation(x, edge_index, edge_weight)
-        out = x
-        for _ in range(self.K):
+        out, value = x, matrix.value
+        # Under autocast the products are in its dtype; the result is in the original's, which casts nothing.
+        dtype = x.dtype if value is None else torch.promote_types(x.dtype, value.dtype)
+        for step in range(self.K):
             if drops:
                 value = F.dropout(_values_of(matrix, x.dtype), p=self.dropout)
                 matrix = Propagation(matrix.adj, value)
-            out = _mixed(self._multiply(matrix, out), x, self.alpha)
+            out = self._multiply(matrix, out)
+            out = _mixed(out if step < self.K - 1 else out.to(dtype), x, self.alpha)
         return out
 
 
@@ -307,7 +315,7 @@ class FastLGConv(PropagatingConv, pyg.LGConv):
         \mathbf{x}^{\prime}_i = \sum_{j \in \mathcal{N}(i)} \frac{e_{j,i}}{\sqrt{\deg(i)} \sqrt{\deg(j)}}
         \mathbf{x}_j
 
-    after "LightGCN" (https://arxiv.org/abs/2002.02126).
+    after "LightGCN" (https://arxiv.org/abs/2002.02126). Under autocast the result has the autocast dtype.
     """
 
     def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:

@@ -62,6 +62,8 @@ class GpuProfile:
         short_product_bytes: bytes of a head up to which sddmm works from CSR.
         least_rows: rows from which GraphSAGE's linear maps in one kernel beat cuBLAS in float32.
         most_gathered: edges per row up to which that kernel sums neighbours too.
+        many_products: of numbers in a 16-bit product of matrices, from which zeros behind rows that are not
+            multiples of 16 bytes save more than they cost.
         long_group_edges: edges from which ssd's edge groups are long.
         long_group_rows: entries per row from which they are.
         few_kept: features per kept one from which ssd's backward works from CSR where rows are short.
@@ -96,6 +98,7 @@ class GpuProfile:
     short_product_bytes: float = _constant()
     least_rows: float = _constant("num_sms")
     most_gathered: float = _constant()
+    many_products: float = _constant("num_sms")
     long_group_edges: float = _constant("num_sms")
     long_group_rows: float = _constant()
     few_kept: float = _constant()

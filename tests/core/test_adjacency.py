@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.formats.compress import transpose
-from fastsparse_core.formats.row_split import unsplit_rows
+from fastsparse_core.formats.row_split import split_rows, unsplit_rows
 from fastsparse_core.fused.graph_convolution import graph_convolution
 from fastsparse_core.structure import adjacency as adjacency_module
+from fastsparse_core.structure import row_formats
 
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -340,6 +341,45 @@ def test_built_once_from_many_threads(device, monkeypatch):
     assert len(calls) == 1
     assert all(result is results[0] for result in results)
     assert adj.derived("answer", lambda: [42]) is adj.derived("answer", lambda: [43])
+
+
+@pytest.mark.parametrize("interrupted", ["plans", "split_rows"])
+def test_who_sorts_slices_second_waits_for_the_first(interrupted, monkeypatch):
+    """Else it goes on with the old work list, or takes away the new one, whose address kernels have."""
+    adj = Adjacency.from_csr(torch.tensor([0, 2, 2, 5]), torch.tensor([0, 1, 0, 1, 2]), (3, 3))
+    adj.has_sorted_slices = False  # as on CUDA, where no row is cut
+    first = adj._of_rows.results["row_split"] = unsplit_rows(torch.zeros(3, 2, dtype=torch.int64))
+    before = adj.csr_structure
+    reached, second_is_back = threading.Event(), threading.Event()
+
+    def interrupt():
+        reached.set()
+        second_is_back.wait(0.3)
+
+    class Plans(dict):
+        def clear(self):
+            interrupt()
+            super().clear()
+
+    def split(*arguments, **options):
+        interrupt()
+        return split_rows(*arguments, **options)
+
+    if interrupted == "plans":
+        adj.plans = Plans()
+    else:
+        monkeypatch.setattr(row_formats, "split_rows", split)
+    thread = threading.Thread(target=adj.sort_slices)
+    thread.start()
+    if interrupted == "plans":
+        assert reached.wait(10)
+    adj.sort_slices()
+    found = adj.row_split, adj.csr_structure, adj.first_row_split
+    second_is_back.set()
+    thread.join()
+    assert found[0] is adj.row_split is not first
+    assert found[1] is adj.csr_structure is not before
+    assert found[2] is first
 
 
 def test_freed_without_the_cycle_collector(device):

@@ -379,6 +379,23 @@ def test_what_no_gradient_needs_may_be_written(device, ordered):
     out.sum().backward()
 
 
+def test_features_that_were_cast_may_be_written(device, ordered):
+    """As with linear layers, which keep what autocast cast; second derivatives need them as they were."""
+    adj = block(device, 9, 9, 3)
+    leaves = [torch.randn(9, 4, device=device, requires_grad=True), *parameters(torch.float32, device, 4, 4)]
+    found = []
+    for writes in (False, True):
+        x = leaves[0] * 1
+        with torch.autocast(device, torch.bfloat16):
+            out = ordered(adj, x, *leaves[1:], "sum")
+        if writes:
+            x.zero_()
+        found.append(torch.autograd.grad(out.sum(), leaves, retain_graph=True))
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
+    with pytest.raises(RuntimeError, match="features: modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), leaves, create_graph=True)
+
+
 def test_who_starts_with_whom():
     base = torch.randn(9, 4, requires_grad=True)
     x = base * 2
@@ -575,13 +592,18 @@ def test_zeros_behind_the_features(
 
 
 def test_when_products_get_zeros():
-    columns = functools.partial(policy.columns_of_products, on_gpu=True)
+    h200 = gpu.profile_of(torch.device("cpu"))
+    columns = functools.partial(policy.columns_of_products, gpu=h200, on_gpu=True)
     assert columns(torch.bfloat16, 154_000, 100, 256) == 104
     assert columns(torch.float16, 154_000, 47, 256) == 48
     assert columns(torch.bfloat16, 154_000, 104, 256) == 104
     assert columns(torch.float32, 154_000, 100, 256) == 100
     assert columns(torch.bfloat16, 2_708, 1_433, 16) == 1_433  # cora
-    assert policy.columns_of_products(torch.bfloat16, 154_000, 100, 256, on_gpu=False) == 100
+    assert columns(torch.bfloat16, 154_000, 100, 256, on_gpu=False) == 100
+    sizes = {name: getattr(h200, name) for name in ("name", "shared_memory", "l2_bytes", "bandwidth")}
+    small = gpu.scaled(h200, sizes | {"num_sms": h200.num_sms // 12})  # has enough to do with fewer rows
+    assert columns(torch.bfloat16, 15_000, 100, 256) == 100
+    assert columns(torch.bfloat16, 15_000, 100, 256, gpu=small) == 104
 
 
 @pytest.mark.parametrize("under", [torch.bfloat16, None])

@@ -497,6 +497,30 @@ def test_feature_table(device):
     assert torch.equal(rows[index].cpu(), table[index.cpu()])
 
 
+def test_what_is_no_table():
+    table = torch.randn(5, 7)
+    with pytest.raises(TypeError, match="table: expected a tensor with a row per node, got list"):
+        FeatureTable(table.tolist(), table.device)
+    with pytest.raises(TypeError, match="device: expected a torch.device, got 'cpu'"):
+        FeatureTable(table, "cpu")
+
+
+def test_a_table_made_in_inference_mode_serves_training(device, monkeypatch):
+    if device == "cpu":  # what a GPU's memory takes, without one
+        monkeypatch.setattr(features, "_place", lambda table, *_: lambda index, _: table[index])
+    with torch.inference_mode():
+        table = torch.randn(50, 7)
+    index = torch.randint(50, (20,), device=device)
+    weight = torch.randn(7, 3, device=device, requires_grad=True)
+    taken = features._placed(table, index.device)(index, False)
+    for rows in (FeatureTable(table, index.device)[index], taken):
+        (rows @ weight).sum().backward()
+        assert torch.equal(rows.cpu(), table[index.cpu()])
+    with torch.inference_mode():
+        FeatureTable(table, index.device)[index]
+    (FeatureTable(table, index.device)[index] @ weight).sum().backward()
+
+
 def test_feature_table_of_strided_and_learned_features(device):
     index = torch.randint(50, (20,), device=device)
     table = torch.randn(50, 14, device=device)

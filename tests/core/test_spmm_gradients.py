@@ -122,6 +122,33 @@ def test_ties_go_to_the_first_entry(device, row, winner):
     assert x.grad.sum() == 2
 
 
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_features_that_no_gradient_reads_may_be_written(device, reduce):
+    """Nor are they kept: those of a sum with constant values, and of a maximum."""
+    adj = random_graph(6, 7, 30).adjacency(device)
+    leaf = torch.randn(7, 6, device=device, dtype=torch.float64, requires_grad=True)
+    value = torch.rand(30, device=device, dtype=torch.float64) if reduce == "sum" else None
+    found = []
+    for writes in (False, True):
+        x = leaf * 1
+        out = spmm(adj, x, value, reduce=reduce)
+        if writes:
+            x.zero_()
+        (once,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
+        found.append((once, *torch.autograd.grad(once.square().sum(), leaf)))
+    torch.testing.assert_close(*found)
+
+
+def test_features_that_a_gradient_reads_are_refused_with_a_cure(device):
+    adj = random_graph(6, 7, 30).adjacency(device)
+    x, value = (torch.rand(*shape, device=device, requires_grad=True) for shape in ((7, 6), (30,)))
+    features = x * 1
+    out = spmm(adj, features, value)
+    features += 1
+    with pytest.raises(RuntimeError, match=r"spmm, of values that want a gradient: .* write `x = x \+ conv"):
+        out.sum().backward()
+
+
 def test_negative_views(device):
     adj = random_graph().adjacency(device)
     x = torch.randn(60, 8, device=device)

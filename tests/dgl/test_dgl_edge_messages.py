@@ -129,6 +129,26 @@ def test_dropout_of_gated_gcn(device):
         torch.testing.assert_close(some[~zero], 2 * all_[~zero])
 
 
+def test_features_may_be_written_after_gine(device):
+    """As with the original, whose relu keeps its result."""
+    graph = homogeneous()
+    fast = fastsparse_dgl.FastGINEConv(nn.Linear(WIDTH, WIDTH)).to(device)
+    leaves = [features(graph, WIDTH).to(device), weights(graph, WIDTH).to(device)]
+    leaves = [*(each.detach().requires_grad_() for each in leaves), *fast.parameters()]
+    found = []
+    for in_place in (False, True):
+        feat, edge_feat = 1 * leaves[0], 1 * leaves[1]
+        out = fast(graph, feat, edge_feat)
+        if in_place:
+            feat += out
+            edge_feat.zero_()
+        else:
+            feat = feat + out
+        once = torch.autograd.grad(feat.square().sum(), leaves, create_graph=True)
+        found.append([*once, *torch.autograd.grad(sum(each.square().sum() for each in once), leaves)])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["GINEConv", "GatedGCNConv"])
 def test_an_adjacency_in_place_of_the_graph_and_accelerate(name, device):
     graph = homogeneous()

@@ -14,7 +14,7 @@ from fastsparse_core import log
 from fastsparse_core.sampling import features
 from fastsparse_core.structure import construction
 from fastsparse_dgl import dgl_blocks
-from fastsparse_dgl.dataloading import neighbor_sampler
+from fastsparse_dgl.dataloading import dataloader, neighbor_sampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:Dataloader CPU affinity")
 
@@ -240,6 +240,15 @@ def test_changed_weights_and_fanouts():
     assert sampler.sample_blocks(graph, nodes)[2][0].in_degrees().max() == 1
 
 
+def test_weights_made_in_inference_mode():
+    graph, nodes = with_data(), torch.arange(30)
+    with torch.inference_mode():
+        graph.edata["weight"] = (torch.arange(graph.num_edges()) % 3 == 0).float()
+    sampler = fastsparse_dgl.NeighborSampler([-1], prob="weight")
+    block = sampler.sample_blocks(graph, nodes)[2][0]
+    assert torch.equal(block.edata[EID].sort().values, graph.edata["weight"].nonzero().flatten())
+
+
 def test_what_can_hold_graphs_follows_enable(monkeypatch: pytest.MonkeyPatch) -> None:
     """DGL alone, with FastSparse, and alone again."""
 
@@ -291,6 +300,13 @@ def test_features_that_stay_with_the_host(cache, where, caplog, monkeypatch):
     told = [record.message for record in caplog.records]
     assert any(where in message for message in told)
     assert any(message.startswith("num_workers, use_uva, gpu_cache of edges: ignored") for message in told)
+
+
+@pytest.mark.parametrize("wrong", [5, {"node": 5}, {"node": {"feat": "x"}}, {"node": {"feat": 2.5}}], ids=str)
+def test_features_to_keep_that_are_none(wrong):
+    with pytest.raises(ValueError, match="gpu_cache: expected numbers of nodes"):
+        dataloader._rows_to_keep(wrong)
+    assert dataloader._rows_to_keep({"node": {"feat": 7}, "edge": {}}) == {"feat": 7}
 
 
 def test_an_interrupted_epoch(device):

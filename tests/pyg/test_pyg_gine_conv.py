@@ -101,6 +101,55 @@ def test_hooks_within_the_network_are_called(device):
     assert seen == [(40, 6), (40, 6), (40, 8)]
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("edge_dim", [None, 3])
+@pytest.mark.usefixtures("kernels_only")
+def test_features_may_be_written_after_the_layer(device, edge_dim, autocast):
+    """As with the original, whose relu keeps its result; their leaves too, if results have a gradient."""
+    edge_index = random_graph(device=device)
+    torch.manual_seed(0)
+    layer = FastGINEConv(nn.Linear(6, 6), edge_dim=edge_dim).to(device)
+    leaves = [draw(40, 6, device), draw(edge_index.size(1), edge_dim or 6, device), *layer.parameters()]
+    found = []
+    for in_place in (False, True):
+        x, edge_attr = 1 * leaves[0], 1 * leaves[1]
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            out = layer(x, edge_index, edge_attr)
+        if in_place:
+            x += out
+            if edge_dim is None:
+                edge_attr += 1
+        else:
+            x = x + out
+        once = torch.autograd.grad(x.square().sum(), leaves, create_graph=True)
+        twice = torch.autograd.grad(sum(each.square().sum() for each in once), leaves)
+        found.append([*once, *twice])
+        constant = leaves[0].detach().clone()
+        out = layer(constant, edge_index, leaves[1].detach())
+        if in_place:
+            constant += out
+        else:
+            constant = constant + out
+        found[-1] += torch.autograd.grad(constant.square().sum(), leaves[2:])
+    for got, expected in zip(*found, strict=True):
+        close(got, expected)
+
+
+@pytest.mark.parametrize("pair_given", [False, True])
+@pytest.mark.usefixtures("kernels_only")
+def test_no_features_are_kept(device, pair_given):
+    edge_index = random_graph(device=device)
+    x, edge_attr, kept = draw(40, 6, device), draw(edge_index.size(1), 6, device), []
+    _, layer = pair(device)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda it: it
+    ):
+        layer((x, None) if pair_given else x, edge_index, edge_attr)
+    addresses = {tensor.data_ptr() for tensor in kept}
+    assert addresses
+    assert addresses.isdisjoint((x.data_ptr(), edge_attr.data_ptr()))
+
+
 @pytest.mark.parametrize("options", [{}, {"edge_dim": 3}], ids=str)
 @pytest.mark.parametrize(("num_src", "num_dst"), [(40, 25), (25, 40)])
 @pytest.mark.usefixtures("kernels_only")
@@ -248,6 +297,7 @@ def test_one_step_under_autocast(device):
                 for g in torch.autograd.grad(out, given, torch.ones_like(out), create_graph=True)
             ),
             given[:2],
+            retain_graph=True,
         )
         for out, given in zip(outputs, inputs, strict=True)
     ]

@@ -162,6 +162,20 @@ def test_features_may_be_written_after_the_layer_under_autocast(device):
     assert torch.equal(*gradients)
 
 
+def test_features_of_edges_that_were_written_are_refused_with_a_cure(device):
+    edge_index = random_graph(device=device)
+    layer, x = pair(6, 6, device=device, edge_dim=3)[1], draw(40, 6, device)
+    edge_attr = draw(edge_index.size(1), 3, device) * 1
+    out = layer(x, edge_index, edge_attr)
+    edge_attr += 1
+    with pytest.raises(RuntimeError, match=r"residual gated graph convolution: .* write `x = x \+ conv"):
+        out.sum().backward()
+    out = layer(x, edge_index, edge_attr)
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match=r"^Trying to backward through the graph a second time"):
+        out.sum().backward()
+
+
 def test_weights_may_be_written_before_the_backward_pass(device):
     """Which reads their joint copy."""
     edge_index = random_graph(device=device)

@@ -27,6 +27,7 @@ from fastsparse_core.ops._autocast import (
 from fastsparse_core.ops._dtypes import DTYPE_CODE, cast
 from fastsparse_core.ops._eager import direct, is_first_derivative, is_wrapped, kind_of
 from fastsparse_core.ops._facts import scatters
+from fastsparse_core.ops._kept_results import saved_tensors
 from fastsparse_core.ops._operands import zero_padded
 from fastsparse_core.ops._spmm_plan import add_transposed, grad_of_features, launch_spmm
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
@@ -186,7 +187,8 @@ def _plan(
     plain = are_plain(x, weight, bias, root_weight)
     width = columns = x.shape[-1]
     if not transform_first:
-        columns = policy.columns_of_products(dtype, adj.num_dst, width, weight.shape[0], on_gpu=x.is_cuda)
+        sizes = (adj.num_dst, width, weight.shape[0])
+        columns = policy.columns_of_products(dtype, *sizes, gpu.profile_of(x.device), on_gpu=x.is_cuda)
     return _Plan(
         # The kernel of a sum takes the bias by its address.
         _serves(adj, x, weight, bias, root_weight) and (plain or not transform_first),
@@ -341,7 +343,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     plan: _Plan = ctx.plan
     if plan.transform_first:
         return _gradients_before_sums(ctx, grad)
-    _, own, sums, matrix, root_matrix = ctx.saved_tensors
+    _, own, sums, matrix, root_matrix = saved_tensors(ctx, (0,), True)
     needs_x, needs_weight, needs_bias, needs_root, _, _ = ctx.needs_input_grad
     _, weight_dtype, bias_dtype, root_dtype = plan.given
 
@@ -369,7 +371,7 @@ def _of_weight(plan: _Plan, product: Tensor) -> Tensor:
 
 def _gradients_before_sums(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients where neighbours were summed after the linear map."""
-    _, own, features, matrix, root_matrix = ctx.saved_tensors
+    _, own, features, matrix, root_matrix = saved_tensors(ctx, (0,), True)
     needs_x, needs_weight, needs_bias, needs_root, *_ = ctx.needs_input_grad
     plan: _Plan = ctx.plan
     x_dtype, weight_dtype, bias_dtype, root_dtype = plan.given
@@ -393,7 +395,7 @@ def _gradients_before_sums(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The same gradients of operators that have gradients again."""
-    x, own, sums, matrix, root_matrix = ctx.saved_tensors
+    x, own, sums, matrix, root_matrix = saved_tensors(ctx, (0,), False)
     needs_x, needs_weight, needs_bias, needs_root, *_ = ctx.needs_input_grad
     x = own if needs_x and ctx.saves_own_as_x else x
     (num_dst, num_src), adj, plan = ctx.adj.shape, ctx.adj, ctx.plan

@@ -12,9 +12,9 @@ from fastsparse_core.ops import _edge_messages_launch as launch
 from fastsparse_core.ops._autocast import CAST, Uncast, autocast_dtype, product_in, without_autocast
 from fastsparse_core.ops._dtypes import DTYPE_CODE, cast
 from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_wrapped
-from fastsparse_core.ops._edge_messages_fused import unfused_gated, unfused_gine
+from fastsparse_core.ops._edge_messages_fused import gine_gradients_again, unfused_gated
 from fastsparse_core.ops._edge_messages_launch import Operands
-from fastsparse_core.ops._kept_results import unfused_gradients
+from fastsparse_core.ops._kept_results import unfused_gradients, with_cure
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -104,7 +104,8 @@ def gine_layer(
     """
     if torch.is_grad_enabled():
         apply = _Gine.apply if is_wrapped(x) or is_wrapped(edge) else _apply_gine
-        out: Tensor = apply(x, edge, weight, bias, after, after_bias, eps, adj, under)
+        found = apply(x, edge, weight, bias, after, after_bias, eps, adj, under)
+        out: Tensor = found[0] if type(found) is tuple else found
         return out
     operands = Operands.of(launch.RELU, None, x, None, cast(edge, x.dtype), weight, None, bias)
     out = launch.forward(adj, operands, x.shape[1], False, operands.q, cast(eps, x.dtype))[0]
@@ -117,6 +118,12 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
 
 
 class _Gine(torch.autograd.Function):
+    """Features may be written after the forward pass, for gradients of gradients too: signs tell enough.
+
+    What the last map multiplied is a second result, which nobody gets: the derivative of that map's gradient
+    comes back by it.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -129,90 +136,97 @@ class _Gine(torch.autograd.Function):
         eps: Tensor,
         adj: Adjacency,
         under: torch.dtype | None,
-    ) -> Tensor:
-        given = edge
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        given, needs = edge, ctx.needs_input_grad
         if under is not None:
             edge, eps = cast(edge, x.dtype), cast(eps, x.dtype)
         operands = Operands.of(launch.RELU, None, x, None, edge, weight, None, bias)
-        out, _, _, kept = launch.forward(
-            adj, operands, x.shape[1], True in ctx.needs_input_grad, operands.q, eps
-        )
+        out, _, _, kept = launch.forward(adj, operands, x.shape[1], True in needs, operands.q, eps)
         ctx.set_materialize_grads(False)
-        ctx.adj, ctx.under, ctx.uncast = adj, under, None
-        as_read = (operands.edge, operands.maps) if weight is not None else (None, None)
-        summed, matrix = None if after is None else out, after
-        if after is not None and under is None:
+        ctx.adj, ctx.uncast, ctx.edge_width = adj, None, edge.shape[1]
+        ctx.dtypes = tuple(
+            [None if each is None else each.dtype for each in (x, given, weight, bias, after_bias)]
+        )
+        raw: tuple[Tensor | None, ...] = (None,) * 4
+        if weight is not None:  # of features and map second derivatives alone read more than their copies
+            raw = (given if needs[2] else None, weight if needs[1] else None, operands.edge, operands.maps)
+        if after is None:
+            ctx.save_for_backward(kept, *raw, None, None)
+            return out
+        summed, matrix = out, after
+        if under is None:
             out = F.linear(out, after, after_bias)
-        elif after is not None and under is not None:
+        else:
             summed, matrix = cast(out, under), cast(after, under)
             out, ctx.uncast = _linear(summed, matrix, after_bias, under), Uncast.of(after, matrix)
-        ctx.save_for_backward(x, given, weight, bias, matrix, after_bias, kept, summed, *as_read)
-        return out
+        ctx.save_for_backward(kept, *raw, matrix, summed)
+        return (out, summed) if needs[4] and True in needs[:4] else out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad is None:
+    def backward(ctx: Any, grad: Tensor | None, of_summed: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        if grad is None and of_summed is None:
             return (None,) * 9
-        return without_autocast(_gine_gradients, ctx, grad)
+        return (*without_autocast(_gine_gradients, ctx, grad, of_summed), None, None, None)
 
 
 _apply_gine = direct(_Gine)
 
 
-def _gine_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    *inputs, kept, summed, edge_read, maps = ctx.saved_tensors
-    x, edge, weight, bias, matrix, after_bias = inputs
+def _gine_gradients(ctx: Any, grad: Tensor | None, of_summed: Tensor | None) -> tuple[Tensor | None, ...]:
+    kept, edge, weight, edge_read, maps, matrix, summed = ctx.saved_tensors
     adj, needs, uncast = ctx.adj, ctx.needs_input_grad, ctx.uncast
-    if not is_first_derivative(grad):
-        if uncast is not None:
-            inputs[4] = uncast.as_it_was()
-
-        def compute(
-            x: Tensor,
-            edge: Tensor,
-            weight: Tensor | None,
-            bias: Tensor | None,
-            after: Tensor | None,
-            after_bias: Tensor | None,
-        ) -> Tensor:
-            out = torch.addcmul(unfused_gine(adj, x, edge, weight, bias), x, launch.scale_of(kept, x.dtype))
-            return out if after is None else _linear(out, after, after_bias, ctx.under or x.dtype)
-
-        with torch.enable_grad():
-            found = unfused_gradients(compute, grad, tuple(inputs), needs[:6])
-        return *found, None, None, None
+    dtype, edge_dtype, map_dtype, bias_dtype, after_bias_dtype = ctx.dtypes
+    some = of_summed if grad is None else grad
+    assert some is not None
+    first, wanted = is_first_derivative(some), True in needs[:4]
     grad_after = grad_after_bias = None
     if matrix is not None:
-        dtype = matrix.dtype if uncast is None else uncast.weight.dtype
-        grad_after = product_in(grad.t(), summed, dtype) if needs[4] else None
-        grad_after_bias = sum_of_rows(grad, after_bias.dtype, True) if needs[5] else None
-        if not any(needs[:4]):
-            return None, None, None, None, grad_after, grad_after_bias, None, None, None
-        grad = cast(torch.mm(grad, matrix), x.dtype)
+        if grad is not None and needs[4]:
+            after_dtype = matrix.dtype if uncast is None else uncast.weight.dtype
+            grad_after = product_in(grad.t(), summed, after_dtype, once=first)
+        if grad is not None and needs[5]:
+            once = sum_of_rows(grad, after_bias_dtype, True) if first else grad.sum(0, dtype=after_bias_dtype)
+            grad_after_bias = once
+        if not wanted:
+            return None, None, None, None, grad_after, grad_after_bias
+        if grad is not None:
+            if uncast is not None and not first:
+                matrix = uncast.cast_again(matrix.dtype)
+            total = torch.mm(grad, matrix)
+            of_summed = total if of_summed is None else of_summed + total
+        assert of_summed is not None
+        grad = cast(of_summed, dtype)
+    assert grad is not None
+    if not first:
+        found = gine_gradients_again(adj, grad, kept, edge, weight, maps is not None)
+        of_x, *others = found
+        own = grad.to(of_x.dtype) * launch.scale_of(kept, dtype).to(of_x.dtype)
+        dtypes = (dtype, edge_dtype, map_dtype, bias_dtype)
+        again = [
+            each.to(of) if need and each is not None else None
+            for each, need, of in zip((of_x + own, *others), needs, dtypes, strict=False)
+        ]
+        return (*again, grad_after, grad_after_bias)
     gradients = launch.backward(
         adj,
         Operands(launch.RELU, None, launch.rows(grad), None, edge_read, maps),
         grad,
-        edge.shape[1],
+        ctx.edge_width,
         kept=kept,
         has_scale=True,
         source_wanted=needs[0],
         edge_wanted=needs[1],
         weight_wanted=needs[2],
         bias_wanted=needs[3],
-        map_dtype=grad.dtype if weight is None else weight.dtype,
+        map_dtype=map_dtype or grad.dtype,
     )
-    grad_bias = gradients.bias
     return (
         gradients.q if needs[0] else None,
-        None if gradients.edge is None else cast(gradients.edge, edge.dtype),
+        None if gradients.edge is None else cast(gradients.edge, edge_dtype),
         gradients.weight,
-        grad_bias if grad_bias is None else cast(grad_bias, bias.dtype),
+        None if gradients.bias is None else cast(gradients.bias, bias_dtype),
         grad_after,
         grad_after_bias,
-        None,
-        None,
-        None,
     )
 
 
@@ -309,7 +323,10 @@ _apply_gated = direct(_Gated)
 
 
 def _gated_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, edge, of_nodes, slope, k, q, v, edge_read, maps_read = ctx.saved_tensors
+    try:
+        x, edge, of_nodes, slope, k, q, v, edge_read, maps_read = ctx.saved_tensors
+    except RuntimeError as error:
+        raise with_cure(error, "residual gated graph convolution") from None
     adj, needs, (root, bias, *maps) = ctx.adj, ctx.needs_input_grad, ctx.parameters
     dtype = maps[0].weight.dtype
     if not is_first_derivative(grad):

@@ -17,12 +17,13 @@ is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _GIVES_FLOAT32 = "dtype" in torch.ops.aten.mm.overloads()
 
 
-def without_autocast(gradients: Callable[[Any, Tensor], tuple[Any, ...]], ctx: Any, grad: Tensor) -> Any:
-    """``gradients(ctx, grad)`` with autocast off: the forward pass has decided every dtype."""
+def without_autocast(gradients: Callable[..., tuple[Any, ...]], ctx: Any, *grads: Tensor | None) -> Any:
+    """``gradients(ctx, *grads)`` with autocast off: the forward pass has decided every dtype."""
     if not is_any_autocast_enabled():
-        return gradients(ctx, grad)
-    with torch.autocast(grad.device.type, enabled=False):
-        return gradients(ctx, grad)
+        return gradients(ctx, *grads)
+    some = next(each for each in grads if each is not None)
+    with torch.autocast(some.device.type, enabled=False):
+        return gradients(ctx, *grads)
 
 
 class Uncast(NamedTuple):

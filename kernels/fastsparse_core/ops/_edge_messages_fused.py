@@ -20,6 +20,7 @@ from fastsparse_core.ops._edge_messages_launch import Operands
 from fastsparse_core.ops._fused_registration import register_fused
 from fastsparse_core.ops._handles import keep_alive
 from fastsparse_core.ops._kept_results import unfused_gradients
+from fastsparse_core.ops._registration import on_handle
 from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
@@ -79,22 +80,23 @@ def _gine_aggregate(
 def _gine_gradients(
     adj: Adjacency,
     grad: Tensor,
-    x: Tensor,  # for the fake, which takes its shape
-    edge: Tensor,
+    edge: Tensor | None,  # raw features: rows of edges are not read again
     weight: Tensor | None,
-    bias: Tensor | None,
     kept: Tensor,
+    num_src: int,  # with the other sizes for the fake
+    num_values: int,
+    edge_width: int,
+    bias_dtype: torch.dtype,
     *,
     edge_wanted: bool,
     weight_wanted: bool,
     bias_wanted: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    raw = edge if weight is not None else None  # rows of edges are not read again
     found = launch.backward(
         adj,
-        Operands.of(launch.RELU, None, grad, None, raw, weight),
+        Operands.of(launch.RELU, None, grad, None, edge, weight),
         grad,
-        edge.size(1),
+        edge_width,
         kept=kept,
         edge_wanted=edge_wanted,
         weight_wanted=weight_wanted,
@@ -102,10 +104,89 @@ def _gine_gradients(
     assert found.q is not None
     return (
         found.q,
-        None if found.edge is None else cast(found.edge, edge.dtype),
+        found.edge,
         _as_map(found.weight, weight),
-        sum_of_rows(found.q, bias.dtype) if bias is not None and bias_wanted else None,  # dx's terms are its
+        sum_of_rows(found.q, bias_dtype) if bias_wanted else None,  # dx's terms are its
     )
+
+
+def gine_gradients_again(
+    adj: Adjacency, grad: Tensor, kept: Tensor, edge: Tensor | None, weight: Tensor | None, is_raw: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Gradients of `gine_aggregate` that have gradients themselves, with memory for every edge.
+
+    They hang on signs and not on what was added, which may be written after the forward pass.
+
+    Args:
+        adj: structure.
+        grad: of the sums, in the dtype of the features.
+        kept: of the forward pass.
+        edge: raw features, or None where the gradient of the map is not wanted.
+        weight: their map, or None where their own gradient is not wanted.
+        is_raw: whether there is a map.
+
+    Returns:
+        Those of x, of the edges' rows or raw features, of the map and of its bias, in the dtype of sums.
+    """
+    dtype, ids = accumulation_dtype(grad.dtype), None if adj.edge_id is None else adj.edge_id.long()
+    positive = _positive(adj, kept, grad.size(-1), grad.dtype)
+    of_rows = grad.to(dtype).index_select(0, adj.row().long())
+    of_entries = torch.where(positive if ids is None else positive[ids], of_rows, 0)
+    of_x = of_entries.new_zeros(adj.num_src, grad.size(-1)).index_add(0, adj.col.long(), of_entries)
+    of_edge = of_entries
+    if ids is not None:
+        of_edge = of_entries.new_zeros(adj.num_values, grad.size(-1)).index_copy(0, ids, of_entries)
+    of_bias = of_edge.sum(0)
+    if not is_raw:
+        return of_x, of_edge, None, of_bias
+    of_weight = None if edge is None else of_edge.t() @ edge.to(dtype)
+    return of_x, None if weight is None else of_edge @ weight.to(dtype), of_weight, of_bias
+
+
+def _positive(adj: Adjacency, kept: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Whether relu passed a number, bool (num_values, width): as gradients of ones say."""
+    ones = kept.new_ones(adj.num_dst, width, dtype=dtype)
+    operands = Operands.of(launch.RELU, None, ones, None, None)
+    found = launch.backward(adj, operands, ones, 0, kept=kept, edge_wanted=True).edge
+    assert found is not None
+    return found > 0
+
+
+class _GineAggregate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        edge: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        num_dst: int,
+        adjacency: int,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor]:
+        out, kept = registration.run("gine_aggregate", x, x, edge, weight, bias, num_dst, adjacency, True)
+        ctx.mark_non_differentiable(kept)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(kept, edge if weight is not None else None, weight)
+        ctx.sizes = (x.size(0), *edge.shape)
+        ctx.bias_dtype = x.dtype if bias is None else bias.dtype
+        ctx.adjacency, ctx.keep_alive = adjacency, keep_alive(adjacency)
+        return out, kept
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 7
+        (kept, edge, weight), needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
+        if torch.is_grad_enabled():
+            raw = (edge if needs[2] else None, weight if needs[1] else None, weight is not None)
+            again = gine_gradients_again(ctx.keep_alive, grad, kept, *raw)
+            dtypes = (grad.dtype, grad.dtype, None if weight is None else weight.dtype, ctx.bias_dtype)
+            found: Any = [None if x is None else x.to(of) for x, of in zip(again, dtypes, strict=True)]
+        else:
+            arguments = (edge, weight, kept, *ctx.sizes, ctx.bias_dtype, ctx.adjacency, *needs[1:])
+            found = registration.differentiate("gine_aggregate_backward", grad, *arguments)
+        return *(each if need else None for each, need in zip(found, needs, strict=True)), None, None, None
 
 
 def _as_map(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
@@ -248,6 +329,17 @@ def _gine_fake(of: Any) -> tuple[Tensor, Tensor]:
     return of.x.new_empty(of.num_dst, of.x.size(1)), of.x.new_empty(size, dtype=torch.uint8)
 
 
+def _gine_gradients_fake(of: Any) -> tuple[Tensor, ...]:
+    grad, width = of.grad, of.grad.size(1)
+    wanted = (
+        (of.edge_wanted, (of.num_values, of.edge_width), grad.dtype),
+        (of.weight_wanted, (width, of.edge_width), grad.dtype if of.weight is None else of.weight.dtype),
+        (of.bias_wanted, (width,), of.bias_dtype),
+    )
+    others = (grad.new_empty(shape if each else (0,), dtype=dtype) for each, shape, dtype in wanted)
+    return grad.new_empty(of.num_src, width), *others
+
+
 def _gated_fake(of: Any) -> tuple[Tensor, Tensor]:
     return of.k.new_empty(of.k.shape), of.k.new_empty(of.k.shape if of.keep else (0,))
 
@@ -261,7 +353,8 @@ def _gated_edges_backward_fake(of: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return (*(like.new_empty(like.shape) for like in (grad, v, v, state)),)
 
 
-register_fused("gine_aggregate", _gine_aggregate, _gine_gradients, unfused_gine, _gine_fake, ("out", "kept"))
+registration.register(on_handle(_gine_aggregate), _gine_fake, _GineAggregate, "gine_aggregate")
+registration.register(on_handle(_gine_gradients), _gine_gradients_fake, name="gine_aggregate_backward")
 register_fused(
     "gated_aggregate", _gated_aggregate, _gated_gradients, unfused_gated, _gated_fake, ("out", "slope")
 )

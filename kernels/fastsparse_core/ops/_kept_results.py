@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,6 +42,56 @@ def alias_of(ctx: Any, out: Tensor) -> Tensor:
 
 def was_written(ctx: Any) -> bool:
     return ctx.written is not None and ctx.written[0]._version != ctx.written[1]
+
+
+def saved_tensors(ctx: Any, unread: Sequence[int], first: bool) -> tuple[Any, ...]:
+    """What a node of autograd's graph saved, of which a first derivative reads some for their shapes alone.
+
+    Those may be written before the backward pass, as ``x += conv(x, graph)`` does, and cost nothing where
+    they are not: autograd, which would refuse, does not compare the versions of what hooks bring back. As
+    with PyTorch's own nodes, a backward pass frees results that were written to what a node keeps.
+
+    Args:
+        ctx: of the node.
+        unread: places of what a first derivative does not read.
+        first: whether this is one.
+
+    Raises:
+        RuntimeError: what is read was written since.
+    """
+    if first:
+        try:
+            saved: tuple[Any, ...] = ctx.saved_tensors
+        except RuntimeError:
+            pass
+        else:
+            return saved
+        raw = ctx._raw_saved_tensors
+        for place in unread:
+            with contextlib.suppress(RuntimeError):  # None, or what has hooks
+                raw[place].register_hooks(_itself, _itself)
+        ctx.ignores_versions = True
+    elif getattr(ctx, "ignores_versions", False):
+        raise RuntimeError(
+            "features: modified by an inplace operation between the forward pass and a backward pass with "
+            "create_graph=True, which needs them as they were"
+        )
+    found: tuple[Any, ...] = ctx.saved_tensors
+    return found
+
+
+def with_cure(error: RuntimeError, who: str) -> RuntimeError:
+    """Autograd's refusal of features that were written to, with who needs them and what to write instead."""
+    if "modified by an inplace operation" not in str(error):
+        return error
+    return RuntimeError(
+        f"{error}\n{who}: needs features as they were in the forward pass; write `x = x + conv(x, graph)` in "
+        "place of `x += conv(x, graph)`, and likewise for features of edges"
+    )
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def unfused_gradients(

@@ -121,8 +121,8 @@ class _SpmmExtremum(torch.autograd.Function):
         with below_autograd():
             out, arg = _spmm_extremum_op(*arguments)
         ctx.mark_non_differentiable(arg)
-        ctx.save_for_backward(arg, x, value)
-        ctx.adjacency, ctx.transpose, ctx.adds = adjacency, transpose, adds
+        ctx.save_for_backward(arg, None if value is None or adds else x, value)
+        ctx.num_src, ctx.adjacency, ctx.transpose, ctx.adds = x.size(0), adjacency, transpose, adds
         ctx.keep_alive = keep_alive(adjacency)
         return out, arg
 
@@ -130,7 +130,7 @@ class _SpmmExtremum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         arg, x, value = ctx.saved_tensors
         grad_x, grad_value = _spmm_extremum_backward_op(
-            grad, arg, x, value, ctx.adjacency, ctx.transpose, ctx.adds
+            grad, arg, x, value, ctx.num_src, ctx.adjacency, ctx.transpose
         )
         return grad_x, grad_value if value is not None else None, None, None, None, None, None
 
@@ -148,34 +148,42 @@ def _source_of_edge(adj: Adjacency) -> Tensor:
 
 
 def _spmm_extremum_backward(
-    grad: Tensor, arg: Tensor, x: Tensor, value: Tensor | None, adjacency: int, transpose: bool, adds: bool
+    grad: Tensor,
+    arg: Tensor,
+    x: Tensor | None,
+    value: Tensor | None,
+    num_src: int,
+    adjacency: int,
+    transpose: bool,
 ) -> tuple[Tensor, Tensor]:
+    """The gradients' kernel; ``x``: features that were multiplied by ``value``."""
     adj = structure(adjacency, transpose)
     heads, width = num_heads(value), arg.size(1)
-    grad_x, grad_value = _empty_gradients(x, value)
+    grad_x, grad_value = _empty_gradients(grad, num_src, value)
     if adj.num_edges == 0 or width == 0:
         return grad_x.zero_(), grad_value.zero_()
     if adj.is_padded:  # which has no transpose to walk along
-        return _gradient_formula(grad, arg, x, value, adjacency, transpose, adds)
+        return _gradient_formula(grad, arg, x, value, num_src, adjacency, transpose)
     # Sums of 16-bit gradients are accumulated in float32, as in the forward pass.
-    dtype = accumulation_dtype(x.dtype)
-    grad, x, arg = unit_stride(grad.to(x.dtype)), unit_stride(x), arg.contiguous()
+    dtype = accumulation_dtype(grad.dtype)
+    grad, arg = unit_stride(grad), arg.contiguous()
+    x = None if x is None else unit_stride(x)
     value = None if value is None else value.contiguous()
-    index, transposed, partial, of_value = device_index(x.device), adj, None, None
+    index, transposed, partial, of_value = device_index(grad.device), adj, None, None
     if index >= 0:
         transposed = adj.t()
         if transposed.row_split.num_slots:
-            partial = x.new_empty(transposed.row_split.num_slots, width, dtype=dtype)
+            partial = grad.new_empty(transposed.row_split.num_slots, width, dtype=dtype)
     elif grad_x.dtype != dtype:
         grad_x = torch.empty(grad_x.shape, dtype=dtype)
     if value is not None:
-        of_value = torch.zeros(adj.num_values, heads, dtype=dtype, device=x.device)
+        of_value = torch.zeros(adj.num_values, heads, dtype=dtype, device=grad.device)
     source = _source_of_edge(adj) if index < 0 or value is not None else None
     _C.spmm_extremum_backward(
         used_csr(transposed),
         grad,
-        None if adds else x,
-        None if adds else value,
+        x,
+        None if x is None else value,
         heads,
         arg,
         source,
@@ -187,16 +195,22 @@ def _spmm_extremum_backward(
     )
     if value is not None and of_value is not None:
         grad_value = of_value.to(value.dtype).reshape(value.shape)
-    return grad_x.to(x.dtype), grad_value
+    return grad_x.to(grad.dtype), grad_value
 
 
 def _gradient_formula(
-    grad: Tensor, arg: Tensor, x: Tensor, value: Tensor | None, adjacency: int, transpose: bool, adds: bool
+    grad: Tensor,
+    arg: Tensor,
+    x: Tensor | None,
+    value: Tensor | None,
+    num_src: int,
+    adjacency: int,
+    transpose: bool,
 ) -> tuple[Tensor, Tensor]:
     """`_spmm_extremum_backward` of PyTorch's operators, which have gradients themselves."""
     adj = structure(adjacency, transpose)
-    heads, width, dtype = num_heads(value), x.size(1), accumulation_dtype(x.dtype)
-    grad_x, grad_value = _empty_gradients(x, value)
+    heads, width, dtype = num_heads(value), arg.size(1), accumulation_dtype(grad.dtype)
+    grad_x, grad_value = _empty_gradients(grad, num_src, value)
     if adj.num_edges == 0 or width == 0:
         return grad_x.zero_(), grad_value.zero_()
     none = arg == -1
@@ -204,17 +218,17 @@ def _gradient_formula(
     source = _source_of_edge(adj)[edge].long()
     chosen = grad.to(dtype).masked_fill(none, 0)
     if value is not None:
-        head = torch.arange(width, device=x.device) // (width // heads)
+        head = torch.arange(width, device=arg.device) // (width // heads)
         flat = edge * heads + head
         # Of an empty row they are 0 times edge 0's numbers, which may be infinity.
-        term = chosen if adds else (chosen * x.to(dtype).gather(0, source)).masked_fill(none, 0)
-        of_value = torch.zeros(value.numel(), dtype=dtype, device=x.device)
+        term = chosen if x is None else (chosen * x.to(dtype).gather(0, source)).masked_fill(none, 0)
+        of_value = torch.zeros(value.numel(), dtype=dtype, device=arg.device)
         grad_value = _scatter_add(of_value, flat, term).to(value.dtype).reshape(value.shape)
-        if not adds:
+        if x is not None:
             chosen = (chosen * value.to(dtype).reshape(-1)[flat]).masked_fill(none, 0)
-    place = source * width + torch.arange(width, device=x.device)
-    of_x = torch.zeros(x.numel(), dtype=dtype, device=x.device)
-    return _scatter_add(of_x, place, chosen).to(x.dtype).reshape(x.shape), grad_value
+    place = source * width + torch.arange(width, device=arg.device)
+    of_x = torch.zeros(num_src * width, dtype=dtype, device=arg.device)
+    return _scatter_add(of_x, place, chosen).to(grad.dtype).reshape(num_src, width), grad_value
 
 
 def _scatter_add(out: Tensor, index: Tensor, source: Tensor) -> Tensor:
@@ -224,10 +238,11 @@ def _scatter_add(out: Tensor, index: Tensor, source: Tensor) -> Tensor:
     return out.scatter_add(0, index, source)
 
 
-def _empty_gradients(x: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
+def _empty_gradients(grad: Tensor, num_src: int, value: Tensor | None) -> tuple[Tensor, Tensor]:
+    of_x = grad.new_empty(num_src, grad.size(1))
     if value is None:
-        return x.new_empty(x.shape), x.new_empty(0, 1, dtype=accumulation_dtype(x.dtype))
-    return x.new_empty(x.shape), value.new_empty(value.shape)
+        return of_x, grad.new_empty(0, 1, dtype=accumulation_dtype(grad.dtype))
+    return of_x, value.new_empty(value.shape)
 
 
 def _spmm_extremum_fake(of: Any) -> tuple[Tensor, Tensor]:
@@ -236,7 +251,9 @@ def _spmm_extremum_fake(of: Any) -> tuple[Tensor, Tensor]:
 
 
 _spmm_extremum_op = register(spmm_extremum, _spmm_extremum_fake, _SpmmExtremum)
-_spmm_extremum_backward_op = define(_spmm_extremum_backward, lambda of: _empty_gradients(of.x, of.value))
+_spmm_extremum_backward_op = define(
+    _spmm_extremum_backward, lambda of: _empty_gradients(of.grad, of.num_src, of.value)
+)
 
 
 def _differentiable_backward(*arguments: Any) -> tuple[Tensor, Tensor]:

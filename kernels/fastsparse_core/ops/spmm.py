@@ -22,6 +22,7 @@ from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
 from fastsparse_core.ops._eager import direct, is_first_derivative, is_plain_eager, is_wrapped
 from fastsparse_core.ops._edge_values import edges_from_dense, is_dense, num_heads
 from fastsparse_core.ops._handles import keep_alive
+from fastsparse_core.ops._kept_results import with_cure
 from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.ops._registration import register, run
 from fastsparse_core.ops._spmm_extremum import extremum
@@ -261,14 +262,17 @@ class _Spmm(torch.autograd.Function):
             out = run("spmm", x, *arguments)
         ctx.num_src, ctx.transpose, ctx.algorithm = x.shape[0], transpose, algorithm
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(
-            x if value is not None else None, value, scale_dst, scale_src, out if relu else None
-        )
+        # Of what no gradient reads x may be written, and autograd holds none of it.
+        kept = x if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(kept, value, scale_dst, scale_src, out if relu else None)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, value, scale_dst, scale_src, rectified = ctx.saved_tensors
+        try:
+            x, value, scale_dst, scale_src, rectified = ctx.saved_tensors
+        except RuntimeError as error:
+            raise with_cure(error, "spmm, of values that want a gradient") from None
         grad_x = grad_value = grad_bias = None
         if rectified is not None:
             grad = grad.masked_fill(rectified <= 0, 0)

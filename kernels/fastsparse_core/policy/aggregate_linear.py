@@ -12,11 +12,6 @@ from fastsparse_core.policy.facts import Facts
 _MOST_WIDTH = 256
 
 
-#: Products from which two more launches for each matrix are less than what they save. On an H200 an epoch of
-#: ogbn-products' sampled batches (154,000 rows of 100 to 256 in bfloat16) takes 0.280 s, 0.300 without.
-_MANY_PRODUCTS = 2**29
-
-
 def transforms_on_tensor_cores(
     dtype: torch.dtype, num_rows: int, width: int, out_width: int, gpu: GpuProfile
 ) -> bool:
@@ -73,19 +68,22 @@ def casts_first(num_dst: int, num_src: int, num_edges: int) -> bool:
 
 
 def columns_of_products(
-    dtype: torch.dtype, num_rows: int, width: int, out_width: int, *, on_gpu: bool
+    dtype: torch.dtype, num_rows: int, width: int, out_width: int, gpu: GpuProfile, *, on_gpu: bool
 ) -> int:
     """Columns of the matrices that are multiplied, with zeros behind those of the features.
 
-    cuBLAS loads 16 bytes at once only where rows of 16-bit numbers are multiples of that.
+    cuBLAS loads 16 bytes at once only where rows of 16-bit numbers are multiples of that. Zeros cost two more
+    launches for each matrix: an H200 takes 0.280 s with them and 0.300 without for an epoch of ogbn-products'
+    sampled batches (154,000 rows of 100 to 256 in bfloat16).
 
     Args:
         dtype: of the products.
         num_rows: destinations.
         width: features of a node.
         out_width: features of a result.
+        gpu: where.
         on_gpu: whether cuBLAS multiplies.
     """
-    if on_gpu and dtype.itemsize == 2 and width % 8 and num_rows * width * out_width >= _MANY_PRODUCTS:
+    if on_gpu and dtype.itemsize == 2 and width % 8 and num_rows * width * out_width >= gpu.many_products:
         return width + -width % 8
     return width

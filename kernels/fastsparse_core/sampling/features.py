@@ -14,6 +14,7 @@ from fastsparse_core import _C
 from fastsparse_core.device import place_of
 from fastsparse_core.locks import ForkSafeLock
 from fastsparse_core.log import info_once
+from fastsparse_core.ops._autocast import version_of
 from fastsparse_core.ops._operands import with_zeros_behind
 from fastsparse_core.sampling.host_rows import HostRows, measured_rate
 
@@ -44,7 +45,7 @@ class FeatureTable:
     of the free memory. Rows of a larger one are gathered by the host's threads and sent, or read by the GPU
     over PCIe from page-locked memory, of a copy where the table is not page-locked: what is faster, tried
     once. All tables of one tensor share the copy, which lives as long as the tensor; it is made anew when the
-    tensor was written to through PyTorch.
+    tensor was written to through PyTorch, which does not count that of tensors made in inference mode.
 
     Args:
         table: (N, ...).
@@ -54,10 +55,15 @@ class FeatureTable:
             without a copy. Those that the host's threads gather are contiguous all the same.
 
     Raises:
+        TypeError: ``table`` is no tensor, or ``device`` no device.
         ValueError: ``table`` lies on another GPU than ``device``.
     """
 
     def __init__(self, table: Tensor, device: torch.device, *, aligned: bool = False) -> None:
+        if not isinstance(table, Tensor):
+            raise TypeError(f"table: expected a tensor with a row per node, got {type(table).__name__}")
+        if not isinstance(device, torch.device):
+            raise TypeError(f"device: expected a torch.device, got {device!r}")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         if table.is_cuda and table.device != device:
@@ -113,7 +119,7 @@ def gather_on_cuda(table: Tensor, index: Tensor, aligned: bool = False) -> Tenso
 
 def _placed(table: Tensor, device: torch.device) -> _Take:
     """What gives rows of a table on the CPU to a device."""
-    stamp = (table._version, table.data_ptr(), table.shape, table.dtype)
+    stamp = (version_of(table), table.data_ptr(), table.shape, table.dtype)
     with _lock:
         by_device = _copies.setdefault(table, {})
         entry = by_device.get(device)

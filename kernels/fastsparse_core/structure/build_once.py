@@ -21,7 +21,9 @@ class BuiltOnce:
     def __init__(self) -> None:
         self.results: dict[Any, Any] = {}
 
-    def _own_lock(self) -> ForkSafeLock:
+    @property
+    def lock(self) -> ForkSafeLock:
+        """What is held while a result is built; of a structure's locks that of its `_built` comes first."""
         # Of threads that come at once all take the first one's.
         lock: ForkSafeLock = self._lock or self.__dict__.setdefault("_lock", ForkSafeLock())
         return lock
@@ -36,7 +38,7 @@ class BuiltOnce:
         if result is None:
             if torch.compiler.is_compiling():
                 return build()  # a trace knows no locks, and what it makes is the graph's
-            with self._own_lock():
+            with self.lock:
                 result = self.results.get(key)
                 if result is None:
                     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():

@@ -168,16 +168,20 @@ class RowFormats:
         return longest <= lengths.slice_length(self.num_edges, self.gpu)
 
     def _row_split(self) -> RowSplit:
-        longest = lengths.slice_length(self.num_edges, self.gpu)
         if not self.has_sorted_slices:  # of a structure that is perhaps seen once: one launch, not three
+            longest = lengths.slice_length(self.num_edges, self.gpu)
             found = inspect_rows(self.rowptr, self.col, None, longest, copy=False)
             self._of_rows.results.setdefault(("inv_degree", torch.float32), found.inv_degree)
             self._of_rows.results["has_empty_rows"] = (found.has_empty_rows,)
             if found.row_split is not None:
                 return found.row_split
             self.has_sorted_slices = True
-        unsorted = self._of_rows.results.get("unsorted_row_split")
-        return split_rows(self.rowptr, longest, is_cut=not unsorted or unsorted.num_slots > 0)
+        return self._sorted_row_split(None)
+
+    def _sorted_row_split(self, unsorted: RowSplit | None) -> RowSplit:
+        """Work list with slices of like length together; ``unsorted`` has them in row order, if there."""
+        longest = lengths.slice_length(self.num_edges, self.gpu)
+        return split_rows(self.rowptr, longest, is_cut=unsorted is None or unsorted.num_slots > 0)
 
     @property
     def csr_structure(self) -> Any:
@@ -206,8 +210,12 @@ class RowFormats:
         if found is None and work_list == "hybrid":  # which reads the device: not while a graph is captured
             found = self._built.get(key, lambda: self._rows(self.hybrid_rows.row_split(), valued=valued))
         elif found is None:  # of threads that come at once each makes one, and all say the same
-            split = self.row_split if work_list == "csr" and self.device.type == "cuda" else None
+            is_split = work_list == "csr" and self.device.type == "cuda"
+            split = self.row_split if is_split else None
             found = results[key] = self._rows(split, valued=valued)
+            while is_split and split is not self.row_split:  # another thread has sorted them meanwhile
+                split = self.row_split
+                found = results[key] = self._rows(split, valued=valued)
         return found
 
     def sort_slices(self) -> None:
@@ -215,15 +223,25 @@ class RowFormats:
 
         What was made of them is made anew at once: a CUDA graph may be captured next, which can make nothing.
         """
-        if not self.has_sorted_slices:
-            self.has_sorted_slices = True
-            self.plans.clear()
-            results = self._of_rows.results
-            # Kept, for CUDA graphs were perhaps captured with it; another thread may have been here before.
-            results.setdefault("unsorted_row_split", results.pop("row_split", ()))
+        if self.has_sorted_slices:
+            return
+        # Whoever comes second waits: nothing is ever missing, and nothing said to be sorted that is not.
+        with self._built.lock, self._of_rows.lock, torch.inference_mode(False):
+            if not self.has_sorted_slices:
+                self._sort_slices()
+
+    def _sort_slices(self) -> None:
+        results, built = self._of_rows.results, self._built.results
+        unsorted = results.get("row_split")
+        if unsorted is not None:
+            # Kept, for CUDA graphs were perhaps captured with it.
+            results["unsorted_row_split"] = unsorted
+            results["row_split"] = split = self._sorted_row_split(unsorted)
             for key, valued in (("csr_structure", True), (("csr_structure", "without ids"), False)):
-                if self._built.results.pop(key, None) is not None:
-                    self.structure_for(valued=valued)
+                if key in built:
+                    built[key] = self._rows(split if self.device.type == "cuda" else None, valued=valued)
+        self.has_sorted_slices = True
+        self.plans.clear()
 
     @property
     def first_row_split(self) -> RowSplit:
