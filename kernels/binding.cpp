@@ -1468,10 +1468,10 @@ bool to_bool(PyObject* object) {
 struct Names {
   PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
   PyObject* stride = PyUnicode_InternFromString("stride");
-  PyObject* size = PyUnicode_InternFromString("size");
+  PyObject* shape = PyUnicode_InternFromString("shape");
   PyObject* element_size = PyUnicode_InternFromString("element_size");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
-  PyObject* dims[2] = {PyLong_FromLong(0), PyLong_FromLong(1)};
+  PyObject* zero = PyLong_FromLong(0);
 };
 
 const Names& names() {
@@ -1492,9 +1492,17 @@ py::object ask(PyObject* tensor, PyObject* method) {
   return found_in(tensor, PyObject_CallMethodNoArgs(tensor, method));
 }
 
-std::int64_t ask(PyObject* tensor, PyObject* method, int dim) {
-  const auto found = found_in(tensor, PyObject_CallMethodOneArg(tensor, method, names().dims[dim]));
-  return to_signed(found.ptr(), 0, std::numeric_limits<std::int64_t>::max());
+std::int64_t first_stride(PyObject* tensor) {
+  const auto found = found_in(tensor, PyObject_CallMethodOneArg(tensor, names().stride, names().zero));
+  return PyLong_AsLongLong(found.ptr());
+}
+
+// Rows and columns; less work for the host than two calls of `size`.
+std::array<std::int64_t, 2> shape_of(PyObject* matrix) {
+  const auto found = found_in(matrix, PyObject_GetAttr(matrix, names().shape));
+  if (!PyTuple_Check(found.ptr()) || PyTuple_GET_SIZE(found.ptr()) != 2) throw_wrong_type(matrix);
+  return {PyLong_AsLongLong(PyTuple_GET_ITEM(found.ptr(), 0)),
+          PyLong_AsLongLong(PyTuple_GET_ITEM(found.ptr(), 1))};
 }
 
 // PyTorch's dtypes in the order of their codes.
@@ -1554,11 +1562,11 @@ decltype(auto) argument(PyObject* const* first) {
     return address_of(object);
   } else if constexpr (std::is_same_v<T, DenseView>) {
     if (object == Py_None) return DenseView{nullptr, 0};
-    return DenseView{address_of(object), ask(object, names().stride, 0)};
+    return DenseView{address_of(object), first_stride(object)};
   } else if constexpr (std::is_same_v<T, Matrix>) {
     if (object == Py_None) return Matrix{};
-    return Matrix{argument<DenseView>(first), dtype_in(object), ask(object, names().size, 0),
-                  ask(object, names().size, 1)};
+    const auto [rows, width] = shape_of(object);
+    return Matrix{argument<DenseView>(first), dtype_in(object), rows, width};
   } else if constexpr (std::is_same_v<T, AddressAndStride>) {
     return T{{argument<Address>(first), argument<std::int64_t>(first + 1)}};
   } else if constexpr (std::is_same_v<T, OneHead>) {
@@ -1567,7 +1575,7 @@ decltype(auto) argument(PyObject* const* first) {
     return edge_values(object, argument<std::int64_t>(first + 1));
   } else if constexpr (std::is_same_v<T, KeptIdsView>) {
     const bool is_16bit = PyLong_AsLong(ask(object, names().element_size).ptr()) == 2;
-    return T{address_of(object), is_16bit, ask(object, names().size, 1)};
+    return T{address_of(object), is_16bit, shape_of(object)[1]};
   } else if constexpr (std::is_same_v<T, Dtype>) {
     return PyLong_Check(object) ? static_cast<T>(argument<int>(first)) : dtype_of(object);
   } else if constexpr (kIsCode<T>) {
