@@ -35,7 +35,6 @@ _FEW_ON_CPU = f"fewer than {FEW_EDGES} edges on the CPU"
 _TIMES_IF_NEW = 4
 _16_BITS = (torch.float16, torch.bfloat16)
 _ANY = Pattern(reason="its attributes change")
-_UNKNOWN: Any = object()
 _is_tracing = torch._C._is_tracing
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
@@ -53,11 +52,10 @@ class AnyLayer(MessagePassing):
     _original: ClassVar[type[MessagePassing]]
     _patterns: ClassVar[dict[Any, list[Pattern]]]
     _signature: ClassVar[Signature | None]
-    #: Kind of a call (aggregation, names and dtypes of arguments) -> what serves it at once; None: no one
-    #: kernel for the whole message.
-    _served: ClassVar[dict[Any, Copies | None]]
-    #: What `log.seen` has once it was said that few edges were left to PyG's code.
-    _said_of_few: ClassVar[tuple[str, str]]
+    #: Kind of a call (aggregation, names and dtypes of arguments) -> what serves it at once.
+    _served: ClassVar[dict[Any, Copies]]
+    #: Aggregation -> whether that takes more than one kernel, so that few edges on a GPU are left to PyG.
+    _left: ClassVar[dict[type, bool]]
 
     flow: str
     node_dim: int
@@ -66,44 +64,38 @@ class AnyLayer(MessagePassing):
         """As PyG's."""
         kind = None
         if not (args or _is_dynamo_compiling() or _is_tracing()):
-            # One thread adds in order, so that PyTorch's sums have the same bits every time too; not so those
-            # of 16-bit numbers in float32.
-            are_few = _are_few_on_cpu(edge_index)
-            if (
-                are_few or (are_few_on_gpu(edge_index, _TIMES_IF_NEW) and is_new(edge_index))
-            ) and not _has_16_bits(kwargs):
-                if are_few and self._said_of_few not in log.seen:
-                    self._say(_FEW_ON_CPU)
-                return super().propagate(edge_index, size=size, **kwargs)
+            # A step of a small graph takes as long as the host needs for it, so this asks little.
+            aggregation = self.__dict__["_modules"].get("aggr_module").__class__
+            count = _few_edges(edge_index, kwargs)
+            if count is not None:
+                is_left = self._left.get(aggregation)
+                if is_left is None:
+                    is_left = self._left[aggregation] = self._takes_more_kernels()
+                    if is_left or not count:
+                        self._say(_FEW_ON_GPU if count else _FEW_ON_CPU)
+                if not count or (is_left and count <= FEW_EDGES_ON_GPU) or is_new(edge_index):
+                    return super().propagate(edge_index, size=size, **kwargs)
             # A call for each of them would take as long as the rest of this.
             kind = (
-                self.__dict__["_modules"].get("aggr_module").__class__,
+                aggregation,
                 *kwargs,
                 *[item.dtype if type(item) is Tensor else _kind_of(item) for item in kwargs.values()],
             )
-            served = self._served.get(kind, _UNKNOWN)
-            if served is None:
-                if are_few_on_gpu(edge_index) and not is_any_autocast_enabled():
-                    return super().propagate(edge_index, size=size, **kwargs)
-            elif served is not _UNKNOWN and size is None:
+            served = self._served.get(kind)
+            if served is not None and size is None:
                 out = served.reduce(self, edge_index, kwargs)
                 if out is not None:
                     return out
         reason = "propagate() with positional arguments" if args else self._why_original(edge_index)
         if not reason:
-            are_few = are_few_on_gpu(edge_index) and not _has_16_bits(kwargs)
             found = self._collect_lazily(edge_index, size, kwargs, self._names().lifted)
             if isinstance(found, Arguments):
                 how, pattern = self._kernel_reduce(), self._pattern("message", found)
-                if not are_few or (kernel_of(pattern, how) and not found.reads(pattern.names)):
-                    copies = Copies.of(self, pattern, how, self._names(), kwargs)
-                    if copies is not None:
-                        self._served[kind] = copies
-                    return self._propagate_lazily(found, pattern, how)
-                self._served[kind] = None
-                reason = _FEW_ON_GPU
-            else:
-                reason = found
+                copies = Copies.of(self, pattern, how, self._names(), kwargs)
+                if copies is not None:
+                    self._served[kind] = copies
+                return self._propagate_lazily(found, pattern, how)
+            reason = found
         self._say(reason)
         return super().propagate(edge_index, *args, size=size, **kwargs)
 
@@ -111,9 +103,9 @@ class AnyLayer(MessagePassing):
         """As PyG's."""
         if args or _is_dynamo_compiling() or _is_tracing():
             return super().edge_updater(edge_index, *args, size=size, **kwargs)
-        times = 1 if layer_cache.holds(edge_index) else _TIMES_IF_NEW
-        are_few = _are_few_on_cpu(edge_index) or are_few_on_gpu(edge_index, times)
-        if not (are_few and not _has_16_bits(kwargs)) and not self._why_original(edge_index):
+        count = _few_edges(edge_index, kwargs)
+        are_few = count is not None and (count <= FEW_EDGES_ON_GPU or not layer_cache.holds(edge_index))
+        if not are_few and not self._why_original(edge_index):
             names = self._names()
             found = self._collect_lazily(edge_index, size, kwargs, names.edge_lifted)
             if isinstance(found, Arguments):
@@ -149,7 +141,7 @@ class AnyLayer(MessagePassing):
 
     def _say(self, reason: str) -> None:
         if not torch.compiler.is_compiling():
-            log.info_once(logger, _saying(type(self).__name__, reason))
+            log.info_once(logger, f"{type(self).__name__}: PyG's own code runs: {reason}")
 
     # ---------------------------------------------------------------- arguments
 
@@ -255,6 +247,12 @@ class AnyLayer(MessagePassing):
         known.append(pattern)
         return pattern
 
+    def _takes_more_kernels(self) -> bool:
+        """Whether no one kernel reads what an edge is given, and features, and reduces the messages."""
+        pattern = self._pattern_without("message", ()) if "message" not in self.__dict__ else _ANY
+        read = {name for name, _, _ in self._names().lifted}
+        return not kernel_of(pattern, self._kernel_reduce()) or not read.isdisjoint(pattern.names)
+
     def _reduced(self, messages: Any, found: Arguments, how: str) -> Any:
         dim = self.node_dim
         if (
@@ -303,10 +301,6 @@ class AnyLayer(MessagePassing):
     __prepare_scriptable__ = FastConv.__prepare_scriptable__
 
 
-def _saying(name: str, reason: str) -> str:
-    return f"{name}: PyG's own code runs: {reason}"
-
-
 def _kind_of(argument: Any) -> Any:
     """Dtypes of tensors, of pairs that of the sources, types of anything else."""
     if type(argument) is tuple and argument and type(argument[0]) is Tensor:
@@ -314,19 +308,24 @@ def _kind_of(argument: Any) -> Any:
     return argument.dtype if isinstance(argument, Tensor) else type(argument)
 
 
-def _are_few_on_cpu(edge_index: Any) -> bool:
-    return type(edge_index) is Tensor and edge_index.is_cpu and edge_index.numel() < 2 * FEW_EDGES
+def _few_edges(edge_index: Any, given: dict[str, Any]) -> int | None:
+    """How many edges there are if PyG's code may take less time for so few; 0 where it does, on the CPU.
 
-
-def _has_16_bits(given: dict[str, Any]) -> bool:
-    """Whether the first features that a layer hands over are of 16 bits, or may become so."""
-    if is_any_autocast_enabled():
-        return True
+    None: the kernels serve them, as they do where features have 16 bits, which PyTorch does not sum in
+    float32. Its other sums on the CPU have the same bits every time too, for one thread adds in order.
+    """
+    if type(edge_index) is not Tensor or is_any_autocast_enabled():
+        return None
+    count = edge_index.numel() // 2
+    if edge_index.is_cpu and count < FEW_EDGES:
+        count = 0
+    elif not are_few_on_gpu(edge_index, _TIMES_IF_NEW):
+        return None
     for value in given.values():
         item = value[0] if isinstance(value, (tuple, list)) and value else value
         if isinstance(item, Tensor):
-            return item.dtype in _16_BITS
-    return False
+            return None if item.dtype in _16_BITS else count
+    return count
 
 
 # ---------------------------------------------------------------- classes
@@ -336,7 +335,6 @@ def accelerated_class(original: type[MessagePassing]) -> type[AnyLayer]:
     """The class that takes the place of a layer's class."""
     found = _classes.get(original)
     if found is None:
-        name = f"Accelerated{original.__name__}"
         namespace: dict[str, Any] = {
             "__module__": original.__module__,
             "__doc__": original.__doc__,
@@ -344,13 +342,13 @@ def accelerated_class(original: type[MessagePassing]) -> type[AnyLayer]:
             "_patterns": {},
             "_signature": None,
             "_served": {},
-            "_said_of_few": (logger.name, _saying(name, _FEW_ON_CPU)),
+            "_left": {},
             # What PyG puts back after explain mode.
             "_jinja_propagate": AnyLayer.propagate,
             "forward": _with_edge_list(original.forward),
         }
         metaclass: Any = type(original)
-        made = metaclass(name, (AnyLayer, original), namespace)
+        made = metaclass(f"Accelerated{original.__name__}", (AnyLayer, original), namespace)
         found = _classes[original] = made
     return found
 

@@ -444,7 +444,7 @@ def are_few_on_gpu(edge_index: Any, times: int = 1) -> bool:
         and edge_index.is_cuda
         and edge_index.numel() <= 2 * times * FEW_EDGES_ON_GPU
         and not _is_deterministic()
-        and recorded.current() is None
+        and not recorded.entered
     )
 
 

@@ -109,10 +109,6 @@ class Arguments(dict[str, Any]):
             return self.nodes[name][0] is None
         return self._given.get(name, self._defaults.get(name, EMPTY)) is None
 
-    def reads(self, names: Iterable[str]) -> bool:
-        """Whether some of these arguments are features of nodes, read per edge."""
-        return any(name in self.nodes and isinstance(self.nodes[name][0], Tensor) for name in names)
-
     def lift(self, names: Iterable[str]) -> None:
         """Reads those of some arguments per edge that want gradients, in one step of autograd."""
         if not torch.is_grad_enabled():

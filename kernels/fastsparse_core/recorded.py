@@ -19,7 +19,7 @@ import torch
 
 _RUN, _DROPS = "fastsparse_core.run", "fastsparse_core.drops"
 #: The contexts of this module that are entered, in all threads: where there are none, nobody is asked.
-_entered: set[object] = set()
+entered: set[object] = set()
 _DEFAULTS: dict[str, Any] = {_RUN: None, _DROPS: True}
 
 
@@ -95,7 +95,7 @@ def without_dropout() -> contextlib.AbstractContextManager[None]:
 
 
 def _get(key: str) -> Any:
-    if torch.compiler.is_compiling() or not _entered:
+    if torch.compiler.is_compiling() or not entered:
         return _DEFAULTS[key]
     return _stash(key)
 
@@ -127,9 +127,9 @@ def _takes_no_reference() -> bool:
 def _stashed(key: str, value: Any) -> Iterator[None]:
     before, context = _stash(key), object()
     _put(key, value)
-    _entered.add(context)
+    entered.add(context)
     try:
         yield
     finally:
-        _entered.discard(context)
+        entered.discard(context)
         _put(key, before)

@@ -401,6 +401,7 @@ def test_few_edges_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (pyg.CGConv(WIDTH), plain, False),
         (Attending(), attributed, False),
         (EdgeUpdater(), plain, True),  # weights by PyG's code, the sum by the kernel
+        (pyg.SimpleConv("median"), plain, False),  # which says nothing of its other aggregations
         (pyg.SimpleConv(), weighted, True),
         (pyg.WLConvContinuous(), plain, True),
     ]
