@@ -127,7 +127,7 @@ def gradients_of_scores(
     if any(needed):
         of_rows = cast(rows, dtype)
         products = grad.t() @ of_rows if rows.shape[0] >= _MANY_ROWS else (of_rows.t() @ grad).t()
-        products = products.unflatten(1, (heads, width)).unflatten(0, (len(vectors), heads))
+        products = products.view(len(vectors), heads, heads, width)
         blocks = products.diagonal(dim1=1, dim2=2).transpose(1, 2).contiguous().split(1)
         grad_vectors = [
             cast(block, vector.dtype) if wanted else None
