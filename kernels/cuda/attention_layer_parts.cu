@@ -19,6 +19,7 @@ namespace in_attention_layer_parts {
 
 constexpr int kThreads = 256;
 constexpr int kRowsPerGroup = 8;  // of the kernels that keep vectors or sums, where there are few rows
+constexpr int kRowsAhead = 2;     // that a lane loads before it uses them
 
 template <typename T, int kVec, int kHeadLanes>
 __global__ void __launch_bounds__(kHeadThreads)
@@ -58,30 +59,44 @@ __global__ void __launch_bounds__(kHeadThreads)
   float first[kLaneFeatures], second[kLaneFeatures], sums[3][kLaneFeatures] = {};
   lane.load_vector(first, static_cast<const float*>(scores.vectors[0]));
   lane.load_vector(second, static_cast<const float*>(scores.vectors[1]));
-  for (std::int64_t row = lane.group; row < scores.num_rows; row += groups) {
-    const float of_first = static_cast<const float*>(scores.scores[0])[lane.at(row)];
-    const float of_second = static_cast<const float*>(scores.scores[1])[lane.at(row)];
-    float v[kLaneFeatures], grad_v[kLaneFeatures] = {};
-    lane.load(v, scores.v, row);
+  const bool sums_grad = args.grad.data != nullptr;
+  const auto rows_v = lane.gather(scores.v), rows_grad = lane.gather(sums_grad ? args.grad : scores.v);
+  // What is written here too: by loads that do not assume otherwise, but all of a step before its stores.
+  const auto load_grad_v = [&](std::int64_t row) {
+    Features<T, kVec> features{};
     const T* from = static_cast<const T*>(args.grad_v) + row * width + lane.first;
 #pragma unroll
     for (int c = 0; c < Lane::kChunks; ++c) {
-      if (!lane.inside[c]) continue;
-      const Pack<T, kVec> pack = *reinterpret_cast<const Pack<T, kVec>*>(from + lane.place(c));
+      if (lane.inside[c]) features.pack[c] = *reinterpret_cast<const Pack<T, kVec>*>(from + lane.place(c));
+    }
+    return features;
+  };
+  for (std::int64_t base = lane.group; base < scores.num_rows; base += kRowsAhead * groups) {
+    Features<T, kVec> v[kRowsAhead], grad_v[kRowsAhead] = {}, grad[kRowsAhead];
+    float of_first[kRowsAhead], of_second[kRowsAhead];
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) grad_v[c * kVec + i] = widen(pack.lane[i]);
+    for (int r = 0; r < kRowsAhead; ++r) {
+      const std::int64_t row = base + r * groups;
+      const bool wanted = row < scores.num_rows;
+      const auto number = static_cast<std::uint32_t>(row);
+      of_first[r] = wanted ? __ldg(static_cast<const float*>(scores.scores[0]) + lane.at(row)) : 0.0f;
+      of_second[r] = wanted ? __ldg(static_cast<const float*>(scores.scores[1]) + lane.at(row)) : 0.0f;
+      v[r] = rows_v.load(number, wanted);
+      if (wanted) grad_v[r] = load_grad_v(row);
+      grad[r] = rows_grad.load(number, wanted && sums_grad);
     }
 #pragma unroll
-    for (int i = 0; i < kLaneFeatures; ++i) {
-      grad_v[i] += of_first * first[i] + of_second * second[i];
-      sums[0][i] += of_first * v[i];
-      sums[1][i] += of_second * v[i];
-    }
-    lane.template store<T>(args.grad_v, row, width, grad_v);
-    if (args.grad.data != nullptr) {
-      lane.load(v, args.grad, row);
+    for (int r = 0; r < kRowsAhead; ++r) {
+      const std::int64_t row = base + r * groups;
+      float sum[kLaneFeatures];
 #pragma unroll
-      for (int i = 0; i < kLaneFeatures; ++i) sums[2][i] += v[i];
+      for (int i = 0; i < kLaneFeatures; ++i) {
+        sum[i] = grad_v[r][i] + of_first[r] * first[i] + of_second[r] * second[i];
+        sums[0][i] += of_first[r] * v[r][i];
+        sums[1][i] += of_second[r] * v[r][i];
+        sums[2][i] += grad[r][i];
+      }
+      if (row < scores.num_rows) lane.template store<T>(args.grad_v, row, width, sum);
     }
   }
   // Neighbouring threads are the lanes of a group, and groups follow each other.
