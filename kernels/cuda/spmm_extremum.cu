@@ -1,6 +1,9 @@
 // Maximum and minimum aggregation from CSR on CUDA cores. Ties go to the first entry of the row; NaN wins, as
-// in torch. A group of lanes takes one slice; partial results of split rows are compared in slot order by a
-// second kernel.
+// in torch. kLanes neighbouring lanes take one slice of a row, kVec features each; lane l of block row y has
+// features (y kLanes + l) kVec and on. Partial results of split rows are compared in slot order by a second
+// kernel.
+//
+// Floor: the gathers of spmm, num_edges width sizeof(T) bytes, and five bytes a feature of a row to write.
 
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
@@ -16,14 +19,26 @@ __device__ __forceinline__ bool beats(A candidate, A best) {
   return candidate > best || (candidate != candidate && best == best);
 }
 
-// Candidates are negated for the minimum: min(v) = -max(-v).
-template <typename T, int kLanes>
+template <typename T, int kVec>
+__device__ __forceinline__ void store_features(T* to, const T (&x)[kVec]) {
+  constexpr int kAtOnce = kVec * sizeof(T) <= 16 ? kVec : 16 / static_cast<int>(sizeof(T));
+#pragma unroll
+  for (int v = 0; v < kVec; v += kAtOnce) {
+    Pack<T, kAtOnce> pack;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) pack.lane[i] = x[v + i];
+    *reinterpret_cast<Pack<T, kAtOnce>*>(to + v) = pack;
+  }
+}
+
+// Candidates are negated for the minimum: min(v) = -max(-v). The features of a lane have one head.
+template <typename T, int kVec, int kLanes>
 __global__ void __launch_bounds__(kThreads) spmm_extremum_kernel(const SpmmExtremumArgs args) {
   using A = Acc<T>;
   const int lane = threadIdx.x % kLanes;
   const std::int64_t group =
       static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
-  const std::int64_t feature = static_cast<std::int64_t>(blockIdx.y) * kLanes + lane;
+  const std::int64_t feature = (static_cast<std::int64_t>(blockIdx.y) * kLanes + lane) * kVec;
   if (group >= args.split.num_slices || feature >= args.width) return;
   const RowSlice slice = load_slice(args.split, group);
   const bool weighted = args.value.data != nullptr;
@@ -31,46 +46,60 @@ __global__ void __launch_bounds__(kThreads) spmm_extremum_kernel(const SpmmExtre
   const std::int64_t head = weighted ? feature / (args.width / args.value.heads) : 0;
   const T* x = static_cast<const T*>(args.x.data) + feature;
   const A sign = args.minimum ? A{-1} : A{1};
-  A best = 0;
-  int chosen = -1;
-  auto consider = [&](int offset, A candidate) {
-    if (offset == 0 || beats(candidate, best)) {
-      best = candidate;
-      chosen = offset;
-    }
+  A best[kVec] = {};
+  int chosen[kVec];
+#pragma unroll
+  for (int v = 0; v < kVec; ++v) chosen[v] = -1;
+  const auto features_at = [&](int offset) {
+    const std::int64_t source = __ldg(args.a.col + slice.begin + offset);
+    return load_pack<T, kVec>(x + source * args.x.stride);
   };
-  auto candidate_at = [&](int offset) {
+  const auto consider = [&](int offset, const Pack<T, kVec>& features) {
     const std::int64_t entry = slice.begin + offset;
-    A candidate = sign * widen(x[static_cast<std::int64_t>(__ldg(args.a.col + entry)) * args.x.stride]);
+    A value = 0;
     if (weighted) {
-      const A value = load_value<T>(args.value, value_in_feature_dtype,
-                                    edge_position(args.a, entry) * args.value.heads + head);
-      candidate = args.adds ? candidate + sign * value : candidate * value;
+      value = load_value<T>(args.value, value_in_feature_dtype,
+                            edge_position(args.a, entry) * args.value.heads + head);
     }
-    return candidate;
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      A candidate = sign * widen(features.lane[v]);
+      if (weighted) candidate = args.adds ? candidate + sign * value : candidate * value;
+      if (offset == 0 || beats(candidate, best[v])) {
+        best[v] = candidate;
+        chosen[v] = offset;
+      }
+    }
   };
   constexpr int kEntriesInFlight = 4;
   int offset = 0;
   for (; offset + kEntriesInFlight <= slice.length; offset += kEntriesInFlight) {
-    A candidate[kEntriesInFlight];
+    Pack<T, kVec> features[kEntriesInFlight];
 #pragma unroll
-    for (int u = 0; u < kEntriesInFlight; ++u) candidate[u] = candidate_at(offset + u);
+    for (int u = 0; u < kEntriesInFlight; ++u) features[u] = features_at(offset + u);
 #pragma unroll
-    for (int u = 0; u < kEntriesInFlight; ++u) consider(offset + u, candidate[u]);
+    for (int u = 0; u < kEntriesInFlight; ++u) consider(offset + u, features[u]);
   }
 #pragma unroll 1
-  for (; offset < slice.length; ++offset) consider(offset, candidate_at(offset));
+  for (; offset < slice.length; ++offset) consider(offset, features_at(offset));
 
-  const std::int32_t arg =
-      chosen < 0 ? kNoEdge : static_cast<std::int32_t>(edge_position(args.a, slice.begin + chosen));
+  std::int32_t arg[kVec];
+#pragma unroll
+  for (int v = 0; v < kVec; ++v) {
+    arg[v] =
+        chosen[v] < 0 ? kNoEdge : static_cast<std::int32_t>(edge_position(args.a, slice.begin + chosen[v]));
+  }
   if (slice.target < 0) {
     const std::int64_t at = static_cast<std::int64_t>(~slice.target) * args.width + feature;
-    static_cast<A*>(args.partial)[at] = best;
-    args.partial_arg[at] = arg;
+    store_features<A, kVec>(static_cast<A*>(args.partial) + at, best);
+    store_features<std::int32_t, kVec>(args.partial_arg + at, arg);
   } else {
     const std::int64_t at = static_cast<std::int64_t>(slice.target) * args.width + feature;
-    static_cast<T*>(args.out)[at] = narrow<T>(chosen < 0 ? A{0} : sign * best);
-    args.arg[at] = arg;
+    T out[kVec];
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) out[v] = narrow<T>(chosen[v] < 0 ? A{0} : sign * best[v]);
+    store_features<T, kVec>(static_cast<T*>(args.out) + at, out);
+    store_features<std::int32_t, kVec>(args.arg + at, arg);
   }
 }
 
@@ -95,18 +124,30 @@ __global__ void __launch_bounds__(kWarp) combine_extrema_kernel(const SpmmExtrem
   args.arg[at] = arg;
 }
 
-template <typename T, int kLanes>
+template <typename T, int kVec, int kLanes>
 void launch_lanes(const SpmmExtremumArgs& args, cudaStream_t stream) {
-  const dim3 grid(ceil_div(args.split.num_slices, kThreads / kLanes), ceil_div(args.width, kLanes));
-  spmm_extremum_kernel<T, kLanes><<<grid, kThreads, 0, stream>>>(args);
+  const dim3 grid(ceil_div(args.split.num_slices, kThreads / kLanes), ceil_div(args.width, kLanes * kVec));
+  spmm_extremum_kernel<T, kVec, kLanes><<<grid, kThreads, 0, stream>>>(args);
 }
 
 template <typename T>
 void launch(const SpmmExtremumArgs& args, cudaStream_t stream) {
   if constexpr (sizeof(T) == 8) {  // float64 is for checks: one kernel takes every width
-    launch_lanes<T, 32>(args, stream);
+    launch_lanes<T, 1, 32>(args, stream);
   } else {
-    args.width <= 8 ? launch_lanes<T, 8>(args, stream) : launch_lanes<T, 32>(args, stream);
+    constexpr int kVec = 16 / static_cast<int>(sizeof(T));
+    const std::int64_t head_width = args.value.data == nullptr ? args.width : args.width / args.value.heads;
+    const int vec = vector_width<T>({args.width, args.x.stride, head_width},
+                                    {args.x.data, args.out, args.arg, args.partial, args.partial_arg});
+    if (vec < kVec) {
+      args.width <= 8 ? launch_lanes<T, 1, 8>(args, stream) : launch_lanes<T, 1, 32>(args, stream);
+    } else if (args.width <= 8 * kVec) {
+      launch_lanes<T, kVec, 8>(args, stream);
+    } else if (args.width <= 16 * kVec) {
+      launch_lanes<T, kVec, 16>(args, stream);
+    } else {
+      launch_lanes<T, kVec, 32>(args, stream);
+    }
   }
   if (args.split.num_split_rows > 0) {
     const dim3 grid(static_cast<unsigned>(args.split.num_split_rows), ceil_div(args.width, kWarp));
