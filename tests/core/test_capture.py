@@ -675,6 +675,17 @@ def test_linear_maps_sum_their_bias_gradients(monkeypatch, dtype, autocast):
         assert (item - other).float().norm() <= tolerance * other.float().norm()
 
 
+def test_a_mask_made_for_inference():
+    """It counts no writes: it is taken as it was read."""
+    with torch.inference_mode():
+        mask = torch.tensor([True, False, True])
+    masks, x = Masks(), torch.arange(6.0).view(3, 2)
+    masks.add(mask)
+    assert masks.are_unchanged()
+    with Twins([], {}, masks):
+        assert torch.equal(x[mask], torch.tensor([[0.0, 1.0], [4.0, 5.0]]))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(
     "loss",

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastsparse_core.capturing.padding import Rows
-from fastsparse_core.ops._autocast import autocast_dtype, without_autocast
+from fastsparse_core.ops._autocast import autocast_dtype, version_of, without_autocast
 from fastsparse_core.ops._batch_norm import masked_batch_norm
 from fastsparse_core.ops._eager import PLAIN, is_plain_eager
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
@@ -25,7 +25,7 @@ class Masks:
 
     def add(self, mask: Tensor) -> None:
         """Reads a mask."""
-        self._known[id(mask)] = (mask, mask._version, mask.nonzero().flatten())
+        self._known[id(mask)] = (mask, version_of(mask), mask.nonzero().flatten())
 
     def read_again(self) -> None:
         """Reads all masks as they are now."""
@@ -35,11 +35,11 @@ class Masks:
     def index_of(self, mask: Tensor) -> Tensor | None:
         """The indices of a mask that was read, and is the same object with the same content."""
         known = self._known.get(id(mask))
-        return None if known is None or known[0] is not mask or known[1] != mask._version else known[2]
+        return None if known is None or known[0] is not mask or known[1] != version_of(mask) else known[2]
 
     def are_unchanged(self) -> bool:
         """Whether nothing was written to the masks since."""
-        return all(mask._version == version for mask, version, _ in self._known.values())
+        return all(version_of(mask) == version for mask, version, _ in self._known.values())
 
 
 class WithoutDropout(TorchFunctionMode):
