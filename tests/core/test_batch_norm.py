@@ -80,8 +80,9 @@ def test_a_large_mean_keeps_the_variance(device):
     x, grad, mask = draw((20_000, 32), torch.float32, device, centre=3_000.0)
     expected, expected_grads, _ = expected_of(x, grad, mask, None, None, (None, None))
     out, grads = run(x, grad, mask, None, None, (None, None))
-    check(out[mask], expected, torch.float32, times=500)  # the mean is rounded to float32
-    check(grads[0][mask], expected_grads[0], torch.float32, times=500)
+    # The mean is rounded to float32, by at most 1.3e-4 of a standard deviation; the CPU adds in float32 too.
+    check(out[mask], expected, torch.float32, times=100)
+    check(grads[0][mask], expected_grads[0], torch.float32, times=10)
 
 
 def test_one_row_and_none(device):
