@@ -8,6 +8,7 @@ __all__ = [
     "Adjacency",
     "MaxK",
     "NeighborSampler",
+    "SlowPathWarning",
     "__version__",
     "additive_attention",
     "additive_attention_weights",
@@ -36,6 +37,7 @@ __all__ = [
 try:
     from fastsparse_core.capturing.decorator import capture
     from fastsparse_core.formats import CBSR
+    from fastsparse_core.log import SlowPathWarning
     from fastsparse_core.maxk_activation import MaxK
     from fastsparse_core.ops import (
         additive_attention,

@@ -1,30 +1,68 @@
-"""Logging that tells a user once which path was taken."""
+"""Messages that a user sees once: log records about which path ran, warnings about slow ones."""
 
 from __future__ import annotations
 
 import logging
+import sys
+import warnings
 
 import torch
 
 from fastsparse_core.locks import ForkSafeLock
 
 _lock = ForkSafeLock()
-#: Names of loggers, and what each of them was given.
+#: Names of loggers (or "" for warnings) and the messages that each of them has emitted.
 seen: set[tuple[str, str]] = set()
+#: Top-level packages whose frames are not the user's.
+_NOT_THE_USER = {"fastsparse_core", "fastsparse_dgl", "fastsparse_pyg", "torch", "torch_geometric", "dgl"}
+
+
+class SlowPathWarning(UserWarning):
+    """FastSparse does not run a call the fast way that was asked for; the message has the cause and the cure.
+
+    Example:
+        >>> import warnings
+        >>> warnings.simplefilter("ignore", fastsparse_core.SlowPathWarning)
+    """
 
 
 def info_once(logger: logging.Logger, message: str) -> None:
-    """Logs `message` at INFO the first time this logger is given it; later calls are silent.
+    """Logs `message` at INFO the first time this logger emits it; later calls are silent.
 
-    So is code that torch.compile traces: it could not be traced.
+    A message that is not emitted, because the level of the logger is higher, stays due. Nothing is logged
+    while torch.compile traces: the code could not be traced.
     """
     if torch.compiler.is_compiling():
         return
-    key = (logger.name, message)
+    if logger.isEnabledFor(logging.INFO) and _is_first(logger.name, message):
+        logger.info(message)
+
+
+def warn_once(message: str) -> None:
+    """Issues a :class:`SlowPathWarning` the first time it is given `message`, at the user's line.
+
+    Nothing is issued while torch.compile traces: the code could not be traced.
+    """
+    if not torch.compiler.is_compiling() and _is_first("", message):
+        warnings.warn(message, SlowPathWarning, stacklevel=_user_level())
+
+
+def _is_first(emitter: str, message: str) -> bool:
+    key = (emitter, message)
     if key in seen:
-        return
+        return False
     with _lock:
         if key in seen:
-            return
+            return False
         seen.add(key)
-    logger.info(message)
+    return True
+
+
+def _user_level() -> int:
+    """The ``stacklevel``, as seen from the caller of this function, of the innermost frame of the user."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USER:
+            return level
+        frame, level = frame.f_back, level + 1
+    return 2
