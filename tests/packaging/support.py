@@ -1,4 +1,4 @@
-"""The support table: from the rows of pyproject.toml to the pages that show it. As a script it writes them."""
+"""The support table: pyproject.toml's rows as the pages show them. As a script it writes the pages."""
 
 from __future__ import annotations
 
