@@ -25,9 +25,7 @@ def test_metadata_and_workflows_name_the_pythons():
     assert re.findall(r"^ +(3\.\d+)$", (workflows / "release.yml").read_text(), re.MULTILINE) == PYTHONS
 
 
-@pytest.mark.parametrize(
-    ("package", "key"), [("torch", "torch"), ("torch_geometric", "pyg"), ("dgl", "dgl")]
-)
+@pytest.mark.parametrize(("package", "key"), [("torch", "torch"), ("torch_geometric", "pyg"), ("dgl", "dgl")])
 def test_the_oldest_versions_are_the_bounds(package, key):
     """What the metadata promises is what is tried."""
     project = (support.CHECKOUT / "pyproject.toml").read_text()
