@@ -30,8 +30,8 @@ _WHY_NOT_DIRECT = (
 #: it keeps there: see spmm_resident.cu.
 _RESIDENT_TILE_BYTES = 256
 _RESIDENT_OTHER_BYTES = 16 * (512 + 8) + 16 * 128 * 8 + 512 * 4
-#: Windows of 8 rows per multiprocessor below which flashsparse leaves most of a GPU idle: it takes 79 us for a
-#: pruned matrix of 2048 x 512 in float16, csr 34 (docs/dev/choosing.md).
+#: Windows of 8 rows per multiprocessor below which flashsparse leaves most of a GPU idle: a pruned matrix of
+#: 2048 x 512 in float16 takes it 79 us, and csr 34 (docs/dev/choosing.md).
 _FEW_WINDOWS = 4
 
 
