@@ -89,7 +89,7 @@ class AttentionConv(FastConv):
             x,
             maps,
             vectors,
-            state["_parameters"].get("bias"),
+            self._own_parameter("bias"),
             heads=state["heads"],
             scale=scale,
             dropout_p=state["dropout"] if state["training"] else 0.0,
