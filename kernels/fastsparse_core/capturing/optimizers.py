@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastsparse_core.capturing.forms import Refused
+from fastsparse_core.capturing.refused import Refused
 
 #: Optimisers with one kernel for a whole step, which reads the learning rate from a tensor, and also takes
 #: what a gradient scaler finds. SGD has no other way to leave the host out.
