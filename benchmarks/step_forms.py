@@ -234,7 +234,8 @@ def pyg_gat(problem: Problem) -> Step:
 
 @form
 def accelerated(problem: Problem) -> Step:
-    model = fastsparse_pyg.accelerate(problem.model(GCNConv))
+    model = problem.model(GCNConv)
+    fastsparse_pyg.accelerate(model)
     return _training(problem, model, _adam(model))
 
 

@@ -90,8 +90,9 @@ def line_of(code: CodeType, number: int) -> str:
 
 def _user_level() -> int:
     """The ``stacklevel``, as seen from the caller of this function, of the innermost frame of the user."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None:
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None:
         if is_of_user(frame):
             return level
         frame, level = frame.f_back, level + 1

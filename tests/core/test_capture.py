@@ -242,7 +242,7 @@ def test_steps_that_run_as_they_are_keep_their_optimiser(device, optimizer):
     with pytest.warns(SlowPathWarning) as warned:
         for _ in range(CALLS):
             run(task.x, task.y)
-    reason = "counts steps on the host" if optimizer is torch.optim.Adagrad else "nonzero()"
+    reason = "counts its steps on the CPU" if optimizer is torch.optim.Adagrad else "nonzero()"
     assert reason in str(warned[0].message)
     assert reason in run.captured.status
     after = [{name: item for name, item in group.items() if name != "params"} for group in groups(task)]

@@ -112,7 +112,7 @@ class Captured:
             return f"refused: {form.refusal}"
         if any(item.replay is not None for item in form.records):
             return "replaying"
-        return f"watching ({form.calls} of {form.patience} calls)"
+        return f"watching ({min(form.calls, form.patience)} of {form.patience} calls)"
 
     # ---------------------------------------------------------------- calls
 
@@ -141,6 +141,7 @@ class Captured:
         if not all(item.answers.are_valid() for item in form.records):
             self._forget()
             self._changes += 1
+            form.calls = 0  # which tensors stay is to be seen again
         chosen = next((item for item in form.records if item.fits(call)), None)
         if chosen is not None:
             changed = chosen.changed(call)
@@ -228,7 +229,14 @@ class Captured:
             with self.observed.watching(tracker if is_last else None):
                 return tracker.run(lambda: self.step(*call.args, **call.kwargs))
 
-        result = self._graphs.beside(job)
+        if not is_last:
+            return self._graphs.beside(job)
+        state = self._state(call)
+        try:
+            result = self._graphs.beside(lambda: undone_if_it_fails(job, state))
+        except Exception as error:
+            self._refuse(form, error)
+            return self._as_it_is(call)
         if tracker.refusal is not None:
             self._refuse(form, tracker.refusal)
         return result

@@ -103,6 +103,25 @@ def _value(what: str) -> Callable[..., Any]:
     return read
 
 
+def _conversion(kind: type) -> Callable[..., Any]:
+    """``float(x)`` and ``int(x)`` in code that was not patched: they have to give Python's own numbers."""
+
+    def convert(reads: DeviceReads, func: Any, x: Any) -> Any:
+        if not _is_read(reads, x):
+            return NotImplemented
+        sources = reads.origins.of(x)
+        if sources is not None:
+            return kind(reads.answers.ask("item", x.item, sources))
+        if reads.defers:
+            raise _refuse(
+                "reads a number from the GPU, for the code to go on with. Return it with .item(), or compute with the "
+                "tensor"
+            )
+        return NotImplemented
+
+    return convert
+
+
 def _size(reads: DeviceReads, func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Functions whose result has a size that is found on the device."""
     if not _is_read(reads, x):
@@ -193,12 +212,9 @@ def _copy(reads: DeviceReads, func: Any, x: Any, *args: Any, **kwargs: Any) -> A
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.item: _item,
     Tensor.tolist: _list,
-    **dict.fromkeys(
-        (Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__complex__),
-        _value(
-            "reads a number from the GPU, for the code to go on with. Return it with .item(), or compute with the tensor"
-        ),
-    ),
+    Tensor.__float__: _conversion(float),
+    Tensor.__int__: _conversion(int),
+    Tensor.__index__: _conversion(int),
     **dict.fromkeys(
         (
             Tensor.__bool__,

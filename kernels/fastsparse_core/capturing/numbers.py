@@ -243,7 +243,7 @@ class Number:
         raise _refusal(object.__getattribute__(self, "line"))
 
     def _with(self, function: Callable[..., Any], *args: Any) -> Number:
-        if any(type(item) not in (int, float, bool, Number) for item in args):
+        if not all(isinstance(item, Number) or type(item) in (int, float, bool) for item in args):
             raise _refusal(self.line)
         return Number(function, args, self.line)
 
