@@ -90,7 +90,7 @@ def gated_aggregate(
         \mathbf{a}_{ij}) \odot (\mathbf{v}_j + \mathbf{U} \mathbf{a}_{ij})
 
     Nothing of the size of edges times F is stored. More than 32 features of an edge run step by step, which
-    stores rows and is logged once.
+    stores rows and warns once.
 
     Args:
         adj: structure (num_dst, num_src).
