@@ -30,8 +30,8 @@ def unusable_gpu() -> str:
     if not torch.cuda.is_initialized() and (is_hidden or not glob.glob(_GPU_FILES)):
         return ""
     return (
-        "this build of FastSparse has no CUDA kernels, so operators and layers reject tensors on the GPU. Get "
-        "nvcc (`python -m pip install nvidia-cuda-nvcc nvidia-cuda-cccl`) and install FastSparse again; "
+        "this build of FastSparse has no CUDA kernels, so operators and layers reject tensors on the GPU. "
+        "Get nvcc (`python -m pip install nvidia-cuda-nvcc nvidia-cuda-cccl`) and install FastSparse again; "
         "`python -m fastsparse_core.doctor` has the details"
     )
 
