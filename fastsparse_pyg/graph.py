@@ -11,10 +11,10 @@ from torch_geometric.typing import SparseTensor
 
 from fastsparse_core import Adjacency
 from fastsparse_core.distributed import PartitionedAdjacency
-from fastsparse_core.log import info_once
+from fastsparse_core.log import warn_once
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.structure.construction import SelfLoops
-from fastsparse_pyg.caching import has_unit_values, logger, lookup, recognise, sampled_edges
+from fastsparse_pyg.caching import has_unit_values, lookup, recognise, sampled_edges
 
 _SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_coo, torch.sparse_csc)
 
@@ -257,10 +257,9 @@ def _from_torch_sparse(matrix: Tensor, self_loops: str) -> Graph:
             f"edge_index: expected a two-dimensional sparse matrix, got shape {tuple(matrix.shape)}"
         )
     if matrix.layout is torch.sparse_coo and not matrix.is_coalesced():
-        info_once(
-            logger,
-            "an uncoalesced sparse matrix is coalesced and converted on every forward: call "
-            "adj_t = adj_t.coalesce() once",
+        warn_once(
+            "the sparse matrix is coalesced and converted in every forward pass, which is slow. Call "
+            "`adj_t = adj_t.coalesce()` once before"
         )
         matrix = matrix.coalesce()
     shape = (matrix.size(0), matrix.size(1))

@@ -12,7 +12,7 @@ import torch
 from fastsparse_core.log import info_once
 from fastsparse_core.sampling import Draw, FeatureTable, prefetched
 from fastsparse_dgl.compat import dgl
-from fastsparse_dgl.dataloading.neighbor_sampler import NeighborSampler
+from fastsparse_dgl.dataloading.neighbor_sampler import NeighborSampler, tell_fallback
 from fastsparse_dgl.graph import GraphLike
 
 _logger = logging.getLogger("fastsparse_dgl")
@@ -69,7 +69,7 @@ class DataLoader(dgl.dataloading.DataLoader):
         if target is not None and target.type == "cuda" and isinstance(graph_sampler, NeighborSampler):
             reason = graph_sampler.why_not(graph)
             if reason:
-                info_once(_logger, f"DGL's own loader prepares the batches: {reason}")
+                tell_fallback("DataLoader falls back to DGL's loader", reason)
             else:
                 self._target = target
         if self._target is None:

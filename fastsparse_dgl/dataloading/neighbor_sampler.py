@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastsparse_core.log import info_once
+from fastsparse_core.log import info_once, warn_once
 from fastsparse_core.ops._autocast import version_of
 from fastsparse_core.sampling import Draw, Edges, Sample
 from fastsparse_core.sampling import NeighborSampler as CoreSampler
@@ -22,6 +22,16 @@ from fastsparse_dgl.graph import GraphLike
 from fastsparse_dgl.sampled_block import SampledBlock
 
 _logger = logging.getLogger("fastsparse_dgl")
+#: Why DGL samples graphs on a GPU, which it does there as fast.
+ON_GPU = "the graph lies on a GPU, where DGL can sample"
+
+
+def tell_fallback(message: str, reason: str) -> None:
+    """Says once that DGL's code samples: a warning, or a log record where that is as fast."""
+    if reason == ON_GPU:
+        info_once(_logger, f"{message}: {reason}")
+    else:
+        warn_once(f"{message}, which runs on the CPU: {reason}")
 
 
 class NeighborSampler(dgl.dataloading.NeighborSampler):
@@ -52,19 +62,19 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         """Blocks on the graph's device, as DGL's."""
         reason = self.why_not(g, exclude_eids)
         if reason:
-            info_once(_logger, f"DGL's own sampler draws the blocks: {reason}")
+            tell_fallback("NeighborSampler falls back to DGL's sampler", reason)
             return super().sample_blocks(g, seed_nodes, exclude_eids)
         return self.finish(g, self.start(g, seed_nodes, torch.device("cpu")), seed_nodes)
 
     def why_not(self, g: GraphLike, exclude_eids: Any = None) -> str:
         """Why DGL's own code has to sample, "" where it has not."""
         if not isinstance(g, dgl.DGLGraph):
-            return "the graph is no DGLGraph"
+            return f"the graph is a {type(g).__name__}. Pass a DGLGraph"
         if g.device.type != "cpu":
-            return "the graph lies on a GPU, where DGL can sample"
+            return ON_GPU
         if self.edge_dir != "in":
-            return f"edge_dir is {self.edge_dir!r}"
-        return "edges are excluded" if exclude_eids is not None else ""
+            return f"edge_dir={self.edge_dir!r} is not supported. Use edge_dir='in'"
+        return "" if exclude_eids is None else "excluded edges are not supported. Sample without `exclude`"
 
     def start(self, g: GraphLike, seed_nodes: Any, device: torch.device) -> Draw:
         """Begins to draw on a device; does not wait for it."""

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.nn.conv import MessagePassing
 
-from fastsparse_core import Adjacency, log
+from fastsparse_core import Adjacency
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
-from fastsparse_pyg.caching import is_new, layer_cache, logger, lookup
+from fastsparse_pyg.caching import is_new, layer_cache, lookup
 from fastsparse_pyg.graph import edges_made_anew, is_sparse_matrix, to_edge_index
+from fastsparse_pyg.nn import fallback
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
 from fastsparse_pyg.nn.message_kernels import Copies, evaluate, kernel_of, reduce_by_kernel
@@ -72,7 +73,7 @@ class AnyLayer(MessagePassing):
                 if is_left is None:
                     is_left = self._left[aggregation] = self._takes_more_kernels()
                     if is_left or not count:
-                        self._say(_FEW_ON_GPU if count else _FEW_ON_CPU)
+                        fallback.tell(type(self).__name__, _FEW_ON_GPU if count else _FEW_ON_CPU)
                 if not count or (is_left and count <= FEW_EDGES_ON_GPU) or is_new(edge_index):
                     return super().propagate(edge_index, size=size, **kwargs)
             # A call for each of them would take as long as the rest of this.
@@ -98,7 +99,7 @@ class AnyLayer(MessagePassing):
                     self._served[kind] = copies
                 return self._propagate_lazily(found, pattern, how)
             reason = found
-        self._say(reason)
+        fallback.tell(type(self).__name__, reason)
         return super().propagate(edge_index, *args, size=size, **kwargs)
 
     def edge_updater(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
@@ -140,10 +141,6 @@ class AnyLayer(MessagePassing):
         if not is_plain_eager(edge_index):
             return why_watched(edge_index) or "a subclass of Tensor"
         return ""
-
-    def _say(self, reason: str) -> None:
-        if not torch.compiler.is_compiling():
-            log.info_once(logger, f"{type(self).__name__}: PyG's own code runs: {reason}")
 
     # ---------------------------------------------------------------- arguments
 

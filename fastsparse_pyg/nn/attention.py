@@ -13,8 +13,7 @@ from torch_geometric.utils.loop import compute_loop_attr
 
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.fused.attention_layer import Score, attention_layer
-from fastsparse_core.log import info_once
-from fastsparse_pyg.caching import logger
+from fastsparse_core.log import warn_once
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FastConv
 
@@ -163,9 +162,11 @@ class AttentionConv(FastConv):
             and not (isinstance(edge_index, Adjacency) and edge_index.has_inserted_loops)
         )
 
-    def _log_unfused(self, what: str) -> None:
-        if not torch.compiler.is_compiling():
-            info_once(logger, f"{type(self).__name__}: {what} run the unfused operators, which store edges")
+    def _warn_unfused(self, reason: str) -> None:
+        warn_once(
+            f"{type(self).__name__} stores a row of projected features for every edge, which takes time and "
+            f"memory: {reason}"
+        )
 
     # ---------------------------------------------------------------- results
 

@@ -82,7 +82,7 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
         fused = edge_attr is None or features is not None
         operands = (adj, x_dst, x_src, att, self.negative_slope)
         if not fused:
-            self._log_unfused("edge features of a layer with hooks")
+            self._warn_unfused("the fused kernel takes a plain Linear without hooks. Remove its hooks")
             alpha = self._weights_with_edges(adj, x_dst, x_src, self._edge_features(graph, edge_attr))
         elif return_attention_weights:
             alpha = gatv2_attention_weights(*operands, edge_attr=features, edge_weight=weight)

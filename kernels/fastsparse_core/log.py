@@ -44,10 +44,23 @@ def info_once(logger: logging.Logger, message: str) -> None:
 def warn_once(message: str) -> None:
     """Issues a :class:`SlowPathWarning` the first time it is given `message`, at the user's line.
 
-    Nothing is issued while torch.compile traces: the code could not be traced.
+    While torch.compile traces, the warning is issued by the trace, and the compiled code has no trace of it.
     """
-    if not torch.compiler.is_compiling() and _is_first("", message):
+    if torch.compiler.is_compiling():
+        _warn_in_trace(message)
+    else:
+        _warn(message)
+
+
+def _warn(message: str) -> None:
+    if _is_first("", message):
         warnings.warn(message, SlowPathWarning, stacklevel=_user_level())
+
+
+@torch.compiler.assume_constant_result
+def _warn_in_trace(message: str) -> bool:
+    _warn(message)
+    return True  # a constant, which the compiler puts in place of the call
 
 
 def _is_first(emitter: str, message: str) -> bool:
@@ -93,7 +106,14 @@ def _user_level() -> int:
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None:
-        if is_of_user(frame):
-            return level
-        frame, level = frame.f_back, level + 1
+        if not _is_import_machinery(frame):  # which `warnings.warn` does not count
+            if is_of_user(frame):
+                return level
+            level += 1
+        frame = frame.f_back
     return 2
+
+
+def _is_import_machinery(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return "importlib" in name and "_bootstrap" in name

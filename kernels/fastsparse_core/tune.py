@@ -1,7 +1,7 @@
 """``python -m fastsparse_core.tune``: measures where one kernel overtakes another on this GPU.
 
 What it finds is stored in the user's cache folder and decides from then on
-(docs/decisions/gpu_profiles.md). It takes a few minutes; nothing else should use the GPU meanwhile.
+(docs/dev/decisions/gpu_profiles.md). It takes a few minutes; nothing else should use the GPU meanwhile.
 """
 
 from __future__ import annotations

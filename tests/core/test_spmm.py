@@ -314,7 +314,7 @@ def test_direct_algorithms_say_once_where_csr_serves(device, reasons, algorithm)
     x = torch.randn(60, 16, device=device)
     for _ in range(2):
         assert torch.equal(spmm(adj, x, algorithm=algorithm), spmm(adj, x, algorithm="csr"))
-    assert sum("runs as 'csr'" in record.message for record in reasons.records) == 1
+    assert sum("runs as algorithm='csr'" in record.message for record in reasons.records) == 1
 
 
 @each_kernel(*ALGORITHMS)

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 
 import torch
 
 from fastsparse_core.formats.bsb import MOST_COLUMNS
 from fastsparse_core.gpu import GpuProfile
-from fastsparse_core.log import info_once
+from fastsparse_core.log import warn_once
 from fastsparse_core.policy.conversion import is_reused
 from fastsparse_core.policy.facts import Choice, Facts
 from fastsparse_core.policy.tiles import features_per_lane
 
-_logger = logging.getLogger("fastsparse_core")
-
 _WHY_CSR = (
-    "spmm with algorithm='flashsparse' runs as 'csr' where tensor cores cannot serve it: on the CPU, "
-    "in float64, for rows that are not multiples of 16 bytes, for heads that are not multiples of a tile, "
-    "for more than 2^24 sources"
+    "spmm runs as algorithm='csr': 'flashsparse' needs a GPU, float32, float16 or bfloat16, rows of a "
+    "multiple of 16 bytes, heads of a multiple of a tile, and at most 2^24 sources. Pass algorithm='auto' to "
+    "let FastSparse choose"
 )
 _WHY_NOT_DIRECT = (
-    "spmm with algorithm='tca' or 'hr' runs as 'csr' where tensor cores cannot serve it straight from CSR: "
-    "on the CPU, in float64 and float32, for rows that are not multiples of 16 bytes, for several values per "
-    "edge"
+    "spmm runs as algorithm='csr': 'tca' and 'hr' need a GPU, float16 or bfloat16, rows of a multiple of 16 "
+    "bytes, and one value per edge. Pass algorithm='auto' to let FastSparse choose"
 )
 
 #: Bytes of every source's row that a block of spmm keeps in shared memory where x has few rows, and what else
@@ -62,11 +58,11 @@ def spmm_algorithm(
     if algorithm in ("tca", "hr"):
         if facts.is_cuda and dtype.itemsize == 2 and aligned and width > 0 and heads == 1:
             return Choice(algorithm)
-        info_once(_logger, _WHY_NOT_DIRECT)
+        warn_once(_WHY_NOT_DIRECT)
         return Choice("csr")
     if not _flashsparse_fits(facts, dtype, width, heads, aligned):
         if algorithm == "flashsparse":
-            info_once(_logger, _WHY_CSR)
+            warn_once(_WHY_CSR)
         return Choice("csr")
     if algorithm == "flashsparse" or dense:
         return Choice("flashsparse")
