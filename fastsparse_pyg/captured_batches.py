@@ -18,7 +18,7 @@ from fastsparse_core.capturing import forms
 from fastsparse_core.capturing.arguments import Argument, Held, mark_of, register, tensor_key
 from fastsparse_core.capturing.padding import MOST_HOPS, BatchPlaces, Room, Sizes
 from fastsparse_core.capturing.refused import cures
-from fastsparse_pyg.caching import sampled_edges
+from fastsparse_pyg.caching import known_edges
 
 # The package has a function of that name too.
 _glob: Any = importlib.import_module("torch_geometric.nn.pool.glob")
@@ -81,7 +81,8 @@ class _BatchArgument(Argument):
             for (at, name), item in self.items.items()
         }
         self.sizes = _sizes(data)
-        self.is_sorted = [sampled_edges(store.edge_index) is not None for store in edge_stores]
+        known = [known_edges(store.edge_index) for store in edge_stores]
+        self.is_sorted = [edges is not None and edges.is_sorted for edges in known]
         self.num_graphs = node_stores[0].ptr.numel() - 1 if "ptr" in node_stores[0] else 0
         hops = len(self.sizes.edges[0])
         key: list[Any] = [type(data), self.num_graphs, hops, tuple(self.is_sorted), _others(data)]
