@@ -65,6 +65,7 @@ CUDA_UNITS = {
     (
         "cbsr",
         "compress",
+        "gather_graphs",
         "group_rows",
         "hybrid_rows",
         "inspect",

@@ -14,6 +14,7 @@ from fastsparse_core.log import info_once, warn_once
 from fastsparse_core.ops._autocast import version_of
 from fastsparse_core.sampling import Draw, Edges, Sample
 from fastsparse_core.sampling import NeighborSampler as CoreSampler
+from fastsparse_dgl.block_data import gathered
 from fastsparse_dgl.caching import adjacency_of, relation
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.dgl_blocks import dgl_block, dgl_can_hold
@@ -54,6 +55,8 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
     """
 
     _cores: Any = None
+    #: See `block_data.GraphColumn`.
+    _reads: Any = None
 
     def sample_blocks(self, g: GraphLike, seed_nodes: Any, exclude_eids: Any = None) -> Any:
         """Blocks on the graph's device, as DGL's."""
@@ -83,9 +86,8 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
     def finish(self, g: GraphLike, draw: Draw, seed_nodes: Any) -> tuple[Any, Any, list[Any]]:
         """Input nodes, output nodes and blocks, on the device where they were drawn."""
         sample = draw.finish()
-        device = next(iter(sample.nodes.values())).device
-        blocks = [self._block(g, sample, hop, device) for hop in reversed(range(len(sample.blocks)))]
         nodes = {name: ids.to(g.idtype) for name, ids in sample.nodes.items()}
+        blocks = [self._block(g, sample, hop, nodes) for hop in reversed(range(len(sample.blocks)))]
         seeds = {name: nodes[name][: counts[0]] for name, counts in sample.num_nodes.items()}
         if len(g.ntypes) == 1:
             return nodes[g.ntypes[0]], seeds[g.ntypes[0]], blocks
@@ -96,7 +98,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
     def prepare(self, g: GraphLike, device: torch.device) -> CoreSampler:
         """The core's sampler of a graph on a device, remembered while the structure lives."""
         if self._cores is None:
-            self._cores = WeakIdKeyDictionary()
+            self._cores, self._reads = WeakIdKeyDictionary(), set()
         by_device = self._cores.setdefault(getattr(g, "_graph", g), {})
         weight = self._weights(g)
         drawn = [(name, item.data_ptr(), version_of(item)) for name, item in (weight or {}).items()]
@@ -137,20 +139,20 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         data = {name: g.edges[name].data for name in g.canonical_etypes}
         return {name: of_type[self.prob].flatten() for name, of_type in data.items() if self.prob in of_type}
 
-    def _block(self, g: GraphLike, sample: Sample, hop: int, device: torch.device) -> Any:
-        counts = sample.num_nodes
-        num_dst = {name: sum(counts[name][: hop + 1]) for name in g.ntypes}
-        num_src = {name: sum(counts[name][: hop + 2]) for name in g.ntypes}
+    def _block(self, g: GraphLike, sample: Sample, hop: int, nodes: Mapping[str, Tensor]) -> Any:
+        device = next(iter(nodes.values())).device
         edges: dict[Any, Edges] = sample.blocks[hop]
-        make = dgl_block if dgl_can_hold(device) else SampledBlock
-        block = make(edges, num_src, num_dst, device, g.idtype)
-        for name, ids in sample.nodes.items():
-            ids = ids.to(g.idtype)
-            block.srcnodes[name].data[dgl.NID] = ids[: num_src[name]]
-            block.dstnodes[name].data[dgl.NID] = ids[: num_dst[name]]
+        counts, frames = {}, {}
+        for side, num_hops in (("src", hop + 2), ("dst", hop + 1)):
+            counts[side] = {name: sum(sample.num_nodes[name][:num_hops]) for name in g.ntypes}
+            for name, count in counts[side].items():
+                frame, ids = g._node_frames[g.get_ntype_id(name)], nodes[name][:count]
+                frames[side, name] = gathered(frame, ids, dgl.NID, self._reads, (hop, side, name))
         for name, of_type in edges.items():
-            block.edges[name].data[dgl.EID] = of_type.edge_id.to(g.idtype)
-        return block
+            frame, ids = g._edge_frames[g.get_etype_id(name)], of_type.edge_id.to(g.idtype)
+            frames["edge", name] = gathered(frame, ids, dgl.EID, self._reads, (hop, "edge", name))
+        make = dgl_block if dgl_can_hold(device) else SampledBlock
+        return make(edges, counts["src"], counts["dst"], device, g.idtype, frames)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: item for name, item in self.__dict__.items() if name != "_cores"}
+        return {name: item for name, item in self.__dict__.items() if name not in ("_cores", "_reads")}

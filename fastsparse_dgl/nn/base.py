@@ -247,3 +247,23 @@ def _broadcast_edge_weight(adjacency: Adjacency, feat: Tensor, edge_weight: Tens
     if varying == 0:
         return feat, value
     return feat, value.expand(adjacency.num_values, *heads).reshape(adjacency.num_values, heads.numel())
+
+
+def edge_factor(adjacency: Adjacency, weight: Tensor, edge_weight: Tensor) -> Tensor:
+    """One factor per edge, or one for all, in a shape that multiplies the attention (E, ..., H, 1).
+
+    Raises:
+        DGLError: ``edge_weight`` is not a tensor, lies elsewhere, or has other than one entry per edge.
+    """
+    num_edges = adjacency.num_values
+    if not isinstance(edge_weight, Tensor):
+        raise DGLError(f"edge_weight: expected a tensor, got {type(edge_weight).__name__}")
+    if edge_weight.device != weight.device:
+        raise DGLError(
+            f"edge_weight: expected device {weight.device} like the features, got {edge_weight.device}"
+        )
+    if tuple(edge_weight.shape) not in {(), (1,), (1, 1), (num_edges,), (1, num_edges)}:
+        raise DGLError(
+            f"edge_weight: expected one value per edge, ({num_edges},), got shape {tuple(edge_weight.shape)}"
+        )
+    return edge_weight.reshape(-1, *[1] * (weight.dim() - 1))

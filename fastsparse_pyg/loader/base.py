@@ -19,7 +19,7 @@ from fastsparse_pyg.loader.batches import keep_rows
 from fastsparse_pyg.loader.sampler import GraphSampler, why_not
 
 #: Options of PyTorch's loader that say how worker processes load; a GPU samples in this process.
-_OF_WORKERS = (
+OF_WORKERS = (
     "num_workers",
     "prefetch_factor",
     "persistent_workers",
@@ -97,7 +97,7 @@ class LoaderMixin:
         self._device = device
         if self._sampler is None or device.type == "cpu":
             return
-        ignored = [name for name in _OF_WORKERS if kwargs.pop(name, None)]
+        ignored = [name for name in OF_WORKERS if kwargs.pop(name, None)]
         if filter_per_worker is not None:
             ignored.append("filter_per_worker")
         if ignored:

@@ -89,7 +89,9 @@ class AnyLayer(MessagePassing):
                     return out
         reason = "propagate() with positional arguments" if args else self._why_original(edge_index)
         if not reason:
-            found = self._collect_lazily(edge_index, size, kwargs, self._names().lifted)
+            found = self._collect_lazily(
+                edge_index, size, kwargs, self._names().lifted, self._has_own_aggregate()
+            )
             if isinstance(found, Arguments):
                 how, pattern = self._kernel_reduce(), self._pattern("message", found)
                 copies = Copies.of(self, pattern, how, self._names(), kwargs)
@@ -108,7 +110,7 @@ class AnyLayer(MessagePassing):
         are_few = count is not None and (count <= FEW_EDGES_ON_GPU or not layer_cache.holds(edge_index))
         if not are_few and not self._why_original(edge_index):
             names = self._names()
-            found = self._collect_lazily(edge_index, size, kwargs, names.edge_lifted)
+            found = self._collect_lazily(edge_index, size, kwargs, names.edge_lifted, True)
             if isinstance(found, Arguments):
                 return self._computed("edge_update", names.edge_update, found)
         return super().edge_updater(edge_index, size=size, **kwargs)
@@ -154,8 +156,18 @@ class AnyLayer(MessagePassing):
         size: Any,
         kwargs: dict[str, Any],
         lifted: tuple[tuple[str, str, bool], ...],
+        sizes_itself: bool,
     ) -> Arguments | str:
-        """The arguments that the layer's methods may ask for, or why PyG's code has to run."""
+        """The arguments that the layer's methods may ask for, or why PyG's code has to run.
+
+        Args:
+            edge_index: as the caller gave it.
+            size: likewise.
+            kwargs: likewise.
+            lifted: of the methods' arguments, those read per edge.
+            sizes_itself: whether the result has no row for every destination, but as many as the layer's own
+                code makes.
+        """
         if type(edge_index) is Tensor and edge_index.shape[0] == 2:  # of which there is nothing else to check
             sizes = [None, None] if size is None else list(size)
         else:
@@ -181,7 +193,13 @@ class AnyLayer(MessagePassing):
         options = (num_dst, num_src, self.flow, False)
         adj = known(edge_index, options)
         if adj is None:
-            adj = lookup(edge_index, (edge_index,), options, lambda: edges_made_anew(edges, options))
+            try:
+                adj = lookup(edge_index, (edge_index,), options, lambda: edges_made_anew(edges, options))
+            except IndexError:
+                # Ends that PyG's code does not look up, of which nobody said how many there are.
+                if sizes[j] is not None and (sizes[i] is not None or not sizes_itself):
+                    raise
+                return "the edges have more nodes at an end than the features have rows"
         return Arguments(
             self.node_dim,
             nodes,
@@ -220,9 +238,10 @@ class AnyLayer(MessagePassing):
 
     def _kernel_reduce(self) -> str:
         """The kernel's name for the layer's aggregation, "" where it is anything else."""
-        if type(self).aggregate is not MessagePassing.aggregate or "aggregate" in self.__dict__:
-            return ""
-        return reduction_of(self._modules.get("aggr_module"))
+        return "" if self._has_own_aggregate() else reduction_of(self._modules.get("aggr_module"))
+
+    def _has_own_aggregate(self) -> bool:
+        return type(self).aggregate is not MessagePassing.aggregate or "aggregate" in self.__dict__
 
     def _pattern(self, method: str, found: Arguments) -> Pattern:
         if method in self.__dict__:
@@ -276,8 +295,8 @@ class AnyLayer(MessagePassing):
         where = "message() per edge"
         if how:
             return f"{where}: segment {how}"
-        own = type(self).aggregate is not MessagePassing.aggregate or "aggregate" in self.__dict__
-        return f"{where}: {'its own aggregate()' if own else f'aggr={self.aggr!r}'} on segments"
+        reduction = "its own aggregate()" if self._has_own_aggregate() else f"aggr={self.aggr!r}"
+        return f"{where}: {reduction} on segments"
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
         # They belong to the original's class, from which this one inherits.

@@ -244,6 +244,11 @@ class FastConv(MessagePassing):
             return "a bipartite graph with flow='target_to_source'"
         return self._why_original(x_src, edge_index)
 
+    def _own_parameter(self, name: str) -> Any:
+        """A parameter of the layer itself; a pruned or parametrised one, or a replica's, is an attribute."""
+        parameters = self.__dict__["_parameters"]
+        return parameters[name] if name in parameters else getattr(self, name)
+
     def _reduce(self) -> str:
         """The kernel's name for the layer's aggregation."""
         # Not self.aggr_module: for submodules that goes through nn.Module.__getattr__, half a microsecond

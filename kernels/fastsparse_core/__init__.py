@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 try:
+    from fastsparse_core import dgl_import as _dgl_import  # noqa: F401  (lets `import dgl` work from here on)
     from fastsparse_core.capturing.decorator import capture
     from fastsparse_core.device import unusable_gpu as _unusable_gpu
     from fastsparse_core.formats import CBSR

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
 import logging
+import os.path
 import sys
 import warnings
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 
@@ -72,13 +74,40 @@ def _is_first(emitter: str, message: str) -> bool:
     return True
 
 
+def is_of_user(frame: FrameType) -> bool:
+    """Whether a frame runs code of the user, not of FastSparse, PyTorch, a framework or Python's library."""
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    return package not in _NOT_THE_USER and package not in sys.stdlib_module_names
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame of the user."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_of_user(frame):
+        frame = frame.f_back
+    return frame
+
+
+def current_line() -> str:
+    """The user's line that runs, as messages name it."""
+    frame = user_frame()
+    return "" if frame is None else line_of(frame.f_code, frame.f_lineno)
+
+
+def line_of(code: CodeType, number: int) -> str:
+    """A line as messages name it: its text, file and number."""
+    text = linecache.getline(code.co_filename, number).strip()
+    place = f"{os.path.basename(code.co_filename)}:{number}"
+    return f"`{text}` ({place})" if text else place
+
+
 def _user_level() -> int:
     """The ``stacklevel``, as seen from the caller of this function, of the innermost frame of the user."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None:
         if not _is_import_machinery(frame):  # which `warnings.warn` does not count
-            if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USER:
+            if is_of_user(frame):
                 return level
             level += 1
         frame = frame.f_back

