@@ -18,6 +18,8 @@ from fastsparse_core.sampling import Edges
 from fastsparse_core.structure.construction import SelfLoops
 from fastsparse_pyg.caching import has_unit_values, known_edges, lookup, recognise
 
+#: What layers take as `edge_index`. PyG's EdgeIndex and torch's sparse matrices are tensors.
+EdgesLike = Tensor | SparseTensor | Adjacency
 _SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_coo, torch.sparse_csc)
 
 

@@ -21,12 +21,18 @@ from fastsparse_core.fused.joint_linear import add_linear, joint_linear
 from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain_linear_of
 from fastsparse_core.layer_swap import restore
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
+from fastsparse_core.ops.spmm import Reduce
 from fastsparse_pyg.caching import layer_cache, stamp_attributes
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, resolve, to_edge_index
 from fastsparse_pyg.nn import fallback
 from fastsparse_pyg.traced import REDUCTIONS, TracedEdges, come_from_outside
 
-REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max", MinAggregation: "min"}
+REDUCE: dict[type, Reduce] = {
+    SumAggregation: "sum",
+    MeanAggregation: "mean",
+    MaxAggregation: "max",
+    MinAggregation: "min",
+}
 #: PyG's layers -> their drop-ins; `fastsparse_pyg.nn` fills it.
 DROP_INS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
 MESSAGE_METHODS = (
@@ -249,7 +255,7 @@ class FastConv(MessagePassing):
         parameters = self.__dict__["_parameters"]
         return parameters[name] if name in parameters else getattr(self, name)
 
-    def _reduce(self) -> str:
+    def _reduce(self) -> Reduce:
         """The kernel's name for the layer's aggregation."""
         # Not self.aggr_module: for submodules that goes through nn.Module.__getattr__, half a microsecond
         # each time.

@@ -14,6 +14,7 @@ from fastsparse_core import Adjacency, additive_attention, additive_attention_we
 from fastsparse_core.fused.attention_layer import ADDITIVE
 from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.fused.head_scores import head_scores
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear
 
@@ -49,7 +50,7 @@ class FastGATConv(AttentionConv, GATConv):
     def forward(
         self,
         x: Tensor | OptPairTensor,
-        edge_index: Tensor | Adjacency,
+        edge_index: EdgesLike,
         edge_attr: OptTensor = None,
         size: Size = None,
         return_attention_weights: bool | None = None,

@@ -13,6 +13,7 @@ from fastsparse_core import Adjacency, edge_softmax, gatv2_attention, gatv2_atte
 from fastsparse_core.fused.attention_layer import GATV2
 from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.structure.incidence import edge_ends
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear, project
 
@@ -46,7 +47,7 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
     def forward(
         self,
         x: Tensor | PairTensor,
-        edge_index: Tensor | Adjacency,
+        edge_index: EdgesLike,
         edge_attr: OptTensor = None,
         return_attention_weights: bool | None = None,
     ) -> Any:

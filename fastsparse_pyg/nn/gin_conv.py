@@ -7,9 +7,10 @@ from torch import Tensor
 from torch_geometric.nn import GINConv
 from torch_geometric.typing import OptPairTensor, Size
 
-from fastsparse_core import Adjacency, spmm
+from fastsparse_core import spmm
 from fastsparse_core.fused.aggregate_and_self import aggregate_and_self
 from fastsparse_core.fused.joint_linear import may_be_cast
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.base import FastConv
 
 
@@ -34,7 +35,7 @@ class FastGINConv(FastConv, GINConv):
 
     _any_reduction = True
 
-    def forward(self, x: Tensor | OptPairTensor, edge_index: Tensor | Adjacency, size: Size = None) -> Tensor:
+    def forward(self, x: Tensor | OptPairTensor, edge_index: EdgesLike, size: Size = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastSAGEConv.forward`."""
         if size is None:
             adj = self._plain_graph(x, edge_index)

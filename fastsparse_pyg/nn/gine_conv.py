@@ -14,6 +14,7 @@ from fastsparse_core.fused.edge_messages import can_pass_messages, gine_layer
 from fastsparse_core.fused.joint_linear import first_linear
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear
 
@@ -44,7 +45,7 @@ class FastGINEConv(AttentionConv, GINEConv):
     def forward(
         self,
         x: Tensor | OptPairTensor,
-        edge_index: Tensor | Adjacency,
+        edge_index: EdgesLike,
         edge_attr: OptTensor = None,
         size: Size = None,
     ) -> Tensor:

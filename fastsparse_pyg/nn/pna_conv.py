@@ -25,7 +25,7 @@ from torch_geometric.typing import OptTensor
 from fastsparse_core import Adjacency, multi_aggregate
 from fastsparse_core.fused.principal_aggregation import add_scaled, node_parts
 from fastsparse_core.structure.incidence import incidence
-from fastsparse_pyg.graph import is_sparse_matrix, to_edge_index
+from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FastConv, is_plain_linear
 
 _AGGREGATIONS = {
@@ -70,7 +70,7 @@ class FastPNAConv(FastConv, PNAConv):
     _fusible = False
     _aggregations = (DegreeScalerAggregation,)
 
-    def forward(self, x: Tensor, edge_index: Tensor | Adjacency, edge_attr: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_attr: OptTensor = None) -> Tensor:
         """Computes the layer.
 
         Args:

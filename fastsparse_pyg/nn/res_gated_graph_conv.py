@@ -10,11 +10,12 @@ from torch import Tensor
 from torch_geometric.nn import ResGatedGraphConv
 from torch_geometric.typing import OptTensor, PairTensor
 
-from fastsparse_core import Adjacency, gated_aggregate
+from fastsparse_core import gated_aggregate
 from fastsparse_core.fused.bias import add_bias, linear
 from fastsparse_core.fused.edge_messages import can_pass_messages, gated_layer
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear, project
 
@@ -44,9 +45,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
     _kernel = "gated_aggregate"
     _stores_edges = False
 
-    def forward(
-        self, x: Tensor | PairTensor, edge_index: Tensor | Adjacency, edge_attr: OptTensor = None
-    ) -> Tensor:
+    def forward(self, x: Tensor | PairTensor, edge_index: EdgesLike, edge_attr: OptTensor = None) -> Tensor:
         """Computes the layer.
 
         Args:

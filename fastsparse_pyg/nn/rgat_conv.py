@@ -15,6 +15,7 @@ from fastsparse_core.fused.relational_attention import relational_attention
 from fastsparse_core.grouped_product import grouped_product
 from fastsparse_core.relations import Relations
 from fastsparse_core.segment import rows_of
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, are_few_on_gpu
 from fastsparse_pyg.relations import relations_of, why_not_relations
@@ -53,7 +54,7 @@ class FastRGATConv(AttentionConv, RGATConv):
     def forward(
         self,
         x: Tensor,
-        edge_index: Any,
+        edge_index: EdgesLike,
         edge_type: OptTensor = None,
         edge_attr: OptTensor = None,
         size: tuple[int, int] | None = None,
@@ -84,6 +85,7 @@ class FastRGATConv(AttentionConv, RGATConv):
             return self._original_forward(
                 reason, x, edge_index, edge_type, edge_attr, size, return_attention_weights
             )
+        assert isinstance(edge_index, Tensor)  # else there was a reason
         num_nodes = x.size(0)
         relations = relations_of(edge_index, edge_type, (num_nodes, num_nodes), self.num_relations, self.flow)
         if relations.num_edges != edge_index.size(1):

@@ -18,6 +18,7 @@ from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._operands import written_out
 from fastsparse_core.relations import Relations
 from fastsparse_core.segment import rows_of
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.base import FastConv
 from fastsparse_pyg.relations import relations_of, why_not_relations
 
@@ -39,7 +40,7 @@ class _RelationalConv(FastConv):
     #: Whether edges of unknown types are left out.
     _drops_unknown: ClassVar[bool] = True
 
-    def forward(self, x: Any, edge_index: Any, edge_type: OptTensor = None) -> Tensor:
+    def forward(self, x: Any, edge_index: EdgesLike, edge_type: OptTensor = None) -> Tensor:
         """Computes the layer.
 
         Args:

@@ -8,6 +8,7 @@ from torch_geometric.nn import SAGEConv
 from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.base import FastConv
 from fastsparse_pyg.traced import TracedEdges
 
@@ -34,7 +35,7 @@ class FastSAGEConv(FastConv, SAGEConv):
 
     _any_reduction = True
 
-    def forward(self, x: Tensor | OptPairTensor, edge_index: Tensor | Adjacency, size: Size = None) -> Tensor:
+    def forward(self, x: Tensor | OptPairTensor, edge_index: EdgesLike, size: Size = None) -> Tensor:
         """Computes the layer.
 
         Args:

@@ -16,11 +16,9 @@ from fastsparse_core import Adjacency, sddmm
 from fastsparse_core.fused.joint_linear import add_linear
 from fastsparse_core.fused.weighted_linear import weighted_linear
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_pyg.graph import is_sparse_matrix, resolve
+from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix, resolve
 from fastsparse_pyg.nn.base import is_plain_linear, project
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
-
-Edges = Tensor | Adjacency
 
 
 class FastGraphConv(PropagatingConv, pyg.GraphConv):
@@ -39,7 +37,7 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
     def forward(
         self,
         x: Tensor | OptPairTensor,
-        edge_index: Edges,
+        edge_index: EdgesLike,
         edge_weight: OptTensor = None,
         size: Size = None,
     ) -> Tensor:
@@ -139,7 +137,7 @@ class FastSGConv(_Powers, pyg.SGConv):
     cached, the linear layer comes first if that gathers less.
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         if self._cached_x is not None:
             return self.lin(self._cached_x.detach())
@@ -167,7 +165,7 @@ class FastSSGConv(_Powers, pyg.SSGConv):
     after "Simple Spectral Graph Convolution" (https://openreview.net/forum?id=CYO5T-YjWZV).
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         if self._cached_h is not None:
             return self.lin(self._cached_h.detach())
@@ -200,7 +198,7 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
     _cached_edge_index = Cached()
     _cached_adj_t = Cached()
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         drops = self.dropout > 0 and self.training
@@ -232,7 +230,7 @@ class FastTAGConv(PropagatingConv, pyg.TAGConv):
     output is narrower than the input, by Horner's rule on the output's width.
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if reason:
@@ -261,7 +259,7 @@ class FastMixHopConv(PropagatingConv, pyg.MixHopConv):
     after "MixHop" (https://arxiv.org/abs/1905.00067).
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if reason:
@@ -290,7 +288,7 @@ class FastGCN2Conv(PropagatingConv, pyg.GCN2Conv):
     _cached_edge_index = Cached()
     _cached_adj_t = Cached()
 
-    def forward(self, x: Tensor, x_0: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, x_0: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; ``x_0``: the first layer's features; else as :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if reason:
@@ -318,7 +316,7 @@ class FastLGConv(PropagatingConv, pyg.LGConv):
     after "LightGCN" (https://arxiv.org/abs/2002.02126). Under autocast the result has the autocast dtype.
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if reason:
@@ -338,7 +336,7 @@ class FastARMAConv(PropagatingConv, pyg.ARMAConv):
     after "Graph Neural Networks with Convolutional ARMA Filters" (https://arxiv.org/abs/1901.01343).
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if self.node_dim != -2:
@@ -374,7 +372,7 @@ class FastClusterGCNConv(PropagatingConv, pyg.ClusterGCNConv):
 
     _any_reduction = False
 
-    def forward(self, x: Tensor, edge_index: Edges) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`, without weights."""
         reason = self._why_original_propagating(x, edge_index)
         if not reason and type(self._modules["aggr_module"]) is not SumAggregation:
@@ -408,7 +406,7 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
     after "Gated Graph Sequence Neural Networks" (https://arxiv.org/abs/1511.05493).
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if reason or x.dim() != 2 or x.size(-1) > self.out_channels:

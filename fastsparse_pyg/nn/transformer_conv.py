@@ -16,6 +16,7 @@ from fastsparse_core import Adjacency, attention, attention_weights, sddmm, spmm
 from fastsparse_core.fused.attention_layer import DOT_PRODUCT, attention_layer
 from fastsparse_core.fused.joint_linear import joint_linear
 from fastsparse_core.structure.incidence import incidence
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear, project
 
@@ -49,7 +50,7 @@ class FastTransformerConv(AttentionConv, TransformerConv):
     def forward(
         self,
         x: Tensor | PairTensor,
-        edge_index: Tensor | Adjacency,
+        edge_index: EdgesLike,
         edge_attr: OptTensor = None,
         return_attention_weights: bool | None = None,
     ) -> Any:
