@@ -187,7 +187,7 @@ def test_rgcn_of_few_nodes_is_one_product(device, monkeypatch):
         layer(x, edge_index, kind)
 
 
-def test_rgcn_of_other_graphs(device, caplog):
+def test_rgcn_of_other_graphs(device):
     edge_index, kind = graph(device)
     layers = pair_of_layers(RGCNConv, FastRGCNConv, device, 8, 4, RELATIONS)
     x = torch.randn(NODES, 8, dtype=torch.float64, device=device)
@@ -206,8 +206,8 @@ def test_rgcn_of_other_graphs(device, caplog):
     backwards = pair_of_layers(RGCNConv, FastRGCNConv, device, 8, 4, RELATIONS, flow="target_to_source")
     assert_same(backwards, [], x, edge_index, kind)
     matrix = SparseTensor.from_edge_index(edge_index.flip(0), kind, (NODES, NODES))
-    with caplog.at_level(logging.INFO, "fastsparse_pyg"):
-        assert layers[1]._why_original_relational(x, x, matrix, None)  # as torch_sparse is not in place here
+    with pytest.raises(ValueError, match=r"got SparseTensor; call fastsparse_pyg.compat.install\(\)"):
+        layers[1](x, matrix)
     with pytest.raises(IndexError, match="from 0 to 19"):
         layers[1](x[:20], edge_index, kind)
     with pytest.raises(ValueError, match=r"edge_type: expected one type for each of 300 edges"):
