@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
+from torch_geometric.data.data import BaseData
 from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, MinAggregation, SumAggregation
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
@@ -135,6 +136,8 @@ class FastConv(MessagePassing):
 
     def _why_original(self, x: Tensor, edge_index: object) -> str:
         """Why PyG's own code must run, "" if the kernels can."""
+        if not isinstance(x, Tensor):
+            raise_features(x)
         reason = self._why_not_this_layer(x, edge_index)
         if reason:
             return reason
@@ -244,6 +247,8 @@ class FastConv(MessagePassing):
     def _why_original_pair(self, x: tuple[Tensor, Tensor | None], edge_index: object) -> str:
         """:meth:`_why_original` for the layers whose sources and destinations may differ."""
         x_src, x_dst = x
+        if not isinstance(x_src, Tensor):
+            raise_features(x_src)
         if x_src.dim() < 2 or x_src.layout is not torch.strided:
             return "features that are not a dense matrix"
         if self.flow == "target_to_source" and x_dst is not x_src and not isinstance(edge_index, Adjacency):
@@ -417,6 +422,36 @@ class FastConv(MessagePassing):
             return out
         # Hooks may have kept what a layer with hooks gave: that must stay as it is.
         return add_linear(out, x_dst, lin_root, Linear) if is_plain_linear(lin) else out + lin_root(x_dst)
+
+
+def as_pair(x: Any) -> tuple[Any, Any]:
+    """Features of sources and destinations, of a tensor or a pair of them."""
+    if isinstance(x, Tensor):
+        return x, x
+    if not (isinstance(x, (tuple, list)) and len(x) == 2):
+        raise_features(x)
+    return x[0], x[1]
+
+
+def raise_features(x: object, name: str = "x") -> NoReturn:
+    """Says what features have to be.
+
+    Args:
+        x: what came instead.
+        name: the caller's argument.
+
+    Raises:
+        TypeError: always.
+    """
+    cure = "convert it with torch.as_tensor(x)"
+    if x is None:
+        cure = "data.x is None for graphs without features: make some, such as torch.ones(data.num_nodes, 1)"
+    elif isinstance(x, BaseData):
+        cure = "pass its x"
+    raise TypeError(
+        f"{name}: expected a floating tensor of node features, or a pair of them for the sources and "
+        f"destinations of a bipartite graph, got {'None' if x is None else type(x).__name__}; {cure}"
+    )
 
 
 def known(edge_index: Tensor, options: Hashable) -> Adjacency | None:

@@ -16,7 +16,7 @@ from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.fused.head_scores import head_scores
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import is_plain_linear
+from fastsparse_pyg.nn.base import as_pair, is_plain_linear
 
 
 class FastGATConv(AttentionConv, GATConv):
@@ -71,7 +71,7 @@ class FastGATConv(AttentionConv, GATConv):
             ValueError: sizes, dtypes, devices or the dropout probability do not fit.
             IndexError: an index points to no node.
         """
-        pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
+        pair = as_pair(x)
         if self.lin_edge is None:
             edge_attr = None
         adj = None

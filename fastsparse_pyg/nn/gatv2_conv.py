@@ -15,7 +15,7 @@ from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.structure.incidence import edge_ends
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import is_plain_linear, project
+from fastsparse_pyg.nn.base import as_pair, is_plain_linear, project
 
 
 class FastGATv2Conv(AttentionConv, GATv2Conv):
@@ -52,7 +52,7 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
         return_attention_weights: bool | None = None,
     ) -> Any:
         """Computes the layer; arguments and errors as in :meth:`FastGATConv.forward`, without `size`."""
-        pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
+        pair = as_pair(x)
         adj = None
         if edge_attr is None and not return_attention_weights and self.lin_edge is None:
             adj = self._known_attention(x, edge_index, self.add_self_loops)

@@ -17,7 +17,7 @@ from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enable
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import is_plain_linear, project
+from fastsparse_pyg.nn.base import as_pair, is_plain_linear, project
 
 
 class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
@@ -60,7 +60,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         out = self._joined(x, edge_index, edge_attr)
         if out is not None:
             return out
-        pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
+        pair = as_pair(x)
         reason = self._why_original_gated(pair, edge_index, edge_attr)
         if reason:
             return self._original_attention(reason, x, edge_index, edge_attr)

@@ -17,7 +17,7 @@ from fastsparse_core.relations import Relations
 from fastsparse_core.segment import rows_of
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, are_few_on_gpu
+from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, are_few_on_gpu, raise_features
 from fastsparse_pyg.relations import relations_of, why_not_relations
 
 #: On a GPU, nodes times relations and nodes times output features up to which all nodes are multiplied by all
@@ -203,11 +203,11 @@ class FastRGATConv(AttentionConv, RGATConv):
     def _why_original_relational(
         self, x: Any, edge_index: Any, edge_type: Any, edge_attr: Any, size: object
     ) -> str:
-        if isinstance(edge_index, SparseTensor) or type(edge_index) is not Tensor:
-            return "edges that are not one plain tensor"
         reason = why_not_relations(edge_index, edge_type)
         if reason:
             return reason
+        if isinstance(edge_index, SparseTensor) or type(edge_index) is not Tensor:
+            return "edges that are not one plain tensor"
         if size is not None:
             return "size is given"
         if edge_index.size(1) == 0:
@@ -216,7 +216,9 @@ class FastRGATConv(AttentionConv, RGATConv):
             return "edge features without edge_dim, or edge_dim without edge features"
         if isinstance(edge_attr, Tensor) and edge_attr.size(0) != edge_index.size(1):
             return "edge features that are not one row per edge"
-        if not isinstance(x, Tensor) or x.dtype != self.k.dtype:
+        if not isinstance(x, Tensor):
+            raise_features(x)
+        if x.dtype != self.k.dtype:
             return "features that are not one matrix of the weights' dtype"
         if torch.is_autocast_enabled(x.device.type):
             return "autocast"

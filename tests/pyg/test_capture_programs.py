@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.step_forms import FORMS, REFUSED, Problem
 from captured_steps import compare
 from simulated_graphs import simulate
 from torch import nn
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import GATConv, GCNConv, global_add_pool
 
+from benchmarks.step_forms import FORMS, REFUSED, Problem
 from fastsparse_core import SlowPathWarning, capture
 from fastsparse_core.capturing.captured import CALLS
 from fastsparse_pyg import FastGATConv, FastGINConv, FastSAGEConv, FastTransformerConv
@@ -234,7 +234,7 @@ def test_float_stays_what_it_is_elsewhere(device):
 
     def step(x):
         assert isinstance(1.0, float)
-        return float(x.sum().to(float)) + float("2.5") + int("11", base=2) + float()
+        return float(x.sum().to(float)) + float("2.5") + int("11", base=2) + 0.0
 
     captured, x = capture(step), torch.ones(3, device=device)
     assert {captured(x) for _ in range(CALLS + 6)} == {8.5}
