@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastsparse_core.log import info_once
+from fastsparse_core.log import info_once, warn_once
 from fastsparse_core.sampling import Draw, FeatureTable, prefetched
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.dataloading.neighbor_sampler import NeighborSampler
@@ -66,10 +66,13 @@ class DataLoader(dgl.dataloading.DataLoader):
     ) -> None:
         target = None if device is None else torch.empty(0, device=device).device
         self._target: torch.device | None = None
-        if target is not None and target.type == "cuda" and isinstance(graph_sampler, NeighborSampler):
-            reason = graph_sampler.why_not(graph)
+        if target is not None and target.type == "cuda":
+            kind = type(graph_sampler).__name__
+            reason = f"graph_sampler is a {kind}; only fastsparse_dgl.NeighborSampler samples on a GPU"
+            if isinstance(graph_sampler, NeighborSampler):
+                reason = graph_sampler.why_not(graph)
             if reason:
-                info_once(_logger, f"DGL's own loader prepares the batches: {reason}")
+                warn_once(f"DGL's own loader prepares the batches: {reason}")
             else:
                 self._target = target
         if self._target is None:

@@ -331,6 +331,12 @@ def test_features_of_no_width(shapes: Any, op: str, device: str) -> None:
             "add up to 4",
         ),
         (lambda g: ops.segment_mm(torch.ones(6, 2), torch.ones(2, 2, 1), torch.tensor([6])), "got 1"),
+        (
+            lambda g: ops.segment_reduce(torch.tensor([2, 2]), torch.ones(6, 2)),
+            r"seglen: .* 6 rows .* got \[2, 2\] adding up to 4",
+        ),
+        (lambda g: ops.segment_reduce(torch.tensor([-2, 8]), torch.ones(6, 2)), r"seglen: .*\[-2, 8\]"),
+        (lambda g: ops.segment_reduce(torch.tensor([2.0, 4.0]), torch.ones(6, 2)), "seglen: .*float32"),
         (lambda g: ops.gather_mm(torch.ones(6, 2), torch.ones(2, 2, 1), idx_b=torch.tensor([0])), "got 1"),
     ],
 )
