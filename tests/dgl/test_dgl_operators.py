@@ -138,7 +138,7 @@ def test_ties_go_to_the_first_edge(op: str, reduce: str, width: int, device: str
 
 
 @pytest.mark.parametrize("reduce", ["max", "min"])
-@pytest.mark.parametrize("op", ["copy_e", "u_add_e"])
+@pytest.mark.parametrize("op", ["copy_e", "u_add_e", "u_mul_e"])
 @pytest.mark.parametrize("width", [2, 150])
 def test_nan_wins(op: str, reduce: str, width: int, device: str) -> None:
     """As in PyTorch's `amax`, whatever the size; DGL's kernels ignore it on the CPU."""
@@ -146,7 +146,8 @@ def test_nan_wins(op: str, reduce: str, width: int, device: str) -> None:
     for place in range(3):
         e = torch.arange(4.0)[:, None].repeat(1, width)
         e[place] = torch.nan
-        operands = (e,) if op == "copy_e" else (torch.zeros(3, width), e)
+        x = (torch.zeros if op == "u_add_e" else torch.ones)(3, width)
+        operands = (e,) if op == "copy_e" else (x, e)
         with enabled_for(device):
             out = call(graph.to(device), *(it.to(device) for it in operands)).cpu()
         assert out[0].isnan().all()
