@@ -302,8 +302,20 @@ def edge_softmax_hetero(gidx: Any, eids: Any = ALL, norm_by: str = "dst", *logit
 def segment_reduce(op: Literal["sum", "max", "min"], x: Tensor, offsets: Tensor) -> Tensor:
     """Sums, maxima or minima of consecutive rows."""
     (x,) = _cast(x)  # type: ignore[assignment]
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise DGLError(f"seglen: expected int32 or int64 lengths of segments, got {offsets.dtype}")
     with _plain(x):
-        return core_segment_reduce(x, offsets.to(x.device), op)
+        try:
+            return core_segment_reduce(x, offsets.to(x.device), op)
+        except ValueError as error:
+            lengths = offsets.diff()
+            if len(lengths) and int(lengths.min()) >= 0 and int(offsets[-1]) == len(x):
+                raise
+            raise DGLError(
+                f"seglen: expected lengths of segments, none negative, that add up to the {len(x)} rows of "
+                f"value, got {lengths.tolist() if len(lengths) < 10 else len(lengths)} adding up to "
+                f"{int(offsets[-1])}"
+            ) from error
 
 
 def scatter_add(x: Tensor, idx: Tensor, m: int) -> Tensor:
