@@ -11,6 +11,7 @@ from torch_geometric.nn import RGATConv
 from torch_geometric.typing import OptTensor, SparseTensor
 
 from fastsparse_core import additive_attention, scatter, scatter_softmax, spmm
+from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.fused.relational_attention import relational_attention
 from fastsparse_core.grouped_product import grouped_product
 from fastsparse_core.relations import Relations
@@ -108,7 +109,10 @@ class FastRGATConv(AttentionConv, RGATConv):
         if takes_every_pair:
             by_feature = weight.transpose(0, 1).contiguous()
             maps = by_feature, by_feature @ self.k, by_feature @ self.q
-            rows, key, of_dst = ((x @ each.flatten(1)).view(-1, each.size(2)) for each in maps)
+            rows, key, of_dst = (
+                linear_before_sum(x, each.flatten(1).t(), None, *each.shape[1:]).view(-1, each.size(2))
+                for each in maps
+            )
         else:
             rows = grouped_product(rows_of(x, sources.node), weight, sources.starts)
             key = rows @ self.k
