@@ -73,7 +73,7 @@ class FastRGATConv(AttentionConv, RGATConv):
 
         Raises:
             ValueError: sizes, dtypes, devices or the dropout probability do not fit.
-            IndexError: an index points to no node.
+            IndexError: an index points to no node, or a type to no relation.
         """
         with_weights = isinstance(return_attention_weights, bool)
         # First: the step of a small graph takes as long as the host needs for it.
@@ -87,11 +87,6 @@ class FastRGATConv(AttentionConv, RGATConv):
             )
         num_nodes = x.size(0)
         relations = relations_of(edge_index, edge_type, (num_nodes, num_nodes), self.num_relations, self.flow)
-        if relations.num_edges != edge_index.size(1):
-            raise IndexError(
-                f"edge_type: expected types from 0 to {self.num_relations - 1}, got values from "
-                f"{int(edge_type.min())} to {int(edge_type.max())}"
-            )
         weight = self._weight()
         takes_every_pair = self._takes_every_pair(x, weight)
         relations = relations.with_every_pair if takes_every_pair else relations
