@@ -11,10 +11,12 @@ from torch_geometric.typing import SparseTensor
 
 from fastsparse_core import Adjacency
 from fastsparse_core.distributed import PartitionedAdjacency
-from fastsparse_core.log import info_once
+from fastsparse_core.graph_store import BatchEdges
+from fastsparse_core.log import warn_once
 from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_core.sampling import Edges
 from fastsparse_core.structure.construction import SelfLoops
-from fastsparse_pyg.caching import has_unit_values, logger, lookup, recognise, sampled_edges
+from fastsparse_pyg.caching import has_unit_values, known_edges, lookup, recognise
 
 _SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_coo, torch.sparse_csc)
 
@@ -198,9 +200,10 @@ def _build_from_edge_list(
     if edges.dtype not in (torch.int64, torch.int32):
         edges = edges.long()
     dst, src = (1, 0) if flow == "source_to_target" else (0, 1)
-    sampled = sampled_edges(edge_index)
-    if sampled is not None and dst == 1 and sampled.shape == (num_dst, num_src) and not add_self_loops:
-        return sampled.adjacency
+    known = known_edges(edge_index)
+    fits = known is not None and dst == 1 and known.shape == (num_dst, num_src)
+    if known is not None and fits and _needs_no_loops(known, add_self_loops):
+        return known.adjacency
     ends = edges.unbind(0)
     try:
         return Adjacency.from_coo(
@@ -209,6 +212,11 @@ def _build_from_edge_list(
     except ValueError as error:
         _raise_index_error(edges, {src: num_src, dst: num_dst}, error)
         raise
+
+
+def _needs_no_loops(known: Edges | BatchEdges, add_self_loops: bool | str) -> bool:
+    """Whether a structure with loops as they are asked for is that of the edges alone."""
+    return not add_self_loops or (add_self_loops == BY_KERNEL and known.has_loops is False)
 
 
 def _raise_index_error(edges: Tensor, sizes: dict[int, int], cause: ValueError) -> None:
@@ -257,10 +265,9 @@ def _from_torch_sparse(matrix: Tensor, self_loops: str) -> Graph:
             f"edge_index: expected a two-dimensional sparse matrix, got shape {tuple(matrix.shape)}"
         )
     if matrix.layout is torch.sparse_coo and not matrix.is_coalesced():
-        info_once(
-            logger,
-            "an uncoalesced sparse matrix is coalesced and converted on every forward: call "
-            "adj_t = adj_t.coalesce() once",
+        warn_once(
+            "the sparse matrix is coalesced and converted in every forward pass, which is slow. Call "
+            "`adj_t = adj_t.coalesce()` once before"
         )
         matrix = matrix.coalesce()
     shape = (matrix.size(0), matrix.size(1))

@@ -23,6 +23,7 @@
 #include "fastsparse/batch_norm.h"
 #include "fastsparse/cpu_pages.h"
 #include "fastsparse/edge_messages.h"
+#include "fastsparse/gather_graphs.h"
 #include "fastsparse/group_rows.h"
 #include "fastsparse/head_scores.h"
 #include "fastsparse/launchers.h"
@@ -1378,6 +1379,72 @@ void place_batch(
   } while (done < tensors.size());
 }
 
+// The table of a batch (gather_graphs.h), and how many rows it has of every kind.
+//
+// index: positions of the batch's graphs, from the end where they are negative. graph_at: the graph at every
+// one of `num_positions` positions; null: their numbers. pointers: of every kind, on the host.
+std::vector<std::int64_t> plan_graphs(const std::vector<std::int64_t>& index, Address graph_at,
+                                      std::int64_t num_positions, const std::vector<Address>& pointers,
+                                      Address table) {
+  const auto num_graphs = static_cast<std::int64_t>(index.size());
+  const std::int64_t* graphs = graph_at;
+  std::vector<std::int64_t> chosen(index);
+  for (std::int64_t& position : chosen) {
+    const std::int64_t from_start = position < 0 ? position + num_positions : position;
+    if (from_start < 0 || from_start >= num_positions) {
+      throw py::index_error("index: expected positions below " + std::to_string(num_positions) + ", got " +
+                            std::to_string(position));
+    }
+    position = graphs == nullptr ? from_start : graphs[from_start];
+  }
+  std::vector<std::int64_t> totals;
+  totals.reserve(pointers.size());
+  std::int64_t* first = table;
+  for (const std::int64_t* pointer : pointers) {
+    std::int64_t* source = first + num_graphs + 1;
+    std::int64_t total = 0;
+    for (std::int64_t nth = 0; nth < num_graphs; ++nth) {
+      const std::int64_t graph = chosen[nth];
+      first[nth] = total;
+      source[nth] = pointer[graph];
+      total += pointer[graph + 1] - pointer[graph];
+    }
+    first[num_graphs] = total;
+    source[num_graphs] = 0;
+    totals.push_back(total);
+    first = source + num_graphs + 1;
+  }
+  return totals;
+}
+
+// Fields: address in the dataset, outer size, bytes of a row, rows there, pointer, added pointers, kind. The
+// table is where the batch is; `totals` is what `plan_graphs` gave.
+void gather_graphs(
+    const std::vector<std::tuple<Address, std::int64_t, std::int64_t, std::int64_t, int, int, int, int>>&
+        fields,
+    const std::vector<std::int64_t>& totals, Address table, std::int64_t num_graphs,
+    const std::vector<Address>& out, int device, Address queue) {
+  GatherGraphsArgs args{};
+  args.table = table;
+  args.num_graphs = num_graphs;
+  for (std::size_t done = 0; done < fields.size();) {
+    args.num_fields = 0;
+    for (; done < fields.size() && args.num_fields < kMostGathered; ++done) {
+      const auto& [from, outer, row_bytes, from_rows, rows, added, added_second, kind] = fields[done];
+      args.field[args.num_fields++] = {from,
+                                       out.at(done),
+                                       outer,
+                                       row_bytes,
+                                       from_rows,
+                                       totals.at(rows),
+                                       rows,
+                                       {added, added_second},
+                                       static_cast<GraphFieldKind>(kind)};
+    }
+    FASTSPARSE_RUN(gather_graphs, args, device, queue);
+  }
+}
+
 // Rows that the host's threads gather: into its memory; or, with a device, through page-locked memory for all
 // of them, from where every piece is sent as soon as it is full.
 void gather_rows_of_host(Address table, Address index, Address staging, Address out, std::int64_t num_rows,
@@ -1855,6 +1922,8 @@ PYBIND11_MODULE(_C, m) {
   define<&emit_edges>(m, "emit_edges");
   define<&emit_rows>(m, "emit_rows");
   define<&place_batch>(m, "place_batch");
+  define<&plan_graphs>(m, "plan_graphs");
+  define<&gather_graphs>(m, "gather_graphs");
   define<&gather_rows_of_host>(m, "gather_rows_of_host");
 #ifdef FASTSPARSE_WITH_CUDA
   define<&gather_rows>(m, "gather_rows");

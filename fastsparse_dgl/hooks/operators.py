@@ -75,26 +75,16 @@ def _are_cpu_floats(*operands: Any) -> bool:
     )
 
 
-#: Bytes of edge features from which extrema over them, and numbers of a row from which results for every
-#: edge or extrema of sums, take DGL's CPU kernels longer than ours.
-_LARGE_EXTREMUM, _WIDE_EDGE, _WIDE_SUM = 8 << 20, 32, 128
-
-
-def _dgl_is_faster(op: str, reduce: str, x: Any, e: Any) -> bool:
-    """Whether DGL's own CPU kernel takes less time, forward and backward together, than ours.
-
-    Measured on small graphs: extrema of ``u + e`` take DGL half of our time where every feature has its own
-    number of a narrow edge, those of few or narrow edge features as well; everything else takes it longer.
-    """
-    if reduce not in ("max", "min") or op not in ("add", "sub", "copy_rhs") or not _are_cpu_floats(x, e):
-        return False
-    if op == "copy_rhs":
-        return e.nbytes < _LARGE_EXTREMUM
-    return x[:1].numel() <= e[:1].numel() < _WIDE_SUM
+#: Numbers of a row from which results for every edge take DGL's CPU kernels longer than ours.
+_WIDE_EDGE = 32
 
 
 def _dgl_combines_faster(op: str, x: Any, y: Any, targets: tuple[str, str]) -> bool:
-    """The same of operators that give a result for every edge: where that is narrow, or an operand is."""
+    """Whether DGL's CPU kernel is faster for a result per edge: if that or an operand is narrow.
+
+    Extrema always take ours: DGL's CPU kernels give ties to the last edge and ignore NaN, so results would
+    depend on the size.
+    """
     if op in ("dot", "copy_lhs", "copy_rhs") or not _are_cpu_floats(x, y):
         return False
     return "e" in targets or max(x[:1].numel(), y[:1].numel()) < _WIDE_EDGE
@@ -129,8 +119,6 @@ def _without_minus(op: str, rhs: Tensor) -> tuple[str, Tensor]:
 def gspmm(gidx: Any, op: str, reduce_op: str, lhs_data: Any, rhs_data: Any) -> Tensor:
     """Messages of ``u op e`` reduced by destination; ``reduce_op`` may be ``"mean"`` too."""
     _is_one_relation(gidx, "gspmm")
-    if _dgl_is_faster(op, reduce_op, lhs_data, rhs_data) and gidx.num_edges(0):
-        return _dgl.gspmm(gidx, op, reduce_op, lhs_data, rhs_data)
     x, e = _cast(None if op == "copy_rhs" else lhs_data, None if op == "copy_lhs" else rhs_data)
     with _plain(x, e):
         return _gspmm(structure(gidx, x, e), op, reduce_op, x, e)
@@ -267,7 +255,9 @@ def gspmm_hetero(g: Any, op: str, reduce_op: str, lhs_len: int, *lhs_and_rhs: An
         elif reduce_op == "sum":
             out[target] = best + part
         else:
-            out[target] = torch.where(part > best if reduce_op == "max" else part < best, part, best)
+            # As within a type: NaN wins, and of equal values the first.
+            loses = (part <= best if reduce_op == "max" else part >= best) | best.isnan()
+            out[target] = torch.where(loses, best, part)
     return tuple(out)
 
 

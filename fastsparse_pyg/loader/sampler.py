@@ -219,5 +219,5 @@ def why_not(data: Any) -> str:
     else:
         return ""
     if any("edge_index" not in store and ("adj_t" in store or "adj" in store) for store in stores):
-        return "the graph is stored as adj_t"
+        return "the graph is stored as `adj_t`. Store it as `edge_index`"
     return ""

@@ -20,10 +20,10 @@ from fastsparse_core.fused.joint_linear import add_linear, joint_linear
 from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain_linear_of
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.layer_swap import restore
-from fastsparse_core.log import info_once
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
-from fastsparse_pyg.caching import layer_cache, logger, stamp_attributes
+from fastsparse_pyg.caching import layer_cache, stamp_attributes
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, resolve, to_edge_index
+from fastsparse_pyg.nn import fallback
 from fastsparse_pyg.traced import REDUCTIONS, TracedEdges, come_from_outside
 
 REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max", MinAggregation: "min"}
@@ -122,7 +122,7 @@ class FastConv(MessagePassing):
                 "use torch.compile"
             )
         layer._set_jittable_templates()  # of a class that perhaps nobody has constructed yet
-        info_once(logger, f"{type(self).__name__}: torch.jit.script compiles PyG's own layer")
+        fallback.tell(type(self).__name__, "torch.jit.script compiles PyG's layer")
         return layer
 
     # ---------------------------------------------------------------- PyG's own code
@@ -244,6 +244,11 @@ class FastConv(MessagePassing):
             return "a bipartite graph with flow='target_to_source'"
         return self._why_original(x_src, edge_index)
 
+    def _own_parameter(self, name: str) -> Any:
+        """A parameter of the layer itself; a pruned or parametrised one, or a replica's, is an attribute."""
+        parameters = self.__dict__["_parameters"]
+        return parameters[name] if name in parameters else getattr(self, name)
+
     def _reduce(self) -> str:
         """The kernel's name for the layer's aggregation."""
         # Not self.aggr_module: for submodules that goes through nn.Module.__getattr__, half a microsecond
@@ -252,8 +257,7 @@ class FastConv(MessagePassing):
 
     def _original_forward(self, reason: str, x: Any, edge_index: Any, *args: Any) -> Tensor:
         """PyG's forward; an Adjacency is written back as an edge list for it."""
-        if not torch.compiler.is_compiling():
-            info_once(logger, f"{type(self).__name__}: PyG's own code runs: {reason}")
+        fallback.tell(type(self).__name__, reason)
         if isinstance(edge_index, Adjacency):
             edge_index = self._written_back(edge_index)
         return super().forward(x, edge_index, *args)

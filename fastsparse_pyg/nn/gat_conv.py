@@ -128,11 +128,11 @@ class FastGATConv(AttentionConv, GATConv):
     def _as_one_node(self, x: Any, adj: Adjacency) -> Tensor | None:
         """The layer as one node of autograd's graph; None: operator by operator."""
         state = self.__dict__
-        modules, parameters = state["_modules"], state["_parameters"]
+        modules = state["_modules"]
         lin = modules.get("lin")
         if lin is None or modules.get("res") is not None or type(x) is not Tensor:
             return None
-        vectors = (parameters["att_src"], parameters["att_dst"])
+        vectors = (self._own_parameter("att_src"), self._own_parameter("att_dst"))
         return self._attention_layer(ADDITIVE, adj, x, (lin,), vectors, state["negative_slope"])
 
     def _why_original_gat(

@@ -89,8 +89,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
         adj, value, scale_dst, scale_src = found
 
         state = self.__dict__
-        parameters, lin = state["_parameters"], state["_modules"]["lin"]
-        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (takes long)
+        lin, bias = state["_modules"]["lin"], self._own_parameter("bias")
         out_channels, width = state["out_channels"], x.shape[-1]
         # Gather the narrower side. Where both are as wide, features without gradient spare the backward pass.
         aggregate_first = width < out_channels or (width == out_channels and not x.requires_grad)

@@ -79,7 +79,10 @@ class FastGINEConv(AttentionConv, GINEConv):
         if lin is not None and is_plain_linear(lin) and features.size(1) <= MOST_FEATURES:
             weight, bias = lin.weight, lin.bias
         elif lin is not None:
-            self._log_unfused(f"edge features of more than {MOST_FEATURES}, or of a linear map with hooks,")
+            self._warn_unfused(
+                f"the fused kernel takes a plain Linear without hooks, of up to {MOST_FEATURES} edge "
+                "features. Remove the hooks, or project the features to fewer first"
+            )
             features = lin(features)
         features = features.to(x_src.dtype)
         out = gine_aggregate(graph.adj, x_src, features, edge_weight=weight, edge_bias=bias)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import HGTConv
 from torch_geometric.nn.dense import HeteroDictLinear, HeteroLinear
+from torch_geometric.nn.dense.linear import is_uninitialized_parameter
 from torch_geometric.typing import EdgeType, NodeType
 
 from fastsparse_core import Adjacency, attention, recorded
@@ -169,14 +170,16 @@ class FastHGTConv(AttentionConv, HGTConv):
         ):
             return "features that are not matrices of one dtype"
         # Hooks may have to see keys and values; a lazy layer gets its sizes by one.
-        if type(self.kqv_lin) is not HeteroDictLinear or not all(
-            node_type in self.kqv_lin.lins and is_plain_linear(self.kqv_lin.lins[node_type])
-            for node_type in x_dict
-        ):
-            return "a linear layer with hooks, or one that has no sizes yet"
+        if type(self.kqv_lin) is not HeteroDictLinear:
+            return "a replaced linear layer"
+        maps = [self.kqv_lin.lins[node_type] for node_type in x_dict if node_type in self.kqv_lin.lins]
+        if any(is_uninitialized_parameter(linear.weight) for linear in maps):
+            return "a linear layer that has no sizes yet"
+        if len(maps) < len(x_dict) or not all(is_plain_linear(linear) for linear in maps):
+            return "a linear layer with hooks"
         for module in (self.kqv_lin, self.k_rel, self.v_rel):
             if module._forward_hooks or module._forward_pre_hooks:
-                return "a linear layer with hooks, or one that has no sizes yet"
+                return "a linear layer with hooks"
         if type(self.k_rel) is not HeteroLinear or type(self.v_rel) is not HeteroLinear:
             return "a replaced linear layer"
         x = next(iter(x_dict.values()))

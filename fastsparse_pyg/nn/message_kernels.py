@@ -107,7 +107,9 @@ class Copies(NamedTuple):
             weight, assigned = compute(layer, *[given[name] for name in self.pattern.names])
             for name, item in assigned.items():
                 setattr(layer, name, item)
-            if weight is not None:
+            if isinstance(weight, (int, float)):
+                x = x * weight
+            elif weight is not None:
                 value = _as_value(weight, x.shape[1:], 0, 2, edge_index.shape[1])
                 if value is None or value.dtype is not x.dtype:
                     return None
@@ -161,7 +163,9 @@ def _product(layer: Any, pattern: Pattern, found: Arguments, how: str, x: Tensor
         return None
     value: Tensor | None = None
     weight = evaluate(layer, pattern, found)
-    if weight is not None:
+    if isinstance(weight, (int, float)):  # the same for all edges: fewer nodes are multiplied by it
+        x = x * weight
+    elif weight is not None:
         value = _as_value(weight, rest, dim, num_dims, found.dst.num_edges)
         if value is None:  # not one per edge or head
             x_j = found[pattern.feature]

@@ -87,7 +87,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         A step of a small model takes as long as the host needs for it.
         """
         state = self.__dict__
-        modules, parameters, edge_dim = state["_modules"], state["_parameters"], state["edge_dim"]
+        modules, edge_dim = state["_modules"], state["edge_dim"]
         lins = (modules["lin_query"], modules["lin_value"], modules["lin_key"])
         if not all(is_plain_linear(lin) for lin in lins) or not _is_sigmoid(
             modules.get("act", state.get("act"))
@@ -105,7 +105,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
             return None
         weights = tuple([lin._parameters["weight"] for lin in lins])
         biases = tuple([lin._parameters["bias"] for lin in lins])
-        root, bias = None, parameters["bias"]
+        root, bias = None, self._own_parameter("bias")
         if state["root_weight"]:
             lin = modules["lin_skip"]
             if not is_plain_linear(lin) or lin._parameters["bias"] is not None:

@@ -95,7 +95,7 @@ class FastTransformerConv(AttentionConv, TransformerConv):
             if is_plain_linear(self.lin_edge):
                 weight = self.lin_edge.weight
             else:
-                self._log_unfused("edge features of a linear map with hooks")
+                self._warn_unfused("the fused kernel takes a plain Linear without hooks. Remove its hooks")
                 edges = self.lin_edge(features).view(heads)
         of_edges: Any = {} if weight is None else {"edge_attr": features, "edge_weight": weight}
 

@@ -1116,6 +1116,22 @@ def place_batch(
     device: int,
     queue: int,
 ) -> None: ...
+def plan_graphs(
+    index: Sequence[int],
+    graph_at: _Memory,
+    num_positions: int,
+    pointers: Sequence[Tensor],
+    table: _Memory,
+) -> list[int]: ...
+def gather_graphs(
+    fields: Sequence[tuple[_Memory, int, int, int, int, int, int, int]],
+    totals: Sequence[int],
+    table: _Memory,
+    num_graphs: int,
+    out: Sequence[Tensor],
+    device: int,
+    queue: int,
+) -> None: ...
 def gather_rows_of_host(
     table: _Memory,
     index: _Memory,

@@ -35,9 +35,12 @@ __all__ = [
 ]
 
 try:
+    from fastsparse_core import dgl_import as _dgl_import  # noqa: F401  (lets `import dgl` work from here on)
     from fastsparse_core.capturing.decorator import capture
+    from fastsparse_core.device import unusable_gpu as _unusable_gpu
     from fastsparse_core.formats import CBSR
     from fastsparse_core.log import SlowPathWarning
+    from fastsparse_core.log import warn_once as _warn_once
     from fastsparse_core.maxk_activation import MaxK
     from fastsparse_core.ops import (
         additive_attention,
@@ -77,3 +80,6 @@ except (ImportError, OSError) as error:
         raise ImportError(
             f"fastsparse_core cannot be loaded ({_reason}); run `python -m fastsparse_core.doctor`"
         ) from _reason
+else:
+    if _unusable_gpu():
+        _warn_once(_unusable_gpu())

@@ -8,12 +8,22 @@ from attention_problems import (
     ALGORITHMS,
     HEAD_WIDTHS,
     KINDS,
+    Problem,
     each_algorithm,
     next_seed,
     problem,
     random_graph,
 )
-from cases import DTYPES, TOLERANCE, EdgeList, edge_lists, features, relative_error
+from cases import (
+    DTYPES,
+    TOLERANCE,
+    EdgeList,
+    assert_equal_but_for_rounding,
+    edge_lists,
+    features,
+    relative_error,
+    special_scores,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -221,6 +231,51 @@ def test_nan_and_infinity_travel_along_edges_only(request, device, kind, dtype, 
             assert any(result.any() for result in found[1])
         for fused, unfused in zip(*found, strict=True):
             assert torch.equal(fused, unfused)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["dot_product", "additive"])
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "csr"])
+@pytest.mark.parametrize(("heads", "width"), [(4, 32), (8, 8), (2, 128)])
+def test_special_scores(device, poisoned_memory, kind, dtype, algorithm, heads, width):
+    """NaN and infinity make results and gradients of their row and head NaN, and minus infinity weighs 0."""
+    if algorithm == "csr" and (kind == "additive" or (device == "cuda" and dtype == torch.float64)):
+        pytest.skip("no such kernel")
+    edges, special = special_scores()
+    adj = edges.adjacency(device)
+    case = problem(kind, adj, heads, width, None, dtype, biased=True, requires_grad=True)
+    with torch.no_grad():
+        case.tensors[-1][:, ::2] += special[:, None].to(device, case.tensors[-1].dtype)
+    _assert_equals_reference(case, adj, 4 * TOLERANCE[dtype], algorithm)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("heads", "width"), [(4, 32), (1, 64), (2, 128)])
+def test_special_scores_of_gatv2(device, poisoned_memory, dtype, algorithm, heads, width):
+    """Its scores come from features, which are the values too."""
+    adj = special_scores()[0].adjacency(device)
+    case = problem("gatv2", adj, heads, width, None, dtype, requires_grad=True)
+    with torch.no_grad():
+        x_dst, x_src, att = case.tensors
+        att[0, 0] = 0.5
+        for row, number in ((2, "nan"), (4, "inf"), (6, "-inf"), (14, "nan"), (16, "inf"), (20, "-inf")):
+            x_dst[row, 0, 0] = float(number)
+        x_src[[900, 930], 0, 0] = -torch.inf
+    _assert_equals_reference(case, adj, 4 * TOLERANCE[dtype], algorithm)
+
+
+def _assert_equals_reference(case: Problem, adj: Adjacency, tolerance: float, algorithm: str) -> None:
+    """Result and gradients, NaN and infinities at the same places."""
+    doubled = case.doubled()
+    out, expected = case.run(adj, algorithm=algorithm), case.expected(adj, doubled)
+    assert_equal_but_for_rounding(out, expected, tolerance)
+    weight = features(adj.num_dst, out[0].numel(), out.dtype, "contiguous", str(out.device), 7)
+    weight = weight.view(out.shape)
+    found = torch.autograd.grad(out, case.tensors, weight)
+    wanted = torch.autograd.grad(expected, doubled, weight.double())
+    for grad, right in zip(found, wanted, strict=True):
+        assert_equal_but_for_rounding(grad, right, 8 * tolerance)
 
 
 @pytest.mark.parametrize("kind", ["dot_product", "additive"])

@@ -282,8 +282,8 @@ def test_what_is_left_to_dgl(reasons):
         graph, torch.tensor([1, 2]), exclude_eids=torch.tensor([0])
     )
     told = [record.message for record in reasons.records]
-    assert any("edge_dir is 'out'" in message for message in told)
-    assert any("edges are excluded" in message for message in told)
+    assert any("edge_dir='out' is not supported" in message for message in told)
+    assert any("excluded edges are not supported" in message for message in told)
 
 
 @pytest.mark.gpu

@@ -30,6 +30,17 @@ def test_document(document):
         assert [name for name in names if not hasattr(module, name)] == []
 
 
+def test_code_names_pages_that_exist():
+    """In comments, docstrings, help and settings."""
+    files = [CHECKOUT / name for name in ("setup.py", "pyproject.toml", "Makefile")]
+    for folder in (*PACKAGES, "kernels", "examples", "benchmarks", "tests"):
+        kinds = {".py", ".pyi", ".h", ".cuh", ".cu", ".cpp"}
+        files += [path for path in (CHECKOUT / folder).rglob("*") if path.suffix in kinds]
+    named = [(path, page) for path in files for page in re.findall(r"\bdocs/[\w/.]+\.md\b", path.read_text())]
+    assert len(named) > 20
+    assert [(path, page) for path, page in named if not (CHECKOUT / page).is_file()] == []
+
+
 def test_every_problem_that_the_doctor_names_is_explained():
     sections = re.findall(r"^## (.*)$", (CHECKOUT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
     keys = get_args(doctor_report.Key)

@@ -127,6 +127,8 @@ def test_commands():
                         assert f"\n{extra} = [" in (CHECKOUT / "pyproject.toml").read_text(), (page, command)
                 case ["FASTSPARSE_CUDA_ARCHS=none", "python", "setup.py", "build_ext", "--inplace"]:
                     pass  # test_setup.py builds
+                case ["source", ".venv/bin/activate"]:
+                    assert "make setup" in code, (page, command)  # which makes it
                 case ["python", "-m", "fastsparse_core.doctor"]:
                     pass  # tests/core/test_doctor.py runs it
                 case ["python", "-m", "benchmarks", *options]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +11,7 @@ from torch_geometric import nn as pyg
 from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.utils import trim_to_layer
 
+from fastsparse_core import SlowPathWarning
 from fastsparse_pyg import (
     FastGATConv,
     FastHGTConv,
@@ -245,7 +244,7 @@ def test_types_of_edges(device, conv):
     assert found.records
 
 
-def test_what_is_not_recorded_says_why(device, caplog):
+def test_what_is_not_recorded_says_why(device):
     """Features from beside the batch have no row for padding."""
     data = typed_graph()
     x = {name: data[name].x.to(device) for name in data.node_types}
@@ -256,9 +255,9 @@ def test_what_is_not_recorded_says_why(device, caplog):
         given = {name: item[: sizes[name]] for name, item in x.items()}
         return net(given, batch.edge_index_dict)["paper"].square().mean()
 
-    with caplog.at_level(logging.INFO, logger="fastsparse_core"):
+    with pytest.warns(SlowPathWarning, match="there is none for padding") as warned:
         found = losses_of(
             device, lambda: MODELS["sage"](data), loss, lambda: [batch for _ in range(2) for batch in loader]
         )
     assert not found.records
-    assert sum("runs as it is" in message for message in caplog.messages) == 1
+    assert len(warned) == 1

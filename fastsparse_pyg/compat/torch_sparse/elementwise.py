@@ -75,11 +75,15 @@ def mul(src: SparseTensor, other: Any) -> SparseTensor:
     return mul_nnz(src, _of_entries(src, other))
 
 
+def mul_(src: SparseTensor, other: Any) -> SparseTensor:
+    """:func:`mul` by a number per row or column, written over the values."""
+    return mul_nnz_(src, _of_entries(src, other))
+
+
 def mul_nnz(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
     """Multiplies the values by a number, or by one for each entry."""
     value = src.storage.value()
-    if isinstance(other, Tensor) and layout == "csc":
-        other = other[src.storage.csc2csr()]
+    other = _in_order(src, other, layout)
     if value is None:
         value = torch.ones(src.nnz(), dtype=src.dtype(), device=src.device())
         if isinstance(other, Tensor):
@@ -88,6 +92,20 @@ def mul_nnz(src: SparseTensor, other: Any, layout: str | None = None) -> SparseT
         other = other.to(value.dtype)
         value = value.reshape(*value.shape, *[1] * (other.dim() - value.dim()))
     return src.set_value(value * other)
+
+
+def mul_nnz_(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
+    """:func:`mul_nnz`, written over the values."""
+    value = src.storage.value()
+    if value is None:
+        return src.set_value_(mul_nnz(src, other, layout).storage.value())
+    other = _in_order(src, other, layout)
+    return src.set_value_(value.mul_(other.to(value.dtype) if isinstance(other, Tensor) else other))
+
+
+def _in_order(src: SparseTensor, other: Any, layout: str | None) -> Any:
+    """An operand of the entries in their order."""
+    return other[src.storage.csc2csr()] if isinstance(other, Tensor) and layout == "csc" else other
 
 
 def _keys(src: SparseTensor, cols: int) -> Tensor:
@@ -125,10 +143,23 @@ def add(src: SparseTensor, other: Any) -> SparseTensor:
 
 def add_nnz(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
     """Adds a number, or one for each entry, onto the values; entries without values count as 1."""
-    if isinstance(other, Tensor) and layout == "csc":
-        other = other[src.storage.csc2csr()]
+    other = _in_order(src, other, layout)
     value = src.storage.value()
     if value is None:
         dtype = other.dtype if isinstance(other, Tensor) else src.dtype()
         value = torch.ones(src.nnz(), dtype=dtype, device=src.device())
     return src.set_value(value + (other.to(value.dtype) if isinstance(other, Tensor) else other))
+
+
+def add_(src: SparseTensor, other: Any) -> SparseTensor:
+    """:func:`add` of a number per row or column, written over the values."""
+    return add_nnz_(src, _of_entries(src, other))
+
+
+def add_nnz_(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
+    """:func:`add_nnz`, written over the values."""
+    value = src.storage.value()
+    if value is None:
+        return src.set_value_(add_nnz(src, other, layout).storage.value())
+    other = _in_order(src, other, layout)
+    return src.set_value_(value.add_(other.to(value.dtype) if isinstance(other, Tensor) else other))

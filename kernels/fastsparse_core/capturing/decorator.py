@@ -11,11 +11,12 @@ import torch
 from fastsparse_core.capturing.captured import Captured
 from fastsparse_core.capturing.model import capture_model
 
+_M = TypeVar("_M", bound=torch.nn.Module)
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @overload
-def capture(step: torch.nn.Module) -> torch.nn.Module: ...
+def capture(step: _M) -> _M: ...
 @overload
 def capture(step: _F) -> _F: ...
 def capture(step: Any) -> Any:

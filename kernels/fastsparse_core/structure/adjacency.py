@@ -231,10 +231,7 @@ class Adjacency(Storage):
         options: dict[str, Any] = {"edge_id": edge_id, "group_rows": group_rows, "copy": copy}
         columns = cls.from_csr(colptr, row, (num_src, num_dst), **options)
         adjacency = columns._transpose(True)
-        # The result owns its transpose, not the other way round: owning both ways would be a cycle.
-        adjacency._parent = None
-        adjacency._built.results["t"] = columns
-        columns._parent = weakref.ref(adjacency)
+        adjacency.keep_transpose(columns)
         return adjacency
 
     # ---------------------------------------------------------------- derived structures
@@ -253,6 +250,13 @@ class Adjacency(Storage):
         """
         parent = self._parent() if self._parent is not None else None
         return parent if parent is not None else self._built.get("t", lambda: self._transpose(valued))
+
+    def keep_transpose(self, transposed: Adjacency) -> None:
+        """Takes a structure, which nobody else has, as the transposed one."""
+        # One owns the other, not the other way round: owning both ways would be a cycle.
+        self._parent = None
+        self._built.results["t"] = transposed
+        transposed._parent = weakref.ref(self)
 
     def _transpose(self, valued: bool) -> Adjacency:
         symmetric = self.symmetric if self.num_dst == self.num_src else False
