@@ -38,7 +38,7 @@ def expected(grad: Tensor, x: Tensor, num_parts: int, width: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("special", [0.0, math.nan, math.inf])
-@pytest.mark.parametrize("parts", [(1, 5, 0), (3, 4, 2), (2, 140, 0)], ids=str)
+@pytest.mark.parametrize("parts", [(1, 5, 0), (3, 4, 2), (2, 140, 0), (2, 0, 3)], ids=str)
 @pytest.mark.parametrize("out_by_in", [True, False])
 def test_rows_without_a_gradient(device, dtype, special, parts, out_by_in):
     """Row 0 has no gradient in the first part only, and one column of row 20 is read by all parts."""

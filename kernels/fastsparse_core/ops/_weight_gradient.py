@@ -61,7 +61,8 @@ def weight_gradient(
             operands = (unit_stride(grad), features, features.stride(1), num_parts, width)
             _C.weight_gradient(*operands, by_row, by_row.stride(1), dtype, *place_of(product.device))
         return product
-    for first in range(0, num_parts * width, width):
+    for nth in range(num_parts):
+        first = nth * width
         part = grad[:, first : first + width]
         rows = (part != 0).any(1)
         by_row[first : first + width] = product_in(part[rows].t(), features[rows], dtype)
