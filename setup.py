@@ -61,6 +61,7 @@ CUDA_UNITS = {
         "sddmm_csr",
         "segment_reduce",
         "sum_of_rows",
+        "weight_gradient",
     ): 30,
     (
         "cbsr",

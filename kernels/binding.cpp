@@ -218,6 +218,16 @@ void sum_of_rows(Matrix rows, Address partial, std::int64_t num_parts, Address o
   FASTSPARSE_RUN_CUDA(sum_of_rows, args, device, queue);
 }
 
+void weight_gradient(Matrix grad, Matrix x, std::int64_t x_column_stride, std::int64_t num_parts,
+                     std::int64_t part_width, DenseView out, std::int64_t out_column_stride, Dtype out_dtype,
+                     int device, Address queue) {
+  const WeightGradientArgs args{
+      grad.data,  grad.stride,       x.data,    x.stride,   x_column_stride,
+      x.rows,     x.width,           num_parts, part_width, const_cast<void*>(out.data),
+      out.stride, out_column_stride, x.dtype,   out_dtype};
+  FASTSPARSE_RUN_CUDA(weight_gradient, args, device, queue);
+}
+
 cuda::MaskedRows masked_rows(const Matrix& x, Address mask, Address count, Address partial,
                              std::int64_t num_parts) {
   return {x.data, x.rows, x.width, x.dtype, mask, count, partial, num_parts};
@@ -1834,6 +1844,7 @@ PYBIND11_MODULE(_C, m) {
   define<&spmm_bsb>(m, "spmm_bsb");
   define<&head_outer>(m, "head_outer");
   define<&sum_of_rows>(m, "sum_of_rows");
+  define<&weight_gradient>(m, "weight_gradient");
   define<&batch_norm>(m, "batch_norm");
   define<&batch_norm_backward>(m, "batch_norm_backward");
   define<&aggregate_linear>(m, "aggregate_linear");

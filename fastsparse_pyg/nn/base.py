@@ -8,7 +8,6 @@ from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 from torch_geometric.data.data import BaseData
@@ -20,6 +19,7 @@ from fastsparse_core import Adjacency, recorded, spmm
 from fastsparse_core.fused.aggregate_linear import aggregate_linear
 from fastsparse_core.fused.joint_linear import add_linear, joint_linear
 from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain_linear_of
+from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.layer_swap import restore
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
 from fastsparse_core.ops.spmm import Reduce
@@ -415,7 +415,7 @@ class FastConv(MessagePassing):
             if whole is not None:
                 return whole
         if narrower_after and is_plain_linear(lin) and self.node_dim % x_src.dim() != x_src.dim() - 1:
-            out = self._aggregate_neighbours(adj, F.linear(x_src, lin.weight), value, bias=lin.bias)
+            out = self._aggregate_neighbours(adj, linear_before_sum(x_src, lin.weight), value, bias=lin.bias)
         else:
             out = lin(self._aggregate_neighbours(adj, x_src, value))
         if lin_root is None or x_dst is None:

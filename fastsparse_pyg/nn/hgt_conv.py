@@ -13,6 +13,7 @@ from torch_geometric.nn.dense.linear import is_uninitialized_parameter
 from torch_geometric.typing import EdgeType, NodeType, SparseTensor
 
 from fastsparse_core import Adjacency, attention, recorded
+from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_pyg.caching import lookup
 from fastsparse_pyg.graph import raise_graph
 from fastsparse_pyg.nn.attention import AttentionConv
@@ -61,7 +62,9 @@ class FastHGTConv(AttentionConv, HGTConv):
         for node_type, x in x_dict.items():
             outgoing = [edge_type for edge_type in edge_index_dict if edge_type[0] == node_type]
             weight, bias = self._joint_weights(node_type, outgoing)
-            parts = F.linear(x, weight, bias).split([width, *[2 * width] * len(outgoing)], dim=1)
+            # The prior is a factor of the weight here; the original multiplies messages by it.
+            joint = linear_before_sum(x, weight, bias, 1 + 2 * len(outgoing), width)
+            parts = joint.split([width, *[2 * width] * len(outgoing)], dim=1)
             queries.append(parts[0])
             of_type |= dict(zip(outgoing, parts[1:], strict=True))
         sources = torch.cat([of_type[edge_type] for edge_type in edge_index_dict])

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch_geometric.nn import ResGatedGraphConv
 from torch_geometric.typing import OptTensor, PairTensor
 
-from fastsparse_core import gated_aggregate
+from fastsparse_core import Adjacency, gated_aggregate
 from fastsparse_core.fused.bias import add_bias, linear
 from fastsparse_core.fused.edge_messages import can_pass_messages, gated_layer
+from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
 from fastsparse_pyg.graph import EdgesLike
@@ -137,13 +138,14 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
 
         def product(x: Tensor, first: int, last: int) -> tuple[Tensor, ...]:
             bias = torch.cat([lin.bias for lin in maps[first:last]])
-            return linear(x, torch.cat(of_nodes[first:last]), bias).split(self.out_channels, dim=-1)
+            out = linear_before_sum(x, torch.cat(of_nodes[first:last]), bias, last - first, self.out_channels)
+            return out.split(self.out_channels, dim=-1)
 
         if x[0] is x[1]:
             query, value, key = product(x[0], 0, 3)
         else:
             query, value = product(x[0], 0, 2)
-            key = F.linear(x[1], of_nodes[2], self.lin_key.bias)
+            key = linear_before_sum(x[1], of_nodes[2], self.lin_key.bias)
         # Both ends of an edge see its features, and what the gate gets of them is one product.
         return key, query, value, of_edges[0] + of_edges[2], of_edges[1]
 

@@ -11,6 +11,7 @@ from torch_geometric.nn import RGATConv
 from torch_geometric.typing import OptTensor, SparseTensor
 
 from fastsparse_core import additive_attention, scatter, scatter_softmax, spmm
+from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.fused.relational_attention import relational_attention
 from fastsparse_core.grouped_product import grouped_product
 from fastsparse_core.relations import Relations
@@ -73,7 +74,7 @@ class FastRGATConv(AttentionConv, RGATConv):
 
         Raises:
             ValueError: sizes, dtypes, devices or the dropout probability do not fit.
-            IndexError: an index points to no node.
+            IndexError: an index points to no node, or a type to no relation.
         """
         with_weights = isinstance(return_attention_weights, bool)
         # First: the step of a small graph takes as long as the host needs for it.
@@ -88,11 +89,6 @@ class FastRGATConv(AttentionConv, RGATConv):
         assert isinstance(edge_index, Tensor)  # else there was a reason
         num_nodes = x.size(0)
         relations = relations_of(edge_index, edge_type, (num_nodes, num_nodes), self.num_relations, self.flow)
-        if relations.num_edges != edge_index.size(1):
-            raise IndexError(
-                f"edge_type: expected types from 0 to {self.num_relations - 1}, got values from "
-                f"{int(edge_type.min())} to {int(edge_type.max())}"
-            )
         weight = self._weight()
         takes_every_pair = self._takes_every_pair(x, weight)
         relations = relations.with_every_pair if takes_every_pair else relations
@@ -110,7 +106,10 @@ class FastRGATConv(AttentionConv, RGATConv):
         if takes_every_pair:
             by_feature = weight.transpose(0, 1).contiguous()
             maps = by_feature, by_feature @ self.k, by_feature @ self.q
-            rows, key, of_dst = ((x @ each.flatten(1)).view(-1, each.size(2)) for each in maps)
+            rows, key, of_dst = (
+                linear_before_sum(x, each.flatten(1).t(), None, *each.shape[1:]).view(-1, each.size(2))
+                for each in maps
+            )
         else:
             rows = grouped_product(rows_of(x, sources.node), weight, sources.starts)
             key = rows @ self.k

@@ -14,6 +14,7 @@ from torch_geometric.typing import OptPairTensor, OptTensor, Size
 
 from fastsparse_core import Adjacency, sddmm
 from fastsparse_core.fused.joint_linear import add_linear
+from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.fused.weighted_linear import weighted_linear
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix, resolve
@@ -114,7 +115,7 @@ class _Powers(PropagatingConv):
         lin = self.lin
         if not (narrow and x.size(-1) > self.out_channels and self._is_linear() and is_plain_linear(lin)):
             return lin(self._kept(matrix, x) if self.cached else self._polynomial(matrix, x))
-        out = self._polynomial(matrix, F.linear(x, lin.weight))
+        out = self._polynomial(matrix, linear_before_sum(x, lin.weight))
         return out if lin.bias is None else out + lin.bias
 
     def _polynomial(self, matrix: Propagation, x: Tensor) -> Tensor:
@@ -238,7 +239,9 @@ class FastTAGConv(PropagatingConv, pyg.TAGConv):
         matrix = self._propagation(x, edge_index, edge_weight, normalize=self.normalize)
         plain = all(is_plain_linear(lin) for lin in self.lins)
         if plain and self._is_linear() and x.size(-1) > self.out_channels:
-            *terms, out = project(x, *self.lins)
+            width = self.out_channels
+            joint = torch.cat([lin.weight for lin in self.lins])
+            *terms, out = linear_before_sum(x, joint, None, len(self.lins), width).split(width, dim=-1)
             for term in reversed(terms):
                 out = self._multiply(matrix, out) + term
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch_geometric.typing import OptTensor, PairTensor
 from fastsparse_core import Adjacency, attention, attention_weights, sddmm, spmm
 from fastsparse_core.fused.attention_layer import DOT_PRODUCT, attention_layer
 from fastsparse_core.fused.joint_linear import joint_linear
+from fastsparse_core.ops._attention_checks import default_scale
 from fastsparse_core.structure.incidence import incidence
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
@@ -103,7 +103,8 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         def weights(query: Tensor, key: Tensor) -> Tensor:
             bias = None
             if edges is not None:
-                bias = sddmm(incidence(adj), query.view(heads), edges) / math.sqrt(self.out_channels)
+                bias = sddmm(incidence(adj), query.view(heads), edges)
+                bias = bias * default_scale(self.out_channels)
             return attention_weights(adj, query, key, bias=bias, heads=self.heads, **of_edges)
 
         dropout = self.dropout if self.training else 0.0
@@ -154,7 +155,7 @@ class FastTransformerConv(AttentionConv, TransformerConv):
             (),
             None,
             heads=state["heads"],
-            scale=state["out_channels"] ** -0.5,
+            scale=default_scale(state["out_channels"]),
             dropout_p=state["dropout"] if state["training"] else 0.0,
             kind=Linear,
         )

@@ -321,6 +321,18 @@ def aggregate_linear_backward(
 def sum_of_rows(
     rows: _Rows, partial: _Memory, num_parts: int, out: _Memory, out_dtype: _Dtype, device: int, queue: int
 ) -> None: ...
+def weight_gradient(
+    grad: _Rows,
+    x: _Rows,
+    x_column_stride: int,
+    num_parts: int,
+    part_width: int,
+    out: _Rows,
+    out_column_stride: int,
+    out_dtype: _Dtype,
+    device: int,
+    queue: int,
+) -> None: ...
 def batch_norm(
     x: _Rows,
     mask: _Memory,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from attention_problems import (
@@ -365,3 +367,19 @@ def test_dropout_generator_is_philox():
     below, above = 0x6627E8D5 / 2**32, 0x6627E8D6 / 2**32
     assert reference.dropout_keep(adj, 1, below, 0).item()
     assert not reference.dropout_keep(adj, 1, above, 0).item()
+
+
+def test_later_calls_repeat_the_first_to_the_bit():
+    """Also with a width whose root has two roundings, as `1 / math.sqrt(w)` and `w**-0.5` give them."""
+    width = next(w for w in range(2, 100) if w**-0.5 != 1 / math.sqrt(w))
+    generator = torch.Generator().manual_seed(0)
+    adj = random_graph().adjacency("cpu")
+    q, k, v = (
+        torch.randn(rows, 8 * width, dtype=torch.float64, generator=generator)
+        for rows in (adj.num_dst, adj.num_src, adj.num_src)
+    )
+    first, second = attention(adj, q, k, v, heads=8), attention(adj, q, k, v, heads=8)
+    assert torch.equal(first, second)
+    q, k, v = (x.unflatten(1, (8, width)) for x in (q, k, v))
+    assert torch.equal(attention(adj, q, k, v).flatten(1), first)
+    assert torch.equal(attention(adj, q, k, v, scale=1 / math.sqrt(width)).flatten(1), first)

@@ -406,6 +406,69 @@ def test_reductions(device):
     assert matrix.set_value(None).sum(dim=1).tolist() == [2, 1, 0, 2, 2]
 
 
+def test_reductions_without_values(device):
+    """As in torch_sparse, where rows without an entry have a mean, maximum and minimum of 1 too."""
+    matrix = example(device).set_value(None)
+    assert matrix.sum(dim=1).tolist() == [2, 1, 0, 2, 2]
+    assert matrix.sum(dim=0).tolist() == [3, 2, 2, 0]
+    assert matrix.sum().tolist() == 7
+    for reduce in (matrix.mean, matrix.min, matrix.max):
+        assert reduce(dim=1).tolist() == [1] * 5
+        assert reduce(dim=0).tolist() == [1] * 4
+        assert reduce().tolist() == 1
+        assert reduce(dim=-1).dtype == torch.float32
+    with pytest.raises(ValueError, match="dim: expected None or a dimension from 0 to 1, got 2"):
+        matrix.sum(dim=2)
+
+
+def test_reductions_within_entries(device):
+    value = torch.randn(7, 3, dtype=torch.float64, device=device)
+    matrix = example(device).set_value(value)
+    for dim in (2, -1):
+        assert torch.equal(matrix.sum(dim), value.sum(1))
+        assert torch.equal(matrix.mean(dim), value.mean(1))
+        assert torch.equal(matrix.max(dim), value.amax(1))
+        assert torch.equal(matrix.min(dim), value.amin(1))
+
+
+def test_coordinates_are_coalesced_and_differentiable(device):
+    index = torch.tensor([[1, 0, 1, 1], [0, 1, 0, 1]], device=device)
+    value = torch.tensor([5.0, 2.0, 3.0, 1.0], device=device, requires_grad=True)
+    given = torch.sparse_coo_tensor(index, value, (2, 2))
+    for has_value in (True, False):
+        matrix = SparseTensor.from_torch_sparse_coo_tensor(given, has_value)
+        assert [part.tolist() for part in matrix.coo()[:2]] == [[0, 1, 1], [1, 0, 1]]
+        assert matrix.has_value() == has_value
+    matrix = SparseTensor.from_torch_sparse_coo_tensor(given)
+    assert matrix.storage.value().tolist() == [2, 8, 1]
+    (matrix @ torch.tensor([[2.0], [1.0]], device=device)).sum().backward()
+    assert value.grad.tolist() == [2, 1, 2, 1]
+    matrix = SparseTensor.from_torch_sparse_csr_tensor(given.coalesce().to_sparse_csr())
+    assert matrix.requires_grad()
+
+
+def test_values_that_nobody_gave_have_the_default_dtype(device):
+    pattern = example(device).set_value(None)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        made = [
+            pattern.to_dense(),
+            pattern.to_torch_sparse_coo_tensor(),
+            pattern.to_torch_sparse_csr_tensor(),
+            pattern.to_torch_sparse_csc_tensor(),
+            pattern.fill_value(2).storage.value(),
+            pattern.get_diag(),
+            SparseTensor.eye(3, device=device).storage.value(),
+            example(device).float().fill_value(2).storage.value(),
+        ]
+        assert {each.dtype for each in made} == {torch.float64}
+        assert pattern.dtype() == torch.float32  # as torch_sparse says
+        assert pattern.to_dense(torch.float16).dtype == torch.float16
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_parts(device):
     matrix = example(device)
     dense = matrix.to_dense()

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+import torch_geometric
 from torch_geometric import nn as pyg
 from torch_geometric.nn import HGTConv, RGATConv, RGCNConv
 
@@ -24,7 +25,7 @@ from fastsparse_pyg import (
     restore,
 )
 from fastsparse_pyg.compat.torch_sparse import SparseTensor
-from fastsparse_pyg.nn import rgat_conv, rgcn_conv
+from fastsparse_pyg.nn import DROP_INS, rgat_conv, rgcn_conv
 from fastsparse_pyg.relations import relations_of
 
 NODES, EDGES, RELATIONS = 30, 300, 5
@@ -158,19 +159,33 @@ def test_rgcn_by_a_matrix_per_edge_of_indices(device):
 
 
 @pytest.mark.parametrize("wrong", [RELATIONS, -1])
-def test_edges_of_unknown_types_have_no_matrix(device, wrong):
+@pytest.mark.parametrize("options", [{}, {"num_bases": 2}], ids=str)
+@pytest.mark.parametrize("indices", [False, True])
+@pytest.mark.parametrize("original", [RGCNConv, pyg.FastRGCNConv, RGATConv])
+def test_edges_of_unknown_types_have_no_matrix(device, original, wrong, options, indices):
+    if indices and original is not RGCNConv:
+        pytest.skip("features that are indices are RGCNConv's, or run PyG's own code")
     edge_index, kind = graph(device)
     kind[3] = wrong
-    x = torch.randn(NODES, 8, device=device)
-    known = FastRGCNConv(8, 4, RELATIONS).to(device)
-    known(x, edge_index, kind)  # leaves them out, and what it keeps is its own
-    layer = FastFastRGCNConv(8, 4, RELATIONS).to(device)
+    x = None if indices else torch.randn(NODES, 8, device=device)
+    width = NODES if indices else 8
+    if not indices:
+        FastRGCNConv(8, 4, RELATIONS, num_blocks=2).to(device)(x, edge_index, kind)  # leaves them out
+    layer = DROP_INS[original](width, 4, RELATIONS, **options).to(device)
     for _ in range(2):
         with pytest.raises(IndexError, match=f"edge_type: expected types from 0 to {RELATIONS - 1}"):
             layer(x, edge_index, kind)
-    if x.device.type == "cpu":
+    if device == "cpu":
         with pytest.raises((IndexError, RuntimeError)):
-            pyg.FastRGCNConv(8, 4, RELATIONS)(x, edge_index, kind)
+            original(width, 4, RELATIONS, **options)(x, edge_index, kind)
+
+
+def test_types_that_pyg_does_not_count_are_left_out(device, monkeypatch):
+    edge_index, kind = graph(device)
+    kind[3] = RELATIONS
+    monkeypatch.setattr(torch_geometric.backend, "use_segment_matmul", False)
+    layers = pair_of_layers(RGCNConv, FastRGCNConv, device, 8, 4, RELATIONS)
+    assert_same(layers, [], torch.randn(NODES, 8, dtype=torch.float64, device=device), edge_index, kind)
 
 
 def test_rgcn_of_few_nodes_is_one_product(device, monkeypatch):

@@ -74,6 +74,6 @@ def get_diag(src: SparseTensor) -> Tensor:
     """The main diagonal, 0 where there is no entry."""
     row, col, value = src.coo()
     on = row == col
-    value = torch.ones_like(row, dtype=src.dtype()) if value is None else value
+    value = torch.ones(row.numel(), device=row.device) if value is None else value
     out = value.new_zeros(min(src.sparse_sizes()), *value.shape[1:])
     return out.index_put((row[on],), value[on])

@@ -15,21 +15,34 @@ if TYPE_CHECKING:
 
 
 def reduction(src: SparseTensor, dim: int | None = None, reduce: str = "sum") -> Tensor:
-    """Reduces all values, those of every row (dim=1), or those of every column (dim=0)."""
+    """Reduces all values, those of every row (dim=1), those of every column (dim=0), or those of each entry.
+
+    Without values, sums are counts, and other reductions 1 everywhere, as in torch_sparse.
+    """
     value = src.storage.value()
     name: Any = {"add": "sum"}.get(reduce, reduce)
+    last = src.dim() - 1
+    if dim is not None and not -last - 1 <= dim <= last:
+        raise ValueError(f"dim: expected None or a dimension from 0 to {last}, got {dim}")
+    dim = dim + last + 1 if dim is not None and dim < 0 else dim
     if value is None:
-        value = torch.ones(src.nnz(), dtype=src.dtype(), device=src.device())
-    if dim is None:
-        if name == "sum":
-            return value.sum()
-        return value.mean() if name == "mean" else getattr(torch, f"a{name}")(value)
-    dim = dim + src.dim() if dim < 0 else dim
+        return _without_values(src, dim, name)
     if dim == 1:
         return segment_reduce(value, src.storage.rowptr(), name)
     if dim == 0:
         return scatter(value, src.storage.col(), src.sparse_size(1), name)
-    raise ValueError(f"dim: expected None, 0 or 1, got {dim}")
+    of_entries = () if dim is None else (dim - 1,)
+    return getattr(torch, name if name in ("sum", "mean") else f"a{name}")(value, *of_entries)
+
+
+def _without_values(src: SparseTensor, dim: int | None, name: str) -> Tensor:
+    if name == "sum":
+        if dim is None:
+            return torch.tensor(src.nnz(), dtype=src.dtype(), device=src.device())
+        counts = src.storage.rowcount() if dim == 1 else src.storage.colcount()
+        return counts.to(src.dtype())
+    size = () if dim is None else (src.sparse_size(1 - dim),)
+    return torch.ones(size, dtype=src.dtype(), device=src.device())
 
 
 def sum(src: SparseTensor, dim: int | None = None) -> Tensor:

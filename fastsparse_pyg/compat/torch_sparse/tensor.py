@@ -84,10 +84,11 @@ class SparseTensor:
 
     @classmethod
     def from_torch_sparse_coo_tensor(cls, mat: Tensor, has_value: bool = True) -> SparseTensor:
-        """The entries of PyTorch's coordinate format."""
+        """The entries of PyTorch's coordinate format, coalesced; differentiable in its values."""
+        mat = mat.coalesce()
         row, col = mat._indices()
-        value = mat._values() if has_value else None
-        return cls(row, None, col, value, (mat.size(0), mat.size(1)), mat.is_coalesced(), True)
+        value = mat.values() if has_value else None
+        return cls(row, None, col, value, (mat.size(0), mat.size(1)), True, True)
 
     @classmethod
     def from_torch_sparse_csr_tensor(cls, mat: Tensor, has_value: bool = True) -> SparseTensor:
@@ -139,7 +140,9 @@ class SparseTensor:
     def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The matrix with its zeros."""
         row, col, value = self.coo()
-        out = torch.zeros(self.sizes(), dtype=dtype or self.dtype(), device=self.device())
+        if value is not None and dtype is None:
+            dtype = value.dtype
+        out = torch.zeros(self.sizes(), dtype=dtype, device=self.device())
         if value is None:
             out[row, col] = 1
             return out
@@ -148,7 +151,7 @@ class SparseTensor:
     def _values(self, dtype: torch.dtype | None) -> Tensor:
         value = self.storage.value()
         if value is None:
-            return torch.ones(self.nnz(), dtype=dtype or self.dtype(), device=self.device())
+            return torch.ones(self.nnz(), dtype=dtype, device=self.device())
         return value if dtype is None else value.to(dtype)
 
     def to_torch_sparse_coo_tensor(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -301,8 +304,8 @@ class SparseTensor:
         return self.from_storage(self.storage.set_value(value, layout))
 
     def fill_value_(self, fill_value: float, dtype: torch.dtype | None = None) -> SparseTensor:
-        """Gives all entries one value."""
-        value = torch.full((self.nnz(),), fill_value, dtype=dtype or self.dtype(), device=self.device())
+        """Gives all entries one value; dtype None: PyTorch's default."""
+        value = torch.full((self.nnz(),), float(fill_value), dtype=dtype, device=self.device())
         return self.set_value_(value)
 
     def fill_value(self, fill_value: float, dtype: torch.dtype | None = None) -> SparseTensor:
