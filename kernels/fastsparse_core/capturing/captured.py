@@ -329,30 +329,28 @@ class Captured:
         wide = None if room is None else room.doubled()
         trial = Record(call, form.varies, wide)
         trial.write(call)
-        rounds = self.observed.rounds
 
         def plain() -> Trial:
             return self._on_trial(lambda: self.step(*call.args, **call.kwargs), call)
 
-        def compare() -> tuple[Trial, Trial]:
-            return plain(), self._on_trial(
+        def compare(rounds: bool) -> None:
+            one = plain()
+            padded = self._on_trial(
                 lambda: trial.trimmed(trial.run(self.step, self.observed, self._defers), call), call
             )
+            form.difference, where = difference(one, padded)
+            if not form.difference <= self._tolerated(form.difference, rounds, one, plain):
+                raise Refused(
+                    f"padding would change {where} (relative difference {form.difference:.1e}). Usual cause: "
+                    "something in the step mixes the nodes of different graphs"
+                )
 
         with recorded.without_dropout(), WithoutDropout():
             try:
                 with _without_autocast(device):
-                    one, padded = compare()
+                    compare(self.observed.rounds)
             except RuntimeError:  # features in 16 bits, which meet weights in 32 bits without it
-                rounds = True
-                one, padded = compare()
-            found, where = difference(one, padded)
-            form.difference = found
-            if not found <= self._tolerated(found, rounds, one, plain):
-                raise Refused(
-                    f"padding would change {where} (relative difference {found:.1e}). Usual cause: something "
-                    "in the step mixes the nodes of different graphs"
-                )
+                compare(rounds=True)
 
     def _tolerated(self, found: float, rounds: bool, one: Trial, run: Callable[[], Trial]) -> float:
         """Which relative difference rounding explains.

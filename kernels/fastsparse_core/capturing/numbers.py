@@ -354,11 +354,13 @@ class Callers:
     def __init__(self, step: Any) -> None:
         self._step = getattr(step, "__func__", step)
         self._functions: dict[int, FunctionType] = {}
+        self._codes: set[CodeType] = set()
 
     def add(self, frame: FrameType | None) -> None:
         """Notes the functions of a frame and of those below it, as far as they are the user's."""
         while frame is not None and not frame.f_globals.get("__name__", "").startswith("fastsparse_core.cap"):
-            if is_of_user(frame):
+            if is_of_user(frame) and frame.f_code not in self._codes:
+                self._codes.add(frame.f_code)
                 for function in _functions_of(frame, self._step):
                     self._functions[id(function)] = function
             frame = frame.f_back
@@ -373,6 +375,7 @@ class Callers:
                 after = patched(before)
                 if after is not before and _NAMES.keys().isdisjoint(function.__globals__):
                     changed.append((function, before, after))
+                    # They stay there: another thread may run patched code, or a generator go on later.
                     function.__globals__.update(_HELPERS)
                     function.__code__ = after
             yield
@@ -380,15 +383,18 @@ class Callers:
             for function, before, after in changed:
                 if function.__code__ is after:
                     function.__code__ = before
-                for name in _HELPERS:
-                    function.__globals__.pop(name, None)
 
 
 def _functions_of(frame: FrameType, step: Any) -> list[FunctionType]:
     """The functions whose code a frame runs, as far as they can be found."""
     code, around = frame.f_code, frame.f_back
     owner = type(frame.f_locals.get("self"))
-    candidates = [step, frame.f_globals.get(code.co_name), getattr(owner, code.co_name, None)]
-    candidates += [*gc.get_referrers(code), *(around.f_locals.values() if around is not None else ())]
+    near = [step, frame.f_globals.get(code.co_name), getattr(owner, code.co_name, None)]
+    near += around.f_locals.values() if around is not None else ()
+    # Looking through all objects takes up to a tenth of a second.
+    return _with_code(code, near) or _with_code(code, gc.get_referrers(code))
+
+
+def _with_code(code: CodeType, candidates: list[Any]) -> list[FunctionType]:
     found = [inspect.unwrap(item) for item in candidates if isinstance(item, FunctionType)]
     return [item for item in found if isinstance(item, FunctionType) and item.__code__ is code]
