@@ -239,6 +239,7 @@ def place_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
             )
             _copies.setdefault(tensor, {})[device] = (_stamp(tensor), weakref.ref(copy))
         out.append(copy)
+    torch.cuda.current_stream(device).synchronize()  # other streams will read them
     return out
 
 
