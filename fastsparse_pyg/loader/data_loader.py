@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -10,15 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from torch_geometric.data import Dataset, InMemoryDataset
 from torch_geometric.data.data import BaseData
 from torch_geometric.loader import DataLoader as PygDataLoader
 
+from fastsparse_core.graph_store import NotStored, Outline, StoredBatches, same_outline
 from fastsparse_core.log import info_once, warn_once
 from fastsparse_pyg.caching import logger
 from fastsparse_pyg.loader.base import OF_WORKERS, choose_device
-from fastsparse_pyg.loader.stored_graphs import NotStored, StoredGraphs
+from fastsparse_pyg.loader.stored_graphs import StoredGraphs
 
 
 class _Fields(NamedTuple):
@@ -108,11 +107,14 @@ class DataLoader(PygDataLoader):
 
     def _get_iterator(self) -> Any:
         current = self._current()
-        return super()._get_iterator() if current is None else _Batches(self, *current)
+        if current is None:
+            return super()._get_iterator()
+        graphs, graph_at = current
+        return StoredBatches(self, lambda index: graphs.batch(index, graph_at))
 
     def __iter__(self) -> Iterator[Any]:
         batches = super().__iter__()
-        if isinstance(batches, _Batches) or not self._moves:
+        if isinstance(batches, StoredBatches) or not self._moves:
             return batches
         return _moved(batches, self._device)
 
@@ -149,19 +151,6 @@ def _moved(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
         yield batch.to(device, non_blocking=True) if isinstance(batch, BaseData) else batch
 
 
-class _Batches(_SingleProcessDataLoaderIter):
-    """PyTorch's iterator over a loader, which draws the samples; batches are gathered."""
-
-    def __init__(self, loader: DataLoader, graphs: StoredGraphs, graph_at: Tensor | None) -> None:
-        super().__init__(loader)
-        self._graphs, self._graph_at = graphs, graph_at
-
-    def _next_data(self) -> Any:
-        index = self._next_index()
-        batch = self._graphs.batch(index if type(index) is list else list(index), self._graph_at)
-        return batch.pin_memory() if self._pin_memory else batch
-
-
 class _Source:
     """The graphs behind a dataset, and which of them it has.
 
@@ -174,15 +163,11 @@ class _Source:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._objects, self._positions = _outline(dataset)
+        self._outline = _outline(dataset)
 
     def is_like(self, other: _Source) -> bool:
         """Whether both have the same graphs."""
-        return (
-            len(self._objects) == len(other._objects)
-            and all(map(operator.is_, self._objects, other._objects))
-            and self._positions == other._positions
-        )
+        return same_outline(self._outline, other._outline)
 
     @cached_property
     def _parts(self) -> _Parts:
@@ -240,7 +225,7 @@ class _InMemory(Sequence[Any]):
 _Parts = list[tuple[Any, list[int] | None]]
 
 
-def _outline(dataset: Any) -> tuple[list[Any], list[list[int]]]:
+def _outline(dataset: Any) -> Outline:
     """The objects that a dataset consists of, and the positions that are taken of them.
 
     Raises:
