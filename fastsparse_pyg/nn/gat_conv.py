@@ -13,7 +13,7 @@ from torch_geometric.typing import OptPairTensor, OptTensor, Size, SparseTensor
 from fastsparse_core import Adjacency, additive_attention, additive_attention_weights, spmm
 from fastsparse_core.fused.attention_layer import ADDITIVE
 from fastsparse_core.fused.bias import add_bias
-from fastsparse_core.fused.head_scores import head_scores
+from fastsparse_core.fused.head_scores import edge_scores, head_scores
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import as_pair, is_plain_linear
@@ -164,9 +164,7 @@ class FastGATConv(AttentionConv, GATConv):
         if not is_plain_linear(lin):
             projected = lin(features).view(-1, self.heads, self.out_channels)
             return (projected * self.att_edge).sum(dim=-1)
-        # Both factors are linear: their product is taken first, so that no edge gets H * C numbers.
         autocast = torch.is_autocast_enabled(features.device.type)
         with torch.autocast(features.device.type, enabled=False):
-            weight = lin.weight.view(self.heads, self.out_channels, -1)
-            weight = (weight * self.att_edge.view(self.heads, self.out_channels, 1)).sum(dim=1)
-            return F.linear(features.to(weight.dtype) if autocast else features, weight)
+            features = features.to(lin.weight.dtype) if autocast else features
+            return edge_scores(features, lin.weight, self.att_edge)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch_geometric.nn import ResGatedGraphConv
 from torch_geometric.typing import OptTensor, PairTensor
 
-from fastsparse_core import Adjacency, gated_aggregate
-from fastsparse_core.fused.bias import add_bias, linear
+from fastsparse_core import gated_aggregate
+from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.fused.edge_messages import can_pass_messages, gated_layer
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled

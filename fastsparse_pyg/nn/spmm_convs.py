@@ -18,7 +18,7 @@ from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.fused.weighted_linear import weighted_linear
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix, resolve
-from fastsparse_pyg.nn.base import as_pair, is_plain_linear, project
+from fastsparse_pyg.nn.base import as_pair, is_plain_linear
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
 
 
