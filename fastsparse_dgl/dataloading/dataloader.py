@@ -68,7 +68,10 @@ class DataLoader(dgl.dataloading.DataLoader):
         self._target: torch.device | None = None
         if target is not None and target.type == "cuda":
             kind = type(graph_sampler).__name__
-            reason = f"graph_sampler is a {kind}; only fastsparse_dgl.NeighborSampler samples on a GPU"
+            reason = (
+                f"graph_sampler is DGL's {kind}; only fastsparse_dgl.NeighborSampler samples on a GPU, with "
+                "fanouts of -1 for all neighbours"
+            )
             if isinstance(graph_sampler, NeighborSampler):
                 reason = graph_sampler.why_not(graph)
             if reason:
