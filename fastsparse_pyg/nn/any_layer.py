@@ -30,6 +30,10 @@ _MOST_PATTERNS = 8
 FEW_EDGES = 4096
 _FEW_ON_GPU = f"no one kernel for the whole message, and at most {FEW_EDGES_ON_GPU} edges on a GPU"
 _FEW_ON_CPU = f"fewer than {FEW_EDGES} edges on the CPU"
+#: Of a pair PyG documents that the second is the sources' there; what it generates reads the first.
+_TURNED_PAIR = (
+    "a pair of features with flow='target_to_source', which PyG reads in another order than it says"
+)
 #: Of new edges more are few, for a structure pays when they have come several times: those that a layer makes
 #: anew never do (FAConv on 41 thousand edges, on an H200: a step of 2.06 ms by PyG's code, 2.38 by kernels
 #: whose structure was recognised), and those of a batch as often as there are layers.
@@ -179,6 +183,8 @@ class AnyLayer(MessagePassing):
             data = kwargs.get(base, EMPTY)
             if isinstance(data, (tuple, list)):
                 assert len(data) == 2
+                if i == 0 and data[0] is not data[1]:
+                    return _TURNED_PAIR
                 if isinstance(data[1 - dim], Tensor):
                     self._set_size(sizes, 1 - dim, data[1 - dim])
                 data = data[dim]

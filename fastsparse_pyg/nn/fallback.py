@@ -52,6 +52,7 @@ _CURES = {
     "autocast": "Call this layer outside of torch.autocast",
     "flow=": _USUAL_FLOW,
     "a bipartite graph with flow": _USUAL_FLOW,
+    "a pair of features with flow": _USUAL_FLOW,
 }
 _ANY_CURE = "The page 'Layers' of the documentation lists what the kernels support"
 

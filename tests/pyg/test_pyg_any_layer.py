@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch_geometric.utils import degree, scatter, softmax
 import fastsparse_pyg
 from benchmarks import any_layer as any_layer_benchmark
 from benchmarks.pyg_layers import LAYERS, NO_LAYER, Inputs
+from fastsparse_core import SlowPathWarning, log
 from fastsparse_pyg import VerificationError, accelerate, prepare, restore
 from fastsparse_pyg.caching import SIGHTS, _met
 from fastsparse_pyg.nn import any_layer, layer_arguments, message_kernels, segments
@@ -150,6 +152,46 @@ def test_bipartite(dims: str, device: str) -> None:
         check(layer, lambda one: one(pair, edges, size=size), [x])
         return
     check(layer, lambda one: one(pair, edges, attr, size=size), [x, attr])
+
+
+class Pairing(MessagePassing):
+    """Copies, messages of both ends and an `edge_update` of a pair of features."""
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.kind = kind
+
+    def forward(self, x: tuple[Tensor, Tensor], edge_index: Tensor) -> Tensor:
+        weight = self.edge_updater(edge_index, x=x) if self.kind == "edges" else None
+        return self.propagate(edge_index, x=x, weight=weight)
+
+    def edge_update(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return (x_i * x_j).sum(1, keepdim=True)
+
+    def message(self, x_i: Tensor, x_j: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is not None:
+            return x_j * weight
+        return x_j if self.kind == "copies" else torch.tanh(x_i) + x_j
+
+
+@pytest.mark.parametrize("num_dst", [N, 12])
+@pytest.mark.parametrize("kind", ["copies", "both", "edges"])
+def test_a_pair_against_the_flow(
+    kind: str, num_dst: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyG documents one order and its generated code reads another: its code runs, and the user is told."""
+    edges = random_graph(min(N, num_dst), num_edges=100, device=device)
+    x, dst = (
+        torch.randn(rows, 6, dtype=torch.float64, device=device, requires_grad=True) for rows in (N, num_dst)
+    )
+    layer = Pairing(kind, flow="target_to_source")
+    monkeypatch.setattr(log, "seen", set())
+    with pytest.warns(SlowPathWarning, match="a pair of features with flow='target_to_source'"):
+        check(layer, lambda one: one((x, dst), edges), [x, dst])
+    # One tensor for both ends is the same in either order.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SlowPathWarning)
+        check(layer, lambda one: one((x, x), edges), [x])
 
 
 # ---------------------------------------------------------------- layers as people write them
