@@ -1544,6 +1544,9 @@ struct Names {
   PyObject* shape = PyUnicode_InternFromString("shape");
   PyObject* element_size = PyUnicode_InternFromString("element_size");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
+  PyObject* numel = PyUnicode_InternFromString("numel");
+  PyObject* untyped_storage = PyUnicode_InternFromString("untyped_storage");
+  PyObject* nbytes = PyUnicode_InternFromString("nbytes");
   PyObject* zero = PyLong_FromLong(0);
 };
 
@@ -1563,6 +1566,23 @@ py::object found_in(PyObject* tensor, PyObject* found) {
 
 py::object ask(PyObject* tensor, PyObject* method) {
   return found_in(tensor, PyObject_CallMethodNoArgs(tensor, method));
+}
+
+// Allocators give memory above 4 GiB, unless the program is linked to fixed addresses. Offsets in freed
+// storages stay below unless the storage was larger.
+constexpr auto kLeastAddress = std::uintptr_t{1} << 32;
+
+// Rejects tensors whose storage was resized to nothing, as FSDP does between uses: their shape stays. Inlined
+// it would make every call longer.
+[[gnu::cold, gnu::noinline]] void check_memory(PyObject* tensor) {
+  if (PyLong_AsLongLong(ask(tensor, names().numel).ptr()) == 0) return;
+  const auto storage = ask(tensor, names().untyped_storage);
+  if (PyLong_AsLongLong(ask(storage.ptr(), names().nbytes).ptr()) != 0) return;
+  const py::list sizes = found_in(tensor, PyObject_GetAttr(tensor, names().shape));
+  throw std::runtime_error("a tensor of shape " + std::string(py::repr(py::tuple(sizes))) +
+                           " has no memory: its storage was resized to 0 bytes, as FSDP does with parameters "
+                           "outside their module's forward and backward pass. Give the storage its memory "
+                           "back before the call");
 }
 
 std::int64_t first_stride(PyObject* tensor) {
@@ -1791,8 +1811,13 @@ auto define_structure(py::module_& m, const char* name) {
 
 Address address_of(PyObject* object) {
   if (object == Py_None) return {};
-  if (PyLong_Check(object)) return {to_unsigned(object, std::numeric_limits<std::uintptr_t>::max())};
-  return {to_unsigned(ask(object, names().data_ptr).ptr(), std::numeric_limits<std::uintptr_t>::max())};
+  constexpr auto kMost = std::numeric_limits<std::uintptr_t>::max();
+  if (PyLong_Check(object)) return {to_unsigned(object, kMost)};
+  const std::uintptr_t address = to_unsigned(ask(object, names().data_ptr).ptr(), kMost);
+  // A freed storage leaves the offset in it for an address. Asking every tensor for the size of its storage
+  // takes 90 ns, 1.6 % of the host's time for a small spmm.
+  if (address < kLeastAddress) check_memory(object);
+  return {address};
 }
 
 }  // namespace fastsparse

@@ -658,8 +658,8 @@ class AttentionLayer:
     ) -> None: ...
 
 def stack_maps(
-    weights: list[int],
-    biases: list[int],
+    weights: Sequence[_Memory],
+    biases: Sequence[_Memory],
     weight_size: int,
     bias_size: int,
     weight: _Memory,

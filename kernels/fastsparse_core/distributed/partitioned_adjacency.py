@@ -457,6 +457,9 @@ class PartitionedAdjacency(Adjacency):
     def __getstate__(self) -> dict[str, Any]:
         _unsupported("pickling (build it on every rank)")
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _unsupported("pickling (build it on every rank)")
+
     def __repr__(self) -> str:
         facts = self.statistics
         return (
