@@ -23,6 +23,7 @@ from torch_geometric.utils import degree, scatter, softmax
 import fastsparse_pyg
 from benchmarks import any_layer as any_layer_benchmark
 from benchmarks.pyg_layers import LAYERS, NO_LAYER, Inputs
+from fastsparse_core import SlowPathWarning, log
 from fastsparse_pyg import VerificationError, accelerate, prepare, restore
 from fastsparse_pyg.caching import SIGHTS, _met
 from fastsparse_pyg.nn import any_layer, layer_arguments, message_kernels, segments
@@ -838,6 +839,15 @@ HOSTILE: list[type[MessagePassing]] = [
 def test_hostile_layers(klass: Callable[[], nn.Module], device: str) -> None:
     it = Inputs.draw(random_graph(N, device=device), N, WIDTH, torch.float64)
     check(klass().to(device, torch.float64), lambda one: attributed(one, it), it.leaves())
+
+
+def test_destinations_that_nobody_counted_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "seen", set())
+    layer, it = OwnSize(), Inputs.draw(EDGES, N, WIDTH, torch.float32)
+    accelerate(layer, show=False)
+    with pytest.warns(SlowPathWarning, match=r"OwnSize: PyG's own code runs, .*size=\(num_sources") as caught:
+        attributed(layer, it)
+    assert caught[0].filename == __file__
 
 
 def test_update_alone() -> None:
