@@ -49,7 +49,7 @@ def test_every_drop_in_has_a_case() -> None:
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", CASES)
 def test_changed_parameters(name: str, change: str) -> None:
-    """On the CPU alone: pip's DGL has no CUDA, and parameters are read in the same way on a GPU."""
+    """On the CPU, where pip's DGL has its own layers; where parameters lie decides nothing here."""
     make, width, edge_width = CASES[name]
     graph = homogeneous()
     torch.manual_seed(3)
