@@ -40,12 +40,12 @@ def capture(step: Any) -> Any:
 
     Dropout and other random numbers of the GPU stay random. Learning rates are kept in tensors, which
     schedulers outside of the step change as before; Adam, AdamW and SGD take their fused kernel. Results are
-    copies without gradient. Numbers that the step only returns (``return loss.item()``, ``int(correct.sum())
-    / n``) are read after the replay.
+    copies without gradient. Numbers that the step only returns are read after the replay:
+    ``return loss.item()``, ``return int(correct.sum()) / n``.
 
     A step that cannot be recorded runs as it is. A :class:`SlowPathWarning` says why, once, with the line
-    where that is known. The function's ``captured.status`` says it at any time: ``"watching (3 of 20
-    calls)"``, ``"replaying"``, or ``"refused: "`` and the reason. Reasons:
+    where that is known. ``captured.status`` of the function says it at any time. It is ``"replaying"``, or
+    ``"refused: "`` and the reason, or ``"watching (3 of 20 calls)"``. Reasons:
 
     - there is no GPU, or an argument that changes is not on it;
     - the step goes on to use a number of the GPU (``total += loss.item()``, ``print``, ``if loss > 1``);
