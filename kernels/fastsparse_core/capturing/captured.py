@@ -57,6 +57,8 @@ _MOST_CHANGES = 8
 _TOLERANCE, _TOLERANCE_16 = 1e-2, 5e-2
 #: Where two runs of the same form differ by more, so many times as much is tolerated, up to a limit.
 _NOISE, _MOST_TOLERATED = 4, 0.25
+#: Half of a last digit of bfloat16, relative.
+_ROUNDING_16 = 2.0**-9
 
 
 class Captured:
@@ -122,7 +124,7 @@ class Captured:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step, or replays it."""
         if self._refusals > _MOST_REFUSALS:
-            return self.step(*args, **kwargs)
+            return self._graphs.beside(lambda: self.step(*args, **kwargs))
         try:
             last = self._last
             call = last if last is not None and last.is_repeated(args, kwargs) else Call(args, kwargs)
@@ -136,7 +138,7 @@ class Captured:
         self._latest = form
         if form.refusal:
             self._refusals += 1
-            return self.step(*args, **kwargs)
+            return self._as_it_is(call)
         self._refusals = 0
         if self._optimizers and not all(item.is_as_recorded() for item in self._optimizers):
             logger.info("capture: an optimiser has changed; %s is recorded anew", self._name)
@@ -223,6 +225,8 @@ class Captured:
         return BATCHES if call.sizes is not None or self.records else CALLS
 
     def _as_it_is(self, call: Call) -> Any:
+        # Also once it is refused: gradients of parameters are summed on the stream of the first calls as long
+        # as results of the last call are alive, and another stream would wait for it at every parameter.
         return self._graphs.beside(lambda: self.step(*call.args, **call.kwargs))
 
     def _watch(self, form: Form, call: Call) -> Any:
@@ -339,7 +343,7 @@ class Captured:
                 lambda: trial.trimmed(trial.run(self.step, self.observed, self._defers), call), call
             )
             form.difference, where = difference(one, padded)
-            if not form.difference <= self._tolerated(form.difference, rounds, one, plain):
+            if not form.difference <= _tolerated(form.difference, rounds, one, [plain, plain]):
                 raise Refused(
                     f"padding would change {where} (relative difference {form.difference:.1e}). Usual cause: "
                     "something in the step mixes the nodes of different graphs"
@@ -351,26 +355,6 @@ class Captured:
                     compare(self.observed.rounds)
             except RuntimeError:  # features in 16 bits, which meet weights in 32 bits without it
                 compare(rounds=True)
-
-    def _tolerated(self, found: float, rounds: bool, one: Trial, run: Callable[[], Trial]) -> float:
-        """Which relative difference rounding explains.
-
-        Where more is found, two further trials show how much those of the same form differ: sums by atomics
-        come in any order, and 16 bits make much of that. Replays differ by nothing else. Plain runs may also
-        differ by what the host keeps from call to call, so a record is judged by its replays.
-
-        Args:
-            found: the difference.
-            rounds: whether the step computes in 16 bits.
-            one: a trial.
-            run: gives others, which should be the same.
-        """
-        tolerance = _TOLERANCE_16 if rounds else _TOLERANCE
-        if found <= tolerance or found > _MOST_TOLERATED:
-            return tolerance
-        two, three = run(), run()
-        noise = max(difference(x, y)[0] for x, y in ((one, two), (one, three), (two, three)))
-        return max(tolerance, min(_NOISE * noise, _MOST_TOLERATED))
 
     def _on_trial(self, job: Callable[[], Any], call: Call, keeps: Sequence[Any] = ()) -> Trial:
         state = self._state(call)
@@ -429,13 +413,19 @@ class Captured:
         finally:
             set_modes(modes)
 
-        def again() -> Trial:
-            return self._on_trial(replay, call, [*run.written, *self._gradients])
+        def again(shift: float = 0.0) -> Trial:
+            def job() -> Any:
+                _shift(self.observed.parameters, shift)
+                return replay()
+
+            return self._on_trial(job, call, [*run.written, *self._gradients])
 
         replayed = again()
         chosen.difference, where = difference(run, replayed)
         rounds = self.observed.rounds or self.observed.autocasts
-        if not chosen.difference <= self._tolerated(chosen.difference, rounds, replayed, again):
+        shifts = [_ROUNDING_16, -_ROUNDING_16] if rounds else []
+        others = [again, *(functools.partial(again, shift) for shift in shifts)]
+        if not chosen.difference <= _tolerated(chosen.difference, rounds, replayed, others):
             raise Refused(
                 f"the recorded step gave {where} that differs from the plain step's (relative difference "
                 f"{chosen.difference:.1e}). Usual causes: Python state that changes between calls, random "
@@ -535,6 +525,35 @@ def _names_of_arguments(step: Callable[..., Any], call: Call) -> list[str]:
     return [names[nth] if nth < len(names) else f"number {nth + 1}" for nth in range(given)] + list(
         call.names
     )
+
+
+def _tolerated(found: float, rounds: bool, one: Trial, others: Sequence[Callable[[], Trial]]) -> float:
+    """Which relative difference rounding explains.
+
+    Where more is found, further trials of one form show how much they differ: sums by atomics come in any
+    order, and 16 bits make much of that, and of libraries that choose other kernels for a recording. What the
+    host keeps from call to call changes plain runs too, but no replays: those judge a record.
+
+    Args:
+        found: the difference.
+        rounds: whether the step computes in 16 bits.
+        one: a trial.
+        others: trials that differ from it by no more than rounding.
+    """
+    tolerance = _TOLERANCE_16 if rounds else _TOLERANCE
+    if found <= tolerance or found > _MOST_TOLERATED:
+        return tolerance
+    noise = max(difference(one, run())[0] for run in others)
+    return max(tolerance, min(_NOISE * noise, _MOST_TOLERATED))
+
+
+def _shift(parameters: Sequence[Tensor], shift: float) -> None:
+    """Changes parameters by up to that part of them, each by another one."""
+    if shift:
+        with torch.no_grad():
+            for item in parameters:
+                wave = torch.arange(item.numel(), device=item.device).sin().view(item.shape)
+                item.mul_(1 + shift * wave.to(item.dtype))
 
 
 @contextlib.contextmanager

@@ -38,19 +38,20 @@ def capture(step: Any) -> Any:
     - Before a record is used it is tried, and the trial is undone: the padded step and the first replay must
       give the results and gradients of the step as it is.
 
-    Dropout and other random numbers of the GPU stay random. Learning rates are kept in tensors, which schedulers
-    outside of the step change as before; Adam, AdamW and SGD take their fused kernel. Results are copies without
-    gradient. Numbers that the step only returns (``return loss.item()``, ``int(correct.sum()) / n``) are read
-    after the replay.
+    Dropout and other random numbers of the GPU stay random. Learning rates are kept in tensors, which
+    schedulers outside of the step change as before; Adam, AdamW and SGD take their fused kernel. Results are
+    copies without gradient. Numbers that the step only returns are read after the replay:
+    ``return loss.item()``, ``return int(correct.sum()) / n``.
 
-    A step that cannot be recorded runs as it is. A :class:`SlowPathWarning` says why, once, with the line where
-    that is known. The function's ``captured.status`` says it at any time: ``"watching (3 of 20 calls)"``,
-    ``"replaying"``, or ``"refused: "`` and the reason. Reasons:
+    A step that cannot be recorded runs as it is. A :class:`SlowPathWarning` says why, once, with the line
+    where that is known. ``captured.status`` of the function says it at any time. It is ``"replaying"``, or
+    ``"refused: "`` and the reason, or ``"watching (3 of 20 calls)"``. Reasons:
 
     - there is no GPU, or an argument that changes is not on it;
     - the step goes on to use a number of the GPU (``total += loss.item()``, ``print``, ``if loss > 1``);
-    - a size is known only on the GPU (``dropout_edge``, ``negative_sampling``, ``x[x > 0]``). Sizes that follow
-      from tensors of integers which stay, such as ``edge_index`` and masks, are known from earlier calls;
+    - a size is known only on the GPU (``dropout_edge``, ``negative_sampling``, ``x[x > 0]``). Sizes that
+      follow from tensors of integers which stay, such as ``edge_index`` and masks, are known from earlier
+      calls;
     - a scheduler steps in it (call it after the step), or the optimizer counts steps on the CPU (Adagrad);
     - something mixes the nodes of different graphs of a batch, so that padding would change the results;
     - the step keeps tensors or Python state from call to call (other effects of its Python code, such as
