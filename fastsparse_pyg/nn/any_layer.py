@@ -205,11 +205,6 @@ class AnyLayer(MessagePassing):
                 # Ends that PyG's code does not look up, of which nobody said how many there are.
                 if sizes[j] is not None and (sizes[i] is not None or not sizes_itself):
                     raise
-                warn_once(
-                    f"{type(self)._original.__name__}: PyG's own code runs, for edge_index has more nodes at "
-                    "one end than the features there have rows; give their numbers, as in "
-                    "propagate(edge_index, x=x, size=(num_sources, num_destinations))"
-                )
                 return "the edges have more nodes at an end than the features have rows"
         return Arguments(
             self.node_dim,
