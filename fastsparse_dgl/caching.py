@@ -13,7 +13,6 @@ object. :func:`relation` makes slices that share the first one, which lives as l
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +21,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fastsparse_core import Adjacency
 from fastsparse_core.cache import AdjacencyCache, CacheInfo
+from fastsparse_core.graph_store import BatchEdges
 from fastsparse_core.locks import ForkSafeLock
-from fastsparse_core.log import info_once
+from fastsparse_core.log import warn_once
+from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import (
     DGLError,
     GraphLike,
@@ -32,8 +33,6 @@ from fastsparse_dgl.graph import (
     check_graph,
     inv_degree_with_self,
 )
-
-_logger = logging.getLogger(__name__)
 
 _cache = AdjacencyCache("fastsparse_dgl")
 
@@ -44,6 +43,8 @@ _HANDLE = "_graph"
 #: Handle of a graph -> edge type's number -> handle of that edge type's graph.
 _relations: Any = WeakIdKeyDictionary()
 _relations_lock = ForkSafeLock()
+#: Handle of a batch -> what its loader knows of the edges.
+_of_batches: Any = WeakIdKeyDictionary()
 
 
 def relation(graph: GraphLike, etype: Any) -> GraphLike:
@@ -82,7 +83,9 @@ def first_relation(handle: Any, number: int, make: Callable[[], Any]) -> Any:
 
 def adjacency_of_index(index: Any, device: torch.device) -> Adjacency:
     """:func:`adjacency_of` for what DGL keeps of a graph with one edge type, its ``HeteroGraphIndex``."""
-    return _cache.lookup(index, None, device, lambda: adjacency_from_index(index, device))
+    return _cache.lookup(
+        index, None, device, lambda: _known(index, device) or adjacency_from_index(index, device)
+    )
 
 
 def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
@@ -107,8 +110,9 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
     handle = getattr(graph, _HANDLE, None)
     if handle is None:
         check_graph(graph)
-        info_once(
-            _logger, "this DGL version has no DGLGraph._graph: structures are rebuilt in every forward pass"
+        warn_once(
+            f"graphs are converted in every forward pass, which is slow: DGL {dgl.__version__} has no "
+            "`DGLGraph._graph` to find them by. Install DGL 2.1.0, or pass `fastsparse_dgl.prepare(graph)`"
         )
         return adjacency_from_graph(graph, device)
     return _cache.lookup(_on_host(handle), None, device, lambda: _build(graph, device))
@@ -126,7 +130,20 @@ def _on_host(handle: Any) -> Any:
 
 def _build(graph: GraphLike, device: torch.device) -> Adjacency:
     check_graph(graph)
-    return adjacency_from_graph(graph, device)
+    return _known(_on_host(getattr(graph, _HANDLE)), device) or adjacency_from_graph(graph, device)
+
+
+def _known(handle: Any, device: torch.device) -> Adjacency | None:
+    """The structure of a batch of :class:`fastsparse_dgl.GraphDataLoader`, made without sorting."""
+    edges = _of_batches.get(handle) if len(_of_batches) else None
+    return edges.adjacency if edges is not None and edges.device == device else None
+
+
+def remember_edges(graph: GraphLike, edges: BatchEdges) -> None:
+    """Keeps what a loader knows of a batch's edges, as long as the graph has this structure."""
+    handle = getattr(graph, _HANDLE, None)
+    if handle is not None:
+        _of_batches[_on_host(handle)] = edges
 
 
 def remember(graph: GraphLike, device: torch.device, adjacency: Adjacency) -> None:

@@ -15,7 +15,7 @@ from fastsparse_pyg import captured_batches as _captured_batches  # noqa: F401  
 from fastsparse_pyg import nn as _nn
 from fastsparse_pyg.caching import cache_info, clear_cache
 from fastsparse_pyg.layer_swap import accelerate, restore
-from fastsparse_pyg.loader import LinkNeighborLoader, NeighborLoader
+from fastsparse_pyg.loader import DataLoader, LinkNeighborLoader, NeighborLoader
 from fastsparse_pyg.nn import *  # noqa: F403
 from fastsparse_pyg.preparation import prepare
 from fastsparse_pyg.verification import VerificationError
@@ -23,6 +23,7 @@ from fastsparse_pyg.verification import VerificationError
 __all__ = [
     "CBSR",
     "Adjacency",
+    "DataLoader",
     "LinkNeighborLoader",
     "MaxK",
     "NeighborLoader",

@@ -24,7 +24,8 @@ from torch_geometric import EdgeIndex
 
 from fastsparse_core import Adjacency, recorded
 from fastsparse_core.cache import AdjacencyCache, CacheInfo
-from fastsparse_core.log import info_once
+from fastsparse_core.graph_store import BatchEdges
+from fastsparse_core.log import warn_once
 from fastsparse_core.sampling import Edges
 
 #: Edge lists of one size that are taken for a user's own graphs before they are compared.
@@ -40,7 +41,7 @@ stamp_attributes = attrgetter("_version", "shape", "dtype", "device")
 logger = logging.getLogger("fastsparse_pyg")
 
 layer_cache = AdjacencyCache("fastsparse_pyg")
-_sampled: Any = WeakIdKeyDictionary()  # edge_index of a batch -> (its stamp, the sampler's edges)
+_of_batches: Any = WeakIdKeyDictionary()  # edge_index of a loader's batch -> (its stamp, the loader's edges)
 #: How often edge lists of one size came that were not known, and the last of them where that was often.
 _strangers: OrderedDict[Hashable, tuple[int, Tensor | None, Adjacency | None]] = OrderedDict()
 #: New edge lists that layers met last, [weak reference, how often], by id, which is another object's once the
@@ -65,10 +66,10 @@ def lookup(
     except (
         RuntimeError
     ):  # inference tensors have no version counter, so an in-place edit could not be noticed
-        info_once(
-            logger,
-            "a graph made of inference tensors is converted on every forward: its edits cannot be noticed. "
-            "Make it outside torch.inference_mode(), or pass the layers fastsparse_pyg.prepare(edge_index)",
+        warn_once(
+            "the graph is converted in every forward pass, which is slow: it was made in inference mode, "
+            "where PyTorch does not count edits. Make it outside of torch.inference_mode(), or pass "
+            "`fastsparse_pyg.prepare(edge_index)`"
         )
         return _build_outside_inference_mode(build)
     if torch.is_inference_mode_enabled():
@@ -105,7 +106,7 @@ def is_new(edges: Tensor) -> bool:
     if entry is not None and entry[0]() is edges:
         entry[1] += 1
         return bool(entry[1] <= SIGHTS)
-    if layer_cache.holds(edges) or (len(_sampled) and edges in _sampled):
+    if layer_cache.holds(edges) or (len(_of_batches) and edges in _of_batches):
         return False
     if len(_met) == _MOST_MET:
         _met.clear()
@@ -125,19 +126,29 @@ def stamp_of(tensor: Tensor) -> Hashable:
 
 
 def remember_sampled(edges: Edges) -> Tensor:
-    """The `edge_index` of a batch from whose edges layers make a structure without sorting or checking.
+    """The `edge_index` of a sampled batch, of which layers make a structure without sorting or checking.
 
     Returns:
         A new tensor, which must be the one that the layers get: what is remembered goes with it.
     """
     edge_index = edges.edge_index.view(2, -1)  # the entry holds the other one
-    _sampled[edge_index] = (stamp_of(edge_index), edges)
+    remember_edges(edge_index, edges)
     return edge_index
 
 
-def sampled_edges(edge_index: Tensor) -> Edges | None:
-    """The edges of a batch, unless its `edge_index` is another or was written to."""
-    entry = _sampled.get(edge_index) if len(_sampled) else None
+def remember_edges(edge_index: Tensor, edges: Edges | BatchEdges) -> None:
+    """Keeps what a loader knows of a batch's edges, as long as its `edge_index` lives.
+
+    Args:
+        edge_index: of the batch.
+        edges: must not hold `edge_index`.
+    """
+    _of_batches[edge_index] = (stamp_of(edge_index), edges)
+
+
+def known_edges(edge_index: Tensor) -> Edges | BatchEdges | None:
+    """What a loader knows of a batch's edges, unless `edge_index` is another tensor or was written to."""
+    entry = _of_batches.get(edge_index) if len(_of_batches) else None
     return entry[1] if entry is not None and entry[0] == stamp_of(edge_index) else None
 
 

@@ -17,7 +17,8 @@ from torch_geometric.utils import scatter
 from fastsparse_core.capturing import forms
 from fastsparse_core.capturing.arguments import Argument, Held, mark_of, register, tensor_key
 from fastsparse_core.capturing.padding import MOST_HOPS, BatchPlaces, Room, Sizes
-from fastsparse_pyg.caching import sampled_edges
+from fastsparse_core.capturing.refused import cures
+from fastsparse_pyg.caching import known_edges
 
 # The package has a function of that name too.
 _glob: Any = importlib.import_module("torch_geometric.nn.pool.glob")
@@ -80,7 +81,8 @@ class _BatchArgument(Argument):
             for (at, name), item in self.items.items()
         }
         self.sizes = _sizes(data)
-        self.is_sorted = [sampled_edges(store.edge_index) is not None for store in edge_stores]
+        known = [known_edges(store.edge_index) for store in edge_stores]
+        self.is_sorted = [edges is not None and edges.is_sorted for edges in known]
         self.num_graphs = node_stores[0].ptr.numel() - 1 if "ptr" in node_stores[0] else 0
         hops = len(self.sizes.edges[0])
         key: list[Any] = [type(data), self.num_graphs, hops, tuple(self.is_sorted), _others(data)]
@@ -325,6 +327,19 @@ def _readouts(held: list[Held]) -> Iterator[None]:
         module.scatter, Aggregation.__call__ = original, called
 
 
+#: What to do about functions of PyG whose results have sizes that are found in the call.
+cures |= {
+    **dict.fromkeys(
+        ("negative_sampling", "batched_negative_sampling", "structured_negative_sampling"),
+        "Draw with fastsparse_core.sampling.negative_edges(adj, count), which needs no size from the GPU",
+    ),
+    **dict.fromkeys(
+        ("dropout_edge", "dropout_node", "dropout_path", "dropout_adj"),
+        "Pass edge_weight=(torch.rand(num_edges, device=...) >= p).float() to the layers instead, which "
+        "leaves the same edges out",
+    ),
+    **dict.fromkeys(("to_dense_batch", "to_dense_adj"), "Give it the sizes: batch_size and max_num_nodes"),
+}
 register(Data, _argument_of)
 register(HeteroData, _argument_of)
 forms.surroundings.append(_readouts)

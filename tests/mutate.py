@@ -269,6 +269,20 @@ FAULTS = (
         ("tests/pyg/test_pyg_any_layer.py::test_few_edges_on_a_gpu",),
     ),
     Fault(
+        "a pruned bias of an attention layer counts nothing",
+        "fastsparse_pyg/nn/attention.py",
+        'self._own_parameter("bias"),',
+        'state["_parameters"].get("bias"),',
+        ("tests/pyg/test_pyg_changed_parameters.py::test_changed_parameters",),
+    ),
+    Fault(
+        "a cached layer has no room for nodes that came later",
+        "fastsparse_pyg/nn/propagation.py",
+        "return adj.is_partitioned or adj.num_src == x.size(-2)",
+        "return adj.is_partitioned or True",
+        ("tests/pyg/test_pyg_spmm_convs.py::test_cached_goes_on_with_more_nodes",),
+    ),
+    Fault(
         "a cached layer gives its edge weights in another order",
         "fastsparse_pyg/nn/propagation.py",
         "self.value[adj.edge_id.sort().values.long()]",

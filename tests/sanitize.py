@@ -60,11 +60,13 @@ from fastsparse_core.formats.row_split import split_rows
 from fastsparse_core.fused import aggregate_linear as fused_aggregate_linear
 from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2
 from fastsparse_core.fused.attention_layer import attention_layer
+from fastsparse_core.graph_store import Field, FieldKind, Fields, GraphStore, StoredEdges
 from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
 from fastsparse_core.ops._batch_norm import masked_batch_norm
 from fastsparse_core.ops._spmm_extremum import extremum_of_sums
 from fastsparse_core.ops._spmm_plan import add_transposed
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
+from fastsparse_core.ops._weight_gradient import weight_gradient
 from fastsparse_core.sampling import NeighborSampler
 from fastsparse_core.sampling.features import gather_on_cuda
 
@@ -654,6 +656,29 @@ def batches() -> None:
         places.write(sizes, [(edges.new_empty(2, places.edges[0].starts[-1]), edges)], rows)
 
 
+def batches_of_graphs() -> None:
+    """Whole graphs, some without rows: words of all sizes, increments of both, structures of both ways."""
+    sizes, counts = torch.tensor([3, 0, 70, 1, 9]), torch.tensor([5, 0, 300, 0, 20])
+    store = GraphStore(sizes.numel(), torch.device(DEVICE))
+    nodes, edges = store.add_counts(sizes), store.add_counts(counts)
+    ends = torch.cat(
+        [torch.randint(max(int(n), 1), (2, int(m))) for n, m in zip(sizes, counts, strict=True)], 1
+    )
+    fields = [
+        Field(torch.ones(83, width, dtype=dtype, device=DEVICE), nodes)
+        for dtype, width in ((F32, 8), (F32, 6), (F32, 7), (torch.uint8, 2), (torch.uint8, 3))
+    ]
+    fields += [Field(None, nodes, FieldKind.GRAPH), Field(None, nodes, FieldKind.FIRST)]
+    fields.append(Field(ends.int().to(DEVICE), edges, FieldKind.ADD_INT32, (nodes, nodes), dim=1))
+    fields.append(Field(ends.to(DEVICE), edges, FieldKind.ADD_INT64, (nodes, nodes), dim=1))
+    for chosen in ([0, 1, 2, 3, 4], [4, 4, 0], [1]):
+        batch = store.choose(chosen)
+        Fields(fields, store.device).of(batch)
+        found = StoredEdges(store, fields[-1], nodes, nodes).of(batch)
+        assert found is not None
+        found.adjacency.t().in_degree()
+
+
 def column_sums(dtype: torch.dtype) -> None:
     """Rows in vectors and by elements, few columns and many, parts that end early and empty ones."""
     for num_rows, width in ((20_500, 8), (20_100, 1), (20_099, 47), (20_001, 2100)):
@@ -661,6 +686,18 @@ def column_sums(dtype: torch.dtype) -> None:
         with torch.no_grad():
             sum_of_rows(rows[:, :width], dtype)
             sum_of_rows(rows[:, :width].contiguous(), torch.float32)
+
+
+def products_with_nan(dtype: torch.dtype) -> None:
+    """Finite products and others, parts of few columns and of more than a block's, columns behind them."""
+    for num_parts, width, in_width in ((1, 3, 9), (2, 131, 4), (3, 16, 33)):
+        grad, x = draw(300, num_parts * width + 2, dtype=dtype), draw(300, in_width, dtype=dtype)
+        grad[::3] = 0
+        with torch.no_grad():
+            weight_gradient(grad, x, dtype, True, num_parts, width)
+            x[0] = float("nan")
+            weight_gradient(grad, x, dtype, True, num_parts, width)
+            weight_gradient(grad, x.t().contiguous().t(), dtype, True, num_parts, width, out_by_in=False)
 
 
 def normalised_batches(dtype: torch.dtype) -> None:
@@ -738,14 +775,16 @@ PARTS: dict[str, Part] = {
     "structures": Part(
         (
             *("inspect", "compress", "row_split", "hybrid_rows", "group_rows", "edge_softmax"),
-            *("sum_of_rows", "batch_norm", "sample_neighbors", "place_batch"),
+            *("sum_of_rows", "weight_gradient", "batch_norm", "sample_neighbors", "place_batch"),
+            "gather_graphs",
         ),
         (
             structures,
             batches,
+            batches_of_graphs,
             *(
                 functools.partial(call, d)
-                for call in (softmax_of_edges, column_sums, rows_by_index)
+                for call in (softmax_of_edges, column_sums, products_with_nan, rows_by_index)
                 for d in (F64, F32, F16, BF16)
             ),
             *(functools.partial(normalised_batches, d) for d in (F32, F16, BF16)),

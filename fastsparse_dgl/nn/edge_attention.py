@@ -19,6 +19,7 @@ from fastsparse_dgl.nn.base import (
     check_edges,
     destination_features,
     dropout_p,
+    edge_factor,
     source_features,
 )
 
@@ -174,7 +175,7 @@ class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):
             graph: DGLGraph with one edge type, block, or Adjacency.
             nfeats: (N, in_node_feats), or a pair of source and destination features.
             efeats: (E, in_edge_feats), in the order of the edge ids.
-            edge_weight: (E,), multiplies the attention.
+            edge_weight: (E,), in the order of the edge ids, or one number for all; multiplies the attention.
             get_attention: whether to return the attention too.
 
         Returns:
@@ -196,12 +197,7 @@ class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):
         edges = F.leaky_relu(total).unflatten(1, (self._num_heads, self._out_edge_feats))
         alpha = edge_softmax(adjacency, (edges * self.attn).sum(-1))
         if edge_weight is not None:
-            if not isinstance(edge_weight, Tensor) or edge_weight.numel() != adjacency.num_values:
-                raise DGLError(
-                    f"edge_weight: expected one value per edge, ({adjacency.num_values},), "
-                    f"got {edge_weight if not isinstance(edge_weight, Tensor) else tuple(edge_weight.shape)}"
-                )
-            alpha = alpha * edge_weight.reshape(-1, 1)
+            alpha = alpha * edge_factor(adjacency, alpha[:, :, None], edge_weight)[:, :, 0]
         nodes = spmm(adjacency, self.fc_node_src(source), alpha)
         nodes = nodes.unflatten(1, (self._num_heads, self._out_node_feats))
         return (nodes, edges, alpha[:, :, None]) if get_attention else (nodes, edges)

@@ -1,6 +1,7 @@
-"""PyG's loaders of sampled mini-batches on FastSparse's sampler."""
+"""PyG's loaders: mini-batches of sampled neighbours, and of whole graphs."""
 
+from fastsparse_pyg.loader.data_loader import DataLoader
 from fastsparse_pyg.loader.link_neighbor_loader import LinkNeighborLoader
 from fastsparse_pyg.loader.neighbor_loader import NeighborLoader
 
-__all__ = ["LinkNeighborLoader", "NeighborLoader"]
+__all__ = ["DataLoader", "LinkNeighborLoader", "NeighborLoader"]

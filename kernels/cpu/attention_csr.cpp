@@ -44,9 +44,12 @@ FASTSPARSE_INLINE void attend_rows(const AttentionCsrArgs& args, const std::vect
         block_scores<A>(args, args.a, block, head, left.data(), args.src, edges, scores);
         for (int i = block.count; i < lanes; ++i) scores.score[i] = -kInfinity;
         const A block_highest = largest<A>(scores.score, lanes);
-        const A highest = block_highest < maximum[head] ? maximum[head] : block_highest;  // NaN stays
-        if (highest == -kInfinity) continue;  // nothing but masked entries so far
-        for (int i = 0; i < lanes; ++i) scores.score[i] = exponential(scores.score[i] - highest);
+        // NaN stays.
+        const bool is_higher = block_highest > maximum[head] || block_highest != block_highest;
+        const A highest = is_higher ? block_highest : maximum[head];
+        // Masked entries enter the sums with the weight 0: 0 times infinity is NaN, as on CUDA.
+        const A reference = highest == -kInfinity ? A{0} : highest;
+        for (int i = 0; i < lanes; ++i) scores.score[i] = exponential(scores.score[i] - reference);
         const Sum<A> of_head = out.from(head * value_width);
         const Sum<A> of_edges = out_edge.from(edges.in_values ? head * edges.stride : 0);
         if (highest != maximum[head]) {

@@ -321,6 +321,18 @@ def aggregate_linear_backward(
 def sum_of_rows(
     rows: _Rows, partial: _Memory, num_parts: int, out: _Memory, out_dtype: _Dtype, device: int, queue: int
 ) -> None: ...
+def weight_gradient(
+    grad: _Rows,
+    x: _Rows,
+    x_column_stride: int,
+    num_parts: int,
+    part_width: int,
+    out: _Rows,
+    out_column_stride: int,
+    out_dtype: _Dtype,
+    device: int,
+    queue: int,
+) -> None: ...
 def batch_norm(
     x: _Rows,
     mask: _Memory,
@@ -645,8 +657,8 @@ class AttentionLayer:
     ) -> None: ...
 
 def stack_maps(
-    weights: list[int],
-    biases: list[int],
+    weights: Sequence[_Memory],
+    biases: Sequence[_Memory],
     weight_size: int,
     bias_size: int,
     weight: _Memory,
@@ -1103,6 +1115,22 @@ def place_batch(
     ends: tuple[_Memory, _Memory, _Memory, bool],
     marks: Sequence[_Memory],
     tensors: list[tuple[Tensor, Tensor, int, int, bool, bool]],
+    device: int,
+    queue: int,
+) -> None: ...
+def plan_graphs(
+    index: Sequence[int],
+    graph_at: _Memory,
+    num_positions: int,
+    pointers: Sequence[Tensor],
+    table: _Memory,
+) -> list[int]: ...
+def gather_graphs(
+    fields: Sequence[tuple[_Memory, int, int, int, int, int, int, int]],
+    totals: Sequence[int],
+    table: _Memory,
+    num_graphs: int,
+    out: Sequence[Tensor],
     device: int,
     queue: int,
 ) -> None: ...

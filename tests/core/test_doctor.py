@@ -301,6 +301,24 @@ def test_torch_broken(tmp_path):
     assert "cure: python -m pip install --force-reinstall 'torch>=2.6'" in done.stdout
 
 
+@pytest.mark.usefixtures("quick_frameworks")
+def test_without_torch_the_extension_is_not_blamed(monkeypatch):
+    """It cannot be imported then, for it takes OpenMP from PyTorch; to install it again would not help."""
+
+    def absent(name):
+        reason = "No module named 'torch'" if name == "torch" else "undefined symbol: omp_get_thread_num"
+        raise ImportError(reason)
+
+    monkeypatch.setattr(doctor.importlib, "import_module", absent)
+    monkeypatch.setattr(doctor, "_installed_version", lambda name: None)
+    report = doctor.examine()
+    broken = [problem for problem in report.problems if problem.breaks]
+    assert [(problem.key, problem.cure) for problem in broken] == [
+        ("torch-broken", "python -m pip install 'torch>=2.6'")
+    ]
+    assert report.build == [("both halves", "not examined: they need PyTorch")]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_frameworks")
 def test_extension_missing(tmp_path):

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DTYPES, TOLERANCE, LargestTensor, draw, ragged, relative_error
+from cases import (
+    DTYPES,
+    TOLERANCE,
+    LargestTensor,
+    assert_equal_but_for_rounding,
+    draw,
+    ragged,
+    relative_error,
+    special_scores,
+)
 from torch import Tensor
 
 from fastsparse_core import Adjacency, algorithms, attention, attention_weights, gatv2_attention, reference
@@ -73,13 +82,13 @@ def compare(kind: str, adj: Adjacency, tensors: dict[str, Tensor], tolerance: fl
     dropout = {"seed": seed} if options.get("dropout_p") else {}
     out = run(kind, adj, given, FAST, **options, **algorithm)
     expected = run(kind, adj, wanted, EXPECTED, **options, **dropout)
-    assert relative_error(out, expected) < tolerance
+    assert_equal_but_for_rounding(out, expected, tolerance)
     grad = draw(*out.shape, dtype=out.dtype, device=str(out.device), seed=9)
     found = torch.autograd.grad(out, list(given.values()), grad)
     right = torch.autograd.grad(expected, list(wanted.values()), grad.double())
     for name, actual, reference_grad in zip(given, found, right, strict=True):
-        assert actual.dtype == given[name].dtype
-        assert relative_error(actual, reference_grad) < 4 * tolerance, name
+        assert actual.dtype == given[name].dtype, name
+        assert_equal_but_for_rounding(actual, reference_grad, 4 * tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -120,6 +129,24 @@ def test_first_gradients_of_sorted_edges_need_no_transpose(dtype, shape):
     with algorithms(attention="csr"):  # a name asks for the same bits every time
         compare("dot_product", adj, tensors, 4 * TOLERANCE[dtype])
     assert adj.has_transpose
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(4, 16, 8), (1, 256, 8), (2, 64, 40)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_scores(kind, shape, dtype, device, poisoned_memory):
+    """NaN and infinity make results and gradients of their row and head NaN, and minus infinity weighs 0."""
+    edges, special = special_scores()
+    adj = edges.adjacency(device)
+    tensors = problem(kind, adj, shape, dtype)
+    if kind == "dot_product":
+        tensors["bias"][:, ::2] += special[:, None].to(device, dtype)
+    else:
+        tensors["att"][0, 0] = 0.5
+        for row, number in ((2, "nan"), (4, "inf"), (6, "-inf"), (14, "nan"), (16, "inf"), (20, "-inf")):
+            tensors["x_dst"][row, 0, 0] = float(number)
+        tensors["x_src"][[900, 930], 0, 0] = -torch.inf
+    compare(kind, adj, tensors, 4 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("kind", KINDS)

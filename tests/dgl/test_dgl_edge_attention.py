@@ -104,6 +104,21 @@ def test_edge_weight_of_egat(device):
     check("EGATConv", graph, features(graph, WIDTH), device, True, edge_weight=weights(graph))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 120)])
+def test_edge_weight_shapes_of_egat_that_dgl_takes(shape, device):
+    graph = homogeneous()
+    edge_weight = torch.rand(shape, generator=torch.Generator().manual_seed(1))
+    check("EGATConv", graph, features(graph, WIDTH), device, True, edge_weight=edge_weight)
+
+
+@pytest.mark.parametrize("shape", [(119,), (120, 1), (2, 120)])
+def test_wrong_edge_weights_of_egat(shape, device):
+    graph = homogeneous()
+    for layer in layers("EGATConv"):
+        with pytest.raises((RuntimeError, DGLError)):
+            layer(graph, features(graph, WIDTH), weights(graph, 3), edge_weight=torch.ones(shape))
+
+
 @pytest.mark.parametrize("name", ["EdgeGATConv", "EGATConv"])
 def test_an_adjacency_in_place_of_the_graph_and_accelerate(name, device):
     graph = homogeneous()

@@ -58,6 +58,8 @@ def test_command(command, tmp_path):
         case ["make", _]:
             # Not again from here what started this test; .ci/run executes these two.
             run("make", "--dry-run", *words[1:], cwd=CHECKOUT)
+        case ["source", ".venv/bin/activate"]:
+            pass  # `make setup` makes it; the commands below it run in the tests' environment
         case ["python", "-m", "fastsparse_core.doctor"]:
             pass  # tests/core/test_doctor.py runs it
         case ["python" | ".venv/bin/python", script, *options]:

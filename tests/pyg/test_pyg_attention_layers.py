@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import pickle
 import types
 import warnings
@@ -285,8 +284,9 @@ def without_terms(family: Family) -> dict[str, bool]:
 @pytest.mark.usefixtures("kernels_only")
 def test_result_may_be_written_to(device, family):
     edge_index = random_graph(device=device)
-    reference, layer = family.pair(device, **without_terms(family))
-    x = torch.randn(40, 6, device=device, requires_grad=True)
+    # In float64, for the exact gradient of keys' biases is zero: in float32 it is nothing but rounding.
+    reference, layer = (conv.double() for conv in family.pair(device, **without_terms(family)))
+    x = torch.randn(40, 6, device=device, dtype=torch.float64, requires_grad=True)
     same(reference, layer, lambda conv: torch.relu_(conv(x, edge_index)) * 2, [x])
 
 
@@ -609,13 +609,12 @@ def test_edge_features_of_wrong_length(name, device, rows):
 
 @pytest.mark.parametrize("name", ["gatv2", "transformer"])
 def test_edge_features_run_fused_but_for_hooks_on_their_map(name, reasons):
-    reasons.set_level(logging.INFO)
     edge_index = random_graph()
     x, edge_attr = torch.randn(40, 6), torch.randn(edge_index.size(1), 3)
     layer = FAMILIES[name].make(FAMILIES[name].fast, edge_dim=3)
     expected = layer(x, edge_index, edge_attr)
-    assert "unfused" not in reasons.text
+    assert not reasons.records
     layer.lin_edge.register_forward_hook(lambda module, inputs, out: out)
     for _ in range(2):
         close(layer(x, edge_index, edge_attr), expected)
-    assert reasons.text.count("unfused") == 1
+    assert reasons.text.count("stores a row of projected features for every edge") == 1

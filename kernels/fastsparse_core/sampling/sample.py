@@ -35,6 +35,16 @@ class Edges:
     shape: tuple[int, int]
     most_entries: int
 
+    @property
+    def is_sorted(self) -> bool:
+        """Whether destinations are known to ascend: they do."""
+        return True
+
+    @property
+    def has_loops(self) -> bool | None:
+        """Whether some edge is a loop; None: nobody has looked."""
+        return None
+
     @functools.cached_property
     def adjacency(self) -> Adjacency:
         """The edges as a structure, made without reading the device or checking them again."""

@@ -1,4 +1,4 @@
-"""The structure of a batch that our sampler has drawn."""
+"""The structure of a batch that our sampler has drawn, or that whole graphs make."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def adjacency_of_batch(
     slices: Tensor | None,
     *,
     most_entries: int,
+    edge_id: Tensor | None = None,
 ) -> Adjacency:
-    """The structure of a sampled batch, as the sampler wrote it; nothing is checked.
+    """The structure of a batch, as a kernel wrote it; nothing is checked.
 
     Args:
         rowptr: int64 (num_dst + 1,).
@@ -29,12 +30,14 @@ def adjacency_of_batch(
         inv_degree: see :meth:`Adjacency.inv_degree`.
         slices: on CUDA, the work list of uncut rows in row order; used where no row needs cutting.
         most_entries: bound of the entries of a row.
+        edge_id: (num_edges,), see :class:`Adjacency`.
     """
-    adjacency = Adjacency(rowptr, col, shape)
+    adjacency = Adjacency(rowptr, col, shape, edge_id=edge_id)
     adjacency.symmetric = False
     adjacency._of_rows.results[("inv_degree", torch.float32)] = inv_degree
     if slices is not None and most_entries <= lengths.slice_length(col.numel(), gpu.profile_of(col.device)):
         adjacency._of_rows.results["row_split"] = unsplit_rows(slices)
         adjacency.has_sorted_slices = False
-    adjacency.usage.scattered = 0
+    if edge_id is None:
+        adjacency.usage.scattered = 0
     return adjacency

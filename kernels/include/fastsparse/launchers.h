@@ -58,6 +58,7 @@ int spmm_tca(const SpmmArgs& args, void* stream);
 int spmm_resident(const SpmmArgs& args, bool tensor_cores, void* stream);
 int spmm_hr(const SpmmArgs& args, std::int64_t num_long, void* stream);
 int sum_of_rows(const SumOfRowsArgs& args, void* stream);
+int weight_gradient(const WeightGradientArgs& args, void* stream);
 int head_outer(const HeadOuterArgs& args, void* stream);
 std::int64_t num_hybrid_rows_counts(std::int64_t num_rows);
 int hybrid_rows(const HybridRowsArgs& args, void* stream);

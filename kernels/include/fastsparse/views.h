@@ -193,6 +193,24 @@ struct SumOfRowsArgs {
   Dtype out_dtype;
 };
 
+// The gradient of a linear map's weight, computed again where it is not finite. CUDA only.
+struct WeightGradientArgs {
+  const void* grad;  // (num_rows, num_parts * part_width) or wider, columns next to each other
+  std::int64_t grad_stride;
+  const void* x;  // (num_rows, x_width)
+  std::int64_t x_stride;
+  std::int64_t x_column_stride;
+  std::int64_t num_rows;
+  std::int64_t x_width;
+  std::int64_t num_parts;
+  std::int64_t part_width;  // columns of the gradient
+  void* out;                // (num_parts * part_width, x_width) or longer, the product as it was computed
+  std::int64_t out_row_stride;
+  std::int64_t out_column_stride;
+  Dtype dtype;
+  Dtype out_dtype;
+};
+
 // Sums over rows of the outer products of every head's features with its edges' features. CUDA only.
 struct HeadOuterArgs {
   const void* x;  // (num_rows, heads * head_width), widths that are multiples of 4

@@ -1,0 +1,315 @@
+"""PyG's loader of batches of whole graphs, on graphs that are stored once as contiguous tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset
+from torch_geometric.data import Dataset, InMemoryDataset
+from torch_geometric.data.data import BaseData
+from torch_geometric.loader import DataLoader as PygDataLoader
+
+from fastsparse_core.graph_store import NotStored, Outline, StoredBatches, same_outline
+from fastsparse_core.log import info_once, warn_once
+from fastsparse_pyg.caching import logger
+from fastsparse_pyg.loader.base import OF_WORKERS, choose_device
+from fastsparse_pyg.loader.stored_graphs import StoredGraphs
+
+
+class _Fields(NamedTuple):
+    """Which attributes a loader gives more of, and which it leaves out."""
+
+    follow: list[str] | None
+    exclude: list[str] | None
+
+
+class DataLoader(PygDataLoader):
+    """:class:`torch_geometric.loader.DataLoader` without a loop over the graphs of a batch.
+
+    The graphs are stored once, as contiguous tensors with pointers, and one kernel gathers a batch. It has
+    the fields, values and slices of `Batch.from_data_list`, so ``batch.to_data_list()`` and ``batch[i]`` work
+    as before. Samples come in the order in which PyG's loader draws them from the same seed. Layers of this
+    package find the structure of ``batch.edge_index`` ready, so they sort nothing.
+
+    These datasets are stored:
+
+    - a list or tuple of `Data` or `HeteroData`,
+    - an `InMemoryDataset`, and what it gives for ``dataset[index]``,
+    - a `Subset` or `ConcatDataset` of these.
+
+    PyG's code makes the batches, with a ``SlowPathWarning`` that says why, if the dataset has a
+    ``transform``, if it is of another kind, or if its graphs differ in their attributes. A single attribute
+    that cannot be stored, such as a sparse matrix or tensors of different dtypes, is collated by PyG's code
+    as well.
+
+    Storing takes as much memory as the graphs, except for an `InMemoryDataset` on the CPU, whose storage is
+    read in place. Every epoch begins with a look at the dataset, and graphs that have changed are stored
+    again. A replaced graph or attribute is always noticed, a write in place if it concerns many graphs or a
+    dataset of few tensors: 4,096 tensors are looked at, spread over the dataset.
+
+    Args:
+        dataset: as in PyG.
+        batch_size: as in PyG.
+        shuffle: as in PyG.
+        follow_batch: as in PyG.
+        exclude_keys: as in PyG.
+        device: where batches are. None: the GPU that the data is on, else the current GPU if there is one,
+            else the CPU, as in :class:`NeighborLoader`. ``batch.to(device)`` copies nothing then. On a GPU
+            the graphs are stored in its memory if they take at most half of what is free, else in
+            page-locked memory of the host.
+        kwargs: as in PyTorch's loader. Stored graphs need no worker processes: ``num_workers`` and what
+            belongs to it are ignored for them.
+
+    Example:
+        >>> from fastsparse_pyg import DataLoader
+        >>> loader = DataLoader(dataset, batch_size=512, shuffle=True)
+        >>> for batch in loader:
+        ...     out = model(batch.x, batch.edge_index, batch.batch)
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        follow_batch: list[str] | None = None,
+        exclude_keys: list[str] | None = None,
+        device: torch.device | str | int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._fields = _Fields(follow_batch, exclude_keys)
+        self._source: _Source | None = None
+        self._graphs: StoredGraphs | None = None
+        self._device = choose_device(None, device)
+        self._moves = device is not None or self._device.type != "cpu"
+        try:
+            if batch_size is None and kwargs.get("batch_sampler") is None:
+                raise NotStored("batch_size is None")
+            self._source = _Source(dataset)
+            self._device = choose_device(self._source.example(), device)
+            self._graphs = self._source.store(self._device, self._fields)
+        except NotStored as reason:
+            _warn_original(reason)
+        self._is_stored = self._graphs is not None
+        if self._is_stored:
+            pins = self._device.type == "cpu"
+            names = [name for name in OF_WORKERS if not (pins and name.startswith("pin_memory"))]
+            ignored = [name for name in names if kwargs.pop(name, None)]
+            if ignored:
+                info_once(
+                    logger, f"{', '.join(ignored)}: ignored, because stored graphs need no worker processes"
+                )
+        super().__init__(dataset, batch_size, shuffle, follow_batch, exclude_keys, **kwargs)
+
+    def _get_iterator(self) -> Any:
+        current = self._current()
+        if current is None:
+            return super()._get_iterator()
+        graphs, graph_at = current
+        return StoredBatches(self, lambda index: graphs.batch(index, graph_at))
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = super().__iter__()
+        if isinstance(batches, StoredBatches) or not self._moves:
+            return batches
+        return _moved(batches, self._device)
+
+    def _current(self) -> tuple[StoredGraphs, Tensor | None] | None:
+        """The graphs as the dataset has them now, and which; None: PyG's loader makes the batches."""
+        if not self._is_stored:
+            return None
+        try:
+            source, graphs = _Source(self.dataset), self._graphs
+            is_known = self._source is not None and source.is_like(self._source)
+            if graphs is None or not is_known or not graphs.is_current():
+                graphs = self._graphs = source.store(self._device, self._fields)
+            self._source = source
+        except NotStored as reason:
+            _warn_original(reason)
+            return None
+        return graphs, source.graph_at
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state["_graphs"] = state["_source"] = None  # stored anew in the other process
+        return state
+
+
+def _warn_original(reason: NotStored) -> None:
+    warn_once(
+        f"fastsparse_pyg.DataLoader: PyG's DataLoader makes the batches, graph by graph, because {reason}. "
+        "A kernel batches graphs with the same attributes in a list or an InMemoryDataset without transform"
+    )
+
+
+def _moved(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    for batch in batches:
+        yield batch.to(device, non_blocking=True) if isinstance(batch, BaseData) else batch
+
+
+class _Source:
+    """The graphs behind a dataset, and which of them it has.
+
+    Args:
+        dataset: as of the loader.
+
+    Raises:
+        NotStored: the dataset is not in memory, or changes graphs when they are read.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._outline = _outline(dataset)
+
+    def is_like(self, other: _Source) -> bool:
+        """Whether both have the same graphs."""
+        return same_outline(self._outline, other._outline)
+
+    @cached_property
+    def _parts(self) -> _Parts:
+        return _parts_of(self._dataset)
+
+    @cached_property
+    def graph_at(self) -> Tensor | None:
+        """The number of the stored graph at every position, int64; None: they are in that order."""
+        root, indices = self._parts[0]
+        if len(self._parts) > 1 or indices is None or not isinstance(root, InMemoryDataset):
+            return None
+        return torch.tensor(indices, dtype=torch.int64)
+
+    def example(self) -> Any:
+        """A graph, for the device where it lies; None: there is none."""
+        for root, _ in self._parts:
+            if isinstance(root, InMemoryDataset):
+                return root._data
+            if len(root):
+                return root[0]
+        return None
+
+    def store(self, device: torch.device, fields: _Fields) -> StoredGraphs:
+        """The graphs as contiguous tensors.
+
+        Raises:
+            NotStored: they do not fit together, and why.
+        """
+        root, indices = self._parts[0]
+        if len(self._parts) == 1 and isinstance(root, InMemoryDataset):
+            return StoredGraphs(_InMemory(root), device, fields.follow, fields.exclude, _collated(root))
+        graphs: list[Any] = []
+        for root, indices in self._parts:
+            items = _InMemory(root) if isinstance(root, InMemoryDataset) else root
+            graphs += items if indices is None else [items[nth] for nth in indices]
+        return StoredGraphs(graphs, device, fields.follow, fields.exclude)
+
+
+class _InMemory(Sequence[Any]):
+    """All graphs of PyG's storage, made when they are asked for."""
+
+    def __init__(self, dataset: InMemoryDataset) -> None:
+        self._dataset, self._length = dataset, dataset.len()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, nth: Any) -> Any:
+        if not 0 <= nth < self._length:
+            raise IndexError(nth)
+        return self._dataset.get(nth)
+
+
+#: Datasets in memory, each with the positions that are read of it; None: all.
+_Parts = list[tuple[Any, list[int] | None]]
+
+
+def _outline(dataset: Any) -> Outline:
+    """The objects that a dataset consists of, and the positions that are taken of them.
+
+    Raises:
+        NotStored: the dataset is not in memory, or changes graphs when they are read.
+    """
+    kind = type(dataset)
+    if kind in (list, tuple):
+        return [dataset, *dataset], []
+    if kind is Subset:
+        objects, positions = _outline(dataset.dataset)
+        return objects, [*positions, _as_list(dataset.indices)]
+    if kind is ConcatDataset:
+        outlines = [_outline(item) for item in dataset.datasets]
+        return [x for objects, _ in outlines for x in objects], [x for _, some in outlines for x in some]
+    if getattr(dataset, "transform", None) is not None:
+        raise NotStored("the dataset has a transform, which may give another graph every time")
+    if not isinstance(dataset, InMemoryDataset):
+        raise NotStored(f"a dataset of type {kind.__name__} is not known to be in memory")
+    for name, base in _READING:
+        if getattr(kind, name) is not getattr(base, name):
+            raise NotStored(f"{kind.__name__} has a method {name} of its own")
+    objects = [dataset, dataset._data, dataset.slices, *(getattr(dataset, "_data_list", None) or ())]
+    return objects, [] if dataset._indices is None else [_as_list(dataset._indices)]
+
+
+#: What PyG's datasets in memory are read by.
+_READING = (
+    ("get", InMemoryDataset),
+    ("len", InMemoryDataset),
+    ("__getitem__", Dataset),
+    ("__len__", Dataset),
+    ("indices", Dataset),
+)
+
+
+def _parts_of(dataset: Any) -> _Parts:
+    """Of a dataset that has an outline."""
+    if type(dataset) is Subset:
+        return _chosen(_parts_of(dataset.dataset), _as_list(dataset.indices))
+    if type(dataset) is ConcatDataset:
+        return [part for item in dataset.datasets for part in _parts_of(item)]
+    if isinstance(dataset, InMemoryDataset) and dataset._indices is not None:
+        return _chosen([(dataset, None)], _as_list(dataset._indices))
+    return [(dataset, None)]
+
+
+def _as_list(indices: Any) -> list[int]:
+    return indices.tolist() if hasattr(indices, "tolist") else list(indices)
+
+
+def _chosen(parts: _Parts, positions: list[int]) -> _Parts:
+    """Some positions of a dataset."""
+    if len(parts) > 1:
+        flat = [(root, nth) for root, indices in parts for nth in indices or range(_length(root))]
+        return [(root, [nth]) for root, nth in (flat[position] for position in positions)]
+    root, indices = parts[0]
+    within = range(_length(root)) if indices is None else indices
+    return [(root, [within[position] for position in positions])]
+
+
+def _length(root: Any) -> int:
+    return int(root.len()) if isinstance(root, InMemoryDataset) else len(root)
+
+
+def _collated(dataset: InMemoryDataset) -> tuple[Any, Any] | None:
+    """PyG's storage of a dataset; None where its graphs are not those of the storage."""
+    if dataset.slices is None or dataset.len() == 1:
+        return None
+    cached = getattr(dataset, "_data_list", None) or ()
+    return (dataset._data, dataset.slices) if all(_is_of(item, dataset) for item in cached) else None
+
+
+def _is_of(graph: Any, dataset: InMemoryDataset) -> bool:
+    """Whether a graph that the dataset keeps is a view of its storage."""
+    if graph is None:
+        return True
+    if len(graph.stores) != len(dataset._data.stores):
+        return False
+    for mine, whole in zip(graph.stores, dataset._data.stores, strict=True):
+        for name, value in mine.items():
+            stored = whole.get(name)
+            if isinstance(value, Tensor) and isinstance(stored, Tensor):
+                if value.untyped_storage().data_ptr() != stored.untyped_storage().data_ptr():
+                    return False
+            elif name != "num_nodes" and not (isinstance(stored, list) and value in stored):
+                return False
+    return True

@@ -1,0 +1,526 @@
+"""Many small graphs, stored once as tensors one behind the other, from which batches are gathered."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+import operator
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fastsparse_core import _C
+from fastsparse_core.device import place_of
+from fastsparse_core.log import info_once
+from fastsparse_core.ops._autocast import version_of
+from fastsparse_core.structure.adjacency import Adjacency
+from fastsparse_core.structure.batch import adjacency_of_batch
+
+_logger = logging.getLogger("fastsparse_core")
+
+#: Share of the GPU's free memory that the graphs may take; more than that stays with the host.
+_SHARE_OF_FREE = 0.5
+
+
+#: Tensors whose versions are compared. Each costs a few cache misses: 80,000 of them, those of 20,000 graphs,
+#: would take as long as a third of a captured epoch.
+_MOST_VERSIONS = 4096
+
+
+class NotStored(Exception):
+    """Why some graphs, or one of their attributes, cannot be stored."""
+
+
+class FieldKind(enum.IntEnum):
+    """How the rows of a batch come from those of the dataset, as in gather_graphs.h."""
+
+    COPY = 0
+    ADD_INT64 = 1
+    ADD_INT32 = 2
+    GRAPH = 3
+    FIRST = 4
+    ROW_POINTER = 5
+    SLICES = 6
+
+
+@dataclass(eq=False)
+class Field:
+    """A tensor of the dataset, and how that of a batch is made of it.
+
+    Attributes:
+        tensor: contiguous; the graphs' rows one behind the other along ``dim``; None: nothing is read.
+        rows: number of the pointer that says which rows a graph has.
+        kind: what is done to the rows.
+        added: numbers of the pointers whose rows are counted from the start of the batch: the second one for
+            the second index before the rows.
+        dim: dimension of the rows.
+        dtype: of the tensor.
+        more_rows: number of rows that the result has beyond those of the graphs.
+    """
+
+    tensor: Tensor | None
+    rows: int
+    kind: FieldKind = FieldKind.COPY
+    added: tuple[int, int] = (0, 0)
+    dim: int = 0
+    dtype: torch.dtype = torch.int64
+    more_rows: int = 0
+    before: tuple[int, ...] = field(init=False, default=())
+    behind: tuple[int, ...] = field(init=False, default=())
+
+    def __post_init__(self) -> None:
+        if self.tensor is not None:
+            shape = tuple(self.tensor.shape)
+            self.before, self.behind = shape[: self.dim], shape[self.dim + 1 :]
+            self.dtype = self.tensor.dtype
+        elif self.kind is FieldKind.FIRST:
+            self.more_rows = 1
+
+    @property
+    def sized_by(self) -> int:
+        """The pointer that says how many rows the result has."""
+        return 0 if self.kind is FieldKind.FIRST else self.rows
+
+    def arguments(self) -> tuple[Tensor | None, int, int, int, int, int, int, int]:
+        """What `_C.gather_graphs` reads."""
+        row_bytes = math.prod(self.behind) * self.dtype.itemsize
+        num_rows = 0 if self.tensor is None else self.tensor.size(self.dim)
+        return (
+            self.tensor,
+            math.prod(self.before),
+            row_bytes,
+            num_rows,
+            self.rows,
+            *self.added,
+            int(self.kind),
+        )
+
+
+class Fields:
+    """Fields that are gathered together.
+
+    Args:
+        fields: the fields.
+        device: where batches are.
+    """
+
+    def __init__(self, fields: Sequence[Field], device: torch.device) -> None:
+        self._shapes = [
+            (item.before, item.sized_by, item.more_rows, item.behind, item.dtype) for item in fields
+        ]
+        self._arguments = [item.arguments() for item in fields]
+        self._device = device
+
+    def of(self, chosen: Chosen) -> list[Tensor]:
+        """The tensors of a batch."""
+        totals, device = chosen.totals, self._device
+        out = [
+            torch.empty((*before, totals[rows] + more, *behind), dtype=dtype, device=device)
+            for before, rows, more, behind, dtype in self._shapes
+        ]
+        _C.gather_graphs(self._arguments, totals, chosen.table, chosen.count, out, *place_of(device))
+        return out
+
+
+@dataclass(eq=False)
+class Chosen:
+    """Some graphs of a `GraphStore`, in the order of a batch.
+
+    Attributes:
+        count: how many.
+        totals: their number of rows, by pointer.
+        first: int64 (number of pointers, count + 1) on the host: where the rows of each begin in the batch.
+        table: what kernels read, on the device of the batch.
+        source: int64 (number of pointers, count) on the host: where their rows begin in the dataset.
+    """
+
+    count: int
+    totals: list[int]
+    first: Tensor
+    table: Tensor
+    source: Tensor
+
+
+class GraphStore:
+    """The pointers and tensors of many graphs.
+
+    Pointer 0 is that of the graphs themselves: one row each.
+
+    Args:
+        num_graphs: how many.
+        device: where batches are.
+
+    Attributes:
+        num_graphs: how many.
+        device: where batches are.
+    """
+
+    def __init__(self, num_graphs: int, device: torch.device) -> None:
+        self.num_graphs = num_graphs
+        self.device = device
+        self.pointers = [torch.arange(num_graphs + 1)]
+
+    def add_counts(self, counts: Tensor) -> int:
+        """The number of the pointer of so many rows per graph, int64 (num_graphs,)."""
+        pointer = torch.zeros(self.num_graphs + 1, dtype=torch.int64)
+        torch.cumsum(counts, 0, out=pointer[1:])
+        return self.add_pointer(pointer)
+
+    def add_pointer(self, pointer: Tensor) -> int:
+        """The number of a pointer, int64 (num_graphs + 1,) on the CPU; equal ones have one number."""
+        for nth, known in enumerate(self.pointers):
+            if torch.equal(known, pointer):
+                return nth
+        self.pointers.append(pointer.contiguous())
+        return len(self.pointers) - 1
+
+    def counts(self, pointer: int) -> Tensor:
+        """The number of rows of every graph, int64 (num_graphs,)."""
+        return self.pointers[pointer].diff()
+
+    def choose(self, index: Sequence[int], graph_at: Tensor | None = None) -> Chosen:
+        """Some of the graphs.
+
+        Args:
+            index: positions; negative ones count from the end.
+            graph_at: int64, the graph at every position; None: positions are graphs.
+
+        Raises:
+            IndexError: there is no such position.
+        """
+        count, pointers = len(index), self.pointers
+        on_gpu = self.device.type == "cuda"
+        host = torch.empty((len(pointers), 2, count + 1), dtype=torch.int64, pin_memory=on_gpu, device="cpu")
+        num_positions = self.num_graphs if graph_at is None else graph_at.numel()
+        totals = _C.plan_graphs(index, graph_at, num_positions, pointers, host)
+        table = host.to(self.device, non_blocking=True) if on_gpu else host
+        first, source = host.unbind(1)
+        return Chosen(count, totals, first, table, source)
+
+
+#: tensor of a dataset -> device -> (stamp of its content, weak reference to where it was copied)
+_copies: Any = WeakIdKeyDictionary()
+
+
+def place_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors where kernels of a device read them best: in its memory where half of what is free holds them.
+
+    Loaders of one dataset share the copies, which live as long as one of them does.
+
+    Args:
+        tensors: contiguous.
+        device: where batches are.
+
+    Returns:
+        On the device, or in page-locked memory of the host where a GPU has too little.
+    """
+    if device.type == "cpu":
+        return [tensor.to(device) for tensor in tensors]
+    placed = [_copy_of(tensor, device) for tensor in tensors]
+    there = [copy for copy in placed if copy is not None]
+    if len(there) == len(placed):
+        return there
+    missing = sum(tensor.nbytes for tensor, copy in zip(tensors, placed, strict=True) if copy is None)
+    free, _ = torch.cuda.mem_get_info(device)
+    size, fits = f"{missing / 2**30:.2f} GiB of graphs", missing <= _SHARE_OF_FREE * free
+    if fits:
+        info_once(_logger, f"{size} are copied to {device}, and batches are gathered there")
+    else:
+        info_once(
+            _logger,
+            f"{size} stay in page-locked memory of the host, which {device} reads over PCIe, because they "
+            f"take more than half of the {free / 2**30:.2f} GiB that are free there",
+        )
+    out = []
+    for tensor, copy in zip(tensors, placed, strict=True):
+        if copy is None:
+            copy = (
+                tensor.to(device)
+                if fits
+                else tensor.cpu()
+                if tensor.is_pinned()
+                else tensor.cpu().pin_memory()
+            )
+            _copies.setdefault(tensor, {})[device] = (_stamp(tensor), weakref.ref(copy))
+        out.append(copy)
+    torch.cuda.current_stream(device).synchronize()  # other streams will read them
+    return out
+
+
+def _copy_of(tensor: Tensor, device: torch.device) -> Tensor | None:
+    if tensor.device == device:
+        return tensor
+    stamp, copy = _copies.get(tensor, {}).get(device, (None, None))
+    return copy() if copy is not None and stamp == _stamp(tensor) else None
+
+
+def _stamp(tensor: Tensor) -> Hashable:
+    return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
+class StoredEdges:
+    """The edges of one type of all graphs, with their structure.
+
+    Args:
+        store: of the graphs.
+        edge_index: their field, (2, number of edges), sources and destinations by their numbers in the graph.
+        sources: pointer of the nodes that edges start from.
+        destinations: pointer of those that they end at.
+    """
+
+    def __init__(self, store: GraphStore, edge_index: Field, sources: int, destinations: int) -> None:
+        self._store, self._edge_index = store, edge_index
+        self.sources, self.destinations = sources, destinations
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are."""
+        return self._store.device
+
+    def _edges_of_all(self) -> Tensor:
+        """The edges of all graphs as one batch, int64 (2, number of edges)."""
+        store = self._store
+        (edges,) = Fields([self._edge_index], store.device).of(store.choose(range(store.num_graphs)))
+        return edges.long()
+
+    @cached_property
+    def _facts(self) -> tuple[bool, bool]:
+        """Whether every edge is between nodes of its graph; whether destinations ascend in every graph."""
+        store = self._store
+        with torch.inference_mode(False):
+            edges = self._edges_of_all()
+            graph = torch.arange(store.num_graphs).repeat_interleave(store.counts(self._edge_index.rows))
+            graph = graph.to(edges.device)
+            leaves = torch.zeros((), dtype=torch.bool, device=edges.device)
+            for end, nodes in zip(edges, (self.sources, self.destinations), strict=True):
+                first = store.pointers[nodes].to(edges.device)
+                leaves |= ((end < first[graph]) | (end >= first[graph + 1])).any()
+            most = max(int(store.pointers[nodes][-1]) for nodes in (self.sources, self.destinations))
+            stays = not bool(leaves) and most < 2**31
+            return stays, bool((edges[1, 1:] >= edges[1, :-1]).all())
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether destinations ascend in every graph, and so in every batch."""
+        return self._facts[1]
+
+    def of(self, chosen: Chosen) -> BatchEdges | None:
+        """The edges of a batch; None: some graph has an edge to a node that it does not have."""
+        return BatchEdges(self, chosen) if self._facts[0] else None
+
+    @cached_property
+    def structure(self) -> _StoredStructure:
+        """That of all graphs."""
+        with torch.inference_mode(False):
+            edges, pointers = self._edges_of_all(), self._store.pointers
+            shape = (int(pointers[self.destinations][-1]), int(pointers[self.sources][-1]))
+            whole = Adjacency.from_coo(edges[1], edges[0], shape)
+            return _StoredStructure(
+                self._store, self._edge_index.rows, whole, self.sources, self.destinations
+            )
+
+
+class BatchEdges:
+    """The edges of a batch, whose structure is made when it is asked for, without sorting.
+
+    Attributes:
+        shape: (number of destinations, number of sources).
+    """
+
+    def __init__(self, edges: StoredEdges, chosen: Chosen) -> None:
+        self._edges, self._chosen = edges, chosen
+        self.shape = (chosen.totals[edges.destinations], chosen.totals[edges.sources])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the structure is made."""
+        return self._edges.device
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether destinations are known to ascend."""
+        return self._edges.is_sorted
+
+    @property
+    def has_loops(self) -> bool:
+        """Whether some edge is a loop."""
+        return self._edges.structure.has_loops(self._chosen)
+
+    @cached_property
+    def adjacency(self) -> Adjacency:
+        """The structure."""
+        with torch.inference_mode(False):
+            return self._edges.structure.of(self._chosen, self.shape)
+
+
+class _StoredStructure:
+    """The structure of all graphs, cut into those of the graphs."""
+
+    def __init__(
+        self, store: GraphStore, edges: int, whole: Adjacency, sources: int, destinations: int
+    ) -> None:
+        counts = store.counts(edges)
+        is_square = sources == destinations
+        loops = whole.row_once() == whole.col if is_square else torch.zeros(0, dtype=torch.bool)
+        #: Whether some edge of a graph is a loop; None: of none is.
+        self._loops = _any_by_graph(loops, store.pointers[edges]) if bool(loops.any()) else None
+        self._is_symmetric = bool(whole.symmetric) and is_square
+        self._forward = _RowsOfGraphs(store, edges, counts, whole, destinations, sources)
+        self._backward: _RowsOfGraphs | None = None
+        if not self._is_symmetric:
+            self._backward = _RowsOfGraphs(store, edges, counts, whole.t(), sources, destinations)
+        parts = [self._forward] if self._backward is None else [self._forward, self._backward]
+        self._fields = Fields([item for part in parts for item in part.fields], store.device)
+
+    def has_loops(self, chosen: Chosen) -> bool:
+        """Whether some edge of a batch is a loop."""
+        return self._loops is not None and bool(self._loops[chosen.source[0, : chosen.count]].any())
+
+    def of(self, chosen: Chosen, shape: tuple[int, int]) -> Adjacency:
+        """The structure of a batch."""
+        tensors = iter(self._fields.of(chosen))
+        adjacency = self._forward.adjacency(chosen, shape, tensors)
+        adjacency.symmetric = self._is_symmetric
+        adjacency.has_loops = self.has_loops(chosen) if shape[0] == shape[1] else None
+        if self._backward is not None:
+            adjacency.keep_transpose(self._backward.adjacency(chosen, (shape[1], shape[0]), tensors))
+        return adjacency
+
+
+class _RowsOfGraphs:
+    """Compressed rows of all graphs, numbered within each graph."""
+
+    def __init__(
+        self, store: GraphStore, edges: int, counts: Tensor, whole: Adjacency, rows: int, columns: int
+    ) -> None:
+        device = whole.device
+
+        def begins(pointer: int, of: int) -> Tensor:
+            """Of every row of one pointer, where the other's of its graph begin."""
+            return store.pointers[pointer][:-1].repeat_interleave(store.counts(of)).to(device)
+
+        entry = begins(edges, rows)
+        rowptr = whole.rowptr[:-1] - entry
+        col = (whole.col - begins(columns, edges)).int()
+        inv_degree = whole.inv_degree()
+        with_loops = whole.inv_sqrt_degree(loops=1)
+        tensors: list[tuple[str, Tensor, int, FieldKind, tuple[int, int]]] = [
+            ("rowptr", rowptr, rows, FieldKind.ROW_POINTER, (edges, edges)),
+            ("col", col, edges, FieldKind.ADD_INT32, (columns, columns)),
+            ("inv_degree", inv_degree, rows, FieldKind.COPY, (0, 0)),
+            ("with_loops", with_loops, rows, FieldKind.COPY, (0, 0)),
+        ]
+        if whole.edge_id is not None:
+            order = whole.edge_id - begins(edges, edges)
+            kind = FieldKind.ADD_INT32 if order.dtype == torch.int32 else FieldKind.ADD_INT64
+            tensors.append(("edge_id", order, edges, kind, (edges, edges)))
+        degree = whole.in_degree()
+        self._most_entries = int(degree.max()) if degree.numel() else 0
+        #: Whether a graph has a row without entries; None: none has.
+        empty = degree == 0
+        self._empty = _any_by_graph(empty, store.pointers[rows]) if bool(empty.any()) else None
+        if device.type == "cuda":
+            number = torch.arange(whole.num_dst, device=device) - begins(rows, rows)
+            slices = torch.stack([rowptr, degree + (number << 32)], dim=1)
+            tensors.append(("slices", slices, rows, FieldKind.SLICES, (edges, edges)))
+        self._names = [name for name, *_ in tensors]
+        placed = place_tensors([tensor.contiguous() for _, tensor, *_ in tensors], store.device)
+        self.fields = [
+            Field(tensor, pointer, kind, added, more_rows=int(kind is FieldKind.ROW_POINTER))
+            for (_, _, pointer, kind, added), tensor in zip(tensors, placed, strict=True)
+        ]
+
+    def adjacency(self, chosen: Chosen, shape: tuple[int, int], tensors: Iterator[Tensor]) -> Adjacency:
+        """The structure of a batch from what was gathered of the fields."""
+        found = dict(zip(self._names, tensors, strict=False))
+        adjacency = adjacency_of_batch(
+            found["rowptr"],
+            found["col"],
+            shape,
+            found["inv_degree"],
+            found.get("slices"),
+            most_entries=self._most_entries,
+            edge_id=found.get("edge_id"),
+        )
+        adjacency._of_rows.results["inv_sqrt_degree", torch.float32, 1] = found["with_loops"]
+        graphs = chosen.source[0, : chosen.count]
+        has_empty_rows = self._empty is not None and bool(self._empty[graphs].any())
+        adjacency._of_rows.results["has_empty_rows"] = (has_empty_rows,)
+        return adjacency
+
+
+def _any_by_graph(flags: Tensor, pointer: Tensor) -> Tensor:
+    """Whether some flag of a graph is set, bool (number of graphs,) on the CPU."""
+    before = torch.cat([flags.new_zeros(1, dtype=torch.int64), flags.cumsum(0)]).cpu()
+    return before[pointer].diff() > 0
+
+
+#: The objects that a dataset consists of, and the positions that are taken of them.
+Outline = tuple[list[Any], list[list[int]]]
+
+
+def same_outline(one: Outline, two: Outline) -> bool:
+    """Whether two outlines are of the same objects and positions."""
+    return len(one[0]) == len(two[0]) and all(map(operator.is_, one[0], two[0])) and one[1] == two[1]
+
+
+class Content:
+    """What was stored of a dataset, so that later changes of it are noticed.
+
+    Another object in one of the dictionaries is always noticed. Writes in place are noticed if they concern
+    one of at most `_MOST_VERSIONS` tensors spread over the dataset.
+
+    Args:
+        mappings: dictionaries of the dataset.
+        tensors: its tensors.
+    """
+
+    def __init__(self, mappings: list[dict[Any, Any]], tensors: list[Tensor]) -> None:
+        self._mappings = mappings
+        self._values = list(chain.from_iterable(map(dict.values, mappings)))
+        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        step = -(-len(tensors) // _MOST_VERSIONS)
+        if step > 1:
+            step += 1 - step % 2  # odd, so that with few attributes it meets all of them
+        self._tensors = tensors[:: max(step, 1)]
+        self._versions = self._sum_of_versions()
+
+    def _sum_of_versions(self) -> int:
+        return sum(map(operator.attrgetter("_version"), self._tensors))
+
+    def is_as_it_was(self) -> bool:
+        """Whether the dictionaries hold the same objects, and no tensor was written to."""
+        now = chain.from_iterable(map(dict.values, self._mappings))
+        return (
+            sum(map(len, self._mappings)) == len(self._values)
+            and all(map(operator.is_, now, self._values))
+            and self._sum_of_versions() == self._versions
+        )
+
+
+class StoredBatches(_SingleProcessDataLoaderIter):
+    """PyTorch's iterator over a loader, which draws the samples; a function makes the batches.
+
+    Args:
+        loader: without worker processes.
+        make: the batch of some positions.
+    """
+
+    def __init__(self, loader: Any, make: Callable[[list[Any]], Any]) -> None:
+        super().__init__(loader)
+        self._make = make
+
+    def _next_data(self) -> Any:
+        index = self._next_index()
+        batch = self._make(index if type(index) is list else list(index))
+        return pin_memory(batch) if self._pin_memory else batch

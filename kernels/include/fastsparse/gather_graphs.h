@@ -1,0 +1,67 @@
+// Batches of graphs, gathered from tensors that hold the graphs of a whole dataset one after the other. All
+// tensors of a batch at once. A graph's rows are contiguous, so a batch consists of one copy for every graph
+// and tensor.
+//
+// Rows of one kind (nodes, edges, ...) share a pointer: graph g of the dataset has rows
+// pointer[g] .. pointer[g + 1]. `plan_graphs` turns the pointers into the table of a batch, which has two
+// rows of num_graphs + 1 numbers for every pointer:
+//
+//   first   where each graph's rows begin in the batch, then their number
+//   source  where they begin in the dataset
+#pragma once
+
+#include <cstdint>
+
+#include "fastsparse/views.h"
+
+namespace fastsparse {
+
+constexpr int kMostGathered = 40;
+
+enum class GraphFieldKind : int {
+  kCopy = 0,
+  kAddInt64 = 1,  // numbers of rows of another kind, which begin elsewhere in the batch
+  kAddInt32 = 2,
+  kGraph = 3,       // the graph that a row belongs to, int64; nothing is read
+  kFirst = 4,       // the pointer of the batch, int64; nothing is read
+  kRowPointer = 5,  // kAddInt64, and behind the last row the number of what is pointed to
+  kSlices = 6,      // (first entry, number of entries and row): the `RowSlice`s of uncut rows
+};
+
+// A tensor of the dataset and that of the batch.
+struct GraphField {
+  const void* from;
+  void* to;
+  std::int64_t outer;      // product of the sizes before the dimension of the rows
+  std::int64_t row_bytes;  // of a row, for one index of those
+  std::int64_t from_rows;
+  std::int64_t to_rows;
+  int rows;      // its pointer, by number
+  int added[2];  // pointers whose `first` is added: for the second index before the rows the second one
+  GraphFieldKind kind;
+};
+
+struct GatherGraphsArgs {
+  const std::int64_t* table;
+  std::int64_t num_graphs;  // of the batch
+  int num_fields;
+  GraphField field[kMostGathered];
+};
+
+FASTSPARSE_HOST_DEVICE const std::int64_t* first_in_batch(const GatherGraphsArgs& args, int pointer) {
+  return args.table + 2 * pointer * (args.num_graphs + 1);
+}
+
+FASTSPARSE_HOST_DEVICE const std::int64_t* first_in_dataset(const GatherGraphsArgs& args, int pointer) {
+  return first_in_batch(args, pointer) + args.num_graphs + 1;
+}
+
+namespace cpu {
+void gather_graphs(const GatherGraphsArgs& args, int threads);
+}  // namespace cpu
+
+namespace cuda {
+int gather_graphs(const GatherGraphsArgs& args, void* stream);
+}  // namespace cuda
+
+}  // namespace fastsparse
