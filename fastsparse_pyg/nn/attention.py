@@ -81,6 +81,7 @@ class AttentionConv(FastConv):
         maps: tuple[Any, ...],
         vectors: tuple[Tensor, ...],
         scale: float,
+        edges: tuple[Tensor, Any] | None = None,
     ) -> Tensor | None:
         """The layer as one node of autograd's graph; None: operator by operator."""
         state = self.__dict__
@@ -96,6 +97,7 @@ class AttentionConv(FastConv):
             dropout_p=state["dropout"] if state["training"] else 0.0,
             mean=not state["concat"],
             kind=Linear,
+            edges=edges,
         )
 
     # ---------------------------------------------------------------- edge features

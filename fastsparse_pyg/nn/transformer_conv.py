@@ -78,8 +78,9 @@ class FastTransformerConv(AttentionConv, TransformerConv):
                 return self._original_attention(reason, x, edge_index, edge_attr, return_attention_weights)
             graph = self._graph(pair, edge_index, None)
             adj = graph.adj
-        if edge_attr is None and not with_weights:
-            out = self._as_one_node(x, adj)
+        features = None if edge_attr is None else self._edge_features(graph, edge_attr)
+        if not with_weights:
+            out = self._as_one_node(x, adj, features)
             if out is not None:
                 return out
         heads = (-1, self.heads, self.out_channels)
@@ -90,9 +91,8 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         else:
             key, value = project(pair[0], *of_src)
             query, *skips = project(pair[1], *of_dst)
-        features = weight = edges = None
-        if edge_attr is not None:
-            features = self._edge_features(graph, edge_attr)
+        weight = edges = None
+        if features is not None:
             if is_plain_linear(self.lin_edge):
                 weight = self.lin_edge.weight
             else:
@@ -139,7 +139,7 @@ class FastTransformerConv(AttentionConv, TransformerConv):
             return out
         return out, self._attention_edges(edge_index, adj, alpha.to(self.lin_key.weight.dtype))
 
-    def _as_one_node(self, x: Any, adj: Adjacency) -> Tensor | None:
+    def _as_one_node(self, x: Any, adj: Adjacency, features: Tensor | None) -> Tensor | None:
         """The layer as one node of autograd's graph; None: operator by operator."""
         state = self.__dict__
         modules = state["_modules"]
@@ -158,6 +158,7 @@ class FastTransformerConv(AttentionConv, TransformerConv):
             scale=default_scale(state["out_channels"]),
             dropout_p=state["dropout"] if state["training"] else 0.0,
             kind=Linear,
+            edges=None if features is None else (features, modules["lin_edge"]),
         )
 
     def _why_original_transformer(
