@@ -55,6 +55,8 @@ def check_blocks(input_nodes: Tensor, output_nodes: Tensor, blocks: Any, whole: 
 
 SAMPLERS = {
     "neighbours": lambda: dgl.dataloading.NeighborSampler([3, 3], prefetch_node_feats=["h"]),
+    "ours": lambda: fastsparse_dgl.NeighborSampler([3, 3], prefetch_node_feats=["h"]),
+    "ours, unread": lambda: fastsparse_dgl.NeighborSampler([3, 3]),
     "full": lambda: dgl.dataloading.MultiLayerFullNeighborSampler(2, prefetch_node_feats=["h"]),
     "labor": lambda: dgl.dataloading.LaborSampler([3, 3], prefetch_node_feats=["h"]),
 }
