@@ -271,8 +271,8 @@ FAULTS = (
     Fault(
         "a pruned bias of an attention layer counts nothing",
         "fastsparse_pyg/nn/attention.py",
-        'self._own_parameter("bias"),',
-        'state["_parameters"].get("bias"),',
+        "            bias,\n",
+        '            state["_parameters"].get("bias"),\n',
         ("tests/pyg/test_pyg_changed_parameters.py::test_changed_parameters",),
     ),
     Fault(

@@ -255,10 +255,12 @@ class FastConv(MessagePassing):
             return "a bipartite graph with flow='target_to_source'"
         return self._why_original(x_src, edge_index)
 
-    def _own_parameter(self, name: str) -> Any:
-        """A parameter of the layer itself; a pruned or parametrised one, or a replica's, is an attribute."""
-        parameters = self.__dict__["_parameters"]
-        return parameters[name] if name in parameters else getattr(self, name)
+    def _own_parameters(self, *names: str) -> list[Any]:
+        """Parameters of the layer itself; pruned or parametrised ones, or a replica's, are attributes."""
+        parameters, found = self.__dict__["_parameters"], []
+        for name in names:  # a comprehension is one more call in Python 3.11
+            found.append(parameters[name] if name in parameters else getattr(self, name))
+        return found
 
     def _reduce(self) -> Reduce:
         """The kernel's name for the layer's aggregation."""
@@ -424,10 +426,8 @@ class FastConv(MessagePassing):
         return add_linear(out, x_dst, lin_root, Linear) if is_plain_linear(lin) else out + lin_root(x_dst)
 
 
-def as_pair(x: Any) -> tuple[Any, Any]:
-    """Features of sources and destinations, of a tensor or a pair of them."""
-    if isinstance(x, Tensor):
-        return x, x
+def checked_pair(x: Any) -> tuple[Any, Any]:
+    """Features of sources and destinations that are not one tensor; callers ask that: a call takes long."""
     if not (isinstance(x, (tuple, list)) and len(x) == 2):
         raise_features(x)
     return x[0], x[1]

@@ -18,7 +18,7 @@ from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.fused.weighted_linear import weighted_linear
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix, resolve
-from fastsparse_pyg.nn.base import as_pair, is_plain_linear
+from fastsparse_pyg.nn.base import checked_pair, is_plain_linear
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
 
 
@@ -60,7 +60,7 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
                 if out is None
                 else out
             )
-        pair = as_pair(x)
+        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         reason = self._why_original_pair(pair, edge_index)
         if reason:
             edge_weight = self._written_for_original(pair[0], edge_index, edge_weight)
