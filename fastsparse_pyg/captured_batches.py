@@ -339,9 +339,7 @@ cures |= {
         "Pass edge_weight=(torch.rand(num_edges, device=...) >= p).float() to the layers instead, which leaves the "
         "same edges out",
     ),
-    **dict.fromkeys(
-        ("to_dense_batch", "to_dense_adj"), "Give it the sizes: batch_size and max_num_nodes"
-    ),
+    **dict.fromkeys(("to_dense_batch", "to_dense_adj"), "Give it the sizes: batch_size and max_num_nodes"),
 }
 register(Data, _argument_of)
 register(HeteroData, _argument_of)
