@@ -24,7 +24,7 @@ from fastsparse_core.layer_swap import restore
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
 from fastsparse_core.ops.spmm import Reduce
 from fastsparse_pyg.caching import layer_cache, stamp_attributes
-from fastsparse_pyg.graph import Graph, is_sparse_matrix, resolve, to_edge_index
+from fastsparse_pyg.graph import Graph, for_pyg, is_sparse_matrix, resolve, to_edge_index
 from fastsparse_pyg.nn import fallback
 from fastsparse_pyg.traced import REDUCTIONS, TracedEdges, come_from_outside
 
@@ -273,7 +273,7 @@ class FastConv(MessagePassing):
         fallback.tell(type(self).__name__, reason)
         if isinstance(edge_index, Adjacency):
             edge_index = self._written_back(edge_index)
-        return super().forward(x, edge_index, *args)
+        return super().forward(x, for_pyg(edge_index), *args)
 
     def _original_forward_pair(self, reason: str, x: Any, edge_index: Any, size: Any) -> Tensor:
         """:meth:`_original_forward` for the layers whose sources and destinations may differ."""
