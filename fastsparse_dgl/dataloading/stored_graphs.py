@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core.graph_store import (
+    BatchEdges,
     Chosen,
     Content,
     Field,
@@ -270,7 +271,5 @@ class _Graphs:
             for frame, places in zip(frames, data, strict=True):
                 frame.update({name: batch.tensors[place] for name, place in places.items()})
         if len(relations) == 1 and not torch.is_inference_mode_enabled():
-            edges = self._ends[0][1].of(batch.chosen)
-            if edges is not None:
-                remember_edges(graph, edges)
+            remember_edges(graph, BatchEdges(self._ends[0][1], batch.chosen))
         return graph

@@ -20,6 +20,7 @@ from torch_geometric.data.storage import N_KEYS, EdgeStorage, NodeStorage, recur
 from torch_geometric.typing import SparseTensor, TensorFrame
 
 from fastsparse_core.graph_store import (
+    BatchEdges,
     Chosen,
     Content,
     Field,
@@ -284,9 +285,7 @@ class StoredGraphs:
         if store.members is not None:
             mapping["batch"], mapping["ptr"], _ = store.members.make(batching)
         if store.edges is not None and not torch.is_inference_mode_enabled():
-            edges = store.edges.of(batching.chosen)
-            if edges is not None:
-                remember_edges(mapping["edge_index"], edges)
+            remember_edges(mapping["edge_index"], BatchEdges(store.edges, batching.chosen))
 
     @staticmethod
     def _set_num_nodes(store: _Store, batching: _Batching, into: Any) -> None:
