@@ -21,6 +21,7 @@ from fastsparse_core.graph_store import (
     FieldKind,
     Fields,
     GraphStore,
+    NothingToStore,
     NotStored,
     StoredEdges,
     place_tensors,
@@ -65,7 +66,7 @@ class StoredGraphs:
         self, items: Sequence[Any], device: torch.device, collate: Callable[[list[Any]], Any]
     ) -> None:
         if not items:
-            raise NotStored("the dataset is empty")
+            raise NothingToStore("the dataset is empty")
         self.store = GraphStore(len(items), device)
         #: The structure of DGL's graphs is the host's.
         self.host = self.store

@@ -27,6 +27,7 @@ from fastsparse_core.graph_store import (
     FieldKind,
     Fields,
     GraphStore,
+    NothingToStore,
     NotStored,
     StoredEdges,
     place_tensors,
@@ -211,7 +212,7 @@ class StoredGraphs:
         collated: tuple[Any, Mapping[Any, Any]] | None = None,
     ) -> None:
         if not len(graphs):
-            raise NotStored("the dataset is empty")
+            raise NothingToStore("the dataset is empty")
         self._graphs, self._device = graphs, device
         self._follow, self._exclude = set(follow_batch or ()), set(exclude_keys or ())
         self.store = GraphStore(len(graphs), device)

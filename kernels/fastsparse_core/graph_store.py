@@ -41,6 +41,10 @@ class NotStored(Exception):
     """Why some graphs, or one of their attributes, cannot be stored."""
 
 
+class NothingToStore(NotStored):
+    """There are no graphs, so nothing is slower for it."""
+
+
 class FieldKind(enum.IntEnum):
     """How the rows of a batch come from those of the dataset, as in gather_graphs.h."""
 
