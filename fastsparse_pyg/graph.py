@@ -249,7 +249,7 @@ def build_from_edge_list(
     dst, src = (1, 0) if flow == "source_to_target" else (0, 1)
     known = known_edges(edge_index)
     fits = known is not None and dst == 1 and known.shape == (num_dst, num_src)
-    if known is not None and fits and _needs_no_loops(known, add_self_loops):
+    if known is not None and fits and known.has_structure and _needs_no_loops(known, add_self_loops):
         return known.adjacency
     ends = edges.unbind(0)
     try:

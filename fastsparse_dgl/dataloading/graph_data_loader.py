@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
-from fastsparse_core.graph_store import NotStored, Outline, StoredBatches, same_outline
+from fastsparse_core.graph_store import NothingToStore, NotStored, Outline, StoredBatches, same_outline
 from fastsparse_core.log import info_once, warn_once
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.dataloading.stored_graphs import StoredGraphs
@@ -144,6 +144,8 @@ def _outline(dataset: Any) -> Outline:
 
 
 def _warn_original(reason: NotStored) -> None:
+    if isinstance(reason, NothingToStore):
+        return
     warn_once(
         f"fastsparse_dgl.GraphDataLoader: DGL's GraphDataLoader makes the batches, graph by graph, because "
         f"{reason}. A kernel batches graphs with the same data in a list: "

@@ -13,7 +13,7 @@ from torch_geometric.data import Dataset, InMemoryDataset
 from torch_geometric.data.data import BaseData
 from torch_geometric.loader import DataLoader as PygDataLoader
 
-from fastsparse_core.graph_store import NotStored, Outline, StoredBatches, same_outline
+from fastsparse_core.graph_store import NothingToStore, NotStored, Outline, StoredBatches, same_outline
 from fastsparse_core.log import info_once, warn_once
 from fastsparse_pyg.caching import logger
 from fastsparse_pyg.loader.base import OF_WORKERS, choose_device
@@ -140,6 +140,8 @@ class DataLoader(PygDataLoader):
 
 
 def _warn_original(reason: NotStored) -> None:
+    if isinstance(reason, NothingToStore):
+        return
     warn_once(
         f"fastsparse_pyg.DataLoader: PyG's DataLoader makes the batches, graph by graph, because {reason}. "
         "A kernel batches graphs with the same attributes in a list or an InMemoryDataset without transform"
