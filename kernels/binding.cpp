@@ -488,10 +488,9 @@ void attention_csr(const AttentionCsrArgs& args, int threads) {
 
 void attention_csr_backward(const AttentionCsrArgs& forward, const CsrStructure& transposed, DenseView grad,
                             Address grad_dst, Address grad_src, Address grad_v, Address grad_att,
-                            Address grad_bias, Address work, Address grad_edge, Address grad_weight,
-                            int threads) {
-  const AttentionCsrBackwardArgs args{forward,  transposed.a, grad, grad_dst,  grad_src,   grad_v,
-                                      grad_att, grad_bias,    work, grad_edge, grad_weight};
+                            Address work, Address grad_edge, Address grad_weight, int threads) {
+  const AttentionCsrBackwardArgs args{forward, transposed.a, grad, grad_dst,  grad_src,
+                                      grad_v,  grad_att,     work, grad_edge, grad_weight};
   const py::gil_scoped_release release;
   cpu::attention_csr_backward(args, threads);
 }

@@ -1,8 +1,8 @@
 // Attention on the CPU, backward, with the scores recomputed as in FlashAttention-2: with p = exp(score -
 // lse), dp_ij = <dO_i, v_j> and ds_ij = p_ij (dropout_ij dp_ij - <dO_i, O_i>),
-//   the pass over rows sums d(dst) and writes d(bias), the pass over columns sums d(src) and dV.
-// With features of edges (docs/dev/edge_features.md) the pass over rows also gives their gradients, and
-// leaves dropout_ij p_ij and ds_ij to the pass over columns, which reads no features for dot products.
+//   the pass over rows sums d(dst), the pass over columns sums d(src) and dV.
+// With a bias or features of edges (docs/dev/edge_features.md) the pass over rows also gives their gradients,
+// and leaves dropout_ij p_ij and ds_ij to the pass over columns, which recomputes neither then.
 // Nothing is scattered: no atomics, and sums in a fixed order.
 #include <vector>
 
@@ -102,6 +102,29 @@ FASTSPARSE_INLINE void write_score_row(const AttentionCsrArgs& args, const std::
   narrow_row(total.data(), scale, static_cast<std::int64_t>(total.size()), to, score_dtype(args), first);
 }
 
+// Weights and ds of a block, for the pass over columns.
+template <typename A>
+FASTSPARSE_INLINE void write_work(const AttentionCsrBackwardArgs& args, const Block& block, std::int64_t head,
+                                  const Terms<A>& terms) {
+  for (int i = 0; i < block.count; ++i) {
+    const std::int64_t at = edge_position(args.forward.a, block.entry + i) * args.forward.heads + head;
+    static_cast<A*>(args.work)[2 * at] = terms.weight[i];
+    static_cast<A*>(args.work)[2 * at + 1] = terms.grad[i];
+  }
+}
+
+// The same of a block of the transposed structure, as the pass over rows left them.
+template <typename A>
+FASTSPARSE_INLINE void read_work(const AttentionCsrBackwardArgs& args, const Block& block, std::int64_t head,
+                                 Terms<A>& terms) {
+  for (int i = 0; i < block.count; ++i) {
+    const std::int64_t at = edge_position(args.a_t, block.entry + i) * args.forward.heads + head;
+    terms.weight[i] = static_cast<const A*>(args.work)[2 * at];
+    terms.grad[i] = static_cast<const A*>(args.work)[2 * at + 1];
+  }
+  std::fill(terms.grad + block.count, terms.grad + padded<A>(block.count), A{0});
+}
+
 // What features of edges add to the pass over rows: their own gradients, that of W, and with dot products
 // what W brings to that of dst.
 template <typename A>
@@ -135,13 +158,8 @@ struct EdgeGradients {
 
   // One head of a block; the first head comes first.
   FASTSPARSE_INLINE void add_head(const Block& block, std::int64_t head, const Terms<A>& terms) {
-    const int lanes = padded<A>(block.count);
-    for (int i = 0; i < block.count; ++i) {
-      const std::int64_t at = edge_position(forward.a, block.entry + i) * forward.heads + head;
-      static_cast<A*>(args.work)[2 * at] = terms.weight[i];
-      static_cast<A*>(args.work)[2 * at + 1] = terms.grad[i];
-    }
     if (!edges.in_values) return;
+    const int lanes = padded<A>(block.count);
     const std::int64_t place = head * edges.stride;
     edges.add_sums(terms.grad, lanes, of_scores.from(place));
     edges.add_sums(terms.weight, lanes, of_values.from(place));
@@ -263,12 +281,7 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args, 
           std::fill(inverse, inverse + lanes, state.inverse_sum);
           finish(delta, inverse, lanes, terms[head]);
           const A* gradient = terms[head].grad;
-          if (args.grad_bias != nullptr) {
-            for (int i = 0; i < block.count; ++i) {
-              const std::int64_t at = edge_position(forward.a, block.entry + i) * heads + head;
-              set_number(args.grad_bias, forward.bias.dtype, at, gradient[i]);
-            }
-          }
+          if (args.work != nullptr) write_work(args, block, head, terms[head]);
           const Gather rows = again(score_rows(forward, block, head, forward.src, edges));
           if (forward.kind == AttentionScore::kGatv2) {
             const std::int64_t first = head * forward.head_width;
@@ -304,17 +317,6 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args, 
   write(edge_gradients.weight, scratch.grad_weight);
 }
 
-// Weights and ds of a block of the transposed structure, as the pass over rows left them.
-template <typename A>
-FASTSPARSE_INLINE void read_work(const AttentionCsrBackwardArgs& args, const Block& block, std::int64_t head,
-                                 Terms<A>& terms) {
-  for (int i = 0; i < block.count; ++i) {
-    const std::int64_t at = edge_position(args.a_t, block.entry + i) * args.forward.heads + head;
-    terms.weight[i] = static_cast<const A*>(args.work)[2 * at];
-    terms.grad[i] = static_cast<const A*>(args.work)[2 * at + 1];
-  }
-}
-
 template <typename A>
 FASTSPARSE_INLINE void differentiate_columns(const AttentionCsrBackwardArgs& args, const Scratch<A>& scratch,
                                              std::int64_t col_begin, std::int64_t col_end) {
@@ -328,7 +330,7 @@ FASTSPARSE_INLINE void differentiate_columns(const AttentionCsrBackwardArgs& arg
   const std::int64_t last = args.a_t.rowptr[col_end];
   for (std::int64_t col = col_begin; col < col_end; ++col) {
     widen_row(forward.src, score_dtype(forward), col, left.size(), left.data());
-    if (edges.width == 0) widen_row(forward.v, forward.dtype, col, value.size(), value.data());
+    if (args.work == nullptr) widen_row(forward.v, forward.dtype, col, value.size(), value.data());
     grad_src.clear();
     grad_v.clear();
     const std::int64_t end = args.a_t.rowptr[col + 1];
@@ -339,7 +341,7 @@ FASTSPARSE_INLINE void differentiate_columns(const AttentionCsrBackwardArgs& arg
       for (std::int64_t head = 0; head < heads; ++head) {
         Gather values = gather(args.grad, forward.dtype, head * value_width, block);
         Gather rows = score_rows(forward, block, head, forward.dst, edges);
-        if (edges.width > 0) {
+        if (args.work != nullptr) {
           read_work(args, block, head, terms);
         } else {
           A delta[kBlock], inverse[kBlock];

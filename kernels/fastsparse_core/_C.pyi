@@ -588,7 +588,6 @@ def attention_csr_backward(
     grad_src: _Memory,
     grad_v: _Memory,
     grad_att: _Memory,
-    grad_bias: _Memory,
     work: _Memory,
     grad_edge: _Memory,
     grad_weight: _Memory,

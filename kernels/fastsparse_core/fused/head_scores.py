@@ -21,7 +21,7 @@ from fastsparse_core.ops._operands import written_out
 _MANY_ROWS = 2_048
 #: Edges of one product on the CPU, whose results are added up: one over 60,000 edges is off by 3e-6 of its
 #: result, in parts by 2e-7.
-_PART = 128
+_PART = 256
 
 
 def head_scores(feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:

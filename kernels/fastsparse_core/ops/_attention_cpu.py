@@ -10,8 +10,8 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import queue
 from fastsparse_core.ops._attention_call import GATV2, Call
-from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._edge_values import empty_values
+from fastsparse_core.ops._dtypes import accumulation_dtype, cast
+from fastsparse_core.ops._edge_values import edge_room, empty_values
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
@@ -91,8 +91,9 @@ def backward(
     grad_dst, grad_src = dst.new_empty(dst.shape), src.new_empty(src.shape)
     grad_v = v.new_empty(v.shape if kind != GATV2 else 0)
     grad_att = None if att is None else att.new_empty(att.shape)
-    grad_bias = empty_values(adj, bias) if bias is not None and bias_wanted else None
-    work = None if edge is None else lse.new_empty(adj.num_values, heads, 2)
+    work = None
+    if edge is not None or bias is not None:
+        work = edge_room(adj, adj.num_values, heads, 2, dtype=lse.dtype)
     grad_edge = empty_values(adj, edge) if edge is not None and edge_wanted else None
     grad_weight = weight.new_empty(weight.shape) if weight is not None and weight_wanted else None
     _C.attention_csr_backward(
@@ -103,12 +104,14 @@ def backward(
         grad_src,
         None if kind == GATV2 else grad_v,
         grad_att,
-        grad_bias,
         work,
         grad_edge,
         grad_weight,
         queue(-1),
     )
+    grad_bias = None
+    if bias is not None and bias_wanted and work is not None:
+        grad_bias = cast(work[:, :, 1].contiguous(), bias.dtype)
     if edge is None and given.edge is not None and given.weight is not None:  # features of width 0
         grad_edge, grad_weight = torch.empty_like(given.edge), torch.empty_like(given.weight)
     return Gradients(grad_dst, grad_src, grad_v, grad_att, grad_bias, grad_edge, grad_weight)

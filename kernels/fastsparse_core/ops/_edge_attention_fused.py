@@ -24,7 +24,6 @@ from fastsparse_core.ops import _gat_attention_csr as gat
 from fastsparse_core.ops._attention_call import DOT_PRODUCT, Call
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.ops._edge_attention_launch import (
-    edge_room,
     features_room,
     finish_features,
     head_lanes,
@@ -37,6 +36,7 @@ from fastsparse_core.ops._edge_attention_launch import (
     run_forward,
     unpadded,
 )
+from fastsparse_core.ops._edge_values import edge_room
 from fastsparse_core.ops._facts import scatters
 from fastsparse_core.ops._fused_registration import register_fused
 from fastsparse_core.structure.adjacency import Adjacency

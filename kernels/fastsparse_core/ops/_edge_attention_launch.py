@@ -9,6 +9,7 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
+from fastsparse_core.ops._edge_values import edge_room
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import scratch, unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
@@ -55,12 +56,6 @@ def unpadded(x: Tensor, heads: int, width: int) -> Tensor:
         return x
     narrow = x.unflatten(1, (heads, -1))[:, :, : width // heads].flatten(1)
     return narrow.clone() if narrow._is_view() else narrow
-
-
-def edge_room(adj: Adjacency, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Room for numbers of every value; zeros where not every value has an entry that was written."""
-    every = adj.num_values == adj.num_edges and not adj.is_padded
-    return (torch.empty if every else torch.zeros)(shape, dtype=dtype, device=adj.device)
 
 
 def head_lanes(head_width: int, edge_width: int = 0) -> int:

@@ -18,7 +18,6 @@ from fastsparse_core.ops import _edge_attention_unfused as step_by_step
 from fastsparse_core.ops._attention_call import GATV2, Call
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.ops._edge_attention_launch import (
-    edge_room,
     features_room,
     finish_features,
     head_lanes,
@@ -31,6 +30,7 @@ from fastsparse_core.ops._edge_attention_launch import (
     run_forward,
     unpadded,
 )
+from fastsparse_core.ops._edge_values import edge_room
 from fastsparse_core.ops._fused_registration import register_fused
 from fastsparse_core.ops._gat_attention_csr import att_rows_of as att_rows
 from fastsparse_core.structure.adjacency import Adjacency

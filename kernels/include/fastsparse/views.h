@@ -472,13 +472,13 @@ struct AttentionCsrBackwardArgs {
   CsrView a_t;     // the transposed structure
   DenseView grad;  // (num_rows, heads * value_width)
   void* grad_dst;
-  void* grad_src;   // GATv2: with what comes through v
-  void* grad_v;     // null for GATv2
-  void* grad_att;   // null but for GATv2
-  void* grad_bias;  // (num_values, heads) zeros where not every value has an entry; null: not wanted
-  // With edge features only.
-  void* work;         // (num_values, heads, 2) in the accumulation type: dropout(p_ij) and ds_ij
-  void* grad_edge;    // (num_values, edge_width) likewise zeros; null: not wanted
+  void* grad_src;  // GATv2: with what comes through v
+  void* grad_v;    // null for GATv2
+  void* grad_att;  // null but for GATv2
+  // (num_values, heads, 2) in the accumulation type: dropout(p_ij) and ds_ij, the gradient of the bias; null
+  // without bias and edge features. It and grad_edge are zeros where not every value has an entry.
+  void* work;
+  void* grad_edge;    // (num_values, edge_width); null: not wanted
   void* grad_weight;  // (heads * head_width, edge_width); null: not wanted
 };
 
