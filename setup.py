@@ -105,7 +105,6 @@ CPU_SECONDS = {
     "attention_blocks": 3,
     "attention_csr_backward": 3,
     "spmm_csr": 3,
-    "edge_attention": 2,
     "edge_messages": 2,
     "multi_aggregate": 2,
     "segment_reduce": 2,

@@ -1,8 +1,8 @@
 """Forms of steps as people write them, as they are and under `capture`, on a graph of pubmed's size.
 
-``python -m benchmarks.programs --out programs.json`` prints for every form of `step_forms` what capture did with it, the
-time of a plain and of a captured call, and by how much their results differ. Calls of both alternate, so that a busy
-machine slows both.
+``python -m benchmarks.programs --out programs.json`` prints for every form of `step_forms` what capture did
+with it, the time of a plain and of a captured call, and by how much their results differ. Calls of both
+alternate, so that a busy machine slows both.
 """
 
 from __future__ import annotations

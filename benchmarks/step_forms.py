@@ -1,8 +1,8 @@
-"""Forms of training and evaluation steps as people write them, for `capture`: the tests and `programs` run them.
+"""Forms of training and evaluation steps as people write them, for `programs` and the tests of `capture`.
 
-Each form is a function of a :class:`Problem` that returns a step without arguments. All steps train three layers on one
-graph, with the model, the data and the optimizer from outside, unless the form says otherwise. The forms follow PyG's and
-OGB's examples and public repositories.
+Each form is a function of a :class:`Problem` that returns a step without arguments. All steps train three
+layers on one graph, with the model, the data and the optimizer from outside, unless the form says otherwise.
+The forms follow PyG's and OGB's examples and public repositories.
 """
 
 from __future__ import annotations
@@ -427,9 +427,16 @@ def indices(problem: Problem) -> Step:
 
 @form
 def label_smoothing(problem: Problem) -> Step:
-    weight = torch.tensor([1.0, 2.0, 0.5], device=problem.device)
-    criterion = nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1)
-    mask = problem.train_mask
+    criterion, mask = nn.CrossEntropyLoss(label_smoothing=0.1), problem.train_mask
+    return _with_loss(problem, lambda model, out: criterion(out[mask], problem.y[mask]))
+
+
+@form
+def class_weights(problem: Problem) -> Step:
+    criterion, mask = (
+        nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5])).to(problem.device),
+        problem.train_mask,
+    )
     return _with_loss(problem, lambda model, out: criterion(out[mask], problem.y[mask]))
 
 

@@ -2,15 +2,14 @@
 
 >>> from fastsparse_dgl import FastGraphConv  # was: from dgl.nn import GraphConv
 
-Importing this package imports DGL, and makes that possible for DGL 2.x on newer PyTorch versions too
-(:mod:`fastsparse_dgl.compat`).
+Importing this package imports DGL, and makes that possible for DGL 2.x on newer PyTorch versions too.
 """
 
 from fastsparse_core import CBSR, Adjacency, MaxK, __version__, capture
 from fastsparse_dgl import captured_graphs as _captured_graphs  # noqa: F401  (registers DGL's objects)
 from fastsparse_dgl import nn as _nn
 from fastsparse_dgl.caching import cache_info, clear_cache, prepare
-from fastsparse_dgl.dataloading import DataLoader, NeighborSampler
+from fastsparse_dgl.dataloading import DataLoader, GraphDataLoader, NeighborSampler
 from fastsparse_dgl.hooks import disable, enable, is_enabled
 from fastsparse_dgl.layer_swap import accelerate, restore
 from fastsparse_dgl.nn import *  # noqa: F403
@@ -20,6 +19,7 @@ __all__ = [
     "CBSR",
     "Adjacency",
     "DataLoader",
+    "GraphDataLoader",
     "MaxK",
     "NeighborSampler",
     "SampledBlock",

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fastsparse_core import Adjacency
 from fastsparse_core.cache import AdjacencyCache, CacheInfo
+from fastsparse_core.graph_store import BatchEdges
 from fastsparse_core.locks import ForkSafeLock
 from fastsparse_core.log import warn_once
 from fastsparse_dgl.compat import dgl
@@ -42,6 +43,8 @@ _HANDLE = "_graph"
 #: Handle of a graph -> edge type's number -> handle of that edge type's graph.
 _relations: Any = WeakIdKeyDictionary()
 _relations_lock = ForkSafeLock()
+#: Handle of a batch -> what its loader knows of the edges.
+_of_batches: Any = WeakIdKeyDictionary()
 
 
 def relation(graph: GraphLike, etype: Any) -> GraphLike:
@@ -80,7 +83,9 @@ def first_relation(handle: Any, number: int, make: Callable[[], Any]) -> Any:
 
 def adjacency_of_index(index: Any, device: torch.device) -> Adjacency:
     """:func:`adjacency_of` for what DGL keeps of a graph with one edge type, its ``HeteroGraphIndex``."""
-    return _cache.lookup(index, None, device, lambda: adjacency_from_index(index, device))
+    return _cache.lookup(
+        index, None, device, lambda: _known(index, device) or adjacency_from_index(index, device)
+    )
 
 
 def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
@@ -125,7 +130,20 @@ def _on_host(handle: Any) -> Any:
 
 def _build(graph: GraphLike, device: torch.device) -> Adjacency:
     check_graph(graph)
-    return adjacency_from_graph(graph, device)
+    return _known(_on_host(getattr(graph, _HANDLE)), device) or adjacency_from_graph(graph, device)
+
+
+def _known(handle: Any, device: torch.device) -> Adjacency | None:
+    """The structure of a batch of :class:`fastsparse_dgl.GraphDataLoader`, made without sorting."""
+    edges = _of_batches.get(handle) if len(_of_batches) else None
+    return edges.adjacency if edges is not None and edges.device == device else None
+
+
+def remember_edges(graph: GraphLike, edges: BatchEdges) -> None:
+    """Keeps what a loader knows of a batch's edges, as long as the graph has this structure."""
+    handle = getattr(graph, _HANDLE, None)
+    if handle is not None:
+        _of_batches[_on_host(handle)] = edges
 
 
 def remember(graph: GraphLike, device: torch.device, adjacency: Adjacency) -> None:

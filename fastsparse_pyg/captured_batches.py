@@ -331,13 +331,12 @@ def _readouts(held: list[Held]) -> Iterator[None]:
 cures |= {
     **dict.fromkeys(
         ("negative_sampling", "batched_negative_sampling", "structured_negative_sampling"),
-        "Draw with torch.randint(num_nodes, (2, num_samples), device=...) instead: on sparse graphs few of those "
-        "pairs are edges",
+        "Draw with fastsparse_core.sampling.negative_edges(adj, count), which needs no size from the GPU",
     ),
     **dict.fromkeys(
         ("dropout_edge", "dropout_node", "dropout_path", "dropout_adj"),
-        "Pass edge_weight=(torch.rand(num_edges, device=...) >= p).float() to the layers instead, which leaves the "
-        "same edges out",
+        "Pass edge_weight=(torch.rand(num_edges, device=...) >= p).float() to the layers instead, which "
+        "leaves the same edges out",
     ),
     **dict.fromkeys(("to_dense_batch", "to_dense_adj"), "Give it the sizes: batch_size and max_num_nodes"),
 }

@@ -12,11 +12,13 @@ from torch_geometric.typing import SparseTensor
 from fastsparse_core import Adjacency, recorded
 from fastsparse_core.relations import Relations
 from fastsparse_pyg.caching import lookup
-from fastsparse_pyg.graph import caller_edges, is_sparse_matrix
+from fastsparse_pyg.graph import caller_edges, is_sparse_matrix, raise_graph
 
 
 def why_not_relations(edge_index: object, edge_type: object) -> str:
     """Why edges with types cannot become structures, "" if they can."""
+    if not isinstance(edge_index, (Tensor, SparseTensor, Adjacency)):
+        raise_graph(edge_index)
     if isinstance(edge_index, SparseTensor):
         edge_type = edge_index.storage.value()
     elif is_sparse_matrix(edge_index):

@@ -60,6 +60,7 @@ from fastsparse_core.formats.row_split import split_rows
 from fastsparse_core.fused import aggregate_linear as fused_aggregate_linear
 from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2
 from fastsparse_core.fused.attention_layer import attention_layer
+from fastsparse_core.graph_store import Field, FieldKind, Fields, GraphStore, StoredEdges
 from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
 from fastsparse_core.ops._batch_norm import masked_batch_norm
 from fastsparse_core.ops._spmm_extremum import extremum_of_sums
@@ -655,6 +656,29 @@ def batches() -> None:
         places.write(sizes, [(edges.new_empty(2, places.edges[0].starts[-1]), edges)], rows)
 
 
+def batches_of_graphs() -> None:
+    """Whole graphs, some without rows: words of all sizes, increments of both, structures of both ways."""
+    sizes, counts = torch.tensor([3, 0, 70, 1, 9]), torch.tensor([5, 0, 300, 0, 20])
+    store = GraphStore(sizes.numel(), torch.device(DEVICE))
+    nodes, edges = store.add_counts(sizes), store.add_counts(counts)
+    ends = torch.cat(
+        [torch.randint(max(int(n), 1), (2, int(m))) for n, m in zip(sizes, counts, strict=True)], 1
+    )
+    fields = [
+        Field(torch.ones(83, width, dtype=dtype, device=DEVICE), nodes)
+        for dtype, width in ((F32, 8), (F32, 6), (F32, 7), (torch.uint8, 2), (torch.uint8, 3))
+    ]
+    fields += [Field(None, nodes, FieldKind.GRAPH), Field(None, nodes, FieldKind.FIRST)]
+    fields.append(Field(ends.int().to(DEVICE), edges, FieldKind.ADD_INT32, (nodes, nodes), dim=1))
+    fields.append(Field(ends.to(DEVICE), edges, FieldKind.ADD_INT64, (nodes, nodes), dim=1))
+    for chosen in ([0, 1, 2, 3, 4], [4, 4, 0], [1]):
+        batch = store.choose(chosen)
+        Fields(fields, store.device).of(batch)
+        found = StoredEdges(store, fields[-1], nodes, nodes).of(batch)
+        assert found is not None
+        found.adjacency.t().in_degree()
+
+
 def column_sums(dtype: torch.dtype) -> None:
     """Rows in vectors and by elements, few columns and many, parts that end early and empty ones."""
     for num_rows, width in ((20_500, 8), (20_100, 1), (20_099, 47), (20_001, 2100)):
@@ -752,10 +776,12 @@ PARTS: dict[str, Part] = {
         (
             *("inspect", "compress", "row_split", "hybrid_rows", "group_rows", "edge_softmax"),
             *("sum_of_rows", "weight_gradient", "batch_norm", "sample_neighbors", "place_batch"),
+            "gather_graphs",
         ),
         (
             structures,
             batches,
+            batches_of_graphs,
             *(
                 functools.partial(call, d)
                 for call in (softmax_of_edges, column_sums, products_with_nan, rows_by_index)

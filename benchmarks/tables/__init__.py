@@ -52,6 +52,8 @@ ABOUT = {
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
     "small": "A training step of a plain loop where the host decides: small graphs, and batches that are"
     " new every step. `captured` is the step as a CUDA graph, docs/minibatch.md.",
+    "epochs": "Epochs on molecules with the loader inside the clock, and the loaders alone. PyG's layers with"
+    " PyG's loader and the best number of workers are what the others are compared with.",
     "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
     " for the host.",
     "scaling": "Several GPUs of one machine (`benchmarks/scaling.py` defines the models); see"
@@ -99,6 +101,7 @@ class Chapter:
 CHAPTERS = {
     "train": Chapter("Training steps", train_in_short, ("time_bf16-amp", "memory_bf16-amp")),
     "small": Chapter("Small graphs and batches", TABLES["small"]),
+    "epochs": Chapter("Epochs on batches of molecules", TABLES["epochs"]),
     "spmm": Chapter(
         "Aggregation (spmm)",
         spmm_in_short,

@@ -334,6 +334,7 @@ def train_graphs_and_report(
         precision=options.precision,
         seed=options.seed,
         as_step=(lambda step: captured(step, True)) if captures else None,
+        takes_pyg=options.framework == "pyg",
     )
     log = report_results(options, device, data, recipe, results, console)
     report.print_parts(console, results)

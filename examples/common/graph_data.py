@@ -8,7 +8,7 @@ The file holds the disjoint union of all graphs: ``graph_ptr`` (graphs + 1) says
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,18 @@ class GraphDataset:
     def split(self, seed: int) -> Split:
         """The given split, else 80/10/10 % drawn from `seed`."""
         return self.given_split or random_split(self.y, (0.8, 0.1), seed)
+
+    def pyg_graphs(self, graphs: Tensor) -> list[Any]:
+        """Some graphs as PyG's `Data`."""
+        make = importlib.import_module("torch_geometric.data").Data
+        found = []
+        for graph in graphs.tolist():
+            nodes = slice(self.node_ptr[graph], self.node_ptr[graph + 1])
+            edges = slice(self.edge_ptr[graph], self.edge_ptr[graph + 1])
+            names = {"edge_attr": self.edge_codes[edges]} if self.edge_codes is not None else {}
+            edge_index = self.edge_index[:, edges] - nodes.start
+            found.append(make(x=self.codes[nodes], edge_index=edge_index, y=self.y[graph], **names))
+        return found
 
     def batch(self, graphs: Tensor) -> GraphBatch:
         """Some graphs as one: nodes and edges renumbered, in the order of `graphs`."""
@@ -118,7 +130,7 @@ class GraphBatch:
 
     @classmethod
     def of_pyg(cls, batch: Any) -> GraphBatch:
-        """The graphs of PyG's `Batch` that `as_pyg` made."""
+        """The graphs of PyG's `Batch` that `as_pyg` made, or a loader of `GraphDataset.pyg_graphs`."""
         size = batch.ptr[: batch.y.numel() + 1].diff()
         return cls(batch.edge_index, batch.x, batch.batch, size, batch.y, batch.get("edge_attr"), is_pyg=True)
 
@@ -143,6 +155,15 @@ def batches(
     if generator is not None:
         graphs = graphs[torch.randperm(graphs.numel(), generator=generator)]
     return (dataset.batch(part) for part in graphs.split(size))
+
+
+def pyg_loader(
+    dataset: GraphDataset, graphs: Tensor, size: int, *, generator: torch.Generator, device: torch.device
+) -> Iterable[Any]:
+    """PyG's batches of up to `size` of the graphs, shuffled anew in every epoch."""
+    make = importlib.import_module("fastsparse_pyg").DataLoader
+    data = dataset.pyg_graphs(graphs)
+    return make(data, batch_size=size, shuffle=True, generator=generator, device=device)
 
 
 def find_graphs(name: str, root: Path) -> GraphDataset | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from .errors import ExampleError
-from .graph_data import GraphBatch, GraphDataset, batches
+from .graph_data import GraphBatch, GraphDataset, batches, pyg_loader
 from .training import (
     AUTOCAST,
     LayerResult,
@@ -61,6 +61,7 @@ def train_run(
     seed: int,
     progress: tqdm,
     as_step: Callable[[Step], Step] | None = None,
+    takes_pyg: bool = False,
 ) -> RunResult:
     """Trains a model for the recipe's epochs, scoring validation and test graphs after each.
 
@@ -73,7 +74,8 @@ def train_run(
         precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
         seed: Seed of the order of graphs, and of the split where it is drawn.
         progress: Bar that is moved by one per epoch.
-        as_step: What captures the step on PyG's batches; None: it runs as it is.
+        as_step: What captures the step; None: it runs as it is.
+        takes_pyg: Whether batches are PyG's, from `fastsparse_pyg.DataLoader`.
 
     Returns:
         Curves, times and scores; a step is an epoch here, conversions of its batches included.
@@ -94,7 +96,7 @@ def train_run(
     generator = torch.Generator().manual_seed(seed)
 
     def step(batch: Any) -> Tensor:
-        batch = batch if as_step is None else GraphBatch.of_pyg(batch)
+        batch = GraphBatch.of_pyg(batch) if takes_pyg else batch
         optimiser.zero_grad()
         with autocast:
             logits = model(make_graph(batch), batch)
@@ -105,6 +107,8 @@ def train_run(
         return loss.detach()
 
     train_on = step if as_step is None else as_step(step)
+    size: dict[str, Any] = {"size": recipe.batch_size, "generator": generator}
+    loader = pyg_loader(dataset, train, **size, device=device) if takes_pyg else None
     result = RunResult()
     best = -math.inf
     for epoch in range(recipe.epochs):
@@ -114,12 +118,11 @@ def train_run(
         losses = []
         waiting = gathering = 0.0
         asked = start
-        for batch in batches(dataset, train, recipe.batch_size, generator=generator):
+        for batch in batches(dataset, train, **size) if loader is None else loader:
             drawn = time.perf_counter()
             batch = batch.to(device)
-            given = batch if as_step is None else batch.as_pyg()
             gathered = time.perf_counter()
-            losses.append(train_on(given))
+            losses.append(train_on(batch))
             waiting, gathering = waiting + drawn - asked, gathering + gathered - drawn
             asked = time.perf_counter()
         synchronise()
@@ -162,11 +165,12 @@ def compare(
     precision: str,
     seed: int,
     as_step: Callable[[Step], Step] | None = None,
+    takes_pyg: bool = False,
 ) -> list[LayerResult]:
     """Trains the model with each layer, `recipe.runs` times, from the same weights, seeds and batches.
 
-    Arguments as for `training.compare`; ``make_graph(conv)`` gives the function for batches, `as_step` as for
-    `train_run`.
+    Arguments as for `training.compare`; ``make_graph(conv)`` gives the function for batches, `as_step` and
+    `takes_pyg` as for `train_run`.
 
     Returns:
         One result per layer, in the order of `convs`.
@@ -174,6 +178,7 @@ def compare(
 
     def train(model: nn.Module, conv: str, run: int, bar: tqdm) -> RunResult:
         place: dict[str, Any] = {"device": device, "precision": precision, "seed": seed + run}
-        return train_run(model, dataset, make_graph(conv), recipe, **place, progress=bar, as_step=as_step)
+        options: dict[str, Any] = {"as_step": as_step, "takes_pyg": takes_pyg}
+        return train_run(model, dataset, make_graph(conv), recipe, **place, progress=bar, **options)
 
     return in_turn(convs, make_model, train, recipe, device=device, precision=precision, seed=seed)

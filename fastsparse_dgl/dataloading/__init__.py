@@ -1,6 +1,7 @@
-"""DGL's sampler and loader of mini-batches on FastSparse's sampler."""
+"""DGL's loaders: blocks of sampled neighbours, and batches of whole graphs."""
 
 from fastsparse_dgl.dataloading.dataloader import DataLoader
+from fastsparse_dgl.dataloading.graph_data_loader import GraphDataLoader
 from fastsparse_dgl.dataloading.neighbor_sampler import NeighborSampler
 
-__all__ = ["DataLoader", "NeighborSampler"]
+__all__ = ["DataLoader", "GraphDataLoader", "NeighborSampler"]

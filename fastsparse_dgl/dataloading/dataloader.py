@@ -66,8 +66,14 @@ class DataLoader(dgl.dataloading.DataLoader):
     ) -> None:
         target = None if device is None else torch.empty(0, device=device).device
         self._target: torch.device | None = None
-        if target is not None and target.type == "cuda" and isinstance(graph_sampler, NeighborSampler):
-            reason = graph_sampler.why_not(graph)
+        if target is not None and target.type == "cuda":
+            kind = type(graph_sampler).__name__
+            reason = (
+                f"graph_sampler is DGL's {kind}; only fastsparse_dgl.NeighborSampler samples on a GPU, with "
+                "fanouts of -1 for all neighbours"
+            )
+            if isinstance(graph_sampler, NeighborSampler):
+                reason = graph_sampler.why_not(graph)
             if reason:
                 tell_fallback("DataLoader falls back to DGL's loader", reason)
             else:

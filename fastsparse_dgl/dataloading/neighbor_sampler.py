@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -79,21 +80,26 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
     def start(self, g: GraphLike, seed_nodes: Any, device: torch.device) -> Draw:
         """Begins to draw on a device; does not wait for it."""
         if not isinstance(seed_nodes, Mapping):
-            (only,) = g.ntypes
-            seed_nodes = {only: seed_nodes}
-        return self.prepare(g, device).start({name: torch.as_tensor(ids) for name, ids in seed_nodes.items()})
+            if len(g.ntypes) != 1:
+                raise ValueError(
+                    f"seed_nodes: expected a dict by node type, as {{{g.ntypes[0]!r}: ids}}, for a graph of "
+                    f"node types {g.ntypes}, got {type(seed_nodes).__name__}"
+                )
+            seed_nodes = {g.ntypes[0]: seed_nodes}
+        core = self.prepare(g, device)
+        with self._names_of_dgl():
+            return core.start({name: torch.as_tensor(ids) for name, ids in seed_nodes.items()})
 
     def finish(self, g: GraphLike, draw: Draw, seed_nodes: Any) -> tuple[Any, Any, list[Any]]:
         """Input nodes, output nodes and blocks, on the device where they were drawn."""
-        sample = draw.finish()
+        with self._names_of_dgl():
+            sample = draw.finish()
         nodes = {name: ids.to(g.idtype) for name, ids in sample.nodes.items()}
         blocks = [self._block(g, sample, hop, nodes) for hop in reversed(range(len(sample.blocks)))]
-        seeds = {name: nodes[name][: counts[0]] for name, counts in sample.num_nodes.items()}
-        if len(g.ntypes) == 1:
-            return nodes[g.ntypes[0]], seeds[g.ntypes[0]], blocks
-        if isinstance(seed_nodes, Mapping):
-            seeds = {name: seeds[name] for name in seed_nodes}
-        return nodes, seeds, blocks
+        seeds: Any = {name: nodes[name][: counts[0]] for name, counts in sample.num_nodes.items()}
+        is_by_type = isinstance(seed_nodes, Mapping)
+        seeds = {name: seeds[name] for name in seed_nodes} if is_by_type else seeds[g.ntypes[0]]
+        return (nodes[g.ntypes[0]] if len(g.ntypes) == 1 else nodes), seeds, blocks
 
     def prepare(self, g: GraphLike, device: torch.device) -> CoreSampler:
         """The core's sampler of a graph on a device, remembered while the structure lives."""
@@ -110,34 +116,78 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
                 name: adjacency_of(g if is_single else relation(g, name), device)
                 for name in g.canonical_etypes
             }
-            core = CoreSampler(
-                graph,
-                self._fanouts(g),
-                replace=self.replace,
-                weight=weight,
-                blocks=True,
-                num_nodes={name: g.num_nodes(name) for name in g.ntypes},
-            )
+            with self._names_of_dgl():
+                core = CoreSampler(
+                    graph,
+                    self._fanouts(g),
+                    replace=self.replace,
+                    weight=weight,
+                    blocks=True,
+                    num_nodes={name: g.num_nodes(name) for name in g.ntypes},
+                )
             # The weights too: of a tensor that is gone another may have the address, and so the stamp.
             entry = by_device[device] = (stamp, core, weight)
         return entry[1]
 
     def _fanouts(self, g: GraphLike) -> dict[Any, list[int]]:
         """By edge type, the seeds' hop first."""
+        layers = list(self.fanouts) if hasattr(self.fanouts, "__iter__") else []
+        if not layers:
+            raise ValueError(
+                "fanouts: expected a list with a number of neighbours for every layer, as [15, 10], got "
+                f"{self.fanouts!r}"
+            )
         by_type: dict[Any, list[int]] = {name: [] for name in g.canonical_etypes}
-        for fanout in reversed(self.fanouts):
-            of_layer = fanout
+        for layer, fanout in reversed(list(enumerate(layers))):
+            of_type = dict.fromkeys(by_type, fanout)
             if isinstance(fanout, Mapping):
-                of_layer = {g.to_canonical_etype(name): item for name, item in fanout.items()}
+                of_type = {g.to_canonical_etype(name): item for name, item in fanout.items()}
+            missing = [name for name in by_type if name not in of_type]
+            if missing:
+                raise ValueError(
+                    f"fanouts[{layer}]: expected a number of neighbours for every edge type, got none for "
+                    f"{missing}; 0 draws none"
+                )
             for name, fanouts in by_type.items():
-                fanouts.append(int(of_layer[name] if isinstance(of_layer, Mapping) else of_layer))
+                try:
+                    fanouts.append(int(of_type[name]))
+                except (TypeError, ValueError):
+                    raise ValueError(
+                        f"fanouts[{layer}]: expected a number of neighbours, -1 for all, or a dict of such "
+                        f"numbers by edge type, got {fanout!r}"
+                    ) from None
         return by_type
 
     def _weights(self, g: GraphLike) -> dict[Any, Tensor] | None:
         if self.prob is None:
             return None
         data = {name: g.edges[name].data for name in g.canonical_etypes}
-        return {name: of_type[self.prob].flatten() for name, of_type in data.items() if self.prob in of_type}
+        weights = {name: of_type[self.prob] for name, of_type in data.items() if self.prob in of_type}
+        if not weights:
+            known = sorted({name for of_type in data.values() for name in of_type})
+            raise ValueError(
+                f"prob or mask: expected the name of edge data, one of {known}, got {self.prob!r}; "
+                "put the weights there, as graph.edata[name] = weights"
+            )
+        for name, weight in weights.items():
+            if weight.numel() != g.num_edges(name):
+                raise ValueError(
+                    f"prob or mask: expected one number per edge in edge data {self.prob!r}, "
+                    f"({g.num_edges(name)},), got shape {tuple(weight.shape)}"
+                )
+        return {name: weight.flatten() for name, weight in weights.items()}
+
+    @contextlib.contextmanager
+    def _names_of_dgl(self) -> Iterator[None]:
+        """Errors of the core name the caller's arguments."""
+        names = {"weight": f"edge data {self.prob!r}", "seeds": "seed_nodes (a DataLoader's indices)"}
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            argument, _, message = str(error).partition(":")
+            if argument not in names:
+                raise
+            raise type(error)(f"{names[argument]}:{message}") from None
 
     def _block(self, g: GraphLike, sample: Sample, hop: int, nodes: Mapping[str, Tensor]) -> Any:
         device = next(iter(nodes.values())).device

@@ -17,6 +17,7 @@ from torch import Tensor
 from fastsparse_core import Adjacency, sddmm, spmm
 from fastsparse_core.ops._operands import untouched
 from fastsparse_core.ops._spmm_extremum import extremum_of_sums as core_extremum_of_sums
+from fastsparse_core.ops.spmm import Reduce
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.segment import scatter
 from fastsparse_core.structure.incidence import incidence
@@ -176,7 +177,7 @@ class Heads:
         return out.permute(0, *(dim + 1 for dim in back)).contiguous()
 
 
-def weighted(adj: Adjacency, x: Tensor, value: Tensor, reduce: str) -> Tensor:
+def weighted(adj: Adjacency, x: Tensor, value: Tensor, reduce: Reduce) -> Tensor:
     """Reduces products of source features and edge features, both of as many dimensions.
 
     Args:

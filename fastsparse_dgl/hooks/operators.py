@@ -18,6 +18,7 @@ from fastsparse_core import Adjacency
 from fastsparse_core import edge_softmax as core_edge_softmax
 from fastsparse_core import spmm as core_spmm
 from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops.spmm import Reduce
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.segment import scatter
 from fastsparse_core.segment import segment_reduce as core_segment_reduce
@@ -116,7 +117,7 @@ def _without_minus(op: str, rhs: Tensor) -> tuple[str, Tensor]:
     return op, rhs
 
 
-def gspmm(gidx: Any, op: str, reduce_op: str, lhs_data: Any, rhs_data: Any) -> Tensor:
+def gspmm(gidx: Any, op: str, reduce_op: Reduce, lhs_data: Any, rhs_data: Any) -> Tensor:
     """Messages of ``u op e`` reduced by destination; ``reduce_op`` may be ``"mean"`` too."""
     _is_one_relation(gidx, "gspmm")
     x, e = _cast(None if op == "copy_rhs" else lhs_data, None if op == "copy_lhs" else rhs_data)
@@ -124,7 +125,7 @@ def gspmm(gidx: Any, op: str, reduce_op: str, lhs_data: Any, rhs_data: Any) -> T
         return _gspmm(structure(gidx, x, e), op, reduce_op, x, e)
 
 
-def _gspmm(adj: Adjacency, op: str, reduce: str, x: Any, e: Any) -> Tensor:
+def _gspmm(adj: Adjacency, op: str, reduce: Reduce, x: Any, e: Any) -> Tensor:
     out = _reduced_messages(adj, op, reduce, x, e)
     if reduce in ("sum", "mean") or adj.num_edges == 0 or not adj.has_empty_rows():
         return out
@@ -134,7 +135,7 @@ def _gspmm(adj: Adjacency, op: str, reduce: str, x: Any, e: Any) -> Tensor:
     return out.masked_fill(empty, math.inf if reduce == "min" else -math.inf)
 
 
-def _reduced_messages(adj: Adjacency, op: str, reduce: str, x: Any, e: Any) -> Tensor:
+def _reduced_messages(adj: Adjacency, op: str, reduce: Reduce, x: Any, e: Any) -> Tensor:
     if op == "copy_rhs":
         _check_rows("edge features", e, adj.num_values)
         if reduce in ("max", "min"):
@@ -239,7 +240,7 @@ def _softmax(adj: Adjacency, score: Tensor) -> Tensor:
     return torch.cat(parts, 1).reshape(score.shape)
 
 
-def gspmm_hetero(g: Any, op: str, reduce_op: str, lhs_len: int, *lhs_and_rhs: Any) -> tuple[Any, ...]:
+def gspmm_hetero(g: Any, op: str, reduce_op: Reduce, lhs_len: int, *lhs_and_rhs: Any) -> tuple[Any, ...]:
     """:func:`gspmm` over all edge types, reduced per type of destination; None for types that are none."""
     lhs, rhs = lhs_and_rhs[:lhs_len], lhs_and_rhs[lhs_len:]
     out: list[Any] = [None] * g.number_of_ntypes()
@@ -301,8 +302,20 @@ def edge_softmax_hetero(gidx: Any, eids: Any = ALL, norm_by: str = "dst", *logit
 def segment_reduce(op: Literal["sum", "max", "min"], x: Tensor, offsets: Tensor) -> Tensor:
     """Sums, maxima or minima of consecutive rows."""
     (x,) = _cast(x)  # type: ignore[assignment]
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise DGLError(f"seglen: expected int32 or int64 lengths of segments, got {offsets.dtype}")
     with _plain(x):
-        return core_segment_reduce(x, offsets.to(x.device), op)
+        try:
+            return core_segment_reduce(x, offsets.to(x.device), op)
+        except ValueError as error:
+            lengths = offsets.diff()
+            if len(lengths) and int(lengths.min()) >= 0 and int(offsets[-1]) == len(x):
+                raise
+            raise DGLError(
+                f"seglen: expected lengths of segments, none negative, that add up to the {len(x)} rows of "
+                f"value, got {lengths.tolist() if len(lengths) < 10 else len(lengths)} adding up to "
+                f"{int(offsets[-1])}"
+            ) from error
 
 
 def scatter_add(x: Tensor, idx: Tensor, m: int) -> Tensor:

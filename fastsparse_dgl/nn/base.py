@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.log import info_once, warn_once
+from fastsparse_core.ops.spmm import Reduce
 from fastsparse_dgl.caching import adjacency_of
 from fastsparse_dgl.graph import DGLError, GraphLike
 
@@ -163,7 +164,7 @@ class AggregationMixin:
         adjacency: Adjacency,
         feat: Tensor,
         edge_weight: Tensor | None,
-        reduce: str = "sum",
+        reduce: Reduce = "sum",
         *,
         scale_dst: Tensor | None = None,
         scale_src: Tensor | None = None,

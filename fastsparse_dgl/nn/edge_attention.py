@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency, attention, edge_softmax, scatter, spmm
 from fastsparse_core.fused.bias import add_bias
-from fastsparse_core.fused.head_scores import head_scores
+from fastsparse_core.fused.head_scores import edge_scores, head_scores
 from fastsparse_core.segment import rows_of
 from fastsparse_core.structure.incidence import edge_ends
 from fastsparse_dgl.compat import dgl
@@ -106,10 +106,8 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
             x_src = fc_src(source)
             (score_src,) = head_scores(x_src, self.attn_l)
             (score_dst,) = head_scores(fc_dst(destination), self.attn_r)
-        # Both factors are linear: their product is taken first, so that no edge gets a row.
         weight = self.fc_edge.weight
-        of_edge = (weight.view(*heads, -1) * self.attn_edge.view(*heads, 1)).sum(1)
-        score_edge = F.linear(edge_feat, of_edge)
+        score_edge = edge_scores(edge_feat, weight, self.attn_edge)
         score = F.leaky_relu(
             _on_edges(adjacency, score_src, score_dst) + score_edge, self.leaky_relu.negative_slope
         )

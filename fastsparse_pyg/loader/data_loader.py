@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from torch_geometric.data import Dataset, InMemoryDataset
 from torch_geometric.data.data import BaseData
 from torch_geometric.loader import DataLoader as PygDataLoader
 
+from fastsparse_core.graph_store import NotStored, Outline, StoredBatches, same_outline
 from fastsparse_core.log import info_once, warn_once
 from fastsparse_pyg.caching import logger
 from fastsparse_pyg.loader.base import OF_WORKERS, choose_device
-from fastsparse_pyg.loader.stored_graphs import NotStored, StoredGraphs
+from fastsparse_pyg.loader.stored_graphs import StoredGraphs
 
 
 class _Fields(NamedTuple):
@@ -85,6 +85,7 @@ class DataLoader(PygDataLoader):
         self._source: _Source | None = None
         self._graphs: StoredGraphs | None = None
         self._device = choose_device(None, device)
+        self._moves = device is not None or self._device.type != "cpu"
         try:
             if batch_size is None and kwargs.get("batch_sampler") is None:
                 raise NotStored("batch_size is None")
@@ -106,11 +107,16 @@ class DataLoader(PygDataLoader):
 
     def _get_iterator(self) -> Any:
         current = self._current()
-        return super()._get_iterator() if current is None else _Batches(self, *current)
+        if current is None:
+            return super()._get_iterator()
+        graphs, graph_at = current
+        return StoredBatches(self, lambda index: graphs.batch(index, graph_at))
 
     def __iter__(self) -> Iterator[Any]:
         batches = super().__iter__()
-        return batches if isinstance(batches, _Batches) else _moved(batches, self._device)
+        if isinstance(batches, StoredBatches) or not self._moves:
+            return batches
+        return _moved(batches, self._device)
 
     def _current(self) -> tuple[StoredGraphs, Tensor | None] | None:
         """The graphs as the dataset has them now, and which; None: PyG's loader makes the batches."""
@@ -145,50 +151,35 @@ def _moved(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
         yield batch.to(device, non_blocking=True) if isinstance(batch, BaseData) else batch
 
 
-class _Batches(_SingleProcessDataLoaderIter):
-    """PyTorch's iterator over a loader, which draws the samples; batches are gathered."""
-
-    def __init__(self, loader: DataLoader, graphs: StoredGraphs, graph_at: Tensor | None) -> None:
-        super().__init__(loader)
-        self._graphs, self._graph_at = graphs, graph_at
-
-    def _next_data(self) -> Any:
-        index = self._next_index()
-        batch = self._graphs.batch(index if type(index) is list else list(index), self._graph_at)
-        return batch.pin_memory() if self._pin_memory else batch
-
-
 class _Source:
     """The graphs behind a dataset, and which of them it has.
 
     Args:
         dataset: as of the loader.
 
-    Attributes:
-        graph_at: int64, the number of the stored graph at every position; None: they are in that order.
-
     Raises:
         NotStored: the dataset is not in memory, or changes graphs when they are read.
     """
 
     def __init__(self, dataset: Any) -> None:
-        self._parts = _parts_of(dataset)
-        self._snapshots = [_snapshot(root) for root, _ in self._parts]
-        self.graph_at: Tensor | None = None
-        root, indices = self._parts[0]
-        if len(self._parts) == 1 and indices is not None and isinstance(root, InMemoryDataset):
-            self.graph_at = torch.tensor(indices, dtype=torch.int64)
+        self._dataset = dataset
+        self._outline = _outline(dataset)
 
     def is_like(self, other: _Source) -> bool:
         """Whether both have the same graphs."""
-        return (
-            len(self._parts) == len(other._parts)
-            and all(
-                one[0] is two[0] and one[1] == two[1]
-                for one, two in zip(self._parts, other._parts, strict=True)
-            )
-            and all(map(_are_same, self._snapshots, other._snapshots))
-        )
+        return same_outline(self._outline, other._outline)
+
+    @cached_property
+    def _parts(self) -> _Parts:
+        return _parts_of(self._dataset)
+
+    @cached_property
+    def graph_at(self) -> Tensor | None:
+        """The number of the stored graph at every position, int64; None: they are in that order."""
+        root, indices = self._parts[0]
+        if len(self._parts) > 1 or indices is None or not isinstance(root, InMemoryDataset):
+            return None
+        return torch.tensor(indices, dtype=torch.int64)
 
     def example(self) -> Any:
         """A graph, for the device where it lies; None: there is none."""
@@ -234,39 +225,58 @@ class _InMemory(Sequence[Any]):
 _Parts = list[tuple[Any, list[int] | None]]
 
 
-def _parts_of(dataset: Any) -> _Parts:
+def _outline(dataset: Any) -> Outline:
+    """The objects that a dataset consists of, and the positions that are taken of them.
+
+    Raises:
+        NotStored: the dataset is not in memory, or changes graphs when they are read.
+    """
     kind = type(dataset)
     if kind in (list, tuple):
-        return [(dataset, None)]
+        return [dataset, *dataset], []
     if kind is Subset:
-        return _chosen(_parts_of(dataset.dataset), _as_list(dataset.indices))
+        objects, positions = _outline(dataset.dataset)
+        return objects, [*positions, _as_list(dataset.indices)]
     if kind is ConcatDataset:
-        return [part for item in dataset.datasets for part in _parts_of(item)]
+        outlines = [_outline(item) for item in dataset.datasets]
+        return [x for objects, _ in outlines for x in objects], [x for _, some in outlines for x in some]
     if getattr(dataset, "transform", None) is not None:
         raise NotStored("the dataset has a transform, which may give another graph every time")
     if not isinstance(dataset, InMemoryDataset):
         raise NotStored(f"a dataset of type {kind.__name__} is not known to be in memory")
-    changed = [
-        name
-        for name, base in (("get", InMemoryDataset), ("len", InMemoryDataset), *_OF_DATASET)
-        if getattr(kind, name) is not getattr(base, name)
-    ]
-    if changed:
-        raise NotStored(f"{kind.__name__} has a method {changed[0]} of its own")
-    if dataset._indices is None:
-        return [(dataset, None)]
-    return _chosen([(dataset, None)], _as_list(dataset._indices), dataset.len())
+    for name, base in _READING:
+        if getattr(kind, name) is not getattr(base, name):
+            raise NotStored(f"{kind.__name__} has a method {name} of its own")
+    objects = [dataset, dataset._data, dataset.slices, *(getattr(dataset, "_data_list", None) or ())]
+    return objects, [] if dataset._indices is None else [_as_list(dataset._indices)]
 
 
-_OF_DATASET = tuple((name, Dataset) for name in ("__getitem__", "__len__", "indices"))
+#: What PyG's datasets in memory are read by.
+_READING = (
+    ("get", InMemoryDataset),
+    ("len", InMemoryDataset),
+    ("__getitem__", Dataset),
+    ("__len__", Dataset),
+    ("indices", Dataset),
+)
+
+
+def _parts_of(dataset: Any) -> _Parts:
+    """Of a dataset that has an outline."""
+    if type(dataset) is Subset:
+        return _chosen(_parts_of(dataset.dataset), _as_list(dataset.indices))
+    if type(dataset) is ConcatDataset:
+        return [part for item in dataset.datasets for part in _parts_of(item)]
+    if isinstance(dataset, InMemoryDataset) and dataset._indices is not None:
+        return _chosen([(dataset, None)], _as_list(dataset._indices))
+    return [(dataset, None)]
 
 
 def _as_list(indices: Any) -> list[int]:
-    indices = indices.tolist() if hasattr(indices, "tolist") else indices
-    return [operator.index(nth) for nth in indices]
+    return indices.tolist() if hasattr(indices, "tolist") else list(indices)
 
 
-def _chosen(parts: _Parts, positions: list[int], length: int | None = None) -> _Parts:
+def _chosen(parts: _Parts, positions: list[int]) -> _Parts:
     """Some positions of a dataset."""
     if len(parts) > 1:
         flat = [(root, nth) for root, indices in parts for nth in indices or range(_length(root))]
@@ -278,17 +288,6 @@ def _chosen(parts: _Parts, positions: list[int], length: int | None = None) -> _
 
 def _length(root: Any) -> int:
     return int(root.len()) if isinstance(root, InMemoryDataset) else len(root)
-
-
-def _snapshot(root: Any) -> list[Any]:
-    """The objects that a dataset consists of."""
-    if isinstance(root, InMemoryDataset):
-        return [root._data, root.slices, *(getattr(root, "_data_list", None) or ())]
-    return list(root)
-
-
-def _are_same(one: list[Any], two: list[Any]) -> bool:
-    return len(one) == len(two) and all(map(operator.is_, one, two))
 
 
 def _collated(dataset: InMemoryDataset) -> tuple[Any, Any] | None:

@@ -8,7 +8,6 @@ slices and its increments.
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -22,10 +21,12 @@ from torch_geometric.typing import SparseTensor, TensorFrame
 
 from fastsparse_core.graph_store import (
     Chosen,
+    Content,
     Field,
     FieldKind,
     Fields,
     GraphStore,
+    NotStored,
     StoredEdges,
     place_tensors,
 )
@@ -33,10 +34,6 @@ from fastsparse_core.log import warn_once
 from fastsparse_pyg.caching import remember_edges
 
 _ADDS = {torch.int64: FieldKind.ADD_INT64, torch.int32: FieldKind.ADD_INT32}
-
-
-class NotStored(Exception):
-    """Why some graphs, or one of their attributes, cannot be stored."""
 
 
 class _Batching:
@@ -219,7 +216,7 @@ class StoredGraphs:
         self.store = GraphStore(len(graphs), device)
         self._fields: list[Field] = []
         self._default_dtype = torch.get_default_dtype()
-        self._content: _Content | None = None
+        self._content: Content | None = None
         stores = None if collated is None else self._read_collated(*collated)
         self._stores: list[_Store] = self._read_graphs() if stores is None else stores
         like = graphs[0] if stores is None or collated is None else collated[0]
@@ -356,7 +353,7 @@ class StoredGraphs:
             names = list(stores[0]._mapping)
             if any(list(store._mapping) != names for store in stores):
                 raise NotStored("its graphs have different attributes, or the same in a different order")
-        self._content = _Content([store._mapping for stores in by_store for store in stores])
+        self._content = _content([store._mapping for stores in by_store for store in stores])
         counts: dict[Any, int] = {}
         for stores in by_store:
             if isinstance(stores[0], NodeStorage) and stores[0].can_infer_num_nodes:
@@ -423,7 +420,7 @@ class StoredGraphs:
         except NotStored:
             self.store, self._fields = GraphStore(len(self._graphs), self._device), []
             return None
-        self._content = _Content([store._mapping for store in data.stores])
+        self._content = _content([store._mapping for store in data.stores])
         return stores
 
     def _read_collated_store(
@@ -461,42 +458,9 @@ class StoredGraphs:
         return self._finished(key, parts, num_nodes, counts)
 
 
-#: Tensors whose versions are compared. Each costs a few cache misses: 80,000 of them, those of 20,000 graphs,
-#: would take as long as a third of a captured epoch.
-_MOST_VERSIONS = 4096
-
-
-class _Content:
-    """What was stored of a dataset, so that later changes of it are noticed.
-
-    An attribute with another object is always noticed. Writes in place are where they concern one of at most
-    `_MOST_VERSIONS` tensors spread over the dataset.
-
-    Args:
-        mappings: the attributes of its stores.
-    """
-
-    def __init__(self, mappings: list[dict[str, Any]]) -> None:
-        self._mappings = mappings
-        self._values = list(chain.from_iterable(map(dict.values, mappings)))
-        tensors = [item for item in self._values if isinstance(item, Tensor) and not item.is_inference()]
-        step = -(-len(tensors) // _MOST_VERSIONS)
-        if step > 1:
-            step += 1 - step % 2  # odd, so that with few attributes it meets all of them
-        self._tensors = tensors[:: max(step, 1)]
-        self._versions = self._sum_of_versions()
-
-    def _sum_of_versions(self) -> int:
-        return sum(map(operator.attrgetter("_version"), self._tensors))
-
-    def is_as_it_was(self) -> bool:
-        """Whether stores hold the same objects, and no tensor of them was written to."""
-        now = chain.from_iterable(map(dict.values, self._mappings))
-        return (
-            sum(map(len, self._mappings)) == len(self._values)
-            and all(map(operator.is_, now, self._values))
-            and self._sum_of_versions() == self._versions
-        )
+def _content(mappings: list[dict[str, Any]]) -> Content:
+    values = chain.from_iterable(map(dict.values, mappings))
+    return Content(mappings, [item for item in values if isinstance(item, Tensor)])
 
 
 def _part_of(stored: StoredGraphs, name: Any, values: list[Any], stores: Sequence[Any]) -> _Part:

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import AGNNConv
 
-from fastsparse_core import Adjacency, attention
+from fastsparse_core import attention
 from fastsparse_core.fused.cosine_attention import beta_by_row, cosine_attention
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
 
 
@@ -33,7 +34,7 @@ class FastAGNNConv(AttentionConv, AGNNConv):
 
     _bipartite = False
 
-    def forward(self, x: Tensor, edge_index: Tensor | Adjacency) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike) -> Tensor:
         """Computes the layer.
 
         Args:

@@ -15,7 +15,7 @@ from fastsparse_core import Adjacency, spmm
 from fastsparse_core.fused.attention_layer import Score, attention_layer
 from fastsparse_core.log import warn_once
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, to_edge_index
-from fastsparse_pyg.nn.base import FastConv
+from fastsparse_pyg.nn.base import FastConv, raise_features
 
 #: Reductions over edge features, for those of self loops, that are a product with the structure.
 _LINEAR_FILLS = ("mean", "add", "sum")
@@ -39,6 +39,8 @@ class AttentionConv(FastConv):
     ) -> str:
         """Why PyG's own code must run, "" if the operators can."""
         x_src, x_dst = x
+        if not isinstance(x_src, Tensor):
+            raise_features(x_src)
         for side in (x_src,) if x_dst is None or x_dst is x_src else (x_src, x_dst):
             if not isinstance(side, Tensor) or side.dim() != 2:
                 return "features that are not one matrix per side"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch_geometric.data.data import BaseData
 from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, MinAggregation, SumAggregation
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
@@ -21,12 +22,18 @@ from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain_linea
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.layer_swap import restore
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
+from fastsparse_core.ops.spmm import Reduce
 from fastsparse_pyg.caching import layer_cache, stamp_attributes
 from fastsparse_pyg.graph import Graph, for_pyg, is_sparse_matrix, resolve, to_edge_index
 from fastsparse_pyg.nn import fallback
 from fastsparse_pyg.traced import REDUCTIONS, TracedEdges, come_from_outside
 
-REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max", MinAggregation: "min"}
+REDUCE: dict[type, Reduce] = {
+    SumAggregation: "sum",
+    MeanAggregation: "mean",
+    MaxAggregation: "max",
+    MinAggregation: "min",
+}
 #: PyG's layers -> their drop-ins; `fastsparse_pyg.nn` fills it.
 DROP_INS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
 MESSAGE_METHODS = (
@@ -129,6 +136,8 @@ class FastConv(MessagePassing):
 
     def _why_original(self, x: Tensor, edge_index: object) -> str:
         """Why PyG's own code must run, "" if the kernels can."""
+        if not isinstance(x, Tensor):
+            raise_features(x)
         reason = self._why_not_this_layer(x, edge_index)
         if reason:
             return reason
@@ -238,6 +247,8 @@ class FastConv(MessagePassing):
     def _why_original_pair(self, x: tuple[Tensor, Tensor | None], edge_index: object) -> str:
         """:meth:`_why_original` for the layers whose sources and destinations may differ."""
         x_src, x_dst = x
+        if not isinstance(x_src, Tensor):
+            raise_features(x_src)
         if x_src.dim() < 2 or x_src.layout is not torch.strided:
             return "features that are not a dense matrix"
         if self.flow == "target_to_source" and x_dst is not x_src and not isinstance(edge_index, Adjacency):
@@ -249,7 +260,7 @@ class FastConv(MessagePassing):
         parameters = self.__dict__["_parameters"]
         return parameters[name] if name in parameters else getattr(self, name)
 
-    def _reduce(self) -> str:
+    def _reduce(self) -> Reduce:
         """The kernel's name for the layer's aggregation."""
         # Not self.aggr_module: for submodules that goes through nn.Module.__getattr__, half a microsecond
         # each time.
@@ -411,6 +422,36 @@ class FastConv(MessagePassing):
             return out
         # Hooks may have kept what a layer with hooks gave: that must stay as it is.
         return add_linear(out, x_dst, lin_root, Linear) if is_plain_linear(lin) else out + lin_root(x_dst)
+
+
+def as_pair(x: Any) -> tuple[Any, Any]:
+    """Features of sources and destinations, of a tensor or a pair of them."""
+    if isinstance(x, Tensor):
+        return x, x
+    if not (isinstance(x, (tuple, list)) and len(x) == 2):
+        raise_features(x)
+    return x[0], x[1]
+
+
+def raise_features(x: object, name: str = "x") -> NoReturn:
+    """Says what features have to be.
+
+    Args:
+        x: what came instead.
+        name: the caller's argument.
+
+    Raises:
+        TypeError: always.
+    """
+    cure = "convert it with torch.as_tensor(x)"
+    if x is None:
+        cure = "data.x is None for graphs without features: make some, such as torch.ones(data.num_nodes, 1)"
+    elif isinstance(x, BaseData):
+        cure = "pass its x"
+    raise TypeError(
+        f"{name}: expected a floating tensor of node features, or a pair of them for the sources and "
+        f"destinations of a bipartite graph, got {'None' if x is None else type(x).__name__}; {cure}"
+    )
 
 
 def known(edge_index: Tensor, options: Hashable) -> Adjacency | None:

@@ -24,6 +24,7 @@ _NO_LOSS = (
     "tensors without content",
 )
 _PLAIN_EDGES = "Pass `edge_index` as one int64 tensor of shape (2, num_edges)"
+_SIZE = "Pass `size=(num_src, num_dst)` to propagate()"
 _USUAL_FLOW = "Use flow='source_to_target', with the rows of `edge_index` swapped"
 #: How a reason begins -> what to do about it; the first that fits counts.
 _CURES = {
@@ -40,8 +41,14 @@ _CURES = {
     "features of another dtype": "Convert them to the dtype of the parameters",
     "features ": "Pass `x` with shape (num_nodes, num_features)",
     "edge features with fill_value": "Use fill_value='mean', 'add' or a number",
+    "edge features without edge_dim": "Pass `edge_attr` if and only if the layer has `edge_dim`",
     "edge features that are not": "Pass `edge_attr` with shape (num_edges, num_features)",
     "decomposed_layers": "Use decomposed_layers=1",
+    "size is given": "Leave `size` out",
+    "the number of nodes": _SIZE,
+    "the edges have more nodes": _SIZE,
+    "propagate() with positional": "Pass its arguments by name",
+    "an Adjacency with flow": _PLAIN_EDGES,
     "autocast": "Call this layer outside of torch.autocast",
     "flow=": _USUAL_FLOW,
     "a bipartite graph with flow": _USUAL_FLOW,

@@ -13,8 +13,9 @@ from fastsparse_core import Adjacency, edge_softmax, gatv2_attention, gatv2_atte
 from fastsparse_core.fused.attention_layer import GATV2
 from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.structure.incidence import edge_ends
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import is_plain_linear, project
+from fastsparse_pyg.nn.base import as_pair, is_plain_linear, project
 
 
 class FastGATv2Conv(AttentionConv, GATv2Conv):
@@ -46,12 +47,12 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
     def forward(
         self,
         x: Tensor | PairTensor,
-        edge_index: Tensor | Adjacency,
+        edge_index: EdgesLike,
         edge_attr: OptTensor = None,
         return_attention_weights: bool | None = None,
     ) -> Any:
         """Computes the layer; arguments and errors as in :meth:`FastGATConv.forward`, without `size`."""
-        pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
+        pair = as_pair(x)
         adj = None
         if edge_attr is None and not return_attention_weights and self.lin_edge is None:
             adj = self._known_attention(x, edge_index, self.add_self_loops)

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch_geometric.nn import HGTConv
 from torch_geometric.nn.dense import HeteroDictLinear, HeteroLinear
 from torch_geometric.nn.dense.linear import is_uninitialized_parameter
-from torch_geometric.typing import EdgeType, NodeType
+from torch_geometric.typing import EdgeType, NodeType, SparseTensor
 
 from fastsparse_core import Adjacency, attention, recorded
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_pyg.caching import lookup
-from fastsparse_pyg.graph import for_pyg
+from fastsparse_pyg.graph import for_pyg, raise_graph
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import is_plain_linear
+from fastsparse_pyg.nn.base import is_plain_linear, raise_features
 
 
 class FastHGTConv(AttentionConv, HGTConv):
@@ -155,7 +155,12 @@ class FastHGTConv(AttentionConv, HGTConv):
             return "no nodes or no edges"
         if self.flow != "source_to_target":
             return f"flow={self.flow!r}"
+        for node_type, x in x_dict.items():
+            if not isinstance(x, Tensor):
+                raise_features(x, f"x_dict[{node_type!r}]")
         for edge_type, edge_index in edge_index_dict.items():
+            if not isinstance(edge_index, (Tensor, SparseTensor, Adjacency)):
+                raise_graph(edge_index, f"edge_index_dict[{edge_type}]")
             if type(edge_index) is not Tensor or edge_index.layout is not torch.strided:
                 return "edges that are not plain tensors"
             if (
@@ -167,8 +172,7 @@ class FastHGTConv(AttentionConv, HGTConv):
             if edge_type not in self.edge_types_map or not {edge_type[0], edge_type[-1]} <= x_dict.keys():
                 return "edges between types that have no features"
         if len({x.dtype for x in x_dict.values()}) != 1 or any(
-            not isinstance(x, Tensor) or x.dim() != 2 or x.layout is not torch.strided
-            for x in x_dict.values()
+            x.dim() != 2 or x.layout is not torch.strided for x in x_dict.values()
         ):
             return "features that are not matrices of one dtype"
         # Hooks may have to see keys and values; a lazy layer gets its sizes by one.

@@ -11,7 +11,7 @@ from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, edge_softmax, spmm
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_pyg.graph import is_sparse_matrix, resolve
+from fastsparse_pyg.graph import is_sparse_matrix, raise_graph, resolve
 from fastsparse_pyg.nn.base import FastConv
 from fastsparse_pyg.nn.segments import EdgeEnd, gather
 
@@ -56,6 +56,8 @@ class FastHypergraphConv(FastConv, HypergraphConv):
             return self._original_forward(
                 reason, x, hyperedge_index, hyperedge_weight, hyperedge_attr, num_edges
             )
+        if not isinstance(hyperedge_index, Tensor):
+            raise_graph(hyperedge_index, "hyperedge_index")
         if num_edges is None:
             num_edges = int(hyperedge_index[1].max()) + 1 if hyperedge_index.numel() else 0
         to_edges = resolve(hyperedge_index, x.size(0), num_edges, x.device).adj

@@ -115,7 +115,7 @@ class Copies(NamedTuple):
                     return None
         algorithm = policy.requested("spmm", "auto")
         out = plain_spmm(adj, x, value, self.how, None, None, algorithm)
-        return spmm(adj, x, value, self.how) if out is None else out
+        return spmm(adj, x, value, self.how) if out is None else out  # type: ignore[arg-type]  # one of PRODUCTS
 
 
 _is_tracing = torch._C._is_tracing
@@ -180,7 +180,7 @@ def _product(layer: Any, pattern: Pattern, found: Arguments, how: str, x: Tensor
     rows = x.movedim(dim, 0) if dim else x
     flat = rows if rows.dim() == 2 else rows.reshape(rows.size(0), rows.shape[1:].numel())
     with _without_autocast(x):
-        out = spmm(found.special["adj"], flat, value, how)
+        out = spmm(found.special["adj"], flat, value, how)  # type: ignore[arg-type]  # one of PRODUCTS
     if dim:
         return out.reshape(out.size(0), *rows.shape[1:]).movedim(0, dim).contiguous()
     return out if len(out_rest) == 1 else out.reshape(out.size(0), *out_rest)

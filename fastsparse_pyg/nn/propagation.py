@@ -11,7 +11,7 @@ from torch_geometric.typing import SparseTensor
 from fastsparse_core import Adjacency, sddmm, spmm
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_pyg.graph import Graph, caller_edges, gcn_factors, is_sparse_matrix, resolve, to_edge_index
-from fastsparse_pyg.nn.base import FastConv
+from fastsparse_pyg.nn.base import FastConv, raise_features
 
 
 class Propagation(NamedTuple):
@@ -117,6 +117,8 @@ class PropagatingConv(FastConv):
     _any_reduction: ClassVar[bool] = True
 
     def _why_original_propagating(self, x: Tensor, edge_index: object) -> str:
+        if not isinstance(x, Tensor):
+            raise_features(x)
         dim = x.dim()
         if dim < 2 or self.node_dim % dim != dim - 2:
             return f"features of {dim} dimensions with node_dim={self.node_dim}"

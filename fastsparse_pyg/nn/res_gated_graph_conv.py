@@ -10,14 +10,15 @@ from torch import Tensor
 from torch_geometric.nn import ResGatedGraphConv
 from torch_geometric.typing import OptTensor, PairTensor
 
-from fastsparse_core import Adjacency, gated_aggregate
+from fastsparse_core import gated_aggregate
 from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.fused.edge_messages import can_pass_messages, gated_layer
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import is_plain_linear, project
+from fastsparse_pyg.nn.base import as_pair, is_plain_linear, project
 
 
 class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
@@ -45,9 +46,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
     _kernel = "gated_aggregate"
     _stores_edges = False
 
-    def forward(
-        self, x: Tensor | PairTensor, edge_index: Tensor | Adjacency, edge_attr: OptTensor = None
-    ) -> Tensor:
+    def forward(self, x: Tensor | PairTensor, edge_index: EdgesLike, edge_attr: OptTensor = None) -> Tensor:
         """Computes the layer.
 
         Args:
@@ -62,7 +61,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         out = self._joined(x, edge_index, edge_attr)
         if out is not None:
             return out
-        pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
+        pair = as_pair(x)
         reason = self._why_original_gated(pair, edge_index, edge_attr)
         if reason:
             return self._original_attention(reason, x, edge_index, edge_attr)

@@ -16,8 +16,9 @@ from fastsparse_core.fused.relational_attention import relational_attention
 from fastsparse_core.grouped_product import grouped_product
 from fastsparse_core.relations import Relations
 from fastsparse_core.segment import rows_of
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, are_few_on_gpu
+from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, are_few_on_gpu, raise_features
 from fastsparse_pyg.relations import relations_of, why_not_relations
 
 #: On a GPU, nodes times relations and nodes times output features up to which all nodes are multiplied by all
@@ -54,7 +55,7 @@ class FastRGATConv(AttentionConv, RGATConv):
     def forward(
         self,
         x: Tensor,
-        edge_index: Any,
+        edge_index: EdgesLike,
         edge_type: OptTensor = None,
         edge_attr: OptTensor = None,
         size: tuple[int, int] | None = None,
@@ -85,6 +86,7 @@ class FastRGATConv(AttentionConv, RGATConv):
             return self._original_forward(
                 reason, x, edge_index, edge_type, edge_attr, size, return_attention_weights
             )
+        assert isinstance(edge_index, Tensor)  # else there was a reason
         num_nodes = x.size(0)
         relations = relations_of(edge_index, edge_type, (num_nodes, num_nodes), self.num_relations, self.flow)
         weight = self._weight()
@@ -200,11 +202,11 @@ class FastRGATConv(AttentionConv, RGATConv):
     def _why_original_relational(
         self, x: Any, edge_index: Any, edge_type: Any, edge_attr: Any, size: object
     ) -> str:
-        if isinstance(edge_index, SparseTensor) or type(edge_index) is not Tensor:
-            return "edges that are not one plain tensor"
         reason = why_not_relations(edge_index, edge_type)
         if reason:
             return reason
+        if isinstance(edge_index, SparseTensor) or type(edge_index) is not Tensor:
+            return "edges that are not one plain tensor"
         if size is not None:
             return "size is given"
         if edge_index.size(1) == 0:
@@ -213,7 +215,9 @@ class FastRGATConv(AttentionConv, RGATConv):
             return "edge features without edge_dim, or edge_dim without edge features"
         if isinstance(edge_attr, Tensor) and edge_attr.size(0) != edge_index.size(1):
             return "edge features that are not one row per edge"
-        if not isinstance(x, Tensor) or x.dtype != self.k.dtype:
+        if not isinstance(x, Tensor):
+            raise_features(x)
+        if x.dtype != self.k.dtype:
             return "features that are not one matrix of the weights' dtype"
         if torch.is_autocast_enabled(x.device.type):
             return "autocast"

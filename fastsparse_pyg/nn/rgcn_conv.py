@@ -19,7 +19,8 @@ from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._operands import written_out
 from fastsparse_core.relations import Relations
 from fastsparse_core.segment import rows_of
-from fastsparse_pyg.nn.base import FastConv
+from fastsparse_pyg.graph import EdgesLike
+from fastsparse_pyg.nn.base import FastConv, raise_features
 from fastsparse_pyg.relations import relations_of, why_not_relations
 
 _INT32_MAX = 2**31 - 1
@@ -38,7 +39,7 @@ class _RelationalConv(FastConv):
     #: Whether PyG adds the relations' results onto zeros of the default dtype.
     _onto_zeros: ClassVar[bool] = True
 
-    def forward(self, x: Any, edge_index: Any, edge_type: OptTensor = None) -> Tensor:
+    def forward(self, x: Any, edge_index: EdgesLike, edge_type: OptTensor = None) -> Tensor:
         """Computes the layer.
 
         Args:
@@ -125,6 +126,8 @@ class _RelationalConv(FastConv):
     def _why_original_relational(
         self, x_l: Tensor, x_r: Tensor, edge_index: object, edge_type: object
     ) -> str:
+        if not isinstance(x_l, Tensor):
+            raise_features(x_l)
         reason = why_not_relations(edge_index, edge_type)
         if reason:
             return reason
@@ -184,6 +187,6 @@ class FastFastRGCNConv(_RelationalConv, pyg.FastRGCNConv):
     def _why_original_relational(
         self, x_l: Tensor, x_r: Tensor, edge_index: object, edge_type: object
     ) -> str:
-        if not x_l.is_floating_point():
+        if isinstance(x_l, Tensor) and not x_l.is_floating_point():
             return "features that are indices"  # which PyG's takes for the nodes' own
         return super()._why_original_relational(x_l, x_r, edge_index, edge_type)

@@ -17,11 +17,9 @@ from fastsparse_core.fused.joint_linear import add_linear
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.fused.weighted_linear import weighted_linear
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_pyg.graph import for_pyg, is_sparse_matrix, resolve
-from fastsparse_pyg.nn.base import is_plain_linear
+from fastsparse_pyg.graph import EdgesLike, for_pyg, is_sparse_matrix, resolve
+from fastsparse_pyg.nn.base import as_pair, is_plain_linear
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
-
-Edges = Tensor | Adjacency
 
 
 class FastGraphConv(PropagatingConv, pyg.GraphConv):
@@ -40,7 +38,7 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
     def forward(
         self,
         x: Tensor | OptPairTensor,
-        edge_index: Edges,
+        edge_index: EdgesLike,
         edge_weight: OptTensor = None,
         size: Size = None,
     ) -> Tensor:
@@ -62,7 +60,7 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
                 if out is None
                 else out
             )
-        pair = (x, x) if isinstance(x, Tensor) else x
+        pair = as_pair(x)
         reason = self._why_original_pair(pair, edge_index)
         if reason:
             edge_weight = self._written_for_original(pair[0], edge_index, edge_weight)
@@ -140,7 +138,7 @@ class FastSGConv(_Powers, pyg.SGConv):
     cached, the linear layer comes first if that gathers less.
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         if self._cached_x is not None:
             return self.lin(self._cached_x.detach())
@@ -168,7 +166,7 @@ class FastSSGConv(_Powers, pyg.SSGConv):
     after "Simple Spectral Graph Convolution" (https://openreview.net/forum?id=CYO5T-YjWZV).
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         if self._cached_h is not None:
             return self.lin(self._cached_h.detach())
@@ -201,7 +199,7 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
     _cached_edge_index = Cached()
     _cached_adj_t = Cached()
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         drops = self.dropout > 0 and self.training
@@ -233,7 +231,7 @@ class FastTAGConv(PropagatingConv, pyg.TAGConv):
     output is narrower than the input, by Horner's rule on the output's width.
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if reason:
@@ -264,7 +262,7 @@ class FastMixHopConv(PropagatingConv, pyg.MixHopConv):
     after "MixHop" (https://arxiv.org/abs/1905.00067).
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if reason:
@@ -293,7 +291,7 @@ class FastGCN2Conv(PropagatingConv, pyg.GCN2Conv):
     _cached_edge_index = Cached()
     _cached_adj_t = Cached()
 
-    def forward(self, x: Tensor, x_0: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, x_0: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; ``x_0``: the first layer's features; else as :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if reason:
@@ -321,7 +319,7 @@ class FastLGConv(PropagatingConv, pyg.LGConv):
     after "LightGCN" (https://arxiv.org/abs/2002.02126). Under autocast the result has the autocast dtype.
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if reason:
@@ -341,7 +339,7 @@ class FastARMAConv(PropagatingConv, pyg.ARMAConv):
     after "Graph Neural Networks with Convolutional ARMA Filters" (https://arxiv.org/abs/1901.01343).
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if self.node_dim != -2:
@@ -377,7 +375,7 @@ class FastClusterGCNConv(PropagatingConv, pyg.ClusterGCNConv):
 
     _any_reduction = False
 
-    def forward(self, x: Tensor, edge_index: Edges) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`, without weights."""
         reason = self._why_original_propagating(x, edge_index)
         if not reason and type(self._modules["aggr_module"]) is not SumAggregation:
@@ -411,7 +409,7 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
     after "Gated Graph Sequence Neural Networks" (https://arxiv.org/abs/1511.05493).
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if reason or x.dim() != 2 or x.size(-1) > self.out_channels:

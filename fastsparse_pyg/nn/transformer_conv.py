@@ -16,8 +16,9 @@ from fastsparse_core.fused.attention_layer import DOT_PRODUCT, attention_layer
 from fastsparse_core.fused.joint_linear import joint_linear
 from fastsparse_core.ops._attention_checks import default_scale
 from fastsparse_core.structure.incidence import incidence
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import is_plain_linear, project
+from fastsparse_pyg.nn.base import as_pair, is_plain_linear, project
 
 
 class FastTransformerConv(AttentionConv, TransformerConv):
@@ -49,7 +50,7 @@ class FastTransformerConv(AttentionConv, TransformerConv):
     def forward(
         self,
         x: Tensor | PairTensor,
-        edge_index: Tensor | Adjacency,
+        edge_index: EdgesLike,
         edge_attr: OptTensor = None,
         return_attention_weights: bool | None = None,
     ) -> Any:
@@ -66,7 +67,7 @@ class FastTransformerConv(AttentionConv, TransformerConv):
             ValueError: sizes, dtypes, devices or the dropout probability do not fit.
             IndexError: an index points to no node.
         """
-        pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
+        pair = as_pair(x)
         with_weights = isinstance(return_attention_weights, bool)
         adj = None
         if edge_attr is None and not with_weights and self.lin_edge is None:

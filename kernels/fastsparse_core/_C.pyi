@@ -570,6 +570,8 @@ class AttentionCsrArgs:  # CPU only
         att: _Memory,
         bias: _Memory,
         bias_dtype: _Dtype,
+        edge: _Rows,
+        weight: _Rows,
         scale: float,
         dropout_p: float,
         seed: int,
@@ -587,6 +589,9 @@ def attention_csr_backward(
     grad_v: _Memory,
     grad_att: _Memory,
     grad_bias: _Memory,
+    work: _Memory,
+    grad_edge: _Memory,
+    grad_weight: _Memory,
     threads: int,
 ) -> None: ...
 
@@ -653,8 +658,8 @@ class AttentionLayer:
     ) -> None: ...
 
 def stack_maps(
-    weights: list[int],
-    biases: list[int],
+    weights: Sequence[_Memory],
+    biases: Sequence[_Memory],
     weight_size: int,
     bias_size: int,
     weight: _Memory,
@@ -777,7 +782,7 @@ def multi_aggregate_backward(
     queue: int,
 ) -> None: ...
 
-class EdgeAttentionInput:
+class EdgeAttentionInput:  # CUDA only
     def __init__(
         self,
         gatv2: bool,
@@ -785,7 +790,6 @@ class EdgeAttentionInput:
         q: _Rows,
         k: _Rows,
         v: _Rows,
-        q_edge: _Memory,
         edge: _Rows,
         att: _Memory,
         weight: _Memory,
@@ -814,7 +818,6 @@ def edge_attention_backward(
     input: EdgeAttentionInput,
     out: _Rows,
     grad: _Rows,
-    grad_edge: _Memory,
     lse: _Memory,
     work: _Memory,
     positive: _Memory,

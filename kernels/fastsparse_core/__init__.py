@@ -1,6 +1,6 @@
 """Core of FastSparse: sparse structures and the operators on them, over torch-free CUDA and C++ kernels."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 __all__ = [
@@ -74,12 +74,14 @@ except (ImportError, OSError) as error:
     # so.
     _reason = error
 
-    def __getattr__(name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise ImportError(
-            f"fastsparse_core cannot be loaded ({_reason}); run `python -m fastsparse_core.doctor`"
-        ) from _reason
+    if not TYPE_CHECKING:  # which would take every misspelt name for one of the module's
+
+        def __getattr__(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            raise ImportError(
+                f"fastsparse_core cannot be loaded ({_reason}); run `python -m fastsparse_core.doctor`"
+            ) from _reason
 else:
     if _unusable_gpu():
         _warn_once(_unusable_gpu())

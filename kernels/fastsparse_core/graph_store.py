@@ -5,14 +5,18 @@ from __future__ import annotations
 import enum
 import logging
 import math
+import operator
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastsparse_core import _C
@@ -26,6 +30,15 @@ _logger = logging.getLogger("fastsparse_core")
 
 #: Share of the GPU's free memory that the graphs may take; more than that stays with the host.
 _SHARE_OF_FREE = 0.5
+
+
+#: Tensors whose versions are compared. Each costs a few cache misses: 80,000 of them, those of 20,000 graphs,
+#: would take as long as a third of a captured epoch.
+_MOST_VERSIONS = 4096
+
+
+class NotStored(Exception):
+    """Why some graphs, or one of their attributes, cannot be stored."""
 
 
 class FieldKind(enum.IntEnum):
@@ -214,9 +227,10 @@ def place_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
     if device.type == "cpu":
         return [tensor.to(device) for tensor in tensors]
     placed = [_copy_of(tensor, device) for tensor in tensors]
+    there = [copy for copy in placed if copy is not None]
+    if len(there) == len(placed):
+        return there
     missing = sum(tensor.nbytes for tensor, copy in zip(tensors, placed, strict=True) if copy is None)
-    if not missing:
-        return [copy for copy in placed if copy is not None]
     free, _ = torch.cuda.mem_get_info(device)
     size, fits = f"{missing / 2**30:.2f} GiB of graphs", missing <= _SHARE_OF_FREE * free
     if fits:
@@ -239,6 +253,7 @@ def place_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
             )
             _copies.setdefault(tensor, {})[device] = (_stamp(tensor), weakref.ref(copy))
         out.append(copy)
+    torch.cuda.current_stream(device).synchronize()  # other streams will read them
     return out
 
 
@@ -266,6 +281,11 @@ class StoredEdges:
     def __init__(self, store: GraphStore, edge_index: Field, sources: int, destinations: int) -> None:
         self._store, self._edge_index = store, edge_index
         self.sources, self.destinations = sources, destinations
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are."""
+        return self._store.device
 
     def _edges_of_all(self) -> Tensor:
         """The edges of all graphs as one batch, int64 (2, number of edges)."""
@@ -320,6 +340,11 @@ class BatchEdges:
     def __init__(self, edges: StoredEdges, chosen: Chosen) -> None:
         self._edges, self._chosen = edges, chosen
         self.shape = (chosen.totals[edges.destinations], chosen.totals[edges.sources])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the structure is made."""
+        return self._edges.device
 
     @property
     def is_sorted(self) -> bool:
@@ -438,3 +463,64 @@ def _any_by_graph(flags: Tensor, pointer: Tensor) -> Tensor:
     """Whether some flag of a graph is set, bool (number of graphs,) on the CPU."""
     before = torch.cat([flags.new_zeros(1, dtype=torch.int64), flags.cumsum(0)]).cpu()
     return before[pointer].diff() > 0
+
+
+#: The objects that a dataset consists of, and the positions that are taken of them.
+Outline = tuple[list[Any], list[list[int]]]
+
+
+def same_outline(one: Outline, two: Outline) -> bool:
+    """Whether two outlines are of the same objects and positions."""
+    return len(one[0]) == len(two[0]) and all(map(operator.is_, one[0], two[0])) and one[1] == two[1]
+
+
+class Content:
+    """What was stored of a dataset, so that later changes of it are noticed.
+
+    Another object in one of the dictionaries is always noticed. Writes in place are noticed if they concern
+    one of at most `_MOST_VERSIONS` tensors spread over the dataset.
+
+    Args:
+        mappings: dictionaries of the dataset.
+        tensors: its tensors.
+    """
+
+    def __init__(self, mappings: list[dict[Any, Any]], tensors: list[Tensor]) -> None:
+        self._mappings = mappings
+        self._values = list(chain.from_iterable(map(dict.values, mappings)))
+        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        step = -(-len(tensors) // _MOST_VERSIONS)
+        if step > 1:
+            step += 1 - step % 2  # odd, so that with few attributes it meets all of them
+        self._tensors = tensors[:: max(step, 1)]
+        self._versions = self._sum_of_versions()
+
+    def _sum_of_versions(self) -> int:
+        return sum(map(operator.attrgetter("_version"), self._tensors))
+
+    def is_as_it_was(self) -> bool:
+        """Whether the dictionaries hold the same objects, and no tensor was written to."""
+        now = chain.from_iterable(map(dict.values, self._mappings))
+        return (
+            sum(map(len, self._mappings)) == len(self._values)
+            and all(map(operator.is_, now, self._values))
+            and self._sum_of_versions() == self._versions
+        )
+
+
+class StoredBatches(_SingleProcessDataLoaderIter):
+    """PyTorch's iterator over a loader, which draws the samples; a function makes the batches.
+
+    Args:
+        loader: without worker processes.
+        make: the batch of some positions.
+    """
+
+    def __init__(self, loader: Any, make: Callable[[list[Any]], Any]) -> None:
+        super().__init__(loader)
+        self._make = make
+
+    def _next_data(self) -> Any:
+        index = self._next_index()
+        batch = self._make(index if type(index) is list else list(index))
+        return pin_memory(batch) if self._pin_memory else batch

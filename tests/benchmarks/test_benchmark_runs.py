@@ -844,9 +844,23 @@ def test_small_steps_that_are_captured(
     assert [len(table.rows) for table in made] == [1, 1]
 
 
+@pytest.mark.parametrize("captures", [False, True])
+def test_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captures: bool) -> None:
+    pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
+    if captures:
+        simulate(monkeypatch)
+    arguments = "--layers GIN --batches 4 --molecules 60 --workers 0 --epochs 1"
+    result = result_of(tmp_path, "epochs", arguments)
+    assert {cell["status"] for cell in result["cells"]} == {"ok"}
+    losses = [cell["loss"] for cell in result["cells"] if "loss" in cell]
+    assert len(losses) == 4 + 2 * captures
+    alone, with_layers = tables.TABLES["epochs"](result)
+    assert [len(alone.rows), len(with_layers.rows)] == [2, len(losses)]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if name in ("train", "small", "host", "cpu"):
+    if name in ("train", "small", "epochs", "host", "cpu"):
         pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
     with pytest.raises(SystemExit) as stopped:
         main([name, "--help"])

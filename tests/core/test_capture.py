@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -240,8 +241,7 @@ def test_steps_that_run_as_they_are_keep_their_optimiser(device, optimizer):
 
     run = capture(step)
     with pytest.warns(SlowPathWarning) as warned:
-        for _ in range(CALLS):
-            run(task.x, task.y)
+        repeat(lambda: run(task.x, task.y))
     reason = "counts its steps on the CPU" if optimizer is torch.optim.Adagrad else "nonzero()"
     assert reason in str(warned[0].message)
     assert reason in run.captured.status
@@ -249,22 +249,42 @@ def test_steps_that_run_as_they_are_keep_their_optimiser(device, optimizer):
     assert after == before
 
 
+def repeat(call, times=CALLS):
+    """Results of calls."""
+    return [call() for _ in range(times)]
+
+
 def groups(task):
     return task.optimizer.param_groups
 
 
-def test_what_the_host_keeps_from_call_to_call_is_not_recorded(device):
-    task, kept = Task(device), [torch.zeros((), device=device)]
+@pytest.mark.parametrize("kind", ["tensor", "number", "in place"])
+def test_what_the_host_keeps_from_call_to_call_is_not_recorded(device, kind):
+    """Written into a tensor it is."""
+    x, kept = torch.ones(5, device=device), [torch.zeros((), device=device), 1.0]
 
     @capture
-    def run(x):
-        kept[0] = kept[0] + x.sum()
-        return kept[0]
+    def run():
+        if kind == "tensor":
+            kept[0] = kept[0] + x.sum()
+        elif kind == "in place":
+            kept[0].copy_(kept[0] + x.sum())
+        else:
+            kept[1] *= 1.1
+        return kept[0] + x.sum() * kept[1]
 
-    with pytest.warns(SlowPathWarning, match="Python state that changes between calls"):
-        outs = [run(task.x) for _ in range(CALLS)]
+    if kind == "in place":
+        assert repeat(lambda: run().item()) == [5.0 * (nth + 2) for nth in range(CALLS)]
+        assert run.captured.status == "replaying"
+        return
+    reason = {
+        "tensor": r"`kept\[0\] = kept\[0\] \+ x.sum\(\)`.*the call before made",
+        "number": "Python state",
+    }
+    with pytest.warns(SlowPathWarning, match=reason[kind]):
+        outs = repeat(lambda: run().item())
     assert not run.captured.records
-    assert outs[-1] != outs[-2]
+    assert len(set(outs)) == CALLS
 
 
 def test_training_and_evaluation_are_recorded_apart(device):
@@ -316,12 +336,12 @@ def test_says_why_a_step_runs_as_it_is(simulated, fault):
         return x.sum()
 
     run = capture(step)
+    numbers = itertools.count()
     with pytest.warns(SlowPathWarning) as warned:
-        for nth in range(machinery._MOST_FORMS + 3):
-            run(task.x, task.y, nth if fault == "forms" else 0)
-    expected = {"schedules": "Call `scheduler.step()` after the step", "forms": "more than 32 different"}[
-        fault
-    ]
+        repeat(
+            lambda: run(task.x, task.y, next(numbers) if fault == "forms" else 0), machinery._MOST_FORMS + 3
+        )
+    expected = {"schedules": "Call `scheduler.step()` after", "forms": "more than 32 different"}[fault]
     assert sum(expected in str(item.message) for item in warned) == 1
     assert warned[0].filename == __file__
 
@@ -330,8 +350,8 @@ def test_what_cannot_be_recorded_runs_on(device):
     task, plain = Task(device), Task(device)
     step = capture(lambda x, y: max(task.step(x, y).item(), 0.0))
     with pytest.warns(SlowPathWarning, match=r"max\(task.step\(x, y\).item\(\), 0.0\).*test_capture.py"):
-        for _ in range(CALLS):
-            assert step(task.x, task.y) == pytest.approx(plain.step(plain.x, plain.y).item(), rel=1e-3)
+        found = repeat(lambda: step(task.x, task.y))
+    assert found == pytest.approx(repeat(lambda: plain.step(plain.x, plain.y).item()), rel=1e-3)
     assert step.captured.status.startswith("refused: the step goes on to use the number")
 
 
@@ -344,10 +364,9 @@ def test_too_little_memory_to_record_loses_nothing(device, monkeypatch):
 
     monkeypatch.setattr(step.captured._graphs, "record", record)
     with pytest.warns(SlowPathWarning, match="there is not enough memory to record it"):
-        for _ in range(CALLS):
-            torch.testing.assert_close(
-                step(task.x, task.y).detach(), plain.step(plain.x, plain.y).detach(), rtol=1e-3, atol=1e-5
-            )
+        found = repeat(lambda: step(task.x, task.y).detach())
+    expected = repeat(lambda: plain.step(plain.x, plain.y).detach())
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
     assert not step.captured.records
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -205,14 +206,19 @@ def test_a_loop_without_workers_warns_of_nothing(device: str) -> None:
             check(graph, blocks[0], device)
 
 
-@pytest.mark.parametrize("pins", [False, pytest.param(True, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_moved_unread(pins: bool, target: str, device: str) -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("pins", [False, True])
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_moved_unread(pins: bool, is_enabled: bool) -> None:
     graph = with_data()
     if pins:
         graph.ndata["feat"] = graph.ndata["feat"].pin_memory()
-    for _, _, blocks in loader(graph, fastsparse_dgl.NeighborSampler([3]), device):
-        check(graph, blocks[0].to(target), target)
+    with enabled() if is_enabled else contextlib.nullcontext():
+        for _, _, (block,) in loader(graph, fastsparse_dgl.NeighborSampler([3]), "cuda"):
+            check(graph, block.to("cpu"))
+            check(graph, block, "cuda")
+            if is_enabled:
+                check(graph, block.to("cpu").to("cuda"), "cuda")
 
 
 def test_only_what_is_read_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:

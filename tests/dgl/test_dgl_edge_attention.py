@@ -19,6 +19,7 @@ from dgl_cases import (
     twin,
     weights,
 )
+from digits import SCALES, Problem, check_digits
 from torch import Tensor, nn
 
 from fastsparse_dgl import accelerate, restore
@@ -55,6 +56,25 @@ def check(name: str, graph: Any, feat: Any, device: str, attention: bool, fast: 
         graph = dgl.graph(graph.edges(), num_nodes=graph.num_nodes())
     edge_feat = weights(graph, EDGE_WIDTH)
     check_parity(both, graph, feat, device, fast_graph=fast, tolerance=2e-5, edge_feat=edge_feat, **options)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", ["EdgeGATConv", "EGATConv"])
+def test_large_features_cost_no_more_digits_than_the_original(name, device, scale):
+    def make(seed: int) -> Problem:
+        graph = homogeneous(seed=seed)
+        layer_class = getattr(fastsparse_dgl, f"Fast{name}")
+        fast, reference = twin(layer_class, WIDTH, EDGE_WIDTH, 4, 3, *((3,) if name == "EGATConv" else ()))
+        x = scale * features(graph, WIDTH, seed=seed)
+        edge_feat = scale * torch.randn(graph.num_edges(), EDGE_WIDTH)
+
+        def call(layer: Any, given: Any, _: str) -> Tensor:
+            out = layer(graph, *given)
+            return torch.cat([part.flatten() for part in (out if isinstance(out, tuple) else (out,))])
+
+        return Problem(reference, fast, [x, edge_feat], call)
+
+    check_digits(make, device)
 
 
 @pytest.mark.parametrize("attention", [False, True])

@@ -138,7 +138,7 @@ def test_ties_go_to_the_first_edge(op: str, reduce: str, width: int, device: str
 
 
 @pytest.mark.parametrize("reduce", ["max", "min"])
-@pytest.mark.parametrize("op", ["copy_e", "u_add_e"])
+@pytest.mark.parametrize("op", ["copy_e", "u_add_e", "u_mul_e"])
 @pytest.mark.parametrize("width", [2, 150])
 def test_nan_wins(op: str, reduce: str, width: int, device: str) -> None:
     """As in PyTorch's `amax`, whatever the size; DGL's kernels ignore it on the CPU."""
@@ -146,7 +146,8 @@ def test_nan_wins(op: str, reduce: str, width: int, device: str) -> None:
     for place in range(3):
         e = torch.arange(4.0)[:, None].repeat(1, width)
         e[place] = torch.nan
-        operands = (e,) if op == "copy_e" else (torch.zeros(3, width), e)
+        x = (torch.zeros if op == "u_add_e" else torch.ones)(3, width)
+        operands = (e,) if op == "copy_e" else (x, e)
         with enabled_for(device):
             out = call(graph.to(device), *(it.to(device) for it in operands)).cpu()
         assert out[0].isnan().all()
@@ -331,6 +332,12 @@ def test_features_of_no_width(shapes: Any, op: str, device: str) -> None:
             "add up to 4",
         ),
         (lambda g: ops.segment_mm(torch.ones(6, 2), torch.ones(2, 2, 1), torch.tensor([6])), "got 1"),
+        (
+            lambda g: ops.segment_reduce(torch.tensor([2, 2]), torch.ones(6, 2)),
+            r"seglen: .* 6 rows .* got \[2, 2\] adding up to 4",
+        ),
+        (lambda g: ops.segment_reduce(torch.tensor([-2, 8]), torch.ones(6, 2)), r"seglen: .*\[-2, 8\]"),
+        (lambda g: ops.segment_reduce(torch.tensor([2.0, 4.0]), torch.ones(6, 2)), "seglen: .*float32"),
         (lambda g: ops.gather_mm(torch.ones(6, 2), torch.ones(2, 2, 1), idx_b=torch.tensor([0])), "got 1"),
     ],
 )

@@ -16,6 +16,7 @@ from torch_geometric.utils import trim_to_layer
 from fastsparse_core import SlowPathWarning, capture
 from fastsparse_core.sampling import FeatureTable
 from fastsparse_pyg import (
+    DataLoader,
     FastGATConv,
     FastGATv2Conv,
     FastGCNConv,
@@ -165,6 +166,21 @@ def test_captured_models(device):
 def test_larger_batches_and_a_second_epoch(device):
     batches = draw([9] * 14) + draw([9] * 4, least=12, most=30) + draw([9] * 3)
     assert len(check(device, on(device, batches) * 2)) == 2
+
+
+@pytest.mark.parametrize("conv", ["gcn", "gin", "gat"])
+@pytest.mark.parametrize("ascends", [False, True])
+def test_batches_of_our_loader(device, conv, ascends):
+    generator = torch.Generator().manual_seed(0)
+    graphs = [molecule(generator) for _ in range(90)]
+    for data in graphs if ascends else ():
+        order = data.edge_index[1].argsort(stable=True)
+        data.edge_index, data.edge_attr = data.edge_index[:, order], data.edge_attr[order]
+    loader = DataLoader(
+        graphs, batch_size=9, shuffle=True, generator=torch.Generator().manual_seed(1), device=device
+    )
+    batches = [batch for _ in range(4) for batch in loader]
+    assert len(check(device, batches, conv=conv)) == 1
 
 
 def test_last_batches_are_recorded_apart(device):

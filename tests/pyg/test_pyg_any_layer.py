@@ -902,6 +902,15 @@ def test_hostile_layers(klass: Callable[[], nn.Module], device: str) -> None:
     check(klass().to(device, torch.float64), lambda one: attributed(one, it), it.leaves())
 
 
+def test_destinations_that_nobody_counted_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "seen", set())
+    layer, it = OwnSize(), Inputs.draw(EDGES, N, WIDTH, torch.float32)
+    accelerate(layer, show=False)
+    with pytest.warns(SlowPathWarning, match=r"OwnSize: PyG's own code runs, .*size=\(num_sources") as caught:
+        attributed(layer, it)
+    assert caught[0].filename == __file__
+
+
 def test_update_alone() -> None:
     it = Inputs.draw(EDGES, N, WIDTH, torch.float64)
     assert check(OnlyUpdate().double(), lambda one: plain(one, it), it.leaves()) == ["w * x_j: spmm (sum)"]

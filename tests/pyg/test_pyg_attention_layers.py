@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from digits import SCALES, Problem, check_digits
 from pyg_cases import KINDS, as_kind, close, gradients, random_graph, same, same_on, simple_graph
 from torch import Tensor, nn
 from torch_geometric import EdgeIndex
@@ -108,6 +109,28 @@ def test_one_structure_serves_all_layers(device):
         for name in ("gat", "gatv2", "agnn"):
             FAMILIES[name].make(FAMILIES[name].fast, device)(x, edge_index)
     assert cache_info().misses == 1
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(
+    ("name", "edge_dim"), [(name, None) for name in FAMILIES] + [(name, 3) for name in WITH_DROPOUT]
+)
+@pytest.mark.usefixtures("kernels_only")
+def test_large_features_cost_no_more_digits_than_the_original(device, name, edge_dim, scale):
+    options = {} if edge_dim is None else {"edge_dim": edge_dim}
+
+    def make(seed: int) -> Problem:
+        edge_index = random_graph(100, num_edges=1000, seed=seed)
+        inputs = [scale * torch.randn(100, 6)]
+        if edge_dim is not None:
+            inputs.append(scale * torch.randn(edge_index.size(1), edge_dim))
+
+        def call(conv: nn.Module, given: list[Tensor], where: str) -> Tensor:
+            return conv(given[0], edge_index.to(where), *given[1:])
+
+        return Problem(*FAMILIES[name].pair(**options), inputs, call)
+
+    check_digits(make, device, ignore=["lin_key.bias"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)

@@ -220,7 +220,8 @@ def test_rgcn_of_other_graphs(device):
     backwards = pair_of_layers(RGCNConv, FastRGCNConv, device, 8, 4, RELATIONS, flow="target_to_source")
     assert_same(backwards, [], x, edge_index, kind)
     matrix = SparseTensor.from_edge_index(edge_index.flip(0), kind, (NODES, NODES))
-    assert layers[1]._why_original_relational(x, x, matrix, None)  # as torch_sparse is not in place here
+    with pytest.raises(ValueError, match=r"got SparseTensor; call fastsparse_pyg.compat.install\(\)"):
+        layers[1](x, matrix)
     with pytest.raises(IndexError, match="from 0 to 19"):
         layers[1](x[:20], edge_index, kind)
     with pytest.raises(ValueError, match=r"edge_type: expected one type for each of 300 edges"):

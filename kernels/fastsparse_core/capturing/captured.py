@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import os.path
@@ -46,14 +47,18 @@ _PREPARING = 2
 #: Sizes of batches that are recorded apart, and forms of a step (arguments, training or not).
 _MOST_ROOMS = 4
 _MOST_FORMS = 32
+#: Calls in a row that run as they are, after which nobody looks at arguments any more.
+_MOST_REFUSALS = 100
 #: How often settings of optimisers may change.
 _MOST_CHANGES = 8
 #: Relative difference of the padded form that rounding explains, in float32 and in 16 bits. A ReLU that
 #: rounding switches changes gradients by 1e-3; rows of padding, more than the batch has on trial, change much
 #: more.
 _TOLERANCE, _TOLERANCE_16 = 1e-2, 5e-2
-#: Where two runs of the same form differ by more than that, so many times as much is tolerated, up to a limit.
+#: Where two runs of the same form differ by more, so many times as much is tolerated, up to a limit.
 _NOISE, _MOST_TOLERATED = 4, 0.25
+#: Half of a last digit of bfloat16, relative.
+_ROUNDING_16 = 2.0**-9
 
 
 class Captured:
@@ -76,7 +81,7 @@ class Captured:
         self._forms: dict[Hashable, Form] = {}
         self._optimizers: list[RecordedOptimizer] = []
         self._gradients = GradientBuffers()
-        self._changes = 0
+        self._changes = self._refusals = 0
         self._last: Call | None = None  # of a record that reads its arguments in place
         self._latest: Form | str = ""  # of the last call; or why it had none
 
@@ -85,7 +90,7 @@ class Captured:
         self._forget()
         self.observed = Observed(self.step, self._graphs.supports)
         self._forms.clear()
-        self._last, self._latest = None, ""
+        self._last, self._latest, self._refusals = None, "", 0
 
     @property
     def records(self) -> list[Record]:
@@ -118,6 +123,8 @@ class Captured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step, or replays it."""
+        if self._refusals > _MOST_REFUSALS:
+            return self._graphs.beside(lambda: self.step(*args, **kwargs))
         try:
             last = self._last
             call = last if last is not None and last.is_repeated(args, kwargs) else Call(args, kwargs)
@@ -130,7 +137,9 @@ class Captured:
             return self.step(*args, **kwargs)
         self._latest = form
         if form.refusal:
-            return self.step(*args, **kwargs)
+            self._refusals += 1
+            return self._as_it_is(call)
+        self._refusals = 0
         if self._optimizers and not all(item.is_as_recorded() for item in self._optimizers):
             logger.info("capture: an optimiser has changed; %s is recorded anew", self._name)
             self._forget()
@@ -169,15 +178,15 @@ class Captured:
 
     def _form(self, call: Call) -> Form | None:
         """The form of a call; None: it runs as it is and says nothing."""
-        device = call.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = call.device or _default_device()
         if torch.compiler.is_compiling() or recorded.current() is not None:
             return None
         if not self._graphs.supports(device):
             raise Refused(self._why_no_gpu(call))
         if call.sizes is not None and torch.are_deterministic_algorithms_enabled():
             raise Refused(
-                "sums over padded batches have no fixed order, but torch.use_deterministic_algorithms(True) asks for "
-                "one. Turn it off, or do not capture the step"
+                "sums over padded batches have no fixed order, but torch.use_deterministic_algorithms(True) "
+                "asks for one. Turn it off, or do not capture the step"
             )
         if self._graphs.is_recording():
             return None
@@ -187,8 +196,8 @@ class Captured:
             if len(self._forms) >= _MOST_FORMS:
                 self._forms = {key: form for key, form in self._forms.items() if form.records or form.refusal}
                 raise Refused(
-                    f"its arguments had more than {_MOST_FORMS} different sizes or values. Pass numbers that change as "
-                    "tensors on the GPU"
+                    f"its arguments had more than {_MOST_FORMS} different sizes or values. Pass numbers that "
+                    "change as tensors on the GPU"
                 )
             form = self._forms[key] = Form(call)
         return form
@@ -216,6 +225,8 @@ class Captured:
         return BATCHES if call.sizes is not None or self.records else CALLS
 
     def _as_it_is(self, call: Call) -> Any:
+        # Also once it is refused: gradients of parameters are summed on the stream of the first calls as long
+        # as results of the last call are alive, and another stream would wait for it at every parameter.
         return self._graphs.beside(lambda: self.step(*call.args, **call.kwargs))
 
     def _watch(self, form: Form, call: Call) -> Any:
@@ -251,8 +262,8 @@ class Captured:
             if any(not self._graphs.supports(tensor.device) for tensor in argument.tensors)
         ]
         return (
-            f"argument `{on_cpu[0]}` is on the CPU, and CUDA graphs need tensors on the GPU. Move it with `.cuda()` "
-            "before the call"
+            f"argument `{on_cpu[0]}` is on the CPU, and CUDA graphs need tensors on the GPU. Move it with "
+            "`.cuda()` before the call"
         )
 
     def _state(self, call: Call) -> State:
@@ -274,13 +285,14 @@ class Captured:
             raise Refused("a learning rate scheduler steps in it. Call `scheduler.step()` after the step")
         if self._changes > _MOST_CHANGES:
             raise Refused(
-                "settings of its optimizer, learning rates that PyTorch reads on the CPU, or indices that it reads "
-                f"sizes from changed more than {_MOST_CHANGES} times. Leave them as they are between calls"
+                "settings of its optimizer, learning rates that PyTorch reads on the CPU, or indices that it "
+                f"reads sizes from changed more than {_MOST_CHANGES} times. Leave them as they are between "
+                "calls"
             )
         if len(form.records) >= _MOST_ROOMS:
             raise Refused(
-                f"a batch was larger than all before more than {_MOST_ROOMS} times. Shuffle the batches, so that the "
-                "first ones show how sizes vary"
+                f"a batch was larger than all before more than {_MOST_ROOMS} times. Shuffle the batches, so "
+                "that the first ones show how sizes vary"
             )
         names = _names_of_arguments(self.step, call)
         for name, argument, varies in zip(names, call.arguments, form.varies, strict=True):
@@ -288,7 +300,8 @@ class Captured:
                 raise Refused(f"argument `{name}` changes and requires a gradient. Pass it detached")
             if varies and any(tensor.device != call.device for tensor in argument.tensors):
                 raise Refused(
-                    f"argument `{name}` changes and is on the CPU. Move it with `.to({str(call.device)!r})` before the call"
+                    f"argument `{name}` changes and is on the CPU. Move it with `.to({str(call.device)!r})` "
+                    "before the call"
                 )
         prepared = {id(item.optimizer) for item in self._optimizers}
         self._optimizers += [
@@ -320,50 +333,28 @@ class Captured:
         wide = None if room is None else room.doubled()
         trial = Record(call, form.varies, wide)
         trial.write(call)
-        rounds = self.observed.rounds
 
         def plain() -> Trial:
             return self._on_trial(lambda: self.step(*call.args, **call.kwargs), call)
 
-        def compare() -> tuple[Trial, Trial]:
-            return plain(), self._on_trial(
+        def compare(rounds: bool) -> None:
+            one = plain()
+            padded = self._on_trial(
                 lambda: trial.trimmed(trial.run(self.step, self.observed, self._defers), call), call
             )
+            form.difference, where = difference(one, padded)
+            if not form.difference <= _tolerated(form.difference, rounds, one, [plain, plain]):
+                raise Refused(
+                    f"padding would change {where} (relative difference {form.difference:.1e}). Usual cause: "
+                    "something in the step mixes the nodes of different graphs"
+                )
 
         with recorded.without_dropout(), WithoutDropout():
             try:
                 with _without_autocast(device):
-                    one, padded = compare()
+                    compare(self.observed.rounds)
             except RuntimeError:  # features in 16 bits, which meet weights in 32 bits without it
-                rounds = True
-                one, padded = compare()
-            found, where = difference(one, padded)
-            form.difference = found
-            if not found <= self._tolerated(found, rounds, one, plain):
-                raise Refused(
-                    f"padding would change {where} (relative difference {found:.1e}). Usual cause: something in the "
-                    "step mixes the nodes of different graphs"
-                )
-
-    def _tolerated(self, found: float, rounds: bool, one: Trial, run: Callable[[], Trial]) -> float:
-        """Which relative difference rounding explains.
-
-        Where more is found, two further trials show how much those of the same form differ: sums by atomics come in any
-        order, and 16 bits make much of that. Of replays that is all there is; what the host keeps from call to call
-        would change plain runs too, but not them.
-
-        Args:
-            found: the difference.
-            rounds: whether the step computes in 16 bits.
-            one: a trial.
-            run: gives others, which should be the same.
-        """
-        tolerance = _TOLERANCE_16 if rounds else _TOLERANCE
-        if found <= tolerance or found > _MOST_TOLERATED:
-            return tolerance
-        two, three = run(), run()
-        noise = max(difference(x, y)[0] for x, y in ((one, two), (one, three), (two, three)))
-        return max(tolerance, min(_NOISE * noise, _MOST_TOLERATED))
+                compare(rounds=True)
 
     def _on_trial(self, job: Callable[[], Any], call: Call, keeps: Sequence[Any] = ()) -> Trial:
         state = self._state(call)
@@ -394,6 +385,11 @@ class Captured:
                     return self._as_it_is(call)
                 return self._results(chosen.trimmed(result, call))
             try:
+                if chosen.carried.line:
+                    raise Refused(
+                        f"{chosen.carried.line} uses a tensor that the call before made, and a replay would "
+                        "not see the new one. Write into one tensor instead: `kept.copy_(new)`"
+                    )
                 chosen.replay = self._checked_replay(chosen, call)
             except Exception as error:
                 self._refuse(form, error)
@@ -408,7 +404,6 @@ class Captured:
         Raises:
             Refused: it does not.
         """
-
         run = self._on_trial(lambda: chosen.run(self.step, self.observed, self._defers), call)
         modes = self.observed.modes()
         try:
@@ -418,17 +413,23 @@ class Captured:
         finally:
             set_modes(modes)
 
-        def again() -> Trial:
-            return self._on_trial(replay, call, [*run.written, *self._gradients])
+        def again(shift: float = 0.0) -> Trial:
+            def job() -> Any:
+                _shift(self.observed.parameters, shift)
+                return replay()
+
+            return self._on_trial(job, call, [*run.written, *self._gradients])
 
         replayed = again()
         chosen.difference, where = difference(run, replayed)
         rounds = self.observed.rounds or self.observed.autocasts
-        if not chosen.difference <= self._tolerated(chosen.difference, rounds, replayed, again):
+        shifts = [_ROUNDING_16, -_ROUNDING_16] if rounds else []
+        others: list[Callable[[], Trial]] = [again, *(functools.partial(again, shift) for shift in shifts)]
+        if not chosen.difference <= _tolerated(chosen.difference, rounds, replayed, others):
             raise Refused(
                 f"the recorded step gave {where} that differs from the plain step's (relative difference "
-                f"{chosen.difference:.1e}). Usual causes: Python state that changes between calls, random numbers drawn "
-                "with NumPy or on the CPU"
+                f"{chosen.difference:.1e}). Usual causes: Python state that changes between calls, random "
+                "numbers drawn with NumPy or on the CPU"
             )
         return replay
 
@@ -442,8 +443,8 @@ class Captured:
             x.is_leaf and x.requires_grad and id(x) not in known for x in given
         ):
             raise Refused(
-                "an argument requires a gradient, but is no parameter of a module or optimizer in the step. Pass it "
-                "detached"
+                "an argument requires a gradient, but is no parameter of a module or optimizer in the step. "
+                "Pass it detached"
             )
         with self._gradients.held(parameters) as gradients:
 
@@ -458,8 +459,8 @@ class Captured:
                 chosen.execution = None
         if torch.is_grad_enabled() and not observed.differentiates and _wants_grad(result):
             raise Refused(
-                "it returns a tensor that requires a gradient, and does not call backward(). Call backward() in the "
-                "step, or capture the model"
+                "it returns a tensor that requires a gradient, and does not call backward(). Call backward() "
+                "in the step, or capture the model"
             )
         result = tree_map(lambda item: item.detach() if isinstance(item, Tensor) else item, result)
 
@@ -502,6 +503,11 @@ class Captured:
         warn_once(f"capture: `{self._name}`{at} is not recorded and runs as it is: {reason}")
 
 
+@functools.cache
+def _default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def _copy(item: Any) -> Any:
     if isinstance(item, Number):
         return item.value()
@@ -519,6 +525,35 @@ def _names_of_arguments(step: Callable[..., Any], call: Call) -> list[str]:
     return [names[nth] if nth < len(names) else f"number {nth + 1}" for nth in range(given)] + list(
         call.names
     )
+
+
+def _tolerated(found: float, rounds: bool, one: Trial, others: Sequence[Callable[[], Trial]]) -> float:
+    """Which relative difference rounding explains.
+
+    Where more is found, further trials of one form show how much they differ: sums by atomics come in any
+    order, and 16 bits make much of that, and of libraries that choose other kernels for a recording. What the
+    host keeps from call to call changes plain runs too, but no replays: those judge a record.
+
+    Args:
+        found: the difference.
+        rounds: whether the step computes in 16 bits.
+        one: a trial.
+        others: trials that differ from it by no more than rounding.
+    """
+    tolerance = _TOLERANCE_16 if rounds else _TOLERANCE
+    if found <= tolerance or found > _MOST_TOLERATED:
+        return tolerance
+    noise = max(difference(one, run())[0] for run in others)
+    return max(tolerance, min(_NOISE * noise, _MOST_TOLERATED))
+
+
+def _shift(parameters: Sequence[Tensor], shift: float) -> None:
+    """Changes parameters by up to that part of them, each by another one."""
+    if shift:
+        with torch.no_grad():
+            for item in parameters:
+                wave = torch.arange(item.numel(), device=item.device).sin().view(item.shape)
+                item.mul_(1 + shift * wave.to(item.dtype))
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """What a step reads from tensors that stay: found once, and given to every later run.
 
-PyG's own layers read sizes of the graph in every call: ``edge_index[:, row != col]`` waits for the number of edges that
-are no loops. A recording must not wait. Where all that decides a size is tensors of integers that no call changes, as
-``edge_index`` is in a loop on one graph, the size is the same in every call.
+PyG's own layers read sizes of the graph in every call: ``edge_index[:, row != col]`` waits for the number of
+edges that are no loops. A recording must not wait. Where all that decides a size is tensors of integers that
+no call changes, as ``edge_index`` is in a loop on one graph, the size is the same in every call.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -21,12 +20,18 @@ from fastsparse_core.ops._autocast import version_of
 
 #: Functions, by name without underscores, of whose results nothing but their arguments decides.
 _PURE = frozenset(
-    "eq ne lt le gt ge logical_not logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or "
-    "bitwise_xor invert and or xor add sub rsub mul floor_divide floordiv remainder mod neg abs pow getitem cat "
-    "stack repeat expand expand_as view view_as reshape flatten ravel t transpose permute squeeze unsqueeze select "
-    "narrow index_select gather unbind split chunk long int bool to clone contiguous detach sum max min amax amin any "
-    "all cumsum sort argsort unique unique_consecutive nonzero masked_select masked_fill where flip roll isin arange "
-    "bincount maximum minimum clamp repeat_interleave scatter_add scatter index_add".split()
+    (
+        *("eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and", "logical_or", "logical_xor"),
+        *("bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "invert", "and", "or", "xor", "add"),
+        *("sub", "rsub", "mul", "floor_divide", "floordiv", "remainder", "mod", "neg", "abs", "pow"),
+        *("getitem", "cat", "stack", "repeat", "expand", "expand_as", "view", "view_as", "reshape"),
+        *("flatten", "ravel", "t", "transpose", "permute", "squeeze", "unsqueeze", "select", "narrow"),
+        *("index_select", "gather", "unbind", "split", "chunk", "long", "int", "bool", "to", "clone"),
+        *("contiguous", "detach", "sum", "max", "min", "amax", "amin", "any", "all", "cumsum", "sort"),
+        *("argsort", "unique", "unique_consecutive", "nonzero", "masked_select", "masked_fill", "where"),
+        *("flip", "roll", "isin", "arange", "bincount", "maximum", "minimum", "clamp", "repeat_interleave"),
+        *("scatter_add", "scatter", "index_add"),
+    )
 )
 
 
@@ -77,10 +82,12 @@ class Origins:
     """
 
     def __init__(self, sources: list[Tensor]) -> None:
-        self._known = {id(item): (weakref.ref(item), version_of(item), (item,)) for item in sources}
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, tuple[Tensor, ...]]] = {
+            id(item): (weakref.ref(item), version_of(item), (item,)) for item in sources
+        }
 
     def of(self, items: Any) -> tuple[Tensor, ...] | None:
-        """The persistent tensors that decide of all tensors among objects; None: something else decides too."""
+        """The persistent tensors that decide all tensors among objects; None: something else does too."""
         found: list[Tensor] = []
         for item in tree_leaves(items):
             if isinstance(item, Tensor):
@@ -154,3 +161,33 @@ class Answers:
     def are_valid(self) -> bool:
         """Whether nobody has written to the tensors since."""
         return all(version_of(item) == version for item, version in self.sources.values())
+
+
+class Carried:
+    """Tensors that one run makes and the next one uses, as a memory of earlier results: a replay would not.
+
+    Attributes:
+        line: where one is used; "" if there is none.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, weakref.ref[Tensor]] = {}
+        self._made: dict[int, weakref.ref[Tensor]] = {}
+        self.line = ""
+
+    def begin_run(self) -> None:
+        """What was made since the last time belongs to the run before."""
+        self._before, self._made, self.line = self._made, {}, ""
+
+    def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Looks at what a function gets and gives; attributes, such as gradients, are left out."""
+        if getattr(func, "__name__", "") == "__get__":
+            return
+        given = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+        if not self.line and any(
+            (reference := self._before.get(id(item))) is not None and reference() is item for item in given
+        ):
+            self.line = current_line()
+        for item in tree_leaves(result):
+            if isinstance(item, Tensor) and not any(item is other for other in given):
+                self._made[id(item)] = weakref.ref(item)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fastsparse_core.capturing.constants import Answers, Origins
+from fastsparse_core.capturing.numbers import number_of
 from fastsparse_core.capturing.refused import Refused
 from fastsparse_core.log import current_line
-from fastsparse_core.capturing.numbers import number_of
 
 #: Numbers of a list that a step returns, at most.
 _MOST_NUMBERS = 64
@@ -114,8 +115,8 @@ def _conversion(kind: type) -> Callable[..., Any]:
             return kind(reads.answers.ask("item", x.item, sources))
         if reads.defers:
             raise _refuse(
-                "reads a number from the GPU, for the code to go on with. Return it with .item(), or compute with the "
-                "tensor"
+                "reads a number from the GPU, for the code to go on with. Return it with .item(), or compute "
+                "with the tensor"
             )
         return NotImplemented
 
@@ -131,8 +132,8 @@ def _size(reads: DeviceReads, func: Any, x: Any, *args: Any, **kwargs: Any) -> A
     found = reads.ask(func, (x, *args), kwargs)
     if found is NotImplemented and reads.defers:
         raise _refuse(
-            f"calls {func.__name__}(), whose result has a size that is known only on the GPU. Compute it outside of "
-            "the step, or keep the size and mask the values"
+            f"calls {func.__name__}(), whose result has a size that is known only on the GPU. Compute it "
+            "outside of the step, or keep the size and mask the values"
         )
     return found
 
@@ -165,10 +166,10 @@ def _select(reads: DeviceReads, func: Any, x: Tensor, index: Any, *value: Any) -
             if not reads.defers or (value and not (isinstance(value[0], Tensor) and value[0].dim())):
                 return NotImplemented  # a number is written without counting
             raise _refuse(
-                "selects by a mask that changes, and the number of rows is known only on the GPU. Multiply by the "
-                "mask instead, as edge weights do: `mask.float()`"
+                "selects by a mask that changes, and the number of rows is known only on the GPU. Multiply "
+                "by the mask instead, as edge weights do: `mask.float()`"
             )
-        places += reads.answers.ask("mask", lambda part=part: part.nonzero(as_tuple=True), sources)
+        places += reads.answers.ask("mask", functools.partial(part.nonzero, as_tuple=True), sources)
     result = func(x, tuple(places), *value)
     if not value:
         reads.origins.follow(func, (x, tuple(masks)), {}, result)
@@ -189,7 +190,7 @@ def _from_host(reads: DeviceReads, func: Any, *args: Any, **kwargs: Any) -> Any:
         f"{func.__name__}{data!r}",
         lambda: func(*args, **kwargs),
         (),
-        "makes a tensor of numbers of the host, which are others in every call. Draw or compute them on the GPU",
+        "makes a tensor of numbers that change from call to call. Draw or compute them on the GPU",
     )
     reads.origins.add(found, ())
     return found
@@ -202,7 +203,7 @@ def _copy(reads: DeviceReads, func: Any, x: Any, *args: Any, **kwargs: Any) -> A
         target = kwargs.get("device", args[0] if args else None)
         if isinstance(target, Tensor):
             target = target.device
-        if not (isinstance(target, torch.device) or (isinstance(target, str))):
+        if not isinstance(target, (torch.device, str)):
             return NotImplemented
         if torch.device(target).type != "cpu":
             return NotImplemented

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from fastsparse_core import recorded
 from fastsparse_core.capturing.arguments import Constant, Held, argument_of
-from fastsparse_core.capturing.constants import Answers
+from fastsparse_core.capturing.constants import Answers, Carried
 from fastsparse_core.capturing.device_reads import DeviceReads
 from fastsparse_core.capturing.fresh_adjacency import FreshAdjacency
 from fastsparse_core.capturing.numbers import reading
@@ -111,6 +111,7 @@ class Record:
     Attributes:
         prepared: how often it ran.
         answers: what its runs read from tensors that stay.
+        carried: tensors that one run makes and the next one uses.
         modes: modules that train after it or do not, where the step decides that.
         replay: launches the graph and gives its result, which the next launch overwrites; None: not yet.
         difference: relative, of its first replay from a run, on trial.
@@ -129,6 +130,7 @@ class Record:
         self.difference = 0.0
         self.execution: recorded.StepRun | None = None
         self.answers = Answers()
+        self.carried = Carried()
         self.modes: list[tuple[torch.nn.Module, bool]] = []
         self.replay: Callable[[], Any] | None = None
 
@@ -176,7 +178,8 @@ class Record:
         greatest = {place: value for held in self.held for place, value in held.greatest.items()}
         rows = [of_kind for held in self.held for of_kind in held.rows]
         reads = DeviceReads(observed.origins(), self.answers, observed.supports, defers)
-        twins = Twins(rows, greatest, observed.masks, reads)
+        self.carried.begin_run()
+        twins = Twins(rows, greatest, observed.masks, reads, self.carried)
         with ExitStack() as stack:
             self.execution = recorded.StepRun(
                 has_padding=self.room is not None,

@@ -1,10 +1,10 @@
 """Numbers that a step reads from the GPU: those that it only returns are read after its replay.
 
-A replay runs no Python, so ``return loss.item()`` can be recorded only if nothing else is done with the number. Two
-runs find that out. The first one is an ordinary call that gets :class:`TrackedFloat` and :class:`TrackedInt`, which are
-the numbers and note what is done with them. Later runs get a :class:`Number` in their place, which has no value yet.
-``float(loss)`` has to give Python's own float, so the code that calls ``float`` and ``int`` calls `_float` and `_int`
-during these runs.
+A replay runs no Python, so ``return loss.item()`` can be recorded only if nothing else is done with the
+number. Two runs find that out. The first one is an ordinary call that gets :class:`TrackedFloat` and
+:class:`TrackedInt`, which are the numbers and note what is done with them. Later runs get a
+:class:`Number` in their place, which has no value yet. ``float(loss)`` has to give Python's own float, so
+functions that call ``float`` and ``int`` call `_float` and `_int` during these runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NoReturn, Protocol
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -63,8 +62,8 @@ def reading(reader: Reader) -> Iterator[None]:
 
 def _refusal(line: str) -> Refused:
     return Refused(
-        f"the step goes on to use the number that it reads at {line}. Return the number and use it after the step, "
-        "or compute with the tensor"
+        f"the step goes on to use the number that it reads at {line}. Return the number and use it after the "
+        "step, or compute with the tensor"
     )
 
 
@@ -116,7 +115,7 @@ class Tracker:
             alive = [
                 line for token, line in self._tokens if token() is not None and id(token()) not in returned
             ]
-            # A number in the result has as many references as a new one in its place, unless somebody keeps it too.
+            # A number in the result has as many references as a new one in its place, or it is kept besides.
             copies = {id(item): _copy(item) for item in flat}
             flat_copies = [copies[id(item)] for item in flat]
             copied = tree_unflatten(flat_copies, spec)
@@ -210,8 +209,8 @@ class TrackedInt(int):
 
 
 _TRACKED = (TrackedFloat, TrackedInt)
-for _kind in _TRACKED:
-    for _name, _method in _methods(_kind.__base__).items():
+for _kind, _base in ((TrackedFloat, float), (TrackedInt, int)):
+    for _name, _method in _methods(_base).items():
         setattr(_kind, _name, _method)
 
 
@@ -322,9 +321,9 @@ _HELPERS = {"__captured_float__": _float, "__captured_int__": _int}
 
 
 def patched(code: CodeType) -> CodeType:
-    """The code with calls of ``float`` and ``int`` replaced, also in functions within it; itself if it has none.
+    """The code with calls of ``float`` and ``int`` replaced, also in functions within it; itself without any.
 
-    Before Python 3.11 the instruction that reads a global does not say whether it is called: nothing is replaced.
+    Before Python 3.11 the instruction that reads a global does not say whether it is called: nothing changes.
     """
     if sys.version_info < (3, 11):
         return code
@@ -346,7 +345,7 @@ def patched(code: CodeType) -> CodeType:
 
 
 class Callers:
-    """Functions of the user that were seen to call ``float`` or ``int`` on a tensor, and those that call them.
+    """Functions of the user that were seen to call ``float`` or ``int`` on a tensor, and their callers.
 
     Args:
         step: the outermost one.
@@ -355,11 +354,13 @@ class Callers:
     def __init__(self, step: Any) -> None:
         self._step = getattr(step, "__func__", step)
         self._functions: dict[int, FunctionType] = {}
+        self._codes: set[CodeType] = set()
 
     def add(self, frame: FrameType | None) -> None:
         """Notes the functions of a frame and of those below it, as far as they are the user's."""
         while frame is not None and not frame.f_globals.get("__name__", "").startswith("fastsparse_core.cap"):
-            if is_of_user(frame):
+            if is_of_user(frame) and frame.f_code not in self._codes:
+                self._codes.add(frame.f_code)
                 for function in _functions_of(frame, self._step):
                     self._functions[id(function)] = function
             frame = frame.f_back
@@ -374,6 +375,7 @@ class Callers:
                 after = patched(before)
                 if after is not before and _NAMES.keys().isdisjoint(function.__globals__):
                     changed.append((function, before, after))
+                    # They stay there: another thread may run patched code, or a generator go on later.
                     function.__globals__.update(_HELPERS)
                     function.__code__ = after
             yield
@@ -381,15 +383,18 @@ class Callers:
             for function, before, after in changed:
                 if function.__code__ is after:
                     function.__code__ = before
-                for name in _HELPERS:
-                    function.__globals__.pop(name, None)
 
 
 def _functions_of(frame: FrameType, step: Any) -> list[FunctionType]:
     """The functions whose code a frame runs, as far as they can be found."""
     code, around = frame.f_code, frame.f_back
     owner = type(frame.f_locals.get("self"))
-    candidates = [step, frame.f_globals.get(code.co_name), getattr(owner, code.co_name, None)]
-    candidates += [*gc.get_referrers(code), *(around.f_locals.values() if around is not None else ())]
+    near = [step, frame.f_globals.get(code.co_name), getattr(owner, code.co_name, None)]
+    near += around.f_locals.values() if around is not None else ()
+    # Looking through all objects takes up to a tenth of a second.
+    return _with_code(code, near) or _with_code(code, gc.get_referrers(code))
+
+
+def _with_code(code: CodeType, candidates: list[Any]) -> list[FunctionType]:
     found = [inspect.unwrap(item) for item in candidates if isinstance(item, FunctionType)]
     return [item for item in found if isinstance(item, FunctionType) and item.__code__ is code]

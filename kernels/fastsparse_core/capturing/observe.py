@@ -130,7 +130,7 @@ class Observed:
             register_optimizer_step_pre_hook(on_optimizer),
         ]
         LRScheduler.step = step  # type: ignore[method-assign]
-        torch.nn.Module.train = switch  # type: ignore[method-assign]
+        torch.nn.Module.train = switch  # type: ignore[method-assign,assignment]
         watching = _Watching(self, tracker)
         try:
             with contextlib.ExitStack() as stack:
@@ -187,7 +187,7 @@ class _Watching(TorchFunctionMode):
         return self._observed.supports(tensor.device) and self._origins.of(tensor) is None
 
     def _number(self, func: Any, x: Tensor, value: Any, frame: FrameType) -> Any:
-        """A number that code of the user reads; what PyTorch and frameworks do with theirs is seen in the trial."""
+        """A number that the user's code reads; other code that reads numbers is met in the trial."""
         if not is_of_user(frame) or not self._is_followed(x):
             return value
         if func in (Tensor.__float__, Tensor.__int__):

@@ -21,6 +21,8 @@ def reason_of(error: BaseException) -> str:
     """What a user is told of an error that ended a trial or a recording."""
     if isinstance(error, torch.OutOfMemoryError):
         return "there is not enough memory to record it"
+    if "CUDA Graph is empty" in str(error):
+        return "it gives the GPU nothing to do"
     lines = _lines_of(error.__traceback__)
     for name, line in lines:
         if name in cures:
@@ -32,8 +34,8 @@ def reason_of(error: BaseException) -> str:
         return f"{lines[-1][1]} cannot be recorded: {text}" if lines else text
     at = f"{lines[-1][1]} cannot be recorded" if lines else "it cannot be recorded"
     return (
-        f"{at} ({type(error).__name__}: {text}). Usual causes: numbers or sizes that are read from the GPU, tensors "
-        "that are copied from the CPU or made of numbers there"
+        f"{at} ({type(error).__name__}: {text}). Usual causes: numbers or sizes that are read from the GPU, "
+        "tensors that are copied from the CPU or made of numbers there"
     )
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fastsparse_core.capturing.constants import Carried
 from fastsparse_core.capturing.device_reads import DeviceReads
 from fastsparse_core.capturing.padding import Rows
 from fastsparse_core.ops._autocast import autocast_dtype, version_of, without_autocast
@@ -62,6 +63,7 @@ class Twins(TorchFunctionMode):
             device.
         masks: that the step was seen to use.
         reads: what is read from the device; None: as PyTorch does.
+        carried: notes tensors of the run before that are used.
     """
 
     def __init__(
@@ -70,9 +72,10 @@ class Twins(TorchFunctionMode):
         greatest: dict[tuple[int, int, int], int],
         masks: Masks,
         reads: DeviceReads | None = None,
+        carried: Carried | None = None,
     ) -> None:
         super().__init__()
-        self.reads = reads
+        self.reads, self.carried = reads, carried
         self.rows = {of_kind.room: of_kind for of_kind in rows}
         self.greatest = greatest
         self.masks = masks
@@ -95,6 +98,8 @@ class Twins(TorchFunctionMode):
         if result is NotImplemented:
             result = func(*args, **kwargs)
         reads.origins.follow(func, args, kwargs, result)
+        if self.carried is not None:
+            self.carried.follow(func, args, kwargs, result)
         return result
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 
 from fastsparse_core.formats.bsb import MOST_COLUMNS

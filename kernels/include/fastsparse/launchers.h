@@ -24,8 +24,6 @@ void edge_softmax(const EdgeSoftmaxArgs& args, int threads);
 void segment_reduce(const SegmentReduceArgs& args, int threads);
 void attention_csr(const AttentionCsrArgs& args, int threads);
 void attention_csr_backward(const AttentionCsrBackwardArgs& args, int threads);
-void edge_attention(const EdgeAttentionArgs& args, int threads);
-void edge_attention_backward(const EdgeAttentionBackwardArgs& args, int threads);
 void multi_aggregate(const MultiAggregateArgs& args, int threads);
 void multi_aggregate_backward(const MultiAggregateBackwardArgs& args, int threads);
 void maxk(const MaxkArgs& args, int threads);

@@ -1,0 +1,151 @@
+"""DGL's loader of batches of whole graphs, on graphs that are stored once as contiguous tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import Subset
+
+from fastsparse_core.graph_store import NotStored, Outline, StoredBatches, same_outline
+from fastsparse_core.log import info_once, warn_once
+from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.dataloading.stored_graphs import StoredGraphs
+
+_logger = logging.getLogger("fastsparse_dgl")
+
+#: Options of PyTorch's loader that say how worker processes load.
+_OF_WORKERS = (
+    "num_workers",
+    "prefetch_factor",
+    "persistent_workers",
+    "multiprocessing_context",
+    "worker_init_fn",
+    "timeout",
+    "in_order",
+)
+
+
+class GraphDataLoader(dgl.dataloading.GraphDataLoader):
+    """:class:`dgl.dataloading.GraphDataLoader` without a loop over the graphs of a batch.
+
+    The graphs and labels are stored once, as contiguous tensors with pointers, and gathered for every batch.
+    A batch is what `dgl.batch` makes of the same graphs: structure, edge ids, data, `batch_num_nodes` and
+    `batch_num_edges`. Labels and containers are collated as DGL does it. Samples come in the order in which
+    DGL's loader draws them from the same seed. Layers of this package find the structure of a batch ready.
+
+    These datasets are stored:
+
+    - a list or tuple of items: graphs, or tuples or dictionaries of graphs, tensors, numbers and strings,
+    - DGL's own datasets in memory without a ``transform``,
+    - subsets of these.
+
+    In all other cases DGL's loader makes the batches, and a ``SlowPathWarning`` says why. For a dataset of
+    your own pass ``[dataset[i] for i in range(len(dataset))]``.
+
+    Every epoch begins with a look at the dataset, and graphs that have changed are stored again. In-place
+    writes to single tensors of a long list may be missed.
+
+    Args:
+        dataset: as in DGL.
+        collate_fn: as in DGL; DGL's loader calls it.
+        use_ddp: as in DGL.
+        ddp_seed: as in DGL.
+        device: where batches are; None: on the CPU, as in DGL. Graphs on a GPU need a DGL with CUDA, or
+            :func:`fastsparse_dgl.enable`.
+        kwargs: as in PyTorch's loader. Stored graphs need no worker processes: ``num_workers`` and what
+            belongs to it are ignored for them.
+
+    Example:
+        >>> from fastsparse_dgl import GraphDataLoader
+        >>> loader = GraphDataLoader(list(zip(graphs, labels)), batch_size=512, shuffle=True)
+        >>> for graph, labels in loader:
+        ...     out = model(graph, graph.ndata["feat"])
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        use_ddp: bool = False,
+        ddp_seed: int = 0,
+        device: torch.device | str | int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._device = torch.empty(0, device="cpu" if device is None else device).device
+        self._graphs: StoredGraphs | None = None
+        self._outline: Outline = ([], [])
+        try:
+            if collate_fn is not None:
+                raise NotStored("a collate_fn was given")
+            if kwargs.get("batch_size", 1) is None and kwargs.get("batch_sampler") is None:
+                raise NotStored("batch_size is None")
+            self._outline = _outline(dataset)
+            self._graphs = self._store(dataset)
+        except NotStored as reason:
+            _warn_original(reason)
+        self._is_stored = self._graphs is not None
+        if self._is_stored:
+            ignored = [name for name in _OF_WORKERS if kwargs.pop(name, None)]
+            if ignored:
+                info_once(
+                    _logger, f"{', '.join(ignored)}: ignored, because stored graphs need no worker processes"
+                )
+        super().__init__(dataset, collate_fn, use_ddp, ddp_seed, **kwargs)
+
+    def _get_iterator(self) -> Any:
+        graphs = self._current()
+        return super()._get_iterator() if graphs is None else StoredBatches(self, graphs.batch)
+
+    def _current(self) -> StoredGraphs | None:
+        """The graphs as the dataset has them now; None: DGL's loader makes the batches."""
+        if not self._is_stored:
+            return None
+        try:
+            outline = _outline(self.dataset)
+            is_known = same_outline(outline, self._outline)
+            if self._graphs is None or not is_known or not self._graphs.is_current():
+                self._outline, self._graphs = outline, self._store(self.dataset)
+        except NotStored as reason:
+            _warn_original(reason)
+            return None
+        return self._graphs
+
+    def _store(self, dataset: Any) -> StoredGraphs:
+        items = [dataset[nth] for nth in range(len(dataset))]
+        return StoredGraphs(items, self._device, dgl.dataloading.GraphCollator().collate)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state["_graphs"], state["_outline"] = None, ([], [])  # stored anew in the other process
+        return state
+
+
+def _outline(dataset: Any) -> Outline:
+    """The objects that a dataset consists of, and the positions that are taken of them.
+
+    Raises:
+        NotStored: it is not known to be in memory, or may change what it gives.
+    """
+    kind = type(dataset)
+    if kind in (list, tuple):
+        return [dataset, *dataset], []
+    if kind in (Subset, dgl.data.utils.Subset):
+        objects, positions = _outline(dataset.dataset)
+        indices = dataset.indices
+        return objects, [*positions, indices.tolist() if hasattr(indices, "tolist") else list(indices)]
+    if getattr(dataset, "_transform", None) is not None:
+        raise NotStored("the dataset has a transform, which may give another graph every time")
+    if not isinstance(dataset, dgl.data.DGLDataset) or not kind.__module__.startswith("dgl.data"):
+        raise NotStored(f"a dataset of type {kind.__name__} is not known to be in memory")
+    return [dataset], []
+
+
+def _warn_original(reason: NotStored) -> None:
+    warn_once(
+        f"fastsparse_dgl.GraphDataLoader: DGL's GraphDataLoader makes the batches, graph by graph, because "
+        f"{reason}. A kernel batches graphs with the same data in a list: "
+        "GraphDataLoader([dataset[i] for i in range(len(dataset))])"
+    )

@@ -1,0 +1,276 @@
+"""DGL's graphs and labels in a `GraphStore`: `dgl.batch` without a loop over the graphs of a batch.
+
+What a dataset gives for a position (a graph, a graph and its label, a dictionary, ...) is of one kind for all
+positions. So it is looked at once, and becomes functions that make the parts of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastsparse_core.graph_store import (
+    Chosen,
+    Content,
+    Field,
+    FieldKind,
+    Fields,
+    GraphStore,
+    NotStored,
+    StoredEdges,
+    place_tensors,
+)
+from fastsparse_dgl.caching import remember_edges
+from fastsparse_dgl.compat import dgl
+
+_FORMATS = ["coo", "csr", "csc"]
+_ADDS = {torch.int64: FieldKind.ADD_INT64, torch.int32: FieldKind.ADD_INT32}
+
+
+class _Batching:
+    """A batch that is being made.
+
+    Attributes:
+        chosen: its items.
+        tensors: what was gathered where batches are.
+        ends: what was gathered on the host.
+    """
+
+    def __init__(self, chosen: Chosen, tensors: list[Tensor], ends: list[Tensor]) -> None:
+        self.chosen, self.tensors, self.ends = chosen, tensors, ends
+        self.first = chosen.first.unbind(0)
+
+
+_Part = Callable[[_Batching], Any]
+
+
+class StoredGraphs:
+    """The items of a dataset, from which batches are made like those of DGL's `GraphDataLoader`.
+
+    Args:
+        items: what the dataset gives, in its order.
+        device: where batches are.
+        collate: DGL's own function for what is not stored.
+
+    Raises:
+        NotStored: DGL's own loader is needed, and why.
+    """
+
+    def __init__(
+        self, items: Sequence[Any], device: torch.device, collate: Callable[[list[Any]], Any]
+    ) -> None:
+        if not items:
+            raise NotStored("the dataset is empty")
+        self.store = GraphStore(len(items), device)
+        #: The structure of DGL's graphs is the host's.
+        self.host = self.store
+        if device.type != "cpu":
+            self.host = GraphStore(len(items), torch.device("cpu"))
+            self.host.pointers = self.store.pointers
+        self._collate = collate
+        self._fields: list[Field] = []
+        self._ends: list[Field] = []
+        self._mappings: list[dict[Any, Any]] = []
+        self._tensors: list[Tensor] = []
+        self._graphs: list[Any] = []
+        self._part = self._part_of(list(items))
+        if not self._graphs:
+            raise NotStored("it has no graphs")
+        self._handles = [graph._graph for graph in self._graphs]
+        self._content = Content(self._mappings, self._tensors)
+        given = [item.tensor for item in self._fields if item.tensor is not None]
+        for item, tensor in zip(self._fields, place_tensors(given, device), strict=True):
+            item.tensor = tensor
+        self._gather, self._gather_ends = Fields(self._fields, device), Fields(self._ends, self.host.device)
+
+    def is_current(self) -> bool:
+        """Whether the graphs are as they were stored."""
+        handles = [graph._graph for graph in self._graphs]
+        is_same = all(one is two for one, two in zip(handles, self._handles, strict=True))
+        return is_same and self._content.is_as_it_was()
+
+    def batch(self, index: Sequence[int]) -> Any:
+        """A batch of the items at some positions.
+
+        Raises:
+            IndexError: there is no such position.
+        """
+        chosen = self.store.choose(index)
+        on_host = chosen if self.host is self.store else self.host.choose(index)
+        return self._part(_Batching(chosen, self._gather.of(chosen), self._gather_ends.of(on_host)))
+
+    # ---------------------------------------------------------------- items
+
+    def add(self, tensor: Tensor, pointer: int) -> int:
+        """The place of a tensor with rows of a kind."""
+        self._fields.append(Field(tensor.contiguous(), pointer))
+        return len(self._fields) - 1
+
+    def add_ends(self, ends: Tensor, pointer: int, nodes: tuple[int, int]) -> tuple[int, StoredEdges]:
+        """The place of the ends of edges, (2, number of edges), and their structure where batches are."""
+        field = Field(ends, pointer, _ADDS[ends.dtype], nodes, 1)
+        self._ends.append(field)
+        own = field
+        if self.host is not self.store:
+            own = Field(ends.to(self.store.device), pointer, _ADDS[ends.dtype], nodes, 1)
+        return len(self._ends) - 1, StoredEdges(self.store, own, *nodes)
+
+    def watch(self, mapping: dict[Any, Any], tensors: Sequence[Tensor]) -> None:
+        """Notices changes of a dictionary and of tensors."""
+        self._mappings.append(mapping)
+        self._tensors += tensors
+
+    def _part_of(self, values: list[Any], kind: type = list) -> _Part:
+        """How a part of batches is made of the items' values; DGL's function gets them in a ``kind``."""
+        like = values[0]
+        kinds = set(map(type, values))
+        if isinstance(like, dgl.DGLGraph):
+            self._graphs += values
+            return _graphs_part(self, values)
+        if kinds == {np.ndarray} and like.dtype.kind in "biuf":
+            values, kinds = [torch.as_tensor(item) for item in values], {Tensor}
+            like = values[0]
+        if kinds == {Tensor}:
+            alike = {(item.shape, item.dtype, item.device, item.requires_grad) for item in values}
+            if len(alike) > 1 or like.requires_grad or like.layout is not torch.strided:
+                raise NotStored("labels differ in shape or dtype, or need gradients")
+            self._tensors += values
+            return self._stacked(torch.stack(values))
+        if kinds in ({int}, {bool}):
+            return self._stacked(torch.tensor(values))
+        if kinds == {float}:
+            return self._stacked(torch.tensor(values, dtype=torch.float64))
+        if len(kinds) == 1 and isinstance(like, Mapping):
+            if any(item.keys() != like.keys() for item in values):
+                raise NotStored("its dictionaries have different keys")
+            self._mappings += [item for item in values if isinstance(item, dict)]
+            parts = {key: self._part_of([item[key] for item in values]) for key in like}
+            return lambda batch: {key: part(batch) for key, part in parts.items()}
+        if len(kinds) == 1 and isinstance(like, Sequence) and not isinstance(like, (str, bytes)):
+            if any(len(item) != len(like) for item in values):
+                raise NotStored("its tuples have different lengths")
+            columns = [self._part_of([item[nth] for item in values], tuple) for nth in range(len(like))]
+            if hasattr(like, "_fields"):
+                return lambda batch: type(like)(*(part(batch) for part in columns))
+            return lambda batch: [part(batch) for part in columns]
+        collate = self._collate
+        return lambda batch: collate(kind(values[nth] for nth in batch.chosen.source[0].tolist()[:-1]))
+
+    def _stacked(self, tensor: Tensor) -> _Part:
+        place = self.add(tensor, 0)
+        return lambda batch: batch.tensors[place]
+
+
+def _graphs_part(stored: StoredGraphs, graphs: list[Any]) -> _Part:
+    """Of graphs, by the rules of `dgl.batch`.
+
+    Raises:
+        NotStored: they do not fit together, and why.
+    """
+    like = graphs[0]
+    if not all(isinstance(graph, dgl.DGLGraph) for graph in graphs):
+        raise NotStored("its graphs are of several types")
+    described = {(tuple(graph.ntypes), tuple(graph.canonical_etypes), graph.idtype) for graph in graphs}
+    if len(described) > 1:
+        raise NotStored("its graphs differ in node types, edge types or idtype")
+    if any(graph.is_block or graph.batch_size != 1 for graph in graphs):
+        raise NotStored("some of its graphs are blocks or batches")
+    if any(graph.device.type != "cpu" for graph in graphs):
+        raise NotStored("some of its graphs are on a GPU")
+    if any(sum(map(len, graph.formats().values())) != len(_FORMATS) for graph in graphs):
+        raise NotStored("some of its graphs are restricted to some sparse formats")
+    return _Graphs(stored, graphs, like)
+
+
+class _Graphs:
+    """Graphs of one schema.
+
+    Args:
+        stored: gets their tensors.
+        graphs: the graphs.
+        like: one of them.
+    """
+
+    def __init__(self, stored: StoredGraphs, graphs: list[Any], like: Any) -> None:
+        self._stored, self._all, self._idtype = stored, graphs, like.idtype
+        #: Pointers of nodes or edges whose graphs without any have other data.
+        self._uneven: list[int] = []
+        self._ntypes, self._canonical = list(like.ntypes), list(like.canonical_etypes)
+        self._metagraph = like._graph.metagraph
+        add_counts = stored.store.add_counts
+        self._nodes = [
+            add_counts(torch.tensor([graph.num_nodes(name) for graph in graphs])) for name in self._ntypes
+        ]
+        self._edges: list[int] = []
+        self._ends: list[tuple[int, StoredEdges]] = []
+        for name in self._canonical:
+            pairs = [torch.stack(graph.edges(etype=name, order="eid")) for graph in graphs]
+            self._edges.append(add_counts(torch.tensor([pair.size(1) for pair in pairs])))
+            nodes = tuple(self._nodes[self._ntypes.index(end)] for end in (name[0], name[2]))
+            self._ends.append(stored.add_ends(torch.cat(pairs, 1), self._edges[-1], nodes))  # type: ignore[arg-type]
+        self._node_data = [
+            self._add_frames([graph._node_frames[nth] for graph in graphs], pointer)
+            for nth, pointer in enumerate(self._nodes)
+        ]
+        self._edge_data = [
+            self._add_frames([graph._edge_frames[nth] for graph in graphs], pointer)
+            for nth, pointer in enumerate(self._edges)
+        ]
+
+    def _add_frames(self, frames: list[Any], pointer: int) -> dict[str, int]:
+        """Places of the data of one type, whose frames without rows need no data, as in DGL."""
+        counts = self._stored.store.counts(pointer)
+        filled = [frame for frame, count in zip(frames, counts.tolist(), strict=True) if count] or frames
+        schemas = [frame.schemes for frame in filled]
+        if any(dict(schema) != dict(schemas[0]) for schema in schemas):
+            raise NotStored("the data of its graphs differ in name, shape or dtype")
+        if any(dict(frame.schemes) != dict(schemas[0]) for frame in frames):
+            self._uneven.append(pointer)
+        for frame in frames:
+            columns = [column.data for column in frame._columns.values()]
+            if any(not isinstance(item, Tensor) or item.requires_grad for item in columns):
+                raise NotStored("some data of its graphs needs gradients")
+            self._stored.watch(frame._columns, columns)
+        return {
+            name: self._stored.add(torch.cat([frame[name] for frame in filled]), pointer)
+            for name in schemas[0]
+        }
+
+    def __call__(self, batch: _Batching) -> Any:
+        totals, first, device = batch.chosen.totals, batch.first, self._stored.store.device
+        if any(totals[pointer] == 0 for pointer in self._uneven):  # the batch has the data of empty graphs
+            return dgl.batch([self._all[nth] for nth in batch.chosen.source[0].tolist()[:-1]]).to(device)
+        relations = []
+        for (source, _, target), (place, _) in zip(self._canonical, self._ends, strict=True):
+            sizes = [totals[self._nodes[self._ntypes.index(end)]] for end in (source, target)]
+            ends = batch.ends[place]
+            kinds = 1 if source == target else 2
+            make = dgl.heterograph_index.create_unitgraph_from_coo
+            relations.append(make(kinds, *sizes, ends[0], ends[1], _FORMATS))
+        index = relations[0]
+        if len(self._ntypes) > 1 or len(relations) > 1:
+            sizes = [totals[pointer] for pointer in self._nodes]
+            make = dgl.heterograph_index.create_heterograph_from_relations
+            index = make(self._metagraph, relations, dgl.utils.toindex(sizes, "int64"))
+        graph = dgl.DGLGraph(index, self._ntypes, [name[1] for name in self._canonical])
+        if device.type != "cpu":
+            graph = graph.to(device)
+        counts = {pointer: first[pointer].diff().to(device, self._idtype) for pointer in range(len(first))}
+        graph.set_batch_num_nodes(
+            {name: counts[of] for name, of in zip(self._ntypes, self._nodes, strict=True)}
+        )
+        graph.set_batch_num_edges(
+            {name: counts[of] for name, of in zip(self._canonical, self._edges, strict=True)}
+        )
+        for frames, data in ((graph._node_frames, self._node_data), (graph._edge_frames, self._edge_data)):
+            for frame, places in zip(frames, data, strict=True):
+                frame.update({name: batch.tensors[place] for name, place in places.items()})
+        if len(relations) == 1 and not torch.is_inference_mode_enabled():
+            edges = self._ends[0][1].of(batch.chosen)
+            if edges is not None:
+                remember_edges(graph, edges)
+        return graph

@@ -1,0 +1,163 @@
+"""Batches of whole graphs from contiguous tensors, against the graphs one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastsparse_core import Adjacency
+from fastsparse_core.graph_store import Field, FieldKind, Fields, GraphStore, StoredEdges, place_tensors
+
+SIZES = torch.tensor([3, 0, 5, 1, 40, 2])
+EDGES = torch.tensor([4, 0, 7, 0, 90, 3])
+CHOSEN = [[0], [4, 2], [1], [5, 5, 0, 1, 3, 2, 4], [-1, -6], list(range(6)) * 30]
+
+
+def parts(tensor, counts, dim=0):
+    return tensor.split(counts.tolist(), dim)
+
+
+@pytest.fixture
+def store(device):
+    return GraphStore(len(SIZES), torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
+
+
+def gather(store, index, *fields):
+    for field in fields:
+        if field.tensor is not None:
+            (field.tensor,) = place_tensors([field.tensor], store.device)
+    return [item.cpu() for item in Fields(fields, store.device).of(store.choose(index))]
+
+
+@pytest.mark.parametrize("index", CHOSEN)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((), torch.float32),
+        ((), torch.uint8),
+        ((3,), torch.uint8),
+        ((5,), torch.bfloat16),
+        ((64,), torch.float32),
+        ((2, 3), torch.float64),
+        ((0,), torch.float32),
+        ((1,), torch.complex64),
+    ],
+)
+def test_rows(store, index, shape, dtype):
+    nodes = store.add_counts(SIZES)
+    rows = (torch.rand(int(SIZES.sum()), *shape) * 100).to(dtype)
+    (got,) = gather(store, index, Field(rows, nodes))
+    assert torch.equal(got, torch.cat([parts(rows, SIZES)[nth] for nth in index]))
+
+
+@pytest.mark.parametrize("index", CHOSEN)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("added", [(1, 1), (1, 2), (2, 1)])
+def test_rows_of_another_kind_are_counted_from_the_start_of_the_batch(store, index, dtype, added):
+    assert [store.add_counts(SIZES), store.add_counts(EDGES)] == [1, 2]
+    ends = torch.randint(50, (2, int(EDGES.sum())), dtype=dtype)
+    kind = FieldKind.ADD_INT64 if dtype == torch.int64 else FieldKind.ADD_INT32
+    (got,) = gather(store, index, Field(ends, 2, kind, added, dim=1))
+    expected, before = [], torch.zeros(2, 1, dtype=dtype)
+    for nth in index:
+        expected.append(parts(ends, EDGES, 1)[nth] + before)
+        before = before + torch.tensor([[(SIZES, EDGES)[which - 1][nth]] for which in added], dtype=dtype)
+    assert torch.equal(got, torch.cat(expected, dim=1))
+
+
+@pytest.mark.parametrize("index", CHOSEN)
+def test_members_and_pointers(store, index):
+    nodes = store.add_counts(SIZES)
+    got = gather(store, index, Field(None, nodes, FieldKind.GRAPH), Field(None, nodes, FieldKind.FIRST))
+    sizes = SIZES[torch.tensor(index)]
+    assert torch.equal(got[0], torch.arange(len(index)).repeat_interleave(sizes))
+    assert torch.equal(got[1], torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]))
+
+
+def test_more_fields_than_a_launch_takes(store):
+    nodes = store.add_counts(SIZES)
+    tables = [torch.randn(int(SIZES.sum()), 2) for _ in range(90)]
+    got = gather(store, [2, 0], *(Field(table, nodes) for table in tables))
+    for table, rows in zip(tables, got, strict=True):
+        assert torch.equal(rows, torch.cat([parts(table, SIZES)[nth] for nth in (2, 0)]))
+
+
+def test_positions(store):
+    chosen = store.choose([0, -1, 2], torch.tensor([4, 4, 1, 3]))
+    assert chosen.source[0].tolist()[:3] == [4, 3, 1]
+    for index, positions in (
+        ([6], None),
+        ([-7], None),
+        ([2], torch.tensor([0, 1])),
+        ([-3], torch.tensor([0, 1])),
+    ):
+        with pytest.raises(IndexError, match="expected positions below"):
+            store.choose(index, positions)
+
+
+def test_equal_pointers_have_one_number(store):
+    assert store.add_counts(SIZES) == store.add_counts(SIZES.clone()) == 1
+    assert store.add_counts(torch.ones(6, dtype=torch.int64)) == 0
+
+
+def test_several_threads_give_the_same(store):
+    if store.device.type == "cuda":
+        pytest.skip("threads of the CPU")
+    nodes = store.add_counts(SIZES)
+    rows = torch.randn(int(SIZES.sum()), 512)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results += gather(store, list(range(6)) * 40, Field(rows, nodes))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("index", CHOSEN)
+@pytest.mark.parametrize("kind", ["random", "ascending", "symmetric", "bipartite"])
+def test_structures(store, index, kind):
+    generator = torch.Generator().manual_seed(0)
+    sources = SIZES if kind != "bipartite" else SIZES * 2 + (SIZES > 0)
+    graphs = []
+    for nth, count in enumerate(EDGES.tolist()):
+        ends = [torch.randint(max(int(of[nth]), 1), (count,), generator=generator) for of in (sources, SIZES)]
+        edges = torch.stack(ends)
+        if kind == "symmetric":
+            edges = torch.cat([edges, edges.flip(0)], dim=1)
+        if kind == "ascending":
+            edges = edges[:, edges[1].argsort(stable=True)]
+        graphs.append(edges)
+    counts = torch.tensor([edges.size(1) for edges in graphs])
+    first, second, of_edges = (store.add_counts(item) for item in (sources, SIZES, counts))
+    field = Field(torch.cat(graphs, dim=1), of_edges, FieldKind.ADD_INT64, (first, second), dim=1)
+    (edge_index,) = gather(store, index, field)
+    stored = StoredEdges(store, field, first, second)
+    assert stored.is_sorted == (kind == "ascending")
+    found = stored.of(store.choose(index))
+    adj = found.adjacency
+    assert adj.device == store.device
+    shape = tuple(int(of[torch.tensor(index)].sum()) for of in (SIZES, sources))
+    assert adj.shape == found.shape == shape
+    expected = Adjacency.from_coo(edge_index[1].to(store.device), edge_index[0].to(store.device), shape)
+    for one, other in ((adj, expected), (adj.t(), expected.t())):
+        assert torch.equal(one.rowptr, other.rowptr)
+        for mine in (one, other):
+            order = torch.arange(mine.num_edges) if mine.edge_id is None else mine.edge_id.cpu().long()
+            ends = edge_index if mine in (adj, expected) else edge_index.flip(0)
+            assert torch.equal(ends[1][order], mine.row().cpu().long())
+            assert torch.equal(ends[0][order], mine.col.cpu().long())
+        assert torch.equal(one.inv_degree(), other.inv_degree())
+        assert torch.equal(one.inv_sqrt_degree(loops=1), other.inv_sqrt_degree(loops=1))
+        if store.device.type == "cuda":
+            assert torch.equal(one.row_split.slices.sort(0).values, other.row_split.slices.sort(0).values)
+    assert found.has_loops == bool(shape[0] == shape[1] and (edge_index[0] == edge_index[1]).any())
+
+
+def test_edges_between_graphs_have_no_structure(store):
+    nodes, of_edges = store.add_counts(SIZES), store.add_counts(torch.ones(6, dtype=torch.int64))
+    edges = torch.zeros(2, 6, dtype=torch.int64)  # the second graph has no node
+    field = Field(edges, of_edges, FieldKind.ADD_INT64, (nodes, nodes), dim=1)
+    assert StoredEdges(store, field, nodes, nodes).of(store.choose([0])) is None
