@@ -58,6 +58,9 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         kwargs: as in PyTorch's loader. Stored graphs need no worker processes: ``num_workers`` and what
             belongs to it are ignored for them.
 
+    Attributes:
+        device: where batches are.
+
     Example:
         >>> from fastsparse_dgl import GraphDataLoader
         >>> loader = GraphDataLoader(list(zip(graphs, labels)), batch_size=512, shuffle=True)
@@ -74,7 +77,7 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         device: torch.device | str | int | None = None,
         **kwargs: Any,
     ) -> None:
-        self._device = torch.empty(0, device="cpu" if device is None else device).device
+        self.device = torch.empty(0, device="cpu" if device is None else device).device
         self._graphs: StoredGraphs | None = None
         self._outline: Outline = ([], [])
         try:
@@ -115,7 +118,7 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
 
     def _store(self, dataset: Any) -> StoredGraphs:
         items = [dataset[nth] for nth in range(len(dataset))]
-        return StoredGraphs(items, self._device, dgl.dataloading.GraphCollator().collate)
+        return StoredGraphs(items, self.device, dgl.dataloading.GraphCollator().collate)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

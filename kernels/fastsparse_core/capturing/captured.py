@@ -423,8 +423,8 @@ class Captured:
         replayed = again()
         chosen.difference, where = difference(run, replayed)
         rounds = self.observed.rounds or self.observed.autocasts
-        shifts = [_ROUNDING_16, -_ROUNDING_16] if rounds else []
-        others: list[Callable[[], Trial]] = [again, *(functools.partial(again, shift) for shift in shifts)]
+        shifts = [0.0, _ROUNDING_16, -_ROUNDING_16] if rounds else [0.0]
+        others = [functools.partial(again, shift) for shift in shifts]
         if not chosen.difference <= _tolerated(chosen.difference, rounds, replayed, others):
             raise Refused(
                 f"the recorded step gave {where} that differs from the plain step's (relative difference "
