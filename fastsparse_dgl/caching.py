@@ -136,7 +136,10 @@ def _build(graph: GraphLike, device: torch.device) -> Adjacency:
 def _known(handle: Any, device: torch.device) -> Adjacency | None:
     """The structure of a batch of :class:`fastsparse_dgl.GraphDataLoader`, made without sorting."""
     edges = _of_batches.get(handle) if len(_of_batches) else None
-    return edges.adjacency if edges is not None and edges.device == device else None
+    if edges is None or edges.device != device or not edges.has_structure:
+        return None
+    found: Adjacency = edges.adjacency
+    return found
 
 
 def remember_edges(graph: GraphLike, edges: BatchEdges) -> None:

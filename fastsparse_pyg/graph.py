@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -249,7 +249,7 @@ def build_from_edge_list(
     dst, src = (1, 0) if flow == "source_to_target" else (0, 1)
     known = known_edges(edge_index)
     fits = known is not None and dst == 1 and known.shape == (num_dst, num_src)
-    if known is not None and fits and _needs_no_loops(known, add_self_loops):
+    if known is not None and fits and known.has_structure and _needs_no_loops(known, add_self_loops):
         return known.adjacency
     ends = edges.unbind(0)
     try:
@@ -399,6 +399,17 @@ def without_self_loops(adj: Adjacency) -> Adjacency:
         return Adjacency(rowptr, col[kept], adj.shape, edge_id=edge_id, num_values=adj.num_values)
 
     return adj.derived("fastsparse_pyg.without_self_loops", build)
+
+
+def for_pyg(edge_index: Any) -> Any:
+    """Edges as PyG's code gets them: in int64.
+
+    PyTorch's ``gather`` with an expanded int32 index reads wrong rows on the CPU (2.13), so gradients of
+    PyG's messages would be wrong.
+    """
+    if isinstance(edge_index, Tensor) and edge_index.dtype is torch.int32:
+        return edge_index.long()
+    return edge_index
 
 
 def to_edge_index(adj: Adjacency, flow: str) -> Tensor:

@@ -75,6 +75,23 @@ FAULTS = (
         ("tests/core/test_spmm.py::test_equals_reference",),
     ),
     Fault(
+        "both ends of a batch's edges are counted from the same kind of nodes",
+        "kernels/cpu/gather_graphs.cpp",
+        "field.added[outer == 1]",
+        "field.added[0]",
+        (
+            "tests/core/test_graph_store.py"
+            "::test_rows_of_another_kind_are_counted_from_the_start_of_the_batch",
+        ),
+    ),
+    Fault(
+        "a loader of stored graphs does not look at its dataset again",
+        "fastsparse_pyg/loader/data_loader.py",
+        " or not graphs.is_current()",
+        "",
+        ("tests/pyg/test_pyg_data_loader.py::test_changes_between_epochs_are_seen",),
+    ),
+    Fault(
         "the transposed product overwrites what it is to be added to",
         "kernels/cpu/spmm_csr_transposed.cpp",
         "std::max(col_begin, args.num_given)",
@@ -271,8 +288,8 @@ FAULTS = (
     Fault(
         "a pruned bias of an attention layer counts nothing",
         "fastsparse_pyg/nn/attention.py",
-        'self._own_parameter("bias"),',
-        'state["_parameters"].get("bias"),',
+        "            bias,\n",
+        '            state["_parameters"].get("bias"),\n',
         ("tests/pyg/test_pyg_changed_parameters.py::test_changed_parameters",),
     ),
     Fault(

@@ -60,7 +60,7 @@ from fastsparse_core.formats.row_split import split_rows
 from fastsparse_core.fused import aggregate_linear as fused_aggregate_linear
 from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2
 from fastsparse_core.fused.attention_layer import attention_layer
-from fastsparse_core.graph_store import Field, FieldKind, Fields, GraphStore, StoredEdges
+from fastsparse_core.graph_store import BatchEdges, Field, FieldKind, Fields, GraphStore, StoredEdges
 from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
 from fastsparse_core.ops._batch_norm import masked_batch_norm
 from fastsparse_core.ops._spmm_extremum import extremum_of_sums
@@ -674,9 +674,7 @@ def batches_of_graphs() -> None:
     for chosen in ([0, 1, 2, 3, 4], [4, 4, 0], [1]):
         batch = store.choose(chosen)
         Fields(fields, store.device).of(batch)
-        found = StoredEdges(store, fields[-1], nodes, nodes).of(batch)
-        assert found is not None
-        found.adjacency.t().in_degree()
+        BatchEdges(StoredEdges(store, fields[-1], nodes, nodes), batch).adjacency.t().in_degree()
 
 
 def column_sums(dtype: torch.dtype) -> None:

@@ -118,20 +118,28 @@ class DataLoader(dgl.dataloading.DataLoader):
     def _end(self, begun: tuple[Draw, Any]) -> tuple[Any, Any, list[Any]]:
         sampler, graph = self.graph_sampler, self.graph
         inputs, outputs, blocks = sampler.finish(graph, *begun)
-        _read(sampler.prefetch_node_feats, graph.ntypes, blocks[0].srcnodes)
-        _read(sampler.prefetch_labels, graph.ntypes, blocks[-1].dstnodes)
+        _read("prefetch_node_feats", sampler.prefetch_node_feats, graph.ntypes, blocks[0].srcnodes)
+        _read("prefetch_labels", sampler.prefetch_labels, graph.ntypes, blocks[-1].dstnodes)
         for block in blocks:
-            _read(sampler.prefetch_edge_feats, graph.canonical_etypes, block.edges)
+            _read("prefetch_edge_feats", sampler.prefetch_edge_feats, graph.canonical_etypes, block.edges)
         return inputs, outputs, blocks
 
 
-def _read(names: Any, types: list[Any], views: Any) -> None:
-    """Gathers the named data of nodes or edges."""
+def _read(argument: str, names: Any, types: list[Any], views: Any) -> None:
+    """Gathers the data of nodes or edges that an argument of the sampler names."""
     if not isinstance(names, Mapping):
-        names = {types[0]: names} if len(types) == 1 else {}
+        if names and len(types) > 1:
+            raise ValueError(
+                f"{argument}: expected a dict of names by type, as {{{types[0]!r}: {names!r}}}, for a graph "
+                f"of several types, got {names!r}"
+            )
+        names = {types[0]: names} if names else {}
     for of_type, wanted in names.items():
+        data = views[of_type].data
         for name in wanted:
-            views[of_type].data[name]
+            if name not in data:
+                raise KeyError(f"{argument}: expected names among {sorted(data)}, got {name!r}")
+            data[name]
 
 
 def _rows_to_keep(gpu_cache: Any) -> Mapping[str, int]:

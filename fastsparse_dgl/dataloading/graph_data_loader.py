@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
-from fastsparse_core.graph_store import NotStored, Outline, StoredBatches, same_outline
+from fastsparse_core.graph_store import NothingToStore, NotStored, Outline, StoredBatches, same_outline
 from fastsparse_core.log import info_once, warn_once
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.dataloading.stored_graphs import StoredGraphs
@@ -58,6 +58,9 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         kwargs: as in PyTorch's loader. Stored graphs need no worker processes: ``num_workers`` and what
             belongs to it are ignored for them.
 
+    Attributes:
+        device: where batches are.
+
     Example:
         >>> from fastsparse_dgl import GraphDataLoader
         >>> loader = GraphDataLoader(list(zip(graphs, labels)), batch_size=512, shuffle=True)
@@ -74,7 +77,7 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         device: torch.device | str | int | None = None,
         **kwargs: Any,
     ) -> None:
-        self._device = torch.empty(0, device="cpu" if device is None else device).device
+        self.device = torch.empty(0, device="cpu" if device is None else device).device
         self._graphs: StoredGraphs | None = None
         self._outline: Outline = ([], [])
         try:
@@ -115,7 +118,7 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
 
     def _store(self, dataset: Any) -> StoredGraphs:
         items = [dataset[nth] for nth in range(len(dataset))]
-        return StoredGraphs(items, self._device, dgl.dataloading.GraphCollator().collate)
+        return StoredGraphs(items, self.device, dgl.dataloading.GraphCollator().collate)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -144,6 +147,8 @@ def _outline(dataset: Any) -> Outline:
 
 
 def _warn_original(reason: NotStored) -> None:
+    if isinstance(reason, NothingToStore):
+        return
     warn_once(
         f"fastsparse_dgl.GraphDataLoader: DGL's GraphDataLoader makes the batches, graph by graph, because "
         f"{reason}. A kernel batches graphs with the same data in a list: "

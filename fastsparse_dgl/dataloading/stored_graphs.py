@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from fastsparse_core.graph_store import (
+    BatchEdges,
     Chosen,
     Content,
     Field,
     FieldKind,
     Fields,
     GraphStore,
+    NothingToStore,
     NotStored,
     StoredEdges,
     place_tensors,
@@ -64,7 +66,7 @@ class StoredGraphs:
         self, items: Sequence[Any], device: torch.device, collate: Callable[[list[Any]], Any]
     ) -> None:
         if not items:
-            raise NotStored("the dataset is empty")
+            raise NothingToStore("the dataset is empty")
         self.store = GraphStore(len(items), device)
         #: The structure of DGL's graphs is the host's.
         self.host = self.store
@@ -270,7 +272,5 @@ class _Graphs:
             for frame, places in zip(frames, data, strict=True):
                 frame.update({name: batch.tensors[place] for name, place in places.items()})
         if len(relations) == 1 and not torch.is_inference_mode_enabled():
-            edges = self._ends[0][1].of(batch.chosen)
-            if edges is not None:
-                remember_edges(graph, edges)
+            remember_edges(graph, BatchEdges(self._ends[0][1], batch.chosen))
         return graph

@@ -13,7 +13,7 @@ from torch_geometric.data import Dataset, InMemoryDataset
 from torch_geometric.data.data import BaseData
 from torch_geometric.loader import DataLoader as PygDataLoader
 
-from fastsparse_core.graph_store import NotStored, Outline, StoredBatches, same_outline
+from fastsparse_core.graph_store import NothingToStore, NotStored, Outline, StoredBatches, same_outline
 from fastsparse_core.log import info_once, warn_once
 from fastsparse_pyg.caching import logger
 from fastsparse_pyg.loader.base import OF_WORKERS, choose_device
@@ -64,6 +64,9 @@ class DataLoader(PygDataLoader):
         kwargs: as in PyTorch's loader. Stored graphs need no worker processes: ``num_workers`` and what
             belongs to it are ignored for them.
 
+    Attributes:
+        device: where batches are.
+
     Example:
         >>> from fastsparse_pyg import DataLoader
         >>> loader = DataLoader(dataset, batch_size=512, shuffle=True)
@@ -84,19 +87,19 @@ class DataLoader(PygDataLoader):
         self._fields = _Fields(follow_batch, exclude_keys)
         self._source: _Source | None = None
         self._graphs: StoredGraphs | None = None
-        self._device = choose_device(None, device)
-        self._moves = device is not None or self._device.type != "cpu"
+        self.device = choose_device(None, device)
+        self._moves = device is not None or self.device.type != "cpu"
         try:
             if batch_size is None and kwargs.get("batch_sampler") is None:
                 raise NotStored("batch_size is None")
             self._source = _Source(dataset)
-            self._device = choose_device(self._source.example(), device)
-            self._graphs = self._source.store(self._device, self._fields)
+            self.device = choose_device(self._source.example(), device)
+            self._graphs = self._source.store(self.device, self._fields)
         except NotStored as reason:
             _warn_original(reason)
         self._is_stored = self._graphs is not None
         if self._is_stored:
-            pins = self._device.type == "cpu"
+            pins = self.device.type == "cpu"
             names = [name for name in OF_WORKERS if not (pins and name.startswith("pin_memory"))]
             ignored = [name for name in names if kwargs.pop(name, None)]
             if ignored:
@@ -116,7 +119,7 @@ class DataLoader(PygDataLoader):
         batches = super().__iter__()
         if isinstance(batches, StoredBatches) or not self._moves:
             return batches
-        return _moved(batches, self._device)
+        return _moved(batches, self.device)
 
     def _current(self) -> tuple[StoredGraphs, Tensor | None] | None:
         """The graphs as the dataset has them now, and which; None: PyG's loader makes the batches."""
@@ -124,10 +127,11 @@ class DataLoader(PygDataLoader):
             return None
         try:
             source, graphs = _Source(self.dataset), self._graphs
-            is_known = self._source is not None and source.is_like(self._source)
-            if graphs is None or not is_known or not graphs.is_current():
-                graphs = self._graphs = source.store(self._device, self._fields)
-            self._source = source
+            if self._source is not None and source.is_like(self._source):
+                source = self._source
+            if graphs is None or source is not self._source or not graphs.is_current():
+                graphs, self._source = source.store(self.device, self._fields), source
+                self._graphs = graphs
         except NotStored as reason:
             _warn_original(reason)
             return None
@@ -140,6 +144,8 @@ class DataLoader(PygDataLoader):
 
 
 def _warn_original(reason: NotStored) -> None:
+    if isinstance(reason, NothingToStore):
+        return
     warn_once(
         f"fastsparse_pyg.DataLoader: PyG's DataLoader makes the batches, graph by graph, because {reason}. "
         "A kernel batches graphs with the same attributes in a list or an InMemoryDataset without transform"

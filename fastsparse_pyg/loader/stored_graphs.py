@@ -20,12 +20,14 @@ from torch_geometric.data.storage import N_KEYS, EdgeStorage, NodeStorage, recur
 from torch_geometric.typing import SparseTensor, TensorFrame
 
 from fastsparse_core.graph_store import (
+    BatchEdges,
     Chosen,
     Content,
     Field,
     FieldKind,
     Fields,
     GraphStore,
+    NothingToStore,
     NotStored,
     StoredEdges,
     place_tensors,
@@ -210,7 +212,7 @@ class StoredGraphs:
         collated: tuple[Any, Mapping[Any, Any]] | None = None,
     ) -> None:
         if not len(graphs):
-            raise NotStored("the dataset is empty")
+            raise NothingToStore("the dataset is empty")
         self._graphs, self._device = graphs, device
         self._follow, self._exclude = set(follow_batch or ()), set(exclude_keys or ())
         self.store = GraphStore(len(graphs), device)
@@ -284,9 +286,7 @@ class StoredGraphs:
         if store.members is not None:
             mapping["batch"], mapping["ptr"], _ = store.members.make(batching)
         if store.edges is not None and not torch.is_inference_mode_enabled():
-            edges = store.edges.of(batching.chosen)
-            if edges is not None:
-                remember_edges(mapping["edge_index"], edges)
+            remember_edges(mapping["edge_index"], BatchEdges(store.edges, batching.chosen))
 
     @staticmethod
     def _set_num_nodes(store: _Store, batching: _Batching, into: Any) -> None:

@@ -16,7 +16,7 @@ from fastsparse_core import Adjacency
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
 from fastsparse_pyg.caching import is_new, layer_cache, lookup
-from fastsparse_pyg.graph import edges_made_anew, is_sparse_matrix, to_edge_index
+from fastsparse_pyg.graph import edges_made_anew, for_pyg, is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn import fallback
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
@@ -79,6 +79,7 @@ class AnyLayer(MessagePassing):
                     if is_left or not count:
                         fallback.tell(type(self).__name__, _FEW_ON_GPU if count else _FEW_ON_CPU)
                 if not count or (is_left and count <= FEW_EDGES_ON_GPU) or is_new(edge_index):
+                    edge_index = edge_index if edge_index.dtype is torch.int64 else for_pyg(edge_index)
                     return super().propagate(edge_index, size=size, **kwargs)
             # A call for each of them would take as long as the rest of this.
             kind = (
@@ -104,12 +105,12 @@ class AnyLayer(MessagePassing):
                 return self._propagate_lazily(found, pattern, how)
             reason = found
         fallback.tell(type(self).__name__, reason)
-        return super().propagate(edge_index, *args, size=size, **kwargs)
+        return super().propagate(for_pyg(edge_index), *args, size=size, **kwargs)
 
     def edge_updater(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""
         if args or _is_dynamo_compiling() or _is_tracing():
-            return super().edge_updater(edge_index, *args, size=size, **kwargs)
+            return super().edge_updater(for_pyg(edge_index), *args, size=size, **kwargs)
         count = _few_edges(edge_index, kwargs)
         are_few = count is not None and (count <= FEW_EDGES_ON_GPU or not layer_cache.holds(edge_index))
         if not are_few and not self._why_original(edge_index):
@@ -117,7 +118,7 @@ class AnyLayer(MessagePassing):
             found = self._collect_lazily(edge_index, size, kwargs, names.edge_lifted, True)
             if isinstance(found, Arguments):
                 return self._computed("edge_update", names.edge_update, found)
-        return super().edge_updater(edge_index, size=size, **kwargs)
+        return super().edge_updater(for_pyg(edge_index), size=size, **kwargs)
 
     # ---------------------------------------------------------------- when PyG's code runs
 

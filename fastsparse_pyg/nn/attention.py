@@ -79,19 +79,20 @@ class AttentionConv(FastConv):
         adj: Adjacency,
         x: Tensor,
         maps: tuple[Any, ...],
-        vectors: tuple[Tensor, ...],
+        vectors: tuple[str, ...],
         scale: float,
         edges: tuple[Tensor, Any] | None = None,
     ) -> Tensor | None:
         """The layer as one node of autograd's graph; None: operator by operator."""
         state = self.__dict__
+        bias, *parameters = self._own_parameters("bias", *vectors)
         return attention_layer(
             score,
             adj,
             x,
             maps,
-            vectors,
-            self._own_parameter("bias"),
+            tuple(parameters),
+            bias,
             heads=state["heads"],
             scale=scale,
             dropout_p=state["dropout"] if state["training"] else 0.0,

@@ -24,7 +24,7 @@ from fastsparse_core.layer_swap import restore
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
 from fastsparse_core.ops.spmm import Reduce
 from fastsparse_pyg.caching import layer_cache, stamp_attributes
-from fastsparse_pyg.graph import Graph, is_sparse_matrix, resolve, to_edge_index
+from fastsparse_pyg.graph import Graph, for_pyg, is_sparse_matrix, resolve, to_edge_index
 from fastsparse_pyg.nn import fallback
 from fastsparse_pyg.traced import REDUCTIONS, TracedEdges, come_from_outside
 
@@ -255,10 +255,12 @@ class FastConv(MessagePassing):
             return "a bipartite graph with flow='target_to_source'"
         return self._why_original(x_src, edge_index)
 
-    def _own_parameter(self, name: str) -> Any:
-        """A parameter of the layer itself; a pruned or parametrised one, or a replica's, is an attribute."""
-        parameters = self.__dict__["_parameters"]
-        return parameters[name] if name in parameters else getattr(self, name)
+    def _own_parameters(self, *names: str) -> list[Any]:
+        """Parameters of the layer itself; pruned or parametrised ones, or a replica's, are attributes."""
+        parameters, found = self.__dict__["_parameters"], []
+        for name in names:  # a comprehension is one more call in Python 3.11
+            found.append(parameters[name] if name in parameters else getattr(self, name))
+        return found
 
     def _reduce(self) -> Reduce:
         """The kernel's name for the layer's aggregation."""
@@ -271,7 +273,7 @@ class FastConv(MessagePassing):
         fallback.tell(type(self).__name__, reason)
         if isinstance(edge_index, Adjacency):
             edge_index = self._written_back(edge_index)
-        return super().forward(x, edge_index, *args)
+        return super().forward(x, for_pyg(edge_index), *args)
 
     def _original_forward_pair(self, reason: str, x: Any, edge_index: Any, size: Any) -> Tensor:
         """:meth:`_original_forward` for the layers whose sources and destinations may differ."""
@@ -424,10 +426,8 @@ class FastConv(MessagePassing):
         return add_linear(out, x_dst, lin_root, Linear) if is_plain_linear(lin) else out + lin_root(x_dst)
 
 
-def as_pair(x: Any) -> tuple[Any, Any]:
-    """Features of sources and destinations, of a tensor or a pair of them."""
-    if isinstance(x, Tensor):
-        return x, x
+def checked_pair(x: Any) -> tuple[Any, Any]:
+    """Features of sources and destinations that are not one tensor; callers ask that: a call takes long."""
     if not (isinstance(x, (tuple, list)) and len(x) == 2):
         raise_features(x)
     return x[0], x[1]

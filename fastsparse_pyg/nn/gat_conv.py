@@ -16,7 +16,7 @@ from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.fused.head_scores import edge_scores, head_scores
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import as_pair, is_plain_linear
+from fastsparse_pyg.nn.base import checked_pair, is_plain_linear
 
 
 class FastGATConv(AttentionConv, GATConv):
@@ -71,7 +71,7 @@ class FastGATConv(AttentionConv, GATConv):
             ValueError: sizes, dtypes, devices or the dropout probability do not fit.
             IndexError: an index points to no node.
         """
-        pair = as_pair(x)
+        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         if self.lin_edge is None:
             edge_attr = None
         adj = None
@@ -133,7 +133,7 @@ class FastGATConv(AttentionConv, GATConv):
         lin = modules.get("lin")
         if lin is None or modules.get("res") is not None or type(x) is not Tensor:
             return None
-        vectors = (self._own_parameter("att_src"), self._own_parameter("att_dst"))
+        vectors = ("att_src", "att_dst")
         return self._attention_layer(ADDITIVE, adj, x, (lin,), vectors, state["negative_slope"])
 
     def _why_original_gat(

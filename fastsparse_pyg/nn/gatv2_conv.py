@@ -15,7 +15,7 @@ from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.structure.incidence import edge_ends
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import as_pair, is_plain_linear, project
+from fastsparse_pyg.nn.base import checked_pair, is_plain_linear, project
 
 
 class FastGATv2Conv(AttentionConv, GATv2Conv):
@@ -52,7 +52,7 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
         return_attention_weights: bool | None = None,
     ) -> Any:
         """Computes the layer; arguments and errors as in :meth:`FastGATConv.forward`, without `size`."""
-        pair = as_pair(x)
+        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         adj = None
         if edge_attr is None and not return_attention_weights and self.lin_edge is None:
             adj = self._known_attention(x, edge_index, self.add_self_loops)
@@ -112,9 +112,8 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
             return None
         source = modules["lin_l"]
         maps = (source,) if state["share_weights"] else (source, modules["lin_r"])
-        vectors = (self._own_parameter("att"),)
         edges = None if features is None else (features, modules["lin_edge"])
-        return self._attention_layer(GATV2, adj, x, maps, vectors, state["negative_slope"], edges)
+        return self._attention_layer(GATV2, adj, x, maps, ("att",), state["negative_slope"], edges)
 
     def _why_original_gatv2(
         self, x: tuple[Any, Any], edge_index: object, edge_attr: object, return_attention_weights: bool

@@ -89,7 +89,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
         adj, value, scale_dst, scale_src = found
 
         state = self.__dict__
-        lin, bias = state["_modules"]["lin"], self._own_parameter("bias")
+        lin, (bias,) = state["_modules"]["lin"], self._own_parameters("bias")
         out_channels, width = state["out_channels"], x.shape[-1]
         # Gather the narrower side. Where both are as wide, features without gradient spare the backward pass.
         aggregate_first = width < out_channels or (width == out_channels and not x.requires_grad)

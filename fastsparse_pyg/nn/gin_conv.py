@@ -11,7 +11,7 @@ from fastsparse_core import spmm
 from fastsparse_core.fused.aggregate_and_self import aggregate_and_self
 from fastsparse_core.fused.joint_linear import may_be_cast
 from fastsparse_pyg.graph import EdgesLike
-from fastsparse_pyg.nn.base import FastConv, as_pair
+from fastsparse_pyg.nn.base import FastConv, checked_pair
 
 
 class FastGINConv(FastConv, GINConv):
@@ -51,7 +51,7 @@ class FastGINConv(FastConv, GINConv):
                 if whole is None:
                     whole = torch.addcmul(spmm(adj, x, None, reduce), 1 + eps, x)
                 return network(whole)
-        pair = as_pair(x)
+        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         reason = self._why_original_pair_or_trace(pair, edge_index, size)
         if reason:
             return self._original_forward_pair(reason, x, edge_index, size)

@@ -16,7 +16,7 @@ from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enable
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import as_pair, is_plain_linear
+from fastsparse_pyg.nn.base import checked_pair, is_plain_linear
 
 
 class FastGINEConv(AttentionConv, GINEConv):
@@ -65,7 +65,7 @@ class FastGINEConv(AttentionConv, GINEConv):
             out = self._combined(x, edge_index, edge_attr)
             if out is not None:
                 return out
-        pair = as_pair(x)
+        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         reason = self._why_original_gine(pair, edge_index, edge_attr)
         if reason:
             if isinstance(edge_index, Adjacency):

@@ -15,7 +15,7 @@ from torch_geometric.typing import EdgeType, NodeType, SparseTensor
 from fastsparse_core import Adjacency, attention, recorded
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_pyg.caching import lookup
-from fastsparse_pyg.graph import raise_graph
+from fastsparse_pyg.graph import for_pyg, raise_graph
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear, raise_features
 
@@ -55,6 +55,7 @@ class FastHGTConv(AttentionConv, HGTConv):
         """
         reason = self._why_original_typed(x_dict, edge_index_dict)
         if reason:
+            edge_index_dict = {name: for_pyg(edges) for name, edges in edge_index_dict.items()}
             return self._original_forward(reason, x_dict, edge_index_dict)  # type: ignore[return-value]
         width = self.out_channels
         queries: list[Tensor] = []

@@ -18,7 +18,7 @@ from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enable
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import as_pair, is_plain_linear, project
+from fastsparse_pyg.nn.base import checked_pair, is_plain_linear, project
 
 
 class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
@@ -61,7 +61,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         out = self._joined(x, edge_index, edge_attr)
         if out is not None:
             return out
-        pair = as_pair(x)
+        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         reason = self._why_original_gated(pair, edge_index, edge_attr)
         if reason:
             return self._original_attention(reason, x, edge_index, edge_attr)
@@ -104,7 +104,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
             return None
         weights = tuple([lin._parameters["weight"] for lin in lins])
         biases = tuple([lin._parameters["bias"] for lin in lins])
-        root, bias = None, self._own_parameter("bias")
+        root, (bias,) = None, self._own_parameters("bias")
         if state["root_weight"]:
             lin = modules["lin_skip"]
             if not is_plain_linear(lin) or lin._parameters["bias"] is not None:

@@ -9,7 +9,7 @@ from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency
 from fastsparse_pyg.graph import EdgesLike
-from fastsparse_pyg.nn.base import FastConv, as_pair
+from fastsparse_pyg.nn.base import FastConv, checked_pair
 from fastsparse_pyg.traced import TracedEdges
 
 
@@ -52,7 +52,7 @@ class FastSAGEConv(FastConv, SAGEConv):
         if adj is not None:
             x_src, x_dst, value = x, x, None
         else:
-            pair = as_pair(x)
+            pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
             reason = self._why_original_pair_or_trace(pair, edge_index, size)
             if reason:
                 return self._original_forward_pair(reason, x, edge_index, size)

@@ -17,8 +17,8 @@ from fastsparse_core.fused.joint_linear import add_linear
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.fused.weighted_linear import weighted_linear
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix, resolve
-from fastsparse_pyg.nn.base import as_pair, is_plain_linear
+from fastsparse_pyg.graph import EdgesLike, for_pyg, is_sparse_matrix, resolve
+from fastsparse_pyg.nn.base import checked_pair, is_plain_linear
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
 
 
@@ -60,7 +60,7 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
                 if out is None
                 else out
             )
-        pair = as_pair(x)
+        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         reason = self._why_original_pair(pair, edge_index)
         if reason:
             edge_weight = self._written_for_original(pair[0], edge_index, edge_weight)
@@ -297,7 +297,7 @@ class FastGCN2Conv(PropagatingConv, pyg.GCN2Conv):
         if reason:
             edge_weight = self._written_for_original(x, edge_index, edge_weight)
             edges = self._written_back(edge_index) if isinstance(edge_index, Adjacency) else edge_index
-            return self._original_forward(reason, x, x_0, edges, edge_weight)
+            return self._original_forward(reason, x, x_0, for_pyg(edges), edge_weight)
         matrix = self._own_propagation(x, edge_index, edge_weight)
         out, x_0 = self._multiply(matrix, x), x_0[: x.size(0)]
         factors = {"beta": 1.0 - self.beta, "alpha": self.beta}

@@ -18,7 +18,7 @@ from fastsparse_core.ops._attention_checks import default_scale
 from fastsparse_core.structure.incidence import incidence
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import as_pair, is_plain_linear, project
+from fastsparse_pyg.nn.base import checked_pair, is_plain_linear, project
 
 
 class FastTransformerConv(AttentionConv, TransformerConv):
@@ -67,7 +67,7 @@ class FastTransformerConv(AttentionConv, TransformerConv):
             ValueError: sizes, dtypes, devices or the dropout probability do not fit.
             IndexError: an index points to no node.
         """
-        pair = as_pair(x)
+        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         with_weights = isinstance(return_attention_weights, bool)
         adj = None
         if edge_attr is None and not with_weights and self.lin_edge is None:

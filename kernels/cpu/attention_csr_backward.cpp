@@ -4,6 +4,7 @@
 // With a bias or features of edges (docs/dev/edge_features.md) the pass over rows also gives their gradients,
 // and leaves dropout_ij p_ij and ds_ij to the pass over columns, which recomputes neither then.
 // Nothing is scattered: no atomics, and sums in a fixed order.
+#include <utility>
 #include <vector>
 
 #include "fastsparse/attention_gradients.h"
@@ -136,6 +137,8 @@ struct EdgeGradients {
   Sums<A> of_scores, of_values;  // dot products: (heads, stride), sums over a row of ds a and of w a
   // The same, the first times the scale, for up to kRowsPerTask rows: (heads, edge_width, kRowsPerTask).
   std::vector<A> score_sums, value_sums;
+  std::int32_t kept[kRowsPerTask];  // those rows
+  int num_kept = 0;
   std::vector<A> columns;  // gradients of a block's features, as Edges has those
   std::vector<A> rows;     // GATv2: (kBlock, heads * head_width), gradients of what is in Edges::rows
   Sums<A> weight;          // (edge_width, heads * head_width)
@@ -190,28 +193,29 @@ struct EdgeGradients {
     }
   }
 
-  // Dot products: `row` is the place of the row among those of which sums are kept.
+  // Dot products: keeps the sums of a row. Rows without entries are none of those: what their dst holds, NaN
+  // perhaps, has no part in dW.
   FASTSPARSE_INLINE void end_row(std::int64_t row, Sums<A>& grad_dst) {
     for (std::int64_t head = 0; head < forward.heads; ++head) {
       const std::int64_t place = head * edges.stride, first = head * edges.head_width;
       edges.add_mapped(&of_scores.total[place], first, grad_dst.from(first));
       for (std::int64_t a = 0; a < edges.width; ++a) {
-        const std::int64_t at = (head * edges.width + a) * kRowsPerTask + row;
+        const std::int64_t at = (head * edges.width + a) * kRowsPerTask + num_kept;
         score_sums[at] = scale * of_scores.total[place + a];
         value_sums[at] = of_values.total[place + a];
       }
     }
+    kept[num_kept++] = static_cast<std::int32_t>(row);
   }
 
-  // Dot products: dW_h += sum over `count` rows from `row` on of dst_h (scale ds a)^T + dO_h (w a)^T.
-  FASTSPARSE_INLINE void add_rows(std::int64_t row, int count) {
-    if (args.grad_weight == nullptr) return;
-    std::int32_t rows[kRowsPerTask];
-    for (int i = 0; i < count; ++i) rows[i] = static_cast<std::int32_t>(row + i);
+  // Dot products: dW_h += sum over the rows that are kept of dst_h (scale ds a)^T + dO_h (w a)^T.
+  FASTSPARSE_INLINE void add_rows() {
+    const int count = std::exchange(num_kept, 0);
+    if (args.grad_weight == nullptr || count == 0) return;
     for (std::int64_t head = 0; head < forward.heads; ++head) {
       const std::int64_t first = head * edges.head_width;
-      const Gather dst{forward.dst, forward.dtype, first, rows, count, 0};
-      const Gather grad{args.grad, forward.dtype, first, rows, count, 0};
+      const Gather dst{forward.dst, forward.dtype, first, kept, count, 0};
+      const Gather grad{args.grad, forward.dtype, first, kept, count, 0};
       for (std::int64_t a = 0; a < edges.width; ++a) {
         const std::int64_t at = (head * edges.width + a) * kRowsPerTask;
         const Sum<A> sum = weight.from(a * edges.row_width + first);
@@ -298,11 +302,8 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args, 
       }
     }
     if (edges.in_values) {
-      const std::int64_t of_kept = (row - row_begin) % kRowsPerTask;
-      edge_gradients.end_row(of_kept, grad_dst);
-      if (of_kept + 1 == kRowsPerTask || row + 1 == row_end) {
-        edge_gradients.add_rows(row - of_kept, static_cast<int>(of_kept + 1));
-      }
+      if (begin < end) edge_gradients.end_row(row, grad_dst);
+      if (edge_gradients.num_kept == kRowsPerTask || row + 1 == row_end) edge_gradients.add_rows();
     }
     if (forward.kind == AttentionScore::kGatv2) {
       for (std::size_t f = 0; f < left.size(); ++f) grad_dst.total[f] *= att[f];

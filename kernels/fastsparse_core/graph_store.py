@@ -7,7 +7,7 @@ import logging
 import math
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -39,6 +39,10 @@ _MOST_VERSIONS = 4096
 
 class NotStored(Exception):
     """Why some graphs, or one of their attributes, cannot be stored."""
+
+
+class NothingToStore(NotStored):
+    """There are no graphs, so nothing is slower for it."""
 
 
 class FieldKind(enum.IntEnum):
@@ -268,6 +272,10 @@ def _stamp(tensor: Tensor) -> Hashable:
     return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
+#: Edges and nodes of the graphs whose structures are sorted at a time.
+_ROWS_AT_ONCE = 2**24
+
+
 class StoredEdges:
     """The edges of one type of all graphs, with their structure.
 
@@ -287,46 +295,57 @@ class StoredEdges:
         """Where batches are."""
         return self._store.device
 
-    def _edges_of_all(self) -> Tensor:
-        """The edges of all graphs as one batch, int64 (2, number of edges)."""
-        store = self._store
-        (edges,) = Fields([self._edge_index], store.device).of(store.choose(range(store.num_graphs)))
-        return edges.long()
+    def _parts(self) -> Iterator[tuple[Chosen, Tensor]]:
+        """Batches of consecutive graphs and their edges, int64 (2, number of edges): all graphs in turn.
+
+        Parts bound the memory that sorting takes.
+        """
+        store, fields = self._store, Fields([self._edge_index], self._store.device)
+        sizes = sum(store.counts(of) for of in (self._edge_index.rows, self.sources, self.destinations))
+        assert isinstance(sizes, Tensor)
+        before = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        start = 0
+        while start < store.num_graphs:
+            behind = int(torch.searchsorted(before, before[start] + _ROWS_AT_ONCE, right=True))
+            end = max(start + 1, behind - 1)
+            chosen = store.choose(range(start, end))
+            yield chosen, fields.of(chosen)[0].long()
+            start = end
 
     @cached_property
     def _facts(self) -> tuple[bool, bool]:
         """Whether every edge is between nodes of its graph; whether destinations ascend in every graph."""
-        store = self._store
+        is_within = is_sorted = True
         with torch.inference_mode(False):
-            edges = self._edges_of_all()
-            graph = torch.arange(store.num_graphs).repeat_interleave(store.counts(self._edge_index.rows))
-            graph = graph.to(edges.device)
-            leaves = torch.zeros((), dtype=torch.bool, device=edges.device)
-            for end, nodes in zip(edges, (self.sources, self.destinations), strict=True):
-                first = store.pointers[nodes].to(edges.device)
-                leaves |= ((end < first[graph]) | (end >= first[graph + 1])).any()
-            most = max(int(store.pointers[nodes][-1]) for nodes in (self.sources, self.destinations))
-            stays = not bool(leaves) and most < 2**31
-            return stays, bool((edges[1, 1:] >= edges[1, :-1]).all())
+            for chosen, edges in self._parts():
+                first = chosen.first.to(edges.device)
+                graph = torch.arange(chosen.count, device=edges.device)
+                graph = graph.repeat_interleave(
+                    first[self._edge_index.rows].diff(), output_size=edges.size(1)
+                )
+                leaves = torch.zeros((), dtype=torch.bool, device=edges.device)
+                for end, nodes in zip(edges, (self.sources, self.destinations), strict=True):
+                    leaves |= ((end < first[nodes][graph]) | (end >= first[nodes][graph + 1])).any()
+                is_within = is_within and not bool(leaves)
+                is_sorted = is_sorted and bool((edges[1, 1:] >= edges[1, :-1]).all())
+        return is_within, is_within and is_sorted
 
     @property
     def is_sorted(self) -> bool:
         """Whether destinations ascend in every graph, and so in every batch."""
         return self._facts[1]
 
-    def of(self, chosen: Chosen) -> BatchEdges | None:
-        """The edges of a batch; None: some graph has an edge to a node that it does not have."""
-        return BatchEdges(self, chosen) if self._facts[0] else None
+    @property
+    def has_structure(self) -> bool:
+        """Whether every edge is between nodes of its graph."""
+        return self._facts[0]
 
     @cached_property
     def structure(self) -> _StoredStructure:
         """That of all graphs."""
         with torch.inference_mode(False):
-            edges, pointers = self._edges_of_all(), self._store.pointers
-            shape = (int(pointers[self.destinations][-1]), int(pointers[self.sources][-1]))
-            whole = Adjacency.from_coo(edges[1], edges[0], shape)
             return _StoredStructure(
-                self._store, self._edge_index.rows, whole, self.sources, self.destinations
+                self._store, self._edge_index.rows, self.sources, self.destinations, self._parts()
             )
 
 
@@ -352,6 +371,11 @@ class BatchEdges:
         return self._edges.is_sorted
 
     @property
+    def has_structure(self) -> bool:
+        """Whether `adjacency` can be made: no edge of the dataset leaves its graph."""
+        return self._edges.has_structure
+
+    @property
     def has_loops(self) -> bool:
         """Whether some edge is a loop."""
         return self._edges.structure.has_loops(self._chosen)
@@ -367,20 +391,40 @@ class _StoredStructure:
     """The structure of all graphs, cut into those of the graphs."""
 
     def __init__(
-        self, store: GraphStore, edges: int, whole: Adjacency, sources: int, destinations: int
+        self,
+        store: GraphStore,
+        edges: int,
+        sources: int,
+        destinations: int,
+        parts: Iterable[tuple[Chosen, Tensor]],
     ) -> None:
-        counts = store.counts(edges)
-        is_square = sources == destinations
-        loops = whole.row_once() == whole.col if is_square else torch.zeros(0, dtype=torch.bool)
+        forward: list[dict[str, Tensor]] = []
+        backward: list[dict[str, Tensor]] = []
+        loops: list[Tensor] = []
+        is_symmetric = is_square = sources == destinations
+        postponed: tuple[Adjacency, Chosen] | None = None
+        for chosen, ends in parts:
+            shape = chosen.totals[destinations], chosen.totals[sources]
+            whole = Adjacency.from_coo(ends[1], ends[0], shape)
+            is_symmetric = is_symmetric and bool(whole.symmetric)
+            forward.append(_cut(whole, chosen, edges, destinations, sources))
+            if postponed is not None:
+                backward.append(_cut(postponed[0].t(), postponed[1], edges, sources, destinations))
+            postponed = (whole, chosen) if is_symmetric and not backward else None
+            if postponed is None:
+                backward.append(_cut(whole.t(), chosen, edges, sources, destinations))
+            if is_square:
+                loops.append(_any_by_graph(whole.row_once() == whole.col, chosen.first[edges]))
+        has_loops = torch.cat(loops) if loops else torch.zeros(0, dtype=torch.bool)
         #: Whether some edge of a graph is a loop; None: of none is.
-        self._loops = _any_by_graph(loops, store.pointers[edges]) if bool(loops.any()) else None
-        self._is_symmetric = bool(whole.symmetric) and is_square
-        self._forward = _RowsOfGraphs(store, edges, counts, whole, destinations, sources)
+        self._loops = has_loops if bool(has_loops.any()) else None
+        self._is_symmetric = is_symmetric
+        self._forward = _RowsOfGraphs(store, edges, destinations, sources, forward)
         self._backward: _RowsOfGraphs | None = None
-        if not self._is_symmetric:
-            self._backward = _RowsOfGraphs(store, edges, counts, whole.t(), sources, destinations)
-        parts = [self._forward] if self._backward is None else [self._forward, self._backward]
-        self._fields = Fields([item for part in parts for item in part.fields], store.device)
+        if not is_symmetric:
+            self._backward = _RowsOfGraphs(store, edges, sources, destinations, backward)
+        rows = [self._forward] if self._backward is None else [self._forward, self._backward]
+        self._fields = Fields([item for part in rows for item in part.fields], store.device)
 
     def has_loops(self, chosen: Chosen) -> bool:
         """Whether some edge of a batch is a loop."""
@@ -397,48 +441,81 @@ class _StoredStructure:
         return adjacency
 
 
+def _cut(whole: Adjacency, chosen: Chosen, edges: int, rows: int, columns: int) -> dict[str, Tensor]:
+    """The structure of some graphs as one, with rows, columns and entries numbered within each graph.
+
+    Args:
+        whole: the structure.
+        chosen: the graphs.
+        edges: pointer of the entries.
+        rows: pointer of the rows.
+        columns: pointer of the columns.
+    """
+    first, device = chosen.first, whole.device
+
+    def begins(pointer: int, of: int) -> Tensor:
+        """Of every row of one pointer, where those of the other begin in its graph."""
+        return first[pointer][:-1].repeat_interleave(first[of].diff()).to(device)
+
+    degree = whole.in_degree()
+    entry = begins(edges, edges)
+    order = whole.edge_id
+    tensors = {
+        "rowptr": whole.rowptr[:-1] - begins(edges, rows),
+        "col": (whole.col - begins(columns, edges)).int(),
+        "inv_degree": whole.inv_degree(),
+        "with_loops": whole.inv_sqrt_degree(loops=1),
+        "edge_id": ((torch.arange(entry.numel(), device=device) if order is None else order) - entry).int(),
+        "has_empty_rows": _any_by_graph(degree == 0, first[rows]),
+        "most_entries": degree.max().cpu() if degree.numel() else degree.new_zeros((), device="cpu"),
+    }
+    if device.type == "cuda":
+        number = torch.arange(whole.num_dst, device=device) - begins(rows, rows)
+        tensors["slices"] = torch.stack([tensors["rowptr"], degree + (number << 32)], dim=1)
+    return tensors
+
+
 class _RowsOfGraphs:
-    """Compressed rows of all graphs, numbered within each graph."""
+    """Compressed rows of all graphs.
+
+    Args:
+        store: of the graphs.
+        edges: pointer of the entries.
+        rows: pointer of the rows.
+        columns: pointer of the columns.
+        parts: what `_cut` gave of consecutive graphs.
+    """
 
     def __init__(
-        self, store: GraphStore, edges: int, counts: Tensor, whole: Adjacency, rows: int, columns: int
+        self, store: GraphStore, edges: int, rows: int, columns: int, parts: list[dict[str, Tensor]]
     ) -> None:
-        device = whole.device
-
-        def begins(pointer: int, of: int) -> Tensor:
-            """Of every row of one pointer, where the other's of its graph begin."""
-            return store.pointers[pointer][:-1].repeat_interleave(store.counts(of)).to(device)
-
-        entry = begins(edges, rows)
-        rowptr = whole.rowptr[:-1] - entry
-        col = (whole.col - begins(columns, edges)).int()
-        inv_degree = whole.inv_degree()
-        with_loops = whole.inv_sqrt_degree(loops=1)
-        tensors: list[tuple[str, Tensor, int, FieldKind, tuple[int, int]]] = [
-            ("rowptr", rowptr, rows, FieldKind.ROW_POINTER, (edges, edges)),
-            ("col", col, edges, FieldKind.ADD_INT32, (columns, columns)),
-            ("inv_degree", inv_degree, rows, FieldKind.COPY, (0, 0)),
-            ("with_loops", with_loops, rows, FieldKind.COPY, (0, 0)),
-        ]
-        if whole.edge_id is not None:
-            order = whole.edge_id - begins(edges, edges)
-            kind = FieldKind.ADD_INT32 if order.dtype == torch.int32 else FieldKind.ADD_INT64
-            tensors.append(("edge_id", order, edges, kind, (edges, edges)))
-        degree = whole.in_degree()
-        self._most_entries = int(degree.max()) if degree.numel() else 0
+        #: The most entries of a row.
+        self._most_entries = max(int(part.pop("most_entries")) for part in parts)
+        empty = torch.cat([part.pop("has_empty_rows") for part in parts])
         #: Whether a graph has a row without entries; None: none has.
-        empty = degree == 0
-        self._empty = _any_by_graph(empty, store.pointers[rows]) if bool(empty.any()) else None
-        if device.type == "cuda":
-            number = torch.arange(whole.num_dst, device=device) - begins(rows, rows)
-            slices = torch.stack([rowptr, degree + (number << 32)], dim=1)
-            tensors.append(("slices", slices, rows, FieldKind.SLICES, (edges, edges)))
-        self._names = [name for name, *_ in tensors]
-        placed = place_tensors([tensor.contiguous() for _, tensor, *_ in tensors], store.device)
-        self.fields = [
-            Field(tensor, pointer, kind, added, more_rows=int(kind is FieldKind.ROW_POINTER))
-            for (_, _, pointer, kind, added), tensor in zip(tensors, placed, strict=True)
-        ]
+        self._empty = empty if bool(empty.any()) else None
+        if len(parts) > 1:  # all of them may be more than the device holds
+            parts = [{name: item.cpu() for name, item in part.items()} for part in parts]
+        whole = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
+        order = whole["edge_id"]
+        counts = store.counts(edges)
+        given = torch.arange(order.numel()) - store.pointers[edges][:-1].repeat_interleave(counts)
+        if torch.equal(order.cpu(), given.int()):
+            del whole["edge_id"]
+        kinds = {
+            "rowptr": (rows, FieldKind.ROW_POINTER, edges),
+            "col": (edges, FieldKind.ADD_INT32, columns),
+            "inv_degree": (rows, FieldKind.COPY, 0),
+            "with_loops": (rows, FieldKind.COPY, 0),
+            "edge_id": (edges, FieldKind.ADD_INT32, edges),
+            "slices": (rows, FieldKind.SLICES, edges),
+        }
+        self._names = list(whole)
+        self.fields = []
+        for name, tensor in zip(whole, place_tensors(list(whole.values()), store.device), strict=True):
+            pointer, kind, added = kinds[name]
+            more = int(kind is FieldKind.ROW_POINTER)
+            self.fields.append(Field(tensor, pointer, kind, (added, added), more_rows=more))
 
     def adjacency(self, chosen: Chosen, shape: tuple[int, int], tensors: Iterator[Tensor]) -> Adjacency:
         """The structure of a batch from what was gathered of the fields."""

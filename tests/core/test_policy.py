@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import sys
 import threading
-import timeit
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -168,12 +168,12 @@ def test_contexts_left_out_of_order_do_not_stick():
     def hold() -> None:
         with second:
             entered.set()
-            leave.wait(10)
+            leave.wait(1800)
 
     thread = threading.Thread(target=hold)
     with first:
         thread.start()
-        assert entered.wait(10)
+        assert entered.wait(1800)
         assert algorithm_context._last_opened == {"spmm": "flashsparse"}
     assert algorithm_context._last_opened == {"spmm": "flashsparse"}
     leave.set()
@@ -208,9 +208,19 @@ def test_context_inside_compiled_code(device, asked):
     assert asked == ["csr", "auto"] * 4
 
 
-def test_costs_less_than_a_microsecond_unused():
-    seconds = min(timeit.repeat(lambda: policy.requested("spmm", "auto"), number=10_000, repeat=20))
-    assert seconds / 10_000 < 1e-6
+def test_costs_few_calls_unused():
+    """Calls are counted, for time depends on the machine's load."""
+    calls: list[str] = []
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event in ("call", "c_call"):
+            calls.append(getattr(argument, "__name__", frame.f_code.co_name))
+
+    sys.setprofile(note)
+    policy.requested("spmm", "auto")
+    sys.setprofile(None)
+    assert calls[0] == "requested"
+    assert len(calls) <= 6  # with PyTorch's question whether it compiles, and the last line above
 
 
 @pytest.mark.parametrize("operator", policy.ALGORITHMS)

@@ -30,7 +30,7 @@ def python(code: str) -> str:
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": path},
-        timeout=300,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -186,7 +186,7 @@ def datasets(draw):
 
 
 def test_random_datasets():
-    @settings(max_examples=max(NUM_BATCHES // 4, 10), deadline=None, database=None)
+    @settings(max_examples=max(NUM_BATCHES // 2, 10), deadline=None, database=None)
     @given(datasets(), st.integers(1, 4), st.booleans())
     def run(items, batch_size, shuffle):
         check(items, batch_size=batch_size, shuffle=shuffle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -357,6 +358,16 @@ def test_negative_weights_are_named():
     graph.edata["weight"][3] = -1
     with pytest.raises(ValueError, match="edge data 'weight': expected finite numbers that are not negative"):
         fastsparse_dgl.NeighborSampler([2], prob="weight").sample_blocks(graph, torch.tensor([3]))
+
+
+def test_names_to_prefetch_that_are_none():
+    graph = hetero()
+    (block,) = fastsparse_dgl.NeighborSampler([2]).sample_blocks(graph, {"paper": torch.tensor([3])})[2]
+    read = partial(dataloader._read, "prefetch_labels")
+    with pytest.raises(ValueError, match=r"prefetch_labels: expected a dict .*\{'author': \['feat'\]\}"):
+        read(["feat"], graph.ntypes, block.dstnodes)
+    with pytest.raises(KeyError, match=r"prefetch_labels: .* among \['_ID', 'feat'\], got 'label'"):
+        read({"paper": ["label"]}, graph.ntypes, block.dstnodes)
 
 
 def test_seeds_by_the_only_type():

@@ -85,7 +85,7 @@ def run(program, what):
         env={**os.environ, "PYTHONPATH": path},
         text=True,
         capture_output=True,
-        timeout=600,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -47,7 +47,9 @@ def run(*command, cwd):
         [str(CHECKOUT), str(CHECKOUT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     env = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=env, text=True, capture_output=True, timeout=600)
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=env, text=True, capture_output=True, timeout=1800
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -19,7 +19,16 @@ from simulated_graphs import simulate
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Batch, Data
-from torch_geometric.nn import GATConv, GCNConv, global_add_pool
+from torch_geometric.nn import (
+    ChebConv,
+    ClusterGCNConv,
+    GATConv,
+    GCNConv,
+    MFConv,
+    RGCNConv,
+    SuperGATConv,
+    global_add_pool,
+)
 
 from benchmarks.step_forms import FORMS, REFUSED, Problem
 from fastsparse_core import SlowPathWarning, capture, log
@@ -267,6 +276,39 @@ def test_pygs_layers_with_edge_features(device, conv):
     for _ in range(CALLS + 6):
         torch.testing.assert_close(step(), layer(given.x, edge_index, weight).detach(), rtol=1e-4, atol=1e-5)
     assert step.captured.status == "replaying"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RGCNConv(8, 4, 3),
+        lambda: MFConv(8, 4),
+        lambda: ChebConv(8, 4, K=2),
+        lambda: ClusterGCNConv(8, 4),
+        lambda: SuperGATConv(8, 4),
+    ],
+    ids=["rgcn", "mf", "cheb", "cluster", "supergat"],
+)
+def test_more_of_pygs_layers(device, make):
+    """What they count follows from the edges. SuperGAT draws edges on the CPU, and the reason says where."""
+    given = problem(device)
+    layer = make().to(device)
+    kinds = [given.edge_index[0] % 3] if isinstance(layer, RGCNConv) else []
+    step = capture(lambda: layer(given.x, given.edge_index, *kinds).detach())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(CALLS + 6):
+            torch.manual_seed(0)
+            found = step()
+    torch.manual_seed(0)
+    expected = layer(given.x, given.edge_index, *kinds).detach()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    status = step.captured.status
+    if isinstance(layer, SuperGATConv):
+        assert "layer(given.x, given.edge_index, *kinds)" in status
+        assert "negative_sampling()" in status
+    else:
+        assert status == "replaying"
 
 
 def test_a_step_leaves_its_model_in_the_mode_that_it_sets(device):

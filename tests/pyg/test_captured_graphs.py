@@ -214,7 +214,7 @@ def test_what_mixes_graphs_runs_as_it_is(device, mixing):
 
     with pytest.warns(SlowPathWarning, match="runs as it is") as warned:
         assert not check(device, on(device, draw([9] * 16)), loss)
-    assert len(warned) == 1
+    assert sum(item.category is SlowPathWarning for item in warned) == 1
 
 
 def test_an_exception_in_a_step(device):

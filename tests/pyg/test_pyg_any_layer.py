@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
 import warnings
@@ -530,6 +531,28 @@ def test_few_edges_take_the_steps_of_pyg(name: str, where: str, monkeypatch: pyt
     make, call = FEW[name]
     it = Inputs.draw(EDGES, N, WIDTH, torch.float64)
     check(make().double(), lambda one: call(one, it), it.leaves(), 5e-5 if name == "ClusterGCNConv" else 1e-9)
+
+
+@pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
+@pytest.mark.parametrize("name", [*LAYERS, *OPTIONS])
+def test_edges_in_int32(name: str, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are those of int64 edges, where PyG's own are wrong: PyTorch's gather reads other rows."""
+    if few:
+        monkeypatch.setattr(any_layer, "FEW_EDGES", E + N + 1)
+    make, call = OPTIONS[name] if name in OPTIONS else (lambda: LAYERS[name].make(WIDTH), LAYERS[name].call)
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float64)
+    narrow = dataclasses.replace(it, edge_index=EDGES.int(), turned=it.turned.int())
+    layer = make().double()
+    if name == "lazy":
+        call(layer, it)
+    expected = results(layer, lambda one: call(one, it), it.leaves())
+    accelerate(layer, show=False)
+    for _ in range(2):
+        got = results(layer, lambda one: call(one, narrow), it.leaves())
+        for ours, theirs in zip(got, expected, strict=True):
+            assert (ours is None) == (theirs is None)
+            if theirs is not None:
+                close(ours, theirs, 5e-5 if name == "ClusterGCNConv" else 1e-9, floor=1e-1)
 
 
 def test_wrong_calls_with_few_edges(monkeypatch: pytest.MonkeyPatch) -> None:

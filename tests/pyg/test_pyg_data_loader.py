@@ -23,8 +23,8 @@ from fastsparse_core.log import SlowPathWarning
 from fastsparse_pyg import DataLoader, FastGATConv, FastGCNConv, FastGINConv, FastSAGEConv
 from fastsparse_pyg.loader import stored_graphs
 
-#: Batches that the random datasets are compared in, all tests together: 10,000 before a release.
-NUM_BATCHES = int(os.environ.get("FASTSPARSE_LOADER_BATCHES", "300"))
+#: Batches that the random datasets are compared in, at least, all tests together: 10,000 before a release.
+NUM_BATCHES = int(os.environ.get("FASTSPARSE_LOADER_BATCHES", "200"))
 
 
 # ---------------------------------------------------------------- comparison
@@ -280,7 +280,7 @@ def check_or_same_error(graphs, options, device="cpu", all_stored=True) -> None:
 
 
 def test_random_graphs():
-    @settings(max_examples=max(NUM_BATCHES // 4, 10), deadline=None, database=None)
+    @settings(max_examples=max(NUM_BATCHES // 2, 10), deadline=None, database=None)
     @given(st.data())
     def run(data):
         graphs = data.draw(homogeneous())
@@ -621,8 +621,13 @@ def test_loaders_can_be_pickled():
 
 
 def test_an_empty_dataset():
-    with pytest.warns(SlowPathWarning, match="empty"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         assert list(DataLoader([], device="cpu")) == []
+    graphs = []
+    loader = DataLoader(graphs, batch_size=3, device="cpu")
+    graphs += molecules(3)
+    assert_same_batch(next(iter(loader)), Batch.from_data_list(graphs))
 
 
 @pytest.mark.parametrize("name", ["list", "in memory", "hetero"])
@@ -739,8 +744,10 @@ def test_structures_of_batches(device, graphs, monkeypatch):
             assert torch.equal(found.row().cpu().long(), ends[0][order])
             assert torch.equal(found.col.cpu().long(), ends[1][order])
             assert torch.equal(order.sort().values, torch.arange(found.num_edges))
-        assert torch.equal(adj.inv_degree(), fresh.inv_degree())
-        assert torch.equal(adj.inv_sqrt_degree(loops=1), fresh.inv_sqrt_degree(loops=1))
+        torch.testing.assert_close(adj.inv_degree(), fresh.inv_degree(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            adj.inv_sqrt_degree(loops=1), fresh.inv_sqrt_degree(loops=1), rtol=1e-6, atol=0
+        )
         assert torch.equal(adj.out_degree(), fresh.out_degree())
         assert adj.has_empty_rows() == fresh.has_empty_rows()
         assert adj.has_loops == bool((source == destination).any())

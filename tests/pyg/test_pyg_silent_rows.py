@@ -132,6 +132,7 @@ CASES = [
     Case(pyg.TAGConv),
     Case(pyg.TAGConv, weighted=True),
     Case(pyg.TransformerConv),
+    Case(pyg.TransformerConv, options={"edge_dim": EDGE_WIDTH, "root_weight": False}, edge_width=EDGE_WIDTH),
 ]
 
 

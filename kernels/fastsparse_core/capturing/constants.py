@@ -7,8 +7,10 @@ no call changes, as ``edge_index`` is in a loop on one graph, the size is the sa
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -30,9 +32,20 @@ _PURE = frozenset(
         *("contiguous", "detach", "sum", "max", "min", "amax", "amin", "any", "all", "cumsum", "sort"),
         *("argsort", "unique", "unique_consecutive", "nonzero", "masked_select", "masked_fill", "where"),
         *("flip", "roll", "isin", "arange", "bincount", "maximum", "minimum", "clamp", "repeat_interleave"),
-        *("scatter_add", "scatter", "index_add"),
+        *("scatter_add", "scatter", "index_add", "fill", "setitem", "div", "truediv", "float", "double"),
+        *("sqrt", "rsqrt", "matmul", "mean", "convert_indices_from_coo_to_csr"),
     )
 )
+
+
+#: Functions that fill a new tensor. Only integers count, and not those that FastSparse's kernels write to: no
+#: version counter tells of that.
+_FILLED = frozenset(("ones", "zeros", "full", "new_ones", "new_zeros", "new_full", "ones_like", "zeros_like"))
+
+
+def is_ours(frame: FrameType) -> bool:
+    """Whether code of FastSparse runs in a frame."""
+    return str(frame.f_globals.get("__name__", "")).startswith("fastsparse_")
 
 
 def is_whole(item: Any) -> bool:
@@ -86,12 +99,18 @@ class Origins:
             id(item): (weakref.ref(item), version_of(item), (item,)) for item in sources
         }
 
-    def of(self, items: Any) -> tuple[Tensor, ...] | None:
-        """The persistent tensors that decide all tensors among objects; None: something else does too."""
+    def of(self, items: Any, written: Any = None) -> tuple[Tensor, ...] | None:
+        """The persistent tensors that decide all tensors among objects; None: something else does too.
+
+        Args:
+            items: tensors and others, in containers.
+            written: one that was just written to once.
+        """
         found: list[Tensor] = []
         for item in tree_leaves(items):
             if isinstance(item, Tensor):
                 reference, version, sources = self._known.get(id(item), (None, -1, ()))
+                version += item is written
                 if reference is None or reference() is not item or version != version_of(item):
                     return None
                 found += sources
@@ -100,23 +119,22 @@ class Origins:
     def add(self, results: Any, sources: tuple[Tensor, ...]) -> None:
         """Notes results that these tensors decide of."""
         for item in tree_leaves(results):
-            if is_whole(item):
+            if isinstance(item, Tensor) and not item.requires_grad:
                 self._known[id(item)] = (weakref.ref(item), version_of(item), sources)
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Notes the result of a function."""
         name = getattr(func, "__name__", "")
-        if (
-            name.strip("_") not in _PURE
-            or (name.endswith("_") and not name.endswith("__"))
-            or "out" in kwargs
-        ):
+        is_pure = name.strip("_") in _PURE or (
+            name in _FILLED and is_whole(result) and not is_ours(sys._getframe(2))
+        )
+        if not is_pure or "out" in kwargs:
             return
-        if not any(is_whole(item) for item in tree_leaves(result)):
-            return
-        sources = self.of((args, kwargs))
+        writes = bool(args) and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
+        made = args[0] if writes else result
+        sources = self.of((args, kwargs), args[0] if writes else None)
         if sources is not None:
-            self.add(result, sources)
+            self.add(made, sources)
 
 
 class Answers:

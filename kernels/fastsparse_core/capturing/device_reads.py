@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fastsparse_core.capturing.constants import Answers, Origins
+from fastsparse_core.capturing.constants import Answers, Origins, is_ours
 from fastsparse_core.capturing.numbers import number_of
 from fastsparse_core.capturing.refused import Refused
 from fastsparse_core.log import current_line
@@ -49,7 +49,7 @@ class DeviceReads:
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of a function where it is one of these; NotImplemented: it may be called."""
         handler = _HANDLERS.get(func)
-        if handler is None or _is_ours(sys._getframe(2).f_globals.get("__name__", "")):
+        if handler is None or is_ours(sys._getframe(2)):
             return NotImplemented
         return handler(self, func, *args, **kwargs)
 
@@ -61,10 +61,6 @@ class DeviceReads:
         found = self.answers.ask(func.__name__, lambda: func(*args, **kwargs), sources)
         self.origins.add(found, sources)
         return found
-
-
-def _is_ours(module: str) -> bool:
-    return module.startswith("fastsparse_")
 
 
 def _refuse(what: str) -> Refused:

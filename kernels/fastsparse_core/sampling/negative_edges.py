@@ -20,7 +20,7 @@ def negative_edges(
 ) -> Tensor:
     r"""Draws pairs of nodes that no edge of `adj` connects, uniformly and with replacement.
 
-    The pairs are numbered row by row, :math:`p = i \cdot \text{num\_src} + j`. If the edges have the numbers
+    The pairs are numbered row by row, :math:`p = i n + j` with :math:`n` sources. If the edges are
     :math:`e_0 < e_1 < \dots`, the :math:`k`-th pair without an edge is
     :math:`k + |\{m : e_m - m \le k\}|`, which one binary search finds. So every draw is exact, nothing is
     rejected, and no number is read on the host: the call can be part of a captured step. The sorted numbers

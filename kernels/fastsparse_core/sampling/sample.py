@@ -41,6 +41,11 @@ class Edges:
         return True
 
     @property
+    def has_structure(self) -> bool:
+        """Whether `adjacency` can be made."""
+        return True
+
+    @property
     def has_loops(self) -> bool | None:
         """Whether some edge is a loop; None: nobody has looked."""
         return None
