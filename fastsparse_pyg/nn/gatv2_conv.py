@@ -54,15 +54,15 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
         """Computes the layer; arguments and errors as in :meth:`FastGATConv.forward`, without `size`."""
         pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         adj = None
-        if edge_attr is None and not return_attention_weights and self.lin_edge is None:
-            adj = self._known_attention(x, edge_index, self.add_self_loops)
+        asks_more = return_attention_weights or (edge_attr is None) != (self.lin_edge is None)
+        if not asks_more and (edge_attr is None or not self._fill_needs_original(edge_index, edge_attr)):
+            adj = self._known_attention(x, edge_index, self.add_self_loops, edge_attr)
         if adj is None:
             reason = self._why_original_gatv2(pair, edge_index, edge_attr, bool(return_attention_weights))
             if reason:
                 return self._original_attention(reason, x, edge_index, edge_attr, return_attention_weights)
-            graph = self._graph(pair, edge_index, None, add_self_loops=self.add_self_loops)
-            adj = graph.adj
-        features = None if edge_attr is None else self._edge_features(graph, edge_attr)
+            adj = self._graph(pair, edge_index, None, add_self_loops=self.add_self_loops).adj
+        features = None if edge_attr is None else self._edge_features(adj, edge_attr)
         if not return_attention_weights:
             out = self._as_one_node(x, adj, features)
             if out is not None:

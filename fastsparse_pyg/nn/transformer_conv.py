@@ -70,15 +70,14 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         with_weights = isinstance(return_attention_weights, bool)
         adj = None
-        if edge_attr is None and not with_weights and self.lin_edge is None:
-            adj = self._known_attention(x, edge_index)
+        if not with_weights and (edge_attr is None) == (self.lin_edge is None):
+            adj = self._known_attention(x, edge_index, False, edge_attr)
         if adj is None:
             reason = self._why_original_transformer(pair, edge_index, edge_attr, with_weights)
             if reason:
                 return self._original_attention(reason, x, edge_index, edge_attr, return_attention_weights)
-            graph = self._graph(pair, edge_index, None)
-            adj = graph.adj
-        features = None if edge_attr is None else self._edge_features(graph, edge_attr)
+            adj = self._graph(pair, edge_index, None).adj
+        features = None if edge_attr is None else self._edge_features(adj, edge_attr)
         if not with_weights:
             out = self._as_one_node(x, adj, features)
             if out is not None:

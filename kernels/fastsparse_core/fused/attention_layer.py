@@ -112,10 +112,9 @@ def attention_layer(
     if device != adj.col.device:
         return None
     records = torch.is_grad_enabled()
-    if records and not all(weight.requires_grad for weight in weights):
-        if any(
-            tensor is not None and tensor.requires_grad for tensor in (x, bias, *tensors, *(of_edges or ()))
-        ):
+    if records and False in [weight.requires_grad for weight in weights]:
+        given = [each for each in (x, bias, *tensors, *(of_edges or ())) if each is not None]
+        if True in [each.requires_grad for each in given]:
             return None  # features that no weight's gradient needs may be written before the backward pass
         records = False
     if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
