@@ -172,12 +172,12 @@ class GraphStore:
     def __init__(self, num_graphs: int, device: torch.device) -> None:
         self.num_graphs = num_graphs
         self.device = device
-        self.pointers = [torch.arange(num_graphs + 1)]
+        self.pointers = [torch.arange(num_graphs + 1, device="cpu")]
 
-    def add_counts(self, counts: Tensor) -> int:
-        """The number of the pointer of so many rows per graph, int64 (num_graphs,)."""
-        pointer = torch.zeros(self.num_graphs + 1, dtype=torch.int64)
-        torch.cumsum(counts, 0, out=pointer[1:])
+    def add_counts(self, counts: Sequence[int] | Tensor) -> int:
+        """The number of the pointer of so many rows per graph, (num_graphs,)."""
+        pointer = torch.zeros(self.num_graphs + 1, dtype=torch.int64, device="cpu")
+        torch.cumsum(torch.as_tensor(counts, dtype=torch.int64, device="cpu"), 0, out=pointer[1:])
         return self.add_pointer(pointer)
 
     def add_pointer(self, pointer: Tensor) -> int:
@@ -414,7 +414,7 @@ class _StoredStructure:
                 backward.append(_cut(whole.t(), chosen, edges, sources, destinations))
             if is_square:
                 loops.append(_any_by_graph(whole.row_once() == whole.col, chosen.first[edges]))
-        has_loops = torch.cat(loops) if loops else torch.zeros(0, dtype=torch.bool)
+        has_loops = torch.cat(loops) if loops else torch.zeros(0, dtype=torch.bool, device="cpu")
         #: Whether some edge of a graph is a loop; None: of none is.
         self._loops = has_loops if bool(has_loops.any()) else None
         self._is_symmetric = is_symmetric
@@ -498,7 +498,9 @@ class _RowsOfGraphs:
         whole = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
         order = whole["edge_id"]
         counts = store.counts(edges)
-        given = torch.arange(order.numel()) - store.pointers[edges][:-1].repeat_interleave(counts)
+        given = torch.arange(order.numel(), device="cpu") - store.pointers[edges][:-1].repeat_interleave(
+            counts
+        )
         if torch.equal(order.cpu(), given.int()):
             del whole["edge_id"]
         kinds = {

@@ -660,6 +660,19 @@ def test_a_change_of_the_default_dtype():
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize("name", ["list", "in memory", "in memory, num_nodes"])
+def test_another_default_device(name):
+    dataset = DATASETS[name]()
+    expected = Batch.from_data_list([dataset[nth] for nth in (3, 1, 4)])
+    with torch.device("meta"):
+        loader = DataLoader(dataset, batch_size=3, device="cpu")
+        batch = loader._graphs.batch([3, 1, 4])
+        if name == "list":
+            conv = FastGCNConv(4, 4).to_empty(device="cpu")
+            conv(batch.x, batch.edge_index)
+    assert_same_batch(batch, expected)
+
+
 def test_inference_mode():
     graphs = molecules()
     with torch.inference_mode():
