@@ -209,7 +209,8 @@ class GraphStore:
         totals = _C.plan_graphs(index, graph_at, num_positions, pointers, host)
         table = host.to(self.device, non_blocking=True) if on_gpu else host
         first, source = host.unbind(1)
-        return Chosen(count, totals, first, table, source)
+        # Callers get the first rows: of a copy, for kernels must not read what somebody else can write.
+        return Chosen(count, totals, first.clone(), table, source)
 
 
 #: tensor of a dataset -> device -> (stamp of its content, weak reference to where it was copied)
@@ -247,13 +248,7 @@ def place_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
     out = []
     for tensor, copy in zip(tensors, placed, strict=True):
         if copy is None:
-            copy = (
-                tensor.to(device)
-                if fits
-                else tensor.cpu()
-                if tensor.is_pinned()
-                else tensor.cpu().pin_memory()
-            )
+            copy = tensor.to(device) if fits else tensor.cpu().pin_memory()
             _copies.setdefault(tensor, {})[device] = (_stamp(tensor), weakref.ref(copy))
         out.append(copy)
     torch.cuda.current_stream(device).synchronize()  # other streams will read them
