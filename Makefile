@@ -26,8 +26,8 @@ help:
 	@echo "make lint       ruff, import-linter and clang-format, checking only; make format applies them"
 	@echo "make typecheck  mypy on the packages"
 	@echo "make docs       build the documentation as build/site/index.html (needs DGL, so no Python 3.13)"
-	@echo "make wheel      build dist/: an sdist, and a wheel for each Python 3.10 to 3.13 (WHEEL_PYTHONS) that runs everywhere"
-	@echo "make wheel-check  install the wheel for $(PYTHON) beside several PyTorch versions and try it"
+	@echo "make wheel      build dist/: an sdist, and a wheel for each supported Python (WHEEL_PYTHONS) that runs everywhere"
+	@echo "make wheel-check  install each wheel beside the versions of the support table and try it"
 	@echo "make clean      remove builds and caches (the virtual environment stays)"
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) ARGS (for pytest), FASTSPARSE_CUDA_ARCHS"
 
@@ -82,7 +82,7 @@ wheel:
 	.ci/wheel
 
 wheel-check:
-	PYTHON=$(PYTHON) .ci/wheel-check
+	.ci/wheel-check
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache kernels/fastsparse_core/_C*.so

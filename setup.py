@@ -61,6 +61,7 @@ CUDA_UNITS = {
         "sddmm_csr",
         "segment_reduce",
         "sum_of_rows",
+        "weight_gradient",
     ): 30,
     (
         "cbsr",
@@ -104,7 +105,6 @@ CPU_SECONDS = {
     "attention_blocks": 3,
     "attention_csr_backward": 3,
     "spmm_csr": 3,
-    "edge_attention": 2,
     "edge_messages": 2,
     "multi_aggregate": 2,
     "segment_reduce": 2,
@@ -592,6 +592,40 @@ class BuildExt(build_ext):
         link(cxx, objects, cuda, Path(self.get_ext_fullpath(ext.name)), env)
 
 
+def repository(env: Mapping[str, str]) -> str:
+    """Returns the web address of the repository whose workflow builds, "" where none does."""
+    name = env.get("GITHUB_REPOSITORY", "")
+    return name and f"{env.get('GITHUB_SERVER_URL', 'https://github.com')}/{name}"
+
+
+def project_urls(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns what a package index links to."""
+    address = repository(env)
+    if not address:
+        return {}
+    files = f"{address}/blob/{env['GITHUB_REF_NAME']}"
+    return {
+        "Source": address,
+        "Documentation": f"{files}/docs/index.md",
+        "Changelog": f"{files}/CHANGELOG.md",
+        "Issues": f"{address}/issues",
+    }
+
+
+def readme(env: Mapping[str, str]) -> str:
+    """Returns the README, with links and images that work on a package index if the repository is known."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    address = repository(env)
+
+    def absolute(link: re.Match[str]) -> str:
+        target = f"README.md{link['target']}" if link["target"].startswith("#") else link["target"]
+        kind = "raw" if link["image"] else "blob"
+        return f"{link['image']}[{link['text']}]({address}/{kind}/{env['GITHUB_REF_NAME']}/{target})"
+
+    local = r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>(?!\w+:)[^)\s]+)\)"
+    return re.sub(local, absolute, text) if address else text
+
+
 def relative(paths: Iterable[Path]) -> list[str]:
     """Returns paths as setuptools wants them: relative to this file, with slashes."""
     return [path.relative_to(ROOT).as_posix() for path in paths]
@@ -608,4 +642,7 @@ if __name__ == "__main__":
             Extension("fastsparse_core._C", relative(sources(cuda=True)), depends=relative(headers())),
         ],
         cmdclass={"build_ext": BuildExt},
+        long_description=readme(os.environ),
+        long_description_content_type="text/markdown",
+        project_urls=project_urls(os.environ),
     )

@@ -2,8 +2,7 @@
 
 >>> from fastsparse_dgl import FastGraphConv  # was: from dgl.nn import GraphConv
 
-Importing this package imports DGL, and makes that possible for DGL 2.x on newer PyTorch versions too
-(:mod:`fastsparse_dgl.compat`).
+Importing this package imports DGL, and makes that possible for DGL 2.x on newer PyTorch versions too.
 """
 
 from fastsparse_core import CBSR, Adjacency, MaxK, __version__, capture

@@ -13,7 +13,6 @@ object. :func:`relation` makes slices that share the first one, which lives as l
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,8 @@ from fastsparse_core import Adjacency
 from fastsparse_core.cache import AdjacencyCache, CacheInfo
 from fastsparse_core.graph_store import BatchEdges
 from fastsparse_core.locks import ForkSafeLock
-from fastsparse_core.log import info_once
+from fastsparse_core.log import warn_once
+from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import (
     DGLError,
     GraphLike,
@@ -33,8 +33,6 @@ from fastsparse_dgl.graph import (
     check_graph,
     inv_degree_with_self,
 )
-
-_logger = logging.getLogger(__name__)
 
 _cache = AdjacencyCache("fastsparse_dgl")
 
@@ -112,8 +110,9 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
     handle = getattr(graph, _HANDLE, None)
     if handle is None:
         check_graph(graph)
-        info_once(
-            _logger, "this DGL version has no DGLGraph._graph: structures are rebuilt in every forward pass"
+        warn_once(
+            f"graphs are converted in every forward pass, which is slow: DGL {dgl.__version__} has no "
+            "`DGLGraph._graph` to find them by. Install DGL 2.1.0, or pass `fastsparse_dgl.prepare(graph)`"
         )
         return adjacency_from_graph(graph, device)
     return _cache.lookup(_on_host(handle), None, device, lambda: _build(graph, device))

@@ -20,6 +20,7 @@ from fastsparse_core.capturing import forms
 from fastsparse_core.capturing.arguments import Argument, Held, register, same
 from fastsparse_core.capturing.padding import MOST_HOPS, BatchPlaces, Places, Room, Sizes
 from fastsparse_core.segment import rows_of
+from fastsparse_dgl.block_data import Frame, Frames, Space, frames_of, read_before
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.held_graph import HeldGraph, held_edges
 from fastsparse_dgl.sampled_block import EdgeType, SampledBlock
@@ -292,22 +293,19 @@ class _HeldBlocks(Held):
             address = ends.untyped_storage().data_ptr()
             for end, size in zip(ends, reversed(shape), strict=True):
                 self.greatest[address, end.storage_offset(), end.numel()] = size - 1
-        made = SampledBlock(
-            edges,
-            {name: num_src[name] for name in block.srctypes},
-            {name: num_dst[name] for name in block.dsttypes},
-            places.device,
-        )
-        views = [*made.srcnodes.values(), *made.dstnodes.values(), *made.edges.views.values()]
-        counts = [num_src[name] for name in block.srctypes] + [num_dst[name] for name in block.dsttypes]
-        counts += [of_type.col.numel() for of_type in edges.values()]
-        nodes = [places.nodes[like.ntypes.index(name)] for name in (*block.srctypes, *block.dsttypes)]
+        counts: dict[Space, int] = {("src", name): num_src[name] for name in block.srctypes}
+        counts |= {("dst", name): num_dst[name] for name in block.dsttypes}
+        counts |= {("edge", name): of_type.col.numel() for name, of_type in edges.items()}
+        frames: Frames = {}
         held: list[tuple[_Frame, Places | None]] = []
-        for view, count, frame, of_rows in itertools.zip_longest(views, counts, like.frames[hop], nodes):
-            view.data = {name: item.new_zeros(count, *item.shape[1:]) for name, item in frame.items()}
-            held.append((view.data, of_rows))
+        for (space, count), frame in zip(counts.items(), like.frames[hop], strict=True):
+            memory = {name: item.new_zeros(count, *item.shape[1:]) for name, item in frame.items()}
+            frames[space] = Frame(memory, count)
+            held.append((memory, None if space[0] == "edge" else places.nodes[like.ntypes.index(space[1])]))
         self._frames.append(held)
-        return made
+        of_sources = {name: num_src[name] for name in block.srctypes}
+        of_destinations = {name: num_dst[name] for name in block.dsttypes}
+        return SampledBlock(edges, of_sources, of_destinations, places.device, frames=frames)
 
     def write(self, argument: Argument) -> None:
         assert isinstance(argument, _BlocksArgument)
@@ -334,10 +332,8 @@ def _edges_of(block: Any, etype: EdgeType) -> Tensor:
 
 def _frames_of_block(block: Any) -> list[_Frame]:
     """Data of the sources of every type, of the destinations, and of the edges."""
-    views = [block.srcnodes[name] for name in block.srctypes]
-    views += [block.dstnodes[name] for name in block.dsttypes]
-    views += [block.edges[name] for name in block.canonical_etypes]
-    return [_frame(view.data) for view in views]
+    frames = block.frames if isinstance(block, SampledBlock) else frames_of(block)
+    return [_frame(read_before(frame)) for frame in frames.values()]
 
 
 register(dgl.DGLGraph, _graph)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fastsparse_core.sampling import Edges
+from fastsparse_dgl.block_data import Frames, set_frames
 from fastsparse_dgl.caching import remember
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.hooks import device_graph
@@ -19,6 +20,7 @@ def dgl_block(
     num_dst: Mapping[str, int],
     device: torch.device,
     idtype: torch.dtype,
+    frames: Frames,
 ) -> Any:
     """DGL's block of sampled edges, whose structure layers need not look at again.
 
@@ -28,6 +30,7 @@ def dgl_block(
         num_dst: number of destinations by node type.
         device: where the edges lie.
         idtype: dtype of ids.
+        frames: data of nodes and edges.
     """
     # On the CPU DGL's sums of edges need the edges' numbers, though they count from 0.
     numbered = device.type == "cpu" or device_graph.serves(device)
@@ -37,6 +40,7 @@ def dgl_block(
         numbers: Any = torch.arange(source.numel(), dtype=idtype, device=device) if numbered else []
         data[name] = ("csc", (of_type.rowptr.to(idtype), source, numbers))
     block = dgl.create_block(data, dict(num_src), dict(num_dst), idtype=idtype, device=device)
+    set_frames(block, frames)
     if len(edges) == 1:
         remember(block, device, next(iter(edges.values())).adjacency)
     return block

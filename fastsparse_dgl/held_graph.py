@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +11,7 @@ from fastsparse_core import Adjacency, recorded
 from fastsparse_core.capturing.fresh_adjacency import FreshAdjacency
 from fastsparse_core.capturing.padding import Room
 from fastsparse_core.sampling import Edges
+from fastsparse_dgl.block_data import Frame
 from fastsparse_dgl.sampled_block import SampledBlock
 
 
@@ -79,10 +79,12 @@ class HeldGraph(SampledBlock):
         (etype,), (ntype,) = like.canonical_etypes, like.ntypes
         size = sum(room.nodes[0])
         edges = held_edges(ends, (size, size), is_sorted=False)
-        super().__init__({etype: edges}, {ntype: size}, {ntype: size}, ends.device, ends.dtype)
-        nodes = self.srcnodes[ntype] = self.dstnodes[ntype] = SimpleNamespace(data=frames[0])
-        self.nodes = {ntype: nodes, None: nodes}
-        self.edges.views[etype].data = frames[1]
+        nodes, of_edges = (
+            Frame(data, count) for data, count in zip(frames, (size, ends.size(1)), strict=True)
+        )
+        by_space = {("src", ntype): nodes, ("dst", ntype): nodes, ("edge", etype): of_edges}
+        super().__init__({etype: edges}, {ntype: size}, {ntype: size}, ends.device, ends.dtype, by_space)
+        self.nodes = {ntype: self.srcnodes[ntype], None: self.srcnodes[ntype]}
         self.batch_size: int = like.batch_size
         self._lengths = lengths
 

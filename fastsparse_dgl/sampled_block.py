@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, MutableMapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency
 from fastsparse_core.sampling import Edges
+from fastsparse_dgl.block_data import DataView, Frame, Frames, set_frames
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.dgl_blocks import dgl_block, dgl_can_hold
 from fastsparse_dgl.graph import DGLError
@@ -34,12 +34,15 @@ class SampledBlock:
     after :func:`fastsparse_dgl.enable`, for DGL's own layers and message passing: DGL's block of the same
     edges is made when it is first asked for, and shares its data. ``to("cpu")`` gives DGL's block, always.
 
+    As in DGL, a block of a sampler has all data of the graph; a feature is gathered when it is first read.
+
     Args:
         edges: sampled edges by edge type.
         num_src: number of sources by node type.
         num_dst: number of destinations by node type; they are the first sources.
         device: where it lies.
         idtype: dtype of ids.
+        frames: data by ``("src" or "dst", node type)`` and ``("edge", edge type)``; None: there are none yet.
 
     Attributes:
         device: where it lies.
@@ -65,13 +68,21 @@ class SampledBlock:
         num_dst: Mapping[str, Count],
         device: torch.device,
         idtype: torch.dtype = torch.int64,
+        frames: Frames | None = None,
     ) -> None:
         self.device, self.idtype = device, idtype
         self.canonical_etypes = list(edges)
         self.srctypes, self.dsttypes = list(num_src), list(num_dst)
-        self.srcnodes = _NodeViews(num_src, device, idtype)
-        self.dstnodes = _NodeViews(num_dst, device, idtype)
-        self.edges = _EdgeViews(edges, idtype)
+        if frames is None:
+            frames = {("src", name): Frame(num_rows=count) for name, count in num_src.items()}
+            frames |= {("dst", name): Frame(num_rows=count) for name, count in num_dst.items()}
+            frames |= {("edge", name): Frame(num_rows=item.col.numel()) for name, item in edges.items()}
+        #: The block's own dict. Views share it, and not the block: memory of a block that is dropped is free
+        #: at once.
+        self.frames = frames
+        self.srcnodes = _NodeViews("src", num_src, frames, device, idtype)
+        self.dstnodes = _NodeViews("dst", num_dst, frames, device, idtype)
+        self.edges = _EdgeViews(edges, frames, idtype)
         self._whole: SampledBlock | None = None
         self._dgls: Any = None
 
@@ -140,14 +151,18 @@ class SampledBlock:
     @contextlib.contextmanager
     def local_scope(self) -> Iterator[None]:
         """Inside, tensors may be put into the block and taken out; afterwards it has those it had."""
-        spaces = [*self.srcnodes.values(), *self.dstnodes.values(), *self.edges.views.values()]
-        before = [dict(space.data) for space in spaces]
+        before = dict(self.frames)
+        clones = {id(frame): frame.clone() for frame in before.values()}
+        self._set_frames({space: clones[id(frame)] for space, frame in before.items()})
         try:
             yield
         finally:
-            for space, data in zip(spaces, before, strict=True):
-                space.data.clear()
-                space.data.update(data)
+            self._set_frames(before)
+
+    def _set_frames(self, frames: Frames) -> None:
+        self.frames.update(frames)
+        if self._dgls is not None:
+            set_frames(self._dgls, frames)
 
     def to(self, device: torch.device | str | Count, non_blocking: bool = False) -> Any:
         """The block with its data on a device: itself where it is there, DGL's where DGL can hold it."""
@@ -155,10 +170,9 @@ class SampledBlock:
         if target == self.device:
             return self
         edges = {name: item.to(target, non_blocking) for name, item in self.edges.sampled.items()}
+        frames = {space: frame.to(target, non_blocking=non_blocking) for space, frame in self.frames.items()}
         make = dgl_block if dgl_can_hold(target) else SampledBlock
-        moved = make(edges, self.srcnodes.counts, self.dstnodes.counts, target, self.idtype)
-        _copy_data(self, moved, lambda tensor: tensor.to(target, non_blocking=non_blocking))
-        return moved
+        return make(edges, self.srcnodes.counts, self.dstnodes.counts, target, self.idtype, frames)
 
     def cpu(self) -> Any:
         """DGL's block on the CPU, with the data."""
@@ -176,21 +190,19 @@ class SampledBlock:
         if idtype == self.idtype:
             return self
         counts = self.srcnodes.counts, self.dstnodes.counts
-        block = SampledBlock(self.edges.sampled, *counts, self.device, idtype)
-        _copy_data(self, block, lambda tensor: tensor)
-        return block
+        frames = {space: frame.clone() for space, frame in self.frames.items()}
+        return SampledBlock(self.edges.sampled, *counts, self.device, idtype, frames)
 
     def __getitem__(self, etype: Any) -> SampledBlock:
-        """The block of one edge type, which shares the tensors of its nodes and edges."""
+        """The block of one edge type, which shares the data of its nodes and edges."""
         name = self.edges.canonical(etype)
         if len(self.canonical_etypes) == 1:
             return self
         source, _, destination = name
         counts = {source: self.srcnodes.counts[source]}, {destination: self.dstnodes.counts[destination]}
-        part = SampledBlock({name: self.edges.sampled[name]}, *counts, self.device, self.idtype)
-        part.srcnodes[source] = self.srcnodes[source]
-        part.dstnodes[destination] = self.dstnodes[destination]
-        part.edges.views[name] = self.edges.views[name]
+        spaces = ("src", source), ("dst", destination), ("edge", name)
+        frames = {space: self.frames[space] for space in spaces}
+        part = SampledBlock({name: self.edges.sampled[name]}, *counts, self.device, self.idtype, frames)
         part._whole = self
         return part
 
@@ -224,23 +236,19 @@ class SampledBlock:
         return getattr(self._of_dgls(), name)
 
     def _of_dgls(self) -> Any:
-        """DGL's block of the same edges, whose data are this block's from now on."""
+        """DGL's block of the same edges, which shares this block's data."""
         if self._dgls is None:
             if self._whole is not None:
                 self._dgls = self._whole._of_dgls()[self.canonical_etypes[0]]
+                set_frames(self._dgls, self.frames)  # which may be those of a local scope
             else:
                 counts = self.srcnodes.counts, self.dstnodes.counts
-                made = dgl_block(self.edges.sampled, *counts, self.device, self.idtype)
-                _copy_data(self, made, lambda tensor: tensor)
-                for space, same in _spaces(self, made):
-                    space.data = same.data
-                self._dgls = made
+                self._dgls = dgl_block(self.edges.sampled, *counts, self.device, self.idtype, self.frames)
         return self._dgls
 
     def __reduce__(self) -> Any:
         counts = self.srcnodes.counts, self.dstnodes.counts
-        data = [dict(space.data) for space, _ in _spaces(self, self)]
-        return _rebuilt, (self.edges.sampled, *counts, self.device, self.idtype, data)
+        return SampledBlock, (self.edges.sampled, *counts, self.device, self.idtype, self.frames)
 
     def __repr__(self) -> str:
         return (
@@ -249,11 +257,18 @@ class SampledBlock:
         )
 
 
-class _NodeViews(dict[str, SimpleNamespace]):
+class _NodeViews(dict[str, DataView]):
     """Nodes by type: their tensors, and by calling, their numbers."""
 
-    def __init__(self, counts: Mapping[str, int], device: torch.device, idtype: torch.dtype) -> None:
-        super().__init__((name, SimpleNamespace(data={})) for name in counts)
+    def __init__(
+        self,
+        side: str,
+        counts: Mapping[str, int],
+        frames: Frames,
+        device: torch.device,
+        idtype: torch.dtype,
+    ) -> None:
+        super().__init__((name, DataView(frames, (side, name))) for name in counts)
         self.counts, self._device, self._idtype = dict(counts), device, idtype
 
     def number(self, ntype: str | None) -> int:
@@ -268,9 +283,9 @@ class _NodeViews(dict[str, SimpleNamespace]):
 class _EdgeViews:
     """Edges by type: their tensors, and by calling, their ends."""
 
-    def __init__(self, edges: Mapping[EdgeType, Edges], idtype: torch.dtype) -> None:
+    def __init__(self, edges: Mapping[EdgeType, Edges], frames: Frames, idtype: torch.dtype) -> None:
         self.sampled = dict(edges)
-        self.views = {name: SimpleNamespace(data={}) for name in edges}
+        self.views = {name: DataView(frames, ("edge", name)) for name in edges}
         self._idtype = idtype
 
     def canonical(self, etype: Any) -> EdgeType:
@@ -287,7 +302,7 @@ class _EdgeViews:
     def of(self, etype: Any) -> Edges:
         return self.sampled[self.canonical(etype)]
 
-    def __getitem__(self, etype: Any) -> SimpleNamespace:
+    def __getitem__(self, etype: Any) -> DataView:
         return self.views[self.canonical(etype)]
 
     def __iter__(self) -> Iterator[EdgeType]:
@@ -308,7 +323,7 @@ class _EdgeViews:
 class _OfAllTypes(MutableMapping[str, Any]):
     """Tensors of several types of nodes or edges: by name, dicts by type, as DGL's."""
 
-    def __init__(self, views: Mapping[Any, SimpleNamespace]) -> None:
+    def __init__(self, views: Mapping[Any, DataView]) -> None:
         self._views = views
 
     def __getitem__(self, name: str) -> dict[Any, Tensor]:
@@ -332,32 +347,8 @@ class _OfAllTypes(MutableMapping[str, Any]):
         return len(list(iter(self)))
 
 
-def _of_all_types(views: Mapping[Any, SimpleNamespace]) -> MutableMapping[str, Any]:
+def _of_all_types(views: Mapping[Any, DataView]) -> MutableMapping[str, Any]:
     if len(views) == 1:
         data: MutableMapping[str, Any] = next(iter(views.values())).data
         return data
     return _OfAllTypes(views)
-
-
-def _spaces(block: SampledBlock, other: Any) -> Iterator[tuple[Any, Any]]:
-    """Pairs of what has the data: sources, destinations and edges of every type, of two blocks alike."""
-    for name in block.srctypes:
-        yield block.srcnodes[name], other.srcnodes[name]
-    for name in block.dsttypes:
-        yield block.dstnodes[name], other.dstnodes[name]
-    for etype in block.canonical_etypes:
-        yield block.edges[etype], other.edges[etype]
-
-
-def _copy_data(block: SampledBlock, other: Any, convert: Any) -> None:
-    for space, same in _spaces(block, other):
-        same.data.update({name: convert(tensor) for name, tensor in space.data.items()})
-
-
-def _rebuilt(
-    edges: Any, num_src: Any, num_dst: Any, device: Any, idtype: Any, data: list[dict[str, Tensor]]
-) -> SampledBlock:
-    block = SampledBlock(edges, num_src, num_dst, device, idtype)
-    for (space, _), tensors in zip(_spaces(block, block), data, strict=True):
-        space.data.update(tensors)
-    return block

@@ -25,7 +25,7 @@ from torch_geometric import EdgeIndex
 from fastsparse_core import Adjacency, recorded
 from fastsparse_core.cache import AdjacencyCache, CacheInfo
 from fastsparse_core.graph_store import BatchEdges
-from fastsparse_core.log import info_once
+from fastsparse_core.log import warn_once
 from fastsparse_core.sampling import Edges
 
 #: Edge lists of one size that are taken for a user's own graphs before they are compared.
@@ -66,10 +66,10 @@ def lookup(
     except (
         RuntimeError
     ):  # inference tensors have no version counter, so an in-place edit could not be noticed
-        info_once(
-            logger,
-            "a graph made of inference tensors is converted on every forward: its edits cannot be noticed. "
-            "Make it outside torch.inference_mode(), or pass the layers fastsparse_pyg.prepare(edge_index)",
+        warn_once(
+            "the graph is converted in every forward pass, which is slow: it was made in inference mode, "
+            "where PyTorch does not count edits. Make it outside of torch.inference_mode(), or pass "
+            "`fastsparse_pyg.prepare(edge_index)`"
         )
         return _build_outside_inference_mode(build)
     if torch.is_inference_mode_enabled():

@@ -17,6 +17,7 @@ from torch_geometric.utils import scatter
 from fastsparse_core.capturing import forms
 from fastsparse_core.capturing.arguments import Argument, Held, mark_of, register, tensor_key
 from fastsparse_core.capturing.padding import MOST_HOPS, BatchPlaces, Room, Sizes
+from fastsparse_core.capturing.refused import cures
 from fastsparse_pyg.caching import known_edges
 
 # The package has a function of that name too.
@@ -333,6 +334,19 @@ def _readouts(held: list[Held]) -> Iterator[None]:
         module.scatter, Aggregation.__call__ = original, called
 
 
+#: What to do about functions of PyG whose results have sizes that are found in the call.
+cures |= {
+    **dict.fromkeys(
+        ("negative_sampling", "batched_negative_sampling", "structured_negative_sampling"),
+        "Draw with fastsparse_core.sampling.negative_edges(adj, count), which needs no size from the GPU",
+    ),
+    **dict.fromkeys(
+        ("dropout_edge", "dropout_node", "dropout_path", "dropout_adj"),
+        "Pass edge_weight=(torch.rand(num_edges, device=...) >= p).float() to the layers instead, which "
+        "leaves the same edges out",
+    ),
+    **dict.fromkeys(("to_dense_batch", "to_dense_adj"), "Give it the sizes: batch_size and max_num_nodes"),
+}
 register(Data, _argument_of)
 register(HeteroData, _argument_of)
 forms.surroundings.append(_readouts)

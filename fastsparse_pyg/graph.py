@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch_geometric import EdgeIndex
+from torch_geometric.data.data import BaseData
 from torch_geometric.typing import SparseTensor
 
 from fastsparse_core import Adjacency
 from fastsparse_core.distributed import PartitionedAdjacency
 from fastsparse_core.graph_store import BatchEdges
-from fastsparse_core.log import info_once
+from fastsparse_core.log import warn_once
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.sampling import Edges
 from fastsparse_core.structure.construction import SelfLoops
-from fastsparse_pyg.caching import has_unit_values, known_edges, logger, lookup, recognise
+from fastsparse_pyg.caching import has_unit_values, known_edges, lookup, recognise
 
+#: What layers take as `edge_index`. PyG's EdgeIndex and torch's sparse matrices are tensors.
+EdgesLike = Tensor | SparseTensor | Adjacency
 _SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_coo, torch.sparse_csc)
 
 
@@ -98,10 +101,7 @@ def resolve(
         _check_flow(flow)
         graph = _from_sparse_tensor(edge_index, add_self_loops)
     else:
-        raise ValueError(
-            "edge_index: expected an integer tensor of shape (2, num_edges), an EdgeIndex, a sparse matrix "
-            f"(torch.sparse or torch_sparse.SparseTensor) or an Adjacency, got {type(edge_index).__name__}"
-        )
+        raise_graph(edge_index)
     adj = graph.adj
     if adj.device != device:
         _raise_device(adj.device, device)
@@ -116,6 +116,28 @@ def resolve(
             f"{adj.shape} (destinations, sources), got {rows} rows; pass the features of this graph"
         )
     return graph
+
+
+def raise_graph(edge_index: object, name: str = "edge_index") -> NoReturn:
+    """Says what edges have to be.
+
+    Args:
+        edge_index: what came instead.
+        name: the caller's argument.
+
+    Raises:
+        ValueError: always.
+    """
+    got = type(edge_index).__name__
+    cure = "convert it with torch.as_tensor"
+    if isinstance(edge_index, BaseData):
+        cure = "pass its edge_index"
+    elif got == "SparseTensor":  # our own class, unknown to PyG
+        cure = "call fastsparse_pyg.compat.install() first"
+    raise ValueError(
+        f"{name}: expected an integer tensor of shape (2, num_edges), an EdgeIndex, a sparse matrix "
+        f"(torch.sparse or torch_sparse.SparseTensor) or an Adjacency, got {got}; {cure}"
+    )
 
 
 def _raise_device(got: torch.device, expected: torch.device) -> None:
@@ -139,7 +161,7 @@ def _from_edge_list(
     edge_index: Tensor, num_dst: int, num_src: int, flow: str, add_self_loops: bool
 ) -> Adjacency:
     options = (num_dst, num_src, flow, add_self_loops)
-    return lookup(edge_index, (edge_index,), options, lambda: _build_from_edge_list(edge_index, *options))
+    return lookup(edge_index, (edge_index,), options, lambda: build_from_edge_list(edge_index, *options))
 
 
 #: In the place of `add_self_loops`: loops that are missing are the kernel's to add, where all are.
@@ -154,7 +176,7 @@ def edges_for_loops(edge_index: Tensor, num_nodes: int, flow: str) -> Adjacency:
     :func:`resolve`. Else it is that of the edges, which takes no sort if they come sorted.
     """
     options = (num_nodes, num_nodes, flow, BY_KERNEL)
-    return lookup(edge_index, (edge_index,), options, lambda: _build_from_edge_list(edge_index, *options))
+    return lookup(edge_index, (edge_index,), options, lambda: build_from_edge_list(edge_index, *options))
 
 
 def gcn_factors(adj: Adjacency, dtype: torch.dtype, loops: bool = False) -> tuple[Tensor, bool]:
@@ -186,17 +208,42 @@ def edges_made_anew(edges: Tensor, options: tuple[int, int, str, bool]) -> Adjac
         edges: (2, num_edges).
         options: destinations, sources, flow, whether to add self loops.
     """
-    return recognise(edges, options, lambda: _build_from_edge_list(edges, *options))
+    return recognise(edges, options, lambda: build_from_edge_list(edges, *options))
 
 
-def _build_from_edge_list(
-    edge_index: Tensor, num_dst: int, num_src: int, flow: str, add_self_loops: bool | str
+def plain_edges(edge_index: Tensor) -> Tensor:
+    """The tensor that an EdgeIndex wraps, or the tensor itself."""
+    return edge_index._data if isinstance(edge_index, EdgeIndex) else edge_index
+
+
+def build_from_edge_list(
+    edge_index: Tensor,
+    num_dst: int,
+    num_src: int,
+    flow: str,
+    add_self_loops: bool | str,
+    *,
+    name: str = "edge_index",
 ) -> Adjacency:
-    edges = edge_index._data if isinstance(edge_index, EdgeIndex) else edge_index
+    """The structure of edges that no cache has.
+
+    Args:
+        edge_index: (2, num_edges).
+        num_dst: destinations.
+        num_src: sources.
+        flow: as the layers'.
+        add_self_loops: a key of :data:`_SELF_LOOPS`.
+        name: the caller's argument.
+
+    Raises:
+        ValueError: another shape, or no integers.
+        IndexError: an edge ends at no node.
+    """
+    edges = plain_edges(edge_index)
     if edges.dim() != 2 or edges.size(0) != 2:
-        raise ValueError(f"edge_index: expected shape (2, num_edges), got {tuple(edges.shape)}")
+        raise ValueError(f"{name}: expected shape (2, num_edges), got {tuple(edges.shape)}")
     if edges.is_floating_point() or edges.is_complex():
-        raise ValueError(f"edge_index: expected integers, got {edges.dtype}; convert it with .long()")
+        raise ValueError(f"{name}: expected integers, got {edges.dtype}; convert it with .long()")
     if edges.dtype not in (torch.int64, torch.int32):
         edges = edges.long()
     dst, src = (1, 0) if flow == "source_to_target" else (0, 1)
@@ -210,7 +257,7 @@ def _build_from_edge_list(
             ends[dst], ends[src], (num_dst, num_src), self_loops=_SELF_LOOPS[add_self_loops]
         )
     except ValueError as error:
-        _raise_index_error(edges, {src: num_src, dst: num_dst}, error)
+        _raise_index_error(edges, {src: num_src, dst: num_dst}, error, name)
         raise
 
 
@@ -219,7 +266,7 @@ def _needs_no_loops(known: Edges | BatchEdges, add_self_loops: bool | str) -> bo
     return not add_self_loops or (add_self_loops == BY_KERNEL and known.has_loops is False)
 
 
-def _raise_index_error(edges: Tensor, sizes: dict[int, int], cause: ValueError) -> None:
+def _raise_index_error(edges: Tensor, sizes: dict[int, int], cause: ValueError, name: str) -> None:
     """PyG's kind of exception for indices that point to no node."""
     for row, size in sizes.items():
         if edges.size(1):
@@ -227,7 +274,7 @@ def _raise_index_error(edges: Tensor, sizes: dict[int, int], cause: ValueError) 
             if low < 0 or high >= size:
                 expected = f"indices from 0 to {size - 1}" if size else "no edges"
                 raise IndexError(
-                    f"edge_index: expected {expected} in row {row} for {size} nodes, got values from {low} "
+                    f"{name}: expected {expected} in row {row} for {size} nodes, got values from {low} "
                     f"to {high}; check that x has a row for every node"
                 ) from cause
 
@@ -265,10 +312,9 @@ def _from_torch_sparse(matrix: Tensor, self_loops: str) -> Graph:
             f"edge_index: expected a two-dimensional sparse matrix, got shape {tuple(matrix.shape)}"
         )
     if matrix.layout is torch.sparse_coo and not matrix.is_coalesced():
-        info_once(
-            logger,
-            "an uncoalesced sparse matrix is coalesced and converted on every forward: call "
-            "adj_t = adj_t.coalesce() once",
+        warn_once(
+            "the sparse matrix is coalesced and converted in every forward pass, which is slow. Call "
+            "`adj_t = adj_t.coalesce()` once before"
         )
         matrix = matrix.coalesce()
     shape = (matrix.size(0), matrix.size(1))
@@ -353,6 +399,17 @@ def without_self_loops(adj: Adjacency) -> Adjacency:
         return Adjacency(rowptr, col[kept], adj.shape, edge_id=edge_id, num_values=adj.num_values)
 
     return adj.derived("fastsparse_pyg.without_self_loops", build)
+
+
+def for_pyg(edge_index: Any) -> Any:
+    """Edges as PyG's code gets them: in int64.
+
+    PyTorch's ``gather`` with an expanded int32 index reads wrong rows on the CPU (2.13), so gradients of
+    PyG's messages would be wrong.
+    """
+    if isinstance(edge_index, Tensor) and edge_index.dtype is torch.int32:
+        return edge_index.long()
+    return edge_index
 
 
 def to_edge_index(adj: Adjacency, flow: str) -> Tensor:

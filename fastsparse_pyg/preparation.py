@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -89,10 +90,14 @@ def _prepare_data(data: Data, num_nodes: int | tuple[int, int] | None, **options
 
 def _sizes(graph: Any, num_nodes: int | tuple[int, int] | None, flow: str) -> tuple[int, int]:
     """(sources, destinations)."""
-    if isinstance(num_nodes, int):
-        return num_nodes, num_nodes
     if num_nodes is not None:
-        num_src, num_dst = num_nodes
+        sizes = num_nodes if isinstance(num_nodes, (tuple, list)) else (num_nodes, num_nodes)
+        if len(sizes) != 2 or not all(hasattr(size, "__index__") and size >= 0 for size in sizes):
+            raise ValueError(
+                "num_nodes: expected a number of nodes from 0 on, or (sources, destinations), got "
+                f"{num_nodes!r}; None: as many as the edges need"
+            )
+        num_src, num_dst = map(operator.index, sizes)
         return num_src, num_dst
     if isinstance(graph, Adjacency):
         return graph.num_src, graph.num_dst

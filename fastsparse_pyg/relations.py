@@ -12,11 +12,13 @@ from torch_geometric.typing import SparseTensor
 from fastsparse_core import Adjacency, recorded
 from fastsparse_core.relations import Relations
 from fastsparse_pyg.caching import lookup
-from fastsparse_pyg.graph import caller_edges, is_sparse_matrix
+from fastsparse_pyg.graph import caller_edges, is_sparse_matrix, raise_graph
 
 
 def why_not_relations(edge_index: object, edge_type: object) -> str:
     """Why edges with types cannot become structures, "" if they can."""
+    if not isinstance(edge_index, (Tensor, SparseTensor, Adjacency)):
+        raise_graph(edge_index)
     if isinstance(edge_index, SparseTensor):
         edge_type = edge_index.storage.value()
     elif is_sparse_matrix(edge_index):
@@ -38,7 +40,7 @@ def relations_of(
     flow: str,
     index: tuple[Tensor, int] | None = None,
     *,
-    drops_unknown: bool = True,
+    drops_unknown: bool = False,
 ) -> Relations:
     """The structure of edges with types, from the cache if it is known.
 
@@ -49,7 +51,7 @@ def relations_of(
         num_relations: number of types.
         flow: of edge lists.
         index: what every source stands for, and of how many: they are then the sources.
-        drops_unknown: whether edges of other types are left out, as by the masks of PyG. In a recorded step,
+        drops_unknown: whether edges of other types are left out, instead of an error. In a recorded step,
             which reads nothing from the device, they always are.
 
     Raises:
@@ -99,8 +101,8 @@ def relations_of(
             if not drops_unknown:
                 low, high = (int(end) for end in torch.aminmax(kind))
                 raise IndexError(
-                    f"edge_type: expected types from 0 to {num_relations - 1}, got {low} to {high}; "
-                    "RGCNConv leaves edges of other types out, FastRGCNConv has no matrix for them"
+                    f"edge_type: expected types from 0 to {num_relations - 1}, got values from {low} to "
+                    f"{high}; raise num_relations, or leave out edges of other types"
                 )
             dst, src, kind = dst[known], src[known], kind[known]
         return made(dst, src, kind)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -101,12 +103,27 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def reasons(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What FastSparse logs, as if nothing had been logged before."""
+def reasons(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[pytest.LogCaptureFixture]:
+    """What FastSparse logs, its warnings included as records, as if it had said nothing before."""
+    from fastsparse_core import SlowPathWarning
+
     monkeypatch.setattr("fastsparse_core.log.seen", set())
     for package in ("fastsparse_core", "fastsparse_pyg", "fastsparse_dgl"):
         caplog.set_level("INFO", logger=package)
-    return caplog
+    show = warnings.showwarning
+
+    def record(message: Warning | str, category: type[Warning], *where: Any) -> None:
+        if issubclass(category, SlowPathWarning):
+            logging.getLogger("fastsparse_core").warning(message)
+        else:
+            show(message, category, *where)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", SlowPathWarning)
+        monkeypatch.setattr(warnings, "showwarning", record)
+        yield caplog
 
 
 @pytest.fixture

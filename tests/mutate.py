@@ -127,6 +127,20 @@ FAULTS = (
         ("tests/core/test_attention.py::test_hub_row",),
     ),
     Fault(
+        "the sums of edges' features are not rescaled where a later block has a larger maximum",
+        "kernels/cpu/attention_csr.cpp",
+        "if (edges.in_values) scale(of_edges, rescale, edges.width);",
+        "",
+        ("tests/core/test_edge_attention.py::test_matches_the_reference_in_every_dtype",),
+    ),
+    Fault(
+        "the features of edges beyond the first 64 are left out of products with the nodes",
+        "kernels/include/fastsparse/cpu_attention.h",
+        "head_width, to.data() + place + a);",
+        "head_width, to.data() + place);",
+        ("tests/core/test_edge_attention.py::test_matches_the_reference_for_every_width",),
+    ),
+    Fault(
         "an empty row is divided by its sum",
         "kernels/cpu/attention_csr.cpp",
         "empty ? A{0} : static_cast<A>(1 / sum[head])",
@@ -143,7 +157,7 @@ FAULTS = (
     Fault(
         "features where two vectors overlap are summed twice",
         "kernels/cpu/attention_blocks.cpp",
-        "if (kVectors == 1 && skip > 0) clear_lanes<A>(skip, block[v]);",
+        "if (skip > 0) clear_lanes<A>(skip, block);",
         "",
         ("tests/core/test_attention.py::test_equals_reference",),
     ),
@@ -270,6 +284,20 @@ FAULTS = (
         "    if entry is not None and entry[0]() is edges:",
         "    if False:",
         ("tests/pyg/test_pyg_any_layer.py::test_few_edges_on_a_gpu",),
+    ),
+    Fault(
+        "a pruned bias of an attention layer counts nothing",
+        "fastsparse_pyg/nn/attention.py",
+        "            bias,\n",
+        '            state["_parameters"].get("bias"),\n',
+        ("tests/pyg/test_pyg_changed_parameters.py::test_changed_parameters",),
+    ),
+    Fault(
+        "a cached layer has no room for nodes that came later",
+        "fastsparse_pyg/nn/propagation.py",
+        "return adj.is_partitioned or adj.num_src == x.size(-2)",
+        "return adj.is_partitioned or True",
+        ("tests/pyg/test_pyg_spmm_convs.py::test_cached_goes_on_with_more_nodes",),
     ),
     Fault(
         "a cached layer gives its edge weights in another order",

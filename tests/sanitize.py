@@ -66,6 +66,7 @@ from fastsparse_core.ops._batch_norm import masked_batch_norm
 from fastsparse_core.ops._spmm_extremum import extremum_of_sums
 from fastsparse_core.ops._spmm_plan import add_transposed
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
+from fastsparse_core.ops._weight_gradient import weight_gradient
 from fastsparse_core.sampling import NeighborSampler
 from fastsparse_core.sampling.features import gather_on_cuda
 
@@ -685,6 +686,18 @@ def column_sums(dtype: torch.dtype) -> None:
             sum_of_rows(rows[:, :width].contiguous(), torch.float32)
 
 
+def products_with_nan(dtype: torch.dtype) -> None:
+    """Finite products and others, parts of few columns and of more than a block's, columns behind them."""
+    for num_parts, width, in_width in ((1, 3, 9), (2, 131, 4), (3, 16, 33)):
+        grad, x = draw(300, num_parts * width + 2, dtype=dtype), draw(300, in_width, dtype=dtype)
+        grad[::3] = 0
+        with torch.no_grad():
+            weight_gradient(grad, x, dtype, True, num_parts, width)
+            x[0] = float("nan")
+            weight_gradient(grad, x, dtype, True, num_parts, width)
+            weight_gradient(grad, x.t().contiguous().t(), dtype, True, num_parts, width, out_by_in=False)
+
+
 def normalised_batches(dtype: torch.dtype) -> None:
     """Rows in vectors and by elements, few columns and more than a block has, parts without a row."""
     for num_rows, width in ((2_100, 64), (70, 9), (1_000, 2_060)):
@@ -760,7 +773,8 @@ PARTS: dict[str, Part] = {
     "structures": Part(
         (
             *("inspect", "compress", "row_split", "hybrid_rows", "group_rows", "edge_softmax"),
-            *("sum_of_rows", "batch_norm", "sample_neighbors", "place_batch", "gather_graphs"),
+            *("sum_of_rows", "weight_gradient", "batch_norm", "sample_neighbors", "place_batch"),
+            "gather_graphs",
         ),
         (
             structures,
@@ -768,7 +782,7 @@ PARTS: dict[str, Part] = {
             batches_of_graphs,
             *(
                 functools.partial(call, d)
-                for call in (softmax_of_edges, column_sums, rows_by_index)
+                for call in (softmax_of_edges, column_sums, products_with_nan, rows_by_index)
                 for d in (F64, F32, F16, BF16)
             ),
             *(functools.partial(normalised_batches, d) for d in (F32, F16, BF16)),

@@ -345,6 +345,7 @@ def _wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA graphs on the CPU, for what is captured from now on."""
     monkeypatch.setattr(log, "seen", set())
+    monkeypatch.setattr(log, "_NOT_THE_USER", log._NOT_THE_USER | {__name__})
     monkeypatch.setattr(graphs, "CudaGraphs", SimulatedGraphs)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Tape.current is not None)

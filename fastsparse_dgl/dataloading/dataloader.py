@@ -8,12 +8,11 @@ from numbers import Integral
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastsparse_core.log import info_once
 from fastsparse_core.sampling import Draw, FeatureTable, prefetched
 from fastsparse_dgl.compat import dgl
-from fastsparse_dgl.dataloading.neighbor_sampler import NeighborSampler
+from fastsparse_dgl.dataloading.neighbor_sampler import NeighborSampler, tell_fallback
 from fastsparse_dgl.graph import GraphLike
 
 _logger = logging.getLogger("fastsparse_dgl")
@@ -36,9 +35,10 @@ class DataLoader(dgl.dataloading.DataLoader):
     """Drop-in replacement of :class:`dgl.dataloading.DataLoader` that samples on a GPU with pip's DGL.
 
     With :class:`fastsparse_dgl.NeighborSampler`, a graph on the CPU and ``device`` a GPU, neighbours are
-    drawn and features gathered on that GPU, on a stream beside the step, two batches ahead. It yields
-    ``(input_nodes, output_nodes, blocks)``; the sampler's ``prefetch_node_feats``, ``prefetch_labels`` and
-    ``prefetch_edge_feats`` are in the blocks' ``srcdata``, ``dstdata`` and ``edata``. Features that take more
+    drawn on that GPU, on a stream beside the step, two batches ahead. It yields
+    ``(input_nodes, output_nodes, blocks)``. The blocks' ``srcdata``, ``dstdata`` and ``edata`` have all data
+    of the graph: the sampler's ``prefetch_node_feats``, ``prefetch_labels`` and ``prefetch_edge_feats`` are
+    gathered with the batch, other data on the GPU when they are first read. Features that take more
     than half of the free memory stay with the host and are sent row by row; with
     ``gpu_cache={"node": {"feat": count}}`` the GPU has those of the nodes that most edges start from. Where
     DGL was built without CUDA, blocks are :class:`fastsparse_dgl.SampledBlock`, which drop-in layers take.
@@ -66,14 +66,23 @@ class DataLoader(dgl.dataloading.DataLoader):
     ) -> None:
         target = None if device is None else torch.empty(0, device=device).device
         self._target: torch.device | None = None
-        if target is not None and target.type == "cuda" and isinstance(graph_sampler, NeighborSampler):
-            reason = graph_sampler.why_not(graph)
+        if target is not None and target.type == "cuda":
+            kind = type(graph_sampler).__name__
+            reason = (
+                f"graph_sampler is DGL's {kind}; only fastsparse_dgl.NeighborSampler samples on a GPU, with "
+                "fanouts of -1 for all neighbours"
+            )
+            if isinstance(graph_sampler, NeighborSampler):
+                reason = graph_sampler.why_not(graph)
             if reason:
-                info_once(_logger, f"DGL's own loader prepares the batches: {reason}")
+                tell_fallback("DataLoader falls back to DGL's loader", reason)
             else:
                 self._target = target
         if self._target is None:
             super().__init__(graph, indices, graph_sampler, device=device, **kwargs)
+            if not self.num_workers:
+                # Else every epoch warns that worker processes, of which there are none, should be pinned.
+                self.cpu_affinity_enabled = True
             if isinstance(graph_sampler, NeighborSampler) and not graph_sampler.why_not(graph):
                 graph_sampler.prepare(graph, torch.device("cpu"))  # before worker processes are forked
             return
@@ -90,12 +99,11 @@ class DataLoader(dgl.dataloading.DataLoader):
         self.device = self._target
         core = graph_sampler.prepare(graph, self._target)
         self._stream = torch.cuda.Stream(self._target)
-        self._tables: dict[Any, tuple[Tensor, FeatureTable]] = {}
         for name, count in of_nodes.items():
             for of_type, nodes in core.most_drawn(count).items():
                 data = graph.nodes[of_type].data
                 if name in data:
-                    self._table((dgl.NID, of_type, name), data[name]).keep(nodes)
+                    FeatureTable(data[name], self._target).keep(nodes)
 
     def __iter__(self) -> Iterator[Any]:
         if self._target is None:
@@ -110,29 +118,28 @@ class DataLoader(dgl.dataloading.DataLoader):
     def _end(self, begun: tuple[Draw, Any]) -> tuple[Any, Any, list[Any]]:
         sampler, graph = self.graph_sampler, self.graph
         inputs, outputs, blocks = sampler.finish(graph, *begun)
-        first, last = blocks[0], blocks[-1]
-        self._fill(sampler.prefetch_node_feats, graph.nodes, graph.ntypes, first.srcnodes, dgl.NID)
-        self._fill(sampler.prefetch_labels, graph.nodes, graph.ntypes, last.dstnodes, dgl.NID)
+        _read("prefetch_node_feats", sampler.prefetch_node_feats, graph.ntypes, blocks[0].srcnodes)
+        _read("prefetch_labels", sampler.prefetch_labels, graph.ntypes, blocks[-1].dstnodes)
         for block in blocks:
-            self._fill(sampler.prefetch_edge_feats, graph.edges, graph.canonical_etypes, block.edges, dgl.EID)
+            _read("prefetch_edge_feats", sampler.prefetch_edge_feats, graph.canonical_etypes, block.edges)
         return inputs, outputs, blocks
 
-    def _fill(self, names: Any, source: Any, types: list[Any], target: Any, ids: str) -> None:
-        """Gathers the named data of nodes or edges."""
-        if not isinstance(names, Mapping):
-            names = {types[0]: names} if len(types) == 1 else {}
-        for of_type, wanted in names.items():
-            view = target[of_type].data
-            for name in wanted:
-                table = self._table((ids, of_type, name), source[of_type].data[name])
-                view[name] = table[view[ids].long()]
 
-    def _table(self, key: Any, data: Tensor) -> FeatureTable:
-        """The same object for the same tensor, for which the copy on the GPU is made once."""
-        kept = self._tables.get(key)
-        if kept is None or kept[0].data_ptr() != data.data_ptr() or kept[0].shape != data.shape:
-            kept = self._tables[key] = (data, FeatureTable(data, self._target))  # type: ignore[arg-type]
-        return kept[1]
+def _read(argument: str, names: Any, types: list[Any], views: Any) -> None:
+    """Gathers the data of nodes or edges that an argument of the sampler names."""
+    if not isinstance(names, Mapping):
+        if names and len(types) > 1:
+            raise ValueError(
+                f"{argument}: expected a dict of names by type, as {{{types[0]!r}: {names!r}}}, for a graph "
+                f"of several types, got {names!r}"
+            )
+        names = {types[0]: names} if names else {}
+    for of_type, wanted in names.items():
+        data = views[of_type].data
+        for name in wanted:
+            if name not in data:
+                raise KeyError(f"{argument}: expected names among {sorted(data)}, got {name!r}")
+            data[name]
 
 
 def _rows_to_keep(gpu_cache: Any) -> Mapping[str, int]:

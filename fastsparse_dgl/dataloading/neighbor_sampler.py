@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastsparse_core.log import info_once
+from fastsparse_core.log import info_once, warn_once
 from fastsparse_core.ops._autocast import version_of
 from fastsparse_core.sampling import Draw, Edges, Sample
 from fastsparse_core.sampling import NeighborSampler as CoreSampler
+from fastsparse_dgl.block_data import gathered
 from fastsparse_dgl.caching import adjacency_of, relation
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.dgl_blocks import dgl_block, dgl_can_hold
@@ -21,6 +23,16 @@ from fastsparse_dgl.graph import GraphLike
 from fastsparse_dgl.sampled_block import SampledBlock
 
 _logger = logging.getLogger("fastsparse_dgl")
+#: Why DGL samples graphs on a GPU, which it does there as fast.
+ON_GPU = "the graph lies on a GPU, where DGL can sample"
+
+
+def tell_fallback(message: str, reason: str) -> None:
+    """Says once that DGL's code samples: a warning, or a log record where that is as fast."""
+    if reason == ON_GPU:
+        info_once(_logger, f"{message}: {reason}")
+    else:
+        warn_once(f"{message}, which runs on the CPU: {reason}")
 
 
 class NeighborSampler(dgl.dataloading.NeighborSampler):
@@ -44,49 +56,55 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
     """
 
     _cores: Any = None
+    #: See `block_data.GraphColumn`.
+    _reads: Any = None
 
     def sample_blocks(self, g: GraphLike, seed_nodes: Any, exclude_eids: Any = None) -> Any:
         """Blocks on the graph's device, as DGL's."""
         reason = self.why_not(g, exclude_eids)
         if reason:
-            info_once(_logger, f"DGL's own sampler draws the blocks: {reason}")
+            tell_fallback("NeighborSampler falls back to DGL's sampler", reason)
             return super().sample_blocks(g, seed_nodes, exclude_eids)
         return self.finish(g, self.start(g, seed_nodes, torch.device("cpu")), seed_nodes)
 
     def why_not(self, g: GraphLike, exclude_eids: Any = None) -> str:
         """Why DGL's own code has to sample, "" where it has not."""
         if not isinstance(g, dgl.DGLGraph):
-            return "the graph is no DGLGraph"
+            return f"the graph is a {type(g).__name__}. Pass a DGLGraph"
         if g.device.type != "cpu":
-            return "the graph lies on a GPU, where DGL can sample"
+            return ON_GPU
         if self.edge_dir != "in":
-            return f"edge_dir is {self.edge_dir!r}"
-        return "edges are excluded" if exclude_eids is not None else ""
+            return f"edge_dir={self.edge_dir!r} is not supported. Use edge_dir='in'"
+        return "" if exclude_eids is None else "excluded edges are not supported. Sample without `exclude`"
 
     def start(self, g: GraphLike, seed_nodes: Any, device: torch.device) -> Draw:
         """Begins to draw on a device; does not wait for it."""
         if not isinstance(seed_nodes, Mapping):
-            (only,) = g.ntypes
-            seed_nodes = {only: seed_nodes}
-        return self.prepare(g, device).start({name: torch.as_tensor(ids) for name, ids in seed_nodes.items()})
+            if len(g.ntypes) != 1:
+                raise ValueError(
+                    f"seed_nodes: expected a dict by node type, as {{{g.ntypes[0]!r}: ids}}, for a graph of "
+                    f"node types {g.ntypes}, got {type(seed_nodes).__name__}"
+                )
+            seed_nodes = {g.ntypes[0]: seed_nodes}
+        core = self.prepare(g, device)
+        with self._names_of_dgl():
+            return core.start({name: torch.as_tensor(ids) for name, ids in seed_nodes.items()})
 
     def finish(self, g: GraphLike, draw: Draw, seed_nodes: Any) -> tuple[Any, Any, list[Any]]:
         """Input nodes, output nodes and blocks, on the device where they were drawn."""
-        sample = draw.finish()
-        device = next(iter(sample.nodes.values())).device
-        blocks = [self._block(g, sample, hop, device) for hop in reversed(range(len(sample.blocks)))]
+        with self._names_of_dgl():
+            sample = draw.finish()
         nodes = {name: ids.to(g.idtype) for name, ids in sample.nodes.items()}
-        seeds = {name: nodes[name][: counts[0]] for name, counts in sample.num_nodes.items()}
-        if len(g.ntypes) == 1:
-            return nodes[g.ntypes[0]], seeds[g.ntypes[0]], blocks
-        if isinstance(seed_nodes, Mapping):
-            seeds = {name: seeds[name] for name in seed_nodes}
-        return nodes, seeds, blocks
+        blocks = [self._block(g, sample, hop, nodes) for hop in reversed(range(len(sample.blocks)))]
+        seeds: Any = {name: nodes[name][: counts[0]] for name, counts in sample.num_nodes.items()}
+        is_by_type = isinstance(seed_nodes, Mapping)
+        seeds = {name: seeds[name] for name in seed_nodes} if is_by_type else seeds[g.ntypes[0]]
+        return (nodes[g.ntypes[0]] if len(g.ntypes) == 1 else nodes), seeds, blocks
 
     def prepare(self, g: GraphLike, device: torch.device) -> CoreSampler:
         """The core's sampler of a graph on a device, remembered while the structure lives."""
         if self._cores is None:
-            self._cores = WeakIdKeyDictionary()
+            self._cores, self._reads = WeakIdKeyDictionary(), set()
         by_device = self._cores.setdefault(getattr(g, "_graph", g), {})
         weight = self._weights(g)
         drawn = [(name, item.data_ptr(), version_of(item)) for name, item in (weight or {}).items()]
@@ -98,49 +116,93 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
                 name: adjacency_of(g if is_single else relation(g, name), device)
                 for name in g.canonical_etypes
             }
-            core = CoreSampler(
-                graph,
-                self._fanouts(g),
-                replace=self.replace,
-                weight=weight,
-                blocks=True,
-                num_nodes={name: g.num_nodes(name) for name in g.ntypes},
-            )
+            with self._names_of_dgl():
+                core = CoreSampler(
+                    graph,
+                    self._fanouts(g),
+                    replace=self.replace,
+                    weight=weight,
+                    blocks=True,
+                    num_nodes={name: g.num_nodes(name) for name in g.ntypes},
+                )
             # The weights too: of a tensor that is gone another may have the address, and so the stamp.
             entry = by_device[device] = (stamp, core, weight)
         return entry[1]
 
     def _fanouts(self, g: GraphLike) -> dict[Any, list[int]]:
         """By edge type, the seeds' hop first."""
+        layers = list(self.fanouts) if hasattr(self.fanouts, "__iter__") else []
+        if not layers:
+            raise ValueError(
+                "fanouts: expected a list with a number of neighbours for every layer, as [15, 10], got "
+                f"{self.fanouts!r}"
+            )
         by_type: dict[Any, list[int]] = {name: [] for name in g.canonical_etypes}
-        for fanout in reversed(self.fanouts):
-            of_layer = fanout
+        for layer, fanout in reversed(list(enumerate(layers))):
+            of_type = dict.fromkeys(by_type, fanout)
             if isinstance(fanout, Mapping):
-                of_layer = {g.to_canonical_etype(name): item for name, item in fanout.items()}
+                of_type = {g.to_canonical_etype(name): item for name, item in fanout.items()}
+            missing = [name for name in by_type if name not in of_type]
+            if missing:
+                raise ValueError(
+                    f"fanouts[{layer}]: expected a number of neighbours for every edge type, got none for "
+                    f"{missing}; 0 draws none"
+                )
             for name, fanouts in by_type.items():
-                fanouts.append(int(of_layer[name] if isinstance(of_layer, Mapping) else of_layer))
+                try:
+                    fanouts.append(int(of_type[name]))
+                except (TypeError, ValueError):
+                    raise ValueError(
+                        f"fanouts[{layer}]: expected a number of neighbours, -1 for all, or a dict of such "
+                        f"numbers by edge type, got {fanout!r}"
+                    ) from None
         return by_type
 
     def _weights(self, g: GraphLike) -> dict[Any, Tensor] | None:
         if self.prob is None:
             return None
         data = {name: g.edges[name].data for name in g.canonical_etypes}
-        return {name: of_type[self.prob].flatten() for name, of_type in data.items() if self.prob in of_type}
+        weights = {name: of_type[self.prob] for name, of_type in data.items() if self.prob in of_type}
+        if not weights:
+            known = sorted({name for of_type in data.values() for name in of_type})
+            raise ValueError(
+                f"prob or mask: expected the name of edge data, one of {known}, got {self.prob!r}; "
+                "put the weights there, as graph.edata[name] = weights"
+            )
+        for name, weight in weights.items():
+            if weight.numel() != g.num_edges(name):
+                raise ValueError(
+                    f"prob or mask: expected one number per edge in edge data {self.prob!r}, "
+                    f"({g.num_edges(name)},), got shape {tuple(weight.shape)}"
+                )
+        return {name: weight.flatten() for name, weight in weights.items()}
 
-    def _block(self, g: GraphLike, sample: Sample, hop: int, device: torch.device) -> Any:
-        counts = sample.num_nodes
-        num_dst = {name: sum(counts[name][: hop + 1]) for name in g.ntypes}
-        num_src = {name: sum(counts[name][: hop + 2]) for name in g.ntypes}
+    @contextlib.contextmanager
+    def _names_of_dgl(self) -> Iterator[None]:
+        """Errors of the core name the caller's arguments."""
+        names = {"weight": f"edge data {self.prob!r}", "seeds": "seed_nodes (a DataLoader's indices)"}
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            argument, _, message = str(error).partition(":")
+            if argument not in names:
+                raise
+            raise type(error)(f"{names[argument]}:{message}") from None
+
+    def _block(self, g: GraphLike, sample: Sample, hop: int, nodes: Mapping[str, Tensor]) -> Any:
+        device = next(iter(nodes.values())).device
         edges: dict[Any, Edges] = sample.blocks[hop]
-        make = dgl_block if dgl_can_hold(device) else SampledBlock
-        block = make(edges, num_src, num_dst, device, g.idtype)
-        for name, ids in sample.nodes.items():
-            ids = ids.to(g.idtype)
-            block.srcnodes[name].data[dgl.NID] = ids[: num_src[name]]
-            block.dstnodes[name].data[dgl.NID] = ids[: num_dst[name]]
+        counts, frames = {}, {}
+        for side, num_hops in (("src", hop + 2), ("dst", hop + 1)):
+            counts[side] = {name: sum(sample.num_nodes[name][:num_hops]) for name in g.ntypes}
+            for name, count in counts[side].items():
+                frame, ids = g._node_frames[g.get_ntype_id(name)], nodes[name][:count]
+                frames[side, name] = gathered(frame, ids, dgl.NID, self._reads, (hop, side, name))
         for name, of_type in edges.items():
-            block.edges[name].data[dgl.EID] = of_type.edge_id.to(g.idtype)
-        return block
+            frame, ids = g._edge_frames[g.get_etype_id(name)], of_type.edge_id.to(g.idtype)
+            frames["edge", name] = gathered(frame, ids, dgl.EID, self._reads, (hop, "edge", name))
+        make = dgl_block if dgl_can_hold(device) else SampledBlock
+        return make(edges, counts["src"], counts["dst"], device, g.idtype, frames)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: item for name, item in self.__dict__.items() if name != "_cores"}
+        return {name: item for name, item in self.__dict__.items() if name not in ("_cores", "_reads")}

@@ -17,7 +17,7 @@ ALL = dgl.base.ALL
 def gspmm(original: Any, g: Any, op: str, reduce_op: str, lhs_data: Any, rhs_data: Any) -> Any:
     """``dgl.ops.gspmm``, whose means are sums that DGL divides afterwards."""
     if reduce_op == "mean" and g._graph.number_of_etypes() == 1:
-        return operators.gspmm(g._graph, op, reduce_op, lhs_data, rhs_data)
+        return operators.gspmm(g._graph, op, "mean", lhs_data, rhs_data)
     return original(g, op, reduce_op, lhs_data, rhs_data)
 
 

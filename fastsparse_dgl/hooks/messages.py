@@ -17,6 +17,7 @@ from torch import Tensor
 from fastsparse_core import Adjacency, sddmm, spmm
 from fastsparse_core.ops._operands import untouched
 from fastsparse_core.ops._spmm_extremum import extremum_of_sums as core_extremum_of_sums
+from fastsparse_core.ops.spmm import Reduce
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.segment import scatter
 from fastsparse_core.structure.incidence import incidence
@@ -24,6 +25,8 @@ from fastsparse_core.structure.incidence import incidence
 #: Bytes of the tensors that exist for part of the edges, or of the features, at a time: messages of which a
 #: result is made and that nobody keeps.
 _PART_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
+#: Numbers of an edge below which `scatter` reduces edges on the CPU in less time than `spmm`.
+_WIDE_EXTREMUM = 16
 
 
 def without_autocast(tensor: Tensor) -> Any:
@@ -102,12 +105,12 @@ class _ToEdges(torch.autograd.Function):
 def extremum_edges(adj: Adjacency, e: Tensor, reduce: Literal["max", "min"]) -> Tensor:
     """Maxima or minima of the features of the edges that share a destination; 0 where there are none.
 
-    Ties go to the first edge in the caller's order.
+    Ties go to the first edge in the caller's order, and NaN wins.
     """
-    if e.is_cuda:
+    rows = e.reshape(e.size(0), math.prod(e.shape[1:]))
+    if e.is_cuda or rows.size(1) < _WIDE_EXTREMUM:
         return scatter(e, ends(adj, "v"), adj.num_dst, reduce)
     # On the CPU the extremum of edges as sources: it keeps 32-bit choices, and follows them row by row.
-    rows = e.reshape(e.size(0), math.prod(e.shape[1:]))
     out = spmm(incidence(in_edge_order(adj)), rows, reduce=reduce)
     return out.reshape(adj.num_dst, *e.shape[1:])
 
@@ -174,7 +177,7 @@ class Heads:
         return out.permute(0, *(dim + 1 for dim in back)).contiguous()
 
 
-def weighted(adj: Adjacency, x: Tensor, value: Tensor, reduce: str) -> Tensor:
+def weighted(adj: Adjacency, x: Tensor, value: Tensor, reduce: Reduce) -> Tensor:
     """Reduces products of source features and edge features, both of as many dimensions.
 
     Args:

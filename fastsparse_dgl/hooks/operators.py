@@ -18,6 +18,7 @@ from fastsparse_core import Adjacency
 from fastsparse_core import edge_softmax as core_edge_softmax
 from fastsparse_core import spmm as core_spmm
 from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops.spmm import Reduce
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.segment import scatter
 from fastsparse_core.segment import segment_reduce as core_segment_reduce
@@ -75,26 +76,16 @@ def _are_cpu_floats(*operands: Any) -> bool:
     )
 
 
-#: Bytes of edge features from which extrema over them, and numbers of a row from which results for every
-#: edge or extrema of sums, take DGL's CPU kernels longer than ours.
-_LARGE_EXTREMUM, _WIDE_EDGE, _WIDE_SUM = 8 << 20, 32, 128
-
-
-def _dgl_is_faster(op: str, reduce: str, x: Any, e: Any) -> bool:
-    """Whether DGL's own CPU kernel takes less time, forward and backward together, than ours.
-
-    Measured on small graphs: extrema of ``u + e`` take DGL half of our time where every feature has its own
-    number of a narrow edge, those of few or narrow edge features as well; everything else takes it longer.
-    """
-    if reduce not in ("max", "min") or op not in ("add", "sub", "copy_rhs") or not _are_cpu_floats(x, e):
-        return False
-    if op == "copy_rhs":
-        return e.nbytes < _LARGE_EXTREMUM
-    return x[:1].numel() <= e[:1].numel() < _WIDE_SUM
+#: Numbers of a row from which results for every edge take DGL's CPU kernels longer than ours.
+_WIDE_EDGE = 32
 
 
 def _dgl_combines_faster(op: str, x: Any, y: Any, targets: tuple[str, str]) -> bool:
-    """The same of operators that give a result for every edge: where that is narrow, or an operand is."""
+    """Whether DGL's CPU kernel is faster for a result per edge: if that or an operand is narrow.
+
+    Extrema always take ours: DGL's CPU kernels give ties to the last edge and ignore NaN, so results would
+    depend on the size.
+    """
     if op in ("dot", "copy_lhs", "copy_rhs") or not _are_cpu_floats(x, y):
         return False
     return "e" in targets or max(x[:1].numel(), y[:1].numel()) < _WIDE_EDGE
@@ -126,17 +117,15 @@ def _without_minus(op: str, rhs: Tensor) -> tuple[str, Tensor]:
     return op, rhs
 
 
-def gspmm(gidx: Any, op: str, reduce_op: str, lhs_data: Any, rhs_data: Any) -> Tensor:
+def gspmm(gidx: Any, op: str, reduce_op: Reduce, lhs_data: Any, rhs_data: Any) -> Tensor:
     """Messages of ``u op e`` reduced by destination; ``reduce_op`` may be ``"mean"`` too."""
     _is_one_relation(gidx, "gspmm")
-    if _dgl_is_faster(op, reduce_op, lhs_data, rhs_data) and gidx.num_edges(0):
-        return _dgl.gspmm(gidx, op, reduce_op, lhs_data, rhs_data)
     x, e = _cast(None if op == "copy_rhs" else lhs_data, None if op == "copy_lhs" else rhs_data)
     with _plain(x, e):
         return _gspmm(structure(gidx, x, e), op, reduce_op, x, e)
 
 
-def _gspmm(adj: Adjacency, op: str, reduce: str, x: Any, e: Any) -> Tensor:
+def _gspmm(adj: Adjacency, op: str, reduce: Reduce, x: Any, e: Any) -> Tensor:
     out = _reduced_messages(adj, op, reduce, x, e)
     if reduce in ("sum", "mean") or adj.num_edges == 0 or not adj.has_empty_rows():
         return out
@@ -146,7 +135,7 @@ def _gspmm(adj: Adjacency, op: str, reduce: str, x: Any, e: Any) -> Tensor:
     return out.masked_fill(empty, math.inf if reduce == "min" else -math.inf)
 
 
-def _reduced_messages(adj: Adjacency, op: str, reduce: str, x: Any, e: Any) -> Tensor:
+def _reduced_messages(adj: Adjacency, op: str, reduce: Reduce, x: Any, e: Any) -> Tensor:
     if op == "copy_rhs":
         _check_rows("edge features", e, adj.num_values)
         if reduce in ("max", "min"):
@@ -251,7 +240,7 @@ def _softmax(adj: Adjacency, score: Tensor) -> Tensor:
     return torch.cat(parts, 1).reshape(score.shape)
 
 
-def gspmm_hetero(g: Any, op: str, reduce_op: str, lhs_len: int, *lhs_and_rhs: Any) -> tuple[Any, ...]:
+def gspmm_hetero(g: Any, op: str, reduce_op: Reduce, lhs_len: int, *lhs_and_rhs: Any) -> tuple[Any, ...]:
     """:func:`gspmm` over all edge types, reduced per type of destination; None for types that are none."""
     lhs, rhs = lhs_and_rhs[:lhs_len], lhs_and_rhs[lhs_len:]
     out: list[Any] = [None] * g.number_of_ntypes()
@@ -267,7 +256,9 @@ def gspmm_hetero(g: Any, op: str, reduce_op: str, lhs_len: int, *lhs_and_rhs: An
         elif reduce_op == "sum":
             out[target] = best + part
         else:
-            out[target] = torch.where(part > best if reduce_op == "max" else part < best, part, best)
+            # As within a type: NaN wins, and of equal values the first.
+            loses = (part <= best if reduce_op == "max" else part >= best) | best.isnan()
+            out[target] = torch.where(loses, best, part)
     return tuple(out)
 
 
@@ -311,8 +302,20 @@ def edge_softmax_hetero(gidx: Any, eids: Any = ALL, norm_by: str = "dst", *logit
 def segment_reduce(op: Literal["sum", "max", "min"], x: Tensor, offsets: Tensor) -> Tensor:
     """Sums, maxima or minima of consecutive rows."""
     (x,) = _cast(x)  # type: ignore[assignment]
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise DGLError(f"seglen: expected int32 or int64 lengths of segments, got {offsets.dtype}")
     with _plain(x):
-        return core_segment_reduce(x, offsets.to(x.device), op)
+        try:
+            return core_segment_reduce(x, offsets.to(x.device), op)
+        except ValueError as error:
+            lengths = offsets.diff()
+            if len(lengths) and int(lengths.min()) >= 0 and int(offsets[-1]) == len(x):
+                raise
+            raise DGLError(
+                f"seglen: expected lengths of segments, none negative, that add up to the {len(x)} rows of "
+                f"value, got {lengths.tolist() if len(lengths) < 10 else len(lengths)} adding up to "
+                f"{int(offsets[-1])}"
+            ) from error
 
 
 def scatter_add(x: Tensor, idx: Tensor, m: int) -> Tensor:

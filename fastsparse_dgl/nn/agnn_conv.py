@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastsparse_core import attention
+from fastsparse_core.fused.cosine_attention import beta_by_row
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
 from fastsparse_dgl.nn.base import AggregationMixin, destination_features, source_features
@@ -61,7 +62,8 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
         if destination is not source and not self._has_one_frame(graph):
             key = F.normalize(source, dim=-1)
         # Beta may be wider than the features, and must stay in the graph of autograd: no plain scale.
-        query = (self.beta * query).to(key.dtype)
+        beta = beta_by_row(adjacency, self.beta).view(-1, *[1] * (query.dim() - 1))
+        query = (beta * query).to(key.dtype)
         out = attention(adjacency, _with_heads(query), _with_heads(key), _with_heads(source), scale=1.0)
         return out.reshape(adjacency.num_dst, *source.shape[1:])
 

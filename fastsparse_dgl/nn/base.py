@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastsparse_core import Adjacency, spmm
+from fastsparse_core.log import info_once, warn_once
+from fastsparse_core.ops.spmm import Reduce
 from fastsparse_dgl.caching import adjacency_of
 from fastsparse_dgl.graph import DGLError, GraphLike
 
+_logger = logging.getLogger("fastsparse_dgl")
 _ZERO_IN_DEGREE = (
     "graph: expected at least one incoming edge for every destination, got nodes of zero in-degree, whose "
     "result would be 0; add self loops with dgl.add_self_loop(graph), or construct the layer with "
     "allow_zero_in_degree=True to accept that"
 )
+
+
+def tell_fallback(layer: object, reason: str) -> None:
+    """Says once that DGL's implementation runs: a warning, or a log record where hooks ask for it."""
+    message = f"{type(layer).__name__} falls back to DGL's implementation"
+    if reason.startswith("hooks"):
+        info_once(_logger, f"{message}: {reason}")
+    else:
+        cure = "The page 'Layers' of the documentation lists what the kernels support"
+        warn_once(f"{message}, which is slower: {reason}. {cure}")
 
 
 def source_features(feat: Any) -> Tensor:
@@ -150,7 +164,7 @@ class AggregationMixin:
         adjacency: Adjacency,
         feat: Tensor,
         edge_weight: Tensor | None,
-        reduce: str = "sum",
+        reduce: Reduce = "sum",
         *,
         scale_dst: Tensor | None = None,
         scale_src: Tensor | None = None,
@@ -234,3 +248,23 @@ def _broadcast_edge_weight(adjacency: Adjacency, feat: Tensor, edge_weight: Tens
     if varying == 0:
         return feat, value
     return feat, value.expand(adjacency.num_values, *heads).reshape(adjacency.num_values, heads.numel())
+
+
+def edge_factor(adjacency: Adjacency, weight: Tensor, edge_weight: Tensor) -> Tensor:
+    """One factor per edge, or one for all, in a shape that multiplies the attention (E, ..., H, 1).
+
+    Raises:
+        DGLError: ``edge_weight`` is not a tensor, lies elsewhere, or has other than one entry per edge.
+    """
+    num_edges = adjacency.num_values
+    if not isinstance(edge_weight, Tensor):
+        raise DGLError(f"edge_weight: expected a tensor, got {type(edge_weight).__name__}")
+    if edge_weight.device != weight.device:
+        raise DGLError(
+            f"edge_weight: expected device {weight.device} like the features, got {edge_weight.device}"
+        )
+    if tuple(edge_weight.shape) not in {(), (1,), (1, 1), (num_edges,), (1, num_edges)}:
+        raise DGLError(
+            f"edge_weight: expected one value per edge, ({num_edges},), got shape {tuple(edge_weight.shape)}"
+        )
+    return edge_weight.reshape(-1, *[1] * (weight.dim() - 1))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency, attention, edge_softmax, scatter, spmm
 from fastsparse_core.fused.bias import add_bias
-from fastsparse_core.fused.head_scores import head_scores
+from fastsparse_core.fused.head_scores import edge_scores, head_scores
 from fastsparse_core.segment import rows_of
 from fastsparse_core.structure.incidence import edge_ends
 from fastsparse_dgl.compat import dgl
@@ -19,6 +19,7 @@ from fastsparse_dgl.nn.base import (
     check_edges,
     destination_features,
     dropout_p,
+    edge_factor,
     source_features,
 )
 
@@ -105,10 +106,8 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
             x_src = fc_src(source)
             (score_src,) = head_scores(x_src, self.attn_l)
             (score_dst,) = head_scores(fc_dst(destination), self.attn_r)
-        # Both factors are linear: their product is taken first, so that no edge gets a row.
         weight = self.fc_edge.weight
-        of_edge = (weight.view(*heads, -1) * self.attn_edge.view(*heads, 1)).sum(1)
-        score_edge = F.linear(edge_feat, of_edge)
+        score_edge = edge_scores(edge_feat, weight, self.attn_edge)
         score = F.leaky_relu(
             _on_edges(adjacency, score_src, score_dst) + score_edge, self.leaky_relu.negative_slope
         )
@@ -176,7 +175,7 @@ class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):
             graph: DGLGraph with one edge type, block, or Adjacency.
             nfeats: (N, in_node_feats), or a pair of source and destination features.
             efeats: (E, in_edge_feats), in the order of the edge ids.
-            edge_weight: (E,), multiplies the attention.
+            edge_weight: (E,), in the order of the edge ids, or one number for all; multiplies the attention.
             get_attention: whether to return the attention too.
 
         Returns:
@@ -198,12 +197,7 @@ class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):
         edges = F.leaky_relu(total).unflatten(1, (self._num_heads, self._out_edge_feats))
         alpha = edge_softmax(adjacency, (edges * self.attn).sum(-1))
         if edge_weight is not None:
-            if not isinstance(edge_weight, Tensor) or edge_weight.numel() != adjacency.num_values:
-                raise DGLError(
-                    f"edge_weight: expected one value per edge, ({adjacency.num_values},), "
-                    f"got {edge_weight if not isinstance(edge_weight, Tensor) else tuple(edge_weight.shape)}"
-                )
-            alpha = alpha * edge_weight.reshape(-1, 1)
+            alpha = alpha * edge_factor(adjacency, alpha[:, :, None], edge_weight)[:, :, 0]
         nodes = spmm(adjacency, self.fc_node_src(source), alpha)
         nodes = nodes.unflatten(1, (self._num_heads, self._out_node_feats))
         return (nodes, edges, alpha[:, :, None]) if get_attention else (nodes, edges)

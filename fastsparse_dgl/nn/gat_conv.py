@@ -9,11 +9,12 @@ from fastsparse_core.fused.attention_layer import ADDITIVE, attention_layer
 from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.fused.head_scores import head_scores
 from fastsparse_dgl.compat import dgl
-from fastsparse_dgl.graph import DGLError, GraphLike
+from fastsparse_dgl.graph import GraphLike
 from fastsparse_dgl.nn.base import (
     AggregationMixin,
     destination_features,
     dropout_p,
+    edge_factor,
     source_features,
 )
 
@@ -59,7 +60,8 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
             feat: (N, ..., in_feats), or a pair of source and destination features.
-            edge_weight: (E,), in the order of the edge ids; multiplies the attention after dropout.
+            edge_weight: (E,), in the order of the edge ids, or one number for all; multiplies the attention
+                after dropout.
             get_attention: whether to return the attention too.
 
         Returns:
@@ -104,7 +106,7 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
             weight = additive_attention_weights(*operands, slope)
             weight = self.attn_drop(weight.reshape(adjacency.num_values, *score_src.shape[1:], 1))
             if edge_weight is not None:
-                weight = weight * _edge_factor(adjacency, weight, edge_weight)
+                weight = weight * edge_factor(adjacency, weight, edge_weight)
         if weight is not None and (p or edge_weight is not None):
             out = self._aggregate(adjacency, x_src, weight)  # by the very weights that are returned
         else:
@@ -125,23 +127,3 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         options = {"heads": heads, "scale": self.leaky_relu.negative_slope, "dropout_p": p}
         out = attention_layer(ADDITIVE, adjacency, source, (self.fc,), vectors, self.bias, **options)
         return None if out is None else out.view(-1, heads, self._out_feats)
-
-
-def _edge_factor(adjacency: Adjacency, weight: Tensor, edge_weight: Tensor) -> Tensor:
-    """One factor per edge, or one for all, in a shape that multiplies the attention (E, ..., H, 1).
-
-    Raises:
-        DGLError: ``edge_weight`` is not a tensor, lies elsewhere, or has other than one entry per edge.
-    """
-    num_edges = adjacency.num_values
-    if not isinstance(edge_weight, Tensor):
-        raise DGLError(f"edge_weight: expected a tensor, got {type(edge_weight).__name__}")
-    if edge_weight.device != weight.device:
-        raise DGLError(
-            f"edge_weight: expected device {weight.device} like the features, got {edge_weight.device}"
-        )
-    if tuple(edge_weight.shape) not in {(), (1,), (num_edges,), (1, num_edges)}:
-        raise DGLError(
-            f"edge_weight: expected one value per edge, ({num_edges},), got shape {tuple(edge_weight.shape)}"
-        )
-    return edge_weight.reshape(-1, *[1] * (weight.dim() - 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -11,13 +10,11 @@ from torch import Tensor
 from fastsparse_core import Adjacency, multi_aggregate
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.fused.principal_aggregation import add_scaled, node_parts
-from fastsparse_core.log import info_once
 from fastsparse_core.ops.multi_aggregate import AGGREGATIONS
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
-from fastsparse_dgl.nn.base import AggregationMixin, source_features
+from fastsparse_dgl.nn.base import AggregationMixin, source_features, tell_fallback
 
-_logger = logging.getLogger("fastsparse_dgl")
 _SCALERS = ("identity", "amplification", "attenuation")
 
 
@@ -72,7 +69,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         if reason:
             if isinstance(graph, Adjacency):
                 raise DGLError(f"graph: {reason} needs a DGLGraph, got an Adjacency")
-            info_once(_logger, f"{type(self).__name__}: DGL's own code runs: {reason}")
+            tell_fallback(self, reason)
             return super().forward(graph, node_feat, edge_feat)
         adjacency = self._adjacency(graph, source_features(node_feat))
         if adjacency.num_dst != adjacency.num_src or not (
@@ -145,9 +142,9 @@ def why_no_kernel(layer: Any) -> str:
     first = layer.towers[0]
     names = list(first.aggregators)
     if not names or not set(names) <= set(AGGREGATIONS) or len(set(names)) < len(names):
-        return f"aggregators {names}"
+        return f"aggregators {names}, of which some have no kernel"
     if not first.scalers or not set(first.scalers) <= set(_SCALERS):
-        return f"scalers {list(first.scalers)}"
+        return f"scalers {list(first.scalers)}, of which some have no kernel"
     for tower in layer.towers:
         if (
             not is_plain_linear(tower.M)

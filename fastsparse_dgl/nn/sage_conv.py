@@ -12,7 +12,7 @@ from fastsparse_core.fused.joint_linear import add_linear, is_plain_linear
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
-from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, source_features
+from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, source_features, tell_fallback
 
 
 class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
@@ -63,6 +63,7 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
         if self._aggre_type == "lstm":
             if isinstance(graph, Adjacency):
                 raise DGLError("graph: aggregator_type='lstm' needs a DGLGraph, got Adjacency")
+            tell_fallback(self, "aggregator_type='lstm' has no kernel")
             return super().forward(graph, feat, edge_weight)
 
         source = source_features(feat)

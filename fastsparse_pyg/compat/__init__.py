@@ -26,8 +26,24 @@ __all__ = ["install"]
 
 _logger = logging.getLogger("fastsparse_pyg")
 _MODULES: dict[str, ModuleType] = {"torch_scatter": torch_scatter, "torch_sparse": torch_sparse}
-#: Submodules that other code imports by name.
-_PARTS = {"torch_scatter": ("composite",), "torch_sparse": ("tensor", "storage")}
+#: Ours -> theirs that other code imports by name.
+_PARTS = {
+    "torch_scatter": {
+        "composite": "composite composite.logsumexp composite.softmax composite.std",
+        "layout": "utils",
+        "reductions": "scatter segment_coo segment_csr",
+    },
+    "torch_sparse": {
+        "diagonal": "diag",
+        "elementwise": "add mul reduce",
+        "functions": "cat coalesce convert eye spadd spmm spspmm transpose",
+        "missing": "bandwidth metis rw saint sample",
+        "products": "matmul",
+        "selection": "index_select masked_select narrow permute select",
+        "storage": "storage",
+        "tensor": "tensor",
+    },
+}
 #: Packages whose modules hold names that PyG's typing module had for a package that is missing.
 _HOLDERS = ("torch_geometric", "fastsparse_pyg")
 
@@ -56,8 +72,9 @@ def _install(name: str, module: ModuleType) -> bool:
         _logger.info("%s is installed: it stays, fastsparse_pyg.compat does not replace it", name)
         return False
     sys.modules[name] = module
-    for part in _PARTS[name]:
-        sys.modules[f"{name}.{part}"] = importlib.import_module(f"{module.__name__}.{part}")
+    for part, theirs in _PARTS[name].items():
+        for their in theirs.split():
+            sys.modules[f"{name}.{their}"] = importlib.import_module(f"{module.__name__}.{part}")
     if name == "torch_sparse":
         operators.provide()
     replaced = _tell_pyg(name, module)

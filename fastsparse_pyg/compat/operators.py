@@ -10,19 +10,8 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency
 from fastsparse_pyg.caching import lookup
+from fastsparse_pyg.compat.torch_sparse import missing
 from fastsparse_pyg.compat.torch_sparse.products import multiply
-
-#: Samplers and partitioners, which are not there: PyG's loaders take pyg-lib's instead.
-_MISSING = (
-    "ego_k_hop_sample_adj",
-    "hetero_neighbor_sample",
-    "hgt_sample",
-    "neighbor_sample",
-    "partition",
-    "random_walk",
-    "saint_subgraph",
-    "sample_adj",
-)
 
 
 def provide() -> None:
@@ -36,7 +25,7 @@ def provide() -> None:
         "ptr2ind": _ptr2ind,
         "ind2ptr": _ind2ptr,
     }
-    provided |= {name: _refusal(name) for name in _MISSING}
+    provided |= {name: _refusal(name) for name in (*missing.METHODS, *missing.OPERATORS)}
     for name, call in provided.items():
         setattr(namespace, name, call)
 
@@ -90,10 +79,4 @@ def _ind2ptr(index: Tensor, size: int) -> Tensor:
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise ImportError(
-            f"torch_sparse.{name}: fastsparse_pyg.compat does not provide it; install pyg-lib, whose "
-            "samplers and partitioners PyG takes before torch-sparse's"
-        )
-
-    return refuse
+    return lambda *_, **__: missing.refuse(name)

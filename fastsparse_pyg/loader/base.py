@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch_geometric.data import Data, HeteroData
 
 from fastsparse_core import _C
-from fastsparse_core.log import info_once
+from fastsparse_core.log import info_once, warn_once
 from fastsparse_core.sampling import prefetched
 from fastsparse_pyg.caching import logger
 from fastsparse_pyg.loader.batches import keep_rows
@@ -57,13 +57,21 @@ def make_sampler(
     subgraph_type: Any,
     **options: Any,
 ) -> Any:
-    """The sampler of a loader; None where PyG makes its own, the reason being logged once."""
-    reason = "neighbor_sampler was given" if given is not None else why_not(data)
-    if time_attr is not None:
-        reason = "time_attr is set: temporal sampling"
-    if reason:
-        info_once(logger, f"PyG's own sampler draws the batches: {reason}")
+    """The sampler of a loader; None where PyG makes its own, and says so once."""
+    message = "the loader falls back to PyG's sampler"
+    if given is not None:
+        info_once(logger, f"{message}: `neighbor_sampler` was given")
         return given
+    if time_attr is not None:
+        warn_once(
+            f"{message}, which needs pyg-lib and samples on the CPU: only that one supports `time_attr`. To "
+            "sample with FastSparse, leave `time_attr` out"
+        )
+        return None
+    reason = why_not(data)
+    if reason:
+        warn_once(f"{message}, which needs pyg-lib and samples on the CPU: {reason}")
+        return None
     if not directed:
         subgraph_type = "induced"
     return GraphSampler(data, num_neighbors, device=device, subgraph_type=subgraph_type, **options)

@@ -9,6 +9,7 @@ import torch
 import torch_geometric.loader
 from torch import Tensor
 
+from fastsparse_pyg.loader.arguments import checked_links
 from fastsparse_pyg.loader.base import LoaderMixin, choose_device, make_sampler
 from fastsparse_pyg.loader.batches import make_batch
 
@@ -67,6 +68,14 @@ class LinkNeighborLoader(LoaderMixin, torch_geometric.loader.LinkNeighborLoader)
         }
         sampler = make_sampler(data, num_neighbors, target, given=neighbor_sampler, **options)
         self._prepare(sampler, target, filter_per_worker, kwargs)
+        if self._sampler is not None:
+            edge_label_index = checked_links(edge_label_index, data, sampler.num_nodes)
+            links = edge_label_index if isinstance(edge_label_index, Tensor) else edge_label_index[1]
+            if links is not None and edge_label is not None and edge_label.size(0) != links.size(1):
+                raise ValueError(
+                    f"edge_label: expected a label for each of {links.size(1)} links, got shape "
+                    f"{tuple(edge_label.shape)}"
+                )
         super().__init__(
             data,
             num_neighbors,

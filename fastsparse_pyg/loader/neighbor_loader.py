@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch_geometric.loader
 from torch import Tensor
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NodeSamplerInput
 
+from fastsparse_pyg.loader.arguments import checked_input_nodes
 from fastsparse_pyg.loader.base import LoaderMixin, as_index, choose_device, make_sampler
 from fastsparse_pyg.loader.batches import make_batch
 
@@ -80,6 +82,9 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
         }
         sampler = make_sampler(data, num_neighbors, target, given=neighbor_sampler, **options)
         self._prepare(sampler, target, filter_per_worker, kwargs)
+        if self._sampler is not None:
+            is_data = isinstance(data, (Data, HeteroData))
+            input_nodes = checked_input_nodes(input_nodes, sampler.num_nodes, is_data)
         super().__init__(
             data,
             num_neighbors,

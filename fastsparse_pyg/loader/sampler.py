@@ -22,6 +22,8 @@ from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 from fastsparse_core import Adjacency
 from fastsparse_core.sampling import Edges, NeighborSampler, Sample
 from fastsparse_pyg.caching import lookup
+from fastsparse_pyg.graph import build_from_edge_list, plain_edges, raise_graph
+from fastsparse_pyg.loader.arguments import checked_num_neighbors, checked_num_nodes
 
 
 class GraphSampler(BaseSampler):
@@ -58,16 +60,25 @@ class GraphSampler(BaseSampler):
         data_type = DataType.from_data(data)
         weight: Any = None
         if data_type == DataType.homogeneous:
-            graph: Any = _adjacency(data.edge_index, (data.num_nodes, data.num_nodes), device)
-            self.num_nodes: Any = data.num_nodes
+            count = checked_num_nodes(data.num_nodes, "data.num_nodes")
+            graph: Any = _adjacency(data.edge_index, (count, count), device, "data.edge_index")
+            self.num_nodes: Any = count
             if weight_attr is not None:
                 weight = data[weight_attr].flatten()
         elif data_type == DataType.heterogeneous:
-            self.num_nodes = {name: data[name].num_nodes for name in data.node_types}
+            if not data.edge_types:
+                raise ValueError(
+                    "data: expected a HeteroData with edge types to sample from, got one without"
+                )
+            self.num_nodes = {
+                name: checked_num_nodes(data[name].num_nodes, f"data[{name!r}].num_nodes")
+                for name in data.node_types
+            }
             graph = {}
             for name in data.edge_types:
                 shape = (self.num_nodes[name[2]], self.num_nodes[name[0]])
-                graph[name] = _adjacency(data[name].get("edge_index"), shape, device)
+                edges = data[name].get("edge_index")
+                graph[name] = _adjacency(edges, shape, device, f"data[{name}].edge_index")
             if weight_attr is not None:
                 weight = {name: item.flatten() for name, item in data.collect(weight_attr).items()}
         else:
@@ -77,11 +88,12 @@ class GraphSampler(BaseSampler):
                 )
             graph, self.num_nodes = _from_stores(data[0], data[1], device)
         self.is_hetero = isinstance(graph, dict)
+        fanouts = checked_num_neighbors(num_neighbors, list(graph) if self.is_hetero else None)
         is_made = isinstance(num_neighbors, NumNeighbors)
-        self.num_neighbors = values = num_neighbors if is_made else NumNeighbors(num_neighbors)
+        self.num_neighbors = num_neighbors if is_made else NumNeighbors(num_neighbors)
         self.core = NeighborSampler(
             graph,
-            values.get_values(list(graph)) if self.is_hetero else values.get_values(),
+            fanouts,
             replace=replace,
             weight=weight,
             disjoint=disjoint,
@@ -154,29 +166,37 @@ def edges_of(out: Any, name: Any = None) -> Edges | None:
 
 
 def _adjacency(
-    edge_index: Tensor | Adjacency | None, shape: tuple[int, int], device: torch.device
+    edge_index: Tensor | Adjacency | None, shape: tuple[int, int], device: torch.device, name: str
 ) -> Adjacency:
     """The in-edges of a graph on the device; loaders of one graph share it, and so do layers.
 
+    Args:
+        edge_index: of the data.
+        shape: (destinations, sources).
+        device: where to sample.
+        name: how the user reads the edges from the data.
+
     Raises:
-        ValueError: it is an `Adjacency` of another shape.
+        ValueError: no edges, or an `Adjacency` of another shape.
+        IndexError: an edge ends at no node.
     """
     if isinstance(edge_index, Adjacency):
         if edge_index.shape != shape:
             raise ValueError(
-                f"data: expected an Adjacency of shape {shape}, as many rows and columns as there are nodes, "
-                f"got {edge_index.shape}"
+                f"{name}: expected an Adjacency of shape {shape}, as many rows and columns as there are "
+                f"nodes, got {edge_index.shape}"
             )
         return edge_index.to(device)
     if edge_index is None:
         none = torch.empty(0, dtype=torch.int64, device=device)
         return Adjacency.from_coo(none, none, shape)
+    if not isinstance(edge_index, Tensor):
+        raise_graph(edge_index, name)
     as_layers = (*shape, "source_to_target", False)
     options: Any = as_layers if edge_index.device == device else (*as_layers, device)
 
     def build() -> Adjacency:
-        source, destination = edge_index.as_subclass(Tensor).to(device)
-        return Adjacency.from_coo(destination, source, shape)
+        return build_from_edge_list(plain_edges(edge_index).to(device), *as_layers, name=name)
 
     return lookup(edge_index, (edge_index,), options, build)
 
@@ -186,7 +206,19 @@ def _from_stores(feature_store: Any, graph_store: Any, device: torch.device) -> 
     attributes = graph_store.get_all_edge_attrs()
     edge_types = list(dict.fromkeys(attribute.edge_type for attribute in attributes))
     if edge_types == [None]:
-        num_nodes = max(attributes[0].size)
+        size = attributes[0].size
+        if size is None:
+            raise ValueError(
+                "data: expected a graph store that knows the size of its edges, got "
+                f"{type(graph_store).__name__} without; put them there by put_edge_index(edge_index, "
+                "layout='coo', size=(num_nodes, num_nodes)), or pass one Data in place of the pair"
+            )
+        if isinstance(feature_store, Data) and feature_store.get_all_tensor_attrs():
+            raise ValueError(
+                "data: expected a feature store whose tensors have group names, got Data, which has none; "
+                "pass one Data in place of the pair, or a HeteroData in it"
+            )
+        num_nodes = max(size)
         row, colptr, perm = graph_store.csc()
         return _from_csc(row, colptr, perm, (num_nodes, num_nodes), device), num_nodes
     names = list(dict.fromkeys(name for edge_type in edge_types for name in (edge_type[0], edge_type[2])))
@@ -219,5 +251,5 @@ def why_not(data: Any) -> str:
     else:
         return ""
     if any("edge_index" not in store and ("adj_t" in store or "adj" in store) for store in stores):
-        return "the graph is stored as adj_t"
+        return "the graph is stored as `adj_t`. Store it as `edge_index`"
     return ""

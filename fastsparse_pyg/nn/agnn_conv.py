@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import AGNNConv
 
-from fastsparse_core import Adjacency, attention
-from fastsparse_core.fused.cosine_attention import cosine_attention
+from fastsparse_core import attention
+from fastsparse_core.fused.cosine_attention import beta_by_row, cosine_attention
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
 
 
@@ -33,7 +34,7 @@ class FastAGNNConv(AttentionConv, AGNNConv):
 
     _bipartite = False
 
-    def forward(self, x: Tensor, edge_index: Tensor | Adjacency) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike) -> Tensor:
         """Computes the layer.
 
         Args:
@@ -61,4 +62,4 @@ class FastAGNNConv(AttentionConv, AGNNConv):
             # As PyG's product of messages and weights: float16 features with a float32 beta give float32.
             x = x.to(torch.promote_types(x.dtype, self.beta.dtype))
         key = F.normalize(x, p=2.0, dim=-1)
-        return attention(adj, key * self.beta, key, x, scale=1.0)
+        return attention(adj, key * beta_by_row(adj, self.beta), key, x, scale=1.0)

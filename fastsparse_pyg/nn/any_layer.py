@@ -12,11 +12,12 @@ from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.nn.conv import MessagePassing
 
-from fastsparse_core import Adjacency, log
+from fastsparse_core import Adjacency
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
-from fastsparse_pyg.caching import is_new, layer_cache, logger, lookup
-from fastsparse_pyg.graph import edges_made_anew, is_sparse_matrix, to_edge_index
+from fastsparse_pyg.caching import is_new, layer_cache, lookup
+from fastsparse_pyg.graph import edges_made_anew, for_pyg, is_sparse_matrix, to_edge_index
+from fastsparse_pyg.nn import fallback
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
 from fastsparse_pyg.nn.message_kernels import Copies, evaluate, kernel_of, reduce_by_kernel
@@ -29,6 +30,10 @@ _MOST_PATTERNS = 8
 FEW_EDGES = 4096
 _FEW_ON_GPU = f"no one kernel for the whole message, and at most {FEW_EDGES_ON_GPU} edges on a GPU"
 _FEW_ON_CPU = f"fewer than {FEW_EDGES} edges on the CPU"
+#: Of a pair PyG documents that the second is the sources' there; what it generates reads the first.
+_TURNED_PAIR = (
+    "a pair of features with flow='target_to_source', which PyG reads in another order than it says"
+)
 #: Of new edges more are few, for a structure pays when they have come several times: those that a layer makes
 #: anew never do (FAConv on 41 thousand edges, on an H200: a step of 2.06 ms by PyG's code, 2.38 by kernels
 #: whose structure was recognised), and those of a batch as often as there are layers.
@@ -72,9 +77,9 @@ class AnyLayer(MessagePassing):
                 if is_left is None:
                     is_left = self._left[aggregation] = self._takes_more_kernels()
                     if is_left or not count:
-                        self._say(_FEW_ON_GPU if count else _FEW_ON_CPU)
+                        fallback.tell(type(self).__name__, _FEW_ON_GPU if count else _FEW_ON_CPU)
                 if not count or (is_left and count <= FEW_EDGES_ON_GPU) or is_new(edge_index):
-                    return super().propagate(edge_index, size=size, **kwargs)
+                    return super().propagate(for_pyg(edge_index), size=size, **kwargs)
             # A call for each of them would take as long as the rest of this.
             kind = (
                 aggregation,
@@ -88,7 +93,9 @@ class AnyLayer(MessagePassing):
                     return out
         reason = "propagate() with positional arguments" if args else self._why_original(edge_index)
         if not reason:
-            found = self._collect_lazily(edge_index, size, kwargs, self._names().lifted)
+            found = self._collect_lazily(
+                edge_index, size, kwargs, self._names().lifted, self._has_own_aggregate()
+            )
             if isinstance(found, Arguments):
                 how, pattern = self._kernel_reduce(), self._pattern("message", found)
                 copies = Copies.of(self, pattern, how, self._names(), kwargs)
@@ -96,21 +103,21 @@ class AnyLayer(MessagePassing):
                     self._served[kind] = copies
                 return self._propagate_lazily(found, pattern, how)
             reason = found
-        self._say(reason)
-        return super().propagate(edge_index, *args, size=size, **kwargs)
+        fallback.tell(type(self).__name__, reason)
+        return super().propagate(for_pyg(edge_index), *args, size=size, **kwargs)
 
     def edge_updater(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""
         if args or _is_dynamo_compiling() or _is_tracing():
-            return super().edge_updater(edge_index, *args, size=size, **kwargs)
+            return super().edge_updater(for_pyg(edge_index), *args, size=size, **kwargs)
         count = _few_edges(edge_index, kwargs)
         are_few = count is not None and (count <= FEW_EDGES_ON_GPU or not layer_cache.holds(edge_index))
         if not are_few and not self._why_original(edge_index):
             names = self._names()
-            found = self._collect_lazily(edge_index, size, kwargs, names.edge_lifted)
+            found = self._collect_lazily(edge_index, size, kwargs, names.edge_lifted, True)
             if isinstance(found, Arguments):
                 return self._computed("edge_update", names.edge_update, found)
-        return super().edge_updater(edge_index, size=size, **kwargs)
+        return super().edge_updater(for_pyg(edge_index), size=size, **kwargs)
 
     # ---------------------------------------------------------------- when PyG's code runs
 
@@ -139,10 +146,6 @@ class AnyLayer(MessagePassing):
             return why_watched(edge_index) or "a subclass of Tensor"
         return ""
 
-    def _say(self, reason: str) -> None:
-        if not torch.compiler.is_compiling():
-            log.info_once(logger, f"{type(self).__name__}: PyG's own code runs: {reason}")
-
     # ---------------------------------------------------------------- arguments
 
     def _names(self) -> Signature:
@@ -157,8 +160,18 @@ class AnyLayer(MessagePassing):
         size: Any,
         kwargs: dict[str, Any],
         lifted: tuple[tuple[str, str, bool], ...],
+        sizes_itself: bool,
     ) -> Arguments | str:
-        """The arguments that the layer's methods may ask for, or why PyG's code has to run."""
+        """The arguments that the layer's methods may ask for, or why PyG's code has to run.
+
+        Args:
+            edge_index: as the caller gave it.
+            size: likewise.
+            kwargs: likewise.
+            lifted: of the methods' arguments, those read per edge.
+            sizes_itself: whether the result has no row for every destination, but as many as the layer's own
+                code makes.
+        """
         if type(edge_index) is Tensor and edge_index.shape[0] == 2:  # of which there is nothing else to check
             sizes = [None, None] if size is None else list(size)
         else:
@@ -170,6 +183,8 @@ class AnyLayer(MessagePassing):
             data = kwargs.get(base, EMPTY)
             if isinstance(data, (tuple, list)):
                 assert len(data) == 2
+                if i == 0 and data[0] is not data[1]:
+                    return _TURNED_PAIR
                 if isinstance(data[1 - dim], Tensor):
                     self._set_size(sizes, 1 - dim, data[1 - dim])
                 data = data[dim]
@@ -184,7 +199,13 @@ class AnyLayer(MessagePassing):
         options = (num_dst, num_src, self.flow, False)
         adj = known(edge_index, options)
         if adj is None:
-            adj = lookup(edge_index, (edge_index,), options, lambda: edges_made_anew(edges, options))
+            try:
+                adj = lookup(edge_index, (edge_index,), options, lambda: edges_made_anew(edges, options))
+            except IndexError:
+                # Ends that PyG's code does not look up, of which nobody said how many there are.
+                if sizes[j] is not None and (sizes[i] is not None or not sizes_itself):
+                    raise
+                return "the edges have more nodes at an end than the features have rows"
         return Arguments(
             self.node_dim,
             nodes,
@@ -223,9 +244,10 @@ class AnyLayer(MessagePassing):
 
     def _kernel_reduce(self) -> str:
         """The kernel's name for the layer's aggregation, "" where it is anything else."""
-        if type(self).aggregate is not MessagePassing.aggregate or "aggregate" in self.__dict__:
-            return ""
-        return reduction_of(self._modules.get("aggr_module"))
+        return "" if self._has_own_aggregate() else reduction_of(self._modules.get("aggr_module"))
+
+    def _has_own_aggregate(self) -> bool:
+        return type(self).aggregate is not MessagePassing.aggregate or "aggregate" in self.__dict__
 
     def _pattern(self, method: str, found: Arguments) -> Pattern:
         if method in self.__dict__:
@@ -279,8 +301,8 @@ class AnyLayer(MessagePassing):
         where = "message() per edge"
         if how:
             return f"{where}: segment {how}"
-        own = type(self).aggregate is not MessagePassing.aggregate or "aggregate" in self.__dict__
-        return f"{where}: {'its own aggregate()' if own else f'aggr={self.aggr!r}'} on segments"
+        reduction = "its own aggregate()" if self._has_own_aggregate() else f"aggr={self.aggr!r}"
+        return f"{where}: {reduction} on segments"
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
         # They belong to the original's class, from which this one inherits.

@@ -13,10 +13,9 @@ from torch_geometric.utils.loop import compute_loop_attr
 
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.fused.attention_layer import Score, attention_layer
-from fastsparse_core.log import info_once
-from fastsparse_pyg.caching import logger
+from fastsparse_core.log import warn_once
 from fastsparse_pyg.graph import Graph, is_sparse_matrix, to_edge_index
-from fastsparse_pyg.nn.base import FastConv
+from fastsparse_pyg.nn.base import FastConv, raise_features
 
 #: Reductions over edge features, for those of self loops, that are a product with the structure.
 _LINEAR_FILLS = ("mean", "add", "sum")
@@ -40,6 +39,8 @@ class AttentionConv(FastConv):
     ) -> str:
         """Why PyG's own code must run, "" if the operators can."""
         x_src, x_dst = x
+        if not isinstance(x_src, Tensor):
+            raise_features(x_src)
         for side in (x_src,) if x_dst is None or x_dst is x_src else (x_src, x_dst):
             if not isinstance(side, Tensor) or side.dim() != 2:
                 return "features that are not one matrix per side"
@@ -78,18 +79,19 @@ class AttentionConv(FastConv):
         adj: Adjacency,
         x: Tensor,
         maps: tuple[Any, ...],
-        vectors: tuple[Tensor, ...],
+        vectors: tuple[str, ...],
         scale: float,
     ) -> Tensor | None:
         """The layer as one node of autograd's graph; None: operator by operator."""
         state = self.__dict__
+        bias, *parameters = self._own_parameters("bias", *vectors)
         return attention_layer(
             score,
             adj,
             x,
             maps,
-            vectors,
-            state["_parameters"].get("bias"),
+            tuple(parameters),
+            bias,
             heads=state["heads"],
             scale=scale,
             dropout_p=state["dropout"] if state["training"] else 0.0,
@@ -119,7 +121,10 @@ class AttentionConv(FastConv):
         features = edge_attr if edge_attr.dim() == 2 else edge_attr[:, None]
         if not adj.has_inserted_loops:
             return features
-        return adj.extend_value(features, self._loop_features(adj, features), keep_existing=False)
+        loops = self._loop_features(adj, features)
+        if not features.is_floating_point():
+            features = features.to(loops.dtype)  # as torch.cat in PyG's code; means of integers are floating
+        return adj.extend_value(features, loops, keep_existing=False)
 
     def _loop_features(self, adj: Adjacency, edge_attr: Tensor) -> Tensor:
         """Features (min(shape), D) of the inserted self loops, by `fill_value`, from those of the edges."""
@@ -140,8 +145,11 @@ class AttentionConv(FastConv):
         # PyG aggregates over the second row of edge_index: the destinations unless the flow is reversed.
         by_row = adj if self.flow == "source_to_target" else adj.t()
         with torch.autocast(adj.device.type, enabled=False):
-            ones = edge_attr.new_ones(by_row.num_src, edge_attr.size(1))
-            total = spmm(by_row, ones, adj.extend_value(edge_attr, 0.0, keep_existing=False))[:count]
+            values = edge_attr if edge_attr.is_floating_point() else edge_attr.double()
+            ones = values.new_ones(by_row.num_src, values.size(1))
+            total = spmm(by_row, ones, adj.extend_value(values, 0.0, keep_existing=False))[:count]
+            if values is not edge_attr:
+                total = total.long().to(edge_attr.dtype)  # in which PyG adds: of bool that is "any"
             if fill_value != "mean":
                 return total
             others = (by_row.in_degree()[:count] - 1).clamp(min=1)
@@ -157,9 +165,11 @@ class AttentionConv(FastConv):
             and not (isinstance(edge_index, Adjacency) and edge_index.has_inserted_loops)
         )
 
-    def _log_unfused(self, what: str) -> None:
-        if not torch.compiler.is_compiling():
-            info_once(logger, f"{type(self).__name__}: {what} run the unfused operators, which store edges")
+    def _warn_unfused(self, reason: str) -> None:
+        warn_once(
+            f"{type(self).__name__} stores a row of projected features for every edge, which takes time and "
+            f"memory: {reason}"
+        )
 
     # ---------------------------------------------------------------- results
 

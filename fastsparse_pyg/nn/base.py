@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
+from torch_geometric.data.data import BaseData
 from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, MinAggregation, SumAggregation
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
@@ -19,14 +19,21 @@ from fastsparse_core import Adjacency, recorded, spmm
 from fastsparse_core.fused.aggregate_linear import aggregate_linear
 from fastsparse_core.fused.joint_linear import add_linear, joint_linear
 from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain_linear_of
+from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.layer_swap import restore
-from fastsparse_core.log import info_once
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
-from fastsparse_pyg.caching import layer_cache, logger, stamp_attributes
-from fastsparse_pyg.graph import Graph, is_sparse_matrix, resolve, to_edge_index
+from fastsparse_core.ops.spmm import Reduce
+from fastsparse_pyg.caching import layer_cache, stamp_attributes
+from fastsparse_pyg.graph import Graph, for_pyg, is_sparse_matrix, resolve, to_edge_index
+from fastsparse_pyg.nn import fallback
 from fastsparse_pyg.traced import REDUCTIONS, TracedEdges, come_from_outside
 
-REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max", MinAggregation: "min"}
+REDUCE: dict[type, Reduce] = {
+    SumAggregation: "sum",
+    MeanAggregation: "mean",
+    MaxAggregation: "max",
+    MinAggregation: "min",
+}
 #: PyG's layers -> their drop-ins; `fastsparse_pyg.nn` fills it.
 DROP_INS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
 MESSAGE_METHODS = (
@@ -122,13 +129,15 @@ class FastConv(MessagePassing):
                 "use torch.compile"
             )
         layer._set_jittable_templates()  # of a class that perhaps nobody has constructed yet
-        info_once(logger, f"{type(self).__name__}: torch.jit.script compiles PyG's own layer")
+        fallback.tell(type(self).__name__, "torch.jit.script compiles PyG's layer")
         return layer
 
     # ---------------------------------------------------------------- PyG's own code
 
     def _why_original(self, x: Tensor, edge_index: object) -> str:
         """Why PyG's own code must run, "" if the kernels can."""
+        if not isinstance(x, Tensor):
+            raise_features(x)
         reason = self._why_not_this_layer(x, edge_index)
         if reason:
             return reason
@@ -238,13 +247,22 @@ class FastConv(MessagePassing):
     def _why_original_pair(self, x: tuple[Tensor, Tensor | None], edge_index: object) -> str:
         """:meth:`_why_original` for the layers whose sources and destinations may differ."""
         x_src, x_dst = x
+        if not isinstance(x_src, Tensor):
+            raise_features(x_src)
         if x_src.dim() < 2 or x_src.layout is not torch.strided:
             return "features that are not a dense matrix"
         if self.flow == "target_to_source" and x_dst is not x_src and not isinstance(edge_index, Adjacency):
             return "a bipartite graph with flow='target_to_source'"
         return self._why_original(x_src, edge_index)
 
-    def _reduce(self) -> str:
+    def _own_parameters(self, *names: str) -> list[Any]:
+        """Parameters of the layer itself; pruned or parametrised ones, or a replica's, are attributes."""
+        parameters, found = self.__dict__["_parameters"], []
+        for name in names:  # a comprehension is one more call in Python 3.11
+            found.append(parameters[name] if name in parameters else getattr(self, name))
+        return found
+
+    def _reduce(self) -> Reduce:
         """The kernel's name for the layer's aggregation."""
         # Not self.aggr_module: for submodules that goes through nn.Module.__getattr__, half a microsecond
         # each time.
@@ -252,11 +270,10 @@ class FastConv(MessagePassing):
 
     def _original_forward(self, reason: str, x: Any, edge_index: Any, *args: Any) -> Tensor:
         """PyG's forward; an Adjacency is written back as an edge list for it."""
-        if not torch.compiler.is_compiling():
-            info_once(logger, f"{type(self).__name__}: PyG's own code runs: {reason}")
+        fallback.tell(type(self).__name__, reason)
         if isinstance(edge_index, Adjacency):
             edge_index = self._written_back(edge_index)
-        return super().forward(x, edge_index, *args)
+        return super().forward(x, for_pyg(edge_index), *args)
 
     def _original_forward_pair(self, reason: str, x: Any, edge_index: Any, size: Any) -> Tensor:
         """:meth:`_original_forward` for the layers whose sources and destinations may differ."""
@@ -400,13 +417,41 @@ class FastConv(MessagePassing):
             if whole is not None:
                 return whole
         if narrower_after and is_plain_linear(lin) and self.node_dim % x_src.dim() != x_src.dim() - 1:
-            out = self._aggregate_neighbours(adj, F.linear(x_src, lin.weight), value, bias=lin.bias)
+            out = self._aggregate_neighbours(adj, linear_before_sum(x_src, lin.weight), value, bias=lin.bias)
         else:
             out = lin(self._aggregate_neighbours(adj, x_src, value))
         if lin_root is None or x_dst is None:
             return out
         # Hooks may have kept what a layer with hooks gave: that must stay as it is.
         return add_linear(out, x_dst, lin_root, Linear) if is_plain_linear(lin) else out + lin_root(x_dst)
+
+
+def checked_pair(x: Any) -> tuple[Any, Any]:
+    """Features of sources and destinations that are not one tensor; callers ask that: a call takes long."""
+    if not (isinstance(x, (tuple, list)) and len(x) == 2):
+        raise_features(x)
+    return x[0], x[1]
+
+
+def raise_features(x: object, name: str = "x") -> NoReturn:
+    """Says what features have to be.
+
+    Args:
+        x: what came instead.
+        name: the caller's argument.
+
+    Raises:
+        TypeError: always.
+    """
+    cure = "convert it with torch.as_tensor(x)"
+    if x is None:
+        cure = "data.x is None for graphs without features: make some, such as torch.ones(data.num_nodes, 1)"
+    elif isinstance(x, BaseData):
+        cure = "pass its x"
+    raise TypeError(
+        f"{name}: expected a floating tensor of node features, or a pair of them for the sources and "
+        f"destinations of a bipartite graph, got {'None' if x is None else type(x).__name__}; {cure}"
+    )
 
 
 def known(edge_index: Tensor, options: Hashable) -> Adjacency | None:

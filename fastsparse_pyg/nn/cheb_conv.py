@@ -12,7 +12,7 @@ from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, sddmm, spmm
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_pyg.graph import is_sparse_matrix, resolve, without_self_loops
+from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix, resolve, without_self_loops
 from fastsparse_pyg.nn.propagation import PropagatingConv
 
 
@@ -74,7 +74,7 @@ class FastChebConv(PropagatingConv, ChebConv):
     def forward(
         self,
         x: Tensor,
-        edge_index: Tensor | Adjacency,
+        edge_index: EdgesLike,
         edge_weight: OptTensor = None,
         batch: OptTensor = None,
         lambda_max: Any = None,

@@ -13,9 +13,10 @@ from torch_geometric.typing import OptPairTensor, OptTensor, Size, SparseTensor
 from fastsparse_core import Adjacency, additive_attention, additive_attention_weights, spmm
 from fastsparse_core.fused.attention_layer import ADDITIVE
 from fastsparse_core.fused.bias import add_bias
-from fastsparse_core.fused.head_scores import head_scores
+from fastsparse_core.fused.head_scores import edge_scores, head_scores
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import is_plain_linear
+from fastsparse_pyg.nn.base import checked_pair, is_plain_linear
 
 
 class FastGATConv(AttentionConv, GATConv):
@@ -49,7 +50,7 @@ class FastGATConv(AttentionConv, GATConv):
     def forward(
         self,
         x: Tensor | OptPairTensor,
-        edge_index: Tensor | Adjacency,
+        edge_index: EdgesLike,
         edge_attr: OptTensor = None,
         size: Size = None,
         return_attention_weights: bool | None = None,
@@ -70,7 +71,7 @@ class FastGATConv(AttentionConv, GATConv):
             ValueError: sizes, dtypes, devices or the dropout probability do not fit.
             IndexError: an index points to no node.
         """
-        pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
+        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         if self.lin_edge is None:
             edge_attr = None
         adj = None
@@ -128,11 +129,11 @@ class FastGATConv(AttentionConv, GATConv):
     def _as_one_node(self, x: Any, adj: Adjacency) -> Tensor | None:
         """The layer as one node of autograd's graph; None: operator by operator."""
         state = self.__dict__
-        modules, parameters = state["_modules"], state["_parameters"]
+        modules = state["_modules"]
         lin = modules.get("lin")
         if lin is None or modules.get("res") is not None or type(x) is not Tensor:
             return None
-        vectors = (parameters["att_src"], parameters["att_dst"])
+        vectors = ("att_src", "att_dst")
         return self._attention_layer(ADDITIVE, adj, x, (lin,), vectors, state["negative_slope"])
 
     def _why_original_gat(
@@ -163,9 +164,7 @@ class FastGATConv(AttentionConv, GATConv):
         if not is_plain_linear(lin):
             projected = lin(features).view(-1, self.heads, self.out_channels)
             return (projected * self.att_edge).sum(dim=-1)
-        # Both factors are linear: their product is taken first, so that no edge gets H * C numbers.
         autocast = torch.is_autocast_enabled(features.device.type)
         with torch.autocast(features.device.type, enabled=False):
-            weight = lin.weight.view(self.heads, self.out_channels, -1)
-            weight = (weight * self.att_edge.view(self.heads, self.out_channels, 1)).sum(dim=1)
-            return F.linear(features.to(weight.dtype) if autocast else features, weight)
+            features = features.to(lin.weight.dtype) if autocast else features
+            return edge_scores(features, lin.weight, self.att_edge)

@@ -13,8 +13,9 @@ from fastsparse_core import Adjacency, edge_softmax, gatv2_attention, gatv2_atte
 from fastsparse_core.fused.attention_layer import GATV2
 from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.structure.incidence import edge_ends
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import is_plain_linear, project
+from fastsparse_pyg.nn.base import checked_pair, is_plain_linear, project
 
 
 class FastGATv2Conv(AttentionConv, GATv2Conv):
@@ -46,12 +47,12 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
     def forward(
         self,
         x: Tensor | PairTensor,
-        edge_index: Tensor | Adjacency,
+        edge_index: EdgesLike,
         edge_attr: OptTensor = None,
         return_attention_weights: bool | None = None,
     ) -> Any:
         """Computes the layer; arguments and errors as in :meth:`FastGATConv.forward`, without `size`."""
-        pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
+        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         adj = None
         if edge_attr is None and not return_attention_weights and self.lin_edge is None:
             adj = self._known_attention(x, edge_index, self.add_self_loops)
@@ -82,7 +83,7 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
         fused = edge_attr is None or features is not None
         operands = (adj, x_dst, x_src, att, self.negative_slope)
         if not fused:
-            self._log_unfused("edge features of a layer with hooks")
+            self._warn_unfused("the fused kernel takes a plain Linear without hooks. Remove its hooks")
             alpha = self._weights_with_edges(adj, x_dst, x_src, self._edge_features(graph, edge_attr))
         elif return_attention_weights:
             alpha = gatv2_attention_weights(*operands, edge_attr=features, edge_weight=weight)
@@ -107,12 +108,12 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
     def _as_one_node(self, x: Any, adj: Adjacency) -> Tensor | None:
         """The layer as one node of autograd's graph; None: operator by operator."""
         state = self.__dict__
-        modules, parameters = state["_modules"], state["_parameters"]
+        modules = state["_modules"]
         if modules.get("res") is not None or type(x) is not Tensor:
             return None
         source = modules["lin_l"]
         maps = (source,) if state["share_weights"] else (source, modules["lin_r"])
-        return self._attention_layer(GATV2, adj, x, maps, (parameters["att"],), state["negative_slope"])
+        return self._attention_layer(GATV2, adj, x, maps, ("att",), state["negative_slope"])
 
     def _why_original_gatv2(
         self, x: tuple[Any, Any], edge_index: object, edge_attr: object, return_attention_weights: bool

@@ -12,11 +12,11 @@ from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptTensor
 
-from fastsparse_core import Adjacency, recorded
+from fastsparse_core import recorded
 from fastsparse_core.fused.graph_convolution import graph_convolution
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._eager import is_plain_eager
-from fastsparse_pyg.graph import BY_KERNEL, edges_for_loops, gcn_factors
+from fastsparse_pyg.graph import BY_KERNEL, EdgesLike, edges_for_loops, gcn_factors
 from fastsparse_pyg.nn.base import WITHOUT_ADJACENCY, known
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, message_dtype
 
@@ -47,7 +47,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
     _cached_edge_index = Cached()
     _cached_adj_t = Cached()
 
-    def forward(self, x: Tensor, edge_index: Tensor | Adjacency, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer.
 
         Args:
@@ -89,8 +89,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
         adj, value, scale_dst, scale_src = found
 
         state = self.__dict__
-        parameters, lin = state["_parameters"], state["_modules"]["lin"]
-        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (takes long)
+        lin, (bias,) = state["_modules"]["lin"], self._own_parameters("bias")
         out_channels, width = state["out_channels"], x.shape[-1]
         # Gather the narrower side. Where both are as wide, features without gradient spare the backward pass.
         aggregate_first = width < out_channels or (width == out_channels and not x.requires_grad)

@@ -7,10 +7,11 @@ from torch import Tensor
 from torch_geometric.nn import GINConv
 from torch_geometric.typing import OptPairTensor, Size
 
-from fastsparse_core import Adjacency, spmm
+from fastsparse_core import spmm
 from fastsparse_core.fused.aggregate_and_self import aggregate_and_self
 from fastsparse_core.fused.joint_linear import may_be_cast
-from fastsparse_pyg.nn.base import FastConv
+from fastsparse_pyg.graph import EdgesLike
+from fastsparse_pyg.nn.base import FastConv, checked_pair
 
 
 class FastGINConv(FastConv, GINConv):
@@ -34,7 +35,7 @@ class FastGINConv(FastConv, GINConv):
 
     _any_reduction = True
 
-    def forward(self, x: Tensor | OptPairTensor, edge_index: Tensor | Adjacency, size: Size = None) -> Tensor:
+    def forward(self, x: Tensor | OptPairTensor, edge_index: EdgesLike, size: Size = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastSAGEConv.forward`."""
         if size is None:
             adj = self._plain_graph(x, edge_index)
@@ -50,7 +51,7 @@ class FastGINConv(FastConv, GINConv):
                 if whole is None:
                     whole = torch.addcmul(spmm(adj, x, None, reduce), 1 + eps, x)
                 return network(whole)
-        pair = (x, x) if isinstance(x, Tensor) else x
+        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         reason = self._why_original_pair_or_trace(pair, edge_index, size)
         if reason:
             return self._original_forward_pair(reason, x, edge_index, size)

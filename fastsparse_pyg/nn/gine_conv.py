@@ -14,8 +14,9 @@ from fastsparse_core.fused.edge_messages import can_pass_messages, gine_layer
 from fastsparse_core.fused.joint_linear import first_linear
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import is_plain_linear
+from fastsparse_pyg.nn.base import checked_pair, is_plain_linear
 
 
 class FastGINEConv(AttentionConv, GINEConv):
@@ -44,7 +45,7 @@ class FastGINEConv(AttentionConv, GINEConv):
     def forward(
         self,
         x: Tensor | OptPairTensor,
-        edge_index: Tensor | Adjacency,
+        edge_index: EdgesLike,
         edge_attr: OptTensor = None,
         size: Size = None,
     ) -> Tensor:
@@ -64,7 +65,7 @@ class FastGINEConv(AttentionConv, GINEConv):
             out = self._combined(x, edge_index, edge_attr)
             if out is not None:
                 return out
-        pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
+        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         reason = self._why_original_gine(pair, edge_index, edge_attr)
         if reason:
             if isinstance(edge_index, Adjacency):
@@ -79,7 +80,10 @@ class FastGINEConv(AttentionConv, GINEConv):
         if lin is not None and is_plain_linear(lin) and features.size(1) <= MOST_FEATURES:
             weight, bias = lin.weight, lin.bias
         elif lin is not None:
-            self._log_unfused(f"edge features of more than {MOST_FEATURES}, or of a linear map with hooks,")
+            self._warn_unfused(
+                f"the fused kernel takes a plain Linear without hooks, of up to {MOST_FEATURES} edge "
+                "features. Remove the hooks, or project the features to fewer first"
+            )
             features = lin(features)
         features = features.to(x_src.dtype)
         out = gine_aggregate(graph.adj, x_src, features, edge_weight=weight, edge_bias=bias)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fastsparse_core import Adjacency
 from fastsparse_core.fused.graph_transformer import NORMS, GraphTransformer
-from fastsparse_pyg.graph import resolve
+from fastsparse_pyg.graph import EdgesLike, resolve
 
 # Compiled code builds no structures: an edge list breaks the graph here, an Adjacency does not.
 _resolve_uncompiled = torch.compiler.disable(resolve)
@@ -90,7 +88,7 @@ class GraphTransformerLayer(GraphTransformer):
     def forward(
         self,
         x: Tensor | tuple[Tensor, Tensor],
-        edge_index: Tensor | Adjacency | Any,
+        edge_index: EdgesLike,
         edge_attr: Tensor | None = None,
     ) -> Tensor:
         """Computes the layer.

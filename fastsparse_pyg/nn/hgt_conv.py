@@ -9,12 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import HGTConv
 from torch_geometric.nn.dense import HeteroDictLinear, HeteroLinear
-from torch_geometric.typing import EdgeType, NodeType
+from torch_geometric.nn.dense.linear import is_uninitialized_parameter
+from torch_geometric.typing import EdgeType, NodeType, SparseTensor
 
 from fastsparse_core import Adjacency, attention, recorded
+from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_pyg.caching import lookup
+from fastsparse_pyg.graph import for_pyg, raise_graph
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import is_plain_linear
+from fastsparse_pyg.nn.base import is_plain_linear, raise_features
 
 
 class FastHGTConv(AttentionConv, HGTConv):
@@ -52,6 +55,7 @@ class FastHGTConv(AttentionConv, HGTConv):
         """
         reason = self._why_original_typed(x_dict, edge_index_dict)
         if reason:
+            edge_index_dict = {name: for_pyg(edges) for name, edges in edge_index_dict.items()}
             return self._original_forward(reason, x_dict, edge_index_dict)  # type: ignore[return-value]
         width = self.out_channels
         queries: list[Tensor] = []
@@ -59,7 +63,9 @@ class FastHGTConv(AttentionConv, HGTConv):
         for node_type, x in x_dict.items():
             outgoing = [edge_type for edge_type in edge_index_dict if edge_type[0] == node_type]
             weight, bias = self._joint_weights(node_type, outgoing)
-            parts = F.linear(x, weight, bias).split([width, *[2 * width] * len(outgoing)], dim=1)
+            # The prior is a factor of the weight here; the original multiplies messages by it.
+            joint = linear_before_sum(x, weight, bias, 1 + 2 * len(outgoing), width)
+            parts = joint.split([width, *[2 * width] * len(outgoing)], dim=1)
             queries.append(parts[0])
             of_type |= dict(zip(outgoing, parts[1:], strict=True))
         sources = torch.cat([of_type[edge_type] for edge_type in edge_index_dict])
@@ -149,7 +155,12 @@ class FastHGTConv(AttentionConv, HGTConv):
             return "no nodes or no edges"
         if self.flow != "source_to_target":
             return f"flow={self.flow!r}"
+        for node_type, x in x_dict.items():
+            if not isinstance(x, Tensor):
+                raise_features(x, f"x_dict[{node_type!r}]")
         for edge_type, edge_index in edge_index_dict.items():
+            if not isinstance(edge_index, (Tensor, SparseTensor, Adjacency)):
+                raise_graph(edge_index, f"edge_index_dict[{edge_type}]")
             if type(edge_index) is not Tensor or edge_index.layout is not torch.strided:
                 return "edges that are not plain tensors"
             if (
@@ -161,19 +172,20 @@ class FastHGTConv(AttentionConv, HGTConv):
             if edge_type not in self.edge_types_map or not {edge_type[0], edge_type[-1]} <= x_dict.keys():
                 return "edges between types that have no features"
         if len({x.dtype for x in x_dict.values()}) != 1 or any(
-            not isinstance(x, Tensor) or x.dim() != 2 or x.layout is not torch.strided
-            for x in x_dict.values()
+            x.dim() != 2 or x.layout is not torch.strided for x in x_dict.values()
         ):
             return "features that are not matrices of one dtype"
         # Hooks may have to see keys and values; a lazy layer gets its sizes by one.
-        if type(self.kqv_lin) is not HeteroDictLinear or not all(
-            node_type in self.kqv_lin.lins and is_plain_linear(self.kqv_lin.lins[node_type])
-            for node_type in x_dict
-        ):
-            return "a linear layer with hooks, or one that has no sizes yet"
+        if type(self.kqv_lin) is not HeteroDictLinear:
+            return "a replaced linear layer"
+        maps = [self.kqv_lin.lins[node_type] for node_type in x_dict if node_type in self.kqv_lin.lins]
+        if any(is_uninitialized_parameter(linear.weight) for linear in maps):
+            return "a linear layer that has no sizes yet"
+        if len(maps) < len(x_dict) or not all(is_plain_linear(linear) for linear in maps):
+            return "a linear layer with hooks"
         for module in (self.kqv_lin, self.k_rel, self.v_rel):
             if module._forward_hooks or module._forward_pre_hooks:
-                return "a linear layer with hooks, or one that has no sizes yet"
+                return "a linear layer with hooks"
         if type(self.k_rel) is not HeteroLinear or type(self.v_rel) is not HeteroLinear:
             return "a replaced linear layer"
         x = next(iter(x_dict.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import HypergraphConv
@@ -10,7 +11,7 @@ from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, edge_softmax, spmm
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_pyg.graph import is_sparse_matrix, resolve
+from fastsparse_pyg.graph import is_sparse_matrix, raise_graph, resolve
 from fastsparse_pyg.nn.base import FastConv
 from fastsparse_pyg.nn.segments import EdgeEnd, gather
 
@@ -55,6 +56,8 @@ class FastHypergraphConv(FastConv, HypergraphConv):
             return self._original_forward(
                 reason, x, hyperedge_index, hyperedge_weight, hyperedge_attr, num_edges
             )
+        if not isinstance(hyperedge_index, Tensor):
+            raise_graph(hyperedge_index, "hyperedge_index")
         if num_edges is None:
             num_edges = int(hyperedge_index[1].max()) + 1 if hyperedge_index.numel() else 0
         to_edges = resolve(hyperedge_index, x.size(0), num_edges, x.device).adj
@@ -63,13 +66,15 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         alpha = None
         if self.use_attention:
             assert hyperedge_attr is not None
-            alpha = self._attention(to_edges, x, self.lin(hyperedge_attr), hyperedge_index)
+            attr = _rows_of_hyperedges("hyperedge_attr", hyperedge_attr, num_edges, hyperedge_index)
+            alpha = self._attention(to_edges, x, self.lin(attr), hyperedge_index)
         dtype = accumulation_dtype(x.dtype)
         out = spmm(to_edges, x, alpha, scale_dst=to_edges.inv_degree(dtype))
         if hyperedge_weight is None:
             out = spmm(to_nodes, out, alpha, scale_dst=to_nodes.inv_degree(dtype))
         else:
-            degree = spmm(to_nodes, hyperedge_weight.to(dtype)[:, None])
+            weight = _rows_of_hyperedges("hyperedge_weight", hyperedge_weight, num_edges, hyperedge_index)
+            degree = spmm(to_nodes, weight.to(dtype)[:, None])
             inverse = degree.reciprocal()
             inverse = inverse.masked_fill(inverse == float("inf"), 0).to(x.dtype)
             out = spmm(to_nodes, out, alpha) * inverse
@@ -88,3 +93,21 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         )
         alpha = edge_softmax(to_edges if self.attention_mode == "node" else to_edges.t(), score)
         return F.dropout(alpha, p=self.dropout, training=self.training)
+
+
+def _rows_of_hyperedges(name: str, given: Tensor, num_edges: int, index: Tensor) -> Tensor:
+    """A row for each hyperedge, where the caller gave more or fewer: those behind the last with a node.
+
+    Raises:
+        IndexError: a hyperedge that holds a node has no row.
+    """
+    missing = num_edges - given.size(0)
+    if missing <= 0:
+        return given[:num_edges]
+    needed = int(index[1].max()) + 1 if index.numel() else 0
+    if needed > given.size(0):
+        raise IndexError(
+            f"{name}: expected {needed} rows or more, one for each hyperedge in hyperedge_index, got shape "
+            f"{tuple(given.shape)}"
+        )
+    return torch.cat([given, given.new_zeros(missing, *given.shape[1:])])

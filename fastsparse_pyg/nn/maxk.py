@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.typing import OptTensor, Size
 
-from fastsparse_core import CBSR, Adjacency, MaxK, ssd
+from fastsparse_core import CBSR, MaxK, ssd
 from fastsparse_core.fused.maxk_linear import (
     can_maxk_linear,
     densifies,
     maxk_linear,
 )
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.base import is_plain_linear
 from fastsparse_pyg.nn.gcn_conv import FastGCNConv
 from fastsparse_pyg.nn.propagation import message_dtype
@@ -85,9 +86,7 @@ class FastMaxKGCNConv(FastGCNConv):
         self.recompute = recompute
         _check_k(k, in_channels)
 
-    def forward(
-        self, x: Tensor | CBSR, edge_index: Tensor | Adjacency, edge_weight: OptTensor = None
-    ) -> Tensor:
+    def forward(self, x: Tensor | CBSR, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; see :meth:`FastGCNConv.forward`.
 
         Raises:
@@ -164,7 +163,7 @@ class FastMaxKSAGEConv(FastSAGEConv):
         for width in (in_channels,) if isinstance(in_channels, int) else in_channels:
             _check_k(k, width)
 
-    def forward(self, x: Any, edge_index: Tensor | Adjacency, size: Size = None) -> Tensor:
+    def forward(self, x: Any, edge_index: EdgesLike, size: Size = None) -> Tensor:
         """Computes the layer; see :meth:`FastSAGEConv.forward`.
 
         Raises:
@@ -179,7 +178,7 @@ class FastMaxKSAGEConv(FastSAGEConv):
             or _densifies(x_src, self.maxk)
             or self.project
             or self._why_original_pair(like, edge_index)
-            or self._reduce() not in ("sum", "mean")
+            or (reduce := self._reduce()) not in ("sum", "mean")
             or self.node_dim % 2
         ):
             return super().forward(_dense(x, self.maxk), edge_index, size)
@@ -203,13 +202,13 @@ class FastMaxKSAGEConv(FastSAGEConv):
                 lin.bias,
                 root_weight,
                 value,
-                self._reduce(),
+                reduce,
                 out_by_in=True,
                 recompute=self.recompute,
             )
         else:
             root_weight = None
-            out = lin(ssd(adj, cbsr, value, self._reduce()))
+            out = lin(ssd(adj, cbsr, value, reduce))
         if root is not None and root_weight is None:
             out = out + root(cbsr.to_dense() if x_dst is x_src else _dense(x_dst, self.maxk))
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out

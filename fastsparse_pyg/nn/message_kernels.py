@@ -107,13 +107,15 @@ class Copies(NamedTuple):
             weight, assigned = compute(layer, *[given[name] for name in self.pattern.names])
             for name, item in assigned.items():
                 setattr(layer, name, item)
-            if weight is not None:
+            if isinstance(weight, (int, float)):
+                x = x * weight
+            elif weight is not None:
                 value = _as_value(weight, x.shape[1:], 0, 2, edge_index.shape[1])
                 if value is None or value.dtype is not x.dtype:
                     return None
         algorithm = policy.requested("spmm", "auto")
         out = plain_spmm(adj, x, value, self.how, None, None, algorithm)
-        return spmm(adj, x, value, self.how) if out is None else out
+        return spmm(adj, x, value, self.how) if out is None else out  # type: ignore[arg-type]  # one of PRODUCTS
 
 
 _is_tracing = torch._C._is_tracing
@@ -161,7 +163,9 @@ def _product(layer: Any, pattern: Pattern, found: Arguments, how: str, x: Tensor
         return None
     value: Tensor | None = None
     weight = evaluate(layer, pattern, found)
-    if weight is not None:
+    if isinstance(weight, (int, float)):  # the same for all edges: fewer nodes are multiplied by it
+        x = x * weight
+    elif weight is not None:
         value = _as_value(weight, rest, dim, num_dims, found.dst.num_edges)
         if value is None:  # not one per edge or head
             x_j = found[pattern.feature]
@@ -176,7 +180,7 @@ def _product(layer: Any, pattern: Pattern, found: Arguments, how: str, x: Tensor
     rows = x.movedim(dim, 0) if dim else x
     flat = rows if rows.dim() == 2 else rows.reshape(rows.size(0), rows.shape[1:].numel())
     with _without_autocast(x):
-        out = spmm(found.special["adj"], flat, value, how)
+        out = spmm(found.special["adj"], flat, value, how)  # type: ignore[arg-type]  # one of PRODUCTS
     if dim:
         return out.reshape(out.size(0), *rows.shape[1:]).movedim(0, dim).contiguous()
     return out if len(out_rest) == 1 else out.reshape(out.size(0), *out_rest)

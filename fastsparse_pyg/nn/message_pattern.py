@@ -5,6 +5,7 @@ A copy of the source's features, weighted or not, or their sum with terms of the
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from fastsparse_pyg.nn.segments import softmax
 _MUL = (operator.mul, torch.mul, "mul")
 _DIV = (operator.truediv, torch.div, torch.true_divide, "div")
 _ADD = (operator.add, torch.add, "add")
+#: A factor of a message, and whether it divides.
+Factor = tuple[Node | float, bool]
 _RELU = (F.relu, torch.relu, "relu")
 
 
@@ -106,10 +109,14 @@ def _recognise(graph: Graph, assigned: dict[str, Node], guards: dict[str, Any]) 
 def _product(graph: Graph, out: Node, assigned: dict[str, Node], guards: dict[str, Any]) -> Pattern | None:
     viewed = _view(out)
     out, out_shape = viewed or (out, None)
-    factors: list[tuple[Node, bool]] = []
+    factors: list[Factor] = []
     if not _factors(out, False, factors):
         return None
-    features = [(node, found) for node, inverse in factors if not inverse and (found := _feature(node))]
+    features = [
+        (node, found)
+        for node, inverse in factors
+        if isinstance(node, Node) and not inverse and (found := _feature(node))
+    ]
     if len(features) != 1:
         return None
     ((taken, (argument, shape)),) = features
@@ -134,8 +141,11 @@ def _rectified(graph: Graph, out: Node, assigned: dict[str, Node], guards: dict[
     return None
 
 
-def _factors(node: Any, inverse: bool, found: list[tuple[Node, bool]]) -> bool:
+def _factors(node: Any, inverse: bool, found: list[Factor]) -> bool:
     """The factors of a product, and whether each divides."""
+    if isinstance(node, (int, float)):
+        found.append((node, inverse))
+        return True
     if not isinstance(node, Node):
         return False
     if len(node.args) == 2 and not node.kwargs and node.op in ("call_function", "call_method"):
@@ -172,12 +182,19 @@ def _view(node: Node) -> tuple[Node, tuple[int, ...]] | None:
     return source, tuple(sizes[1:])  # type: ignore[arg-type]
 
 
+def _reciprocal(divisor: Any) -> Any:
+    """One over a tensor or over a number, 0 included."""
+    if isinstance(divisor, Tensor):
+        return divisor.reciprocal()
+    return 1 / divisor if divisor else math.copysign(math.inf, divisor)
+
+
 def _compile(
-    graph: Graph, factors: list[tuple[Node, bool]], assigned: dict[str, Node]
+    graph: Graph, factors: list[Factor], assigned: dict[str, Node]
 ) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """The part of a graph that gives the weights and the assigned attributes, as a method of the layer."""
     needed: set[Node] = set()
-    pending = [node for node, _ in factors] + list(assigned.values())
+    pending = [node for node, _ in factors if isinstance(node, Node)] + list(assigned.values())
     while pending:
         node = pending.pop()
         if node not in needed:
@@ -190,11 +207,11 @@ def _compile(
             copies[node].type = None
             if node.target is torch_geometric.utils.softmax:
                 copies[node].target = softmax
-    weight: Node | None = None
-    for node, inverse in factors:
-        each = copies[node]
+    weight: Node | float | None = None
+    for factor, inverse in factors:
+        each = copies[factor] if isinstance(factor, Node) else factor
         if weight is None:
-            weight = part.call_function(torch.reciprocal, (each,)) if inverse else each
+            weight = part.call_function(_reciprocal, (each,)) if inverse else each
         else:
             weight = part.call_function(operator.truediv if inverse else operator.mul, (weight, each))
     part.output((weight, {name: copies[node] for name, node in assigned.items()}))

@@ -10,8 +10,8 @@ from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency
 from fastsparse_core.fused.joint_linear import add_linear
-from fastsparse_pyg.graph import is_sparse_matrix
-from fastsparse_pyg.nn.base import is_plain_linear
+from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix
+from fastsparse_pyg.nn.base import checked_pair, is_plain_linear
 from fastsparse_pyg.nn.propagation import PropagatingConv
 
 
@@ -29,10 +29,10 @@ class FastMFConv(PropagatingConv, MFConv):
 
     _bipartite = True
 
-    def forward(self, x: Tensor | OptPairTensor, edge_index: Tensor | Adjacency, size: Size = None) -> Tensor:
+    def forward(self, x: Tensor | OptPairTensor, edge_index: EdgesLike, size: Size = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastSAGEConv.forward`."""
         adj = self._known(x, edge_index) if size is None else None
-        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
+        x_src, x_dst = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         if adj is None:
             reason = self._why_original_pair((x_src, x_dst), edge_index)
             if not reason and (x_src.dim() != 2 or self.node_dim not in (-2, 0)):

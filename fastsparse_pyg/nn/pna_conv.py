@@ -25,8 +25,8 @@ from torch_geometric.typing import OptTensor
 from fastsparse_core import Adjacency, multi_aggregate
 from fastsparse_core.fused.principal_aggregation import add_scaled, node_parts
 from fastsparse_core.structure.incidence import incidence
-from fastsparse_pyg.graph import is_sparse_matrix, to_edge_index
-from fastsparse_pyg.nn.base import FastConv, is_plain_linear
+from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix, to_edge_index
+from fastsparse_pyg.nn.base import FastConv, is_plain_linear, raise_features
 
 _AGGREGATIONS = {
     SumAggregation: "sum",
@@ -70,7 +70,7 @@ class FastPNAConv(FastConv, PNAConv):
     _fusible = False
     _aggregations = (DegreeScalerAggregation,)
 
-    def forward(self, x: Tensor, edge_index: Tensor | Adjacency, edge_attr: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_attr: OptTensor = None) -> Tensor:
         """Computes the layer.
 
         Args:
@@ -158,7 +158,9 @@ class FastPNAConv(FastConv, PNAConv):
         return [None if name == "identity" else formulas[name]() for name in scaler.scaler]
 
     def _why_original_pna(self, x: Any, edge_index: object, edge_attr: object) -> str:
-        if not isinstance(x, Tensor) or x.dim() != 2:
+        if not isinstance(x, Tensor):
+            raise_features(x)
+        if x.dim() != 2:
             return "features that are not a matrix"
         if (edge_attr is None) != (self.edge_dim is None):
             return "edge features without edge_dim, or edge_dim without edge features"

@@ -11,7 +11,7 @@ from torch_geometric.typing import SparseTensor
 from fastsparse_core import Adjacency, sddmm, spmm
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_pyg.graph import Graph, caller_edges, gcn_factors, is_sparse_matrix, resolve, to_edge_index
-from fastsparse_pyg.nn.base import FastConv
+from fastsparse_pyg.nn.base import FastConv, raise_features
 
 
 class Propagation(NamedTuple):
@@ -66,6 +66,11 @@ class _Held(NamedTuple):
     as_matrix: bool
     dtype: torch.dtype
 
+    def fits(self, x: Tensor) -> bool:
+        """Whether there are as many nodes as when the matrix was made."""
+        adj = self.propagation.adj
+        return adj.is_partitioned or adj.num_src == x.size(-2)
+
 
 class Cached:
     """Stands in for one of the private caches that GCNConv has for `cached=True`.
@@ -112,6 +117,8 @@ class PropagatingConv(FastConv):
     _any_reduction: ClassVar[bool] = True
 
     def _why_original_propagating(self, x: Tensor, edge_index: object) -> str:
+        if not isinstance(x, Tensor):
+            raise_features(x)
         dim = x.dim()
         if dim < 2 or self.node_dim % dim != dim - 2:
             return f"features of {dim} dimensions with node_dim={self.node_dim}"
@@ -164,6 +171,14 @@ class PropagatingConv(FastConv):
             return Propagation(graph.adj, self._value(graph, x, edge_index, edge_weight))
         slot = _ADJ_T_SLOT if isinstance(edge_index, SparseTensor) else _EDGE_INDEX_SLOT
         held = self.__dict__.get(slot)
+        if isinstance(held, _Held) and not held.fits(x):
+            # Nodes that came later have no edges in PyG's cache either.
+            edges, weight = getattr(self, slot.removeprefix("_held")), None
+            if not isinstance(edges, SparseTensor):
+                edges, weight = edges
+            graph = resolve(edges, x.size(-2), x.size(-2), x.device, flow=self.flow)
+            value = graph.value if weight is None else weight
+            held = self.__dict__[slot] = held._replace(propagation=Propagation(graph.adj, value))
         if held is None:
             fill_value = 2.0 if improved else 1.0
             propagation = self._normalised(x, edge_index, edge_weight, add_self_loops, fill_value)
@@ -189,7 +204,7 @@ class PropagatingConv(FastConv):
             if type(held) is not _Held or not self._is_plain(x, edge_index):
                 return None
             propagation: Propagation = held.propagation
-            return propagation if propagation.adj.device == x.device else None
+            return propagation if propagation.adj.device == x.device and held.fits(x) else None
         adj = self._plain_graph(x, edge_index, state["add_self_loops"])
         if adj is None:
             return None

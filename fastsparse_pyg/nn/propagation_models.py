@@ -11,7 +11,7 @@ from torch_geometric.nn.models import LabelPropagation, LightGCN
 from torch_geometric.typing import OptTensor, SparseTensor
 from torch_geometric.utils import one_hot
 
-from fastsparse_core import Adjacency
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.propagation import PropagatingConv
 from fastsparse_pyg.nn.spmm_convs import FastLGConv
 
@@ -30,7 +30,7 @@ class FastLabelPropagation(PropagatingConv, LabelPropagation):
     def forward(
         self,
         y: Tensor,
-        edge_index: Tensor | Adjacency,
+        edge_index: EdgesLike,
         mask: OptTensor = None,
         edge_weight: OptTensor = None,
         post_step: Callable[[Tensor], Tensor] | None = None,

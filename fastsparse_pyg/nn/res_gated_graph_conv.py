@@ -10,13 +10,15 @@ from torch import Tensor
 from torch_geometric.nn import ResGatedGraphConv
 from torch_geometric.typing import OptTensor, PairTensor
 
-from fastsparse_core import Adjacency, gated_aggregate
-from fastsparse_core.fused.bias import add_bias, linear
+from fastsparse_core import gated_aggregate
+from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.fused.edge_messages import can_pass_messages, gated_layer
+from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import is_plain_linear, project
+from fastsparse_pyg.nn.base import checked_pair, is_plain_linear, project
 
 
 class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
@@ -44,9 +46,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
     _kernel = "gated_aggregate"
     _stores_edges = False
 
-    def forward(
-        self, x: Tensor | PairTensor, edge_index: Tensor | Adjacency, edge_attr: OptTensor = None
-    ) -> Tensor:
+    def forward(self, x: Tensor | PairTensor, edge_index: EdgesLike, edge_attr: OptTensor = None) -> Tensor:
         """Computes the layer.
 
         Args:
@@ -61,7 +61,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         out = self._joined(x, edge_index, edge_attr)
         if out is not None:
             return out
-        pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
+        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         reason = self._why_original_gated(pair, edge_index, edge_attr)
         if reason:
             return self._original_attention(reason, x, edge_index, edge_attr)
@@ -86,7 +86,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         A step of a small model takes as long as the host needs for it.
         """
         state = self.__dict__
-        modules, parameters, edge_dim = state["_modules"], state["_parameters"], state["edge_dim"]
+        modules, edge_dim = state["_modules"], state["edge_dim"]
         lins = (modules["lin_query"], modules["lin_value"], modules["lin_key"])
         if not all(is_plain_linear(lin) for lin in lins) or not _is_sigmoid(
             modules.get("act", state.get("act"))
@@ -104,7 +104,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
             return None
         weights = tuple([lin._parameters["weight"] for lin in lins])
         biases = tuple([lin._parameters["bias"] for lin in lins])
-        root, bias = None, parameters["bias"]
+        root, (bias,) = None, self._own_parameters("bias")
         if state["root_weight"]:
             lin = modules["lin_skip"]
             if not is_plain_linear(lin) or lin._parameters["bias"] is not None:
@@ -138,13 +138,14 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
 
         def product(x: Tensor, first: int, last: int) -> tuple[Tensor, ...]:
             bias = torch.cat([lin.bias for lin in maps[first:last]])
-            return linear(x, torch.cat(of_nodes[first:last]), bias).split(self.out_channels, dim=-1)
+            out = linear_before_sum(x, torch.cat(of_nodes[first:last]), bias, last - first, self.out_channels)
+            return out.split(self.out_channels, dim=-1)
 
         if x[0] is x[1]:
             query, value, key = product(x[0], 0, 3)
         else:
             query, value = product(x[0], 0, 2)
-            key = F.linear(x[1], of_nodes[2], self.lin_key.bias)
+            key = linear_before_sum(x[1], of_nodes[2], self.lin_key.bias)
         # Both ends of an edge see its features, and what the gate gets of them is one product.
         return key, query, value, of_edges[0] + of_edges[2], of_edges[1]
 

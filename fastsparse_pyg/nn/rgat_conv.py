@@ -11,12 +11,14 @@ from torch_geometric.nn import RGATConv
 from torch_geometric.typing import OptTensor, SparseTensor
 
 from fastsparse_core import additive_attention, scatter, scatter_softmax, spmm
+from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.fused.relational_attention import relational_attention
 from fastsparse_core.grouped_product import grouped_product
 from fastsparse_core.relations import Relations
 from fastsparse_core.segment import rows_of
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, are_few_on_gpu
+from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, are_few_on_gpu, raise_features
 from fastsparse_pyg.relations import relations_of, why_not_relations
 
 #: On a GPU, nodes times relations and nodes times output features up to which all nodes are multiplied by all
@@ -53,7 +55,7 @@ class FastRGATConv(AttentionConv, RGATConv):
     def forward(
         self,
         x: Tensor,
-        edge_index: Any,
+        edge_index: EdgesLike,
         edge_type: OptTensor = None,
         edge_attr: OptTensor = None,
         size: tuple[int, int] | None = None,
@@ -72,7 +74,7 @@ class FastRGATConv(AttentionConv, RGATConv):
 
         Raises:
             ValueError: sizes, dtypes, devices or the dropout probability do not fit.
-            IndexError: an index points to no node.
+            IndexError: an index points to no node, or a type to no relation.
         """
         with_weights = isinstance(return_attention_weights, bool)
         # First: the step of a small graph takes as long as the host needs for it.
@@ -84,13 +86,9 @@ class FastRGATConv(AttentionConv, RGATConv):
             return self._original_forward(
                 reason, x, edge_index, edge_type, edge_attr, size, return_attention_weights
             )
+        assert isinstance(edge_index, Tensor)  # else there was a reason
         num_nodes = x.size(0)
         relations = relations_of(edge_index, edge_type, (num_nodes, num_nodes), self.num_relations, self.flow)
-        if relations.num_edges != edge_index.size(1):
-            raise IndexError(
-                f"edge_type: expected types from 0 to {self.num_relations - 1}, got values from "
-                f"{int(edge_type.min())} to {int(edge_type.max())}"
-            )
         weight = self._weight()
         takes_every_pair = self._takes_every_pair(x, weight)
         relations = relations.with_every_pair if takes_every_pair else relations
@@ -108,7 +106,10 @@ class FastRGATConv(AttentionConv, RGATConv):
         if takes_every_pair:
             by_feature = weight.transpose(0, 1).contiguous()
             maps = by_feature, by_feature @ self.k, by_feature @ self.q
-            rows, key, of_dst = ((x @ each.flatten(1)).view(-1, each.size(2)) for each in maps)
+            rows, key, of_dst = (
+                linear_before_sum(x, each.flatten(1).t(), None, *each.shape[1:]).view(-1, each.size(2))
+                for each in maps
+            )
         else:
             rows = grouped_product(rows_of(x, sources.node), weight, sources.starts)
             key = rows @ self.k
@@ -201,11 +202,11 @@ class FastRGATConv(AttentionConv, RGATConv):
     def _why_original_relational(
         self, x: Any, edge_index: Any, edge_type: Any, edge_attr: Any, size: object
     ) -> str:
-        if isinstance(edge_index, SparseTensor) or type(edge_index) is not Tensor:
-            return "edges that are not one plain tensor"
         reason = why_not_relations(edge_index, edge_type)
         if reason:
             return reason
+        if isinstance(edge_index, SparseTensor) or type(edge_index) is not Tensor:
+            return "edges that are not one plain tensor"
         if size is not None:
             return "size is given"
         if edge_index.size(1) == 0:
@@ -214,7 +215,9 @@ class FastRGATConv(AttentionConv, RGATConv):
             return "edge features without edge_dim, or edge_dim without edge features"
         if isinstance(edge_attr, Tensor) and edge_attr.size(0) != edge_index.size(1):
             return "edge features that are not one row per edge"
-        if not isinstance(x, Tensor) or x.dtype != self.k.dtype:
+        if not isinstance(x, Tensor):
+            raise_features(x)
+        if x.dtype != self.k.dtype:
             return "features that are not one matrix of the weights' dtype"
         if torch.is_autocast_enabled(x.device.type):
             return "autocast"

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 import torch_geometric.nn as pyg
 from torch import Tensor
+from torch_geometric import backend
 from torch_geometric.nn import RGCNConv
 from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
 from torch_geometric.typing import OptTensor
@@ -18,7 +19,8 @@ from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._operands import written_out
 from fastsparse_core.relations import Relations
 from fastsparse_core.segment import rows_of
-from fastsparse_pyg.nn.base import FastConv
+from fastsparse_pyg.graph import EdgesLike
+from fastsparse_pyg.nn.base import FastConv, raise_features
 from fastsparse_pyg.relations import relations_of, why_not_relations
 
 _INT32_MAX = 2**31 - 1
@@ -36,10 +38,8 @@ class _RelationalConv(FastConv):
     _fusible: ClassVar[bool] = False
     #: Whether PyG adds the relations' results onto zeros of the default dtype.
     _onto_zeros: ClassVar[bool] = True
-    #: Whether edges of unknown types are left out.
-    _drops_unknown: ClassVar[bool] = True
 
-    def forward(self, x: Any, edge_index: Any, edge_type: OptTensor = None) -> Tensor:
+    def forward(self, x: Any, edge_index: EdgesLike, edge_type: OptTensor = None) -> Tensor:
         """Computes the layer.
 
         Args:
@@ -50,7 +50,8 @@ class _RelationalConv(FastConv):
 
         Raises:
             ValueError: sizes or devices do not fit.
-            IndexError: an index points to no node; in :class:`FastFastRGCNConv` a type to no relation.
+            IndexError: an index points to no node, or a type to no relation. Like PyG,
+                :class:`FastRGCNConv` with ``num_blocks`` leaves out edges of other types instead.
         """
         x_l = x[0] if isinstance(x, tuple) else x
         all_nodes = x_l is None
@@ -69,7 +70,7 @@ class _RelationalConv(FastConv):
             self.num_relations,
             self.flow,
             index,
-            drops_unknown=self._drops_unknown,
+            drops_unknown=self._drops_unknown(),
         )
         weight = self.weight
         if self.num_bases is not None:
@@ -91,6 +92,10 @@ class _RelationalConv(FastConv):
         if self.root is not None:
             out = out + (x_r @ self.root if x_r.is_floating_point() else self.root[x_r])
         return out if self.bias is None else out + self.bias
+
+    def _drops_unknown(self) -> bool:
+        """Whether edges of other types are left out: PyG's RGCNConv does so where it counts no types."""
+        return self.num_blocks is not None or backend.use_segment_matmul is False
 
     def _as_original(self, out: Tensor) -> Tensor:
         """The result in PyG's dtype."""
@@ -121,6 +126,8 @@ class _RelationalConv(FastConv):
     def _why_original_relational(
         self, x_l: Tensor, x_r: Tensor, edge_index: object, edge_type: object
     ) -> str:
+        if not isinstance(x_l, Tensor):
+            raise_features(x_l)
         reason = why_not_relations(edge_index, edge_type)
         if reason:
             return reason
@@ -154,7 +161,8 @@ class FastRGCNConv(_RelationalConv, RGCNConv):
     pairs of a destination and a relation that have edges, sorted by relation, so that every relation's matrix
     multiplies consecutive rows. Where fewer numbers move, sources are multiplied first. Nothing of the size
     of nodes times relations is stored. The structure is made once for each pair of ``edge_index`` and
-    ``edge_type``.
+    ``edge_type``. An edge whose type is none of the relations is an IndexError; a captured step, which reads
+    nothing from the device, leaves it out.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, indices :math:`(|\mathcal{V}|)`, None, or
@@ -167,17 +175,18 @@ class FastRGCNConv(_RelationalConv, RGCNConv):
 class FastFastRGCNConv(_RelationalConv, pyg.FastRGCNConv):
     """PyG's :class:`~torch_geometric.nn.conv.FastRGCNConv`, RGCN by a matrix per edge, on FastSparse kernels.
 
-    What :class:`FastRGCNConv` computes, for sums and means, on the same parameters. An edge of an unknown
-    type is an IndexError, as PyG's; a captured step, which reads nothing from the device, leaves it out.
+    What :class:`FastRGCNConv` computes, for sums and means, on the same parameters.
     """
 
     _aggregations: ClassVar[tuple[type[torch.nn.Module], ...]] = (SumAggregation, MeanAggregation)
     _onto_zeros: ClassVar[bool] = False
-    _drops_unknown: ClassVar[bool] = False
+
+    def _drops_unknown(self) -> bool:
+        return False
 
     def _why_original_relational(
         self, x_l: Tensor, x_r: Tensor, edge_index: object, edge_type: object
     ) -> str:
-        if not x_l.is_floating_point():
+        if isinstance(x_l, Tensor) and not x_l.is_floating_point():
             return "features that are indices"  # which PyG's takes for the nodes' own
         return super()._why_original_relational(x_l, x_r, edge_index, edge_type)

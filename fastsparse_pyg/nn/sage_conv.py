@@ -8,7 +8,8 @@ from torch_geometric.nn import SAGEConv
 from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency
-from fastsparse_pyg.nn.base import FastConv
+from fastsparse_pyg.graph import EdgesLike
+from fastsparse_pyg.nn.base import FastConv, checked_pair
 from fastsparse_pyg.traced import TracedEdges
 
 
@@ -34,7 +35,7 @@ class FastSAGEConv(FastConv, SAGEConv):
 
     _any_reduction = True
 
-    def forward(self, x: Tensor | OptPairTensor, edge_index: Tensor | Adjacency, size: Size = None) -> Tensor:
+    def forward(self, x: Tensor | OptPairTensor, edge_index: EdgesLike, size: Size = None) -> Tensor:
         """Computes the layer.
 
         Args:
@@ -51,7 +52,7 @@ class FastSAGEConv(FastConv, SAGEConv):
         if adj is not None:
             x_src, x_dst, value = x, x, None
         else:
-            pair = (x, x) if isinstance(x, Tensor) else x
+            pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
             reason = self._why_original_pair_or_trace(pair, edge_index, size)
             if reason:
                 return self._original_forward_pair(reason, x, edge_index, size)

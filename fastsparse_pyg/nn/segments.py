@@ -208,8 +208,8 @@ class NodeIndex(Tensor):
 
     @classmethod
     def of(cls, end: EdgeEnd) -> NodeIndex:
-        """The index of that end."""
-        return _marked(end.index, end, 0)
+        """The index of that end, in int64 as PyG hands it to messages (`for_pyg`)."""
+        return _marked(end.index.long(), end, 0)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

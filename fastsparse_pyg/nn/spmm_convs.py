@@ -14,13 +14,12 @@ from torch_geometric.typing import OptPairTensor, OptTensor, Size
 
 from fastsparse_core import Adjacency, sddmm
 from fastsparse_core.fused.joint_linear import add_linear
+from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.fused.weighted_linear import weighted_linear
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_pyg.graph import is_sparse_matrix, resolve
-from fastsparse_pyg.nn.base import is_plain_linear, project
+from fastsparse_pyg.graph import EdgesLike, for_pyg, is_sparse_matrix, resolve
+from fastsparse_pyg.nn.base import checked_pair, is_plain_linear
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
-
-Edges = Tensor | Adjacency
 
 
 class FastGraphConv(PropagatingConv, pyg.GraphConv):
@@ -39,7 +38,7 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
     def forward(
         self,
         x: Tensor | OptPairTensor,
-        edge_index: Edges,
+        edge_index: EdgesLike,
         edge_weight: OptTensor = None,
         size: Size = None,
     ) -> Tensor:
@@ -61,7 +60,7 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
                 if out is None
                 else out
             )
-        pair = (x, x) if isinstance(x, Tensor) else x
+        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         reason = self._why_original_pair(pair, edge_index)
         if reason:
             edge_weight = self._written_for_original(pair[0], edge_index, edge_weight)
@@ -116,7 +115,7 @@ class _Powers(PropagatingConv):
         lin = self.lin
         if not (narrow and x.size(-1) > self.out_channels and self._is_linear() and is_plain_linear(lin)):
             return lin(self._kept(matrix, x) if self.cached else self._polynomial(matrix, x))
-        out = self._polynomial(matrix, F.linear(x, lin.weight))
+        out = self._polynomial(matrix, linear_before_sum(x, lin.weight))
         return out if lin.bias is None else out + lin.bias
 
     def _polynomial(self, matrix: Propagation, x: Tensor) -> Tensor:
@@ -139,7 +138,7 @@ class FastSGConv(_Powers, pyg.SGConv):
     cached, the linear layer comes first if that gathers less.
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         if self._cached_x is not None:
             return self.lin(self._cached_x.detach())
@@ -167,7 +166,7 @@ class FastSSGConv(_Powers, pyg.SSGConv):
     after "Simple Spectral Graph Convolution" (https://openreview.net/forum?id=CYO5T-YjWZV).
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         if self._cached_h is not None:
             return self.lin(self._cached_h.detach())
@@ -200,7 +199,7 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
     _cached_edge_index = Cached()
     _cached_adj_t = Cached()
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         drops = self.dropout > 0 and self.training
@@ -232,7 +231,7 @@ class FastTAGConv(PropagatingConv, pyg.TAGConv):
     output is narrower than the input, by Horner's rule on the output's width.
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if reason:
@@ -240,7 +239,9 @@ class FastTAGConv(PropagatingConv, pyg.TAGConv):
         matrix = self._propagation(x, edge_index, edge_weight, normalize=self.normalize)
         plain = all(is_plain_linear(lin) for lin in self.lins)
         if plain and self._is_linear() and x.size(-1) > self.out_channels:
-            *terms, out = project(x, *self.lins)
+            width = self.out_channels
+            joint = torch.cat([lin.weight for lin in self.lins])
+            *terms, out = linear_before_sum(x, joint, None, len(self.lins), width).split(width, dim=-1)
             for term in reversed(terms):
                 out = self._multiply(matrix, out) + term
         else:
@@ -261,7 +262,7 @@ class FastMixHopConv(PropagatingConv, pyg.MixHopConv):
     after "MixHop" (https://arxiv.org/abs/1905.00067).
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if reason:
@@ -290,13 +291,13 @@ class FastGCN2Conv(PropagatingConv, pyg.GCN2Conv):
     _cached_edge_index = Cached()
     _cached_adj_t = Cached()
 
-    def forward(self, x: Tensor, x_0: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, x_0: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; ``x_0``: the first layer's features; else as :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if reason:
             edge_weight = self._written_for_original(x, edge_index, edge_weight)
             edges = self._written_back(edge_index) if isinstance(edge_index, Adjacency) else edge_index
-            return self._original_forward(reason, x, x_0, edges, edge_weight)
+            return self._original_forward(reason, x, x_0, for_pyg(edges), edge_weight)
         matrix = self._own_propagation(x, edge_index, edge_weight)
         out, x_0 = self._multiply(matrix, x), x_0[: x.size(0)]
         factors = {"beta": 1.0 - self.beta, "alpha": self.beta}
@@ -318,7 +319,7 @@ class FastLGConv(PropagatingConv, pyg.LGConv):
     after "LightGCN" (https://arxiv.org/abs/2002.02126). Under autocast the result has the autocast dtype.
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if reason:
@@ -338,7 +339,7 @@ class FastARMAConv(PropagatingConv, pyg.ARMAConv):
     after "Graph Neural Networks with Convolutional ARMA Filters" (https://arxiv.org/abs/1901.01343).
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if self.node_dim != -2:
@@ -374,7 +375,7 @@ class FastClusterGCNConv(PropagatingConv, pyg.ClusterGCNConv):
 
     _any_reduction = False
 
-    def forward(self, x: Tensor, edge_index: Edges) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`, without weights."""
         reason = self._why_original_propagating(x, edge_index)
         if not reason and type(self._modules["aggr_module"]) is not SumAggregation:
@@ -408,7 +409,7 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
     after "Gated Graph Sequence Neural Networks" (https://arxiv.org/abs/1511.05493).
     """
 
-    def forward(self, x: Tensor, edge_index: Edges, edge_weight: OptTensor = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         reason = self._why_original_propagating(x, edge_index)
         if reason or x.dim() != 2 or x.size(-1) > self.out_channels:

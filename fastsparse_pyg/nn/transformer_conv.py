@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,9 +14,11 @@ from torch_geometric.typing import OptTensor, PairTensor
 from fastsparse_core import Adjacency, attention, attention_weights, sddmm, spmm
 from fastsparse_core.fused.attention_layer import DOT_PRODUCT, attention_layer
 from fastsparse_core.fused.joint_linear import joint_linear
+from fastsparse_core.ops._attention_checks import default_scale
 from fastsparse_core.structure.incidence import incidence
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import is_plain_linear, project
+from fastsparse_pyg.nn.base import checked_pair, is_plain_linear, project
 
 
 class FastTransformerConv(AttentionConv, TransformerConv):
@@ -49,7 +50,7 @@ class FastTransformerConv(AttentionConv, TransformerConv):
     def forward(
         self,
         x: Tensor | PairTensor,
-        edge_index: Tensor | Adjacency,
+        edge_index: EdgesLike,
         edge_attr: OptTensor = None,
         return_attention_weights: bool | None = None,
     ) -> Any:
@@ -66,7 +67,7 @@ class FastTransformerConv(AttentionConv, TransformerConv):
             ValueError: sizes, dtypes, devices or the dropout probability do not fit.
             IndexError: an index points to no node.
         """
-        pair = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
+        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         with_weights = isinstance(return_attention_weights, bool)
         adj = None
         if edge_attr is None and not with_weights and self.lin_edge is None:
@@ -95,14 +96,15 @@ class FastTransformerConv(AttentionConv, TransformerConv):
             if is_plain_linear(self.lin_edge):
                 weight = self.lin_edge.weight
             else:
-                self._log_unfused("edge features of a linear map with hooks")
+                self._warn_unfused("the fused kernel takes a plain Linear without hooks. Remove its hooks")
                 edges = self.lin_edge(features).view(heads)
         of_edges: Any = {} if weight is None else {"edge_attr": features, "edge_weight": weight}
 
         def weights(query: Tensor, key: Tensor) -> Tensor:
             bias = None
             if edges is not None:
-                bias = sddmm(incidence(adj), query.view(heads), edges) / math.sqrt(self.out_channels)
+                bias = sddmm(incidence(adj), query.view(heads), edges)
+                bias = bias * default_scale(self.out_channels)
             return attention_weights(adj, query, key, bias=bias, heads=self.heads, **of_edges)
 
         dropout = self.dropout if self.training else 0.0
@@ -153,7 +155,7 @@ class FastTransformerConv(AttentionConv, TransformerConv):
             (),
             None,
             heads=state["heads"],
-            scale=state["out_channels"] ** -0.5,
+            scale=default_scale(state["out_channels"]),
             dropout_p=state["dropout"] if state["training"] else 0.0,
             kind=Linear,
         )

@@ -179,10 +179,7 @@ FASTSPARSE_INLINE void block_products(const Hidden<Acc<T>>& hidden, const Rows<T
 // Turns `right` into its term.
 template <Term kTerm, typename V, typename A>
 FASTSPARSE_INLINE void make_term(const V& left, A slope, V& right) {
-  if constexpr (kTerm == Term::kHidden) {
-    right += left;
-    leaky_relu(right, slope);
-  } else if constexpr (kTerm == Term::kSlope) {
+  if constexpr (kTerm == Term::kSlope) {
     right += left;
     if constexpr (std::is_arithmetic_v<V>) {
       right = right > 0 ? A{1} : slope;
@@ -193,6 +190,18 @@ FASTSPARSE_INLINE void make_term(const V& left, A slope, V& right) {
       replace(right, positive, V{} + A{1});
     }
   }
+}
+
+// Adds a block's sums of a vector of features from `f` on, of which the first `skip` are summed already.
+template <typename V, typename A>
+FASTSPARSE_INLINE void add_block(V& block, std::int64_t f, std::int64_t skip, const Sum<A>& sum) {
+  V total, compensation;
+  load_vector<A>(sum.total + f, total);
+  load_vector<A>(sum.compensation + f, compensation);
+  if (skip > 0) clear_lanes<A>(skip, block);
+  add_compensated(block, total, compensation);
+  store_vector<A>(total, sum.total + f);
+  store_vector<A>(compensation, sum.compensation + f);
 }
 
 // Features of kVectors vectors from `f` on, of which the first `skip` are summed already.
@@ -219,15 +228,7 @@ FASTSPARSE_INLINE void accumulate_tile(const Acc<T>* weight, const Hidden<Acc<T>
     }
   }
 #pragma GCC unroll 8
-  for (int v = 0; v < kVectors; ++v) {
-    Vector<A> total, compensation;
-    load_vector<A>(sum.total + f + v * kWidth, total);
-    load_vector<A>(sum.compensation + f + v * kWidth, compensation);
-    if (kVectors == 1 && skip > 0) clear_lanes<A>(skip, block[v]);
-    add_compensated(block[v], total, compensation);
-    std::memcpy(sum.total + f + v * kWidth, &total, sizeof total);
-    std::memcpy(sum.compensation + f + v * kWidth, &compensation, sizeof compensation);
-  }
+  for (int v = 0; v < kVectors; ++v) add_block(block[v], f + v * kWidth, skip, sum);
 }
 
 // sum += sum over the entries of weight[e] * term(left, right_e).
@@ -277,10 +278,162 @@ FASTSPARSE_INLINE void accumulate_block(Term term, const Acc<T>* weight, const H
   switch (term) {
     case Term::kFeatures:
       return accumulate_term<T, Term::kFeatures>(weight, hidden, Rows<T>(right), width, sum);
-    case Term::kHidden:
-      return accumulate_term<T, Term::kHidden>(weight, hidden, Rows<T>(right), width, sum);
     case Term::kSlope:
       return accumulate_term<T, Term::kSlope>(weight, hidden, Rows<T>(right), width, sum);
+  }
+}
+
+// Rows `entry` on of what is gathered plus W a, the features of kVectors vectors from `f` on.
+template <typename T, int kEntries, int kVectors>
+FASTSPARSE_INLINE void project_tile(const Rows<T>& right, int entry, std::int64_t f, const Acc<T>* columns,
+                                    std::int64_t edge_width, const Acc<T>* weight, std::int64_t width,
+                                    Acc<T>* rows) {
+  using A = Acc<T>;
+  constexpr int kWidth = kVectorWidth<A>;
+  Vector<A> sum[kEntries][kVectors];
+#pragma GCC unroll 4
+  for (int i = 0; i < kEntries; ++i) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) load_vector<T>(right.row(entry + i) + f + v * kWidth, sum[i][v]);
+  }
+  for (std::int64_t a = 0; a < edge_width; ++a) {
+    Vector<A> of_weight[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) load_vector<A>(weight + a * width + f + v * kWidth, of_weight[v]);
+#pragma GCC unroll 4
+    for (int i = 0; i < kEntries; ++i) {
+      const A feature = columns[a * kBlock + entry + i];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sum[i][v] += feature * of_weight[v];
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < kEntries; ++i) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v)
+      store_vector<A>(sum[i][v], rows + (entry + i) * width + f + v * kWidth);
+  }
+}
+
+template <typename T, int kEntries>
+FASTSPARSE_INLINE void project_entries(const Rows<T>& right, int entry, const Acc<T>* columns,
+                                       std::int64_t edge_width, const Acc<T>* weight, std::int64_t width,
+                                       Acc<T>* rows) {
+  constexpr int kWidth = kVectorWidth<Acc<T>>;
+  for (int i = entry; i < entry + kEntries; ++i) right.prefetch(i, 0, width);
+  std::int64_t f = 0;
+  for (; f + 2 * kWidth <= width; f += 2 * kWidth) {
+    project_tile<T, kEntries, 2>(right, entry, f, columns, edge_width, weight, width, rows);
+  }
+  for (; f < width; f += kWidth) {  // the last vector ends with the row, as in other products
+    f = std::min(f, width - kWidth);
+    project_tile<T, kEntries, 1>(right, entry, f, columns, edge_width, weight, width, rows);
+  }
+}
+
+template <typename T>
+FASTSPARSE_INLINE void project_block(const Rows<T>& right, const Acc<T>* columns, std::int64_t edge_width,
+                                     const Acc<T>* weight, std::int64_t width, Acc<T>* rows) {
+  int entry = 0;
+  if (width >= kVectorWidth<Acc<T>>) {
+    for (; entry + 4 <= right.count; entry += 4) {
+      project_entries<T, 4>(right, entry, columns, edge_width, weight, width, rows);
+    }
+    for (; entry < right.count; ++entry) {
+      project_entries<T, 1>(right, entry, columns, edge_width, weight, width, rows);
+    }
+  }
+  for (; entry < right.count; ++entry) {
+    for (std::int64_t f = 0; f < width; ++f) {
+      Acc<T> sum = widen(right.row(entry)[f]);
+      for (std::int64_t a = 0; a < edge_width; ++a)
+        sum += columns[a * kBlock + entry] * weight[a * width + f];
+      rows[entry * width + f] = sum;
+    }
+  }
+}
+
+// The features of kVectors vectors from `f` on, of which the first `skip` are summed already.
+template <typename T, int kVectors>
+FASTSPARSE_INLINE void hidden_tile(const Acc<T>* weight, const Hidden<Acc<T>>& hidden, const Rows<T>& right,
+                                   std::int64_t f, std::int64_t skip, const HiddenGradients<Acc<T>>& to) {
+  using A = Acc<T>;
+  constexpr int kWidth = kVectorWidth<A>;
+  Vector<A> slopes[kVectors] = {}, outputs[kVectors] = {}, left[kVectors], att[kVectors];
+#pragma GCC unroll 2
+  for (int v = 0; v < kVectors; ++v) {
+    load_vector<A>(hidden.left + f + v * kWidth, left[v]);
+    load_vector<A>(hidden.att + f + v * kWidth, att[v]);
+  }
+  for (int entry = 0; entry < right.count; ++entry) {
+    const T* row = right.row(entry) + f;
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      Vector<A> input, slope;
+      load_vector<T>(row + v * kWidth, slope);
+      input = slope + left[v];
+      make_term<Term::kSlope>(left[v], hidden.slope, slope);
+      slope *= weight[entry];
+      slopes[v] += slope;
+      outputs[v] += slope * input;
+      if (to.rows != nullptr) store_vector<A>(slope * att[v], to.rows + entry * to.stride + f + v * kWidth);
+    }
+  }
+#pragma GCC unroll 2
+  for (int v = 0; v < kVectors; ++v) {
+    add_block(slopes[v], f + v * kWidth, skip, to.slopes);
+    add_block(outputs[v], f + v * kWidth, skip, to.outputs);
+  }
+}
+
+template <typename T>
+FASTSPARSE_INLINE void hidden_block(const Acc<T>* weight, const Hidden<Acc<T>>& hidden, const Rows<T>& right,
+                                    std::int64_t width, const HiddenGradients<Acc<T>>& to) {
+  using A = Acc<T>;
+  constexpr int kWidth = kVectorWidth<A>;
+  if (width >= kWidth) {
+    std::int64_t f = 0;
+    for (; f + 2 * kWidth <= width; f += 2 * kWidth) hidden_tile<T, 2>(weight, hidden, right, f, 0, to);
+    for (; f < width; f += kWidth) {
+      const std::int64_t at = std::min(f, width - kWidth);
+      hidden_tile<T, 1>(weight, hidden, right, at, f - at, to);
+    }
+    return;
+  }
+  for (std::int64_t f = 0; f < width; ++f) {
+    A slopes = 0, outputs = 0;
+    for (int entry = 0; entry < right.count; ++entry) {
+      A slope = widen(right.row(entry)[f]);
+      const A input = slope + hidden.left[f];
+      make_term<Term::kSlope>(hidden.left[f], hidden.slope, slope);
+      slope *= weight[entry];
+      slopes += slope;
+      outputs += slope * input;
+      if (to.rows != nullptr) to.rows[entry * to.stride + f] = slope * hidden.att[f];
+    }
+    add_compensated(slopes, to.slopes.total[f], to.slopes.compensation[f]);
+    add_compensated(outputs, to.outputs.total[f], to.outputs.compensation[f]);
+  }
+}
+
+template <typename T>
+void load_all(const AttentionCsrArgs& args, const CsrView& a, const Block& block, Acc<T>* columns) {
+  const T* rows[kBlock];
+  for (int i = 0; i < block.count; ++i) {
+    rows[i] = static_cast<const T*>(args.edge.data) + edge_position(a, block.entry + i) * args.edge.stride;
+  }
+  for (std::int64_t f = 0; f < args.edge_width; ++f, columns += kBlock) {
+    for (int i = 0; i < block.count; ++i) columns[i] = widen(rows[i][f]);
+    std::fill(columns + block.count, columns + padded<Acc<T>>(block.count), Acc<T>{0});
+  }
+}
+
+template <typename T>
+void store_all(const AttentionCsrArgs& args, const CsrView& a, const Block& block, const Acc<T>* columns,
+               void* to) {
+  for (int i = 0; i < block.count; ++i) {
+    T* row = static_cast<T*>(to) + edge_position(a, block.entry + i) * args.edge_width;
+    for (std::int64_t f = 0; f < args.edge_width; ++f) narrow(columns[f * kBlock + i], row + f);
   }
 }
 
@@ -337,6 +490,49 @@ void accumulate(Term term, const float* weight, const Hidden<float>& hidden, con
       accumulate_block<decltype(type)>(term, weight, hidden, right, width, sum);
     });
   });
+}
+
+void project(const Gather& right, const double* columns, std::int64_t edge_width, const double* weight,
+             std::int64_t width, double* rows) {
+  for_this_machine([&]() FASTSPARSE_INLINED {
+    project_block(Rows<double>(right), columns, edge_width, weight, width, rows);
+  });
+}
+void project(const Gather& right, const float* columns, std::int64_t edge_width, const float* weight,
+             std::int64_t width, float* rows) {
+  with_float_type(right.dtype, [&](auto type) {
+    for_this_machine([&]() FASTSPARSE_INLINED {
+      project_block(Rows<decltype(type)>(right), columns, edge_width, weight, width, rows);
+    });
+  });
+}
+
+void differentiate_hidden(const double* weight, const Hidden<double>& hidden, const Gather& right,
+                          std::int64_t width, const HiddenGradients<double>& to) {
+  for_this_machine([&]()
+                       FASTSPARSE_INLINED { hidden_block(weight, hidden, Rows<double>(right), width, to); });
+}
+void differentiate_hidden(const float* weight, const Hidden<float>& hidden, const Gather& right,
+                          std::int64_t width, const HiddenGradients<float>& to) {
+  with_float_type(right.dtype, [&](auto type) {
+    for_this_machine(
+        [&]() FASTSPARSE_INLINED { hidden_block(weight, hidden, Rows<decltype(type)>(right), width, to); });
+  });
+}
+
+void load_columns(const AttentionCsrArgs& args, const CsrView& a, const Block& block, double* columns) {
+  load_all<double>(args, a, block, columns);
+}
+void load_columns(const AttentionCsrArgs& args, const CsrView& a, const Block& block, float* columns) {
+  with_float_type(args.dtype, [&](auto type) { load_all<decltype(type)>(args, a, block, columns); });
+}
+void store_columns(const AttentionCsrArgs& args, const CsrView& a, const Block& block, const double* columns,
+                   void* to) {
+  store_all<double>(args, a, block, columns, to);
+}
+void store_columns(const AttentionCsrArgs& args, const CsrView& a, const Block& block, const float* columns,
+                   void* to) {
+  with_float_type(args.dtype, [&](auto type) { store_all<decltype(type)>(args, a, block, columns, to); });
 }
 
 void widen_row(const DenseView& matrix, Dtype, std::int64_t row, std::int64_t width, double* to) {

@@ -36,6 +36,10 @@ struct State {
     sum = sum * exp(maximum - highest) + other.sum * exp(other.maximum - highest);
     maximum = highest;
   }
+
+  // Factor that makes the weights sum to 1, 0 without weights. NaN where the maximum is infinity or NaN: a
+  // first score of infinity counts as 1 in the sum, which costs nothing per entry to correct here.
+  __device__ A normaliser() const { return sum == A{0} ? A{0} : A{1} / (sum + (maximum - maximum)); }
 };
 
 template <typename T, bool kGradient, int kHeadLanes>
@@ -90,7 +94,7 @@ struct Entries {
   }
 
   __device__ void write(const State<A>& state) const {
-    const A inverse = state.sum == A{0} ? A{0} : A{1} / state.sum;
+    const A inverse = state.normaliser();
 #pragma unroll 4
     for (int offset = first; offset < slice.length; offset += kEntryLanes) {
       const std::int64_t position = at(offset);

@@ -321,6 +321,18 @@ def aggregate_linear_backward(
 def sum_of_rows(
     rows: _Rows, partial: _Memory, num_parts: int, out: _Memory, out_dtype: _Dtype, device: int, queue: int
 ) -> None: ...
+def weight_gradient(
+    grad: _Rows,
+    x: _Rows,
+    x_column_stride: int,
+    num_parts: int,
+    part_width: int,
+    out: _Rows,
+    out_column_stride: int,
+    out_dtype: _Dtype,
+    device: int,
+    queue: int,
+) -> None: ...
 def batch_norm(
     x: _Rows,
     mask: _Memory,
@@ -558,6 +570,8 @@ class AttentionCsrArgs:  # CPU only
         att: _Memory,
         bias: _Memory,
         bias_dtype: _Dtype,
+        edge: _Rows,
+        weight: _Rows,
         scale: float,
         dropout_p: float,
         seed: int,
@@ -574,7 +588,9 @@ def attention_csr_backward(
     grad_src: _Memory,
     grad_v: _Memory,
     grad_att: _Memory,
-    grad_bias: _Memory,
+    work: _Memory,
+    grad_edge: _Memory,
+    grad_weight: _Memory,
     threads: int,
 ) -> None: ...
 
@@ -641,8 +657,8 @@ class AttentionLayer:
     ) -> None: ...
 
 def stack_maps(
-    weights: list[int],
-    biases: list[int],
+    weights: Sequence[_Memory],
+    biases: Sequence[_Memory],
     weight_size: int,
     bias_size: int,
     weight: _Memory,
@@ -765,7 +781,7 @@ def multi_aggregate_backward(
     queue: int,
 ) -> None: ...
 
-class EdgeAttentionInput:
+class EdgeAttentionInput:  # CUDA only
     def __init__(
         self,
         gatv2: bool,
@@ -773,7 +789,6 @@ class EdgeAttentionInput:
         q: _Rows,
         k: _Rows,
         v: _Rows,
-        q_edge: _Memory,
         edge: _Rows,
         att: _Memory,
         weight: _Memory,
@@ -802,7 +817,6 @@ def edge_attention_backward(
     input: EdgeAttentionInput,
     out: _Rows,
     grad: _Rows,
-    grad_edge: _Memory,
     lse: _Memory,
     work: _Memory,
     positive: _Memory,

@@ -1,6 +1,6 @@
 """Core of FastSparse: sparse structures and the operators on them, over torch-free CUDA and C++ kernels."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 __all__ = [
@@ -35,9 +35,12 @@ __all__ = [
 ]
 
 try:
+    from fastsparse_core import dgl_import as _dgl_import  # noqa: F401  (lets `import dgl` work from here on)
     from fastsparse_core.capturing.decorator import capture
+    from fastsparse_core.device import unusable_gpu as _unusable_gpu
     from fastsparse_core.formats import CBSR
     from fastsparse_core.log import SlowPathWarning
+    from fastsparse_core.log import warn_once as _warn_once
     from fastsparse_core.maxk_activation import MaxK
     from fastsparse_core.ops import (
         additive_attention,
@@ -71,9 +74,14 @@ except (ImportError, OSError) as error:
     # so.
     _reason = error
 
-    def __getattr__(name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise ImportError(
-            f"fastsparse_core cannot be loaded ({_reason}); run `python -m fastsparse_core.doctor`"
-        ) from _reason
+    if not TYPE_CHECKING:  # which would take every misspelt name for one of the module's
+
+        def __getattr__(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            raise ImportError(
+                f"fastsparse_core cannot be loaded ({_reason}); run `python -m fastsparse_core.doctor`"
+            ) from _reason
+else:
+    if _unusable_gpu():
+        _warn_once(_unusable_gpu())

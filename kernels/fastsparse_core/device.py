@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from collections.abc import Callable
 
 import torch
@@ -13,6 +15,25 @@ from fastsparse_core import _C
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
 
 _HAS_CUDA_KERNELS = bool(_C.build_info()["cuda"])
+#: Where Linux has a file for every NVIDIA GPU of the machine, or of the container.
+_GPU_FILES = "/dev/nvidia[0-9]*"
+
+
+def unusable_gpu() -> str:
+    """What to tell a user with a GPU that PyTorch can use and this build has no kernels for; "" without one.
+
+    ``torch.cuda.is_available()`` is not asked: it may initialise CUDA, after which a process cannot fork.
+    """
+    if _HAS_CUDA_KERNELS or torch.version.cuda is None:
+        return ""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    if not torch.cuda.is_initialized() and (is_hidden or not glob.glob(_GPU_FILES)):
+        return ""
+    return (
+        "this build of FastSparse has no CUDA kernels, so operators and layers reject tensors on the GPU. "
+        "Get nvcc (`python -m pip install nvidia-cuda-nvcc nvidia-cuda-cccl`) and install FastSparse again; "
+        "`python -m fastsparse_core.doctor` has the details"
+    )
 
 
 def device_index(device: torch.device) -> int:

@@ -109,7 +109,7 @@ def examine() -> Report:
     report.versions.append(("Python", platform.python_version(), "ok"))
     torch = _examine_torch(report)
     _examine_components(report)
-    build_info = _examine_extension(report)
+    build_info = _examine_extension(report, torch)
     if torch is not None:
         _examine_gpus(report, torch, build_info)
         if build_info is not None:
@@ -141,7 +141,7 @@ def _examine_torch(report: Report) -> Any | None:
             Problem(
                 "torch-broken",
                 f"PyTorch cannot be imported: {first_line(error)}",
-                "python -m pip install --force-reinstall 'torch>=2.6'",
+                f"python -m pip install {'--force-reinstall ' if installed else ''}'torch>=2.6'",
                 breaks=True,
             )
         )
@@ -205,8 +205,11 @@ def _examine_components(report: Report) -> None:
         )
 
 
-def _examine_extension(report: Report) -> dict[str, Any] | None:
-    """Imports the extension; returns its build_info(), or None after reporting why not."""
+def _examine_extension(report: Report, torch: Any | None) -> dict[str, Any] | None:
+    """Imports the extension; returns its build_info(), or None after reporting why not.
+
+    Without PyTorch its import says nothing: it finds PyTorch's OpenMP there.
+    """
     version = _installed_version("fastsparse-gnn")
     report.versions.append(
         ("fastsparse-gnn", version or "-", "ok" if version else "not installed: a checkout")
@@ -214,6 +217,9 @@ def _examine_extension(report: Report) -> dict[str, Any] | None:
     try:
         info: dict[str, Any] = importlib.import_module("fastsparse_core._C").build_info()
     except Exception as error:
+        if torch is None:
+            report.build.append(("both halves", "not examined: they need PyTorch"))
+            return None
         report.build.append(("CPU half", "missing"))
         report.build.append(("CUDA half", "missing"))
         what = f"the extension fastsparse_core._C cannot be imported: {first_line(error)}"

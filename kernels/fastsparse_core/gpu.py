@@ -46,19 +46,8 @@ class GpuProfile:
         bandwidth: of the memory, in bytes a millisecond.
         few_edges: edges below which a product takes about as long as its launch.
         few_per_row: entries per row below which sddmm and ssd's backward work from CSR.
-        most_without_list: edges up to which building csr's work list costs more than tca, which needs none.
-        most_row_tiles_without_list: rows times tiles of 64 features up to which that holds.
-        few_row_tiles: rows times tiles up to which tca beats flashsparse where windows are few.
-        long_row: entries per row from which tca is faster without the tile of sources in shared memory.
-        short_row: entries per row below which the end of a row counts as much as what it sums.
-        much_gathered_resident: edges times features from which flashsparse beats csr from shared memory in
-            float32 where windows are few.
-        much_gathered: the same against csr from global memory.
-        much_gathered_16_bit: the same in 16 bits.
-        much_shared: vectors per edge up to which these hold in float32.
         shared: vectors per edge up to which flashsparse beats csr in float32 on large graphs.
         narrow: features up to which csr's gather in float32 moves half of what it could.
-        narrow_rows: rows from which flashsparse is faster there even where windows are few.
         short_product_bytes: bytes of a head up to which sddmm works from CSR.
         least_rows: rows from which GraphSAGE's linear maps in one kernel beat cuBLAS in float32.
         most_gathered: edges per row up to which that kernel sums neighbours too.
@@ -83,18 +72,8 @@ class GpuProfile:
     bandwidth: float
     few_edges: float = _constant("num_sms")
     few_per_row: float = _constant()
-    most_without_list: float = _constant("num_sms")
-    most_row_tiles_without_list: float = _constant("num_sms")
-    few_row_tiles: float = _constant("num_sms")
-    long_row: float = _constant()
-    short_row: float = _constant()
-    much_gathered_resident: float = _constant("num_sms")
-    much_gathered: float = _constant("num_sms")
-    much_gathered_16_bit: float = _constant("num_sms")
-    much_shared: float = _constant()
     shared: float = _constant()
     narrow: float = _constant()
-    narrow_rows: float = _constant("num_sms")
     short_product_bytes: float = _constant()
     least_rows: float = _constant("num_sms")
     most_gathered: float = _constant()
@@ -147,14 +126,16 @@ def cache_folder() -> Path:
 
 
 def read(path: Path) -> GpuProfile:
-    """A stored profile.
+    """A stored profile. Constants that this version no longer has are ignored.
 
     Raises:
         ValueError: the file holds something else; it says what to do.
     """
     try:
-        return GpuProfile(**json.loads(path.read_text()))
-    except (TypeError, ValueError) as error:
+        stored = json.loads(path.read_text())
+        names = {each.name for each in dataclasses.fields(GpuProfile)}
+        return GpuProfile(**{name: value for name, value in stored.items() if name in names})
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path}: expected a GPU profile of this version, got {error}; delete it or run "
             "`python -m fastsparse_core.tune` again"

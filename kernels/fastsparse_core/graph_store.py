@@ -232,9 +232,10 @@ def place_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
     if device.type == "cpu":
         return [tensor.to(device) for tensor in tensors]
     placed = [_copy_of(tensor, device) for tensor in tensors]
+    there = [copy for copy in placed if copy is not None]
+    if len(there) == len(placed):
+        return there
     missing = sum(tensor.nbytes for tensor, copy in zip(tensors, placed, strict=True) if copy is None)
-    if not missing:
-        return [copy for copy in placed if copy is not None]
     free, _ = torch.cuda.mem_get_info(device)
     size, fits = f"{missing / 2**30:.2f} GiB of graphs", missing <= _SHARE_OF_FREE * free
     if fits:

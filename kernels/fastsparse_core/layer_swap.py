@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from fastsparse_core import log
+
 #: Original class -> drop-in class.
 DropIns = Mapping[type[Module], type[Module]]
 
@@ -136,7 +138,7 @@ def accelerate(
     Raises:
         TypeError: ``model`` is not a module.
     """
-    rows = []
+    rows: list[Row] = []
     for paths, module in _layers(model):
         original = _original(type(module), drop_ins)
         name = type(module).__name__
@@ -165,6 +167,11 @@ def accelerate(
                 reason = ""
         now = "" if reason else type(module).__name__
         rows.append(Row(paths, name, now, reason, "" if reason else kernel(module)))
+    if not rows:
+        log.warn_once(
+            f"model: expected one with graph layers, but accelerate found none in {type(model).__name__}. "
+            "Layers in a Python list or dict are not found: keep them in a torch.nn.ModuleList or ModuleDict"
+        )
     return Report(tuple(rows))
 
 

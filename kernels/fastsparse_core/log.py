@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
 import logging
+import os.path
 import sys
 import warnings
+from types import CodeType, FrameType
 
 import torch
 
@@ -41,10 +44,23 @@ def info_once(logger: logging.Logger, message: str) -> None:
 def warn_once(message: str) -> None:
     """Issues a :class:`SlowPathWarning` the first time it is given `message`, at the user's line.
 
-    Nothing is issued while torch.compile traces: the code could not be traced.
+    While torch.compile traces, the warning is issued by the trace, and the compiled code has no trace of it.
     """
-    if not torch.compiler.is_compiling() and _is_first("", message):
+    if torch.compiler.is_compiling():
+        _warn_in_trace(message)
+    else:
+        _warn(message)
+
+
+def _warn(message: str) -> None:
+    if _is_first("", message):
         warnings.warn(message, SlowPathWarning, stacklevel=_user_level())
+
+
+@torch.compiler.assume_constant_result
+def _warn_in_trace(message: str) -> bool:
+    _warn(message)
+    return True  # a constant, which the compiler puts in place of the call
 
 
 def _is_first(emitter: str, message: str) -> bool:
@@ -58,11 +74,46 @@ def _is_first(emitter: str, message: str) -> bool:
     return True
 
 
+def is_of_user(frame: FrameType) -> bool:
+    """Whether a frame runs code of the user, not of FastSparse, PyTorch, a framework or Python's library."""
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    return package not in _NOT_THE_USER and package not in sys.stdlib_module_names
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame of the user."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_of_user(frame):
+        frame = frame.f_back
+    return frame
+
+
+def current_line() -> str:
+    """The user's line that runs, as messages name it."""
+    frame = user_frame()
+    return "" if frame is None else line_of(frame.f_code, frame.f_lineno)
+
+
+def line_of(code: CodeType, number: int) -> str:
+    """A line as messages name it: its text, file and number."""
+    text = linecache.getline(code.co_filename, number).strip()
+    place = f"{os.path.basename(code.co_filename)}:{number}"
+    return f"`{text}` ({place})" if text else place
+
+
 def _user_level() -> int:
     """The ``stacklevel``, as seen from the caller of this function, of the innermost frame of the user."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USER:
-            return level
-        frame, level = frame.f_back, level + 1
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None:
+        if not _is_import_machinery(frame):  # which `warnings.warn` does not count
+            if is_of_user(frame):
+                return level
+            level += 1
+        frame = frame.f_back
     return 2
+
+
+def _is_import_machinery(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return "importlib" in name and "_bootstrap" in name

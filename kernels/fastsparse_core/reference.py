@@ -439,5 +439,8 @@ def scatter(src: Tensor, index: Tensor, dim_size: int, reduce: str = "sum") -> T
 def scatter_softmax(src: Tensor, index: Tensor, dim_size: int) -> Tensor:
     """Float64 reference of :func:`fastsparse_core.scatter_softmax`."""
     src, index = src.double(), index.long()
-    weight = (src - scatter(src.detach(), index, dim_size, "max").index_select(0, index)).exp()
-    return weight / scatter(weight, index, dim_size).index_select(0, index)
+    maximum = scatter(src.detach(), index, dim_size, "max")
+    # Segments whose values are all -inf give 0.
+    weight = (src - maximum.masked_fill(maximum == -torch.inf, 0).index_select(0, index)).exp()
+    total = scatter(weight, index, dim_size)
+    return weight / total.masked_fill(total == 0, 1).index_select(0, index)

@@ -1,7 +1,7 @@
 """``python -m fastsparse_core.tune``: measures where one kernel overtakes another on this GPU.
 
 What it finds is stored in the user's cache folder and decides from then on
-(docs/decisions/gpu_profiles.md). It takes a few minutes; nothing else should use the GPU meanwhile.
+(docs/dev/decisions/gpu_profiles.md). It takes a few minutes; nothing else should use the GPU meanwhile.
 """
 
 from __future__ import annotations
@@ -117,19 +117,6 @@ def _narrow(device: torch.device, clock: Clock) -> Iterator[Point]:
         yield width, *_compare(adj, width, torch.float32, "csr", "flashsparse", clock)
 
 
-def _much_gathered(
-    num_dst: int, num_src: int, dtype: torch.dtype
-) -> Callable[[torch.device, Clock], Iterator[Point]]:
-    def points(device: torch.device, clock: Clock) -> Iterator[Point]:
-        for density in (0.05, 0.1, 0.2, 0.35, 0.5):
-            adj = structure(num_dst, num_src, int(density * num_dst * num_src), 0.0, device)
-            for width in (128, 256):
-                first, second = _compare(adj, width, dtype, "csr", "flashsparse", clock)
-                yield adj.num_edges * width, first, second
-
-    return points
-
-
 def _few_edges(device: torch.device, clock: Clock) -> Iterator[Point]:
     """A product against twice the time of one that reads next to nothing."""
     x = torch.randn(20_000, 64, device=device)
@@ -144,19 +131,6 @@ EXPERIMENTS = (
     Experiment("few_edges", "spmm of few edges against its launch", _few_edges),
     Experiment("shared", "csr and flashsparse over shared columns, float32", _shared),
     Experiment("narrow", "csr and flashsparse over narrow features, float32", _narrow),
-    Experiment(
-        "much_gathered_resident",
-        "csr from shared memory and flashsparse, float32",
-        _much_gathered(2048, 512, torch.float32),
-    ),
-    Experiment(
-        "much_gathered", "csr and flashsparse of few rows, float32", _much_gathered(512, 2048, torch.float32)
-    ),
-    Experiment(
-        "much_gathered_16_bit",
-        "csr and flashsparse of few rows, float16",
-        _much_gathered(512, 2048, torch.float16),
-    ),
 )
 
 

@@ -42,7 +42,7 @@ if part == "spmm-float16":
 if part == "structures":
     import os
     print(os.getpid(), flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 """
 
 
@@ -113,9 +113,13 @@ def stored(tmp_path: Path) -> dict[tuple[str, str], dict]:
 
 
 def test_errors_failures_and_parts_without_an_end_are_told_apart(tmp_path: Path, stand_in: str) -> None:
-    parts = ["--parts", "spmm-float32", "spmm-float16", "spmm-bfloat16", "structures"]
-    with pytest.raises(SystemExit, match="7 of 8 not clean"):
-        run(arguments(tmp_path, stand_in, *parts, "--limit", "3"), Console(quiet=True))
+    parts = ["--parts", "spmm-float32", "spmm-float16", "spmm-bfloat16"]
+    with pytest.raises(SystemExit, match="5 of 6 not clean"):
+        run(arguments(tmp_path, stand_in, *parts), Console(quiet=True))
+    # By itself, for the others may need longer than its limit.
+    without_end = ["--parts", "structures", "--limit", "1", "--keep"]
+    with pytest.raises(SystemExit, match="2 of 2 not clean"):
+        run(arguments(tmp_path, stand_in, *without_end), Console(quiet=True))
     cells = stored(tmp_path)
     race = cells["spmm-float32", "racecheck"]
     assert (race["status"], race["errors"], race["warnings"]) == ("ok", 2, 1)
@@ -124,7 +128,7 @@ def test_errors_failures_and_parts_without_an_end_are_told_apart(tmp_path: Path,
     assert (failed["status"], failed["errors"]) == ("failed: the driver did not come to its end", 1)
     assert cells["spmm-bfloat16", "memcheck"]["status"] == "failed: no summary; no output"
     assert cells["structures", "racecheck"]["status"] == "not finished"
-    assert cells["structures", "racecheck"]["seconds"] >= 3
+    assert cells["structures", "racecheck"]["seconds"] >= 1
     assert "RACECHECK" in (tmp_path / "log" / "spmm-float32-racecheck.log").read_text()
 
     path = next((tmp_path / "out").glob("*/sanitizer.json"))
@@ -170,12 +174,12 @@ def test_a_signal_ends_the_parts_and_leaves_a_record(tmp_path: Path, stand_in: s
     process = subprocess.Popen(command, cwd=record.REPOSITORY, env=sanitizer._environment())
     log = tmp_path / "log" / "structures-memcheck.log"
     try:
-        until = time.monotonic() + 90
+        until = time.monotonic() + 1800
         while not (log.exists() and log.read_text().strip()) and time.monotonic() < until:
             time.sleep(0.1)
         (child,) = log.read_text().split()
         process.send_signal(number)
-        assert process.wait(20) != 0
+        assert process.wait(1800) != 0
     finally:
         process.kill()
         process.wait()

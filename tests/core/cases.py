@@ -128,6 +128,36 @@ def rows_of(lengths: Sequence[int], num_src: int, device: str) -> Adjacency:
     return Adjacency.from_coo(row.to(device), col.to(device), (len(lengths), num_src))
 
 
+def special_scores() -> tuple[EdgeList, Tensor]:
+    """Rows with NaN and infinite scores, and for every edge what makes its finite score one of them, or 0.
+
+    Two rows at a time share their sources.
+    """
+    nan, inf = float("nan"), float("inf")
+    rows = [
+        *([nan], [inf], [-inf], [0.0], [inf, 0.0], [0.0, inf], [nan, 0.0, 0.0], [0.0, 0.0, nan]),
+        *([-inf, inf, -inf], [inf, inf, inf], [inf, nan, -inf], [], [-inf, 0.0, -inf], [-inf] * 3),
+        # Of several blocks and slices.
+        *([0.0] * 699 + [x] for x in (nan, inf)),
+        *([-inf] * 699 + [x] for x in (nan, inf, 0.0)),
+        *([0.0] * 699 + [-inf], [-inf] * 700, [0.0] * 700),
+    ]
+    edges = torch.tensor([(nth, x) for nth, row in enumerate(rows) for x in row], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    edges = edges[torch.randperm(len(edges), generator=generator)]
+    row, special = edges[:, 0].long(), edges[:, 1]
+    col = row // 2 * 100 + torch.randint(0, 100, (len(edges),), generator=generator)
+    return EdgeList(row, col, (len(rows), len(rows) * 50)), special
+
+
+def assert_equal_but_for_rounding(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    """NaN and infinities at the same places, elsewhere a relative Frobenius error below `tolerance`."""
+    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    finite = expected.isfinite()
+    assert torch.equal(actual[~finite].nan_to_num(1e300), expected[~finite].nan_to_num(1e300))
+    assert relative_error(actual[finite], expected[finite]) <= tolerance
+
+
 def features(rows: int, width: int, dtype: torch.dtype, layout: str, device: str, seed: int = 0) -> Tensor:
     """Random features in a memory layout that a user might have."""
     generator = torch.Generator().manual_seed(seed)

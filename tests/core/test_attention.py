@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from attention_problems import (
     ALGORITHMS,
     HEAD_WIDTHS,
     KINDS,
+    Problem,
     each_algorithm,
     next_seed,
     problem,
     random_graph,
 )
-from cases import DTYPES, TOLERANCE, EdgeList, edge_lists, features, relative_error
+from cases import (
+    DTYPES,
+    TOLERANCE,
+    EdgeList,
+    assert_equal_but_for_rounding,
+    edge_lists,
+    features,
+    relative_error,
+    special_scores,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -223,6 +235,51 @@ def test_nan_and_infinity_travel_along_edges_only(request, device, kind, dtype, 
             assert torch.equal(fused, unfused)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["dot_product", "additive"])
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "csr"])
+@pytest.mark.parametrize(("heads", "width"), [(4, 32), (8, 8), (2, 128)])
+def test_special_scores(device, poisoned_memory, kind, dtype, algorithm, heads, width):
+    """NaN and infinity make results and gradients of their row and head NaN, and minus infinity weighs 0."""
+    if algorithm == "csr" and (kind == "additive" or (device == "cuda" and dtype == torch.float64)):
+        pytest.skip("no such kernel")
+    edges, special = special_scores()
+    adj = edges.adjacency(device)
+    case = problem(kind, adj, heads, width, None, dtype, biased=True, requires_grad=True)
+    with torch.no_grad():
+        case.tensors[-1][:, ::2] += special[:, None].to(device, case.tensors[-1].dtype)
+    _assert_equals_reference(case, adj, 4 * TOLERANCE[dtype], algorithm)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("heads", "width"), [(4, 32), (1, 64), (2, 128)])
+def test_special_scores_of_gatv2(device, poisoned_memory, dtype, algorithm, heads, width):
+    """Its scores come from features, which are the values too."""
+    adj = special_scores()[0].adjacency(device)
+    case = problem("gatv2", adj, heads, width, None, dtype, requires_grad=True)
+    with torch.no_grad():
+        x_dst, x_src, att = case.tensors
+        att[0, 0] = 0.5
+        for row, number in ((2, "nan"), (4, "inf"), (6, "-inf"), (14, "nan"), (16, "inf"), (20, "-inf")):
+            x_dst[row, 0, 0] = float(number)
+        x_src[[900, 930], 0, 0] = -torch.inf
+    _assert_equals_reference(case, adj, 4 * TOLERANCE[dtype], algorithm)
+
+
+def _assert_equals_reference(case: Problem, adj: Adjacency, tolerance: float, algorithm: str) -> None:
+    """Result and gradients, NaN and infinities at the same places."""
+    doubled = case.doubled()
+    out, expected = case.run(adj, algorithm=algorithm), case.expected(adj, doubled)
+    assert_equal_but_for_rounding(out, expected, tolerance)
+    weight = features(adj.num_dst, out[0].numel(), out.dtype, "contiguous", str(out.device), 7)
+    weight = weight.view(out.shape)
+    found = torch.autograd.grad(out, case.tensors, weight)
+    wanted = torch.autograd.grad(expected, doubled, weight.double())
+    for grad, right in zip(found, wanted, strict=True):
+        assert_equal_but_for_rounding(grad, right, 8 * tolerance)
+
+
 @pytest.mark.parametrize("kind", ["dot_product", "additive"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_bias_of_minus_infinity_masks_edges(device, kind, algorithm):
@@ -310,3 +367,19 @@ def test_dropout_generator_is_philox():
     below, above = 0x6627E8D5 / 2**32, 0x6627E8D6 / 2**32
     assert reference.dropout_keep(adj, 1, below, 0).item()
     assert not reference.dropout_keep(adj, 1, above, 0).item()
+
+
+def test_later_calls_repeat_the_first_to_the_bit():
+    """Also with a width whose root has two roundings, as `1 / math.sqrt(w)` and `w**-0.5` give them."""
+    width = next(w for w in range(2, 100) if w**-0.5 != 1 / math.sqrt(w))
+    generator = torch.Generator().manual_seed(0)
+    adj = random_graph().adjacency("cpu")
+    q, k, v = (
+        torch.randn(rows, 8 * width, dtype=torch.float64, generator=generator)
+        for rows in (adj.num_dst, adj.num_src, adj.num_src)
+    )
+    first, second = attention(adj, q, k, v, heads=8), attention(adj, q, k, v, heads=8)
+    assert torch.equal(first, second)
+    q, k, v = (x.unflatten(1, (8, width)) for x in (q, k, v))
+    assert torch.equal(attention(adj, q, k, v).flatten(1), first)
+    assert torch.equal(attention(adj, q, k, v, scale=1 / math.sqrt(width)).flatten(1), first)

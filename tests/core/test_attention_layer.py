@@ -212,6 +212,18 @@ def test_dropout_drops_the_same_weights(device, kind, kernel, mean):
 
 
 @calls
+def test_nan_travels_along_edges_only(device, kind, kernel):
+    layer = Layer(kind, 4, 8, torch.float32, device)
+    x = torch.randn(70, F_IN, device=device)
+    x[7, 2] = torch.nan
+    x.requires_grad_()
+    (out, grad_x, *_), (wanted, wanted_grad_x, *_) = both(layer, prepared(structure(device), kernel), x)
+    for got, want in ((out, wanted), (grad_x, wanted_grad_x)):
+        assert torch.equal(got.isnan(), want.isnan())
+        assert not want.isnan().all()
+
+
+@calls
 def test_many_nodes(device, kind, kernel):
     """Sums over more rows than one task has."""
     layer = Layer(kind, 2, 8, torch.float32, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -11,6 +12,7 @@ from simulated_graphs import simulate
 
 from fastsparse_core import (
     Adjacency,
+    SlowPathWarning,
     additive_attention,
     attention,
     capture,
@@ -22,7 +24,7 @@ from fastsparse_core import (
 from fastsparse_core.capturing import captured as machinery
 from fastsparse_core.capturing import twins
 from fastsparse_core.capturing.fresh_adjacency import FreshAdjacency
-from fastsparse_core.capturing.journal import on_trial
+from fastsparse_core.capturing.journal import State, on_trial
 from fastsparse_core.capturing.optimizers import RecordedOptimizer
 from fastsparse_core.capturing.padding import BatchPlaces, Rows, Sizes, room_for
 from fastsparse_core.capturing.twins import Masks, Twins
@@ -228,42 +230,61 @@ def test_evaluation_leaves_gradients_alone(device):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad])
-def test_steps_that_run_as_they_are_keep_their_optimiser(device, optimizer, caplog):
+def test_steps_that_run_as_they_are_keep_their_optimiser(device, optimizer):
     """What recording needs of an optimiser is taken back where the step is not recorded."""
     task = Task(device, optimizer)
     before = [{name: item for name, item in group.items() if name != "params"} for group in groups(task)]
 
     def step(x, y):
         loss = task.step(x, y)
-        return loss, loss.item()
+        return loss, loss.nonzero()
 
     run = capture(step)
-    with caplog.at_level(logging.INFO, logger="fastsparse_core"):
-        for _ in range(CALLS):
-            run(task.x, task.y)
-    reason = "counts steps on the host" if optimizer is torch.optim.Adagrad else "loss.item()"
-    assert any(reason in message for message in caplog.messages)
+    with pytest.warns(SlowPathWarning) as warned:
+        repeat(lambda: run(task.x, task.y))
+    reason = "counts its steps on the CPU" if optimizer is torch.optim.Adagrad else "nonzero()"
+    assert reason in str(warned[0].message)
+    assert reason in run.captured.status
     after = [{name: item for name, item in group.items() if name != "params"} for group in groups(task)]
     assert after == before
+
+
+def repeat(call, times=CALLS):
+    """Results of calls."""
+    return [call() for _ in range(times)]
 
 
 def groups(task):
     return task.optimizer.param_groups
 
 
-def test_what_the_host_keeps_from_call_to_call_is_not_recorded(device, caplog):
-    task, kept = Task(device), [torch.zeros((), device=device)]
+@pytest.mark.parametrize("kind", ["tensor", "number", "in place"])
+def test_what_the_host_keeps_from_call_to_call_is_not_recorded(device, kind):
+    """Written into a tensor it is."""
+    x, kept = torch.ones(5, device=device), [torch.zeros((), device=device), 1.0]
 
     @capture
-    def run(x):
-        kept[0] = kept[0] + x.sum()
-        return kept[0]
+    def run():
+        if kind == "tensor":
+            kept[0] = kept[0] + x.sum()
+        elif kind == "in place":
+            kept[0].copy_(kept[0] + x.sum())
+        else:
+            kept[1] *= 1.1
+        return kept[0] + x.sum() * kept[1]
 
-    with caplog.at_level(logging.INFO, logger="fastsparse_core"):
-        outs = [run(task.x) for _ in range(CALLS)]
+    if kind == "in place":
+        assert repeat(lambda: run().item()) == [5.0 * (nth + 2) for nth in range(CALLS)]
+        assert run.captured.status == "replaying"
+        return
+    reason = {
+        "tensor": r"`kept\[0\] = kept\[0\] \+ x.sum\(\)`.*the call before made",
+        "number": "Python state",
+    }
+    with pytest.warns(SlowPathWarning, match=reason[kind]):
+        outs = repeat(lambda: run().item())
     assert not run.captured.records
-    assert any("kept by the host from call to call" in message for message in caplog.messages)
-    assert outs[-1] != outs[-2]
+    assert len(set(outs)) == CALLS
 
 
 def test_training_and_evaluation_are_recorded_apart(device):
@@ -304,7 +325,7 @@ def test_an_exception_in_a_step_leaves_the_rest(device):
 
 
 @pytest.mark.parametrize("fault", ["schedules", "forms"])
-def test_says_why_a_step_runs_as_it_is(simulated, caplog, fault):
+def test_says_why_a_step_runs_as_it_is(simulated, fault):
     task = Task("cpu")
     scheduler = torch.optim.lr_scheduler.StepLR(task.optimizer, 2)
 
@@ -315,21 +336,23 @@ def test_says_why_a_step_runs_as_it_is(simulated, caplog, fault):
         return x.sum()
 
     run = capture(step)
-    with caplog.at_level(logging.INFO, logger="fastsparse_core"):
-        for nth in range(machinery._MOST_FORMS + 3):
-            run(task.x, task.y, nth if fault == "forms" else 0)
-    expected = {"schedules": "call scheduler.step() after it", "forms": "in more than 32 forms"}[fault]
-    assert sum(expected in message for message in caplog.messages) == 1
+    numbers = itertools.count()
+    with pytest.warns(SlowPathWarning) as warned:
+        repeat(
+            lambda: run(task.x, task.y, next(numbers) if fault == "forms" else 0), machinery._MOST_FORMS + 3
+        )
+    expected = {"schedules": "Call `scheduler.step()` after", "forms": "more than 32 different"}[fault]
+    assert sum(expected in str(item.message) for item in warned) == 1
+    assert warned[0].filename == __file__
 
 
-def test_what_cannot_be_recorded_runs_on(device, caplog, monkeypatch):
-    monkeypatch.setattr(log, "seen", set())
+def test_what_cannot_be_recorded_runs_on(device):
     task, plain = Task(device), Task(device)
-    step = capture(lambda x, y: task.step(x, y).item())
-    with caplog.at_level(logging.INFO, logger="fastsparse_core"):
-        for _ in range(CALLS):
-            assert step(task.x, task.y) == pytest.approx(plain.step(plain.x, plain.y).item(), rel=1e-3)
-    assert any("loss.item()" in message for message in caplog.messages)
+    step = capture(lambda x, y: max(task.step(x, y).item(), 0.0))
+    with pytest.warns(SlowPathWarning, match=r"max\(task.step\(x, y\).item\(\), 0.0\).*test_capture.py"):
+        found = repeat(lambda: step(task.x, task.y))
+    assert found == pytest.approx(repeat(lambda: plain.step(plain.x, plain.y).item()), rel=1e-3)
+    assert step.captured.status.startswith("refused: the step goes on to use the number")
 
 
 def test_too_little_memory_to_record_loses_nothing(device, monkeypatch):
@@ -340,10 +363,10 @@ def test_too_little_memory_to_record_loses_nothing(device, monkeypatch):
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(step.captured._graphs, "record", record)
-    for _ in range(CALLS):
-        torch.testing.assert_close(
-            step(task.x, task.y).detach(), plain.step(plain.x, plain.y).detach(), rtol=1e-3, atol=1e-5
-        )
+    with pytest.warns(SlowPathWarning, match="there is not enough memory to record it"):
+        found = repeat(lambda: step(task.x, task.y).detach())
+    expected = repeat(lambda: plain.step(plain.x, plain.y).detach())
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
     assert not step.captured.records
 
 
@@ -718,7 +741,8 @@ def test_a_trial_leaves_nothing_behind(device):
 
     buffers = [item for item in task.model.buffers() if item.is_floating_point()]
     torch.manual_seed(3)
-    loss, drawn, *_ = on_trial(job, task.model.parameters(), buffers, torch.device(device)).results
+    changes = State(list(task.model.parameters()), buffers, devices=[torch.device(device)])
+    loss, drawn, *_ = on_trial(job, changes).results
     assert torch.equal(torch.rand(3), drawn)
     assert not total.any()
     after = task.optimizer.state[next(task.model.parameters())].values()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from cases import DTYPES, TOLERANCE, EdgeList, LargestTensor, features, ragged, relative_error
 from torch import Tensor
 
-from fastsparse_core import Adjacency, algorithms, attention, log, policy, reference
+from fastsparse_core import Adjacency, algorithms, attention, policy, reference
 from fastsparse_core.policy import Choice, Facts
 
 CSR, BLOCKS = Choice("csr", is_final=False, counts=True), Choice("fused3s")
@@ -191,9 +189,7 @@ def test_large_structures_are_converted_at_once_however_often_they_are_used():
         assert of(large._replace(**change)) == BLOCKS
 
 
-def test_names_are_followed_where_they_can_be(monkeypatch, caplog):
-    monkeypatch.setattr(log, "seen", set())
-    caplog.set_level(logging.INFO, "fastsparse_core")
+def test_names_are_followed_where_they_can_be(reasons):
     new = Facts(True, 100, 100, 1000)
     assert of(new, "fused3s") == BLOCKS
     assert of(new, "csr") == of(new._replace(converted=True), "csr") == Choice("csr")
@@ -201,12 +197,12 @@ def test_names_are_followed_where_they_can_be(monkeypatch, caplog):
     assert of(new, no_blocks="a") == Choice("csr")
     assert of(new, no_csr="b") == BLOCKS
     assert of(new._replace(is_cuda=False)) == BLOCKS
-    assert not caplog.records
+    assert not reasons.records
     assert of(new, "fused3s", no_blocks="a") == Choice("csr")
     assert of(new, "csr", no_csr="b") == BLOCKS
     assert of(new, no_blocks="a", no_csr="b") == Choice("unfused")
-    assert [record.getMessage() for record in caplog.records] == [
-        "attention with algorithm='fused3s' runs as 'csr': a",
-        "attention with algorithm='csr' runs as 'fused3s': b",
-        "attention runs as 'unfused', with memory for every edge: a",
+    assert [record.message.partition(". ")[0] for record in reasons.records] == [
+        "attention runs as algorithm='csr' in place of 'fused3s': a",
+        "attention runs as algorithm='fused3s' in place of 'csr': b",
+        "attention stores scores for every edge, which takes time and memory: a",
     ]

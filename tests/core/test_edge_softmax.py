@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DTYPES, TOLERANCE, edge_lists, features, relative_error
+from cases import (
+    DTYPES,
+    TOLERANCE,
+    assert_equal_but_for_rounding,
+    edge_lists,
+    features,
+    relative_error,
+    special_scores,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -77,6 +85,25 @@ def test_extreme_scores(device):
     expected = torch.tensor([0.0, -1], device=device).softmax(0)
     torch.testing.assert_close(out[:2], expected)
     torch.testing.assert_close(out[5:], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [1, 4, 8, 33])
+def test_special_scores(device, poisoned_memory, dtype, heads):
+    """NaN and infinity make the weights of their row and head NaN, and minus infinity weighs 0."""
+    edges, special = special_scores()
+    adj = edges.adjacency(device)
+    score = features(adj.num_values, heads, dtype, "contiguous", device)
+    score[:, ::2] += special[:, None].to(device, dtype)
+    score.requires_grad_()
+    doubled = score.detach().double().requires_grad_()
+    out, expected = edge_softmax(adj, score), reference.edge_softmax(adj, doubled)
+    tolerance = 4 * TOLERANCE[dtype]
+    assert_equal_but_for_rounding(out, expected, tolerance)
+    weight = features(adj.num_values, heads, dtype, "contiguous", device, 1)
+    (grad,) = torch.autograd.grad(out, score, weight)
+    (wanted,) = torch.autograd.grad(expected, doubled, weight.double())
+    assert_equal_but_for_rounding(grad, wanted, tolerance)
 
 
 def test_values_without_an_entry_are_zero(device, poisoned_memory):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fastsparse_core.layer_swap import Row, accelerate, restore
+from fastsparse_core import SlowPathWarning, log
+from fastsparse_core.layer_swap import Report, Row, accelerate, restore
 
 
 class Original(nn.Module):
@@ -334,6 +335,20 @@ def test_report(monkeypatch: pytest.MonkeyPatch):
     assert repr(report) == "Report(1 of 3 graph layers swapped)"
 
 
-def test_report_of_nothing():
-    report = accelerate(nn.ReLU(), {Original: DropIn}, is_graph_layer=lambda _: False, why_not=lambda *_: "")
+def test_a_model_without_graph_layers_is_warned_about(monkeypatch):
+    def accelerated(model: nn.Module) -> Report:
+        return accelerate(model, {Original: DropIn}, is_graph_layer=lambda _: False, why_not=lambda *_: "")
+
+    class Listing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [Original()]
+
+    monkeypatch.setattr(log, "seen", set())
+    with pytest.warns(
+        SlowPathWarning, match="model: .*found none in Listing. Layers in a Python list"
+    ) as caught:
+        report = accelerated(Listing())
+    assert caught[0].filename == __file__
     assert str(report) == "no graph layers found"
+    assert len(accelerated(Original()).rows) == 1

@@ -265,10 +265,11 @@ def test_no_message_is_stored(device):
     assert out.numel() <= largest.elements < adj.num_edges * width
 
 
-def test_many_edge_features_are_projected_once(device, caplog):
+def test_many_edge_features_are_projected_once(device, reasons):
     adj = ragged(600, device)
     tensors = problem(adj, 8, "features", edge_width=40)
     compare(adj, tensors, 4 * TOLERANCE[torch.float32])
+    assert reasons.text.count("edges have 40 features, and the fused kernel takes up to 32") == 1
 
 
 @pytest.mark.parametrize(

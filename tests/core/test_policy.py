@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import sys
 import threading
-import timeit
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -168,12 +168,12 @@ def test_contexts_left_out_of_order_do_not_stick():
     def hold() -> None:
         with second:
             entered.set()
-            leave.wait(10)
+            leave.wait(1800)
 
     thread = threading.Thread(target=hold)
     with first:
         thread.start()
-        assert entered.wait(10)
+        assert entered.wait(1800)
         assert algorithm_context._last_opened == {"spmm": "flashsparse"}
     assert algorithm_context._last_opened == {"spmm": "flashsparse"}
     leave.set()
@@ -208,9 +208,19 @@ def test_context_inside_compiled_code(device, asked):
     assert asked == ["csr", "auto"] * 4
 
 
-def test_costs_less_than_a_microsecond_unused():
-    seconds = min(timeit.repeat(lambda: policy.requested("spmm", "auto"), number=10_000, repeat=20))
-    assert seconds / 10_000 < 1e-6
+def test_costs_few_calls_unused():
+    """Calls are counted, for time depends on the machine's load."""
+    calls: list[str] = []
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event in ("call", "c_call"):
+            calls.append(getattr(argument, "__name__", frame.f_code.co_name))
+
+    sys.setprofile(note)
+    policy.requested("spmm", "auto")
+    sys.setprofile(None)
+    assert calls[0] == "requested"
+    assert len(calls) <= 6  # with PyTorch's question whether it compiles, and the last line above
 
 
 @pytest.mark.parametrize("operator", policy.ALGORITHMS)
@@ -233,15 +243,13 @@ def structure(device: str = "cuda", num_edges: int = 1_000_000, **facts: Any) ->
         "num_dst": 100_000,
         "num_vectors": num_edges,
         "converted": True,
-        "has_row_split": True,
         "has_sddmm_structure": True,
     }
     return Facts(device == "cuda", num_edges=num_edges, **(given | facts))
 
 
-def spmm_of(facts: Facts, *call: Any, gpu: GpuProfile = H200, **named: Any) -> str:
-    choice = policy.spmm_algorithm(facts, gpu, *call, **named)
-    return choice.algorithm
+def spmm_of(facts: Facts, *call: Any, gpu: GpuProfile = H200) -> str:
+    return policy.spmm_algorithm(facts, gpu, *call).algorithm
 
 
 def sddmm_of(facts: Facts, *call: Any, gpu: GpuProfile = H200) -> str:
@@ -323,17 +331,16 @@ def test_sddmm_by_itself_takes_what_measured_faster(dtype, width, heads, num_edg
     [
         (64, 1_000_000, 0.80, "flashsparse"),
         (64, 1_000_000, 0.90, "csr"),
-        (64, 300_000, 0.80, "csr"),  # too few entries a row
-        (16, 300_000, 0.90, "csr"),
-        (16, 1_000_000, 0.90, "flashsparse"),
-        (64, 100_000, 0.90, "flashsparse"),
+        (64, 300_000, 0.80, "flashsparse"),
+        (16, 300_000, 0.90, "flashsparse"),
+        (17, 300_000, 0.90, "csr"),
         (100, 100_000, 0.90, "csr"),
     ],
 )
 def test_spmm_in_float32_takes_what_measured_faster(width, num_edges, vectors, picked):
     adj = structure(num_edges=num_edges, num_vectors=int(vectors * num_edges))
     assert spmm_of(adj, "auto", torch.float32, width, 1, True) == picked
-    assert spmm_of(adj, "auto", torch.float32, width, 1, True, True) == "flashsparse"
+    assert spmm_of(adj, "auto", torch.float32, width, 1, True, True) == "flashsparse"  # dense vectors
     assert spmm_of(adj, "auto", torch.float16, width, 1, True) == "flashsparse"
 
 
@@ -342,7 +349,7 @@ def test_spmm_in_float32_takes_what_measured_faster(width, num_edges, vectors, p
     ("shape", "width", "in_csr", "in_tca"),
     [
         ((2048, 512), 256, True, True),
-        ((512, 512), 256, True, False),
+        ((512, 512), 256, True, True),
         ((511, 512), 256, False, False),
         ((256, 1024), 256, False, False),
         ((9000, 802), 256, True, True),
@@ -380,38 +387,6 @@ def test_shared_memory_wants_half_a_tile_of_features(dtype, width, resident):
         assert is_resident(adj, algorithm, dtype, width, 1, True) == resident
 
 
-@pytest.mark.parametrize(
-    ("num_dst", "num_src", "edges", "vectors", "width", "converted", "picked"),
-    [
-        (2048, 512, 524_288, 0.25, 128, True, "flashsparse"),
-        (2048, 512, 524_288, 0.25, 96, True, "csr"),
-        (2048, 512, 524_288, 0.55, 256, True, "flashsparse"),
-        (2048, 512, 524_288, 0.65, 256, True, "csr"),
-        (2048, 512, 524_288, 0.25, 256, False, "csr"),
-        (2048, 512, 209_715, 0.52, 256, True, "csr"),
-        (512, 2048, 209_715, 0.52, 256, True, "flashsparse"),  # csr gathers from the L2
-        (512, 2048, 209_715, 0.65, 256, True, "csr"),
-        (512, 2048, 209_715, 0.52, 128, True, "csr"),
-        (512, 2048, 209_715, 0.52, 256, False, "csr"),
-    ],
-)
-def test_csr_of_few_windows_gives_way_to_much_sharing_in_float32(
-    num_dst, num_src, edges, vectors, width, converted, picked
-):
-    sizes = {"num_dst": num_dst, "num_src": num_src, "num_edges": edges}
-    adj = structure(**sizes, converted=converted, num_vectors=int(vectors * edges))
-    arguments = ("auto", torch.float32, width, 1, True)
-    assert spmm_of(adj, *arguments, weighted=False) == picked
-    assert spmm_of(adj, *arguments, weighted=True) == "csr"
-
-
-def test_tca_of_long_rows_gathers_from_the_l2():
-    """Where rows are as few as sources."""
-    short, long = (structure(num_dst=512, num_src=512, num_edges=128 * 512 + more) for more in (0, 1))
-    for algorithm, adj, gathers in (("tca", short, True), ("tca", long, False), ("csr", long, True)):
-        assert is_resident(adj, algorithm, torch.float16, 256, 1, True) == gathers
-
-
 def test_what_cannot_gather_from_shared_memory():
     adj = structure(num_dst=2048, num_src=512)
     for algorithm in ("csr", "tca"):
@@ -431,130 +406,18 @@ def test_what_cannot_gather_from_shared_memory():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("num_dst", "num_edges", "width", "picked"),
+    ("num_dst", "num_edges", "picked"),
     [
-        (512, 209_715, 256, "csr"),
-        (256, 52_428, 256, "csr"),
-        (256, 1_000_000, 256, "flashsparse"),  # slices of long rows are many
-        (19_717, 88_651, 32, "flashsparse"),  # pubmed
-        (2708, 10_556, 64, "flashsparse"),  # cora: rows are short
+        (512, 209_715, "csr"),  # a pruned matrix
+        (4223, 40_000, "csr"),
+        (4224, 40_000, "flashsparse"),
+        (2708, 10_556, "flashsparse"),  # cora: rows are short
+        (13_752, 491_722, "flashsparse"),  # amazon_computers
     ],
 )
-def test_spmm_of_few_windows_leaves_the_tensor_cores(dtype, num_dst, num_edges, width, picked):
+def test_spmm_of_few_long_windows_leaves_the_tensor_cores(dtype, num_dst, num_edges, picked):
     adj = structure(num_dst=num_dst, num_edges=num_edges, num_vectors=num_edges // 2)
-    assert spmm_of(adj, "auto", dtype, width, 1, True) == picked
-
-
-@pytest.mark.parametrize(
-    ("num_dst", "width", "weighted", "picked"),
-    [
-        (2048, 16, False, "flashsparse"),
-        (2048, 16, True, "csr"),
-        (2048, 20, False, "csr"),
-        (1000, 16, False, "csr"),
-    ],
-)
-def test_few_windows_of_narrow_features_in_float32(num_dst, width, weighted, picked):
-    adj = structure(num_dst=num_dst, num_src=1024, num_edges=60 * num_dst)
-    assert spmm_of(adj, "auto", torch.float32, width, 1, True, weighted=weighted) == picked
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("shape", "num_edges", "width", "picked"),
-    [
-        ((2048, 512), 104_857, 128, "csr"),
-        ((2048, 512), 104_857, 256, "csr"),
-        ((2048, 512), 104_857, 32, "tca"),  # nothing in shared memory
-        ((2048, 512), 262_144, 128, "csr"),
-        ((2048, 512), 314_572, 128, "flashsparse"),  # much is gathered
-        ((2048, 512), 209_715, 256, "flashsparse"),
-        ((2048, 512), 20_923, 256, "flashsparse"),  # short rows
-        ((2048, 512), 20_923, 128, "csr"),
-        ((2048, 512), 40_960, 256, "csr"),
-        ((512, 512), 52_428, 256, "csr"),
-        ((512, 512), 131_072, 256, "tca"),  # long rows, which tca gathers from the L2
-        ((512, 512), 131_072, 64, "tca"),
-        ((800, 800), 125_000, 256, "csr"),  # many row tiles
-        ((2048, 512), 104_857, 64, "tca"),  # rows of half a tile
-        ((1024, 512), 262_144, 128, "csr"),  # tca would gather from shared memory too
-    ],
-)
-def test_16_bit_features_in_shared_memory_go_to_csr(dtype, shape, num_edges, width, picked):
-    adj = structure(num_dst=shape[0], num_src=shape[1], num_edges=num_edges)
-    arguments = ("auto", dtype, width, 1, True)
-    assert spmm_of(adj, *arguments, weighted=False) == picked
-    assert spmm_of(adj, *arguments, weighted=True) == "csr"
-
-
-def test_what_gathers_from_shared_memory_needs_no_work_list():
-    """Short rows and many gathers, which wait for flashsparse, and what never does."""
-    for num_edges, width, counts in ((104_857, 128, False), (20_923, 256, True), (209_715, 256, True)):
-        adj = structure(num_dst=2048, num_src=512, num_edges=num_edges, converted=False, has_row_split=False)
-        choice = policy.spmm_algorithm(adj, H200, "auto", torch.float16, width, 1, True, weighted=False)
-        assert (choice.algorithm, choice.counts, choice.is_final) == ("csr", counts, not counts)
-
-
-@pytest.mark.parametrize(
-    ("num_dst", "num_edges", "width", "picked", "picked_first"),
-    [
-        (512, 104_857, 64, "tca", "tca"),
-        (512, 104_857, 128, "csr", "tca"),
-        (512, 104_857, 256, "csr", "tca"),
-        (512, 104_857, 320, "flashsparse", "tca"),  # many row tiles
-        (512, 6144, 256, "csr", "tca"),  # short rows
-        (512, 209_715, 128, "csr", "tca"),
-        (512, 209_715, 256, "flashsparse", "tca"),  # much is gathered
-        (512, 700_000, 48, "tca", "tca"),
-    ],
-)
-def test_few_windows_in_16_bit(num_dst, num_edges, width, picked, picked_first):
-    """Of structures whose sources do not fit into shared memory."""
-    arguments = ("auto", torch.float16, width, 1, True)
-    adj = structure(num_dst=num_dst, num_src=2048, num_edges=num_edges)
-    assert spmm_of(adj, *arguments, weighted=False) == picked
-    assert spmm_of(adj, *arguments, weighted=True) == "csr"
-    facts = {"converted": False, "has_row_split": False}
-    new = structure(num_dst=num_dst, num_src=2048, num_edges=num_edges, **facts)
-    assert spmm_of(new, *arguments, weighted=False) == picked_first
-    reused = new._replace(uses=policy.REUSE)
-    if picked == "csr":  # which builds its work list after as many uses as others are converted after
-        assert spmm_of(reused._replace(capturing=True), *arguments, weighted=False) == "tca"  # but not now
-        assert spmm_of(reused, *arguments, weighted=False) == "csr"
-    always_tca = picked == picked_first
-    deterministic = reused._replace(deterministic=True)
-    assert spmm_of(deterministic, *arguments, weighted=False) == ("tca" if always_tca else "csr")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "num_edges", "heads", "has_row_split", "picked"),
-    [
-        (torch.float16, 500_000, 1, False, "tca"),
-        (torch.bfloat16, 500_000, 1, False, "tca"),
-        (torch.float32, 500_000, 1, False, "csr"),
-        (torch.float16, 500_000, 1, True, "csr"),
-        (torch.float16, 500_000, 2, False, "csr"),
-        (torch.float16, 700_000, 1, False, "csr"),
-        (torch.float16, 300_000, 1, False, "csr"),  # too few entries a row, too many rows
-    ],
-)
-def test_small_structures_seen_first_take_what_needs_no_work_list(
-    dtype, num_edges, heads, has_row_split, picked
-):
-    adj = structure(num_edges=num_edges, converted=False, has_row_split=has_row_split)
-    assert spmm_of(adj, "auto", dtype, 64, heads, True, weighted=False) == picked
-    deterministic = adj._replace(deterministic=True)
-    assert spmm_of(deterministic, "auto", dtype, 64, heads, True, weighted=False) == "csr"
-
-
-@pytest.mark.parametrize(
-    ("num_dst", "width", "picked"),
-    [(2048, 32, "tca"), (2048, 512, "tca"), (2048, 520, "csr"), (16_384, 64, "tca"), (16_385, 64, "csr")],
-)
-def test_few_rows_seen_first_take_what_needs_no_work_list(num_dst, width, picked):
-    """However few entries they have."""
-    adj = structure(num_dst=num_dst, num_edges=1000, converted=False, has_row_split=False)
-    assert spmm_of(adj, "auto", torch.float16, width, 1, True, weighted=False) == picked
+    assert spmm_of(adj, "auto", dtype, 64, 1, True) == picked
 
 
 @pytest.mark.parametrize(
@@ -568,20 +431,12 @@ def test_few_rows_seen_first_take_what_needs_no_work_list(num_dst, width, picked
 def test_converts_what_is_reused(rule):
     new = structure(converted=False)
     csr, reused = rule(new), new._replace(uses=policy.REUSE)
-    assert csr._replace(lasts=False) == policy.Choice("csr", is_final=False, counts=True)
+    assert csr == policy.Choice("csr", is_final=False, counts=True)
     assert rule(new._replace(uses=policy.REUSE - 1)) == csr
     for change in ({"capturing": True}, {"deterministic": True}, {"can_convert": False}):
         assert rule(reused._replace(**change)) == csr
     assert rule(reused) == csr._replace(converts=True)
     assert rule(reused._replace(converted=True)) == policy.Choice("flashsparse")
-
-
-@pytest.mark.parametrize("has_row_split", [False, True])
-def test_answers_last_once_there_is_a_work_list(has_row_split):
-    """Of 16 bits without factors: whether tca takes them hangs on the list."""
-    new = structure(converted=False, has_row_split=has_row_split)
-    choice = policy.spmm_algorithm(new, H200, "auto", torch.float16, 64, 1, True, weighted=False)
-    assert choice.lasts == has_row_split
 
 
 def test_sddmm_builds_no_work_list_under_capture():
@@ -605,6 +460,9 @@ def test_other_gpus_get_constants_by_their_sizes():
 def test_profiles_are_stored_and_read(tmp_path):
     gpu.write(H200, tmp_path / "cache" / "some.json")
     assert gpu.read(tmp_path / "cache" / "some.json") == H200
+    stored = (tmp_path / "cache" / "some.json").read_text()
+    (tmp_path / "older.json").write_text(stored.replace("{", '{"much_gathered": 4e7,', 1))
+    assert gpu.read(tmp_path / "older.json") == H200
     (tmp_path / "old.json").write_text("{}")
     with pytest.raises(ValueError, match=r"old\.json: expected a GPU profile.*fastsparse_core\.tune"):
         gpu.read(tmp_path / "old.json")

@@ -6,7 +6,14 @@ import gc
 
 import pytest
 import torch
-from cases import DTYPES, TOLERANCE, features, relative_error
+from cases import (
+    DTYPES,
+    TOLERANCE,
+    assert_equal_but_for_rounding,
+    features,
+    relative_error,
+    special_scores,
+)
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -104,6 +111,27 @@ def test_softmax_equals_reference(device, poisoned_memory, index, width, dtype):
     # A gradient is a difference of two terms, each of the size of weight times gradient.
     size_of_terms = float((expected.detach() * weight).norm())
     assert (grad.double() - wanted).norm() <= 2 * TOLERANCE[dtype] * max(size_of_terms, 1e-30)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 4, 8, 33])
+def test_softmax_of_special_values(device, poisoned_memory, dtype, width):
+    """NaN and infinity make their segment and feature NaN, minus infinity gets 0."""
+    edges, special = special_scores()
+    order = edges.row.argsort(stable=True)
+    index = edges.row[order].to(device)
+    rowptr = torch.searchsorted(index, torch.arange(edges.shape[0] + 1, device=device))
+    src = features(index.numel(), width, dtype, "contiguous", device)
+    src[:, ::2] += special[order, None].to(device, dtype)
+    src.requires_grad_()
+    exact = src.detach().double().requires_grad_()
+    out, expected = scatter_softmax(src, index), reference.scatter_softmax(exact, index, edges.shape[0])
+    assert_equal_but_for_rounding(out, expected, 4 * TOLERANCE[dtype])
+    assert_equal_but_for_rounding(segment_softmax(src, rowptr), expected, 4 * TOLERANCE[dtype])
+    weight = features(index.numel(), width, dtype, "contiguous", device, 1)
+    (grad,) = torch.autograd.grad(out, src, weight)
+    (wanted,) = torch.autograd.grad(expected, exact, weight.double())
+    assert_equal_but_for_rounding(grad, wanted, 4 * TOLERANCE[dtype])
 
 
 def test_consecutive_segments(device, poisoned_memory):

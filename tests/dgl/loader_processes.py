@@ -21,8 +21,9 @@ import fastsparse_dgl
 from fastsparse_dgl.compat import dgl
 
 fn = dgl.function
-#: Seconds: within which a loader has its next batch, and after which the script ends itself.
-BATCH_LIMIT, LIMIT = 45, 55
+#: Seconds: within which a loader has its next batch, and after which the script ends itself. They only end
+#: what hangs: on a busy machine a worker takes minutes to start.
+BATCH_LIMIT, LIMIT = 1500, 1700
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(LIMIT, exit=True)

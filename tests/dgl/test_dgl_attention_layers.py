@@ -8,7 +8,16 @@ import pickle
 
 import pytest
 import torch
-from attention_cases import LAYERS, WITH_ATTENTION, WithAttention, check, inputs, layers, small_bipartite
+from attention_cases import (
+    LAYERS,
+    WIDTH,
+    WITH_ATTENTION,
+    WithAttention,
+    check,
+    inputs,
+    layers,
+    small_bipartite,
+)
 from dgl_cases import (
     GRAPHS,
     SINGLE,
@@ -22,9 +31,22 @@ from dgl_cases import (
     restricted,
     twin,
 )
+from digits import SCALES, Problem, check_digits
 from torch import nn
 
 from fastsparse_core import Adjacency
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_large_features_cost_no_more_digits_than_the_original(name, device, scale):
+    def make(seed: int) -> Problem:
+        graph = homogeneous(seed=seed)
+        fast, reference = twin(LAYERS[name][0], *LAYERS[name][1])
+        x = scale * features(graph, WIDTH, seed=seed)
+        return Problem(reference, fast, [x], lambda conv, given, _: conv(graph, *given))
+
+    check_digits(make, device)
 
 
 @pytest.mark.parametrize("graph_name", GRAPHS)

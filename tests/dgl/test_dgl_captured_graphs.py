@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from captured_steps import compare
+from test_dgl_block_data import unread_on_cpu
 
 import fastsparse_dgl
-from fastsparse_core import capture
+from fastsparse_core import SlowPathWarning, capture
 from fastsparse_core.capturing import captured as machinery
 from fastsparse_dgl import (
     DataLoader,
@@ -108,15 +108,44 @@ def test_blocks(monkeypatch, conv, is_dgls):
     assert len(record.room.nodes[0]) == 3
 
 
-def test_what_blocks_are_not_padded(caplog):
+def test_features_that_the_step_reads(monkeypatch):
+    """Blocks have all data of the graph; the record has what the step read, and nothing else."""
+    monkeypatch.setattr(neighbor_sampler, "dgl_can_hold", lambda device: False)
+    monkeypatch.setattr(neighbor_sampler, "gathered", unread_on_cpu)
+    generator = torch.Generator().manual_seed(0)
+    graph = dgl.graph(tuple(torch.randint(290, (2, 1500), generator=generator)), num_nodes=300)
+    graph.ndata["feat"] = torch.randn(300, 6, generator=generator)
+    graph.ndata["label"] = torch.randint(8, (300,), generator=generator)
+    graph.ndata["unread"] = torch.randn(300, 40, generator=generator)
+    sampler = NeighborSampler([3, 5])
+
+    def make():
+        return torch.nn.ModuleList([CONVS["sage"](6), CONVS["sage"](8)])
+
+    def loss(convs, blocks):
+        x = blocks[0].srcdata["feat"]
+        for conv, block in zip(convs, blocks, strict=True):
+            x = conv(block, x.relu())
+        return F.cross_entropy(x, blocks[-1].dstdata["label"]), x
+
+    def batches():
+        return [sampler.sample(graph, seeds)[2] for seeds in torch.arange(90).split(16) * 8]
+
+    found, _ = compare("cpu", make, loss, batches, rtol=1e-3, atol=1e-3, steps=40, outputs=40)
+    (record,) = found.records
+    blocks = next(held.value for held in record.held if isinstance(held.value, list))
+    assert ["feat" in block.srcdata for block in blocks] == [True, False]
+    assert not any("unread" in block.srcdata for block in blocks)
+
+
+def test_what_blocks_are_not_padded():
     graph = dgl.heterograph({("a", "x", "b"): ([0, 1], [0, 1]), ("b", "y", "b"): ([0], [1])})
     run = capture(lambda blocks: len(blocks))
-    with caplog.at_level(logging.INFO, logger="fastsparse_core"):
+    with pytest.warns(SlowPathWarning, match="blocks of different edge types are not padded"):
         assert run([dgl.to_block(graph), dgl.to_block(graph["x"])]) == 2
-        block = dgl.to_block(dgl.graph(([0, 1], [2, 2])))
+    block = dgl.to_block(dgl.graph(([0, 1], [2, 2])))
+    with pytest.warns(SlowPathWarning, match="whose destinations are not the sources of the next"):
         assert run([block, block]) == 2
-    assert "blocks of different edge types are not padded" in caplog.text
-    assert "whose destinations are not the sources of the next" in caplog.text
 
 
 class Flat(FastGATConv):

@@ -19,6 +19,7 @@ from dgl_cases import (
     twin,
     weights,
 )
+from digits import SCALES, Problem, check_digits
 from torch import Tensor, nn
 
 from fastsparse_dgl import accelerate, restore
@@ -57,6 +58,25 @@ def check(name: str, graph: Any, feat: Any, device: str, attention: bool, fast: 
     check_parity(both, graph, feat, device, fast_graph=fast, tolerance=2e-5, edge_feat=edge_feat, **options)
 
 
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", ["EdgeGATConv", "EGATConv"])
+def test_large_features_cost_no_more_digits_than_the_original(name, device, scale):
+    def make(seed: int) -> Problem:
+        graph = homogeneous(seed=seed)
+        layer_class = getattr(fastsparse_dgl, f"Fast{name}")
+        fast, reference = twin(layer_class, WIDTH, EDGE_WIDTH, 4, 3, *((3,) if name == "EGATConv" else ()))
+        x = scale * features(graph, WIDTH, seed=seed)
+        edge_feat = scale * torch.randn(graph.num_edges(), EDGE_WIDTH)
+
+        def call(layer: Any, given: Any, _: str) -> Tensor:
+            out = layer(graph, *given)
+            return torch.cat([part.flatten() for part in (out if isinstance(out, tuple) else (out,))])
+
+        return Problem(reference, fast, [x, edge_feat], call)
+
+    check_digits(make, device)
+
+
 @pytest.mark.parametrize("attention", [False, True])
 @pytest.mark.parametrize("kind", list(GRAPHS))
 @pytest.mark.parametrize("name", ["EdgeGATConv", "EGATConv"])
@@ -82,6 +102,21 @@ def test_options_of_edge_gat(options, device):
 def test_edge_weight_of_egat(device):
     graph = homogeneous()
     check("EGATConv", graph, features(graph, WIDTH), device, True, edge_weight=weights(graph))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 120)])
+def test_edge_weight_shapes_of_egat_that_dgl_takes(shape, device):
+    graph = homogeneous()
+    edge_weight = torch.rand(shape, generator=torch.Generator().manual_seed(1))
+    check("EGATConv", graph, features(graph, WIDTH), device, True, edge_weight=edge_weight)
+
+
+@pytest.mark.parametrize("shape", [(119,), (120, 1), (2, 120)])
+def test_wrong_edge_weights_of_egat(shape, device):
+    graph = homogeneous()
+    for layer in layers("EGATConv"):
+        with pytest.raises((RuntimeError, DGLError)):
+            layer(graph, features(graph, WIDTH), weights(graph, 3), edge_weight=torch.ones(shape))
 
 
 @pytest.mark.parametrize("name", ["EdgeGATConv", "EGATConv"])

@@ -55,6 +55,8 @@ def check_blocks(input_nodes: Tensor, output_nodes: Tensor, blocks: Any, whole: 
 
 SAMPLERS = {
     "neighbours": lambda: dgl.dataloading.NeighborSampler([3, 3], prefetch_node_feats=["h"]),
+    "ours": lambda: fastsparse_dgl.NeighborSampler([3, 3], prefetch_node_feats=["h"]),
+    "ours, unread": lambda: fastsparse_dgl.NeighborSampler([3, 3]),
     "full": lambda: dgl.dataloading.MultiLayerFullNeighborSampler(2, prefetch_node_feats=["h"]),
     "labor": lambda: dgl.dataloading.LaborSampler([3, 3], prefetch_node_feats=["h"]),
 }
@@ -152,7 +154,7 @@ def test_spawned_processes_enable_it_themselves(enables: bool) -> None:
     queue = context.Queue()
     process = context.Process(target=_load_in_child, args=(queue, pickled, enables))
     process.start()
-    found = queue.get(timeout=120)
+    found = queue.get(timeout=1800)
     process.join()
     assert ("meta" in found) if enables else ("enable()" in found)
 
@@ -169,7 +171,7 @@ def _load_in_child(queue: Any, pickled: bytes, enables: bool) -> None:
 
 
 def run_loaders(start: str, device: str, **environment: str) -> tuple[str, str]:
-    """What the script printed; it and its workers are ended after a minute."""
+    """What the script printed; it and its workers are ended after half an hour."""
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("loader_processes.py")), start, device],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **environment},
@@ -179,7 +181,7 @@ def run_loaders(start: str, device: str, **environment: str) -> tuple[str, str]:
         start_new_session=True,
     )
     try:
-        return process.communicate(timeout=60)
+        return process.communicate(timeout=1800)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # workers hold the pipes open
         return process.communicate()

@@ -82,7 +82,7 @@ def test_edge_weight(graph_name, attention, device):
     check(layers, graph, features(graph, 7), device, **options)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (1, 120)])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 120)])
 def test_edge_weight_shapes_that_dgl_takes(shape, device):
     graph = homogeneous()
     edge_weight = torch.rand(shape, generator=torch.Generator().manual_seed(1))

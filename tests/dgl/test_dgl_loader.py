@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from dgl_cases import DGLError, dgl, fastsparse_dgl, homogeneous, random_edges
 from hook_cases import enabled
 from torch import Tensor
 
-from fastsparse_core import log
+from fastsparse_core import SlowPathWarning, log
 from fastsparse_core.sampling import features
 from fastsparse_core.structure import construction
 from fastsparse_dgl import dgl_blocks
@@ -282,8 +283,8 @@ def test_what_is_left_to_dgl(reasons):
         graph, torch.tensor([1, 2]), exclude_eids=torch.tensor([0])
     )
     told = [record.message for record in reasons.records]
-    assert any("edge_dir is 'out'" in message for message in told)
-    assert any("edges are excluded" in message for message in told)
+    assert any("edge_dir='out' is not supported" in message for message in told)
+    assert any("excluded edges are not supported" in message for message in told)
 
 
 @pytest.mark.gpu
@@ -315,3 +316,74 @@ def test_an_interrupted_epoch(device):
     next(iter(batches))
     outputs = torch.cat([outputs for _, outputs, _ in batches])
     assert torch.equal(outputs.cpu().sort().values, torch.arange(30))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ([], {}), r"fanouts: expected a list with a number .* got \[\]"),
+        (lambda: (5, {}), "fanouts: expected a list .* got 5"),
+        (lambda: ([2, None], {}), r"fanouts\[1\]: expected a number .* got None"),
+        (lambda: ([-2], {}), "fanouts: .* got -2"),
+        (lambda: ([{"writes": 2}], {}), r"fanouts\[0\]: .* got none for .*cites"),
+        (lambda: ([2], {"prob": "nowhere"}), r"prob or mask: .* one of \['wide'\], got 'nowhere'"),
+        (lambda: ([2], {"prob": "wide"}), r"prob or mask: .* got shape \(40, 2\)"),
+    ],
+)
+def test_bad_options(make, message):
+    graph = hetero()
+    graph.edges["cites"].data["wide"] = torch.rand(40, 2)
+    fanouts, options = make()
+    sampler = fastsparse_dgl.NeighborSampler(fanouts, **options)
+    with pytest.raises(ValueError, match=message):
+        sampler.sample_blocks(graph, {"paper": torch.tensor([3])})
+
+
+@pytest.mark.parametrize(
+    ("seeds", "message"),
+    [
+        (torch.tensor([3]), r"seed_nodes: expected a dict by node type, as \{'author': ids\}"),
+        ({"paper": torch.tensor([12])}, "seed_nodes .*indices.* from 0 to 11 of type 'paper', got .* 12"),
+        ({"paper": torch.tensor([-1])}, "seed_nodes .*indices.* got .* -1"),
+        ({"papers": torch.tensor([1])}, "seed_nodes .*indices.* among .*'paper'.*, got 'papers'"),
+    ],
+)
+def test_bad_seeds(seeds, message, device):
+    with pytest.raises(ValueError, match=message):
+        next(iter(loader(hetero(), fastsparse_dgl.NeighborSampler([2]), device, indices=seeds)))
+
+
+def test_negative_weights_are_named():
+    graph = with_data()
+    graph.edata["weight"][3] = -1
+    with pytest.raises(ValueError, match="edge data 'weight': expected finite numbers that are not negative"):
+        fastsparse_dgl.NeighborSampler([2], prob="weight").sample_blocks(graph, torch.tensor([3]))
+
+
+def test_names_to_prefetch_that_are_none():
+    graph = hetero()
+    (block,) = fastsparse_dgl.NeighborSampler([2]).sample_blocks(graph, {"paper": torch.tensor([3])})[2]
+    read = partial(dataloader._read, "prefetch_labels")
+    with pytest.raises(ValueError, match=r"prefetch_labels: expected a dict .*\{'author': \['feat'\]\}"):
+        read(["feat"], graph.ntypes, block.dstnodes)
+    with pytest.raises(KeyError, match=r"prefetch_labels: .* among \['_ID', 'feat'\], got 'label'"):
+        read({"paper": ["label"]}, graph.ntypes, block.dstnodes)
+
+
+def test_seeds_by_the_only_type():
+    """Come back by type, as from DGL."""
+    seeds = {"_N": torch.tensor([3, 4])}
+    for package in (fastsparse_dgl, dgl.dataloading):
+        inputs, outputs, _ = package.NeighborSampler([2]).sample_blocks(with_data(), seeds)
+        assert isinstance(inputs, Tensor)
+        assert torch.equal(outputs["_N"], seeds["_N"])
+
+
+@pytest.mark.gpu
+def test_dgls_own_sampler_on_a_gpu_is_a_warning():
+    graph = with_data()
+    with (
+        enabled(),
+        pytest.warns(SlowPathWarning, match=r"only fastsparse_dgl\.NeighborSampler"),
+    ):
+        loader(graph, dgl.dataloading.NeighborSampler([2]), "cuda")

@@ -121,20 +121,48 @@ def test_edge_softmax(norm_by: str, shape: Any, device: str) -> None:
 
 @pytest.mark.parametrize("reduce", ["max", "min"])
 @pytest.mark.parametrize("op", ["copy_u", "copy_e", "u_mul_e", "u_add_e"])
-@pytest.mark.parametrize("device", AWAY, indirect=True)
-def test_ties_go_to_the_first_edge(op: str, reduce: str, device: str) -> None:
+@pytest.mark.parametrize("width", [2, 150])
+def test_ties_go_to_the_first_edge(op: str, reduce: str, width: int, device: str) -> None:
     """As in DGL's CUDA kernels; its CPU's take the first or the last, by the shapes and the processor."""
     call = getattr(ops, f"{op}_{reduce}")
     operands = {"copy_u": "u", "copy_e": "e"}.get(op, "ue")
-    inputs = [torch.ones(12 if which == "u" else 11, 2) for which in operands]
+    inputs = [torch.ones(12 if which == "u" else 11, width) for which in operands]
     with enabled_for(device):
         _, *gradients = run(lambda *it: without_infinity(call(*it)), hostile(), inputs, device)
-    upstream = torch.randn(12, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64).float()
+    upstream = torch.randn(12, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64).float()
     edge, row = torch.tensor([7, 0, 4]), torch.tensor([0, 3, 7])
     for which, gradient in zip(operands, gradients, strict=True):
         expected = torch.zeros_like(gradient)
         expected.index_add_(0, hostile().edges()[0][edge] if which == "u" else edge, upstream[row])
         torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("reduce", ["max", "min"])
+@pytest.mark.parametrize("op", ["copy_e", "u_add_e", "u_mul_e"])
+@pytest.mark.parametrize("width", [2, 150])
+def test_nan_wins(op: str, reduce: str, width: int, device: str) -> None:
+    """As in PyTorch's `amax`, whatever the size; DGL's kernels ignore it on the CPU."""
+    call, graph = getattr(ops, f"{op}_{reduce}"), dgl.graph(([0, 1, 2, 0], [0, 0, 0, 1]), num_nodes=3)
+    for place in range(3):
+        e = torch.arange(4.0)[:, None].repeat(1, width)
+        e[place] = torch.nan
+        x = (torch.zeros if op == "u_add_e" else torch.ones)(3, width)
+        operands = (e,) if op == "copy_e" else (x, e)
+        with enabled_for(device):
+            out = call(graph.to(device), *(it.to(device) for it in operands)).cpu()
+        assert out[0].isnan().all()
+        assert (out[1] == 3).all()
+
+
+@pytest.mark.parametrize("reduce", ["max", "min"])
+@pytest.mark.parametrize("first", [True, False])
+def test_nan_of_one_edge_type_wins(reduce: str, first: bool, device: str) -> None:
+    kinds = [("user", "a", "item"), ("user", "b", "item")]
+    graph = dgl.heterograph(dict.fromkeys(kinds, ([0], [0])))
+    e = [torch.tensor([torch.nan if nan else 1.0]) for nan in (first, not first)]
+    with enabled_for(device):
+        out = getattr(ops, f"copy_e_{reduce}")(graph.to(device), [it.to(device) for it in e])
+    assert out[graph.get_ntype_id("item")].cpu().isnan().all()
 
 
 @pytest.mark.parametrize("reduce", ["sum", "max", "min", "mean"])
@@ -304,6 +332,12 @@ def test_features_of_no_width(shapes: Any, op: str, device: str) -> None:
             "add up to 4",
         ),
         (lambda g: ops.segment_mm(torch.ones(6, 2), torch.ones(2, 2, 1), torch.tensor([6])), "got 1"),
+        (
+            lambda g: ops.segment_reduce(torch.tensor([2, 2]), torch.ones(6, 2)),
+            r"seglen: .* 6 rows .* got \[2, 2\] adding up to 4",
+        ),
+        (lambda g: ops.segment_reduce(torch.tensor([-2, 8]), torch.ones(6, 2)), r"seglen: .*\[-2, 8\]"),
+        (lambda g: ops.segment_reduce(torch.tensor([2.0, 4.0]), torch.ones(6, 2)), "seglen: .*float32"),
         (lambda g: ops.gather_mm(torch.ones(6, 2), torch.ones(2, 2, 1), idx_b=torch.tensor([0])), "got 1"),
     ],
 )
@@ -315,8 +349,7 @@ def test_bad_input(call: Any, message: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_no_message_is_kept_of_every_edge(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Features of nodes, reduced: no tensor of all edges and features, forward or backward."""
-    monkeypatch.setattr(operators, "_dgl_is_faster", lambda *_: False)  # nor where DGL would make one
-    monkeypatch.setattr(operators, "_dgl_combines_faster", lambda *_: False)
+    monkeypatch.setattr(operators, "_dgl_combines_faster", lambda *_: False)  # DGL would make one there
     edges, width = 100_000, 64
     ends = torch.randint(200, (2, edges), generator=torch.Generator().manual_seed(0))
     graph = dgl.graph((ends[0], ends[1]), num_nodes=200)

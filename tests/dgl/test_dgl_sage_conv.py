@@ -109,10 +109,13 @@ def test_dropout_draws_the_same_numbers(aggregator):
     torch.testing.assert_close(layers[0].eval()(graph, feat), layers[1].eval()(graph, feat))
 
 
-def test_lstm_is_the_original():
+def test_lstm_is_the_original_and_says_so(reasons):
     graph = homogeneous()
     layers = twin(FastSAGEConv, 5, 3, "lstm")
     check_parity(layers, graph, features(graph, 5), "cpu")
+    (record,) = reasons.records
+    assert record.levelname == "WARNING"
+    assert "FastSAGEConv falls back to DGL's implementation, which is slower: aggregator_ty" in record.message
     with pytest.raises(DGLError, match="'lstm' needs a DGLGraph"):
         layers[0](fastsparse_dgl.prepare(graph), features(graph, 5))
 

@@ -14,6 +14,7 @@ from test_dgl_loader import hetero, with_data
 from torch import Tensor
 
 from fastsparse_dgl import sampled_block
+from fastsparse_dgl.block_data import set_frames
 from fastsparse_dgl.dataloading import neighbor_sampler
 
 fn = dgl.function
@@ -50,8 +51,7 @@ def of_dgls(block: Any) -> Any:
         {name: block.num_dst_nodes(name) for name in block.dsttypes},
         idtype=block.idtype,
     )
-    for ours, theirs in sampled_block._spaces(block, made):
-        theirs.data.update({name: tensor.cpu() for name, tensor in ours.data.items()})
+    set_frames(made, {space: frame.to("cpu") for space, frame in block.frames.items()})
     return made
 
 

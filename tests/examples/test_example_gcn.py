@@ -303,7 +303,7 @@ def script(*arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
         check=False,
     )
 

@@ -18,7 +18,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     notebook = nbformat.read(CHECKOUT / "examples" / "quick_start.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)  # times of one machine would mislead
-    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
+    nbclient.NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": tmp_path}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     printed = "".join(out.get("text") or out.get("data", {}).get("text/plain", "") for out in outputs)
     assert "2 of 2 graph layers swapped" in printed

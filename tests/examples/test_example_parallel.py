@@ -40,7 +40,7 @@ def torchrun(size: int, *arguments: object) -> str:
         [*launcher, str(SCRIPT), *map(str, arguments), "--device", "cpu"],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=1800,
         env=environment,
         check=False,
     )

@@ -1,6 +1,7 @@
 """Links and paths in the documents lead somewhere."""
 
 import importlib
+import itertools
 import re
 import runpy
 from pathlib import Path
@@ -30,6 +31,17 @@ def test_document(document):
         assert [name for name in names if not hasattr(module, name)] == []
 
 
+def test_code_names_pages_that_exist():
+    """In comments, docstrings, help and settings."""
+    files = [CHECKOUT / name for name in ("setup.py", "pyproject.toml", "Makefile")]
+    for folder in (*PACKAGES, "kernels", "examples", "benchmarks", "tests"):
+        kinds = {".py", ".pyi", ".h", ".cuh", ".cu", ".cpp"}
+        files += [path for path in (CHECKOUT / folder).rglob("*") if path.suffix in kinds]
+    named = [(path, page) for path in files for page in re.findall(r"\bdocs/[\w/.]+\.md\b", path.read_text())]
+    assert len(named) > 20
+    assert [(path, page) for path, page in named if not (CHECKOUT / page).is_file()] == []
+
+
 def test_every_problem_that_the_doctor_names_is_explained():
     sections = re.findall(r"^## (.*)$", (CHECKOUT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
     keys = get_args(doctor_report.Key)
@@ -48,6 +60,44 @@ def test_the_reference_has_every_public_name(package):
         public -= set(importlib.import_module("fastsparse_core").__all__)
     assert sorted(set(documented) & public) == sorted(public)
     assert len(documented) == len(set(documented))
+
+
+def rows_of(page, heading):
+    """The cells of the first table below a heading."""
+    lines = (CHECKOUT / page).read_text().partition(heading)[2].splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith("|"))
+    table = itertools.takewhile(lambda line: line.startswith("|"), lines[start:])
+    return [line.strip("|").split("|") for line in table]
+
+
+@pytest.mark.parametrize(("plugin", "column"), [("fastsparse_pyg", 1), ("fastsparse_dgl", 2)])
+def test_tables_of_layers_are_those_of_the_plugin(plugin, column):
+    nn = pytest.importorskip(f"{plugin}.nn", exc_type=ImportError)
+    replaced = {drop_in.__name__: original.__name__ for original, drop_in in nn.DROP_INS.items()}
+
+    def names(cell, pattern=r"`(\w+)`"):
+        return re.findall(pattern, cell)
+
+    shown = {}
+    for cells in rows_of("docs/layers.md", "# Layers"):
+        layers = names(cells[2 * column - 1], r"`(Fast\w+)`")
+        shown |= dict(zip(layers, names(cells[2 * column]), strict=False))
+        assert set(layers) <= set(nn.__all__)
+    assert replaced.items() <= shown.items()
+    rows = rows_of("README.md", "## What is supported")
+    named = {name for cells in rows for name in names(cells[column], r"`(Fast\w+)`")}
+    assert named <= set(nn.__all__)
+    (more,) = (int(found[1]) for cells in rows if (found := re.match(r" (\d+) more: ", cells[0])))
+    assert len(replaced.keys() - named) == (more if plugin == "fastsparse_pyg" else 0)
+
+
+def test_the_table_of_accelerate_names_drop_ins():
+    nn = pytest.importorskip("fastsparse_pyg.nn")
+    replaced = {original.__name__: drop_in.__name__ for original, drop_in in nn.DROP_INS.items()}
+    text = (CHECKOUT / "docs" / "accelerate.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| ((?:Fast|Accelerated)\w+) \|", text, re.MULTILINE)
+    assert len(rows) > 40
+    assert [row for row in rows if row[1] != replaced.get(row[0], f"Accelerated{row[0]}")] == []
 
 
 def test_the_site_shows_every_page():

@@ -1,7 +1,10 @@
 """The functions of setup.py: architectures, finding nvcc, compiling with a cache by content."""
 
+import email
 import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -297,3 +300,41 @@ def test_plan_gives_each_source_what_it_needs(setup_py, tmp_path):
     flags = {"CXXFLAGS": "-Werror -g"}
     for job in setup_py.plan(["c++"], None, flags):
         assert (job.object_name() == jobs[job.source.name].object_name()) == (job.source != binding.source)
+
+
+WORKFLOW = {"GITHUB_REPOSITORY": "someone/fastsparse", "GITHUB_REF_NAME": "v1.2.3"}
+
+
+def test_the_readme_of_a_release_has_no_relative_links(setup_py):
+    text, published = setup_py.readme({}), setup_py.readme(WORKFLOW)
+    assert text == (setup_py.ROOT / "README.md").read_text()
+    files = "https://github.com/someone/fastsparse"
+    targets = re.findall(r"\]\(([^)]+)\)", published)
+    assert [target for target in targets if not target.startswith("https://")] == []
+    assert f"]({files}/blob/v1.2.3/docs/quick_start.md#small-graphs-where-the-host-is-the-limit)" in published
+    assert f"]({files}/blob/v1.2.3/README.md#from-a-checkout)" in published
+    (image,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", published)
+    assert image == f"{files}/raw/v1.2.3/benchmarks/results/nvidia-h200/train_overview.png"
+    local = [target.removeprefix(f"{files}/") for target in targets if target.startswith(files)]
+    paths = [re.sub(r"^(blob|raw)/v1.2.3/|#.*", "", target) for target in local]
+    assert len(paths) > 20
+    assert [path for path in paths if not (setup_py.ROOT / path).exists()] == []
+
+
+def test_urls_of_a_release(setup_py):
+    assert setup_py.project_urls({}) == {}
+    urls = setup_py.project_urls(WORKFLOW)
+    assert urls["Source"] == "https://github.com/someone/fastsparse"
+    assert set(urls) == {"Source", "Documentation", "Changelog", "Issues"}
+    for address in (urls["Documentation"], urls["Changelog"]):
+        assert (setup_py.ROOT / address.partition("/blob/v1.2.3/")[2]).is_file()
+
+
+def test_a_release_publishes_them(tmp_path):
+    env = {**os.environ, **WORKFLOW}
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(command, cwd=Path(__file__).resolve().parents[2], env=env, check=True)
+    metadata = email.message_from_string((tmp_path / "fastsparse_gnn.egg-info" / "PKG-INFO").read_text())
+    assert "Source, https://github.com/someone/fastsparse" in metadata.get_all("Project-URL")
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert "](https://github.com/someone/fastsparse/blob/v1.2.3/docs/results.md)" in metadata.get_payload()

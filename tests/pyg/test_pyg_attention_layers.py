@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import pickle
 import types
 import warnings
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from digits import SCALES, Problem, check_digits
 from pyg_cases import KINDS, as_kind, close, gradients, random_graph, same, same_on, simple_graph
 from torch import Tensor, nn
 from torch_geometric import EdgeIndex
@@ -109,6 +109,28 @@ def test_one_structure_serves_all_layers(device):
         for name in ("gat", "gatv2", "agnn"):
             FAMILIES[name].make(FAMILIES[name].fast, device)(x, edge_index)
     assert cache_info().misses == 1
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(
+    ("name", "edge_dim"), [(name, None) for name in FAMILIES] + [(name, 3) for name in WITH_DROPOUT]
+)
+@pytest.mark.usefixtures("kernels_only")
+def test_large_features_cost_no_more_digits_than_the_original(device, name, edge_dim, scale):
+    options = {} if edge_dim is None else {"edge_dim": edge_dim}
+
+    def make(seed: int) -> Problem:
+        edge_index = random_graph(100, num_edges=1000, seed=seed)
+        inputs = [scale * torch.randn(100, 6)]
+        if edge_dim is not None:
+            inputs.append(scale * torch.randn(edge_index.size(1), edge_dim))
+
+        def call(conv: nn.Module, given: list[Tensor], where: str) -> Tensor:
+            return conv(given[0], edge_index.to(where), *given[1:])
+
+        return Problem(*FAMILIES[name].pair(**options), inputs, call)
+
+    check_digits(make, device, ignore=["lin_key.bias"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
@@ -262,8 +284,9 @@ def without_terms(family: Family) -> dict[str, bool]:
 @pytest.mark.usefixtures("kernels_only")
 def test_result_may_be_written_to(device, family):
     edge_index = random_graph(device=device)
-    reference, layer = family.pair(device, **without_terms(family))
-    x = torch.randn(40, 6, device=device, requires_grad=True)
+    # In float64, for the exact gradient of keys' biases is zero: in float32 it is nothing but rounding.
+    reference, layer = (conv.double() for conv in family.pair(device, **without_terms(family)))
+    x = torch.randn(40, 6, device=device, dtype=torch.float64, requires_grad=True)
     same(reference, layer, lambda conv: torch.relu_(conv(x, edge_index)) * 2, [x])
 
 
@@ -586,13 +609,12 @@ def test_edge_features_of_wrong_length(name, device, rows):
 
 @pytest.mark.parametrize("name", ["gatv2", "transformer"])
 def test_edge_features_run_fused_but_for_hooks_on_their_map(name, reasons):
-    reasons.set_level(logging.INFO)
     edge_index = random_graph()
     x, edge_attr = torch.randn(40, 6), torch.randn(edge_index.size(1), 3)
     layer = FAMILIES[name].make(FAMILIES[name].fast, edge_dim=3)
     expected = layer(x, edge_index, edge_attr)
-    assert "unfused" not in reasons.text
+    assert not reasons.records
     layer.lin_edge.register_forward_hook(lambda module, inputs, out: out)
     for _ in range(2):
         close(layer(x, edge_index, edge_attr), expected)
-    assert reasons.text.count("unfused") == 1
+    assert reasons.text.count("stores a row of projected features for every edge") == 1

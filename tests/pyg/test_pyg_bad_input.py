@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from pyg_cases import as_kind, close, random_graph, same, same_on, simple_graph
 from torch import nn
 from torch_geometric import EdgeIndex
+from torch_geometric import nn as pyg
+from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv, GINConv, SAGEConv
 
+from benchmarks.pyg_layers import LAYERS as TABLE
+from benchmarks.pyg_layers import Inputs
 from fastsparse_core import Adjacency
-from fastsparse_pyg import FastGCNConv, FastGINConv, FastSAGEConv
+from fastsparse_pyg import FastGCNConv, FastGINConv, FastSAGEConv, accelerate
+from fastsparse_pyg.nn import DROP_INS
 
 LAYERS = {
     "gcn": (lambda: GCNConv(4, 6), lambda: FastGCNConv(4, 6)),
@@ -202,6 +209,31 @@ def test_graph_on_another_device(layers, device):
 def test_wrong_width(device, layers):
     with pytest.raises(RuntimeError, match="shape|size"):
         layers[1](torch.randn(12, 5, device=device), random_graph(12, num_edges=30, device=device))
+
+
+GRAPH_LAYERS = {name: layer for name, layer in TABLE.items() if getattr(pyg, name) in DROP_INS}
+
+
+@pytest.mark.parametrize("name", GRAPH_LAYERS)
+def test_features_and_edges_of_other_types(name):
+    """NumPy's arrays, None and data objects, in every drop-in."""
+    it = Inputs.draw(random_graph(12, num_edges=30), 12, 6, torch.float32)
+    case = GRAPH_LAYERS[name]
+    layer = case.make(6)
+    accelerate(layer, show=False)
+    data = Data(x=it.x, edge_index=it.edge_index)
+    features = [
+        (it.x.detach().numpy(), r"ndarray; convert it with torch.as_tensor\(x\)"),
+        (data, "Data; pass its x"),
+    ]
+    if "RGCN" not in name:  # where None stands for all nodes
+        features.append((None, "None; data.x is None for graphs without features"))
+    for x, got in features:
+        with pytest.raises(TypeError, match=rf"^x(_dict\['.*'\])?: expected a floating tensor .*, got {got}"):
+            case.call(layer, dataclasses.replace(it, x=x))
+    for edges, got in ((data, "Data; pass its edge_index"), (it.edge_index.numpy(), "ndarray; convert it")):
+        with pytest.raises(ValueError, match=rf"edge_index.*: expected an integer tensor .*, got {got}"):
+            case.call(layer, dataclasses.replace(it, edge_index=edges))
 
 
 @pytest.mark.parametrize("shape", [(4,), ()])

@@ -299,6 +299,7 @@ def test_prepare_sizes():
     assert prepare(edge_index).shape == (5, 5)
     assert prepare(edge_index, 9).shape == (9, 9)
     assert prepare(edge_index, (5, 3)).shape == (3, 5)
+    assert prepare(edge_index, torch.tensor(9)).shape == (9, 9)
     assert prepare(edge_index, (3, 5), flow="target_to_source").shape == (5, 3)
     assert prepare(EdgeIndex(edge_index, sparse_size=(6, 3))).shape == (3, 6)
     assert prepare(EdgeIndex(edge_index)).shape == (5, 5)
@@ -307,6 +308,12 @@ def test_prepare_sizes():
     assert prepare(prepare(edge_index)).shape == (5, 5)
     data = Data(adj_t=as_kind("csr", edge_index, 6, 6))
     assert prepare(data).shape == (6, 6)
+
+
+@pytest.mark.parametrize("num_nodes", [-1, 2.5, "5", (5,), (5, -1), (5, 5, 5)], ids=str)
+def test_prepare_rejects_numbers_of_nodes(num_nodes):
+    with pytest.raises(ValueError, match=r"num_nodes: expected a number of nodes from 0 on, or .*, got \S+"):
+        prepare(torch.tensor([[0, 4], [2, 1]]), num_nodes)
 
 
 def test_prepare_rejects():

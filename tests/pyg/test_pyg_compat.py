@@ -99,6 +99,44 @@ def test_scatter_into_given_memory(device):
     assert arg.tolist() == [0, 4, 4, 4]
 
 
+def test_products_into_given_memory_have_gradients(device):
+    src = torch.tensor([1.0, 9, 3, 4], dtype=torch.float64, device=device, requires_grad=True)
+    start = torch.tensor([2.0, 3, 5], dtype=torch.float64, device=device, requires_grad=True)
+    index = torch.tensor([0, 1, 0, 0], device=device)
+    out = torch_scatter.scatter_mul(src, index, out=start.clone())
+    assert out.tolist() == [24, 27, 5]
+    grads = torch.autograd.grad(out, (src, start), torch.ones_like(out))
+    assert [grad.tolist() for grad in grads] == [[24, 3, 8, 6], [12, 9, 1]]
+
+
+def test_deviations_add_squares_onto_given_memory(device):
+    """As torch_scatter: the memory holds the sums, the result is a tensor of its own."""
+    src = torch.tensor([1.0, 3, 5, 5], device=device)
+    out = torch.tensor([7.0, 2.0], device=device)
+    result = torch_scatter.scatter_std(src, torch.tensor([0, 0, 1, 1], device=device), out=out)
+    assert out.tolist() == [9, 2]
+    torch.testing.assert_close(result, torch.tensor([3.0, 2.0**0.5], device=device))
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_an_index_of_one_entry_is_that_of_all_rows(device, shape):
+    src = torch.randn(5, 3, dtype=torch.float64, device=device)
+    one = torch.ones(shape, dtype=torch.int64, device=device)
+    every = torch.ones(5, dtype=torch.int64, device=device)
+    for reduce in ("sum", "mul", "mean", "max", "min"):
+        out = torch_scatter.scatter(src, one, 0, reduce=reduce)
+        assert torch.equal(out, torch_scatter.scatter(src, every, 0, reduce=reduce))
+        out = torch_scatter.scatter(src, one, 0, torch.ones(2, 3, device=device).double(), reduce=reduce)
+        expected = torch_scatter.scatter(
+            src, every, 0, torch.ones(2, 3, device=device).double(), reduce=reduce
+        )
+        assert torch.equal(out, expected)
+    for name in ("scatter_softmax", "scatter_log_softmax", "scatter_logsumexp", "scatter_std"):
+        call = getattr(torch_scatter, name)
+        torch.testing.assert_close(call(src, one, 0), call(src, every, 0))
+    assert torch.equal(torch_scatter.segment_coo(src, one.view(1)), torch_scatter.segment_coo(src, every))
+
+
 def test_segments_that_leave_elements_out(device):
     src = torch.arange(12.0, device=device).view(2, 6)
     each = torch.tensor([[0, 2, 5, 6], [1, 1, 3, 5]], device=device)
@@ -277,6 +315,82 @@ def test_changes(device):
     assert repeated.to_dense().tolist() == [[0, 2], [8, 0]]
 
 
+@pytest.mark.parametrize("per", [(-1, 1), (1, -1)], ids=["row", "column"])
+@pytest.mark.parametrize("name", ["mul", "add"])
+def test_changes_in_place(device, name, per):
+    scale = torch.arange(2.0, 7 if per == (-1, 1) else 6, dtype=torch.float64, device=device).view(per)
+    expected = getattr(torch_sparse, name)(example(device), scale)
+    value = torch.ones(7, dtype=torch.float64, device=device)
+    for call in (
+        lambda it: getattr(torch_sparse, f"{name}_")(it, scale),
+        lambda it: getattr(it, f"{name}_")(scale),
+        lambda it: getattr(it, f"__i{name}__")(scale),
+    ):
+        matrix = example(device)
+        held = matrix.storage.value()
+        assert call(matrix) is matrix
+        assert matrix.storage.value() is held
+        assert matrix == expected
+    pattern = example(device, value=False)
+    assert getattr(pattern, f"{name}_")(scale) is pattern
+    assert pattern == getattr(example(device, value=False), name)(scale)
+    for layout in ("coo", "csc"):
+        each = torch.arange(1.0, 8, dtype=torch.float64, device=device)
+        matrix = example(device)
+        assert getattr(matrix, f"{name}_nnz_")(each, layout=layout) is matrix
+        assert matrix == getattr(example(device), f"{name}_nnz")(each, layout=layout)
+    value.requires_grad_()
+    matrix = example(device).set_value(value * 3)
+    factor = scale.clone().requires_grad_()
+    total = getattr(matrix, f"{name}_")(factor).sum()
+    other = getattr(example(device).set_value(value * 3), name)(factor).sum()
+    for ours, theirs in zip(
+        torch.autograd.grad(total, (value, factor)), torch.autograd.grad(other, (value, factor)), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_matrix_plus_a_matrix_is_another_one(device):
+    matrix = held = example(device)
+    matrix += example(device)
+    assert matrix is not held
+    assert matrix == held * 2
+
+
+def test_other_forms_of_a_matrix(device):
+    matrix = example(device)
+    for sizes in ((2, 10), (10, -1), (-1, 4)):
+        reshaped = matrix.sparse_reshape(*sizes)
+        assert torch.equal(reshaped.to_dense(), matrix.to_dense().reshape(sizes))
+    with pytest.raises(ValueError, match="expected sizes with the product 20, as .5, 4., got 3 and -1"):
+        matrix.sparse_reshape(3, -1)
+    assert matrix.avg_bandwidth() == pytest.approx(11 / 7)
+    assert matrix.bandwidth_proportion(1) == 4 / 7
+    value = torch.ones(7, device=device, requires_grad=True) * 2
+    matrix = matrix.set_value(value)
+    assert matrix.requires_grad()
+    assert matrix.detach_() is matrix
+    assert not matrix.requires_grad()
+    assert not value.requires_grad
+    storage = example(device).storage
+    assert not storage.has_rowcount()
+    assert storage.fill_cache_().cached_keys() == ["rowcount", "colptr", "colcount", "csr2csc", "csc2csr"]
+    assert storage.has_rowcount()
+    assert storage._rowcount.tolist() == [2, 1, 0, 2, 2]
+    square = example(device).sparse_resize((5, 5)).fill_cache_().remove_diag().storage
+    assert square.cached_keys() == ["rowcount", "colcount"]
+    assert (square.rowcount().tolist(), square.colcount().tolist()) == ([1, 0, 0, 2, 2], [2, 1, 2, 0, 0])
+    assert torch_sparse.SparseStorage.empty().sparse_sizes() == (0, 0)
+
+
+def test_sum_of_two_lists_of_entries(device):
+    index, other = torch.tensor([[[0, 1], [1, 0]], [[1, 1], [0, 1]]], device=device)
+    value = torch.tensor([1.0, 2], device=device)
+    places, sums = torch_sparse.spadd(index, value, other, value * 10, 2, 2)
+    assert places.tolist() == [[0, 1, 1], [1, 0, 1]]
+    assert sums.tolist() == [1, 12, 20]
+
+
 def test_reductions(device):
     matrix = example(device)
     dense = matrix.to_dense()
@@ -290,6 +404,69 @@ def test_reductions(device):
         assert torch.equal(matrix.min(dim), least.masked_fill(least.isinf(), 0))
     assert [float(reduce()) for reduce in (matrix.sum, matrix.mean, matrix.min, matrix.max)] == [28, 4, 1, 7]
     assert matrix.set_value(None).sum(dim=1).tolist() == [2, 1, 0, 2, 2]
+
+
+def test_reductions_without_values(device):
+    """As in torch_sparse, where rows without an entry have a mean, maximum and minimum of 1 too."""
+    matrix = example(device).set_value(None)
+    assert matrix.sum(dim=1).tolist() == [2, 1, 0, 2, 2]
+    assert matrix.sum(dim=0).tolist() == [3, 2, 2, 0]
+    assert matrix.sum().tolist() == 7
+    for reduce in (matrix.mean, matrix.min, matrix.max):
+        assert reduce(dim=1).tolist() == [1] * 5
+        assert reduce(dim=0).tolist() == [1] * 4
+        assert reduce().tolist() == 1
+        assert reduce(dim=-1).dtype == torch.float32
+    with pytest.raises(ValueError, match="dim: expected None or a dimension from 0 to 1, got 2"):
+        matrix.sum(dim=2)
+
+
+def test_reductions_within_entries(device):
+    value = torch.randn(7, 3, dtype=torch.float64, device=device)
+    matrix = example(device).set_value(value)
+    for dim in (2, -1):
+        assert torch.equal(matrix.sum(dim), value.sum(1))
+        assert torch.equal(matrix.mean(dim), value.mean(1))
+        assert torch.equal(matrix.max(dim), value.amax(1))
+        assert torch.equal(matrix.min(dim), value.amin(1))
+
+
+def test_coordinates_are_coalesced_and_differentiable(device):
+    index = torch.tensor([[1, 0, 1, 1], [0, 1, 0, 1]], device=device)
+    value = torch.tensor([5.0, 2.0, 3.0, 1.0], device=device, requires_grad=True)
+    given = torch.sparse_coo_tensor(index, value, (2, 2))
+    for has_value in (True, False):
+        matrix = SparseTensor.from_torch_sparse_coo_tensor(given, has_value)
+        assert [part.tolist() for part in matrix.coo()[:2]] == [[0, 1, 1], [1, 0, 1]]
+        assert matrix.has_value() == has_value
+    matrix = SparseTensor.from_torch_sparse_coo_tensor(given)
+    assert matrix.storage.value().tolist() == [2, 8, 1]
+    (matrix @ torch.tensor([[2.0], [1.0]], device=device)).sum().backward()
+    assert value.grad.tolist() == [2, 1, 2, 1]
+    matrix = SparseTensor.from_torch_sparse_csr_tensor(given.coalesce().to_sparse_csr())
+    assert matrix.requires_grad()
+
+
+def test_values_that_nobody_gave_have_the_default_dtype(device):
+    pattern = example(device).set_value(None)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        made = [
+            pattern.to_dense(),
+            pattern.to_torch_sparse_coo_tensor(),
+            pattern.to_torch_sparse_csr_tensor(),
+            pattern.to_torch_sparse_csc_tensor(),
+            pattern.fill_value(2).storage.value(),
+            pattern.get_diag(),
+            SparseTensor.eye(3, device=device).storage.value(),
+            example(device).float().fill_value(2).storage.value(),
+        ]
+        assert {each.dtype for each in made} == {torch.float64}
+        assert pattern.dtype() == torch.float32  # as torch_sparse says
+        assert pattern.to_dense(torch.float16).dtype == torch.float16
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_parts(device):
@@ -372,6 +549,12 @@ def test_sparse_products(device):
         (lambda: example("cpu") * torch.ones(5), ValueError, r"other: expected shape \(5, 1"),
         (lambda: example("cpu")[::2], ValueError, "index: expected slices with step 1"),
         (lambda: torch_sparse.sample_adj, ImportError, "does not provide it"),
+        (
+            lambda: example("cpu").saint_subgraph(torch.arange(2)),
+            ImportError,
+            "SparseTensor.saint_subgraph: ",
+        ),
+        (lambda: torch_sparse.no_such_name, AttributeError, "'torch_sparse' has no attribute 'no_such_name'"),
         (lambda: operators._refusal("neighbor_sample")(), ImportError, "install pyg-lib"),
     ],
 )
@@ -405,11 +588,25 @@ from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 from torch_geometric.typing import SparseTensor as OfPyg
 from torch_geometric.utils import scatter, softmax
 from torch_scatter.composite import scatter_softmax
+from torch_scatter.composite.softmax import scatter_softmax as the_same
+from torch_scatter.scatter import scatter_mean
+from torch_scatter.utils import broadcast
 from torch_sparse import SparseTensor, matmul
+from torch_sparse.matmul import matmul as of_submodule, spmm
+from torch_sparse.mul import mul_nnz
+from torch_sparse.spmm import spmm as of_entries
+try:
+    from torch_sparse.sample import sample_adj
+except ImportError as error:
+    assert "torch_sparse.sample_adj: fastsparse_pyg.compat does not provide it" in str(error)
+else:
+    raise AssertionError("sample_adj")
 
 from fastsparse_pyg import FastGCNConv, FastSAGEConv, prepare
 
 assert OfPyg is SparseTensor
+assert the_same is scatter_softmax and of_submodule is matmul and spmm is not of_entries
+assert broadcast(torch.arange(3), torch.ones(2, 3, 4), 1).shape == (2, 3, 4)
 torch.manual_seed(0)
 edge_index = torch.randint(0, 60, (2, 400))
 data = Data(x=torch.randn(60, 8), y=torch.randint(0, 3, (60,)), edge_index=edge_index)
@@ -477,7 +674,7 @@ def test_pyg_and_the_layers_of_ogb_on_the_shim():
         [sys.executable, "-W", "ignore", "-c", SCRIPT],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert done.stdout.strip() == "done", done.stderr[-3000:]

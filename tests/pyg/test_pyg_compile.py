@@ -222,3 +222,16 @@ def test_adjacency_without_loops_is_refused_under_compile(device):
         torch.compile(FastGCNConv(6, 4).to(device), backend="eager", fullgraph=True)(
             torch.randn(40, 6, device=device), adj
         )
+
+
+def test_a_layer_that_compiles_pygs_code_warns(reasons):
+    layer = FastResGatedGraphConv(6, 4)
+    for _ in range(2):
+        torch.compile(layer, backend="eager", fullgraph=True)(torch.randn(40, 6), random_graph())
+    (record,) = reasons.records
+    assert record.message == (
+        "FastResGatedGraphConv falls back to PyG's implementation, which is slower: torch.compile without an "
+        "Adjacency. Pass `fastsparse_pyg.prepare(edge_index)` as `edge_index`"
+    )
+    torch.compile(layer, backend="eager", fullgraph=True)(torch.randn(40, 6), prepare(random_graph(), 40))
+    assert len(reasons.records) == 1

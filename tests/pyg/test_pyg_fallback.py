@@ -58,6 +58,7 @@ def test_explain_mode(layers, reasons):
     assert not torch.allclose(explained, plain)
     close(layer(x, edge_index), explained)
     assert "explain mode" in reasons.text
+    assert {record.levelname for record in reasons.records} == {"INFO"}  # it was asked for
     for module in (reference, layer):
         clear_masks(module)
     close(layer(x, edge_index), plain, 2e-5)
@@ -124,6 +125,7 @@ def test_hooks_run(layers, reasons, name):
     close(layer(x, edge_index), reference(x, edge_index), 2e-5)
     assert called == [layer, layer]
     assert reasons.text.count("hook") == 1
+    assert {record.levelname for record in reasons.records} == {"INFO"}  # it was asked for
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
@@ -152,7 +154,7 @@ def test_decomposed_layers(name, reasons):
     original, fast, make = LAYERS[name]
     reference, layer = (make(conv, decomposed_layers=2) for conv in (original, fast))
     same(reference, layer, lambda conv: conv(x, edge_index), [x])
-    assert reasons.text.count("decomposed_layers") == 1
+    assert reasons.text.count("decomposed_layers > 1. Use decomposed_layers=1") == 1
 
 
 @pytest.mark.parametrize("aggr", ["lstm", "median", "mul", "std", ["mean", "max"], "softmax"], ids=str)
@@ -162,7 +164,9 @@ def test_unsupported_aggregations(aggr, reasons):
     x = torch.randn(20, 4, requires_grad=True)
     reference, layer = SAGEConv(4, 6, aggr=aggr), FastSAGEConv(4, 6, aggr=aggr)
     same(reference, layer, lambda conv: conv(x, edge_index), [x])
-    assert "has no kernel" in reasons.text
+    (record,) = reasons.records
+    assert record.levelname == "WARNING"
+    assert "has no kernel. The page 'Layers' of the documentation lists" in record.message
     adj = Adjacency.from_coo(edge_index[1], edge_index[0], (20, 20))
     close(layer(x, adj), reference(x, edge_index))
 
@@ -202,7 +206,7 @@ def test_overridden_methods(reasons):
     layer.load_state_dict(reference.state_dict())
     close(layer(x, edge_index), expected)
     close(Updated(nn.Identity())(x, edge_index), GINConv(nn.Identity())(x, edge_index) + 1)
-    assert "message() is overridden" in reasons.text
+    assert "message() is overridden. Override it in a subclass of PyG's layer and call" in reasons.text
     assert "update() is overridden" in reasons.text
 
 

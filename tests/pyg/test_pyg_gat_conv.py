@@ -86,6 +86,31 @@ def test_edge_features(device, name, options, fill_value, dtype):
 
 
 @both
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool], ids=str)
+@pytest.mark.usefixtures("kernels_only")
+def test_integer_edge_features(device, name, dtype):
+    """Means make them floating, as in PyG, where sums of uint8 wrap and those of bool are "any"."""
+    edge_index = random_graph(device=device)
+    x = torch.randn(40, 6, device=device, requires_grad=True)
+    edge_attr = torch.randint(0, 100, (edge_index.size(1), 3), device=device)
+    edge_attr = edge_attr > 30 if dtype == torch.bool else edge_attr.to(dtype)
+    for width in (3, 1):
+        reference, layer = pair(name, 6, 5, edge_dim=width, device=device)
+        for conv in (reference, layer):  # scores of 100 would make rounding in float32 visible
+            conv.lin_edge.weight.data.mul_(0.01)
+        same(
+            reference,
+            layer,
+            lambda conv, width=width: conv(x, edge_index, edge_attr[:, :width]),
+            [x],
+            floor=1,
+        )
+    without = type(layer)(6, 5, edge_dim=3, add_self_loops=False).to(device)
+    with pytest.raises((TypeError, RuntimeError)):  # neither does PyG
+        without(x, edge_index, edge_attr)
+
+
+@both
 @pytest.mark.parametrize("fill_value", ["max", "min", "mul"])
 def test_other_fills_run_the_original(device, name, fill_value):
     edge_index = random_graph(device=device)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import logging
+import copy
 
 import pytest
 import torch
 from pyg_cases import torch_geometric
+from torch_geometric import EdgeIndex
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.loader.utils import filter_data
 from torch_geometric.nn import SAGEConv
 from torch_geometric.testing import MyFeatureStore, MyGraphStore
 
-from fastsparse_core import Adjacency, log
+from fastsparse_core import Adjacency
 from fastsparse_core.sampling import features
 from fastsparse_core.structure import construction
 from fastsparse_pyg import FastGCNConv, FastSAGEConv, LinkNeighborLoader, NeighborLoader
@@ -63,12 +65,9 @@ def check_batch(batch, data) -> None:
 
 
 @pytest.fixture
-def messages(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    """What the plugin logs, as if nothing had been logged before."""
-    monkeypatch.setattr(log, "seen", set())
-    caplog.set_level(logging.INFO, logger="fastsparse_pyg")
-    caplog.set_level(logging.INFO, logger="fastsparse_core")
-    return lambda: [record.message for record in caplog.records]
+def messages(reasons: pytest.LogCaptureFixture):
+    """What the plugin says, as if it had said nothing before."""
+    return lambda: [record.message for record in reasons.records]
 
 
 @pytest.mark.parametrize("data_device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -420,7 +419,7 @@ def test_memory_stays_flat(device):
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"time_attr": "time"}, "time_attr is set"), ({"adj_t": True}, "the graph is stored as adj_t")],
+    [({"time_attr": "time"}, "supports `time_attr`"), ({"adj_t": True}, "the graph is stored as `adj_t`")],
 )
 def test_what_is_left_to_pyg(options, reason, messages, monkeypatch):
     data = homogeneous()
@@ -436,7 +435,11 @@ def test_what_is_left_to_pyg(options, reason, messages, monkeypatch):
     )
     NeighborLoader(data, [2], torch.arange(4), device="cpu", **options)
     assert len(made) == 1
-    assert any(message.startswith("PyG's own sampler draws") and reason in message for message in messages())
+    assert any(
+        message.startswith("the loader falls back to PyG's sampler, which needs pyg-lib")
+        and reason in message
+        for message in messages()
+    )
 
 
 def test_bad_arguments_are_named():
@@ -447,7 +450,214 @@ def test_bad_arguments_are_named():
             [2],
             weight_attr="w",
         )
-    with pytest.raises(ValueError, match="fanouts"):
-        NeighborLoader(data, [-7])
-    with pytest.raises(ValueError, match="seeds: expected ids from 0 to 89"):
-        next(iter(NeighborLoader(data, [2], torch.tensor([90]))))
+
+
+def with_edges(edge_index, **others) -> Data:
+    return Data(x=torch.ones(NUM_NODES, 2), edge_index=edge_index, **others)
+
+
+def without_features() -> HeteroData:
+    data = hetero()
+    data["tag"].note = "no number of nodes"
+    return data
+
+
+FIRST = ("author", "writes", "paper")
+ENDS = torch.tensor([[0, 1], [2, 3]])
+RANGE = r"expected ids of the graph's 90 nodes, 0 to 89, got ids from"
+#: What is wrong -> (data, num_neighbors, seeds of nodes or links), the exception, what it says.
+WRONG = {
+    "no hops": (homogeneous, [], None, ValueError, r"num_neighbors: expected one hop or more.*got \[\]"),
+    "a negative number": (
+        homogeneous,
+        [-7],
+        None,
+        ValueError,
+        r"num_neighbors: .*-1 for all, got -7 in \[-7\]",
+    ),
+    "half a neighbour": (homogeneous, [2.5], None, ValueError, "num_neighbors: expected numbers.*got 2.5"),
+    "no list": (homogeneous, 5, None, TypeError, r"num_neighbors: expected a list of ints.*\[10, 5\], got 5"),
+    "types of none": (homogeneous, {FIRST: [2]}, None, TypeError, "num_neighbors: .*without edge types"),
+    "a type left out": (
+        hetero,
+        {FIRST: [2]},
+        "paper",
+        ValueError,
+        r"num_neighbors: .* got a dict without \('paper', 'cites', 'paper'\), .*give zeros",
+    ),
+    "an unknown type": (
+        hetero,
+        {name: [1] for name in (*hetero().edge_types, ("a", "b", "c"))},
+        "paper",
+        ValueError,
+        r"num_neighbors: expected edge types of the graph, .*, got \('a', 'b', 'c'\)",
+    ),
+    "other hops": (
+        hetero,
+        {name: [1] * (1 + (name == FIRST)) for name in hetero().edge_types},
+        "paper",
+        ValueError,
+        "num_neighbors: .* as many hops for every edge type",
+    ),
+    "too large an id": (homogeneous, [2], torch.tensor([3, 90]), ValueError, f"input_nodes: {RANGE} 3 to 90"),
+    "a negative id": (homogeneous, [2], [-1], ValueError, f"input_nodes: {RANGE} -1 to -1"),
+    "too large a mask": (homogeneous, [2], torch.ones(99) > 0, ValueError, "input_nodes: .*mask of 90.*99"),
+    "a type of Data": (homogeneous, [2], "paper", ValueError, "input_nodes: .*no node types, got 'paper'"),
+    "floating ids": (homogeneous, [2], torch.ones(3), TypeError, r"input_nodes: .*float32; .*\.long\(\)"),
+    "a single id": (homogeneous, [2], 3, ValueError, "input_nodes: expected one dimension"),
+    "no type": (
+        hetero,
+        [2],
+        torch.arange(3),
+        ValueError,
+        r"input_nodes: .*'author', .*such as \('author', ids",
+    ),
+    "neither": (hetero, [2], None, ValueError, "input_nodes: expected one of the node types .* got None"),
+    "a missing type": (hetero, [2], ("town", ENDS[0]), ValueError, "input_nodes: .* got .'town', a tensor"),
+    "an id of a type": (
+        hetero,
+        [2],
+        ("venue", [4]),
+        ValueError,
+        "input_nodes: .*4 nodes, 0 to 3, got ids from 4",
+    ),
+    "links of no nodes": (
+        homogeneous,
+        [2],
+        90 * ENDS,
+        ValueError,
+        rf"edge_label_index\[0\]: {RANGE} 0 to 90",
+    ),
+    "half a link": (homogeneous, [2], ENDS[:1], ValueError, r"edge_label_index: expected .*\(2, num_links\)"),
+    "links without type": (
+        hetero,
+        [2],
+        ENDS,
+        ValueError,
+        r"edge_label_index: .*such as \(edge_type, links\)",
+    ),
+    "links of no type": (
+        hetero,
+        [2],
+        ("a", "b", "c"),
+        ValueError,
+        "edge_label_index: .*the graph has .*writes",
+    ),
+    "no links": (
+        lambda: with_edges(None),
+        [2],
+        None,
+        ValueError,
+        "edge_label_index: .*data has no edge_index",
+    ),
+    "edges of no nodes": (
+        lambda: with_edges(90 + 0 * ENDS),
+        [2],
+        None,
+        IndexError,
+        r"data.edge_index: expected indices from 0 to 89 in row 0",
+    ),
+    "floating edges": (lambda: with_edges(1.0 * ENDS), [2], None, ValueError, "data.edge_index: .*integers"),
+    "NumPy's edges": (
+        lambda: with_edges(ENDS.numpy()),
+        [2],
+        None,
+        ValueError,
+        "data.edge_index: .*got ndarray",
+    ),
+    "fewer than no nodes": (
+        lambda: Data(edge_index=ENDS, num_nodes=-1),
+        [2],
+        None,
+        ValueError,
+        "data.num_nodes: expected a number of nodes from 0 on, got -1",
+    ),
+    "nodes unknown": (without_features, [2], "paper", ValueError, r"data\['tag'\].num_nodes: .*got None"),
+    "no edge types": (lambda: HeteroData(a={"x": ENDS}), [2], "a", ValueError, "data: expected.*edge types"),
+    "two Data": (
+        lambda: (homogeneous(),) * 2,
+        [2],
+        ENDS[0],
+        ValueError,
+        "data: .*one Data in place of the pair",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Unable to accurately infer 'num_nodes'")
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_named(what):
+    make, num_neighbors, seeds, error, message = WRONG[what]
+    loader = LinkNeighborLoader if "edge_label_index" in message else NeighborLoader
+    with pytest.raises(error, match=message):
+        loader(make(), num_neighbors, seeds, device="cpu")
+
+
+def test_labels_are_as_many_as_links():
+    with pytest.raises(
+        ValueError, match=r"edge_label: expected a label for each of 2 links, got shape \(3,\)"
+    ):
+        LinkNeighborLoader(homogeneous(), [2], ENDS, edge_label=torch.ones(3), device="cpu")
+
+
+# ---------------------------------------------------------------- data in other forms
+
+
+@pytest.mark.parametrize("options", [{}, {"sort_order": "col"}, {"sort_order": "row"}], ids=str)
+def test_edge_index_objects(options, device):
+    """EdgeIndex in place of a tensor, for the graph and for links; batches have a tensor, as PyG's."""
+    data = homogeneous()
+    if options:
+        data = data.sort(sort_by_row=options["sort_order"] == "row")
+    plain = copy.copy(data)
+    data.edge_index = EdgeIndex(data.edge_index, sparse_size=(NUM_NODES, NUM_NODES), **options)
+    for batch in NeighborLoader(data, [3, -1], batch_size=40, device=device):
+        assert type(batch.edge_index) is torch.Tensor
+        check_batch(batch, plain)
+    for links in (None, data.edge_index):
+        batch = next(iter(LinkNeighborLoader(data, [3], links, batch_size=40, device=device)))
+        check_batch(batch, plain)
+        ends = batch.n_id[batch.edge_label_index].cpu()
+        assert torch.equal(ends, plain.edge_index[:, batch.input_id.cpu()])
+    typed = hetero()
+    for name in typed.edge_types:
+        typed[name].edge_index = EdgeIndex(typed[name].edge_index)
+    batch = next(iter(NeighborLoader(typed, [2, 2], "paper", batch_size=9, device=device)))
+    links = next(iter(LinkNeighborLoader(typed, [2], FIRST, batch_size=9, device=device)))
+    for name in typed.edge_types:
+        assert type(batch[name].edge_index) is torch.Tensor
+        e_id = batch[name].e_id.cpu()
+        row, col = batch[name].edge_index.cpu()
+        ends = torch.stack([batch[name[0]].n_id.cpu()[row], batch[name[2]].n_id.cpu()[col]])
+        assert torch.equal(typed[name].edge_index._data[:, e_id], ends)
+    row, col = links[FIRST].edge_label_index.cpu()
+    ends = torch.stack([links["author"].n_id.cpu()[row], links["paper"].n_id.cpu()[col]])
+    assert torch.equal(ends, typed[FIRST].edge_index._data[:, links[FIRST].input_id.cpu()])
+
+
+def test_data_without_edges_gives_the_fields_of_pyg(device):
+    """Without the key there is none in batches; an empty one stays."""
+    data = homogeneous()
+    del data.edge_index, data.edge_attr, data.edge_weight
+    empty = torch.empty(2, 0, dtype=torch.int64)
+    for given in (data, copy.copy(data).update({"edge_index": empty})):
+        batch = next(iter(NeighborLoader(given, [2, 2], batch_size=7, device=device)))
+        none = torch.empty(0, dtype=torch.int64)
+        expected = filter_data(given, torch.arange(7), none, none, none)
+        assert ("edge_index" in batch) == ("edge_index" in expected) == ("edge_index" in given)
+        assert torch.equal(batch.x.cpu(), expected.x)
+        if "edge_index" in given:
+            assert batch.edge_index.shape == (2, 0)
+
+
+def test_pairs_of_data_as_stores(device):
+    """PyG reads features of types only, so HeteroData, or Data for the edges alone."""
+    typed = hetero()
+    for seeds in ("paper", ("paper", torch.arange(9)), ["paper", list(range(9))]):
+        batch = next(iter(NeighborLoader((typed, typed), [2, 2], seeds, batch_size=9, device=device)))
+        assert torch.equal(batch["author"].x.cpu(), typed["author"].x[batch["author"].n_id.cpu()])
+    data, features = homogeneous(), MyFeatureStore()
+    features.put_tensor(data.x, group_name=None, attr_name="x", index=None)
+    data.put_edge_index(data.edge_index, layout="coo", size=(NUM_NODES, NUM_NODES))
+    batch = next(iter(NeighborLoader((features, data), [2], torch.arange(9), batch_size=9, device=device)))
+    assert torch.equal(batch.x.cpu(), data.x[batch.n_id.cpu()])

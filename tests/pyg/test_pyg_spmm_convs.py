@@ -171,6 +171,56 @@ def test_hypergraphs(
     same(original, ours, lambda layer: layer(x, edges, weight, attr, 15), inputs, tolerance=1e-9)
 
 
+@pytest.mark.parametrize("attention", [False, True])
+@pytest.mark.parametrize(("num_edges", "rows"), [(None, 15), (None, 18), (18, 15), (18, 18), (18, 20)])
+def test_hyperedges_without_nodes(
+    attention: bool, num_edges: int | None, rows: int, device: str, kernels_only: None
+) -> None:
+    """In between, and behind the last that holds one, with rows for them or not."""
+    case = Case("HypergraphConv", (6, 4), {"use_attention": attention})
+    original, ours = case.pair(torch.float64, device)
+    edges = random_graph(40, 15, 120, device=device)
+    edges = edges[:, edges[1] != 4]
+    x = torch.randn(40, 6, dtype=torch.float64, device=device, requires_grad=True)
+    attr = torch.randn(rows, 6, dtype=torch.float64, device=device, requires_grad=True) if attention else None
+    weight = torch.rand(rows, dtype=torch.float64, device=device).requires_grad_()
+    inputs = [one for one in (x, attr, weight) if one is not None]
+    same(original, ours, lambda layer: layer(x, edges, weight, attr, num_edges), inputs, tolerance=1e-9)
+    none = edges[:, :0]
+    close(ours(x, none, weight, attr, num_edges), original(x, none, weight, attr, num_edges))
+    with pytest.raises(IndexError, match="hyperedge_weight: expected 13 rows or more, one for each hyper"):
+        ours(x, edges, weight[:12], attr, num_edges)
+
+
+CACHING = {
+    "GCNConv": (6, 4),
+    "GCNConv, wider": (6, 8),
+    "GCNConv, no loops": (6, 4),
+    "APPNP": (2, 0.1),
+    "GCN2Conv": (6, 0.1),
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", CACHING)
+def test_cached_goes_on_with_more_nodes(name: str, weighted: bool, device: str, kernels_only: None) -> None:
+    """Nodes that came after the cache was filled have no edges; then the first ones come again."""
+    kind, _, options = name.partition(", ")
+    loops = {"add_self_loops": False} if options == "no loops" else {}
+    layers = Case(kind, CACHING[name], {"cached": True, **loops}).pair(torch.float64, device)
+    original, ours = layers
+    edges = random_graph(device=device)
+    weight = torch.rand(edges.size(1), dtype=torch.float64, device=device) + 0.1 if weighted else None
+    few = torch.randn(40, 6, dtype=torch.float64, device=device)
+    more = torch.randn(47, 6, dtype=torch.float64, device=device, requires_grad=True)
+    ours.load_state_dict(original.state_dict())
+    for x in (few, more, more, few):
+        close(call(kind, x, edges, weight)(ours), call(kind, x, edges, weight)(original), 1e-10)
+    same(original, ours, call(kind, more, edges, weight), [more], tolerance=1e-10)
+    with pytest.raises(IndexError, match="edge_index: expected indices from 0 to 29"):
+        call(kind, few[:30], edges, weight)(ours)
+
+
 @pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
 @pytest.mark.parametrize("sides", ["both", "sources", "Adjacency"])
 def test_degrees_of_destinations(sides: str, flow: str, device: str) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 
 import pytest
 import torch
+import torch_geometric
 from torch_geometric import nn as pyg
 from torch_geometric.nn import HGTConv, RGATConv, RGCNConv
 
-from fastsparse_core import Adjacency, log
+from fastsparse_core import Adjacency
 from fastsparse_core.fused.relational_attention import relational_attention
 from fastsparse_core.grouped_product import grouped_product
 from fastsparse_core.relations import Relations
@@ -25,7 +25,7 @@ from fastsparse_pyg import (
     restore,
 )
 from fastsparse_pyg.compat.torch_sparse import SparseTensor
-from fastsparse_pyg.nn import rgat_conv, rgcn_conv
+from fastsparse_pyg.nn import DROP_INS, rgat_conv, rgcn_conv
 from fastsparse_pyg.relations import relations_of
 
 NODES, EDGES, RELATIONS = 30, 300, 5
@@ -159,19 +159,33 @@ def test_rgcn_by_a_matrix_per_edge_of_indices(device):
 
 
 @pytest.mark.parametrize("wrong", [RELATIONS, -1])
-def test_edges_of_unknown_types_have_no_matrix(device, wrong):
+@pytest.mark.parametrize("options", [{}, {"num_bases": 2}], ids=str)
+@pytest.mark.parametrize("indices", [False, True])
+@pytest.mark.parametrize("original", [RGCNConv, pyg.FastRGCNConv, RGATConv])
+def test_edges_of_unknown_types_have_no_matrix(device, original, wrong, options, indices):
+    if indices and original is not RGCNConv:
+        pytest.skip("features that are indices are RGCNConv's, or run PyG's own code")
     edge_index, kind = graph(device)
     kind[3] = wrong
-    x = torch.randn(NODES, 8, device=device)
-    known = FastRGCNConv(8, 4, RELATIONS).to(device)
-    known(x, edge_index, kind)  # leaves them out, and what it keeps is its own
-    layer = FastFastRGCNConv(8, 4, RELATIONS).to(device)
+    x = None if indices else torch.randn(NODES, 8, device=device)
+    width = NODES if indices else 8
+    if not indices:
+        FastRGCNConv(8, 4, RELATIONS, num_blocks=2).to(device)(x, edge_index, kind)  # leaves them out
+    layer = DROP_INS[original](width, 4, RELATIONS, **options).to(device)
     for _ in range(2):
         with pytest.raises(IndexError, match=f"edge_type: expected types from 0 to {RELATIONS - 1}"):
             layer(x, edge_index, kind)
-    if x.device.type == "cpu":
+    if device == "cpu":
         with pytest.raises((IndexError, RuntimeError)):
-            pyg.FastRGCNConv(8, 4, RELATIONS)(x, edge_index, kind)
+            original(width, 4, RELATIONS, **options)(x, edge_index, kind)
+
+
+def test_types_that_pyg_does_not_count_are_left_out(device, monkeypatch):
+    edge_index, kind = graph(device)
+    kind[3] = RELATIONS
+    monkeypatch.setattr(torch_geometric.backend, "use_segment_matmul", False)
+    layers = pair_of_layers(RGCNConv, FastRGCNConv, device, 8, 4, RELATIONS)
+    assert_same(layers, [], torch.randn(NODES, 8, dtype=torch.float64, device=device), edge_index, kind)
 
 
 def test_rgcn_of_few_nodes_is_one_product(device, monkeypatch):
@@ -187,7 +201,7 @@ def test_rgcn_of_few_nodes_is_one_product(device, monkeypatch):
         layer(x, edge_index, kind)
 
 
-def test_rgcn_of_other_graphs(device, caplog):
+def test_rgcn_of_other_graphs(device):
     edge_index, kind = graph(device)
     layers = pair_of_layers(RGCNConv, FastRGCNConv, device, 8, 4, RELATIONS)
     x = torch.randn(NODES, 8, dtype=torch.float64, device=device)
@@ -206,8 +220,8 @@ def test_rgcn_of_other_graphs(device, caplog):
     backwards = pair_of_layers(RGCNConv, FastRGCNConv, device, 8, 4, RELATIONS, flow="target_to_source")
     assert_same(backwards, [], x, edge_index, kind)
     matrix = SparseTensor.from_edge_index(edge_index.flip(0), kind, (NODES, NODES))
-    with caplog.at_level(logging.INFO, "fastsparse_pyg"):
-        assert layers[1]._why_original_relational(x, x, matrix, None)  # as torch_sparse is not in place here
+    with pytest.raises(ValueError, match=r"got SparseTensor; call fastsparse_pyg.compat.install\(\)"):
+        layers[1](x, matrix)
     with pytest.raises(IndexError, match="from 0 to 19"):
         layers[1](x[:20], edge_index, kind)
     with pytest.raises(ValueError, match=r"edge_type: expected one type for each of 300 edges"):
@@ -369,14 +383,14 @@ def test_hgt(device, heads, channels):
     assert_same(layers, list(x.values()), x, some)
 
 
-def test_hgt_that_runs_pygs_code(device, caplog, monkeypatch):
-    monkeypatch.setattr(log, "seen", set())
+def test_hgt_that_runs_pygs_code(device, reasons):
     edges = typed_graph(device)
     x = {key: torch.randn(size, 6, device=device) for key, size in SIZES.items()}
     lazy = FastHGTConv(-1, 8, METADATA, heads=2).to(device)
-    with caplog.at_level(logging.INFO, "fastsparse_pyg"):
-        first = lazy(x, edges)
-    assert "one that has no sizes yet" in caplog.text
+    first = lazy(x, edges)
+    (record,) = reasons.records  # no warning, for it is the first call alone
+    assert record.levelname == "INFO"
+    assert record.message.endswith("a linear layer that has no sizes yet")
     for key, out in lazy(x, edges).items():
         torch.testing.assert_close(out, first[key], rtol=1e-4, atol=1e-5)
     seen = []

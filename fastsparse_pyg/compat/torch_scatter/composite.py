@@ -20,15 +20,19 @@ def scatter_std(
     dim_size: int | None = None,
     unbiased: bool = True,
 ) -> Tensor:
-    """Standard deviations; divided by one less than the number of elements where ``unbiased``."""
+    """Standard deviations; divided by one less than the number of elements where ``unbiased``.
+
+    The sums of squared differences are added onto ``out``, if given; the result is a tensor of its own.
+    """
     size = out.size(dim) if out is not None else num_segments(index, dim_size)
     ones = torch.ones_like(src)
     count = scatter_sum(ones, index, dim, None, size)
     squares = _scatter(src, index, dim, None, size, "var")[0] * count
+    if out is not None:
+        squares = out.add_(squares)
     if unbiased:
         count = count - 1
-    result = (squares / (count.clamp(min=1) + 1e-6)).sqrt()
-    return result if out is None else out.copy_(result)
+    return (squares / (count.clamp(min=1) + 1e-6)).sqrt()
 
 
 def scatter_logsumexp(

@@ -46,17 +46,29 @@ def as_rows(src: Tensor, index: Tensor, dim: int) -> Rows:
     dim = dim + src.dim() if dim < 0 else dim
     rows = src.movedim(dim, 0)
     if index.dim() == 1:
-        return Rows(rows, index, 1, rows.shape[1:], dim)
+        return Rows(rows, _for_all(index, rows), 1, rows.shape[1:], dim)
     index = index.reshape(*index.shape, *[1] * (src.dim() - index.dim()))
     beside = [at for at in range(src.dim()) if at != dim]
     if index.numel() and all(index.size(at) == 1 or index.stride(at) == 0 for at in beside):
         shared = index[tuple(slice(None) if at == dim else 0 for at in range(src.dim()))]
-        return Rows(rows, shared, 1, rows.shape[1:], dim)
-    index = index.expand(src.shape).movedim(dim, 0)
+        return Rows(rows, _for_all(shared, rows), 1, rows.shape[1:], dim)
+    index = broadcast(index, src, dim).movedim(dim, 0)
     inner = rows.shape[1:]
     element = torch.arange(inner.numel(), device=index.device)
     flat = (index.reshape(index.size(0), inner.numel()) * inner.numel() + element).reshape(-1)
     return Rows(rows.reshape(-1), flat, inner.numel(), inner, dim)
+
+
+def _for_all(index: Tensor, rows: Tensor) -> Tensor:
+    """The segment of every row; a single one is that of all rows."""
+    return index.expand(rows.size(0)) if index.numel() == 1 else index
+
+
+def broadcast(src: Tensor, other: Tensor, dim: int) -> Tensor:
+    """An index as torch_scatter broadcasts it to another tensor's shape; one dimension is that of ``dim``."""
+    if src.dim() == 1:
+        src = src.view(*[1] * (dim + other.dim() if dim < 0 else dim), -1)
+    return src.reshape(*src.shape, *[1] * (other.dim() - src.dim())).expand(other.shape)
 
 
 def num_segments(index: Tensor, dim_size: int | None) -> int:
@@ -71,5 +83,4 @@ def at_segments(values: Tensor, index: Tensor, dim: int, shape: torch.Size) -> T
     dim = dim + len(shape) if dim < 0 else dim
     if index.dim() == 1:
         return values.index_select(dim, index)
-    index = index.reshape(*index.shape, *[1] * (len(shape) - index.dim()))
-    return values.gather(dim, index.expand(shape))
+    return values.gather(dim, broadcast(index, values.new_empty(()).expand(shape), dim))

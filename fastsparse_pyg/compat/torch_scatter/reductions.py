@@ -43,7 +43,9 @@ def _scatter(
     of_sums = "sum" if reduce == "mean" and out is not None else reduce
     result = rows.restore(scatter_rows(rows.src, rows.segment, size * rows.factor, of_sums), size)  # type: ignore[call-overload]
     if out is not None:
-        result = out * result if reduce == "mul" else out + result
+        if reduce == "mul":  # in place, which keeps the old factors for the gradient
+            return out.mul_(result), None
+        result = out + result
         if reduce == "mean":
             ones = torch.ones(src.shape, dtype=torch.int64, device=src.device)
             count = _scatter(ones, index, dim, None, size, "sum")[0].clamp_(min=1)

@@ -3,10 +3,21 @@
 Samplers and partitioners (``sample_adj``, ``partition``, ``random_walk``, ``saint_subgraph``) are not there.
 """
 
-from typing import Any
-
 from fastsparse_pyg.compat.torch_sparse.diagonal import fill_diag, get_diag, remove_diag, set_diag
-from fastsparse_pyg.compat.torch_sparse.elementwise import add, add_nnz, max, mean, min, mul, mul_nnz, sum
+from fastsparse_pyg.compat.torch_sparse.elementwise import (
+    add,
+    add_,
+    add_nnz,
+    add_nnz_,
+    max,
+    mean,
+    min,
+    mul,
+    mul_,
+    mul_nnz,
+    mul_nnz_,
+    sum,
+)
 from fastsparse_pyg.compat.torch_sparse.functions import (
     cat,
     cat_diag,
@@ -14,6 +25,7 @@ from fastsparse_pyg.compat.torch_sparse.functions import (
     eye,
     from_scipy,
     from_torch_sparse,
+    spadd,
     spmm,
     spspmm,
     t,
@@ -21,6 +33,7 @@ from fastsparse_pyg.compat.torch_sparse.functions import (
     to_torch_sparse,
     transpose,
 )
+from fastsparse_pyg.compat.torch_sparse.missing import __getattr__
 from fastsparse_pyg.compat.torch_sparse.products import matmul
 from fastsparse_pyg.compat.torch_sparse.selection import (
     index_select,
@@ -38,9 +51,12 @@ __version__ = "0.6.18+fastsparse"
 __all__ = [
     "SparseStorage",
     "SparseTensor",
+    "__getattr__",
     "__version__",
     "add",
+    "add_",
     "add_nnz",
+    "add_nnz_",
     "cat",
     "cat_diag",
     "coalesce",
@@ -58,12 +74,15 @@ __all__ = [
     "mean",
     "min",
     "mul",
+    "mul_",
     "mul_nnz",
+    "mul_nnz_",
     "narrow",
     "permute",
     "remove_diag",
     "select",
     "set_diag",
+    "spadd",
     "spmm",
     "spspmm",
     "sum",
@@ -72,22 +91,3 @@ __all__ = [
     "to_torch_sparse",
     "transpose",
 ]
-
-_MISSING = (
-    "hgt_sample",
-    "partition",
-    "random_walk",
-    "reverse_cuthill_mckee",
-    "saint_subgraph",
-    "sample",
-    "sample_adj",
-)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MISSING:
-        raise ImportError(
-            f"torch_sparse.{name}: fastsparse_pyg.compat does not provide it; sampling and partitioning need "
-            "torch-sparse itself, or pyg-lib with PyG's loaders"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

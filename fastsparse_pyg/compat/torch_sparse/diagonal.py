@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fastsparse_pyg.compat.torch_sparse.storage import SparseStorage
+
 if TYPE_CHECKING:
     from fastsparse_pyg.compat.torch_sparse.tensor import SparseTensor
 
@@ -22,8 +24,23 @@ def remove_diag(src: SparseTensor, k: int = 0) -> SparseTensor:
     """The matrix without entries on its k-th diagonal."""
     row, col, value = src.coo()
     kept = row != col - k
-    value = None if value is None else value[kept]
-    return type(src)(row[kept], None, col[kept], value, src.sparse_sizes(), True, True)
+    storage = SparseStorage(
+        row[kept],
+        None,
+        col[kept],
+        None if value is None else value[kept],
+        src.sparse_sizes(),
+        rowcount=_less(src.storage._rowcount, row[~kept]),
+        colcount=_less(src.storage._colcount, col[~kept]),
+        is_sorted=True,
+        trust_data=True,
+    )
+    return src.from_storage(storage)
+
+
+def _less(count: Tensor | None, gone: Tensor) -> Tensor | None:
+    """What remains of counts, where they were made."""
+    return None if count is None else count - torch.bincount(gone, minlength=count.numel())
 
 
 def set_diag(src: SparseTensor, values: Tensor | None = None, k: int = 0) -> SparseTensor:
@@ -57,6 +74,6 @@ def get_diag(src: SparseTensor) -> Tensor:
     """The main diagonal, 0 where there is no entry."""
     row, col, value = src.coo()
     on = row == col
-    value = torch.ones_like(row, dtype=src.dtype()) if value is None else value
+    value = torch.ones(row.numel(), device=row.device) if value is None else value
     out = value.new_zeros(min(src.sparse_sizes()), *value.shape[1:])
     return out.index_put((row[on],), value[on])

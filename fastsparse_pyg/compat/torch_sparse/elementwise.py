@@ -15,21 +15,34 @@ if TYPE_CHECKING:
 
 
 def reduction(src: SparseTensor, dim: int | None = None, reduce: str = "sum") -> Tensor:
-    """Reduces all values, those of every row (dim=1), or those of every column (dim=0)."""
+    """Reduces all values, those of every row (dim=1), those of every column (dim=0), or those of each entry.
+
+    Without values, sums are counts, and other reductions 1 everywhere, as in torch_sparse.
+    """
     value = src.storage.value()
     name: Any = {"add": "sum"}.get(reduce, reduce)
+    last = src.dim() - 1
+    if dim is not None and not -last - 1 <= dim <= last:
+        raise ValueError(f"dim: expected None or a dimension from 0 to {last}, got {dim}")
+    dim = dim + last + 1 if dim is not None and dim < 0 else dim
     if value is None:
-        value = torch.ones(src.nnz(), dtype=src.dtype(), device=src.device())
-    if dim is None:
-        if name == "sum":
-            return value.sum()
-        return value.mean() if name == "mean" else getattr(torch, f"a{name}")(value)
-    dim = dim + src.dim() if dim < 0 else dim
+        return _without_values(src, dim, name)
     if dim == 1:
         return segment_reduce(value, src.storage.rowptr(), name)
     if dim == 0:
         return scatter(value, src.storage.col(), src.sparse_size(1), name)
-    raise ValueError(f"dim: expected None, 0 or 1, got {dim}")
+    of_entries = () if dim is None else (dim - 1,)
+    return getattr(torch, name if name in ("sum", "mean") else f"a{name}")(value, *of_entries)
+
+
+def _without_values(src: SparseTensor, dim: int | None, name: str) -> Tensor:
+    if name == "sum":
+        if dim is None:
+            return torch.tensor(src.nnz(), dtype=src.dtype(), device=src.device())
+        counts = src.storage.rowcount() if dim == 1 else src.storage.colcount()
+        return counts.to(src.dtype())
+    size = () if dim is None else (src.sparse_size(1 - dim),)
+    return torch.ones(size, dtype=src.dtype(), device=src.device())
 
 
 def sum(src: SparseTensor, dim: int | None = None) -> Tensor:
@@ -75,11 +88,15 @@ def mul(src: SparseTensor, other: Any) -> SparseTensor:
     return mul_nnz(src, _of_entries(src, other))
 
 
+def mul_(src: SparseTensor, other: Any) -> SparseTensor:
+    """:func:`mul` by a number per row or column, written over the values."""
+    return mul_nnz_(src, _of_entries(src, other))
+
+
 def mul_nnz(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
     """Multiplies the values by a number, or by one for each entry."""
     value = src.storage.value()
-    if isinstance(other, Tensor) and layout == "csc":
-        other = other[src.storage.csc2csr()]
+    other = _in_order(src, other, layout)
     if value is None:
         value = torch.ones(src.nnz(), dtype=src.dtype(), device=src.device())
         if isinstance(other, Tensor):
@@ -88,6 +105,20 @@ def mul_nnz(src: SparseTensor, other: Any, layout: str | None = None) -> SparseT
         other = other.to(value.dtype)
         value = value.reshape(*value.shape, *[1] * (other.dim() - value.dim()))
     return src.set_value(value * other)
+
+
+def mul_nnz_(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
+    """:func:`mul_nnz`, written over the values."""
+    value = src.storage.value()
+    if value is None:
+        return src.set_value_(mul_nnz(src, other, layout).storage.value())
+    other = _in_order(src, other, layout)
+    return src.set_value_(value.mul_(other.to(value.dtype) if isinstance(other, Tensor) else other))
+
+
+def _in_order(src: SparseTensor, other: Any, layout: str | None) -> Any:
+    """An operand of the entries in their order."""
+    return other[src.storage.csc2csr()] if isinstance(other, Tensor) and layout == "csc" else other
 
 
 def _keys(src: SparseTensor, cols: int) -> Tensor:
@@ -125,10 +156,23 @@ def add(src: SparseTensor, other: Any) -> SparseTensor:
 
 def add_nnz(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
     """Adds a number, or one for each entry, onto the values; entries without values count as 1."""
-    if isinstance(other, Tensor) and layout == "csc":
-        other = other[src.storage.csc2csr()]
+    other = _in_order(src, other, layout)
     value = src.storage.value()
     if value is None:
         dtype = other.dtype if isinstance(other, Tensor) else src.dtype()
         value = torch.ones(src.nnz(), dtype=dtype, device=src.device())
     return src.set_value(value + (other.to(value.dtype) if isinstance(other, Tensor) else other))
+
+
+def add_(src: SparseTensor, other: Any) -> SparseTensor:
+    """:func:`add` of a number per row or column, written over the values."""
+    return add_nnz_(src, _of_entries(src, other))
+
+
+def add_nnz_(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
+    """:func:`add_nnz`, written over the values."""
+    value = src.storage.value()
+    if value is None:
+        return src.set_value_(add_nnz(src, other, layout).storage.value())
+    other = _in_order(src, other, layout)
+    return src.set_value_(value.add_(other.to(value.dtype) if isinstance(other, Tensor) else other))

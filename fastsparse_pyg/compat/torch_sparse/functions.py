@@ -72,6 +72,13 @@ def transpose(
     return coalesce(swapped, value, n, m) if coalesced else (swapped, value)
 
 
+def spadd(
+    indexA: Tensor, valueA: Tensor, indexB: Tensor, valueB: Tensor, m: int, n: int
+) -> tuple[Tensor, Tensor | None]:
+    """The sum of two sparse (m, n) matrices."""
+    return coalesce(torch.cat([indexA, indexB], -1), torch.cat([valueA, valueB]), m, n)
+
+
 def spmm(index: Tensor, value: Tensor, m: int, n: int, matrix: Tensor) -> Tensor:
     """The product of a sparse (m, n) matrix with a dense one."""
     dense = matrix[:, None] if matrix.dim() == 1 else matrix
@@ -134,6 +141,7 @@ __all__ = [
     "eye",
     "from_scipy",
     "from_torch_sparse",
+    "spadd",
     "spmm",
     "spspmm",
     "t",

@@ -35,6 +35,9 @@ class SparseStorage:
         trust_data: whether indices need no check.
     """
 
+    _rowcount: Tensor | None  # properties, as of the others that are derived
+    _colcount: Tensor | None
+
     def __init__(
         self,
         row: Tensor | None = None,
@@ -85,6 +88,12 @@ class SparseStorage:
             self._row, self._col, self._rowptr = row[order], self._col[order], rowptr
             self._value = None if self._value is None else self._value[order]
             self._cache = dict.fromkeys(_CACHED)
+
+    @classmethod
+    def empty(cls) -> SparseStorage:
+        """A storage without entries, rows and columns."""
+        none = torch.empty(0, dtype=torch.int64)
+        return cls(none, None, none, None, (0, 0), is_sorted=True, trust_data=True)
 
     # ---------------------------------------------------------------- copies
 
@@ -199,6 +208,25 @@ class SparseStorage:
         other._cache["csr2csc"], other._cache["csc2csr"] = self._cache["csr2csc"], self._cache["csc2csr"]
         return other
 
+    def sparse_reshape(self, num_rows: int, num_cols: int) -> SparseStorage:
+        """The same entries, counted along the rows, in a matrix of other sizes; -1: what remains."""
+        rows, cols = self._sparse_sizes
+        total = rows * cols
+        sizes = [
+            total // other if size == -1 and other > 0 else size
+            for size, other in ((num_rows, num_cols), (num_cols, num_rows))
+        ]
+        if min(sizes) < 0 or sizes[0] * sizes[1] != total:
+            raise ValueError(
+                f"num_rows, num_cols: expected sizes with the product {total}, as {self._sparse_sizes}, "
+                f"got {num_rows} and {num_cols}; give -1 for one of them"
+            )
+        position = self.row() * cols + self._col
+        row, col = position // max(sizes[1], 1), position % max(sizes[1], 1)
+        return SparseStorage(
+            row, None, col, self._value, (sizes[0], sizes[1]), is_sorted=True, trust_data=True
+        )
+
     # ---------------------------------------------------------------- what is derived
 
     def _kept(self, name: str, build: Callable[[], Any]) -> Any:
@@ -303,6 +331,19 @@ class SparseStorage:
 
     def __repr__(self) -> str:
         return f"SparseStorage(nnz={self._col.numel()}, sparse_sizes={self._sparse_sizes})"
+
+
+def _kept(name: str) -> property:
+    return property(lambda self: self._cache.get(name))
+
+
+def _has(name: str) -> Callable[[SparseStorage], bool]:
+    return lambda self: self._cache.get(name) is not None
+
+
+for _name in _CACHED:  # torch_sparse's names, which other code reads too
+    setattr(SparseStorage, f"_{_name}", _kept(_name))
+    setattr(SparseStorage, f"has_{_name}", _has(_name))
 
 
 def _most(index: Tensor) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsparse_pyg.compat.torch_sparse import diagonal, elementwise, products, selection
+from fastsparse_pyg.compat.torch_sparse import diagonal, elementwise, missing, products, selection
 from fastsparse_pyg.compat.torch_sparse.storage import Sizes, SparseStorage
 
 _CASTS = {
@@ -84,10 +84,11 @@ class SparseTensor:
 
     @classmethod
     def from_torch_sparse_coo_tensor(cls, mat: Tensor, has_value: bool = True) -> SparseTensor:
-        """The entries of PyTorch's coordinate format."""
+        """The entries of PyTorch's coordinate format, coalesced; differentiable in its values."""
+        mat = mat.coalesce()
         row, col = mat._indices()
-        value = mat._values() if has_value else None
-        return cls(row, None, col, value, (mat.size(0), mat.size(1)), mat.is_coalesced(), True)
+        value = mat.values() if has_value else None
+        return cls(row, None, col, value, (mat.size(0), mat.size(1)), True, True)
 
     @classmethod
     def from_torch_sparse_csr_tensor(cls, mat: Tensor, has_value: bool = True) -> SparseTensor:
@@ -139,7 +140,9 @@ class SparseTensor:
     def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The matrix with its zeros."""
         row, col, value = self.coo()
-        out = torch.zeros(self.sizes(), dtype=dtype or self.dtype(), device=self.device())
+        if value is not None and dtype is None:
+            dtype = value.dtype
+        out = torch.zeros(self.sizes(), dtype=dtype, device=self.device())
         if value is None:
             out[row, col] = 1
             return out
@@ -148,7 +151,7 @@ class SparseTensor:
     def _values(self, dtype: torch.dtype | None) -> Tensor:
         value = self.storage.value()
         if value is None:
-            return torch.ones(self.nnz(), dtype=dtype or self.dtype(), device=self.device())
+            return torch.ones(self.nnz(), dtype=dtype, device=self.device())
         return value if dtype is None else value.to(dtype)
 
     def to_torch_sparse_coo_tensor(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -237,6 +240,16 @@ class SparseTensor:
         row, col, _ = self.coo()
         return int((row - col).abs().max()) if self.nnz() else 0
 
+    def avg_bandwidth(self) -> float:
+        """Mean distance of the entries from the diagonal."""
+        row, col, _ = self.coo()
+        return float((row - col).abs().float().mean())
+
+    def bandwidth_proportion(self, bandwidth: int) -> float:
+        """Share of the entries that are at most so far from the diagonal."""
+        row, col, _ = self.coo()
+        return int(((row - col).abs() <= bandwidth).sum()) / self.nnz()
+
     def is_quadratic(self) -> bool:
         """Whether there are as many rows as columns."""
         return self.sparse_size(0) == self.sparse_size(1)
@@ -291,8 +304,8 @@ class SparseTensor:
         return self.from_storage(self.storage.set_value(value, layout))
 
     def fill_value_(self, fill_value: float, dtype: torch.dtype | None = None) -> SparseTensor:
-        """Gives all entries one value."""
-        value = torch.full((self.nnz(),), fill_value, dtype=dtype or self.dtype(), device=self.device())
+        """Gives all entries one value; dtype None: PyTorch's default."""
+        value = torch.full((self.nnz(),), float(fill_value), dtype=dtype, device=self.device())
         return self.set_value_(value)
 
     def fill_value(self, fill_value: float, dtype: torch.dtype | None = None) -> SparseTensor:
@@ -312,6 +325,10 @@ class SparseTensor:
         """The same entries in a matrix of other sizes."""
         return self.from_storage(self.storage.sparse_resize(sparse_sizes))
 
+    def sparse_reshape(self, num_rows: int, num_cols: int) -> SparseTensor:
+        """The same entries, counted along the rows, in a matrix of other sizes; -1: what remains."""
+        return self.from_storage(self.storage.sparse_reshape(num_rows, num_cols))
+
     def coalesce(self, reduce: str = "sum") -> SparseTensor:
         """Merges entries of the same place."""
         return self.from_storage(self.storage.coalesce(reduce))
@@ -328,9 +345,9 @@ class SparseTensor:
             row,
             value,
             (cols, rows),
-            rowcount=storage._cache.get("colcount"),
+            rowcount=storage._colcount,
             colptr=storage.rowptr(),
-            colcount=storage._cache.get("rowcount"),
+            colcount=storage._rowcount,
             csr2csc=storage.csc2csr(),
             csc2csr=order,
             is_sorted=True,
@@ -359,6 +376,13 @@ class SparseTensor:
     def detach(self) -> SparseTensor:
         """The matrix without gradients."""
         return self.from_storage(self.storage.apply_value(lambda value: value.detach()))
+
+    def detach_(self) -> SparseTensor:
+        """Ends the gradients of the values."""
+        value = self.storage.value()
+        if value is not None:
+            value.detach_()
+        return self
 
     def fill_cache_(self) -> SparseTensor:
         """Derives everything now."""
@@ -434,10 +458,16 @@ class SparseTensor:
 
     __radd__ = __add__
 
+    def __iadd__(self, other: Any) -> SparseTensor:
+        return NotImplemented if isinstance(other, SparseTensor) else elementwise.add_(self, other)
+
     def __mul__(self, other: Any) -> SparseTensor:
         return elementwise.mul(self, other)
 
     __rmul__ = __mul__
+
+    def __imul__(self, other: Any) -> SparseTensor:
+        return NotImplemented if isinstance(other, SparseTensor) else elementwise.mul_(self, other)
 
     def __eq__(self, other: object) -> bool:
         """Whether another matrix has the same sizes, entries and values."""
@@ -470,6 +500,12 @@ class SparseTensor:
     sum, mean, min, max = elementwise.sum, elementwise.mean, elementwise.min, elementwise.max
     reduction = elementwise.reduction
     add, add_nnz, mul, mul_nnz = elementwise.add, elementwise.add_nnz, elementwise.mul, elementwise.mul_nnz
+    add_, add_nnz_, mul_, mul_nnz_ = (
+        elementwise.add_,
+        elementwise.add_nnz_,
+        elementwise.mul_,
+        elementwise.mul_nnz_,
+    )
     set_diag, fill_diag = diagonal.set_diag, diagonal.fill_diag
     get_diag, remove_diag = diagonal.get_diag, diagonal.remove_diag
     narrow, select, permute = selection.narrow, selection.select, selection.permute
@@ -484,5 +520,11 @@ def _cast(dtype: torch.dtype) -> Any:
     return cast
 
 
+def _missing(name: str) -> Any:
+    return lambda self, *args, **kwargs: missing.refuse(f"SparseTensor.{name}")
+
+
+for _name in missing.METHODS:
+    setattr(SparseTensor, _name, _missing(_name))
 for _name, _dtype in _CASTS.items():
     setattr(SparseTensor, _name, _cast(_dtype))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import logging
+import os.path
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,14 +17,24 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fastsparse_core import policy, recorded
 from fastsparse_core.capturing import graphs
-from fastsparse_core.capturing.forms import Call, Form, Record, Refused
+from fastsparse_core.capturing.forms import Call, Form, Record
 from fastsparse_core.capturing.gradients import GradientBuffers
-from fastsparse_core.capturing.journal import Trial, difference, on_trial
+from fastsparse_core.capturing.journal import (
+    State,
+    Trial,
+    difference,
+    on_trial,
+    other_random_numbers,
+    set_modes,
+    undone_if_it_fails,
+)
+from fastsparse_core.capturing.numbers import Number, Tracker
 from fastsparse_core.capturing.observe import Observed
 from fastsparse_core.capturing.optimizers import RecordedOptimizer
 from fastsparse_core.capturing.padding import Room, room_for
+from fastsparse_core.capturing.refused import Refused, reason_of
 from fastsparse_core.capturing.twins import WithoutDropout
-from fastsparse_core.log import info_once
+from fastsparse_core.log import warn_once
 
 logger = logging.getLogger("fastsparse_core")
 
@@ -35,12 +47,18 @@ _PREPARING = 2
 #: Sizes of batches that are recorded apart, and forms of a step (arguments, training or not).
 _MOST_ROOMS = 4
 _MOST_FORMS = 32
+#: Calls in a row that run as they are, after which nobody looks at arguments any more.
+_MOST_REFUSALS = 100
 #: How often settings of optimisers may change.
 _MOST_CHANGES = 8
 #: Relative difference of the padded form that rounding explains, in float32 and in 16 bits. A ReLU that
 #: rounding switches changes gradients by 1e-3; rows of padding, more than the batch has on trial, change much
 #: more.
 _TOLERANCE, _TOLERANCE_16 = 1e-2, 5e-2
+#: Where two runs of the same form differ by more, so many times as much is tolerated, up to a limit.
+_NOISE, _MOST_TOLERATED = 4, 0.25
+#: Half of a last digit of bfloat16, relative.
+_ROUNDING_16 = 2.0**-9
 
 
 class Captured:
@@ -58,20 +76,21 @@ class Captured:
 
     def __init__(self, step: Callable[..., Any]) -> None:
         self.step = step
-        self.observed = Observed()
+        self._graphs = graphs.CudaGraphs()
+        self.observed = Observed(step, self._graphs.supports)
         self._forms: dict[Hashable, Form] = {}
         self._optimizers: list[RecordedOptimizer] = []
         self._gradients = GradientBuffers()
-        self._graphs = graphs.CudaGraphs()
-        self._changes = 0
+        self._changes = self._refusals = 0
         self._last: Call | None = None  # of a record that reads its arguments in place
+        self._latest: Form | str = ""  # of the last call; or why it had none
 
     def reset(self) -> None:
         """Forgets all records: as if the step had not been called."""
         self._forget()
-        self.observed = Observed()
+        self.observed = Observed(self.step, self._graphs.supports)
         self._forms.clear()
-        self._last = None
+        self._last, self._latest, self._refusals = None, "", 0
 
     @property
     def records(self) -> list[Record]:
@@ -88,19 +107,39 @@ class Captured:
         """What it was called in."""
         return list(self._forms.values())
 
+    @property
+    def status(self) -> str:
+        """What the last call did: "replaying", "watching (3 of 20 calls)", or "refused: " and the reason."""
+        form = self._latest
+        if isinstance(form, str):
+            return f"refused: {form}" if form else "watching (no call yet)"
+        if form.refusal:
+            return f"refused: {form.refusal}"
+        if any(item.replay is not None for item in form.records):
+            return "replaying"
+        return f"watching ({min(form.calls, form.patience)} of {form.patience} calls)"
+
     # ---------------------------------------------------------------- calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step, or replays it."""
+        if self._refusals > _MOST_REFUSALS:
+            return self._graphs.beside(lambda: self.step(*args, **kwargs))
         try:
             last = self._last
             call = last if last is not None and last.is_repeated(args, kwargs) else Call(args, kwargs)
             form = self._form(call)
-        except (Refused, TypeError) as refusal:
-            self._say(str(refusal))
+        except Exception as error:  # whatever objects say that are taken apart
+            self._latest = reason_of(error)
+            self._say(self._latest)
             return self.step(*args, **kwargs)
-        if form is None or form.refusal:
+        if form is None:
             return self.step(*args, **kwargs)
+        self._latest = form
+        if form.refusal:
+            self._refusals += 1
+            return self._as_it_is(call)
+        self._refusals = 0
         if self._optimizers and not all(item.is_as_recorded() for item in self._optimizers):
             logger.info("capture: an optimiser has changed; %s is recorded anew", self._name)
             self._forget()
@@ -108,6 +147,10 @@ class Captured:
         if not self.observed.masks.are_unchanged():
             self._graphs.beside(self.observed.masks.read_again)
             self._forget()
+        if not all(item.answers.are_valid() for item in form.records):
+            self._forget()
+            self._changes += 1
+            form.calls = 0  # which tensors stay is to be seen again
         chosen = next((item for item in form.records if item.fits(call)), None)
         if chosen is not None:
             changed = chosen.changed(call)
@@ -122,24 +165,28 @@ class Captured:
                 "capture: a batch is larger than all before; %s is recorded for its size too", self._name
             )
         form.observe(call)
-        if form.calls <= self._patience(call) and not form.records:
-            return self._as_it_is(call, watch=form.calls <= 2 or form.calls == self._patience(call))
+        if not form.records:
+            form.patience = self._patience(call)
+            if form.calls <= form.patience:
+                return self._watch(form, call)
         try:
             chosen = self._begin(form, call)
         except Refused as refusal:
-            return self._refuse(form, call, refusal)
+            self._refuse(form, refusal)
+            return self._as_it_is(call)
         return self._use(form, chosen, call)
 
     def _form(self, call: Call) -> Form | None:
         """The form of a call; None: it runs as it is and says nothing."""
-        device = call.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = call.device or _default_device()
         if torch.compiler.is_compiling() or recorded.current() is not None:
             return None
         if not self._graphs.supports(device):
-            raise Refused("there is no GPU, or its arguments are not there; move them before the call")
+            raise Refused(self._why_no_gpu(call))
         if call.sizes is not None and torch.are_deterministic_algorithms_enabled():
             raise Refused(
-                "sums over padded batches are in no fixed order, and algorithms shall be deterministic"
+                "sums over padded batches have no fixed order, but torch.use_deterministic_algorithms(True) "
+                "asks for one. Turn it off, or do not capture the step"
             )
         if self._graphs.is_recording():
             return None
@@ -148,7 +195,10 @@ class Captured:
         if form is None:
             if len(self._forms) >= _MOST_FORMS:
                 self._forms = {key: form for key, form in self._forms.items() if form.records or form.refusal}
-                raise Refused(f"it was called in more than {_MOST_FORMS} forms (sizes or numbers that vary)")
+                raise Refused(
+                    f"its arguments had more than {_MOST_FORMS} different sizes or values. Pass numbers that "
+                    "change as tensors on the GPU"
+                )
             form = self._forms[key] = Form(call)
         return form
 
@@ -174,27 +224,85 @@ class Captured:
     def _patience(self, call: Call) -> int:
         return BATCHES if call.sizes is not None or self.records else CALLS
 
-    def _as_it_is(self, call: Call, watch: bool = False) -> Any:
-        with self.observed.watching() if watch else nullcontext():
-            return self._graphs.beside(lambda: self.step(*call.args, **call.kwargs))
+    def _as_it_is(self, call: Call) -> Any:
+        # Also once it is refused: gradients of parameters are summed on the stream of the first calls as long
+        # as results of the last call are alive, and another stream would wait for it at every parameter.
+        return self._graphs.beside(lambda: self.step(*call.args, **call.kwargs))
+
+    def _watch(self, form: Form, call: Call) -> Any:
+        """Runs a call as it is, and notes what it uses; the last time also what it does with numbers."""
+        is_last = form.calls == form.patience
+        if form.calls > 2 and not is_last:
+            return self._as_it_is(call)
+        tracker = Tracker()
+
+        def job() -> Any:
+            with self.observed.watching(tracker if is_last else None):
+                return tracker.run(lambda: self.step(*call.args, **call.kwargs))
+
+        if not is_last:
+            return self._graphs.beside(job)
+        state = self._state(call)
+        try:
+            result = self._graphs.beside(lambda: undone_if_it_fails(job, state))
+        except Exception as error:
+            self._refuse(form, error)
+            return self._as_it_is(call)
+        if tracker.refusal is not None:
+            self._refuse(form, tracker.refusal)
+        return result
+
+    def _why_no_gpu(self, call: Call) -> str:
+        if not torch.cuda.is_available():
+            return "there is no CUDA device"
+        names = _names_of_arguments(self.step, call)
+        on_cpu = [
+            name
+            for name, argument in zip(names, call.arguments, strict=True)
+            if any(not self._graphs.supports(tensor.device) for tensor in argument.tensors)
+        ]
+        return (
+            f"argument `{on_cpu[0]}` is on the CPU, and CUDA graphs need tensors on the GPU. Move it with "
+            "`.cuda()` before the call"
+        )
+
+    def _state(self, call: Call) -> State:
+        observed = self.observed
+        devices = {*observed.devices, *(item.device for item in observed.parameters), self._device(call)}
+        return State(observed.parameters, observed.buffers(), observed.modes(), list(devices))
+
+    def _device(self, call: Call) -> torch.device:
+        """Where the step computes."""
+        found = [item for item in (call.device, *self.observed.devices) if item is not None]
+        found += [item.device for item in self.observed.parameters]
+        return next((item for item in found if item.type == "cuda"), torch.device("cpu"))
 
     # ---------------------------------------------------------------- records
 
     def _begin(self, form: Form, call: Call) -> Record:
         """Memory for a record, and whether its form does what the step does."""
         if self.observed.schedules:
-            raise Refused("a scheduler of learning rates steps in it; call scheduler.step() after it")
+            raise Refused("a learning rate scheduler steps in it. Call `scheduler.step()` after the step")
         if self._changes > _MOST_CHANGES:
             raise Refused(
-                "settings of an optimiser, or learning rates that it reads on the host, change often"
+                "settings of its optimizer, learning rates that PyTorch reads on the CPU, or indices that it "
+                f"reads sizes from changed more than {_MOST_CHANGES} times. Leave them as they are between "
+                "calls"
             )
         if len(form.records) >= _MOST_ROOMS:
-            raise Refused(f"its batches had more than {_MOST_ROOMS} sizes, each larger than those before")
-        for argument, varies in zip(call.arguments, form.varies, strict=True):
+            raise Refused(
+                f"a batch was larger than all before more than {_MOST_ROOMS} times. Shuffle the batches, so "
+                "that the first ones show how sizes vary"
+            )
+        names = _names_of_arguments(self.step, call)
+        for name, argument, varies in zip(names, call.arguments, form.varies, strict=True):
             if varies and any(tensor.requires_grad for tensor in argument.tensors):
-                raise Refused("an argument that changes requires a gradient")
+                raise Refused(f"argument `{name}` changes and requires a gradient. Pass it detached")
             if varies and any(tensor.device != call.device for tensor in argument.tensors):
-                raise Refused("an argument that changes is on the CPU")
+                raise Refused(
+                    f"argument `{name}` changes and is on the CPU. Move it with `.to({str(call.device)!r})` "
+                    "before the call"
+                )
         prepared = {id(item.optimizer) for item in self._optimizers}
         self._optimizers += [
             RecordedOptimizer(item, self._graphs.supports)
@@ -206,8 +314,12 @@ class Captured:
             if any(form.varies):
                 self._compare(form, call, room)
             made = Record(call, form.varies, room)
-        except torch.OutOfMemoryError:
-            raise Refused("there is not enough memory to record it") from None
+            made.write(call)
+            self._on_trial(lambda: made.run(self.step, self.observed, self._defers), call)
+        except Refused:
+            raise
+        except Exception as error:  # whatever the step says of the other form
+            raise Refused(reason_of(error)) from error
         form.records.insert(0, made)
         return made
 
@@ -217,45 +329,39 @@ class Captured:
         Raises:
             Refused: they differ.
         """
-        device = call.device or torch.device("cpu")
+        device = self._device(call)
         wide = None if room is None else room.doubled()
         trial = Record(call, form.varies, wide)
         trial.write(call)
-        rounds = self.observed.rounds
 
-        def compare() -> tuple[Trial, Trial]:
-            plain = self._on_trial(lambda: self.step(*call.args, **call.kwargs), device)
-            try:
-                return plain, self._on_trial(
-                    lambda: trial.trimmed(trial.run(self.step, self.observed), call), device
+        def plain() -> Trial:
+            return self._on_trial(lambda: self.step(*call.args, **call.kwargs), call)
+
+        def compare(rounds: bool) -> None:
+            one = plain()
+            padded = self._on_trial(
+                lambda: trial.trimmed(trial.run(self.step, self.observed, self._defers), call), call
+            )
+            form.difference, where = difference(one, padded)
+            if not form.difference <= _tolerated(form.difference, rounds, one, [plain, plain]):
+                raise Refused(
+                    f"padding would change {where} (relative difference {form.difference:.1e}). Usual cause: "
+                    "something in the step mixes the nodes of different graphs"
                 )
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # whatever the step says of the other form
-                raise Refused(f"{type(error).__name__}: {error}") from error
 
         with recorded.without_dropout(), WithoutDropout():
             try:
                 with _without_autocast(device):
-                    plain, padded = compare()
+                    compare(self.observed.rounds)
             except RuntimeError:  # features in 16 bits, which meet weights in 32 bits without it
-                rounds = True
-                plain, padded = compare()
-        found, where = difference(plain, padded)
-        form.difference = found
-        if not found <= (_TOLERANCE_16 if rounds else _TOLERANCE):
-            raise Refused(
-                f"padding would change {where} (relative difference {found:.1e}): something in it mixes "
-                "nodes of different graphs"
-            )
+                compare(rounds=True)
 
-    def _on_trial(self, job: Callable[[], Any], device: torch.device, keeps: Sequence[Any] = ()) -> Trial:
-        observed = self.observed
-        return self._graphs.beside(
-            lambda: on_trial(
-                lambda: self._probe(job()), observed.parameters, observed.buffers(), device, keeps
-            )
-        )
+    def _on_trial(self, job: Callable[[], Any], call: Call, keeps: Sequence[Any] = ()) -> Trial:
+        state = self._state(call)
+        return self._graphs.beside(lambda: on_trial(lambda: self._probe(job()), state, keeps))
+
+    #: Whether numbers are read after a replay.
+    _defers = True
 
     def _probe(self, result: Any) -> Any:
         """What a trial does with a result besides."""
@@ -269,13 +375,28 @@ class Captured:
         if chosen.replay is None:
             if chosen.prepared < _PREPARING:
                 chosen.prepared += 1
-                result = self._graphs.beside(lambda: chosen.run(self.step, self.observed))
+                state = self._state(call)
+                try:
+                    result = self._graphs.beside(
+                        lambda: undone_if_it_fails(lambda: chosen.run(self.step, self.observed), state)
+                    )
+                except Exception as error:
+                    self._refuse(form, error)
+                    return self._as_it_is(call)
                 return self._results(chosen.trimmed(result, call))
             try:
+                if chosen.carried.line:
+                    raise Refused(
+                        f"{chosen.carried.line} uses a tensor that the call before made, and a replay would "
+                        "not see the new one. Write into one tensor instead: `kept.copy_(new)`"
+                    )
                 chosen.replay = self._checked_replay(chosen, call)
             except Exception as error:
-                return self._refuse(form, call, error)
-        return self._results(chosen.trimmed(chosen.replay(), call))
+                self._refuse(form, error)
+                return self._as_it_is(call)
+        result = chosen.replay()
+        set_modes(chosen.modes)
+        return self._results(chosen.trimmed(result, call))
 
     def _checked_replay(self, chosen: Record, call: Call) -> Callable[[], Any]:
         """Records a run, and replays it on trial: it has to give what a run gives on trial.
@@ -283,16 +404,32 @@ class Captured:
         Raises:
             Refused: it does not.
         """
-        device = call.device or torch.device("cpu")
-        run = self._on_trial(lambda: chosen.run(self.step, self.observed), device)
-        replay = self._record(chosen)
-        replayed = self._on_trial(replay, device, [*run.written, *self._gradients])
+        run = self._on_trial(lambda: chosen.run(self.step, self.observed, self._defers), call)
+        modes = self.observed.modes()
+        try:
+            with other_random_numbers():
+                replay = self._record(chosen)
+            chosen.modes = self.observed.modes() if self.observed.switches else []
+        finally:
+            set_modes(modes)
+
+        def again(shift: float = 0.0) -> Trial:
+            def job() -> Any:
+                _shift(self.observed.parameters, shift)
+                return replay()
+
+            return self._on_trial(job, call, [*run.written, *self._gradients])
+
+        replayed = again()
         chosen.difference, where = difference(run, replayed)
-        rounds = self.observed.rounds or torch.is_autocast_enabled(device.type)
-        if not chosen.difference <= (_TOLERANCE_16 if rounds else _TOLERANCE):
+        rounds = self.observed.rounds or self.observed.autocasts
+        shifts = [0.0, _ROUNDING_16, -_ROUNDING_16] if rounds else [0.0]
+        others = [functools.partial(again, shift) for shift in shifts]
+        if not chosen.difference <= _tolerated(chosen.difference, rounds, replayed, others):
             raise Refused(
-                f"its replay would change {where} (relative difference {chosen.difference:.1e}): something "
-                "in it is kept by the host from call to call, or drawn there"
+                f"the recorded step gave {where} that differs from the plain step's (relative difference "
+                f"{chosen.difference:.1e}). Usual causes: Python state that changes between calls, random "
+                "numbers drawn with NumPy or on the CPU"
             )
         return replay
 
@@ -305,11 +442,14 @@ class Captured:
         if observed.differentiates and any(
             x.is_leaf and x.requires_grad and id(x) not in known for x in given
         ):
-            raise Refused("an argument requires a gradient, and no module or optimiser in it has that tensor")
+            raise Refused(
+                "an argument requires a gradient, but is no parameter of a module or optimizer in the step. "
+                "Pass it detached"
+            )
         with self._gradients.held(parameters) as gradients:
 
             def job() -> Any:
-                result = chosen.run(self.step, observed)
+                result = chosen.run(self.step, observed, self._defers)
                 gradients.take()
                 return result
 
@@ -319,8 +459,8 @@ class Captured:
                 chosen.execution = None
         if torch.is_grad_enabled() and not observed.differentiates and _wants_grad(result):
             raise Refused(
-                "it returns what backward() is called on outside of it: call backward() in the step, or "
-                "capture the model"
+                "it returns a tensor that requires a gradient, and does not call backward(). Call backward() "
+                "in the step, or capture the model"
             )
         result = tree_map(lambda item: item.detach() if isinstance(item, Tensor) else item, result)
 
@@ -333,18 +473,17 @@ class Captured:
         return replay
 
     def _results(self, result: Any) -> Any:
-        """Copies: the next replay writes there."""
-        return tree_map(lambda item: item.detach().clone() if isinstance(item, Tensor) else item, result)
+        """Copies, for the next replay writes there; and the numbers."""
+        return tree_map(_copy, result)
 
-    def _refuse(self, form: Form, call: Call, error: Exception) -> Any:
-        """Runs a call as it is, as all later ones of its form."""
+    def _refuse(self, form: Form, error: Exception) -> None:
+        """Leaves all calls of a form as they are."""
         form.records.clear()
         self._last = None
-        form.refusal = _reason(error)
+        form.refusal = reason_of(error)
         self._say(form.refusal)
         if not self.records:
             self._forget()
-        return self._as_it_is(call)
 
     def _forget(self) -> None:
         self._last = None
@@ -359,7 +498,62 @@ class Captured:
         return getattr(self.step, "__qualname__", type(self.step).__name__)
 
     def _say(self, reason: str) -> None:
-        info_once(logger, f"capture: {self._name} runs as it is: {reason}")
+        code = getattr(inspect.unwrap(self.step), "__code__", None)
+        at = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
+        warn_once(f"capture: `{self._name}`{at} is not recorded and runs as it is: {reason}")
+
+
+@functools.cache
+def _default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _copy(item: Any) -> Any:
+    if isinstance(item, Number):
+        return item.value()
+    return item.detach().clone() if isinstance(item, Tensor) else item
+
+
+def _names_of_arguments(step: Callable[..., Any], call: Call) -> list[str]:
+    """As the user wrote them."""
+    given = len(call.arguments) - len(call.names)
+    try:
+        parameters = list(inspect.signature(step).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names = [item.name for item in parameters if item.kind is not inspect.Parameter.VAR_POSITIONAL]
+    return [names[nth] if nth < len(names) else f"number {nth + 1}" for nth in range(given)] + list(
+        call.names
+    )
+
+
+def _tolerated(found: float, rounds: bool, one: Trial, others: Sequence[Callable[[], Trial]]) -> float:
+    """Which relative difference rounding explains.
+
+    Where more is found, further trials of one form show how much they differ: sums by atomics come in any
+    order, and 16 bits make much of that, and of libraries that choose other kernels for a recording. What the
+    host keeps from call to call changes plain runs too, but no replays: those judge a record.
+
+    Args:
+        found: the difference.
+        rounds: whether the step computes in 16 bits.
+        one: a trial.
+        others: trials that differ from it by no more than rounding.
+    """
+    tolerance = _TOLERANCE_16 if rounds else _TOLERANCE
+    if found <= tolerance or found > _MOST_TOLERATED:
+        return tolerance
+    noise = max(difference(one, run())[0] for run in others)
+    return max(tolerance, min(_NOISE * noise, _MOST_TOLERATED))
+
+
+def _shift(parameters: Sequence[Tensor], shift: float) -> None:
+    """Changes parameters by up to that part of them, each by another one."""
+    if shift:
+        with torch.no_grad():
+            for item in parameters:
+                wave = torch.arange(item.numel(), device=item.device).sin().view(item.shape)
+                item.mul_(1 + shift * wave.to(item.dtype))
 
 
 @contextlib.contextmanager
@@ -377,15 +571,3 @@ def _without_autocast(device: torch.device) -> Iterator[None]:
 
 def _wants_grad(result: Any) -> bool:
     return any(isinstance(item, Tensor) and item.requires_grad for item in tree_leaves(result))
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
-        return "there is not enough memory to record it"
-    if isinstance(error, Refused):
-        return str(error)
-    text = str(error).split("\n")[0]
-    return (
-        f"it cannot be recorded ({type(error).__name__}: {text}); a step must not read numbers on the host, "
-        "as loss.item() does, nor depend on them (bool(mask.any()), sizes that are found on the device)"
-    )

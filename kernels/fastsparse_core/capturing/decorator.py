@@ -11,11 +11,12 @@ import torch
 from fastsparse_core.capturing.captured import Captured
 from fastsparse_core.capturing.model import capture_model
 
+_M = TypeVar("_M", bound=torch.nn.Module)
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @overload
-def capture(step: torch.nn.Module) -> torch.nn.Module: ...
+def capture(step: _M) -> _M: ...
 @overload
 def capture(step: _F) -> _F: ...
 def capture(step: Any) -> Any:
@@ -37,19 +38,25 @@ def capture(step: Any) -> Any:
     - Before a record is used it is tried, and the trial is undone: the padded step and the first replay must
       give the results and gradients of the step as it is.
 
-    Dropout stays random. Learning rates are kept in tensors, which schedulers outside of the step change as
-    before; Adam, AdamW and SGD take their fused kernel. Results are copies without gradient.
+    Dropout and other random numbers of the GPU stay random. Learning rates are kept in tensors, which
+    schedulers outside of the step change as before; Adam, AdamW and SGD take their fused kernel. Results are
+    copies without gradient. Numbers that the step only returns are read after the replay:
+    ``return loss.item()``, ``return int(correct.sum()) / n``.
 
-    What cannot be recorded runs as it is. The logger ``fastsparse_core`` says why once, at level INFO:
+    A step that cannot be recorded runs as it is. A :class:`SlowPathWarning` says why, once, with the line
+    where that is known. ``captured.status`` of the function says it at any time. It is ``"replaying"``, or
+    ``"refused: "`` and the reason, or ``"watching (3 of 20 calls)"``. Reasons:
 
     - there is no GPU, or an argument that changes is not on it;
-    - the step reads a number on the host (``loss.item()``: return ``loss`` instead), or a size that is found
-      on the device;
-    - a scheduler steps in it (call it after the step), or the optimiser counts steps on the host (Adagrad);
+    - the step goes on to use a number of the GPU (``total += loss.item()``, ``print``, ``if loss > 1``);
+    - a size is known only on the GPU (``dropout_edge``, ``negative_sampling``, ``x[x > 0]``). Sizes that
+      follow from tensors of integers which stay, such as ``edge_index`` and masks, are known from earlier
+      calls;
+    - a scheduler steps in it (call it after the step), or the optimizer counts steps on the CPU (Adagrad);
     - something mixes the nodes of different graphs of a batch, so that padding would change the results;
-    - the host keeps something from call to call (what else it does, such as appending to a list, is done only
-      while the step is not replayed);
-    - its arguments have more than 32 forms or 4 sizes, there is too little memory, or algorithms shall be
+    - the step keeps tensors or Python state from call to call (other effects of its Python code, such as
+      appending to a list, happen only in calls that are not replayed);
+    - its arguments have more than 32 forms or 4 sizes, there is too little memory, or algorithms have to be
       deterministic and batches are padded;
     - it calls DGL's own layers on batches or blocks, or gets DGL's batches of graphs of several types.
 
@@ -58,7 +65,8 @@ def capture(step: Any) -> Any:
             backward pass become a CUDA graph each, and the loop calls ``backward()`` before the next call.
 
     Returns:
-        The function to call instead; of a model, the model itself.
+        The function to call instead, with ``captured.status``; of a model, the model itself, with
+        ``forward.status``.
 
     Raises:
         TypeError: ``step`` is neither.

@@ -12,17 +12,17 @@ from torch.utils._pytree import tree_map
 
 from fastsparse_core import recorded
 from fastsparse_core.capturing.arguments import Constant, Held, argument_of
+from fastsparse_core.capturing.constants import Answers, Carried
+from fastsparse_core.capturing.device_reads import DeviceReads
 from fastsparse_core.capturing.fresh_adjacency import FreshAdjacency
+from fastsparse_core.capturing.numbers import reading
 from fastsparse_core.capturing.observe import Observed
 from fastsparse_core.capturing.padding import Room, Sizes
+from fastsparse_core.capturing.refused import Refused
 from fastsparse_core.capturing.twins import Twins
 
 #: What plugins put around every run of the form that is recorded: functions of what is held.
 surroundings: list[Callable[[list[Held]], Any]] = []
-
-
-class Refused(Exception):
-    """Why a step stays as it is."""
 
 
 class Call:
@@ -69,6 +69,7 @@ class Form:
         seen: sizes of batches.
         records: the newest first.
         refusal: why it stays as it is; "" if it does not.
+        patience: after how many calls it is recorded.
         difference: relative, of results and gradients with padding, when that was tried last.
     """
 
@@ -78,6 +79,7 @@ class Form:
         self.seen: list[Sizes] = []
         self.records: list[Record] = []
         self.refusal = ""
+        self.patience = 0
         self.difference = 0.0
         self._last = [
             [] if varies else item.tensors for item, varies in zip(call.arguments, self.varies, strict=True)
@@ -108,6 +110,9 @@ class Record:
 
     Attributes:
         prepared: how often it ran.
+        answers: what its runs read from tensors that stay.
+        carried: tensors that one run makes and the next one uses.
+        modes: modules that train after it or do not, where the step decides that.
         replay: launches the graph and gives its result, which the next launch overwrites; None: not yet.
         difference: relative, of its first replay from a run, on trial.
     """
@@ -124,6 +129,9 @@ class Record:
         self.prepared = 0
         self.difference = 0.0
         self.execution: recorded.StepRun | None = None
+        self.answers = Answers()
+        self.carried = Carried()
+        self.modes: list[tuple[torch.nn.Module, bool]] = []
         self.replay: Callable[[], Any] | None = None
 
     @property
@@ -158,12 +166,20 @@ class Record:
             return result
         return tree_map(lambda item: room.cut(item, sizes) if isinstance(item, Tensor) else item, result)
 
-    def run(self, step: Callable[..., Any], observed: Observed) -> Any:
-        """Runs a step on what is held, in the form that is recorded."""
+    def run(self, step: Callable[..., Any], observed: Observed, defers: bool = False) -> Any:
+        """Runs a step on what is held, in the form that is recorded.
+
+        Args:
+            step: the function.
+            observed: what it uses.
+            defers: whether numbers that it reads have no value yet.
+        """
         args, kwargs = self.given
         greatest = {place: value for held in self.held for place, value in held.greatest.items()}
         rows = [of_kind for held in self.held for of_kind in held.rows]
-        twins = Twins(rows, greatest, observed.masks)
+        reads = DeviceReads(observed.origins(), self.answers, observed.supports, defers)
+        self.carried.begin_run()
+        twins = Twins(rows, greatest, observed.masks, reads, self.carried)
         with ExitStack() as stack:
             self.execution = recorded.StepRun(
                 has_padding=self.room is not None,
@@ -174,5 +190,8 @@ class Record:
             stack.enter_context(recorded.running(self.execution))
             for surrounding in surroundings:
                 stack.enter_context(surrounding(self.held))
+            if defers:
+                stack.enter_context(observed.callers.patched())
+                stack.enter_context(reading(reads))
             stack.enter_context(twins)
             return step(*args, **kwargs)

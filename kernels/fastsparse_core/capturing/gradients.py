@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fastsparse_core.capturing.forms import Refused
+from fastsparse_core.capturing.refused import Refused
 
 
 class GradientBuffers:

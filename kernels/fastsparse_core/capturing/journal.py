@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from fastsparse_core.capturing.numbers import Number, check
+
+_T = TypeVar("_T")
+#: Results that can be compared, besides tensors.
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class _Journal(TorchDispatchMode):
@@ -70,61 +78,147 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 @dataclass
+class Deferred:
+    """The value of a number that was read at the end of a run."""
+
+    value: float
+
+
+@dataclass
 class Trial:
     """What a job did that was undone.
 
     Attributes:
-        results: copies of the tensors among its results, and of buffers.
+        results: copies of the tensors among its results, of its other results, and of buffers.
         gradients: copies of the parameters' gradients.
         written: memory that it wrote to, and that was there before.
     """
 
-    results: list[Tensor]
+    results: list[Any]
     gradients: list[Tensor]
     written: list[torch.UntypedStorage]
 
 
+@dataclass
+class State:
+    """What a job may change besides the memory that operators write to.
+
+    Attributes:
+        parameters: whose gradients it may replace.
+        buffers: to be compared; batch normalisation writes to them without saying so.
+        modes: modules, and whether they train.
+        devices: where it draws random numbers, besides the CPU.
+    """
+
+    parameters: list[Tensor]
+    buffers: list[Tensor] = field(default_factory=list)
+    modes: list[tuple[torch.nn.Module, bool]] = field(default_factory=list)
+    devices: list[torch.device] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def _undone(
+    state: State, keeps: Iterable[Tensor | torch.UntypedStorage] = (), only_failures: bool = False
+) -> Iterator[_Journal]:
+    """Undoes what is done in this context.
+
+    Args:
+        state: what may change.
+        keeps: what is written to besides without saying so, as the replay of a CUDA graph does.
+        only_failures: undoes it where an exception leaves the context.
+    """
+    journal, gradients = _Journal(), [parameter.grad for parameter in state.parameters]
+    for kept in (*state.buffers, *keeps):
+        journal.keep(kept)
+    restore = _random_states(state.devices)
+    is_undone = True
+    try:
+        with journal:
+            yield journal
+        is_undone = not only_failures
+    finally:
+        if is_undone:
+            restore()
+            with torch.no_grad():
+                journal.undo()
+            for parameter, gradient in zip(state.parameters, gradients, strict=True):
+                parameter.grad = gradient
+            set_modes(state.modes)
+
+
+def set_modes(modes: Iterable[tuple[torch.nn.Module, bool]]) -> None:
+    """Sets which modules train."""
+    for module, trains in modes:
+        if module.training is not trains:
+            module.training = trains
+
+
+def _random_states(devices: Iterable[torch.device]) -> Callable[[], None]:
+    """Gives back the states of all generators when it is called, those of Python and NumPy too."""
+    devices = [device for device in devices if device.type == "cuda"]
+    numpy: Any = sys.modules.get("numpy.random")
+    states = [torch.cuda.get_rng_state(device) for device in devices]
+    ours, of_python = torch.get_rng_state(), random.getstate()
+    of_numpy = None if numpy is None else numpy.get_state()
+
+    def restore() -> None:
+        torch.set_rng_state(ours)
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.set_state(of_numpy)
+        for device, state in zip(devices, states, strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+    return restore
+
+
+@contextlib.contextmanager
+def other_random_numbers() -> Iterator[None]:
+    """The host draws other numbers in this context than before it: a recording keeps what it draws."""
+    restore = _random_states([])
+    torch.default_generator.manual_seed(torch.initial_seed() + 1)
+    random.seed(random.random())
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy.seed(random.getrandbits(32))
+    try:
+        yield
+    finally:
+        restore()
+
+
+def undone_if_it_fails(job: Callable[[], _T], state: State) -> _T:
+    """Runs a job; what an exception leaves half done is undone."""
+    with _undone(state, only_failures=True):
+        return job()
+
+
 def on_trial(
-    job: Callable[[], Any],
-    parameters: Iterable[Tensor],
-    buffers: Iterable[Tensor],
-    device: torch.device,
-    keeps: Iterable[Tensor | torch.UntypedStorage] = (),
+    job: Callable[[], Any], state: State, keeps: Iterable[Tensor | torch.UntypedStorage] = ()
 ) -> Trial:
-    """Runs a job and undoes what it did to tensors, gradients and generators of random numbers.
+    """Runs a job and undoes what it did to tensors, gradients, modes and generators of random numbers.
 
     Args:
         job: called once.
-        parameters: whose gradients it may replace.
-        buffers: to be compared; batch normalisation writes to them without saying so.
-        device: where it draws numbers, besides the CPU.
+        state: what it may change.
         keeps: what it writes to besides without saying so, as the replay of a CUDA graph does.
+
+    Raises:
+        Exception: of the job.
     """
-    parameters, buffers = list(parameters), list(buffers)
-    before = [parameter.grad for parameter in parameters]
-    journal = _Journal()
-    for kept in (*buffers, *keeps):
-        journal.keep(kept)
-    devices = [device] if device.type == "cuda" else []
-    with contextlib.ExitStack() as stack:
-        stack.callback(_set_gradients, parameters, before)
-        stack.callback(torch.no_grad()(journal.undo))
-        stack.enter_context(torch.random.fork_rng(devices))
-        with journal:
-            result = job()
-        tensors = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
-        results = [tensor.detach().clone() for tensor in (*tensors, *buffers)]
+    with _undone(state, keeps) as journal:
+        results = [_result(item) for item in (*tree_leaves(job()), *state.buffers)]
         gradients = [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
-            for parameter in parameters
+            for parameter in state.parameters
         ]
-        written = journal.written
-    return Trial(results, gradients, written)
+        return Trial(results, gradients, journal.written)
 
 
-def _set_gradients(parameters: list[Tensor], gradients: list[Tensor | None]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
+def _result(item: Any) -> Any:
+    if isinstance(item, Number):
+        check(item)
+        return Deferred(item.value())
+    return item.detach().clone() if isinstance(item, Tensor) else item
 
 
 def difference(one: Trial, other: Trial) -> tuple[float, str]:
@@ -133,19 +227,35 @@ def difference(one: Trial, other: Trial) -> tuple[float, str]:
         return float("inf"), "the number of results"
     worst, where = 0.0, ""
     for x, y in zip(one.results, other.results, strict=True):
-        if x.shape != y.shape:
-            return float("inf"), f"a result's shape, {tuple(y.shape)} instead of {tuple(x.shape)}"
-        if x.is_floating_point():
-            found = _relative(x, y, _norm(x))
-        else:
-            found = 0.0 if torch.equal(x, y) else float("inf")
-        worst, where = max((worst, where), (found, f"a result of shape {tuple(x.shape)}"))
+        worst, where = max((worst, where), _between(x, y))
     longest = max([_norm(x) for x in one.gradients], default=0.0)
     for x, y in zip(one.gradients, other.gradients, strict=True):
         worst, where = max(
             (worst, where), (_relative(x, y, longest), f"a gradient of shape {tuple(x.shape)}")
         )
     return worst, where
+
+
+def _between(x: Any, y: Any) -> tuple[float, str]:
+    """The difference of two results."""
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        if x.shape != y.shape:
+            return float("inf"), f"a result's shape, {tuple(y.shape)} instead of {tuple(x.shape)}"
+        where = f"a result of shape {tuple(x.shape)}"
+        if x.is_floating_point():
+            return _relative(x, y, _norm(x)), where
+        return 0.0 if torch.equal(x, y) else float("inf"), where
+    if isinstance(x, Deferred) or isinstance(y, Deferred):
+        x, y = (item.value if isinstance(item, Deferred) else item for item in (x, y))
+        if type(x) is not type(y):
+            return float("inf"), f"a result, {y!r} instead of {x!r}"
+        found = 0.0 if x == y or (x != x and y != y) else abs(x - y) / max(abs(x), 1e-30)
+        return found if found == found else float("inf"), f"a result, {y!r} instead of {x!r}"
+    if type(x) is type(y) and not isinstance(x, _PLAIN):
+        return 0.0, ""
+    return 0.0 if type(x) is type(y) and (x == y or x != x) else float(
+        "inf"
+    ), f"a result, {y!r} instead of {x!r}"
 
 
 def _relative(x: Tensor, y: Tensor, norm: float) -> float:

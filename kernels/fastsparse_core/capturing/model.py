@@ -32,6 +32,8 @@ class CapturedModel(Captured):
         model: whose ``forward`` it calls.
     """
 
+    _defers = False
+
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model.forward)
         self._model = model

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,7 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from fastsparse_core.capturing.constants import Origins, Persistent
+from fastsparse_core.capturing.numbers import Callers, Tracker, reading
 from fastsparse_core.capturing.twins import Masks, is_mask
+from fastsparse_core.log import current_line, is_of_user
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -23,19 +28,34 @@ _LOW = (torch.float16, torch.bfloat16)
 class Observed:
     """What was seen so far.
 
+    Args:
+        step: the function that is watched.
+        supports: whether graphs are recorded on a device.
+
     Attributes:
+        devices: of the tensors that it computes with.
+        persistent: tensors of integers that stay.
+        callers: functions that make numbers of tensors.
         optimizers: that made a step.
         masks: bool tensors that indexed others.
         differentiates: whether autograd was called.
         schedules: whether a scheduler of learning rates made a step.
         rounds: whether some of it is computed in 16 bits without autocast.
+        autocasts: whether some of it runs under autocast.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, step: Callable[..., Any] | None = None, supports: Callable[[torch.device], bool] = bool
+    ) -> None:
+        self.supports = supports
+        self.devices: set[torch.device] = set()
+        self.persistent = Persistent()
+        self.callers = Callers(step)
+        self._switched: list[weakref.ref[torch.nn.Module]] = []
         self._modules: list[weakref.ref[torch.nn.Module]] = []
         self.optimizers: list[Optimizer] = []
         self.masks = Masks()
-        self.differentiates = self.schedules = self.rounds = False
+        self.differentiates = self.schedules = self.rounds = self.autocasts = False
         self._parameters: list[Tensor] | None = None
 
     def add_module(self, module: torch.nn.Module) -> None:
@@ -66,10 +86,32 @@ class Observed:
         items = (item for module in self.modules for item in module.buffers(recurse=False))
         return [item for item in items if item.is_floating_point()]
 
+    def origins(self) -> Origins:
+        """Which tensors of a run that starts now are the same in every run."""
+        return Origins(self.persistent.now())
+
+    def modes(self) -> list[tuple[torch.nn.Module, bool]]:
+        """Which modules train, of those that were called or switched in the step."""
+        switched = [module for reference in self._switched if (module := reference()) is not None]
+        return [(module, module.training) for module in (*self.modules, *switched)]
+
+    @property
+    def switches(self) -> bool:
+        """Whether the step calls ``model.train()`` or ``model.eval()``."""
+        return bool(self._switched)
+
+    def _add_switched(self, root: torch.nn.Module) -> None:
+        known = {id(reference()) for reference in self._switched}
+        self._switched += [weakref.ref(module) for module in root.modules() if id(module) not in known]
+
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Notes what runs in this context."""
-        scheduled = LRScheduler.step
+    def watching(self, tracker: Tracker | None = None) -> Iterator[None]:
+        """Notes what runs in this context, and what is done with numbers that it reads."""
+        scheduled, train = LRScheduler.step, torch.nn.Module.train
+
+        def switch(module: Any, *args: Any, **kwargs: Any) -> Any:
+            self._add_switched(module)
+            return train(module, *args, **kwargs)
 
         def step(*args: Any, **kwargs: Any) -> Any:
             self.schedules = True
@@ -88,26 +130,81 @@ class Observed:
             register_optimizer_step_pre_hook(on_optimizer),
         ]
         LRScheduler.step = step  # type: ignore[method-assign]
+        torch.nn.Module.train = switch  # type: ignore[method-assign,assignment]
+        watching = _Watching(self, tracker)
         try:
-            with _Watching(self):
+            with contextlib.ExitStack() as stack:
+                if tracker is not None:
+                    stack.enter_context(self.callers.patched())
+                    stack.enter_context(reading(watching))
+                stack.enter_context(watching)
                 yield
         finally:
+            self.persistent.end_call()
             LRScheduler.step = scheduled  # type: ignore[method-assign]
+            torch.nn.Module.train = train  # type: ignore[method-assign]
             for handle in handles:
                 handle.remove()
 
 
 class _Watching(TorchFunctionMode):
-    def __init__(self, observed: Observed) -> None:
+    def __init__(self, observed: Observed, tracker: Tracker | None) -> None:
         super().__init__()
-        self._observed = observed
+        self._observed, self._tracker = observed, tracker
+        self._origins = observed.origins()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        observed = self._observed
+        observed, kwargs = self._observed, kwargs or {}
         if func is Tensor.__getitem__ and is_mask(args[1]):
             observed.masks.add(args[1])
         elif func in (Tensor.backward, torch.autograd.backward, torch.autograd.grad):
             observed.differentiates = True
-        elif not observed.rounds and args and isinstance(args[0], Tensor) and args[0].dtype in _LOW:
-            observed.rounds = not torch.is_autocast_enabled(args[0].device.type)
-        return func(*args, **(kwargs or {}))
+        elif args and isinstance(args[0], Tensor):
+            device = args[0].device
+            observed.devices.add(device)
+            if torch.is_autocast_enabled(device.type):
+                observed.autocasts = True
+            elif args[0].dtype in _LOW:
+                observed.rounds = True
+        observed.persistent.see(args)
+        observed.persistent.see(kwargs.values())
+        result = func(*args, **kwargs)
+        if func in _NUMBERS:
+            return self._number(func, args[0], result, sys._getframe(1))
+        if self._tracker is not None:
+            self._tracker.look(args, kwargs)
+        self._origins.follow(func, args, kwargs, result)
+        return result
+
+    def read(self, tensor: Tensor) -> Any:
+        """The number in a tensor, for ``float`` and ``int``."""
+        value = tensor.item()
+        if self._tracker is None or not self._is_followed(tensor):
+            return value
+        return self._tracker.track(value, current_line())
+
+    def _is_followed(self, tensor: Tensor) -> bool:
+        return self._observed.supports(tensor.device) and self._origins.of(tensor) is None
+
+    def _number(self, func: Any, x: Tensor, value: Any, frame: FrameType) -> Any:
+        """A number that the user's code reads; other code that reads numbers is met in the trial."""
+        if not is_of_user(frame) or not self._is_followed(x):
+            return value
+        if func in (Tensor.__float__, Tensor.__int__):
+            self._observed.callers.add(frame)
+        tracker = self._tracker
+        if tracker is None:
+            return value
+        if func is Tensor.item:
+            return tracker.track(value, current_line())
+        if func is Tensor.tolist and x.dim() == 1:
+            return [tracker.track(item, current_line()) for item in value]
+        tracker.note(current_line())
+        return value
+
+
+#: Functions that read a number.
+_NUMBERS = (
+    *(Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__bool__),
+    *(Tensor.__format__, Tensor.__repr__),
+)

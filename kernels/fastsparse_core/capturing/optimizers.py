@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastsparse_core.capturing.forms import Refused
+from fastsparse_core.capturing.refused import Refused
 
 #: Optimisers with one kernel for a whole step, which reads the learning rate from a tensor, and also takes
 #: what a gradient scaler finds. SGD has no other way to leave the host out.
@@ -64,9 +64,7 @@ class RecordedOptimizer:
         elif not fuses:
             if any("step" in self.optimizer.state.get(parameter, ()) for parameter in parameters):
                 kind = type(self.optimizer).__name__
-                raise Refused(
-                    f"{kind} counts steps on the host; take an optimiser that is capturable, as Adam"
-                )
+                raise Refused(f"{kind} counts its steps on the CPU. Use Adam, AdamW, SGD or RMSprop")
             return None
         if not isinstance(rate, Tensor) or rate.device != device:
             group["lr"] = torch.tensor(float(rate), device=device)

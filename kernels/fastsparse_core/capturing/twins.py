@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fastsparse_core.capturing.constants import Carried
+from fastsparse_core.capturing.device_reads import DeviceReads
 from fastsparse_core.capturing.padding import Rows
 from fastsparse_core.ops._autocast import autocast_dtype, version_of, without_autocast
 from fastsparse_core.ops._batch_norm import masked_batch_norm
@@ -60,10 +62,20 @@ class Twins(TorchFunctionMode):
             and number of indices (-1, -1: any): what functions that count nodes or graphs would read from the
             device.
         masks: that the step was seen to use.
+        reads: what is read from the device; None: as PyTorch does.
+        carried: notes tensors of the run before that are used.
     """
 
-    def __init__(self, rows: list[Rows], greatest: dict[tuple[int, int, int], int], masks: Masks) -> None:
+    def __init__(
+        self,
+        rows: list[Rows],
+        greatest: dict[tuple[int, int, int], int],
+        masks: Masks,
+        reads: DeviceReads | None = None,
+        carried: Carried | None = None,
+    ) -> None:
         super().__init__()
+        self.reads, self.carried = reads, carried
         self.rows = {of_kind.room: of_kind for of_kind in rows}
         self.greatest = greatest
         self.masks = masks
@@ -76,12 +88,19 @@ class Twins(TorchFunctionMode):
         return max(known) if known else self.greatest.get((address, -1, -1))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, reads = kwargs or {}, self.reads
         twin = _TWINS.get(func)
-        if twin is not None:
-            result = twin(self, func, *args, **(kwargs or {}))
-            if result is not NotImplemented:
-                return result
-        return func(*args, **(kwargs or {}))
+        result = NotImplemented if twin is None else twin(self, func, *args, **kwargs)
+        if reads is None:
+            return func(*args, **kwargs) if result is NotImplemented else result
+        if result is NotImplemented:
+            result = reads.call(func, args, kwargs)
+        if result is NotImplemented:
+            result = func(*args, **kwargs)
+        reads.origins.follow(func, args, kwargs, result)
+        if self.carried is not None:
+            self.carried.follow(func, args, kwargs, result)
+        return result
 
 
 def is_mask(index: Any) -> bool:
@@ -118,7 +137,12 @@ def _max(twins: Twins, func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if args or kwargs or not isinstance(x, Tensor) or x.dtype not in (torch.int64, torch.int32):
         return NotImplemented
     greatest = twins.greatest_of(x)
-    return NotImplemented if greatest is None else torch.tensor(greatest, dtype=x.dtype)
+    if greatest is None:
+        return NotImplemented
+    found = torch.tensor(greatest, dtype=x.dtype)
+    if twins.reads is not None:
+        twins.reads.origins.add(found, ())
+    return found
 
 
 # ---------------------------------------------------------------- batch normalisation

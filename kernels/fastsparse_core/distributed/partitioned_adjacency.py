@@ -19,7 +19,7 @@ from fastsparse_core.formats.grouping import Method
 from fastsparse_core.ops._autocast import autocast
 from fastsparse_core.ops._checks import check_features, check_scale
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops.spmm import spmm
+from fastsparse_core.ops.spmm import Reduce, spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
 _HALO_DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -336,7 +336,7 @@ class PartitionedAdjacency(Adjacency):
         self,
         x: Tensor,
         value: Tensor | None,
-        reduce: str,
+        reduce: Reduce,
         *,
         scale_dst: Tensor | None,
         scale_src: Tensor | None,
@@ -455,6 +455,9 @@ class PartitionedAdjacency(Adjacency):
         _unsupported("a move to another device (build it from edges that lie there)")
 
     def __getstate__(self) -> dict[str, Any]:
+        _unsupported("pickling (build it on every rank)")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
         _unsupported("pickling (build it on every rank)")
 
     def __repr__(self) -> str:

@@ -35,6 +35,10 @@ class Partition:
         starts: position of the first node of every rank, and the number of nodes; (num_parts + 1).
         order: node at every position, int64 (num_nodes,); None: the nodes' own order.
         method: how it was found, for people.
+
+    Raises:
+        TypeError: ``order`` is no int64 tensor.
+        ValueError: ``starts`` descend, or ``order`` does not have every node once.
     """
 
     starts: tuple[int, ...]
@@ -67,6 +71,32 @@ class Partition:
             )
         sizes = torch.bincount(owner, minlength=num_parts).tolist()
         return cls((0, *accumulate(sizes)), torch.argsort(owner, stable=True), method)
+
+    def __post_init__(self) -> None:
+        starts, order = self.starts, self.order
+        if not starts or starts[0] != 0 or any(last < first for first, last in pairwise(starts)):
+            raise ValueError(f"starts: expected positions that ascend from 0, got {starts}")
+        if order is None:
+            return
+        if not isinstance(order, Tensor) or order.dtype != torch.int64:
+            got = order.dtype if isinstance(order, Tensor) else type(order).__name__
+            raise TypeError(f"order: expected an int64 tensor, got {got}")
+        if order.shape != (self.num_nodes,):
+            raise ValueError(
+                f"order: expected shape ({self.num_nodes},), a node for every position, "
+                f"got {tuple(order.shape)}"
+            )
+        if order.numel():
+            low, high = (int(end) for end in torch.aminmax(order))
+            is_taken = torch.zeros(self.num_nodes, dtype=torch.bool, device=order.device)
+            if low < 0 or high >= self.num_nodes or not is_taken.index_fill_(0, order, True).all():
+                raise ValueError(
+                    f"order: expected every node from 0 to {self.num_nodes - 1} once, got values from {low} "
+                    f"to {high}"
+                )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Partition, (self.starts, self.order, self.method)  # which checks: a file may be damaged
 
     @property
     def num_parts(self) -> int:

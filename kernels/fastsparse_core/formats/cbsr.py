@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,6 +74,9 @@ class CBSR:
         cbsr = cls(values, ids if ids.dtype == dtype else ids.to(dtype), width)
         cbsr.check()
         return cbsr
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CBSR.from_parts, (self.values, self.ids, self.width)  # which checks: a file may be damaged
 
     def check(self) -> None:
         """Raises an error unless the parts fit together; reads from the device.

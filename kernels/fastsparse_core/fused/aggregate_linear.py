@@ -31,6 +31,7 @@ from fastsparse_core.ops._kept_results import saved_tensors
 from fastsparse_core.ops._operands import zero_padded
 from fastsparse_core.ops._spmm_plan import add_transposed, grad_of_features, launch_spmm
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
+from fastsparse_core.ops._weight_gradient import weight_gradient
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.streams import fork
 from fastsparse_core.structure.adjacency import Adjacency
@@ -379,7 +380,7 @@ def _gradients_before_sums(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if needs_x or needs_weight:
         transformed = grad_of_features(ctx.adj, grad, None, plan.scale, None, plan.algorithm)
     if needs_weight:
-        grad_weight = product_in(transformed.t(), features, weight_dtype)
+        grad_weight = weight_gradient(transformed, features, weight_dtype, True)
     if needs_x:
         total = torch.mm(transformed, matrix)
         num_dst, num_src = ctx.adj.shape
@@ -417,10 +418,14 @@ def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         own, sums = features[:num_dst], features
         if needs_weight and not plan.transform_first:
             sums = spmm(adj, features, scale_dst=scale, algorithm=algorithm)
-    left = grad if transformed is None else transformed
+    grad_weight = None
+    if needs_weight and transformed is not None:
+        grad_weight = weight_gradient(transformed, sums, weight_dtype, False)
+    elif needs_weight:
+        grad_weight = _of_weight(plan, product_in(grad.t(), sums, weight_dtype, once=False))
     return (
         grad_x,
-        _of_weight(plan, product_in(left.t(), sums, weight_dtype, once=False)) if needs_weight else None,
+        grad_weight,
         grad.sum(0, dtype=bias_dtype) if needs_bias else None,
         _of_weight(plan, product_in(grad.t(), own, root_dtype, once=False)) if needs_root else None,
     )

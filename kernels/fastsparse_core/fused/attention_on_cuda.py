@@ -168,17 +168,15 @@ def stacked(call: LayerCall, maps: Sequence[Tensor]) -> tuple[Tensor, Tensor | N
     rows, columns = shape
     if first.dtype not in (call.dtype, torch.float32):
         return None
-    addresses: list[int] = []
-    for tensor in maps:
-        if tensor.shape != (shape if len(addresses) < count else (rows,)) or not tensor.is_contiguous():
+    for nth, tensor in enumerate(maps):
+        if tensor.shape != (shape if nth < count else (rows,)) or not tensor.is_contiguous():
             return None
-        addresses.append(tensor.data_ptr())
     matrix = first.new_empty(count * rows, columns, dtype=call.dtype)
     bias = first.new_empty(count * rows, dtype=call.dtype) if len(maps) > count else None
     index = first.get_device()
     _C.stack_maps(
-        addresses[:count],
-        addresses[count:],
+        maps[:count],
+        maps[count:],
         rows * columns,
         rows,
         matrix,

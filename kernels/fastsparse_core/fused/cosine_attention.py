@@ -65,6 +65,15 @@ def cosine_attention(adj: Adjacency, x: Tensor, beta: Tensor) -> Tensor | None:
     return _attend(adj, x, beta)[0]
 
 
+def beta_by_row(adj: Adjacency, beta: Tensor) -> Tensor:
+    """Beta for every destination (num_dst, 1), as a factor of the queries.
+
+    A node without an edge has no score: whatever its features hold stays out of beta's gradient, where
+    PyTorch would add its gradient of 0 times them.
+    """
+    return torch.where(adj.is_empty_row()[:, None], beta.new_zeros(()), beta)
+
+
 def _attend(adj: Adjacency, x: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result, its log-sum-exp, norms and what was normalised."""
     norm = torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min_(_EPSILON)
@@ -93,7 +102,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
         def compute(x: Tensor, beta: Tensor) -> Tensor:
             key = F.normalize(x, dim=1, eps=_EPSILON)
-            return unfused.dot_product(adj, key * beta, key, x, None, 1.0, 0.0, None, 1)
+            query = key * beta_by_row(adj, beta)
+            return unfused.dot_product(adj, query, key, x, None, 1.0, 0.0, None, 1)
 
         with torch.enable_grad():
             return tuple(unfused_gradients(compute, grad, (x, beta), (needs_x, needs_beta)))
@@ -103,7 +113,9 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_query, grad_key, grad_x, _ = kernels.dot_product_gradients(
         adj, grad, query, key, x, None, out, lse, 1.0, 0.0, None, 1
     )
-    grad_beta = (grad_query * key).sum().view(1) if needs_beta else None
+    grad_beta = None
+    if needs_beta:  # see `beta_by_row`
+        grad_beta = (grad_query * key).sum(1).masked_fill_(adj.is_empty_row(), 0).sum().view(1)
     if not needs_x:
         return None, grad_beta
     grad_key.addcmul_(grad_query, beta)

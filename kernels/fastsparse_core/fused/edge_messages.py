@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.ops import _edge_messages_launch as launch
 from fastsparse_core.ops._autocast import CAST, Uncast, autocast_dtype, product_in, without_autocast
 from fastsparse_core.ops._dtypes import DTYPE_CODE, cast
@@ -16,6 +18,7 @@ from fastsparse_core.ops._edge_messages_fused import gine_gradients_again, unfus
 from fastsparse_core.ops._edge_messages_launch import Operands
 from fastsparse_core.ops._kept_results import unfused_gradients, with_cure
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
+from fastsparse_core.ops._weight_gradient import weight_gradient
 from fastsparse_core.structure.adjacency import Adjacency
 
 
@@ -112,9 +115,15 @@ def gine_layer(
     return out if after is None else _linear(out, after, after_bias, under or x.dtype)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
+) -> Tensor:
     """A linear map in a dtype; of its own operands autocast casts nothing."""
-    return F.linear(cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype))
+    return linear(cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype))
 
 
 class _Gine(torch.autograd.Function):
@@ -357,7 +366,10 @@ def _gated_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_maps: tuple[Tensor | None, ...] = (None,) * 3
     grad_root = grad_bias = None
     if maps_need or needs[2]:
-        product = product_in(of_rows.t(), x, dtype)
+        if edge is None:  # as in the original, whose linear maps come first
+            product = product_in(of_rows.t(), x, dtype)
+        else:
+            product = weight_gradient(of_rows, x, dtype, True, 3, width)
         grad_root = product[3 * width :] if needs[2] else None
         if edge is not None and maps_need:
             gate, value = gradients.weight, gradients.of_value
@@ -386,8 +398,10 @@ def _unfused_layer(
 ) -> Tensor:
     """`gated_layer` by operators that have gradients again."""
     in_width, dtype = x.shape[1], x.dtype
+    of_nodes = F.linear if edge is None else linear_before_sum
     query, value, key = (
-        _linear(x, map[:, :in_width], of_map, dtype) for map, of_map in zip(maps[:3], maps[3:], strict=True)
+        _linear(x, map[:, :in_width], of_map, dtype, of_nodes)
+        for map, of_map in zip(maps[:3], maps[3:], strict=True)
     )
     of_query, of_value, of_key = (None if edge is None else map[:, in_width:] for map in maps[:3])
     of_gate = None if of_query is None or of_key is None else of_query + of_key

@@ -23,7 +23,7 @@ from fastsparse_core.ops._eager import PLAIN, is_first_derivative, is_plain_eage
 from fastsparse_core.ops._ssd_backward import derivatives
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.ops.maxk import gather, write_out
-from fastsparse_core.ops.ssd import operands, ssd
+from fastsparse_core.ops.ssd import SumOrMean, operands, ssd
 from fastsparse_core.structure.adjacency import Adjacency
 
 
@@ -33,7 +33,7 @@ def aggregate_cbsr(
     transform: Callable[[Tensor, CBSR], Tensor],
     weight: Tensor,
     value: Tensor | None = None,
-    reduce: str = "sum",
+    reduce: SumOrMean = "sum",
     *,
     scale_dst: Tensor | None = None,
     scale_src: Tensor | None = None,
@@ -178,7 +178,7 @@ def maxk_linear(
     bias: Tensor | None = None,
     root_weight: Tensor | None = None,
     value: Tensor | None = None,
-    reduce: str = "sum",
+    reduce: SumOrMean = "sum",
     *,
     out_by_in: bool,
     recompute: bool = False,

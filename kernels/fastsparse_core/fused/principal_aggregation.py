@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core.fused.bias import linear
+from fastsparse_core.fused.linear_before_sum import linear_before_sum
 
 
 def node_parts(
@@ -47,7 +48,7 @@ def node_parts(
                 for part, size in zip(given, sizes, strict=True)
             ]
         )
-    dst, src, own = linear(x, torch.cat(groups), bias).split(sizes, dim=1)
+    dst, src, own = linear_before_sum(x, torch.cat(groups), bias, 2, sizes[0]).split(sizes, dim=1)
     return dst, src, own
 
 

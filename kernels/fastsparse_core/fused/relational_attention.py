@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import policy
+from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops import _gat_attention_csr
 from fastsparse_core.ops._attention_checks import draw_seed, drawn_by_replays
@@ -22,6 +23,7 @@ from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
 from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
 from fastsparse_core.ops._edge_rows import End, lift, sum_edges
 from fastsparse_core.ops._kept_results import unfused_gradients
+from fastsparse_core.ops._weight_gradient import weight_gradient
 from fastsparse_core.structure.adjacency import Adjacency
 
 __all__ = ["relational_attention"]
@@ -98,7 +100,13 @@ def _maps(weight: Tensor, query: Tensor, key: Tensor) -> Sequence[Tensor]:
 def _operands(x: Tensor, maps: Sequence[Tensor], pairs: End) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores of destinations and sources, values, and scores of edges."""
     width, precise = x.shape[1], accumulation_dtype(x.dtype)
-    rows, of_src, of_dst = (torch.mm(x, each.view(width, -1)).view(-1, each.shape[1]) for each in maps)
+    # The original multiplies the ends of edges: rows of pairs without edges have no part in its gradients.
+    rows, of_src, of_dst = (
+        linear_before_sum(x, each.view(width, -1).t(), None, each.shape[0] // width, each.shape[1]).view(
+            -1, each.shape[1]
+        )
+        for each in maps
+    )
     # A destination's score depends on the relation: it comes with the edge.
     (of_edge,) = lift((of_dst,), (pairs,))
     none = x.new_zeros(x.shape[0], of_edge.shape[1], dtype=precise)
@@ -141,8 +149,13 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = torch.mm(found[0], of_weight).addmm_(found[1], of_key).addmm_(found[2], of_query)
     if not any(ctx.needs_input_grad[1:4]):
         return grad_x, None, None, None
-    x = x.t()
-    grads = [torch.mm(x, each).view(-1, of_map.shape[1]) for each, of_map in zip(found, maps, strict=True)]
+    num_relations = weight.shape[0]
+    grads = [
+        weight_gradient(each, x, x.dtype, True, num_relations, of_map.shape[1], out_by_in=False).view_as(
+            of_map
+        )
+        for each, of_map in zip(found, maps, strict=True)
+    ]
     by_column = maps[0].t()
     grad_query, grad_key = torch.mm(by_column, grads[2]), torch.mm(by_column, grads[1])
     grad = grads[0].addmm_(grads[1], key.t()).addmm_(grads[2], query.t())

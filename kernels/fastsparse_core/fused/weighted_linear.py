@@ -18,6 +18,7 @@ from fastsparse_core.ops._eager import direct, is_first_derivative, is_plain_eag
 from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
+from fastsparse_core.ops._weight_gradient import weight_gradient
 from fastsparse_core.ops.sddmm import sddmm, sddmm_kernel
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency
@@ -177,7 +178,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if needs_x or needs_weight:
             back = grad_of_features(adj, grad, value, scale, None, algorithm)
         if needs_weight:
-            grad_weight = torch.mm(back.t(), x)
+            grad_weight = weight_gradient(back, x, x.dtype, True)
         if needs_x:
             grad_x = torch.mm(back, weight)
     else:

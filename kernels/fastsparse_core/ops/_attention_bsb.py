@@ -151,7 +151,7 @@ def _laid_out(call: Call) -> Call:
 
 
 def _input(call: Call) -> _C.AttentionBsbInput:
-    _, heads, q, k, v, _, bias, scale, dropout_p, _ = call
+    _, heads, q, k, v, _, bias, scale, dropout_p, *_ = call
     return _C.AttentionBsbInput(
         heads,
         q,

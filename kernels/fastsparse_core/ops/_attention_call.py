@@ -24,6 +24,9 @@ class Call(NamedTuple):
         scale: of dot products, or the slope of the leaky ReLU.
         dropout_p: from 0 to below 1.
         seed: of the dropout mask; None: no dropout.
+        edge: features of the edges (num_values, A) in the caller's edge order, in the dtype of ``v``; the CPU
+            alone.
+        weight: (heads * D, A) of the edges' linear map, with ``edge``.
     """
 
     kind: int
@@ -36,6 +39,8 @@ class Call(NamedTuple):
     scale: float
     dropout_p: float
     seed: Tensor | None
+    edge: Tensor | None = None
+    weight: Tensor | None = None
 
     @property
     def drawn(self) -> int:

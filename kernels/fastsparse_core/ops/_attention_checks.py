@@ -39,6 +39,11 @@ def is_plain(adj: Adjacency, dropout_p: float, *matrices: Tensor) -> bool:
     return is_plain_eager(matrices[-2]) and not torch.is_autocast_enabled(device_type)
 
 
+def default_scale(width: int) -> float:
+    """What dot products of this width are multiplied by: one over its root, always rounded alike."""
+    return 1 / math.sqrt(width) if width else 1.0
+
+
 def check_dot_product(
     adj: Adjacency,
     q: Tensor,
@@ -73,7 +78,7 @@ def check_dot_product(
         raise ValueError(f"q and k: expected features of one width, got {q.size(-1)} and {k.size(-1)}")
     if scale is None:
         width = q.size(-1) if q.dim() == 3 else q.size(-1) // heads
-        scale = width**-0.5 if width else 1.0
+        scale = default_scale(width)
     return q, k, v, heads, _check_number("scale", scale), _check_bias(adj, bias, heads, q.dtype)
 
 

@@ -82,7 +82,7 @@ def dot_product_gradients(
     """Gradients of q, k, v and, if wanted, the bias; the CPU's kernels do not read ``out``."""
     call = Call(DOT_PRODUCT, heads, q, k, v, None, bias, scale, dropout_p, seed)
     launches = _attention_bsb if v.is_cuda else _attention_cpu
-    grad_q, grad_k, grad_v, _, grad_bias = launches.backward(adj, call, grad, out, lse, bias_wanted)
+    grad_q, grad_k, grad_v, _, grad_bias, *_ = launches.backward(adj, call, grad, out, lse, bias_wanted)
     return grad_q, grad_k, grad_v, grad_bias
 
 
@@ -123,7 +123,7 @@ def additive_gradients(
     operands = (score_dst.shape[1], score_dst, score_src, v, None, bias)
     call = Call(ADDITIVE, *operands, negative_slope, dropout_p, seed)
     launches = _gat_attention_csr if v.is_cuda else _attention_cpu
-    grad_dst, grad_src, grad_v, _, grad_bias = launches.backward(adj, call, grad, None, lse, bias_wanted)
+    grad_dst, grad_src, grad_v, _, grad_bias, *_ = launches.backward(adj, call, grad, None, lse, bias_wanted)
     return grad_dst, grad_src, grad_v, grad_bias
 
 
@@ -161,7 +161,7 @@ def gatv2_gradients(
     operands = (att.shape[0], x_dst, x_src, x_src, att, None)
     call = Call(GATV2, *operands, negative_slope, dropout_p, seed)
     launches = _gat_attention_csr if x_src.is_cuda else _attention_cpu
-    grad_dst, grad_src, _, grad_att, _ = launches.backward(adj, call, grad, out, lse, False)
+    grad_dst, grad_src, _, grad_att, *_ = launches.backward(adj, call, grad, out, lse, False)
     return grad_dst, grad_src, grad_att
 
 

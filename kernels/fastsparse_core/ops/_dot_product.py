@@ -1,4 +1,4 @@
-"""Which kernel serves dot-product attention, and the CSR kernels: those of edge features, without any."""
+"""Which kernel serves dot-product attention, and CUDA's from CSR: those of edge features, without any."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 
 def csr_obstacle(adj: Adjacency, q: Tensor, v: Tensor, heads: int) -> str:
-    """Why the CSR kernels cannot serve this call or its backward pass, "" if they can.
+    """Why the CSR kernels on CUDA cannot serve this call or its backward pass, "" if they can.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -23,13 +23,11 @@ def csr_obstacle(adj: Adjacency, q: Tensor, v: Tensor, heads: int) -> str:
     """
     if q.size(1) != v.size(1):
         return f"values of {v.size(1)} features, queries of {q.size(1)}"
-    if v.device.type != "cuda":
-        return "" if heads and v.size(1) else f"heads of width {v.size(1) // max(heads, 1)}, not 1 or more"
     return csr_obstacle_of(adj, v.dtype, v.size(1), heads)
 
 
 def csr_obstacle_of(adj: Adjacency, dtype: torch.dtype, width: int, heads: int) -> str:
-    """:func:`csr_obstacle` on CUDA, of features of a dtype and a width, that of all heads."""
+    """:func:`csr_obstacle` of features of a dtype and a width, that of all heads."""
     if adj.num_values >= 2**32:
         return f"{adj.num_values} values, 2^32 or more"
     return _gat_attention_csr.obstacle(dtype, width, heads)
@@ -51,16 +49,13 @@ def kernel(
     """
     if algorithm == "unfused":
         return algorithm
-    on_cuda = v.device.type == "cuda"
-    if not on_cuda and algorithm != "csr" and not adj.is_padded:
+    if v.device.type != "cuda":  # where one kernel, from CSR, has either name
         return "fused3s"
     no_csr = csr_obstacle(adj, q, v, heads)
-    no_blocks = (
-        _attention_bsb.obstacle(adj, v.dtype, (q.size(1), k.size(1), v.size(1)), heads) if on_cuda else ""
-    )
+    no_blocks = _attention_bsb.obstacle(adj, v.dtype, (q.size(1), k.size(1), v.size(1)), heads)
     if torch.compiler.is_compiling():
         # A trace does not count: it would be made anew for every number. The operator builds the blocks.
-        facts = policy.Facts(on_cuda, *adj.shape, adj.num_edges, converted=True)
+        facts = policy.Facts(True, *adj.shape, adj.num_edges, converted=True)
         return policy.dot_product_algorithm(facts, algorithm, no_blocks, no_csr).algorithm
     operands = (q, k, v) if bias is None else (q, k, v, bias)
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
@@ -87,9 +82,8 @@ def choice_on_cuda(
 
 def _choice(adj: Adjacency, algorithm: str, no_blocks: str, no_csr: str, *, backward: bool) -> policy.Choice:
     rule = policy.dot_product_algorithm
-    choice, facts = follow(adj, lambda facts: rule(facts, algorithm, no_blocks, no_csr))
-    on_blocks = choice.algorithm == "fused3s" and facts.is_cuda
-    if on_blocks and not _attention_bsb.has_blocks(adj, backward=backward):
+    choice, _ = follow(adj, lambda facts: rule(facts, algorithm, no_blocks, no_csr))
+    if choice.algorithm == "fused3s" and not _attention_bsb.has_blocks(adj, backward=backward):
         no_memory = "not enough memory for the binary sparse blocks"
         return rule(facts_of(adj), algorithm, no_memory, no_csr)
     return choice
@@ -103,7 +97,7 @@ def csr(
     of_call: tuple[Tensor | None, float, float, Tensor | None, int],
     algorithm: str,
 ) -> Tensor:
-    """Attention by the CSR kernels, as edges with features of width 0; there is no :func:`csr_obstacle`.
+    """Attention by the CSR kernels on CUDA, as edges with features of width 0; there is no obstacle.
 
     Args:
         adj: structure (num_dst, num_src).

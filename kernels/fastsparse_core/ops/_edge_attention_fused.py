@@ -3,9 +3,8 @@ r"""Dot-product attention with edge features as PyTorch sees it: schema, gradien
 With :math:`W_h` the rows of the edges' linear map that belong to head h,
 :math:`\langle q_i, W_h a_{ij} \rangle = \langle W_h^\top q_i, a_{ij} \rangle` and
 :math:`\sum_j w_{ij} W_h a_{ij} = W_h \sum_j w_{ij} a_{ij}`. Both products with :math:`W` have a row per node
-and not one per edge; CUDA kernels compute them themselves, the CPU's are given them.
-:math:`\sum_j w_{ij} a_{ij}`, (num_dst, heads, A), is kept for the gradient of :math:`W`. The backward pass
-keeps two numbers for every edge and head.
+and not one per edge. On CUDA :math:`\sum_j w_{ij} a_{ij}`, (num_dst, heads, A), is kept for the gradient of
+:math:`W`. The backward pass keeps two numbers for every edge and head.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import place_of
 from fastsparse_core.gpu import multiprocessors
+from fastsparse_core.ops import _attention_cpu
 from fastsparse_core.ops import _edge_attention_unfused as step_by_step
 from fastsparse_core.ops import _gat_attention_csr as gat
+from fastsparse_core.ops._attention_call import DOT_PRODUCT, Call
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.ops._edge_attention_launch import (
-    CPU_PARTS,
-    edge_room,
     features_room,
     finish_features,
     head_lanes,
@@ -37,6 +36,7 @@ from fastsparse_core.ops._edge_attention_launch import (
     run_forward,
     unpadded,
 )
+from fastsparse_core.ops._edge_values import edge_room
 from fastsparse_core.ops._facts import scatters
 from fastsparse_core.ops._fused_registration import register_fused
 from fastsparse_core.structure.adjacency import Adjacency
@@ -91,39 +91,17 @@ def _for_kernels(weight: Tensor, heads: int) -> Tensor:
     return chunked.permute(0, 2, 1, 3, 4).contiguous()
 
 
-def _to_edge_width(x: Tensor, weight: Tensor, heads: int) -> Tensor:
-    """``W_h^T x_i`` of every head: (n, heads * D) to (n, heads, A). CUDA kernels compute it themselves."""
-    out = x.new_empty(x.size(0), heads, weight.size(1))
-    if not out.numel():
-        return out
-    per_head = weight.view(heads, -1, weight.size(1))
-    torch.bmm(_per_head(x, heads).transpose(0, 1), per_head, out=out.transpose(0, 1))
-    return out
-
-
-def _add_from_edge_width(out: Tensor, e: Tensor, weight: Tensor, heads: int) -> None:
-    """``out_i += W_h e_i`` of every head: e (n, heads, A), out (n, heads * D) contiguous. Likewise."""
-    if not e.numel():
-        return
-    per_head = weight.view(heads, -1, weight.size(1)).transpose(1, 2)
-    _per_head(out, heads).transpose(0, 1).baddbmm_(e.transpose(0, 1), per_head)
-
-
 def _weight_gradient(x: Tensor, x_edge: Tensor, y: Tensor, y_edge: Tensor, heads: int) -> Tensor:
     """``sum_i x_i,h e_i,h^T + y_i,h f_i,h^T``: x, y (n, heads * D), e, f (n, heads, A), (heads * D, A)."""
     num_rows, width, edge_width = *x.shape, x_edge.size(2)
     if not edge_width:
         return x.new_empty(width, 0)
-    if x.is_cuda and num_rows:
-        num_parts = min(_PARTS * multiprocessors(x.device), -(-num_rows // _PART_ROWS))
-        partial = x.new_empty(num_parts, width, edge_width, dtype=torch.float32)
-        _C.head_outer(x, y, x_edge, y_edge, heads, edge_width, partial, num_parts, *place_of(x.device))
-        return partial.sum(0).to(x.dtype)
-
-    def product(x: Tensor, e: Tensor) -> Tensor:
-        return torch.matmul(_per_head(x, heads).permute(1, 2, 0), e.transpose(0, 1)).flatten(0, 1)
-
-    return product(x, x_edge) + product(y, y_edge)
+    if not num_rows:
+        return x.new_zeros(width, edge_width)
+    num_parts = min(_PARTS * multiprocessors(x.device), -(-num_rows // _PART_ROWS))
+    partial = x.new_empty(num_parts, width, edge_width, dtype=torch.float32)
+    _C.head_outer(x, y, x_edge, y_edge, heads, edge_width, partial, num_parts, *place_of(x.device))
+    return partial.sum(0).to(x.dtype)
 
 
 # ---------------------------------------------------------------- dot product
@@ -144,6 +122,9 @@ def _edge_attention(
     *,
     algorithm: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if not v.is_cuda:
+        call = Call(DOT_PRODUCT, heads, q, k, v, None, bias, scale, dropout_p, seed, edge_attr, edge_weight)
+        return *_attention_cpu.forward(adj, call), v.new_empty(0)
     width, step = v.size(1), load_step(v)
     q, k, v = padded(q, heads, step), padded(k, heads, step), padded(v, heads, step)
     edge = padded_edges(edge_attr)
@@ -152,14 +133,9 @@ def _edge_attention(
     out = v.new_empty(adj.num_dst, v.size(1))
     out_edge = v.new_empty(adj.num_dst, heads, edge.size(1))
     lse = v.new_empty(adj.num_dst, heads, dtype=accumulation_dtype(v.dtype))
-    if out.is_cuda:
-        of_rows, of_kernel = None, _for_kernels(weight, heads)
-    else:
-        of_rows, of_kernel = _to_edge_width(q, weight, heads), None
-    arguments = kernel_input(heads, q, k, v, of_rows, edge, None, of_kernel, bias, scale, dropout_p, seed)
+    of_kernel = _for_kernels(weight, heads)
+    arguments = kernel_input(heads, q, k, v, edge, None, of_kernel, bias, scale, dropout_p, seed)
     run_forward(adj, arguments, out, out_edge, lse)
-    if not out.is_cuda:
-        _add_from_edge_width(out, out_edge, weight, heads)
     return unpadded(out, heads, width), lse, out_edge
 
 
@@ -172,7 +148,7 @@ def _edge_attention_backward(
     edge_attr: Tensor,
     edge_weight: Tensor,
     bias: Tensor | None,
-    out: Tensor,
+    out: Tensor | None,
     lse: Tensor,
     out_edge: Tensor,
     scale: float,
@@ -182,19 +158,22 @@ def _edge_attention_backward(
     *,
     algorithm: str,
     edge_attr_wanted: bool,
+    edge_weight_wanted: bool,
     bias_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    if out is None or not out.is_cuda:
+        call = Call(DOT_PRODUCT, heads, q, k, v, None, bias, scale, dropout_p, seed, edge_attr, edge_weight)
+        of = _attention_cpu.backward(
+            adj, call, grad, None, lse, bias_wanted, edge_attr_wanted, edge_weight_wanted
+        )
+        return of.dst, of.src, of.v, of.edge, of.weight, of.bias
     width, step = v.size(1), load_step(v)
     q, k, v = padded(q, heads, step), padded(k, heads, step), padded(v, heads, step)
     grad, out = padded(grad, heads, step), padded(out, heads, step)
     edge = padded_edges(edge_attr)
     weight = padded_weight(edge_weight, heads, v.size(1), edge.size(1))
     bias = None if bias is None else bias.contiguous()
-    q_edge = grad_edge = of_kernel = None
-    if out.is_cuda:
-        of_kernel = _for_kernels(weight, heads)
-    else:
-        q_edge, grad_edge = _to_edge_width(q, weight, heads), _to_edge_width(grad, weight, heads)
+    of_kernel = _for_kernels(weight, heads)
     sums = None
     if v.numel() and scatters(adj, algorithm, v.dtype, None):  # the address of no numbers is that of no sums
         sums = torch.zeros(2, *v.shape, dtype=lse.dtype, device=v.device)
@@ -207,16 +186,11 @@ def _edge_attention_backward(
     if edge_attr_wanted:
         lanes = head_lanes(v.size(1) // heads, edge.size(1))
         features = features_room(adj, v, heads, lanes, edge.size(1))
-    arguments = kernel_input(heads, q, k, v, q_edge, edge, None, of_kernel, bias, scale, dropout_p, seed)
+    arguments = kernel_input(heads, q, k, v, edge, None, of_kernel, bias, scale, dropout_p, seed)
     grads = (grad_q, grad_k, grad_v, grad_q_edge)
-    parts = (min(CPU_PARTS, max(adj.num_dst, 1)), 0)
-    run_backward(
-        adj, arguments, heads, out, grad, grad_edge, lse, work, None, grads, features, None, None, parts, sums
-    )
+    run_backward(adj, arguments, heads, out, grad, lse, work, None, grads, features, None, None, (0, 0), sums)
     if sums is not None:
         grad_k, grad_v = sums.to(v.dtype).unbind()
-    if not out.is_cuda:
-        _add_from_edge_width(grad_q, grad_q_edge, weight, heads)
     grad_weight = _weight_gradient(q, grad_q_edge, grad, out_edge, heads)
     grad_weight = grad_weight.unflatten(0, (heads, -1))[:, : width // max(heads, 1), : edge_attr.size(1)]
     return (
@@ -234,10 +208,9 @@ def _edge_attention_backward(
 
 def _fake(of: Any) -> tuple[Tensor, Tensor, Tensor]:
     v, num_dst, edge_width = of.v, of.q.size(0), of.edge_attr.size(1)
-    if v.is_cuda:
-        edge_width = -(-edge_width // 4) * 4
     lse = v.new_empty(num_dst, of.heads, dtype=accumulation_dtype(v.dtype))
-    return v.new_empty(num_dst, v.size(1)), lse, v.new_empty(num_dst, of.heads, edge_width)
+    out_edge = v.new_empty(num_dst, of.heads, -(-edge_width // 4) * 4) if v.is_cuda else v.new_empty(0)
+    return v.new_empty(num_dst, v.size(1)), lse, out_edge
 
 
 register_fused(
@@ -247,4 +220,5 @@ register_fused(
     step_by_step.attention,
     _fake,
     ("out", "lse", "out_edge"),
+    cpu_reads_out=False,
 )

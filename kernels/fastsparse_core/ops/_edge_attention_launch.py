@@ -1,4 +1,4 @@
-"""Attention with edge features: which calls kernels serve, what they are given, launches on both devices."""
+"""Attention with edge features on CUDA: what the kernels are given, launches."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
+from fastsparse_core.ops._edge_values import edge_room
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import scratch, unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
-
-#: Groups of rows whose sums over entries are kept apart, on the CPU.
-CPU_PARTS = 64
-
 
 # ---------------------------------------------------------------- padding
 
 
 def load_step(x: Tensor) -> int:
-    """Features that one load takes: widths of heads are multiples of it on CUDA."""
-    return 16 // x.itemsize if x.is_cuda else 1
+    """Features that one load takes: widths of heads are multiples of it."""
+    return 16 // x.itemsize
 
 
 def padded(x: Tensor, heads: int, step: int) -> Tensor:
@@ -31,17 +28,16 @@ def padded(x: Tensor, heads: int, step: int) -> Tensor:
     if width % step:
         return F.pad(x.unflatten(1, (heads, width)), (0, -width % step)).flatten(1)
     x = unit_stride(x)
-    aligned = step == 1 or (x.stride(0) % step == 0 and x.data_ptr() % 16 == 0)
+    aligned = x.stride(0) % step == 0 and x.data_ptr() % 16 == 0
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def padded_edges(edge_attr: Tensor) -> Tensor:
-    """(num_values, A) contiguous; on CUDA A is a multiple of 4."""
-    step = 4 if edge_attr.is_cuda else 1
-    if edge_attr.size(1) % step:
-        return F.pad(edge_attr, (0, -edge_attr.size(1) % step))
+    """(num_values, A) contiguous, A a multiple of 4."""
+    if edge_attr.size(1) % 4:
+        return F.pad(edge_attr, (0, -edge_attr.size(1) % 4))
     edge_attr = edge_attr.contiguous()
-    return edge_attr.clone() if step > 1 and edge_attr.data_ptr() % 16 else edge_attr
+    return edge_attr.clone() if edge_attr.data_ptr() % 16 else edge_attr
 
 
 def padded_weight(weight: Tensor, heads: int, width: int, edge_width: int) -> Tensor:
@@ -62,14 +58,8 @@ def unpadded(x: Tensor, heads: int, width: int) -> Tensor:
     return narrow.clone() if narrow._is_view() else narrow
 
 
-def edge_room(adj: Adjacency, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Room for numbers of every value; zeros where not every value has an entry that was written."""
-    every = adj.num_values == adj.num_edges and not adj.is_padded
-    return (torch.empty if every else torch.zeros)(shape, dtype=dtype, device=adj.device)
-
-
 def head_lanes(head_width: int, edge_width: int = 0) -> int:
-    """Lanes of a head, as CUDA kernels have them: 8 features each, and of an edge's own 16; a power of two.
+    """Lanes of a head, as the kernels have them: 8 features each, and of an edge's own 16; a power of two.
 
     GATv2's, whose edges' features are each lane's, also hold a byte of signs each: a bit for every feature.
 
@@ -91,7 +81,6 @@ def kernel_input(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_edge: Tensor | None,
     edge: Tensor,
     att: Tensor | None,
     weight: Tensor | None,
@@ -106,7 +95,6 @@ def kernel_input(
         q,
         k,
         v,
-        q_edge,
         edge,
         att,
         weight,
@@ -121,9 +109,7 @@ def kernel_input(
 def run_forward(
     adj: Adjacency, arguments: _C.EdgeAttentionInput, out: Tensor, out_edge: Tensor | None, lse: Tensor
 ) -> None:
-    index, slots, heads = device_index(out.device), 0, lse.size(1)
-    if out.is_cuda:
-        slots = adj.row_split.num_slots
+    index, slots, heads = device_index(out.device), adj.row_split.num_slots, lse.size(1)
     edges = 0 if out_edge is None else out_edge.size(2)
     _room, (partial, partial_edge, partial_state) = scratch(
         out.device, slots * out.size(1), slots * heads * edges, slots * heads * 2
@@ -148,7 +134,6 @@ def run_backward(
     heads: int,
     out: Tensor,
     grad: Tensor,
-    grad_edge: Tensor | None,
     lse: Tensor,
     work: Tensor,
     positive: Tensor | None,
@@ -162,10 +147,8 @@ def run_backward(
     grad_q, grad_k, grad_v, grad_q_edge = grads
     # With sums of the sources' gradients the transpose is not read.
     transposed, index = adj if sums is not None else adj.t(), device_index(out.device)
-    slots = slots_t = 0
-    if out.is_cuda:
-        slots = adj.row_split.num_slots
-        slots_t = 0 if sums is not None else transposed.row_split.num_slots
+    slots = adj.row_split.num_slots
+    slots_t = 0 if sums is not None else transposed.row_split.num_slots
     width = out.size(1)
     edges = 0 if grad_q_edge is None else heads * grad_q_edge.size(2)
     _room, (partial_q, partial_q_edge, partial_k, partial_v) = scratch(
@@ -177,7 +160,6 @@ def run_backward(
         arguments,
         out,
         grad,
-        grad_edge,
         lse,
         work,
         positive,
@@ -205,14 +187,12 @@ def run_backward(
 
 def features_room(adj: Adjacency, like: Tensor, heads: int, lanes: int, edge_width: int) -> Tensor:
     """Room for gradients of the edges' features: a part for every group of heads, (parts, num_values, A)."""
-    parts, dtype = 1, accumulation_dtype(like.dtype)
-    if like.is_cuda:
-        per_group = 1
-        while per_group < heads and per_group * lanes < 32:
-            per_group *= 2
-        parts = -(-heads // per_group)
-        if parts == 1:
-            dtype = like.dtype  # nothing is to be added up
+    per_group = 1
+    while per_group < heads and per_group * lanes < 32:
+        per_group *= 2
+    parts = -(-heads // per_group)
+    # Of one part nothing is to be added up.
+    dtype = like.dtype if parts == 1 else accumulation_dtype(like.dtype)
     return edge_room(adj, parts, adj.num_values, edge_width, dtype=dtype)
 
 

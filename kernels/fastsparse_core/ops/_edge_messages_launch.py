@@ -77,8 +77,8 @@ def _cut(x: Tensor, width: int) -> Tensor:
     return x if x.shape[1] == width else x[:, :width].contiguous()
 
 
-def _place(x: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if x is None else (x.data_ptr(), x.stride(0))
+def _place(x: Tensor | None) -> tuple[Tensor | None, int]:
+    return x, 0 if x is None else x.stride(0)
 
 
 def _edge_rows(adj: Adjacency, *shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -155,13 +155,13 @@ class Operands(NamedTuple):
             DTYPE_CODE[q.dtype],
             width,
             edge_width,
-            0 if k is None else k.data_ptr(),
+            k,
             0 if k is None else k.stride(0),
-            q.data_ptr(),
+            q,
             q.stride(0),
-            0 if v is None else v.data_ptr(),
+            v,
             0 if v is None else v.stride(0),
-            0 if edge is None else edge.data_ptr(),
+            edge,
             0 if edge is None else edge.stride(0),
             weight,
             of_value,
@@ -196,11 +196,11 @@ def _laid_out(
         *_place(weight),
         *_place(added),
         *_place(of_value),
-        0 if bias is None else bias.data_ptr(),
+        bias,
         given,
         weight.shape[1],
         DTYPE_CODE[dtype],
-        maps.data_ptr(),
+        maps,
         width,
         edge_width,
         index,
@@ -253,16 +253,16 @@ def forward(
     _C.edge_messages(
         adj.plans.get("csr") or used_csr(adj),
         operands.views(),
-        out.data_ptr(),
-        0 if side is None else side.data_ptr(),
-        0 if state is None else state.data_ptr(),
+        out,
+        side,
+        state,
         at and at + _SCALE_BYTES,
         sign_width,
         *_place(root),
-        0 if eps is None else eps.data_ptr(),
-        0 if eps is None else at,
-        0 if partial is None else partial.data_ptr(),
-        0 if partial_side is None else partial_side.data_ptr(),
+        eps,
+        None if eps is None else at,
+        partial,
+        partial_side,
         index,
         queue(index),
     )
@@ -338,7 +338,7 @@ def backward(
     is_cuda, raw = index >= 0, operands.maps is not None
     map_dtype = dtype if map_dtype is None else map_dtype
     grad = rows(grad) if both else operands.q
-    edges: tuple[int, int, int, int, int, int] = (0, 0, 0, 0, 0, 0)
+    edges: tuple[Tensor | None, int, Tensor | None, int, Tensor | None, int] = (None, 0, None, 0, None, 0)
     if message == GATE_AND_STATE:
         stateful = [None if x is None else rows(x) for x in (grad_side, state, grad_state)]
         edges = (*_place(stateful[0]), *_place(stateful[1]), *_place(stateful[2]))
@@ -375,30 +375,30 @@ def backward(
             grad_bias = grad.new_empty(width, dtype=map_dtype)
     lengths = (of_features, size, size * both, slots, slots * both)
     _kept, (features, of_weight, of_value, partial_q, partial_v) = _room(adj, grad, dtype, lengths)
-    address_of_edge = 0 if grad_edge is None else grad_edge.data_ptr()
+    of_raw, of_rows = (grad_edge, None) if raw else (None, grad_edge)
     _C.edge_messages_backward(
         first_structure,
         transposed,
         operands.views(),
-        grad.data_ptr(),
+        grad,
         grad.stride(0),
         *edges,
         0 if kept is None else kept.data_ptr() + _SCALE_BYTES,
         0 if kept is None else _sign_bytes(padded)[1],
         kept.data_ptr() if kept is not None and has_scale else 0,
         adj.num_values,
-        0 if grad_q is None else grad_q.data_ptr(),
-        0 if grad_v is None else grad_v.data_ptr(),
-        0 if raw else address_of_edge,
-        features or (address_of_edge if raw else 0),
+        grad_q,
+        grad_v,
+        of_rows,
+        features or of_raw,
         of_weight,
         of_value,
         groups,
         _C.EdgeMapGradients(
-            0 if grad_weight is None else grad_weight.data_ptr(),
-            0 if grad_of_value is None else grad_of_value.data_ptr(),
-            0 if grad_bias is None else grad_bias.data_ptr(),
-            address_of_edge if raw else 0,
+            grad_weight,
+            grad_of_value,
+            grad_bias,
+            of_raw,
             width,
             edge_width,
             DTYPE_CODE[map_dtype],

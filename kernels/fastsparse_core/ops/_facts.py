@@ -27,7 +27,6 @@ def facts_of(adj: Adjacency) -> Facts:
         converted,
         adj.can_convert,
         adj.bsb.num_vectors if converted else 0,
-        adj.has_row_split,
         adj.has_sddmm_structure,
         adj.has_transpose,
         adj.is_padded,

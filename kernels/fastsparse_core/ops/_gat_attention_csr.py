@@ -175,7 +175,7 @@ def _laid_out(call: Call) -> Call:
 
 
 def _input(call: Call) -> _C.AdditiveAttentionInput:
-    _, heads, score_dst, score_src, v, _, bias, negative_slope, dropout_p, _ = call
+    _, heads, score_dst, score_src, v, _, bias, negative_slope, dropout_p, *_ = call
     return _C.AdditiveAttentionInput(
         heads,
         score_dst,
@@ -190,6 +190,6 @@ def _input(call: Call) -> _C.AdditiveAttentionInput:
 
 
 def _gatv2_input(call: Call) -> _C.Gatv2AttentionInput:
-    _, heads, x_dst, x_src, _, att, _, negative_slope, dropout_p, _ = call
+    _, heads, x_dst, x_src, _, att, _, negative_slope, dropout_p, *_ = call
     assert att is not None
     return _C.Gatv2AttentionInput(heads, x_dst, x_src, att, negative_slope, dropout_p, call.drawn)

@@ -1,7 +1,7 @@
 """GATv2 with edge features as PyTorch sees it: schema, gradients.
 
 The edges' linear map stands inside the leaky ReLU, so the kernels compute :math:`W a_{ij}` and store nothing
-of it. The backward pass keeps two numbers for every edge and head, and a bit per feature.
+of it. The backward pass keeps two numbers for every edge and head, on CUDA and a bit per feature.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastsparse_core.ops import _attention_cpu
 from fastsparse_core.ops import _edge_attention_fused as dot_product
 from fastsparse_core.ops import _edge_attention_unfused as step_by_step
+from fastsparse_core.ops._attention_call import GATV2, Call
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.ops._edge_attention_launch import (
-    CPU_PARTS,
-    edge_room,
     features_room,
     finish_features,
     head_lanes,
@@ -30,11 +30,12 @@ from fastsparse_core.ops._edge_attention_launch import (
     run_forward,
     unpadded,
 )
+from fastsparse_core.ops._edge_values import edge_room
 from fastsparse_core.ops._fused_registration import register_fused
 from fastsparse_core.ops._gat_attention_csr import att_rows_of as att_rows
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Most features of an edge that the kernels of GATv2 take: more are projected to rows once.
+#: Most features of an edge that GATv2's kernels on CUDA take: more are projected to rows once.
 MOST_GATV2_FEATURES = 32
 #: Groups of lanes that add up GATv2's gradient of the edges' linear map: enough to fill a large GPU.
 _WEIGHT_GROUPS = 4096
@@ -42,10 +43,10 @@ _WEIGHT_GROUPS = 4096
 
 def obstacle(adj: Adjacency, x_src: Tensor, edge_attr: Tensor, negative_slope: float, heads: int) -> str:
     """Why the kernels cannot serve GATv2 with these edge features, of a slope from 0 to 1."""
-    if edge_attr.size(1) > MOST_GATV2_FEATURES:
-        return f"{edge_attr.size(1)} features of an edge, more than {MOST_GATV2_FEATURES}"
     if x_src.device.type != "cuda":
         return ""
+    if edge_attr.size(1) > MOST_GATV2_FEATURES:
+        return f"{edge_attr.size(1)} features of an edge, more than {MOST_GATV2_FEATURES}"
     if not 0 <= negative_slope <= 1:
         return f"negative_slope={negative_slope}, not from 0 to 1, on CUDA"
     return dot_product.obstacle(adj, x_src, edge_attr, heads)
@@ -63,11 +64,14 @@ def _gatv2_edge_attention(
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     heads, width = att.size(0), x_src.size(1)
+    if not x_src.is_cuda:
+        operands = (heads, x_dst, x_src, x_src, att, None, negative_slope, dropout_p, seed)
+        return _attention_cpu.forward(adj, Call(GATV2, *operands, edge_attr, edge_weight))
     x_dst, x_src, att, edge, weight = _gatv2_operands(x_dst, x_src, att, edge_attr, edge_weight)
     out = x_src.new_empty(adj.num_dst, x_src.size(1))
     lse = x_src.new_empty(adj.num_dst, heads, dtype=accumulation_dtype(x_src.dtype))
     arguments = kernel_input(
-        heads, x_dst, x_src, x_src, None, edge, att, weight, None, negative_slope, dropout_p, seed
+        heads, x_dst, x_src, x_src, edge, att, weight, None, negative_slope, dropout_p, seed
     )
     run_forward(adj, arguments, out, None, lse)
     return unpadded(out, heads, width), lse
@@ -94,7 +98,7 @@ def _gatv2_edge_attention_backward(
     att: Tensor,
     edge_attr: Tensor,
     edge_weight: Tensor,
-    out: Tensor,
+    out: Tensor | None,
     lse: Tensor,
     negative_slope: float,
     dropout_p: float,
@@ -102,7 +106,12 @@ def _gatv2_edge_attention_backward(
     *,
     edge_attr_wanted: bool,
     edge_weight_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    if out is None or not out.is_cuda:
+        operands = (att.size(0), x_dst, x_src, x_src, att, None, negative_slope, dropout_p, seed)
+        call = Call(GATV2, *operands, edge_attr, edge_weight)
+        of = _attention_cpu.backward(adj, call, grad, None, lse, False, edge_attr_wanted, edge_weight_wanted)
+        return of.dst, of.src, of.att, of.edge, of.weight
     heads, step, given = att.size(0), load_step(x_src), x_src.size(1)
     head_width = att.size(1)
     grad, out = padded(grad, heads, step), padded(out, heads, step)
@@ -110,12 +119,9 @@ def _gatv2_edge_attention_backward(
     width, signs = x_src.size(1), head_lanes(x_src.size(1) // max(heads, 1))
     work = edge_room(adj, adj.num_values, heads, 2, dtype=lse.dtype)
     positive = torch.empty(adj.num_values, heads, signs, dtype=torch.uint8, device=x_src.device)
-    if x_src.is_cuda:
-        if not torch.cuda.is_current_stream_capturing():
-            adj.sort_slices()  # the gradient of att is summed in their order, which must not change later
-        parts = (att_rows(adj.row_split.slices.size(0)), _WEIGHT_GROUPS)
-    else:
-        parts = (min(CPU_PARTS, max(adj.num_dst, 1)),) * 2
+    if not torch.cuda.is_current_stream_capturing():
+        adj.sort_slices()  # the gradient of att is summed in their order, which must not change later
+    parts = (att_rows(adj.row_split.slices.size(0)), _WEIGHT_GROUPS)
     grad_dst, grad_src = x_dst.new_empty(x_dst.shape), x_src.new_empty(x_src.shape)
     grad_att = torch.empty(parts[0], width, dtype=lse.dtype, device=x_src.device)
     grad_weight = features = None
@@ -125,7 +131,7 @@ def _gatv2_edge_attention_backward(
     if edge_attr_wanted:
         features = features_room(adj, x_src, heads, signs, edge.size(1))
     arguments = kernel_input(
-        heads, x_dst, x_src, x_src, None, edge, att, weight, None, negative_slope, dropout_p, seed
+        heads, x_dst, x_src, x_src, edge, att, weight, None, negative_slope, dropout_p, seed
     )
     grads = (grad_dst, grad_src, None, None)
     run_backward(
@@ -134,7 +140,6 @@ def _gatv2_edge_attention_backward(
         heads,
         out,
         grad,
-        None,
         lse,
         work,
         positive,
@@ -170,4 +175,5 @@ register_fused(
     step_by_step.gatv2,
     _fake,
     ("out", "lse"),
+    cpu_reads_out=False,
 )

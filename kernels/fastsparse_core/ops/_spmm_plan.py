@@ -90,8 +90,8 @@ def _plan(
     call = (algorithm, dtype, width, heads, aligned, dense)
     rule = policy.spmm_algorithm
     profile = adj.gpu
-    choice, facts = follow(adj, lambda facts: rule(facts, profile, *call, weighted=weighted))
-    chosen, is_final = choice.algorithm, choice.is_final
+    choice, facts = follow(adj, lambda facts: rule(facts, profile, *call))
+    chosen = choice.algorithm
     plan: SpmmPlan
     if chosen == "flashsparse":
         plan = _BsbPlan(adj, dtype, width, value)
@@ -103,10 +103,7 @@ def _plan(
         plan = _CsrPlan(adj, dtype, width, value, chosen, tile, resident=resident)
     if dense and chosen != "flashsparse":
         plan = _DensePlan(plan)
-    if is_final:
-        adj.plans[key] = plan
-    elif choice.lasts:
-        adj.plans[key] = _CountedPlan(plan, algorithm, aligned, key)
+    adj.plans[key] = plan if choice.is_final else _CountedPlan(plan, algorithm, aligned, key)
     return plan
 
 

@@ -24,6 +24,7 @@ from fastsparse_core.ops._attention_checks import (
     check_edges,
     check_gatv2,
     check_width,
+    default_scale,
     draw_seed,
     drawn_by_replays,
     is_plain,
@@ -145,7 +146,7 @@ def attention(
                 and (v.device.type == "cpu" or (adj.has_bsb and adj.has_transpose and adj.t().has_bsb))
             ):
                 key = ("attention", v.dtype, *widths, heads, algorithm)
-                adj.plans[key] = 1 / math.sqrt(widths[0] // heads)
+                adj.plans[key] = default_scale(widths[0] // heads)
             out = registration.call("attention", v, *features, *of_call, adj.handle)
     else:
         out = unfused.dot_product(adj, *features, bias, scale, dropout_p, seed, heads)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastsparse_core.log import info_once
+from fastsparse_core.log import warn_once
 from fastsparse_core.ops import _edge_messages_fused as formulas
 from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._checks import check_features, check_structure, is_partitioned
@@ -16,8 +15,6 @@ from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
 from fastsparse_core.ops._operands import written_out
 from fastsparse_core.structure.adjacency import Adjacency
-
-_logger = logging.getLogger("fastsparse_core")
 
 
 def gine_aggregate(
@@ -93,7 +90,7 @@ def gated_aggregate(
         \mathbf{a}_{ij}) \odot (\mathbf{v}_j + \mathbf{U} \mathbf{a}_{ij})
 
     Nothing of the size of edges times F is stored. More than 32 features of an edge run step by step, which
-    stores rows and is logged once.
+    stores rows and warns once.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -176,14 +173,15 @@ def gated_edges(
 
 
 def _has_no_kernel(adj: Adjacency, features: int = 0) -> bool:
-    """Whether the operator runs step by step, which is logged."""
-    why = ""
+    """Whether the operator runs step by step, which a warning says."""
+    why = cure = ""
     if features > MOST_FEATURES:
-        why = f"{features} features of an edge, more than {MOST_FEATURES}"
+        why = f"edges have {features} features, and the fused kernel takes up to {MOST_FEATURES}"
+        cure = ". Project them to fewer first"
     elif adj.device.type == "cuda" and adj.num_values >= 2**32:
-        why = f"{adj.num_values} values, 2^32 or more"
+        why = f"the graph has {adj.num_values} edges, and the fused kernel takes fewer than 2^32"
     if why:
-        info_once(_logger, f"messages run step by step, with memory for every edge: {why}")
+        warn_once(f"messages are stored for every edge, which takes time and memory: {why}{cure}")
     return bool(why)
 
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastsparse_core.log import info_once
+from fastsparse_core.log import warn_once
 from fastsparse_core.ops import _multi_aggregate_fused as kernels
 from fastsparse_core.ops._autocast import autocast
 from fastsparse_core.ops._checks import check_features, check_structure, is_partitioned
 from fastsparse_core.ops._dtypes import cast
 from fastsparse_core.ops._registration import call
 from fastsparse_core.structure.adjacency import Adjacency
-
-_logger = logging.getLogger("fastsparse_core")
 
 #: The aggregations, in the order in which kernels number them.
 AGGREGATIONS = ("sum", "mean", "min", "max", "var", "std")
@@ -92,15 +89,18 @@ def multi_aggregate(
     x, x_dst, edge, weight = (None if it is None else cast(it, dtype) for it in given)
     assert x is not None
     if weight is not None and edge is not None and weight.size(1) > MOST_EDGE_FEATURES:
-        info_once(
-            _logger,
-            f"multi_aggregate: a row is stored for every edge: {weight.size(1)} features of an edge, more "
-            f"than {MOST_EDGE_FEATURES}",
+        warn_once(
+            "multi_aggregate stores a projected row for every edge, which takes time and memory: edges have "
+            f"{weight.size(1)} features, and the fused kernel takes up to {MOST_EDGE_FEATURES}. Project them "
+            "to fewer first"
         )
         edge, weight = F.linear(edge, weight), None
     slots = [names.index(name) if name in names else -1 for name in AGGREGATIONS]
     if adj.num_values >= 2**32:
-        info_once(_logger, "multi_aggregate: every message is stored: 2^32 values of edges or more")
+        warn_once(
+            "multi_aggregate stores every message, which takes time and memory: the graph has "
+            f"{adj.num_values} edges, and the fused kernel takes fewer than 2^32"
+        )
         return kernels.unfused(adj, x, x_dst, edge, weight, slots, groups, min_variance)
     options = (slots, groups, float(min_variance), adj.num_dst, adj.handle, False)
     return call("multi_aggregate", x, x, x_dst, edge, weight, *options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,12 +31,14 @@ from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.ops.sddmm import sddmm_kernel
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
+Reduce = Literal["sum", "mean", "max", "min"]
+
 
 def spmm(
     adj: Adjacency,
     x: Tensor,
     value: Tensor | None = None,
-    reduce: str = "sum",
+    reduce: Reduce = "sum",
     *,
     scale_dst: Tensor | None = None,
     scale_src: Tensor | None = None,

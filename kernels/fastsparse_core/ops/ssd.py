@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,12 +26,14 @@ from fastsparse_core.ops._ssd_launch import launch_ssd
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.structure.adjacency import Adjacency
 
+SumOrMean = Literal["sum", "mean"]
+
 
 def ssd(
     adj: Adjacency,
     cbsr: CBSR,
     value: Tensor | None = None,
-    reduce: str = "sum",
+    reduce: SumOrMean = "sum",
     *,
     scale_dst: Tensor | None = None,
     scale_src: Tensor | None = None,

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-
-from fastsparse_core.log import info_once
+from fastsparse_core.log import warn_once
 from fastsparse_core.policy.conversion import is_reused
 from fastsparse_core.policy.facts import Choice, Facts
-
-_logger = logging.getLogger("fastsparse_core")
 
 #: Edges from which a structure is converted at its first use: batches have no more, a full graph is used on,
 #: and the CSR kernels' backward pass keeps two numbers for every edge and head.
 _MOST_UNCONVERTED = 4_000_000
+_TAKE_AUTO = "Pass algorithm='auto' to let FastSparse choose"
 
 
 def attention_algorithm(algorithm: str, obstacle: str) -> str:
@@ -25,7 +22,10 @@ def attention_algorithm(algorithm: str, obstacle: str) -> str:
     if algorithm == "unfused":
         return algorithm
     if obstacle:
-        info_once(_logger, f"attention runs as 'unfused', with memory for every edge: {obstacle}")
+        warn_once(
+            f"attention stores scores for every edge, which takes time and memory: {obstacle}. The fused "
+            "kernels take float32, float16 and bfloat16, on the CPU float64, and heads of 1 to 256 features"
+        )
         return "unfused"
     return "fused3s"
 
@@ -47,10 +47,10 @@ def dot_product_algorithm(facts: Facts, algorithm: str, no_blocks: str, no_csr: 
         return Choice(attention_algorithm(algorithm, no_blocks))
     if algorithm == "csr" or (no_blocks and not no_csr):
         if algorithm == "fused3s":
-            info_once(_logger, f"attention with algorithm='fused3s' runs as 'csr': {no_blocks}")
+            warn_once(f"attention runs as algorithm='csr' in place of 'fused3s': {no_blocks}. {_TAKE_AUTO}")
         if not no_csr:
             return Choice("csr")
-        info_once(_logger, f"attention with algorithm='csr' runs as 'fused3s': {no_csr}")
+        warn_once(f"attention runs as algorithm='fused3s' in place of 'csr': {no_csr}. {_TAKE_AUTO}")
         return Choice("fused3s")
     if algorithm == "auto" and facts.is_padded and not no_csr:
         return Choice("csr")

@@ -21,7 +21,6 @@ class Facts(NamedTuple):
         converted: whether it was converted to binary sparse blocks.
         can_convert: whether that was not refused.
         num_vectors: of the blocks.
-        has_row_split: whether the work list of csr was built.
         has_sddmm_structure: whether that of sddmm on blocks was.
         has_transpose: whether the transpose was built.
         is_padded: whether there is room for more entries.
@@ -38,7 +37,6 @@ class Facts(NamedTuple):
     converted: bool = False
     can_convert: bool = True
     num_vectors: int = 0
-    has_row_split: bool = False
     has_sddmm_structure: bool = False
     has_transpose: bool = False
     is_padded: bool = False
@@ -51,15 +49,13 @@ class Choice(NamedTuple):
 
     Attributes:
         algorithm: name of the kernel.
-        is_final: whether the same call will get the same answer from now on.
+        is_final: whether the same call will get the same answer from now on. If not, it does until the
+            structure was used `policy.REUSE` times or is converted.
         counts: whether the call counts as a use.
         converts: whether the structure is worth converting now; the rule is asked again afterwards.
-        lasts: whether the same call will get the same answer until the structure was used `policy.REUSE`
-            times or is converted.
     """
 
     algorithm: str
     is_final: bool = True
     counts: bool = False
     converts: bool = False
-    lasts: bool = False

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from fastsparse_core.formats.bsb import MOST_COLUMNS
 from fastsparse_core.gpu import GpuProfile
-from fastsparse_core.log import info_once
+from fastsparse_core.log import warn_once
 from fastsparse_core.policy.conversion import is_reused
 from fastsparse_core.policy.facts import MOST_HEADS, Choice, Facts
 
-_logger = logging.getLogger("fastsparse_core")
-
 _WHY_SDDMM_CSR = (
-    "sddmm with algorithm='flashsparse' runs as 'csr' where tensor cores cannot serve it: on the CPU, in "
-    "float64, for rows or heads that are not multiples of 16 bytes, for more than 65535 heads or 2^24 sources"
+    "sddmm runs as algorithm='csr': 'flashsparse' needs a GPU, float32, float16 or bfloat16, rows and heads "
+    "of a multiple of 16 bytes, and at most 65535 heads and 2^24 sources. Pass algorithm='auto' to let "
+    "FastSparse choose"
 )
 
 
@@ -47,7 +44,7 @@ def sddmm_algorithm(
     fits = facts.is_cuda and dtype != torch.float64 and aligned and head_bytes > 0
     if not fits or heads > MOST_HEADS or facts.num_src > MOST_COLUMNS:
         if algorithm == "flashsparse":
-            info_once(_logger, _WHY_SDDMM_CSR)
+            warn_once(_WHY_SDDMM_CSR)
         return Choice("csr")
     if algorithm == "flashsparse" or dense:
         return Choice("flashsparse")

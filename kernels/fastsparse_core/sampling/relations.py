@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,7 +103,7 @@ def make_graph(
     if len(sizes) > _MOST_TYPES:
         raise ValueError(f"graph: expected at most {_MOST_TYPES} node types, got {len(sizes)}")
     numbers = {name: number for number, name in enumerate(sizes)}
-    checked = _fanouts(fanouts, list(edge_types))
+    checked = checked_fanouts(fanouts, list(edge_types))
     weights = {} if weight is None else _by_type("weight", weight, Tensor)
     for name in weights:
         if name not in edge_types:
@@ -158,28 +159,55 @@ def _by_type(argument: str, given: Any, expected: type) -> dict[EdgeType, Any]:
     return dict(given)
 
 
-def _fanouts(
-    fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], edge_types: list[EdgeType]
+def checked_fanouts(
+    fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]],
+    edge_types: list[EdgeType],
+    argument: str = "fanouts",
 ) -> dict[EdgeType, tuple[int, ...]]:
-    """Fan-outs of every edge type; those that a dict does not name have none."""
+    """Fan-outs of every edge type; those that a dict does not name have none.
+
+    Args:
+        fanouts: of every hop; by edge type too.
+        edge_types: of the graph.
+        argument: the caller's name of the fan-outs.
+
+    Raises:
+        TypeError: not a list, or a dict of lists.
+        ValueError: no numbers of neighbours, or not as many for every edge type.
+    """
     if not isinstance(fanouts, Mapping):
         fanouts = dict.fromkeys(edge_types, fanouts)
-    lengths = set()
+    elif edge_types == [ONLY_EDGES]:
+        raise TypeError(
+            f"{argument}: expected a list of ints, one per hop, such as [10, 5], for a graph without edge "
+            f"types, got a dict of {list(fanouts)}"
+        )
+    checked: dict[EdgeType, tuple[int, ...]] = {}
     for name, of_type in fanouts.items():
         if name not in edge_types:
-            raise ValueError(f"fanouts: expected edge types of the graph, got {name}")
+            known = ", ".join(map(str, edge_types))
+            raise ValueError(f"{argument}: expected edge types of the graph, {known}, got {name!r}")
         if isinstance(of_type, (str, bytes)) or not isinstance(of_type, Sequence):
-            raise TypeError(f"fanouts: expected a list of ints, one per hop, got {of_type!r}")
+            raise TypeError(
+                f"{argument}: expected a list of ints, one per hop, such as [10, 5], got {of_type!r}"
+            )
         for fanout in of_type:
-            if not isinstance(fanout, int) or isinstance(fanout, bool) or not ALL <= fanout < 2**31:
-                raise ValueError(f"fanouts: expected numbers of neighbours, or -1 for all, got {fanout!r}")
-        lengths.add(len(of_type))
-    if len(lengths) != 1 or 0 in lengths:
+            is_index = hasattr(fanout, "__index__") and not isinstance(fanout, bool)
+            if not is_index or not ALL <= fanout < 2**31:
+                raise ValueError(
+                    f"{argument}: expected numbers of neighbours, or -1 for all, got {fanout!r} in "
+                    f"{of_type!r}"
+                )
+        checked[name] = tuple(operator.index(fanout) for fanout in of_type)
+        if not of_type:
+            raise ValueError(f"{argument}: expected one hop or more, such as [10, 5], got {of_type!r}")
+    lengths = {len(of_type) for of_type in checked.values()}
+    if len(lengths) != 1:
         raise ValueError(
-            f"fanouts: expected as many hops for every edge type, and one at least, got {fanouts}"
+            f"{argument}: expected a dict with as many hops for every edge type, got {dict(fanouts)}"
         )
     none = (0,) * lengths.pop()
-    return {name: tuple(fanouts.get(name, none)) for name in edge_types}
+    return {name: checked.get(name, none) for name in edge_types}
 
 
 def _entry_weight(weight: Tensor, adjacency: Adjacency) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import weakref
 from typing import Any, ClassVar, Literal
 
@@ -25,7 +26,7 @@ from fastsparse_core.structure.construction import (
     rows_of_pointers,
 )
 from fastsparse_core.structure.row_formats import TransposedOrder, Usage
-from fastsparse_core.structure.storage import Storage
+from fastsparse_core.structure.storage import Storage, move
 
 #: Not a WeakValueDictionary, whose entries take the host five times as long.
 _registry: dict[int, weakref.ref[Adjacency]] = {}
@@ -149,7 +150,13 @@ class Adjacency(Storage):
 
     @classmethod
     def _of(cls, rows: CompressedRows, shape: tuple[int, int], group_rows: Method) -> Adjacency:
-        adjacency = cls(
+        adjacency = cls.__new__(cls)
+        adjacency._take(rows, shape, group_rows)
+        return adjacency
+
+    def _take(self, rows: CompressedRows, shape: tuple[int, int], group_rows: Method) -> None:
+        Adjacency.__init__(
+            self,
             rows.rowptr,
             rows.col,
             shape,
@@ -160,12 +167,36 @@ class Adjacency(Storage):
             merge=rows.merge,
             group_rows=group_rows,
         )
-        adjacency.symmetric = rows.symmetric
-        adjacency.has_loops = rows.has_loops
-        adjacency.has_sorted_slices = rows.has_sorted_slices
+        self.symmetric = rows.symmetric
+        self.has_loops = rows.has_loops
+        self.has_sorted_slices = rows.has_sorted_slices
         if rows.found is not None:
-            adjacency._learn(rows.found)
-        return adjacency
+            self._learn(rows.found)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a pickled structure, whose file may be damaged: kernels do not check what they read.
+
+        Raises:
+            ValueError: something is missing, or what :meth:`from_csr` checks does not hold.
+        """
+        try:
+            shape, group_rows, num_values = (
+                check_shape(state["shape"]),
+                state["group_rows"],
+                state["num_values"],
+            )
+            check_method(group_rows)
+            parts = (state["rowptr"], state["col"], shape, state["edge_id"])
+            rows = rows_of_pointers(*parts, num_values=operator.index(num_values), copy=False)
+            rows.num_given, rows.loop_edge, rows.merge = (
+                state[name] for name in ("_num_given", "_loop_edge", "_merge")
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"expected a pickled Adjacency as it was saved, got a damaged one ({error}); build it from "
+                "its edges and save it again"
+            ) from error
+        self._take(rows, shape, group_rows)
 
     def _learn(self, found: Inspection) -> None:
         """Keeps what was found out while the structure was checked."""
@@ -349,9 +380,11 @@ class Adjacency(Storage):
         target = torch.empty(0, device=device).device
         if target == self.device:
             return self
-        moved = Adjacency.__new__(Adjacency)
-        moved.__setstate__(self._state_on(target, non_blocking))
-        return moved
+        parts = (self.rowptr, self.col, self.edge_id, self._loop_edge, self._merge)
+        rowptr, col, edge_id, loop_edge, merge = move(parts, target, non_blocking)
+        sizes = (self.num_values, self._num_given)
+        rows = CompressedRows(rowptr, col, edge_id, *sizes, loop_edge, merge)
+        return Adjacency._of(rows, self.shape, self.group_rows)
 
     def cpu(self) -> Adjacency:
         """The same structure on the CPU."""

@@ -157,9 +157,23 @@ def _merged(
 
 
 def rows_of_pointers(
-    rowptr: Tensor, col: Tensor, shape: tuple[int, int], edge_id: Tensor | None, *, copy: bool
+    rowptr: Tensor,
+    col: Tensor,
+    shape: tuple[int, int],
+    edge_id: Tensor | None,
+    *,
+    num_values: int | None = None,
+    copy: bool,
 ) -> CompressedRows:
-    """CompressedRows of compressed ones, checked, for :meth:`Adjacency.from_csr`.
+    """CompressedRows of compressed ones, checked, for :meth:`Adjacency.from_csr` and for pickled structures.
+
+    Args:
+        rowptr: as of `from_csr`.
+        col: likewise.
+        shape: likewise.
+        edge_id: likewise; with ``num_values``, different positions below that.
+        num_values: length of an edge-value tensor; None: that of ``col``.
+        copy: as of `from_csr`.
 
     Raises:
         TypeError: an argument is not an integer tensor.
@@ -195,16 +209,22 @@ def rows_of_pointers(
         )
     if col.numel() and found.most_col >= shape[1]:
         _raise_range({"col": (col, shape[1], "num_src")})
+    if num_values is None:
+        num_values = col.numel()
+    elif num_values < col.numel():
+        raise ValueError(f"num_values: expected at least the {col.numel()} of col, got {num_values}")
     if edge_id is not None:
-        if col.numel() and found.most_edge_id >= col.numel():
-            _raise_range({"edge_id": (edge_id, col.numel(), "num_edges")})
-        if not torch.zeros_like(edge_id, dtype=torch.bool).index_fill_(0, edge_id.long(), True).all():
+        if col.numel() and found.most_edge_id >= num_values:
+            _raise_range({"edge_id": (edge_id, num_values, "num_values")})
+        is_taken = torch.zeros(num_values, dtype=torch.bool, device=edge_id.device)
+        is_taken.index_fill_(0, edge_id.long(), True)
+        if is_taken.count_nonzero() != col.numel():
             raise ValueError(
-                f"edge_id: expected a permutation of 0 to {col.numel() - 1}, the position of every entry "
+                f"edge_id: expected a permutation of 0 to {num_values - 1}, the position of every entry "
                 "in the caller's edge order; got a position twice"
             )
-        edge_id = _own(edge_id, torch.int32 if col.numel() <= _INT32_MAX else torch.int64)
-    return CompressedRows(rowptr, found.col, edge_id, found=found)
+        edge_id = _own(edge_id, torch.int32 if num_values <= _INT32_MAX else torch.int64)
+    return CompressedRows(rowptr, found.col, edge_id, num_values, found=found)
 
 
 def check_edges(row: Tensor, col: Tensor, duplicates: str, self_loops: str) -> None:

@@ -34,6 +34,10 @@ class Degrees(RowFormats):
         """Whether some destination has no edge (read from the device once)."""
         return self._of_rows.get("has_empty_rows", lambda: (bool((self.in_degree() == 0).any()),))[0]
 
+    def is_empty_row(self) -> Tensor:
+        """Which destinations have no edge, bool (num_dst,)."""
+        return self._of_rows.get("is_empty_row", lambda: self.in_degree() == 0)
+
     def inv_sqrt_degree(self, dtype: torch.dtype = torch.float32, *, loops: int = 0) -> Tensor:
         r""":math:`d_i^{-1/2}` of the in-degrees, 0 where :math:`d_i = 0`; (num_dst,).
 

@@ -16,6 +16,7 @@ from fastsparse_core.formats.inspection import inspect_edges, inspect_rows
 from fastsparse_core.formats.lengths import slice_length
 from fastsparse_core.formats.row_split import RowSplit, addresses_of, split_rows
 from fastsparse_core.structure.build_once import built_results
+from fastsparse_core.structure.construction import check_shape, rows_of_pointers
 
 #: Binary digits of the numbers of rows and segments of indices on a GPU that did not ascend: the next
 #: one of the kind is sorted before anything is read from the device, until one did ascend.
@@ -132,6 +133,32 @@ class Segments:
                 f"got {first} to {last}" + (", not ascending" if falls else "")
             )
         return cls(own, None, num_rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"rowptr": self.rowptr, "order": self.order, "num_rows": self.num_rows}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores pickled segments, whose file may be damaged: kernels do not check what they read.
+
+        Raises:
+            ValueError: something is missing, or rows do not belong to one segment each.
+        """
+        try:
+            rowptr, order, num_rows = state["rowptr"], state["order"], state["num_rows"]
+            if rowptr.dtype != torch.int64 or rowptr.dim() != 1:
+                raise TypeError(f"rowptr: expected 1-D int64, got {rowptr.dtype} {tuple(rowptr.shape)}")
+            if order is None:
+                rowptr = Segments.from_rowptr(rowptr, num_rows).rowptr
+            else:
+                shape = check_shape((max(rowptr.numel() - 1, 0), num_rows))
+                rowptr = rows_of_pointers(rowptr, order, shape, order, num_values=num_rows, copy=False).rowptr
+                if order.numel() != num_rows:
+                    raise ValueError(f"order: expected {num_rows} rows, got {order.numel()}")
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"expected pickled segments as they were saved, got damaged ones ({error}); make them again"
+            ) from error
+        Segments.__init__(self, rowptr, order, num_rows)
 
     @property
     def row_split(self) -> RowSplit:

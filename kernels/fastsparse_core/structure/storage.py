@@ -80,18 +80,11 @@ class Storage(BlockFormats, EdgeValues):
             "group_rows": self.group_rows,
         }
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._edge_id = self.__dict__.pop("edge_id")
-        self._start()
 
-    def _state_on(self, device: torch.device, non_blocking: bool) -> dict[str, Any]:
-        return {name: _move(item, device, non_blocking) for name, item in self.__getstate__().items()}
-
-
-def _move(item: Any, device: torch.device, non_blocking: bool) -> Any:
+def move(item: Any, device: torch.device, non_blocking: bool) -> Any:
+    """A tensor, or all of a tuple, on another device; anything else as it is."""
     if isinstance(item, Tensor):
         return item.to(device, non_blocking=non_blocking)
     if isinstance(item, tuple):
-        return tuple(_move(part, device, non_blocking) for part in item)
+        return tuple(move(part, device, non_blocking) for part in item)
     return item

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -78,6 +79,20 @@ FASTSPARSE_INLINE A sum_of(const A* numbers, int count) {
   return sum_lanes<A, kVectorWidth<A>>(sum);
 }
 
+// <left, right> in float64, of whole vectors.
+template <typename A>
+FASTSPARSE_INLINE double precise_product(const A* left, const A* right, int count) {
+  constexpr int kLanes = kVectorWidth<double>;
+  Vector<double> sum = {};
+  for (int i = 0; i < count; i += kLanes) {
+    Lanes<A, kLanes> l, r;
+    std::memcpy(&l, left + i, sizeof l);
+    std::memcpy(&r, right + i, sizeof r);
+    sum += __builtin_convertvector(l, Vector<double>) * __builtin_convertvector(r, Vector<double>);
+  }
+  return sum_lanes<double, kLanes>(sum);
+}
+
 // ---------------------------------------------------------------- products with the rows of a block
 
 // Consecutive entries of one row.
@@ -110,9 +125,20 @@ FASTSPARSE_INLINE Gather gather(const DenseView& matrix, Dtype dtype, std::int64
 }
 
 // The same rows once more: they are in a cache already.
-FASTSPARSE_INLINE Gather gather_again(const DenseView& matrix, Dtype dtype, std::int64_t first,
-                                      const Block& block) {
-  return {matrix, dtype, first, block.col, block.count, 0};
+FASTSPARSE_INLINE Gather again(Gather rows) {
+  rows.readable = 0;
+  return rows;
+}
+
+// Up to kBlock rows of a contiguous matrix in the type of sums, from feature `first` on.
+inline constexpr auto kInOrder = [] {
+  std::array<std::int32_t, kBlock> order{};
+  for (int i = 0; i < kBlock; ++i) order[i] = i;
+  return order;
+}();
+template <typename A>
+FASTSPARSE_INLINE Gather rows_of(const A* matrix, std::int64_t stride, std::int64_t first, int count) {
+  return {{matrix, stride}, kDtypeOf<A>, first, kInOrder.data(), count, 0};
 }
 
 // GATv2's hidden layer of one edge: leaky_relu(left + right), times a factor per feature.
@@ -126,8 +152,7 @@ struct Hidden {
 // What an entry adds to a sum over entries, before its weight.
 enum class Term {
   kFeatures,  // right
-  kHidden,    // leaky_relu(left + right)
-  kSlope,     // the derivative of that
+  kSlope,     // leaky_relu'(left + right)
 };
 
 // A sum that takes one block of entries after the other with Kahan's addition: rounding errors then grow with
@@ -136,6 +161,21 @@ template <typename A>
 struct Sum {
   A* total;
   A* compensation;
+};
+
+// The numbers of such sums.
+template <typename A>
+struct Sums {
+  std::vector<A> total, compensation;
+
+  explicit Sums(std::int64_t width) : total(width), compensation(width) {}
+  FASTSPARSE_INLINE void clear() {
+    std::fill(total.begin(), total.end(), A{0});
+    std::fill(compensation.begin(), compensation.end(), A{0});
+  }
+  FASTSPARSE_INLINE Sum<A> from(std::int64_t first) {
+    return {total.data() + first, compensation.data() + first};
+  }
 };
 
 // In attention_blocks.cpp, compiled once for all passes.
@@ -149,6 +189,35 @@ void accumulate(Term term, const float* weight, const Hidden<float>& hidden, con
                 std::int64_t width, const Sum<float>& sum);
 void accumulate(Term term, const double* weight, const Hidden<double>& hidden, const Gather& right,
                 std::int64_t width, const Sum<double>& sum);
+
+// rows[e] = right_e + W a_e, (entries, width), from the features of edges as `Edges::columns` has them and
+// from W transposed, (edge_width, width).
+void project(const Gather& right, const float* columns, std::int64_t edge_width, const float* weight,
+             std::int64_t width, float* rows);
+void project(const Gather& right, const double* columns, std::int64_t edge_width, const double* weight,
+             std::int64_t width, double* rows);
+
+// Gradients of the hidden layer, from those of the scores, d_e: slopes += sum of d_e * leaky_relu'(z_e) and
+// outputs += sum of d_e * leaky_relu(z_e), with z_e = left + right_e; rows[e] = d_e * att * leaky_relu'(z_e).
+template <typename A>
+struct HiddenGradients {
+  Sum<A> slopes, outputs;
+  A* rows;  // null: not wanted
+  std::int64_t stride;
+};
+void differentiate_hidden(const float* weight, const Hidden<float>& hidden, const Gather& right,
+                          std::int64_t width, const HiddenGradients<float>& to);
+void differentiate_hidden(const double* weight, const Hidden<double>& hidden, const Gather& right,
+                          std::int64_t width, const HiddenGradients<double>& to);
+
+// The features of the edges of a block as `Edges::columns` has them, and numbers in that form as a gradient
+// of the features, (num_values, edge_width).
+void load_columns(const AttentionCsrArgs& args, const CsrView& a, const Block& block, float* columns);
+void load_columns(const AttentionCsrArgs& args, const CsrView& a, const Block& block, double* columns);
+void store_columns(const AttentionCsrArgs& args, const CsrView& a, const Block& block, const float* columns,
+                   void* to);
+void store_columns(const AttentionCsrArgs& args, const CsrView& a, const Block& block, const double* columns,
+                   void* to);
 
 // A row of a matrix of `dtype` in the type of sums.
 void widen_row(const DenseView& matrix, Dtype dtype, std::int64_t row, std::int64_t width, float* to);
@@ -181,10 +250,115 @@ FASTSPARSE_INLINE void write_row(const A* from, std::int64_t width, void* to, Dt
   }
 }
 
+// ---------------------------------------------------------------- features of edges
+
+// W transposed, (edge_width, heads * head_width), in the type of sums; empty without features.
+template <typename A>
+std::vector<A> transposed_weight(const AttentionCsrArgs& args) {
+  const std::int64_t rows = args.edge_width > 0 ? args.heads * args.head_width : 0;
+  std::vector<A> row(args.edge_width), transposed(rows * args.edge_width);
+  for (std::int64_t f = 0; f < rows; ++f) {
+    widen_row(args.weight, args.dtype, f, args.edge_width, row.data());
+    for (std::int64_t a = 0; a < args.edge_width; ++a) transposed[a * rows + f] = row[a];
+  }
+  return transposed;
+}
+
+// What a pass reads of the features of edges. With dot products W moves to the nodes: <q_h, W_h a> is
+// <W_h^T q_h, a>, and sums over edges of W_h a are W_h times sums of a. GATv2 projects each block's features.
+template <typename A>
+struct Edges {
+  const std::int64_t width;   // of the features; 0: there are none
+  const std::int64_t stride;  // the same in whole vectors
+  const std::int64_t head_width;
+  const std::int64_t row_width;  // of all heads
+  const bool in_values;          // whether W a joins the values, as it does with dot products
+  const A* const weight;         // W transposed, (width, row_width)
+  std::vector<A> columns;        // (width, kBlock): a feature of all entries, 0 beyond the block's end
+  std::vector<A> rows;           // GATv2: (kBlock, row_width), what is gathered plus W a
+  std::vector<A> of_left;        // dot products: (heads, stride), W_h^T times the row on the left
+  std::vector<A> of_value;       // the same of the value on the left, backward only
+
+  Edges(const AttentionCsrArgs& args, const std::vector<A>& weight)
+      : width(args.edge_width),
+        stride((width + kVectorWidth<A> - 1) / kVectorWidth<A> * kVectorWidth<A>),
+        head_width(args.head_width),
+        row_width(args.heads * head_width),
+        in_values(width > 0 && args.kind == AttentionScore::kDotProduct),
+        weight(weight.data()),
+        columns(width * kBlock),
+        rows(width > 0 && !in_values ? kBlock * row_width : 0),
+        of_left(in_values ? args.heads * stride : 0),
+        of_value(of_left.size()) {}
+
+  FASTSPARSE_INLINE void load(const AttentionCsrArgs& args, const CsrView& a, const Block& block,
+                              const DenseView& right) {
+    if (width == 0) return;
+    load_columns(args, a, block, columns.data());
+    if (in_values) return;
+    project(gather(right, args.dtype, 0, block), columns.data(), width, weight, row_width, rows.data());
+  }
+
+  // to_h = W_h^T row_h of every head.
+  FASTSPARSE_INLINE void map(const std::vector<A>& row, std::vector<A>& to) const {
+    if (!in_values) return;
+    for (std::int64_t first = 0, place = 0; first < row_width; first += head_width, place += stride) {
+      for (std::int64_t a = 0; a < width; a += kBlock) {
+        const int count = static_cast<int>(std::min<std::int64_t>(kBlock, width - a));
+        products({row.data() + first, nullptr, 0}, rows_of(weight + a * row_width, row_width, first, count),
+                 head_width, to.data() + place + a);
+      }
+    }
+  }
+
+  // sum += W_h of_edges, for the head whose features begin at `first`.
+  FASTSPARSE_INLINE void add_mapped(const A* of_edges, std::int64_t first, const Sum<A>& sum) const {
+    for (std::int64_t a = 0; a < width; a += kBlock) {
+      const int count = static_cast<int>(std::min<std::int64_t>(kBlock, width - a));
+      accumulate(Term::kFeatures, of_edges + a, {}, rows_of(weight + a * row_width, row_width, first, count),
+                 head_width, sum);
+    }
+  }
+
+  // to[e] += <of_edges, a_e>.
+  FASTSPARSE_INLINE void add_products(const A* of_edges, int lanes, A* to) const {
+    for (int i = 0; i < lanes; i += kVectorWidth<A>) {
+      Vector<A> sum, column;
+      load_vector<A>(to + i, sum);
+      for (std::int64_t a = 0; a < width; ++a) {
+        load_vector<A>(columns.data() + a * kBlock + i, column);
+        sum += of_edges[a] * column;
+      }
+      store_vector<A>(sum, to + i);
+    }
+  }
+
+  // sum += sum over the entries of weight[e] * a_e.
+  FASTSPARSE_INLINE void add_sums(const A* weight_of, int lanes, const Sum<A>& sum) const {
+    for (std::int64_t a = 0; a < width; ++a) {
+      Vector<A> total = {}, factor, column;
+      for (int i = 0; i < lanes; i += kVectorWidth<A>) {
+        load_vector<A>(weight_of + i, factor);
+        load_vector<A>(columns.data() + a * kBlock + i, column);
+        total += factor * column;
+      }
+      add_compensated(sum_lanes<A, kVectorWidth<A>>(total), sum.total[a], sum.compensation[a]);
+    }
+  }
+};
+
 // ---------------------------------------------------------------- scores
 
 inline std::int64_t work(const AttentionCsrArgs& args) {
-  return args.a.num_edges * args.heads * (args.head_width + args.value_width);
+  return args.a.num_edges * args.heads * (args.head_width + args.value_width + args.edge_width);
+}
+
+// Rows, or columns, of one task. With features of edges a task keeps more for itself, so that there are
+// fewer.
+inline std::int64_t rows_per_task(const AttentionCsrArgs& args, std::int64_t rows) {
+  constexpr std::int64_t kMostTasks = 128;
+  if (args.edge_width == 0) return kRowsPerTask;
+  return (rows / kMostTasks / kRowsPerTask + 1) * kRowsPerTask;
 }
 
 // The dtype of dst and src.
@@ -211,12 +385,22 @@ struct Scores {
   A slope[kBlock];  // d(score) / d(sum) of additive scores
 };
 
+// What the scores of one head gather for the entries of a block, from rows of `right`.
+template <typename A>
+FASTSPARSE_INLINE Gather score_rows(const AttentionCsrArgs& args, const Block& block, std::int64_t head,
+                                    const DenseView& right, const Edges<A>& edges) {
+  const std::int64_t first = head * args.head_width;
+  if (edges.rows.empty()) return gather(right, args.dtype, first, block);
+  return rows_of(edges.rows.data(), edges.row_width, first, block.count);
+}
+
 // Scores of one head between the row `left` and the entries of a block, whose rows of `right` are gathered:
-// the destination and its sources, or in the transposed structure the source and its destinations.
+// the destination and its sources, or in the transposed structure, without features of edges, the source and
+// its destinations.
 template <typename A>
 FASTSPARSE_INLINE void block_scores(const AttentionCsrArgs& args, const CsrView& a, const Block& block,
                                     std::int64_t head, const A* left, const DenseView& right,
-                                    Scores<A>& scores) {
+                                    const Edges<A>& edges, Scores<A>& scores) {
   const auto slope = static_cast<A>(args.scale);
   const std::int64_t first = head * args.head_width;
   if (args.kind == AttentionScore::kAdditive) {
@@ -226,8 +410,11 @@ FASTSPARSE_INLINE void block_scores(const AttentionCsrArgs& args, const CsrView&
     }
   } else {
     const A* att = args.kind == AttentionScore::kGatv2 ? static_cast<const A*>(args.att) + first : nullptr;
-    products({left + first, att, slope}, gather(right, args.dtype, first, block), args.head_width,
+    products({left + first, att, slope}, score_rows(args, block, head, right, edges), args.head_width,
              scores.score);
+    if (edges.in_values) {
+      edges.add_products(edges.of_left.data() + head * edges.stride, padded<A>(block.count), scores.score);
+    }
     if (att == nullptr) {
       for (int i = 0; i < block.count; ++i) scores.score[i] *= slope;
     }

@@ -193,6 +193,24 @@ struct SumOfRowsArgs {
   Dtype out_dtype;
 };
 
+// The gradient of a linear map's weight, computed again where it is not finite. CUDA only.
+struct WeightGradientArgs {
+  const void* grad;  // (num_rows, num_parts * part_width) or wider, columns next to each other
+  std::int64_t grad_stride;
+  const void* x;  // (num_rows, x_width)
+  std::int64_t x_stride;
+  std::int64_t x_column_stride;
+  std::int64_t num_rows;
+  std::int64_t x_width;
+  std::int64_t num_parts;
+  std::int64_t part_width;  // columns of the gradient
+  void* out;                // (num_parts * part_width, x_width) or longer, the product as it was computed
+  std::int64_t out_row_stride;
+  std::int64_t out_column_stride;
+  Dtype dtype;
+  Dtype out_dtype;
+};
+
 // Sums over rows of the outer products of every head's features with its edges' features. CUDA only.
 struct HeadOuterArgs {
   const void* x;  // (num_rows, heads * head_width), widths that are multiples of 4
@@ -423,6 +441,8 @@ enum class AttentionScore : int {
   kAdditive = 1,    // leaky_relu(dst_i,h + src_j,h + bias_ij,h)
   kGatv2 = 2,       // <att_h , leaky_relu(dst_i,h + src_j,h)>
 };
+// Features a_ij of the edges add W_h a_ij to src_j,h and, with dot products, to v_j,h. Additive attention
+// takes none.
 
 struct AttentionCsrArgs {
   CsrView a;
@@ -432,12 +452,15 @@ struct AttentionCsrArgs {
   DenseView v;         // (num_cols, heads * value_width)
   const void* att;     // (heads, head_width) in the accumulation type; GATv2 only
   EdgeValueView bias;  // null data: 0
+  DenseView edge;      // (num_values, edge_width) in the caller's edge order
+  DenseView weight;    // W, (heads * head_width, edge_width)
   double scale;        // of dot products; else the slope of the leaky ReLU
   Dropout dropout;
   double keep_scale;  // 1 / (1 - dropout probability)
   std::int64_t heads;
   std::int64_t head_width;
   std::int64_t value_width;
+  std::int64_t edge_width;  // 0: edges have no features
   Dtype dtype;
   void* out;  // (num_rows, heads * value_width)
   void* lse;  // (num_rows, heads) in the accumulation type: log-sum-exp of the scores, -inf in empty rows
@@ -449,33 +472,34 @@ struct AttentionCsrBackwardArgs {
   CsrView a_t;     // the transposed structure
   DenseView grad;  // (num_rows, heads * value_width)
   void* grad_dst;
-  void* grad_src;   // GATv2: with what comes through v
-  void* grad_v;     // null for GATv2
-  void* grad_att;   // null but for GATv2
-  void* grad_bias;  // (num_values, heads) zeros where not every value has an entry; null: not wanted
+  void* grad_src;  // GATv2: with what comes through v
+  void* grad_v;    // null for GATv2
+  void* grad_att;  // null but for GATv2
+  // (num_values, heads, 2) in the accumulation type: dropout(p_ij) and ds_ij, the gradient of the bias; null
+  // without bias and edge features. It and grad_edge are zeros where not every value has an entry.
+  void* work;
+  void* grad_edge;    // (num_values, edge_width); null: not wanted
+  void* grad_weight;  // (heads * head_width, edge_width); null: not wanted
 };
 
-// Attention whose edges have features a_ij of their own width, in the caller's edge order.
+// Attention on CUDA whose edges have features a_ij of their own width, in the caller's edge order.
 //   Dot products: s_ij,h = scale (<q_i,h , k_j,h> + <q_edge_i,h , a_ij>) + bias_ij,h, out_i,h = sum_j w v_j,h
 //   and out_edge_i,h = sum_j w a_ij, with w the softmax of s over the row, after dropout. GATv2: s_ij,h =
 //   <att_h , leaky_relu(q_i,h + k_j,h + W_h a_ij)>, out_i,h = sum_j w v_j,h, v = k.
-// On CUDA head_width and edge_width are multiples of 16 bytes and of 4 features.
+// head_width and edge_width are multiples of 16 bytes and of 4 features.
 struct EdgeAttentionInput {
   bool gatv2;
-  DenseView q;         // (num_rows, heads * head_width)
-  DenseView k;         // (num_cols, heads * head_width)
-  DenseView v;         // (num_cols, heads * head_width)
-  const void* q_edge;  // (num_rows, heads, edge_width) in dtype; dot products on the CPU only
-  const void* edge;    // (num_values, edge_width) in dtype
-  const void* att;     // (heads * head_width) in the accumulation type; GATv2 only
-  // W transposed. GATv2: (edge_width, heads * head_width) in the accumulation type. Dot products, on CUDA
-  // only, where the kernels add W's part to what they return: (edge_width, chunks, heads, lanes, 16 bytes) in
-  // dtype.
+  DenseView q;       // (num_rows, heads * head_width)
+  DenseView k;       // (num_cols, heads * head_width)
+  DenseView v;       // (num_cols, heads * head_width)
+  const void* edge;  // (num_values, edge_width) in dtype
+  const void* att;   // (heads * head_width) in the accumulation type; GATv2 only
+  // W transposed. GATv2: (edge_width, heads * head_width) in the accumulation type. Dot products:
+  // (edge_width, chunks, heads, lanes, 16 bytes) in dtype.
   const void* weight;
   EdgeValueView bias;  // null data: 0; dot products only
   double scale;        // of dot products; else the slope of the leaky ReLU
   Dropout dropout;
-  double keep_scale;  // 1 / (1 - dropout probability)
   std::int64_t heads;
   std::int64_t head_width;
   std::int64_t edge_width;
@@ -489,7 +513,7 @@ struct EdgeAttentionArgs {
   void* out;             // (num_rows, heads * head_width)
   void* out_edge;        // (num_rows, heads, edge_width); dot products only
   void* lse;             // (num_rows, heads) in the accumulation type: log-sum-exp, -inf in empty rows
-  float* partial;        // (num_slots, heads * head_width), CUDA only, as all partial results
+  float* partial;        // (num_slots, heads * head_width)
   float* partial_edge;   // (num_slots, heads, edge_width)
   float* partial_state;  // (num_slots, heads, 2)
 };
@@ -502,9 +526,8 @@ struct EdgeAttentionBackwardArgs {
   CsrView a_t;
   RowSplitView split_t;
   EdgeAttentionInput input;
-  DenseView out;          // of the layer: dot products with what the edges' features add
-  DenseView grad;         // (num_rows, heads * head_width)
-  const void* grad_edge;  // (num_rows, heads, edge_width) of out_edge; dot products on the CPU only
+  DenseView out;   // of the layer: dot products with what the edges' features add
+  DenseView grad;  // (num_rows, heads * head_width)
   const void* lse;
   void* work;              // (num_values, heads, 2) in the accumulation type
   std::uint8_t* positive;  // (num_values, heads, sign_bytes); GATv2 only

@@ -1,0 +1,106 @@
+"""Makes ``import dgl`` possible where it fails on a newer PyTorch.
+
+DGL 2.x imports ``dgl.graphbolt`` on every ``import dgl``, and that package needs a library compiled for the
+very PyTorch version at hand (``libgraphbolt_pytorch_<version>.so``) as well as ``torchdata.datapipes``, which
+newer torchdata releases no longer have. Apart from parts of ``dgl.distributed`` nothing in DGL uses it: with
+an empty ``dgl.graphbolt`` in its place, graphs, message passing, layers, samplers and data loaders of DGL
+2.1.0 work on current PyTorch.
+
+After any import of FastSparse, ``import dgl`` finds such a placeholder, but only where DGL could not be
+imported otherwise. Nothing is imported or looked up before that. An ``import dgl`` before FastSparse fails in
+DGL's own code; it works when it is repeated after the import of FastSparse. Worker processes that are
+spawned, not forked, import the main script again: import FastSparse at its top.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fastsparse_core.log import info_once
+
+_logger = logging.getLogger("fastsparse_core")
+
+_STUB_NAME = "dgl.graphbolt"
+
+
+class GraphboltStub(ModuleType):
+    """Stands in for ``dgl.graphbolt``: importable, and any use of it is an AttributeError with the reason.
+
+    Args:
+        reason: why the real package cannot be imported.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(_STUB_NAME, doc="Placeholder for dgl.graphbolt; see fastsparse_core.dgl_import.")
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # probes of inspect, pickle and the import system
+            raise AttributeError(f"module {_STUB_NAME!r} has no attribute {name!r}")
+        raise AttributeError(
+            f"dgl.graphbolt.{name} is not available: {self._reason}. FastSparse replaced it by "
+            "a placeholder so that the rest of DGL works; to use GraphBolt, install the torch and torchdata "
+            "versions that your DGL release was built for"
+        )
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds the placeholder, when it is needed and nobody has put another one in place."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _STUB_NAME or graphbolt_problem() is None:
+            return None
+        return ModuleSpec(_STUB_NAME, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        reason = graphbolt_problem()
+        assert reason is not None
+        info_once(_logger, f"{reason}; dgl.graphbolt is replaced by a placeholder")
+        return GraphboltStub(reason)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """A placeholder has no code."""
+
+
+def graphbolt_problem() -> str | None:
+    """Why ``import dgl`` would fail in ``dgl.graphbolt``; None where it would not or that cannot be told.
+
+    Nothing is imported to find out.
+    """
+    try:
+        version = importlib.metadata.version("dgl")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    spec = importlib.util.find_spec("dgl")
+    if not version.startswith("2.") or spec is None or not spec.submodule_search_locations:
+        return None
+    release = torch.__version__.split("+", maxsplit=1)[0]
+    stem = f"graphbolt_pytorch_{release}"
+    names = (f"lib{stem}.so", f"lib{stem}.dylib", f"{stem}.dll")
+    if not _exists_below(spec.submodule_search_locations, "graphbolt", names):
+        return f"DGL {version} brings no GraphBolt library for torch {release}"
+    torchdata = importlib.util.find_spec("torchdata")
+    locations = torchdata.submodule_search_locations if torchdata is not None else None
+    if not _exists_below(locations or (), "datapipes", ("__init__.py",)):
+        return f"DGL {version} needs torchdata.datapipes, which the installed torchdata does not have"
+    return None
+
+
+def _exists_below(locations: Iterable[str], folder: str, names: Iterable[str]) -> bool:
+    return any(os.path.exists(os.path.join(base, folder, name)) for base in locations for name in names)
+
+
+sys.meta_path.insert(0, _Finder())

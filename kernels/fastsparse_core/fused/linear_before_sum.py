@@ -1,0 +1,85 @@
+"""Linear maps whose results are summed over edges, where the original layer sums first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastsparse_core.ops._autocast import autocast, is_any_autocast_enabled, without_autocast
+from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
+from fastsparse_core.ops._sum_of_rows import sum_of_rows
+from fastsparse_core.ops._weight_gradient import weight_gradient
+
+
+def linear_before_sum(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    num_parts: int = 1,
+    part_width: int | None = None,
+) -> Tensor:
+    """``torch.nn.functional.linear``, where rows without a gradient add nothing to that of the weight.
+
+    Of a node that sends no edge NaN or infinity then stays where the original layer, which sums first,
+    leaves it (`weight_gradient`).
+
+    Args:
+        x: features (..., F).
+        weight: (out width, F).
+        bias: (out width,) or None.
+        num_parts: parts of the result that are summed apart from each other, its first columns.
+        part_width: columns of a part; None: all.
+
+    Returns:
+        (..., out width), not to be written in place; differentiable, twice too.
+    """
+    if (
+        not torch.is_grad_enabled()
+        or not weight.requires_grad
+        or not is_plain_eager(x)
+        or type(weight) not in PLAIN
+        or (bias is not None and type(bias) not in PLAIN)
+        or x.dim() < 2
+    ):
+        return F.linear(x, weight, bias)
+    if is_any_autocast_enabled():
+        x, weight, bias = autocast(x, weight, bias)  # type: ignore[assignment]
+    apply = _LinearBeforeSum.apply if is_wrapped(x) else _apply
+    out: Tensor = apply(x, weight, bias, (num_parts, part_width))
+    return out
+
+
+class _LinearBeforeSum(torch.autograd.Function):
+    """dX = dY W, dW = dY^T X of the rows with a gradient, db = sum of dY."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parts: tuple[int, int | None]
+    ) -> Tensor:
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        ctx.parts = parts
+        # What no gradient needs may be written before the backward pass, as with a linear layer.
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (*without_autocast(_gradients, ctx, grad), None)
+
+
+_apply = direct(_LinearBeforeSum)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    once = is_first_derivative(grad)
+    rows = grad.flatten(0, -2)
+    return (
+        grad @ weight if needs_x else None,
+        weight_gradient(rows, x.flatten(0, -2), x.dtype, once, *ctx.parts) if needs_weight else None,
+        sum_of_rows(rows, grad.dtype, once) if needs_bias else None,
+    )

@@ -1,0 +1,91 @@
+"""Gradients of the weights of linear maps whose results are then summed over edges."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import _C
+from fastsparse_core.device import place_of
+from fastsparse_core.ops._autocast import product_in
+from fastsparse_core.ops._operands import unit_stride
+
+
+def weight_gradient(
+    grad: Tensor,
+    features: Tensor,
+    dtype: torch.dtype,
+    once: bool,
+    num_parts: int = 1,
+    part_width: int | None = None,
+    *,
+    out_by_in: bool = True,
+) -> Tensor:
+    r"""The gradient of a weight, to which rows without a gradient add nothing, whatever they hold.
+
+    .. math::
+        \mathbf{G}^{\top} \mathbf{X} = \sum_{j : \mathbf{g}_j \ne 0} \mathbf{g}_j \mathbf{x}_j^{\top}
+
+    The original layers sum over edges first, and never read the features of a node that sends no edge. Here
+    the linear map comes first, the gradient of that node's row is 0, and 0 times NaN would be NaN. So a
+    product that is not finite is computed again without the rows whose gradient is 0. Masking the features in
+    every call would read and write all of them once more; asking the product whether it is finite reads only
+    the product. On CUDA the kernel asks, so that nothing waits for the device.
+
+    Args:
+        grad: gradient of the linear map's result (N, out width).
+        features: what was multiplied (N, in width), in the dtype of ``grad``.
+        dtype: of the result.
+        once: whether nobody asks for the result's own gradient (`is_first_derivative`).
+        num_parts: parts of the map's result that are summed apart from each other, its first columns. Each
+            part has its own rows without a gradient. The columns behind them are multiplied as they are.
+        part_width: columns of a part; None: all.
+        out_by_in: whether the weight is (out width, in width), and not (in width, out width).
+
+    Returns:
+        Of the weight's shape.
+    """
+    if not once:
+        return _differentiable(grad, features, dtype, num_parts, part_width, out_by_in)
+    left, right = (grad.t(), features) if out_by_in else (features.t(), grad)
+    product = product_in(left, right, dtype)
+    is_cuda = product.is_cuda
+    if not is_cuda and math.isfinite(product.sum(dtype=None if dtype != torch.float16 else torch.float32)):
+        return product  # a sum that overflows is computed again, too
+    width = grad.shape[1] if part_width is None else part_width
+    by_row = product if out_by_in else product.t()
+    if is_cuda:
+        if product.numel():
+            operands = (unit_stride(grad), features, features.stride(1), num_parts, width)
+            _C.weight_gradient(*operands, by_row, by_row.stride(1), dtype, *place_of(product.device))
+        return product
+    for nth in range(num_parts):
+        first = nth * width
+        part = grad[:, first : first + width]
+        rows = (part != 0).any(1)
+        by_row[first : first + width] = product_in(part[rows].t(), features[rows], dtype)
+    return product
+
+
+def _differentiable(
+    grad: Tensor,
+    features: Tensor,
+    dtype: torch.dtype,
+    num_parts: int,
+    part_width: int | None,
+    out_by_in: bool,
+) -> Tensor:
+    """The same, of operators that have gradients again; for every product, finite or not."""
+    width = grad.shape[1] if part_width is None else part_width
+    parts = grad.split([width] * num_parts + [grad.shape[1] - num_parts * width], 1)
+    products = []
+    for at, part in enumerate(parts):
+        x = features
+        if at < num_parts:
+            idle = (part == 0).all(1, keepdim=True)
+            x = features.masked_fill(idle & ~features.isfinite(), 0)
+        left, right = (part.t(), x) if out_by_in else (x.t(), part)
+        products.append(product_in(left, right, dtype, once=False))
+    return torch.cat(products, 0 if out_by_in else 1)
