@@ -71,9 +71,8 @@ def beta_by_row(adj: Adjacency, beta: Tensor) -> Tensor:
     A node without an edge has no score: whatever its features hold stays out of beta's gradient, where
     PyTorch would add its gradient of 0 times them.
     """
-    is_empty = (
-        adj.rowptr.diff() == 0
-    )  # not what the structure keeps: traces would be guarded by whether it is there
+    # Computed anew: if it were kept with the structure, traces would be guarded by whether it is there.
+    is_empty = adj.rowptr.diff() == 0
     return torch.where(is_empty[:, None], beta.new_zeros(()), beta)
 
 
