@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
+import torch
+
 from fastsparse_core.log import info_once, warn_once
 from fastsparse_pyg.caching import logger
 
@@ -84,7 +86,7 @@ def tell(layer: str, reason: str) -> None:
     """
     is_no_loss = reason.startswith(_NO_LOSS)
     cure = "" if is_no_loss else _cure_of(reason)
-    listener = _listener.get()
+    listener = None if torch.compiler.is_compiling() else _listener.get()
     message = f"{layer} falls back to PyG's implementation"
     if listener is not None:
         listener(f"{reason}. {cure}" if cure else reason)
