@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ class FastTransformerConv(AttentionConv, TransformerConv):
             (),
             None,
             heads=state["heads"],
-            scale=default_scale(state["out_channels"]),
+            scale=1 / sqrt(state["out_channels"]),  # `default_scale` without a call
             dropout_p=state["dropout"] if state["training"] else 0.0,
             kind=Linear,
             edges=None if features is None else (features, modules["lin_edge"]),
