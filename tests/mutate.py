@@ -439,7 +439,7 @@ class Copy:
         }
         try:
             path.write_text(right.replace(fault.text, fault.replacement))
-            if path.suffix == ".cpp":
+            if path.suffix in (".cpp", ".h"):
                 self.build()
             yield
         finally:
