@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C
+from fastsparse_core import _C, recorded
 from fastsparse_core.device import place_of
 from fastsparse_core.ops._autocast import product_in
 from fastsparse_core.ops._operands import unit_stride
@@ -47,7 +47,9 @@ def weight_gradient(
     Returns:
         Of the weight's shape.
     """
-    if not once:
+    if not once or (
+        recorded.current() is not None and not grad.is_cuda
+    ):  # a recorded step asks the host nothing
         return _differentiable(grad, features, dtype, num_parts, part_width, out_by_in)
     left, right = (grad.t(), features) if out_by_in else (features.t(), grad)
     product = product_in(left, right, dtype)
