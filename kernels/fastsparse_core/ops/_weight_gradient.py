@@ -47,13 +47,11 @@ def weight_gradient(
     Returns:
         Of the weight's shape.
     """
-    if not once or (
-        recorded.current() is not None and not grad.is_cuda
-    ):  # a recorded step asks the host nothing
+    is_cuda = grad.is_cuda
+    if not once or (recorded.current() is not None and not is_cuda):  # a recorded step reads no number
         return _differentiable(grad, features, dtype, num_parts, part_width, out_by_in)
     left, right = (grad.t(), features) if out_by_in else (features.t(), grad)
     product = product_in(left, right, dtype)
-    is_cuda = product.is_cuda
     if not is_cuda and math.isfinite(product.sum(dtype=None if dtype != torch.float16 else torch.float32)):
         return product  # a sum that overflows is computed again, too
     width = grad.shape[1] if part_width is None else part_width
