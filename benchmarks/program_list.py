@@ -328,16 +328,16 @@ def _epoch(
     kit: Kit,
     model: nn.Module,
     loaders: tuple[Iterable[Any], Iterable[Any]],
-    outputs: Callable[[Any], tuple[Tensor, Tensor]],
+    outputs: Callable[..., tuple[Tensor, Tensor]],
     lr: float = 0.003,
 ) -> Epoch:
-    """An epoch of batches: `outputs(batch)` gives logits and labels; one logit means two classes."""
+    """An epoch of batches: `outputs` gives logits and labels of a batch; one logit means two classes."""
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
 
     @kit.step
-    def train(batch: Any) -> Tensor:
+    def train(*batch: Any) -> Tensor:
         optimizer.zero_grad()
-        out, y = outputs(batch)
+        out, y = outputs(*batch)
         loss = F.cross_entropy(out, y) if y.dim() == 1 else F.binary_cross_entropy_with_logits(out, y)
         loss.backward()
         optimizer.step()
@@ -345,26 +345,25 @@ def _epoch(
 
     @kit.step
     @torch.no_grad()
-    def test(batch: Any) -> Tensor:
-        out, y = outputs(batch)
+    def test(*batch: Any) -> Tensor:
+        out, y = outputs(*batch)
         pred = out.argmax(dim=-1) if y.dim() == 1 else (out > 0).float()
         return (pred == y).float().mean()
 
     def epoch() -> Tensor:
         model.train()
-        losses = [train(moved(batch, kit.device)).detach() for batch in loaders[0]]
+        losses = [train(*_moved(batch, kit.device)).detach() for batch in loaders[0]]
         model.eval()
-        scores = [test(moved(batch, kit.device)) for batch in loaders[1]]
+        scores = [test(*_moved(batch, kit.device)) for batch in loaders[1]]
         return torch.stack([torch.stack(losses).mean(), torch.stack(scores).mean()])
 
     return epoch
 
 
-def moved(batch: Any, device: torch.device) -> Any:
-    """A batch on the device: PyG's, or a tuple of DGL's graphs and labels."""
-    if isinstance(batch, tuple | list):
-        return [moved(item, device) for item in batch]
-    return batch.to(device, non_blocking=True) if isinstance(batch, Data | HeteroData | Tensor) else batch
+def _moved(batch: Any, device: torch.device) -> list[Any]:
+    """The arguments of a step: PyG's batch; or DGL's graph and labels, or blocks, which lie there already."""
+    items = batch if isinstance(batch, tuple | list) else [batch]
+    return [item if isinstance(item, list) else item.to(device, non_blocking=True) for item in items]
 
 
 def _seeds(kit: Kit, count: int) -> tuple[Tensor, Tensor]:
@@ -622,9 +621,9 @@ def sage_links(kit: Kit) -> Epoch:
 
     def epoch() -> Tensor:
         model.train()
-        losses = [train(moved(batch, kit.device)).detach() for batch in train_loader]
+        losses = [train(*_moved(batch, kit.device)).detach() for batch in train_loader]
         model.eval()
-        found = [test(moved(batch, kit.device)) for batch in val_loader]
+        found = [test(*_moved(batch, kit.device)) for batch in val_loader]
         scores, labels = (torch.cat(part) for part in zip(*found, strict=True))
         return torch.stack([torch.stack(losses).mean().double(), area_under_curve(scores, labels)])
 
@@ -762,13 +761,13 @@ def dgl_sage_sampled(kit: Kit) -> Epoch:
 
 
 class _Blocks:
-    """The blocks of a loader's batches."""
+    """The blocks of a loader's batches, the one argument of a step."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
 
     def __iter__(self) -> Any:
-        return (blocks for _, _, blocks in self._loader)
+        return ([blocks] for _, _, blocks in self._loader)
 
 
 class DGLGIN(nn.Module):
@@ -808,4 +807,4 @@ def dgl_gin_molecules(kit: Kit) -> Epoch:
         for part, shuffle in zip(_split(kit), (True, False), strict=True)
     )
     model = kit.model(DGLGIN(kit.nn, kit.sizes.width))
-    return _epoch(kit, model, (train, val), lambda batch: (model(batch[0]), batch[1]), lr=0.001)
+    return _epoch(kit, model, (train, val), lambda graph, y: (model(graph), y), lr=0.001)
