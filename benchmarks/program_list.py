@@ -794,6 +794,9 @@ class DGLGIN(nn.Module):
 def dgl_gin_molecules(kit: Kit) -> Epoch:
     import dgl
 
+    if kit.device.type == "cuda":
+        importlib.import_module("fastsparse_dgl").enable()  # lets pip's DGL hold graphs on the GPU
+
     def graphs_of(part: list[Data]) -> list[tuple[Any, Tensor]]:
         found = []
         for item in part:

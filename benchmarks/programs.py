@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import statistics
 import time
 import warnings
@@ -39,6 +40,8 @@ from .step_forms import FORMS, Problem, Step
 _ROUNDS, _CALLS = 7, 25
 #: Epochs before the clock starts: with a loader, and of one step, which is recorded after `CALLS` calls.
 _WARM_UP, _WARM_UP_FULL = 3, CALLS + 6
+#: Seconds after which epochs of one step are enough.
+_BUDGET_S = 2.0
 #: Where there is no GPU, and for DGL on the CPU beside one.
 _WARM_UP_CPU = 1
 
@@ -71,8 +74,8 @@ def run(options: argparse.Namespace) -> Path:
     """Runs the benchmark; returns the path of its record."""
     out = recorder("programs", options)
     out.note(
-        "Milliseconds of an epoch: loading, training and validation; medians. loss and metric are of the last"
-        " epoch. Baseline: the framework's program with its loader's best settings."
+        "Milliseconds of an epoch: loading, training and validation; medians. loss and score are those after"
+        " `epochs` epochs. Baseline: the framework's program with its loader's best settings."
     )
     out.write()
     with warnings.catch_warnings():
@@ -174,16 +177,11 @@ def _measure(variant: Variant, sizes: Sizes, rounds: int) -> dict[str, Any]:
     device, program = variant.device, PROGRAMS[variant.program]
     if variant.options.get("captures") and not graphs.CudaGraphs.supports(device):
         return {"status": "skipped: capture needs a CUDA device"}
-    enables = program.framework == "dgl" and device.type == "cuda"
-    if program.framework == "dgl":
-        import fastsparse_dgl
-    if enables:
-        fastsparse_dgl.enable()  # lets DGL hold graphs on the GPU
     try:
         return _timed(variant, Kit(program.framework, sizes, device, **variant.options), rounds)
     finally:
-        if enables:
-            fastsparse_dgl.disable()
+        if program.framework == "dgl":
+            importlib.import_module("fastsparse_dgl").disable()
         if variant.options.get("compiles"):
             torch.compiler.reset()
         fastsparse_pyg.clear_cache()
@@ -199,18 +197,24 @@ def _timed(variant: Variant, kit: Kit, rounds: int) -> dict[str, Any]:
         warm_up = _WARM_UP_CPU
     for _ in range(warm_up):
         epoch().tolist()
-    times, loss, metric = [], 0.0, 0.0
-    for _ in range(rounds if program.loads else 10 * rounds):
+    times: list[float] = []
+    found: dict[str, Any] = {}
+    begin = time.perf_counter()
+    for nth in range(rounds if program.loads else 10 * rounds):
+        if nth >= rounds and time.perf_counter() - begin > _BUDGET_S:
+            break
         if kit.device.type == "cuda":
             torch.cuda.synchronize(kit.device)
         start = time.perf_counter()
-        loss, metric = epoch().tolist()
+        loss, score = epoch().tolist()
         times.append((time.perf_counter() - start) * 1e3)
-    found = {"median_ms": statistics.median(times), "min_ms": min(times), "loss": loss, "score": metric}
+        if nth == rounds - 1:  # after the same number of epochs in all variants
+            found = {"loss": loss, "score": score, "epochs": warm_up + rounds}
+    found |= {"median_ms": statistics.median(times), "min_ms": min(times), "timed": len(times)}
     if kit.captures:
         reasons = [step.status for step in kit.steps if not step.is_recorded]
         found["capture"] = "; ".join(reasons) or "replaying"
-    return {**found, "epochs": warm_up + len(times)}
+    return found
 
 
 # ---------------------------------------------------------------- forms
