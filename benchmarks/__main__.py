@@ -30,6 +30,7 @@ COMMANDS = {
     "train": "training step, inference and memory of small models against PyG",
     "small": "training steps on small graphs and batches of molecules, against the frameworks' own layers",
     "epochs": "epochs on molecules with the loader inside the clock, against PyG's loader and layers",
+    "programs": "epochs of complete programs, loading and validation included; forms of captured steps",
     "scaling": "full-graph training and mini-batches on several GPUs",
     "breakdown": "where the time of a training step goes: kinds of device work, and waiting for the host",
     "adjacency": "building an Adjacency and its transpose",
@@ -51,6 +52,7 @@ COMMANDS = {
 
 #: What `all` runs where there is a GPU and where there is none; first what matters most, in case time ends.
 ON_CUDA = (
+    "programs --parts programs forms",
     "attention",
     "edges",
     "pna",

@@ -21,6 +21,7 @@ from .overview import training_overview
 from .roofline import LARGE_EDGES, TARGET, gather_bandwidth, peers
 from .tables.cells import ordered, stored_rivals
 from .tables.choice import REGRET_SEEN, csr_over_flashsparse
+from .tables.programs import OURS, baseline, of_programs
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 #: Inches. Pages show a plot some 800 pixels wide: at 100 pixels an inch, letters of 7 points stay readable.
@@ -316,6 +317,35 @@ def scaling_curves(result: dict[str, Any], record_path: Path) -> list[Path]:
     return [_saved(figure, _plot_path(record_path, "speedup"))]
 
 
+def program_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
+    """Time of an epoch of every program, relative to the framework's."""
+    times = {
+        name: {
+            cell["implementation"]: cell["median_ms"] / own["median_ms"] for cell in cells if "loss" in cell
+        }
+        for name, cells in of_programs(result).items()
+        if (own := baseline(cells))
+    }
+    if not times:
+        return []
+    figure, axes = pyplot.subplots(figsize=(WIDTH, 1.5 + 0.5 * len(times)), constrained_layout=True)
+    for place, variant in enumerate(OURS):
+        shares = [found.get(variant, 0.0) for found in times.values()]
+        heights = [nth + 0.27 * (place - 1) for nth in range(len(times))]
+        bars = axes.barh(heights, shares, 0.27, label=variant)
+        axes.bar_label(
+            bars, [f"{1 / share:.1f}x" if share else "" for share in shares], fontsize=7, padding=2
+        )
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(times)), list(times), fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.08, y=0.01)
+    axes.set_xlabel("time of an epoch, relative to PyG or DGL; labels: times faster")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(fontsize=8)
+    return [_saved(figure, _plot_path(record_path, "epochs"))]
+
+
 def _lines(cells: list[dict[str, Any]], x: str, label: str, path: Path) -> Path:
     """Time against `x`, a panel per graph, a line per implementation or width."""
     graphs = ordered(cell["graph"] for cell in cells)
@@ -383,6 +413,7 @@ PLOTS = {
     "attention": (attention_bars,),
     "edges": (edge_bars,),
     "train": (training_overview, training_bars),
+    "programs": (program_bars,),
     "scaling": (scaling_curves,),
     "formats": (format_bars,),
     "ssd": (sparse_activation_plots,),

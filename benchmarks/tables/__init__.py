@@ -54,6 +54,9 @@ ABOUT = {
     " new every step. `captured` is the step as a CUDA graph, docs/minibatch.md.",
     "epochs": "Epochs on molecules with the loader inside the clock, and the loaders alone. PyG's layers with"
     " PyG's loader and the best number of workers are what the others are compared with.",
+    "programs": "Whole epochs of programs as people write them (`benchmarks/program_list.py`): loading,"
+    " training and validation, against the framework with its best settings. Loss and metric:"
+    " baseline / ours.",
     "breakdown": "Where a training step's time goes: device time by kind of work, and what the device waits"
     " for the host.",
     "scaling": "Several GPUs of one machine (`benchmarks/scaling.py` defines the models); see"
@@ -99,6 +102,7 @@ class Chapter:
 
 #: benchmark -> its chapter of the results page, in the page's order
 CHAPTERS = {
+    "programs": Chapter("Complete programs", TABLES["programs"], ("epochs",)),
     "train": Chapter("Training steps", train_in_short, ("time_bf16-amp", "memory_bf16-amp")),
     "small": Chapter("Small graphs and batches", TABLES["small"]),
     "epochs": Chapter("Epochs on batches of molecules", TABLES["epochs"]),

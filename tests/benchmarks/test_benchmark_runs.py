@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -715,6 +718,7 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
                     "typed",
                     "train",
                     "small",
+                    "epochs",
                     "breakdown",
                     "ssd",
                     "accuracy",
@@ -858,9 +862,77 @@ def test_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captures: bool)
     assert [len(alone.rows), len(with_layers.rows)] == [2, len(losses)]
 
 
+TINY = "--width 16 --train-nodes 48 --seeds 16 --molecules 32 --batch 16 --links 48 --workers 0 --epochs 1"
+
+
+@pytest.fixture
+def program_list(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The programs, whose data is drawn anew from the small stand-ins."""
+    pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
+    pytest.importorskip("fastsparse_dgl", exc_type=ImportError)
+    from benchmarks import program_list
+
+    monkeypatch.delenv("FASTSPARSE_DATA", raising=False)
+    cached = [item for item in vars(program_list).values() if hasattr(item, "cache_clear")]
+    for item in cached:
+        item.cache_clear()
+    yield program_list
+    for item in cached:
+        item.cache_clear()
+
+
+def test_every_program_runs(tmp_path: Path, program_list: ModuleType) -> None:
+    result = result_of(tmp_path, "programs", TINY, "--no-compile", "--parts programs forms")
+    cells = [cell for cell in result["cells"] if cell["part"] == "programs"]
+    for name in program_list.PROGRAMS:
+        of_program = {cell["implementation"]: cell for cell in cells if cell["program"] == name}
+        assert of_program.pop("captured")["status"] == "skipped: capture needs a CUDA device"
+        if "PyG's layers, our loader" in of_program:  # without pyg-lib
+            assert "requires either 'pyg-lib'" in of_program.pop("PyG")["status"]
+            assert "requires either 'pyg-lib'" in of_program.pop("layers swapped")["status"]
+        assert len(of_program) >= 2
+        assert {cell["status"] for cell in of_program.values()} == {"ok"}, name
+        assert all(math.isfinite(cell["loss"]) for cell in of_program.values())
+        if name not in ("gat", "dgl_sage_sampled"):  # those two draw other dropped weights and neighbours
+            first, *others = of_program.values()
+            for cell in others:
+                assert cell["loss"] == pytest.approx(first["loss"], rel=0.02), (name, cell["implementation"])
+    table, *_, forms = tables.TABLES["programs"](result)
+    assert [row[0] for row in table.rows] == list(program_list.PROGRAMS)
+    assert forms.rows == [["all", "-", "-", "-", "skipped: capture needs a CUDA device"]]
+    run(["plots", "--results", str(tmp_path)], Console(quiet=True))
+    assert list(tmp_path.glob("*/programs_epochs.png"))
+
+
+def test_programs_are_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program_list: ModuleType
+) -> None:
+    """Those whose operators on the CPU read no number of the device, which no recording can."""
+    simulate(monkeypatch)
+    names = "gae gin_molecules gat_sampled dgl_gin_molecules"
+    result = result_of(tmp_path, "programs", TINY, "--seeds 4 --batch 2 --no-compile --programs", names)
+    cells = [cell for cell in result["cells"] if cell["implementation"] == "captured"]
+    found = {cell["program"]: cell.get("capture", cell["status"]) for cell in cells}
+    assert found == dict.fromkeys(names.split(), "replaying")
+
+
+def test_a_program_that_fails_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program_list: ModuleType
+) -> None:
+    def fails(kit: program_list.Kit) -> program_list.Epoch:
+        raise KeyError("no such column")
+
+    broken = program_list.PROGRAMS["gcn"]._replace(make=fails)
+    monkeypatch.setitem(program_list.PROGRAMS, "gcn", broken)
+    result = result_of(tmp_path, "programs", TINY, "--no-compile --programs gcn lightgcn")
+    statuses = {(cell["program"], cell["implementation"]): cell["status"] for cell in result["cells"]}
+    assert statuses["gcn", "PyG"] == "failed: KeyError: 'no such column'"
+    assert statuses["lightgcn", "PyG"] == statuses["lightgcn", "layers swapped"] == "ok"
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if name in ("train", "small", "epochs", "host", "cpu"):
+    if name in ("train", "small", "epochs", "programs", "host", "cpu"):
         pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
     with pytest.raises(SystemExit) as stopped:
         main([name, "--help"])

@@ -649,7 +649,7 @@ def test_memory_stays_flat(name):
             epoch()
         gc.collect()
         counts.append(len(gc.get_objects()))
-    assert counts[-1] == counts[1]
+    assert counts[-1] <= counts[1]
 
 
 def test_a_change_of_the_default_dtype():
