@@ -26,7 +26,7 @@ FORMS: dict[str, Callable[[Problem], Step]] = {}
 #: Forms that run as they are, and a part of the reason.
 REFUSED = {
     "adagrad": "counts its steps on the CPU",
-    "negative_samples": "torch.randint",
+    "negative_samples": "negative_edges",
     "dropped_edges": "edge_weight",
     "running_total": "total[0] += loss.item()",
     "prints": "print(loss.item())",

@@ -14,6 +14,7 @@ from fastsparse_core import CBSR, Adjacency, MaxK, __version__, capture
 from fastsparse_pyg import captured_batches as _captured_batches  # noqa: F401  (registers PyG's objects)
 from fastsparse_pyg import nn as _nn
 from fastsparse_pyg.caching import cache_info, clear_cache
+from fastsparse_pyg.explanation import Explanation, Explanations, why
 from fastsparse_pyg.layer_swap import accelerate, restore
 from fastsparse_pyg.loader import DataLoader, LinkNeighborLoader, NeighborLoader
 from fastsparse_pyg.nn import *  # noqa: F403
@@ -24,6 +25,8 @@ __all__ = [
     "CBSR",
     "Adjacency",
     "DataLoader",
+    "Explanation",
+    "Explanations",
     "LinkNeighborLoader",
     "MaxK",
     "NeighborLoader",
@@ -35,5 +38,6 @@ __all__ = [
     "clear_cache",
     "prepare",
     "restore",
+    "why",
 ]
 __all__ += _nn.__all__

@@ -85,7 +85,8 @@ class _BatchArgument(Argument):
         self.is_sorted = [edges is not None and edges.is_sorted for edges in known]
         self.num_graphs = node_stores[0].ptr.numel() - 1 if "ptr" in node_stores[0] else 0
         hops = len(self.sizes.edges[0])
-        key: list[Any] = [type(data), self.num_graphs, hops, tuple(self.is_sorted), _others(data)]
+        key: list[Any] = [type(data), self.num_graphs, hops, tuple(self.is_sorted)]
+        key.append(_others(data, self.num_graphs))
         for name, item in self.items.items():
             kind = self.kinds[name]
             shape = {"other": item.shape, "index": ()}.get(kind[0], item.shape[1:])
@@ -107,8 +108,8 @@ class _HeldBatch(Held):
         self.tensors = list(self.items.values())
         self.value = _with(like.value, self.items)
         for store in self.value.stores:
-            for name in _OF_ONE_BATCH:
-                if name in store:
+            for name, item in list(store.items()):
+                if _is_of_one_batch(name, item, like.num_graphs):
                     del store[name]
         if isinstance(self.value, Batch):
             self.value._slice_dict = self.value._inc_dict = None  # a batch is not taken apart with padding
@@ -230,13 +231,19 @@ def _hops(stores: list[Any], name: str, counts: list[int]) -> tuple[tuple[int, .
     return found if is_true else None
 
 
-def _others(data: Any) -> Hashable:
+def _is_of_one_batch(name: str, item: Any, num_graphs: int) -> bool:
+    """Whether a value is another one in every batch; lists of the graphs' names and the like are."""
+    is_list = isinstance(item, list) and len(item) == num_graphs > 0
+    return name in _OF_ONE_BATCH or (is_list and not any(isinstance(part, Tensor) for part in item))
+
+
+def _others(data: Any, num_graphs: int = 0) -> Hashable:
     """What a graph holds besides tensors, as far as it can be compared."""
     return tuple(
         (store._key, name, item if isinstance(item, (int, float, str)) else repr(item))
         for store in data.stores
         for name, item in [("type", store._key), *store.items()]
-        if name not in _OF_ONE_BATCH and not isinstance(item, Tensor)
+        if not isinstance(item, Tensor) and not _is_of_one_batch(name, item, num_graphs)
     )
 
 

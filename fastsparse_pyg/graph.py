@@ -41,9 +41,10 @@ class Graph(NamedTuple):
     keep_existing: bool
     loops_have_value: bool
 
-    def num_caller_values(self) -> int:
-        """Number of edge values that the caller has to give."""
-        return self.adj.num_values - (min(self.adj.shape) if self.adj.has_inserted_loops else 0)
+
+def num_caller_values(adj: Adjacency) -> int:
+    """Number of edge values that the caller has to give."""
+    return adj.num_values - (min(adj.shape) if adj.has_inserted_loops else 0)
 
 
 def is_sparse_matrix(edge_index: object) -> bool:

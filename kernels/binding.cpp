@@ -527,10 +527,11 @@ class AttentionLayer {
         maps_(maps),
         scale_(scale) {}
 
-  void forward(Address joint, Address first_vector, Address second_vector, Address bias, Address out,
-               Address state, double dropout_p, std::int64_t seed, int threads) const {
+  void forward(Address joint, Address first_vector, Address second_vector, Matrix edge, DenseView edge_weight,
+               Address bias, Address out, Address state, double dropout_p, std::int64_t seed,
+               int threads) const {
     AttentionLayerArgs args{};
-    args.attention = attention(joint, first_vector, state, dropout_p, seed);
+    args.attention = attention(joint, first_vector, edge, edge_weight, state, dropout_p, seed);
     args.attention.out = out;
     args.scores = scores(joint, first_vector, second_vector, state);
     if (maps_ == 4) args.skip = column(joint, 3);
@@ -540,13 +541,17 @@ class AttentionLayer {
   }
 
   void backward(const CsrStructure& transposed, Address joint, Address first_vector, Address second_vector,
-                Address state, DenseView grad, Address grad_joint, Address grad_first, Address grad_second,
-                Address grad_bias, Address grad_map_bias, double dropout_p, std::int64_t seed,
-                int threads) const {
+                Matrix edge, DenseView edge_weight, Address state, DenseView grad, Address grad_joint,
+                Address grad_first, Address grad_second, Address work, Address grad_edge,
+                Address grad_edge_weight, Address grad_bias, Address grad_map_bias, double dropout_p,
+                std::int64_t seed, int threads) const {
     AttentionLayerBackwardArgs args{};
-    args.attention.forward = attention(joint, first_vector, state, dropout_p, seed);
+    args.attention.forward = attention(joint, first_vector, edge, edge_weight, state, dropout_p, seed);
     args.attention.a_t = transposed.a;
     args.attention.grad = grad;
+    args.attention.work = work;
+    args.attention.grad_edge = grad_edge;
+    args.attention.grad_weight = grad_edge_weight;
     args.grad_joint = {grad_joint, maps_ * width()};
     args.joint_width = maps_ * width();
     if (kind_ == AttentionScore::kAdditive) {
@@ -585,7 +590,8 @@ class AttentionLayer {
     return first + array * a_.num_rows * heads_ * (dtype_ == Dtype::kFloat64 ? 8 : 4);
   }
 
-  AttentionCsrArgs attention(Address joint, Address first_vector, Address first_state, double dropout_p,
+  AttentionCsrArgs attention(Address joint, Address first_vector, const Matrix& edge,
+                             const DenseView& edge_weight, Address first_state, double dropout_p,
                              std::int64_t seed) const {
     AttentionCsrArgs args{};
     args.a = a_;
@@ -593,6 +599,9 @@ class AttentionLayer {
     args.scale = scale_;
     args.dropout = make_dropout(dropout_p, seed);
     args.keep_scale = 1 / (1 - dropout_p);
+    args.edge = edge;
+    args.weight = edge_weight;
+    args.edge_width = edge.width;
     args.heads = heads_;
     args.head_width = kind_ == AttentionScore::kAdditive ? 0 : head_width_;
     args.value_width = head_width_;

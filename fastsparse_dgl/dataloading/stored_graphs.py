@@ -134,7 +134,7 @@ class StoredGraphs:
             self._graphs += values
             return _graphs_part(self, values)
         if kinds == {np.ndarray} and like.dtype.kind in "biuf":
-            values, kinds = [torch.as_tensor(item) for item in values], {Tensor}
+            values, kinds = [torch.as_tensor(item, device="cpu") for item in values], {Tensor}
             like = values[0]
         if kinds == {Tensor}:
             alike = {(item.shape, item.dtype, item.device, item.requires_grad) for item in values}
@@ -143,9 +143,9 @@ class StoredGraphs:
             self._tensors += values
             return self._stacked(torch.stack(values))
         if kinds in ({int}, {bool}):
-            return self._stacked(torch.tensor(values))
+            return self._stacked(torch.tensor(values, device="cpu"))
         if kinds == {float}:
-            return self._stacked(torch.tensor(values, dtype=torch.float64))
+            return self._stacked(torch.tensor(values, dtype=torch.float64, device="cpu"))
         if len(kinds) == 1 and isinstance(like, Mapping):
             if any(item.keys() != like.keys() for item in values):
                 raise NotStored("its dictionaries have different keys")
@@ -204,14 +204,12 @@ class _Graphs:
         self._ntypes, self._canonical = list(like.ntypes), list(like.canonical_etypes)
         self._metagraph = like._graph.metagraph
         add_counts = stored.store.add_counts
-        self._nodes = [
-            add_counts(torch.tensor([graph.num_nodes(name) for graph in graphs])) for name in self._ntypes
-        ]
+        self._nodes = [add_counts([graph.num_nodes(name) for graph in graphs]) for name in self._ntypes]
         self._edges: list[int] = []
         self._ends: list[tuple[int, StoredEdges]] = []
         for name in self._canonical:
             pairs = [torch.stack(graph.edges(etype=name, order="eid")) for graph in graphs]
-            self._edges.append(add_counts(torch.tensor([pair.size(1) for pair in pairs])))
+            self._edges.append(add_counts([pair.size(1) for pair in pairs]))
             nodes = tuple(self._nodes[self._ntypes.index(end)] for end in (name[0], name[2]))
             self._ends.append(stored.add_ends(torch.cat(pairs, 1), self._edges[-1], nodes))  # type: ignore[arg-type]
         self._node_data = [

@@ -185,7 +185,7 @@ class _Source:
         root, indices = self._parts[0]
         if len(self._parts) > 1 or indices is None or not isinstance(root, InMemoryDataset):
             return None
-        return torch.tensor(indices, dtype=torch.int64)
+        return torch.tensor(indices, dtype=torch.int64, device="cpu")
 
     def example(self) -> Any:
         """A graph, for the device where it lies; None: there is none."""

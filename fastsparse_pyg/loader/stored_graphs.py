@@ -84,7 +84,7 @@ class _Rows(_Part):
 
     def make(self, batch: _Batching) -> _Made:
         if self.added is None:
-            increments = torch.zeros(batch.chosen.count, dtype=torch.int64)
+            increments = torch.zeros(batch.chosen.count, dtype=torch.int64, device="cpu")
         elif len(self.added) == 1:
             increments = batch.slices[self.added[0]][:-1]
         else:
@@ -357,7 +357,7 @@ class StoredGraphs:
         counts: dict[Any, int] = {}
         for stores in by_store:
             if isinstance(stores[0], NodeStorage) and stores[0].can_infer_num_nodes:
-                sizes = torch.tensor([int(store.num_nodes or 0) for store in stores], dtype=torch.int64)
+                sizes = [int(store.num_nodes or 0) for store in stores]
                 counts[stores[0]._key] = self.store.add_counts(sizes)
         return [self._read_store(at, stores, counts) for at, stores in enumerate(by_store)]
 
@@ -441,7 +441,7 @@ class StoredGraphs:
                 raise NotStored("slices of another number of graphs")
             part: _Part
             if type(value) is list and all(_is_object(item) for item in value):
-                if not torch.equal(pointer, torch.arange(len(value) + 1)):
+                if not pointer.tolist() == list(range(len(value) + 1)):
                     raise NotStored("a list with slices of its own")
                 part = _Objects(value)
             elif _is_plain(value):
@@ -534,7 +534,7 @@ def _tensor_part(stored: StoredGraphs, name: str, values: list[Tensor], stores: 
     added, shape = _increments(stored, name, values, stores)
     if stacks:
         return stored._rows(torch.stack(values), 0, 0, added, shape)
-    pointer = stored.store.add_counts(torch.tensor([item.size(axis) for item in values]))
+    pointer = stored.store.add_counts([item.size(axis) for item in values])
     return stored._rows(torch.cat(values, axis), axis, pointer, added, shape)
 
 
@@ -543,7 +543,7 @@ def _number_part(stored: StoredGraphs, name: Any, values: list[Any], stores: Seq
     if shape:
         raise NotStored("its increments are tensors")
     try:
-        numbers = torch.tensor(values)
+        numbers = torch.tensor(values, device="cpu")
     except (RuntimeError, OverflowError) as error:
         raise NotStored(str(error)) from error
     return stored._rows(numbers, 0, 0, added, shape)
@@ -559,7 +559,7 @@ def _increments(
         found = [
             store._parent().__inc__(name, value, store) for value, store in zip(values, stores, strict=True)
         ]
-        counts = torch.stack(found) if isinstance(found[0], Tensor) else torch.tensor(found)
+        counts = torch.stack(found) if isinstance(found[0], Tensor) else torch.tensor(found, device="cpu")
     except Exception as error:
         raise NotStored(f"its increments cannot be found ({error})") from error
     if counts.dtype != torch.int64 or counts.dim() == 0:
@@ -599,10 +599,12 @@ def _collated_names(store: Any, slices: Mapping[Any, Any]) -> list[str]:
     return [*names, "num_nodes"] if "_num_nodes" in store.__dict__ else names
 
 
-def _collated_sizes(store: Any, slices: Mapping[Any, Any], names: Sequence[str]) -> Tensor | None:
+def _collated_sizes(
+    store: Any, slices: Mapping[Any, Any], names: Sequence[str]
+) -> Sequence[int] | Tensor | None:
     """The number of nodes of every graph, by the rules of `NodeStorage.num_nodes`."""
     if "num_nodes" in names:
-        return torch.tensor([int(count or 0) for count in store.__dict__["_num_nodes"]], dtype=torch.int64)
+        return [int(count or 0) for count in store.__dict__["_num_nodes"]]
     of_store = slices if store._key is None else slices.get(store._key, {})
     tensors = [name for name in names if isinstance(store._mapping[name], Tensor)]
     known = [name for name in tensors if name in N_KEYS] + [name for name in tensors if "node" in name]

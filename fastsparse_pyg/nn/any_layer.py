@@ -79,7 +79,8 @@ class AnyLayer(MessagePassing):
                     if is_left or not count:
                         fallback.tell(type(self).__name__, _FEW_ON_GPU if count else _FEW_ON_CPU)
                 if not count or (is_left and count <= FEW_EDGES_ON_GPU) or is_new(edge_index):
-                    return super().propagate(for_pyg(edge_index), size=size, **kwargs)
+                    edge_index = edge_index if edge_index.dtype is torch.int64 else for_pyg(edge_index)
+                    return super().propagate(edge_index, size=size, **kwargs)
             # A call for each of them would take as long as the rest of this.
             kind = (
                 aggregation,

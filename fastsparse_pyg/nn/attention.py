@@ -14,7 +14,7 @@ from torch_geometric.utils.loop import compute_loop_attr
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.fused.attention_layer import Score, attention_layer
 from fastsparse_core.log import warn_once
-from fastsparse_pyg.graph import Graph, is_sparse_matrix, to_edge_index
+from fastsparse_pyg.graph import is_sparse_matrix, num_caller_values, to_edge_index
 from fastsparse_pyg.nn.base import FastConv, raise_features
 
 #: Reductions over edge features, for those of self loops, that are a product with the structure.
@@ -69,8 +69,7 @@ class AttentionConv(FastConv):
     ) -> Any:
         """PyG's forward; an Adjacency is written back as an edge list, features of its loops included."""
         if isinstance(edge_index, Adjacency) and edge_index.has_inserted_loops and edge_attr is not None:
-            graph = Graph(edge_index, None, True, False)
-            edge_attr = self._edge_features(graph, edge_attr)[_value_order(edge_index)]
+            edge_attr = self._edge_features(edge_index, edge_attr)[_value_order(edge_index)]
         return self._original_forward(reason, x, edge_index, edge_attr, *args)
 
     def _attention_layer(
@@ -81,6 +80,7 @@ class AttentionConv(FastConv):
         maps: tuple[Any, ...],
         vectors: tuple[str, ...],
         scale: float,
+        edges: tuple[Tensor, Any] | None = None,
     ) -> Tensor | None:
         """The layer as one node of autograd's graph; None: operator by operator."""
         state = self.__dict__
@@ -97,18 +97,18 @@ class AttentionConv(FastConv):
             dropout_p=state["dropout"] if state["training"] else 0.0,
             mean=not state["concat"],
             kind=Linear,
+            edges=edges,
         )
 
     # ---------------------------------------------------------------- edge features
 
-    def _edge_features(self, graph: Graph, edge_attr: Tensor) -> Tensor:
+    def _edge_features(self, adj: Adjacency, edge_attr: Tensor) -> Tensor:
         """Features (num_values, D) of every edge, those of inserted self loops filled as PyG fills them.
 
         Raises:
             ValueError: not one row per edge, or another device than the graph's.
         """
-        adj = graph.adj
-        expected = graph.num_caller_values()
+        expected = num_caller_values(adj)
         if edge_attr.size(0) != expected:
             raise ValueError(
                 f"edge_attr: expected one row per edge, {expected}, got shape {tuple(edge_attr.shape)}"

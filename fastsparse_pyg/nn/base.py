@@ -237,9 +237,13 @@ class FastConv(MessagePassing):
         is_sum = type(self.__dict__["_modules"].get("aggr_module")) is SumAggregation
         return self._plain_graph(x, edge_index) if is_sum else None
 
-    def _known_attention(self, x: Any, edge_index: object, add_self_loops: bool = False) -> Adjacency | None:
-        """:meth:`_known` for a layer whose edges have no features and whose weights nobody asks for."""
+    def _known_attention(
+        self, x: Any, edge_index: object, add_self_loops: bool = False, edge_attr: object = None
+    ) -> Adjacency | None:
+        """:meth:`_known` for an attention layer whose weights nobody asks for."""
         state = self.__dict__
+        if edge_attr is not None and (type(edge_attr) is not Tensor or edge_attr.dim() != 2):
+            return None
         if type(state["_modules"].get("aggr_module")) is not SumAggregation:
             return None
         return self._known(x, edge_index, add_self_loops) if 0.0 <= state.get("dropout", 0.0) < 1.0 else None

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+
+import torch
+
 from fastsparse_core.log import info_once, warn_once
 from fastsparse_pyg.caching import logger
 
@@ -57,6 +63,20 @@ _CURES = {
 _ANY_CURE = "The page 'Layers' of the documentation lists what the kernels support"
 
 
+#: Who is told instead of the user: see `listening`.
+_listener: ContextVar[Callable[[str], None] | None] = ContextVar("fastsparse_pyg_listener", default=None)
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[str], None]) -> Iterator[None]:
+    """Passes the reasons of fallbacks in this context, with their cures, to a function; nothing is logged."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
 def tell(layer: str, reason: str) -> None:
     """Says once that PyG's implementation runs: a warning, or a log record where that is no loss.
 
@@ -64,11 +84,19 @@ def tell(layer: str, reason: str) -> None:
         layer: name of its class.
         reason: why the kernels do not run.
     """
+    is_no_loss = reason.startswith(_NO_LOSS)
+    cure = "" if is_no_loss else _cure_of(reason)
+    listener = None if torch.compiler.is_compiling() else _listener.get()
     message = f"{layer} falls back to PyG's implementation"
-    if reason.startswith(_NO_LOSS):
+    if listener is not None:
+        listener(f"{reason}. {cure}" if cure else reason)
+    elif is_no_loss:
         info_once(logger, f"{message}: {reason}")
-        return
-    cure = next((cure for start, cure in _CURES.items() if reason.startswith(start)), _ANY_CURE)
+    else:
+        warn_once(f"{message}, which is slower: {reason}. {cure}")
+
+
+def _cure_of(reason: str) -> str:
     if reason.endswith(" is overridden"):
-        cure = "Override it in a subclass of PyG's layer and call `fastsparse_pyg.accelerate(model)`"
-    warn_once(f"{message}, which is slower: {reason}. {cure}")
+        return "Override it in a subclass of PyG's layer and call `fastsparse_pyg.accelerate(model)`"
+    return next((cure for start, cure in _CURES.items() if reason.startswith(start)), _ANY_CURE)

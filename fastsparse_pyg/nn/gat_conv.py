@@ -85,8 +85,7 @@ class FastGATConv(AttentionConv, GATConv):
                 return self._original_attention(
                     reason, x, edge_index, edge_attr, size, return_attention_weights
                 )
-            graph = self._graph(pair, edge_index, size, add_self_loops=self.add_self_loops)
-            adj = graph.adj
+            adj = self._graph(pair, edge_index, size, add_self_loops=self.add_self_loops).adj
         dropout = self.dropout if self.training else 0.0
         num_loops = min(adj.shape) if self.add_self_loops else None
         if edge_attr is None and not (return_attention_weights and dropout):
@@ -103,7 +102,7 @@ class FastGATConv(AttentionConv, GATConv):
         value, score_dst, score_src = self._values_and_scores(x_src, x_dst)
         if score_dst is None:
             score_dst = score_src.new_zeros(adj.num_dst, self.heads)
-        edge_scores = None if edge_attr is None else self._edge_scores(self._edge_features(graph, edge_attr))
+        edge_scores = None if edge_attr is None else self._edge_scores(self._edge_features(adj, edge_attr))
 
         alpha = None
         if return_attention_weights:

@@ -54,16 +54,17 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
         """Computes the layer; arguments and errors as in :meth:`FastGATConv.forward`, without `size`."""
         pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         adj = None
-        if edge_attr is None and not return_attention_weights and self.lin_edge is None:
-            adj = self._known_attention(x, edge_index, self.add_self_loops)
+        asks_more = return_attention_weights or (edge_attr is None) != (self.lin_edge is None)
+        if not asks_more and (edge_attr is None or not self._fill_needs_original(edge_index, edge_attr)):
+            adj = self._known_attention(x, edge_index, self.add_self_loops, edge_attr)
         if adj is None:
             reason = self._why_original_gatv2(pair, edge_index, edge_attr, bool(return_attention_weights))
             if reason:
                 return self._original_attention(reason, x, edge_index, edge_attr, return_attention_weights)
-            graph = self._graph(pair, edge_index, None, add_self_loops=self.add_self_loops)
-            adj = graph.adj
-        if edge_attr is None and not return_attention_weights:
-            out = self._as_one_node(x, adj)
+            adj = self._graph(pair, edge_index, None, add_self_loops=self.add_self_loops).adj
+        features = None if edge_attr is None else self._edge_features(adj, edge_attr)
+        if not return_attention_weights:
+            out = self._as_one_node(x, adj, features)
             if out is not None:
                 return out
         residual = None if self.res is None else self.res(pair[1])
@@ -77,19 +78,17 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
 
         dropout = self.dropout if self.training else 0.0
         alpha = None
-        features = weight = None
-        if edge_attr is not None and is_plain_linear(self.lin_edge):
-            features, weight = self._edge_features(graph, edge_attr), self.lin_edge.weight
-        fused = edge_attr is None or features is not None
+        weight = self.lin_edge.weight if features is not None and is_plain_linear(self.lin_edge) else None
         operands = (adj, x_dst, x_src, att, self.negative_slope)
-        if not fused:
+        stores_rows = features is not None and weight is None
+        if features is not None and stores_rows:
             self._warn_unfused("the fused kernel takes a plain Linear without hooks. Remove its hooks")
-            alpha = self._weights_with_edges(adj, x_dst, x_src, self._edge_features(graph, edge_attr))
+            alpha = self._weights_with_edges(adj, x_dst, x_src, features)
         elif return_attention_weights:
             alpha = gatv2_attention_weights(*operands, edge_attr=features, edge_weight=weight)
         if alpha is not None:
             alpha = F.dropout(alpha.to(self.att.dtype), dropout)
-        if alpha is not None and (dropout or not fused):
+        if alpha is not None and (dropout or stores_rows):
             out = spmm(adj, x_src, alpha)  # by the very weights that are returned
         else:
             out = gatv2_attention(*operands, dropout, edge_attr=features, edge_weight=weight)
@@ -105,7 +104,7 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
         num_loops = min(adj.shape) if self.add_self_loops else None
         return out, self._attention_edges(edge_index, adj, alpha, num_loops)
 
-    def _as_one_node(self, x: Any, adj: Adjacency) -> Tensor | None:
+    def _as_one_node(self, x: Any, adj: Adjacency, features: Tensor | None) -> Tensor | None:
         """The layer as one node of autograd's graph; None: operator by operator."""
         state = self.__dict__
         modules = state["_modules"]
@@ -113,7 +112,8 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
             return None
         source = modules["lin_l"]
         maps = (source,) if state["share_weights"] else (source, modules["lin_r"])
-        return self._attention_layer(GATV2, adj, x, maps, ("att",), state["negative_slope"])
+        edges = None if features is None else (features, modules["lin_edge"])
+        return self._attention_layer(GATV2, adj, x, maps, ("att",), state["negative_slope"], edges)
 
     def _why_original_gatv2(
         self, x: tuple[Any, Any], edge_index: object, edge_attr: object, return_attention_weights: bool

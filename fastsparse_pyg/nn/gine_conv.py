@@ -73,7 +73,7 @@ class FastGINEConv(AttentionConv, GINEConv):
             return self._original_attention(reason, x, edge_index, edge_attr, size)
         assert isinstance(edge_attr, Tensor)
         graph = self._graph(pair, edge_index, size)
-        features = self._edge_features(graph, edge_attr)
+        features = self._edge_features(graph.adj, edge_attr)
         x_src, x_dst = pair
         lin: Any = self.lin
         weight = bias = None

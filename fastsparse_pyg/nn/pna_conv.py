@@ -25,7 +25,7 @@ from torch_geometric.typing import OptTensor
 from fastsparse_core import Adjacency, multi_aggregate
 from fastsparse_core.fused.principal_aggregation import add_scaled, node_parts
 from fastsparse_core.structure.incidence import incidence
-from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix, to_edge_index
+from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix, num_caller_values, to_edge_index
 from fastsparse_pyg.nn.base import FastConv, is_plain_linear, raise_features
 
 _AGGREGATIONS = {
@@ -91,9 +91,9 @@ class FastPNAConv(FastConv, PNAConv):
             return self._original_forward(reason, x, edge_index, edge_attr)
         graph = self._graph((x, x), edge_index, None)
         adj = graph.adj
-        if edge_attr is not None and edge_attr.size(0) != graph.num_caller_values():
+        if edge_attr is not None and edge_attr.size(0) != num_caller_values(graph.adj):
             raise ValueError(
-                f"edge_attr: expected one row per edge, {graph.num_caller_values()}, "
+                f"edge_attr: expected one row per edge, {num_caller_values(graph.adj)}, "
                 f"got shape {tuple(edge_attr.shape)}"
             )
         width, shared = self.F_in, not self.divide_input

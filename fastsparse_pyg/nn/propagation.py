@@ -10,7 +10,15 @@ from torch_geometric.typing import SparseTensor
 
 from fastsparse_core import Adjacency, sddmm, spmm
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_pyg.graph import Graph, caller_edges, gcn_factors, is_sparse_matrix, resolve, to_edge_index
+from fastsparse_pyg.graph import (
+    Graph,
+    caller_edges,
+    gcn_factors,
+    is_sparse_matrix,
+    num_caller_values,
+    resolve,
+    to_edge_index,
+)
 from fastsparse_pyg.nn.base import FastConv, raise_features
 
 
@@ -261,9 +269,9 @@ class PropagatingConv(FastConv):
             # PyG 2.8 doubles the loops of `improved` only where edges have values; matrices always have.
             if not (fill_value != 1.0 and graph.loops_have_value and graph.adj.has_inserted_loops):
                 return None
-            value = torch.ones(graph.num_caller_values(), dtype=x.dtype, device=x.device)
+            value = torch.ones(num_caller_values(graph.adj), dtype=x.dtype, device=x.device)
         elif value is edge_weight:
-            value = _check_weight(value, graph.num_caller_values(), x)
+            value = _check_weight(value, num_caller_values(graph.adj), x)
         if not value.is_floating_point():
             value = value.to(x.dtype)
         if not graph.adj.has_inserted_loops:

@@ -70,7 +70,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
             key, query, value = self._projected(pair)
             out = gated_aggregate(graph.adj, key, query, value)
         else:
-            features = self._edge_features(graph, edge_attr)
+            features = self._edge_features(graph.adj, edge_attr)
             key, query, value, of_gate, of_value = self._taken_apart(pair, features.size(1))
             edges = {"gate_weight": of_gate, "value_weight": of_value}
             out = gated_aggregate(graph.adj, key, query, value, edge_attr=features.to(key.dtype), **edges)

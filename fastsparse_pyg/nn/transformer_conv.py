@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import Any
 
 import torch
@@ -70,16 +71,16 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         with_weights = isinstance(return_attention_weights, bool)
         adj = None
-        if edge_attr is None and not with_weights and self.lin_edge is None:
-            adj = self._known_attention(x, edge_index)
+        if not with_weights and (edge_attr is None) == (self.lin_edge is None):
+            adj = self._known_attention(x, edge_index, False, edge_attr)
         if adj is None:
             reason = self._why_original_transformer(pair, edge_index, edge_attr, with_weights)
             if reason:
                 return self._original_attention(reason, x, edge_index, edge_attr, return_attention_weights)
-            graph = self._graph(pair, edge_index, None)
-            adj = graph.adj
-        if edge_attr is None and not with_weights:
-            out = self._as_one_node(x, adj)
+            adj = self._graph(pair, edge_index, None).adj
+        features = None if edge_attr is None else self._edge_features(adj, edge_attr)
+        if not with_weights:
+            out = self._as_one_node(x, adj, features)
             if out is not None:
                 return out
         heads = (-1, self.heads, self.out_channels)
@@ -90,9 +91,8 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         else:
             key, value = project(pair[0], *of_src)
             query, *skips = project(pair[1], *of_dst)
-        features = weight = edges = None
-        if edge_attr is not None:
-            features = self._edge_features(graph, edge_attr)
+        weight = edges = None
+        if features is not None:
             if is_plain_linear(self.lin_edge):
                 weight = self.lin_edge.weight
             else:
@@ -139,7 +139,7 @@ class FastTransformerConv(AttentionConv, TransformerConv):
             return out
         return out, self._attention_edges(edge_index, adj, alpha.to(self.lin_key.weight.dtype))
 
-    def _as_one_node(self, x: Any, adj: Adjacency) -> Tensor | None:
+    def _as_one_node(self, x: Any, adj: Adjacency, features: Tensor | None) -> Tensor | None:
         """The layer as one node of autograd's graph; None: operator by operator."""
         state = self.__dict__
         modules = state["_modules"]
@@ -155,9 +155,10 @@ class FastTransformerConv(AttentionConv, TransformerConv):
             (),
             None,
             heads=state["heads"],
-            scale=default_scale(state["out_channels"]),
+            scale=1 / sqrt(state["out_channels"]),  # `default_scale` without a call
             dropout_p=state["dropout"] if state["training"] else 0.0,
             kind=Linear,
+            edges=None if features is None else (features, modules["lin_edge"]),
         )
 
     def _why_original_transformer(

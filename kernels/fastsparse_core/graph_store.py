@@ -172,12 +172,12 @@ class GraphStore:
     def __init__(self, num_graphs: int, device: torch.device) -> None:
         self.num_graphs = num_graphs
         self.device = device
-        self.pointers = [torch.arange(num_graphs + 1)]
+        self.pointers = [torch.arange(num_graphs + 1, device="cpu")]
 
-    def add_counts(self, counts: Tensor) -> int:
-        """The number of the pointer of so many rows per graph, int64 (num_graphs,)."""
-        pointer = torch.zeros(self.num_graphs + 1, dtype=torch.int64)
-        torch.cumsum(counts, 0, out=pointer[1:])
+    def add_counts(self, counts: Sequence[int] | Tensor) -> int:
+        """The number of the pointer of so many rows per graph, (num_graphs,)."""
+        pointer = torch.zeros(self.num_graphs + 1, dtype=torch.int64, device="cpu")
+        torch.cumsum(torch.as_tensor(counts, dtype=torch.int64, device="cpu"), 0, out=pointer[1:])
         return self.add_pointer(pointer)
 
     def add_pointer(self, pointer: Tensor) -> int:
@@ -209,7 +209,8 @@ class GraphStore:
         totals = _C.plan_graphs(index, graph_at, num_positions, pointers, host)
         table = host.to(self.device, non_blocking=True) if on_gpu else host
         first, source = host.unbind(1)
-        return Chosen(count, totals, first, table, source)
+        # Callers get the first rows: of a copy, for kernels must not read what somebody else can write.
+        return Chosen(count, totals, first.clone(), table, source)
 
 
 #: tensor of a dataset -> device -> (stamp of its content, weak reference to where it was copied)
@@ -248,13 +249,7 @@ def place_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
     out = []
     for tensor, copy in zip(tensors, placed, strict=True):
         if copy is None:
-            copy = (
-                tensor.to(device)
-                if fits
-                else tensor.cpu()
-                if tensor.is_pinned()
-                else tensor.cpu().pin_memory()
-            )
+            copy = tensor.to(device) if fits else tensor.cpu().pin_memory()
             _copies.setdefault(tensor, {})[device] = (_stamp(tensor), weakref.ref(copy))
         out.append(copy)
     torch.cuda.current_stream(device).synchronize()  # other streams will read them
@@ -415,7 +410,7 @@ class _StoredStructure:
                 backward.append(_cut(whole.t(), chosen, edges, sources, destinations))
             if is_square:
                 loops.append(_any_by_graph(whole.row_once() == whole.col, chosen.first[edges]))
-        has_loops = torch.cat(loops) if loops else torch.zeros(0, dtype=torch.bool)
+        has_loops = torch.cat(loops) if loops else torch.zeros(0, dtype=torch.bool, device="cpu")
         #: Whether some edge of a graph is a loop; None: of none is.
         self._loops = has_loops if bool(has_loops.any()) else None
         self._is_symmetric = is_symmetric
@@ -499,7 +494,9 @@ class _RowsOfGraphs:
         whole = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
         order = whole["edge_id"]
         counts = store.counts(edges)
-        given = torch.arange(order.numel()) - store.pointers[edges][:-1].repeat_interleave(counts)
+        given = torch.arange(order.numel(), device="cpu") - store.pointers[edges][:-1].repeat_interleave(
+            counts
+        )
         if torch.equal(order.cpu(), given.int()):
             del whole["edge_id"]
         kinds = {

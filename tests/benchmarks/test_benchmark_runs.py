@@ -718,6 +718,7 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
                     "typed",
                     "train",
                     "small",
+                    "epochs",
                     "breakdown",
                     "ssd",
                     "accuracy",

@@ -47,28 +47,45 @@ class Layer:
         columns = width if mean else heads * width
         self.bias = torch.randn(columns, **options).requires_grad_() if bias else None
 
+        self.edges = None
+
+    def with_edges(self, adj: Adjacency, edge_width: int, *, wanted: bool) -> Layer:
+        """The same with features of edges in the dtype of the parameters."""
+        weight = self.maps[0].weight
+        options = {"dtype": weight.dtype, "device": weight.device}
+        features = torch.randn(adj.num_values, edge_width, requires_grad=wanted, **options)
+        self.edges = features, nn.Linear(edge_width, weight.size(0), bias=False, **options)
+        return self
+
     def parameters(self):
         found = [*self.vectors, *chain.from_iterable(one.parameters() for one in self.maps)]
+        if self.edges is not None:
+            features, edge_map = self.edges
+            found += [edge_map.weight, *([features] if features.requires_grad else [])]
         return found if self.bias is None else [*found, self.bias]
 
     def as_one(self, adj: Adjacency, x: Tensor) -> Tensor:
         score = {"gat": ADDITIVE, "gatv2": GATV2, "gatv2 shared": GATV2}.get(self.kind, DOT_PRODUCT)
-        out = attention_layer(score, adj, x, self.maps, self.vectors, self.bias, **self.options)
+        options = self.options | {"edges": self.edges}
+        out = attention_layer(score, adj, x, self.maps, self.vectors, self.bias, **options)
         assert out is not None
         return out
 
     def by_operators(self, adj: Adjacency, x: Tensor) -> Tensor:
         ends = [one(x) for one in self.maps]
         p, scale = self.options["dropout_p"], self.options["scale"]
+        edges = {}
+        if self.edges is not None:
+            edges = {"edge_attr": self.edges[0], "edge_weight": self.edges[1].weight}
         if self.kind == "gat":
             src, dst = head_scores(ends[0], *self.vectors)
             out = additive_attention(adj, dst, src, ends[0], scale, None, p)
         elif self.kind.startswith("gatv2"):
             att = self.vectors[0].view(self.heads, self.width)
-            out = gatv2_attention(adj, ends[-1], ends[0], att, scale, p)
+            out = gatv2_attention(adj, ends[-1], ends[0], att, scale, p, **edges)
         else:
             key, value, query, *skips = ends
-            out = attention(adj, query, key, value, scale, None, p, heads=self.heads)
+            out = attention(adj, query, key, value, scale, None, p, heads=self.heads, **edges)
             out = out + skips[0] if skips else out
         if self.options["mean"]:
             out = out.unflatten(1, (self.heads, self.width)).mean(1)
@@ -135,6 +152,32 @@ def test_equals_the_operators(device, poisoned_memory, edges, call, heads, width
     assert_close(both(layer, adj, x), tolerance, floor=1.0)
     one_row = torch.randn(width if mean else heads * width, dtype=dtype, device=device)
     assert_close(both(layer, adj, x, one_row), tolerance, floor=1.0)
+
+
+@pytest.mark.parametrize("kind", ["gatv2", "dot", "dot with skip"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wanted", [False, True])
+def test_features_of_edges_join_on_the_cpu(poisoned_memory, kind, dtype, wanted):
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.randint(40, (2, 300), generator=generator)
+    loops = Adjacency.from_coo(*ends, (40, 40), self_loops="replace")  # not every value has an entry
+    for adj in (ragged(600, "cpu"), loops, structure("cpu", 5, 0)):
+        layer = Layer(kind, 3, 10, dtype, "cpu", dropout_p=0.3).with_edges(adj, 5, wanted=wanted)
+        x = torch.randn(adj.num_src, F_IN, dtype=dtype, requires_grad=True)
+        assert_close(both(layer, adj, x), 30 * TOLERANCE[dtype], floor=1.0)
+
+
+@pytest.mark.parametrize("kind", ["gatv2", "dot with skip"])
+def test_second_derivatives_with_features_of_edges(kind):
+    adj = structure("cpu", 5, 12)
+    layer = Layer(kind, 2, 3, torch.float64, "cpu").with_edges(adj, 2, wanted=True)
+    x = torch.randn(5, F_IN, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    found = []
+    for call in (layer.as_one, layer.by_operators):
+        first = torch.autograd.grad(call(adj, x).square().sum(), leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum(each.square().sum() for each in first), leaves))
+    assert_close(found, 1e-9, floor=1.0)
 
 
 def reference_of(
@@ -283,6 +326,18 @@ def test_what_runs_operator_by_operator():
     assert call(new(), Adjacency.from_coo(adj.row().long(), adj.col.long(), (71, 70)), x) is None
     with policy.algorithms(attention="unfused"):
         assert call(new(), adj, x) is None
+    features, edge_map = torch.randn(400, 3), nn.Linear(3, 16, bias=False)
+    joins = lambda kind, *edges: call(Layer(kind, 2, 8, torch.float32, "cpu"), adj, x, edges=edges)  # noqa: E731
+    assert joins("dot", features, edge_map) is not None
+    for kind in ("gat", "gatv2 shared"):
+        assert joins(kind, features, edge_map) is None
+    for edges in (
+        (features[1:], edge_map),
+        (features.double(), edge_map),
+        (features, nn.Linear(3, 16)),
+        (features, nn.Linear(3, 8, bias=False)),
+    ):
+        assert joins("dot", *edges) is None
     hooked = new()
     hooked.maps[0].register_forward_hook(lambda *_: None)
     assert call(hooked, adj, x) is None

@@ -795,3 +795,19 @@ def test_autocast_does_not_lower_the_statistics_of_padded_batches(device):
     torch.testing.assert_close(found[:9], want)
     torch.testing.assert_close(norm.running_var, expected.running_var)
     torch.testing.assert_close(norm.running_mean, expected.running_mean)
+
+
+def test_refused_models_keep_their_graph(device):
+    """The loop calls ``backward()`` on what the model returns, in every call."""
+    model = torch.nn.Linear(3, 1).to(device)
+    forward = model.forward
+
+    def refused(x):
+        return forward(x) * (1 if x.sum() > 0 else -1)
+
+    model.forward = refused
+    capture(model)
+    x = torch.ones(2, 3, device=device)
+    with pytest.warns(SlowPathWarning, match="x.sum\\(\\) > 0"):
+        repeat(lambda: model(x).sum().backward())
+    torch.testing.assert_close(model.weight.grad, torch.full((1, 3), 2.0 * CALLS, device=device))

@@ -172,7 +172,7 @@ def test_structures(store, index, kind, at_once, monkeypatch):
 
 def test_edges_between_graphs_have_no_structure(store):
     nodes, of_edges = store.add_counts(SIZES), store.add_counts(torch.ones(6, dtype=torch.int64))
-    edges = torch.zeros(2, 6, dtype=torch.int64)  # the second graph has no node
+    edges = torch.zeros(2, 6, dtype=torch.int64, device=store.device)  # the second graph has no node
     field = Field(edges, of_edges, FieldKind.ADD_INT64, (nodes, nodes), dim=1)
     stored = StoredEdges(store, field, nodes, nodes)
     assert not stored.has_structure

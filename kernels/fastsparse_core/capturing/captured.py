@@ -124,7 +124,7 @@ class Captured:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step, or replays it."""
         if self._refusals > _MOST_REFUSALS:
-            return self._graphs.beside(lambda: self.step(*args, **kwargs))
+            return self.step(*args, **kwargs)
         try:
             last = self._last
             call = last if last is not None and last.is_repeated(args, kwargs) else Call(args, kwargs)
@@ -138,7 +138,7 @@ class Captured:
         self._latest = form
         if form.refusal:
             self._refusals += 1
-            return self._as_it_is(call)
+            return self.step(*args, **kwargs)
         self._refusals = 0
         if self._optimizers and not all(item.is_as_recorded() for item in self._optimizers):
             logger.info("capture: an optimiser has changed; %s is recorded anew", self._name)
@@ -173,7 +173,7 @@ class Captured:
             chosen = self._begin(form, call)
         except Refused as refusal:
             self._refuse(form, refusal)
-            return self._as_it_is(call)
+            return self._last_beside(call)
         return self._use(form, chosen, call)
 
     def _form(self, call: Call) -> Form | None:
@@ -225,8 +225,6 @@ class Captured:
         return BATCHES if call.sizes is not None or self.records else CALLS
 
     def _as_it_is(self, call: Call) -> Any:
-        # Also once it is refused: gradients of parameters are summed on the stream of the first calls as long
-        # as results of the last call are alive, and another stream would wait for it at every parameter.
         return self._graphs.beside(lambda: self.step(*call.args, **call.kwargs))
 
     def _watch(self, form: Form, call: Call) -> Any:
@@ -236,9 +234,12 @@ class Captured:
             return self._as_it_is(call)
         tracker = Tracker()
 
+        def step() -> Any:
+            return self.step(*call.args, **call.kwargs)
+
         def job() -> Any:
             with self.observed.watching(tracker if is_last else None):
-                return tracker.run(lambda: self.step(*call.args, **call.kwargs))
+                return tracker.run(step) if is_last else step()
 
         if not is_last:
             return self._graphs.beside(job)
@@ -247,10 +248,25 @@ class Captured:
             result = self._graphs.beside(lambda: undone_if_it_fails(job, state))
         except Exception as error:
             self._refuse(form, error)
-            return self._as_it_is(call)
-        if tracker.refusal is not None:
-            self._refuse(form, tracker.refusal)
-        return result
+            return self._last_beside(call)
+        if tracker.refusal is None:
+            return result
+        self._refuse(form, tracker.refusal)
+        return self._without_graph(result)
+
+    def _last_beside(self, call: Call) -> Any:
+        """A call as it is; later ones run on the stream of the caller."""
+        return self._without_graph(self._as_it_is(call))
+
+    def _without_graph(self, result: Any) -> Any:
+        """A result as replays have it, of a step that calls ``backward()`` itself.
+
+        As long as a result keeps autograd's graph alive, gradients of parameters are summed on the stream
+        that it ran on, and every later call on another stream would wait for that at every parameter.
+        """
+        if not (self._defers and self.observed.differentiates):
+            return result
+        return tree_map(lambda item: item.detach() if isinstance(item, Tensor) else item, result)
 
     def _why_no_gpu(self, call: Call) -> str:
         if not torch.cuda.is_available():
@@ -360,7 +376,7 @@ class Captured:
         state = self._state(call)
         return self._graphs.beside(lambda: on_trial(lambda: self._probe(job()), state, keeps))
 
-    #: Whether numbers are read after a replay.
+    #: Whether it is a step of its own, whose numbers can be read after a replay; not a model.
     _defers = True
 
     def _probe(self, result: Any) -> Any:
@@ -382,7 +398,7 @@ class Captured:
                     )
                 except Exception as error:
                     self._refuse(form, error)
-                    return self._as_it_is(call)
+                    return self._last_beside(call)
                 return self._results(chosen.trimmed(result, call))
             try:
                 if chosen.carried.line:
@@ -393,7 +409,7 @@ class Captured:
                 chosen.replay = self._checked_replay(chosen, call)
             except Exception as error:
                 self._refuse(form, error)
-                return self._as_it_is(call)
+                return self._last_beside(call)
         result = chosen.replay()
         set_modes(chosen.modes)
         return self._results(chosen.trimmed(result, call))

@@ -129,6 +129,8 @@ class Tracker:
             del copied
             if alive:
                 self.note(alive[0])
+            if not returned:
+                return result
             return tree_unflatten([plain(item) for item in flat], spec)
         finally:
             self.is_over = True

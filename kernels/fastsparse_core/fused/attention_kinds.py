@@ -12,6 +12,7 @@ from fastsparse_core.fused.head_scores import gradients_of_scores, head_scores, 
 from fastsparse_core.ops import _attention_fused as kernels
 from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops import _dot_product, _gat_attention_csr
+from fastsparse_core.ops._attention_unfused import Edges
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -52,6 +53,8 @@ class Score:
     code: ClassVar[int]
     #: Linear maps from which the CPU's plan serves.
     least_maps: ClassVar[int]
+    #: Whether features of edges may join.
+    takes_edges: ClassVar[bool] = True
 
     @staticmethod
     def adds(widths: tuple[int, ...]) -> bool:
@@ -81,7 +84,7 @@ class Score:
         raise NotImplementedError
 
     @staticmethod
-    def formula(call: LayerCall, joint: Tensor, vectors: Tensors) -> Tensor:
+    def formula(call: LayerCall, joint: Tensor, vectors: Tensors, edges: Edges) -> Tensor:
         """The result by operators that are differentiable twice."""
         raise NotImplementedError
 
@@ -89,7 +92,7 @@ class Score:
 class _Additive(Score):
     """GAT: a linear map gives the values, two vectors of every head the scores of both ends."""
 
-    reads_result, code, least_maps = False, 1, 1
+    reads_result, code, least_maps, takes_edges = False, 1, 1, False
 
     @staticmethod
     def has_kernel(
@@ -117,7 +120,7 @@ class _Additive(Score):
         return grad_v, grad_vectors
 
     @staticmethod
-    def formula(call: LayerCall, joint: Tensor, vectors: Tensors) -> Tensor:
+    def formula(call: LayerCall, joint: Tensor, vectors: Tensors, edges: Edges) -> Tensor:
         src, dst = head_scores(joint, *vectors)
         return unfused.additive(call.adj, dst, src, joint, None, call.scale, call.dropout_p, call.seed)
 
@@ -157,10 +160,14 @@ class _Gatv2(Score):
         return torch.cat((grad_src, grad_dst), dim=1), (grad_vector,)
 
     @staticmethod
-    def formula(call: LayerCall, joint: Tensor, vectors: Tensors) -> Tensor:
+    def formula(call: LayerCall, joint: Tensor, vectors: Tensors, edges: Edges) -> Tensor:
         att = _vectors_of_heads(call, vectors)
         src, dst = _ends(call, joint)
-        return unfused.gatv2(call.adj, dst, src, att, call.scale, call.dropout_p, call.seed)
+        options = (call.scale, call.dropout_p, call.seed)
+        if edges is not None:
+            edge_attr, edge_weight = edges
+            return unfused.gatv2_with_edges(call.adj, dst, src, att, edge_attr, edge_weight, *options)
+        return unfused.gatv2(call.adj, dst, src, att, *options)
 
 
 class _DotProduct(Score):
@@ -205,10 +212,16 @@ class _DotProduct(Score):
         return torch.cat(grads, dim=1), ()
 
     @staticmethod
-    def formula(call: LayerCall, joint: Tensor, vectors: Tensors) -> Tensor:
+    def formula(call: LayerCall, joint: Tensor, vectors: Tensors, edges: Edges) -> Tensor:
         key, value, query, *skips = joint.split(call.widths, dim=1)
         options = (call.scale, call.dropout_p, call.seed, call.heads)
-        out = unfused.dot_product(call.adj, query, key, value, None, *options)
+        if edges is None:
+            out = unfused.dot_product(call.adj, query, key, value, None, *options)
+        else:
+            edge_attr, edge_weight = edges
+            out = unfused.dot_product_with_edges(
+                call.adj, query, key, value, edge_attr, edge_weight, None, *options
+            )
         return out + skips[0] if skips else out
 
 

@@ -14,9 +14,11 @@ from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2, 
 from fastsparse_core.fused.attention_on_cuda import attend, differentiate, plan_of, stacked
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._attention_checks import draw_seed, drawn_by_replays
+from fastsparse_core.ops._attention_unfused import Edges
 from fastsparse_core.ops._autocast import CAST, autocast_dtype, product_in, version_of, without_autocast
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
 from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
+from fastsparse_core.ops._edge_values import edge_room, empty_values
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._kept_results import unfused_gradients
 from fastsparse_core.ops._operands import unit_stride
@@ -39,6 +41,7 @@ def attention_layer(
     dropout_p: float = 0.0,
     mean: bool = False,
     kind: type[nn.Module] = nn.Linear,
+    edges: tuple[Tensor, Any] | None = None,
 ) -> Tensor | None:
     r"""Attention between the rows of linear maps of the same features.
 
@@ -59,6 +62,8 @@ def attention_layer(
         dropout_p: probability with which a weight is dropped.
         mean: whether the result is the mean of the heads.
         kind: the class of linear layers that the framework has.
+        edges: features (num_values, A) in the caller's edge order and their linear layer, without bias, to
+            (num_values, heads * D). On the CPU alone.
 
     Returns:
         (N, heads * D), or (N, D) for the mean, in the autocast dtype where that is on; differentiable, twice
@@ -86,12 +91,17 @@ def attention_layer(
             biases.append(map_bias)
     if biases and len(biases) < len(weights):
         return None
+    of_edges = None
+    if edges is not None:
+        of_edges = _edges(score, adj, *edges, sizes[0], kind)
+        if of_edges is None:
+            return None
     tensors = [*vectors, *weights, *biases]
     device, dtype, weight_dtype = x.device, x.dtype, weights[0].dtype
     for vector in vectors:
         if vector.numel() != sizes[0]:
             return None
-    for tensor in tensors if bias is None else [*tensors, bias]:
+    for tensor in [*tensors, *(of_edges or ()), *(() if bias is None else (bias,))]:
         if (
             type(tensor) not in PLAIN
             or tensor.device != device
@@ -102,8 +112,9 @@ def attention_layer(
     if device != adj.col.device:
         return None
     records = torch.is_grad_enabled()
-    if records and not all(weight.requires_grad for weight in weights):
-        if any(tensor is not None and tensor.requires_grad for tensor in (x, bias, *tensors)):
+    if records and False in [weight.requires_grad for weight in weights]:
+        given = [each for each in (x, bias, *tensors, *(of_edges or ())) if each is not None]
+        if True in [each.requires_grad for each in given]:
             return None  # features that no weight's gradient needs may be written before the backward pass
         records = False
     if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
@@ -132,13 +143,34 @@ def attention_layer(
             return None
         dropout_p, seed = draw_seed(dropout_p)
     plan = _plan(adj, x, score, dtype, widths, heads, scale, algorithm, records)
+    if of_edges is not None:
+        if plan is None:
+            return None
+        of_edges = unit_stride(of_edges[0].to(dtype)), unit_stride(of_edges[1].to(dtype))
     how = (dropout_p, seed, dtype, widths, mean, len(vectors), keeps_result, plan)
     call = LayerCall(score, adj, heads, scale, *how)
     if records:
         apply = _AttentionLayer.apply if is_wrapped(x) else _apply
-        result: Tensor = apply(call, x, bias, *tensors)
+        result: Tensor = apply(call, x, bias, *(of_edges or (None, None)), *tensors)
         return result
-    return _attend(call, x, bias, tuple(tensors))[0]
+    return _attend(call, x, bias, of_edges, tuple(tensors))[0]
+
+
+def _edges(
+    score: type[Score], adj: Adjacency, features: Tensor, module: Any, width: int, kind: type[nn.Module]
+) -> tuple[Tensor, Tensor] | None:
+    """Features of the edges and their linear map's weight; None where they have to be operators' operands."""
+    weight = module._parameters.get("weight") if is_plain_linear(module, kind) else None
+    if (
+        adj.col.is_cuda
+        or not score.takes_edges
+        or weight is None
+        or module._parameters.get("bias") is not None
+        or features.shape != (adj.num_values, weight.shape[1])
+        or weight.shape[0] != width
+    ):
+        return None
+    return features, weight
 
 
 def _plan(
@@ -168,14 +200,15 @@ def _plan(
 
 
 def _attend(
-    call: LayerCall, x: Tensor, bias: Tensor | None, tensors: tuple[Tensor, ...]
+    call: LayerCall, x: Tensor, bias: Tensor | None, edges: Edges, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Any, ...]]:
     """The result; features and weight as they were multiplied, and their product; more to keep."""
     vectors, features = tensors[: call.num_vectors], x if x.dtype == call.dtype else x.to(call.dtype)
     joint, matrix = _project(call, features, tensors)
-    if call.plan is not None:
-        at_once = _attend_at_once if type(call.plan) is _C.AttentionLayer else attend
-        out, kept = at_once(call, joint, vectors, None if call.mean else bias)
+    if type(call.plan) is _C.AttentionLayer:
+        out, kept = _attend_at_once(call, joint, vectors, None if call.mean else bias, edges)
+    elif call.plan is not None:
+        out, kept = attend(call, joint, vectors, None if call.mean else bias)
     else:
         out, kept = call.score.forward(call, joint, vectors)
     if call.mean:
@@ -187,7 +220,7 @@ def _attend(
 
 
 def _attend_at_once(
-    call: LayerCall, joint: Tensor, vectors: Sequence[Tensor], bias: Tensor | None
+    call: LayerCall, joint: Tensor, vectors: Sequence[Tensor], bias: Tensor | None, edges: Edges
 ) -> tuple[Tensor, tuple[Any, ...]]:
     num_nodes, dtype = joint.shape[0], call.dtype
     precise = torch.float64 if dtype == torch.float64 else torch.float32
@@ -198,11 +231,14 @@ def _attend_at_once(
     for vector in vectors:
         operands.append(vector.to(precise).contiguous())
     bias = None if bias is None else bias.to(dtype).contiguous()
+    edge_attr, edge_weight = edges or (None, None)
     assert call.plan is not None
     call.plan.forward(
         joint,
         operands[0] if operands else None,
         operands[1] if len(operands) > 1 else None,
+        edge_attr,
+        edge_weight,
         bias,
         out,
         state,
@@ -234,13 +270,23 @@ class _AttentionLayer(torch.autograd.Function):
     """The kernels' gradients, then those of the linear maps: dW = dJ^T X, dX = dJ W."""
 
     @staticmethod
-    def forward(ctx: Any, call: LayerCall, x: Tensor, bias: Tensor | None, *tensors: Tensor) -> Tensor:
-        out, features, matrix, joint, kept = _attend(call, x, bias, tensors)
+    def forward(
+        ctx: Any,
+        call: LayerCall,
+        x: Tensor,
+        bias: Tensor | None,
+        edge_attr: Tensor | None,
+        edge_weight: Tensor | None,
+        *tensors: Tensor,
+    ) -> Tensor:
+        edges = None if edge_attr is None or edge_weight is None else (edge_attr, edge_weight)
+        out, features, matrix, joint, kept = _attend(call, x, bias, edges, tensors)
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
         vectors, maps = tensors[: call.num_vectors], tensors[call.num_vectors :]
         # Second derivatives alone need them, so they may be written before the backward pass.
         ctx.maps = maps, [version_of(tensor) for tensor in maps]
-        ctx.save_for_backward(features, matrix if ctx.needs_input_grad[1] else None, joint, *vectors, *kept)
+        factor = matrix if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(features, factor, joint, edge_attr, edge_weight, *vectors, *kept)
         return out
 
     @staticmethod
@@ -252,15 +298,17 @@ _apply = direct(_AttentionLayer)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    call, (features, matrix, joint, *rest) = ctx.call, ctx.saved_tensors
-    _, needs_x, needs_bias, *needed = ctx.needs_input_grad
+    call, (features, matrix, joint, edge_attr, edge_weight, *rest) = ctx.call, ctx.saved_tensors
+    _, needs_x, needs_bias, needs_edges, needs_edge_weight, *needed = ctx.needs_input_grad
+    edges = None if edge_attr is None else (edge_attr, edge_weight)
     num_vectors, num_maps = call.num_vectors, len(call.widths)
     vectors, kept = rest[:num_vectors], rest[num_vectors:]
     maps, _ = ctx.maps
     has_biases, weight_dtype = len(maps) > num_maps, maps[0].dtype
     if not is_first_derivative(grad):
         of_bias = sum_of_rows(grad, ctx.bias_dtype) if needs_bias else None
-        return _second_gradients(ctx, grad, features, vectors, of_bias)
+        return _second_gradients(ctx, grad, features, edges, vectors, of_bias)
+    of_edges: tuple[Tensor | None, Tensor | None] = (None, None)
     grad_bias: Tensor | None = None
     sums: Sequence[Tensor] = ()
     if needs_bias and (call.mean or call.plan is None):
@@ -273,16 +321,18 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             sums = sum_of_rows(grad, weight_dtype).split(call.widths)
     else:
         bias_dtype = ctx.bias_dtype if needs_bias and not call.mean else None
-        at_once = _differentiate_at_once if type(call.plan) is _C.AttentionLayer else differentiate
-        grad, grad_vectors, sum_of_grad, sums = at_once(
-            call, grad, joint, vectors, kept, bias_dtype, weight_dtype if has_biases else None
-        )
+        operands = (call, grad, joint, vectors, kept, bias_dtype, weight_dtype if has_biases else None)
+        if type(call.plan) is _C.AttentionLayer:
+            found, of_edges = _differentiate_at_once(*operands, edges, (needs_edges, needs_edge_weight))
+        else:
+            found = differentiate(*operands)
+        grad, grad_vectors, sum_of_grad, sums = found
         grad_bias = grad_bias if sum_of_grad is None else sum_of_grad
     grad_x = torch.mm(grad, matrix) if needs_x else None
     grad_weight = product_in(grad.t(), features, weight_dtype)
     # Nobody sees what is split, so that its parts need not be known as views.
     grads = grad_weight.unsafe_split_with_sizes(call.widths) if num_maps > 1 else (grad_weight,)
-    return grad_x, grad_bias, *grad_vectors, *grads, *sums
+    return grad_x, grad_bias, *of_edges, *grad_vectors, *grads, *sums
 
 
 def _differentiate_at_once(
@@ -293,8 +343,13 @@ def _differentiate_at_once(
     kept: Sequence[Tensor],
     bias_dtype: torch.dtype | None,
     map_bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, list[Tensor], Tensor | None, Sequence[Tensor]]:
-    """Gradients of the linear maps' results, of the vectors and, where they have a dtype, of the biases."""
+    edges: Edges,
+    edges_wanted: tuple[bool, bool],
+) -> tuple[tuple[Tensor, list[Tensor], Tensor | None, Sequence[Tensor]], tuple[Tensor | None, Tensor | None]]:
+    """Gradients of the linear maps' results, of the vectors and, where they have a dtype, of the biases.
+
+    And those of the edges' features and of their weight.
+    """
     precise, (state,) = accumulation_dtype(call.dtype), kept
     operands = [cast(vector, precise).contiguous() for vector in vectors]
     grads = [torch.empty_like(operand) for operand in operands]
@@ -303,17 +358,28 @@ def _differentiate_at_once(
     sums = None if map_bias_dtype is None else state.new_empty(joint.shape[1])
     transposed, two = call.adj.t(), len(vectors) > 1
     structure = transposed.plans.get("csr")
+    edge_attr, edge_weight = edges or (None, None)
+    work = grad_edge = grad_weight = None
+    if edges is not None:
+        work = edge_room(call.adj, call.adj.num_values, call.heads, 2, dtype=precise)
+        grad_edge = empty_values(call.adj, edges[0]) if edges_wanted[0] else None
+        grad_weight = edges[1].new_empty(edges[1].shape) if edges_wanted[1] else None
     assert call.plan is not None
     call.plan.backward(
         used_csr(transposed) if structure is None else structure,
         joint,
         operands[0] if operands else None,
         operands[1] if two else None,
+        edge_attr,
+        edge_weight,
         state,
         grad,
         grad_joint,
         grads[0] if grads else None,
         grads[1] if two else None,
+        work,
+        grad_edge,
+        grad_weight,
         grad_bias,
         sums,
         call.dropout_p,
@@ -324,16 +390,22 @@ def _differentiate_at_once(
         grad_bias = grad_bias.to(bias_dtype)
     if map_bias_dtype is not None and map_bias_dtype != precise and sums is not None:
         sums = sums.to(map_bias_dtype)
-    return (
+    found = (
         grad_joint,
         [cast(found, vector.dtype) for found, vector in zip(grads, vectors, strict=True)],
         grad_bias,
         () if sums is None else sums.unsafe_split_with_sizes(call.widths),
     )
+    return found, (grad_edge, grad_weight)
 
 
 def _second_gradients(
-    ctx: Any, grad: Tensor, features: Tensor, vectors: Sequence[Tensor], grad_bias: Tensor | None
+    ctx: Any,
+    grad: Tensor,
+    features: Tensor,
+    edges: Edges,
+    vectors: Sequence[Tensor],
+    grad_bias: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients that have gradients themselves."""
     call, (maps, versions) = ctx.call, ctx.maps
@@ -343,12 +415,16 @@ def _second_gradients(
             "create_graph=True, which needs it as it was"
         )
 
-    def compute(features: Tensor, *tensors: Tensor) -> Tensor:
+    def compute(
+        features: Tensor, edge_attr: Tensor | None, edge_weight: Tensor | None, *tensors: Tensor
+    ) -> Tensor:
         joint, _ = _project(call, features, tensors)
-        out = call.score.formula(call, joint, tensors[: call.num_vectors])
+        edges = None if edge_attr is None or edge_weight is None else (edge_attr, edge_weight)
+        out = call.score.formula(call, joint, tensors[: call.num_vectors], edges)
         return out.unflatten(1, (call.heads, -1)).mean(dim=1) if call.mean else out
 
     _, needs_x, _, *needed = ctx.needs_input_grad
+    inputs = (features, *(edges or (None, None)), *vectors, *maps)
     with torch.enable_grad():
-        grad_x, *grads = unfused_gradients(compute, grad, (features, *vectors, *maps), (needs_x, *needed))
+        grad_x, *grads = unfused_gradients(compute, grad, inputs, (needs_x, *needed))
     return grad_x, grad_bias, *grads

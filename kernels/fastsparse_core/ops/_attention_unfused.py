@@ -16,10 +16,28 @@ from fastsparse_core.ops.edge_softmax import edge_softmax
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
+Edges = tuple[Tensor, Tensor] | None  # features (num_values, A) and their linear map (heads * D, A)
 
-def dot_product_scores(adj: Adjacency, q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Tensor:
-    """``scale * <q_i, k_j> + bias`` of every edge, (num_values, heads) in the accumulation dtype."""
-    return _biased(scale * _edge_products(adj, q, k), bias)
+
+def dot_product_scores(
+    adj: Adjacency, q: Tensor, k: Tensor, scale: float, bias: Tensor | None, heads: int, edges: Edges = None
+) -> Tensor:
+    """``scale * <q_i, k_j + W a_ij> + bias`` of every edge, (num_values, heads) in the accumulation dtype.
+
+    No edge gets a row of heads * D.
+    """
+    q, k = with_heads(q, heads), with_heads(k, heads)
+    score = scale * _edge_products(adj, q, k)
+    if edges is not None:
+        dtype, row = accumulation_dtype(q.dtype), adj.row().long()
+        edge_attr, edge_weight = (x.to(dtype) for x in edges)
+        q_edge = torch.einsum("nhd,hda->anh", q.to(dtype), edge_weight.unflatten(0, (heads, -1)))
+        features = edge_attr if adj.edge_id is None else edge_attr[adj.edge_id.long()]
+        total = features.new_zeros(adj.num_edges, heads)
+        for a in range(edge_attr.size(1)):
+            total = total + q_edge[a][row] * features[:, a : a + 1]
+        score = score + scale * _to_caller_order(adj, total)
+    return _biased(score, bias)
 
 
 def additive_scores(
@@ -32,11 +50,16 @@ def additive_scores(
     return F.leaky_relu(_biased(_edge_products(adj, dst, src), bias), negative_slope)
 
 
-def gatv2_scores(adj: Adjacency, x_dst: Tensor, x_src: Tensor, att: Tensor, negative_slope: float) -> Tensor:
-    """``<att, leaky_relu(x_dst_i + x_src_j)>`` of every edge, (num_values, heads)."""
-    dtype = accumulation_dtype(x_dst.dtype)
+def gatv2_scores(
+    adj: Adjacency, x_dst: Tensor, x_src: Tensor, att: Tensor, negative_slope: float, edges: Edges = None
+) -> Tensor:
+    """``<att, leaky_relu(x_dst_i + x_src_j + W a_ij)>`` of every edge, (num_values, heads)."""
+    heads, dtype = att.size(0), accumulation_dtype(x_dst.dtype)
     # Widened before the gather, so that its gradient is summed in full precision too.
-    hidden = x_dst.to(dtype)[adj.row().long()] + x_src.to(dtype)[adj.col.long()]
+    x_dst, x_src = (with_heads(x.to(dtype), heads) for x in (x_dst, x_src))
+    hidden = x_dst[adj.row().long()] + x_src[adj.col.long()]
+    if edges is not None:
+        hidden = hidden + _projected(adj, edges, heads).to(dtype)
     score = (F.leaky_relu(hidden, negative_slope) * att.to(dtype)).sum(-1)
     return _to_caller_order(adj, score)
 
@@ -53,8 +76,33 @@ def dot_product(
     heads: int,
 ) -> Tensor:
     """Dot-product attention of features (n, heads * D)."""
-    q, k, v = (with_heads(x, heads) for x in (q, k, v))
-    return aggregate(adj, dot_product_scores(adj, q, k, scale, bias), v, dropout_p, seed)
+    score = dot_product_scores(adj, q, k, scale, bias, heads)
+    return aggregate(adj, score, with_heads(v, heads), dropout_p, seed)
+
+
+def dot_product_with_edges(
+    adj: Adjacency,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    edge_attr: Tensor,
+    edge_weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    heads: int,
+) -> Tensor:
+    """The same with a projected row for every edge in memory, which joins keys and values."""
+    dtype, row = accumulation_dtype(q.dtype), adj.row().long()
+    edges = _projected(adj, (edge_attr, edge_weight), heads).to(dtype)
+    of_edges = _to_caller_order(adj, (with_heads(q, heads).to(dtype)[row] * edges).sum(-1))
+    score = dot_product_scores(adj, q, k, scale, bias, heads) + scale * of_edges
+    weight = dropped_weights(adj, score, dropout_p, seed)
+    position = slice(None) if adj.edge_id is None else adj.edge_id.long()
+    message = weight[position].to(dtype)[:, :, None] * edges
+    summed = message.new_zeros(adj.num_dst, *message.shape[1:]).index_add(0, row, message)
+    return (weighted_sum(adj, weight, with_heads(v, heads)).to(dtype) + summed).to(v.dtype).flatten(1)
 
 
 def additive(
@@ -82,9 +130,24 @@ def gatv2(
     seed: Tensor | None,
 ) -> Tensor:
     """GATv2's attention of features (n, heads * D)."""
-    x_dst, x_src = (with_heads(x, att.size(0)) for x in (x_dst, x_src))
     score = gatv2_scores(adj, x_dst, x_src, att, negative_slope)
-    return aggregate(adj, score, x_src, dropout_p, seed)
+    return aggregate(adj, score, with_heads(x_src, att.size(0)), dropout_p, seed)
+
+
+def gatv2_with_edges(
+    adj: Adjacency,
+    x_dst: Tensor,
+    x_src: Tensor,
+    att: Tensor,
+    edge_attr: Tensor,
+    edge_weight: Tensor,
+    negative_slope: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> Tensor:
+    """The same with a projected row for every edge in memory, which joins the sum."""
+    score = gatv2_scores(adj, x_dst, x_src, att, negative_slope, (edge_attr, edge_weight))
+    return aggregate(adj, score, with_heads(x_src, att.size(0)), dropout_p, seed)
 
 
 def aggregate(adj: Adjacency, score: Tensor, v: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
@@ -111,6 +174,12 @@ def weighted_sum(adj: Adjacency, weight: Tensor, v: Tensor) -> Tensor:
 def with_heads(x: Tensor, heads: int) -> Tensor:
     """Features (n, heads, D), whether they came so or side by side, (n, heads * D)."""
     return x.unflatten(1, (heads, x.size(1) // max(heads, 1))) if x.dim() == 2 else x
+
+
+def _projected(adj: Adjacency, edges: tuple[Tensor, Tensor], heads: int) -> Tensor:
+    """``W a_ij`` of every stored entry, (num_edges, heads, D)."""
+    features = edges[0] if adj.edge_id is None else edges[0][adj.edge_id.long()]
+    return with_heads(F.linear(features, edges[1]), heads)
 
 
 def _edge_products(adj: Adjacency, x_dst: Tensor, x_src: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from fastsparse_core import _C
 from fastsparse_core.device import place_of
 from fastsparse_core.gpu import multiprocessors
 from fastsparse_core.ops import _attention_cpu
-from fastsparse_core.ops import _edge_attention_unfused as step_by_step
+from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops import _gat_attention_csr as gat
 from fastsparse_core.ops._attention_call import DOT_PRODUCT, Call
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
@@ -217,7 +217,7 @@ register_fused(
     "edge_attention",
     _edge_attention,
     _edge_attention_backward,
-    step_by_step.attention,
+    unfused.dot_product_with_edges,
     _fake,
     ("out", "lse", "out_edge"),
     cpu_reads_out=False,

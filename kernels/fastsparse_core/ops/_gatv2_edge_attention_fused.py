@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core.ops import _attention_cpu
+from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops import _edge_attention_fused as dot_product
-from fastsparse_core.ops import _edge_attention_unfused as step_by_step
 from fastsparse_core.ops._attention_call import GATV2, Call
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.ops._edge_attention_launch import (
@@ -172,7 +172,7 @@ register_fused(
     "gatv2_edge_attention",
     _gatv2_edge_attention,
     _gatv2_edge_attention_backward,
-    step_by_step.gatv2,
+    unfused.gatv2_with_edges,
     _fake,
     ("out", "lse"),
     cpu_reads_out=False,

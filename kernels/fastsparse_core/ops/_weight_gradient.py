@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fastsparse_core import _C
+from fastsparse_core import _C, recorded
 from fastsparse_core.device import place_of
 from fastsparse_core.ops._autocast import product_in
 from fastsparse_core.ops._operands import unit_stride
@@ -47,11 +47,11 @@ def weight_gradient(
     Returns:
         Of the weight's shape.
     """
-    if not once:
+    is_cuda = grad.is_cuda
+    if not once or (recorded.current() is not None and not is_cuda):  # a recorded step reads no number
         return _differentiable(grad, features, dtype, num_parts, part_width, out_by_in)
     left, right = (grad.t(), features) if out_by_in else (features.t(), grad)
     product = product_in(left, right, dtype)
-    is_cuda = product.is_cuda
     if not is_cuda and math.isfinite(product.sum(dtype=None if dtype != torch.float16 else torch.float32)):
         return product  # a sum that overflows is computed again, too
     width = grad.shape[1] if part_width is None else part_width

@@ -16,7 +16,6 @@ from fastsparse_core.ops import (
     _gat_attention_csr,
     _gatv2_edge_attention_fused,
 )
-from fastsparse_core.ops import _edge_attention_unfused as unfused_edges
 from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._attention_checks import (
     check_additive,
@@ -309,7 +308,7 @@ def gatv2_attention(
             of_kernel = (att, *edges, negative_slope, dropout_p, seed, adj.handle)
             out = registration.call("gatv2_edge_attention", x_src, *ends, *of_kernel)
         else:
-            out = unfused_edges.gatv2(adj, *ends, att, *edges, negative_slope, dropout_p, seed)
+            out = unfused.gatv2_with_edges(adj, *ends, att, *edges, negative_slope, dropout_p, seed)
         return out if x_src.dim() == 2 else out.reshape(adj.num_dst, *x_src.shape[1:])
     obstacle = drawn_by_replays(dropout_p)
     if x_src.device.type == "cuda" and not obstacle:
@@ -342,7 +341,7 @@ def _attention_with_edges(
     if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
         arguments = (per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle, algorithm)
         return registration.call("edge_attention", features[2], *features, *edges, *arguments)
-    return unfused_edges.attention(adj, *features, *edges, bias, scale, dropout_p, seed, heads)
+    return unfused.dot_product_with_edges(adj, *features, *edges, bias, scale, dropout_p, seed, heads)
 
 
 # ---------------------------------------------------------------- the weights themselves
@@ -368,11 +367,7 @@ def attention_weights(
         adj = adj.rows
     q, k, _, heads, scale, bias = check_dot_product(adj, q, k, k, heads, scale, bias)
     edges = check_edges(adj, edge_attr, edge_weight, q)
-    if edges is not None:
-        ends = (q.flatten(1), k.flatten(1))
-        return edge_softmax(adj, unfused_edges.dot_product_scores(adj, *ends, *edges, bias, scale, heads))
-    q, k = unfused.with_heads(q, heads), unfused.with_heads(k, heads)
-    return edge_softmax(adj, unfused.dot_product_scores(adj, q, k, scale, bias))
+    return edge_softmax(adj, unfused.dot_product_scores(adj, q, k, scale, bias, heads, edges))
 
 
 def additive_attention_weights(
@@ -418,8 +413,4 @@ def gatv2_attention_weights(
         adj = adj.rows
     x_dst, x_src, att = check_gatv2(adj, x_dst, x_src, att, negative_slope)
     edges = check_edges(adj, edge_attr, edge_weight, x_dst)
-    if edges is not None:
-        ends = (x_dst.flatten(1), x_src.flatten(1))
-        return edge_softmax(adj, unfused_edges.gatv2_scores(adj, *ends, att, *edges, negative_slope))
-    x_dst, x_src = unfused.with_heads(x_dst, att.size(0)), unfused.with_heads(x_src, att.size(0))
-    return edge_softmax(adj, unfused.gatv2_scores(adj, x_dst, x_src, att, negative_slope))
+    return edge_softmax(adj, unfused.gatv2_scores(adj, x_dst, x_src, att, negative_slope, edges))

@@ -1,0 +1,91 @@
+"""``why``: what computed each layer, without a trace of the run."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from pyg_cases import random_graph
+from torch import nn
+from torch_geometric.nn import GATConv, GCNConv, MessagePassing
+
+from fastsparse_pyg import FastGATConv, FastGCNConv, accelerate, why
+
+
+class Model(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x, edge_index):
+        for layer in self.layers:
+            x = self.norm(layer(x, edge_index)).relu()
+        return x
+
+
+class Doubled(MessagePassing):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return 2 * x_j
+
+
+def test_each_layer_of_a_model(device):
+    model = Model(FastGCNConv(6, 6), FastGCNConv(6, 6, decomposed_layers=2), GCNConv(6, 6), Doubled())
+    found = why(model.to(device), torch.randn(40, 6, device=device), random_graph(device=device))
+    assert [(item.path, item.by) for item in found] == [
+        ("layers.0", "FastSparse"),
+        ("layers.1", "PyG"),
+        ("layers.2", "PyG"),
+        ("layers.3", "PyG"),
+    ]
+    assert found[0].reason == ""
+    assert "decomposed_layers" in found[1].reason
+    assert "Use decomposed_layers=1" in found[1].reason
+    assert "Use fastsparse_pyg.FastGCNConv" in found[2].reason
+    assert "Call fastsparse_pyg.accelerate(model)" in found[3].reason
+    shown = str(found)
+    assert "computed by" in shown
+    assert "layers.3" in shown
+
+
+def test_a_layer_alone_twice():
+    """What is said once in a process is found each time."""
+    layer = Doubled()
+    accelerate(layer, show=False)
+    for _ in range(2):
+        (found,) = why(layer, torch.randn(40, 6), random_graph())
+        assert (found.path, found.by) == ("", "PyG")
+        assert "fewer than 4096 edges" in found.reason
+
+
+def test_it_leaves_no_trace(device):
+    model = Model(FastGATConv(6, 6, dropout=0.5), FastGCNConv(6, 6, decomposed_layers=2)).to(device)
+    x, edge_index = torch.randn(40, 6, device=device, requires_grad=True), random_graph(device=device)
+    before = {name: item.clone() for name, item in model.state_dict().items()}
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        why(model, x, edge_index)
+    number = torch.rand(1, device=device)
+    torch.manual_seed(1)
+    assert torch.equal(number, torch.rand(1, device=device))
+    assert all(torch.equal(item, before[name]) for name, item in model.state_dict().items())
+    assert x.grad is None
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in model.layers)
+
+
+def test_layers_that_are_not_called_and_errors():
+    model = Model(FastGCNConv(6, 6))
+    model.unused = GATConv(6, 6)
+    found = why(model, torch.randn(40, 6), random_graph())
+    assert [item.by for item in found] == ["FastSparse", "not called"]
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, got int"):
+        why(3)
+    with pytest.raises(TypeError, match="x: expected"):
+        why(model, None, random_graph())
+    assert not model.layers[0]._forward_hooks
+    assert str(why(nn.Linear(2, 2), torch.randn(1, 2))) == "no graph layers found"
