@@ -165,7 +165,11 @@ def parse_device(name: str) -> torch.device:
 
 def add_capture(options: argparse.ArgumentParser) -> None:
     """The option that asks for CUDA graphs."""
-    options.add_argument("--capture", action="store_true", help="training steps as CUDA graphs")
+    options.add_argument(
+        "--capture",
+        action="store_true",
+        help="training steps (and the evaluation of small graphs) as CUDA graphs",
+    )
 
 
 def check_capture(options: argparse.Namespace) -> None:
@@ -179,7 +183,7 @@ def check_capture(options: argparse.Namespace) -> None:
 
 
 def captured(step: AnyStep, wanted: bool) -> AnyStep:
-    """A training step, as CUDA graphs if that is wanted; why it runs as it is is said on the terminal."""
+    """A step, as CUDA graphs if that is wanted; why it runs as it is is said on the terminal."""
     if not wanted:
         return step
     from fastsparse_core import capture  # with the originals alone it need not be there

@@ -158,12 +158,17 @@ def batches(
 
 
 def pyg_loader(
-    dataset: GraphDataset, graphs: Tensor, size: int, *, generator: torch.Generator, device: torch.device
+    dataset: GraphDataset,
+    graphs: Tensor,
+    size: int,
+    *,
+    device: torch.device,
+    generator: torch.Generator | None = None,
 ) -> Iterable[Any]:
-    """PyG's batches of up to `size` of the graphs, shuffled anew in every epoch."""
+    """PyG's batches of up to `size` of the graphs, shuffled anew in every epoch if a generator is given."""
     make = importlib.import_module("fastsparse_pyg").DataLoader
     data = dataset.pyg_graphs(graphs)
-    return make(data, batch_size=size, shuffle=True, generator=generator, device=device)
+    return make(data, batch_size=size, shuffle=generator is not None, generator=generator, device=device)
 
 
 def find_graphs(name: str, root: Path) -> GraphDataset | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,21 +30,55 @@ Step = Callable[[Any], Tensor]
 #: make_graph(batch) -> what the model's layers take.
 GraphFactory = Callable[[GraphBatch], Any]
 
+#: Graphs in a batch of the evaluation.
+EVALUATED_AT_ONCE = 1024
+
 
 class Evaluation:
-    """A fixed part of the data, batched once: its structures are converted once and found again."""
+    """A fixed part of the data. Logits stay on the device until the last batch is on its way.
+
+    Args:
+        model: What is evaluated.
+        dataset: All graphs.
+        graphs: Those of this part.
+        size: Graphs per batch.
+        device: Where the model is.
+        make_graph: Turns a batch on the device into what the model's layers take.
+        as_step: What captures the function of a batch; None: it runs as it is.
+        takes_pyg: Whether batches are PyG's. Others are converted once.
+    """
 
     def __init__(
-        self, dataset: GraphDataset, graphs: Tensor, size: int, device: torch.device, make_graph: GraphFactory
+        self,
+        model: nn.Module,
+        dataset: GraphDataset,
+        graphs: Tensor,
+        size: int,
+        device: torch.device,
+        make_graph: GraphFactory,
+        as_step: Callable[[Step], Step] | None,
+        takes_pyg: bool,
     ) -> None:
-        self.batches = [batch.to(device) for batch in batches(dataset, graphs, size)]
-        self.graphs = [make_graph(batch) for batch in self.batches]
         self.y = dataset.y[graphs]
+        self._inputs: Iterable[Any]
+        if takes_pyg:
+            self._inputs = pyg_loader(dataset, graphs, size, device=device)
+        else:
+            on_device = [batch.to(device) for batch in batches(dataset, graphs, size)]
+            self._inputs = [(make_graph(batch), batch) for batch in on_device]
+
+        def logits_of(given: Any) -> Tensor:
+            if takes_pyg:
+                batch = GraphBatch.of_pyg(given)
+                given = make_graph(batch), batch
+            return model(*given).float()
+
+        self._logits_of = logits_of if as_step is None else as_step(logits_of)
 
     @torch.no_grad()
-    def logits(self, model: nn.Module) -> Tensor:
-        pairs = zip(self.graphs, self.batches, strict=True)
-        return torch.cat([model(graph, batch).float().cpu() for graph, batch in pairs])
+    def logits(self) -> Tensor:
+        """(graphs, classes), on the CPU."""
+        return torch.cat([self._logits_of(given) for given in self._inputs]).cpu()
 
     def score(self, metric: str, logits: Tensor) -> float:
         return score(metric, logits, self.y, torch.ones(self.y.numel(), dtype=torch.bool))
@@ -74,7 +108,7 @@ def train_run(
         precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
         seed: Seed of the order of graphs, and of the split where it is drawn.
         progress: Bar that is moved by one per epoch.
-        as_step: What captures the step; None: it runs as it is.
+        as_step: What captures the training step and the evaluation; None: they run as they are.
         takes_pyg: Whether batches are PyG's, from `fastsparse_pyg.DataLoader`.
 
     Returns:
@@ -87,7 +121,16 @@ def train_run(
     split = dataset.split(seed)
     train = split.train.nonzero().flatten()
     parts = {
-        part: Evaluation(dataset, getattr(split, part).nonzero().flatten(), 1024, device, make_graph)
+        part: Evaluation(
+            model,
+            dataset,
+            getattr(split, part).nonzero().flatten(),
+            EVALUATED_AT_ONCE,
+            device,
+            make_graph,
+            as_step,
+            takes_pyg,
+        )
         for part in ("val", "test")
     }
     optimiser = torch.optim.Adam(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
@@ -137,7 +180,7 @@ def train_run(
             )
         model.eval()
         with autocast:
-            logits_of = {part: evaluation.logits(model) for part, evaluation in parts.items()}
+            logits_of = {part: evaluation.logits() for part, evaluation in parts.items()}
         for part, evaluation in parts.items():
             getattr(result, part).append(evaluation.score(recipe.select_by, logits_of[part]))
         if result.val[-1] > best:

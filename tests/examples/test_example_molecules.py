@@ -12,7 +12,7 @@ import ogb_files
 import pytest
 import torch
 import torch.nn.functional as F
-from common import cli
+from common import cli, graph_training
 from common.errors import ExampleError
 from common.graph_data import GraphDataset
 from common.molecules import drawn_molecules, read_ogb_molecules
@@ -63,12 +63,14 @@ def test_captured_steps_train_alike(model: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(F, "dropout", lambda x, *_: x)  # replays draw other numbers
     seen: list[Any] = []
     monkeypatch.setattr(cli, "captured", lambda step, _: seen.append(capture(step)) or seen[-1])
-    losses = []
+    monkeypatch.setattr(graph_training, "EVALUATED_AT_ONCE", 2)
+    runs = []
     for words in ([], ["--capture"]):
-        arguments = ["--model", model, "--conv", "fast", "--batch-size", "8", "--epochs", "3"]
-        losses.append(run(*arguments, *words)[1][0].runs[0].loss)
-    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
-    assert seen[0].captured.is_recorded
+        arguments = ["--model", model, "--conv", "fast", "--batch-size", "8", "--epochs", "6"]
+        runs.append(run(*arguments, *words)[1][0].runs[0])
+    assert runs[1].loss == pytest.approx(runs[0].loss, rel=1e-2)
+    assert runs[1].val == pytest.approx(runs[0].val)
+    assert [step.captured.status for step in seen] == ["replaying"] * 3  # validation, test, training
     with pytest.raises(ExampleError, match="--capture: expected --framework pyg"):
         run("--framework", "dgl", "--capture")
 
