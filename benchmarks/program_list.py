@@ -679,7 +679,7 @@ def lightgcn(kit: Kit) -> Epoch:
     held_out, bought = bought[:, : key.numel() // 10], bought[:, key.numel() // 10 :].contiguous()
     forth = bought + torch.tensor([[0], [users]], device=device)
     whole = torch.cat([forth, forth.flip(0)], 1)
-    adj = Adjacency.from_coo(bought[1], bought[0], (users, items))
+    adj = Adjacency.from_coo(*bought, (users, items))
     seen, wanted = (torch.zeros(users, items, dtype=torch.bool, device=device) for _ in range(2))
     seen[bought[0], bought[1]] = True
     wanted[held_out[0], held_out[1]] = True

@@ -89,7 +89,7 @@ def tell(layer: str, reason: str) -> None:
     listener = None if torch.compiler.is_compiling() else _listener.get()
     message = f"{layer} falls back to PyG's implementation"
     if listener is not None:
-        listener(f"{reason}. {cure}" if cure else reason)
+        listener(f"{reason}. {cure}" if cure else f"{reason} (as asked for, or because it is faster so)")
     elif is_no_loss:
         info_once(logger, f"{message}: {reason}")
     else:

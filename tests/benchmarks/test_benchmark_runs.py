@@ -709,6 +709,7 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
             "cuda",
             [
                 *(
+                    "programs",
                     "attention",
                     "edges",
                     "pna",

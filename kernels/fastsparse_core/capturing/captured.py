@@ -61,6 +61,9 @@ _NOISE, _MOST_TOLERATED = 4, 0.25
 _ROUNDING_16 = 2.0**-9
 
 
+_NO_GPU = "there is no CUDA device"
+
+
 class Captured:
     """Runs a function as it is until it knows what to record, then replays CUDA graphs of it.
 
@@ -270,7 +273,7 @@ class Captured:
 
     def _why_no_gpu(self, call: Call) -> str:
         if not torch.cuda.is_available():
-            return "there is no CUDA device"
+            return _NO_GPU
         names = _names_of_arguments(self.step, call)
         on_cpu = [
             name
@@ -514,6 +517,9 @@ class Captured:
         return getattr(self.step, "__qualname__", type(self.step).__name__)
 
     def _say(self, reason: str) -> None:
+        if reason == _NO_GPU:  # once for all steps
+            warn_once(f"capture: {reason}, so captured steps run as they are. They are replayed on a GPU")
+            return
         code = getattr(inspect.unwrap(self.step), "__code__", None)
         at = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
         warn_once(f"capture: `{self._name}`{at} is not recorded and runs as it is: {reason}")
