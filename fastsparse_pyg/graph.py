@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric import EdgeIndex
@@ -130,8 +131,10 @@ def raise_graph(edge_index: object, name: str = "edge_index") -> NoReturn:
         ValueError: always.
     """
     got = type(edge_index).__name__
-    cure = "convert it with torch.as_tensor"
-    if isinstance(edge_index, BaseData):
+    cure = "pass the edges of your graph"
+    if isinstance(edge_index, (np.ndarray, list, tuple)):
+        cure = "convert it with torch.as_tensor"
+    elif isinstance(edge_index, BaseData):
         cure = "pass its edge_index"
     elif got == "SparseTensor":  # our own class, unknown to PyG
         cure = "call fastsparse_pyg.compat.install() first"
@@ -217,6 +220,14 @@ def plain_edges(edge_index: Tensor) -> Tensor:
     return edge_index._data if isinstance(edge_index, EdgeIndex) else edge_index
 
 
+def _cure_of_shape(edges: Tensor) -> str:
+    if edges.dim() == 2 and edges.size(1) == 2:
+        return "; transpose it with .t()"
+    if edges.dim() == 2 and edges.size(0) == edges.size(1):
+        return "; if it is a dense adjacency matrix, convert it with torch_geometric.utils.dense_to_sparse"
+    return ""
+
+
 def build_from_edge_list(
     edge_index: Tensor,
     num_dst: int,
@@ -242,7 +253,9 @@ def build_from_edge_list(
     """
     edges = plain_edges(edge_index)
     if edges.dim() != 2 or edges.size(0) != 2:
-        raise ValueError(f"{name}: expected shape (2, num_edges), got {tuple(edges.shape)}")
+        raise ValueError(
+            f"{name}: expected shape (2, num_edges), got {tuple(edges.shape)}{_cure_of_shape(edges)}"
+        )
     if edges.is_floating_point() or edges.is_complex():
         raise ValueError(f"{name}: expected integers, got {edges.dtype}; convert it with .long()")
     if edges.dtype not in (torch.int64, torch.int32):

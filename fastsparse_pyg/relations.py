@@ -27,7 +27,13 @@ def why_not_relations(edge_index: object, edge_type: object) -> str:
         isinstance(edge_index, Tensor) and edge_index.dim() == 2 and edge_index.size(0) == 2
     ):
         return "edges that are not of shape (2, num_edges)"
-    if not isinstance(edge_type, Tensor) or edge_type.dim() != 1 or edge_type.is_floating_point():
+    if not isinstance(edge_type, Tensor) or edge_type.is_floating_point():
+        got = edge_type.dtype if isinstance(edge_type, Tensor) else type(edge_type).__name__
+        cure = "; convert it with .long()" if isinstance(edge_type, Tensor) else ""
+        raise ValueError(
+            f"edge_type: expected one integer per edge, int64 of shape (num_edges,), got {got}{cure}"
+        )
+    if edge_type.dim() != 1:
         return "edge types that are not one integer per edge"
     return "torch.compile" if torch.compiler.is_compiling() else ""
 

@@ -16,7 +16,14 @@ from torch_geometric.nn import GCNConv, GINConv, SAGEConv
 from benchmarks.pyg_layers import LAYERS as TABLE
 from benchmarks.pyg_layers import Inputs
 from fastsparse_core import Adjacency
-from fastsparse_pyg import FastGCNConv, FastGINConv, FastSAGEConv, accelerate
+from fastsparse_pyg import (
+    FastGCNConv,
+    FastGINConv,
+    FastRGATConv,
+    FastRGCNConv,
+    FastSAGEConv,
+    accelerate,
+)
 from fastsparse_pyg.nn import DROP_INS
 
 LAYERS = {
@@ -293,3 +300,28 @@ def test_noncontiguous_edge_index(layers, device):
     expected = layers[0](x, edge_index)
     close(layers[1](x, strided), expected)
     close(layers[1](x, every_other), expected)
+
+
+@pytest.mark.parametrize(
+    ("edge_index", "cure"),
+    [
+        (torch.zeros(7, 2, dtype=torch.int64), r"got \(7, 2\); transpose it with \.t\(\)"),
+        (torch.zeros(5, 5, dtype=torch.int64), r"got \(5, 5\); if it is a dense adjacency matrix"),
+        (None, "got NoneType; pass the edges of your graph"),
+        ([[0], [1]], "got list; convert it with torch.as_tensor"),
+    ],
+    ids=["transposed", "dense", "None", "list"],
+)
+def test_edges_of_other_forms_name_the_cure(edge_index, cure):
+    with pytest.raises(ValueError, match=f"edge_index: expected .*{cure}"):
+        FastGCNConv(3, 2)(torch.randn(5, 3), edge_index)
+
+
+@pytest.mark.parametrize(
+    ("edge_type", "got"), [(None, "got NoneType"), (torch.rand(4), r"got torch\.float32; convert it")]
+)
+@pytest.mark.parametrize("layer", [FastRGCNConv, FastRGATConv])
+def test_edge_types_that_are_no_integers(layer, edge_type, got):
+    edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+    with pytest.raises(ValueError, match=f"edge_type: expected one integer per edge.*{got}"):
+        layer(3, 2, 2)(torch.randn(4, 3), edge_index, edge_type)
