@@ -143,15 +143,16 @@ class GraphTask:
         )
         split = data.dataset.split(options.seed)
         self.ids = {part: getattr(split, part).nonzero().flatten() for part in ("train", "val", "test")}
-        self.parts = {
-            part: graph_training.Evaluation(data.dataset, ids, 1024, device, self.make_graph)
-            for part, ids in self.ids.items()
-        }
 
     def training(self, run: int) -> tuple[Training, str]:
         """The model of a run, freshly drawn, and how to train it."""
         model, name = self.kind.make(self.options, self.data, self.recipe)
         self.model = model.to(self.device)
+        place = (graph_training.EVALUATED_AT_ONCE, self.device, self.make_graph)
+        self.parts = {
+            part: graph_training.Evaluation(self.model, self.data.dataset, ids, *place, None, takes_pyg=False)
+            for part, ids in self.ids.items()
+        }
         steps = -(-self.ids["train"].numel() // self.recipe.batch_size)
         training = Training(
             self.model,
@@ -185,7 +186,7 @@ class GraphTask:
     def evaluate(self) -> dict[str, float]:
         """Scores by OGB's Evaluator."""
         return {
-            part: self.data.score(evaluation.logits(self.model), self.ids[part])
+            part: self.data.score(evaluation.logits(), self.ids[part])
             for part, evaluation in self.parts.items()
         }
 
