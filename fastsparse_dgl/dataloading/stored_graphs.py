@@ -198,7 +198,9 @@ class _Graphs:
     """
 
     def __init__(self, stored: StoredGraphs, graphs: list[Any], like: Any) -> None:
-        self._stored, self._all, self._idtype = stored, graphs, like.idtype
+        self._stored, self._all = stored, graphs
+        #: In DGL 1.1 int64 whatever the graphs' is.
+        self._dtype_of_counts = dgl.batch([like]).batch_num_nodes(like.ntypes[0]).dtype
         #: Pointers of nodes or edges whose graphs without any have other data.
         self._uneven: list[int] = []
         self._ntypes, self._canonical = list(like.ntypes), list(like.canonical_etypes)
@@ -259,7 +261,9 @@ class _Graphs:
         graph = dgl.DGLGraph(index, self._ntypes, [name[1] for name in self._canonical])
         if device.type != "cpu":
             graph = graph.to(device)
-        counts = {pointer: first[pointer].diff().to(device, self._idtype) for pointer in range(len(first))}
+        counts = {
+            pointer: first[pointer].diff().to(device, self._dtype_of_counts) for pointer in range(len(first))
+        }
         graph.set_batch_num_nodes(
             {name: counts[of] for name, of in zip(self._ntypes, self._nodes, strict=True)}
         )
