@@ -92,17 +92,17 @@ def why(model: Module, *args: Any, **kwargs: Any) -> Explanations:
     reasons: dict[int, list[str]] = {}
     running: list[int] = []
     handles = []
+
+    def enter(module: Module, _: Any) -> None:
+        running.append(id(module))
+        reasons.setdefault(id(module), [])
+
+    def leave(module: Module, _: Any, __: Any) -> None:
+        running.pop()
+
     for layer in layers.values():
         if isinstance(layer, AnyLayer):
-            type(layer)._left.clear()  # what is said once in a process is to be said again
-
-        def enter(module: Module, _: Any) -> None:
-            running.append(id(module))
-            reasons.setdefault(id(module), [])
-
-        def leave(module: Module, _: Any, __: Any) -> None:
-            running.pop()
-
+            type(layer)._left.clear()  # else the reason for small graphs is given only once in a process
         handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {item.device.index for item in model.parameters() if item.is_cuda}

@@ -68,10 +68,13 @@ class DataLoader(PygDataLoader):
         device: where batches are.
 
     Example:
+        >>> import torch
         >>> from fastsparse_pyg import DataLoader
-        >>> loader = DataLoader(dataset, batch_size=512, shuffle=True)
-        >>> for batch in loader:
-        ...     out = model(batch.x, batch.edge_index, batch.batch)
+        >>> from torch_geometric.data import Data
+        >>> graph = Data(x=torch.ones(2, 3), edge_index=torch.tensor([[0, 1], [1, 0]]))
+        >>> loader = DataLoader([graph] * 10, batch_size=4, device="cpu")
+        >>> [batch.num_graphs for batch in loader]
+        [4, 4, 2]
     """
 
     def __init__(

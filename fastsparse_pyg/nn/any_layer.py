@@ -203,7 +203,8 @@ class AnyLayer(MessagePassing):
             try:
                 adj = lookup(edge_index, (edge_index,), options, lambda: edges_made_anew(edges, options))
             except IndexError:
-                # Ends that PyG's code does not look up, of which nobody said how many there are.
+                # Some indices exceed the features. If PyG reads no features at that end, and `size` was not
+                # given, its code can still serve the call.
                 if sizes[j] is not None and (sizes[i] is not None or not sizes_itself):
                     raise
                 return "the edges have more nodes at an end than the features have rows"

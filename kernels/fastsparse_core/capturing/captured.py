@@ -59,8 +59,7 @@ _TOLERANCE, _TOLERANCE_16 = 1e-2, 5e-2
 _NOISE, _MOST_TOLERATED = 4, 0.25
 #: Half of a last digit of bfloat16, relative.
 _ROUNDING_16 = 2.0**-9
-
-
+#: The one refusal that has the same cause for all steps.
 _NO_GPU = "there is no CUDA device"
 
 
