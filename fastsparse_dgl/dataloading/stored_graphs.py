@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from fastsparse_core.graph_store import (
+    ADDS,
     BatchEdges,
     Chosen,
     Content,
     Field,
-    FieldKind,
     Fields,
     GraphStore,
     NothingToStore,
@@ -30,7 +30,6 @@ from fastsparse_dgl.caching import remember_edges
 from fastsparse_dgl.compat import dgl
 
 _FORMATS = ["coo", "csr", "csc"]
-_ADDS = {torch.int64: FieldKind.ADD_INT64, torch.int32: FieldKind.ADD_INT32}
 
 
 class _Batching:
@@ -114,11 +113,11 @@ class StoredGraphs:
 
     def add_ends(self, ends: Tensor, pointer: int, nodes: tuple[int, int]) -> tuple[int, StoredEdges]:
         """The place of the ends of edges, (2, number of edges), and their structure where batches are."""
-        field = Field(ends, pointer, _ADDS[ends.dtype], nodes, 1)
+        field = Field(ends, pointer, ADDS[ends.dtype], nodes, 1)
         self._ends.append(field)
         own = field
         if self.host is not self.store:
-            own = Field(ends.to(self.store.device), pointer, _ADDS[ends.dtype], nodes, 1)
+            own = Field(ends.to(self.store.device), pointer, ADDS[ends.dtype], nodes, 1)
         return len(self._ends) - 1, StoredEdges(self.store, own, *nodes)
 
     def watch(self, mapping: dict[Any, Any], tensors: Sequence[Tensor]) -> None:

@@ -20,6 +20,7 @@ from torch_geometric.data.storage import N_KEYS, EdgeStorage, NodeStorage, recur
 from torch_geometric.typing import SparseTensor, TensorFrame
 
 from fastsparse_core.graph_store import (
+    ADDS,
     BatchEdges,
     Chosen,
     Content,
@@ -34,8 +35,6 @@ from fastsparse_core.graph_store import (
 )
 from fastsparse_core.log import warn_once
 from fastsparse_pyg.caching import remember_edges
-
-_ADDS = {torch.int64: FieldKind.ADD_INT64, torch.int32: FieldKind.ADD_INT32}
 
 
 class _Batching:
@@ -327,7 +326,7 @@ class StoredGraphs:
         """
         if added is None:
             return _Rows(self._add(Field(tensor.contiguous(), pointer, dim=dim)), pointer, None, shape)
-        kind = _ADDS.get(tensor.dtype)
+        kind = ADDS.get(tensor.dtype)
         if kind is None or (shape and tensor.dtype != torch.int64):
             raise NotStored(f"it is incremented and of dtype {tensor.dtype}")
         if len(added) == 2 and tensor.shape[:dim] != (2,):

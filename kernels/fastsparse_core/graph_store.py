@@ -57,6 +57,10 @@ class FieldKind(enum.IntEnum):
     SLICES = 6
 
 
+#: How indices become indices into a batch, by their dtype.
+ADDS = {torch.int64: FieldKind.ADD_INT64, torch.int32: FieldKind.ADD_INT32}
+
+
 @dataclass(eq=False)
 class Field:
     """A tensor of the dataset, and how that of a batch is made of it.
