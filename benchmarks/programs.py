@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch_geometric import seed_everything
 
 import fastsparse_pyg
 from fastsparse_core import capture
@@ -190,7 +191,7 @@ def _measure(variant: Variant, sizes: Sizes, rounds: int) -> dict[str, Any]:
 
 def _timed(variant: Variant, kit: Kit, rounds: int) -> dict[str, Any]:
     program = PROGRAMS[variant.program]
-    torch.manual_seed(0)
+    seed_everything(0)
     epoch = program.make(kit)
     warm_up = _WARM_UP if program.loads else _WARM_UP_FULL
     if not graphs.CudaGraphs.supports(kit.device):
@@ -237,7 +238,7 @@ def compare(name: str, problem: Problem) -> dict[str, Any]:
     difference = 0.0
     results = []
     for run_ in (plain, step):
-        torch.manual_seed(1)
+        seed_everything(1)
         results.append([_numbers(run_()) for _ in range(CALLS + 6)])
     for one, other in zip(*results, strict=True):
         pairs = zip(one, other, strict=True)
