@@ -45,7 +45,7 @@ DEFAULT_ARCHS = ("80", "86", "89", "90", "100", "120")
 WITH_OWN_FEATURES = {"90"}
 #: CUDA files that are compiled as one, and the CPU seconds that it takes for one architecture: nvcc takes 1.3
 #: for an empty file, and what several files instantiate alike is compiled once. So that their names do not
-#: meet, each file has its own in a namespace `in_...`. A file that stands nowhere here is compiled alone.
+#: meet, each file has its own in a namespace `..._detail`. A file that stands nowhere here is compiled alone.
 CUDA_UNITS = {
     ("attention_bsb_backward",): 42,
     ("attention_bsb", "multi_aggregate", "multi_aggregate_backward"): 31,

@@ -36,8 +36,7 @@ BEGIN, END = "<!-- layers: python -m benchmarks.any_layer --write -->", "<!-- la
 #: Seconds of a first step from which one step is timed, and those from which none is.
 SLOW, TOO_SLOW = 0.5, 1.0
 #: Milliseconds of a step below which both implementations are timed in turn, in many short rounds of which
-#: the best counts: other work of the machine shows in such steps, which take as long as the host needs
-#: for them.
+#: the best counts: the host bounds such steps, so other work of the machine shows in them.
 SHORT, ROUNDS, PER_ROUND = 10.0, 10, 0.25
 
 

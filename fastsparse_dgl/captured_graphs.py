@@ -18,7 +18,7 @@ from torch import Tensor
 from fastsparse_core import scatter
 from fastsparse_core.capturing import forms
 from fastsparse_core.capturing.arguments import Argument, Held, register, same
-from fastsparse_core.capturing.padding import MOST_HOPS, BatchPlaces, Places, Room, Sizes
+from fastsparse_core.capturing.padding import MOST_HOPS, BatchPlaces, Capacity, Places, Sizes
 from fastsparse_core.segment import rows_of
 from fastsparse_dgl.block_data import Frame, Frames, Space, frames_of, read_before
 from fastsparse_dgl.compat import dgl
@@ -107,19 +107,19 @@ class _BatchArgument(Argument):
         tensors = [item for frame in self.frames for item in frame.values()]
         super().__init__(graph, key, [self.edges, *tensors])
 
-    def hold(self, room: Room | None) -> Held:
-        assert room is not None
-        return _HeldBatch(self, room)
+    def hold(self, capacity: Capacity | None) -> Held:
+        assert capacity is not None
+        return _HeldBatch(self, capacity)
 
 
 class _HeldBatch(Held):
     """Memory for a batch of graphs with padding: one graph more, which readouts leave out."""
 
-    def __init__(self, like: _BatchArgument, room: Room) -> None:
-        self._places = BatchPlaces(room, like.edges.device)
+    def __init__(self, like: _BatchArgument, capacity: Capacity) -> None:
+        self._places = BatchPlaces(capacity, like.edges.device)
         self._of_rows = [*self._places.nodes, *self._places.edges]
         self.num_graphs = like.num_graphs
-        self._edges = like.edges.new_zeros(2, sum(room.edges[0]))
+        self._edges = like.edges.new_zeros(2, sum(capacity.edges[0]))
         self._frames = [
             {name: item.new_zeros(places.starts[-1], *item.shape[1:]) for name, item in frame.items()}
             for frame, places in zip(like.frames, self._of_rows, strict=True)
@@ -130,11 +130,11 @@ class _HeldBatch(Held):
             torch.zeros(places.starts[-1], dtype=torch.int64, device=like.edges.device)
             for places in self._of_rows
         ]
-        self.value = HeldGraph(like.value, self._edges, self._frames, self._lengths, room)
+        self.value = HeldGraph(like.value, self._edges, self._frames, self._lengths, capacity)
         self.tensors = [self._edges, *(item for frame in self._frames for item in frame.values())]
         self.rows = self._places.rows
         address = self._edges.untyped_storage().data_ptr()
-        self.greatest = {(address, -1, -1): sum(room.nodes[0]) - 1}
+        self.greatest = {(address, -1, -1): sum(capacity.nodes[0]) - 1}
         self.sorted = {(index.untyped_storage().data_ptr(), 0) for index in self._of_graph}
 
     def graph_of(self, lengths: Any) -> Tensor | None:
@@ -259,18 +259,18 @@ class _BlocksArgument(Argument):
             raise TypeError("blocks whose destinations are not the sources of the next are not padded")
         return (counts[0], *new)
 
-    def hold(self, room: Room | None) -> Held:
-        assert room is not None
-        return _HeldBlocks(self, room)
+    def hold(self, capacity: Capacity | None) -> Held:
+        assert capacity is not None
+        return _HeldBlocks(self, capacity)
 
 
 class _HeldBlocks(Held):
     """Memory for the blocks of a batch with padding in every hop."""
 
-    def __init__(self, like: _BlocksArgument, room: Room) -> None:
+    def __init__(self, like: _BlocksArgument, capacity: Capacity) -> None:
         given = [hops[0] for hops in like.edges]
-        self._places = BatchPlaces(room, given[0].device)
-        self._edges = [ends.new_zeros(2, sum(hops)) for ends, hops in zip(given, room.edges, strict=True)]
+        self._places = BatchPlaces(capacity, given[0].device)
+        self._edges = [ends.new_zeros(2, sum(hops)) for ends, hops in zip(given, capacity.edges, strict=True)]
         self.greatest, self.sorted = {}, set()
         self._frames: list[list[tuple[_Frame, Places | None]]] = []
         made = [self._block(like, hop) for hop in range(len(like.blocks))]

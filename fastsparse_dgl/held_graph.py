@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency, recorded
 from fastsparse_core.capturing.fresh_adjacency import FreshAdjacency
-from fastsparse_core.capturing.padding import Room
+from fastsparse_core.capturing.padding import Capacity
 from fastsparse_core.sampling import Edges
 from fastsparse_dgl.block_data import Frame
 from fastsparse_dgl.sampled_block import SampledBlock
@@ -62,7 +62,7 @@ class HeldGraph(SampledBlock):
         ends: sources and destinations (2, E).
         frames: data of nodes and of edges.
         lengths: numbers of nodes and of edges of every graph.
-        room: the batch has.
+        capacity: the batch has.
     """
 
     is_block = is_unibipartite = False
@@ -74,10 +74,10 @@ class HeldGraph(SampledBlock):
         ends: Tensor,
         frames: Sequence[dict[str, Tensor]],
         lengths: Sequence[Tensor],
-        room: Room,
+        capacity: Capacity,
     ) -> None:
         (etype,), (ntype,) = like.canonical_etypes, like.ntypes
-        size = sum(room.nodes[0])
+        size = sum(capacity.nodes[0])
         edges = held_edges(ends, (size, size), is_sorted=False)
         nodes, of_edges = (
             Frame(data, count) for data, count in zip(frames, (size, ends.size(1)), strict=True)

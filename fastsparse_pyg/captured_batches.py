@@ -16,14 +16,14 @@ from torch_geometric.utils import scatter
 
 from fastsparse_core.capturing import forms
 from fastsparse_core.capturing.arguments import Argument, Held, mark_of, register, tensor_key
-from fastsparse_core.capturing.padding import MOST_HOPS, BatchPlaces, Room, Sizes
+from fastsparse_core.capturing.padding import MOST_HOPS, BatchPlaces, Capacity, Sizes
 from fastsparse_core.capturing.refused import cures
 from fastsparse_pyg.caching import known_edges
 
 # The package has a function of that name too.
 _glob: Any = importlib.import_module("torch_geometric.nn.pool.glob")
 
-#: Numbers of a batch that others have otherwise; those of hops are those of the room, where hops are padded.
+#: Numbers that differ between batches. Where hops are padded, those of hops are the capacity's.
 _OF_ONE_BATCH = ("num_nodes", "num_sampled_nodes", "num_sampled_edges")
 #: Indices of nodes; those of edges to predict are of seeds, which stay where they are.
 _INDICES = ("edge_index", "edge_label_index")
@@ -93,16 +93,16 @@ class _BatchArgument(Argument):
             key.append((name, kind, shape, item.dtype, item.device, item.requires_grad))
         super().__init__(data, tuple(key), list(self.items.values()))
 
-    def hold(self, room: Room | None) -> Held:
-        assert room is not None
-        return _HeldBatch(self, room)
+    def hold(self, capacity: Capacity | None) -> Held:
+        assert capacity is not None
+        return _HeldBatch(self, capacity)
 
 
 class _HeldBatch(Held):
     """Memory for a batch with padding: one graph more, of nodes that belong to no seed."""
 
-    def __init__(self, like: _BatchArgument, room: Room) -> None:
-        self._room, self._kinds = room, like.kinds
+    def __init__(self, like: _BatchArgument, capacity: Capacity) -> None:
+        self._capacity, self._kinds = capacity, like.kinds
         self.num_graphs = like.num_graphs
         self.items = {name: self._memory(name, item) for name, item in like.items.items()}
         self.tensors = list(self.items.values())
@@ -113,18 +113,18 @@ class _HeldBatch(Held):
                     del store[name]
         if isinstance(self.value, Batch):
             self.value._slice_dict = self.value._inc_dict = None  # a batch is not taken apart with padding
-        self._places = places = BatchPlaces(room, self.tensors[0].device)
+        self._places = places = BatchPlaces(capacity, self.tensors[0].device)
         self.rows = places.rows
         self.greatest, self.sorted = {}, set()
         node_stores, edge_stores = _typed(self.value)
         for nth, (store, nodes) in enumerate(zip(node_stores, places.nodes, strict=True)):
             store.num_nodes = nodes.starts[-1]
             if len(nodes.rows) > 1:  # which layers leave out: see PyG's `trim_to_layer`
-                store.num_sampled_nodes = list(room.nodes[nth])
+                store.num_sampled_nodes = list(capacity.nodes[nth])
         for nth, store in enumerate(edge_stores):
             self._know_edges(store.edge_index, nth, like.is_sorted[nth])
-            if len(room.nodes[0]) > 1:
-                store.num_sampled_edges = list(room.edges[nth])
+            if len(capacity.nodes[0]) > 1:
+                store.num_sampled_edges = list(capacity.edges[nth])
         #: Of every type of nodes whose graphs are known.
         self.batches = [
             (item, places.nodes[self._kinds[at, name][1]])
@@ -137,20 +137,20 @@ class _HeldBatch(Held):
     def _know_edges(self, edge_index: Tensor, nth: int, is_sorted: bool) -> None:
         """Says of edges, and of those of the first hops, how many nodes they are between."""
         address, behind = edge_index.untyped_storage().data_ptr(), edge_index.size(1)
-        source, target = (self._places.nodes[kind].starts for kind in self._room.ends[nth])
+        source, target = (self._places.nodes[kind].starts for kind in self._capacity.ends[nth])
         self.greatest[address, -1, -1] = max(source[-1], target[-1]) - 1
         for hop, rows in enumerate(self._places.edges[nth].rows):
-            self.greatest[address, 0, rows.room] = source[min(hop + 2, len(source) - 1)] - 1
-            self.greatest[address, behind, rows.room] = target[hop + 1] - 1
+            self.greatest[address, 0, rows.capacity] = source[min(hop + 2, len(source) - 1)] - 1
+            self.greatest[address, behind, rows.capacity] = target[hop + 1] - 1
         if is_sorted:
             self.sorted.add((address, behind))
 
     def _memory(self, name: tuple[int, str], like: Tensor) -> Tensor:
         (kind, nth), shape = self._kinds[name], list(like.shape)
         if kind == "index":
-            shape[1] = sum(self._room.edges[nth])
+            shape[1] = sum(self._capacity.edges[nth])
         elif kind in ("node", "edge"):
-            shape[0] = sum((self._room.nodes if kind == "node" else self._room.edges)[nth])
+            shape[0] = sum((self._capacity.nodes if kind == "node" else self._capacity.edges)[nth])
         elif name[1] == "ptr":
             shape[0] += 1
         return like.new_zeros(shape)

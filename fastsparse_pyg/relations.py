@@ -133,8 +133,8 @@ def _in_recorded_step(
             "a recorded step cannot leave out edges of unknown types, and these change and are not padded; "
             "pass a batch of the framework"
         )
-    run.check_room(dst, shape[0])
-    run.check_room(src, shape[1])
+    run.check_capacity(dst, shape[0])
+    run.check_capacity(src, shape[1])
     unknown = known.logical_not()
     return (
         dst.masked_fill(unknown, shape[0] - 1),

@@ -995,11 +995,11 @@ py::tuple inspect(Address row, Address col, Address edge_id, bool index_is_64bit
   return read_facts<kNumEdgeFacts>(args.facts, device, queue);
 }
 
-// Where `sort_edges` finds room on CUDA in one allocation: slices come first.
-struct SortRoom {
+// Where `sort_edges` finds workspace on CUDA in one allocation: slices come first.
+struct SortWorkspace {
   Address split_ptr, sums, facts, split_row, scratch, end;
 
-  SortRoom(Address begin, std::int64_t num_edges, std::int64_t num_rows, std::int64_t longest) {
+  SortWorkspace(Address begin, std::int64_t num_edges, std::int64_t num_rows, std::int64_t longest) {
     const std::int64_t most_cut = num_edges / longest;
     split_ptr = begin + (num_rows + most_cut) * sizeof(RowSlice);
     sums = split_ptr + (most_cut + 1) * sizeof(std::int64_t);
@@ -1010,20 +1010,20 @@ struct SortRoom {
   }
 };
 
-// Bytes of that room, and where split_ptr and split_row lie in it.
-std::tuple<Address, Address, Address> sort_room(std::int64_t num_edges, std::int64_t num_rows,
-                                                std::int64_t longest) {
-  const SortRoom room({}, num_edges, num_rows, longest);
-  return {room.end, room.split_ptr, room.split_row};
+// Bytes of that workspace, and where split_ptr and split_row lie in it.
+std::tuple<Address, Address, Address> sort_workspace(std::int64_t num_edges, std::int64_t num_rows,
+                                                     std::int64_t longest) {
+  const SortWorkspace workspace({}, num_edges, num_rows, longest);
+  return {workspace.end, workspace.split_ptr, workspace.split_row};
 }
 
 // The same of few edges, which it sorts.
 py::tuple sort_edges(Address row, Address col, bool index_is_64bit, std::int64_t num_edges,
                      std::int64_t num_rows, std::int64_t num_cols, std::int64_t longest, Address rowptr,
                      Address col_out, Address order, Address inv_degree, Address inv_sqrt_degree,
-                     Address room, int device, Address queue) {
+                     Address workspace, int device, Address queue) {
   std::int64_t facts[kNumSortFacts];
-  const SortRoom places(room, num_edges, num_rows, longest);
+  const SortWorkspace places(workspace, num_edges, num_rows, longest);
   const InspectArgs found{row,
                           col,
                           nullptr,
@@ -1035,7 +1035,7 @@ py::tuple sort_edges(Address row, Address col, bool index_is_64bit, std::int64_t
                           rowptr,
                           col_out,
                           inv_degree,
-                          room,
+                          workspace,
                           device < 0 ? facts : static_cast<std::int64_t*>(places.facts)};
   const SortEdgesArgs args{found,       num_cols,         longest,
                            order,       inv_sqrt_degree,  places.split_ptr,
@@ -1842,7 +1842,7 @@ PYBIND11_MODULE(_C, m) {
   define<&reverse_entries>(m, "reverse_entries");
   define<&inspect>(m, "inspect");
   define<&sort_edges>(m, "sort_edges");
-  define<&sort_room>(m, "sort_room");
+  define<&sort_workspace>(m, "sort_workspace");
   m.attr("FEW_EDGES") = kFewEdges;
   define<&transpose_scratch_bytes>(m, "transpose_scratch_bytes");
   define<&transpose>(m, "transpose");

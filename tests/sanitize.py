@@ -50,7 +50,7 @@ from fastsparse_core import (
     spmm,
     ssd,
 )
-from fastsparse_core.capturing.padding import BatchPlaces, Sizes, room_for
+from fastsparse_core.capturing.padding import BatchPlaces, Sizes, capacity_for
 from fastsparse_core.formats import bsb, lengths
 from fastsparse_core.formats.compress import compress, compress_pairs, sort_rows
 from fastsparse_core.formats.grouping import group_rows
@@ -645,7 +645,7 @@ def batches() -> None:
         for dtype, width in ((F32, 8), (F32, 7), (torch.uint8, 3)):
             gather_on_cuda(torch.ones(50, width, dtype=dtype).pin_memory(), index)
     sizes = Sizes(((9, 30),), ((40,),))
-    places = BatchPlaces(room_for([sizes]), torch.device(DEVICE))
+    places = BatchPlaces(capacity_for([sizes]), torch.device(DEVICE))
     for dtype, width in ((F32, 8), (F32, 7), (torch.uint8, 3)):
         rows = [
             (torch.empty(of.starts[-1], width, dtype=dtype, device=DEVICE), given, of)

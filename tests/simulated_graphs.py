@@ -75,7 +75,7 @@ class _Launch:
 class Tape(TorchDispatchMode):
     """Records what runs in its context, in all threads that autograd uses."""
 
-    is_harmless = True  # see `journal`
+    is_harmless = True  # see `rollback`
     #: The one in force.
     current: Tape | None = None
 

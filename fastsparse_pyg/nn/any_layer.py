@@ -69,7 +69,7 @@ class AnyLayer(MessagePassing):
         """As PyG's."""
         kind = None
         if not (args or _is_dynamo_compiling() or _is_tracing()):
-            # A step of a small graph takes as long as the host needs for it, so this asks little.
+            # Few checks: the host bounds steps on small graphs.
             aggregation = self.__dict__["_modules"].get("aggr_module").__class__
             count = _few_edges(edge_index, kwargs)
             if count is not None:

@@ -198,10 +198,7 @@ class FastConv(MessagePassing):
         return TracedEdges(edge_index, num_dst, num_src, self.flow, add_self_loops)
 
     def _is_plain(self, x: Any, edge_index: object) -> bool:
-        """Whether a call has one matrix of node features and plain edges, and hides nothing.
-
-        A step of a small model takes as long as the host needs for it, so this asks little.
-        """
+        """Whether a call has one matrix of node features and plain edges, and hides nothing."""
         return (
             type(edge_index) is type(x) is Tensor
             and x.dim() == 2

@@ -92,10 +92,7 @@ class FastGINEConv(AttentionConv, GINEConv):
         return self.nn(out)
 
     def _combined(self, x: Any, edge_index: Any, edge_attr: Any) -> Tensor | None:
-        """The layer, of plain tensors in one dtype, or under autocast; None: look closer.
-
-        A step of a small model takes as long as the host needs for it.
-        """
+        """The layer, of plain tensors in one dtype, or under autocast; None: look closer."""
         state = self.__dict__
         lin, eps = state["_modules"].get("lin"), state["_buffers"].get("eps")
         if type(edge_attr) is not Tensor or edge_attr.dim() != 2 or eps is None or eps.numel() != 1:

@@ -117,7 +117,7 @@ class FastHGTConv(AttentionConv, HGTConv):
                     ("destination", edge_index[1], sizes[dst]),
                 ):
                     if run is not None:  # nothing is read from the device
-                        run.check_room(index, size)
+                        run.check_capacity(index, size)
                     elif index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
                         raise IndexError(
                             f"edge_index_dict: expected {name} indices from 0 to {size - 1} between {src!r} "

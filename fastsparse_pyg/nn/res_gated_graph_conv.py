@@ -81,10 +81,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         return add_bias(out, self.bias) if out.dtype == self.bias.dtype else out + self.bias
 
     def _joined(self, x: Any, edge_index: Any, edge_attr: Any) -> Tensor | None:
-        """The layer, of plain tensors in one dtype, or under autocast; None: look closer.
-
-        A step of a small model takes as long as the host needs for it.
-        """
+        """The layer, of plain tensors in one dtype, or under autocast; None: look closer."""
         state = self.__dict__
         modules, edge_dim = state["_modules"], state["edge_dim"]
         lins = (modules["lin_query"], modules["lin_value"], modules["lin_key"])

@@ -77,7 +77,6 @@ class FastRGATConv(AttentionConv, RGATConv):
             IndexError: an index points to no node, or a type to no relation.
         """
         with_weights = isinstance(return_attention_weights, bool)
-        # First: the step of a small graph takes as long as the host needs for it.
         if are_few_on_gpu(edge_index):
             reason = _FEW_ON_GPU
         else:

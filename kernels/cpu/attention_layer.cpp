@@ -1,5 +1,5 @@
 // The attention of a layer in one call each way: scores of nodes, attention, what is added to its result; and
-// the gradients of all that. Small graphs take as long as the host needs for its calls.
+// the gradients of all that.
 #include "fastsparse/attention_layer.h"
 
 #include <vector>

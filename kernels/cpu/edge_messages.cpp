@@ -36,9 +36,9 @@ FASTSPARSE_INLINE void set_sum(const A* left, const A* right, A* __restrict to, 
 // 1 + eps, rounded as PyTorch's sum is.
 template <typename A>
 A one_plus(const void* eps, Dtype dtype) {
-  double room;
-  set_number(&room, dtype, 0, A{1} + number_at<A>(eps, dtype, 0));
-  return number_at<A>(&room, dtype, 0);
+  double number;
+  set_number(&number, dtype, 0, A{1} + number_at<A>(eps, dtype, 0));
+  return number_at<A>(&number, dtype, 0);
 }
 
 template <typename A>
@@ -117,26 +117,26 @@ struct Message {
   const EdgeMessageInput& input;
   const std::int64_t width = input.width;
   const bool gated = input.message != EdgeMessage::kRelu, raw = input.weight != nullptr;
-  std::vector<A> room, row_room, features_room, z, value;
+  std::vector<A> workspace, row_workspace, features_workspace, z, value;
   const A* of_row;  // k, or the bias, or zeros
   const A* features = nullptr;
 
   explicit Message(const EdgeMessageInput& of)
       : input(of),
-        room(width),
-        row_room(width),
-        features_room(raw ? of.edge_width : 0),
+        workspace(width),
+        row_workspace(width),
+        features_workspace(raw ? of.edge_width : 0),
         z(width),
         value(width) {
-    of_row = !gated && of.bias != nullptr ? static_cast<const A*>(of.bias) : row_room.data();
+    of_row = !gated && of.bias != nullptr ? static_cast<const A*>(of.bias) : row_workspace.data();
   }
 
   FASTSPARSE_INLINE const A* read(const DenseView& matrix, std::int64_t row) {
-    return read_row(matrix, input.dtype, row, width, room.data());
+    return read_row(matrix, input.dtype, row, width, workspace.data());
   }
 
   FASTSPARSE_INLINE void set_row(std::int64_t row) {
-    if (gated) of_row = read_row(input.k, input.dtype, row, width, row_room.data());
+    if (gated) of_row = read_row(input.k, input.dtype, row, width, row_workspace.data());
   }
 
   FASTSPARSE_INLINE void add_projected(const void* weight, A* to) const {
@@ -146,7 +146,8 @@ struct Message {
   }
 
   FASTSPARSE_INLINE void set_features(std::int64_t position) {
-    if (raw) features = read_row(input.edge, input.dtype, position, input.edge_width, features_room.data());
+    if (raw)
+      features = read_row(input.edge, input.dtype, position, input.edge_width, features_workspace.data());
   }
 
   // z and v_ij of an entry of the row that is set.
@@ -204,17 +205,17 @@ FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args
   const std::int64_t width = input.width, edge_width = input.edge_width;
   const bool with_state = input.message == EdgeMessage::kGateAndState;
   Message<A> message(input);
-  std::vector<A> grads(width), sides(width), of_state(width), of_q(width), of_v(width), q_room(width),
-      v_room(width);
+  std::vector<A> grads(width), sides(width), of_state(width), of_q(width), of_v(width), q_workspace(width),
+      v_workspace(width);
   A *z = message.z.data(), *value = message.value.data(), *grad_q = of_q.data(), *grad_v = of_v.data();
   const A *side = sides.data(), *grad_state = of_state.data();
   const A scale = args.scale == nullptr ? A{0} : number_at<A>(args.scale, dtype, 0);
   for (std::int64_t source = begin; source < end; ++source) {
     std::fill_n(grad_q, width, A{0});
     std::fill_n(grad_v, width, A{0});
-    const A* v = message.gated ? read_row(input.v, dtype, source, width, v_room.data()) : nullptr;
+    const A* v = message.gated ? read_row(input.v, dtype, source, width, v_workspace.data()) : nullptr;
     const A* q =
-        message.gated && !with_state ? read_row(input.q, dtype, source, width, q_room.data()) : nullptr;
+        message.gated && !with_state ? read_row(input.q, dtype, source, width, q_workspace.data()) : nullptr;
     for (std::int64_t entry = args.a_t.rowptr[source]; entry < args.a_t.rowptr[source + 1]; ++entry) {
       const std::int64_t row = args.a_t.col[entry], position = edge_position(args.a_t, entry);
       const A* grad = read_row(args.grad, dtype, row, width, grads.data());

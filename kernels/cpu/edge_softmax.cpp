@@ -18,9 +18,9 @@ FASTSPARSE_INLINE void normalise_heads(const EdgeSoftmaxArgs& args, std::int64_t
   const auto* input = static_cast<const T*>(args.input);
   auto* out = static_cast<T*>(args.out);
   const std::int64_t heads = args.heads;
-  std::vector<A> room(2 * heads), weights;
+  std::vector<A> workspace(2 * heads), weights;
   std::vector<double> sums(heads);
-  A *highest = room.data(), *inverse = highest + heads;
+  A *highest = workspace.data(), *inverse = highest + heads;
   double* sum = sums.data();
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     const std::int64_t begin = args.a.rowptr[row], count = args.a.rowptr[row + 1] - begin;

@@ -32,28 +32,29 @@ template <typename A>
 struct Messages {
   const MultiAggregateInput& input;
   const std::int64_t width = input.width;
-  std::vector<A> room, edge_room, dst_room, rounded;
+  std::vector<A> workspace, edge_workspace, dst_workspace, rounded;
   const A* dst;
 
   explicit Messages(const MultiAggregateInput& of)
       : input(of),
-        room(width),
-        edge_room(of.edge_width),
-        dst_room(width),
+        workspace(width),
+        edge_workspace(of.edge_width),
+        dst_workspace(width),
         rounded(width),
-        dst(dst_room.data()) {}
+        dst(dst_workspace.data()) {}
 
   FASTSPARSE_INLINE void set_row(std::int64_t row) {
-    if (input.x_dst.data != nullptr) dst = read_row(input.x_dst, input.dtype, row, width, dst_room.data());
+    if (input.x_dst.data != nullptr)
+      dst = read_row(input.x_dst, input.dtype, row, width, dst_workspace.data());
   }
 
   FASTSPARSE_INLINE const A* features(std::int64_t position) {
     return read_row({input.edge, input.edge_width}, input.dtype, position, input.edge_width,
-                    edge_room.data());
+                    edge_workspace.data());
   }
 
   FASTSPARSE_INLINE void without_destination(std::int64_t col, std::int64_t position, A* out) {
-    const A* x = read_row(input.x_src, input.dtype, col, width, room.data());
+    const A* x = read_row(input.x_src, input.dtype, col, width, workspace.data());
     if (input.edge != nullptr && input.weight == nullptr) return set_sum(x, features(position), out, width);
     std::copy_n(x, width, out);
     if (input.edge == nullptr) return;

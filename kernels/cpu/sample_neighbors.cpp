@@ -49,7 +49,7 @@ struct Scratch {
 };
 
 template <typename T>
-T* room(std::vector<T>& vector, std::size_t size) {
+T* resized(std::vector<T>& vector, std::size_t size) {
   if (vector.size() < size) vector.resize(size);
   return vector.data();
 }
@@ -144,7 +144,7 @@ std::int64_t most_edges(const SampleStep& step, const Row& row) {
 
 // Entries of all rows where they are equally likely.
 void draw_evenly(const SampleStep& step, std::uint64_t seed, Scratch& s, std::int64_t most) {
-  std::uint32_t *row = room(s.row, s.rows.size()), *degree = room(s.degree, s.rows.size());
+  std::uint32_t *row = resized(s.row, s.rows.size()), *degree = resized(s.degree, s.rows.size());
   const auto takes_all = [&](const Row& r) { return !step.replace && r.end - r.begin <= step.fanout; };
   std::size_t rows = 0;
   for (const Row& r : s.rows) {
@@ -152,7 +152,7 @@ void draw_evenly(const SampleStep& step, std::uint64_t seed, Scratch& s, std::in
     row[rows] = r.number;
     degree[rows++] = static_cast<std::uint32_t>(r.end - r.begin);
   }
-  std::uint32_t* chosen = room(s.chosen, most);
+  std::uint32_t* chosen = resized(s.chosen, most);
   choose(step, seed, rows, row, degree, chosen);
 
   std::int64_t* entry = s.entry.data();
@@ -237,7 +237,7 @@ std::int64_t draw_chunk(const SampleStep& step, const SampleArgs& args, std::int
     row.count = static_cast<std::uint32_t>(most_edges(step, row));
     most += row.count;
   }
-  std::int64_t* entry = room(s.entry, most);
+  std::int64_t* entry = resized(s.entry, most);
   std::int64_t count = 0;
   if (step.fanout >= 0 && !step.induced && step.weight == nullptr) {
     draw_evenly(step, args.seed, s, most);
@@ -255,7 +255,7 @@ std::int64_t draw_chunk(const SampleStep& step, const SampleArgs& args, std::int
     const auto* id = static_cast<const char*>(step.a.edge_id);
     for (std::int64_t k = 0; k < count; ++k) fetch_to_l2(id + entry[k] * id_bytes);
   }
-  std::int32_t* source = room(s.node, count);
+  std::int32_t* source = resized(s.node, count);
   for (std::int64_t k = 0; k < count; ++k) source[k] = step.a.col[entry[k]];
   const NodeTable& table = args.table;
   for_each_source(step, s, count, [&](std::int64_t, std::int32_t node, std::int32_t seed) FASTSPARSE_INLINED {
@@ -269,8 +269,8 @@ std::int64_t draw_chunk(const SampleStep& step, const SampleArgs& args, std::int
 // Numbers of the sources; those that are new come behind the `nodes` that the batch has. Returns how many.
 std::int64_t number_chunk(const SampleStep& step, const NodeTable& table, std::int64_t nodes,
                           std::int64_t count, Scratch& s) {
-  std::uint32_t* number = room(s.number, count);
-  std::int32_t *new_node = room(s.new_node, count + 1), *new_seed = room(s.new_seed, count + 1);
+  std::uint32_t* number = resized(s.number, count);
+  std::int32_t *new_node = resized(s.new_node, count + 1), *new_seed = resized(s.new_seed, count + 1);
   std::int64_t added = 0;
   for_each_source(step, s, count,
                   [&](std::int64_t k, std::int32_t node, std::int32_t seed) FASTSPARSE_INLINED {
@@ -289,7 +289,7 @@ std::int64_t number_chunk(const SampleStep& step, const NodeTable& table, std::i
 
 // Of induced steps: numbers of the sources, and edges only whose source the batch has. Returns how many.
 std::int64_t keep_known(const SampleStep& step, const NodeTable& table, std::int64_t count, Scratch& s) {
-  std::uint32_t* number = room(s.number, count);
+  std::uint32_t* number = resized(s.number, count);
   std::int64_t kept = 0, k = 0;
   for (Row& row : s.rows) {
     const std::int32_t seed = step.dst.seed == nullptr ? 0 : step.dst.seed[row.number];

@@ -26,8 +26,8 @@ FASTSPARSE_INLINE const T* row_of_entry(const SegmentReduceArgs& args, std::int6
 
 // Room for what is known of every feature of a segment.
 template <typename A>
-struct Room {
-  explicit Room(std::int64_t width)
+struct Workspace {
+  explicit Workspace(std::int64_t width)
       : first(width), second(width), offset(width), wide_first(width), wide_second(width) {}
   std::vector<A> first, second;
   std::vector<std::int32_t> offset;
@@ -111,12 +111,12 @@ FASTSPARSE_INLINE void sum_segment(const SegmentReduceArgs& args, std::int64_t r
 
 template <typename T>
 FASTSPARSE_INLINE void extremum_of_segment(const SegmentReduceArgs& args, std::int64_t row,
-                                           Room<Acc<T>>& room) {
+                                           Workspace<Acc<T>>& workspace) {
   using A = Acc<T>;
   const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1], width = args.width;
   const A sign = args.reduction == Reduction::kMin ? A{-1} : A{1};  // min(v) = -max(-v)
-  A* best = room.first.data();
-  std::int32_t* chosen = room.offset.data();  // as wide as float32: both stay in one kind of vectors
+  A* best = workspace.first.data();
+  std::int32_t* chosen = workspace.offset.data();  // as wide as float32: both stay in one kind of vectors
   // The first entry, unless a later one is greater: also where all are the least of all numbers.
   std::fill(best, best + width, -std::numeric_limits<A>::infinity());
   std::fill(chosen, chosen + width, 0);
@@ -146,10 +146,11 @@ FASTSPARSE_INLINE void extremum_of_segment(const SegmentReduceArgs& args, std::i
 }
 
 template <typename T>
-FASTSPARSE_INLINE void multiply_segment(const SegmentReduceArgs& args, std::int64_t row, Room<Acc<T>>& room) {
+FASTSPARSE_INLINE void multiply_segment(const SegmentReduceArgs& args, std::int64_t row,
+                                        Workspace<Acc<T>>& workspace) {
   using A = Acc<T>;
   const std::int64_t width = args.width;
-  A* product = room.first.data();
+  A* product = workspace.first.data();
   std::fill(product, product + width, A{1});
   for (std::int64_t entry = args.a.rowptr[row]; entry < args.a.rowptr[row + 1]; ++entry) {
     const T* x = row_of_entry<T>(args, entry);
@@ -162,11 +163,11 @@ FASTSPARSE_INLINE void multiply_segment(const SegmentReduceArgs& args, std::int6
 // Welford's mean and sum of squared deviations of a block of entries; blocks are merged by Chan's formula.
 template <typename T>
 FASTSPARSE_INLINE void moments_of_segment(const SegmentReduceArgs& args, std::int64_t row,
-                                          Room<Acc<T>>& room) {
+                                          Workspace<Acc<T>>& workspace) {
   using A = Acc<T>;
   const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1], width = args.width;
-  A *mean = room.first.data(), *squares = room.second.data();
-  double *total_mean = room.wide_first.data(), *total_squares = room.wide_second.data();
+  A *mean = workspace.first.data(), *squares = workspace.second.data();
+  double *total_mean = workspace.wide_first.data(), *total_squares = workspace.wide_second.data();
   std::fill(total_mean, total_mean + width, 0.0);
   std::fill(total_squares, total_squares + width, 0.0);
   for (std::int64_t block = begin; block < end; block += kEntriesPerSum) {
@@ -202,7 +203,7 @@ FASTSPARSE_INLINE void moments_of_segment(const SegmentReduceArgs& args, std::in
 template <typename T>
 FASTSPARSE_INLINE void reduce_rows(const SegmentReduceArgs& args, std::int64_t row_begin,
                                    std::int64_t row_end) {
-  Room<Acc<T>> room(args.width);
+  Workspace<Acc<T>> workspace(args.width);
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     switch (args.reduction) {
       case Reduction::kSum:
@@ -211,14 +212,14 @@ FASTSPARSE_INLINE void reduce_rows(const SegmentReduceArgs& args, std::int64_t r
         break;
       case Reduction::kMax:
       case Reduction::kMin:
-        extremum_of_segment<T>(args, row, room);
+        extremum_of_segment<T>(args, row, workspace);
         break;
       case Reduction::kProduct:
-        multiply_segment<T>(args, row, room);
+        multiply_segment<T>(args, row, workspace);
         break;
       case Reduction::kVariance:
       case Reduction::kDeviation:
-        moments_of_segment<T>(args, row, room);
+        moments_of_segment<T>(args, row, workspace);
         break;
     }
   }

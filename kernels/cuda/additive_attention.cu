@@ -11,7 +11,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_additive_attention {
+namespace additive_attention_detail {
 
 template <typename T, int kVec, int kHeadLanes>
 __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
@@ -98,10 +98,10 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
   if (lane.sub == 0) args.lse[lane.at(row)] = log_sum_exp(max, sum);
 }
 
-}  // namespace in_additive_attention
+}  // namespace additive_attention_detail
 
 int additive_attention(const AdditiveAttentionArgs& args, void* stream_address) {
-  using namespace in_additive_attention;
+  using namespace additive_attention_detail;
   auto* stream = static_cast<cudaStream_t>(stream_address);
   const AdditiveAttentionInput& input = args.input;
   with_head_lanes(

@@ -19,7 +19,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_additive_attention_backward {
+namespace additive_attention_backward_detail {
 
 // What the column pass needs of a row and head: score_dst, lse, delta, and what p is to be multiplied by. The
 // last makes weights sum to 1 again, which the rounding of a large lse spoils.
@@ -251,10 +251,10 @@ void launch(const AdditiveAttentionBackwardArgs& args, cudaStream_t stream) {
                              Epilogue::only(args.grad_score_src, input.heads), SameRow{}, stream);
 }
 
-}  // namespace in_additive_attention_backward
+}  // namespace additive_attention_backward_detail
 
 int additive_attention_backward(const AdditiveAttentionBackwardArgs& args, void* stream_address) {
-  using namespace in_additive_attention_backward;
+  using namespace additive_attention_backward_detail;
   auto* stream = static_cast<cudaStream_t>(stream_address);
   const AdditiveAttentionInput& input = args.input;
   with_head_lanes(input.dtype, input.head_width, {input.v.stride, args.grad.stride},

@@ -24,7 +24,7 @@
 #include "fastsparse/wgmma.cuh"
 
 namespace fastsparse::cuda {
-namespace in_aggregate_linear {
+namespace aggregate_linear_detail {
 
 constexpr int kThreads = 256;
 constexpr int kWarpgroup = 128;
@@ -347,10 +347,10 @@ cudaError_t launch_shape(const AggregateLinearArgs& args, const Whole& whole, cu
                               : launch<8, 128, kTerms>(args, whole, stream);
 }
 
-}  // namespace in_aggregate_linear
+}  // namespace aggregate_linear_detail
 
 int aggregate_linear(const AggregateLinearArgs& args, void* stream) {
-  using namespace in_aggregate_linear;
+  using namespace aggregate_linear_detail;
   const auto queue = static_cast<cudaStream_t>(stream);
   const std::int64_t width = args.width, out_width = args.out_width;
   if (out_width > kMostWidth && args.sums == nullptr) return cudaErrorInvalidValue;

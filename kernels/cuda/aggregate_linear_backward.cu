@@ -17,7 +17,7 @@
 #include "fastsparse/wgmma.cuh"
 
 namespace fastsparse::cuda {
-namespace in_aggregate_linear_backward {
+namespace aggregate_linear_backward_detail {
 
 constexpr int kThreads = 256;
 constexpr int kTile = 128;          // gradients in each direction
@@ -253,17 +253,17 @@ __global__ void __launch_bounds__(kSumThreads) slab_sums_kernel(const SlabSumsAr
   }
 }
 
-}  // namespace in_aggregate_linear_backward
+}  // namespace aggregate_linear_backward_detail
 
 int slab_sums(const SlabSumsArgs& args, void* stream) {
-  using namespace in_aggregate_linear_backward;
+  using namespace aggregate_linear_backward_detail;
   slab_sums_kernel<<<ceil_div(2 * args.of_weight + args.of_bias, kSumThreads), kSumThreads, 0,
                      static_cast<cudaStream_t>(stream)>>>(args);
   return cudaGetLastError();
 }
 
 int aggregate_linear_backward(const AggregateLinearBackwardArgs& args, void* stream) {
-  using namespace in_aggregate_linear_backward;
+  using namespace aggregate_linear_backward_detail;
   const auto queue = static_cast<cudaStream_t>(stream);
   return args.num_terms > 2 ? launch<3>(args, queue) : launch<2>(args, queue);
 }

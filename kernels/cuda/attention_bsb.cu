@@ -15,7 +15,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_attention_bsb {
+namespace attention_bsb_detail {
 
 using namespace attention;
 
@@ -290,10 +290,10 @@ struct Launch {
   }
 };
 
-}  // namespace in_attention_bsb
+}  // namespace attention_bsb_detail
 
 int attention_bsb(const AttentionBsbArgs& args, void* stream) {
-  using namespace in_attention_bsb;
+  using namespace attention_bsb_detail;
   Launch launch{args, static_cast<cudaStream_t>(stream)};
   if (!with_shape(args.input, launch)) return cudaErrorInvalidValue;
   return launch.error != cudaSuccess ? launch.error : cudaGetLastError();

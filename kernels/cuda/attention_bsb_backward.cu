@@ -15,7 +15,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_attention_bsb_backward {
+namespace attention_bsb_backward_detail {
 
 using namespace attention;
 
@@ -330,10 +330,10 @@ struct Launch {
   }
 };
 
-}  // namespace in_attention_bsb_backward
+}  // namespace attention_bsb_backward_detail
 
 int attention_bsb_backward(const AttentionBsbBackwardArgs& args, void* stream) {
-  using namespace in_attention_bsb_backward;
+  using namespace attention_bsb_backward_detail;
   Launch launch{args, static_cast<cudaStream_t>(stream)};
   if (!with_shape(args.input, launch)) return cudaErrorInvalidValue;
   return launch.error != cudaSuccess ? launch.error : cudaGetLastError();

@@ -1,8 +1,7 @@
 // The attention of a layer on CUDA in one call each way: scores of nodes, attention, what is added to its
 // result; and the gradients of all that. The kernels are those of the operators (additive_attention.cu,
 // gatv2_attention.cu, edge_attention.cu without edge features or attention_bsb.cu, and their backward passes)
-// and those of attention_layer_parts.cu. Small graphs take as long as the host needs for its launches: sums
-// over nodes are asked for together.
+// and those of attention_layer_parts.cu. All sums over nodes share a launch.
 
 #include <algorithm>
 
@@ -12,7 +11,7 @@
 #include "fastsparse/sum_of_rows.h"
 
 namespace fastsparse::cuda {
-namespace in_attention_layer {
+namespace attention_layer_detail {
 
 constexpr int kRowsPerPart = 32;
 constexpr int kBlockRows = 8;  // of a window of binary sparse blocks
@@ -20,7 +19,7 @@ constexpr int kBlockRows = 8;  // of a window of binary sparse blocks
 std::int64_t ceil_div(std::int64_t count, std::int64_t size) { return (count + size - 1) / size; }
 
 // Room, cut into arrays that start at multiples of 16 bytes.
-struct Room {
+struct Workspace {
   float* base;
   std::int64_t used = 0;
 
@@ -121,31 +120,33 @@ struct Layer {
     std::int64_t numbers;
   };
 
-  Forward forward_room() const {
+  Forward forward_workspace() const {
     const std::int64_t rows = args.num_slots * (args.on_blocks ? kBlockRows : 1);
-    Room room{args.scratch};
-    Forward found{room.take(rows * width), room.take(rows * args.heads * 2), 0};
-    found.numbers = room.used;
+    Workspace workspace{args.scratch};
+    Forward found{workspace.take(rows * width), workspace.take(rows * args.heads * 2), 0};
+    found.numbers = workspace.used;
     return found;
   }
 
   int forward() const {
-    const Forward room = forward_room();
+    const Forward workspace = forward_workspace();
     int code = cudaSuccess;
     if (is(AttentionScore::kAdditive)) {
       launch_scores(scores(state(0), state(1)), 4 * args.num_parts, stream);
       code = cuda::additive_attention(
-          {args.a, args.split, additive(), args.out, state(2), room.partial, room.partial_state}, stream);
+          {args.a, args.split, additive(), args.out, state(2), workspace.partial, workspace.partial_state},
+          stream);
     } else if (is(AttentionScore::kGatv2)) {
       code = cuda::gatv2_attention(
-          {args.a, args.split, gatv2(), args.out, state(0), room.partial, room.partial_state}, stream);
+          {args.a, args.split, gatv2(), args.out, state(0), workspace.partial, workspace.partial_state},
+          stream);
     } else if (args.on_blocks) {
       code = cuda::attention_bsb({args.blocks, from_blocks(), args.out, static_cast<double*>(args.state),
-                                  room.partial, room.partial_state},
+                                  workspace.partial, workspace.partial_state},
                                  stream);
     } else {
-      code = cuda::edge_attention({args.a, args.split, from_rows(), args.out, nullptr, state(0), room.partial,
-                                   nullptr, room.partial_state},
+      code = cuda::edge_attention({args.a, args.split, from_rows(), args.out, nullptr, state(0),
+                                   workspace.partial, nullptr, workspace.partial_state},
                                   stream);
     }
     if (code != cudaSuccess) return code;
@@ -167,41 +168,41 @@ struct Layer {
   // Rows of the partial sums of scores' gradients, at most.
   std::int64_t score_blocks() const { return args.num_parts; }
 
-  Backward backward_room() const {
-    Room room{args.scratch};
+  Backward backward_workspace() const {
+    Workspace workspace{args.scratch};
     Backward found{};
     const std::int64_t matrix = (features * bytes + 3) / 4;
     if (is(AttentionScore::kAdditive)) {
-      found.row_state = room.take(items * 4);
-      found.partial_row = room.take(args.num_slots * args.heads * 4);
-      found.partial_column = room.take(args.num_slots_t * width);
-      found.partial_other = room.take(args.num_slots_t * args.heads);
-      found.first = room.take(items);
-      found.second = room.take(items);
-      found.sums = room.take(std::min<std::int64_t>(score_blocks(), args.num_nodes) * 3 * width);
+      found.row_state = workspace.take(items * 4);
+      found.partial_row = workspace.take(args.num_slots * args.heads * 4);
+      found.partial_column = workspace.take(args.num_slots_t * width);
+      found.partial_other = workspace.take(args.num_slots_t * args.heads);
+      found.first = workspace.take(items);
+      found.second = workspace.take(items);
+      found.sums = workspace.take(std::min<std::int64_t>(score_blocks(), args.num_nodes) * 3 * width);
     } else if (is(AttentionScore::kGatv2)) {
-      found.row_state = room.take(items * 2);
-      found.partial_row = room.take(args.num_slots * width);
-      found.partial_column = room.take(args.num_slots_t * width);
-      found.sums = room.take(args.att_rows * width);
-      found.first = room.take(matrix);
-      if (args.maps == 2) found.second = room.take(matrix);
+      found.row_state = workspace.take(items * 2);
+      found.partial_row = workspace.take(args.num_slots * width);
+      found.partial_column = workspace.take(args.num_slots_t * width);
+      found.sums = workspace.take(args.att_rows * width);
+      found.first = workspace.take(matrix);
+      if (args.maps == 2) found.second = workspace.take(matrix);
     } else {
       const std::int64_t rows = args.on_blocks ? kBlockRows : 1;
-      found.row_state = room.take(args.on_blocks ? items * 4 : args.num_values * args.heads * 2);
-      found.partial_row = room.take(args.num_slots * rows * width);
-      found.partial_column = room.take(args.num_slots_t * rows * width);
-      found.partial_other = room.take(args.num_slots_t * rows * width);
-      found.first = room.take(matrix);
-      found.second = room.take(matrix);
-      found.third = room.take(matrix);
+      found.row_state = workspace.take(args.on_blocks ? items * 4 : args.num_values * args.heads * 2);
+      found.partial_row = workspace.take(args.num_slots * rows * width);
+      found.partial_column = workspace.take(args.num_slots_t * rows * width);
+      found.partial_other = workspace.take(args.num_slots_t * rows * width);
+      found.first = workspace.take(matrix);
+      found.second = workspace.take(matrix);
+      found.third = workspace.take(matrix);
     }
     const std::int64_t rows[] = {args.att_rows, args.num_nodes, args.num_nodes};
     const std::int64_t columns[] = {width, width, joint_width};
     for (int i = 0; i < kMostSums; ++i) {
-      found.parts[i] = reinterpret_cast<double*>(room.take(num_parts(rows[i]) * columns[i] * 2));
+      found.parts[i] = reinterpret_cast<double*>(workspace.take(num_parts(rows[i]) * columns[i] * 2));
     }
-    found.numbers = room.used;
+    found.numbers = workspace.used;
     return found;
   }
 
@@ -210,26 +211,27 @@ struct Layer {
   }
 
   int backward() const {
-    const Backward room = backward_room();
-    const int code = is(AttentionScore::kAdditive) ? additive_backward(room)
-                     : is(AttentionScore::kGatv2)  ? gatv2_backward(room)
-                     : args.on_blocks              ? blocks_backward(room)
-                                                   : rows_backward(room);
-    return code != cudaSuccess ? code : sum(room);
+    const Backward workspace = backward_workspace();
+    const int code = is(AttentionScore::kAdditive) ? additive_backward(workspace)
+                     : is(AttentionScore::kGatv2)  ? gatv2_backward(workspace)
+                     : args.on_blocks              ? blocks_backward(workspace)
+                                                   : rows_backward(workspace);
+    return code != cudaSuccess ? code : sum(workspace);
   }
 
   // Gradients that are sums over nodes, or over the groups of GATv2's kernel.
-  int sum(const Backward& room) const {
+  int sum(const Backward& workspace) const {
     SumOfRowsArgs sums[kMostSums];
     int count = 0;
     const auto add = [&](int which, const void* rows, std::int64_t num_rows, std::int64_t columns,
                          std::int64_t stride, Dtype dtype, void* to, Dtype to_dtype) {
       if (to == nullptr) return;
-      sums[count++] = {rows, num_rows, columns, stride, room.parts[which], num_parts(num_rows),
+      sums[count++] = {rows, num_rows, columns, stride, workspace.parts[which], num_parts(num_rows),
                        to,   dtype,    to_dtype};
     };
     if (is(AttentionScore::kGatv2)) {
-      add(0, room.sums, args.att_rows, width, width, Dtype::kFloat32, args.grad_vectors[0], Dtype::kFloat32);
+      add(0, workspace.sums, args.att_rows, width, width, Dtype::kFloat32, args.grad_vectors[0],
+          Dtype::kFloat32);
     }
     if (!is(AttentionScore::kAdditive)) {  // whose kernels add it up with the gradients of the vectors
       add(1, args.grad.data, args.num_nodes, width, args.grad.stride, args.dtype, args.grad_bias,
@@ -240,24 +242,25 @@ struct Layer {
     return cuda::sums_of_rows(sums, count, stream);
   }
 
-  int additive_backward(const Backward& room) const {
+  int additive_backward(const Backward& workspace) const {
     const int code = cuda::additive_attention_backward(
-        {args.a, args.split, args.a_t, args.split_t, additive(), args.grad, state(2), room.second, room.first,
-         args.grad_joint, nullptr, room.row_state, room.partial_row, room.partial_column, room.partial_other},
+        {args.a, args.split, args.a_t, args.split_t, additive(), args.grad, state(2), workspace.second,
+         workspace.first, args.grad_joint, nullptr, workspace.row_state, workspace.partial_row,
+         workspace.partial_column, workspace.partial_other},
         stream);
     if (code != cudaSuccess) return code;
-    const HeadScoresArgs of = scores(room.first, room.second);
+    const HeadScoresArgs of = scores(workspace.first, workspace.second);
     const DenseView grad = args.grad_bias == nullptr ? DenseView{nullptr, 0} : args.grad;
     const ScoreSums sums{{args.grad_vectors[0], args.grad_vectors[1], args.grad_bias},
                          {Dtype::kFloat32, Dtype::kFloat32, args.grad_bias_dtype}};
-    launch_score_gradients({of, grad, args.grad_joint, room.sums}, sums, score_blocks(), stream);
+    launch_score_gradients({of, grad, args.grad_joint, workspace.sums}, sums, score_blocks(), stream);
     return cudaGetLastError();
   }
 
-  int gatv2_backward(const Backward& room) const {
+  int gatv2_backward(const Backward& workspace) const {
     const bool shared = args.maps == 1;
-    void* grad_src = shared ? args.grad_joint : room.first;
-    void* grad_dst = shared ? room.first : room.second;
+    void* grad_src = shared ? args.grad_joint : workspace.first;
+    void* grad_dst = shared ? workspace.first : workspace.second;
     const int code = cuda::gatv2_attention_backward({args.a,
                                                      args.split,
                                                      args.a_t,
@@ -268,11 +271,11 @@ struct Layer {
                                                      state(0),
                                                      grad_dst,
                                                      grad_src,
-                                                     room.sums,
+                                                     workspace.sums,
                                                      args.att_rows,
-                                                     room.row_state,
-                                                     room.partial_row,
-                                                     room.partial_column},
+                                                     workspace.row_state,
+                                                     workspace.partial_row,
+                                                     workspace.partial_column},
                                                     stream);
     if (code != cudaSuccess) return code;
     if (shared) {
@@ -287,16 +290,16 @@ struct Layer {
     return cudaGetLastError();
   }
 
-  int blocks_backward(const Backward& room) const {
+  int blocks_backward(const Backward& workspace) const {
     const int code = cuda::attention_bsb_backward(
         {args.blocks, args.blocks_t, from_blocks(), args.out, static_cast<const double*>(args.state),
-         args.grad, room.third, room.first, room.second, nullptr, room.row_state, room.partial_row,
-         room.partial_column, room.partial_other},
+         args.grad, workspace.third, workspace.first, workspace.second, nullptr, workspace.row_state,
+         workspace.partial_row, workspace.partial_column, workspace.partial_other},
         stream);
-    return code != cudaSuccess ? code : join_dot_product(room);
+    return code != cudaSuccess ? code : join_dot_product(workspace);
   }
 
-  int rows_backward(const Backward& room) const {
+  int rows_backward(const Backward& workspace) const {
     EdgeAttentionBackwardArgs of{};
     of.a = args.a, of.split = args.split;
     of.a_t = args.a_t, of.split_t = args.split_t;
@@ -304,17 +307,18 @@ struct Layer {
     of.out = {args.out, width};
     of.grad = args.grad;
     of.lse = state(0);
-    of.work = room.row_state;
+    of.work = workspace.row_state;
     of.num_values = args.num_values;
-    of.grad_q = room.third, of.grad_k = room.first, of.grad_v = room.second;
-    of.partial_q = room.partial_row, of.partial_k = room.partial_column, of.partial_v = room.partial_other;
+    of.grad_q = workspace.third, of.grad_k = workspace.first, of.grad_v = workspace.second;
+    of.partial_q = workspace.partial_row, of.partial_k = workspace.partial_column,
+    of.partial_v = workspace.partial_other;
     const int code = cuda::edge_attention_backward(of, stream);
-    return code != cudaSuccess ? code : join_dot_product(room);
+    return code != cudaSuccess ? code : join_dot_product(workspace);
   }
 
-  int join_dot_product(const Backward& room) const {
+  int join_dot_product(const Backward& workspace) const {
     launch_join(args.dtype,
-                {{{room.first, width}, {room.second, width}, {room.third, width}, args.grad},
+                {{{workspace.first, width}, {workspace.second, width}, {workspace.third, width}, args.grad},
                  args.maps,
                  args.grad_joint,
                  args.num_nodes,
@@ -324,26 +328,26 @@ struct Layer {
   }
 };
 
-}  // namespace in_attention_layer
+}  // namespace attention_layer_detail
 
 int attention_layer(const CudaAttentionLayerArgs& args, void* stream) {
-  using namespace in_attention_layer;
+  using namespace attention_layer_detail;
   return Layer{args, static_cast<cudaStream_t>(stream)}.forward();
 }
 
 int attention_layer_backward(const CudaAttentionLayerArgs& args, void* stream) {
-  using namespace in_attention_layer;
+  using namespace attention_layer_detail;
   return Layer{args, static_cast<cudaStream_t>(stream)}.backward();
 }
 
 std::int64_t attention_layer_scratch(const CudaAttentionLayerArgs& args, bool backward) {
-  using namespace in_attention_layer;
+  using namespace attention_layer_detail;
   const Layer layer{args, nullptr};
-  return backward ? layer.backward_room().numbers : layer.forward_room().numbers;
+  return backward ? layer.backward_workspace().numbers : layer.forward_workspace().numbers;
 }
 
 std::int64_t attention_layer_state(const CudaAttentionLayerArgs& args) {
-  using namespace in_attention_layer;
+  using namespace attention_layer_detail;
   return Layer{args, nullptr}.state_numbers();
 }
 

@@ -15,7 +15,7 @@
 #include "fastsparse/head_lanes.cuh"
 
 namespace fastsparse::cuda {
-namespace in_attention_layer_parts {
+namespace attention_layer_parts_detail {
 
 constexpr int kThreads = 256;
 constexpr int kRowsPerGroup = 8;  // of the kernels that keep vectors or sums, where there are few rows
@@ -249,10 +249,10 @@ void with_packs(Dtype dtype, std::initializer_list<std::int64_t> divisors,
   call(__nv_bfloat16{});
 }
 
-}  // namespace in_attention_layer_parts
+}  // namespace attention_layer_parts_detail
 
 void launch_scores(const HeadScoresArgs& of, std::int64_t most_blocks, cudaStream_t stream) {
-  using namespace in_attention_layer_parts;
+  using namespace attention_layer_parts_detail;
   with_head_lanes(
       of.dtype, of.head_width, {of.v.stride}, {of.v.data}, [&](auto type, auto vec, auto head_lanes) {
         using T = decltype(type);
@@ -267,7 +267,7 @@ void launch_scores(const HeadScoresArgs& of, std::int64_t most_blocks, cudaStrea
 
 void launch_score_gradients(const ScoreGradients& args, const ScoreSums& sums, std::int64_t most_blocks,
                             cudaStream_t stream) {
-  using namespace in_attention_layer_parts;
+  using namespace attention_layer_parts_detail;
   const HeadScoresArgs& of = args.scores;
   const std::int64_t width = of.heads * of.head_width;
   unsigned blocks = 1;
@@ -288,7 +288,7 @@ void launch_score_gradients(const ScoreGradients& args, const ScoreSums& sums, s
 }
 
 void launch_add(Dtype dtype, const Addends& args, cudaStream_t stream) {
-  using namespace in_attention_layer_parts;
+  using namespace attention_layer_parts_detail;
   if (args.num_rows == 0 || (args.skip.data == nullptr && args.bias == nullptr)) return;
   with_packs(dtype, {args.width, args.skip.stride}, {args.out, args.skip.data, args.result},
              [&](auto type, auto vec) {
@@ -300,7 +300,7 @@ void launch_add(Dtype dtype, const Addends& args, cudaStream_t stream) {
 }
 
 void launch_join(Dtype dtype, const Pieces& args, cudaStream_t stream) {
-  using namespace in_attention_layer_parts;
+  using namespace attention_layer_parts_detail;
   const DenseView *from = args.from, &last = from[args.count - 1];
   with_packs(dtype, {args.width, last.stride}, {from[0].data, from[1].data, from[2].data, last.data, args.to},
              [&](auto type, auto vec) {
@@ -312,7 +312,7 @@ void launch_join(Dtype dtype, const Pieces& args, cudaStream_t stream) {
 }
 
 int stack_maps(const StackedMapsArgs& args, void* stream_address) {
-  using namespace in_attention_layer_parts;
+  using namespace attention_layer_parts_detail;
   auto* stream = static_cast<cudaStream_t>(stream_address);
   if (args.weight_size == 0 && args.bias_size == 0) return cudaSuccess;
   if (args.to_dtype == Dtype::kFloat32) {

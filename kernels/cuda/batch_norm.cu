@@ -23,7 +23,7 @@
 #include "fastsparse/cuda_common.cuh"
 
 namespace fastsparse::cuda {
-namespace in_batch_norm {
+namespace batch_norm_detail {
 
 constexpr int kThreads = 256;
 constexpr int kAhead = 4;  // rows that a thread loads before it uses them
@@ -267,10 +267,10 @@ void with_loads(const MaskedRows& rows, std::initializer_list<const void*> addre
   });
 }
 
-}  // namespace in_batch_norm
+}  // namespace batch_norm_detail
 
 int batch_norm(const BatchNormArgs& args, void* stream) {
-  using namespace in_batch_norm;
+  using namespace batch_norm_detail;
   const auto queue = static_cast<cudaStream_t>(stream);
   const dim3 warps(kWarp, kWarp);
   with_loads(args.rows, {args.rows.x, args.out}, [&](auto type, auto vec, const Shape& shape) {
@@ -285,7 +285,7 @@ int batch_norm(const BatchNormArgs& args, void* stream) {
 }
 
 int batch_norm_backward(const BatchNormBackwardArgs& args, void* stream) {
-  using namespace in_batch_norm;
+  using namespace batch_norm_detail;
   const auto queue = static_cast<cudaStream_t>(stream);
   const dim3 warps(kWarp, kWarp);
   with_loads(args.rows, {args.rows.x, args.grad, args.out}, [&](auto type, auto vec, const Shape& shape) {

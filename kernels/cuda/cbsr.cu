@@ -11,7 +11,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_cbsr {
+namespace cbsr_detail {
 
 constexpr int kThreads = 128;
 // Lanes that share a row: 2.4 million rows of 256 with 16 kept take 0.45 ms with 8 lanes and 0.60 with a warp
@@ -120,10 +120,10 @@ void with_entries(std::int64_t k, const void* values, const void* ids, F&& f) {
   }
 }
 
-}  // namespace in_cbsr
+}  // namespace cbsr_detail
 
 int cbsr_to_dense(const CbsrToDenseArgs& args, void* stream) {
-  using namespace in_cbsr;
+  using namespace cbsr_detail;
   with_bits(args.dtype, [&](auto type) {
     with_id_type(args.width, [&](auto id) {
       using T = decltype(type);
@@ -145,7 +145,7 @@ int cbsr_to_dense(const CbsrToDenseArgs& args, void* stream) {
 }
 
 int cbsr_gather(const CbsrGatherArgs& args, void* stream) {
-  using namespace in_cbsr;
+  using namespace cbsr_detail;
   with_bits(args.dtype, [&](auto type) {
     with_id_type(args.width, [&](auto id) {
       using T = decltype(type);

@@ -10,7 +10,7 @@
 #include "fastsparse/sort_segments.h"
 
 namespace fastsparse::cuda {
-namespace in_compress {
+namespace compress_detail {
 
 constexpr int kThreads = 256;
 constexpr std::size_t kAlign = 256;
@@ -279,10 +279,10 @@ __global__ void reverse_entries_kernel(const ReverseEntriesArgs args) {
   if (e < args.num_edges) reverse_entry(args, row, e);
 }
 
-}  // namespace in_compress
+}  // namespace compress_detail
 
 int expand_rows(const ExpandRowsArgs& args, void* stream) {
-  using namespace in_compress;
+  using namespace compress_detail;
   if (args.num_edges == 0) return cudaSuccess;
   expand_rows_kernel<<<ceil_div(args.num_edges, kThreads), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       args);
@@ -290,7 +290,7 @@ int expand_rows(const ExpandRowsArgs& args, void* stream) {
 }
 
 int reverse_entries(const ReverseEntriesArgs& args, void* stream) {
-  using namespace in_compress;
+  using namespace compress_detail;
   if (args.num_edges == 0) return cudaSuccess;
   const auto blocks = ceil_div(args.num_edges, kThreads);
   reverse_entries_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
@@ -298,27 +298,27 @@ int reverse_entries(const ReverseEntriesArgs& args, void* stream) {
 }
 
 std::size_t compress_scratch_bytes(const CompressArgs& args) {
-  using namespace in_compress;
+  using namespace compress_detail;
   std::size_t bytes = 0;
   dispatch(args, nullptr, &bytes, nullptr);
   return bytes;
 }
 
 int compress(const CompressArgs& args, void* scratch, std::size_t scratch_bytes, void* stream) {
-  using namespace in_compress;
+  using namespace compress_detail;
   return dispatch(args, scratch, &scratch_bytes, stream);
 }
 
 std::size_t sort_segments_scratch_bytes(const SortSegmentsArgs& args) {
-  in_compress::SegmentScratch scratch{};
+  compress_detail::SegmentScratch scratch{};
   scratch.measure(args);
   return scratch.bytes;
 }
 
 int sort_segments(const SortSegmentsArgs& args, void* scratch, std::size_t scratch_bytes, void* stream) {
-  using namespace in_compress;
+  using namespace compress_detail;
   auto* queue = static_cast<cudaStream_t>(stream);
-  auto* room = static_cast<char*>(scratch);
+  auto* workspace = static_cast<char*>(scratch);
   SegmentScratch places{};
   cudaError_t error = places.measure(args);
   if (error != cudaSuccess) return error;
@@ -326,25 +326,26 @@ int sort_segments(const SortSegmentsArgs& args, void* scratch, std::size_t scrat
   error = cudaMemsetAsync(args.facts, 0, kNumSegmentFacts * sizeof *args.facts, queue);
   if (error != cudaSuccess) return error;
 
-  cub::DoubleBuffer<std::uint32_t> keys(reinterpret_cast<std::uint32_t*>(room),
-                                        reinterpret_cast<std::uint32_t*>(room + places.second_keys));
+  cub::DoubleBuffer<std::uint32_t> keys(reinterpret_cast<std::uint32_t*>(workspace),
+                                        reinterpret_cast<std::uint32_t*>(workspace + places.second_keys));
   // Positions start where passes of 8 bits end in `order`.
-  cub::DoubleBuffer<std::int32_t> ids(reinterpret_cast<std::int32_t*>(room + places.ids), args.order);
+  cub::DoubleBuffer<std::int32_t> ids(reinterpret_cast<std::int32_t*>(workspace + places.ids), args.order);
   if ((places.bits + 7) / 8 % 2 == 0) std::swap(ids.d_buffers[0], ids.d_buffers[1]);
   const unsigned blocks = ceil_div(args.num_rows, kThreads * kKeysPerThread);
   auto* make_keys =
       args.index_is_64bit ? make_segment_keys_kernel<std::int64_t> : make_segment_keys_kernel<std::int32_t>;
   make_keys<<<blocks, kThreads, 0, queue>>>(args, keys.Current(), ids.Current());
-  error = sort(room + places.of_sort, places.sort_bytes, keys, ids, args.num_rows, places.bits, queue);
+  error = sort(workspace + places.of_sort, places.sort_bytes, keys, ids, args.num_rows, places.bits, queue);
   if (error != cudaSuccess) return error;
   if (ids.Current() != args.order) {  // few entries are sorted in one pass whatever their bits
     error = cudaMemcpyAsync(args.order, ids.Current(), args.num_rows * sizeof *args.order,
                             cudaMemcpyDeviceToDevice, queue);
     if (error != cudaSuccess) return error;
   }
-  const RowSplitArgs split{
-      args.rowptr, args.num_segments, args.longest,   reinterpret_cast<std::int64_t*>(room + places.counts),
-      args.facts,  args.slices,       args.split_row, args.split_ptr};
+  const RowSplitArgs split{args.rowptr,    args.num_segments,
+                           args.longest,   reinterpret_cast<std::int64_t*>(workspace + places.counts),
+                           args.facts,     args.slices,
+                           args.split_row, args.split_ptr};
   return row_split_of_keys(split, {keys.Current(), args.num_rows, args.rowptr}, args.host_facts, stream);
 }
 

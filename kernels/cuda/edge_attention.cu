@@ -14,7 +14,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_edge_attention {
+namespace edge_attention_detail {
 
 constexpr int kKept = -1;
 
@@ -169,10 +169,10 @@ __global__ void __launch_bounds__(kHeadThreads,
   if (lane.sub == 0) static_cast<float*>(args.lse)[row_head] = log_sum_exp(max, sum);
 }
 
-}  // namespace in_edge_attention
+}  // namespace edge_attention_detail
 
 int edge_attention(const EdgeAttentionArgs& args, void* stream_address) {
-  using namespace in_edge_attention;
+  using namespace edge_attention_detail;
   auto* stream = static_cast<cudaStream_t>(stream_address);
   const EdgeAttentionInput& input = args.input;
   if (args.split.num_slices == 0) return cudaSuccess;

@@ -24,7 +24,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_edge_attention_backward {
+namespace edge_attention_backward_detail {
 
 // Where a pair {w, dS} lies.
 __device__ __forceinline__ float2* pair_at(void* work, std::uint32_t position, std::int64_t heads,
@@ -667,10 +667,10 @@ void launch(const EdgeAttentionBackwardArgs& args, cudaStream_t stream) {
   }
 }
 
-}  // namespace in_edge_attention_backward
+}  // namespace edge_attention_backward_detail
 
 int edge_attention_backward(const EdgeAttentionBackwardArgs& args, void* stream_address) {
-  using namespace in_edge_attention_backward;
+  using namespace edge_attention_backward_detail;
   auto* stream = static_cast<cudaStream_t>(stream_address);
   with_edge_type(args.input.dtype, [&](auto type) { launch<decltype(type)>(args, stream); });
   return cudaGetLastError();

@@ -13,7 +13,7 @@
 #include "fastsparse/edge_messages.cuh"
 
 namespace fastsparse::cuda {
-namespace in_edge_messages {
+namespace edge_messages_detail {
 
 constexpr int kMapThreads = 256;
 
@@ -148,10 +148,10 @@ void launch(const EdgeMessageArgs& args, cudaStream_t stream) {
   if (args.side != nullptr) combine(args.partial_side, args.side);
 }
 
-}  // namespace in_edge_messages
+}  // namespace edge_messages_detail
 
 int lay_out_edge_maps(const EdgeMapsArgs& args, void* stream) {
-  using namespace in_edge_messages;
+  using namespace edge_messages_detail;
   const std::int64_t size = map_rows(args) * args.width;
   if (size == 0) return cudaSuccess;
   with_type(args.dtype, [&](auto type) {
@@ -162,7 +162,7 @@ int lay_out_edge_maps(const EdgeMapsArgs& args, void* stream) {
 }
 
 int edge_messages(const EdgeMessageArgs& args, void* stream) {
-  using namespace in_edge_messages;
+  using namespace edge_messages_detail;
   with_type(args.input.dtype,
             [&](auto type) { launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
   return cudaGetLastError();

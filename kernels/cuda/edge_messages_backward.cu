@@ -17,7 +17,7 @@
 #include "fastsparse/edge_messages.cuh"
 
 namespace fastsparse::cuda {
-namespace in_edge_messages_backward {
+namespace edge_messages_backward_detail {
 
 // Sums over the lanes of a group, the same bits in all of them.
 template <int kCount, typename A>
@@ -412,10 +412,10 @@ void launch(const EdgeMessageBackwardArgs& args, cudaStream_t stream) {
   });
 }
 
-}  // namespace in_edge_messages_backward
+}  // namespace edge_messages_backward_detail
 
 int edge_messages_backward(const EdgeMessageBackwardArgs& args, void* stream) {
-  using namespace in_edge_messages_backward;
+  using namespace edge_messages_backward_detail;
   with_type(args.input.dtype,
             [&](auto type) { launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
   return cudaGetLastError();

@@ -11,7 +11,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_edge_softmax {
+namespace edge_softmax_detail {
 
 constexpr int kThreads = 128;
 constexpr int kLeastGroup = 8;
@@ -160,10 +160,10 @@ void launch(const EdgeSoftmaxArgs& args, cudaStream_t stream) {
   }
 }
 
-}  // namespace in_edge_softmax
+}  // namespace edge_softmax_detail
 
 int edge_softmax(const EdgeSoftmaxArgs& args, void* stream) {
-  using namespace in_edge_softmax;
+  using namespace edge_softmax_detail;
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);
     args.grad == nullptr ? launch<T, false>(args, static_cast<cudaStream_t>(stream))

@@ -11,7 +11,7 @@
 #include "fastsparse/gather_graphs.h"
 
 namespace fastsparse::cuda {
-namespace in_gather_graphs {
+namespace gather_graphs_detail {
 
 constexpr int kThreads = 128;
 // Bytes of a tensor that a graph's blocks have on average, so that few large graphs fill the GPU too.
@@ -111,10 +111,10 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-}  // namespace in_gather_graphs
+}  // namespace gather_graphs_detail
 
 int gather_graphs(const GatherGraphsArgs& args, void* stream) {
-  using namespace in_gather_graphs;
+  using namespace gather_graphs_detail;
   if (args.num_graphs == 0 || args.num_fields == 0) return cudaSuccess;
   std::int64_t bytes = 0;
   for (int k = 0; k < args.num_fields; ++k) {

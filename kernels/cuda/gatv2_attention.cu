@@ -11,7 +11,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_gatv2_attention {
+namespace gatv2_attention_detail {
 
 template <typename T, int kVec, int kHeadLanes>
 __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(6))
@@ -95,10 +95,10 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(6))
   if (lane.sub == 0) args.lse[lane.at(row)] = log_sum_exp(max, sum);
 }
 
-}  // namespace in_gatv2_attention
+}  // namespace gatv2_attention_detail
 
 int gatv2_attention(const Gatv2AttentionArgs& args, void* stream_address) {
-  using namespace in_gatv2_attention;
+  using namespace gatv2_attention_detail;
   auto* stream = static_cast<cudaStream_t>(stream_address);
   const Gatv2AttentionInput& input = args.input;
   with_head_lanes(

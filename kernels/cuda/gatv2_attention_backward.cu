@@ -21,7 +21,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_gatv2_attention_backward {
+namespace gatv2_attention_backward_detail {
 
 template <typename T, int kVec, int kHeadLanes>
 __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
@@ -211,10 +211,10 @@ void launch(const Gatv2AttentionBackwardArgs& args, cudaStream_t stream) {
                          stream);
 }
 
-}  // namespace in_gatv2_attention_backward
+}  // namespace gatv2_attention_backward_detail
 
 int gatv2_attention_backward(const Gatv2AttentionBackwardArgs& args, void* stream_address) {
-  using namespace in_gatv2_attention_backward;
+  using namespace gatv2_attention_backward_detail;
   auto* stream = static_cast<cudaStream_t>(stream_address);
   const Gatv2AttentionInput& input = args.input;
   with_head_lanes(input.dtype, input.head_width,

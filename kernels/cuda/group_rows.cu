@@ -7,7 +7,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_group_rows {
+namespace group_rows_detail {
 
 constexpr int kThreads = 256;
 constexpr int kRows = kThreads / kHashes;  // of a block, each hashed by 16 lanes
@@ -91,24 +91,24 @@ __global__ void __launch_bounds__(kThreads) link_rows_kernel(const LinkRowsArgs 
   }
 }
 
-}  // namespace in_group_rows
+}  // namespace group_rows_detail
 
 int row_signatures(const RowSignaturesArgs& args, void* stream) {
-  using namespace in_group_rows;
+  using namespace group_rows_detail;
   row_signatures_kernel<<<ceil_div(args.num_rows, kRows), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       args, kHashFactors);
   return cudaGetLastError();
 }
 
 int similar_rows(const SimilarRowsArgs& args, void* stream) {
-  using namespace in_group_rows;
+  using namespace group_rows_detail;
   const dim3 grid(ceil_div(args.num_rows, kThreads), static_cast<unsigned>(args.num_bands));
   similar_rows_kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
   return cudaGetLastError();
 }
 
 int link_rows(const LinkRowsArgs& args, void* stream) {
-  using namespace in_group_rows;
+  using namespace group_rows_detail;
   link_rows_kernel<<<ceil_div(args.num_rows, kThreads), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       args);
   return cudaGetLastError();

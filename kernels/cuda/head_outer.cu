@@ -13,7 +13,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_head_outer {
+namespace head_outer_detail {
 
 constexpr int kThreads = 256;
 constexpr int kFour = 4;  // features of an edge that one load takes
@@ -121,10 +121,10 @@ void launch(const HeadOuterArgs& args, cudaStream_t queue) {
   head_outer_kernel<T><<<grid, kThreads, 0, queue>>>(args, columns);
 }
 
-}  // namespace in_head_outer
+}  // namespace head_outer_detail
 
 int head_outer(const HeadOuterArgs& args, void* stream) {
-  using namespace in_head_outer;
+  using namespace head_outer_detail;
   const auto queue = static_cast<cudaStream_t>(stream);
   switch (args.dtype) {
     case Dtype::kFloat32:

@@ -11,7 +11,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_hybrid_rows {
+namespace hybrid_rows_detail {
 
 constexpr int kThreads = 256;
 constexpr std::int64_t kMostBlocks = 1024;  // about what an H100 or H200 has under way at once
@@ -65,7 +65,7 @@ __device__ HybridRowsCounts sum_before(const HybridRowsCounts& value, HybridRows
 }
 
 __global__ void __launch_bounds__(kThreads) count_kernel(const HybridRowsArgs args, std::int64_t block_rows) {
-  allow_next_kernel();
+  launch_dependents();
   const std::int64_t first = blockIdx.x * block_rows, end = min(first + block_rows, args.num_rows);
   HybridRowsCounts counts{}, total;
   for (std::int64_t row = first + threadIdx.x; row < end; row += kThreads) {
@@ -111,15 +111,15 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(const HybridRowsArgs arg
   }
 }
 
-}  // namespace in_hybrid_rows
+}  // namespace hybrid_rows_detail
 
 std::int64_t num_hybrid_rows_counts(std::int64_t num_rows) {
-  using namespace in_hybrid_rows;
+  using namespace hybrid_rows_detail;
   return num_blocks(num_rows) + 1;
 }
 
 int hybrid_rows(const HybridRowsArgs& args, void* stream) {
-  using namespace in_hybrid_rows;
+  using namespace hybrid_rows_detail;
   auto* queue = static_cast<cudaStream_t>(stream);
   const std::int64_t block_rows = rows_of_block(args.num_rows);
   const unsigned blocks = num_blocks(args.num_rows);

@@ -15,7 +15,7 @@
 #include "fastsparse/sorted_search.cuh"
 
 namespace fastsparse::cuda {
-namespace in_inspect {
+namespace inspect_detail {
 
 constexpr int kThreads = 256;
 constexpr std::int64_t kMostBlocks = 132 * 8;
@@ -222,7 +222,7 @@ struct EdgeSort {
 
   __device__ void begin_rows() const {
     using Scan = cub::BlockScan<Word, kThreads>;
-    __shared__ typename Scan::TempStorage room;
+    __shared__ typename Scan::TempStorage storage;
     __shared__ Word shared_begin;
     Word before = 0;
     for (unsigned block = threadIdx.x; block < blockIdx.x; block += kThreads) before += args.sums[block];
@@ -235,7 +235,7 @@ struct EdgeSort {
       const std::int64_t r = base + threadIdx.x;
       const std::int64_t degree = r < last_row ? count[r] : 0;
       Word at, total;
-      Scan(room).ExclusiveSum(r < last_row ? Counts::of_row(degree, args.longest).word : 0, at, total);
+      Scan(storage).ExclusiveSum(r < last_row ? Counts::of_row(degree, args.longest).word : 0, at, total);
       __syncthreads();  // before the next round's scan
       if (r < last_row) begin_row(r, degree, {begin.word + at});
       most = greater(most, static_cast<Word>(degree));
@@ -322,10 +322,10 @@ __global__ void __launch_bounds__(kThreads) sort_edges_kernel(const __grid_const
   sort.rank<Index>();
 }
 
-}  // namespace in_inspect
+}  // namespace inspect_detail
 
 int sort_edges(const SortEdgesArgs& args, void* stream) {
-  using namespace in_inspect;
+  using namespace inspect_detail;
   int device = 0, processors = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
@@ -345,7 +345,7 @@ int sort_edges(const SortEdgesArgs& args, void* stream) {
 }
 
 int inspect(const InspectArgs& args, void* stream) {
-  using namespace in_inspect;
+  using namespace inspect_detail;
   auto* queue = static_cast<cudaStream_t>(stream);
   const cudaError_t error = cudaMemsetAsync(args.facts, 0, kNumEdgeFacts * sizeof *args.facts, queue);
   if (error != cudaSuccess) return error;

@@ -9,7 +9,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_mask_rows {
+namespace mask_rows_detail {
 
 constexpr int kThreads = 128;
 constexpr int kRows = 4;  // that a thread reads at once
@@ -70,10 +70,10 @@ void launch(const MaskRowsArgs& args, cudaStream_t stream) {
   mask_kernel<T, kVec><<<grid, kThreads, 0, stream>>>(args, log_lanes);
 }
 
-}  // namespace in_mask_rows
+}  // namespace mask_rows_detail
 
 int mask_rows(const MaskRowsArgs& args, void* stream) {
-  using namespace in_mask_rows;
+  using namespace mask_rows_detail;
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);
     constexpr int kVec = 16 / sizeof(T);

@@ -8,7 +8,7 @@
 // scale is far from the others'), somewhat more until all teams of a warp are done. Where interpolation
 // fails, bisection on the bits of the pivot, an integer that orders as the value does, ends after at most as
 // many steps as the type has bits, at the k-th entry itself; then entries equal to it are kept in column
-// order as long as there is room. Comparisons "not below" make NaN the largest.
+// order as long as there is remaining. Comparisons "not below" make NaN the largest.
 //
 // Instructions per warp for four rows, 256 float32, k = 32 (counted in the machine code for sm_90): 107 per
 // step, 64 of them to compare, 110 to fetch, 229 to place and 20 to write the result. A row to a warp takes
@@ -25,7 +25,7 @@
 #include "fastsparse/maxk_16_bits.cuh"
 
 namespace fastsparse::cuda {
-namespace in_maxk {
+namespace maxk_detail {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
@@ -372,21 +372,22 @@ __device__ __forceinline__ unsigned counts_of(unsigned bits) {
   return counts;
 }
 
-// The first `room` of the set bits of the team's lanes, in the order of columns; takes them from `room`.
+// The first `remaining` of the set bits of the team's lanes, in the order of columns; takes them from
+// `remaining`.
 template <int kLanes, int kChunks>
-__device__ unsigned take_first(unsigned bits, int& room) {
+__device__ unsigned take_first(unsigned bits, int& remaining) {
   using Packed = Places<kLanes>;
   const Packed places(counts_of<kChunks>(bits));
   unsigned kept = 0;
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
-    int left = room - static_cast<int>(Packed::byte(places.before, chunk));
+    int left = remaining - static_cast<int>(Packed::byte(places.before, chunk));
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
       const unsigned bit = bits & 1u << (kVec * chunk + j);
       if (bit != 0 && left-- > 0) kept |= bit;
     }
-    room = max(room - static_cast<int>(Packed::byte(places.total, chunk)), 0);
+    remaining = max(remaining - static_cast<int>(Packed::byte(places.total, chunk)), 0);
   }
   return kept;
 }
@@ -470,20 +471,20 @@ template <int kChunks, typename R>
 struct Tied {
   using A = typename R::A;
   A value;
-  int room;
+  int remaining;
   bool only_nan;
 
   __device__ __forceinline__ Tied(const R& row, const Threshold<R>& threshold, int k)
-      : value(threshold.value), room(k - count_above<kChunks>(row, threshold.value)) {
-    only_nan = !threshold.exact && room <= 0;
-    if (only_nan) room = k;
+      : value(threshold.value), remaining(k - count_above<kChunks>(row, threshold.value)) {
+    only_nan = !threshold.exact && remaining <= 0;
+    if (only_nan) remaining = k;
   }
 
   // The bits of the next panel's kept entries.
   __device__ __forceinline__ unsigned operator()(const Panel<A, kChunks>& panel) {
     const unsigned above = bits_of<kChunks>(panel, [&](A x) { return !only_nan && !(x <= value); });
     const unsigned equal = bits_of<kChunks>(panel, [&](A x) { return only_nan ? x != x : x == value; });
-    return above | take_first<R::OfTeam::kChunk / kVec, kChunks>(equal, room);
+    return above | take_first<R::OfTeam::kChunk / kVec, kChunks>(equal, remaining);
   }
 };
 
@@ -729,10 +730,10 @@ void launch(const MaxkArgs& args, cudaStream_t stream) {
   launch_streamed<T, std::uint16_t>(args, stream);
 }
 
-}  // namespace in_maxk
+}  // namespace maxk_detail
 
 int maxk(const MaxkArgs& args, void* stream) {
-  using namespace in_maxk;
+  using namespace maxk_detail;
   with_type(args.dtype, [&](auto type) { launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
   return cudaGetLastError();
 }

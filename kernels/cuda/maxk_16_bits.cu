@@ -30,7 +30,7 @@
 #include "fastsparse/maxk_16_bits.cuh"
 
 namespace fastsparse::cuda {
-namespace in_maxk_16_bits {
+namespace maxk_16_bits_detail {
 
 constexpr int kThreads = 128;
 constexpr int kBlocks = 8;  // of an SM
@@ -144,7 +144,7 @@ __device__ __forceinline__ void kept_columns(const Bits* from, int column, int w
     for (int i = 0; i < kRegisters; ++i) planes[w][i] = plus_zero<T>(planes[w][i]);
     bit_planes(planes[w]);
   }
-  int room = k;
+  int remaining = k;
 #pragma unroll
   for (int bit = 15; bit >= 0; --bit) {
     unsigned ones[kWords];
@@ -157,13 +157,13 @@ __device__ __forceinline__ void kept_columns(const Bits* from, int column, int w
       count += __popc(ones[w]);
     }
     count = OfTeam::sum(count);
-    const bool enough = count >= room;
+    const bool enough = count >= remaining;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       kept[w] |= enough ? 0u : ones[w];
       left[w] = enough ? ones[w] : left[w] ^ ones[w];
     }
-    room -= enough ? 0 : count;
+    remaining -= enough ? 0 : count;
   }
   int before[kWords];
 #pragma unroll
@@ -177,7 +177,7 @@ __device__ __forceinline__ void kept_columns(const Bits* from, int column, int w
     // Of the candidates, which are equal, those in higher columns go.
     const int count = __popc(left[w]);
 #pragma unroll 1
-    for (int kept_of = max(room - before[w], 0); kept_of < count; ++kept_of) {
+    for (int kept_of = max(remaining - before[w], 0); kept_of < count; ++kept_of) {
       left[w] ^= 0x80000000u >> __clz(static_cast<int>(left[w]));
     }
     kept[w] |= left[w];
@@ -267,11 +267,11 @@ void launch(const MaxkArgs& args, cudaStream_t stream) {
   }
 }
 
-}  // namespace in_maxk_16_bits
+}  // namespace maxk_16_bits_detail
 
 template <typename T>
 void maxk_16_bits(const MaxkArgs& args, cudaStream_t stream) {
-  using namespace in_maxk_16_bits;
+  using namespace maxk_16_bits_detail;
   if (args.width <= 128) {
     launch<T, 4, 1>(args, stream);
   } else if (args.width <= 256) {

@@ -13,7 +13,7 @@
 #include "fastsparse/multi_aggregate.cuh"
 
 namespace fastsparse::cuda {
-namespace in_multi_aggregate {
+namespace multi_aggregate_detail {
 
 constexpr int kPlanes = 6;  // of a partial result
 template <typename T>
@@ -236,10 +236,10 @@ void launch(const MultiAggregateArgs& args, cudaStream_t stream) {
   }
 }
 
-}  // namespace in_multi_aggregate
+}  // namespace multi_aggregate_detail
 
 int multi_aggregate(const MultiAggregateArgs& args, void* stream) {
-  using namespace in_multi_aggregate;
+  using namespace multi_aggregate_detail;
   with_type(args.input.dtype,
             [&](auto type) { launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
   return cudaGetLastError();

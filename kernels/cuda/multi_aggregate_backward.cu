@@ -17,7 +17,7 @@
 #include "fastsparse/multi_aggregate.cuh"
 
 namespace fastsparse::cuda {
-namespace in_multi_aggregate_backward {
+namespace multi_aggregate_backward_detail {
 
 // Entries at once; fewer where their gradients are multiplied with W too, which takes the registers.
 template <typename T, EdgeTerm kEdges>
@@ -392,10 +392,10 @@ cudaError_t launch(const MultiAggregateBackwardArgs& args, cudaStream_t stream) 
   return error;
 }
 
-}  // namespace in_multi_aggregate_backward
+}  // namespace multi_aggregate_backward_detail
 
 int multi_aggregate_backward(const MultiAggregateBackwardArgs& args, void* stream) {
-  using namespace in_multi_aggregate_backward;
+  using namespace multi_aggregate_backward_detail;
   cudaError_t error = cudaSuccess;
   with_type(args.input.dtype,
             [&](auto type) { error = launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });

@@ -10,7 +10,7 @@
 #include "fastsparse/place_batch.h"
 
 namespace fastsparse::cuda {
-namespace in_place_batch {
+namespace place_batch_detail {
 
 constexpr int kThreads = 256;
 constexpr std::int64_t kMostBlocks = 132 * 8;
@@ -93,10 +93,10 @@ __global__ void __launch_bounds__(kThreads) place_batch_kernel(const __grid_cons
   }
 }
 
-}  // namespace in_place_batch
+}  // namespace place_batch_detail
 
 int place_batch(const PlaceBatchArgs& args, void* stream) {
-  using namespace in_place_batch;
+  using namespace place_batch_detail;
   std::int64_t items = std::max(all_places(args.nodes), all_places(args.edges));
   for (int k = 0; k < args.num_tensors; ++k) {
     items = std::max(items, args.tensor[k].num_rows * args.tensor[k].row_bytes / (16 * kUnroll));

@@ -10,7 +10,7 @@
 #include "fastsparse/sorted_search.cuh"
 
 namespace fastsparse::cuda {
-namespace in_row_split {
+namespace row_split_detail {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
@@ -189,13 +189,14 @@ __global__ void place_kernel(const RowSplitArgs args, std::int64_t blocks, std::
   host_facts[kEntriesInRange] = entries;
 }
 
-// `room` unless 0: slices up to there get no target.
-__global__ void fill_kernel(const RowSplitArgs args, std::int64_t room) {
+// `capacity` unless 0: slices up to there get no target.
+__global__ void fill_kernel(const RowSplitArgs args, std::int64_t capacity) {
   __shared__ int kinds[kLengths];
   const std::int64_t r = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (room > 0) {
+  if (capacity > 0) {
     const std::int64_t num_slices = args.num_rows - args.totals[0] + args.totals[1];
-    for (std::int64_t i = num_slices + r; i < room; i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
+    for (std::int64_t i = num_slices + r; i < capacity;
+         i += static_cast<std::int64_t>(gridDim.x) * kThreads) {
       args.slices[i] = {0, 0, kNoTarget};
     }
   }
@@ -227,15 +228,15 @@ __global__ void fill_kernel(const RowSplitArgs args, std::int64_t room) {
   }
 }
 
-}  // namespace in_row_split
+}  // namespace row_split_detail
 
 std::int64_t num_row_split_counts(std::int64_t num_rows) {
-  using namespace in_row_split;
+  using namespace row_split_detail;
   return (num_blocks(num_rows) + 1) * kCounters;
 }
 
 int row_split_count(const RowSplitArgs& args, void* stream) {
-  using namespace in_row_split;
+  using namespace row_split_detail;
   auto* queue = static_cast<cudaStream_t>(stream);
   const std::int64_t blocks = num_blocks(args.num_rows);
   if (blocks > 0) count_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, queue>>>(args);
@@ -244,7 +245,7 @@ int row_split_count(const RowSplitArgs& args, void* stream) {
 }
 
 int row_split_fill(const RowSplitArgs& args, void* stream) {
-  using namespace in_row_split;
+  using namespace row_split_detail;
   const std::int64_t blocks = num_blocks(args.num_rows);
   if (blocks == 0) return cudaSuccess;
   fill_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args, 0);
@@ -253,13 +254,13 @@ int row_split_fill(const RowSplitArgs& args, void* stream) {
 
 int row_split_of_keys(const RowSplitArgs& args, const SortedKeys& keys, std::int64_t* host_facts,
                       void* stream) {
-  using namespace in_row_split;
+  using namespace row_split_detail;
   auto* queue = static_cast<cudaStream_t>(stream);
   const std::int64_t blocks = num_blocks(args.num_rows);
   find_and_count_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, queue>>>(args, keys);
   place_kernel<<<1, kCounters * kWarp, 0, queue>>>(args, blocks, host_facts);
-  const std::int64_t room = args.num_rows + keys.num_keys / args.longest;
-  fill_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, queue>>>(args, room);
+  const std::int64_t capacity = args.num_rows + keys.num_keys / args.longest;
+  fill_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, queue>>>(args, capacity);
   return cudaGetLastError();
 }
 

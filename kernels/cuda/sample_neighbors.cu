@@ -17,7 +17,7 @@
 #include "fastsparse/sample_neighbors.h"
 
 namespace fastsparse::cuda {
-namespace in_sample_neighbors {
+namespace sample_neighbors_detail {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
@@ -493,10 +493,10 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-}  // namespace in_sample_neighbors
+}  // namespace sample_neighbors_detail
 
 int sample_neighbors(const SampleArgs& args, void* stream) {
-  using namespace in_sample_neighbors;
+  using namespace sample_neighbors_detail;
   auto* queue = static_cast<cudaStream_t>(stream);
   const std::size_t places = args.table.num_places;
   cudaError_t error = cudaSuccess;
@@ -529,7 +529,7 @@ int sample_neighbors(const SampleArgs& args, void* stream) {
 }
 
 int emit_edges(const EmitEdgesArgs& args, void* stream) {
-  using namespace in_sample_neighbors;
+  using namespace sample_neighbors_detail;
   if (args.num_edges == 0) return cudaSuccess;
   emit_edges_kernel<<<ceil_div(args.num_edges, kThreads), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       args);
@@ -537,14 +537,14 @@ int emit_edges(const EmitEdgesArgs& args, void* stream) {
 }
 
 int emit_rows(const EmitRowsArgs& args, void* stream) {
-  using namespace in_sample_neighbors;
+  using namespace sample_neighbors_detail;
   emit_rows_kernel<<<ceil_div(args.num_rows + 1, kThreads), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       args);
   return cudaGetLastError();
 }
 
 int gather_rows(const GatherRowsArgs& args, void* stream) {
-  using namespace in_sample_neighbors;
+  using namespace sample_neighbors_detail;
   if (args.num_rows == 0 || args.row_bytes == 0) return cudaSuccess;
   auto* queue = static_cast<cudaStream_t>(stream);
   const auto address = reinterpret_cast<std::uintptr_t>(args.table) |

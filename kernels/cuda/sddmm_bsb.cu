@@ -28,7 +28,7 @@
 #include "fastsparse/mma.cuh"
 
 namespace fastsparse::cuda {
-namespace in_sddmm_bsb {
+namespace sddmm_bsb_detail {
 
 constexpr int kThreads = 128;
 constexpr int kSlots = 64;  // of the queue, per row
@@ -426,10 +426,10 @@ void launch(const SddmmBsbArgs& args, cudaStream_t stream) {
   launch_shape<T, kTerms, 8, 0, 8>(args, stream);
 }
 
-}  // namespace in_sddmm_bsb
+}  // namespace sddmm_bsb_detail
 
 int sddmm_bsb(const SddmmBsbArgs& args, void* stream_address) {
-  using namespace in_sddmm_bsb;
+  using namespace sddmm_bsb_detail;
   auto* stream = static_cast<cudaStream_t>(stream_address);
   switch (args.dtype) {
     case Dtype::kFloat16:

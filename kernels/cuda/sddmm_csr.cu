@@ -20,7 +20,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_sddmm_csr {
+namespace sddmm_csr_detail {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
@@ -292,10 +292,10 @@ void launch(const SddmmArgs& args, cudaStream_t stream) {
   }
 }
 
-}  // namespace in_sddmm_csr
+}  // namespace sddmm_csr_detail
 
 int sddmm_csr(const SddmmArgs& args, void* stream) {
-  using namespace in_sddmm_csr;
+  using namespace sddmm_csr_detail;
   with_type(args.dtype, [&](auto type) { launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
   return cudaGetLastError();
 }

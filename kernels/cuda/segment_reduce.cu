@@ -15,7 +15,7 @@
 #include "fastsparse/sort_segments.h"
 
 namespace fastsparse::cuda {
-namespace in_segment_reduce {
+namespace segment_reduce_detail {
 
 constexpr int kThreads = 128;
 constexpr int kEntriesInFlight = 4;
@@ -272,10 +272,10 @@ void launch(const SegmentReduceArgs& args, const std::int64_t* facts, cudaStream
   }
 }
 
-}  // namespace in_segment_reduce
+}  // namespace segment_reduce_detail
 
 int segment_reduce_unseen(const SegmentReduceArgs& args, const std::int64_t* facts, void* stream) {
-  using namespace in_segment_reduce;
+  using namespace segment_reduce_detail;
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);
     auto* queue = static_cast<cudaStream_t>(stream);

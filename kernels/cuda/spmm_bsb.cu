@@ -24,7 +24,7 @@
 #include "fastsparse/mma.cuh"
 
 namespace fastsparse::cuda {
-namespace in_spmm_bsb {
+namespace spmm_bsb_detail {
 
 constexpr int kThreads = 128;
 // float32: every 4 blocks the tensor cores' sums move to sums that round to nearest. These bits of a block's
@@ -196,7 +196,7 @@ template <typename T, int kFeatures, int kBlocks, Weight kWeight, int kTerms>
 __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
     spmm_bsb_kernel(const __grid_constant__ SpmmBsbArgs args) {
   constexpr bool kFloat = std::is_same_v<T, float>;
-  allow_next_kernel();
+  launch_dependents();
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   const auto warp = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
   if (warp >= args.a.num_runs) return;
@@ -470,10 +470,10 @@ void launch_float(const SpmmBsbArgs& args, cudaStream_t stream) {
                               : launch_blocks<float, 2, kTerms>(args, stream);
 }
 
-}  // namespace in_spmm_bsb
+}  // namespace spmm_bsb_detail
 
 int spmm_bsb(const SpmmBsbArgs& args, void* stream_address) {
-  using namespace in_spmm_bsb;
+  using namespace spmm_bsb_detail;
   auto* stream = static_cast<cudaStream_t>(stream_address);
   const Epilogue epilogue = epilogue_of(args);
   const WindowRow window_row{args.a.window_row, args.a.num_rows};

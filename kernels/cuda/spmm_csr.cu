@@ -17,7 +17,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_spmm_csr {
+namespace spmm_csr_detail {
 
 constexpr int kThreads = 128;
 constexpr int kEntriesInFlight = 4;
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) spmm_csr_kernel(const SpmmArgs args)
   constexpr int kChunkWidth = kLanes * kVec;
   // Eight steps in a row would be eight times the code, with no more loads under way.
   constexpr int kStepsUnrolled = kLanes == kWarp ? 1 : kLanes / kEntriesInFlight;
-  allow_next_kernel();
+  launch_dependents();
   const int lane = threadIdx.x % kLanes;
   const std::int64_t group =
       static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
@@ -210,10 +210,10 @@ void launch(const SpmmArgs& args, cudaStream_t stream) {
   combine_partials<T, 1>(args.split, args.partial, epilogue, SameRow{}, stream);
 }
 
-}  // namespace in_spmm_csr
+}  // namespace spmm_csr_detail
 
 int spmm_csr(const SpmmArgs& args, void* stream) {
-  using namespace in_spmm_csr;
+  using namespace spmm_csr_detail;
   with_type(args.dtype, [&](auto type) { launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
   return cudaGetLastError();
 }

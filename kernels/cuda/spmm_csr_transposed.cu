@@ -13,7 +13,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_spmm_csr_transposed {
+namespace spmm_csr_transposed_detail {
 
 constexpr int kThreads = 128;
 
@@ -172,10 +172,10 @@ cudaError_t launch_uncounted(const SpmmTransposedArgs& args, cudaStream_t stream
   return cudaGetLastError();
 }
 
-}  // namespace in_spmm_csr_transposed
+}  // namespace spmm_csr_transposed_detail
 
 int spmm_csr_transposed(const SpmmTransposedArgs& args, void* stream) {
-  using namespace in_spmm_csr_transposed;
+  using namespace spmm_csr_transposed_detail;
   auto* queue = static_cast<cudaStream_t>(stream);
   cudaError_t error = cudaSuccess;
   with_type(args.dtype, [&](auto type) {

@@ -10,7 +10,7 @@
 #include "fastsparse/spmm_extremum.h"
 
 namespace fastsparse::cuda {
-namespace in_spmm_extremum {
+namespace spmm_extremum_detail {
 
 constexpr int kThreads = 128;
 
@@ -155,10 +155,10 @@ void launch(const SpmmExtremumArgs& args, cudaStream_t stream) {
   }
 }
 
-}  // namespace in_spmm_extremum
+}  // namespace spmm_extremum_detail
 
 int spmm_extremum(const SpmmExtremumArgs& args, void* stream) {
-  using namespace in_spmm_extremum;
+  using namespace spmm_extremum_detail;
   with_type(args.dtype, [&](auto type) { launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
   return cudaGetLastError();
 }

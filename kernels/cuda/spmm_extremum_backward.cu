@@ -12,7 +12,7 @@
 #include "fastsparse/spmm_extremum.h"
 
 namespace fastsparse::cuda {
-namespace in_spmm_extremum_backward {
+namespace spmm_extremum_backward_detail {
 
 constexpr int kThreads = 128;
 constexpr int kInFlight = 4;
@@ -133,10 +133,10 @@ void launch(const SpmmExtremumBackwardArgs& args, cudaStream_t stream) {
   spmm_extremum_values_kernel<T><<<grid, kThreads, 0, stream>>>(args);
 }
 
-}  // namespace in_spmm_extremum_backward
+}  // namespace spmm_extremum_backward_detail
 
 int spmm_extremum_backward(const SpmmExtremumBackwardArgs& args, void* stream) {
-  using namespace in_spmm_extremum_backward;
+  using namespace spmm_extremum_backward_detail;
   with_type(args.dtype, [&](auto type) { launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
   return cudaGetLastError();
 }

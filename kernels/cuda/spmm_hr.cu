@@ -13,7 +13,7 @@
 #include "fastsparse/tca_tile.cuh"
 
 namespace fastsparse::cuda {
-namespace in_spmm_hr {
+namespace spmm_hr_detail {
 
 constexpr int kThreads = 128;
 constexpr int kAtOnce = 8;  // entries of a short item that a lane has under way
@@ -131,10 +131,10 @@ void launch(const SpmmArgs& args, std::int64_t num_long, cudaStream_t stream) {
   combine_partials<T, 1>(args.split, args.partial, epilogue, SameRow{}, stream);
 }
 
-}  // namespace in_spmm_hr
+}  // namespace spmm_hr_detail
 
 int spmm_hr(const SpmmArgs& args, std::int64_t num_long, void* stream) {
-  using namespace in_spmm_hr;
+  using namespace spmm_hr_detail;
   const auto queue = static_cast<cudaStream_t>(stream);
   args.dtype == Dtype::kFloat16 ? launch<__half>(args, num_long, queue)
                                 : launch<__nv_bfloat16>(args, num_long, queue);

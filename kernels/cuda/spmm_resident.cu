@@ -21,7 +21,7 @@
 #include "fastsparse/tca_tile.cuh"
 
 namespace fastsparse::cuda {
-namespace in_spmm_resident {
+namespace spmm_resident_detail {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
@@ -489,10 +489,10 @@ int launch(const SpmmArgs& args, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-}  // namespace in_spmm_resident
+}  // namespace spmm_resident_detail
 
 int spmm_resident(const SpmmArgs& args, bool tensor_cores, void* stream) {
-  using namespace in_spmm_resident;
+  using namespace spmm_resident_detail;
   const auto queue = static_cast<cudaStream_t>(stream);
   if (args.dtype == Dtype::kFloat32) return launch<CudaCores<float>>(args, queue);
   if (args.dtype == Dtype::kFloat16) {

@@ -20,7 +20,7 @@
 #include "fastsparse/tca_tile.cuh"
 
 namespace fastsparse::cuda {
-namespace in_spmm_tca {
+namespace spmm_tca_detail {
 
 constexpr int kThreads = 128;
 constexpr int kLongRow = 512;               // entries per slot, from which on a whole block takes the row
@@ -122,10 +122,10 @@ void launch(const SpmmArgs& args, cudaStream_t stream) {
   }
 }
 
-}  // namespace in_spmm_tca
+}  // namespace spmm_tca_detail
 
 int spmm_tca(const SpmmArgs& args, void* stream) {
-  using namespace in_spmm_tca;
+  using namespace spmm_tca_detail;
   const auto queue = static_cast<cudaStream_t>(stream);
   args.dtype == Dtype::kFloat16 ? launch<__half>(args, queue) : launch<__nv_bfloat16>(args, queue);
   return cudaGetLastError();

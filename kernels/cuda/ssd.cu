@@ -26,7 +26,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_ssd {
+namespace ssd_detail {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
@@ -518,7 +518,7 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
 template <int kAtOnce, int kBlocks, typename T, typename Id, typename Rows, bool kWeighted, bool kInPieces>
 __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs args, int lanes_log) {
   extern __shared__ int4 shared[];
-  allow_next_kernel();
+  launch_dependents();
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   std::int64_t group = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp;
   if (group >= args.num_long) return;
@@ -593,7 +593,7 @@ template <typename T, typename Id, typename Rows, bool kWeighted>
 __global__ void __launch_bounds__(kThreads, kWeighted ? 7 : 0)
     ssd_middle_kernel(const SsdArgs args, int lanes_log) {
   extern __shared__ int4 shared[];
-  allow_next_kernel();
+  launch_dependents();
   if (waited_as_last_block()) return;
   using OfTeam = Team<kTeams>;
   const int nth = static_cast<int>(threadIdx.x) / OfTeam::kLanes;
@@ -628,7 +628,7 @@ __global__ void __launch_bounds__(kThreads, kWeighted ? 7 : 0)
 template <typename T, typename Id, int kPerLane, bool kWeighted>
 __global__ void __launch_bounds__(kThreads) ssd_short_kernel(const SsdArgs args) {
   extern __shared__ int4 shared[];
-  allow_next_kernel();
+  launch_dependents();
   if (waited_as_last_block()) return;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const std::int64_t group0 =
@@ -851,10 +851,10 @@ void launch(const SsdArgs& args, cudaStream_t stream) {
   kernel<<<blocks, kThreads, 0, stream>>>(args);
 }
 
-}  // namespace in_ssd
+}  // namespace ssd_detail
 
 int ssd(const SsdArgs& args, void* stream) {
-  using namespace in_ssd;
+  using namespace ssd_detail;
   const auto queue = static_cast<cudaStream_t>(stream);
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);

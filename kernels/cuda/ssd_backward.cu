@@ -21,7 +21,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_ssd_backward {
+namespace ssd_backward_detail {
 
 // Threads of a block that works on a window: few where shared memory has room for several blocks.
 constexpr int kFewThreads = 384;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void add_to(float* to, const float (&sum)[kVec]) {
 template <int kVec>
 __global__ void zero_sources_kernel(const std::int32_t* source, std::int64_t count, std::int64_t k,
                                     float* sum) {
-  allow_next_kernel();
+  launch_dependents();
   const std::int64_t per_source = k / kVec;
   const std::int64_t at = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (at >= count * per_source) return;
@@ -167,7 +167,7 @@ template <typename T, typename Id, int kVec, int kWindowThreads, bool kWeighted>
 __global__ void __launch_bounds__(kWindowThreads, kWindowThreads == kFewThreads ? 3 : 1)
     ssd_backward_windows_kernel(const SsdBackwardWindowsArgs args, bool in_pieces, int lanes) {
   extern __shared__ __align__(16) unsigned char shared[];
-  allow_next_kernel();
+  launch_dependents();
   const RowSlice slice = args.a.slices[blockIdx.x];
   const std::int64_t first_row = static_cast<std::int64_t>(slice.target) * args.a.height;
   const int count =
@@ -416,10 +416,10 @@ void launch_values(const SsdValueGradArgs& args, cudaStream_t stream) {
           args, in_shared, lanes_for(args.ids.k, kVec));
 }
 
-}  // namespace in_ssd_backward
+}  // namespace ssd_backward_detail
 
 int ssd_backward_windows(const SsdBackwardWindowsArgs& args, void* stream) {
-  using namespace in_ssd_backward;
+  using namespace ssd_backward_detail;
   cudaError_t error = cudaErrorInvalidValue;
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);
@@ -433,7 +433,7 @@ int ssd_backward_windows(const SsdBackwardWindowsArgs& args, void* stream) {
 }
 
 int ssd_backward(const SsdBackwardArgs& args, void* stream) {
-  using namespace in_ssd_backward;
+  using namespace ssd_backward_detail;
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);
     args.ids.is_16bit ? launch_rows<T, std::uint16_t>(args, static_cast<cudaStream_t>(stream))
@@ -443,7 +443,7 @@ int ssd_backward(const SsdBackwardArgs& args, void* stream) {
 }
 
 int ssd_value_grad(const SsdValueGradArgs& args, void* stream) {
-  using namespace in_ssd_backward;
+  using namespace ssd_backward_detail;
   with_type(args.dtype, [&](auto type) {
     with_ids(args.ids, [&](auto id, auto vec) {
       launch_values<decltype(type), decltype(id), vec.value>(args, static_cast<cudaStream_t>(stream));

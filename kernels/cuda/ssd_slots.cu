@@ -6,7 +6,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_ssd_slots {
+namespace ssd_slots_detail {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
@@ -69,10 +69,10 @@ void launch(const SsdSlotsArgs& args, cudaStream_t stream) {
       <<<ceil_div(args.groups.num_slices, kWarps * args.slots), kThreads, bytes, stream>>>(args);
 }
 
-}  // namespace in_ssd_slots
+}  // namespace ssd_slots_detail
 
 int ssd_slots(const SsdSlotsArgs& args, void* stream) {
-  using namespace in_ssd_slots;
+  using namespace ssd_slots_detail;
   const auto queue = static_cast<cudaStream_t>(stream);
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);

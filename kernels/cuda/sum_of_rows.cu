@@ -19,7 +19,7 @@
 #include "fastsparse/sum_of_rows.h"
 
 namespace fastsparse::cuda {
-namespace in_sum_of_rows {
+namespace sum_of_rows_detail {
 
 constexpr int kThreads = 256;
 constexpr int kAhead = 4;  // rows that a thread loads before it adds
@@ -151,10 +151,10 @@ void launch_parts(const SumOfRowsArgs& args, cudaStream_t queue) {
   parts_kernel<T, kVec><<<grid, kThreads, 0, queue>>>(args, columns);
 }
 
-}  // namespace in_sum_of_rows
+}  // namespace sum_of_rows_detail
 
 int sum_of_rows(const SumOfRowsArgs& args, void* stream) {
-  using namespace in_sum_of_rows;
+  using namespace sum_of_rows_detail;
   const auto queue = static_cast<cudaStream_t>(stream);
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);
@@ -165,7 +165,7 @@ int sum_of_rows(const SumOfRowsArgs& args, void* stream) {
 }
 
 int sums_of_rows(const SumOfRowsArgs* each, int count, void* stream) {
-  using namespace in_sum_of_rows;
+  using namespace sum_of_rows_detail;
   if (count == 0) return cudaSuccess;
   if (count == 1) return sum_of_rows(each[0], stream);
   const auto queue = static_cast<cudaStream_t>(stream);

@@ -13,7 +13,7 @@
 #include "fastsparse/launchers.h"
 
 namespace fastsparse::cuda {
-namespace in_weight_gradient {
+namespace weight_gradient_detail {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
@@ -112,10 +112,10 @@ __global__ void __launch_bounds__(kThreads) again_kernel(const WeightGradientArg
   }
 }
 
-}  // namespace in_weight_gradient
+}  // namespace weight_gradient_detail
 
 int weight_gradient(const WeightGradientArgs& args, void* stream) {
-  using namespace in_weight_gradient;
+  using namespace weight_gradient_detail;
   with_type(args.dtype, [&](auto type) {
     using T = decltype(type);
     const dim3 grid(ceil_div(args.x_width, kColumns), static_cast<unsigned>(args.num_parts));

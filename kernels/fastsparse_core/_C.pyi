@@ -140,7 +140,7 @@ def inspect(
     device: int,
     queue: int,
 ) -> tuple[int, ...]: ...
-def sort_room(num_edges: int, num_rows: int, longest: int) -> tuple[int, int, int]: ...
+def sort_workspace(num_edges: int, num_rows: int, longest: int) -> tuple[int, int, int]: ...
 def sort_edges(
     row: _Memory,
     col: _Memory,
@@ -154,7 +154,7 @@ def sort_edges(
     order: _Memory,
     inv_degree: _Memory,
     inv_sqrt_degree: _Memory,
-    room: _Memory,
+    workspace: _Memory,
     device: int,
     queue: int,
 ) -> tuple[int, ...]: ...

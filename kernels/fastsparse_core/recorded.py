@@ -52,7 +52,7 @@ class StepRun:
         """Whether destinations are known to ascend."""
         return (row.untyped_storage().data_ptr(), row.storage_offset()) in self._sorted_rows
 
-    def check_room(self, index: torch.Tensor, size: int) -> None:
+    def check_capacity(self, index: torch.Tensor, size: int) -> None:
         """Refuses indices of padding into what has no row for it, which would end the process on a GPU.
 
         Raises:

@@ -423,8 +423,8 @@ def test_heads_that_are_padded_are_the_operators():
 def test_weights_of_maps_are_stacked(given, features, bias):
     """As by torch.cat and a cast, to the bit, whatever their alignment."""
     options = {"dtype": given, "device": "cuda"}
-    room = torch.randn(4, 24 * features + 1, **options)
-    for weights in (torch.randn(4, 24, features, **options), room[:, 1:].unflatten(1, (24, features))):
+    workspace = torch.randn(4, 24 * features + 1, **options)
+    for weights in (torch.randn(4, 24, features, **options), workspace[:, 1:].unflatten(1, (24, features))):
         biases = list(torch.randn(4, 24, **options)) if bias else []
         for dtype in {given, torch.float16, torch.bfloat16}:
             call = SimpleNamespace(dtype=dtype, widths=(24,) * 4)

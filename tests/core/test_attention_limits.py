@@ -187,17 +187,17 @@ def test_what_cannot_be_fused_is_said_once_for_each_reason(reasons):
         (torch.bfloat16, 1, 256, 8, ""),
     ],
 )
-def test_obstacles_of_dot_product_kernels(dtype, heads, width, value_width, reason):
+def test_reasons_against_dot_product_kernels(dtype, heads, width, value_width, reason):
     adj = Adjacency.from_coo(torch.tensor([0, 2]), torch.tensor([3, 1]), (3, 4))
     widths = (heads * width, heads * width, heads * value_width)
-    assert _attention_bsb.obstacle(adj, dtype, widths, heads) == reason
+    assert _attention_bsb.unsupported_reason(adj, dtype, widths, heads) == reason
 
 
-def test_too_many_sources_are_an_obstacle_of_dot_product_kernels():
+def test_too_many_sources_are_a_reason_against_dot_product_kernels():
     row = torch.tensor([0])
     for shape in ((1, MOST_COLUMNS + 1), (MOST_COLUMNS + 1, 1)):
         adj = Adjacency.from_coo(row, row, shape)
-        assert "more than 16777216 nodes" in _attention_bsb.obstacle(adj, torch.float32, (8,), 1)
+        assert "more than 16777216 nodes" in _attention_bsb.unsupported_reason(adj, torch.float32, (8,), 1)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -221,13 +221,13 @@ def test_blocks_of_both_directions_are_tried_where_a_gradient_is_wanted(monkeypa
         (torch.float16, 13, 0.2, ""),
     ],
 )
-def test_obstacles_of_gatv2_kernels(dtype, width, slope, reason):
-    assert _gat_attention_csr.gatv2_obstacle(dtype, 2 * width, slope, 2) == reason
+def test_reasons_against_gatv2_kernels(dtype, width, slope, reason):
+    assert _gat_attention_csr.gatv2_unsupported_reason(dtype, 2 * width, slope, 2) == reason
 
 
-def test_too_many_features_are_an_obstacle_of_additive_kernels():
+def test_too_many_features_are_a_reason_against_additive_kernels():
     heads = _gat_attention_csr.MAX_WIDTH // 256 + 1
-    message = _gat_attention_csr.obstacle(torch.float32, heads * 256, heads)
+    message = _gat_attention_csr.unsupported_reason(torch.float32, heads * 256, heads)
     assert "features of all heads, more than" in message
 
 
@@ -239,13 +239,13 @@ def test_too_many_heads_are_refused_before_any_launch():
         check_heads(heads, torch.device("cuda"))
     dtype, width = torch.float32, heads * 4
     message = "65536 heads, more than 65535"
-    assert _gat_attention_csr.obstacle(dtype, width, heads) == message
-    assert _gat_attention_csr.gatv2_obstacle(dtype, width, 0.2, heads) == message
+    assert _gat_attention_csr.unsupported_reason(dtype, width, heads) == message
+    assert _gat_attention_csr.gatv2_unsupported_reason(dtype, width, 0.2, heads) == message
     adj = Adjacency.from_coo(torch.tensor([0]), torch.tensor([1]), (4, 4))
-    assert _attention_bsb.obstacle(adj, dtype, (width,), heads) == message
+    assert _attention_bsb.unsupported_reason(adj, dtype, (width,), heads) == message
     heads = _attention_bsb.MAX_WIDTH // 256 + 1
     message = "features of all heads, more than 8388480"
-    assert message in _attention_bsb.obstacle(adj, dtype, (heads * 256,), heads)
+    assert message in _attention_bsb.unsupported_reason(adj, dtype, (heads * 256,), heads)
 
 
 @pytest.mark.gpu

@@ -22,12 +22,12 @@ from fastsparse_core import (
     spmm,
 )
 from fastsparse_core.capturing import captured as machinery
-from fastsparse_core.capturing import twins
+from fastsparse_core.capturing import masked_functions
 from fastsparse_core.capturing.fresh_adjacency import FreshAdjacency
-from fastsparse_core.capturing.journal import State, on_trial
+from fastsparse_core.capturing.masked_functions import MaskedFunctions, Masks
 from fastsparse_core.capturing.optimizers import RecordedOptimizer
-from fastsparse_core.capturing.padding import BatchPlaces, Rows, Sizes, room_for
-from fastsparse_core.capturing.twins import Masks, Twins
+from fastsparse_core.capturing.padding import BatchPlaces, Rows, Sizes, capacity_for
+from fastsparse_core.capturing.rollback import State, on_trial
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.recorded import StepRun
 
@@ -522,33 +522,33 @@ def test_padding_is_a_graph_of_its_own(device, hops, is_doubled, is_typed):
     """Rows and edges of a batch come first in every hop; padding is behind them, and has no loops."""
     generator = torch.Generator().manual_seed(hops)
     seen = draw_sizes(generator, hops, is_typed)
-    room = room_for(seen[:4])
-    room = room.doubled() if is_doubled else room
-    places = BatchPlaces(room, torch.device(device))
-    assert len({rows.room for rows in places.rows}) == len(places.rows)
+    capacity = capacity_for(seen[:4])
+    capacity = capacity.doubled() if is_doubled else capacity
+    places = BatchPlaces(capacity, torch.device(device))
+    assert len({rows.capacity for rows in places.rows}) == len(places.rows)
     without = Sizes(seen[0].nodes, tuple((0,) * len(counts) for counts in seen[0].edges), seen[0].ends)
-    for sizes in [*filter(room.holds, seen), without]:
+    for sizes in [*filter(capacity.holds, seen), without]:
         given = [torch.rand(sum(counts), 2, generator=generator).to(device) for counts in sizes.nodes]
-        held = [torch.empty(sum(counts), 2, device=device) for counts in room.nodes]
+        held = [torch.empty(sum(counts), 2, device=device) for counts in capacity.nodes]
         edges = [
             draw_edges(generator, counts, sizes.nodes[of_source], sizes.nodes[of_target]).to(device)
             for (of_source, of_target), counts in zip(sizes.ends, sizes.edges, strict=True)
         ]
-        wides = [torch.empty(2, sum(counts), dtype=torch.int64, device=device) for counts in room.edges]
+        wides = [torch.empty(2, sum(counts), dtype=torch.int64, device=device) for counts in capacity.edges]
         narrow = [wide.int() for wide in wides]
         places.write(sizes, [(to, ends.int()) for to, ends in zip(narrow, edges, strict=True)])
         places.write(
             sizes, list(zip(wides, edges, strict=True)), list(zip(held, given, places.nodes, strict=True))
         )
         for rows, x, of_type, counts in zip(held, given, places.nodes, sizes.nodes, strict=True):
-            assert torch.equal(room.cut(rows, sizes), x)
+            assert torch.equal(capacity.cut(rows, sizes), x)
             first = x[:1] if len(x) else torch.zeros(1, 2, device=device)
             assert torch.equal(rows[~of_type.mask], first.expand((~of_type.mask).sum(), 2))
             assert [int(of_hops.count) for of_hops in of_type.rows] == torch.tensor(counts).cumsum(0).tolist()
         for nth, (of_source, of_target) in enumerate(sizes.ends):
             wide, ends = wides[nth], edges[nth]
             assert torch.equal(wide, narrow[nth].long())
-            source, target = room.cut(wide.t(), sizes).t()
+            source, target = capacity.cut(wide.t(), sizes).t()
             assert torch.equal(held[of_source][source], given[of_source][ends[0]])
             assert torch.equal(held[of_target][target], given[of_target][ends[1]])
             assert places.nodes[of_source].mask[source].all()
@@ -583,10 +583,11 @@ def draw_edges(generator, counts, of_sources, of_targets):
 def test_rows_of_padding_copy_the_first(rows, device):
     """Of nodes and edges, of rows of any size and alignment, of all hops and the first, of many tensors."""
     sizes = Sizes(((rows, 4),), ((3 * rows,),))
-    room = room_for([sizes])
-    places = BatchPlaces(room, torch.device(device))
+    capacity = capacity_for([sizes])
+    places = BatchPlaces(capacity, torch.device(device))
     held_edges, edges = (
-        torch.zeros(2, count, dtype=torch.int64, device=device) for count in (sum(room.edges[0]), 3 * rows)
+        torch.zeros(2, count, dtype=torch.int64, device=device)
+        for count in (sum(capacity.edges[0]), 3 * rows)
     )
     (nodes,), (of_edges,) = places.nodes, places.edges
     tensors = []
@@ -609,10 +610,10 @@ def test_rows_of_padding_copy_the_first(rows, device):
 
 def test_there_is_room_for_more_than_was_seen():
     seen = [Sizes(((100,),), ((220,),)), Sizes(((90,),), ((300,),))]
-    room = room_for(seen)
-    assert room.holds(Sizes(((108,),), ((370,),)))
-    assert not room.holds(Sizes(((room.nodes[0][0] - 1,),), ((1,),)))
-    assert room.nodes != room.edges
+    capacity = capacity_for(seen)
+    assert capacity.holds(Sizes(((108,),), ((370,),)))
+    assert not capacity.holds(Sizes(((capacity.nodes[0][0] - 1,),), ((1,),)))
+    assert capacity.nodes != capacity.edges
 
 
 @pytest.mark.parametrize("loops", ["keep", "append", "replace"])
@@ -656,7 +657,7 @@ def test_batch_norm_without_padding(device):
     rows = Rows(37, torch.arange(37, device=device) < 30, torch.tensor(30.0, device=device))
     norms = [torch.nn.BatchNorm1d(5, device=device) for _ in range(2)]
     x = 3 + torch.randn(37, 5, device=device)
-    with Twins([rows], {}, Masks()):
+    with MaskedFunctions([rows], {}, Masks()):
         out = norms[0](x)[:30]
     torch.testing.assert_close(out, norms[1](x[:30]), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(norms[0].state_dict(), norms[1].state_dict(), rtol=1e-5, atol=1e-5)
@@ -670,7 +671,9 @@ def test_linear_maps_sum_their_bias_gradients(monkeypatch, dtype, autocast):
     if autocast and dtype != torch.float32:
         pytest.skip("autocast casts float32")
     sums = []
-    monkeypatch.setattr(twins, "sum_of_rows", lambda *args: sums.append(args) or sum_of_rows(*args))
+    monkeypatch.setattr(
+        masked_functions, "sum_of_rows", lambda *args: sums.append(args) or sum_of_rows(*args)
+    )
     x = torch.randn(3000, 40, device="cuda", dtype=dtype, requires_grad=True)
     layer = torch.nn.Linear(40, 24, device="cuda", dtype=dtype)
     leaves = [x, layer.weight, layer.bias]
@@ -687,12 +690,12 @@ def test_linear_maps_sum_their_bias_gradients(monkeypatch, dtype, autocast):
     kinds, expected = run()
     assert not sums
     with (
-        Twins([], {}, Masks()),
+        MaskedFunctions([], {}, Masks()),
         recorded.running(StepRun(has_padding=False, of_edges=FreshAdjacency.of_edges)),
     ):
-        kinds_of_twin, found = run()
+        kinds_masked, found = run()
     assert sums
-    assert kinds_of_twin == kinds
+    assert kinds_masked == kinds
     tolerance = 2e-2 if autocast or dtype == torch.bfloat16 else 1e-4
     for item, other in zip(found, expected, strict=True):
         assert (item - other).float().norm() <= tolerance * other.float().norm()
@@ -705,7 +708,7 @@ def test_a_mask_made_for_inference():
     masks, x = Masks(), torch.arange(6.0).view(3, 2)
     masks.add(mask)
     assert masks.are_unchanged()
-    with Twins([], {}, masks):
+    with MaskedFunctions([], {}, masks):
         assert torch.equal(x[mask], torch.tensor([[0.0, 1.0], [4.0, 5.0]]))
 
 
@@ -720,7 +723,7 @@ def test_losses_without_padding(loss, reduction):
     x = torch.randn(12, 4)
     y = torch.randint(4, (12,)) if loss is F.cross_entropy else torch.rand(12, 4)
     options = {"weight": torch.rand(4)} if loss is F.cross_entropy else {}
-    with Twins([rows], {}, Masks()):
+    with MaskedFunctions([rows], {}, Masks()):
         out = loss(x, y, reduction=reduction, **options)
     out = out[:9] if reduction == "none" else out
     torch.testing.assert_close(out, loss(x[:9], y[:9], reduction=reduction, **options))
@@ -785,12 +788,12 @@ def test_arguments_on_two_devices():
 
 def test_autocast_does_not_lower_the_statistics_of_padded_batches(device):
     """Nor does the GPU's kernel take statistics of 16 bits."""
-    rows = Rows(room=12, mask=torch.arange(12, device=device) < 9, count=torch.tensor(9.0, device=device))
+    rows = Rows(capacity=12, mask=torch.arange(12, device=device) < 9, count=torch.tensor(9.0, device=device))
     x = torch.randn(12, 8, device=device).bfloat16() + 30
     norm, expected = (torch.nn.BatchNorm1d(8, device=device) for _ in range(2))
     with torch.autocast(device, torch.bfloat16):
         want = expected(x[:9])
-        with Twins([rows], {}, Masks()):
+        with MaskedFunctions([rows], {}, Masks()):
             found = norm(x)
     torch.testing.assert_close(found[:9], want)
     torch.testing.assert_close(norm.running_var, expected.running_var)

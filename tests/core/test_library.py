@@ -229,11 +229,11 @@ def test_more_than_two_to_the_31_edges():
 
 
 def test_scratch_is_one_aligned_allocation(device):
-    room, (first, _, second) = scratch(torch.device(device), 3, 0, 5)
-    assert room is not None
+    workspace, (first, _, second) = scratch(torch.device(device), 3, 0, 5)
+    assert workspace is not None
     assert [first % 16, second % 16] == [0, 0]
-    assert room.data_ptr() <= first < first + 3 * 4 <= second
-    assert second + 5 * 4 <= room.data_ptr() + 4 * room.numel()
+    assert workspace.data_ptr() <= first < first + 3 * 4 <= second
+    assert second + 5 * 4 <= workspace.data_ptr() + 4 * workspace.numel()
     assert scratch(torch.device(device), 0, 0) == (None, [0, 0])
 
 

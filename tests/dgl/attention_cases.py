@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from dgl_cases import bipartite, check_parity, dgl, fastsparse_dgl, features, pair, twin
+from dgl_cases import bipartite, check_parity, dgl, fastsparse_dgl, features, layer_pair, pair
 from torch import Tensor, nn
 
 #: Width of the input where a layer has that option.
@@ -27,7 +27,7 @@ def layers(name: str, *, pair_of_widths: bool = False, **options: Any) -> tuple[
     """Our layer and DGL's, with equal random parameters: biases that start at 0 would hide mistakes."""
     layer_class, single, double = LAYERS[name]
     arguments = double if pair_of_widths and double is not None else single
-    return randomised(*twin(layer_class, *arguments, **options))
+    return randomised(*layer_pair(layer_class, *arguments, **options))
 
 
 def randomised(fast: Any, reference: Any) -> tuple[Any, Any]:

@@ -100,7 +100,7 @@ def weights(graph: Any, *shape: int, dtype: torch.dtype = torch.float32) -> Tens
     return torch.rand(graph.num_edges(), *shape, generator=generator, dtype=dtype) + 0.5
 
 
-def twin(fast_class: type, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+def layer_pair(fast_class: type, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """A layer of ours and DGL's own, made with the same arguments and equal parameters of their own."""
     fast = fast_class(*copy.deepcopy(args), **kwargs)
     reference = next(base for base in fast_class.__mro__ if base.__module__.startswith("dgl."))(

@@ -109,7 +109,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         names = [argument.name for argument in func._schema.arguments]
         if "adjacency" in names:
             place = names.index("adjacency")
-            args = (*args[:place], _twin(from_handle(args[place])).handle, *args[place + 1 :])
+            args = (*args[:place], _cpu_copy(from_handle(args[place])).handle, *args[place + 1 :])
     args, kwargs = tree_map(lambda it: it.inner if isinstance(it, Pretended) else it, (args, kwargs))
     out = func(*args, **kwargs)
     if func._schema.name.endswith("_") and isinstance(on_device[0] if on_device else None, Pretended):
@@ -121,19 +121,19 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(lambda it: Pretended(it) if isinstance(it, Tensor) else it, out)
 
 
-def _twin(adj: Adjacency) -> Adjacency:
+def _cpu_copy(adj: Adjacency) -> Adjacency:
     """The same structure where kernels can read it."""
     if not isinstance(adj.rowptr, Pretended):
         return adj
-    if not hasattr(adj, "twin"):
+    if not hasattr(adj, "cpu_copy"):
         state = {
             name: item.inner if isinstance(item, Pretended) else item
             for name, item in adj.__getstate__().items()
         }
-        twin = Adjacency.__new__(Adjacency)
-        twin.__setstate__(state)
-        adj.twin = twin  # type: ignore[attr-defined]
-    return adj.twin  # type: ignore[attr-defined, no-any-return]
+        cpu_copy = Adjacency.__new__(Adjacency)
+        cpu_copy.__setstate__(state)
+        adj.cpu_copy = cpu_copy  # type: ignore[attr-defined]
+    return adj.cpu_copy  # type: ignore[attr-defined, no-any-return]
 
 
 @contextlib.contextmanager
@@ -149,8 +149,8 @@ def pretended_device() -> Iterator[str]:
         patch.setattr(caching, "adjacency_from_index", _build_and_move)
         patch.setattr(graph, "adjacency_from_index", _build_and_move)
         patch.setattr(joint, "_build", _build_joint)
-        patch.setattr(Adjacency, "_transpose", _transpose_twin)
-        patch.setattr(RowFormats, "row", _row_twin)
+        patch.setattr(Adjacency, "_transpose", _transpose_on_cpu)
+        patch.setattr(RowFormats, "row", _row_on_cpu)
         fastsparse_dgl.enable(_devices=(DEVICE.type,))
         try:
             yield str(DEVICE)
@@ -184,15 +184,15 @@ def _build_joint(index: Any, device: torch.device) -> Adjacency:
     return _real_joint(getattr(index, "host", index), torch.device("cpu")).to(device)
 
 
-def _row_twin(adj: RowFormats) -> Tensor:
+def _row_on_cpu(adj: RowFormats) -> Tensor:
     if not isinstance(adj.rowptr, Pretended):
         return _row(adj)
-    return _twin(adj).row().to(DEVICE)  # type: ignore[arg-type]
+    return _cpu_copy(adj).row().to(DEVICE)  # type: ignore[arg-type]
 
 
-def _transpose_twin(adj: Adjacency, valued: bool) -> Adjacency:
+def _transpose_on_cpu(adj: Adjacency, valued: bool) -> Adjacency:
     if not isinstance(adj.rowptr, Pretended):
         return _transpose(adj, valued)
-    moved = _transpose(_twin(adj), valued).to(DEVICE)
+    moved = _transpose(_cpu_copy(adj), valued).to(DEVICE)
     moved._parent = weakref.ref(adj)
     return moved

@@ -14,8 +14,8 @@ from dgl_cases import (
     fastsparse_dgl,
     features,
     homogeneous,
+    layer_pair,
     pair,
-    twin,
 )
 
 FastAGNNConv = fastsparse_dgl.FastAGNNConv
@@ -27,12 +27,12 @@ FastAGNNConv = fastsparse_dgl.FastAGNNConv
 def test_beta(graph_name, learn_beta, init_beta, device):
     graph = GRAPHS[graph_name]()
     feat = features(graph, 5) if graph_name in SINGLE else pair(graph, 5, 5)
-    layers = twin(FastAGNNConv, init_beta, learn_beta)
+    layers = layer_pair(FastAGNNConv, init_beta, learn_beta)
     check(layers, graph, feat, device)
 
 
 def test_constant_beta_is_a_buffer():
-    fast, reference = twin(FastAGNNConv, 2.0, learn_beta=False)
+    fast, reference = layer_pair(FastAGNNConv, 2.0, learn_beta=False)
     assert not list(fast.parameters())
     assert fast.state_dict().keys() == reference.state_dict().keys() == {"beta"}
 
@@ -41,7 +41,7 @@ def test_constant_beta_is_a_buffer():
 @pytest.mark.parametrize("graph_name", ["homogeneous", "block"])
 def test_more_dimensions(graph_name, middle, device):
     graph = GRAPHS[graph_name]()
-    check(twin(FastAGNNConv), graph, features(graph, 5, *middle), device)
+    check(layer_pair(FastAGNNConv), graph, features(graph, 5, *middle), device)
 
 
 @pytest.mark.parametrize("graph_name", ["homogeneous", "block"])
@@ -49,14 +49,14 @@ def test_one_number_per_node(graph_name, device):
     """DGL then normalises over the nodes, and so do we."""
     graph = GRAPHS[graph_name]()
     feat = features(graph, 1).squeeze(1)
-    check(twin(FastAGNNConv), graph, feat, device)
+    check(layer_pair(FastAGNNConv), graph, feat, device)
 
 
 def test_zero_features_have_cosine_zero(device):
     graph = homogeneous()
     feat = features(graph, 5)
     feat[::3] = 0
-    fast, reference = twin(FastAGNNConv)
+    fast, reference = layer_pair(FastAGNNConv)
     expected = reference(graph, feat)
     torch.testing.assert_close(fast.to(device)(graph, feat.to(device)).cpu(), expected)
 
@@ -65,7 +65,7 @@ def test_zero_features_have_cosine_zero(device):
 @pytest.mark.parametrize("feat_dtype", [torch.float32, torch.float64])
 def test_result_has_the_features_dtype(layer_dtype, feat_dtype, device):
     graph = homogeneous()
-    fast, reference = twin(FastAGNNConv, 1.5)
+    fast, reference = layer_pair(FastAGNNConv, 1.5)
     feat = features(graph, 5, dtype=feat_dtype)
     found = fast.to(device, layer_dtype)(graph, feat.to(device))
     assert found.dtype == feat_dtype
@@ -74,7 +74,7 @@ def test_result_has_the_features_dtype(layer_dtype, feat_dtype, device):
 
 @pytest.mark.parametrize("shapes", [((17, 5), (23, 4)), ((17, 5), (23, 1, 5)), ((17, 2, 5), (23, 1, 5))])
 def test_source_and_destination_of_different_shapes(shapes, device):
-    fast, _ = twin(FastAGNNConv)
+    fast, _ = layer_pair(FastAGNNConv)
     feat = tuple(torch.ones(shape, device=device) for shape in shapes)
     with pytest.raises(DGLError, match="of one shape but for the rows"):
         fast.to(device)(bipartite(), feat)

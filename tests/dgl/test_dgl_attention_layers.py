@@ -27,9 +27,9 @@ from dgl_cases import (
     fastsparse_dgl,
     features,
     homogeneous,
+    layer_pair,
     pair,
     restricted,
-    twin,
 )
 from digits import SCALES, Problem, check_digits
 from torch import nn
@@ -44,7 +44,7 @@ def test_large_features_cost_no_more_digits_than_the_original(name, scale):
 
     def make(seed: int) -> Problem:
         graph = homogeneous(seed=seed)
-        fast, reference = twin(LAYERS[name][0], *LAYERS[name][1])
+        fast, reference = layer_pair(LAYERS[name][0], *LAYERS[name][1])
         x = scale * features(graph, WIDTH, seed=seed)
         return Problem(reference, fast, [x], lambda conv, given, _: conv(graph, *given))
 
@@ -236,7 +236,7 @@ def test_relations_of_a_heterograph(name, as_blocks, device):
     made = {"fast": {}, "reference": {}}
     for relation, (source, destination) in {"x": (0, 1), "y": (1, 0), "z": (0, 0)}.items():
         arguments = (1.5,) if name == "agnn" else ((widths[source], widths[destination]), 4, 3)
-        fast, reference = twin(LAYERS[name][0], *arguments, allow_zero_in_degree=True)
+        fast, reference = layer_pair(LAYERS[name][0], *arguments, allow_zero_in_degree=True)
         made["fast"][relation], made["reference"][relation] = fast, reference
     results = []
     for kind, target in (("fast", device), ("reference", "cpu")):

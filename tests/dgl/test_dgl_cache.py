@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from dgl_cases import DGLError, block, dgl, fastsparse_dgl, features, homogeneous, twin
+from dgl_cases import DGLError, block, dgl, fastsparse_dgl, features, homogeneous, layer_pair
 
 from fastsparse_core import Adjacency
 from fastsparse_core.structure import adjacency as core_adjacency
@@ -47,7 +47,7 @@ def count_builds(monkeypatch):
 
 def assert_right(graph, seed=0):
     """The layer gives DGL's result for the graph as it is now."""
-    fast, reference = twin(FastGraphConv, 4, 3, allow_zero_in_degree=True)
+    fast, reference = layer_pair(FastGraphConv, 4, 3, allow_zero_in_degree=True)
     feat = features(graph, 4, seed=seed)
     torch.testing.assert_close(fast(graph, feat), reference(graph, feat), rtol=1e-5, atol=1e-5)
 
@@ -237,7 +237,7 @@ def test_the_old_entry_dies_when_the_graph_changes():
 
 def test_many_short_lived_graphs():
     """Addresses of freed graphs are used again; their entries must not be."""
-    fast, reference = twin(FastGraphConv, 4, 3, allow_zero_in_degree=True)
+    fast, reference = layer_pair(FastGraphConv, 4, 3, allow_zero_in_degree=True)
     for seed in range(60):
         graph = homogeneous(seed=seed)
         feat = features(graph, 4)
@@ -346,7 +346,7 @@ def test_every_device_has_its_own_structure(monkeypatch):
 @pytest.mark.gpu
 def test_one_entry_per_device():
     graph = homogeneous()
-    fast, reference = twin(FastGraphConv, 4, 3)
+    fast, reference = layer_pair(FastGraphConv, 4, 3)
     feat = features(graph, 4)
     expected = reference(graph, feat)
     for epoch in range(2):

@@ -105,7 +105,7 @@ def test_blocks(monkeypatch, conv, is_dgls):
     adam = partial(torch.optim.Adam, lr=0.01)
     found, _ = compare("cpu", make, loss, batches, adam, rtol=1e-3, atol=1e-3, steps=40, outputs=40)
     (record,) = found.records
-    assert len(record.room.nodes[0]) == 3
+    assert len(record.capacity.nodes[0]) == 3
 
 
 def test_features_that_the_step_reads(monkeypatch):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import check, randomised
-from dgl_cases import GRAPHS, fastsparse_dgl, features, homogeneous, pair, twin
+from dgl_cases import GRAPHS, fastsparse_dgl, features, homogeneous, layer_pair, pair
 
 FastDotGatConv = fastsparse_dgl.FastDotGatConv
 
 
 def made(*arguments, **options):
-    return randomised(*twin(FastDotGatConv, *arguments, **options))
+    return randomised(*layer_pair(FastDotGatConv, *arguments, **options))
 
 
 @pytest.mark.parametrize("sizes", [(7, 4, 3), (5, 6, 1), (4, 1, 4), (3, 16, 2)])

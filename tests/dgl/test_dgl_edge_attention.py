@@ -15,8 +15,8 @@ from dgl_cases import (
     fastsparse_dgl,
     features,
     homogeneous,
+    layer_pair,
     pair,
-    twin,
     weights,
 )
 from digits import SCALES, Problem, check_digits
@@ -32,8 +32,8 @@ def layers(name: str, *, pair_of_widths: bool = False, **options: Any) -> tuple[
     """Our layer and DGL's, with equal random parameters."""
     width = (WIDTH, 5) if pair_of_widths else WIDTH
     if name == "EdgeGATConv":
-        return randomised(*twin(fastsparse_dgl.FastEdgeGATConv, width, EDGE_WIDTH, 4, 3, **options))
-    return randomised(*twin(fastsparse_dgl.FastEGATConv, width, EDGE_WIDTH, 4, 2, 3, **options))
+        return randomised(*layer_pair(fastsparse_dgl.FastEdgeGATConv, width, EDGE_WIDTH, 4, 3, **options))
+    return randomised(*layer_pair(fastsparse_dgl.FastEGATConv, width, EDGE_WIDTH, 4, 2, 3, **options))
 
 
 class Everything(nn.Module):
@@ -66,7 +66,9 @@ def test_large_features_cost_no_more_digits_than_the_original(name, scale):
     def make(seed: int) -> Problem:
         graph = homogeneous(seed=seed)
         layer_class = getattr(fastsparse_dgl, f"Fast{name}")
-        fast, reference = twin(layer_class, WIDTH, EDGE_WIDTH, 4, 3, *((3,) if name == "EGATConv" else ()))
+        fast, reference = layer_pair(
+            layer_class, WIDTH, EDGE_WIDTH, 4, 3, *((3,) if name == "EGATConv" else ())
+        )
         x = scale * features(graph, WIDTH, seed=seed)
         edge_feat = scale * torch.randn(graph.num_edges(), EDGE_WIDTH)
 

@@ -16,8 +16,8 @@ from dgl_cases import (
     fastsparse_dgl,
     features,
     homogeneous,
+    layer_pair,
     pair,
-    twin,
     weights,
 )
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ class Everything(nn.Module):
 
 
 def gine(**options: Any) -> tuple[Any, Any]:
-    return randomised(*twin(fastsparse_dgl.FastGINEConv, nn.Linear(WIDTH, OUT), **options))
+    return randomised(*layer_pair(fastsparse_dgl.FastGINEConv, nn.Linear(WIDTH, OUT), **options))
 
 
 def gated(*widths: int, **options: Any) -> tuple[Any, Any]:
@@ -56,7 +56,7 @@ def gated(*widths: int, **options: Any) -> tuple[Any, Any]:
             fastsparse_dgl.FastGatedGCNConv(*widths)
         pytest.skip("DGL has no GatedGCNConv before 2.0")
     widths = widths or (WIDTH, EDGE_WIDTH, OUT)
-    fast, reference = randomised(*twin(fastsparse_dgl.FastGatedGCNConv, *widths, **options))
+    fast, reference = randomised(*layer_pair(fastsparse_dgl.FastGatedGCNConv, *widths, **options))
     for layer in (fast, reference):  # normalised away: their gradients are 0 but for rounding
         layer.A.bias.requires_grad_(not layer.batch_norm)
         layer.B.bias.requires_grad_(not layer.batch_norm)
@@ -80,7 +80,7 @@ def test_gine_of_features_that_broadcast(middle, edges, device):
 def test_gine_without_a_function_in_other_dtypes(device):
     graph = homogeneous()
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
-        layers = twin(fastsparse_dgl.FastGINEConv)
+        layers = layer_pair(fastsparse_dgl.FastGINEConv)
         edge_feat = weights(graph, WIDTH, dtype=dtype)
         exact = layers[1](graph, features(graph, WIDTH, dtype=dtype).double(), edge_feat.double())
         out = layers[0].to(device)(

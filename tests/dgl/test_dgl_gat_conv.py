@@ -15,8 +15,8 @@ from dgl_cases import (
     fastsparse_dgl,
     features,
     homogeneous,
+    layer_pair,
     pair,
-    twin,
     weights,
 )
 
@@ -26,7 +26,7 @@ both = pytest.mark.parametrize("layer_class", BOTH)
 
 
 def made(*arguments, layer_class=FastGATConv, **options):
-    return randomised(*twin(layer_class, *arguments, **options))
+    return randomised(*layer_pair(layer_class, *arguments, **options))
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ import itertools
 import pytest
 import torch
 from attention_cases import check, randomised
-from dgl_cases import GRAPHS, block, fastsparse_dgl, features, homogeneous, pair, twin
+from dgl_cases import GRAPHS, block, fastsparse_dgl, features, homogeneous, layer_pair, pair
 
 FastGATv2Conv = fastsparse_dgl.FastGATv2Conv
 
 
 def made(*arguments, **options):
-    return randomised(*twin(FastGATv2Conv, *arguments, **options))
+    return randomised(*layer_pair(FastGATv2Conv, *arguments, **options))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from dgl_cases import (
     fastsparse_dgl,
     features,
     homogeneous,
+    layer_pair,
     pair,
-    twin,
     weights,
 )
 
@@ -26,7 +26,7 @@ AGGREGATORS = ["sum", "max", "mean"]
 
 
 def layers(aggregator, **kwargs):
-    return twin(FastGINConv, torch.nn.Linear(5, 3), aggregator, init_eps=0.25, **kwargs)
+    return layer_pair(FastGINConv, torch.nn.Linear(5, 3), aggregator, init_eps=0.25, **kwargs)
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -44,7 +44,7 @@ def test_parity(name, aggregator, learn_eps, weighted, device):
 @pytest.mark.parametrize("middle", [(), (3,), (2, 3)])
 def test_without_function(aggregator, middle, device):
     graph = homogeneous()
-    check_parity(twin(FastGINConv, None, aggregator), graph, features(graph, 5, *middle), device)
+    check_parity(layer_pair(FastGINConv, None, aggregator), graph, features(graph, 5, *middle), device)
 
 
 @pytest.mark.parametrize("aggregator", AGGREGATORS)
@@ -52,7 +52,9 @@ def test_without_function(aggregator, middle, device):
 def test_edge_weight_broadcasts_as_in_dgl(aggregator, shape, device):
     graph = homogeneous()
     feat = features(graph, 4, 3)
-    check_parity(twin(FastGINConv, None, aggregator), graph, feat, device, edge_weight=weights(graph, *shape))
+    check_parity(
+        layer_pair(FastGINConv, None, aggregator), graph, feat, device, edge_weight=weights(graph, *shape)
+    )
 
 
 @pytest.mark.parametrize("aggregator", AGGREGATORS)
@@ -62,11 +64,15 @@ def test_vector_of_features(aggregator, shape, device):
     graph = homogeneous()
     feat = torch.randn(30)
     if shape == ():
-        check_parity(twin(FastGINConv, None, aggregator), graph, feat, device)
+        check_parity(layer_pair(FastGINConv, None, aggregator), graph, feat, device)
     else:
         graph_feat = feat[:, None]
         check_parity(
-            twin(FastGINConv, None, aggregator), graph, graph_feat, device, edge_weight=weights(graph, *shape)
+            layer_pair(FastGINConv, None, aggregator),
+            graph,
+            graph_feat,
+            device,
+            edge_weight=weights(graph, *shape),
         )
 
 

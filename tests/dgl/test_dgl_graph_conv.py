@@ -18,9 +18,9 @@ from dgl_cases import (
     fastsparse_dgl,
     features,
     homogeneous,
+    layer_pair,
     pair,
     restricted,
-    twin,
     weights,
 )
 
@@ -39,14 +39,14 @@ def test_parity(name, norm, sizes, weighted, device):
     graph = GRAPHS[name]()
     feat = features(graph, sizes[0]) if name in SINGLE else pair(graph, sizes[0], 3)
     options = {} if weighted is None else {"edge_weight": weights(graph, *weighted)}
-    check_parity(twin(FastGraphConv, *sizes, norm=norm), graph, feat, device, **options)
+    check_parity(layer_pair(FastGraphConv, *sizes, norm=norm), graph, feat, device, **options)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("bias", [True, False])
 def test_external_weight(sizes, bias, device):
     graph = homogeneous()
-    layers = twin(FastGraphConv, *sizes, weight=False, bias=bias)
+    layers = layer_pair(FastGraphConv, *sizes, weight=False, bias=bias)
     check_parity(layers, graph, features(graph, sizes[0]), device, weight=torch.randn(*sizes))
 
 
@@ -54,13 +54,13 @@ def test_external_weight(sizes, bias, device):
 @pytest.mark.parametrize("norm", NORMS)
 def test_without_weight(norm, bias, device):
     graph = homogeneous()
-    layers = twin(FastGraphConv, 5, 5, weight=False, bias=bias, norm=norm)
+    layers = layer_pair(FastGraphConv, 5, 5, weight=False, bias=bias, norm=norm)
     check_parity(layers, graph, features(graph, 5), device, edge_weight=weights(graph))
 
 
 def test_bias_broadcasts_over_narrow_features(device):
     graph = homogeneous()
-    layers = twin(FastGraphConv, 1, 6, weight=False)
+    layers = layer_pair(FastGraphConv, 1, 6, weight=False)
     torch.nn.init.normal_(layers[1].bias)
     layers[0].load_state_dict(layers[1].state_dict())
     check_parity(layers, graph, features(graph, 1), device)
@@ -70,7 +70,7 @@ def test_bias_broadcasts_over_narrow_features(device):
 @pytest.mark.parametrize("middle", [(3,), (2, 3)])
 def test_more_dimensions(sizes, middle, device):
     graph = homogeneous()
-    layers = twin(FastGraphConv, *sizes)
+    layers = layer_pair(FastGraphConv, *sizes)
     torch.nn.init.normal_(layers[1].bias)
     layers[0].load_state_dict(layers[1].state_dict())
     check_parity(layers, graph, features(graph, sizes[0], *middle), device)
@@ -81,7 +81,7 @@ def test_more_dimensions(sizes, middle, device):
 )
 def test_edge_weight_broadcasts_as_in_dgl(shape, device):
     graph = homogeneous()
-    layers = twin(FastGraphConv, 4, 4, norm="none")
+    layers = layer_pair(FastGraphConv, 4, 4, norm="none")
     check_parity(layers, graph, features(graph, 4, 3), device, edge_weight=weights(graph, *shape))
 
 
@@ -90,12 +90,12 @@ def test_edge_weight_broadcasts_as_in_dgl(shape, device):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_activation(sizes, bias, activation, device):
     graph = homogeneous()
-    layers = twin(FastGraphConv, *sizes, bias=bias, activation=activation)
+    layers = layer_pair(FastGraphConv, *sizes, bias=bias, activation=activation)
     check_parity(layers, graph, features(graph, sizes[0]), device)
 
 
 def test_activation_module_is_part_of_the_layer():
-    fast, reference = twin(FastGraphConv, 3, 3, activation=torch.nn.PReLU())
+    fast, reference = layer_pair(FastGraphConv, 3, 3, activation=torch.nn.PReLU())
     assert fast.state_dict().keys() == reference.state_dict().keys()
 
 
@@ -103,7 +103,7 @@ def test_activation_module_is_part_of_the_layer():
 @pytest.mark.parametrize("sizes", SIZES)
 def test_zero_in_degree_allowed(norm, sizes, device):
     graph = dgl.graph((torch.tensor([0, 1, 2, 2, 4]), torch.tensor([1, 2, 3, 1, 1])), num_nodes=6)
-    layers = twin(FastGraphConv, *sizes, norm=norm, allow_zero_in_degree=True)
+    layers = layer_pair(FastGraphConv, *sizes, norm=norm, allow_zero_in_degree=True)
     torch.nn.init.normal_(layers[1].bias)
     layers[0].load_state_dict(layers[1].state_dict())
     check_parity(layers, graph, features(graph, sizes[0]), device)
@@ -111,7 +111,7 @@ def test_zero_in_degree_allowed(norm, sizes, device):
 
 def test_zero_in_degree_raises_dgls_kind_of_error(device):
     graph = dgl.graph((torch.tensor([0, 1]), torch.tensor([1, 2])))
-    fast, reference = twin(FastGraphConv, 3, 3)
+    fast, reference = layer_pair(FastGraphConv, 3, 3)
     with pytest.raises(DGLError):
         reference(graph, torch.ones(3, 3))
     for _ in range(2):
@@ -124,7 +124,7 @@ def test_zero_in_degree_raises_dgls_kind_of_error(device):
 @pytest.mark.parametrize("layout", ["coo", "csc", "csr"])
 def test_restricted_formats(layout, device):
     """DGL's own layer needs COO here; ours takes any."""
-    layers = twin(FastGraphConv, 5, 3)
+    layers = layer_pair(FastGraphConv, 5, 3)
     graph = homogeneous()
     check_parity(
         layers, graph, features(graph, 5), device, fast_graph=restricted(layout), edge_weight=weights(graph)
@@ -133,19 +133,19 @@ def test_restricted_formats(layout, device):
 
 def test_no_edges(device):
     graph = dgl.graph(([], []), num_nodes=4)
-    layers = twin(FastGraphConv, 3, 2, allow_zero_in_degree=True)
+    layers = layer_pair(FastGraphConv, 3, 2, allow_zero_in_degree=True)
     check_parity(layers, graph, features(graph, 3), device, edge_weight=torch.zeros(0))
 
 
 def test_no_nodes(device):
-    fast, _ = twin(FastGraphConv, 3, 2)
+    fast, _ = layer_pair(FastGraphConv, 3, 2)
     out = fast.to(device)(dgl.graph(([], [])), torch.zeros(0, 3, device=device))
     assert out.shape == (0, 2)
 
 
 def test_two_weights():
     graph = homogeneous()
-    fast, _ = twin(FastGraphConv, 3, 2)
+    fast, _ = layer_pair(FastGraphConv, 3, 2)
     with pytest.raises(DGLError, match="External weight"):
         fast(graph, features(graph, 3), weight=torch.ones(3, 2))
 
@@ -158,7 +158,7 @@ def test_invalid_norm():
 @pytest.mark.parametrize("norm", NORMS)
 def test_float64(norm, device):
     graph = homogeneous()
-    fast, reference = twin(FastGraphConv, 5, 3, norm=norm)
+    fast, reference = layer_pair(FastGraphConv, 5, 3, norm=norm)
     feat = features(graph, 5, dtype=torch.float64)
     options = {"edge_weight": weights(graph, dtype=torch.float64)}
     check_parity((fast.double(), reference.double()), graph, feat, device, tolerance=1e-12, **options)
@@ -168,7 +168,7 @@ def test_float64(norm, device):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_half_precision(sizes, dtype, device):
     graph = homogeneous()
-    fast, reference = twin(FastGraphConv, *sizes)
+    fast, reference = layer_pair(FastGraphConv, *sizes)
     expected = reference(graph, features(graph, sizes[0]))
     found = fast.to(device, dtype)(graph, features(graph, sizes[0]).to(device, dtype))
     assert found.dtype == dtype
@@ -179,7 +179,7 @@ def test_half_precision(sizes, dtype, device):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_autocast(sizes, weighted, device):
     graph = homogeneous()
-    fast, reference = twin(FastGraphConv, *sizes)
+    fast, reference = layer_pair(FastGraphConv, *sizes)
     feat = features(graph, sizes[0])
     weight = weights(graph) if weighted else None
     expected = reference(graph, feat, edge_weight=weight)
@@ -198,7 +198,7 @@ def test_adjacency_in_place_of_the_graph(device):
     src, dst = graph.edges()
     adjacency = Adjacency.from_coo(dst, src, (30, 30)).to(device)
     check_parity(
-        twin(FastGraphConv, 5, 3),
+        layer_pair(FastGraphConv, 5, 3),
         graph,
         features(graph, 5),
         device,
@@ -209,7 +209,7 @@ def test_adjacency_in_place_of_the_graph(device):
 
 def test_adjacency_of_a_block(device):
     graph = block()
-    layers = twin(FastGraphConv, 3, 5)
+    layers = layer_pair(FastGraphConv, 3, 5)
     adjacency = fastsparse_dgl.prepare(graph, device)
     assert adjacency.shape == (12, graph.num_src_nodes())
     check_parity(layers, graph, features(graph, 3), device, fast_graph=adjacency)
@@ -287,7 +287,7 @@ def test_nan_edge_weight_propagates(device):
     graph = homogeneous()
     weight = weights(graph)
     weight[7] = float("nan")
-    fast, reference = twin(FastGraphConv, 4, 3)
+    fast, reference = layer_pair(FastGraphConv, 4, 3)
     expected = reference(graph, features(graph, 4), edge_weight=weight).isnan()
     found = fast.to(device)(graph, features(graph, 4).to(device), edge_weight=weight.to(device)).isnan()
     assert torch.equal(found.cpu(), expected)
@@ -351,7 +351,7 @@ def test_edge_weight_on_another_device():
 def test_bipartite_with_one_tensor(device):
     """Only the source features matter here, so DGL takes them alone."""
     graph = bipartite()
-    check_parity(twin(FastGraphConv, 4, 3, norm="left"), graph, features(graph, 4), device)
+    check_parity(layer_pair(FastGraphConv, 4, 3, norm="left"), graph, features(graph, 4), device)
 
 
 # ---------------------------------------------------------------- linear map and aggregation in one
@@ -375,7 +375,7 @@ def test_one_node_of_the_graph(sizes, activation, device):
 def test_external_weight_of_another_width(sizes, weight, device):
     """The bias broadcasts as DGL's does."""
     graph = homogeneous()
-    layers = twin(FastGraphConv, *sizes, weight=False)
+    layers = layer_pair(FastGraphConv, *sizes, weight=False)
     torch.nn.init.normal_(layers[1].bias)
     layers[0].load_state_dict(layers[1].state_dict())
     check_parity(layers, graph, features(graph, sizes[0]), device, weight=torch.randn(*weight))

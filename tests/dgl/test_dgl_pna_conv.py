@@ -13,8 +13,8 @@ from dgl_cases import (
     fastsparse_dgl,
     features,
     homogeneous,
+    layer_pair,
     outputs_and_gradients,
-    twin,
     weights,
 )
 
@@ -30,7 +30,7 @@ GRAPHS = {
 
 
 def layers(in_size=6, out_size=6, aggregators=AGGREGATORS, scalers=SCALERS, **options):
-    pair = twin(FastPNAConv, in_size, out_size, aggregators, scalers, 1.6, **options)
+    pair = layer_pair(FastPNAConv, in_size, out_size, aggregators, scalers, 1.6, **options)
     return tuple(layer.double() for layer in pair)
 
 

@@ -15,8 +15,8 @@ from dgl_cases import (
     fastsparse_dgl,
     features,
     homogeneous,
+    layer_pair,
     pair,
-    twin,
     weights,
 )
 
@@ -34,14 +34,14 @@ def test_parity(name, aggregator, sizes, weighted, device):
     graph = GRAPHS[name]()
     feat = features(graph, sizes[0]) if name in SINGLE else pair(graph, sizes[0], sizes[0])
     options = {} if weighted is None else {"edge_weight": weights(graph, *weighted)}
-    layers = twin(FastSAGEConv, *sizes, aggregator)
+    layers = layer_pair(FastSAGEConv, *sizes, aggregator)
     check_parity(layers, graph, feat, device, **options)
 
 
 @pytest.mark.parametrize("aggregator", ["mean", "pool"])
 @pytest.mark.parametrize("graph", [bipartite(17, 23), bipartite(23, 17), block()])
 def test_different_widths(aggregator, graph, device):
-    layers = twin(FastSAGEConv, (6, 3), 4, aggregator)
+    layers = layer_pair(FastSAGEConv, (6, 3), 4, aggregator)
     check_parity(layers, graph, pair(graph, 6, 3), device)
 
 
@@ -50,7 +50,7 @@ def test_different_widths(aggregator, graph, device):
 def test_pair_of_features_of_the_same_nodes(aggregator, sizes, device):
     """With "gcn" DGL keeps both under one name, and so aggregates the destinations' features."""
     graph = homogeneous()
-    layers = twin(FastSAGEConv, *sizes, aggregator)
+    layers = layer_pair(FastSAGEConv, *sizes, aggregator)
     check_parity(layers, graph, pair(graph, sizes[0], sizes[0]), device)
 
 
@@ -59,7 +59,7 @@ def test_pair_of_features_of_the_same_nodes(aggregator, sizes, device):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_bias_norm_and_activation(aggregator, bias, sizes, device):
     graph = homogeneous()
-    layers = twin(
+    layers = layer_pair(
         FastSAGEConv,
         *sizes,
         aggregator,
@@ -77,7 +77,7 @@ def test_bias_norm_and_activation(aggregator, bias, sizes, device):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_isolated_nodes(aggregator, sizes, device):
     graph = dgl.graph((torch.tensor([0, 3]), torch.tensor([1, 1])), num_nodes=5)
-    check_parity(twin(FastSAGEConv, *sizes, aggregator), graph, features(graph, sizes[0]), device)
+    check_parity(layer_pair(FastSAGEConv, *sizes, aggregator), graph, features(graph, sizes[0]), device)
 
 
 @pytest.mark.parametrize("aggregator", AGGREGATORS)
@@ -85,7 +85,7 @@ def test_isolated_nodes(aggregator, sizes, device):
 def test_no_edges(aggregator, sizes, device):
     """Only the node itself counts. (For pool, DGL adds a gradient to node 0 here, which is wrong.)"""
     graph = dgl.graph(([], []), num_nodes=4)
-    fast, reference = twin(FastSAGEConv, *sizes, aggregator)
+    fast, reference = layer_pair(FastSAGEConv, *sizes, aggregator)
     if aggregator != "pool":
         check_parity((fast, reference), graph, features(graph, sizes[0]), device)
         return
@@ -99,7 +99,7 @@ def test_no_edges(aggregator, sizes, device):
 @pytest.mark.parametrize("aggregator", AGGREGATORS)
 def test_dropout_draws_the_same_numbers(aggregator):
     graph = bipartite()
-    layers = twin(FastSAGEConv, 5, 3, aggregator, feat_drop=0.5)
+    layers = layer_pair(FastSAGEConv, 5, 3, aggregator, feat_drop=0.5)
     feat = pair(graph, 5, 5)
     found = []
     for layer in layers:
@@ -111,7 +111,7 @@ def test_dropout_draws_the_same_numbers(aggregator):
 
 def test_lstm_is_the_original_and_says_so(reasons):
     graph = homogeneous()
-    layers = twin(FastSAGEConv, 5, 3, "lstm")
+    layers = layer_pair(FastSAGEConv, 5, 3, "lstm")
     check_parity(layers, graph, features(graph, 5), "cpu")
     (record,) = reasons.records
     assert record.levelname == "WARNING"
@@ -123,7 +123,7 @@ def test_lstm_is_the_original_and_says_so(reasons):
 @pytest.mark.parametrize("aggregator", AGGREGATORS)
 @pytest.mark.parametrize("graph", [homogeneous(), block()])
 def test_adjacency_in_place_of_the_graph(aggregator, graph, device):
-    layers = twin(FastSAGEConv, 5, 3, aggregator)
+    layers = layer_pair(FastSAGEConv, 5, 3, aggregator)
     adjacency = fastsparse_dgl.prepare(graph, device)
     check_parity(layers, graph, features(graph, 5), device, fast_graph=adjacency, edge_weight=weights(graph))
 
@@ -131,7 +131,7 @@ def test_adjacency_in_place_of_the_graph(aggregator, graph, device):
 @pytest.mark.parametrize("aggregator", AGGREGATORS)
 def test_float64(aggregator, device):
     graph = homogeneous()
-    fast, reference = twin(FastSAGEConv, 5, 3, aggregator)
+    fast, reference = layer_pair(FastSAGEConv, 5, 3, aggregator)
     feat = features(graph, 5, dtype=torch.float64)
     check_parity((fast.double(), reference.double()), graph, feat, device, tolerance=1e-12)
 
@@ -141,7 +141,7 @@ def test_float64(aggregator, device):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_half_precision(aggregator, sizes, dtype, device):
     graph = homogeneous()
-    fast, reference = twin(FastSAGEConv, *sizes, aggregator)
+    fast, reference = layer_pair(FastSAGEConv, *sizes, aggregator)
     expected = reference(graph, features(graph, sizes[0]))
     found = fast.to(device, dtype)(graph, features(graph, sizes[0]).to(device, dtype))
     assert found.dtype == dtype
@@ -152,7 +152,7 @@ def test_half_precision(aggregator, sizes, dtype, device):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_autocast(aggregator, sizes, device):
     graph = homogeneous()
-    fast, reference = twin(FastSAGEConv, *sizes, aggregator)
+    fast, reference = layer_pair(FastSAGEConv, *sizes, aggregator)
     expected = reference(graph, features(graph, sizes[0]))
     leaf = features(graph, sizes[0]).to(device).requires_grad_()
     with torch.autocast(device, torch.bfloat16):
@@ -166,7 +166,7 @@ def test_autocast(aggregator, sizes, device):
 @pytest.mark.parametrize("graph", [homogeneous(), block()])
 def test_mean_is_one_step(graph, under, device):
     """One node of autograd's graph, under autocast too."""
-    fast, reference = twin(FastSAGEConv, 5, 5, "mean")
+    fast, reference = layer_pair(FastSAGEConv, 5, 5, "mean")
     feat = features(graph, 5)
     expected = reference(graph, feat)
     leaf = feat.to(device).requires_grad_()

@@ -359,5 +359,5 @@ def test_sampled_neighbours(device, conv, trims):
         rtol=2e-4 if device == "cpu" else 1e-3,
     )
     assert len(found.records) == 2  # seeds of an epoch's last batch are fewer
-    assert all(len(record.room.nodes[0]) == 3 for record in found.records)
+    assert all(len(record.capacity.nodes[0]) == 3 for record in found.records)
     assert all(record.held[0].sorted for record in found.records)

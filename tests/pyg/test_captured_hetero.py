@@ -146,7 +146,7 @@ def test_sampled_neighbours(device, model, trims):
         device, lambda: MODELS[model](data), loss, lambda: [batch for _ in range(3) for batch in loader]
     )
     assert found.records
-    assert all(len(record.room.nodes[0]) == 3 for record in found.records)
+    assert all(len(record.capacity.nodes[0]) == 3 for record in found.records)
     assert all(len(record.held[0].sorted) == 5 for record in found.records)
 
 

@@ -1,4 +1,4 @@
-"""How much Python of ours a warm call runs: a step of a small model takes as long as the host needs."""
+"""How much Python of ours a warm call runs: the host bounds steps of small models."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ DEG = torch.tensor([0, 3, 5, 9, 12, 4, 1])
 EXACT = {"tolerance": 1e-9}
 
 
-def twins(
+def layer_pair(
     in_channels: int = 6, out_channels: int = 8, *args, dtype: torch.dtype = torch.float64, **options
 ) -> tuple[PNAConv, FastPNAConv]:
     args = args or (AGGREGATORS, SCALERS)
@@ -45,7 +45,9 @@ def inputs(
 
 def check(device: str, width: int = 6, edge_dim: int | None = None, *args, **options) -> None:
     edge_index = random_graph(device=device)
-    reference, fast = (layer.to(device) for layer in twins(width, 8, *args, edge_dim=edge_dim, **options))
+    reference, fast = (
+        layer.to(device) for layer in layer_pair(width, 8, *args, edge_dim=edge_dim, **options)
+    )
     x, edges = inputs(edge_index, width, edge_dim)
     tensors = [x] if edges is None else [x, edges]
     same(reference, fast, lambda layer: layer(x, edge_index, edges), tensors, **EXACT)
@@ -90,7 +92,7 @@ def test_flow(flow, pre_layers, device, monkeypatch):
 def test_every_input_kind(kind, device, monkeypatch):
     no_original(monkeypatch)
     edge_index = simple_graph(device=device)
-    reference, fast = (layer.to(device) for layer in twins())
+    reference, fast = (layer.to(device) for layer in layer_pair())
     x, _ = inputs(edge_index)
     graph = as_kind(kind, edge_index, 40, 40)
     same_on([graph], edge_index, reference, fast, x, **EXACT)
@@ -102,7 +104,7 @@ def test_edge_features_of_an_adjacency(device, monkeypatch):
     adj = Adjacency.from_coo(edge_index[1], edge_index[0], (40, 40))
     x, edges = inputs(edge_index, 6, 3)
     for pre_layers in (1, 2):
-        reference, fast = (layer.to(device) for layer in twins(edge_dim=3, pre_layers=pre_layers))
+        reference, fast = (layer.to(device) for layer in layer_pair(edge_dim=3, pre_layers=pre_layers))
         same_on([adj], edge_index, reference, fast, x, edges, **EXACT)
 
 
@@ -112,8 +114,8 @@ def test_edge_features_of_an_adjacency(device, monkeypatch):
 def test_other_dtypes(dtype, tolerance, device):
     """Against the original in float64: in 16 bits its variance loses what ours keeps."""
     edge_index = random_graph(device=device)
-    reference, _ = (layer.to(device) for layer in twins(edge_dim=3))
-    _, fast = (layer.to(device) for layer in twins(edge_dim=3, dtype=dtype))
+    reference, _ = (layer.to(device) for layer in layer_pair(edge_dim=3))
+    _, fast = (layer.to(device) for layer in layer_pair(edge_dim=3, dtype=dtype))
     fast.load_state_dict(reference.state_dict())
     reference.load_state_dict(fast.state_dict())
     x, edges = (it.detach() for it in inputs(edge_index, 6, 3, dtype))
@@ -127,7 +129,7 @@ def test_nodes_without_edges_and_graphs_without(device, monkeypatch):
     no_original(monkeypatch)
     for edge_index in (torch.empty(2, 0, dtype=torch.long), torch.tensor([[0, 1], [1, 1]])):
         edge_index = edge_index.to(device)
-        reference, fast = (layer.to(device) for layer in twins(edge_dim=3))
+        reference, fast = (layer.to(device) for layer in layer_pair(edge_dim=3))
         x, edges = inputs(edge_index, 6, 3)
         same(reference, fast, lambda layer: layer(x, edge_index, edges), [x, edges], **EXACT)  # noqa: B023
 
@@ -135,7 +137,7 @@ def test_nodes_without_edges_and_graphs_without(device, monkeypatch):
 def test_what_has_no_kernel_runs_pygs_code(reasons):
     edge_index = random_graph()
     for aggregators in (["median", "mean"], ["mean", "mean"], ["softmax"]):
-        reference, fast = twins(6, 8, aggregators, SCALERS)
+        reference, fast = layer_pair(6, 8, aggregators, SCALERS)
         x, _ = inputs(edge_index)
         same(reference, fast, lambda layer: layer(x, edge_index), [x], **EXACT)  # noqa: B023
     assert "FastPNAConv falls back to PyG's implementation, which is slower: aggregators" in reasons.text
@@ -143,7 +145,7 @@ def test_what_has_no_kernel_runs_pygs_code(reasons):
 
 def test_hooks_are_called():
     edge_index = random_graph()
-    _, fast = twins()
+    _, fast = layer_pair()
     x, _ = inputs(edge_index)
     expected = fast(x, edge_index)
     seen = []
@@ -169,7 +171,7 @@ def test_accelerate_and_restore():
 
 def test_wrong_number_of_edge_features_is_named():
     edge_index = random_graph()
-    _, fast = twins(edge_dim=3)
+    _, fast = layer_pair(edge_dim=3)
     x, edges = inputs(edge_index, 6, 3)
     with pytest.raises(ValueError, match="edge_attr: expected one row per edge"):
         fast(x, edge_index, edges[1:])
@@ -177,7 +179,7 @@ def test_wrong_number_of_edge_features_is_named():
 
 def test_no_message_is_stored(device):
     edge_index = random_graph(num_edges=4000, device=device)
-    _, fast = (layer.to(device) for layer in twins(16, 16, edge_dim=3, dtype=torch.float32))
+    _, fast = (layer.to(device) for layer in layer_pair(16, 16, edge_dim=3, dtype=torch.float32))
     x, edges = inputs(edge_index, 16, 3, torch.float32)
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda it: sizes.append(it.numel()) or it, lambda it: it):

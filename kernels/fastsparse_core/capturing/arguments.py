@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsparse_core.capturing.padding import Room, Rows, Sizes
+from fastsparse_core.capturing.padding import Capacity, Rows, Sizes
 
 #: type -> what makes an `Argument` of an object of it; plugins add their own, the last one goes first.
 _makers: list[tuple[type, Callable[[Any], Argument | None]]] = []
@@ -41,11 +41,11 @@ class Argument:
         """Whether the object is known to be as it was when it was given, as tensors and graphs can tell."""
         return False
 
-    def hold(self, room: Room | None) -> Held:
+    def hold(self, capacity: Capacity | None) -> Held:
         """Memory for arguments like this one.
 
         Args:
-            room: for a batch that can be padded.
+            capacity: for a batch that can be padded.
         """
         return Held(self)
 
@@ -59,7 +59,7 @@ class Held:
     Attributes:
         value: what the step is given.
         rows: which rows are padding, where there is some.
-        greatest: see `Twins`.
+        greatest: see `MaskedFunctions`.
         sorted: see `StepRun`.
     """
 

@@ -19,7 +19,13 @@ from fastsparse_core import policy, recorded
 from fastsparse_core.capturing import graphs
 from fastsparse_core.capturing.forms import Call, Form, Record
 from fastsparse_core.capturing.gradients import GradientBuffers
-from fastsparse_core.capturing.journal import (
+from fastsparse_core.capturing.masked_functions import WithoutDropout
+from fastsparse_core.capturing.numbers import Number, Tracker
+from fastsparse_core.capturing.observe import Observed
+from fastsparse_core.capturing.optimizers import RecordedOptimizer
+from fastsparse_core.capturing.padding import Capacity, capacity_for
+from fastsparse_core.capturing.refused import Refused, reason_of
+from fastsparse_core.capturing.rollback import (
     State,
     Trial,
     difference,
@@ -28,12 +34,6 @@ from fastsparse_core.capturing.journal import (
     set_modes,
     undone_if_it_fails,
 )
-from fastsparse_core.capturing.numbers import Number, Tracker
-from fastsparse_core.capturing.observe import Observed
-from fastsparse_core.capturing.optimizers import RecordedOptimizer
-from fastsparse_core.capturing.padding import Room, room_for
-from fastsparse_core.capturing.refused import Refused, reason_of
-from fastsparse_core.capturing.twins import WithoutDropout
 from fastsparse_core.log import warn_once
 
 logger = logging.getLogger("fastsparse_core")
@@ -327,11 +327,11 @@ class Captured:
             for item in self.observed.optimizers
             if id(item) not in prepared
         ]
-        room = None if call.sizes is None else room_for(form.seen)
+        capacity = None if call.sizes is None else capacity_for(form.seen)
         try:
             if any(form.varies):
-                self._compare(form, call, room)
-            made = Record(call, form.varies, room)
+                self._compare(form, call, capacity)
+            made = Record(call, form.varies, capacity)
             made.write(call)
             self._on_trial(lambda: made.run(self.step, self.observed, self._defers), call)
         except Refused:
@@ -341,14 +341,14 @@ class Captured:
         form.records.insert(0, made)
         return made
 
-    def _compare(self, form: Form, call: Call, room: Room | None) -> None:
+    def _compare(self, form: Form, call: Call, capacity: Capacity | None) -> None:
         """Runs the step on a batch as it is and with much padding; undoes both.
 
         Raises:
             Refused: they differ.
         """
         device = self._device(call)
-        wide = None if room is None else room.doubled()
+        wide = None if capacity is None else capacity.doubled()
         trial = Record(call, form.varies, wide)
         trial.write(call)
 

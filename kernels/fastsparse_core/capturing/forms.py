@@ -15,11 +15,11 @@ from fastsparse_core.capturing.arguments import Constant, Held, argument_of
 from fastsparse_core.capturing.constants import Answers, Carried
 from fastsparse_core.capturing.device_reads import DeviceReads
 from fastsparse_core.capturing.fresh_adjacency import FreshAdjacency
+from fastsparse_core.capturing.masked_functions import MaskedFunctions
 from fastsparse_core.capturing.numbers import reading
 from fastsparse_core.capturing.observe import Observed
-from fastsparse_core.capturing.padding import Room, Sizes
+from fastsparse_core.capturing.padding import Capacity, Sizes
 from fastsparse_core.capturing.refused import Refused
-from fastsparse_core.capturing.twins import Twins
 
 #: What plugins put around every run of the form that is recorded: functions of what is held.
 surroundings: list[Callable[[list[Held]], Any]] = []
@@ -106,7 +106,7 @@ class Record:
     Args:
         call: one that fits.
         varies: see `Form`.
-        room: for a batch.
+        capacity: for a batch.
 
     Attributes:
         prepared: how often it ran.
@@ -117,10 +117,10 @@ class Record:
         difference: relative, of its first replay from a run, on trial.
     """
 
-    def __init__(self, call: Call, varies: list[bool], room: Room | None) -> None:
-        self.room = room
+    def __init__(self, call: Call, varies: list[bool], capacity: Capacity | None) -> None:
+        self.capacity = capacity
         self.held = [
-            argument.hold(room) if changes else Constant(argument)
+            argument.hold(capacity) if changes else Constant(argument)
             for argument, changes in zip(call.arguments, varies, strict=True)
         ]
         self._names = call.names
@@ -151,7 +151,7 @@ class Record:
 
     def fits(self, call: Call) -> bool:
         """Whether there is room for the call's batch."""
-        return self.room is None or call.sizes is None or self.room.holds(call.sizes)
+        return self.capacity is None or call.sizes is None or self.capacity.holds(call.sizes)
 
     def write(self, call: Call) -> None:
         """Copies the call's arguments to where the step reads them."""
@@ -161,10 +161,10 @@ class Record:
 
     def trimmed(self, result: Any, call: Call) -> Any:
         """A result without rows of padding."""
-        room, sizes = self.room, call.sizes
-        if room is None or sizes is None:
+        capacity, sizes = self.capacity, call.sizes
+        if capacity is None or sizes is None:
             return result
-        return tree_map(lambda item: room.cut(item, sizes) if isinstance(item, Tensor) else item, result)
+        return tree_map(lambda item: capacity.cut(item, sizes) if isinstance(item, Tensor) else item, result)
 
     def run(self, step: Callable[..., Any], observed: Observed, defers: bool = False) -> Any:
         """Runs a step on what is held, in the form that is recorded.
@@ -179,13 +179,13 @@ class Record:
         rows = [of_kind for held in self.held for of_kind in held.rows]
         reads = DeviceReads(observed.origins(), self.answers, observed.supports, defers)
         self.carried.begin_run()
-        twins = Twins(rows, greatest, observed.masks, reads, self.carried)
+        mode = MaskedFunctions(rows, greatest, observed.masks, reads, self.carried)
         with ExitStack() as stack:
             self.execution = recorded.StepRun(
-                has_padding=self.room is not None,
+                has_padding=self.capacity is not None,
                 of_edges=FreshAdjacency.of_edges,
                 sorted_rows={place for held in self.held for place in held.sorted},
-                greatest_of=twins.greatest_of,
+                greatest_of=mode.greatest_of,
             )
             stack.enter_context(recorded.running(self.execution))
             for surrounding in surroundings:
@@ -193,5 +193,5 @@ class Record:
             if defers:
                 stack.enter_context(observed.callers.patched())
                 stack.enter_context(reading(reads))
-            stack.enter_context(twins)
+            stack.enter_context(mode)
             return step(*args, **kwargs)

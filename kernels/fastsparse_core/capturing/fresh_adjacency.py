@@ -92,8 +92,8 @@ class FreshAdjacency(Adjacency):
         """
         if duplicates != "keep":
             raise RuntimeError(f"a recorded step cannot merge edges (duplicates={duplicates!r})")
-        run.check_room(row, shape[0])
-        run.check_room(col, shape[1])
+        run.check_capacity(row, shape[0])
+        run.check_capacity(col, shape[1])
         num_given = row.numel()
         loop_edge: Tensor | tuple[()] | None = None
         if self_loops != "keep":

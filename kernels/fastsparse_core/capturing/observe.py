@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from fastsparse_core.capturing.constants import Origins, Persistent
+from fastsparse_core.capturing.masked_functions import Masks, is_mask
 from fastsparse_core.capturing.numbers import Callers, Tracker, reading
-from fastsparse_core.capturing.twins import Masks, is_mask
 from fastsparse_core.log import current_line, is_of_user
 
 _LOW = (torch.float16, torch.bfloat16)

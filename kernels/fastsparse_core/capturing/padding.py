@@ -2,7 +2,7 @@
 
 Padding is a graph of its own: nodes that copy the batch's first one, with edges among themselves. So
 whatever a layer does per node, edge or graph has a meaning there too, and reaches nothing else. What mixes
-all rows has a twin that leaves them out (`twins`).
+all rows has a masked version that leaves them out (`masked_functions`).
 
 Of sampled neighbours every hop is padded by itself, so that layers may leave hops out, as PyG's
 ``trim_to_layer`` does. Rows of two seeds and three neighbours, with room for four and five:
@@ -27,7 +27,7 @@ from fastsparse_core.device import place_of
 
 #: Hops of a batch that are padded by themselves, at most; as in kernels/include/fastsparse/place_batch.h.
 MOST_HOPS = 16
-#: Room beyond the greatest size seen, as a share of it; where sizes vary by more, as much as they vary.
+#: Capacity beyond the greatest size seen, as a share of it; where sizes vary by more, as much as they vary.
 ROOM = 1 / 64
 #: Entries of padding for each of its nodes, about, as far as sizes seen tell: a row is not cut.
 _EDGES_PER_NODE = 8
@@ -57,7 +57,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Room(Sizes):
+class Capacity(Sizes):
     """How many nodes and edges there is room for. No two sums of the first hops are equal, and all are odd.
 
     Attributes:
@@ -71,20 +71,20 @@ class Room(Sizes):
         """Whether a batch of those sizes fits."""
         spare = self.spare + tuple((0,) * len(hops) for hops in self.edges)
         return all(
-            count + least <= room
-            for counts, leasts, rooms in zip(sizes.kinds, spare, self.kinds, strict=True)
-            for count, least, room in zip(counts, leasts, rooms, strict=True)
+            count + least <= capacity
+            for counts, leasts, capacities in zip(sizes.kinds, spare, self.kinds, strict=True)
+            for count, least, capacity in zip(counts, leasts, capacities, strict=True)
         )
 
-    def doubled(self) -> Room:
-        """Much more room."""
+    def doubled(self) -> Capacity:
+        """Much more capacity."""
         nodes, edges = ([[2 * size for size in hops] for hops in kind] for kind in (self.nodes, self.edges))
-        return _room(nodes, edges, self.ends, self.nodes)
+        return _capacity(nodes, edges, self.ends, self.nodes)
 
     def cut(self, tensor: Tensor, sizes: Sizes) -> Tensor:
         """The batch's rows of a tensor with rows of padding."""
-        for rooms, counts in zip(self.kinds, sizes.kinds, strict=True):
-            ends = list(itertools.accumulate(rooms))
+        for capacities, counts in zip(self.kinds, sizes.kinds, strict=True):
+            ends = list(itertools.accumulate(capacities))
             if tensor.dim() and tensor.size(0) in ends:
                 hops = ends.index(tensor.size(0)) + 1
                 starts = [0, *ends][:hops]
@@ -93,8 +93,8 @@ class Room(Sizes):
         return tensor
 
 
-def room_for(seen: Sequence[Sizes]) -> Room:
-    """Room for batches like those seen, and somewhat larger ones."""
+def capacity_for(seen: Sequence[Sizes]) -> Capacity:
+    """Capacity for batches like those seen, and somewhat larger ones."""
     nodes = _columns([sizes.nodes for sizes in seen])
     edges = _columns([sizes.edges for sizes in seen])
     ends = seen[-1].ends
@@ -109,15 +109,15 @@ def room_for(seen: Sequence[Sizes]) -> Room:
                 if target == kind:
                     around[hop].append(more // _EDGES_PER_NODE)
         spare.append(tuple(map(max, around)))
-    rooms = [
+    capacities = [
         [max(column) + _more(column) + least for column, least in zip(hops, of_kind, strict=True)]
         for hops, of_kind in zip(nodes, spare, strict=True)
     ]
-    more_rooms = [
+    more_capacities = [
         [max(column) + more for column, more in zip(hops, mores, strict=True)]
         for hops, mores in zip(edges, more_edges, strict=True)
     ]
-    return _room(rooms, more_rooms, ends, tuple(spare))
+    return _capacity(capacities, more_capacities, ends, tuple(spare))
 
 
 def _columns(kinds: Sequence[tuple[tuple[int, ...], ...]]) -> list[list[tuple[int, ...]]]:
@@ -129,26 +129,26 @@ def _more(column: Sequence[int]) -> int:
     return max(max(column) - min(column), int(max(column) * ROOM))
 
 
-def _room(
+def _capacity(
     nodes: Sequence[Sequence[int]],
     edges: Sequence[Sequence[int]],
     ends: tuple[tuple[int, int], ...],
     spare: tuple[tuple[int, ...], ...],
-) -> Room:
-    """Room of at least those sizes: rows of all kinds are told apart by their number."""
+) -> Capacity:
+    """Capacity of at least those sizes: rows of all kinds are told apart by their number."""
     sums: set[int] = set()
     made: list[tuple[int, ...]] = []
     for sizes in (*nodes, *edges):
-        rooms: list[int] = []
+        capacities: list[int] = []
         for size in sizes:
-            total = sum(rooms) + size
+            total = sum(capacities) + size
             total += 1 - total % 2
             while total in sums:
                 total += 2
             sums.add(total)
-            rooms.append(total - sum(rooms))
-        made.append(tuple(rooms))
-    return Room(tuple(made[: len(nodes)]), tuple(made[len(nodes) :]), ends, spare)
+            capacities.append(total - sum(capacities))
+        made.append(tuple(capacities))
+    return Capacity(tuple(made[: len(nodes)]), tuple(made[len(nodes) :]), ends, spare)
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,12 @@ class Rows:
     """Which rows of tensors with so many rows are the batch's.
 
     Attributes:
-        room: number of rows.
-        mask: bool (room,).
+        capacity: number of rows.
+        mask: bool (capacity,).
         count: how many are the batch's, float32 ().
     """
 
-    room: int
+    capacity: int
     mask: Tensor
     count: Tensor
 
@@ -170,7 +170,7 @@ class Places:
     """Where the rows of a batch are in memory with room for more.
 
     Args:
-        room: number of rows, by hop.
+        capacity: number of rows, by hop.
         device: of the tensors.
 
     Attributes:
@@ -180,10 +180,10 @@ class Places:
         rows: those of the first hop, of the first two, ...
     """
 
-    def __init__(self, room: Sequence[int], device: torch.device) -> None:
-        self.starts = [0, *itertools.accumulate(room)]
+    def __init__(self, capacity: Sequence[int], device: torch.device) -> None:
+        self.starts = [0, *itertools.accumulate(capacity)]
         self.mask = torch.zeros(self.starts[-1], dtype=torch.bool, device=device)
-        self.ends = torch.zeros(len(room), device=device)
+        self.ends = torch.zeros(len(capacity), device=device)
         self.rows = [
             Rows(end, self.mask[:end], count) for end, count in zip(self.starts[1:], self.ends, strict=True)
         ]
@@ -193,7 +193,7 @@ class BatchPlaces:
     """Where the nodes and edges of a batch are.
 
     Args:
-        room: for them.
+        capacity: for them.
         device: of the tensors.
 
     Attributes:
@@ -202,11 +202,11 @@ class BatchPlaces:
         edges: places of the edges of every type.
     """
 
-    def __init__(self, room: Room, device: torch.device) -> None:
-        self.room = room
-        self.nodes = [Places(hops, device) for hops in room.nodes]
-        self.edges = [Places(hops, device) for hops in room.edges]
-        self._padding = [self._edges_of_padding(nth).to(device) for nth in range(len(room.edges))]
+    def __init__(self, capacity: Capacity, device: torch.device) -> None:
+        self.capacity = capacity
+        self.nodes = [Places(hops, device) for hops in capacity.nodes]
+        self.edges = [Places(hops, device) for hops in capacity.edges]
+        self._padding = [self._edges_of_padding(nth).to(device) for nth in range(len(capacity.edges))]
         self.device = device
 
     @property
@@ -241,7 +241,7 @@ class BatchPlaces:
         place = place_of(self.device)
         for nth in range(max(len(nodes), len(edges))):
             has_nodes, has_edges = nth < len(nodes), nth < len(edges)
-            source, target = self.room.ends[nth] if has_edges else (0, 0)
+            source, target = self.capacity.ends[nth] if has_edges else (0, 0)
             to, ends = edges[nth] if has_edges else (None, None)
             own = [self.nodes[nth] if has_nodes else None, self.edges[nth] if has_edges else None]
             _C.place_batch(
@@ -273,12 +273,12 @@ class BatchPlaces:
 
         Destinations ascend in every hop; no edge is a loop.
         """
-        room = self.room
-        source, target = room.ends[nth]
+        capacity = self.capacity
+        source, target = capacity.ends[nth]
         hops = []
-        for hop, size in enumerate(room.edges[nth]):
-            behind = min(hop + 1, len(room.nodes[source]) - 1)
-            spare_sources, spare = room.spare[source][behind], room.spare[target][hop]
+        for hop, size in enumerate(capacity.edges[nth]):
+            behind = min(hop + 1, len(capacity.nodes[source]) - 1)
+            spare_sources, spare = capacity.spare[source][behind], capacity.spare[target][hop]
             nth_edge = torch.arange(size)
             # Padding takes the last places: so they are spread, and not the first.
             span = min(size, 2 * _EDGES_PER_NODE * spare)

@@ -32,14 +32,14 @@ class IndexSort:
     Attributes:
         rowptr: int64 (num_segments + 1,), the range of entries of every segment.
         order: int32 (num_rows,), position of every sorted entry in the index; what is no segment comes last.
-        room: work list of the segments, but with room for all slices and cut segments that there can be.
+        workspace: work list of the segments, but with room for all slices and cut segments that there can be.
         facts_address: where the device knows how many there are.
     """
 
     def __init__(
-        self, rowptr: Tensor, order: Tensor, room: RowSplit, facts: Tensor, sort: _C.SegmentSort
+        self, rowptr: Tensor, order: Tensor, workspace: RowSplit, facts: Tensor, sort: _C.SegmentSort
     ) -> None:
-        self.rowptr, self.order, self.room = rowptr, order, room
+        self.rowptr, self.order, self.workspace = rowptr, order, workspace
         self.facts_address = facts.data_ptr()
         self._facts, self._sort = facts, sort
 
@@ -47,9 +47,12 @@ class IndexSort:
         """Waits for the device, but not for what was launched after the sort."""
         num_cut, num_slots, descends, num_entries = self._sort.facts()
         num_slices = self.rowptr.numel() - 1 - num_cut + num_slots
-        room = self.room
+        workspace = self.workspace
         split = RowSplit(
-            room.slices[:num_slices], room.split_row[:num_cut], room.split_ptr[: num_cut + 1], num_slots
+            workspace.slices[:num_slices],
+            workspace.split_row[:num_cut],
+            workspace.split_ptr[: num_cut + 1],
+            num_slots,
         )
         return SortedIndex(split, descends, num_entries)
 
@@ -92,5 +95,5 @@ def sort_index(index: Tensor, num_segments: int, longest: int) -> IndexSort:
         queue(where),
     )
     # A segment of n > longest entries has fewer than 2 n / longest slices.
-    room = RowSplit(slices, split_row, split_ptr, 2 * most_cut)
-    return IndexSort(rowptr, order, room, facts, sort)
+    workspace = RowSplit(slices, split_row, split_ptr, 2 * most_cut)
+    return IndexSort(rowptr, order, workspace, facts, sort)

@@ -82,8 +82,8 @@ def inspect_indices(row: Tensor, col: Tensor, *, square: bool) -> IndexFacts:
     if num_edges == 0:
         return IndexFacts(0, 0, 0)
     # Of no rows the kernel writes one pointer, here behind the facts.
-    room = torch.empty(NUM_FACTS + 1, dtype=torch.int64, device=row.device) if index >= 0 else None
-    facts = 0 if room is None else room.data_ptr()
+    workspace = torch.empty(NUM_FACTS + 1, dtype=torch.int64, device=row.device) if index >= 0 else None
+    facts = 0 if workspace is None else workspace.data_ptr()
     words = _C.inspect(
         row,
         col,
@@ -151,8 +151,8 @@ def _inspect(
     index = device_index(device)
     # Two words for every row's slice, and behind them room for the facts.
     rows = num_rows + (NUM_FACTS + 1) // 2
-    room = torch.empty(rows, 2, dtype=torch.int64, device=device) if index >= 0 else None
-    slices = 0 if room is None else room.data_ptr()
+    workspace = torch.empty(rows, 2, dtype=torch.int64, device=device) if index >= 0 else None
+    slices = 0 if workspace is None else workspace.data_ptr()
     words = _C.inspect(
         row,
         col,
@@ -170,7 +170,7 @@ def _inspect(
         index,
         queue(index),
     )
-    split = unsplit_rows(room, num_rows) if room is not None and words[9] <= longest else None
+    split = unsplit_rows(workspace, num_rows) if workspace is not None and words[9] <= longest else None
     return _found(words, rowptr, col_out, inv_degree, split)
 
 
@@ -195,10 +195,10 @@ def sort_edges(row: Tensor, col: Tensor, shape: tuple[int, int], longest: int) -
     order = torch.empty(num_edges, dtype=torch.int32, device=device)
     inv_degree, inv_sqrt_degree = _empty_for_autograd(num_rows, device), _empty_for_autograd(num_rows, device)
     check_content("edges", row, col, rowptr)
-    index, room = device_index(device), None
+    index, workspace = device_index(device), None
     if index >= 0:
-        size, split_ptr, split_row = _C.sort_room(num_edges, num_rows, longest)
-        room = torch.empty(-(-size // 16), 2, dtype=torch.int64, device=device)
+        size, split_ptr, split_row = _C.sort_workspace(num_edges, num_rows, longest)
+        workspace = torch.empty(-(-size // 16), 2, dtype=torch.int64, device=device)
     words = _C.sort_edges(
         row,
         col,
@@ -211,17 +211,17 @@ def sort_edges(row: Tensor, col: Tensor, shape: tuple[int, int], longest: int) -
         order,
         inv_degree,
         inv_sqrt_degree,
-        room,
+        workspace,
         index,
         queue(index),
     )
     split = None
-    if room is not None:
-        split = unsplit_rows(room, num_rows)
+    if workspace is not None:
+        split = unsplit_rows(workspace, num_rows)
         if words[_NUM_SLOTS]:
-            flat, cut = room.view(-1), words[_NUM_SPLIT_ROWS]
+            flat, cut = workspace.view(-1), words[_NUM_SPLIT_ROWS]
             split = RowSplit(
-                room[: words[_NUM_SLICES]],
+                workspace[: words[_NUM_SLICES]],
                 flat.view(torch.int32)[split_row // 4 :][:cut],
                 flat[split_ptr // 8 :][: cut + 1],
                 words[_NUM_SLOTS],

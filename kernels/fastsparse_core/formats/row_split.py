@@ -118,38 +118,42 @@ def addresses_of(split: RowSplit | None) -> tuple[int, int, int, int, int]:
     )
 
 
-def unsplit_rows(room: Tensor, num_rows: int | None = None) -> RowSplit:
+def unsplit_rows(workspace: Tensor, num_rows: int | None = None) -> RowSplit:
     """The work list of rows that no slice cuts.
 
     Args:
-        room: int64, (num_rows, 2) or more: the slices in row order, and perhaps something behind them.
-        num_rows: number of slices; None: all of ``room``.
+        workspace: int64, (num_rows, 2) or more: the slices in row order, and perhaps something behind them.
+        num_rows: number of slices; None: all of ``workspace``.
     """
-    none, start = _no_split_rows(room.device)
+    none, start = _no_split_rows(workspace.device)
     if num_rows is None:
-        return RowSplit(room, none, start, 0)
-    return _UnsplitRows(room, none, start, 0, num_rows)
+        return RowSplit(workspace, none, start, 0)
+    return _UnsplitRows(workspace, none, start, 0, num_rows)
 
 
 class _UnsplitRows(RowSplit):
     """Slices at the beginning of a tensor, which a view is made of only where somebody asks for it."""
 
     def __init__(
-        self, room: Tensor, split_row: Tensor, split_ptr: Tensor, num_slots: int, num_rows: int
+        self, workspace: Tensor, split_row: Tensor, split_ptr: Tensor, num_slots: int, num_rows: int
     ) -> None:
         self.__dict__.update(
-            _room=room, _num_rows=num_rows, split_row=split_row, split_ptr=split_ptr, num_slots=num_slots
+            _workspace=workspace,
+            _num_rows=num_rows,
+            split_row=split_row,
+            split_ptr=split_ptr,
+            num_slots=num_slots,
         )
 
     @functools.cached_property
     def slices(self) -> Tensor:
         """As of `RowSplit`."""
-        room: Tensor = self.__dict__["_room"]
-        return room[: self.__dict__["_num_rows"]]
+        workspace: Tensor = self.__dict__["_workspace"]
+        return workspace[: self.__dict__["_num_rows"]]
 
     def place(self) -> tuple[int, int]:
         """As of `RowSplit`."""
-        return self.__dict__["_room"].data_ptr(), self.__dict__["_num_rows"]
+        return self.__dict__["_workspace"].data_ptr(), self.__dict__["_num_rows"]
 
 
 @functools.cache

@@ -98,7 +98,7 @@ class _Additive(Score):
     def has_kernel(
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
     ) -> bool:
-        return not (adj.col.is_cuda and _gat_attention_csr.obstacle(dtype, widths[0], heads))
+        return not (adj.col.is_cuda and _gat_attention_csr.unsupported_reason(dtype, widths[0], heads))
 
     @staticmethod
     def forward(call: LayerCall, joint: Tensor, vectors: Tensors) -> Result:
@@ -134,7 +134,9 @@ class _Gatv2(Score):
     def has_kernel(
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
     ) -> bool:
-        return not (adj.col.is_cuda and _gat_attention_csr.gatv2_obstacle(dtype, widths[0], scale, heads))
+        return not (
+            adj.col.is_cuda and _gat_attention_csr.gatv2_unsupported_reason(dtype, widths[0], scale, heads)
+        )
 
     @staticmethod
     def forward(call: LayerCall, joint: Tensor, vectors: Tensors) -> Result:
@@ -186,7 +188,7 @@ class _DotProduct(Score):
         if adj.col.is_cuda:
             # Heads that loads of 16 bytes do not take are padded by the operator.
             is_whole = widths[0] // heads * dtype.itemsize % 16 == 0
-            return is_whole and not _dot_product.csr_obstacle_of(adj, dtype, widths[0], heads)
+            return is_whole and not _dot_product.csr_unsupported_reason_of(adj, dtype, widths[0], heads)
         return algorithm in ("auto", "fused3s")
 
     @staticmethod

@@ -18,7 +18,7 @@ from fastsparse_core.ops._attention_unfused import Edges
 from fastsparse_core.ops._autocast import CAST, autocast_dtype, product_in, version_of, without_autocast
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
 from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
-from fastsparse_core.ops._edge_values import edge_room, empty_values
+from fastsparse_core.ops._edge_values import edge_workspace, empty_values
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._kept_results import unfused_gradients
 from fastsparse_core.ops._operands import unit_stride
@@ -361,7 +361,7 @@ def _differentiate_at_once(
     edge_attr, edge_weight = edges or (None, None)
     work = grad_edge = grad_weight = None
     if edges is not None:
-        work = edge_room(call.adj, call.adj.num_values, call.heads, 2, dtype=precise)
+        work = edge_workspace(call.adj, call.adj.num_values, call.heads, 2, dtype=precise)
         grad_edge = empty_values(call.adj, edges[0]) if edges_wanted[0] else None
         grad_weight = edges[1].new_empty(edges[1].shape) if edges_wanted[1] else None
     assert call.plan is not None

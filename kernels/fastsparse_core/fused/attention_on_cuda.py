@@ -208,7 +208,7 @@ def attend(
         numbers += (num_nodes * width * joint.itemsize + 3) // 4
     state = joint.new_empty(numbers, dtype=torch.float32)
     address = state.data_ptr()
-    room = joint.new_empty(plan.scratch, dtype=torch.float32) if plan.scratch else None
+    workspace = joint.new_empty(plan.scratch, dtype=torch.float32) if plan.scratch else None
     plan.forward(
         joint,
         first,
@@ -218,7 +218,7 @@ def attend(
         result if in_place else address + 4 * plan.state,
         result,
         address,
-        room,
+        workspace,
         call.dropout_p,
         0 if call.seed is None else int(call.seed),
         plan.on_blocks and policy.allows_tf32(),
@@ -257,14 +257,14 @@ def differentiate(
         if len(widths) > 1:
             biases = biases[0].unsafe_split_with_sizes(widths)
     first_of_map = 0 if bias_dtype is None else 1
-    room = joint.new_empty(plan.scratch, dtype=torch.float32)
+    workspace = joint.new_empty(plan.scratch, dtype=torch.float32)
     plan.backward(
         joint,
         first,
         second,
         address + 4 * plan.state if out is None else out,
         address,
-        room,
+        workspace,
         grad,
         grad_joint,
         found[0] if found else None,

@@ -78,7 +78,7 @@ def relational_attention(
         )
         or not is_plain_eager(x)
         or policy.requested("attention", "auto") == "unfused"
-        or (x.is_cuda and _gat_attention_csr.obstacle(x.dtype, *query.shape))
+        or (x.is_cuda and _gat_attention_csr.unsupported_reason(x.dtype, *query.shape))
         or drawn_by_replays(dropout_p)
     ):
         return None

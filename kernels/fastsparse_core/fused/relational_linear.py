@@ -1,8 +1,7 @@
 """Aggregation by relation and the relations' linear maps (RGCN) as one node of autograd's graph.
 
 With a row for every pair of a destination and a relation, those of a destination beside each other, one
-product adds up the relations. Pairs without edges have rows too: for small graphs, whose steps take as long
-as the host needs for them.
+product adds up the relations. Pairs without edges have rows too, so this serves small graphs only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Weighted sum over neighbours and the linear maps of GraphConv as one node of autograd's graph.
 
-A step on a small graph takes as long as the host needs for it: separate operators have six nodes.
+Separate operators have six nodes, which steps on small graphs would wait for.
 """
 
 from __future__ import annotations

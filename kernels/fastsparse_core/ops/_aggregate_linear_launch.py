@@ -140,8 +140,8 @@ def gradients_of_parameters(
     tiles = -(-width // _TILE) * -(-out_width // _TILE)
     num_slabs = min(-(-num_rows // _SLAB_ROWS), _MOST_SLABS // tiles)
     of_weights = num_slabs * 2 * out_width * width
-    room = grad.new_empty(of_weights + num_slabs * out_width if needs_bias else of_weights)
-    parts, index = room.data_ptr(), device_index(grad.device)
+    workspace = grad.new_empty(of_weights + num_slabs * out_width if needs_bias else of_weights)
+    parts, index = workspace.data_ptr(), device_index(grad.device)
     _C.aggregate_linear_backward(
         num_rows,
         grad,

@@ -24,7 +24,7 @@ MAX_WIDTH = 128 * 65_535
 _PIECE = 16
 
 
-def obstacle(adj: Adjacency, dtype: torch.dtype, widths: Iterable[int], heads: int) -> str:
+def unsupported_reason(adj: Adjacency, dtype: torch.dtype, widths: Iterable[int], heads: int) -> str:
     """Why the kernels cannot serve a call or its backward pass, "" if they can.
 
     Args:
@@ -68,7 +68,7 @@ def forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor]:
 
     Args:
         adj: structure (num_dst, num_src) on a CUDA device.
-        call: of float32, float16 or bfloat16 features, where there is no :func:`obstacle`.
+        call: of float32, float16 or bfloat16 features, where there is no :func:`unsupported_reason`.
 
     Returns:
         Output (num_dst, heads * Dv) in the dtype of ``v``, and for the backward pass the log-sum-exp of the

@@ -11,7 +11,7 @@ from fastsparse_core import _C
 from fastsparse_core.device import queue
 from fastsparse_core.ops._attention_call import GATV2, Call
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
-from fastsparse_core.ops._edge_values import edge_room, empty_values
+from fastsparse_core.ops._edge_values import edge_workspace, empty_values
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
@@ -93,7 +93,7 @@ def backward(
     grad_att = None if att is None else att.new_empty(att.shape)
     work = None
     if edge is not None or bias is not None:
-        work = edge_room(adj, adj.num_values, heads, 2, dtype=lse.dtype)
+        work = edge_workspace(adj, adj.num_values, heads, 2, dtype=lse.dtype)
     grad_edge = empty_values(adj, edge) if edge is not None and edge_wanted else None
     grad_weight = weight.new_empty(weight.shape) if weight is not None and weight_wanted else None
     _C.attention_csr_backward(

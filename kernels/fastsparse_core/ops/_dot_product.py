@@ -12,7 +12,7 @@ from fastsparse_core.ops._facts import facts_of, follow
 from fastsparse_core.structure.adjacency import Adjacency
 
 
-def csr_obstacle(adj: Adjacency, q: Tensor, v: Tensor, heads: int) -> str:
+def csr_unsupported_reason(adj: Adjacency, q: Tensor, v: Tensor, heads: int) -> str:
     """Why the CSR kernels on CUDA cannot serve this call or its backward pass, "" if they can.
 
     Args:
@@ -23,14 +23,14 @@ def csr_obstacle(adj: Adjacency, q: Tensor, v: Tensor, heads: int) -> str:
     """
     if q.size(1) != v.size(1):
         return f"values of {v.size(1)} features, queries of {q.size(1)}"
-    return csr_obstacle_of(adj, v.dtype, v.size(1), heads)
+    return csr_unsupported_reason_of(adj, v.dtype, v.size(1), heads)
 
 
-def csr_obstacle_of(adj: Adjacency, dtype: torch.dtype, width: int, heads: int) -> str:
-    """:func:`csr_obstacle` of features of a dtype and a width, that of all heads."""
+def csr_unsupported_reason_of(adj: Adjacency, dtype: torch.dtype, width: int, heads: int) -> str:
+    """:func:`csr_unsupported_reason` of features of a dtype and a width, that of all heads."""
     if adj.num_values >= 2**32:
         return f"{adj.num_values} values, 2^32 or more"
-    return _gat_attention_csr.obstacle(dtype, width, heads)
+    return _gat_attention_csr.unsupported_reason(dtype, width, heads)
 
 
 def kernel(
@@ -51,8 +51,8 @@ def kernel(
         return algorithm
     if v.device.type != "cuda":  # where one kernel, from CSR, has either name
         return "fused3s"
-    no_csr = csr_obstacle(adj, q, v, heads)
-    no_blocks = _attention_bsb.obstacle(adj, v.dtype, (q.size(1), k.size(1), v.size(1)), heads)
+    no_csr = csr_unsupported_reason(adj, q, v, heads)
+    no_blocks = _attention_bsb.unsupported_reason(adj, v.dtype, (q.size(1), k.size(1), v.size(1)), heads)
     if torch.compiler.is_compiling():
         # A trace does not count: it would be made anew for every number. The operator builds the blocks.
         facts = policy.Facts(True, *adj.shape, adj.num_edges, converted=True)
@@ -75,8 +75,8 @@ def choice_on_cuda(
         algorithm: as the caller asked, not ``"unfused"``.
         backward: whether gradients are wanted.
     """
-    no_blocks = _attention_bsb.obstacle(adj, dtype, (width,), heads)
-    no_csr = csr_obstacle_of(adj, dtype, width, heads)
+    no_blocks = _attention_bsb.unsupported_reason(adj, dtype, (width,), heads)
+    no_csr = csr_unsupported_reason_of(adj, dtype, width, heads)
     return _choice(adj, algorithm, no_blocks, no_csr, backward=backward)
 
 
@@ -97,7 +97,7 @@ def csr(
     of_call: tuple[Tensor | None, float, float, Tensor | None, int],
     algorithm: str,
 ) -> Tensor:
-    """Attention by the CSR kernels on CUDA, as edges with features of width 0; there is no obstacle.
+    """Attention by the CSR kernels on CUDA, as edges with features of width 0; the call is supported.
 
     Args:
         adj: structure (num_dst, num_src).

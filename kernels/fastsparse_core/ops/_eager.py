@@ -63,7 +63,7 @@ def is_plain_eager(x: Tensor) -> bool:
 
 
 def _modes_watch() -> bool:
-    """Whether one of the modes in force has to see what happens in operators; not so that of `journal`."""
+    """Whether one of the modes in force has to see what happens in operators; not so that of `rollback`."""
     modes = (torch._C._get_dispatch_stack_at(nth) for nth in range(torch._C._len_torch_dispatch_stack()))
     return not all(getattr(mode, "is_harmless", False) for mode in modes)
 

@@ -24,7 +24,7 @@ from fastsparse_core.ops import _gat_attention_csr as gat
 from fastsparse_core.ops._attention_call import DOT_PRODUCT, Call
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.ops._edge_attention_launch import (
-    features_room,
+    features_workspace,
     finish_features,
     head_lanes,
     kernel_input,
@@ -36,7 +36,7 @@ from fastsparse_core.ops._edge_attention_launch import (
     run_forward,
     unpadded,
 )
-from fastsparse_core.ops._edge_values import edge_room
+from fastsparse_core.ops._edge_values import edge_workspace
 from fastsparse_core.ops._facts import scatters
 from fastsparse_core.ops._fused_registration import register_fused
 from fastsparse_core.structure.adjacency import Adjacency
@@ -49,7 +49,7 @@ _PARTS = 2
 _PART_ROWS = 128
 
 
-def obstacle(adj: Adjacency, v: Tensor, edge_attr: Tensor, heads: int) -> str:
+def unsupported_reason(adj: Adjacency, v: Tensor, edge_attr: Tensor, heads: int) -> str:
     """Why the kernels cannot serve dot products with these edge features, "" if they can.
 
     Args:
@@ -64,7 +64,7 @@ def obstacle(adj: Adjacency, v: Tensor, edge_attr: Tensor, heads: int) -> str:
         return f"{edge_attr.size(1)} features of an edge, more than {MOST_FEATURES}"
     if adj.num_values >= 2**32:
         return f"{adj.num_values} values, 2^32 or more"
-    return gat.obstacle(v.dtype, v.size(1), heads)
+    return gat.unsupported_reason(v.dtype, v.size(1), heads)
 
 
 # ---------------------------------------------------------------- products with the edges' linear map
@@ -181,11 +181,11 @@ def _edge_attention_backward(
     else:
         grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
     grad_q_edge = torch.empty_like(out_edge)
-    work = edge_room(adj, adj.num_values, heads, 2, dtype=lse.dtype)
+    work = edge_workspace(adj, adj.num_values, heads, 2, dtype=lse.dtype)
     features = None
     if edge_attr_wanted:
         lanes = head_lanes(v.size(1) // heads, edge.size(1))
-        features = features_room(adj, v, heads, lanes, edge.size(1))
+        features = features_workspace(adj, v, heads, lanes, edge.size(1))
     arguments = kernel_input(heads, q, k, v, edge, None, of_kernel, bias, scale, dropout_p, seed)
     grads = (grad_q, grad_k, grad_v, grad_q_edge)
     run_backward(adj, arguments, heads, out, grad, lse, work, None, grads, features, None, None, (0, 0), sums)

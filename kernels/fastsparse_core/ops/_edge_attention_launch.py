@@ -9,7 +9,7 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
-from fastsparse_core.ops._edge_values import edge_room
+from fastsparse_core.ops._edge_values import edge_workspace
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import scratch, unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
@@ -111,7 +111,7 @@ def run_forward(
 ) -> None:
     index, slots, heads = device_index(out.device), adj.row_split.num_slots, lse.size(1)
     edges = 0 if out_edge is None else out_edge.size(2)
-    _room, (partial, partial_edge, partial_state) = scratch(
+    _workspace, (partial, partial_edge, partial_state) = scratch(
         out.device, slots * out.size(1), slots * heads * edges, slots * heads * 2
     )
     _C.edge_attention(
@@ -151,7 +151,7 @@ def run_backward(
     slots_t = 0 if sums is not None else transposed.row_split.num_slots
     width = out.size(1)
     edges = 0 if grad_q_edge is None else heads * grad_q_edge.size(2)
-    _room, (partial_q, partial_q_edge, partial_k, partial_v) = scratch(
+    _workspace, (partial_q, partial_q_edge, partial_k, partial_v) = scratch(
         out.device, slots * width, slots * edges, slots_t * width, 0 if grad_v is None else slots_t * width
     )
     _C.edge_attention_backward(
@@ -185,7 +185,7 @@ def run_backward(
     )
 
 
-def features_room(adj: Adjacency, like: Tensor, heads: int, lanes: int, edge_width: int) -> Tensor:
+def features_workspace(adj: Adjacency, like: Tensor, heads: int, lanes: int, edge_width: int) -> Tensor:
     """Room for gradients of the edges' features: a part for every group of heads, (parts, num_values, A)."""
     per_group = 1
     while per_group < heads and per_group * lanes < 32:
@@ -193,7 +193,7 @@ def features_room(adj: Adjacency, like: Tensor, heads: int, lanes: int, edge_wid
     parts = -(-heads // per_group)
     # Of one part nothing is to be added up.
     dtype = like.dtype if parts == 1 else accumulation_dtype(like.dtype)
-    return edge_room(adj, parts, adj.num_values, edge_width, dtype=dtype)
+    return edge_workspace(adj, parts, adj.num_values, edge_width, dtype=dtype)
 
 
 def finish_features(features: Tensor, like: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ class Operands(NamedTuple):
 
     def views(self) -> _C.EdgeMessageInput:
         """The same as addresses and strides."""
-        # Without a call for each of them: a step of a small model takes as long as the host needs for it.
+        # Written out, without a call for each tensor: the host bounds small steps.
         message, k, q, v, edge, maps = self
         width, edge_width, weight, of_value, bias = q.shape[1], 0, 0, 0, 0
         if edge is not None and maps is not None:
@@ -374,7 +374,7 @@ def backward(
         if bias_wanted:
             grad_bias = grad.new_empty(width, dtype=map_dtype)
     lengths = (of_features, size, size * both, slots, slots * both)
-    _kept, (features, of_weight, of_value, partial_q, partial_v) = _room(adj, grad, dtype, lengths)
+    _kept, (features, of_weight, of_value, partial_q, partial_v) = _workspace(adj, grad, dtype, lengths)
     of_raw, of_rows = (grad_edge, None) if raw else (None, grad_edge)
     _C.edge_messages_backward(
         first_structure,
@@ -420,7 +420,7 @@ def backward(
     )
 
 
-def _room(
+def _workspace(
     adj: Adjacency, like: Tensor, dtype: torch.dtype, lengths: tuple[int, ...]
 ) -> tuple[Tensor | None, list[int]]:
     """Scratch of one backward pass in one allocation, and the address of every array, 0 of empty ones."""
@@ -428,9 +428,11 @@ def _room(
     if total == 0:
         return None, [0] * len(lengths)
     total += 4 * len(lengths)  # for every array begins at a multiple of 16 bytes
-    room = _edge_rows(adj, total, like=like, dtype=dtype)  # of values without entries parts are read, too
-    at, starts = room.data_ptr(), []
+    workspace = _edge_rows(
+        adj, total, like=like, dtype=dtype
+    )  # of values without entries parts are read, too
+    at, starts = workspace.data_ptr(), []
     for length in lengths:
         starts.append(at if length else 0)
-        at += (length + -length % 4) * room.itemsize
-    return room, starts
+        at += (length + -length % 4) * workspace.itemsize
+    return workspace, starts

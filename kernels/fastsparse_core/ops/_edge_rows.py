@@ -1,7 +1,7 @@
 """Between rows per node and rows per edge, for callers who have the sorted segments at hand.
 
-The same results as the segment operators give, with less of the host's time: a step on a small graph takes as
-long as the host needs for it. Second derivatives are those operators'.
+The same results as the segment operators give, with less of the host's time. Second derivatives are those
+operators'.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def empty_values(adj: Adjacency, like: Tensor) -> Tensor:
     return (torch.empty_like if every_value_is_written else torch.zeros_like)(like)
 
 
-def edge_room(adj: Adjacency, *shape: int, dtype: torch.dtype) -> Tensor:
+def edge_workspace(adj: Adjacency, *shape: int, dtype: torch.dtype) -> Tensor:
     """Room for numbers of every value; zeros where not every value has an entry that was written."""
     every = adj.num_values == adj.num_edges and not adj.is_padded
     return (torch.empty if every else torch.zeros)(shape, dtype=dtype, device=adj.device)

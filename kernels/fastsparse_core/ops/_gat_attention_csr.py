@@ -26,7 +26,7 @@ _LEAST_GROUPS, _MOST_GROUPS = 8192, 32768
 _GROUPS_PER_BLOCK = 32
 
 
-def obstacle(dtype: torch.dtype, width: int, heads: int) -> str:
+def unsupported_reason(dtype: torch.dtype, width: int, heads: int) -> str:
     """Why the kernels cannot serve values of a dtype and a width, that of all heads, "" if they can."""
     if dtype == torch.float64:
         return "float64 on CUDA"
@@ -39,14 +39,14 @@ def obstacle(dtype: torch.dtype, width: int, heads: int) -> str:
     return ""
 
 
-def gatv2_obstacle(dtype: torch.dtype, width: int, negative_slope: float, heads: int) -> str:
+def gatv2_unsupported_reason(dtype: torch.dtype, width: int, negative_slope: float, heads: int) -> str:
     """The same of GATv2's.
 
     They take the leaky ReLU as the greater of z and ``negative_slope`` z.
     """
     if not 0 <= negative_slope <= 1:
         return f"negative_slope={negative_slope}, not from 0 to 1, on CUDA"
-    return obstacle(dtype, width, heads)
+    return unsupported_reason(dtype, width, heads)
 
 
 def forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ def forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor]:
 
     Args:
         adj: structure (num_dst, num_src) on a CUDA device.
-        call: there is no obstacle.
+        call: the call is supported.
 
     Returns:
         Output (num_dst, heads * D) in the dtype of ``v``, and the log-sum-exp of the rows' scores, float32
@@ -69,7 +69,7 @@ def forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor]:
     if adj.num_dst == 0:
         return out, lse
     slots = adj.row_split.num_slots
-    _room, (partial, state) = scratch(v.device, slots * v.size(1), slots * heads * 2)
+    _workspace, (partial, state) = scratch(v.device, slots * v.size(1), slots * heads * 2)
     results = (out, lse, partial, state, *place_of(v.device))
     call = _laid_out(call)
     if call.kind == GATV2:
@@ -102,7 +102,7 @@ def _backward(
     grad_bias = empty_values(adj, bias) if bias is not None and bias_wanted else None
     transposed = adj.t()
     slots, slots_t = adj.row_split.num_slots, transposed.row_split.num_slots
-    _room, (row_state, partial_row, partial_v, partial_score) = scratch(
+    _workspace, (row_state, partial_row, partial_v, partial_score) = scratch(
         v.device, adj.num_dst * heads * 4, slots * heads * 4, slots_t * v.size(1), slots_t * heads
     )
     _C.additive_attention_backward(
@@ -137,7 +137,7 @@ def _gatv2_backward(
     att_rows = att_rows_of(adj.row_split.slices.size(0))
     grad_att = att.new_empty(att_rows, width)
     slots, slots_t = adj.row_split.num_slots, transposed.row_split.num_slots
-    _room, (row_state, partial_dst, partial_src) = scratch(
+    _workspace, (row_state, partial_dst, partial_src) = scratch(
         x_src.device, adj.num_dst * heads * 2, slots * width, slots_t * width
     )
     _C.gatv2_attention_backward(

@@ -18,7 +18,7 @@ from fastsparse_core.ops import _edge_attention_fused as dot_product
 from fastsparse_core.ops._attention_call import GATV2, Call
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.ops._edge_attention_launch import (
-    features_room,
+    features_workspace,
     finish_features,
     head_lanes,
     kernel_input,
@@ -30,7 +30,7 @@ from fastsparse_core.ops._edge_attention_launch import (
     run_forward,
     unpadded,
 )
-from fastsparse_core.ops._edge_values import edge_room
+from fastsparse_core.ops._edge_values import edge_workspace
 from fastsparse_core.ops._fused_registration import register_fused
 from fastsparse_core.ops._gat_attention_csr import att_rows_of as att_rows
 from fastsparse_core.structure.adjacency import Adjacency
@@ -41,7 +41,9 @@ MOST_GATV2_FEATURES = 32
 _WEIGHT_GROUPS = 4096
 
 
-def obstacle(adj: Adjacency, x_src: Tensor, edge_attr: Tensor, negative_slope: float, heads: int) -> str:
+def unsupported_reason(
+    adj: Adjacency, x_src: Tensor, edge_attr: Tensor, negative_slope: float, heads: int
+) -> str:
     """Why the kernels cannot serve GATv2 with these edge features, of a slope from 0 to 1."""
     if x_src.device.type != "cuda":
         return ""
@@ -49,7 +51,7 @@ def obstacle(adj: Adjacency, x_src: Tensor, edge_attr: Tensor, negative_slope: f
         return f"{edge_attr.size(1)} features of an edge, more than {MOST_GATV2_FEATURES}"
     if not 0 <= negative_slope <= 1:
         return f"negative_slope={negative_slope}, not from 0 to 1, on CUDA"
-    return dot_product.obstacle(adj, x_src, edge_attr, heads)
+    return dot_product.unsupported_reason(adj, x_src, edge_attr, heads)
 
 
 def _gatv2_edge_attention(
@@ -117,7 +119,7 @@ def _gatv2_edge_attention_backward(
     grad, out = padded(grad, heads, step), padded(out, heads, step)
     x_dst, x_src, att, edge, weight = _gatv2_operands(x_dst, x_src, att, edge_attr, edge_weight)
     width, signs = x_src.size(1), head_lanes(x_src.size(1) // max(heads, 1))
-    work = edge_room(adj, adj.num_values, heads, 2, dtype=lse.dtype)
+    work = edge_workspace(adj, adj.num_values, heads, 2, dtype=lse.dtype)
     positive = torch.empty(adj.num_values, heads, signs, dtype=torch.uint8, device=x_src.device)
     if not torch.cuda.is_current_stream_capturing():
         adj.sort_slices()  # the gradient of att is summed in their order, which must not change later
@@ -129,7 +131,7 @@ def _gatv2_edge_attention_backward(
         shape = (parts[1], edge.size(1), width)
         grad_weight = torch.empty(shape, dtype=lse.dtype, device=x_src.device)
     if edge_attr_wanted:
-        features = features_room(adj, x_src, heads, signs, edge.size(1))
+        features = features_workspace(adj, x_src, heads, signs, edge.size(1))
     arguments = kernel_input(
         heads, x_dst, x_src, x_src, edge, att, weight, None, negative_slope, dropout_p, seed
     )

@@ -44,8 +44,8 @@ def scratch(device: torch.device, *lengths: int) -> tuple[Tensor | None, list[in
         total += -(-length // 4) * 4
     if total == 0:
         return None, [0] * len(lengths)
-    room = torch.empty(total, dtype=torch.float32, device=device)
-    return room, [room.data_ptr() + start for start in starts]
+    workspace = torch.empty(total, dtype=torch.float32, device=device)
+    return workspace, [workspace.data_ptr() + start for start in starts]
 
 
 def with_zeros_behind(padded: Tensor, width: int) -> Tensor:

@@ -60,7 +60,7 @@ def launch_spmm(
         item = dtype.itemsize
         pieces = not (x.data_ptr() | row_stride * item | width * item) & 15
         aligned = pieces and row_stride * item < 1 << 32
-    # Most calls repeat one: a step of a small model takes as long as the host needs to launch it.
+    # Most calls repeat an earlier one.
     key: tuple[Any, ...]
     if value is None:
         key = ("spmm", dtype, width, algorithm, aligned, scale_src is None)

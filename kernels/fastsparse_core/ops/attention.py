@@ -130,7 +130,9 @@ def attention(
     if drawn:
         kernel = policy.attention_algorithm(algorithm, drawn)
     elif adj.is_padded and v.is_cuda:  # blocks cannot be made anew by replays
-        kernel = "unfused" if _dot_product.csr_obstacle(adj, features[0], features[2], heads) else "csr"
+        kernel = (
+            "unfused" if _dot_product.csr_unsupported_reason(adj, features[0], features[2], heads) else "csr"
+        )
     else:
         kernel = _dot_product.kernel(adj, *features, bias, heads, algorithm)
     if kernel != "unfused":
@@ -220,10 +222,12 @@ def additive_attention(
     check_width("v", v, heads)
     dropout_p, seed = draw_seed(dropout_p)
     features = v.flatten(1)
-    obstacle = drawn_by_replays(dropout_p)
+    unsupported_reason = drawn_by_replays(dropout_p)
     if v.device.type == "cuda":
-        obstacle = obstacle or _gat_attention_csr.obstacle(v.dtype, features.size(1), heads)
-    if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
+        unsupported_reason = unsupported_reason or _gat_attention_csr.unsupported_reason(
+            v.dtype, features.size(1), heads
+        )
+    if policy.attention_algorithm(algorithm, unsupported_reason) == "fused3s":
         if not torch.compiler.is_compiling():
             adj.plans["GAT", v.dtype, features.size(1), heads, score_dst.dtype, algorithm] = True
         arguments = (per_head(bias, heads), negative_slope, dropout_p, seed, adj.handle)
@@ -301,19 +305,21 @@ def gatv2_attention(
     features = x_src.flatten(1)
     ends = (x_dst.flatten(1), features)
     if edges is not None:
-        obstacle = drawn_by_replays(dropout_p) or _gatv2_edge_attention_fused.obstacle(
+        unsupported_reason = drawn_by_replays(dropout_p) or _gatv2_edge_attention_fused.unsupported_reason(
             adj, features, edges[0], negative_slope, heads
         )
-        if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
+        if policy.attention_algorithm(algorithm, unsupported_reason) == "fused3s":
             of_kernel = (att, *edges, negative_slope, dropout_p, seed, adj.handle)
             out = registration.call("gatv2_edge_attention", x_src, *ends, *of_kernel)
         else:
             out = unfused.gatv2_with_edges(adj, *ends, att, *edges, negative_slope, dropout_p, seed)
         return out if x_src.dim() == 2 else out.reshape(adj.num_dst, *x_src.shape[1:])
-    obstacle = drawn_by_replays(dropout_p)
-    if x_src.device.type == "cuda" and not obstacle:
-        obstacle = _gat_attention_csr.gatv2_obstacle(x_src.dtype, features.size(1), negative_slope, heads)
-    if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
+    unsupported_reason = drawn_by_replays(dropout_p)
+    if x_src.device.type == "cuda" and not unsupported_reason:
+        unsupported_reason = _gat_attention_csr.gatv2_unsupported_reason(
+            x_src.dtype, features.size(1), negative_slope, heads
+        )
+    if policy.attention_algorithm(algorithm, unsupported_reason) == "fused3s":
         if not torch.compiler.is_compiling():
             adj.plans["GATv2", x_src.dtype, att.shape, att.dtype, negative_slope, algorithm] = True
         arguments = (att, negative_slope, dropout_p, seed, adj.handle)
@@ -335,10 +341,10 @@ def _attention_with_edges(
     algorithm: str,
 ) -> Tensor:
     """Attention whose edges have features, of queries, keys and values (n, heads * D)."""
-    obstacle = drawn_by_replays(dropout_p) or _edge_attention_fused.obstacle(
+    unsupported_reason = drawn_by_replays(dropout_p) or _edge_attention_fused.unsupported_reason(
         adj, features[2], edges[0], heads
     )
-    if policy.attention_algorithm(algorithm, obstacle) == "fused3s":
+    if policy.attention_algorithm(algorithm, unsupported_reason) == "fused3s":
         arguments = (per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle, algorithm)
         return registration.call("edge_attention", features[2], *features, *edges, *arguments)
     return unfused.dot_product_with_edges(adj, *features, *edges, bias, scale, dropout_p, seed, heads)

@@ -114,7 +114,7 @@ def sddmm_kernel(
     if length == 0 or heads == 0 or adj.num_edges == 0:
         return x_dst.new_zeros(size, dtype=dtype)
     aligned = _is_aligned(x_dst, x_src, heads)
-    # Most calls repeat one: a step of a small model takes as long as the host needs to launch it.
+    # Most calls repeat an earlier one.
     key = ("sddmm", x_dst.dtype, x_dst.shape[1], heads, algorithm, aligned, dense)
     kernel, by_entry = adj.plans.get(key) or _plan(adj, algorithm, x_dst, heads, aligned, dense, key)
     if dense and kernel == "csr":

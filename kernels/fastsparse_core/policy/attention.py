@@ -12,19 +12,20 @@ _MOST_UNCONVERTED = 4_000_000
 _TAKE_AUTO = "Pass algorithm='auto' to let FastSparse choose"
 
 
-def attention_algorithm(algorithm: str, obstacle: str) -> str:
+def attention_algorithm(algorithm: str, unsupported_reason: str) -> str:
     """Resolves ``"auto"``, and a request that this call cannot serve, to ``"fused3s"`` or ``"unfused"``.
 
     Args:
         algorithm: as the caller asked; of scores that have one fused kernel, ``"csr"`` means that one too.
-        obstacle: why the fused kernels cannot serve the call, "" if they can.
+        unsupported_reason: why the fused kernels cannot serve the call, "" if they can.
     """
     if algorithm == "unfused":
         return algorithm
-    if obstacle:
+    if unsupported_reason:
         warn_once(
-            f"attention stores scores for every edge, which takes time and memory: {obstacle}. The fused "
-            "kernels take float32, float16 and bfloat16, on the CPU float64, and heads of 1 to 256 features"
+            f"attention stores scores for every edge, which takes time and memory: {unsupported_reason}. "
+            "The fused kernels take float32, float16 and bfloat16, on the CPU float64, and heads of 1 to 256 "
+            "features"
         )
         return "unfused"
     return "fused3s"

@@ -150,7 +150,7 @@ class HostRows:
         sent.record(self._stream)
 
     def _send_rows(self, table: Tensor, numbers: Tensor, out: Tensor) -> None:
-        staging = self._room(out.nbytes)
+        staging = self._workspace(out.nbytes)
         row_bytes = out[0].nbytes
         _C.gather_rows_of_host(
             table,
@@ -168,7 +168,7 @@ class HostRows:
         empty.record(self._stream)
         self._staging.append((staging, empty))
 
-    def _room(self, size: int) -> Tensor:
+    def _workspace(self, size: int) -> Tensor:
         """Page-locked memory that nothing is sent from any more."""
         if len(self._staging) == 2:
             memory, empty = self._staging.pop(0)

@@ -140,7 +140,7 @@ def enqueue(
         ValueError: the batch may have too many nodes.
     """
     device = graph.device
-    part.lists = [_room(of_type, size.most) for of_type, size in zip(nodes, end, strict=True)]
+    part.lists = [_buffer(of_type, size.most) for of_type, size in zip(nodes, end, strict=True)]
     _make_table(part, layout, graph, sum(size.most for size in end))
     part.values = torch.empty(part.sizes, dtype=torch.int64, device=device)
     for output in part.outputs.values():
@@ -188,7 +188,7 @@ def enqueue(
         part.event.record()
 
 
-def _room(nodes: Nodes, most: int) -> tuple[Tensor, Tensor | None]:
+def _buffer(nodes: Nodes, most: int) -> tuple[Tensor, Tensor | None]:
     """Memory for the nodes there are and those that come."""
     count = nodes.ids.numel()
     ids = nodes.ids.new_empty(most)

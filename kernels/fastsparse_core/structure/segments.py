@@ -99,7 +99,7 @@ class Segments:
         # The one read from the device is waited for when all that does not need it is on its way.
         sort = sort_index(index, num_segments, slice_length(num_rows, gpu.profile_of(index.device)))
         if meanwhile is not None:
-            unseen = cls(sort.rowptr, sort.order, num_rows, sort.room)
+            unseen = cls(sort.rowptr, sort.order, num_rows, sort.workspace)
             unseen.facts = sort.facts_address
             meanwhile(unseen)
         found = sort.wait()

@@ -229,14 +229,14 @@ void narrow_row(const float* from, float scale, std::int64_t width, void* to, Dt
 void narrow_row(const double* from, double scale, std::int64_t width, void* to, Dtype dtype,
                 std::int64_t first);
 
-// A row in the type of sums: where it lies if it has that type, else in `room`. Kernels that work row by row
-// need no version for 16-bit numbers then.
+// A row in the type of sums: where it lies if it has that type, else in `workspace`. Kernels that work row by
+// row need no version for 16-bit numbers then.
 template <typename A>
 FASTSPARSE_INLINE const A* read_row(const DenseView& matrix, Dtype dtype, std::int64_t row,
-                                    std::int64_t width, A* room) {
+                                    std::int64_t width, A* workspace) {
   if (dtype == kDtypeOf<A>) return static_cast<const A*>(matrix.data) + row * matrix.stride;
-  widen_row(matrix, dtype, row, width, room);
-  return room;
+  widen_row(matrix, dtype, row, width, workspace);
+  return workspace;
 }
 
 // Writes a row of a contiguous array from element `first` on.

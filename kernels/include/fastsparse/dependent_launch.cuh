@@ -13,7 +13,7 @@
 namespace fastsparse::cuda {
 
 // Said by every block of a kernel: once all blocks have said it or ended, the next kernel may be launched.
-__device__ __forceinline__ void allow_next_kernel() {
+__device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif

@@ -24,8 +24,8 @@ struct EdgeMessageInput {
   Dtype dtype;
 };
 
-// Maps of raw features as the caller has them, and room to lay them out for the kernels: transposed, padded
-// with zeros, in the accumulation type.
+// Maps of raw features as the caller has them, and workspace to lay them out for the kernels: transposed,
+// padded with zeros, in the accumulation type.
 struct EdgeMapsArgs {
   DenseView weight;    // (given_width, given_edge_width) of `dtype`
   DenseView added;     // likewise: what W is the sum with; null data: nothing

@@ -53,7 +53,7 @@ class WithoutDropout(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Twins(TorchFunctionMode):
+class MaskedFunctions(TorchFunctionMode):
     """Runs a step in the form that is recorded.
 
     Args:
@@ -76,7 +76,7 @@ class Twins(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.reads, self.carried = reads, carried
-        self.rows = {of_kind.room: of_kind for of_kind in rows}
+        self.rows = {of_kind.capacity: of_kind for of_kind in rows}
         self.greatest = greatest
         self.masks = masks
 
@@ -89,8 +89,8 @@ class Twins(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, reads = kwargs or {}, self.reads
-        twin = _TWINS.get(func)
-        result = NotImplemented if twin is None else twin(self, func, *args, **kwargs)
+        masked = _MASKED.get(func)
+        result = NotImplemented if masked is None else masked(self, func, *args, **kwargs)
         if reads is None:
             return func(*args, **kwargs) if result is NotImplemented else result
         if result is NotImplemented:
@@ -108,24 +108,24 @@ def is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() == 1
 
 
-def _item(twins: Twins, func: Any, x: Tensor, index: Any) -> Any:
-    _check_room(twins, x, 0, index)
-    places = twins.masks.index_of(index) if is_mask(index) else None
+def _item(mode: MaskedFunctions, func: Any, x: Tensor, index: Any) -> Any:
+    _check_capacity(mode, x, 0, index)
+    places = mode.masks.index_of(index) if is_mask(index) else None
     return NotImplemented if places is None else x.index_select(0, places)
 
 
-def _indexed(twins: Twins, func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _indexed(mode: MaskedFunctions, func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Functions of a dimension and an index."""
     given = dict(zip(("dim", "index"), args, strict=False)) | kwargs
-    _check_room(twins, x, given.get("dim", 0), given.get("index"))
+    _check_capacity(mode, x, given.get("dim", 0), given.get("index"))
     return NotImplemented
 
 
-def _check_room(twins: Twins, x: Any, dim: Any, index: Any) -> None:
+def _check_capacity(mode: MaskedFunctions, x: Any, dim: Any, index: Any) -> None:
     """Refuses indices of padding into what has no row for it, which would end the process on a GPU."""
     if not isinstance(index, Tensor) or index.is_floating_point() or not isinstance(x, Tensor):
         return
-    greatest = twins.greatest_of(index) if isinstance(dim, int) else None
+    greatest = mode.greatest_of(index) if isinstance(dim, int) else None
     if greatest is not None and x.dim() and x.size(dim) <= greatest:
         raise RuntimeError(
             f"a tensor of shape {tuple(x.shape)} is indexed by a batch's nodes or edges, and has no row for "
@@ -133,15 +133,15 @@ def _check_room(twins: Twins, x: Any, dim: Any, index: Any) -> None:
         )
 
 
-def _max(twins: Twins, func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _max(mode: MaskedFunctions, func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if args or kwargs or not isinstance(x, Tensor) or x.dtype not in (torch.int64, torch.int32):
         return NotImplemented
-    greatest = twins.greatest_of(x)
+    greatest = mode.greatest_of(x)
     if greatest is None:
         return NotImplemented
     found = torch.tensor(greatest, dtype=x.dtype)
-    if twins.reads is not None:
-        twins.reads.origins.add(found, ())
+    if mode.reads is not None:
+        mode.reads.origins.add(found, ())
     return found
 
 
@@ -149,7 +149,7 @@ def _max(twins: Twins, func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _batch_norm(
-    twins: Twins,
+    mode: MaskedFunctions,
     func: Any,
     input: Tensor,
     running_mean: Tensor | None,
@@ -160,7 +160,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    rows = twins.rows.get(input.size(0)) if input.dim() == 2 else None
+    rows = mode.rows.get(input.size(0)) if input.dim() == 2 else None
     if rows is None or not training:
         return NotImplemented
     how = (weight, bias, running_mean, running_var, momentum, eps)
@@ -170,7 +170,9 @@ def _batch_norm(
 # ---------------------------------------------------------------- linear maps
 
 
-def _linear(twins: Twins, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+def _linear(
+    mode: MaskedFunctions, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Any:
     """PyTorch's sum of a bias's gradient leaves a GPU idle: a tenth of a step of GIN on molecules."""
     if not (
         bias is not None
@@ -215,9 +217,11 @@ def _gradients_of_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 # ---------------------------------------------------------------- losses of every node or edge
 
 
-def _classes(twins: Twins, func: Any, input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _classes(
+    mode: MaskedFunctions, func: Any, input: Tensor, target: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Losses that ignore an index: that of padding."""
-    rows = twins.rows.get(input.size(0))
+    rows = mode.rows.get(input.size(0))
     if rows is None or target.is_floating_point() or kwargs.get("reduction", "mean") == "none":
         return NotImplemented
     ignored = kwargs.get("ignore_index", args[2] if len(args) > 2 else -100)
@@ -225,9 +229,11 @@ def _classes(twins: Twins, func: Any, input: Tensor, target: Tensor, *args: Any,
     return func(input, target.masked_fill(mask.logical_not(), ignored), *args, **kwargs)
 
 
-def _elementwise(twins: Twins, func: Any, input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _elementwise(
+    mode: MaskedFunctions, func: Any, input: Tensor, target: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Losses of every number."""
-    rows = twins.rows.get(input.size(0))
+    rows = mode.rows.get(input.size(0))
     reduction = kwargs.get("reduction", "mean")
     if rows is None or args or reduction not in ("mean", "sum") or input.shape != target.shape:
         return NotImplemented
@@ -237,7 +243,7 @@ def _elementwise(twins: Twins, func: Any, input: Tensor, target: Tensor, *args: 
     return total if reduction == "sum" else total / (rows.count * max(loss[0].numel(), 1))
 
 
-_TWINS: dict[Any, Callable[..., Any]] = {
+_MASKED: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _item,
     **dict.fromkeys(
         (

@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class _Journal(TorchDispatchMode):
+class _Rollback(TorchDispatchMode):
     """Keeps what memory held before operators write to it, of memory that was there before."""
 
     #: For operators that leave PyTorch to run what a mode watches: this one has nothing to see in them.
@@ -119,7 +119,7 @@ class State:
 @contextlib.contextmanager
 def _undone(
     state: State, keeps: Iterable[Tensor | torch.UntypedStorage] = (), only_failures: bool = False
-) -> Iterator[_Journal]:
+) -> Iterator[_Rollback]:
     """Undoes what is done in this context.
 
     Args:
@@ -127,20 +127,20 @@ def _undone(
         keeps: what is written to besides without saying so, as the replay of a CUDA graph does.
         only_failures: undoes it where an exception leaves the context.
     """
-    journal, gradients = _Journal(), [parameter.grad for parameter in state.parameters]
+    rollback, gradients = _Rollback(), [parameter.grad for parameter in state.parameters]
     for kept in (*state.buffers, *keeps):
-        journal.keep(kept)
+        rollback.keep(kept)
     restore = _random_states(state.devices)
     is_undone = True
     try:
-        with journal:
-            yield journal
+        with rollback:
+            yield rollback
         is_undone = not only_failures
     finally:
         if is_undone:
             restore()
             with torch.no_grad():
-                journal.undo()
+                rollback.undo()
             for parameter, gradient in zip(state.parameters, gradients, strict=True):
                 parameter.grad = gradient
             set_modes(state.modes)
@@ -205,13 +205,13 @@ def on_trial(
     Raises:
         Exception: of the job.
     """
-    with _undone(state, keeps) as journal:
+    with _undone(state, keeps) as rollback:
         results = [_result(item) for item in (*tree_leaves(job()), *state.buffers)]
         gradients = [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
             for parameter in state.parameters
         ]
-        return Trial(results, gradients, journal.written)
+        return Trial(results, gradients, rollback.written)
 
 
 def _result(item: Any) -> Any:
