@@ -17,7 +17,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -184,7 +184,7 @@ class _Sum(_Value):
     bias: _Whole | None = None
 
     @property
-    def terms(self) -> dict[str, Node]:
+    def terms(self) -> dict[str, Any]:
         each = {"dst": self.dst, "src": self.src, "edge": self.edge}
         return {name: node for name, node in each.items() if node is not None}
 
@@ -209,7 +209,7 @@ class _Of(_Value):
     options: tuple[Any, ...] = ()
 
 
-def _is(value: Any, kind: str) -> bool:
+def _is(value: Any, kind: str) -> TypeGuard[_Of]:
     return isinstance(value, _Of) and value.kind == kind
 
 
@@ -339,7 +339,7 @@ class _Planner:
             if node.op == "placeholder":
                 values[node] = self._argument(str(node.target))
             elif node.op == "output":
-                out = values[node.args[0]]  # type: ignore[index]
+                out = values[node.args[0]]
             else:
                 args = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = self._value(node, *args)
@@ -378,7 +378,7 @@ class _Planner:
         self._check_dtype(value)
         node = self.arguments[name] = self.graph.placeholder(name)
         if name in found.nodes:
-            place = {"dst" if at_dst else "src": node}
+            place: dict[str, Any] = {"dst" if at_dst else "src": node}
         elif value.shape[:1] == (found.dst.num_edges,):
             place = {"edge": node}
         else:
@@ -443,8 +443,9 @@ class _Planner:
         if not _is_plain(module):
             pass
         elif kind is nn.Sequential:
-            for nth, each in enumerate(module):
-                x = self._module(f"{path}.{nth}", each, x, is_first and nth == 0)
+            for nth, (name, each) in enumerate(module._modules.items()):
+                assert each is not None
+                x = self._module(f"{path}.{name}", each, x, is_first and nth == 0)
             value = x
         elif kind in (nn.Linear, PygLinear):
             bias = None if module.bias is None else self._parameter(f"{path}.bias")
@@ -539,8 +540,12 @@ class _Planner:
         made[name] = self.call(operator.add, (made[name], x.bias.node))
         return _Sum(x.meta, **made, mapping=x.mapping if name != "edge" else None)
 
-    def _each_term(self, x: _Sum, meta: Tensor, function: Callable[[Node], Node]) -> _Sum:
-        return _Sum(meta, **{name: function(term) for name, term in self._settled(x).terms.items()})
+    def _each_term(self, x: _Sum, meta: Tensor, function: Callable[..., Any], *args: Any) -> _Sum:
+        """A function of every term; of the sum, if it is linear or there is one term."""
+        made = self._settled(x).terms
+        for name, term in made.items():
+            made[name] = self.call(function, (term, *args))
+        return _Sum(meta, **made)
 
     def _add(self, left: Any, right: Any) -> _Value | None:
         if not isinstance(left, (_Sum, _Of)):
@@ -553,7 +558,11 @@ class _Planner:
             if not isinstance(term, _Sum) or list(term.terms) != ["edge"] or dot.options[1] is not None:
                 return None
             edge = self._settled(term).edge if term.meta.shape == dot.meta.shape == meta.shape else None
-            return edge and _Of(meta, kind="dot", parts=dot.parts, options=(dot.options[0], edge))
+            return (
+                None
+                if edge is None
+                else _Of(meta, kind="dot", parts=dot.parts, options=(dot.options[0], edge))
+            )
         if not isinstance(left, _Sum) or left.meta.dim() != meta.dim():
             return None
         if isinstance(right, _Sum):
@@ -596,7 +605,7 @@ class _Planner:
             return inner and _Of(x.meta, kind="shaped", parts=(inner,))
         if not isinstance(x, _Sum):
             return None
-        return self._each_term(x, x.meta * factor, lambda term: self.call(operator.mul, (term, factor)))
+        return self._each_term(x, x.meta * factor, operator.mul, factor)
 
     def _sum(self, x: Any, dim: Any = None, keepdim: bool = False) -> _Value | None:
         if not isinstance(x, (_Sum, _Of)) or x.meta.dim() < 2:
@@ -608,7 +617,7 @@ class _Planner:
         if _is(x, "product"):
             value = self._scores(x, meta) or _Of(meta, kind="dot", parts=x.parts, options=(1.0, None))
         elif isinstance(x, _Sum):
-            value = self._each_term(x, meta, lambda term: self.method("sum", (term, -1)))
+            value = self._each_term(x, meta, torch.sum, -1)
         return self._shaped(value, meta.unsqueeze(-1)) if keepdim and value is not None else value
 
     def _scores(self, x: _Of, meta: Tensor) -> _Value | None:
@@ -625,10 +634,11 @@ class _Planner:
             return None
         total: _Sum | None = None
         for part, first, last in _columns(rows.parts if isinstance(rows, _Of) else [rows]):
-            node = vector.node
+            node: Any = vector.node
             if isinstance(rows, _Of):
-                node = self.call(operator.getitem, (node, (..., slice(first, last))))
-            each = self._each_term(part, meta, lambda term, node=node: self.call(terms.scores, (term, node)))
+                at: Any = (..., slice(first, last))
+                node = self.call(operator.getitem, (node, at))
+            each = self._each_term(part, meta, terms.scores, node)
             total = each if total is None else self._added(total, each, meta)
         assert total is not None
         if set(total.terms) != {"edge"}:
@@ -656,7 +666,7 @@ class _Planner:
             return None
         if isinstance(x, _Sum) and len(x.terms) == 1 and name in _PER_NODE and x.edge is None:
             self.gains[f"{name} per node"] = None
-            return self._each_term(x, x.meta, lambda term: self.call(function, (term, *options)))
+            return self._each_term(x, x.meta, function, *options)
         return _Of(x.meta, kind="mapped", parts=(x,), options=(name, *options))
 
     def _dropout(self, x: Any, p: Any = 0.5, training: Any = True, inplace: Any = False) -> _Value | None:
@@ -708,9 +718,9 @@ class _Planner:
 
     _reshape = _view
 
-    def _getitem(self, x: Any, index: Any) -> _Value | None:
+    def _getitem(self, x: Any, index: Any) -> Any:
         if isinstance(x, tuple):  # of `_parted`
-            return x[index]  # type: ignore[no-any-return]
+            return x[index]
         if not isinstance(x, (_Sum, _Of)):
             return None
         items = index if isinstance(index, tuple) else (index,)
@@ -724,7 +734,8 @@ class _Planner:
         meta = x.meta[index]
         if meta.shape[:1] != (_EDGES,) or (items[0] is Ellipsis and len(items) >= x.meta.dim()):
             return None
-        return self._each_term(x, meta, lambda term: self.call(operator.getitem, (term, index)))
+        assert isinstance(x, _Sum)
+        return self._each_term(x, meta, operator.getitem, index)
 
     def _chunk(self, x: Any, chunks: Any, dim: Any = 0) -> Any:
         return self._parted(x, dim, lambda meta: meta.chunk(chunks, -1))
@@ -738,10 +749,8 @@ class _Planner:
         whole = x if isinstance(x, _Sum) else _Sum(x.meta, edge=self._at_edges(x))
         each = _columns([_Sum(meta) for meta in parts(x.meta)])
         return tuple(
-            self._each_term(
-                whole, part.meta, lambda term, at=(..., slice(*at)): self.call(operator.getitem, (term, at))
-            )
-            for part, *at in each
+            self._each_term(whole, part.meta, operator.getitem, (..., slice(first, last)))
+            for part, first, last in each
         )
 
     def _unsqueeze(self, x: Any, dim: Any) -> _Value | None:
@@ -855,10 +864,10 @@ class _Planner:
             return None
         mapping = x.mapping
         if mapping is not None and mapping.width <= _MOST_FEATURES:
-            edge = (mapping.features, mapping.weight)
             bias = x.bias if x.bias is not None and x.bias.meta.shape == x.row else None
             x = x if bias is not None else self._settled(x)
-            operands = (x.src, *edge, None if bias is None else bias.node)
+            added = None if bias is None else bias.node
+            operands: tuple[Any, ...] = (x.src, mapping.features, mapping.weight, added)
         else:
             x = self._settled(x)
             operands = (x.src, x.edge, None, None)

@@ -127,10 +127,10 @@ def by_attention(
     heads: int,
 ) -> Tensor:
     """Dot-product attention; mapped features of edges join keys and values."""
-    of_edges = {"edge_attr": edge, "edge_weight": weight}
+    of_edges: dict[str, Any] = {"edge_attr": edge, "edge_weight": weight}
     bias = None if bias is None else bias.reshape(-1, heads)
-    rows = (x.flatten(1) for x in (q, k, v))
-    out = attention(_adjacency(found), *rows, scale, bias, p, heads=heads, **of_edges)  # type: ignore[arg-type]
+    adj, q, k, rows = _adjacency(found), q.flatten(1), k.flatten(1), v.flatten(1)
+    out = attention(adj, q, k, rows, scale, bias, p, heads=heads, **of_edges)
     return out.reshape(-1, *v.shape[1:])
 
 
@@ -146,7 +146,7 @@ def by_gatv2_attention(
     heads: int,
 ) -> Tensor:
     """GATv2's attention, whose values are the sources' rows."""
-    of_edges = {"edge_attr": edge, "edge_weight": weight}
+    of_edges: dict[str, Any] = {"edge_attr": edge, "edge_weight": weight}
     rows = (dst.flatten(1), src.flatten(1))
     out = gatv2_attention(_adjacency(found), *rows, att.reshape(heads, -1), slope, p, **of_edges)
     return out.reshape(-1, *src.shape[1:])
