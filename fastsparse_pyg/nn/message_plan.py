@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import math
 import operator
@@ -30,6 +31,8 @@ from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._edge_kernels import OPERATORS
+from fastsparse_core.ops.edge_expression import can_generate
 from fastsparse_pyg.nn import message_terms as terms
 from fastsparse_pyg.nn.layer_arguments import Arguments
 from fastsparse_pyg.nn.message_kernels import PRODUCTS
@@ -332,6 +335,7 @@ class _Planner:
         self.modules: dict[str, tuple[Any, ...]] = {}
         self.gains: dict[str, None] = {}
         self.dtype: torch.dtype | None = None
+        self.generates = found.dst.index.is_cuda and can_generate()
 
     def plan(self, trace: Graph, how: str) -> Plan:
         values: dict[Node, Any] = {}
@@ -818,9 +822,61 @@ class _Planner:
             made = self._weighted(value, how)
         if made is None and isinstance(value, _Sum) and how in PRODUCTS:
             made = self._reduced_terms(value, how)
-        return made or self.call(
-            terms.by_layer, (self.layer_node, self.found_node, self._at_edges(value), how)
-        )
+        if made is None and self.generates and how in PRODUCTS and len(value.row) == 1:
+            made = self._generated(value, how)
+        operands = (self.layer_node, self.found_node)
+        return made or self.call(terms.by_layer, (*operands, self._at_edges(value), how))
+
+    def _generated(self, value: Any, how: str) -> Node | None:
+        """One kernel for an elementwise expression."""
+        leaves = _Leaves(value.row[0])
+        expression = self._expression(value, leaves)
+        if expression[0] == "leaf" or not {"dst", "src"} & set(leaves.places):
+            return None
+        self.gains["one generated kernel"] = None
+        operands = (self.found_node, expression, tuple(leaves.places), how, *leaves.nodes)
+        return self.call(terms.by_expression, operands)
+
+    def _expression(self, value: Any, leaves: _Leaves) -> Any:
+        """What a kernel computes of a value, and the leaves that it reads; what it cannot is a leaf itself."""
+        if isinstance(value, (int, float)):
+            return value
+        if (
+            isinstance(value, _Whole)
+            and isinstance(value.meta, Tensor)
+            and value.meta.shape == (leaves.width,)
+        ):
+            return leaves.add("whole", value.node)
+        if isinstance(value, _Sum) and value.row in ((leaves.width,), (1,)):
+            found = [leaves.add(place, node) for place, node in value.terms.items() if place != "edge"]
+            mapping = value.mapping
+            if (
+                value.edge is not None
+                and mapping is not None
+                and mapping.width <= _MOST_FEATURES
+                and value.row != (1,)
+            ):
+                found.append(leaves.add("mapped", mapping.features))
+                leaves.add("weight", mapping.weight, anew=True)
+            elif value.edge is not None:
+                found.append(leaves.add("edge", value.edge))
+            if value.bias is not None:
+                found.append(
+                    self._expression(value.bias, leaves) if value.bias.meta.shape == value.row else None
+                )
+            if None not in found:
+                return functools.reduce(lambda left, right: ("add", left, right), found)
+        elif _is(value, "product"):
+            return ("mul", *[self._expression(part, leaves) for part in value.parts])
+        elif _is(value, "mapped") and value.options[0] in OPERATORS and value.options[0] != "gelu":
+            name, *options = value.options
+            if name != "softplus" or options == [1.0, 20.0]:
+                return (
+                    name,
+                    self._expression(value.parts[0], leaves),
+                    *(options if name != "softplus" else ()),
+                )
+        return leaves.add("edge", self._at_edges(value))
 
     def _reduced_terms(self, value: _Sum, how: str) -> Node | None:
         x = self._settled(value)
@@ -963,6 +1019,27 @@ class _Planner:
             operands = (x.dst, x.src, *edge, att.node, mapped.options[1], p, heads)
             return self._kernel("gatv2_attention", terms.by_gatv2_attention, *operands)
         return None
+
+
+class _Leaves:
+    """Tensors that a generated kernel reads, each once."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.places: list[str] = []
+        self.nodes: list[Any] = []
+
+    def add(self, place: str, node: Any, anew: bool = False) -> tuple[str, int]:
+        known = (
+            []
+            if anew
+            else [n for n, each in enumerate(self.nodes) if each is node and self.places[n] == place]
+        )
+        if known and (place != "mapped"):
+            return ("leaf", known[0])
+        self.places.append(place)
+        self.nodes.append(node)
+        return ("leaf", len(self.nodes) - 1)
 
 
 def _share_features(mappings: Sequence[_Mapping | None]) -> bool:

@@ -23,6 +23,7 @@ from fastsparse_core import (
     spmm,
 )
 from fastsparse_core.ops._edge_rows import lift
+from fastsparse_core.ops.edge_expression import edge_expression
 from fastsparse_pyg.nn.layer_arguments import Arguments
 from fastsparse_pyg.nn.segments import EdgeEnd, gather, reduce
 
@@ -176,6 +177,11 @@ def by_gine_aggregate(
 ) -> Tensor:
     """Sum of rectified sums."""
     return gine_aggregate(_adjacency(found), x, edge, edge_weight=weight, edge_bias=bias)
+
+
+def by_expression(found: Arguments, expression: Any, places: Any, how: str, *tensors: Tensor) -> Tensor:
+    """An elementwise expression, by a kernel that was written for it."""
+    return edge_expression(_adjacency(found), expression, places, tensors, how)
 
 
 def _adjacency(found: Arguments) -> Adjacency:

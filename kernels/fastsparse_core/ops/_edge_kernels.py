@@ -284,7 +284,7 @@ def _backward(expression: Expression, leaves: Sequence[Leaf], how: str, by_rows:
     places = (here, "edge", "mapped", "weight", "whole") if by_rows else (here,)
     wanted = [n for n, leaf in enumerate(leaves) if leaf.place in places]
     outs = ", ".join(f"d{n}" for n in wanted)
-    extra = f"{outs}, grad, degree" + (", chosen" if is_max else "")
+    extra = ", ".join(filter(None, (outs, "grad, degree", "chosen" if is_max else "")))
     lines = _head(f"backward_{'rows' if by_rows else 'columns'}", extra, leaves)
     lines += _indent(_constants(leaves), 4)
     once = [n for n in wanted if leaves[n].place in ("weight", "whole")]
