@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C, gpu
-from fastsparse_core.fused import aggregate_linear as fused
+from fastsparse_core.fused import aggregate_transform as fused
 from fastsparse_core.structure.row_formats import RowFormats
 
 KERNELS = ("aggregate_linear", "aggregate_linear_backward")

@@ -57,7 +57,7 @@ from fastsparse_core.formats.grouping import group_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_panels import PanelLayout
 from fastsparse_core.formats.row_split import split_rows
-from fastsparse_core.fused import aggregate_linear as fused_aggregate_linear
+from fastsparse_core.fused import aggregate_transform
 from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2
 from fastsparse_core.fused.attention_layer import attention_layer
 from fastsparse_core.graph_store import BatchEdges, Field, FieldKind, Fields, GraphStore, StoredEdges
@@ -327,7 +327,7 @@ def layers_in_one() -> None:
 
     Neighbours that the kernel gathers, and sums that it is given; sums that are kept, and none.
     """
-    if not fused_aggregate_linear._has_kernels(torch.device(DEVICE)):
+    if not aggregate_transform._has_kernels(torch.device(DEVICE)):
         raise NotHere("needs a GPU of architecture 9.0 and a build for it")
     for fewer_digits, width, out_width in itertools.product(
         (False, True), (20, 64, 100, 196), (20, 128, 132)

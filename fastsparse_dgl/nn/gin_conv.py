@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastsparse_core.fused.aggregate_and_self import aggregate_and_self
+from fastsparse_core.fused.aggregate_transform import aggregate_and_self
 from fastsparse_core.fused.joint_linear import may_be_cast
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_dgl.compat import dgl

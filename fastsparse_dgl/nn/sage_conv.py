@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastsparse_core import Adjacency
-from fastsparse_core.fused.aggregate_linear import aggregate_linear
+from fastsparse_core.fused.aggregate_transform import aggregate_linear
 from fastsparse_core.fused.joint_linear import add_linear, is_plain_linear
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_dgl.compat import dgl

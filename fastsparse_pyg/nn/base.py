@@ -16,7 +16,7 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
 from fastsparse_core import Adjacency, recorded, spmm
-from fastsparse_core.fused.aggregate_linear import aggregate_linear
+from fastsparse_core.fused.aggregate_transform import aggregate_linear
 from fastsparse_core.fused.joint_linear import add_linear, joint_linear
 from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain_linear_of
 from fastsparse_core.fused.linear_before_sum import linear_before_sum

@@ -13,7 +13,7 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptTensor
 
 from fastsparse_core import recorded
-from fastsparse_core.fused.graph_convolution import graph_convolution
+from fastsparse_core.fused.aggregate_transform import graph_convolution
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_pyg.graph import BY_KERNEL, EdgesLike, edges_for_loops, gcn_factors

@@ -8,7 +8,7 @@ from torch_geometric.nn import GINConv
 from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import spmm
-from fastsparse_core.fused.aggregate_and_self import aggregate_and_self
+from fastsparse_core.fused.aggregate_transform import aggregate_and_self
 from fastsparse_core.fused.joint_linear import may_be_cast
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.base import FastConv, checked_pair

@@ -13,7 +13,7 @@ from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
 from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, scatter, spmm
-from fastsparse_core.fused.relational_linear import relational_linear
+from fastsparse_core.fused.aggregate_transform import relational_linear
 from fastsparse_core.grouped_product import grouped_product
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._operands import written_out
@@ -82,7 +82,10 @@ class _RelationalConv(FastConv):
                 relations.with_every_pair.into_pairs, x_l, weight, self.root, self.bias, self._reduce()
             )
             if whole is not None:
-                return self._as_original(whole)
+                whole = self._as_original(whole)
+                # Autocast leaves PyG's sum with the bias in the bias' dtype.
+                keeps = whole.dtype == weight.dtype or self.bias is None
+                return whole if keeps else whole.to(weight.dtype)
         if x_l.is_floating_point():
             out = self._of_features(relations, written_out(x_l), weight)
         else:

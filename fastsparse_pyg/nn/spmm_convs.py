@@ -13,9 +13,9 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptPairTensor, OptTensor, Size
 
 from fastsparse_core import Adjacency, sddmm
+from fastsparse_core.fused.aggregate_transform import weighted_linear
 from fastsparse_core.fused.joint_linear import add_linear
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
-from fastsparse_core.fused.weighted_linear import weighted_linear
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_pyg.graph import EdgesLike, for_pyg, is_sparse_matrix, resolve
 from fastsparse_pyg.nn.base import checked_pair, is_plain_linear

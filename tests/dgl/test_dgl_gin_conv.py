@@ -156,7 +156,7 @@ def test_sums_are_one_step(device, learn_eps, under):
     for node in nodes:
         names.add(node.name())
         nodes += [following for following, _ in node.next_functions if following is not None]
-    assert ("_AggregateAndSelfBackward" in names) != learn_eps
+    assert ("_AggregateTransformBackward" in names) != learn_eps
 
 
 @pytest.mark.parametrize("learn_eps", [False, True])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._eager import PLAIN
 from fastsparse_core.ops._facts import facts_of
 from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency
@@ -33,24 +31,6 @@ def is_laid_out(x: Tensor, *contiguous: Tensor) -> bool:
     return True
 
 
-def are_plain(x: Tensor, weight: Tensor, bias: Tensor | None, root_weight: Tensor) -> bool:
-    """Whether parameters lie in memory as they say, beside ``x``: an address is all that a kernel gets.
-
-    Others are PyTorch's to multiply, or to refuse.
-    """
-    device = x.device
-    return (
-        type(weight) in PLAIN
-        and type(root_weight) in PLAIN
-        and weight.device == device
-        and root_weight.device == device
-        and weight.layout == root_weight.layout == torch.strided
-        and (
-            bias is None or (type(bias) in PLAIN and bias.device == device and bias.shape == weight.shape[:1])
-        )
-    )
-
-
 def gathers_neighbours(adj: Adjacency, algorithm: str) -> bool:
     """Whether the kernel sums the neighbours too (`policy.gathers_and_transforms`)."""
     return policy.gathers_and_transforms(facts_of(adj), algorithm, adj.gpu) and adj.has_short_rows
@@ -68,7 +48,7 @@ def aggregate_and_transform(
 ) -> tuple[Tensor, Tensor | None]:
     """The result of `aggregate_linear` where the launch can serve it.
 
-    That is where `policy.transforms_on_tensor_cores`, `is_laid_out` and `are_plain` say so.
+    That is where `policy.transforms_on_tensor_cores` and `is_laid_out` say so, of plain tensors.
 
     Args:
         adj: structure.
