@@ -83,9 +83,11 @@ class _RelationalConv(FastConv):
             )
             if whole is not None:
                 whole = self._as_original(whole)
-                # Autocast leaves PyG's sum with the bias in the bias' dtype.
-                keeps = whole.dtype == weight.dtype or self.bias is None
-                return whole if keeps else whole.to(weight.dtype)
+                bias = self.bias
+                if bias is None or whole.dtype == bias.dtype:
+                    return whole
+                # Autocast does not reach PyG's sum with the bias.
+                return whole.to(torch.promote_types(whole.dtype, bias.dtype))
         if x_l.is_floating_point():
             out = self._of_features(relations, written_out(x_l), weight)
         else:

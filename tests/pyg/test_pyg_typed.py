@@ -201,6 +201,34 @@ def test_rgcn_of_few_nodes_is_one_product(device, monkeypatch):
         layer(x, edge_index, kind)
 
 
+@pytest.mark.parametrize("which", [0, 1], ids=["RGCN", "FastRGCN"])
+@pytest.mark.parametrize("options", [{}, {"num_bases": 2}, {"bias": False}, {"root_weight": False}], ids=str)
+@pytest.mark.parametrize("casts", [True, False], ids=["autocast", "bfloat16"])
+def test_rgcn_of_few_nodes_in_16_bits(device, monkeypatch, which, options, casts):
+    """One product under autocast too; results and gradients have PyG's dtypes."""
+    original, drop_in = ((RGCNConv, FastRGCNConv), (pyg.FastRGCNConv, FastFastRGCNConv))[which]
+    exact, ours = pair_of_layers(original, drop_in, device, 8, 4, RELATIONS, **options)
+    theirs = original(8, 4, RELATIONS, **options).to(device)
+    theirs.load_state_dict(exact.state_dict())
+    ours, theirs = (each.to(torch.float32 if casts else torch.bfloat16) for each in (ours, theirs))
+    edge_index, kind = graph(device)
+    x = torch.randn(NODES, 8, device=device).to(ours.weight.dtype).requires_grad_()
+    with torch.autocast(device, torch.bfloat16, enabled=casts):
+        expected = theirs(x, edge_index, kind)
+        monkeypatch.setattr(rgcn_conv, "grouped_product", None)
+        out = ours(x, edge_index, kind)
+    assert out.dtype == expected.dtype
+    grad = torch.randn_like(expected)
+    found = torch.autograd.grad(out, [x, *ours.parameters()], grad)
+    exact_x = x.detach().double().requires_grad_()
+    exact.load_state_dict(ours.state_dict())
+    wanted = exact(exact_x, edge_index, kind)
+    gradients = torch.autograd.grad(wanted, [exact_x, *exact.parameters()], grad.double())
+    for got, right in zip((out, *found), (wanted, *gradients), strict=True):
+        assert (got.double() - right).norm() <= 2e-2 * right.norm()
+    assert [each.dtype for each in found] == [each.dtype for each in (x, *ours.parameters())]
+
+
 def test_rgcn_of_other_graphs(device):
     edge_index, kind = graph(device)
     layers = pair_of_layers(RGCNConv, FastRGCNConv, device, 8, 4, RELATIONS)

@@ -80,9 +80,8 @@ def graph_convolution(
     """
     if weight is None or (aggregate_first and x.requires_grad):
         return None
-    form = (out_by_in, not aggregate_first, "sum", relu, False)
-    loop = one(x.device, accumulation_dtype(x.dtype)) if add_loops else None
-    return _in_one_node(adj, form, x, None, weight, bias, None, loop, scale_dst, scale_src)
+    form = (out_by_in, not aggregate_first, "sum", relu, add_loops, False)
+    return _in_one_node(adj, form, x, None, weight, bias, None, None, scale_dst, scale_src)
 
 
 @functools.cache
@@ -128,7 +127,7 @@ def aggregate_linear(
     """
     if root is not None and not (root.shape[0] == adj.num_dst and (root is x or starts_with(x, root))):
         return None
-    form = (True, transform_first, reduce, False, False)
+    form = (True, transform_first, reduce, False, False, False)
     return _in_one_node(adj, form, x, None, weight, bias, root_weight)
 
 
@@ -188,7 +187,7 @@ def weighted_linear(
     """
     if type(adj) is not Adjacency or adj.num_dst != adj.num_src or not is_plain_eager(value):
         return None
-    form = (True, transform_first, reduce, False, False)
+    form = (True, transform_first, reduce, False, False, False)
     return _in_one_node(adj, form, x, value, weight, bias, root_weight)
 
 
@@ -228,7 +227,7 @@ def aggregate_and_self(adj: Adjacency, x: Tensor, eps: Tensor) -> Tensor | None:
     loop = eps + _ONE[dtype]
     if dtype.itemsize == 2:
         loop = loop.float()
-    return _in_one_node(adj, (True, True, "sum", False, False), x, None, None, None, None, loop)
+    return _in_one_node(adj, (True, True, "sum", False, False, False), x, None, None, None, None, loop)
 
 
 def relational_linear(
@@ -251,7 +250,7 @@ def relational_linear(
     Returns:
         (num_dst, out width), as `_in_one_node` says.
     """
-    form = (False, False, reduce, False, True)
+    form = (False, False, reduce, False, False, True)
     return _in_one_node(adj, form, x, None, weight, bias, root)
 
 
@@ -266,6 +265,7 @@ class _Form(NamedTuple):
         transform_first: whether neighbours are summed after the linear map.
         reduce: ``"sum"`` or ``"mean"``.
         relu: whether negative results become 0.
+        adds_loops: whether every node is a neighbour of its own.
         is_stacked: whether the weight is one of every relation, (R, in width, out width), and the structure
             (num_dst * R, num_src), with the relations of a destination beside each other.
     """
@@ -274,6 +274,7 @@ class _Form(NamedTuple):
     transform_first: bool
     reduce: str
     relu: bool
+    adds_loops: bool
     is_stacked: bool
 
 
@@ -290,6 +291,7 @@ class _Plan:
         given_src: factor of every source likewise.
         scale_dst: (num_dst,) as kernels read it, or None.
         scale_src: (num_src,) likewise.
+        loop: value of the loops that the form adds; None: none.
         algorithm: of the sum.
         dtype: of the products.
         given: dtypes of x, weight, bias and root_weight.
@@ -310,6 +312,7 @@ class _Plan:
     given_src: Tensor | None
     scale_dst: Tensor | None
     scale_src: Tensor | None
+    loop: Tensor | None
     algorithm: str
     dtype: torch.dtype
     given: tuple[torch.dtype | None, ...]
@@ -327,7 +330,7 @@ _Call = tuple[Adjacency, _Plan, Tensor | None]
 
 def _in_one_node(
     adj: Adjacency,
-    form: tuple[bool, bool, str, bool, bool],
+    form: tuple[bool, bool, str, bool, bool, bool],
     x: Tensor,
     value: Tensor | None,
     weight: Tensor | None,
@@ -360,7 +363,7 @@ def _in_one_node(
         weight: of the sums, as the form says; None: no linear map.
         bias: (out width,) or None.
         root_weight: of the nodes themselves, shaped as one weight, or None.
-        loop: one constant, in the accumulation dtype, by which every node is a neighbour of its own; None: 0.
+        loop: value of other loops than the form's, one constant in the accumulation dtype; None: none.
         scale_dst: constant s, (num_dst,); None: 1, or the inverse degree for a mean.
         scale_src: constant t, (num_src,); None: 1.
 
@@ -376,7 +379,7 @@ def _in_one_node(
         None if bias is None else kind_of(bias),
         None if root_weight is None else kind_of(root_weight),
         autocast_dtype(x) if is_any_autocast_enabled() else None,
-        policy.requested("spmm", "auto"),
+        policy.requested_eagerly("spmm"),
     )
     plan: _Plan | None = adj.plans.get(key)
     if plan is None or plan.given_dst is not scale_dst or plan.given_src is not scale_src:
@@ -387,11 +390,12 @@ def _in_one_node(
         adj.plans[key] = plan
     if bias is not None and bias.is_neg():
         return None
+    call = (adj, plan, plan.loop if loop is None else loop)
     if not torch.is_grad_enabled() or (weight is None and not x.requires_grad):
-        return _compute(x, value, weight, bias, root_weight, (adj, plan, loop), plan.columns)[0]
+        return _compute(x, value, weight, bias, root_weight, call, plan.columns)[0]
     wrapped = is_wrapped(x) or (value is not None and is_wrapped(value))
     apply = _AggregateTransform.apply if wrapped else _apply
-    out: Tensor = apply(x, value, weight, bias, root_weight, (adj, plan, loop))
+    out: Tensor = apply(x, value, weight, bias, root_weight, call)
     return out
 
 
@@ -477,7 +481,8 @@ def _plan(
         *given_scales,
         scale_dst,
         scale_src,
-        policy.requested("spmm", "auto"),
+        one(x.device, accumulation_dtype(x.dtype)) if form.adds_loops else None,
+        policy.requested_eagerly("spmm"),
         dtype,
         tuple(None if each is None else each.dtype for each in (x, weight, bias, root_weight)),
         adj.num_dst // weight.shape[0] if form.is_stacked else adj.num_dst,

@@ -107,8 +107,15 @@ def requested(operator: str, algorithm: str) -> str:
     if algorithm != "auto":
         check_algorithm(algorithm, ALGORITHMS[operator])
         return algorithm
-    requests = _last_opened if torch.compiler.is_compiling() else _requests.get()
-    return algorithm if requests is None else requests.get(operator, algorithm)
+    if torch.compiler.is_compiling():
+        return algorithm if _last_opened is None else _last_opened.get(operator, algorithm)
+    return requested_eagerly(operator)
+
+
+def requested_eagerly(operator: str) -> str:
+    """`requested` of ``"auto"`` where no trace watches: asking that again takes longer than the rest."""
+    requests = _requests.get()
+    return "auto" if requests is None else requests.get(operator, "auto")
 
 
 def allows_tf32() -> bool:
