@@ -315,7 +315,7 @@ class _Plan:
     loop: Tensor | None
     algorithm: str
     dtype: torch.dtype
-    given: tuple[torch.dtype | None, ...]
+    given: tuple[Any, ...]
     num_rows: int
     is_sage: bool
     casts_first: bool
@@ -467,9 +467,8 @@ def _plan(
     is_sage = transforms = False
     if value is None and weight is not None and root_weight is not None:
         is_sage = not (form.transform_first or form.is_stacked)
-    if is_sage:
-        out_width, profile = weight.shape[0], gpu.profile_of(x.device)
-        sizes = (dtype, adj.num_dst, width, out_width, profile)
+    if is_sage and weight is not None:
+        sizes = (dtype, adj.num_dst, width, weight.shape[0], gpu.profile_of(x.device))
         transforms = _has_kernels(x.device) and policy.transforms_on_tensor_cores(*sizes)
         columns = policy.columns_of_products(*sizes, on_gpu=x.is_cuda)
         columns = 0 if columns == width else columns
@@ -485,7 +484,7 @@ def _plan(
         policy.requested_eagerly("spmm"),
         dtype,
         tuple(None if each is None else each.dtype for each in (x, weight, bias, root_weight)),
-        adj.num_dst // weight.shape[0] if form.is_stacked else adj.num_dst,
+        adj.num_dst // weight.shape[0] if form.is_stacked and weight is not None else adj.num_dst,
         is_sage,
         x.dtype != dtype and not (is_sage and not policy.casts_first(*adj.shape, adj.num_edges)),
         transforms,
@@ -520,7 +519,9 @@ def _compute(
         x = x if padded is None else padded
     # Everything that is multiplied has one dtype, so autocast, where it is on, casts nothing more.
     features = x.to(dtype) if plan.casts_first else x
-    own = matrix = root_matrix = None
+    own: Any = None
+    matrix: Any = None
+    root_matrix: Any = None
     if weight is not None:
         matrix = weight if weight.dtype is dtype and not columns else _multiplied(weight, dtype, columns)
     if root_weight is not None:
@@ -529,7 +530,7 @@ def _compute(
         own = x if keeps_own and is_part and not plan.transform_first else features
         own = _multiplied(own[:num_rows] if is_part else own, dtype, columns)
         root_matrix = _multiplied(root_weight, dtype, columns)
-    met: Tensor | None = features
+    met: Any = features
     if plan.transform_first:
         if matrix is not None:
             met = F.linear(features, matrix) if plan.out_by_in else torch.mm(features, matrix)
@@ -592,7 +593,8 @@ class _AggregateTransform(torch.autograd.Function):
         needs_matrix = needs_x or needs_value
         uncast = root_uncast = None
         if needs_matrix and (matrix is not weight or root_matrix is not root_weight):
-            uncast, root_uncast = Uncast.of(weight, matrix), Uncast.of(root_weight, root_matrix)
+            given: Any = ((weight, matrix), (root_weight, root_matrix))
+            uncast, root_uncast = (Uncast.of(*each) for each in given)
         # What no gradient needs may be written before the backward pass, as with separate operators.
         transform_first = plan.transform_first
         keeps_features = needs_value or (needs_weight and transform_first)
@@ -645,7 +647,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             met = _differentiable_sum(plan, adj, features, value, loop).view(plan.num_rows, -1)
     if matrix is not None and not plan.out_by_in:
         matrix = (matrix.reshape(-1, matrix.shape[2]) if plan.is_stacked else matrix).t()
-    grad_x = grad_weight = grad_value = None
+    grad_x: Any = None
+    grad_weight = grad_value = None
     if transform_first:
         at_dst, at_src = grad, met
         grad_bias = sum_of_rows(grad, bias_dtype, once) if needs_bias else None
@@ -728,7 +731,7 @@ def _of_value(
         found = sddmm(adj, at_dst, at_src, scale_dst=plan.scale_dst, scale_src=plan.scale_src)
         return cast(found, value.dtype)
     algorithm = plan.algorithm if plan.algorithm in policy.SDDMM_ALGORITHMS else "csr"
-    of_values = (value.shape[0], 1, value.dtype, adj.handle, algorithm, False)
+    of_values: Any = (value.shape[0], 1, value.dtype, adj.handle, algorithm, False)
     return sddmm_kernel(at_dst, at_src, *scales, *of_values).view(-1)
 
 

@@ -14,9 +14,8 @@ from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._edge_values import num_heads
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._handles import keep_alive, structure
-from fastsparse_core.ops._library import library
 from fastsparse_core.ops._operands import unit_stride
-from fastsparse_core.ops._registration import define, register
+from fastsparse_core.ops._registration import Operator, library, register
 from fastsparse_core.structure.adjacency import Adjacency
 
 
@@ -251,9 +250,9 @@ def _spmm_extremum_fake(of: Any) -> tuple[Tensor, Tensor]:
 
 
 _spmm_extremum_op = register(spmm_extremum, _spmm_extremum_fake, _SpmmExtremum)
-_spmm_extremum_backward_op = define(
+_spmm_extremum_backward_op = Operator(
     _spmm_extremum_backward, lambda of: _empty_gradients(of.grad, of.num_src, of.value)
-)
+).dispatched
 
 
 def _differentiable_backward(*arguments: Any) -> tuple[Tensor, Tensor]:
