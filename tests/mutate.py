@@ -256,6 +256,20 @@ FAULTS = (
             "tests/core/test_spmm_gradients.py::test_gradient_of_a_bias_is_summed_in_its_dtype",
         ),
     ),
+    Fault(
+        "second derivatives take the sums of features as constant",
+        "kernels/fastsparse_core/fused/aggregate_transform.py",
+        "needs_weight and not transform_first and (needs_x or needs_value)",
+        "needs_weight and not transform_first and needs_value",
+        ("tests/core/test_aggregate_linear.py::test_double_backward",),
+    ),
+    Fault(
+        "RGCN's result stays in autocast's dtype",
+        "fastsparse_pyg/nn/rgcn_conv.py",
+        "return whole.to(torch.promote_types(whole.dtype, bias.dtype))",
+        "return whole",
+        ("tests/pyg/test_pyg_typed.py::test_rgcn_of_few_nodes_in_16_bits",),
+    ),
     # ------------------------------------------------------------------------------------ plugins
     Fault(
         "edges edited in place are not seen",

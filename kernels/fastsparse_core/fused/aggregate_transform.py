@@ -728,8 +728,7 @@ def _of_value(
     """The gradient of the edges' values, from gradients of the sums and from what was summed."""
     scales = (plan.scale_dst, plan.scale_src)
     if not once:
-        found = sddmm(adj, at_dst, at_src, scale_dst=plan.scale_dst, scale_src=plan.scale_src)
-        return cast(found, value.dtype)
+        return sddmm(adj, at_dst, at_src, scale_dst=scales[0], scale_src=scales[1])
     algorithm = plan.algorithm if plan.algorithm in policy.SDDMM_ALGORITHMS else "csr"
     of_values: Any = (value.shape[0], 1, value.dtype, adj.handle, algorithm, False)
     return sddmm_kernel(at_dst, at_src, *scales, *of_values).view(-1)
