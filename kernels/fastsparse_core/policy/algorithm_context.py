@@ -107,9 +107,8 @@ def requested(operator: str, algorithm: str) -> str:
     if algorithm != "auto":
         check_algorithm(algorithm, ALGORITHMS[operator])
         return algorithm
-    if torch.compiler.is_compiling():
-        return algorithm if _last_opened is None else _last_opened.get(operator, algorithm)
-    return requested_eagerly(operator)
+    requests = _last_opened if torch.compiler.is_compiling() else _requests.get()
+    return algorithm if requests is None else requests.get(operator, algorithm)
 
 
 def requested_eagerly(operator: str) -> str:
