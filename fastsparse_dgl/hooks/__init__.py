@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from fastsparse_core import replacement
 from fastsparse_core.locks import ForkSafeLock
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.hooks import device_graph, table
 
 _lock = ForkSafeLock()
-_installed: list[tuple[Any, str, Any]] = []
+_installed: list[replacement.Change] = []
 
 
 def enable(*, _devices: tuple[str, ...] | None = None) -> None:
@@ -41,7 +40,7 @@ def enable(*, _devices: tuple[str, ...] | None = None) -> None:
             _devices = () if _dgl_has_cuda() else ("cuda",)
         hooks = table.OPERATORS + (table.DEVICES if _devices else ())
         table.check(hooks, dgl.__version__)
-        _installed.extend(table.install(hooks))
+        _installed.extend(replacement.install(hooks))
         device_graph.serve(_devices)
 
 
@@ -52,8 +51,7 @@ def disable() -> None:
     so.
     """
     with _lock:
-        table.remove(_installed)
-        _installed.clear()
+        replacement.remove(_installed)
         device_graph.serve(())
 
 

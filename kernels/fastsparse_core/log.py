@@ -57,10 +57,13 @@ def _warn(message: str) -> None:
         warnings.warn(message, SlowPathWarning, stacklevel=_user_level())
 
 
-@torch.compiler.assume_constant_result
 def _warn_in_trace(message: str) -> bool:
     _warn(message)
     return True  # a constant, which the compiler puts in place of the call
+
+
+# What torch.compiler.assume_constant_result does; that one imports the compiler, which takes a second.
+_warn_in_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_first(emitter: str, message: str) -> bool:
