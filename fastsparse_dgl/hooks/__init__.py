@@ -22,7 +22,8 @@ def enable(*, _devices: tuple[str, ...] | None = None) -> None:
     with it, and is kept on the GPU for the operators; node and edge data live on the GPU. With a DGL that has
     CUDA of its own only the operators are exchanged.
 
-    Calling it again changes nothing. :func:`disable` undoes it. Processes that are spawned have to call it
+    Calling it again changes nothing. :func:`disable` undoes it. The environment variable
+    ``FASTSPARSE_DISABLE=dgl`` keeps it from doing anything. Processes that are spawned have to call it
     themselves; forked ones inherit it.
 
     Raises:
@@ -34,7 +35,7 @@ def enable(*, _devices: tuple[str, ...] | None = None) -> None:
         >>> fastsparse_dgl.enable()
     """
     with _lock:
-        if _installed:
+        if _installed or not replacement.enabled_parts(["dgl"]):
             return
         if _devices is None:
             _devices = () if _dgl_has_cuda() else ("cuda",)

@@ -28,6 +28,7 @@ from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import PLAIN, is_plain_eager
 from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.ops.spmm import plain_spmm, spmm
+from fastsparse_core.replacement import enabled_parts
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: Entries of a COO matrix on the CPU from which its structure takes less time to build than PyTorch takes for
@@ -52,10 +53,13 @@ _transposed_of: Any = WeakIdKeyDictionary()  # transposed COO matrix -> (its sta
 
 
 def enable() -> None:
-    """Runs products of sparse and dense matrices on the kernels; calling it again changes nothing."""
+    """Runs products of sparse and dense matrices on the kernels, unless ``FASTSPARSE_DISABLE=sparse_mm``.
+
+    Calling it again changes nothing. :func:`disable` undoes it.
+    """
     global _library
     with _lock:
-        if _library is not None:
+        if _library is not None or not enabled_parts(["sparse_mm"]):
             return
         library = torch.library.Library("aten", "IMPL")
         for key in _KEYS:
