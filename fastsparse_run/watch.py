@@ -59,11 +59,12 @@ class _Then(importlib.abc.Loader):
         self._loader, self._action, self._running = loader, action, running
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        spec.loader = self._loader
         return self._loader.create_module(spec)  # type: ignore[no-any-return]
 
     def exec_module(self, module: ModuleType) -> None:
         module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
         self._running.append(module.__name__)
         try:
             self._loader.exec_module(module)

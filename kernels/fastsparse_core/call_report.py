@@ -48,11 +48,18 @@ class CallReport:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What would make most calls faster: three sentences at most."""
+        """What would make most calls faster: three sentences at most.
+
+        None for calls of which most ran on a kernel: an index is new once.
+        """
+        served: Counter[tuple[str, str]] = Counter()
+        for row, count in self.rows:
+            if not row.reason:
+                served[row.place, row.call] += count
         return tuple(
             f"{row.call} at {row.place} ran {count} times without a kernel: {row.reason}. {row.cure}."
             for row, count in self.rows
-            if row.cure
+            if row.cure and count > served[row.place, row.call]
         )[:MOST_ADVICE]
 
     def to_json(self) -> str:
