@@ -4,13 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import tomllib
+from support import pyproject
 
 import fastsparse_run
 from fastsparse_run import watch
 
 ROOT = Path(__file__).parents[2]
-REAL = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][fastsparse_run.GROUP]
+REAL = pyproject()["project"]["entry-points"][fastsparse_run.GROUP]
 PLUGIN = """
 import os, sys
 def enable():
@@ -21,7 +21,8 @@ def fail():
 """
 SCRIPT = """
 import sys, toy, os
-print(sys.argv[1:], __name__, os.path.basename(__file__), os.path.basename(sys.path[0]), toy.enabled == os.getpid())
+print(sys.argv[1:], __name__, os.path.basename(__file__), os.path.basename(sys.path[0]))
+print(toy.enabled == os.getpid())
 def f():
     raise KeyError("boom")
 if len(sys.argv) > 1:
@@ -98,7 +99,7 @@ if __name__ == "__main__":
     for method in ("fork", "spawn"):
         with multiprocessing.get_context(method).Pool(1) as pool:
             print(method, pool.map(child, [0]))
-    code = "import os, sys, toy; print(toy.enabled == os.getpid(), any('startup' in path for path in sys.path))"
+    code = "import os, sys, toy; print(toy.enabled == os.getpid(), 'startup' in str(sys.path))"
     print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip())
 """
 
