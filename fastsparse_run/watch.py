@@ -25,7 +25,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
     """Asks the other finders, and calls what is due after the package has been executed."""
 
     def __init__(self) -> None:
-        self.after: dict[str, Callable[[], Any]] = {}
+        self.after: dict[str, list[Callable[[], Any]]] = {}
         self.instead: dict[str, Callable[[], Any]] = {}
         self._running: list[str] = []
 
@@ -41,7 +41,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
             if spec is None and is_nested:
                 return None  # a package that looks which others there are
             if spec is None:
-                _call(name, self.after.pop(name, None))
+                _call(name, self.after.pop(name, ()))
                 if name in self.instead:
                     return ModuleSpec(name, _StandIn(self.instead[name], self._running))
                 return None
@@ -55,8 +55,8 @@ class _Watcher(importlib.abc.MetaPathFinder):
 class _Then(importlib.abc.Loader):
     """A loader that calls something when the module has been executed."""
 
-    def __init__(self, loader: Any, action: Callable[[], Any], running: list[str]) -> None:
-        self._loader, self._action, self._running = loader, action, running
+    def __init__(self, loader: Any, actions: list[Callable[[], Any]], running: list[str]) -> None:
+        self._loader, self._actions, self._running = loader, actions, running
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -70,7 +70,7 @@ class _Then(importlib.abc.Loader):
             self._loader.exec_module(module)
         finally:
             self._running.remove(module.__name__)
-        _call(module.__name__, self._action)
+        _call(module.__name__, self._actions)
 
 
 class _StandIn(importlib.abc.Loader):
@@ -100,9 +100,9 @@ def after_import(package: str, action: Callable[[], Any]) -> None:
     If it raises, a line on stderr says so, and the import goes on.
     """
     if package in sys.modules:
-        _call(package, action)
+        _call(package, [action])
     else:
-        _watcher.after[package] = action
+        _watcher.after.setdefault(package, []).append(action)
         _watch()
 
 
@@ -123,9 +123,12 @@ def start(actions: str) -> None:
     """Follows :data:`VARIABLE`."""
     for each in filter(None, actions.split(";")):
         package, _, place = each.partition("=")
-        after_import(package, _Named(place))
+        action = _Named(place)
+        after_import(package, action)
+        if action.root != package:
+            after_import(action.root, action.call_if_due)
     if os.environ.get(REPORT) or os.environ.get(REPORT_FILE):
-        after_import("fastsparse_core", _Named("fastsparse_core.call_report:start_recording"))
+        after_import("fastsparse_core", _Named("fastsparse_core.call_report:start_recording").call)
         atexit.register(_report)
 
 
@@ -139,18 +142,34 @@ class _Named:
 
     def __init__(self, place: str) -> None:
         self._module, _, self._name = place.partition(":")
+        self.root = self._module.partition(".")[0]
+        self._is_due = False
 
     def __call__(self) -> None:
+        spec = getattr(sys.modules.get(self.root), "__spec__", None)
+        # The script imports the plugin, which imports the package.
+        if getattr(spec, "_initializing", False):
+            self._is_due = True
+        else:
+            self.call()
+
+    def call_if_due(self) -> None:
+        """What is called when the plugin itself has been imported."""
+        if self._is_due:
+            self._is_due = False
+            self.call()
+
+    def call(self) -> None:
+        """Calls it, whatever is being imported."""
         getattr(importlib.import_module(self._module), self._name)()
 
 
-def _call(package: str, action: Callable[[], Any] | None) -> None:
-    if action is None:
-        return
-    try:
-        action()
-    except Exception as error:
-        print(f"fastsparse: {package} runs as it is: {type(error).__name__}: {error}", file=sys.stderr)
+def _call(package: str, actions: Sequence[Callable[[], Any]]) -> None:
+    for action in actions:
+        try:
+            action()
+        except Exception as error:
+            print(f"fastsparse: {package} runs as it is: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _report() -> None:

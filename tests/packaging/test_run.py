@@ -123,6 +123,13 @@ def test_a_package_that_cannot_be_enabled_runs_as_it_is(folder):
     assert done.stdout.endswith("False\n")
 
 
+def test_a_script_may_import_the_plugin_first(folder):
+    (folder / "site/plugin.py").write_text("import toy\n" + PLUGIN)
+    (folder / "work/first.py").write_text("import plugin, toy, os\nprint(toy.enabled == os.getpid())")
+    done = run(folder, "first.py")
+    assert (done.stdout, without_first_line(done.stderr)) == ("True\n", "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -170,7 +177,10 @@ def test_the_doctor_runs_by_the_command(folder, monkeypatch):
 
 
 REAL_SCRIPT = """
-import sys
+import importlib.util
+if importlib.util.find_spec("torch_scatter") is None:
+    raise SystemExit("torch_scatter is not there")
+import torch_scatter
 import torch
 from torch_geometric.nn import GCNConv
 matrix, x = torch.rand(100, 100).to_sparse(), torch.rand(100, 4)
