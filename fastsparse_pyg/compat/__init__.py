@@ -27,7 +27,6 @@ __all__ = ["install", "uninstall"]
 
 _logger = logging.getLogger("fastsparse_pyg")
 _MODULES: dict[str, ModuleType] = {"torch_scatter": torch_scatter, "torch_sparse": torch_sparse}
-PACKAGES = tuple(_MODULES)
 #: What :func:`install` replaced, and which modules it added.
 _changes: list[replacement.Change] = []
 _added: list[str] = []

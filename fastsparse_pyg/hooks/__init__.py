@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 from fastsparse_core import call_report, replacement, sparse_products
 from fastsparse_core.locks import ForkSafeLock
-from fastsparse_pyg import compat
 from fastsparse_pyg.hooks import layers, table
 from fastsparse_run import watch
 
@@ -14,6 +14,9 @@ __all__ = ["disable", "enable", "is_enabled"]
 
 #: What can be switched on and off.
 PARTS = ("layers", "scatter", "pool", "loaders", "sparse_mm", "shims")
+
+#: Packages that other modules stand in for if they are missing.
+_MISSING = ("torch_scatter", "torch_sparse")
 
 _lock = ForkSafeLock()
 _installed: list[replacement.Change] = []
@@ -70,8 +73,8 @@ def enable(parts: Iterable[str] | None = None, *, report: bool = False) -> None:
         if "sparse_mm" in new:
             sparse_products.enable()
         if "shims" in new:
-            for package in compat.PACKAGES:
-                watch.in_place_of(package, compat.install)
+            for package in _MISSING:
+                watch.in_place_of(package, _stand_in)
         _enabled.update(new)
         if report:
             call_report.start_recording()
@@ -89,11 +92,20 @@ def disable() -> None:
         if "sparse_mm" in _enabled:
             sparse_products.disable()
         if "shims" in _enabled:
-            for package in compat.PACKAGES:
+            for package in _MISSING:
                 watch.forget(package)
-            compat.uninstall()
+            if "fastsparse_pyg.compat" in sys.modules:
+                from fastsparse_pyg import compat
+
+                compat.uninstall()
         _enabled.clear()
         call_report.stop_recording()
+
+
+def _stand_in() -> None:
+    from fastsparse_pyg import compat  # which takes time to import, and few scripts need
+
+    compat.install()
 
 
 def is_enabled() -> bool:
