@@ -100,7 +100,6 @@ def shown(framework: str) -> str:
 
 
 if __name__ == "__main__":
-    page = PAGE.read_text()
     for framework, table in TABLES.items():
-        page = page.replace(shown(framework), table())
-    PAGE.write_text(page)
+        before, rest = re.split(_BLOCK.format(framework), PAGE.read_text(), flags=re.DOTALL)
+        PAGE.write_text(before + table() + rest)
