@@ -189,13 +189,15 @@ def _page(topic: Topic, records: list[Record], folder: Path) -> str:
             for path, result in records
             if _beginning(path) == name and ("gpu" in result["machine"]) == topic.on_gpu
         ]
-        if len(topic.benchmarks) > 1 or not mine:
+        level = "##"
+        if len(topic.benchmarks) > 1:
             parts.append(f"## {chapter.title}\n")
+            level = "###"
         if not mine:
             parts.append(f"Not measured: no record of `python -m benchmarks {name}` is stored.\n")
         for path, result in mine:
             plots = [plot for plot in tables.plots_of(path) if plot.stem.endswith(chapter.plots)]
-            parts += [f"### {_heading(path, result)}\n", tables.provenance(result) + "\n"]
+            parts += [f"{level} {_heading(path, result)}\n", tables.provenance(result) + "\n"]
             if plots and is_first_plot:
                 is_first_plot, chart, *plots = False, *plots
                 parts.append(f"![{_caption(chart, path)}]({tables.relative(chart, folder)})\n")
@@ -207,7 +209,7 @@ def _page(topic: Topic, records: list[Record], folder: Path) -> str:
             parts += [f"- {_plain(note)}" for note in result["notes"]]
             parts += [""] if result["notes"] else []
         for machine, together in _together(mine, chapter):
-            parts.append(f"### {_machine(mine, machine)}, all records together\n")
+            parts.append(f"{level} {_machine(mine, machine)}, all records together\n")
             parts += [shown.markdown() for table in together for shown in readable(table)]
     return "\n".join(parts)
 
@@ -238,6 +240,7 @@ def _plain(text: str) -> str:
 
 _IN_ONE_CELL = re.compile(r"[\d.e+-]+x?(, [\d.e+-]+( GB|x))+")
 _WITH_A_NAME = re.compile(r"([\d.]+x) ([\w., =-]+)")
+_OF_BOTH = re.compile(r"([\d.]+|-) / ([\d.]+|-)(?: (\w+))?")
 #: What the numbers of one cell are, by how they end: unit -> (title, end of the text).
 _UNITS = {"time, ms": "", "baseline / ours": "x", "peak memory, GB": " GB"}
 
@@ -247,7 +250,7 @@ def readable(table: Table) -> list[Table]:
     titles = [_plain(title).removesuffix(", ms, peak GB") for title in table.columns]
     plain = replace(table, title=_plain(table.title), columns=titles)
     if not any(_IN_ONE_CELL.fullmatch(cell) for row in table.rows for cell in row):
-        return [_names_apart(plain)]
+        return [_apart(plain)]
     made = []
     for unit, end in _UNITS.items():
         rows = [[row[0], *(_part(cell, unit, end) for cell in row[1:])] for row in table.rows]
@@ -270,17 +273,25 @@ def _part(cell: str, unit: str, end: str) -> str:
     return "-"
 
 
-def _names_apart(table: Table) -> Table:
-    """Cells such as "1.76x pubmed" as two: the number, and the graph that it belongs to."""
+def _apart(table: Table) -> Table:
+    """Cells such as "1.76x pubmed" or "0.74 / 0.75 accuracy" as several: numbers, and what they belong to."""
     columns: list[str] = []
     rows: list[list[str]] = [[] for _ in table.rows]
     for at, title in enumerate(table.columns):
         cells = [row[at] for row in table.rows]
-        is_double = at > 0 and any(_WITH_A_NAME.fullmatch(cell) for cell in cells)
-        columns += [title, "on"] if is_double else [title]
-        for row, cell in zip(rows, cells, strict=True):
-            found = _WITH_A_NAME.fullmatch(cell) if is_double else None
-            row += [found[1], found[2]] if found else [cell, ""] if is_double else [cell]
+        titles, parts = [title], [[cell] for cell in cells]
+        if at and all(_OF_BOTH.fullmatch(cell) for cell in cells):
+            groups = [_OF_BOTH.fullmatch(cell).groups() for cell in cells]  # type: ignore[union-attr]
+            has_name = any(group[2] for group in groups)
+            titles = [*([title] if has_name else []), f"{title}, baseline", f"{title}, ours"]
+            parts = [[*([group[2] or ""] if has_name else []), group[0], group[1]] for group in groups]
+        elif at and any(_WITH_A_NAME.fullmatch(cell) for cell in cells):
+            titles = [title, "on"]
+            found = [_WITH_A_NAME.fullmatch(cell) for cell in cells]
+            parts = [[*one.groups()] if one else [cell, ""] for one, cell in zip(found, cells, strict=True)]
+        columns += titles
+        for row, part in zip(rows, parts, strict=True):
+            row += part
     return replace(table, columns=columns, rows=rows)
 
 

@@ -75,6 +75,9 @@ def test_every_cell_has_one_number() -> None:
     )
     assert names.columns == ["", "baseline", "worst case", "on"]
     assert names.rows == [["gcn", "PyG", "1.76x", "pubmed"], ["gat", "PyG", "-", ""]]
+    (both,) = summary.readable(Table("", ["", "loss", "metric"], [["gae", "1.14 / 1.15", "- / 0.78 AUC"]]))
+    assert both.columns == ["", "loss, baseline", "loss, ours", "metric", "metric, baseline", "metric, ours"]
+    assert both.rows == [["gae", "1.14", "1.15", "AUC", "-", "0.78"]]
 
 
 @pytest.mark.parametrize("path", sorted(H200.glob("*.json")), ids=lambda path: path.stem)
