@@ -51,7 +51,7 @@ TOPICS = {
     ),
     "attention": Topic(
         "Attention",
-        "Softmax attention over neighbours as single operators: dot products, GAT (additive) and GATv2. Cases"
+        "Softmax attention over neighbors as single operators: dot products, GAT (additive) and GATv2. Cases"
         " are named by heads x width.",
         ("attention",),
     ),
@@ -70,7 +70,7 @@ TOPICS = {
     ),
     "sampling": Topic(
         "Sampled mini-batches",
-        "Neighbour sampling, epochs of GraphSAGE from the loader, and training steps on sampled blocks.",
+        "Neighbor sampling, epochs of GraphSAGE from the loader, and training steps on sampled blocks.",
         ("sampling", "minibatch"),
     ),
     "scaling": Topic(
