@@ -98,7 +98,7 @@ TOPICS = {
     "cpu": Topic(
         "On the CPU",
         "Every record of a machine without a GPU. The line below a machine's name has the number of threads.",
-        ("cpu", "small", "sampling", "minibatch", "dgl_operators", "maxk", "accuracy", "host", "formats"),
+        ("cpu", *(name for name in tables.CHAPTERS if name != "cpu")),
         on_gpu=False,
     ),
     "internals": Topic(
@@ -183,12 +183,15 @@ def _page(topic: Topic, records: list[Record], folder: Path) -> str:
     parts = [f"# {topic.title}\n", f"{topic.about} [How to read the numbers](method.md).\n"]
     is_first_plot = True
     for name in topic.benchmarks:
-        chapter = tables.CHAPTERS[name.partition("_")[0] if name not in tables.CHAPTERS else name]
         mine = [
             (path, result)
             for path, result in records
-            if _beginning(path) == name and ("gpu" in result["machine"]) == topic.on_gpu
+            if ("gpu" in result["machine"]) == topic.on_gpu
+            and name == (_beginning(path) if topic.on_gpu else result["name"])
         ]
+        if not mine and not topic.on_gpu:
+            continue
+        chapter = tables.CHAPTERS[name if name in tables.CHAPTERS else name.partition("_")[0]]
         level = "##"
         if len(topic.benchmarks) > 1:
             parts.append(f"## {chapter.title}\n")
@@ -216,7 +219,7 @@ def _page(topic: Topic, records: list[Record], folder: Path) -> str:
 
 def _beginning(path: Path) -> str:
     """Which of the topics' names a record's own name begins with."""
-    names = (name for topic in TOPICS.values() for name in topic.benchmarks)
+    names = (name for topic in TOPICS.values() if topic.on_gpu for name in topic.benchmarks)
     return max((name for name in names if path.stem.startswith(name)), key=len, default="")
 
 
