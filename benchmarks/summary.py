@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import record, tables
+from .bars import Chart
 from .tables.cells import Table, ordered
 from .tables.train import train_at_a_glance
 
@@ -26,12 +27,14 @@ class Topic:
         about: What was measured, for a reader who knows PyTorch.
         benchmarks: Which records it shows, by how their names begin; the longest such beginning counts.
         on_gpu: Whether it shows records of machines with a GPU, or of those without.
+        chart: What its chart shows. None: the first plot that lies with its records.
     """
 
     title: str
     about: str
     benchmarks: tuple[str, ...]
     on_gpu: bool = True
+    chart: Chart | None = None
 
 
 #: name of the page -> what it shows, in the order of the overview
@@ -48,6 +51,13 @@ TOPICS = {
         "Training steps and epochs that launch many short kernels, so that launch overhead decides."
         " `captured` means that the step is replayed as a CUDA graph.",
         ("small", "epochs"),
+        chart=Chart(
+            "nvidia-h200/small",
+            "molecules-512, float32",
+            ("layer",),
+            ("PyG", "FastSparse", "captured"),
+            "Training step on 512 molecules, ms, H200, float32",
+        ),
     ),
     "attention": Topic(
         "Attention",
@@ -67,11 +77,26 @@ TOPICS = {
         " edges; and DGL's operators after `fastsparse_dgl.enable()`. Times are for forward and backward in"
         " float32.",
         ("any_layer", "typed", "dgl_operators"),
+        chart=Chart(
+            "nvidia-h200/any_layer",
+            "Layers of PyG, forward and backward, ogbn-arxiv",
+            ("layer",),
+            ("PyG/ours",),
+            "PyG's time divided by ours, ogbn-arxiv's size, H200, float32",
+            longest=20,
+        ),
     ),
     "sampling": Topic(
         "Sampled mini-batches",
         "Neighbor sampling, epochs of GraphSAGE from the loader, and training steps on sampled blocks.",
         ("sampling", "minibatch"),
+        chart=Chart(
+            "nvidia-h200/sampling",
+            "ogbn-products: an epoch",
+            ("step", "precision"),
+            ("seconds",),
+            "Epoch of GraphSAGE on sampled batches, seconds, H200",
+        ),
     ),
     "scaling": Topic(
         "Several GPUs",
@@ -94,12 +119,26 @@ TOPICS = {
         "Test scores of models that were trained with the original layers and with the drop-ins, in several"
         " precisions.",
         ("accuracy",),
+        chart=Chart(
+            "nvidia-h200/accuracy",
+            "gcn: test scores",
+            ("dataset", "framework", "metric"),
+            ("original fp32", "drop-in fp32", "drop-in bf16"),
+            "Test score of a GCN in %, mean of all runs, H200",
+        ),
     ),
     "cpu": Topic(
         "On the CPU",
         "Every record of a machine without a GPU. The line below a machine's name has the number of threads.",
         ("cpu", *(name for name in tables.CHAPTERS if name != "cpu")),
         on_gpu=False,
+        chart=Chart(
+            "amd-epyc/cpu",
+            "One GCN layer",
+            ("implementation",),
+            ("ms (20-80 %)",),
+            "One GCN layer, forward and backward, ms, ogbn-arxiv's size, two CPU threads",
+        ),
     ),
     "internals": Topic(
         "Inside a step",
@@ -139,7 +178,12 @@ def pages(results: Path, out: Path) -> dict[Path, str]:
     folder = out.with_suffix("")
     written = {out: _overview(records, out.parent, folder.name)}
     for name, topic in TOPICS.items():
-        written[folder / f"{name}.md"] = _page(topic, records, folder)
+        chart = None
+        for path, result in records:
+            if topic.chart and f"{path.parent.name}/{path.stem}" == topic.chart.record:
+                chart = folder / f"chart_{name}.svg", path
+                written[chart[0]] = topic.chart.draw(tables.CHAPTERS[result["name"]].tables(result))
+        written[folder / f"{name}.md"] = _page(topic, records, folder, chart)
     return written
 
 
@@ -178,10 +222,13 @@ def _at_a_glance(records: list[Record], folder: Path) -> list[str]:
     return []
 
 
-def _page(topic: Topic, records: list[Record], folder: Path) -> str:
-    """One topic's page. Its first plot is shown, and the others are linked."""
+def _page(topic: Topic, records: list[Record], folder: Path, drawn: tuple[Path, Path] | None) -> str:
+    """One topic's page: its chart, or else the first plot of its records; other plots are linked."""
     parts = [f"# {topic.title}\n", f"{topic.about} [How to read the numbers](method.md).\n"]
-    is_first_plot = True
+    if topic.chart and drawn:
+        chart, source = (tables.relative(path, folder) for path in drawn)
+        parts += [f"![{topic.chart.title}]({chart})\n", f"[Record of the chart]({source}).\n"]
+    is_first_plot = drawn is None
     for name in topic.benchmarks:
         mine = [
             (path, result)
@@ -202,8 +249,8 @@ def _page(topic: Topic, records: list[Record], folder: Path) -> str:
             plots = [plot for plot in tables.plots_of(path) if plot.stem.endswith(chapter.plots)]
             parts += [f"{level} {_heading(path, result)}\n", tables.provenance(result) + "\n"]
             if plots and is_first_plot:
-                is_first_plot, chart, *plots = False, *plots
-                parts.append(f"![{_caption(chart, path)}]({tables.relative(chart, folder)})\n")
+                is_first_plot, first, *plots = False, *plots
+                parts.append(f"![{_caption(first, path)}]({tables.relative(first, folder)})\n")
             if plots:
                 links = [f"[{_caption(plot, path)}]({tables.relative(plot, folder)})" for plot in plots]
                 parts.append(f"Charts: {', '.join(links)}.\n")

@@ -1,11 +1,13 @@
 """The results pages: what they say is in the records, and they leave out nothing that a reader must know."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import record, summary, tables
+from benchmarks.bars import Chart
 from benchmarks.tables.cells import Table, stored_rivals
 from benchmarks.tables.train import train_at_a_glance
 
@@ -246,3 +248,16 @@ def test_regret_is_the_mean_and_the_worst() -> None:
         {"graph": "dd", "width": 16, "dtype": "float32", "status": "out of memory"},
     ]
     assert rows_of("choice", cells) == [["float32", "1.10x", "1.21x dd, F = 64", "1 of 2"]]
+
+
+def test_charts_show_the_numbers_of_their_table() -> None:
+    table = Table(
+        "steps, ms",
+        ["layer", "PyG", "ours (20-80 %)"],
+        [["GCN & co", "4.0", "1.0 (0.9-1.1)"], ["GIN", "-", "-"]],
+    )
+    drawn = Chart("", "steps", ("layer",), ("PyG", "ours (20-80 %)"), "ms", longest=2.0).draw([table])
+    texts = re.findall(r">([^<>\n]+)</text>", drawn)
+    assert texts == ["ms", "PyG", "ours (20-80 %)", "GCN &amp; co", "4 (cut)", "1"]  # no bars of GIN
+    *_, first, second = (float(wide) for wide in re.findall(r'width="([\d.]+)" height', drawn))
+    assert first == pytest.approx(2 * second, abs=0.2)
