@@ -1,6 +1,6 @@
 """Every layer of PyG under `accelerate` against itself: forward and backward, time and peak memory.
 
-``python -m benchmarks.any_layer`` prints the table of docs/accelerate.md (layer, what it becomes, what
+``python -m benchmarks.any_layer`` prints the table of docs/pyg_layers.md (layer, what it becomes, what
 computes it, measured speed-ups of the stored record); with ``--write`` it puts the table there.
 """
 
@@ -31,7 +31,7 @@ WIDTH = 128
 GRAPHS = ("ogbn-arxiv", "cora", "molecules")
 #: Relative, of outputs: sums of hundreds of terms in another order.
 TOLERANCE = 1e-4
-PAGE = Path(__file__).parents[1] / "docs" / "accelerate.md"
+PAGE = Path(__file__).parents[1] / "docs" / "pyg_layers.md"
 BEGIN, END = "<!-- layers: python -m benchmarks.any_layer --write -->", "<!-- layers end -->"
 #: Seconds of a first step from which one step is timed, and those from which none is.
 SLOW, TOO_SLOW = 0.5, 1.0

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from simulated_graphs import simulate
 
-from benchmarks import record, suite, tables
+from benchmarks import record, suite, summary, tables
 from benchmarks.__main__ import COMMANDS, main, run
 
 pytest.importorskip("fastsparse_core", exc_type=ImportError)
@@ -786,8 +786,9 @@ def test_all_writes_what_did_not_fail(tmp_path: Path, monkeypatch: pytest.Monkey
         main(["all", "--device", "cpu", "--out", str(tmp_path)])
     assert stopped.value.code == 1
     written = {path.relative_to(tmp_path).as_posix().split("/")[-1] for path in tmp_path.rglob("*.*")}
-    assert written == {"formats.json", "formats.png", "adjacency.json", "summary.md"}
-    assert re.search(r"## Building a structure\n\n### \w", (tmp_path / "summary.md").read_text())
+    pages = {f"{topic}.md" for topic in summary.TOPICS}
+    assert written == {"formats.json", "formats.png", "adjacency.json", "summary.md", *pages}
+    assert re.search(r"## Building a structure\n\n### \w", (tmp_path / "summary" / "cpu.md").read_text())
     monkeypatch.setattr(command_line, "ON_CPU", working)
     main(["all", "--device", "cpu", "--out", str(tmp_path)])  # no exit: nothing failed
 
