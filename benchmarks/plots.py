@@ -20,7 +20,7 @@ from . import record, tables
 from .overview import training_overview
 from .roofline import LARGE_EDGES, TARGET, gather_bandwidth, peers
 from .tables.cells import ordered, stored_rivals
-from .tables.choice import REGRET_SEEN, csr_over_flashsparse
+from .tables.pivots import REGRET_SEEN, csr_over_flashsparse
 from .tables.programs import OURS, baseline, of_programs
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from ..goals import MAXK_OF_COPY, MAXK_OVER_TOPK, verdict
@@ -127,7 +126,7 @@ def _maxk(cells: list[Cell]) -> Table:
                 number(topk),
                 ratio(quotient(topk, ours)),
                 number(copy),
-                percent(quotient(copy, ours) or math.nan),
+                percent(quotient(copy, ours)),
             ]
         )
     shape = f"({cells[0]['rows']:,}, {cells[0]['width']}), k = {cells[0]['k']}" if cells else ""
