@@ -43,8 +43,8 @@ from fastsparse_core.distributed.exchange import HaloFeatures
 from fastsparse_pyg import FastGCNConv, FastSAGEConv
 
 from . import suite
-from .common import add_common, recorder, release
 from .record import Recorder
+from .runner import add_common, recorder, release
 from .train import DTYPES, Stack
 
 GRAPHS = ("ogbn-products", "amazonproducts")

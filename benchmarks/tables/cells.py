@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from ..common import geometric_mean
 from ..goals import SPEED_UPS, verdict
 from ..roofline import peers
+from ..runner import geometric_mean
 
 Cell = dict[str, Any]
 

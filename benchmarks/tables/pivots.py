@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from ..common import geometric_mean
 from ..roofline import LARGE_EDGES
+from ..runner import geometric_mean
 from .cells import (
     Cell,
     Column,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..common import geometric_mean
 from ..goals import STEPS_MS, verdict
 from ..roofline import peers
+from ..runner import geometric_mean
 from .cells import (
     Cell,
     Table,

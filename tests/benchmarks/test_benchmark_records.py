@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import common, record, roofline, tables, timing
+from benchmarks import record, roofline, runner, tables, timing
 from benchmarks.tables.cells import number, stored_rivals
 
 CPU = torch.device("cpu")
@@ -143,9 +143,9 @@ def test_failures_become_a_status() -> None:
     def unsupported() -> dict[str, Any]:
         raise RuntimeError("not implemented for 'BFloat16'\nmore")
 
-    assert common.attempt(out_of_memory) == {"status": "out of memory"}
-    assert common.attempt(unsupported) == {"status": "failed: not implemented for 'BFloat16'"}
-    assert common.attempt(lambda: {"a": 1}) == {"status": "ok", "a": 1}
+    assert runner.attempt(out_of_memory) == {"status": "out of memory"}
+    assert runner.attempt(unsupported) == {"status": "failed: not implemented for 'BFloat16'"}
+    assert runner.attempt(lambda: {"a": 1}) == {"status": "ok", "a": 1}
 
 
 def test_programming_errors_are_no_results() -> None:
@@ -153,14 +153,14 @@ def test_programming_errors_are_no_results() -> None:
         raise KeyError("typo")
 
     with pytest.raises(KeyError):
-        common.attempt(broken)
+        runner.attempt(broken)
 
 
 def test_relative_error_sees_nan_and_difference() -> None:
     reference = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    assert common.relative_error(torch.tensor([3.0, 4.0]), reference) == 0
-    assert common.relative_error(torch.tensor([3.0, 4.5]), reference) == pytest.approx(0.1)
-    assert common.relative_error(torch.tensor([3.0, float("nan")]), reference) == float("inf")
+    assert runner.relative_error(torch.tensor([3.0, 4.0]), reference) == 0
+    assert runner.relative_error(torch.tensor([3.0, 4.5]), reference) == pytest.approx(0.1)
+    assert runner.relative_error(torch.tensor([3.0, float("nan")]), reference) == float("inf")
 
 
 def test_gather_bandwidth_falls_between_the_stored_points() -> None:
