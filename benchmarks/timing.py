@@ -1,9 +1,8 @@
 """One timer for every benchmark.
 
 Device time comes from events around each call, after a write that pushes the inputs out of the last-level
-cache, and
-behind a short wait on the device that lets the host queue the whole call first: what is measured is the
-device's work and not the host's.
+cache, and behind a short wait on the device that lets the host queue the whole call first: what is measured
+is the device's work and not the host's.
 """
 
 from __future__ import annotations
@@ -18,9 +17,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-
-from fastsparse_core.capturing.graphs import record
-from fastsparse_core.streams import on_stream
 
 #: Bytes written between two calls: more than the last-level cache of any GPU of today.
 FLUSH_BYTES = 256 * 2**20
@@ -95,37 +91,6 @@ def kernel_time(fn: Callable[[], Any], device: torch.device, *, budget_ms: float
         end.record()
     torch.cuda.synchronize(device)
     return summarise([s.elapsed_time(e) for s, e in zip(starts, ends, strict=True)], "events, cold cache")
-
-
-def graph_time(fn: Callable[[], Any], *, calls: int = 20, replays: int = 20) -> Timing:
-    """Device time of a small call without launch gaps: `calls` captured in one CUDA graph, inputs warm.
-
-    Args:
-        fn: A call that can be captured: no synchronisation.
-        calls: Calls per captured graph.
-        replays: Replays that are timed.
-
-    Returns:
-        Milliseconds per call.
-    """
-
-    def all_calls() -> None:
-        for _ in range(calls):
-            fn()
-
-    stream = torch.cuda.Stream()
-    on_stream(stream, all_calls)
-    graph, _ = record(all_calls, stream)
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    return summarise(times, f"graph of {calls} calls, warm cache")
 
 
 def step_time(

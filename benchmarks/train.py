@@ -232,6 +232,11 @@ def _cells_of_form(run: Run, graph: suite.Graph, form: str) -> Iterator[Job]:
         yield cell, partial(measure, make, run.device, options.budget_ms, chosen)
 
 
+def autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextManager[None]:
+    """What a forward pass in one of `DTYPES` runs in."""
+    return torch.autocast(device.type, torch.bfloat16) if dtype == "bf16-amp" else contextlib.nullcontext()
+
+
 def random_task(nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Features and classes of every node."""
     generator = torch.Generator(device).manual_seed(0)
@@ -248,7 +253,7 @@ def make_steps(
 ) -> tuple[nn.Module, Callable[[], None], Callable[[], None]]:
     """A new model, a training step of it, and an inference step."""
     device = x.device
-    amp = torch.autocast(device.type, torch.bfloat16) if dtype == "bf16-amp" else contextlib.nullcontext()
+    amp = autocast(device, dtype)
     torch.manual_seed(0)
     model = make_model().to(device)
     # The fused form launches least, and the host bounds steps of small models.

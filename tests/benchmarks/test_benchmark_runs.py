@@ -225,11 +225,34 @@ def test_tensor_cores_gather_a_row_per_vector() -> None:
     assert rows_gathered(adj, "fastsparse csr") == rows_gathered(adj, "cuSPARSE") == 16
 
 
-def test_adjacency(tmp_path: Path) -> None:
-    result = result_of(tmp_path, "adjacency", "--graphs", "pubmed", "--budget-ms", "1")
-    kinds = ["symmetric", "symmetric, prepared", "directed", "directed, prepared"]
-    assert [cell["structure"] for cell in result["cells"]] == kinds
-    assert all(cell["status"] == "ok" for cell in result["cells"])
+@pytest.mark.parametrize(
+    ("name", "arguments", "cells", "rows"),
+    [
+        ("adjacency", "--graphs pubmed --budget-ms 1", 4, [4]),
+        ("cpu", "--graphs pubmed --width 16 --rounds 2", 6, [6]),
+        ("pna", "--width 16 --budget-ms 1", 8, [4]),
+        ("segments", "--graphs pubmed --widths 3 --budget-ms 1", 2 * 2 * 4 * 2 * 3, [2 * 2 * 4] * 2),
+        ("typed", "--scale 0.0001 --budget-ms 1", 16, [8]),
+    ],
+)
+def test_every_cell_is_right_and_in_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, arguments: str, cells: int, rows: list[int]
+) -> None:
+    if name in ("cpu", "pna", "typed"):
+        pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
+    from benchmarks import pna
+
+    draw = pna.draw_edges
+    monkeypatch.setattr(pna, "draw_edges", lambda name, device: draw(name, device, 6))
+    result = result_of(tmp_path, name, arguments)
+    assert [cell["status"] for cell in result["cells"]] == ["ok"] * cells
+    assert [len(table.rows) for table in tables.TABLES[name](result)] == rows
+    if name == "adjacency":
+        kinds = ["symmetric", "symmetric, prepared", "directed", "directed, prepared"]
+        assert [cell["structure"] for cell in result["cells"]] == kinds
+    if name == "segments":
+        ours = [cell for cell in result["cells"] if cell["implementation"] != "torch"]
+        assert all(cell["repeats"] and cell["error"] < 0.1 for cell in ours)
 
 
 def test_train_reports_every_implementation(tmp_path: Path) -> None:
@@ -316,19 +339,10 @@ def test_host(tmp_path: Path) -> None:
     _, table = tables.TABLES["host"](result)
     assert [row[0] for row in table.rows] == [cell["layer"] for cell in stacks]
     cells = [cell for cell in result["cells"] if "features" in cell]
-    assert [cell["features"] for cell in cells if cell["layer"] == "FastGCNConv"] == [
-        "constant",
-        "with gradient",
-    ]
+    features = [cell["features"] for cell in cells if cell["layer"] == "FastGCNConv"]
+    assert features == ["constant", "with gradient"]
     assert all(0 < cell["forward_us"] < cell["step_us"] for cell in cells)
     assert all(cell["step_ratio"] == 1 for cell in cells if cell["layer"] == "nn.Linear")
-
-
-def test_cpu_implementations_agree(tmp_path: Path) -> None:
-    pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
-    result = result_of(tmp_path, "cpu", "--graphs", "pubmed", "--width", "16", "--rounds", "2")
-    assert len(result["cells"]) == 6
-    assert {cell["status"] for cell in result["cells"]} == {"ok"}
 
 
 @pytest.mark.parametrize("framework", ["pyg", "dgl"])
@@ -594,21 +608,6 @@ def test_regret_and_accuracy_on_the_gpu(tmp_path: Path, monkeypatch: pytest.Monk
     assert [cell["status"] for cell in cells] == ["ok"] * 5
 
 
-def test_segments(tmp_path: Path) -> None:
-    result = result_of(tmp_path, "segments", "--graphs", "pubmed", "--widths", "3", "--budget-ms", "1")
-    cells = result["cells"]
-    assert {cell["status"] for cell in cells} == {"ok"}
-    assert all(cell["repeats"] for cell in cells if cell["implementation"] != "torch")
-    assert all(cell["error"] < 0.1 for cell in cells if cell["implementation"] != "torch")
-    assert len(tables.TABLES["segments"](result)[0].rows) == 2 * 2 * 4
-
-
-def test_typed(tmp_path: Path) -> None:
-    result = result_of(tmp_path, "typed", "--scale", "0.0001", "--budget-ms", "1")
-    assert {cell["status"] for cell in result["cells"]} == {"ok"}
-    assert len(tables.TABLES["typed"](result)[0].rows) == 8
-
-
 def test_tables_and_plots_of_what_was_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     result_of(tmp_path, "spmm", "--graphs", "pubmed", "--widths", "8", "--budget-ms", "1")
@@ -694,20 +693,6 @@ def test_unknown_graph_is_refused_by_the_parser(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         main(["adjacency", "--graphs", "redit"])
     assert "'redit' is not in the suite" in capsys.readouterr().err
-
-
-def test_pna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
-    from benchmarks import pna
-
-    draw = pna.draw_edges
-    monkeypatch.setattr(pna, "draw_edges", lambda name, device: draw(name, device, 6))
-    result = result_of(tmp_path, "pna", "--device cpu --width 16 --budget-ms 1")
-    cells = result["cells"]
-    assert [cell["status"] for cell in cells] == ["ok"] * 8
-    assert all(cell["error"] < 1e-3 for cell in cells if cell["implementation"] == "fastsparse")
-    (table,) = tables.TABLES["pna"](result)
-    assert len(table.rows) == 4
 
 
 @pytest.mark.parametrize(
