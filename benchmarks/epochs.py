@@ -34,6 +34,7 @@ from fastsparse_pyg import FastGCNConv, FastGINConv
 
 from .runner import Benchmark, Cell, Job, Run, attempt, option, progress, release, synchronise
 from .small import _molecule
+from .timing import in_turn
 
 FEATURES, WIDTH, DEPTH = 64, 128, 4
 LAYERS: dict[str, dict[str, Callable[..., nn.Module]]] = {
@@ -149,12 +150,9 @@ def _alone(loader: Iterable[Any], rounds: int, device: torch.device) -> dict[str
 def _in_turn(epochs: dict[str, Epoch], rounds: int) -> dict[str, dict[str, Any]]:
     for epoch in epochs.values():
         epoch.warm_up()
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in epochs}
-    for _, (name, epoch) in itertools.product(range(rounds), epochs.items()):
-        found[name].append(epoch())
     return {
         name: {"median_ms": statistics.median(ms for ms, _ in timings), "loss": timings[-1][1]}
-        for name, timings in found.items()
+        for name, timings in in_turn(epochs, rounds).items()
     }
 
 

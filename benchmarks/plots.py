@@ -20,7 +20,7 @@ from . import record, tables
 from .overview import training_overview
 from .roofline import LARGE_EDGES, TARGET, gather_bandwidth, peers
 from .tables.cells import by, ordered, stored_rivals
-from .tables.formats import named
+from .tables.formats import graph_label
 from .tables.pivots import REGRET_SEEN, csr_over_flashsparse
 from .tables.programs import OURS, baseline, of_programs
 
@@ -163,7 +163,7 @@ def format_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
         axes.set_xlabel(label)
         axes.grid(axis="x", alpha=0.3)
         axes.legend(fontsize=8)
-    row[0].set_yticks(places, [named(cell) for cell in cells], fontsize=7)
+    row[0].set_yticks(places, [graph_label(cell) for cell in cells], fontsize=7)
     row[0].invert_yaxis()
     return [_saved(figure, _plot_path(record_path))]
 

@@ -37,7 +37,7 @@ from fastsparse_core.capturing import graphs
 from fastsparse_core.capturing.captured import BATCHES, CALLS, Captured
 
 from .runner import Benchmark, Cell, Run, attempt, option, progress
-from .timing import Timing, step_time
+from .timing import in_turn, step_time
 
 GRAPHS = ("cora", "pubmed", "coauthor", "molecules-64", "molecules-512", "blocks")
 DEFAULT = [name for name in GRAPHS if name != "coauthor"]
@@ -125,12 +125,10 @@ def _difference(expected: Tensor, found: Tensor) -> float:
 
 
 def _in_turn(loops: dict[str, Loop], device: torch.device, budget_ms: float) -> dict[str, dict[str, Any]]:
-    found: dict[str, list[Timing]] = {name: [] for name in loops}
-    for _, (name, loop) in itertools.product(range(_ROUNDS), loops.items()):
-        found[name].append(step_time(loop, device, budget_ms=budget_ms))
+    calls = {name: partial(step_time, loop, device, budget_ms=budget_ms) for name, loop in loops.items()}
     middle = {
         name: sorted(timings, key=lambda timing: timing.median_ms)[_ROUNDS // 2].as_cell()
-        for name, timings in found.items()
+        for name, timings in in_turn(calls, _ROUNDS).items()
     }
     return {"steps": middle}
 

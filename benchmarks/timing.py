@@ -14,9 +14,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 #: Bytes written between two calls: more than the last-level cache of any GPU of today.
 FLUSH_BYTES = 256 * 2**20
@@ -50,6 +53,15 @@ def summarise(milliseconds: Sequence[float], method: str) -> Timing:
         return Timing(milliseconds[0], milliseconds[0], milliseconds[0], 1, method)
     fifths = statistics.quantiles(milliseconds, n=5, method="inclusive")
     return Timing(statistics.median(milliseconds), fifths[0], fifths[-1], len(milliseconds), method)
+
+
+def in_turn(calls: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """Results of several calls, made in turn so that other work on the machine slows all alike, by name."""
+    found: dict[str, list[T]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            found[name].append(call())
+    return found
 
 
 def _samples(one_call_ms: float, budget_ms: float, least: int, most: int) -> int:
@@ -199,12 +211,9 @@ def wall_times(
                 fn()
             return once(fn)
 
-    def one_round() -> dict[str, float]:
-        return {name: again(name, fn) for name, fn in calls.items()}
-
-    for _ in range(warm_up):
-        one_round()
-    count = _samples(sum(one_round().values()), budget_ms * len(calls), least, most)
-    rounds = [one_round() for _ in range(count)]
+    turns = {name: partial(again, name, fn) for name, fn in calls.items()}
+    in_turn(turns, warm_up)
+    one_round = sum(times[0] for times in in_turn(turns, 1).values())
+    times = in_turn(turns, _samples(one_round, budget_ms * len(calls), least, most))
     method = "wall clock, alternating" if len(calls) > 1 else "wall clock"
-    return {name: summarise([times[name] for times in rounds], method) for name in calls}
+    return {name: summarise(times[name], method) for name in calls}

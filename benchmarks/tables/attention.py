@@ -11,7 +11,7 @@ from .cells import (
     Table,
     by,
     compared_table,
-    measured,
+    mean_of,
     number,
     ordered,
     pivot,
@@ -63,7 +63,7 @@ def attention(result: dict[str, Any]) -> list[Table]:
 
             made += [
                 Column(f"{rival} ms", lambda row, time=time: number(time(row))),
-                measured("against it", lambda row, time=time: quotient(time(row), time_of(row.cell))),
+                mean_of("against it", lambda row, time=time: quotient(time(row), time_of(row.cell))),
             ]
         return made
 

@@ -131,20 +131,20 @@ def value(title: str, field: str | None = None, form: Callable[[Any], str] = str
     return Column(title, lambda row: form(row.cell.get(field or title)))
 
 
-def joined(title: str) -> Column:
+def key_column(title: str) -> Column:
     """All fields of the key in one column."""
     return Column(title, lambda row: " ".join(map(str, row.key.values())))
 
 
-def times(names: Mapping[Any, str]) -> list[Column]:
+def time_columns(names: Mapping[Any, str]) -> list[Column]:
     """Milliseconds by implementation, from its name and the column's."""
     return [Column(title, lambda row, name=name: shown(row[name])) for name, title in names.items()]
 
 
-def measured(
+def mean_of(
     title: str, speed: Callable[[Row], float | None], form: Callable[[Any], str] | None = None
 ) -> Column:
-    """A quotient, with the geometric mean in the last row."""
+    """A quotient, with its geometric mean in the last row."""
     form = form or ratio
     return Column(
         title,
@@ -153,12 +153,12 @@ def measured(
     )
 
 
-def over(title: str, slow: Any, fast: Any) -> Column:
-    """The time of one implementation over that of another."""
-    return measured(title, lambda row: quotient(time_of(row[slow]), time_of(row[fast])))
+def speedup(title: str, slow: Any, fast: Any) -> Column:
+    """The time of one implementation over that of a faster one."""
+    return mean_of(title, lambda row: quotient(time_of(row[slow]), time_of(row[fast])))
 
 
-def peaks(names: Mapping[str, str], unit: float = 1e9) -> list[Column]:
+def memory_columns(names: Mapping[str, str], unit: float = 1e9) -> list[Column]:
     """Peak memory by implementation."""
 
     def text(row: Row, name: str) -> str:
@@ -243,7 +243,7 @@ def fastest(known: Mapping[str, float]) -> str | None:
     return min(known, key=known.__getitem__, default=None)
 
 
-def named(known: Mapping[str, float], factor: float = 1) -> str:
+def fastest_with_time(known: Mapping[str, float], factor: float = 1) -> str:
     """The fastest with its time."""
     best = fastest(known)
     return f"{best} {number(factor * known[best])}" if best else "-"
@@ -311,6 +311,6 @@ def compared_table(
 def best_stored(stored: Callable[[Row], dict[str, float]], ours: str, title: str) -> list[Column]:
     """The fastest stored rival of a row, and its time over ours."""
     return [
-        Column("best stored rival ms", lambda row: named(stored(row))),
-        measured(title, lambda row: quotient(min(stored(row).values(), default=None), time_of(row[ours]))),
+        Column("best stored rival ms", lambda row: fastest_with_time(stored(row))),
+        mean_of(title, lambda row: quotient(min(stored(row).values(), default=None), time_of(row[ours]))),
     ]

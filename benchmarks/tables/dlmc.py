@@ -11,14 +11,14 @@ from .cells import (
     Table,
     by,
     fastest,
-    measured,
-    named,
+    fastest_with_time,
+    mean_of,
     number,
     ordered,
-    over,
     pivot,
     quotient,
     shown,
+    speedup,
     stored_rivals,
     time_of,
     value,
@@ -45,7 +45,7 @@ def dlmc(result: dict[str, Any]) -> list[Table]:
         return [
             value("graph"),
             *map(_microseconds, steps),
-            *(over(it, *pair) for it, pair in _RATIOS.items()),
+            *(speedup(it, *pair) for it, pair in _RATIOS.items()),
         ]
 
     title = "Before a product, float16, F = {width}, microseconds"
@@ -88,15 +88,15 @@ def _matrices(result: dict[str, Any], cells: list[Cell]) -> list[Table]:
     ratios = [
         value("matrix"),
         Column("best of ours", lambda row: fastest(ours(row)) or "-"),
-        Column("best stored rival us", lambda row: named(stored(row), 1e3)),
-        measured(
+        Column("best stored rival us", lambda row: fastest_with_time(stored(row), 1e3)),
+        mean_of(
             "best stored rival / best",
             lambda row: quotient(min(stored(row).values(), default=None), best(row)),
         ),
-        measured("TCA-SpMM / tca", lambda row: quotient(stored(row).get("TCA fp16"), ours(row).get("tca"))),
-        measured("Sputnik / hr", lambda row: quotient(stored(row).get("Sputnik fp32"), ours(row).get("hr"))),
-        measured("csr / best", lambda row: quotient(ours(row).get("csr"), best(row))),
-        measured("dense / best", lambda row: quotient(time_of(row["dense"]), best(row))),
+        mean_of("TCA-SpMM / tca", lambda row: quotient(stored(row).get("TCA fp16"), ours(row).get("tca"))),
+        mean_of("Sputnik / hr", lambda row: quotient(stored(row).get("Sputnik fp32"), ours(row).get("hr"))),
+        mean_of("csr / best", lambda row: quotient(ours(row).get("csr"), best(row))),
+        mean_of("dense / best", lambda row: quotient(time_of(row["dense"]), best(row))),
     ]
     columns = facts + list(map(_microseconds, names))
     tables = pivot(cells, f"{title}, microseconds", ("matrix",), columns)

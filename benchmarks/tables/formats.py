@@ -12,7 +12,7 @@ from .cells import (
     Table,
     by,
     first,
-    measured,
+    mean_of,
     number,
     percent,
     pivot,
@@ -62,7 +62,7 @@ def formats(result: dict[str, Any]) -> list[Table]:
             value("graph"),
             value("edges", form="{:,}".format),
             *(value(title, field, thousands) for title, field in names.items()),
-            measured("16x1 / 8x1", lambda row: quotient(row.cell["mma_16x1"], row.cell["mma_8x1"])),
+            mean_of("16x1 / 8x1", lambda row: quotient(row.cell["mma_16x1"], row.cell["mma_8x1"])),
         ],
         last="geometric mean",
     )
@@ -125,7 +125,7 @@ def formats(result: dict[str, Any]) -> list[Table]:
 def formats_in_short(result: dict[str, Any]) -> list[Table]:
     """What vectors of 8 save over 16, what similar rows in a window save, and the bytes."""
     cells = [cell for cell in by(result["cells"], status="ok") if cell["mma_8x1"]]
-    natural = {named(cell): cell for cell in by(cells, grouping="none")}
+    natural = {graph_label(cell): cell for cell in by(cells, grouping="none")}
     grouped = {
         name: first(cells, graph=it["graph"], real=it["real"], grouping="minhash")
         for name, it in natural.items()
@@ -150,6 +150,6 @@ def formats_in_short(result: dict[str, Any]) -> list[Table]:
     return [Table("Tensor-core formats", ["", "geometric mean", "least", "most", "graphs"], rows)]
 
 
-def named(cell: Cell) -> str:
+def graph_label(cell: Cell) -> str:
     """The graph, and whether it is a stand-in."""
     return cell["graph"] + ("" if cell["real"] else " (stand-in)")

@@ -17,20 +17,20 @@ from .cells import (
     by_graph,
     compared_table,
     first,
-    joined,
+    key_column,
+    memory_columns,
     number,
     ordered,
-    over,
-    peaks,
     percent,
     pivot,
     quotient,
     ratio,
     shown,
+    speedup,
     spread,
     stored_rivals,
+    time_columns,
     time_of,
-    times,
     value,
 )
 
@@ -42,7 +42,7 @@ REGRET_SEEN = 1.03
 ACCEPTED_REGRET = 1.10
 
 _BOTH = {"pyg": "PyG ms", "fastsparse": "ours ms"}
-_PYG_OVER_OURS = over("PyG/ours", "pyg", "fastsparse")
+_PYG_OVER_OURS = speedup("PyG/ours", "pyg", "fastsparse")
 _MS = Column("ms (20-80 %)", lambda row: shown(row.cell) + spread(row.cell))
 
 
@@ -78,7 +78,11 @@ def breakdown(result: Record) -> list[Table]:
 def pna(result: Record) -> list[Table]:
     """PyG against the drop-in, a row for every graph, width, number of edge features and dtype."""
     columns = [value("graph"), value("width"), value("edge features", "features"), value("dtype")]
-    columns += [*times(_BOTH), _PYG_OVER_OURS, *peaks({"pyg": "PyG peak GB", "fastsparse": "our peak GB"})]
+    columns += [
+        *time_columns(_BOTH),
+        _PYG_OVER_OURS,
+        *memory_columns({"pyg": "PyG peak GB", "fastsparse": "our peak GB"}),
+    ]
     rows = ("graph", "width", "features", "dtype")
     return pivot(result["cells"], "PNA, forward and backward", rows, columns)
 
@@ -105,9 +109,9 @@ def typed(result: Record) -> list[Table]:
     columns = [
         Column("layer", lambda row: " ".join(filter(None, (row.key["layer"], row.key["options"])))),
         Column("graph", lambda row: f"{row.key['graph']}, {row.key['edges'] / 1e6:.2g} M edges"),
-        *times(_BOTH),
+        *time_columns(_BOTH),
         _PYG_OVER_OURS,
-        *peaks({"pyg": "PyG GB", "fastsparse": "ours GB"}),
+        *memory_columns({"pyg": "PyG GB", "fastsparse": "ours GB"}),
         Column("PyG/ours memory", memory),
     ]
     rows = ("layer", "options", "graph", "edges")
@@ -119,9 +123,9 @@ def any_layer(result: Record) -> list[Table]:
     columns = [
         value("layer"),
         Column("computed by", lambda row: (row["fastsparse"] or {}).get("by", "")),
-        *times(_BOTH),
+        *time_columns(_BOTH),
         _PYG_OVER_OURS,
-        *peaks({"pyg": "PyG MB", "fastsparse": "our MB"}, 1e6),
+        *memory_columns({"pyg": "PyG MB", "fastsparse": "our MB"}, 1e6),
     ]
     title = "Layers of PyG, forward and backward, {graph}"
     return pivot(result["cells"], title, ("layer",), columns, split=("graph",), last="geometric mean")
@@ -135,10 +139,10 @@ def segments(result: Record) -> list[Table]:
         return "yes" if all(cell["repeats"] for cell in ours if cell and "repeats" in cell) else "no"
 
     columns = [
-        joined("graph, width, dtype, reduction"),
-        *times({name: f"{name} ms" for name in ("torch", "new index", "kept index")}),
-        over("torch/new", "torch", "new index"),
-        over("torch/kept", "torch", "kept index"),
+        key_column("graph, width, dtype, reduction"),
+        *time_columns({name: f"{name} ms" for name in ("torch", "new index", "kept index")}),
+        speedup("torch/new", "torch", "new index"),
+        speedup("torch/kept", "torch", "kept index"),
         Column("same bits", repeats),
     ]
 
@@ -155,8 +159,8 @@ def dgl_operators(result: Record) -> list[Table]:
     others = ("ours", "PyG", "DGL", "DGL, two CPU cores")
     others = [name for name in others if first(result["cells"], implementation=name)]
     columns = [value("graph"), value("operator")]
-    columns += times({name: f"{name} ms" for name in ("enabled", *others)})
-    columns += [over(f"{name}/enabled", name, "enabled") for name in others]
+    columns += time_columns({name: f"{name} ms" for name in ("enabled", *others)})
+    columns += [speedup(f"{name}/enabled", name, "enabled") for name in others]
     title = "DGL's operators on FastSparse, forward and backward, float32"
     return pivot(result["cells"], title, ("graph", "operator"), columns)
 
@@ -165,18 +169,18 @@ def edges(result: Record) -> list[Table]:
     """Whole attention layers, their operators alone, and GINE and gated layers."""
     tables = []
     columns = [
-        joined("graph, layer, heads, dtype"),
-        *times({"pyg": "PyG ms", "triton": "Triton ms", "fastsparse": "ours ms"}),
+        key_column("graph, layer, heads, dtype"),
+        *time_columns({"pyg": "PyG ms", "triton": "Triton ms", "fastsparse": "ours ms"}),
         _PYG_OVER_OURS,
-        over("Triton/ours", "triton", "fastsparse"),
-        *peaks({"fastsparse": "our peak GB"}),
+        speedup("Triton/ours", "triton", "fastsparse"),
+        *memory_columns({"fastsparse": "our peak GB"}),
     ]
     rows = ("graph", "layer", "heads", "dtype")
     for part, title in (("layer", "Layers with edge features"), ("operator", "The operators alone")):
         tables += pivot(by(result["cells"], part=part), f"{title}, forward and backward", rows, columns)
     title = "GINE and gated layers 128 wide, forward and backward"
-    columns = [joined("graph, layer, features of an edge, dtype"), *times(_BOTH), _PYG_OVER_OURS]
-    columns += peaks({"pyg": "PyG GB", "fastsparse": "our GB"})
+    columns = [key_column("graph, layer, features of an edge, dtype"), *time_columns(_BOTH), _PYG_OVER_OURS]
+    columns += memory_columns({"pyg": "PyG GB", "fastsparse": "our GB"})
     cells, rows = by(result["cells"], part="messages"), ("graph", "layer", "features", "dtype")
     means = [
         table.rows[-1]
@@ -482,7 +486,7 @@ def small(result: Record) -> list[Table]:
         errors = {"losses differ by": "loss_difference", "by rounding": "perturbed"}
         return [
             value("layer"),
-            *times({name: name for name in (*rivals, *ours)}),
+            *time_columns({name: name for name in (*rivals, *ours)}),
             *(Column(f"fastest other / {it}", lambda row, it=it: ratio(gain(row, it))) for it in ours),
             *(
                 Column(title, lambda row, key=key: _exponent((row["captured"] or {}).get(key)))
@@ -593,7 +597,7 @@ def sddmm(result: Record) -> list[Table]:
         names = ordered(cell["implementation"] for cell in cells)
         return [
             value("graph"),
-            *times({name: f"{name} ms" for name in names}),
+            *time_columns({name: f"{name} ms" for name in names}),
             *best_stored(stored, "fastsparse auto", "auto against it"),
         ]
 
