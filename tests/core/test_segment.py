@@ -372,3 +372,17 @@ ROWS, INDEX = torch.ones(3, 2), torch.tensor([0, 1, 0])
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_rows_of_an_edge_index_are_sorted_once_each():
+    edge_index = torch.randint(50, (2, 400))
+    src = torch.randn(400, 3)
+    _cache.clear()
+    for _ in range(3):
+        for row in (0, 1):
+            scatter(src, edge_index[row], 50)
+    assert _cache.info().misses == 2
+    edge_index[1].fill_(7)
+    torch.testing.assert_close(scatter(src, edge_index[1], 50)[7], src.sum(0))
+    assert scatter(src, edge_index[1], 50)[:7].count_nonzero() == 0
+    _cache.clear()
