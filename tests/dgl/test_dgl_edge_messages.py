@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import randomised
 from dgl_cases import (
     GRAPHS,
     SINGLE,
@@ -20,6 +19,7 @@ from dgl_cases import (
     pair,
     weights,
 )
+from dgl_layer_cases import randomised
 from torch import Tensor, nn
 
 from fastsparse_dgl import accelerate, restore
