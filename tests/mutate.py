@@ -117,7 +117,7 @@ FAULTS = (
         "kernels/cpu/edge_softmax.cpp",
         "widen(grad[at]) - sum",
         "widen(grad[at]) + sum",
-        ("tests/core/test_edge_softmax.py::test_gradients_and_double_backward",),
+        ("tests/core/test_operators.py::test_derivatives",),
     ),
     Fault(
         "the sum of weights is not rescaled where a later block has a larger maximum",
@@ -131,14 +131,14 @@ FAULTS = (
         "kernels/cpu/attention_csr.cpp",
         "if (edges.in_values) scale(of_edges, rescale, edges.width);",
         "",
-        ("tests/core/test_edge_attention.py::test_matches_the_reference_in_every_dtype",),
+        ("tests/core/test_operators.py::test_matches_the_reference_in_every_dtype",),
     ),
     Fault(
         "the features of edges beyond the first 64 are left out of products with the nodes",
         "kernels/include/fastsparse/cpu_attention.h",
         "head_width, to.data() + place + a);",
         "head_width, to.data() + place);",
-        ("tests/core/test_edge_attention.py::test_matches_the_reference_for_every_width",),
+        ("tests/core/test_operators.py::test_matches_the_reference_for_every_shape",),
     ),
     Fault(
         "an empty row is divided by its sum",
@@ -230,14 +230,14 @@ FAULTS = (
         "kernels/fastsparse_core/ops/spmm.py",
         "scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)",
         "scales = (scale_dst, scale_src)",
-        ("tests/core/test_spmm_gradients.py::test_gradients_and_double_backward",),
+        ("tests/core/test_operators.py::test_derivatives",),
     ),
     Fault(
         "wrong sign in the second derivative of softmax",
         "kernels/fastsparse_core/ops/edge_softmax.py",
         "- grad * row_sums(weight * outer)",
         "+ grad * row_sums(weight * outer)",
-        ("tests/core/test_edge_softmax.py::test_gradients_and_double_backward",),
+        ("tests/core/test_operators.py::test_derivatives",),
     ),
     Fault(
         "autocast lowers float64",

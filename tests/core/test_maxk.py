@@ -192,15 +192,6 @@ def test_what_is_not_kept_is_zero_whatever_it_was(device):
     assert (torch.ops.fastsparse.mask_rows.default(x - math.inf, kept).nan_to_num(0) == 0).all()
 
 
-def test_gradcheck_and_double_backward(device):
-    x = torch.randn(4, 9, dtype=torch.float64, device=device, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: maxk(x, 3).values, (x,))
-    assert torch.autograd.gradcheck(lambda x: maxk(x, 3).to_dense(), (x,))
-    assert torch.autograd.gradgradcheck(lambda x: maxk(x, 3).to_dense().square(), (x,))
-    assert torch.autograd.gradcheck(lambda x: maxk_dense(x, 3), (x,))
-    assert torch.autograd.gradgradcheck(lambda x: maxk_dense(x, 3).square(), (x,))
-
-
 @pytest.mark.parametrize("width", [20, 300])
 def test_opcheck_and_compile(device, width):
     x = torch.randn(12, width, device=device, requires_grad=True)

@@ -297,33 +297,6 @@ def test_same_bits_every_time(device, dtype):
         assert torch.equal(ssd(adj, cbsr, value, algorithm="decoupled"), first)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("k", [1, 3, 5])
-def test_gradients(device, algorithm, k):
-    generator = torch.Generator().manual_seed(0)
-    row, col = (torch.randint(0, n, (25,), generator=generator).to(device) for n in (5, 6))
-    adj = Adjacency.from_coo(row, col, (5, 6), self_loops="replace")
-    make: dict[str, Any] = {"dtype": torch.float64, "device": device, "requires_grad": True}
-    cbsr = random_cbsr(6, k, 5, torch.float64, device)
-    values, value = torch.randn(6, k, **make), torch.randn(adj.num_values, **make)
-    bias = torch.randn(5, **make)
-    scales = {
-        "scale_dst": torch.rand(5, dtype=torch.float64, device=device),
-        "scale_src": torch.rand(6, dtype=torch.float64, device=device),
-    }
-
-    def weighted(values, value, bias):
-        return ssd(adj, cbsr.with_values(values), value, bias=bias, algorithm=algorithm, **scales)
-
-    def mean(values):
-        return ssd(adj, cbsr.with_values(values), None, "mean", algorithm=algorithm)
-
-    assert torch.autograd.gradcheck(weighted, (values, value, bias))
-    assert torch.autograd.gradcheck(mean, (values,))
-    assert torch.autograd.gradgradcheck(weighted, (values, value, bias))
-    assert torch.autograd.gradgradcheck(lambda values: mean(values).square(), (values,))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_gradients_in_every_dtype(device, dtype):
     adj = heavy(device)
