@@ -47,20 +47,3 @@ def test_numbers_that_are_not_finite_stay_in_their_rows(kind, device):
     want = op.everything(op.expected, adj, {name: tensor.double() for name, tensor in tensors.items()})
     for got, expected in zip(op.everything(op.call, adj, tensors), want, strict=True):
         torch.testing.assert_close(got, expected.float(), equal_nan=True)
-
-
-@each_operator(MESSAGES)
-def test_operators_are_sound(op, device):
-    """Schema, fake results and gradients as PyTorch wants them, which torch.compile relies on."""
-    adj = ragged(600, device)
-    t = [x.requires_grad_() for x in op.make(adj, (16, 4), torch.float32).values()]
-    ops = torch.ops.fastsparse
-    name, arguments = {
-        "gine": ("gine_aggregate", (*t, None, None, adj.num_dst, adj.handle, False)),
-        "gine raw": ("gine_aggregate", (*t, adj.num_dst, adj.handle, False)),
-        "gated": ("gated_aggregate", (*t, None, None, None, adj.handle, False)),
-        "gated raw": ("gated_aggregate", (*t, adj.handle, False)),
-        "gated edges": ("gated_edges", (*t, adj.handle)),
-    }[op.name]
-    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(getattr(ops, name).default, arguments, test_utils=checks)

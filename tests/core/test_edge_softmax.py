@@ -116,19 +116,6 @@ def test_values_without_an_entry_are_zero(device, poisoned_memory):
     assert grad.tolist() == [0.0] * 7
 
 
-def test_opcheck_and_compile(device):
-    adj = with_loops(device).prepare()
-    score = torch.randn(adj.num_values, 2, device=device, requires_grad=True)
-    torch.library.opcheck(torch.ops.fastsparse.edge_softmax.default, (score, adj.handle))
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda adj, s: edge_softmax(adj, s * 2), fullgraph=True, backend="aot_eager")
-    out, expected = compiled(adj, score), edge_softmax(adj, score * 2)
-    assert torch.equal(out, expected)
-    weight = torch.randn_like(out)
-    grads = [torch.autograd.grad(result, score, weight)[0] for result in (out, expected)]
-    assert torch.equal(*grads)
-
-
 def test_bitwise_reproducible(device):
     adj = Adjacency.from_coo(torch.zeros(50_000, dtype=torch.int64), torch.arange(50_000), (1, 50_000))
     adj = adj.to(device)

@@ -7,7 +7,6 @@ import torch
 from cases import LargestTensor, draw, edge_lists, ragged, relative_error
 from hypothesis import given, settings
 from operator_cases import ALL, BY_NAME, MULTI, each_operator
-from torch import Tensor
 
 from fastsparse_core import Adjacency, multi_aggregate, reference
 from fastsparse_core.ops import _multi_aggregate_fused as operator
@@ -91,22 +90,6 @@ def test_nan_is_found_where_it_is(device):
     out = multi_aggregate(adj, x, ALL)
     assert out[0].isnan().all()
     assert out[1].tolist() == [1, 1, 1, 1, 0, 0]
-
-
-def test_torch_compile_and_opcheck(device):
-    adj = ragged(600, device)
-    tensors = {name: it.requires_grad_() for name, it in FEATURES.make(adj, (8, 5), torch.float32).items()}
-    slots = [0, 1, 2, 3, 4, 5]
-    arguments = (*tensors.values(), slots, 1, 1e-5, adj.num_dst, adj.handle, False)
-    torch.library.opcheck(torch.ops.fastsparse.multi_aggregate.default, arguments)
-
-    def call(x: Tensor) -> Tensor:
-        return multi_aggregate(adj, x, ALL) * 2
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    x = tensors["x_src"]
-    assert torch.equal(compiled(x), call(x))
-    assert torch.equal(*(torch.autograd.grad(run(x).sum(), x)[0] for run in (compiled, call)))
 
 
 def test_autocast_takes_its_dtype(device):

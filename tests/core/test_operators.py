@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import DTYPES, LargestTensor, features, ragged, random_graph
+from cases import DTYPES, LargestTensor, features, ragged, random_graph, relative_error
 from operator_cases import (
     ATTENTION,
     BAD,
@@ -17,8 +17,12 @@ from operator_cases import (
     each_operator,
 )
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsparse_core import Adjacency
+
+#: One for each operator of PyTorch's.
+OPERATORS = [op for op in DIFFERENTIABLE if "scatter" not in op.name and "gather csr" not in op.name]
 
 
 def adjacency(row: list[int], col: list[int], shape: tuple[int, int], device: str, **how: str) -> Adjacency:
@@ -150,3 +154,61 @@ def test_an_edge_list_is_no_structure(operator) -> None:
     message = r"adj: expected an Adjacency, got Tensor; make one with Adjacency\.from_coo"
     with pytest.raises(TypeError, match=message):
         operator(torch.tensor([[0, 1], [1, 0]]), **RIGHT[operator])
+
+
+class Called(TorchDispatchMode):
+    """Calls of this package's operators, which pass the dispatcher where a mode watches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[torch._ops.OpOverload, tuple]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "fastsparse":
+            assert not kwargs
+            self.calls.append((function, args))
+        return function(*args, **(kwargs or {}))
+
+
+@each_operator(OPERATORS)
+@pytest.mark.usefixtures("fresh_compiler")
+def test_opcheck(op: Operator, device: str) -> None:
+    """Schema, fake results and gradients as PyTorch wants them, of a call and of its backward pass."""
+    adj = ragged(600, device).prepare()
+    tensors = {name: x.requires_grad_() for name, x in op.make(adj, op.small, torch.float32).items()}
+    with Called() as forward:
+        out = op.results(op.call, adj, tensors)
+    with Called() as backward:
+        torch.autograd.grad(sum(x.square().sum() for x in out), list(tensors.values()))
+    assert forward.calls
+    for function, args in forward.calls + backward.calls:
+        is_gradient = (
+            "backward" in function.name() or "grad" in function.name()
+        )  # some of whose outputs alias
+        given = [it.detach() if isinstance(it, Tensor) else it for it in args]
+        for it in given:
+            if isinstance(it, Tensor) and it.is_floating_point():
+                it.requires_grad_(not is_gradient)
+        checks = ["test_schema", *(["test_faketensor", "test_autograd_registration"] * (not is_gradient))]
+        torch.library.opcheck(function, tuple(given), test_utils=checks)
+
+
+@each_operator(OPERATORS)
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiles_without_graph_breaks(op: Operator, device: str) -> None:
+    adj = ragged(600, device).prepare()
+    adj.bsb  # noqa: B018, of which prepare() has no use on the CPU
+    names, values = zip(*op.make(adj, op.small, torch.float32).items(), strict=True)
+    values = [value.requires_grad_() for value in values]
+
+    def model(adj: Adjacency, *given: Tensor) -> Tensor:
+        tensors = {name: x * 2 for name, x in zip(names, given, strict=True)}
+        return torch.cat([x.tanh().flatten() for x in op.results(op.call, adj, tensors)])
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        out, expected = compiled(adj, *values), model(adj, *values)
+        assert relative_error(out, expected) < 1e-6
+        found = [torch.autograd.grad(result.square().sum(), values) for result in (out, expected)]
+        for got, want in zip(*found, strict=True):
+            assert relative_error(got, want) < 1e-5

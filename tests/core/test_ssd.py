@@ -328,37 +328,6 @@ def test_maxk_and_ssd_train_together(device):
     assert relative_error(grad, expected_grad) < 1e-5
 
 
-@pytest.mark.parametrize("valued", [False, True])
-def test_opcheck(device, valued):
-    adj = heavy(device)
-    cbsr = random_cbsr(90, 8, 64, torch.float32, device)
-    values = cbsr.values.clone().requires_grad_()
-    value = torch.randn(5000, device=device, requires_grad=True) if valued else None
-    scale = torch.rand(60, device=device)
-    arguments = (values, cbsr.ids, 64, value, scale, None, None, 60, adj.handle, False, "decoupled")
-    torch.library.opcheck(torch.ops.fastsparse.ssd.default, arguments)
-
-
-def test_compiles_without_graph_breaks(device):
-    adj = heavy(device).prepare()
-
-    def model(adj, x, value):
-        return ssd(adj, maxk(x.tanh(), 8), value, scale_src=adj.inv_sqrt_out_degree()).relu()
-
-    x = torch.randn(90, 64, device=device, requires_grad=True)
-    value = torch.randn(5000, device=device, requires_grad=True)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    out, expected = compiled(adj, x, value), model(adj, x, value)
-    assert relative_error(out, expected) < 1e-6
-    for actual, wanted in zip(
-        torch.autograd.grad(out.square().sum(), (x, value)),
-        torch.autograd.grad(expected.square().sum(), (x, value)),
-        strict=True,
-    ):
-        assert relative_error(actual, wanted) < 1e-5
-
-
 @pytest.mark.gpu
 def test_captured_in_a_cuda_graph():
     adj = heavy("cuda").prepare()
