@@ -217,14 +217,6 @@ def test_edge_update_hooks_run(name):
     assert called == [1]
 
 
-@pytest.mark.parametrize("aggr", ["mean", "max"])
-def test_other_aggregations(family, reasons, aggr):
-    reference, layer = family.pair(aggr=aggr)
-    edge_index, x = random_graph(), torch.randn(40, 6, requires_grad=True)
-    same(reference, layer, lambda conv: conv(x, edge_index), [x], floor=1)
-    assert "aggr=" in reasons.text
-
-
 def test_overridden_methods(reasons):
     class Doubled(FastAGNNConv):
         def message(self, x_j: Tensor) -> Tensor:
@@ -312,19 +304,6 @@ def test_edge_features_without_edges(name, device):
     edges, features = torch.zeros(2, 0, dtype=torch.long, device=device), torch.zeros(0, 5, device=device)
     torch.testing.assert_close(layer(x, edges, features), reference(x, edges, features))
     assert layer(x[:0], edges, features).shape == (0, 10)
-
-
-@pytest.mark.parametrize("name", WITH_DROPOUT)
-@pytest.mark.parametrize("rows", [54, 56])
-def test_edge_features_of_wrong_length(name, device, rows):
-    edge_index = simple_graph(20, 55, device=device)
-    layer = FAMILIES[name].make(FAMILIES[name].fast, device, edge_dim=3)
-    x = torch.randn(20, 6, device=device)
-    for graph in (edge_index, prepare(edge_index, 20)):
-        with pytest.raises(ValueError, match="edge_attr: expected one row per edge, 55"):
-            layer(x, graph, torch.randn(rows, 3, device=device))
-    with pytest.raises((RuntimeError, ValueError), match="shape|size"):
-        layer(x, edge_index, torch.randn(55, 4, device=device))
 
 
 @pytest.mark.parametrize("name", ["gatv2", "transformer"])

@@ -234,18 +234,29 @@ def test_strides(case: Case, device: str) -> None:
     case.check((reference, layer), [edges.t().contiguous().t(), every_other], edges, turned.t())
 
 
-@each_case(PLAIN)
+@each_case([*PLAIN, first(pyg.GCNConv, "weight"), first(pyg.PNAConv, 3)])
 def test_graphs_without_edges_or_nodes(case: Case, device: str) -> None:
-    edges = torch.empty(2, 0, dtype=torch.long, device=device)
-    for weights in ("", "weight") if case.original is pyg.GCNConv else ("",):
-        case = case._replace(edges=weights)
-        reference, layer = case.pair(device)
-        for nodes in (12, 0):
-            x, rest = case.features(nodes, device), case.rest(edges)
-            kinds = ["edge_index", "Adjacency"]
-            kinds += ["csr", "coo"] if nodes and not rest and case not in ATTENTION else []
-            graphs = [as_kind(kind, edges, nodes, nodes) for kind in kinds]
-            case._replace(tolerance={}).check((reference, layer), graphs, edges, x, *rest)
+    edges, dtype = torch.empty(2, 0, dtype=torch.long, device=device), case.dtypes[-1]
+    layers = case.pair(device, dtype)
+    for nodes in (12, 0) if case.original is not pyg.PNAConv else (12,):
+        x, rest = case.features(nodes, device, dtype), case.rest(edges, dtype)
+        kinds = ["edge_index", "Adjacency"] + ["csr", "coo"] * (case in PLAIN[:3] and nodes > 0)
+        graphs = [as_kind(kind, edges, nodes, nodes) for kind in kinds]
+        tolerance = case.tolerance if dtype == torch.float64 else {}
+        case._replace(tolerance=tolerance).check(layers, graphs, edges, x, *rest)
+
+
+@each_case([*FEATURED, first(pyg.GINEConv, -1), first(pyg.PNAConv, 3)])
+def test_features_of_edges_of_wrong_length(case: Case, device: str) -> None:
+    edges, dtype = simple_graph(20, 55, device=device), case.dtypes[-1]
+    layer, x = case.make(case.fast, device, dtype), case.features(20, device, dtype)
+    (features,) = case.rest(edges, dtype)
+    for graph in (edges, prepare(edges, 20)):
+        for wrong in (features[1:], torch.cat([features, features[:1]])):
+            with pytest.raises(ValueError, match="edge_attr: expected one row per edge, 55"):
+                layer(x, graph, wrong)
+    with pytest.raises((RuntimeError, ValueError), match="shape|size|dimension"):
+        layer(x, edges, torch.cat([features, features], 1))
 
 
 @pytest.mark.parametrize(("num_src", "num_dst"), [(0, 5), (5, 0)])
@@ -444,6 +455,68 @@ def test_no_warnings(case: Case, device: str) -> None:
         # PyG 2.8 on Python 3.14.
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch_geometric\.")
         layer(case.features(40, device), random_graph(device=device)).sum().backward()
+
+
+def first_in_double() -> list[Case]:
+    """One of each layer, and one with features of edges, that float64 compares with the original."""
+    never_run = (pyg.TAGConv, pyg.MixHopConv)  # hooks in PyG, which calls `lin.forward`
+    cases = [case for case in first_of_each() if case.dtypes and case.edges != "weight"]
+    cases = [case for case in cases if case.original not in never_run]
+    return [case._replace(widths=(6, 6)) if case.widths == (16, 16) else case for case in cases]
+
+
+@each_case(first_in_double())
+def test_hooks_within_a_layer_are_called(case: Case) -> None:
+    """Of each linear map alone, as adapters use them: whatever is fused otherwise, its result counts."""
+    reference, layer = case.pair(dtype=torch.float64)
+    edges = random_graph()
+    x, rest = case.features(40, dtype=torch.float64), case.rest(edges, torch.float64)
+    bounds = {"tolerance": max(case.tolerance.get(torch.float64, 1e-9), 1e-9), "floor": max(case.floor, 0.1)}
+    for name, module in reference.named_modules():
+        if isinstance(module, (nn.Linear, pyg.Linear)):
+            double = [
+                conv.get_submodule(name).register_forward_hook(lambda module, inputs, out: 2 * out)
+                for conv in (reference, layer)
+            ]
+            same(reference, layer, lambda conv: case.run(conv, x, edges, *rest), [x, *rest], **bounds)
+            for handle in double:
+                handle.remove()
+
+
+#: Options that no kernel serves, and what the user is told.
+FALL_BACK = [
+    *((case, {"aggr": aggr}, "aggr=") for case in ATTENTION for aggr in ("mean", "max")),
+    *((case, {"edge_dim": 3, "fill_value": "max"}, "fill_value='max'") for case in ATTENTION[:2]),
+    (first(pyg.GINEConv, -1), {"aggr": "mean"}, "aggr='mean'"),
+    (first(pyg.ResGatedGraphConv), {"act": nn.Tanh()}, "act=Tanh() has no kernel"),
+    (first(pyg.ResGatedGraphConv), {"act": torch.tanh, "edge_dim": 2}, "act=<built-in method tanh"),
+    (first(pyg.ResGatedGraphConv), {"aggr": "max"}, "aggr='max'"),
+    (first(pyg.ResGatedGraphConv), {"edge_dim": 40}, "40 features of an edge, more than 32"),
+    *(
+        (
+            first(pyg.PNAConv),
+            {"aggregators": names},
+            "falls back to PyG's implementation, which is slower: aggre",
+        )
+        for names in (["median", "mean"], ["mean", "mean"], ["softmax"])
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "why"), [pytest.param(*row, id=f"{row[0].name}-{row[2]}") for row in FALL_BACK]
+)
+def test_the_original_runs_where_no_kernel_can_and_says_why(
+    case: Case, options: dict[str, Any], why: str, reasons: pytest.LogCaptureFixture
+) -> None:
+    case = case._replace(edges=options.get("edge_dim", case.edges))
+    dtype = torch.float64 if case.original is pyg.PNAConv else torch.float32
+    edges, layers = random_graph(), case.pair(dtype=dtype, **options)
+    x, rest = case.features(40, dtype=dtype), case.rest(edges, dtype)
+    case = case._replace(tolerance={torch.float64: 1e-9}, floor=1)
+    for _ in range(2):
+        case.check(layers, [edges], edges, x, *rest)
+    assert reasons.text.count(why) == 1
 
 
 @each_case(PLAIN)

@@ -89,17 +89,6 @@ def test_edge_features_are_optional(device):
 
 
 @pytest.mark.usefixtures("kernels_only")
-def test_hook_on_the_edge_projection_is_called(device):
-    edge_index = random_graph(device=device)
-    reference, layer = pair("gat", 6, 5, edge_dim=3, heads=2, device=device)
-    x = torch.randn(40, 6, device=device)
-    edge_attr = torch.randn(edge_index.size(1), 3, device=device)
-    for conv in (reference, layer):
-        conv.lin_edge.register_forward_hook(lambda module, inputs, output: 2 * output)
-    same(reference, layer, lambda conv: conv(x, edge_index, edge_attr), [], floor=1)
-
-
-@pytest.mark.usefixtures("kernels_only")
 def test_without_destination_features(device):
     edge_index = random_graph(40, 25, device=device)
     x = torch.randn(40, 6, device=device, requires_grad=True)

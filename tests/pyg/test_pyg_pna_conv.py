@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pyg_cases import no_original, random_graph, same
+from pyg_cases import random_graph
 from torch import Tensor
 from torch_geometric.nn import PNAConv
 
@@ -56,24 +56,6 @@ def test_other_dtypes(dtype, tolerance, device):
     assert (out.double() - expected).norm() < tolerance * expected.norm()
 
 
-def test_nodes_without_edges_and_graphs_without(device, monkeypatch):
-    no_original(monkeypatch)
-    for edge_index in (torch.empty(2, 0, dtype=torch.long), torch.tensor([[0, 1], [1, 1]])):
-        edge_index = edge_index.to(device)
-        reference, fast = (layer.to(device) for layer in layer_pair(edge_dim=3))
-        x, edges = inputs(edge_index, 6, 3)
-        same(reference, fast, lambda layer: layer(x, edge_index, edges), [x, edges], **EXACT)  # noqa: B023
-
-
-def test_what_has_no_kernel_runs_pygs_code(reasons):
-    edge_index = random_graph()
-    for aggregators in (["median", "mean"], ["mean", "mean"], ["softmax"]):
-        reference, fast = layer_pair(6, 8, aggregators, SCALERS)
-        x, _ = inputs(edge_index)
-        same(reference, fast, lambda layer: layer(x, edge_index), [x], **EXACT)  # noqa: B023
-    assert "FastPNAConv falls back to PyG's implementation, which is slower: aggregators" in reasons.text
-
-
 def test_hooks_are_called():
     edge_index = random_graph()
     _, fast = layer_pair()
@@ -98,14 +80,6 @@ def test_accelerate_and_restore():
     restore(model)
     assert all(type(layer) is PNAConv for layer in model)
     assert fastsparse_pyg.nn.DROP_INS[PNAConv] is FastPNAConv
-
-
-def test_wrong_number_of_edge_features_is_named():
-    edge_index = random_graph()
-    _, fast = layer_pair(edge_dim=3)
-    x, edges = inputs(edge_index, 6, 3)
-    with pytest.raises(ValueError, match="edge_attr: expected one row per edge"):
-        fast(x, edge_index, edges[1:])
 
 
 def test_no_message_is_stored(device):
