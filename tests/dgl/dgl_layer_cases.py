@@ -8,7 +8,17 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from dgl_cases import TOLERANCE, bipartite, check_parity, dgl, fastsparse_dgl, features, layer_pair, pair
+from dgl_cases import (
+    TOLERANCE,
+    bipartite,
+    check_parity,
+    dgl,
+    fastsparse_dgl,
+    features,
+    layer_pair,
+    pair,
+    weights,
+)
 from torch import Tensor, nn
 
 from fastsparse_dgl.nn import DROP_INS
@@ -195,6 +205,64 @@ class WithAttention(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, graph: Any, feat: Any, **options: Any) -> Tensor:
-        out, attention = self.layer(graph, feat, get_attention=True, **options)
-        return torch.cat([out.flatten(), attention.flatten()])
+    def forward(self, graph: Any, feat: Any, edge_feat: Tensor | None = None, **options: Any) -> Tensor:
+        given = [] if edge_feat is None else [edge_feat]
+        parts = self.layer(graph, feat, *given, get_attention=True, **options)
+        return torch.cat([part.flatten() for part in parts])
+
+
+class Everything(nn.Module):
+    """All results as one vector."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, graph: Any, feat: Any, edge_feat: Tensor, **options: Any) -> Tensor:
+        out = self.layer(graph, feat, edge_feat, **options)
+        return torch.cat([part.flatten() for part in (out if isinstance(out, tuple) else (out,))])
+
+
+#: Layers with features of edges: their width, and the arguments for one width of the nodes', or a pair.
+EDGE_LAYERS: dict[str, tuple[int, Callable[[Any], tuple[Any, ...]]]] = {
+    "EdgeGATConv": (3, lambda width: (width, 3, 4, 3)),
+    "EGATConv": (3, lambda width: (width, 3, 4, 2, 3)),
+    "GINEConv": (WIDTH, lambda width: (nn.Linear(WIDTH, 5),)),
+    "GatedGCNConv": (3, lambda width: (width, 3, 5)),
+}
+
+
+def edge_layers(name: str, *arguments: Any, pair_of_widths: bool = False, **options: Any) -> tuple[Any, Any]:
+    """Our layer with features of edges and DGL's, with equal random parameters."""
+    fast_class = getattr(fastsparse_dgl, f"Fast{name}")
+    arguments = arguments or EDGE_LAYERS[name][1]((WIDTH, NARROW) if pair_of_widths else WIDTH)
+    if name == "GatedGCNConv" and not hasattr(originals, name):
+        with pytest.raises(NotImplementedError, match=r"2\.0 or newer"):
+            fast_class(*arguments)
+        pytest.skip("DGL has no GatedGCNConv before 2.0")
+    made = randomised(*layer_pair(fast_class, *arguments, **options))
+    for layer in made if name == "GatedGCNConv" else ():  # normalised away: their gradients are rounding
+        layer.A.bias.requires_grad_(not layer.batch_norm)
+        layer.B.bias.requires_grad_(not layer.batch_norm)
+    return made
+
+
+def check_edges(
+    name: str,
+    graph: Any,
+    device: str,
+    made: tuple[Any, Any] | None = None,
+    *,
+    feat: Any = None,
+    attention: bool = False,
+    fast_graph: Any = None,
+    **options: Any,
+) -> None:
+    """`check` of such a layer, on features of edges that are 0 on average for GINE."""
+    feat = features(graph, WIDTH) if feat is None else feat
+    made = edge_layers(name, pair_of_widths=isinstance(feat, tuple)) if made is None else made
+    edge_feat = weights(graph, EDGE_LAYERS[name][0]) - (1.0 if name == "GINEConv" else 0.0)
+    wrapped = tuple((WithAttention if attention else Everything)(layer) for layer in made)
+    tolerance = {"GINEConv": TOLERANCE, "GatedGCNConv": 5e-5}.get(name, 2e-5)
+    options = {"edge_feat": edge_feat, **options}
+    check(wrapped, graph, feat, device, fast_graph=fast_graph, tolerance=tolerance, **options)
