@@ -175,6 +175,27 @@ FAULTS = (
         "shift == 0;",
         ("tests/core/test_adjacency.py::test_columns_of_more_than_16_bits",),
     ),
+    Fault(
+        "the slope of a gate forgets its other half",
+        "kernels/cpu/edge_messages.cpp",
+        "slope = gate * (A{1} - gate);",
+        "slope = gate;",
+        ("tests/core/test_operators.py::test_matches_the_reference_in_every_dtype",),
+    ),
+    Fault(
+        "variances below the smallest are not cut off",
+        "kernels/cpu/multi_aggregate.cpp",
+        "variance[f] <= static_cast<A>(input.min_variance) ? A{0} : std::sqrt(variance[f]);",
+        "std::sqrt(variance[f]);",
+        ("tests/core/test_operators.py::test_structures_without_rows_edges_or_in_stored_order",),
+    ),
+    Fault(
+        "dot products of edges forget the scale of their source",
+        "kernels/cpu/sddmm_csr.cpp",
+        "args.scale_src != nullptr ? row_scale * static_cast<const A*>(args.scale_src)[col] : row_scale;",
+        "row_scale;",
+        ("tests/core/test_operators.py::test_derivatives", "tests/core/test_sddmm.py::test_equals_reference"),
+    ),
     # ------------------------------------------------------------------------------------ core
     Fault(
         "the transpose ignores the caller's edge order",
@@ -238,6 +259,13 @@ FAULTS = (
         "- grad * row_sums(weight * outer)",
         "+ grad * row_sums(weight * outer)",
         ("tests/core/test_operators.py::test_derivatives",),
+    ),
+    Fault(
+        "a bias of edges' features of another width is accepted",
+        "kernels/fastsparse_core/ops/edge_messages.py",
+        "if edge_bias.shape != (x.size(1),):",
+        "if edge_bias.dim() != 1:",
+        ("tests/core/test_operators.py::test_bad_input",),
     ),
     Fault(
         "autocast lowers float64",
