@@ -42,7 +42,6 @@ def test_training_learns(
     _, results, page = run(example, *arguments.split(), "--runs", "1", framework=framework)
     curve = results[0].runs[0].loss
     assert sum(curve[-5:]) < share * sum(curve[:5])
-    assert curve[-1] < share * curve[0] or example is gat
     assert layer in page
 
 
