@@ -76,6 +76,22 @@ def test_equal_messages_do_not_deviate(device):
     assert grad.abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("min_variance", [1e-5, 1e-3])
+def test_small_variances_are_no_deviation(min_variance, device):
+    """Nor do they have a gradient; the default is that of PyG."""
+    adj = Adjacency.from_coo(*torch.tensor([[0, 0, 1, 1], [0, 1, 2, 3]], device=device), (2, 4))
+    distance = min_variance**0.5  # of each message from the mean of its row: a fifth less, a fifth more
+    x = 1 + distance * torch.tensor([[-0.8], [0.8], [-1.2], [1.2]], device=device)
+    x.requires_grad_()
+    out = multi_aggregate(adj, x, ("var", "std"), min_variance=min_variance)
+    torch.testing.assert_close(out[:, 0], min_variance * out.new_tensor([0.64, 1.44]), rtol=1e-2, atol=0)
+    torch.testing.assert_close(out[:, 1], distance * out.new_tensor([0, 1.2]), rtol=1e-2, atol=0)
+    (grad,) = torch.autograd.grad(out[:, 1].sum(), x)
+    torch.testing.assert_close(grad, grad.new_tensor([[0], [0], [-0.5], [0.5]]), rtol=1e-2, atol=0)
+    if min_variance == 1e-5:
+        assert torch.equal(multi_aggregate(adj, x, ("var", "std")), out)
+
+
 def test_variance_survives_a_large_mean(device):
     """The difference of mean squares and squared mean would be off by more than the variance."""
     adj = ragged(4000, device)
