@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,12 +29,24 @@ def sleeper(milliseconds: float) -> Any:
     return fn
 
 
-def test_wall_time_measures_a_known_delay() -> None:
-    found = timing.wall_time(sleeper(2.0), CPU, budget_ms=40)
-    # Another process may hold the core for a while: only the lower bound is certain.
-    assert found.p20_ms >= 2.0
-    assert found.p20_ms <= found.median_ms <= found.p80_ms
-    assert 5 <= found.samples <= 200
+class Clock:
+    """A clock that calls move, in place of the machine's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def takes(self, milliseconds: float) -> Callable[[], None]:
+        def fn() -> None:
+            self.now += milliseconds / 1e3
+
+        return fn
+
+
+def test_wall_time_measures_a_known_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = timing.wall_time(Clock(monkeypatch).takes(2.0), CPU, budget_ms=40)
+    assert (found.p20_ms, found.median_ms, found.p80_ms) == pytest.approx((2.0, 2.0, 2.0))
+    assert found.samples == 20
 
 
 def test_wall_times_take_turns() -> None:
@@ -44,11 +58,11 @@ def test_wall_times_take_turns() -> None:
     assert 3 <= found["a"].samples == found["b"].samples <= 4
 
 
-def test_wall_times_measure_known_delays() -> None:
-    found = timing.wall_times({"short": sleeper(0.5), "long": sleeper(2.0)}, CPU, least=4, most=4)
+def test_wall_times_measure_known_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    found = timing.wall_times({"short": clock.takes(0.5), "long": clock.takes(2.0)}, CPU, least=4, most=4)
     assert found["short"].samples == 4
-    assert found["long"].p20_ms >= 2.0
-    assert found["short"].p20_ms >= 0.5
+    assert (found["short"].p20_ms, found["long"].p20_ms) == pytest.approx((0.5, 2.0))
 
 
 def test_summary_is_median_and_fifths() -> None:
