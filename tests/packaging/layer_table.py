@@ -33,7 +33,7 @@ def _tried(name: str, change: Callable[[Inputs], Any]) -> str:
     inputs = Inputs.draw(torch.randint(_NODES, (2, _EDGES)), _NODES, _WIDTH, torch.float32)
     inputs.x = change(inputs)
     reasons: list[str] = []
-    with warnings.catch_warnings(), listening(reasons.append):
+    with warnings.catch_warnings(), listening(lambda reason, _: reasons.append(reason)):
         warnings.simplefilter("ignore")
         try:
             layer.call(layer.make(_WIDTH), inputs)
