@@ -17,7 +17,7 @@ from torch_geometric.utils.num_nodes import maybe_num_nodes
 from fastsparse_core import scatter as core_scatter
 from fastsparse_core import scatter_softmax, segment_reduce, segment_softmax, sparse_products
 from fastsparse_core.cache import Sightings
-from fastsparse_core.call_report import is_recording, record
+from fastsparse_core.call_report import record
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._segment import find_segments, is_kept
@@ -47,10 +47,6 @@ _is_tracing = torch._C._is_tracing
 _is_compiling = torch.compiler.is_compiling
 
 
-class RowIndex(Tensor):
-    """An index that is a subclass of Tensor only so that others know it; it is reduced by as any other."""
-
-
 def scatter(
     original: _Original,
     src: Tensor,
@@ -60,12 +56,8 @@ def scatter(
     reduce: str = "sum",
 ) -> Tensor:
     """PyG's ``scatter``."""
-    if _are_few(index):
-        return original(src, index, dim, dim_size, reduce)
-    if isinstance(index, RowIndex):
-        index = index.as_subclass(Tensor)
     how = _REDUCTIONS.get(reduce)
-    reason = f"reduce={reduce!r}" if how is None else why_not(src, index, dim) or _why_new(index, how)
+    reason = f"reduce={reduce!r}" if how is None else _why_not(src, index, dim) or _why_new(index, how)
     if how is not None and not reason:
         out = _served("scatter", lambda: core_scatter(src, index, dim_size, how))  # type: ignore[call-overload]
         if out is not None:
@@ -84,9 +76,7 @@ def softmax(
     dim: int = 0,
 ) -> Tensor:
     """PyG's ``softmax``."""
-    if _are_few(index):
-        return original(src, index, ptr, num_nodes, dim)
-    reason = why_not(src, index, dim) if ptr is None else _why_no_segments(src, ptr, dim)
+    reason = _why_not(src, index, dim) if ptr is None else _why_no_segments(src, ptr, dim)
     if not reason and src.numel() > src.size(0) * MOST_HEADS:
         reason = f"more than {MOST_HEADS} columns"
     if not reason and ptr is None and index is not None:
@@ -157,20 +147,8 @@ def _served(name: str, call: Callable[[], Any]) -> Any:
     return out
 
 
-def _are_few(index: Any) -> bool:
-    """Whether there are so few rows that PyG's code is faster; not asked while calls are recorded."""
-    return type(index) is Tensor and not (_is_tracing() or is_recording()) and index.numel() < FEW_EDGES
-
-
-def why_not(src: Any, index: Any, dim: int, rows: int | None = -1) -> str:
-    """Why PyG's own code has to reduce these rows, or is faster; "" if neither.
-
-    Args:
-        src: the rows.
-        index: of the rows.
-        dim: along which they lie.
-        rows: how many there have to be; -1: as many as the index has; None: any number.
-    """
+def _why_not(src: Any, index: Any, dim: int) -> str:
+    """Why PyG's own code has to reduce these rows, or is faster; "" if neither."""
     if _is_compiling() or _is_tracing():
         return "a trace"
     if type(index) is not Tensor or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
@@ -178,7 +156,7 @@ def why_not(src: Any, index: Any, dim: int, rows: int | None = -1) -> str:
     few = FEW_EDGES_ON_GPU if index.is_cuda else FEW_EDGES
     if index.numel() < few:
         return f"fewer than {few} rows"
-    return _why_no_rows(src, dim, index.numel() if rows == -1 else rows, index.device)
+    return _why_no_rows(src, dim, index.numel(), index.device)
 
 
 def _why_no_segments(src: Any, ptr: Any, dim: int) -> str:
