@@ -17,7 +17,7 @@ from torch_geometric.utils.num_nodes import maybe_num_nodes
 from fastsparse_core import scatter as core_scatter
 from fastsparse_core import scatter_softmax, segment_reduce, segment_softmax, sparse_products
 from fastsparse_core.cache import Sightings
-from fastsparse_core.call_report import record
+from fastsparse_core.call_report import is_recording, record
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._segment import find_segments, is_kept
@@ -56,6 +56,8 @@ def scatter(
     reduce: str = "sum",
 ) -> Tensor:
     """PyG's ``scatter``."""
+    if _are_few(index):
+        return original(src, index, dim, dim_size, reduce)
     how = _REDUCTIONS.get(reduce)
     reason = f"reduce={reduce!r}" if how is None else _why_not(src, index, dim) or _why_new(index, how)
     if how is not None and not reason:
@@ -76,20 +78,20 @@ def softmax(
     dim: int = 0,
 ) -> Tensor:
     """PyG's ``softmax``."""
+    if _are_few(index):
+        return original(src, index, ptr, num_nodes, dim)
     reason = _why_not(src, index, dim) if ptr is None else _why_no_segments(src, ptr, dim)
     if not reason and src.numel() > src.size(0) * MOST_HEADS:
         reason = f"more than {MOST_HEADS} columns"
-    if not reason and ptr is None and index is not None:
-        reason = _why_new(index, "softmax")
-    if not reason:
-        if ptr is not None:
-            out = _served("softmax", lambda: segment_softmax(src, ptr))
-        else:
-            out = _served("softmax", lambda: scatter_softmax(src, index, maybe_num_nodes(index, num_nodes)))
-        if out is not None:
-            return out
+    if not reason and ptr is not None:
+        out = _served("softmax", lambda: segment_softmax(src, ptr))
+    elif not reason and index is not None and not (reason := _why_new(index, "softmax")):
+        out = _served("softmax", lambda: scatter_softmax(src, index, maybe_num_nodes(index, num_nodes)))
     else:
         record("softmax", "PyG", reason, _CURES.get(reason, ""))
+        out = None
+    if out is not None:
+        return out
     return original(src, index, ptr, num_nodes, dim)
 
 
@@ -145,6 +147,11 @@ def _served(name: str, call: Callable[[], Any]) -> Any:
         return None
     record(name, "segments")
     return out
+
+
+def _are_few(index: Any) -> bool:
+    """Whether there are so few rows that PyG's code is faster; not asked while calls are recorded."""
+    return type(index) is Tensor and not (_is_tracing() or is_recording()) and index.numel() < FEW_EDGES
 
 
 def _why_not(src: Any, index: Any, dim: int) -> str:
