@@ -52,7 +52,7 @@ def lookup(
     """The cached structure of a graph object, built on a miss.
 
     Args:
-        key: the object that the user holds; must be weakly referencable. The result must not keep it alive.
+        key: the object that the user holds; must be weakly referenceable. The result must not keep it alive.
         parts: tensors whose content decides the structure; a change in any of them rebuilds it.
         options: what else decides the structure.
         build: makes it.

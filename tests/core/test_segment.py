@@ -207,23 +207,6 @@ def test_integers(device, reduce, dtype):
     assert torch.equal(segment_reduce(src[order], rowptr, reduce), out)
 
 
-@pytest.mark.parametrize("reduce", REDUCTIONS)
-def test_second_derivatives(device, reduce):
-    src = torch.randn(12, 2, dtype=torch.float64, device=device, requires_grad=True)
-    index = torch.tensor([3, 0, 3, 0, 1, 1, 3, 0, 1, 4, 4, 3], device=device)  # no single rows: std
-    assert torch.autograd.gradcheck(lambda x: scatter(x, index, 6, reduce), (src,))
-    assert torch.autograd.gradgradcheck(lambda x: scatter(x, index, 6, reduce), (src,))
-
-
-def test_second_derivatives_of_softmax_and_gather(device):
-    index = torch.tensor([3, 0, 3, 0, 1, 1, 3, 0], device=device)
-    src = torch.randn(8, 2, dtype=torch.float64, device=device, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: scatter_softmax(x, index, 4), (src,))
-    assert torch.autograd.gradgradcheck(lambda x: scatter_softmax(x, index, 4), (src,))
-    rowptr = torch.tensor([0, 3, 3, 5, 5, 9, 10, 11, 12], device=device)
-    assert torch.autograd.gradgradcheck(lambda x: gather_csr(x, rowptr), (src,))
-
-
 def test_opcheck_and_compile(device):
     index = torch.tensor([3, 0, 3, 0, 1], device=device)
     src = torch.randn(5, 2, device=device, requires_grad=True)
