@@ -1,5 +1,5 @@
 // The attention of a layer in one call each way: what its linear maps give lies side by side in one matrix,
-// (num_nodes, maps * heads * head_width), and so do their gradients.
+// (num_nodes, num_linears * heads * head_width), and so do their gradients.
 #pragma once
 
 #include "fastsparse/head_scores.h"
@@ -25,11 +25,6 @@ struct AttentionLayerBackwardArgs {
   void* grad_map_bias;       // (joint_width) in the accumulation type: sums of grad_joint; null: not wanted
 };
 
-namespace cpu {
-void attention_layer(const AttentionLayerArgs& args, int threads);
-void attention_layer_backward(const AttentionLayerBackwardArgs& args, int threads);
-}  // namespace cpu
-
 // On CUDA, for both passes: dtype is not float64, the structure is square.
 struct CudaAttentionLayerArgs {
   AttentionScore kind;
@@ -37,10 +32,10 @@ struct CudaAttentionLayerArgs {
   std::int64_t num_nodes;
   std::int64_t heads;
   std::int64_t head_width;
-  std::int64_t maps;  // additive: 1; GATv2: sources and destinations, or 1 for both; dot products: keys,
-                      // values, queries and perhaps what is added to the result
-  float scale;        // of dot products; else the slope of the leaky ReLU
-  CsrView a, a_t;     // a_t, split_t, blocks_t and num_slots_t: of the backward pass
+  std::int64_t num_linears;  // additive: 1; GATv2: sources and destinations, or 1 for both; dot products:
+                             // keys, values, queries and perhaps what is added to the result
+  float scale;               // of dot products; else the slope of the leaky ReLU
+  CsrView a, a_t;            // a_t, split_t, blocks_t and num_slots_t: of the backward pass
   RowSplitView split, split_t;
   bool on_blocks;  // dot products: whether they read these, not the rows
   BsbView blocks, blocks_t;
@@ -51,7 +46,7 @@ struct CudaAttentionLayerArgs {
   Dropout dropout;
   bool tf32;
 
-  const void* joint;        // (num_nodes, maps * width)
+  const void* joint;        // (num_nodes, num_linears * width)
   const float* vectors[2];  // (heads, head_width); null: there is none
   const void* bias;         // forward: (width); null: 0
   bool bias_is_float;       // whether it is float32, not of dtype
@@ -66,30 +61,27 @@ struct CudaAttentionLayerArgs {
   float* grad_vectors[2];
   void* grad_bias;  // (width); null: not wanted
   Dtype grad_bias_dtype;
-  void* grad_map_bias;  // (maps * width): sums of grad_joint; null: not wanted
+  void* grad_map_bias;  // (num_linears * width): sums of grad_joint; null: not wanted
   Dtype grad_map_bias_dtype;
 };
 
-constexpr int kMostMaps = 4;
+constexpr int kMostLinears = 4;
 
 // Weights of a layer's linear maps below each other, and their biases, in the dtype that is multiplied. That
 // is theirs, or they are float32.
 struct StackedMapsArgs {
-  const void* weights[kMostMaps];  // weight_size numbers each
-  const void* biases[kMostMaps];   // bias_size numbers each, 0: there are none
-  std::int64_t maps;
+  const void* weights[kMostLinears];  // weight_size numbers each
+  const void* biases[kMostLinears];   // bias_size numbers each, 0: there are none
+  std::int64_t num_linears;
   std::int64_t weight_size;
   std::int64_t bias_size;
-  void* weight;  // (maps, weight_size)
-  void* bias;    // (maps, bias_size)
+  void* weight;  // (num_linears, weight_size)
+  void* bias;    // (num_linears, bias_size)
   Dtype dtype;
   Dtype to_dtype;
 };
 
 namespace cuda {
-int stack_maps(const StackedMapsArgs& args, void* stream);
-int attention_layer(const CudaAttentionLayerArgs& args, void* stream);
-int attention_layer_backward(const CudaAttentionLayerArgs& args, void* stream);
 // Numbers of float32 that `state` takes, a multiple of 16 bytes.
 std::int64_t attention_layer_state(const CudaAttentionLayerArgs& args);
 // Numbers of float32 that `scratch` has for either pass.

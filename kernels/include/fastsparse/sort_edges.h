@@ -44,16 +44,4 @@ FASTSPARSE_HOST_DEVICE bool stay_in_order(const InspectArgs& args) {
   return args.facts[kRowsDescend] == 0 && !(may_be_symmetric && args.facts[kColsDescend] != 0);
 }
 
-namespace cpu {
-
-void sort_edges(const SortEdgesArgs& args, int threads);
-
-}  // namespace cpu
-
-namespace cuda {
-
-int sort_edges(const SortEdgesArgs& args, void* stream);
-
-}  // namespace cuda
-
 }  // namespace fastsparse
