@@ -387,10 +387,6 @@ FASTSPARSE_ARGUMENTS(SpmmPlan, FIELDS(kernel), AS(structure, args.a), ALSO(args.
                      IN(args, dtype, width), AS(value_dtype, args.value.dtype), AS(heads, args.value.heads),
                      IN(args, tile), FIELDS(num_long, device));
 
-struct SpmmCall;
-FASTSPARSE_ARGUMENTS_AS(SpmmCall, SpmmArgs, FIELDS(x), AS(value, value.data),
-                        FIELDS(scale_dst, scale_src, loop, bias, relu, out, partial));
-
 template <>
 SpmmArgs begin_with<SpmmArgs>(const SpmmPlan& plan) {
   return plan.args;
@@ -478,151 +474,21 @@ void launch_object(const Object<Args>& object, const Threads& where) {
   on_cpu<Args, kCpu>(object.args, where);
 }
 
-// The attention of a layer on the CPU, with what is the same for all calls on a structure.
-struct AttentionLayer {
-  CsrView a;
-  AttentionScore kind;
-  Dtype dtype;
-  std::int64_t heads, head_width, num_linears;
-  double scale;
-
-  std::int64_t width() const { return heads * head_width; }
-
-  // What a linear map gave, or the gradient of it.
-  DenseView column(const void* joint, std::int64_t linear) const {
-    const std::int64_t bytes = dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2;
-    return {static_cast<const char*>(joint) + linear * width() * bytes, num_linears * width()};
-  }
-  void* gradient(void* joint, std::int64_t linear) const {
-    return const_cast<void*>(column(joint, linear).data);
-  }
-
-  // Arrays (num_rows, heads): additive attention has scores of sources and destinations before the
-  // log-sum-exp.
-  void* state(void* first, std::int64_t array) const {
-    return static_cast<char*>(first) + array * a.num_rows * heads * (dtype == Dtype::kFloat64 ? 8 : 4);
-  }
-};
-FASTSPARSE_ARGUMENTS(AttentionLayer, AS(structure, a),
-                     FIELDS(kind, dtype, heads, head_width, num_linears, scale));
-
-// What both passes have.
-struct AttentionLayerCall {
-  void* joint;
-  const void *first_vector, *second_vector;
-  DenseView edge, edge_weight;
-  std::int64_t edge_width;
-  void* state;
-  Dropout dropout;
-  double keep_scale;
-
-  AttentionCsrArgs attention(const AttentionLayer& layer) const {
-    AttentionCsrArgs args{};
-    args.a = layer.a;
-    args.kind = layer.kind;
-    args.scale = layer.scale;
-    args.dropout = dropout;
-    args.keep_scale = keep_scale;
-    args.edge = edge;
-    args.weight = edge_weight;
-    args.edge_width = edge_width;
-    args.heads = layer.heads;
-    args.head_width = layer.kind == AttentionScore::kAdditive ? 0 : layer.head_width;
-    args.value_width = layer.head_width;
-    args.dtype = layer.dtype;
-    args.bias.heads = layer.heads;
-    args.lse = layer.state(state, layer.kind == AttentionScore::kAdditive ? 2 : 0);
-    if (layer.kind == AttentionScore::kAdditive) {
-      args.v = layer.column(joint, 0);
-      args.src = {layer.state(state, 0), layer.heads};
-      args.dst = {layer.state(state, 1), layer.heads};
-    } else if (layer.kind == AttentionScore::kGatv2) {
-      args.src = args.v = layer.column(joint, 0);
-      args.dst = layer.column(joint, 1);
-      args.att = first_vector;
-    } else {
-      args.src = layer.column(joint, 0);
-      args.v = layer.column(joint, 1);
-      args.dst = layer.column(joint, 2);
-    }
-    return args;
-  }
-
-  HeadScoresArgs scores(const AttentionLayer& layer) const {
-    return {layer.column(joint, 0),
-            {first_vector, second_vector},
-            {state, layer.state(state, 1)},
-            layer.a.num_rows,
-            layer.heads,
-            layer.head_width,
-            layer.dtype};
-  }
-};
-
-struct AttentionLayerForward {
-  AttentionLayerCall call;
-  const void* bias;
-  void* out;
-};
-FASTSPARSE_ARGUMENTS(AttentionLayerForward, IN(call, joint, first_vector, second_vector, edge),
-                     WIDTH(call.edge_width), IN(call, edge_weight), FIELDS(bias, out), IN(call, state),
-                     DROPOUT(call.dropout), KEEP_SCALE(call.keep_scale));
-
-void run_attention_layer(const AttentionLayer& layer, const AttentionLayerForward& given,
-                         const Threads& where) {
-  AttentionLayerArgs args{};
-  args.attention = given.call.attention(layer);
-  args.attention.out = given.out;
-  args.scores = given.call.scores(layer);
-  if (layer.num_linears == 4) args.skip = layer.column(given.call.joint, 3);
-  args.bias = given.bias;
-  on_cpu<AttentionLayerArgs, &cpu::attention_layer>(args, where);
+template <>
+AttentionLayerForward begin_with<AttentionLayerForward>(const AttentionLayer& layer) {
+  return {layer, {}, nullptr, nullptr};
 }
 
-struct AttentionLayerBackward {
-  CsrView a_t;
-  AttentionLayerCall call;
-  DenseView grad;
-  void *grad_joint, *grad_first, *grad_second, *work, *grad_edge, *grad_edge_weight, *grad_bias,
-      *grad_map_bias;
-};
-FASTSPARSE_ARGUMENTS(AttentionLayerBackward, AS(transposed, a_t),
-                     IN(call, joint, first_vector, second_vector, edge), WIDTH(call.edge_width),
-                     IN(call, edge_weight, state),
-                     FIELDS(grad, grad_joint, grad_first, grad_second, work, grad_edge, grad_edge_weight,
-                            grad_bias, grad_map_bias),
-                     DROPOUT(call.dropout), KEEP_SCALE(call.keep_scale));
+template <>
+AttentionLayerBackward begin_with<AttentionLayerBackward>(const AttentionLayer& layer) {
+  AttentionLayerBackward args{};
+  args.layer = layer;
+  return args;
+}
 
-void run_attention_layer_backward(const AttentionLayer& layer, const AttentionLayerBackward& given,
-                                  const Threads& where) {
-  void* joint = given.grad_joint;
-  AttentionLayerBackwardArgs args{};
-  args.attention.forward = given.call.attention(layer);
-  args.attention.a_t = given.a_t;
-  args.attention.grad = given.grad;
-  args.attention.work = given.work;
-  args.attention.grad_edge = given.grad_edge;
-  args.attention.grad_weight = given.grad_edge_weight;
-  args.joint_width = layer.num_linears * layer.width();
-  args.grad_joint = {joint, args.joint_width};
-  if (layer.kind == AttentionScore::kAdditive) {
-    args.scores = given.call.scores(layer);
-    args.grad_vectors[0] = given.grad_first;
-    args.grad_vectors[1] = given.grad_second;
-    args.attention.grad_v = joint;
-  } else if (layer.kind == AttentionScore::kGatv2) {
-    args.attention.grad_att = given.grad_first;
-    args.attention.grad_src = joint;
-    args.attention.grad_dst = layer.gradient(joint, 1);
-  } else {
-    args.attention.grad_src = joint;
-    args.attention.grad_v = layer.gradient(joint, 1);
-    args.attention.grad_dst = layer.gradient(joint, 2);
-    if (layer.num_linears == 4) args.grad_skip = layer.gradient(joint, 3);
-  }
-  args.grad_bias = given.grad_bias;
-  args.grad_map_bias = given.grad_map_bias;
-  on_cpu<AttentionLayerBackwardArgs, &cpu::attention_layer_backward>(args, where);
+template <typename Args, CpuLauncher<Args> kCpu>
+void run_attention_layer(const AttentionLayer&, const Args& args, const Threads& where) {
+  on_cpu<Args, kCpu>(args, where);
 }
 
 struct StackMapsCall {
@@ -691,24 +557,10 @@ CudaAttentionLayerArgs begin_with<CudaAttentionLayerArgs>(const CudaAttentionLay
   return layer.args;
 }
 
-struct CudaAttentionLayerForward;
-FASTSPARSE_ARGUMENTS_AS(CudaAttentionLayerForward, CudaAttentionLayerArgs, FIELDS(joint),
-                        AS(first_vector, vectors[0]), AS(second_vector, vectors[1]),
-                        FIELDS(bias, bias_is_float, out, result, state, scratch), DROPOUT(dropout),
-                        FIELDS(tf32));
-
 void run_cuda_attention_layer(const CudaAttentionLayer& layer, const CudaAttentionLayerArgs& args,
                               const Queue& where) {
   on_cuda<CudaAttentionLayerArgs, FASTSPARSE_OF_CUDA(attention_layer)>(args, {layer.device, where.queue});
 }
-
-struct CudaAttentionLayerBackward;
-FASTSPARSE_ARGUMENTS_AS(CudaAttentionLayerBackward, CudaAttentionLayerArgs, FIELDS(joint),
-                        AS(first_vector, vectors[0]), AS(second_vector, vectors[1]),
-                        FIELDS(out, state, scratch, grad, grad_joint), AS(grad_first, grad_vectors[0]),
-                        AS(grad_second, grad_vectors[1]),
-                        FIELDS(grad_bias, grad_bias_dtype, grad_map_bias, grad_map_bias_dtype),
-                        DROPOUT(dropout), FIELDS(tf32));
 
 void run_cuda_attention_layer_backward(const CudaAttentionLayer& layer, const CudaAttentionLayerArgs& args,
                                        const Queue& where) {
@@ -787,21 +639,6 @@ PyObject* inspect(const InspectArgs& given, const Place& place) {
   FASTSPARSE_LAUNCH(inspect, InspectArgs)(args, place);
   return read_facts<kNumEdgeFacts>(args.facts, place);
 }
-
-// Where `sort_edges` finds workspace on CUDA in one allocation: slices come first.
-struct SortWorkspace {
-  char *split_ptr, *sums, *facts, *split_row, *scratch, *end;
-
-  SortWorkspace(char* begin, std::int64_t num_edges, std::int64_t num_rows, std::int64_t longest) {
-    const std::int64_t most_cut = num_edges / longest;
-    split_ptr = begin + (num_rows + most_cut) * sizeof(RowSlice);
-    sums = split_ptr + (most_cut + 1) * sizeof(std::int64_t);
-    facts = sums + kMostSortBlocks * sizeof(std::uint64_t);
-    split_row = facts + kNumSortFacts * sizeof(std::int64_t);
-    scratch = split_row + most_cut * sizeof(std::int32_t);
-    end = scratch + (num_rows + num_edges) * sizeof(std::int32_t);
-  }
-};
 
 struct SortWorkspaceCall {
   std::int64_t num_edges, num_rows, longest;
@@ -1300,9 +1137,11 @@ void define_all(PyObject* m) {
   define_class<AttentionLayer>(
       m, {{Py_tp_methods,
            keep<PyMethodDef>(
-               {method_of<AttentionLayer, AttentionLayerForward, Threads, run_attention_layer>(
+               {method_of<AttentionLayer, AttentionLayerForward, Threads,
+                          run_attention_layer<AttentionLayerForward, &cpu::attention_layer>>(
                     "AttentionLayer.forward"),
-                method_of<AttentionLayer, AttentionLayerBackward, Threads, run_attention_layer_backward>(
+                method_of<AttentionLayer, AttentionLayerBackward, Threads,
+                          run_attention_layer<AttentionLayerBackward, &cpu::attention_layer_backward>>(
                     "AttentionLayer.backward")})}});
   define<StackMapsCall, stack_maps, Place>(m, "stack_maps");
   constexpr auto kLayer = offsetof(Instance<CudaAttentionLayer>, value);

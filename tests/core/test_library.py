@@ -311,29 +311,47 @@ def test_the_stub_is_current():
     assert STUB.read_text() == stub()
 
 
+#: Fields that no call gives: what functions compute, and the plan that a method belongs to.
+_GIVEN_BY_NOBODY = {"GraphField.to", "GraphField.to_rows"} | {
+    f"{struct}.{field}"
+    for struct, fields in {
+        "AttentionLayerForward": ("layer",),
+        "AttentionLayerBackward": ("layer",),
+        "CudaAttentionLayerArgs": ("a", "a_t", "split", "split_t", "blocks_t", "on_blocks"),
+        "SortEdgesArgs": ("split_ptr", "sums", "split_row", "scratch"),
+        "StackedMapsArgs": ("num_linears",),
+        "SampleArgs": ("num_lists", "num_steps"),
+        "PlaceBatchArgs": ("num_tensors", "tensor"),
+        "SortSegmentsArgs": ("host_facts",),
+    }.items()
+    for field in fields
+}
+
+
 def test_every_field_of_a_struct_is_an_argument():
     """A field that a list of arguments leaves out would be 0 in every call."""
     kernels = Path(__file__).resolve().parents[2] / "kernels"
     files = [kernels / "binding.cpp", *sorted((kernels / "include" / "fastsparse").glob("*.h"))]
-    text = "\n".join(file.read_text() for file in files)
+    text = re.sub(r"//.*", "", "\n".join(file.read_text() for file in files))
+    structs = dict(re.findall(r"^struct (\w+) \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL))
     aliases = dict(re.findall(r"^using (\w+) = (\w+);", text, re.MULTILINE))
-    missing, num_fields = [], 0
-    for name, listed in re.findall(
-        r"^FASTSPARSE_ARGUMENTS\((\w+),\s*(.*?)\);$", text, re.MULTILINE | re.DOTALL
-    ):
-        struct = aliases.get(name, name)
-        body = re.search(rf"^struct {struct} \{{\n(.*?)^\}};", text, re.MULTILINE | re.DOTALL)
-        fields = re.sub(r"//[^\n]*|\([^()]*\)[^;{{}}]*\{{.*?\n  \}}", "", body[1], flags=re.DOTALL)
-        for line in re.findall(r"^  ([\w:<>*& ,]+?)(?:\[[^;]*)?;", fields, re.MULTILINE):
-            declared = [part.split()[-1].lstrip("*&") for part in line.split(",")]
-            num_fields += len(declared)
-            missing += [f"{struct}.{field}" for field in declared if not re.search(rf"\b{field}\b", listed)]
-    assert num_fields > 500
-    assert set(missing) == SET_BY_THE_BINDING
-
-
-#: Fields that functions of binding.cpp compute.
-SET_BY_THE_BINDING = {"GraphField.to", "GraphField.to_rows"}
+    lists: dict[str, str] = {}
+    of_structs = r"^FASTSPARSE_ARGUMENTS(_AS)?\((\w+),\s*(.*?)\);$"
+    for of_call, name, listed in re.findall(of_structs, text, re.MULTILINE | re.DOTALL):
+        struct = listed.split(",")[0] if of_call else aliases.get(name, name)
+        nested = re.findall(r"^  (\w+) args;", structs[struct], re.MULTILINE)
+        for each in [struct, *nested]:
+            lists[each] = lists.get(each, "") + listed
+    missing, num_fields = set(), 0
+    for struct, listed in lists.items():
+        for fields in re.findall(
+            r"^  (?:const )?[\w:]+(?:<\w+>)?[*]? ([*\w\[\], \n]+);", structs[struct], re.MULTILINE
+        ):
+            names = re.findall(r"\w+", re.sub(r"\[\w+\]", "", fields))
+            num_fields += len(names)
+            missing |= {f"{struct}.{name}" for name in names if not re.search(rf"\b{name}\b", listed)}
+    assert num_fields > 700
+    assert missing == _GIVEN_BY_NOBODY
 
 
 def expand(**replaced):

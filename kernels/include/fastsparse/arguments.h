@@ -22,10 +22,14 @@
 //   NUM_ROWS(field), WIDTH(field), STRIDE(field), DTYPE(field)
 //   KEEP_SCALE(field)     1 / (1 - dropout_p)
 //   PER(field, heads)     field /= heads, both of which have been read
+//
+// FASTSPARSE_ARGUMENTS_AS(Name, Struct, ...) is a list of `Struct` under another name: arguments of a call
+// that fills only some of its fields.
 #pragma once
 
 #ifndef FASTSPARSE_BINDING  // kernels need no lists
 #define FASTSPARSE_ARGUMENTS(...) static_assert(true)
+#define FASTSPARSE_ARGUMENTS_AS(...) static_assert(true)
 #else
 
 #include <cstddef>
@@ -131,7 +135,6 @@ constexpr Argument fact(std::size_t at, Argument::Read read, std::size_t also = 
 }  // namespace fastsparse
 
 #define FASTSPARSE_ARGUMENTS(Struct, ...) FASTSPARSE_ARGUMENTS_AS(Struct, Struct, __VA_ARGS__)
-// A list of `Struct` that has a name of its own.
 #define FASTSPARSE_ARGUMENTS_AS(Name, Struct, ...)         \
   template <>                                              \
   struct Declared<Name> {                                  \

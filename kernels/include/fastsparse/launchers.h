@@ -68,8 +68,8 @@
   BOTH(sort_edges, SortEdgesArgs)                              \
   BOTH(spmm_csr, SpmmArgs)                                     \
   CPU(attention_csr, AttentionCsrArgs)                         \
-  CPU(attention_layer, AttentionLayerArgs)                     \
-  CPU(attention_layer_backward, AttentionLayerBackwardArgs)    \
+  CPU(attention_layer, AttentionLayerForward)                  \
+  CPU(attention_layer_backward, AttentionLayerBackward)        \
   CPU(head_scores, HeadScoresArgs)                             \
   CUDA(aggregate_linear_backward, AggregateLinearBackwardArgs) \
   CUDA(attention_layer, CudaAttentionLayerArgs)                \

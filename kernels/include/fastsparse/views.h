@@ -120,6 +120,9 @@ struct SpmmArgs {
   std::int64_t tile;  // features per pass over the structure, at least about: policy.csr_tile; CUDA only
   Dtype dtype;
 };
+struct SpmmCall;  // what differs from call to call of a plan, which has the rest
+FASTSPARSE_ARGUMENTS_AS(SpmmCall, SpmmArgs, FIELDS(x), AS(value, value.data),
+                        FIELDS(scale_dst, scale_src, loop, bias, relu, out, partial));
 
 // sum_j += scale_dst_i value_ij scale_src_j x_i over the entries (i, j): the transposed product, added onto
 // what the first rows of `sum` hold, straight from the rows of the structure as it is. Not for float64.
