@@ -636,7 +636,7 @@ if __name__ == "__main__":
     setup(
         packages=[
             *find_packages(str(KERNELS), include=["fastsparse_core", "fastsparse_core.*"]),
-            *find_packages(str(ROOT), include=["fastsparse_pyg*", "fastsparse_dgl*"]),
+            *find_packages(str(ROOT), include=["fastsparse_pyg*", "fastsparse_dgl*", "fastsparse_run*"]),
         ],
         package_dir={"fastsparse_core": "kernels/fastsparse_core"},
         ext_modules=[
