@@ -103,7 +103,7 @@ CUDA_UNITS = {
 CUDA_SECONDS = 5  # of a file that stands nowhere there
 #: The same of C++ files that take longer than a second.
 CPU_SECONDS = {
-    "binding": 9,
+    "binding": 3,
     "attention_blocks": 3,
     "attention_csr_backward": 3,
     "spmm_csr": 3,

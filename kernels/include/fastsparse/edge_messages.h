@@ -1,4 +1,4 @@
-// Messages that meet their edges' features: views and launchers of kernels/c*/edge_messages.c*.
+// Messages that meet their edges' features: arguments of kernels/c*/edge_messages.c*.
 #pragma once
 
 #include "fastsparse/views.h"

@@ -1,4 +1,4 @@
-// Scores of nodes for additive attention: arguments and launchers of kernels/cpu/head_scores.cpp.
+// Scores of nodes for additive attention: arguments of kernels/cpu/head_scores.cpp.
 #pragma once
 
 #include "fastsparse/views.h"

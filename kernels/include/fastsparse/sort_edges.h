@@ -1,4 +1,4 @@
-// Few edges looked at and sorted at once: views and launchers of kernels/c*/inspect.c*.
+// Few edges looked at and sorted at once: arguments of kernels/c*/inspect.c*.
 #pragma once
 
 #include "fastsparse/views.h"

@@ -1,4 +1,4 @@
-// Gradients of extrema over neighbours: views and launchers of kernels/c*/spmm_extremum_backward.c*.
+// Gradients of extrema over neighbours: arguments of kernels/c*/spmm_extremum_backward.c*.
 #pragma once
 
 #include "fastsparse/views.h"
