@@ -14,7 +14,7 @@ ARG CUDA_ARCHS=none
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
-RUN python3 -m venv /opt/build && /opt/build/bin/pip install --no-cache-dir "setuptools>=77"
+RUN python3 -m venv /opt/build && /opt/build/bin/pip install --no-cache-dir "setuptools>=77" "pybind11>=2.13"
 # Without docs, tests and examples: an edit of those keeps the layers below.
 COPY pyproject.toml setup.py README.md LICENSE /src/
 COPY kernels /src/kernels

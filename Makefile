@@ -36,7 +36,7 @@ setup: $(VENV)/.stamp-installed
 $(VENV)/.stamp-torch:
 	@echo "installing $(TORCH) into $(VENV)"
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) $(TORCH) "setuptools>=77"
+	$(INSTALL) $(TORCH) "setuptools>=77" "pybind11>=2.13"
 	@touch $@
 
 $(VENV)/.stamp-installed: $(VENV)/.stamp-torch Makefile pyproject.toml setup.py $(CXX_FILES)

@@ -103,7 +103,7 @@ CUDA_UNITS = {
 CUDA_SECONDS = 5  # of a file that stands nowhere there
 #: The same of C++ files that take longer than a second.
 CPU_SECONDS = {
-    "binding": 3,
+    "binding": 9,
     "attention_blocks": 3,
     "attention_csr_backward": 3,
     "spmm_csr": 3,
@@ -323,8 +323,8 @@ class Job:
         others: More files that are compiled with it as if they stood before it.
         command: Compiler and flags, without input and output.
         include_dirs: Folders outside this repository, searched as system headers. Not their paths but
-            `versions` count for the cache.
-        versions: Whatever else decides what comes out: the compiler's version, Python's.
+            `versions` count for the cache: pip's isolated builds put pybind11 at another place every time.
+        versions: Whatever else decides what comes out: the compiler's version, pybind11's, Python's.
         seconds: What one core takes, for one architecture.
     """
 
@@ -502,6 +502,8 @@ def plan(cxx: Sequence[str], cuda: Cuda | None, env: Mapping[str, str]) -> list[
     Returns:
         One job for each of `units`.
     """
+    import pybind11
+
     common = ["-DNDEBUG", "-Ikernels/include"]
     # No -march: the CPU kernels exist for AVX2 and for every machine and choose at run time. Nobody reads
     # errno or the flags of floating point: loops that choose between results become vectors then.
@@ -529,8 +531,8 @@ def plan(cxx: Sequence[str], cuda: Cuda | None, env: Mapping[str, str]) -> list[
         command, include_dirs, versions = [*host, *cxx_flags], [], [cxx_version]
         if source.name == "binding.cpp":
             command = [*binding, *cxx_flags]
-            include_dirs.append(sysconfig.get_paths()["include"])
-            versions.append(sys.version)
+            include_dirs += [pybind11.get_include(), sysconfig.get_paths()["include"]]
+            versions += [pybind11.__version__, sys.version]
             if cuda:
                 include_dirs += cuda.include_dirs
                 versions.append(cuda.version)

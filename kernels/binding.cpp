@@ -2,7 +2,7 @@
 // functions that do more than fill a struct. Tensors become addresses and strides here; Python has checked
 // them.
 #define FASTSPARSE_BINDING
-#include <Python.h>
+#include <pybind11/pybind11.h>
 #include <structmember.h>
 
 #include <algorithm>
@@ -64,16 +64,6 @@ FASTSPARSE_ARGUMENTS(Queue, FIELDS(queue));
 struct Nothing {};
 
 // ---------------------------------------------------------------- launches
-
-class NoGil {
- public:
-  NoGil() : state_(PyEval_SaveThread()) {}
-  NoGil(const NoGil&) = delete;
-  ~NoGil() { PyEval_RestoreThread(state_); }
-
- private:
-  PyThreadState* state_;
-};
 
 struct CudaError {
   int code;
@@ -140,7 +130,7 @@ void* stream_of(std::uintptr_t queue) { return reinterpret_cast<void*>(queue); }
 
 template <typename Args, CpuLauncher<Args> kCpu>
 void on_cpu(const Args& args, const Threads& where) {
-  const NoGil released;
+  const py::gil_scoped_release released;
   kCpu(args, where.threads);
 }
 
@@ -186,7 +176,8 @@ Parameters::Part part_of() {
 PyObject* raised(const Parameters& parameters) {
   try {
     throw;
-  } catch (const PythonError&) {
+  } catch (py::error_already_set& error) {
+    error.restore();
   } catch (const CudaError& error) {
     PyErr_Format(PyExc_RuntimeError, "%s failed: %s", parameters.name(), text_of(error));
   } catch (const std::invalid_argument& error) {
@@ -280,14 +271,14 @@ PyMethodDef method(const char* name, const char* result) {
 }
 
 void add(PyObject* module, const char* name, PyObject* object) {
-  if (object == nullptr || PyModule_AddObject(module, name, object) < 0) throw PythonError{};
+  if (object == nullptr || PyModule_AddObject(module, name, object) < 0) throw py::error_already_set();
 }
 
 template <typename List, auto kRun, typename Where = Nothing>
 void define(PyObject* module, const char* name, const char* result = "None") {
   auto* definition = new PyMethodDef(method<Function<List, Where, kRun>, List, Where>(name, result));
-  const Held of(PyModule_GetNameObject(module));
-  add(module, name, PyCFunction_NewEx(definition, nullptr, of.get()));
+  const auto of = held(PyModule_GetNameObject(module));
+  add(module, name, PyCFunction_NewEx(definition, nullptr, of.ptr()));
 }
 
 template <typename C>
@@ -307,7 +298,7 @@ void define_class(PyObject* module, const char* name, std::vector<PyType_Slot> s
   PyType_Spec spec{full_name->c_str(), static_cast<int>(sizeof(Instance<C>)), 0,
                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots.data()};
   PyObject* type = PyType_FromSpec(&spec);
-  if (type == nullptr) throw PythonError{};
+  if (type == nullptr) throw py::error_already_set();
   Instance<C>::type = reinterpret_cast<PyTypeObject*>(type);
   Instance<C>::type->tp_vectorcall = &Make::call;
   add(module, name, Py_NewRef(type));
@@ -322,20 +313,20 @@ void define_class(PyObject* module, std::vector<PyType_Slot> slots = {}) {
 template <typename Struct>
 Struct read_tuple(PyObject* items) {
   static Parameters parameters(Declared<Struct>::name, part_of<Struct>(), {}, "None");
-  const Held tuple(PySequence_Tuple(items));
+  const auto tuple = held(PySequence_Tuple(items));
   Struct args{};
-  parameters.read(PySequence_Fast_ITEMS(tuple.get()), PyTuple_GET_SIZE(tuple.get()), nullptr, &args, nullptr);
+  parameters.read(PySequence_Fast_ITEMS(tuple.ptr()), PyTuple_GET_SIZE(tuple.ptr()), nullptr, &args, nullptr);
   return args;
 }
 
 // What `read` makes of every item of a sequence.
 template <typename Read>
 auto each(PyObject* sequence, const Read& read) {
-  const Held items(PySequence_Fast(sequence, "expected a sequence"));
+  const auto items = held(PySequence_Fast(sequence, "expected a sequence"));
   std::vector<decltype(read(sequence))> found;
-  found.reserve(PySequence_Fast_GET_SIZE(items.get()));
-  for (Py_ssize_t nth = 0; nth < PySequence_Fast_GET_SIZE(items.get()); ++nth) {
-    found.push_back(read(PySequence_Fast_GET_ITEM(items.get(), nth)));
+  found.reserve(PySequence_Fast_GET_SIZE(items.ptr()));
+  for (Py_ssize_t nth = 0; nth < PySequence_Fast_GET_SIZE(items.ptr()); ++nth) {
+    found.push_back(read(PySequence_Fast_GET_ITEM(items.ptr(), nth)));
   }
   return found;
 }
@@ -597,7 +588,7 @@ FASTSPARSE_ARGUMENTS(CompressCall, FIELDS(args, scratch, scratch_bytes));
 
 void compress(const CompressCall& call, const Place& place) {
   if (place.device < 0) {
-    const NoGil released;
+    const py::gil_scoped_release released;
     cpu::compress(call.args);
     return;
   }
@@ -617,7 +608,7 @@ PyObject* read_facts(const std::int64_t* written, const Place& place) {
   if (place.device < 0) {
     std::copy_n(written, kCount, facts);
   } else {
-    const NoGil released;
+    const py::gil_scoped_release released;
     on_device(place.device, [&] {
 #ifdef FASTSPARSE_WITH_CUDA
       const auto stream = static_cast<cudaStream_t>(stream_of(place.queue));
@@ -836,7 +827,7 @@ void free_segment_sort(PyObject* self) {
 PyObject* segment_facts(const SegmentSort& sort, const Nothing&, const Nothing&) {
   on_device(sort.device, [&] {
 #ifdef FASTSPARSE_WITH_CUDA
-    const NoGil released;
+    const py::gil_scoped_release released;
     return static_cast<int>(cudaEventSynchronize(static_cast<cudaEvent_t>(sort.event)));
 #else
     return 0;
@@ -948,7 +939,7 @@ PyObject* plan_graphs(const PlanGraphsCall& call, const Nothing&) {
     if (from_start < 0 || from_start >= call.num_positions) {
       PyErr_Format(PyExc_IndexError, "index: expected positions below %lld, got %lld",
                    static_cast<long long>(call.num_positions), static_cast<long long>(position));
-      throw PythonError{};
+      throw py::error_already_set();
     }
     position = call.graph_at == nullptr ? from_start : call.graph_at[from_start];
   }
@@ -1023,7 +1014,7 @@ void gather_rows_of_host(const GatherRowsOfHostCall& call, const Place& place) {
                             call.num_rows,
                             call.row_bytes,
                             call.row_bytes};
-  const NoGil released;
+  const py::gil_scoped_release released;
   if (!sends) {
     cpu::gather_rows(args, call.threads, call.piece, false, nullptr);
     return;
@@ -1193,24 +1184,7 @@ void define_all(PyObject* m) {
 
 }  // namespace fastsparse
 
-PyMODINIT_FUNC PyInit__C() {
-  static PyModuleDef definition{
-      PyModuleDef_HEAD_INIT,
-      "fastsparse_core._C",
-      "Torch-free kernels of FastSparse; fastsparse_core.ops is the checked interface.",
-      -1,
-      nullptr,
-      nullptr,
-      nullptr,
-      nullptr,
-      nullptr};
-  PyObject* module = PyModule_Create(&definition);
-  if (module == nullptr) return nullptr;
-  try {
-    fastsparse::define_all(module);
-  } catch (const fastsparse::PythonError&) {
-    Py_DECREF(module);
-    return nullptr;
-  }
-  return module;
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "Torch-free kernels of FastSparse; fastsparse_core.ops is the checked interface.";
+  fastsparse::define_all(module.ptr());
 }

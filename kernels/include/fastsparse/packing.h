@@ -2,7 +2,7 @@
 // and asks tensors as Python does.
 #pragma once
 
-#include <Python.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -20,22 +20,13 @@
 
 namespace fastsparse {
 
-// Thrown where Python's own error is set.
-struct PythonError {};
+namespace py = pybind11;
 
-// An object that is let go at the end.
-class Held {
- public:
-  explicit Held(PyObject* object) : object_(object) {
-    if (object == nullptr) throw PythonError{};
-  }
-  Held(const Held&) = delete;
-  ~Held() { Py_DECREF(object_); }
-  PyObject* get() const { return object_; }
-
- private:
-  PyObject* object_;
-};
+// What a function of Python's returned; throws its error if there is none.
+inline py::object held(PyObject* object) {
+  if (object == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(object);
+}
 
 // What tensors are asked for.
 struct Names {
@@ -72,7 +63,7 @@ class Given {
   [[noreturn]] void throw_wrong_type() const {
     PyErr_Format(PyExc_TypeError, "%s: argument '%s': expected %s, got %s", function, argument->name,
                  argument->kind.words, object == Py_None ? "None" : Py_TYPE(object)->tp_name);
-    throw PythonError{};
+    throw py::error_already_set();
   }
 
   std::int64_t number(std::int64_t least, std::int64_t most) const {
@@ -99,7 +90,7 @@ class Given {
 
   bool truth() const {
     const int value = object == Py_True ? 1 : object == Py_False ? 0 : PyObject_IsTrue(object);
-    if (value < 0) throw PythonError{};
+    if (value < 0) throw py::error_already_set();
     return value != 0;
   }
 
@@ -108,9 +99,9 @@ class Given {
     if (object == Py_None) return 0;
     constexpr auto kMost = std::numeric_limits<std::uintptr_t>::max();
     if (PyLong_Check(object)) return unsigned_number(kMost);
-    const Held found(known(PyObject_CallMethodNoArgs(object, names().data_ptr)));
-    const std::uintptr_t address = PyLong_AsUnsignedLongLong(found.get());
-    if (PyErr_Occurred() != nullptr) throw PythonError{};
+    const auto found = held(known(PyObject_CallMethodNoArgs(object, names().data_ptr)));
+    const std::uintptr_t address = PyLong_AsUnsignedLongLong(found.ptr());
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
     // A freed storage leaves the offset in it for an address. Asking every tensor for the size of its storage
     // takes 90 ns, 1.6 % of the host's time for a small spmm.
     if (address < kLeastAddress) check_memory();
@@ -118,21 +109,21 @@ class Given {
   }
 
   std::int64_t row_stride() const {
-    const Held found(known(PyObject_CallMethodOneArg(object, names().stride, names().zero)));
-    return PyLong_AsLongLong(found.get());
+    const auto found = held(known(PyObject_CallMethodOneArg(object, names().stride, names().zero)));
+    return PyLong_AsLongLong(found.ptr());
   }
 
   // Rows, columns.
   std::int64_t size(int dimension) const {
-    const Held shape(known(PyObject_GetAttr(object, names().shape)));
-    if (!PyTuple_Check(shape.get()) || PyTuple_GET_SIZE(shape.get()) != 2) throw_wrong_type();
-    return PyLong_AsLongLong(PyTuple_GET_ITEM(shape.get(), dimension));
+    const auto shape = held(known(PyObject_GetAttr(object, names().shape)));
+    if (!PyTuple_Check(shape.ptr()) || PyTuple_GET_SIZE(shape.ptr()) != 2) throw_wrong_type();
+    return PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), dimension));
   }
 
   // Of a tensor.
   Dtype dtype() const {
-    const Held found(known(PyObject_GetAttr(object, names().dtype)));
-    return code_of(found.get());
+    const auto found = held(known(PyObject_GetAttr(object, names().dtype)));
+    return code_of(found.ptr());
   }
 
   Dtype code_of(PyObject* dtype) const {
@@ -143,8 +134,8 @@ class Given {
   }
 
   std::int64_t element_size() const {
-    const Held found(known(PyObject_CallMethodNoArgs(object, names().element_size)));
-    return PyLong_AsLongLong(found.get());
+    const auto found = held(known(PyObject_CallMethodNoArgs(object, names().element_size)));
+    return PyLong_AsLongLong(found.ptr());
   }
 
   template <typename T>
@@ -166,7 +157,7 @@ class Given {
 
   [[noreturn]] void throw_no_number() const {
     if (PyErr_ExceptionMatches(PyExc_TypeError) == 0 && PyErr_ExceptionMatches(PyExc_OverflowError) == 0) {
-      throw PythonError{};
+      throw py::error_already_set();
     }
     const bool is_large = PyErr_ExceptionMatches(PyExc_OverflowError) != 0;
     PyErr_Clear();
@@ -176,26 +167,26 @@ class Given {
 
   [[noreturn]] void throw_too_large() const {
     PyErr_Format(PyExc_TypeError, "%s: argument '%s': %R is out of range", function, argument->name, object);
-    throw PythonError{};
+    throw py::error_already_set();
   }
 
   // Rejects tensors whose storage was resized to nothing, as FSDP does between uses: their shape stays.
   // Inlined it would make every call longer.
   [[gnu::cold, gnu::noinline]] void check_memory() const {
-    const Held numel(known(PyObject_CallMethodNoArgs(object, names().numel)));
-    if (PyLong_AsLongLong(numel.get()) == 0) return;
-    const Held storage(PyObject_CallMethodNoArgs(object, names().untyped_storage));
-    const Held nbytes(PyObject_CallMethodNoArgs(storage.get(), names().nbytes));
-    if (PyLong_AsLongLong(nbytes.get()) != 0) return;
-    const Held shape(PyObject_GetAttr(object, names().shape));
-    const Held sizes(PySequence_Tuple(shape.get()));
+    const auto numel = held(known(PyObject_CallMethodNoArgs(object, names().numel)));
+    if (PyLong_AsLongLong(numel.ptr()) == 0) return;
+    const auto storage = held(PyObject_CallMethodNoArgs(object, names().untyped_storage));
+    const auto nbytes = held(PyObject_CallMethodNoArgs(storage.ptr(), names().nbytes));
+    if (PyLong_AsLongLong(nbytes.ptr()) != 0) return;
+    const auto shape = held(PyObject_GetAttr(object, names().shape));
+    const auto sizes = held(PySequence_Tuple(shape.ptr()));
     PyErr_Format(
         PyExc_RuntimeError,
         "%s: argument '%s': a tensor of shape %R has no memory: its storage was resized to 0 bytes, as "
         "FSDP does with parameters outside their module's forward and backward pass. Give the "
         "storage its memory back before the call",
-        function, argument->name, sizes.get());
-    throw PythonError{};
+        function, argument->name, sizes.ptr());
+    throw py::error_already_set();
   }
 };
 
@@ -227,11 +218,11 @@ template <typename T>
 void read_field(Given& given, char* args, const Argument& argument) {
   if constexpr (std::is_array_v<T>) {
     using Element = std::remove_extent_t<T>;
-    const Held items(PySequence_Tuple(given.object));
-    if (PyTuple_GET_SIZE(items.get()) != static_cast<Py_ssize_t>(std::extent_v<T>)) given.throw_wrong_type();
+    const auto items = held(PySequence_Tuple(given.object));
+    if (PyTuple_GET_SIZE(items.ptr()) != static_cast<Py_ssize_t>(std::extent_v<T>)) given.throw_wrong_type();
     for (std::size_t nth = 0; nth < std::extent_v<T>; ++nth) {
-      const long value = PyLong_AsLong(PyTuple_GET_ITEM(items.get(), nth));
-      if (value == -1 && PyErr_Occurred() != nullptr) throw PythonError{};
+      const long value = PyLong_AsLong(PyTuple_GET_ITEM(items.ptr(), nth));
+      if (value == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
       write(args, argument.at + nth * sizeof(Element), static_cast<Element>(value));
     }
   } else if constexpr (std::is_pointer_v<T>) {
@@ -410,7 +401,7 @@ class Parameters {
     std::fill(std::begin(site.place), std::end(site.place), kMissing);
     if (count > static_cast<Py_ssize_t>(arguments_.size())) {
       PyErr_Format(PyExc_TypeError, "%s: expected %zu arguments, got %zd", name(), arguments_.size(), count);
-      throw PythonError{};
+      throw py::error_already_set();
     }
     for (Py_ssize_t nth = 0; nth < count; ++nth) site.place[nth] = static_cast<std::uint8_t>(nth);
     const Py_ssize_t num_keywords = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
@@ -420,11 +411,11 @@ class Parameters {
       while (at < names_.size() && PyUnicode_Compare(names_[at], keyword) != 0) ++at;
       if (at == names_.size()) {
         PyErr_Format(PyExc_TypeError, "%s: unexpected argument %R; expected %s", name(), keyword, doc());
-        throw PythonError{};
+        throw py::error_already_set();
       }
       if (site.place[at] != kMissing) {
         PyErr_Format(PyExc_TypeError, "%s: argument %R is given by position and by name", name(), keyword);
-        throw PythonError{};
+        throw py::error_already_set();
       }
       site.place[at] = static_cast<std::uint8_t>(count + nth);
     }
@@ -435,7 +426,7 @@ class Parameters {
     }
     if (!missing.empty()) {
       PyErr_Format(PyExc_TypeError, "%s: missing %s; expected %s", name(), missing.c_str(), doc());
-      throw PythonError{};
+      throw py::error_already_set();
     }
     return site;
   }
