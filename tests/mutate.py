@@ -75,6 +75,13 @@ FAULTS = (
         ("tests/core/test_spmm.py::test_equals_reference",),
     ),
     Fault(
+        "arguments by name are read where another call has them",
+        "kernels/include/fastsparse/packing.h",
+        "if (site.keywords == keywords && site.count == count) return site;",
+        "if (site.count == count) return site;",
+        ("tests/core/test_library.py::test_arguments_by_name_in_any_order",),
+    ),
+    Fault(
         "both ends of a batch's edges are counted from the same kind of nodes",
         "kernels/cpu/gather_graphs.cpp",
         "field.added[outer == 1]",
