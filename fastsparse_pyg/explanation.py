@@ -100,6 +100,11 @@ def why(model: Module, *args: Any, **kwargs: Any) -> Explanations:
     def leave(module: Module, _: Any, __: Any) -> None:
         running.pop()
 
+    def listen(reason: str, cure: str) -> None:
+        if running:
+            cure = f". {cure}" if cure else " (as asked for, or because it is faster so)"
+            reasons[running[-1]].append(reason + cure)
+
     for layer in layers.values():
         if isinstance(layer, AnyLayer):
             type(layer)._left.clear()  # else the reason for small graphs is given only once in a process
@@ -110,7 +115,7 @@ def why(model: Module, *args: Any, **kwargs: Any) -> Explanations:
         with (
             torch.no_grad(),
             torch.random.fork_rng(sorted(index for index in devices if index is not None)),
-            fallback.listening(lambda reason: reasons[running[-1]].append(reason) if running else None),
+            fallback.listening(listen),
         ):
             model(*args, **kwargs)
     finally:

@@ -64,11 +64,11 @@ _ANY_CURE = "The page 'Layers' of the documentation lists what the kernels suppo
 
 
 #: Who is told instead of the user: see `listening`.
-_listener: ContextVar[Callable[[str], None] | None] = ContextVar("fastsparse_pyg_listener", default=None)
+_listener: ContextVar[Callable[[str, str], None] | None] = ContextVar("fastsparse_pyg_listener", default=None)
 
 
 @contextlib.contextmanager
-def listening(listener: Callable[[str], None]) -> Iterator[None]:
+def listening(listener: Callable[[str, str], None]) -> Iterator[None]:
     """Passes the reasons of fallbacks in this context, with their cures, to a function; nothing is logged."""
     token = _listener.set(listener)
     try:
@@ -89,7 +89,7 @@ def tell(layer: str, reason: str) -> None:
     listener = None if torch.compiler.is_compiling() else _listener.get()
     message = f"{layer} falls back to PyG's implementation"
     if listener is not None:
-        listener(f"{reason}. {cure}" if cure else f"{reason} (as asked for, or because it is faster so)")
+        listener(reason, cure)
     elif is_no_loss:
         info_once(logger, f"{message}: {reason}")
     else:
