@@ -23,6 +23,7 @@ from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, h
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
 from fastsparse_pyg.nn.message_kernels import Copies, evaluate, kernel_of, reduce_by_kernel
 from fastsparse_pyg.nn.message_pattern import Pattern, find_pattern
+from fastsparse_pyg.nn.message_plan import reduce_by_plan
 from fastsparse_pyg.nn.segments import EdgeEnd, aggregate, reduction_of
 
 #: Patterns kept of one class; a layer whose attributes change with every call is not traced for ever.
@@ -238,7 +239,9 @@ class AnyLayer(MessagePassing):
     # ---------------------------------------------------------------- messages
 
     def _propagate_lazily(self, found: Arguments, pattern: Pattern, how: str) -> Any:
-        out = reduce_by_kernel(self, pattern, found, how) if kernel_of(pattern, how) else None
+        out = reduce_by_plan(self, pattern, found, how)
+        if out is None and kernel_of(pattern, how):
+            out = reduce_by_kernel(self, pattern, found, how)
         names = self._names()
         if out is None:
             out = self._reduced(self._computed("message", names.message, found), found, how)
@@ -308,7 +311,8 @@ class AnyLayer(MessagePassing):
         kernel = kernel_of(pattern, how)
         if kernel:
             return f"{pattern}: {kernel} ({how})"
-        where = "message() per edge"
+        gains = next((plan.gains for plan in pattern.plans.values() if plan is not None), ())
+        where = ", ".join(gains) or "message() per edge"
         if how:
             return f"{where}: segment {how}"
         reduction = "its own aggregate()" if self._has_own_aggregate() else f"aggr={self.aggr!r}"

@@ -40,50 +40,6 @@ def test_opcheck_spmm(device, valued, algorithm, dtype):
         )
 
 
-def test_opcheck_sddmm(device):
-    adj = graph(device)
-    x_dst = torch.randn(20, 8, device=device, requires_grad=True)
-    x_src = torch.randn(30, 8, device=device, requires_grad=True)
-    arguments = (x_dst, x_src, None, None, 200, 2, torch.float32, adj.handle, "csr", False)
-    torch.library.opcheck(torch.ops.fastsparse.sddmm.default, arguments)
-
-
-@pytest.mark.parametrize("transpose", [False, True])
-def test_opcheck_dense_vectors(device, transpose):
-    adj = graph(device)
-    x_dst = torch.randn(20, 8, device=device, requires_grad=True)
-    x_src = torch.randn(30, 8, device=device, requires_grad=True)
-    vectors = adj.bsb.num_vectors
-    arguments = (x_dst, x_src, None, None, vectors, 2, torch.float32, adj.handle, "csr", True)
-    torch.library.opcheck(torch.ops.fastsparse.sddmm.default, arguments)
-    value = torch.randn(vectors, 8, 2, device=device, requires_grad=True)
-    x, length = (x_dst, 30) if transpose else (x_src, 20)
-    arguments = (x, value, None, None, None, length, adj.handle, transpose, "csr", False)
-    torch.library.opcheck(torch.ops.fastsparse.spmm.default, arguments)
-
-
-def test_dense_vectors_compile_without_graph_breaks(device):
-    adj = graph(device).prepare()
-    adj.bsb  # noqa: B018, of which prepare() has no use on the CPU
-
-    def model(adj, x, weight):
-        score = sddmm(adj, x[:20], x, layout="me_bcrs").tanh()
-        return spmm(adj, x @ weight, score, value_layout="me_bcrs")
-
-    x = torch.randn(30, 8, device=device, requires_grad=True)
-    weight = torch.randn(8, 8, device=device, requires_grad=True)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    out, expected = compiled(adj, x, weight), model(adj, x, weight)
-    assert relative_error(out, expected) < 1e-6
-    for actual, wanted in zip(
-        torch.autograd.grad(out.square().sum(), (x, weight)),
-        torch.autograd.grad(expected.square().sum(), (x, weight)),
-        strict=True,
-    ):
-        assert relative_error(actual, wanted) < 1e-5
-
-
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
 def test_compiles_without_graph_breaks(device, reduce):
     adj = graph(device).prepare()

@@ -311,10 +311,9 @@ def test_the_readme_of_a_release_has_no_relative_links(setup_py):
     files = "https://github.com/someone/fastsparse"
     targets = re.findall(r"\]\(([^)]+)\)", published)
     assert [target for target in targets if not target.startswith("https://")] == []
-    assert f"]({files}/blob/v1.2.3/docs/quick_start.md#small-graphs-where-the-host-is-the-limit)" in published
-    assert f"]({files}/blob/v1.2.3/README.md#from-a-checkout)" in published
+    assert f"]({files}/blob/v1.2.3/docs/installation.md#from-a-checkout)" in published
     (image,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", published)
-    assert image == f"{files}/raw/v1.2.3/benchmarks/results/nvidia-h200/train_overview.png"
+    assert image == f"{files}/raw/v1.2.3/benchmarks/results/nvidia-h100-80gb-hbm3/programs_epochs.png"
     local = [target.removeprefix(f"{files}/") for target in targets if target.startswith(files)]
     paths = [re.sub(r"^(blob|raw)/v1.2.3/|#.*", "", target) for target in local]
     assert len(paths) > 20
