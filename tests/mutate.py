@@ -413,7 +413,7 @@ FAULTS = (
     ),
     Fault(
         "heads are summed, not averaged",
-        "fastsparse_pyg/nn/gat_conv.py",
+        "fastsparse_pyg/nn/attention.py",
         "self.out_channels).mean(dim=1)",
         "self.out_channels).sum(dim=1)",
         ("tests/pyg/test_pyg_every_layer.py::test_matches_the_original",),
