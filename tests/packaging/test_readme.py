@@ -25,6 +25,7 @@ def test_the_readme_is_for_users_first():
     text = (CHECKOUT / "README.md").read_text()
     assert re.findall("^## (.*)$", text, re.MULTILINE) == [
         "Install",
+        "Run a script unchanged",
         "Swap one import",
         "Accelerate an existing model",
         "How much faster?",
@@ -57,6 +58,8 @@ def test_command(command, tmp_path):
         case ["make", _]:
             # Not again from here what started this test; .ci/run executes these two.
             run("make", "--dry-run", *words[1:], cwd=CHECKOUT)
+        case ["fastsparse", "run", *_]:
+            pass  # test_run.py runs it
         case ["source", ".venv/bin/activate"]:
             pass  # `make setup` makes it; the commands below it run in the tests' environment
         case ["python", "-m", "fastsparse_core.doctor"]:
