@@ -7,7 +7,9 @@ from dgl_cases import homogeneous
 from dgl_layer_cases import CASES, Case, each_case
 from frames import frames_of_step
 
-#: Most frames of a warm step on the CPU and most files that they are of, to be lowered where less is needed.
+#: Limits of a warm step on the CPU: frames, and files that they are of.
+ASKED = (45, 12)
+#: What single layers were measured to take. Lower it where one needs less.
 MOST: dict[str, tuple[int, int]] = {
     "AGNNConv(allow_zero_in_degree=True,learn_beta=True)": (39, 20),
     "DotGatConv(allow_zero_in_degree=True)": (47, 23),
@@ -59,5 +61,6 @@ def step_frames(case: Case) -> tuple[int, int]:
 @each_case(CASES)
 def test_frames_of_a_warm_step(case: Case) -> None:
     frames, files = step_frames(case)
-    assert frames <= MOST[case.id][0], (frames, files)
-    assert files <= MOST[case.id][1], (frames, files)
+    most = MOST.get(case.id, ASKED)
+    assert frames <= most[0], (frames, files)
+    assert files <= most[1], (frames, files)

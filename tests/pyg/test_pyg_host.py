@@ -61,7 +61,9 @@ CASES: dict[str, Layer] = {
         lambda w: pyg.TransformerConv(w, w // 2, heads=2, edge_dim=FEATURES), _attributed
     ),
 }
-#: Most frames of a warm step on the CPU and most files that they are of, to be lowered where less is needed.
+#: Limits of a warm step on the CPU: frames, and files that they are of.
+ASKED = (45, 12)
+#: What single layers were measured to take. Lower it where one needs less.
 MOST: dict[str, tuple[int, int]] = {
     "GCNConv": (28, 14),
     "ChebConv": (64, 15),
@@ -100,19 +102,20 @@ MOST: dict[str, tuple[int, int]] = {
 
 
 def test_every_drop_in_is_counted() -> None:
-    assert MOST.keys() == CASES.keys()
+    assert MOST.keys() <= CASES.keys()
     assert set(DROP_INS) - {type(case.make(16)) for case in CASES.values()} == {pyg.LabelPropagation}
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", CASES)
 def test_frames_of_a_warm_step(name: str) -> None:
     edges = torch.randint(60, (2, 200))
     case, it = CASES[name], Inputs.draw(edges, 60, 16, torch.float32)
     layer = case.make(16)
     assert accelerate(layer, show=False).swapped
     frames, files = frames_of_step(lambda: case.call(layer, it))
-    assert frames <= MOST[name][0], (frames, files)
-    assert files <= MOST[name][1], (frames, files)
+    most = MOST.get(name, ASKED)
+    assert frames <= most[0], (frames, files)
+    assert files <= most[1], (frames, files)
 
 
 #: Layers whose code is PyG's where edges are few, for all of which it propagates once.
