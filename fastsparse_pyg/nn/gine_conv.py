@@ -147,7 +147,9 @@ class FastGINEConv(AttentionConv, GINEConv):
         if lin is None:
             if edge_attr.size(1) != x_src.size(1):
                 return Reason("edge features of another width than the nodes'")
-        elif lin.weight.size(0) != x_src.size(1):
+            return None
+        weight = lin._parameters.get("weight")  # lin.weight goes through nn.Module.__getattr__
+        if (lin.weight if weight is None else weight).size(0) != x_src.size(1):
             return Reason("a linear map of the edges to another width than the nodes'")
         return None
 
