@@ -24,7 +24,7 @@ from rich.console import Console
 from fastsparse_core import algorithms
 
 from .record import REPOSITORY
-from .runner import Benchmark, Cell, Run, option
+from .runner import Benchmark, Cell, Run, option, progress
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
@@ -112,7 +112,7 @@ class Task(NamedTuple):
 
 def cells(run: Run, tasks: list[Task]) -> Iterator[Cell]:
     """All cells; at the end they stand in the order of the tasks, whichever came to its end first."""
-    for task, cells in _outcomes(tasks, run.options.jobs):
+    for task, cells in progress(_outcomes(tasks, run.options.jobs), "trainings", len(tasks)):
         yield from ({**task.name, **cell} for cell in cells)
     names = [task.name for task in tasks]
     run.out.record["cells"].sort(key=lambda cell: names.index({key: cell[key] for key in names[0]}))

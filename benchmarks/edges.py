@@ -139,27 +139,22 @@ def layer_steps(
     graph: Bipartite, layer: str, heads: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Forward and backward of one layer by implementation; all have the same parameters and inputs."""
-    import torch_geometric.nn as original
-
-    import fastsparse_pyg
+    from .pyg_layers import original_and_drop_in
 
     torch.manual_seed(0)
     options: dict[str, Any] = {"heads": heads, "edge_dim": FEATURES}
     if layer == "GATv2Conv":
         options["add_self_loops"] = False
-    reference = getattr(original, layer)((WIDTH, WIDTH), WIDTH // heads, **options).to(device, dtype)
-    fast = getattr(fastsparse_pyg, f"Fast{layer}")((WIDTH, WIDTH), WIDTH // heads, **options)
-    fast = fast.to(device, dtype)
-    fast.load_state_dict(reference.state_dict())
+    shape = ((WIDTH, WIDTH), WIDTH // heads)
+    candidates = original_and_drop_in(layer, *shape, device=device, dtype=dtype, **options)
     x_src = torch.randn(graph.num_src, WIDTH, device=device).to(dtype).requires_grad_()
     x_dst = x_src
     if graph.num_src != graph.num_dst:
         x_dst = torch.randn(graph.num_dst, WIDTH, device=device).to(dtype).requires_grad_()
     edge_attr = torch.randn(graph.num_edges, FEATURES, device=device).to(dtype).requires_grad_()
     kernel = triton_kernel() if layer == "TransformerConv" else None
-    candidates: dict[str, nn.Module] = {"pyg": reference, "fastsparse": fast}
     if kernel is not None:
-        candidates["triton"] = TritonLayer(reference, TritonAttention(kernel, graph))
+        candidates["triton"] = TritonLayer(candidates["pyg"], TritonAttention(kernel, graph))
     for name, module in candidates.items():
 
         def step(module: nn.Module = module) -> Tensor:

@@ -47,22 +47,16 @@ def draw_edges(name: str, device: torch.device, molecules: int = MOLECULES) -> t
 
 
 def cells(run: Run, case: tuple[str, str, int]) -> Iterator[Job]:
-    from torch_geometric.nn import PNAConv
-
-    from fastsparse_pyg import FastPNAConv
+    from .pyg_layers import original_and_drop_in
 
     name, dtype, features = case
     torch.manual_seed(0)
     num_nodes, edge_index = draw_edges(name, run.device)
     degree = torch.bincount(torch.bincount(edge_index[1], minlength=num_nodes)).cpu()
     width, precision = run.options.width, DTYPES[dtype]
-    layers: dict[str, nn.Module] = {
-        title: kind(width, width, AGGREGATORS, SCALERS, deg=degree, edge_dim=features or None).to(
-            run.device, precision
-        )
-        for title, kind in (("pyg", PNAConv), ("fastsparse", FastPNAConv))
-    }
-    layers["fastsparse"].load_state_dict(layers["pyg"].state_dict())
+    shape = (width, width, AGGREGATORS, SCALERS)
+    named = {"deg": degree, "edge_dim": features or None}
+    layers = original_and_drop_in("PNAConv", *shape, device=run.device, dtype=precision, **named)
     x = torch.randn(num_nodes, width, device=run.device).to(precision).requires_grad_()
     edges = None
     if features:

@@ -195,7 +195,6 @@ class Benchmark:
         out = recorder(self.name, options, device=device, variant=self.variant(options))
         for note in self.notes(options) if callable(self.notes) else self.notes:
             out.note(note)
-        out.write()
         run = Run(options, device, out)
         for case in progress(list(cases), self.name):
             for job in self.cells(run, case):
@@ -203,6 +202,7 @@ class Benchmark:
                 out.add(**(job if isinstance(job, dict) else {**job[0], **attempt(job[1])}))
                 del job
             release()
+        out.write()  # even without a cell
         return out.path
 
 

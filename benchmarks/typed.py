@@ -122,20 +122,14 @@ def _count(size: int, scale: float) -> int:
 
 def make_layers(case: Case, device: torch.device) -> dict[str, torch.nn.Module]:
     """The original and the drop-in with the same parameters."""
-    import torch_geometric.nn as original
-
-    import fastsparse_pyg
+    from .pyg_layers import original_and_drop_in
 
     kinds = (list(MAG_NODES), list(MAG_EDGES)) if case.layer == "HGTConv" else AM[2]
     if case.layer != "HGTConv" and case.graph == "mag":
         kinds = len(MAG_EDGES)
     width = WIDTH // HEADS if case.layer == "RGATConv" else WIDTH
-    arguments = (WIDTH, width, kinds)
-    named = {} if case.layer == "RGCNConv" else {"heads": HEADS}
-    theirs = getattr(original, case.layer)(*arguments, **named, **case.options).to(device)
-    ours = getattr(fastsparse_pyg, f"Fast{case.layer}")(*arguments, **named, **case.options).to(device)
-    ours.load_state_dict(theirs.state_dict())
-    return {"pyg": theirs, "fastsparse": ours}
+    options = case.options | ({} if case.layer == "RGCNConv" else {"heads": HEADS})
+    return original_and_drop_in(case.layer, WIDTH, width, kinds, device=device, **options)
 
 
 def _step(layer: torch.nn.Module, inputs: tuple[Any, ...]) -> Callable[[], Tensor]:

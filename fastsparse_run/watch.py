@@ -59,7 +59,7 @@ class _Then(importlib.abc.Loader):
         self._loader, self._action, self._running = loader, action, running
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)  # type: ignore[no-any-return]
+        return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         module.__loader__ = self._loader

@@ -47,10 +47,6 @@ _is_tracing = torch._C._is_tracing
 _is_compiling = torch.compiler.is_compiling
 
 
-class RowIndex(Tensor):
-    """An index that is a subclass of Tensor only so that others know it; it is reduced by as any other."""
-
-
 def scatter(
     original: _Original,
     src: Tensor,
@@ -62,10 +58,8 @@ def scatter(
     """PyG's ``scatter``."""
     if _are_few(index):
         return original(src, index, dim, dim_size, reduce)
-    if isinstance(index, RowIndex):
-        index = index.as_subclass(Tensor)
     how = _REDUCTIONS.get(reduce)
-    reason = f"reduce={reduce!r}" if how is None else why_not(src, index, dim) or _why_new(index, how)
+    reason = f"reduce={reduce!r}" if how is None else _why_not(src, index, dim) or _why_new(index, how)
     if how is not None and not reason:
         out = _served("scatter", lambda: core_scatter(src, index, dim_size, how))  # type: ignore[call-overload]
         if out is not None:
@@ -86,20 +80,18 @@ def softmax(
     """PyG's ``softmax``."""
     if _are_few(index):
         return original(src, index, ptr, num_nodes, dim)
-    reason = why_not(src, index, dim) if ptr is None else _why_no_segments(src, ptr, dim)
+    reason = _why_not(src, index, dim) if ptr is None else _why_no_segments(src, ptr, dim)
     if not reason and src.numel() > src.size(0) * MOST_HEADS:
         reason = f"more than {MOST_HEADS} columns"
-    if not reason and ptr is None and index is not None:
-        reason = _why_new(index, "softmax")
-    if not reason:
-        if ptr is not None:
-            out = _served("softmax", lambda: segment_softmax(src, ptr))
-        else:
-            out = _served("softmax", lambda: scatter_softmax(src, index, maybe_num_nodes(index, num_nodes)))
-        if out is not None:
-            return out
+    if not reason and ptr is not None:
+        out = _served("softmax", lambda: segment_softmax(src, ptr))
+    elif not reason and index is not None and not (reason := _why_new(index, "softmax")):
+        out = _served("softmax", lambda: scatter_softmax(src, index, maybe_num_nodes(index, num_nodes)))
     else:
         record("softmax", "PyG", reason, _CURES.get(reason, ""))
+        out = None
+    if out is not None:
+        return out
     return original(src, index, ptr, num_nodes, dim)
 
 
@@ -162,15 +154,8 @@ def _are_few(index: Any) -> bool:
     return type(index) is Tensor and not (_is_tracing() or is_recording()) and index.numel() < FEW_EDGES
 
 
-def why_not(src: Any, index: Any, dim: int, rows: int | None = -1) -> str:
-    """Why PyG's own code has to reduce these rows, or is faster; "" if neither.
-
-    Args:
-        src: the rows.
-        index: of the rows.
-        dim: along which they lie.
-        rows: how many there have to be; -1: as many as the index has; None: any number.
-    """
+def _why_not(src: Any, index: Any, dim: int) -> str:
+    """Why PyG's own code has to reduce these rows, or is faster; "" if neither."""
     if _is_compiling() or _is_tracing():
         return "a trace"
     if type(index) is not Tensor or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
@@ -178,7 +163,7 @@ def why_not(src: Any, index: Any, dim: int, rows: int | None = -1) -> str:
     few = FEW_EDGES_ON_GPU if index.is_cuda else FEW_EDGES
     if index.numel() < few:
         return f"fewer than {few} rows"
-    return _why_no_rows(src, dim, index.numel() if rows == -1 else rows, index.device)
+    return _why_no_rows(src, dim, index.numel(), index.device)
 
 
 def _why_no_segments(src: Any, ptr: Any, dim: int) -> str:

@@ -50,7 +50,8 @@ def reduce_ex(original: Callable[..., Any], self: Any, protocol: Any) -> Any:
     """`MessagePassing.__reduce_ex__`: pickles and copies need no FastSparse, as they name the original."""
     if layer_swap.is_automatic(self):
         twin = layer_swap.as_original(self)
-        how, what, *rest = twin.__reduce_ex__(protocol)
+        reduced: Any = twin.__reduce_ex__(protocol)
+        how, what, *rest = reduced
         if how is copyreg.__newobj__ and what == (type(twin),):  # type: ignore[attr-defined]
             # Which pickle refuses for an object of another class.
             return copyreg._reconstructor, (type(twin), object, None), *rest  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import torch_geometric.nn.pool  # noqa: F401
 
 from fastsparse_core.replacement import Hook
 from fastsparse_pyg import loader
-from fastsparse_pyg.hooks import functions, layers, norms
+from fastsparse_pyg.hooks import functions, layers
 
 _POOLING = tuple(f"torch_geometric.nn.{name}" for name in ("aggr", "norm", "pool"))
 
@@ -49,7 +49,6 @@ HOOKS: dict[str, tuple[Hook, ...]] = {
         Hook("torch_geometric.utils", "scatter", _SCATTER, functions.scatter, True, _is_pooling),
         Hook("torch_geometric.utils", "softmax", _SOFTMAX, functions.softmax, True, _is_pooling),
         Hook("torch_geometric.utils", "segment", "src, ptr, reduce", functions.segment, True, _is_pooling),
-        *[Hook(f"torch_geometric.nn.norm:{name}", "__call__", None, norms.call) for name in norms.NORMS],
     ),
     "loaders": tuple(
         Hook("torch_geometric.loader", name, None, getattr(loader, name), False, _is_foreign)

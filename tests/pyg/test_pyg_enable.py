@@ -18,12 +18,8 @@ from torch_geometric.nn import (
     GCNConv,
     GENConv,
     GraphNorm,
-    InstanceNorm,
-    LayerNorm,
     MaxAggregation,
-    MeanSubtractionNorm,
     MessagePassing,
-    PairNorm,
     SAGEConv,
     SoftmaxAggregation,
     VarAggregation,
@@ -36,9 +32,8 @@ from torch_geometric.utils import degree, scatter, segment, softmax, spmm
 import fastsparse_core
 import fastsparse_pyg
 from fastsparse_core import call_report, sparse_products
-from fastsparse_core.segment import rows_of
 from fastsparse_pyg import layer_swap
-from fastsparse_pyg.hooks import PARTS, functions, norms, table
+from fastsparse_pyg.hooks import PARTS, functions, table
 from fastsparse_pyg.nn import FastGATConv, FastGCNConv
 from fastsparse_pyg.nn.base import FastConv
 
@@ -254,32 +249,6 @@ def test_aggregations_and_norms(module):
     batch[-1] = SEGMENTS - 1
     compare(lambda src: module(src, batch), torch.randn(ROWS, 4, dtype=torch.float64).float())
     assert calls_of("scatter")["segments"] + calls_of("softmax").get("segments", 0) >= 2
-
-
-@pytest.mark.parametrize(
-    "norm",
-    [GraphNorm(4), InstanceNorm(4, affine=True), LayerNorm(4), MeanSubtractionNorm(), PairNorm()],
-    ids=lambda norm: type(norm).__name__,
-)
-def test_norms_sum_gradients_by_segments(norm, monkeypatch):
-    batch = torch.randint(SEGMENTS, (ROWS,)).sort()[0]
-    x = torch.randn(ROWS, 4, dtype=torch.float64)
-    norm = norm.double()
-    compare(lambda src: norm(src, batch, SEGMENTS), x)
-    reads = []
-    monkeypatch.setattr(norms, "rows_of", lambda *args: reads.append(1) or rows_of(*args))
-    fastsparse_pyg.enable(["pool"])
-    try:
-        src = x.clone().requires_grad_()
-        for _ in range(3):
-            out = norm(src, batch, SEGMENTS)
-            out.square().sum().backward()
-        assert reads
-        assert type(out) is type(src.grad) is torch.Tensor
-        with pytest.raises(IndexError):
-            x.clone().requires_grad_().index_select(0, (batch + ROWS).as_subclass(norms.Batch))
-    finally:
-        fastsparse_pyg.disable()
 
 
 @pytest.mark.parametrize("pool", [global_add_pool, global_mean_pool, global_max_pool])

@@ -31,6 +31,18 @@ def edges_of(
     return [draw(edge_index.size(1), options["edge_dim"], device, dtype)] if "edge_dim" in options else []
 
 
+@pytest.mark.parametrize(("edge_dim", "given"), [(3, None), (None, 3)])
+def test_edge_features_and_edge_dim_need_each_other(edge_dim, given, reasons):
+    """The original says what it thinks of one without the other."""
+    edge_index = random_graph()
+    x = draw(40, 6, "cpu")
+    edges = [draw(edge_index.size(1), given, "cpu")] if given else []
+    for conv in pair(6, 5, device="cpu", edge_dim=edge_dim):
+        with pytest.raises((AssertionError, RuntimeError)):
+            conv(x, edge_index, *edges)
+    assert "without edge_dim" in reasons.text
+
+
 @pytest.mark.parametrize("options", [{}, {"edge_dim": 3}], ids=str)
 @pytest.mark.usefixtures("kernels_only")
 def test_under_autocast_results_have_the_original_dtype(device, options):
