@@ -7,13 +7,12 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch.nn import Module
-from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.conv import MessagePassing
 
 from fastsparse_core import layer_swap as core
 from fastsparse_pyg.nn import DROP_INS, FastPNAConv
 from fastsparse_pyg.nn.any_layer import AnyLayer, accelerated_class
-from fastsparse_pyg.nn.base import MESSAGE_METHODS, REDUCE, FastConv
+from fastsparse_pyg.nn.base import MESSAGE_METHODS, FastConv
 from fastsparse_pyg.nn.pna_conv import why_no_kernel
 from fastsparse_pyg.verification import forget_verification, verify_first_calls
 
@@ -179,9 +178,9 @@ def _why_not(layer: Any, drop_in: Any) -> str:
     if replaced:
         return f"{replaced[0]} is replaced on the instance"
     if drop_in is FastPNAConv:
-        return why_no_kernel(layer)
-    aggregations = tuple(REDUCE) if drop_in._any_reduction else (SumAggregation,)
-    if type(layer.aggr_module) not in aggregations:
+        reason = why_no_kernel(layer)
+        return reason.message if reason else ""
+    if type(layer.aggr_module) not in drop_in._aggregations:
         return f"aggr={layer.aggr!r} has no kernel"
     return ""
 

@@ -10,8 +10,8 @@ import torch
 from torch.nn import Module
 
 from fastsparse_core.call_report import is_recording, record
+from fastsparse_core.fallback import Reason, listening
 from fastsparse_pyg import layer_swap
-from fastsparse_pyg.nn import fallback
 from fastsparse_pyg.nn.any_layer import AnyLayer
 from fastsparse_pyg.nn.base import FastConv
 
@@ -33,10 +33,10 @@ def call(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _recorded(layer: Any, reason: str, args: Any, kwargs: Any) -> Any:
     """The call, with an entry in the report for what computed it."""
-    reasons = [(reason, "")] if reason else []
+    reasons = [Reason(reason, "")] if reason else []
     if isinstance(layer, AnyLayer):
         type(layer)._left.clear()  # else the reason for small graphs is given once in a process
-    with fallback.listening(lambda reason, cure: reasons.append((reason, cure))):
+    with listening(reasons.append):
         out = Module.__call__(layer, *args, **kwargs)
     name = layer_swap.original_class(layer).__name__
     if reasons:

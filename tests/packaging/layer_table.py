@@ -14,8 +14,8 @@ import torch
 import fastsparse_dgl.nn
 import fastsparse_pyg.nn
 from benchmarks.pyg_layers import LAYERS, Inputs
+from fastsparse_core.fallback import Reason, listening
 from fastsparse_pyg import accelerate
-from fastsparse_pyg.nn.fallback import listening
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "layers.md"
 _BLOCK = r"(?<=<!-- {} layers: python tests/packaging/layer_table.py -->\n\n).*?(?=\n\n)"
@@ -32,8 +32,8 @@ def _tried(name: str, change: Callable[[Inputs], Any]) -> str:
     accelerate(model, show=False)
     inputs = Inputs.draw(torch.randint(_NODES, (2, _EDGES)), _NODES, _WIDTH, torch.float32)
     inputs.x = change(inputs)
-    reasons: list[str] = []
-    with warnings.catch_warnings(), listening(lambda reason, _: reasons.append(reason)):
+    reasons: list[Reason] = []
+    with warnings.catch_warnings(), listening(reasons.append):
         warnings.simplefilter("ignore")
         try:
             layer.call(layer.make(_WIDTH), inputs)

@@ -31,6 +31,57 @@ def test_edges_between_no_nodes():
         FastGCNConv(3, 2)(torch.zeros(0, 3), torch.zeros(2, 1, dtype=torch.long))
 
 
+_X, _EDGES = torch.randn(12, 4), random_graph(12, num_edges=30)
+_METADATA = (["a"], [("a", "to", "a")])
+#: Layer of PyG and a call that it refuses.
+REFUSED = {
+    **{
+        f"{name}, {what}": (make, given)
+        for name, make in {
+            "GCN": lambda: pyg.GCNConv(4, 6),
+            "SAGE": lambda: pyg.SAGEConv(4, 6),
+            "GIN": lambda: pyg.GINConv(nn.Linear(4, 6)),
+            "GAT": lambda: pyg.GATConv(4, 6),
+            "GATv2": lambda: pyg.GATv2Conv(4, 6),
+            "transformer": lambda: pyg.TransformerConv(4, 6),
+            "Cheb": lambda: pyg.ChebConv(4, 6, 2),
+            "an accelerated layer": lambda: pyg.LEConv(4, 6),
+        }.items()
+        for what, given in {
+            "features of one dimension": (torch.randn(12), _EDGES),
+            "integers": (torch.randint(3, (12, 4)), _EDGES),
+            "swapped": (_EDGES, _X),
+        }.items()
+        if (name, what) != ("GIN", "integers")  # which PyG makes floats
+    },
+    "GINE, features of the edges": (
+        lambda: pyg.GINEConv(nn.Linear(4, 6)),
+        (_X, _EDGES, torch.randn(_EDGES.size(1), 5)),
+    ),
+    "GINE, no features of the edges": (lambda: pyg.GINEConv(nn.Linear(4, 6)), (_X, _EDGES)),
+    "HGT, unknown type": (
+        lambda: pyg.HGTConv(4, 6, _METADATA),
+        ({"a": _X, "b": _X}, {("a", "to", "b"): _EDGES}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_call_that_pyg_refuses_announces_no_slow_path(name, reasons):
+    make, given = REFUSED[name]
+    layer = make()
+    refused: type[Exception] | None = None
+    try:
+        layer(*given)
+    except Exception as error:
+        refused = type(error)
+    assert refused is not None
+    accelerate(layer, show=False)
+    with pytest.raises(refused):
+        layer(*given)
+    assert not reasons.records
+
+
 @pytest.mark.parametrize(
     "layer", [FastSAGEConv((4, 3), 6), FastGINConv(nn.Linear(4, 6))], ids=["sage", "gin"]
 )
