@@ -528,8 +528,12 @@ def _compute(
         is_part = num_rows < adj.num_src
         # A part of what was cast would keep all of it until the backward pass.
         own = x if keeps_own and is_part and not plan.transform_first else features
-        own = _multiplied(own[:num_rows] if is_part else own, dtype, columns)
-        root_matrix = _multiplied(root_weight, dtype, columns)
+        own = own[:num_rows] if is_part else own
+        root_matrix = root_weight
+        if columns or own.dtype is not dtype:
+            own = _multiplied(own, dtype, columns)
+        if columns or root_weight.dtype is not dtype:
+            root_matrix = _multiplied(root_weight, dtype, columns)
     met: Any = features
     if plan.transform_first:
         if matrix is not None:
@@ -541,7 +545,10 @@ def _compute(
         return out, features, met, own, matrix, root_matrix
     else:
         met = launch_spmm(adj, features, value, scale_dst, scale_src, None, plan.algorithm, False, loop)
-        met = _multiplied(met.view(num_rows, -1) if plan.is_stacked else met, dtype, columns)
+        if plan.is_stacked:
+            met = met.view(num_rows, -1)
+        if columns or met.dtype is not dtype:
+            met = _multiplied(met, dtype, columns)
         bias = bias if bias is None or bias.dtype is dtype else bias.to(dtype)
         flat = matrix.reshape(met.shape[1], -1) if plan.is_stacked else matrix
         if plan.out_by_in:
@@ -657,7 +664,9 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         elif needs_x or needs_weight:
             back = _differentiable_sum(plan, adj, grad, value, loop, back=True)
         if needs_weight and root_dtype is None:
-            grad_weight = _of_weight(plan, back, features, weight_dtype, once)
+            left, right = (back.t(), features) if plan.out_by_in else (features.t(), back)
+            is_same = back.dtype is weight_dtype
+            grad_weight = torch.mm(left, right) if is_same else product_in(left, right, weight_dtype, once)
         elif needs_weight:  # the original sums first
             grad_weight = weight_gradient(back, features, weight_dtype, once, out_by_in=plan.out_by_in)
         if needs_x:

@@ -250,7 +250,10 @@ def results(name: str, v: Tensor, *arguments: Any) -> Any:
 
 def run(name: str, watched: Tensor, *arguments: Any) -> Any:
     """The operator below autograd, for the ``forward`` of its formula."""
-    return OPERATORS[name].below(watched, *arguments)
+    if is_plain_eager(watched):
+        return OPERATORS[name].kernel(*arguments)
+    with below_autograd():
+        return OPERATORS[name].dispatched(*arguments)
 
 
 def differentiate(name: str, grad: Tensor, *arguments: Any) -> Any:
