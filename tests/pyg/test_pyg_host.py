@@ -68,7 +68,7 @@ MOST: dict[str, tuple[int, int]] = {
     "GCNConv": (28, 14),
     "ChebConv": (64, 15),
     "SAGEConv": (42, 16),
-    "GraphConv": (40, 17),
+    "GraphConv": (42, 17),
     "GatedGraphConv": (47, 11),
     "ResGatedGraphConv": (86, 14),
     "GATConv": (39, 13),

@@ -714,6 +714,13 @@ def _of_parameters(
     _, weight_dtype, bias_dtype, root_dtype = plan.given
     if plan.transforms and once and needs_weight and needs_root and is_laid_out(own, sums):
         return gradients_of_parameters(grad, sums, own, needs_bias)
+    if plan.out_by_in and not plan.columns and grad.dtype is weight_dtype and root_dtype is weight_dtype:
+        by_column = grad.t()
+        return (
+            torch.mm(by_column, sums) if needs_weight else None,
+            sum_of_rows(grad, bias_dtype, once) if needs_bias else None,
+            torch.mm(by_column, own) if needs_root else None,
+        )
     grad_weight = _of_weight(plan, grad, sums, weight_dtype, once) if needs_weight else None
     if plan.is_stacked and grad_weight is not None:
         grad_weight = grad_weight.view(-1, plan.width, grad_weight.shape[1])
