@@ -17,7 +17,7 @@ from cases import (
 from torch import Tensor
 
 from fastsparse_core import Adjacency, algorithms, attention, attention_weights, gatv2_attention, reference
-from fastsparse_core.ops import _edge_attention_fused
+from fastsparse_core.ops import _attention_launch
 
 KINDS = ("dot_product", "gatv2")
 #: Heads, their width, features of an edge: lanes per head from 1 to 32, several groups of heads, padding of
@@ -275,5 +275,5 @@ def test_weight_gradient_is_that_of_every_head(num_rows, heads, width, edge_widt
         torch.einsum("nhd,nha->hda", left.view(num_rows, heads, width).double(), right.double())
         for left, right in ((x, e), (y, f))
     )
-    found = _edge_attention_fused._weight_gradient(x, e, y, f, heads)
+    found = _attention_launch._weight_gradient(x, e, y, f, heads)
     assert relative_error(found, expected.reshape(heads * width, edge_width)) < 1e-6
