@@ -19,7 +19,7 @@ from fastsparse_core.ops import _attention_launch as launch
 from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._attention_checks import drawn_by_replays, per_head
-from fastsparse_core.ops._attention_launch import DOT_PRODUCT, GATV2, LOAD_BYTES, Call, Wanted
+from fastsparse_core.ops._attention_launch import ADDITIVE, DOT_PRODUCT, GATV2, LOAD_BYTES, Call, Wanted
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._facts import facts_of, follow
 from fastsparse_core.ops._fused_registration import register_fused
@@ -57,8 +57,8 @@ def run(adj: Adjacency, call: Call, plan: tuple[Any, ...]) -> Tensor:
         )
     ):
         adj.plans[plan] = True
-    call = call._replace(algorithm=algorithm, bias=per_head(call.bias, call.heads))
-    return registration.call("attention", v, *call, adj.handle)
+    bias = per_head(call.bias, call.heads)
+    return registration.call("attention", v, *call[:6], bias, *call[7:-1], algorithm, adj.handle)
 
 
 def plain(adj: Adjacency, call: Call) -> Tensor:
@@ -276,6 +276,12 @@ def _fake(of: Any) -> tuple[Tensor, Tensor, Tensor]:
     return v.new_empty(num_dst, v.size(1)), lse, out_edge
 
 
+def _reads_out(*arguments: Any) -> bool:
+    """The CPU and GAT sum <grad, out> from the entries."""
+    return arguments[1].is_cuda and arguments[_KIND] != ADDITIVE
+
+
+_KIND = Call._fields.index("kind")
 _Attention = register_fused(
     "attention",
     _attention,
@@ -283,5 +289,5 @@ _Attention = register_fused(
     unfused.attention,
     _fake,
     ("out", "lse", "out_edge"),
-    reads_out=lambda *arguments: launch.reads_out(Call(*arguments[:-1])),
+    reads_out=_reads_out,
 )

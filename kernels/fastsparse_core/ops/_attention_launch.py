@@ -142,7 +142,7 @@ def backward(
     out_edge: Tensor | None = None,
     wanted: Wanted = Wanted(),  # noqa: B008
 ) -> Gradients:
-    """Gradients from results of :func:`forward`; ``out`` is read where :func:`reads_out` says so."""
+    """Gradients from results of :func:`forward`; the CPU and GAT do not read ``out``."""
     if not call.src.is_cuda:
         return _backward_on_cpu(adj, call, grad, lse, wanted)
     if call.on_blocks:
@@ -150,11 +150,6 @@ def backward(
     if call.kind == DOT_PRODUCT or call.edge is not None:
         return _backward_with_edges(adj, call, grad, out, lse, out_edge, wanted)
     return _backward_on_rows(adj, call, grad, out, lse, wanted)
-
-
-def reads_out(call: Call) -> bool:
-    """Whether the gradients need the result: the CPU and GAT sum <grad, out> from the entries."""
-    return call.kind != ADDITIVE and call.src.is_cuda
 
 
 # ---------------------------------------------------------------- CPU

@@ -69,9 +69,8 @@ def register_fused(
             if keeps:
                 arguments = (*arguments[:-1], True)
             found = run(name, arguments[0], *arguments)
-            if found[-1] is None:  # operators return tensors
-                found = (*found[:-1], found[0].new_empty(0))
-            ctx.mark_non_differentiable(*found[1:])
+            others = found[1:] if found[-1] is not None else found[1:-1]
+            ctx.mark_non_differentiable(*others)
             ctx.set_materialize_grads(False)  # else the backward pass fills zeros for the other results
             ctx.written = None
             given = (*arguments, *found)
