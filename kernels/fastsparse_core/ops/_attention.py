@@ -21,6 +21,7 @@ from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._attention_checks import drawn_by_replays, per_head
 from fastsparse_core.ops._attention_launch import ADDITIVE, DOT_PRODUCT, GATV2, LOAD_BYTES, Call, Wanted
 from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_core.ops._eager import direct, is_wrapped
 from fastsparse_core.ops._facts import facts_of, follow
 from fastsparse_core.ops._fused_registration import register_fused
 from fastsparse_core.policy import MOST_HEADS
@@ -63,11 +64,11 @@ def run(adj: Adjacency, call: Call, plan: tuple[Any, ...]) -> Tensor:
 
 def plain(adj: Adjacency, call: Call) -> Tensor:
     """:func:`run` in plain eager mode, without bias and dropout, of operands that were checked."""
-    if torch.is_grad_enabled():
-        for tensor in call[:4]:
-            if tensor is not None and tensor.requires_grad:
-                result: Tensor = _Attention.apply(*call, adj.handle)[0]
-                return result
+    tensors = [each for each in call[:4] if each is not None]
+    if torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]:
+        apply = _Attention.apply if True in [is_wrapped(each) for each in tensors] else _apply
+        result: Tensor = apply(*call, adj.handle)[0]
+        return result
     return launch.forward(adj, call)[0]
 
 
@@ -291,3 +292,4 @@ _Attention = register_fused(
     ("out", "lse", "out_edge"),
     reads_out=_reads_out,
 )
+_apply = direct(_Attention)
