@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastsparse_core import Adjacency
+
 #: Prefix of names that mean a file ``$FASTSPARSE_DATA/<name>.npz`` instead of a stand-in.
 REAL = "real:"
 
@@ -120,6 +122,10 @@ class Graph:
     def edge_index(self) -> Tensor:
         """int64 (2, num_edges): sources, destinations."""
         return torch.stack([self.col, self.row()]).long()
+
+    def adjacency(self) -> Adjacency:
+        """The structure as the operators take it."""
+        return Adjacency.from_csr(self.rowptr, self.col, (self.num_nodes, self.num_nodes))
 
     def sparse_csr(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The structure as a ``torch.sparse_csr`` matrix of ones with int32 indices."""

@@ -110,7 +110,7 @@ def _structure(
     if reduce == "gcn" and loops:
         adj = edges_for_loops(edges, num_dst, flow)
     else:
-        adj = resolve(edges, num_src, num_dst, edges.device, flow=flow, add_self_loops=loops).adj
+        adj = resolve(edges, num_src, num_dst, edges.device, flow=flow, add_self_loops=loops)
     precise = accumulation_dtype(dtype)
     if reduce == "gcn":
         scale, adds = gcn_factors(adj, dtype, loops)

@@ -83,6 +83,7 @@ class Arguments(dict[str, Any]):
     """Arguments by name; what is read per edge is read when a method asks for it.
 
     Attributes:
+        node_dim: dimension of the nodes in their features.
         nodes: features of the nodes and whether they are the destinations', by their name per edge.
         dst: the edges' destinations.
         src: the edges' sources.
@@ -100,14 +101,16 @@ class Arguments(dict[str, Any]):
         special: dict[str, Any],
     ) -> None:
         super().__init__()
-        self._node_dim, self._given, self._defaults = node_dim, given, defaults
+        self.node_dim, self._given, self._defaults = node_dim, given, defaults
         self.nodes, self.dst, self.src, self.special = nodes, dst, src, special
 
     def is_none(self, name: str) -> bool:
         """Whether an argument that the caller hands over is None."""
-        if name in self.nodes:
-            return self.nodes[name][0] is None
-        return self._given.get(name, self._defaults.get(name, EMPTY)) is None
+        return (self.nodes[name][0] if name in self.nodes else self.given(name)) is None
+
+    def given(self, name: str) -> Any:
+        """An argument that the caller hands over as it is, or its default."""
+        return self._given.get(name, self._defaults.get(name, EMPTY))
 
     def lift(self, names: Iterable[str]) -> None:
         """Reads those of some arguments per edge that want gradients, in one step of autograd."""
@@ -119,7 +122,7 @@ class Arguments(dict[str, Any]):
         found: list[tuple[str, Tensor, EdgeEnd]] = []
         for name in wanted:
             value, at_dst = self.nodes[name]
-            if isinstance(value, Tensor) and value.requires_grad and self._node_dim in (0, -value.dim()):
+            if isinstance(value, Tensor) and value.requires_grad and self.node_dim in (0, -value.dim()):
                 found.append((name, value, self.dst if at_dst else self.src))
         if len(found) > 1:
             names, values, ends = zip(*found, strict=True)
@@ -129,7 +132,7 @@ class Arguments(dict[str, Any]):
         if name in self.nodes:
             value, at_dst = self.nodes[name]
             if isinstance(value, Tensor):
-                value = gather(value, self.dst if at_dst else self.src, self._node_dim)
+                value = gather(value, self.dst if at_dst else self.src, self.node_dim)
         elif name in ("index", "edge_index_i"):
             value = NodeIndex.of(self.dst)
         elif name == "edge_index_j":

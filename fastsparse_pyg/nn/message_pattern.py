@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -45,6 +45,8 @@ class Pattern:
         is_weighted: whether there are weights.
         guards: attributes of the layer that the body reads, and their values.
         reason: why the message is anything.
+        graph: the trace of a body that sets no attributes.
+        plans: what was made of it, by reduction and kind of arguments (`message_plan`).
     """
 
     kind: Literal["product", "relu", "any"] = "any"
@@ -56,6 +58,8 @@ class Pattern:
     is_weighted: bool = False
     guards: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
+    graph: Graph | None = None
+    plans: dict[Any, Any] = field(default_factory=dict)
 
     def holds_for(self, layer: nn.Module) -> bool:
         """Whether the layer's attributes are those of the trace."""
@@ -83,7 +87,8 @@ def find_pattern(
     guards: dict[str, Any] = {}
     try:
         graph, assigned = trace(layer, original, method, guards, dict.fromkeys(absent))
-        return _recognise(graph, assigned, guards)
+        found = _recognise(graph, assigned, guards)
+        return found if assigned else replace(found, graph=graph)
     except Untraceable as reason:
         return Pattern(guards=guards, reason=str(reason))
     except Exception as error:  # whatever a symbol cannot do

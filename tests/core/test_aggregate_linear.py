@@ -800,7 +800,7 @@ def test_launches(hopper, poisoned_memory, gathers, keeps_sums, scaled, num_dst,
 def test_one_kernel_with_few_operations(hopper, monkeypatch, needs_x, gathers):
     """The host bounds layers on small graphs."""
     for kernel in (FORWARD, BACKWARD):
-        monkeypatch.setattr(_C, kernel, lambda *_: None)  # what stands for it on the CPU is operations
+        monkeypatch.setattr(_C, kernel, lambda **_: None)  # what stands for it on the CPU is operations
     adj = block(hopper.device, 100, 100, 3)
     adj.usage.scattered = None  # no step of a kept structure is like the first two
     leaves = drawn(100, 20, 12, hopper.device)
@@ -1049,9 +1049,9 @@ def test_one_kernel_asks_for_no_work_list(hopper):
 def test_one_kernel_writes_no_sums_that_nobody_wants(hopper, monkeypatch, context):
     written = []
 
-    def launch(*arguments):
-        written.append(arguments[7] is not None)  # the sums
-        forward(*arguments)
+    def launch(**arguments):
+        written.append(arguments["sums"] is not None)
+        forward(**arguments)
 
     forward = _C.aggregate_linear
     monkeypatch.setattr(_C, "aggregate_linear", launch)

@@ -148,6 +148,9 @@ def test_commands():
                     assert "make setup" in code, (page, command)  # which makes it
                 case ["python", "-m", "fastsparse_core.doctor"]:
                     pass  # tests/core/test_doctor.py runs it
+                case ["fastsparse", "run", *options]:  # test_run.py runs it
+                    own = [option for option in options[: options.index("train.py")] if option[:2] == "--"]
+                    assert set(own) <= {"--report", "--report-json"}, (page, command)
                 case ["python", "-m", "benchmarks", *options]:
                     chosen.append(["benchmarks", *options])
                 case ["torchrun", "--nproc-per-node", _, script, *options] | ["python", script, *options]:

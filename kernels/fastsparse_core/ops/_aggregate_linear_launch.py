@@ -98,18 +98,18 @@ def aggregate_and_transform(
     elif keeps_sums or out_width > _TILE:
         sums = x.new_empty(adj.num_dst, width)
     _C.aggregate_linear(
-        structure,
-        not gathers,
-        scale_dst,
-        x,
-        weight,
-        root_weight,
-        bias,
-        sums,
-        out,
-        2 if policy.allows_tf32() else _ALL_TERMS,
-        index,
-        queue(index),
+        structure=structure,
+        sums_given=not gathers,
+        scale_dst=scale_dst,
+        x=x,
+        weight=weight,
+        root_weight=root_weight,
+        bias=bias,
+        sums=sums,
+        out=out,
+        num_terms=2 if policy.allows_tf32() else _ALL_TERMS,
+        device=index,
+        queue=queue(index),
     )
     return out, sums if keeps_sums else None
 
@@ -143,20 +143,20 @@ def gradients_of_parameters(
     workspace = grad.new_empty(of_weights + num_slabs * out_width if needs_bias else of_weights)
     parts, index = workspace.data_ptr(), device_index(grad.device)
     _C.aggregate_linear_backward(
-        num_rows,
-        grad,
-        out_width,
-        sums,
-        own,
-        width,
-        num_slabs,
-        parts,
-        parts + 4 * of_weights if needs_bias else 0,
-        grad_weight,
-        grad_root,
-        grad_bias,
-        2 if policy.allows_tf32() else _ALL_TERMS,
-        index,
-        queue(index),
+        num_rows=num_rows,
+        grad=grad,
+        out_width=out_width,
+        sums=sums,
+        x=own,
+        width=width,
+        num_slabs=num_slabs,
+        weights=parts,
+        bias=parts + 4 * of_weights if needs_bias else 0,
+        grad_weight=grad_weight,
+        grad_root=grad_root,
+        grad_bias=grad_bias,
+        num_terms=2 if policy.allows_tf32() else _ALL_TERMS,
+        device=index,
+        queue=queue(index),
     )
     return grad_weight, grad_bias, grad_root

@@ -46,7 +46,7 @@ def find_segments(
     num_rows: int,
     meanwhile: Callable[[Segments], None] | None = None,
 ) -> Segments:
-    """The segments of an index or of row pointers, made once as long as the tensor lives and is not written.
+    """The segments of an index or of row pointers, made once as long as its memory lives and is not written.
 
     Args:
         index: as the operators take it.
@@ -62,10 +62,22 @@ def find_segments(
     assert key is not None
     if key.is_inference():  # has no version: an edit could not be noticed
         return _make_segments(index, rowptr, num_segments, num_rows, meanwhile)
-    stamp = (key._version, key.data_ptr(), key.shape, key.stride())
-    options = (index is None, num_rows if index is None else num_segments)
+    # By the storage, as `edge_index[0]` is another tensor every time.
+    options = (
+        index is None,
+        num_rows if index is None else num_segments,
+        key.data_ptr(),
+        key.dtype,
+        key.shape,
+        key.stride(),
+    )
     build: Any = functools.partial(_make_segments, index, rowptr, num_segments, num_rows, meanwhile)
-    return cast("Segments", _cache.lookup(key, stamp, options, build))
+    return cast("Segments", _cache.lookup(key.untyped_storage(), key._version, options, build))
+
+
+def is_kept(index: Tensor) -> bool:
+    """Whether segments are kept of an index, or of another tensor in its memory."""
+    return _cache.holds(index.untyped_storage())
 
 
 def _make_segments(

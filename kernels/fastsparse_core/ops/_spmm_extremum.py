@@ -96,18 +96,18 @@ def spmm_extremum(
         partial = x.new_empty(adj.row_split.num_slots, width, dtype=accumulation_dtype(x.dtype))
         partial_arg = torch.empty(partial.shape, dtype=torch.int32, device=x.device)
     _C.spmm_extremum(
-        used_csr(adj),
-        x,
-        value,
-        num_heads(value),
-        minimum,
-        adds,
-        out,
-        arg,
-        partial,
-        partial_arg,
-        index,
-        queue(index),
+        structure=used_csr(adj),
+        x=x,
+        value=value,
+        heads=num_heads(value),
+        minimum=minimum,
+        adds=adds,
+        out=out,
+        arg=arg,
+        partial=partial,
+        partial_arg=partial_arg,
+        device=index,
+        queue=queue(index),
     )
     return out, arg
 
@@ -180,18 +180,18 @@ def _spmm_extremum_backward(
         of_value = torch.zeros(adj.num_values, heads, dtype=dtype, device=grad.device)
     source = _source_of_edge(adj) if index < 0 or value is not None else None
     _C.spmm_extremum_backward(
-        used_csr(transposed),
-        grad,
-        x,
-        None if x is None else value,
-        heads,
-        arg,
-        source,
-        grad_x,
-        of_value,
-        partial,
-        index,
-        queue(index),
+        transposed=used_csr(transposed),
+        grad=grad,
+        x=x,
+        value=None if x is None else value,
+        heads=heads,
+        arg=arg,
+        source=source,
+        grad_x=grad_x,
+        grad_value=of_value,
+        partial=partial,
+        device=index,
+        queue=queue(index),
     )
     if value is not None and of_value is not None:
         grad_value = of_value.to(value.dtype).reshape(value.shape)

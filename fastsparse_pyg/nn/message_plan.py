@@ -1,0 +1,980 @@
+"""A traced `message()` and its reduction as a plan: less per edge, and the core's kernels where they fit.
+
+A linear map of a concatenation splits into one product per node for each end. A linear map that comes last
+moves behind a sum or mean. Attention, gated and GINE messages go to the core's kernels; the rest is computed
+per edge by the operators of the trace. Shapes decide all of that, so there is a plan for every set of shapes.
+
+Rows of nodes without edges never reach a result, so what is computed per node must not let their NaN reach a
+gradient either. Linear maps, scores, sums, scalings and rectifiers qualify, and nothing else does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.utils
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch_geometric.nn.dense import Linear as PygLinear
+
+from fastsparse_core.fused.joint_linear import is_plain_linear
+from fastsparse_core.fused.linear_before_sum import linear_before_sum
+from fastsparse_core.ops._autocast import is_any_autocast_enabled
+from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_pyg.nn import message_terms as terms
+from fastsparse_pyg.nn.layer_arguments import Arguments
+from fastsparse_pyg.nn.message_kernels import PRODUCTS
+from fastsparse_pyg.nn.message_pattern import Pattern
+from fastsparse_pyg.nn.segments import softmax
+
+#: Edges of the tensors on the meta device that shapes are found with: a number that no other size has.
+_EDGES = 1_000_003
+#: Features of an edge that the kernels map themselves.
+_MOST_FEATURES = 32
+#: Plans kept of one message.
+_MOST_PLANS = 16
+_INDICES = ("index", "edge_index_i", "edge_index_j")
+
+
+class Plan(NamedTuple):
+    """How messages of one kind of arguments are reduced.
+
+    Attributes:
+        run: (the layer twice, found arguments, arguments) -> the reduced messages.
+        names: of the arguments.
+        modules: paths of modules that are taken apart, and what they were like.
+        gains: what it does better than the message, for reports.
+    """
+
+    run: Callable[..., Tensor]
+    names: tuple[str, ...]
+    modules: tuple[tuple[str, tuple[Any, ...]], ...]
+    gains: tuple[str, ...]
+
+    def reduce(self, layer: nn.Module, found: Arguments) -> Tensor | None:
+        """The reduced messages; None: a module has changed."""
+        for path, known in self.modules:
+            module = operator.attrgetter(path)(layer)
+            if _likeness(module) != known or not _is_plain(module):
+                return None
+        given = [found.nodes[name][0] if name in found.nodes else found[name] for name in self.names]
+        return self.run(layer, layer, found, *given)
+
+
+def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str) -> Tensor | None:
+    """The reduced messages of a pattern that has a plan; None: it has none.
+
+    Args:
+        layer: whose messages they are.
+        pattern: of its `message`.
+        found: its arguments.
+        how: the reduction, "" where it is the layer's own.
+    """
+    is_copy = pattern.kind == "product" and pattern.compute is None
+    if pattern.graph is None or not how or is_copy or is_any_autocast_enabled():
+        return None
+    kind = _kind_of(found, pattern.graph)
+    if kind is None:
+        return None
+    plans, key = pattern.plans, (how, kind)
+    if key not in plans:
+        if len(plans) == _MOST_PLANS:
+            return None
+        plan = _find_plan(layer, pattern.graph, found, how)
+        is_better = plan is not None and (pattern.kind != "product" or plan.gains != ("spmm",))
+        plans[key] = plan if is_better else None
+    plan = plans[key]
+    return None if plan is None else plan.reduce(layer, found)
+
+
+def _kind_of(found: Arguments, graph: Graph) -> tuple[Any, ...] | None:
+    """What of the arguments a plan depends on; None: no plan serves them."""
+    dst, src = found.dst, found.src
+    if not dst.is_current() or dst.num_edges < max(dst.num_nodes, src.num_nodes):
+        return None
+    kind: list[Any] = []
+    for node in graph.nodes:
+        name = node.target
+        if node.op != "placeholder":
+            break
+        if name in found.special or name in _INDICES:
+            continue
+        value = found.nodes[name][0] if name in found.nodes else found.given(name)
+        if type(value) is Tensor or type(value) is nn.Parameter:
+            if name not in found.nodes:
+                rows = value.shape[:1] == (dst.num_edges,)
+            elif value.dim() < 2 or found.node_dim % value.dim() or not value.is_floating_point():
+                return None
+            else:
+                rows = True
+            kind.append((value.dtype, rows, value.shape[1:] if rows else value.shape))
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            kind.append(value)
+        else:
+            return None
+    return tuple(kind)
+
+
+def _find_plan(layer: nn.Module, graph: Graph, found: Arguments, how: str) -> Plan | None:
+    """The plan of a traced message; None: there is none that is better than the message itself."""
+    with contextlib.suppress(Exception):  # whatever an operator cannot do with tensors without content
+        return _Planner(layer, found).plan(graph, how)
+    return None
+
+
+class _NoPlan(Exception):
+    """Nothing would be gained, or a value is of a kind that plans do not know."""
+
+
+# ---------------------------------------------------------------- values of a trace
+
+
+@dataclass(eq=False)
+class _Value:
+    """What a node of the trace is.
+
+    Attributes:
+        meta: a tensor of its dtype and shape without content, edges first, or the value itself if it is none.
+        made: the plan's node that has it per edge, once there is one.
+    """
+
+    meta: Any
+    made: Any = None
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """Shape of what an edge has of it."""
+        return tuple(self.meta.shape[1:])
+
+
+@dataclass(eq=False)
+class _Whole(_Value):
+    """Not per edge: a parameter, a tensor or number that the caller hands over, what PyG knows itself."""
+
+    node: Any = None
+    special: str = ""
+
+
+class _Mapping(NamedTuple):
+    """A linear map that made a term of the edges."""
+
+    features: Node
+    weight: Node
+    width: int
+
+
+@dataclass(eq=False)
+class _Sum(_Value):
+    """A sum of terms, each with rows of the shape ``row``."""
+
+    dst: Node | None = None
+    src: Node | None = None
+    edge: Node | None = None
+    mapping: _Mapping | None = None
+    #: A constant that is in none of the terms yet.
+    bias: _Whole | None = None
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        each = {"dst": self.dst, "src": self.src, "edge": self.edge}
+        return {name: node for name, node in each.items() if node is not None}
+
+
+@dataclass(eq=False)
+class _Of(_Value):
+    """Of other values.
+
+    - joined (sums): side by side in the last dimension.
+    - product (two values).
+    - dot (two values; scale, bias): their product summed over the last dimension,
+      times a number, plus a bias.
+    - mapped (a value; function, its options): elementwise.
+    - linear (a value; weight, bias).
+    - softmax (scores): over the edges of a destination.
+    - dropped (a value; p).
+    - shaped (a value): in another shape, edges first.
+    """
+
+    kind: str = ""
+    parts: Sequence[Any] = ()
+    options: tuple[Any, ...] = ()
+
+
+def _is(value: Any, kind: str) -> TypeGuard[_Of]:
+    return isinstance(value, _Of) and value.kind == kind
+
+
+def _unshaped(value: Any) -> Any:
+    return value.parts[0] if _is(value, "shaped") else value
+
+
+def _is_per_edge(value: Any) -> bool:
+    return isinstance(value, (_Sum, _Of)) or (isinstance(value, _Whole) and value.special in _INDICES)
+
+
+def _meta(x: Tensor, rows: int | None = None) -> Tensor:
+    size = x.shape if rows is None else (rows, *x.shape[1:])
+    return torch.empty(size, dtype=x.dtype, device="meta")
+
+
+def _meta_of(value: Any) -> Any:
+    return value.meta if isinstance(value, _Value) else value
+
+
+def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """A tree of tuples, lists, slices and dictionaries with a function of its leaves in their places."""
+    if isinstance(tree, (tuple, list)):
+        return type(tree)([_mapped(item, function) for item in tree])
+    if isinstance(tree, dict):
+        return {key: _mapped(item, function) for key, item in tree.items()}
+    if isinstance(tree, slice):
+        return slice(*[_mapped(item, function) for item in (tree.start, tree.stop, tree.step)])
+    return function(tree)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    found: list[Any] = []
+    _mapped(tree, found.append)
+    return found
+
+
+# ---------------------------------------------------------------- operators and modules
+
+#: Elementwise functions: name -> (function, defaults of what comes behind the tensor).
+_ELEMENTWISE: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
+    "relu": (F.relu, {}),
+    "leaky_relu": (F.leaky_relu, {"negative_slope": 0.01}),
+    "sigmoid": (torch.sigmoid, {}),
+    "tanh": (torch.tanh, {}),
+    "silu": (F.silu, {}),
+    "elu": (F.elu, {"alpha": 1.0}),
+    "gelu": (F.gelu, {"approximate": "none"}),
+    "softplus": (F.softplus, {"beta": 1.0, "threshold": 20.0}),
+}
+#: Those that leave a gradient of 0 alone, whatever their argument.
+_PER_NODE = ("relu", "leaky_relu")
+_ACTIVATIONS: dict[type, str] = {
+    nn.ReLU: "relu",
+    nn.LeakyReLU: "leaky_relu",
+    nn.Sigmoid: "sigmoid",
+    nn.Tanh: "tanh",
+    nn.SiLU: "silu",
+    nn.ELU: "elu",
+    nn.GELU: "gelu",
+    nn.Softplus: "softplus",
+}
+#: Operators that have a method of the planner.
+_KNOWN = (
+    *("add", "sub", "neg", "mul", "div", "sum", "cat", "linear", "dropout"),
+    *("chunk", "split", "getitem", "view", "reshape", "unsqueeze", "squeeze", "flatten"),
+)
+_SYNONYMS = {
+    "truediv": "div",
+    "true_divide": "div",
+    "divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "concat": "cat",
+    "negative": "neg",
+}
+
+
+def _name_of(node: Node) -> str:
+    """One name for an operator, whether it is called as a function, a method or an operator of Python."""
+    if node.target is torch_geometric.utils.softmax:
+        return "softmax over edges"
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return _SYNONYMS.get(name, name)
+
+
+def _likeness(module: nn.Module) -> tuple[Any, ...]:
+    """What of a module a plan was made for."""
+    state = vars(module)
+    if isinstance(module, nn.Sequential):
+        return type(module), len(module)
+    if "weight" in state["_parameters"]:
+        return type(module), module.weight.shape, module.bias is None
+    names = (*getattr(module, "__constants__", ()), "p", "training")
+    return type(module), *[state[name] for name in names if name in state]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a call of a module is its formula alone."""
+    state = vars(module)
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    is_linear = isinstance(module, (nn.Linear, PygLinear))
+    if is_linear:
+        return is_plain_linear(module, type(module))
+    return "forward" not in state and not any(state[name] for name in hooks)
+
+
+# ---------------------------------------------------------------- from the trace to the plan
+
+
+class _Planner:
+    """Walks a trace once, and builds the plan's graph on the way."""
+
+    def __init__(self, layer: nn.Module, found: Arguments) -> None:
+        self.layer, self.found = layer, found
+        self.graph = Graph()
+        self.call, self.method = self.graph.call_function, self.graph.call_method
+        self.layer_node, self.found_node = map(self.graph.placeholder, ("layer", "found"))
+        self.arguments: dict[str, Node] = {}
+        self.modules: dict[str, tuple[Any, ...]] = {}
+        self.gains: dict[str, None] = {}
+        self.dtype: torch.dtype | None = None
+
+    def plan(self, trace: Graph, how: str) -> Plan:
+        values: dict[Node, Any] = {}
+        for node in trace.nodes:
+            if node.op == "placeholder":
+                values[node] = self._argument(str(node.target))
+            elif node.op == "output":
+                out = values[node.args[0]]
+            else:
+                args = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = self._value(node, *args)
+        if not isinstance(out, (_Sum, _Of)):
+            raise _NoPlan
+        result = self._reduced(out, how)
+        if not self.gains:
+            raise _NoPlan
+        self.graph.output(result)
+        for node in reversed(list(self.graph.nodes)):
+            is_ours = node.op == "output" or node in (self.layer_node, self.found_node)
+            if not node.users and not is_ours:
+                self.graph.erase_node(node)
+                self.arguments.pop(str(node.target), None)
+        code = self.graph.python_code("self")
+        namespace = dict(code.globals)
+        exec(code.src, namespace)
+        return Plan(
+            namespace["forward"], tuple(self.arguments), tuple(self.modules.items()), tuple(self.gains)
+        )
+
+    # ---- leaves
+
+    def _argument(self, name: str) -> _Value:
+        found = self.found
+        if name in _INDICES:
+            return _Whole(torch.empty(_EDGES, dtype=torch.int64, device="meta"), special=name)
+        if name in found.special:
+            value = found.special[name]
+            return _Whole(_meta(value) if isinstance(value, Tensor) else value, special=name)
+        value, at_dst = (
+            found.nodes.get(name, (None, False)) if name in found.nodes else (found.given(name), False)
+        )
+        if not isinstance(value, Tensor):
+            return _Whole(value, node=value)
+        self._check_dtype(value)
+        node = self.arguments[name] = self.graph.placeholder(name)
+        if name in found.nodes:
+            place: dict[str, Any] = {"dst" if at_dst else "src": node}
+        elif value.shape[:1] == (found.dst.num_edges,):
+            place = {"edge": node}
+        else:
+            return _Whole(_meta(value), node=node)
+        return _Sum(_meta(value, _EDGES), **place)
+
+    def _parameter(self, path: str) -> _Whole:
+        value = operator.attrgetter(path)(self.layer)
+        if not isinstance(value, Tensor):
+            raise _NoPlan
+        self._check_dtype(value)
+        return _Whole(_meta(value), node=self.graph.create_node("get_attr", path))
+
+    def _check_dtype(self, x: Tensor) -> None:
+        """All floating tensors have one dtype, so that the order of operators decides none."""
+        if x.is_floating_point():
+            if self.dtype not in (None, x.dtype):
+                raise _NoPlan
+            self.dtype = x.dtype
+
+    # ---- operators
+
+    def _value(self, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if node.op == "get_attr":
+            return self._parameter(str(node.target))
+        if node.op == "call_module":
+            path = str(node.target)
+            if kwargs or len(args) != 1 or not isinstance(args[0], _Value):
+                raise _NoPlan
+            return self._module(path, operator.attrgetter(path)(self.layer), args[0], is_first=True)
+        name, value = _name_of(node), None
+        reads_special = any(isinstance(item, _Whole) and item.special for item in _leaves((args, kwargs)))
+        if name == "softmax over edges":
+            value = self._softmax(*args, **kwargs)
+        elif name in _KNOWN and not reads_special:
+            known = getattr(self, f"_{name}")
+            with contextlib.suppress(TypeError):  # of `bind`: arguments that it does not know
+                inspect.signature(known).bind(*args, **kwargs)
+                value = known(*args, **kwargs)
+        elif name in _ELEMENTWISE and args and isinstance(args[0], (_Sum, _Of)):
+            value = self._elementwise(name, args[0], args[1:], kwargs)
+        return self._as_written(node, args, kwargs) if value is None else value
+
+    def _as_written(self, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> _Value:
+        """An operator of the trace, on values per edge."""
+        if node.target is torch_geometric.utils.scatter:
+            raise _NoPlan
+        metas, options = _mapped((args, kwargs), _meta_of)
+        if node.op == "call_method":
+            meta = getattr(metas[0], str(node.target))(*metas[1:], **options)
+        else:
+            meta = node.target(*metas, **options)  # type: ignore[operator]
+        given, named = _mapped((args, kwargs), self._at_edges)
+        made = self.graph.create_node(node.op, node.target, tuple(given), dict(named))
+        is_per_edge = any(map(_is_per_edge, _leaves((args, kwargs))))
+        if is_per_edge and isinstance(meta, Tensor) and meta.shape[:1] == (_EDGES,):
+            return _Sum(meta, edge=made)
+        return _Whole(meta, node=made)
+
+    def _module(self, path: str, module: nn.Module, x: _Value, is_first: bool) -> _Value:
+        kind, value = type(module), None
+        if not _is_plain(module):
+            pass
+        elif kind is nn.Sequential:
+            for nth, (name, each) in enumerate(module._modules.items()):
+                assert each is not None
+                x = self._module(f"{path}.{name}", each, x, is_first and nth == 0)
+            value = x
+        elif kind in (nn.Linear, PygLinear):
+            bias = None if module.bias is None else self._parameter(f"{path}.bias")
+            value = self._linear(x, self._parameter(f"{path}.weight"), bias)
+        elif kind is nn.Identity:
+            value = x
+        elif kind is nn.Dropout:
+            value = self._dropout(x, module.p, module.training)
+        elif kind in _ACTIVATIONS and not (is_first and getattr(module, "inplace", False)):
+            name = _ACTIVATIONS[kind]
+            value = self._elementwise(
+                name, x, (), {key: getattr(module, key) for key in _ELEMENTWISE[name][1]}
+            )
+        if value is not None:
+            self.modules[path] = _likeness(module)
+            return value
+        if any(
+            not type(each).__module__.startswith(("torch.", "torch_geometric.")) for each in module.modules()
+        ):
+            raise _NoPlan  # its code would run once more, to find a shape
+        with torch.no_grad():
+            meta = copy.deepcopy(module).to("meta")(x.meta)
+        made = self.graph.create_node("call_module", path, (self._at_edges(x),))
+        return _Sum(meta, edge=made) if _is_per_edge(x) else _Whole(meta, node=made)
+
+    def _linear(self, x: Any, weight: Any, bias: Any = None) -> _Value | None:
+        if not isinstance(x, (_Sum, _Of)) or not isinstance(weight, _Whole) or len(x.row) < 1:
+            return None
+        if weight.meta.dim() != 2 or not isinstance(bias, (_Whole, type(None))):
+            return None
+        meta = F.linear(x.meta, weight.meta)
+        if _is(x, "joined"):
+            total: _Sum | None = None
+            for part, first, last in _columns(x.parts):
+                matrix = self.call(operator.getitem, (weight.node, (slice(None), slice(first, last))))
+                each = self._mapped_terms(part, meta, matrix)
+                total = each if total is None else self._added(total, each, meta)
+            assert total is not None
+            return self._plus(total, bias, meta)
+        if not isinstance(x, _Sum):
+            return _Of(
+                meta, kind="linear", parts=(x,), options=(weight.node, None if bias is None else bias.node)
+            )
+        return self._plus(self._mapped_terms(x, meta, weight.node), bias, meta)
+
+    def _mapped_terms(self, x: _Sum, meta: Tensor, weight: Node) -> _Sum:
+        """A linear map without bias of every term, those of nodes once per node."""
+        x = self._settled(x) if x.bias is not None and x.bias.meta.shape != x.row[-1:] else x
+        made: dict[str, Any] = {}
+        for name, term in x.terms.items():
+            made[name] = self.call(F.linear if name == "edge" else linear_before_sum, (term, weight))
+            if name != "edge":
+                self.gains["linear maps per node"] = None
+        if x.edge is not None and len(x.row) == 1:
+            made["mapping"] = _Mapping(x.edge, weight, x.row[0])
+        if x.bias is not None:
+            made["bias"] = _Whole(meta[0], node=self.call(F.linear, (x.bias.node, weight)))
+        return _Sum(meta, **made)
+
+    def _added(self, left: _Sum, right: _Sum, meta: Tensor) -> _Sum:
+        made: dict[str, Any] = {}
+        for name in ("dst", "src", "edge"):
+            nodes = [self._expanded(x, x.terms[name], meta) for x in (left, right) if name in x.terms]
+            made[name] = self.call(operator.add, tuple(nodes)) if len(nodes) == 2 else next(iter(nodes), None)
+        with_edge = [x for x in (left, right) if x.edge is not None]
+        if len(with_edge) == 1 and with_edge[0].row == tuple(meta.shape[1:]):
+            made["mapping"] = with_edge[0].mapping
+        total = _Sum(meta, **made, bias=left.bias)
+        return total if right.bias is None else self._plus(total, right.bias, meta)
+
+    def _expanded(self, x: _Sum, node: Node, meta: Tensor) -> Node:
+        row = tuple(meta.shape[1:])
+        return node if x.row == row else self.method("expand", (node, -1, *row))
+
+    def _plus(self, x: _Sum, added: _Whole | None, meta: Tensor) -> _Sum:
+        """A sum and a constant, which is kept apart until a term or a kernel takes it."""
+        if added is None:
+            return x
+        made = {name: self._expanded(x, term, meta) for name, term in x.terms.items()}
+        mapping = x.mapping if x.row == tuple(meta.shape[1:]) else None
+        if x.bias is not None:
+            both = self.call(operator.add, (x.bias.node, added.node))
+            added = _Whole(torch.add(x.bias.meta, added.meta), node=both)
+        return _Sum(meta, **made, mapping=mapping, bias=added)
+
+    def _settled(self, x: _Sum) -> _Sum:
+        """A sum whose constant is in one of its terms, in that of nodes if there is one."""
+        if x.bias is None:
+            return x
+        made = x.terms
+        name = next(iter(made))
+        made[name] = self.call(operator.add, (made[name], x.bias.node))
+        return _Sum(x.meta, **made, mapping=x.mapping if name != "edge" else None)
+
+    def _each_term(self, x: _Sum, meta: Tensor, function: Callable[..., Any], *args: Any) -> _Sum:
+        """A function of every term; of the sum, if it is linear or there is one term."""
+        made = self._settled(x).terms
+        for name, term in made.items():
+            made[name] = self.call(function, (term, *args))
+        return _Sum(meta, **made)
+
+    def _add(self, left: Any, right: Any) -> _Value | None:
+        if not isinstance(left, (_Sum, _Of)):
+            left, right = right, left
+        if not isinstance(left, (_Sum, _Of)):
+            return None
+        meta = torch.add(left.meta, _meta_of(right))
+        if _is(left, "dot") or _is(right, "dot"):
+            dot, term = (left, right) if _is(left, "dot") else (right, left)
+            if not isinstance(term, _Sum) or list(term.terms) != ["edge"] or dot.options[1] is not None:
+                return None
+            edge = self._settled(term).edge if term.meta.shape == dot.meta.shape == meta.shape else None
+            return (
+                None
+                if edge is None
+                else _Of(meta, kind="dot", parts=dot.parts, options=(dot.options[0], edge))
+            )
+        if not isinstance(left, _Sum) or left.meta.dim() != meta.dim():
+            return None
+        if isinstance(right, _Sum):
+            return self._added(left, right, meta) if right.meta.dim() == meta.dim() else None
+        if not isinstance(right, _Value):
+            right = _Whole(torch.tensor(right, device="meta"), node=right)
+        if not isinstance(right, _Whole) or not isinstance(right.meta, Tensor):
+            return None
+        size = right.meta.shape
+        spans_rows = len(size) == meta.dim() and size[0] != 1
+        return None if spans_rows else self._plus(left, right, meta)
+
+    def _sub(self, left: Any, right: Any) -> _Value | None:
+        negative = -right if isinstance(right, (int, float)) else self._neg(right)
+        return None if negative is None else self._add(left, negative)
+
+    def _neg(self, x: Any) -> _Value | None:
+        return self._mul(x, -1.0)
+
+    def _div(self, left: Any, right: Any) -> _Value | None:
+        return self._mul(left, 1 / right) if isinstance(right, (int, float)) and right else None
+
+    def _mul(self, left: Any, right: Any) -> _Value | None:
+        if not isinstance(left, (_Sum, _Of)):
+            left, right = right, left
+        if not isinstance(left, (_Sum, _Of)):
+            return None
+        right = right.meta if isinstance(right, _Whole) and not isinstance(right.meta, Tensor) else right
+        if isinstance(right, (int, float)):
+            return self._scaled(left, right)
+        meta = torch.mul(left.meta, _meta_of(right))
+        is_known = isinstance(right, _Value) and meta.shape[:1] == (_EDGES,)
+        return _Of(meta, kind="product", parts=(left, right)) if is_known else None
+
+    def _scaled(self, x: Any, factor: float) -> _Value | None:
+        if _is(x, "dot") and x.options[1] is None:
+            return _Of(x.meta, kind="dot", parts=x.parts, options=(x.options[0] * factor, None))
+        if _is(x, "shaped"):
+            inner = self._scaled(x.parts[0], factor)
+            return inner and _Of(x.meta, kind="shaped", parts=(inner,))
+        if not isinstance(x, _Sum):
+            return None
+        return self._each_term(x, x.meta * factor, operator.mul, factor)
+
+    def _sum(self, x: Any, dim: Any = None, keepdim: bool = False) -> _Value | None:
+        if not isinstance(x, (_Sum, _Of)) or x.meta.dim() < 2:
+            return None
+        dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+        if dim not in (-1, x.meta.dim() - 1):
+            return None
+        meta, value = x.meta.sum(-1), None
+        if _is(x, "product"):
+            value = self._scores(x, meta) or _Of(meta, kind="dot", parts=x.parts, options=(1.0, None))
+        elif isinstance(x, _Sum):
+            value = self._each_term(x, meta, torch.sum, -1)
+        return self._shaped(value, meta.unsqueeze(-1)) if keepdim and value is not None else value
+
+    def _scores(self, x: _Of, meta: Tensor) -> _Value | None:
+        """Dot products of nodes' rows with a constant vector."""
+        rows, vector = x.parts
+        if not isinstance(vector, _Whole) or not (isinstance(rows, _Sum) or _is(rows, "joined")):
+            return None
+        size = list(vector.meta.shape)
+        if len(size) > 1 and len(size) >= rows.meta.dim() and set(size[: len(size) - len(rows.row)]) == {1}:
+            size = size[-len(rows.row) :]
+        if tuple(size) not in (rows.row, rows.row[-1:]) or len(size) > 2:
+            return None
+        if rows.row and len(rows.row) > 2:
+            return None
+        total: _Sum | None = None
+        for part, first, last in _columns(rows.parts if isinstance(rows, _Of) else [rows]):
+            node: Any = vector.node
+            if isinstance(rows, _Of):
+                at: Any = (..., slice(first, last))
+                node = self.call(operator.getitem, (node, at))
+            each = self._each_term(part, meta, terms.scores, node)
+            total = each if total is None else self._added(total, each, meta)
+        assert total is not None
+        if set(total.terms) != {"edge"}:
+            self.gains["scores per node"] = None
+        return total
+
+    def _cat(self, tensors: Any, dim: Any = 0) -> _Value | None:
+        if not isinstance(tensors, (list, tuple)) or not all(isinstance(x, (_Sum, _Of)) for x in tensors):
+            return None
+        parts = [x if isinstance(x, _Sum) else _Sum(x.meta, edge=self._at_edges(x)) for x in tensors]
+        if dim not in (-1, parts[0].meta.dim() - 1) or dim == 0:
+            return None
+        return _Of(torch.cat([x.meta for x in parts], -1), kind="joined", parts=parts)
+
+    def _elementwise(self, name: str, x: Any, args: Any, kwargs: Any) -> _Value | None:
+        function, defaults = _ELEMENTWISE[name]
+        kwargs = dict(kwargs)
+        if kwargs.pop("inplace", False) or len(args) > len(defaults) or not set(kwargs) <= set(defaults):
+            return None
+        options = [
+            _meta_of(each)
+            for each in {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}.values()
+        ]
+        if not all(isinstance(each, (bool, int, float, str)) for each in options):
+            return None
+        if isinstance(x, _Sum) and len(x.terms) == 1 and name in _PER_NODE and x.edge is None:
+            self.gains[f"{name} per node"] = None
+            return self._each_term(x, x.meta, function, *options)
+        return _Of(x.meta, kind="mapped", parts=(x,), options=(name, *options))
+
+    def _dropout(self, x: Any, p: Any = 0.5, training: Any = True, inplace: Any = False) -> _Value | None:
+        training, p = _meta_of(training), _meta_of(p)
+        if inplace or not isinstance(x, (_Sum, _Of)) or not isinstance(p, (int, float)):
+            return None
+        if training is False or p == 0:
+            return x
+        return (
+            _Of(x.meta, kind="dropped", parts=(x,), options=(float(p),))
+            if training is True and p < 1
+            else None
+        )
+
+    def _softmax(
+        self, src: Any, index: Any = None, ptr: Any = None, num_nodes: Any = None, dim: Any = 0
+    ) -> _Value:
+        given = [
+            item.special if isinstance(item, _Whole) and item.special else item
+            for item in (index, ptr, num_nodes)
+        ]
+        fits = given[0] == "index" and given[1] in (None, "ptr") and given[2] in (None, "size_i", "dim_size")
+        if not isinstance(src, (_Sum, _Of)) or not fits or dim != 0:
+            raise _NoPlan
+        return _Of(src.meta, kind="softmax", parts=(src,))
+
+    # ---- shapes
+
+    def _shaped(self, x: Any, meta: Tensor) -> _Value | None:
+        if meta.shape[:1] != (_EDGES,):
+            return None
+        row = tuple(meta.shape[1:])
+        if not isinstance(x, _Sum):
+            return _Of(meta, kind="shaped", parts=(_unshaped(x),))
+        bias = x.bias
+        if bias is not None and bias.meta.numel() == math.prod(x.row):
+            bias = _Whole(bias.meta.reshape(row), node=self.method("reshape", (bias.node, row)))
+        elif bias is not None:
+            x, bias = self._settled(x), None
+        made = {name: self.method("reshape", (term, (-1, *row))) for name, term in x.terms.items()}
+        return _Sum(meta, **made, mapping=x.mapping, bias=bias)
+
+    def _view(self, x: Any, *sizes: Any) -> _Value | None:
+        if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
+            sizes = tuple(sizes[0])
+        sizes = tuple(map(_meta_of, sizes))
+        fits = isinstance(x, (_Sum, _Of)) and all(isinstance(each, int) for each in sizes)
+        return self._shaped(x, x.meta.reshape(sizes)) if fits else None
+
+    _reshape = _view
+
+    def _getitem(self, x: Any, index: Any) -> Any:
+        if isinstance(x, tuple):  # of `_parted`
+            return x[index]
+        if not isinstance(x, (_Sum, _Of)):
+            return None
+        items = index if isinstance(index, tuple) else (index,)
+        if all(item is None or item is Ellipsis or item == slice(None) for item in items):
+            return self._shaped(x, x.meta[index])
+        is_of_rows = (
+            isinstance(x, _Sum) and len(items) > 1 and (items[0] is Ellipsis or items[0] == slice(None))
+        )
+        if not is_of_rows or not all(isinstance(i, (int, slice, type(None), type(...))) for i in items):
+            return None
+        meta = x.meta[index]
+        if meta.shape[:1] != (_EDGES,) or (items[0] is Ellipsis and len(items) >= x.meta.dim()):
+            return None
+        assert isinstance(x, _Sum)
+        return self._each_term(x, meta, operator.getitem, index)
+
+    def _chunk(self, x: Any, chunks: Any, dim: Any = 0) -> Any:
+        return self._parted(x, dim, lambda meta: meta.chunk(chunks, -1))
+
+    def _split(self, x: Any, sizes: Any, dim: Any = 0) -> Any:
+        return self._parted(x, dim, lambda meta: meta.split(sizes, -1))
+
+    def _parted(self, x: Any, dim: Any, parts: Callable[[Tensor], Sequence[Tensor]]) -> Any:
+        if not isinstance(x, (_Sum, _Of)) or dim not in (-1, x.meta.dim() - 1) or dim == 0:
+            return None
+        whole = x if isinstance(x, _Sum) else _Sum(x.meta, edge=self._at_edges(x))
+        each = _columns([_Sum(meta) for meta in parts(x.meta)])
+        return tuple(
+            self._each_term(whole, part.meta, operator.getitem, (..., slice(first, last)))
+            for part, first, last in each
+        )
+
+    def _unsqueeze(self, x: Any, dim: Any) -> _Value | None:
+        return self._shaped(x, x.meta.unsqueeze(dim)) if isinstance(x, (_Sum, _Of)) else None
+
+    def _squeeze(self, x: Any, *dim: Any) -> _Value | None:
+        return self._shaped(x, x.meta.squeeze(*dim)) if isinstance(x, (_Sum, _Of)) else None
+
+    def _flatten(self, x: Any, *dims: Any) -> _Value | None:
+        return self._shaped(x, x.meta.flatten(*dims)) if isinstance(x, (_Sum, _Of)) else None
+
+    # ---- per edge
+
+    def _at_edges(self, value: Any) -> Any:
+        """What a value is per edge, in the plan's graph; as it is if it is not per edge."""
+        if isinstance(value, _Value) and value.made is None:
+            value.made = self._made_at_edges(value)
+        return value.made if isinstance(value, _Value) else value
+
+    def _made_at_edges(self, value: Any) -> Any:
+        if isinstance(value, _Whole):
+            is_special = bool(value.special)
+            return self.call(operator.getitem, (self.found_node, value.special)) if is_special else value.node
+        if isinstance(value, _Sum):
+            x = self._settled(value)
+            if x.dst is None and x.src is None:
+                return x.edge
+            return self.call(terms.per_edge, (self.found_node, x.dst, x.src, x.edge))
+        parts, options = [self._at_edges(part) for part in value.parts], value.options
+        if value.kind == "joined":
+            return self.call(torch.cat, (parts, -1))
+        if value.kind == "product":
+            return self.call(operator.mul, tuple(parts))
+        if value.kind == "dot":
+            total = self.method("sum", (self.call(operator.mul, tuple(parts)), -1))
+            total = total if options[0] == 1 else self.call(operator.mul, (total, options[0]))
+            return total if options[1] is None else self.call(operator.add, (total, options[1]))
+        if value.kind == "mapped":
+            return self.call(_ELEMENTWISE[options[0]][0], (*parts, *options[1:]))
+        if value.kind == "linear":
+            return self.call(F.linear, (*parts, *options))
+        if value.kind == "softmax":
+            index, size = (
+                self.call(operator.getitem, (self.found_node, name)) for name in ("index", "size_i")
+            )
+            return self.call(softmax, (*parts, index, None, size))
+        if value.kind == "dropped":
+            return self.call(F.dropout, (*parts, options[0], True))
+        return self.method("reshape", (*parts, (-1, *value.row)))
+
+    # ---- reduced
+
+    def _reduced(self, value: Any, how: str) -> Node:
+        """The plan's node with the reduced messages."""
+        if _is(value, "shaped"):
+            return self.method("reshape", (self._reduced(value.parts[0], how), (-1, *value.row)))
+        if _is(value, "linear") and how in ("sum", "mean") and len(value.parts[0].row) == 1:
+            self.gains[f"a linear map behind the {how}"] = None
+            inner = self._reduced(value.parts[0], how)
+            return self.call(terms.linear_of_reduced, (self.found_node, inner, *value.options, how))
+        made = None
+        if how == "sum" and value.meta.dtype in DTYPE_CODE:
+            made = self._by_kernel(value)
+        if made is None and _is(value, "product") and how in PRODUCTS:
+            made = self._weighted(value, how)
+        if made is None and isinstance(value, _Sum) and how in PRODUCTS:
+            made = self._reduced_terms(value, how)
+        return made or self.call(
+            terms.by_layer, (self.layer_node, self.found_node, self._at_edges(value), how)
+        )
+
+    def _reduced_terms(self, value: _Sum, how: str) -> Node | None:
+        x = self._settled(value)
+        if x.src is None or (x.edge is not None and how in ("max", "min")):
+            return None
+        self.gains[f"{how} term by term"] = None
+        return self.call(terms.reduce_terms, (self.found_node, x.dst, x.src, x.edge, how))
+
+    def _weighted(self, value: _Of, how: str) -> Node | None:
+        """Rows of the sources, weighted by a number per edge, or per edge and head."""
+        for weights, rows in (value.parts, value.parts[::-1]):
+            if not isinstance(rows, _Sum) or list(rows.terms) != ["src"] or not _is_per_edge(weights):
+                continue
+            if value.meta.shape == rows.meta.shape and weights.row in (
+                (1,) * len(rows.row),
+                (*rows.row[:-1], 1),
+            ):
+                self.gains["spmm"] = None
+                operands = (self._at_edges(weights), self._settled(rows).src, math.prod(weights.row), how)
+                return self.call(terms.weighted, (self.found_node, *operands))
+        return None
+
+    def _by_kernel(self, value: Any) -> Node | None:
+        if _is(value, "mapped") and value.options[0] == "relu" and len(value.row) == 1:
+            return self._gine(value.parts[0])
+        if not _is(value, "product"):
+            return None
+        for weights, rows in (value.parts, value.parts[::-1]):
+            if isinstance(rows, _Sum) and rows.src is not None and rows.dst is None and value.row == rows.row:
+                made = self._gated(weights, rows) or self._attention(weights, rows)
+                if made is not None:
+                    return made
+        return None
+
+    def _kernel(self, name: str, function: Callable[..., Tensor], *operands: Any) -> Node:
+        self.gains[name] = None
+        return self.call(function, (self.found_node, *operands))
+
+    def _gine(self, x: Any) -> Node | None:
+        if not isinstance(x, _Sum) or x.dst is not None or x.src is None or x.edge is None:
+            return None
+        mapping = x.mapping
+        if mapping is not None and mapping.width <= _MOST_FEATURES:
+            bias = x.bias if x.bias is not None and x.bias.meta.shape == x.row else None
+            x = x if bias is not None else self._settled(x)
+            added = None if bias is None else bias.node
+            operands: tuple[Any, ...] = (x.src, mapping.features, mapping.weight, added)
+        else:
+            x = self._settled(x)
+            operands = (x.src, x.edge, None, None)
+        return self._kernel("gine_aggregate", terms.by_gine_aggregate, *operands)
+
+    def _gated(self, gates: Any, rows: _Sum) -> Node | None:
+        if (
+            not _is(gates, "mapped")
+            or gates.options[0] != "sigmoid"
+            or gates.row != rows.row
+            or len(rows.row) != 1
+        ):
+            return None
+        inner = gates.parts[0]
+        if not isinstance(inner, _Sum) or (inner.dst is None and inner.src is None):
+            return None
+        both = [self._settled(inner), self._settled(rows)]
+        mappings = [x.mapping for x in both if x.edge is not None]
+        if not _share_features(mappings):
+            return None
+        weights = [x.mapping.weight if x.mapping is not None else None for x in both]
+        edge = (mappings[0].features, *weights) if mappings else (None, None, None)  # type: ignore[union-attr]
+        operands = (both[0].dst, both[0].src, both[1].src, *edge)
+        return self._kernel("gated_aggregate", terms.by_gated_aggregate, *operands)
+
+    def _attention(self, weights: Any, rows: _Sum) -> Node | None:
+        weights, p = _unshaped(weights), 0.0
+        if _is(weights, "dropped"):
+            (p,), weights = weights.options, _unshaped(weights.parts[0])
+        if not _is(weights, "softmax"):
+            return None
+        heads = math.prod(weights.row)
+        if heads != 1 and (len(rows.row) != 2 or rows.row[0] != heads):
+            return None
+        scores = _unshaped(weights.parts[0])
+        if _is(scores, "dot"):
+            return self._gatv2(scores, rows, p, heads) or self._dot_product(scores, rows, p, heads)
+        slope = 1.0
+        if _is(scores, "mapped") and scores.options[0] == "leaky_relu":
+            slope, scores = float(scores.options[1]), _unshaped(scores.parts[0])
+        if not isinstance(scores, _Sum) or rows.edge is not None:
+            return None
+        scores, v = self._settled(scores), self._settled(rows).src
+        operands = (scores.dst, scores.src, scores.edge, v, slope, p, heads)
+        return self._kernel("additive_attention", terms.by_additive_attention, *operands)
+
+    def _dot_product(self, scores: _Of, rows: _Sum, p: float, heads: int) -> Node | None:
+        scale, bias = scores.options
+        for q, k in (scores.parts, scores.parts[::-1]):
+            if not isinstance(q, _Sum) or list(q.terms) != ["dst"] or not isinstance(k, _Sum):
+                continue
+            if k.src is None or k.dst is not None or q.row != k.row:
+                continue
+            k, v = self._settled(k), self._settled(rows)
+            edge: tuple[Any, ...] = (None, None)
+            if k.edge is not None or v.edge is not None:
+                if (
+                    k.mapping is None
+                    or k.mapping != v.mapping
+                    or k.row != v.row
+                    or not _share_features([k.mapping])
+                ):
+                    return None
+                edge = k.mapping[:2]
+            operands = (self._settled(q).dst, k.src, v.src, *edge, scale, bias, p, heads)
+            return self._kernel("attention", terms.by_attention, *operands)
+        return None
+
+    def _gatv2(self, scores: _Of, rows: _Sum, p: float, heads: int) -> Node | None:
+        for mapped, att in (scores.parts, scores.parts[::-1]):
+            if not _is(mapped, "mapped") or mapped.options[0] != "leaky_relu" or not isinstance(att, _Whole):
+                continue
+            inner = mapped.parts[0]
+            if (
+                not isinstance(inner, _Sum)
+                or inner.dst is None
+                or inner.src is not rows.src
+                or rows.edge is not None
+            ):
+                continue
+            x = self._settled(inner)
+            is_whole = inner.row == rows.row and att.meta.numel() == math.prod(inner.row)
+            if (
+                not is_whole
+                or rows.bias is not None
+                or x.src is not rows.src
+                or scores.options != (1.0, None)
+            ):
+                continue
+            if x.edge is not None and not _share_features([x.mapping]):
+                continue
+            edge = x.mapping[:2] if x.mapping is not None else (None, None)
+            operands = (x.dst, x.src, *edge, att.node, mapped.options[1], p, heads)
+            return self._kernel("gatv2_attention", terms.by_gatv2_attention, *operands)
+        return None
+
+
+def _share_features(mappings: Sequence[_Mapping | None]) -> bool:
+    """Whether a kernel can map the features of the edges itself, which are the same for all maps."""
+    known = [mapping for mapping in mappings if mapping is not None and mapping.width <= _MOST_FEATURES]
+    return len(known) == len(mappings) and len({mapping.features for mapping in known}) <= 1
+
+
+def _columns(parts: Sequence[_Sum]) -> list[tuple[_Sum, int, int]]:
+    """Sums side by side, with their first columns and those behind the last."""
+    found, first = [], 0
+    for part in parts:
+        found.append((part, first, first + part.row[-1]))
+        first += part.row[-1]
+    return found

@@ -1,0 +1,193 @@
+"""What plans of messages run (`message_plan`): terms of nodes and edges, put together and reduced.
+
+A term is a tensor with a row per destination, per source or per edge. Arguments of other terms may be None.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastsparse_core import (
+    Adjacency,
+    additive_attention,
+    attention,
+    gated_aggregate,
+    gatv2_attention,
+    gine_aggregate,
+    spmm,
+)
+from fastsparse_core.ops._edge_rows import lift
+from fastsparse_pyg.nn.layer_arguments import Arguments
+from fastsparse_pyg.nn.segments import EdgeEnd, gather, reduce
+
+
+def per_edge(found: Arguments, dst: Tensor | None, src: Tensor | None, edge: Tensor | None) -> Tensor:
+    """The sum of the terms for every edge."""
+    terms = [edge] if edge is not None else []
+    if dst is not None and src is not None and dst.requires_grad == src.requires_grad:
+        terms += lift((dst, src), (found.dst, found.src))
+    else:
+        terms += [gather(x, end) for x, end in ((dst, found.dst), (src, found.src)) if x is not None]
+    return functools.reduce(operator.add, terms)
+
+
+def reduce_terms(
+    found: Arguments, dst: Tensor | None, src: Tensor | None, edge: Tensor | None, how: str
+) -> Tensor:
+    """The same, reduced term by term; maximum and minimum take no term of the edges."""
+    totals: list[Tensor] = []
+    if src is not None:
+        totals.append(weighted(found, None, src, 1, how))
+    if edge is not None:
+        totals.append(reduce(edge, found.dst, how))
+    if dst is not None:
+        times = _times(found.dst, dst, how)
+        totals.append(torch.where(times > 0, dst * times, 0.0))
+    return functools.reduce(operator.add, totals)
+
+
+def weighted(found: Arguments, weight: Tensor | None, x: Tensor, heads: int, how: str) -> Tensor:
+    """The sources' rows, weighted per edge and head, reduced."""
+    weight = None if weight is None else weight.reshape(-1, heads)
+    out = spmm(_adjacency(found), x.flatten(1), weight, how)  # type: ignore[arg-type]  # one of PRODUCTS
+    return out.reshape(-1, *x.shape[1:])
+
+
+def linear_of_reduced(found: Arguments, x: Tensor, weight: Tensor, bias: Tensor | None, how: str) -> Tensor:
+    """A linear map of reduced rows, which gave its bias to every edge."""
+    out = F.linear(x, weight)
+    return out if bias is None else out + bias * _times(found.dst, out, how)
+
+
+def scores(x: Tensor, vector: Tensor) -> Tensor:
+    """Dot products of rows (N, ..., D) with a vector of every head, or one of all, (N, ...)."""
+    out: Tensor = _Scores.apply(x, vector)
+    return out
+
+
+class _Scores(torch.autograd.Function):
+    """Rows without a gradient add nothing to that of the vector, whatever they hold."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, vector: Tensor) -> Tensor:
+        ctx.save_for_backward(x, vector)
+        return (x * vector).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, vector = ctx.saved_tensors
+        grad = grad.unsqueeze(-1)
+        products = torch.where(grad == 0, 0.0, grad * x) if ctx.needs_input_grad[1] else None
+        return (
+            grad * vector if ctx.needs_input_grad[0] else None,
+            None if products is None else products.sum_to_size(vector.shape),
+        )
+
+
+def by_layer(layer: Any, found: Arguments, messages: Tensor, how: str) -> Any:
+    """Messages that were made, reduced."""
+    return layer._reduced(messages, found, how)
+
+
+def by_additive_attention(
+    found: Arguments,
+    dst: Tensor | None,
+    src: Tensor | None,
+    edge: Tensor | None,
+    v: Tensor,
+    slope: float,
+    p: float,
+    heads: int,
+) -> Tensor:
+    """GAT's attention: terms are those of the scores."""
+    score_dst = _zeros(found.dst, v, heads) if dst is None else dst.reshape(-1, heads)
+    score_src = _zeros(found.src, v, heads) if src is None else src.reshape(-1, heads)
+    bias = None if edge is None else edge.reshape(-1, heads)
+    rows = v.reshape(v.size(0), heads, v.shape[1:].numel() // heads)
+    out = additive_attention(_adjacency(found), score_dst, score_src, rows, slope, bias, p)
+    return out.reshape(-1, *v.shape[1:])
+
+
+def by_attention(
+    found: Arguments,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    edge: Tensor | None,
+    weight: Tensor | None,
+    scale: float,
+    bias: Tensor | None,
+    p: float,
+    heads: int,
+) -> Tensor:
+    """Dot-product attention; mapped features of edges join keys and values."""
+    of_edges: dict[str, Any] = {"edge_attr": edge, "edge_weight": weight}
+    bias = None if bias is None else bias.reshape(-1, heads)
+    adj, q, k, rows = _adjacency(found), q.flatten(1), k.flatten(1), v.flatten(1)
+    out = attention(adj, q, k, rows, scale, bias, p, heads=heads, **of_edges)
+    return out.reshape(-1, *v.shape[1:])
+
+
+def by_gatv2_attention(
+    found: Arguments,
+    dst: Tensor,
+    src: Tensor,
+    edge: Tensor | None,
+    weight: Tensor | None,
+    att: Tensor,
+    slope: float,
+    p: float,
+    heads: int,
+) -> Tensor:
+    """GATv2's attention, whose values are the sources' rows."""
+    of_edges: dict[str, Any] = {"edge_attr": edge, "edge_weight": weight}
+    rows = (dst.flatten(1), src.flatten(1))
+    out = gatv2_attention(_adjacency(found), *rows, att.reshape(heads, -1), slope, p, **of_edges)
+    return out.reshape(-1, *src.shape[1:])
+
+
+def by_gated_aggregate(
+    found: Arguments,
+    k: Tensor | None,
+    q: Tensor | None,
+    v: Tensor,
+    edge: Tensor | None,
+    gate_weight: Tensor | None,
+    value_weight: Tensor | None,
+) -> Tensor:
+    """Gated sum; of the two maps of the edges' features one may be missing."""
+    k = _zeros(found.dst, v, v.size(1)) if k is None else k
+    q = _zeros(found.src, v, v.size(1)) if q is None else q
+    if edge is not None:
+        gate_weight = torch.zeros_like(value_weight) if gate_weight is None else gate_weight  # type: ignore[arg-type]
+        value_weight = torch.zeros_like(gate_weight) if value_weight is None else value_weight
+    maps = {"gate_weight": gate_weight, "value_weight": value_weight}
+    return gated_aggregate(_adjacency(found), k, q, v, edge_attr=edge, **maps)
+
+
+def by_gine_aggregate(
+    found: Arguments, x: Tensor, edge: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Sum of rectified sums."""
+    return gine_aggregate(_adjacency(found), x, edge, edge_weight=weight, edge_bias=bias)
+
+
+def _adjacency(found: Arguments) -> Adjacency:
+    adj: Adjacency = found.special["adj"]
+    return adj
+
+
+def _times(end: EdgeEnd, like: Tensor, how: str) -> Tensor:
+    """How often a destination's own term is in its result: its degree in a sum, else once if it has edges."""
+    degree = end.rows.in_degree().view(-1, *[1] * (like.dim() - 1))
+    return (degree if how == "sum" else degree > 0).to(like.dtype)
+
+
+def _zeros(end: EdgeEnd, like: Tensor, width: int) -> Tensor:
+    return like.new_zeros(end.num_nodes, width)

@@ -1,0 +1,660 @@
+"""Messages as people write them against PyG's code in float64: results, gradients, what computes them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import math
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import softmax
+
+from fastsparse_pyg import accelerate
+from fastsparse_pyg.nn import any_layer
+from fastsparse_pyg.nn.any_layer import AnyLayer
+
+NODES, EDGES, HEADS, WIDTH, EDGE_WIDTH = 300, 5000, 3, 4, 5
+ALL = HEADS * WIDTH
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class Layer(MessagePassing):
+    """Hands over what `message` asks for."""
+
+    heads, width = HEADS, WIDTH
+
+    def __init__(self, message_aggr: str) -> None:
+        super().__init__(aggr=message_aggr, node_dim=0)
+        torch.manual_seed(0)
+        self.lin, self.other = nn.Linear(ALL, 6), nn.Linear(ALL, 6, bias=False)
+        self.square, self.last = nn.Linear(ALL, ALL), nn.Linear(ALL, 2)
+        self.of_edge, self.of_edge_biased = nn.Linear(EDGE_WIDTH, ALL, bias=False), nn.Linear(EDGE_WIDTH, ALL)
+        self.both = nn.Linear(2 * ALL, 6)
+        self.all = nn.Linear(2 * ALL + EDGE_WIDTH, ALL)
+        self.mlp = nn.Sequential(nn.Linear(2 * ALL + EDGE_WIDTH, 8), nn.ReLU(), nn.Linear(8, 7))
+        self.deep = nn.Sequential(
+            nn.Linear(2 * ALL, 8), nn.SiLU(), nn.Linear(8, 8), nn.ELU(), nn.Linear(8, 3)
+        )
+        self.plain_mlp = nn.Sequential(nn.Linear(ALL, 8), nn.LeakyReLU(0.3), nn.Dropout(0.0), nn.Linear(8, 5))
+        self.normed = nn.Sequential(nn.Linear(2 * ALL, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        self.filter = nn.Sequential(nn.Linear(EDGE_WIDTH, 8), nn.Softplus(), nn.Linear(8, ALL))
+        self.pyg_lin = gnn.Linear(ALL, 6)
+        self.kinds = nn.Embedding(4, ALL)
+        self.att = nn.Parameter(torch.randn(1, HEADS, WIDTH))
+        self.att_both = nn.Parameter(torch.randn(1, HEADS, 2 * WIDTH))
+        self.att_wide, self.att_row = nn.Parameter(torch.randn(2 * ALL)), nn.Parameter(torch.randn(1, ALL))
+        self.bias, self.scalar = nn.Parameter(torch.randn(ALL)), nn.Parameter(torch.randn(()))
+        self.p = 0.0
+
+    def forward(self, edge_index: Tensor, inputs: dict[str, Any]) -> Tensor:
+        names = {
+            name.removesuffix("_i").removesuffix("_j") for name in inspect.signature(self.message).parameters
+        }
+        out = self.propagate(edge_index, **{name: inputs[name] for name in sorted(names & set(inputs))})
+        return out.flatten(1)
+
+
+# Attention.
+
+
+def gat_one_head(self, x_i, x_j, index):
+    alpha = F.leaky_relu((torch.cat([x_i, x_j], dim=-1) * self.att_wide).sum(dim=-1), 0.2)
+    return softmax(alpha, index).unsqueeze(-1) * x_j
+
+
+def gat_heads(self, h_i, h_j, index, ptr, size_i):
+    alpha = (torch.cat([h_i, h_j], dim=-1) * self.att_both).sum(dim=-1)
+    alpha = softmax(F.leaky_relu(alpha, 0.2), index, ptr, size_i)
+    alpha = F.dropout(alpha, p=self.p, training=self.training)
+    return h_j * alpha.view(-1, self.heads, 1)
+
+
+def gat_two_vectors(self, h_i, h_j, index, size_i):
+    alpha = (h_i * self.att).sum(-1) + (h_j * self.att).sum(-1)
+    return softmax(F.leaky_relu(alpha), index, num_nodes=size_i)[..., None] * h_j
+
+
+def gat_scores_of_nodes(self, s_i, s_j, h_j, index):
+    return softmax(F.leaky_relu(s_i + s_j, 0.1), index)[:, :, None] * h_j
+
+
+def gat_scores_of_edges(self, s_i, s_j, wh, h_j, index):
+    return softmax(F.leaky_relu(s_i + s_j + wh, 0.1), index).unsqueeze(2) * h_j
+
+
+def scores_without_leaky_relu(self, s_i, s_j, h_j, index):
+    return h_j * softmax(s_i - 2 * s_j, index).unsqueeze(-1)
+
+
+def scores_of_sources(self, s_j, h_j, index):
+    return h_j * softmax(s_j, index).unsqueeze(-1)
+
+
+def attention_with_edges(self, h_i, q_j, k_j, ea, index, size_i):
+    edge = self.of_edge(ea).view(-1, self.heads, self.width)
+    key = k_j + edge
+    alpha = softmax((h_i * key).sum(dim=-1) / math.sqrt(self.width), index, num_nodes=size_i)
+    return (q_j + edge) * alpha.view(-1, self.heads, 1)
+
+
+def attention_one_head(self, x_i, y_j, z_j, ea, index):
+    edge = self.of_edge(ea)
+    alpha = softmax((x_i * (y_j + edge)).sum(-1) * 0.3, index)
+    return alpha[:, None] * (z_j + edge)
+
+
+def attention_biased_edges(self, x_i, y_j, z_j, ea, index):
+    edge = self.of_edge_biased(ea)
+    alpha = softmax((x_i * (y_j + edge)).sum(-1, keepdim=True) * 0.3, index)
+    return alpha * (z_j + edge)
+
+
+def attention_plain(self, x_i, y_j, z_j, index):
+    return softmax((x_i * y_j).sum(-1, keepdim=True) / 2.0, index) * z_j
+
+
+def attention_with_bias(self, h_i, q_j, k_j, wh, index):
+    return softmax((h_i * q_j).sum(-1) / 2 + wh, index).unsqueeze(-1) * k_j
+
+
+def attention_edges_in_keys_only(self, x_i, y_j, z_j, ea, index):
+    return softmax((x_i * (y_j + self.of_edge(ea))).sum(-1), index)[:, None] * z_j
+
+
+def gatv2(self, h_i, h_j, index, size_i):
+    alpha = (F.leaky_relu(h_i + h_j, 0.2) * self.att).sum(dim=-1)
+    return h_j * softmax(alpha, index, num_nodes=size_i).unsqueeze(-1)
+
+
+def gatv2_with_edges(self, h_i, h_j, ea, index):
+    total = h_i + h_j + self.of_edge(ea).view(-1, self.heads, self.width)
+    return h_j * softmax((F.leaky_relu(total, 0.2) * self.att).sum(-1), index).unsqueeze(-1)
+
+
+def gatv2_other_values(self, h_i, h_j, k_j, index):
+    return k_j * softmax((F.leaky_relu(h_i + h_j, 0.2) * self.att).sum(-1), index).unsqueeze(-1)
+
+
+def cosine(self, x_i, x_j, index):
+    alpha = (F.normalize(x_i, dim=-1) * F.normalize(x_j, dim=-1)).sum(-1)
+    return softmax(self.scalar * alpha, index).view(-1, 1) * x_j
+
+
+def softmax_of_features(self, x_i, x_j, ea, index):
+    return softmax(x_i * x_j, index) * (x_j + self.of_edge(ea))
+
+
+# Gates.
+
+
+def gated(self, x_i, y_j, z_j):
+    return torch.sigmoid(x_i + y_j) * z_j
+
+
+def gated_with_edges(self, x_i, y_j, z_j, ea):
+    return torch.sigmoid(x_i + y_j + self.of_edge_biased(ea)) * z_j
+
+
+def gated_values_with_edges(self, x_i, y_j, z_j, ea):
+    return (z_j + self.of_edge(ea)) * (x_i + y_j).sigmoid()
+
+
+def gated_by_vector(self, x_i, y_j, z_j):
+    return (x_i + y_j + self.bias).sigmoid() * z_j
+
+
+def gated_by_product(self, x_i, x_j, z_j):
+    return torch.sigmoid(self.both(torch.cat([x_i, x_j], -1)).sum(-1, keepdim=True)) * z_j
+
+
+# Maps of edges and both ends.
+
+
+def edge_mlp(self, x_i, x_j, ea):
+    return self.mlp(torch.cat([x_i, x_j, ea], dim=-1))
+
+
+def edge_mlp_of_difference(self, x_i, x_j):
+    return self.deep(torch.cat([x_i, x_j - x_i], dim=-1))
+
+
+def edge_mlp_normed(self, x_i, x_j):
+    return self.normed(torch.cat([x_i, x_j], 1))
+
+
+def mlp_of_sources(self, x_j):
+    return self.plain_mlp(x_j)
+
+
+def mlp_of_difference(self, x_i, x_j):
+    return self.plain_mlp(x_i - x_j)
+
+
+def mlp_weighted(self, x_j, w):
+    return w.view(-1, 1) * self.plain_mlp(x_j)
+
+
+def map_of_sources(self, x_j):
+    return self.lin(x_j)
+
+
+def map_of_sources_weighted(self, x_j, w):
+    return self.lin(x_j) * w[:, None]
+
+
+def map_of_sources_by_function(self, x_j):
+    return F.linear(x_j, self.lin.weight, self.lin.bias)
+
+
+def map_of_pyg(self, x_i, x_j):
+    return F.relu(self.pyg_lin(x_j) + self.other(x_i))
+
+
+def map_of_both(self, x_i, x_j):
+    return torch.tanh(self.both(torch.cat((x_i, x_j), dim=1)))
+
+
+def map_behind_gate(self, x_i, x_j):
+    return self.last(torch.sigmoid(x_i) * x_j)
+
+
+def maps_twice(self, x_i, x_j, ea):
+    both = torch.cat([x_i, x_j, ea], dim=-1)
+    return torch.sigmoid(self.all(both)) * F.softplus(self.all(both) + 1)
+
+
+def map_of_map(self, x_i, x_j):
+    return self.last(self.square(x_j) + x_i)
+
+
+def map_by_heads(self, x_i, x_j):
+    return self.square(x_i + x_j).view(-1, self.heads, self.width).relu()
+
+
+def slices(self, x_i, x_j):
+    return x_i[:, :4] - 0.5 * x_j[:, 4:8] + x_j[..., 8:12]
+
+
+def slices_of_map(self, x_j, w):
+    out = self.square(x_j)
+    return out[:, :6] * w.unsqueeze(-1) + out[:, 6:]
+
+
+# Edges' features.
+
+
+def gine(self, x_j, ea):
+    return (x_j + self.of_edge_biased(ea)).relu()
+
+
+def gine_with_vector(self, x_j, ea):
+    return F.relu(x_j + self.of_edge(ea) + self.bias)
+
+
+def gine_with_both(self, x_i, x_j, ea):
+    return F.relu(x_j + self.of_edge(ea) - x_i)
+
+
+def gine_embedded(self, x_j, kind):
+    return F.relu(x_j + self.kinds(kind))
+
+
+def gen(self, x_j, ea):
+    return F.relu(x_j + self.of_edge(ea)) + 1e-7
+
+
+def filtered(self, x_j, ea):
+    return x_j * self.filter(ea)
+
+
+def filtered_by_distance(self, pos_i, pos_j, x_j):
+    distance = (pos_i - pos_j).pow(2).sum(-1, keepdim=True)
+    return torch.exp(-distance) * x_j
+
+
+def coordinates(self, pos_i, pos_j, x_i, x_j):
+    return (pos_i - pos_j) * self.last(x_i * x_j)[:, :1]
+
+
+def embedded_distance(self, x_i, x_j, pos_i, pos_j):
+    distance = (pos_i - pos_j).norm(dim=-1, keepdim=True).clamp(min=0.1)
+    return F.silu(self.lin(x_i) + self.other(x_j) + distance)
+
+
+def concatenated_with_norm(self, x_i, x_j, deg, index):
+    return self.both(torch.cat([x_i, x_j], dim=-1)) / deg[index].view(-1, 1)
+
+
+def where(self, x_i, x_j):
+    total = self.square(x_j) - x_i
+    return torch.where(total > 0, total, 0.1 * total)
+
+
+def exponential(self, x_i, x_j, t):
+    return torch.exp(-self.lin(x_i - x_j).abs() * t)
+
+
+def keyword_defaults(self, x_j, w=None, scale=2.0):
+    return scale * self.lin(x_j) if w is None else w.view(-1, 1) * x_j
+
+
+def chunks(self, x_i, x_j):
+    first, second = self.square(x_i + x_j).chunk(2, dim=-1)
+    return first.sigmoid() * second
+
+
+def copies(self, x_j):
+    return x_j
+
+
+def weighted_copies(self, x_j, w):
+    return w.view(-1, 1) * x_j
+
+
+Message = Callable[..., Any]
+PER_NODE, BEHIND = "linear maps per node", "a linear map behind the sum"
+#: message -> what its plan gains where messages are summed; none: there is no plan.
+MESSAGES: dict[Message, tuple[str, ...]] = {
+    gat_one_head: ("scores per node", "additive_attention"),
+    gat_heads: ("scores per node", "additive_attention"),
+    gat_two_vectors: ("scores per node", "additive_attention"),
+    gat_scores_of_nodes: ("additive_attention",),
+    gat_scores_of_edges: ("additive_attention",),
+    scores_without_leaky_relu: ("additive_attention",),
+    scores_of_sources: ("additive_attention",),
+    attention_with_edges: ("attention",),
+    attention_one_head: ("attention",),
+    attention_biased_edges: ("attention",),
+    attention_plain: ("attention",),
+    attention_with_bias: ("attention",),
+    attention_edges_in_keys_only: (),
+    gatv2: ("gatv2_attention",),
+    gatv2_with_edges: ("gatv2_attention",),
+    gatv2_other_values: (),
+    cosine: (),
+    softmax_of_features: (),
+    gated: ("gated_aggregate",),
+    gated_with_edges: ("gated_aggregate",),
+    gated_values_with_edges: ("gated_aggregate",),
+    gated_by_vector: ("gated_aggregate",),
+    gated_by_product: (PER_NODE, "spmm"),
+    edge_mlp: (PER_NODE, BEHIND),
+    edge_mlp_of_difference: (PER_NODE, BEHIND),
+    edge_mlp_normed: (PER_NODE, BEHIND),
+    mlp_of_sources: (PER_NODE, "leaky_relu per node", "sum term by term"),
+    mlp_of_difference: (PER_NODE, BEHIND),
+    mlp_weighted: (PER_NODE, "leaky_relu per node", "spmm"),
+    map_of_sources: (PER_NODE, "sum term by term"),
+    map_of_sources_weighted: (PER_NODE, "spmm"),
+    map_of_sources_by_function: (PER_NODE, "sum term by term"),
+    map_of_pyg: (PER_NODE,),
+    map_of_both: (PER_NODE,),
+    map_behind_gate: (BEHIND, "gated_aggregate"),
+    maps_twice: (PER_NODE,),
+    map_of_map: (PER_NODE, "sum term by term"),
+    map_by_heads: (PER_NODE,),
+    slices: ("sum term by term",),
+    slices_of_map: (PER_NODE,),
+    gine: ("gine_aggregate",),
+    gine_with_vector: ("gine_aggregate",),
+    gine_with_both: (),
+    gine_embedded: ("gine_aggregate",),
+    gen: (),
+    filtered: (),
+    filtered_by_distance: (),
+    coordinates: (),
+    embedded_distance: (PER_NODE,),
+    concatenated_with_norm: (PER_NODE,),
+    where: (PER_NODE,),
+    exponential: (PER_NODE,),
+    keyword_defaults: (PER_NODE, "sum term by term"),
+    chunks: (PER_NODE,),
+    copies: (),
+    weighted_copies: (),
+}
+#: Their second derivatives exist everywhere.
+SMOOTH = (
+    attention_with_edges,
+    gated_with_edges,
+    maps_twice,
+    edge_mlp_of_difference,
+    map_of_both,
+    map_of_map,
+)
+
+
+def make(message: Message, aggr: str = "sum", device: str = "cpu") -> tuple[Layer, Any]:
+    """The layer, and its accelerated copy."""
+    body = types.FunctionType(message.__code__, message.__globals__, "message", message.__defaults__)
+    layer: Any = type(message.__name__, (Layer,), {"message": body, "__module__": __name__})(aggr)
+    layer = layer.to(device, torch.float64)
+    fast = nn.ModuleList([copy.deepcopy(layer)])
+    accelerate(fast, show=False)
+    assert isinstance(fast[0], AnyLayer)
+    return layer, fast[0]
+
+
+def problem(device: str = "cpu", nodes: int = NODES, edges: int = EDGES) -> tuple[Tensor, dict[str, Any]]:
+    """Edges, some nodes without any, and the inputs by name."""
+    generator = torch.Generator().manual_seed(1)
+    edge_index = torch.randint(nodes - nodes // 10, (2, edges), generator=generator)
+    edge_index[1] %= nodes - nodes // 6
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64).to(device)
+
+    inputs: dict[str, Any] = {name: draw(nodes, ALL) for name in "xyz"}
+    inputs |= {name: draw(nodes, HEADS, WIDTH) for name in "hqk"}
+    inputs |= {"s": draw(nodes, HEADS), "pos": draw(nodes, 3), "deg": draw(nodes).abs() + 1}
+    inputs |= {"ea": draw(edges, EDGE_WIDTH), "w": draw(edges), "wh": draw(edges, HEADS), "t": 0.5}
+    inputs["kind"] = torch.randint(4, (edges,), generator=generator).to(device)
+    return edge_index.to(device), inputs
+
+
+def wanting_gradients(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: item.detach().clone().requires_grad_()
+        if isinstance(item, Tensor) and item.is_floating_point()
+        else item
+        for name, item in inputs.items()
+    }
+
+
+def results(layer: nn.Module, edge_index: Tensor, inputs: dict[str, Any]) -> dict[str, Tensor | None]:
+    """Output and gradients of everything, by name."""
+    inputs = wanting_gradients(inputs)
+    out = layer(edge_index, inputs)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=out.dtype).to(
+        out.device
+    )
+    wanted = {name: item for name, item in inputs.items() if isinstance(item, Tensor) and item.requires_grad}
+    wanted |= dict(layer.named_parameters())
+    found = torch.autograd.grad(out, list(wanted.values()), weight, allow_unused=True)
+    return {"output": out.detach(), **dict(zip(wanted, found, strict=True))}
+
+
+def check(layer: nn.Module, fast: nn.Module, edge_index: Tensor, inputs: dict[str, Any]) -> None:
+    expected, got = (results(each, edge_index, inputs) for each in (layer, fast))
+    for name, want in expected.items():
+        have = got[name]
+        if want is None or have is None:
+            assert not any(each is not None and each.any() for each in (want, have)), name
+        else:
+            torch.testing.assert_close(
+                have, want, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def gains_of(fast: Any) -> list[tuple[str, ...]]:
+    patterns = [pattern for known in type(fast)._patterns.values() for pattern in known]
+    return [plan.gains if plan else () for pattern in patterns for plan in pattern.plans.values()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("aggr", ["sum", "mean", "max"])
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
+def test_messages(message: Message, aggr: str, device: str):
+    layer, fast = make(message, aggr, device)
+    if message is keyword_defaults:
+        edge_index, inputs = problem(device)
+        check(layer, fast, edge_index, inputs | {"w": None, "scale": 2.0})
+        return
+    edge_index, inputs = problem(device)
+    check(layer, fast, edge_index, inputs)
+    check(layer, fast, edge_index, inputs)  # by what was cached
+    if aggr == "sum" and device == "cpu":
+        assert gains_of(fast) in ([MESSAGES[message]], [] if not MESSAGES[message] else None)
+
+
+@pytest.mark.parametrize("message", SMOOTH, ids=lambda message: message.__name__)
+def test_second_derivatives(message: Message):
+    _, fast = make(message)
+    edge_index, inputs = problem(nodes=10, edges=24)
+    names = [
+        name
+        for name in inspect.signature(message).parameters
+        if name[:2] in ("x_", "y_", "h_", "q_", "po", "ea")
+    ]
+    names = sorted({name.removesuffix("_i").removesuffix("_j") for name in names})
+
+    def run(*tensors: Tensor) -> Tensor:
+        out: Tensor = fast(edge_index, inputs | dict(zip(names, tensors, strict=True)))
+        return out.tanh()
+
+    fast_edges = [wanting_gradients(inputs)[name] for name in names]
+    with small_graphs():
+        assert torch.autograd.gradgradcheck(run, fast_edges, atol=1e-6)
+    assert gains_of(fast) == [MESSAGES[message]]
+
+
+@contextlib.contextmanager
+def small_graphs() -> Iterator[None]:
+    """Ours serve few edges on the CPU, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(any_layer, "FEW_EDGES", 0)
+        yield
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
+def test_nodes_without_edges_may_hold_nan(message: Message):
+    layer, fast = make(message)
+    edge_index, inputs = problem()
+    with_edges = torch.zeros(NODES, dtype=torch.bool)
+    with_edges[edge_index.flatten()] = True
+    assert not with_edges.all()
+    for name in ("x", "y", "z", "h", "q", "k", "s", "pos"):
+        inputs[name][~with_edges] = math.nan
+    inputs |= {"w": None, "scale": 2.0} if message is keyword_defaults else {}
+    expected, got = (results(each, edge_index, inputs) for each in (layer, fast))
+    for name, want in expected.items():
+        have = got[name]
+        assert have is None or want is None or torch.equal(want.isnan(), have.isnan()), name
+
+
+def test_dropout_draws_while_training():
+    layer, fast = make(gat_heads)
+    layer.p = fast.p = 0.4
+    edge_index, inputs = problem()
+    assert not torch.equal(fast(edge_index, inputs), fast(edge_index, inputs))
+    means = [torch.stack([each(edge_index, inputs) for _ in range(400)]).mean(0) for each in (layer, fast)]
+    scale = fast.eval()(edge_index, inputs).norm()
+    assert (means[0] - means[1]).norm() < 0.1 * scale
+    check(layer.eval(), fast, edge_index, inputs)
+    assert gains_of(fast) == 2 * [MESSAGES[gat_heads]]
+
+
+def test_plans_follow_changed_layers():
+    layer, fast = make(mlp_of_sources)
+    edge_index, inputs = problem()
+    check(layer, fast, edge_index, inputs)
+    for each in (layer, fast):
+        torch.manual_seed(3)
+        each.plain_mlp[1] = nn.LeakyReLU(0.9)
+        each.plain_mlp[3] = nn.Linear(8, 2).double()
+    check(layer, fast, edge_index, inputs)
+    seen: list[int] = []
+    for each in (layer, fast):
+        each.plain_mlp[0].register_forward_hook(lambda module, args, out: seen.append(out.size(0)) or 2 * out)
+    check(layer, fast, edge_index, inputs)
+    assert seen == [EDGES, EDGES]
+    wide = {name: item.float() if isinstance(item, Tensor) else item for name, item in inputs.items()}
+    with pytest.raises(RuntimeError, match="dtype"):
+        fast(edge_index, wide)
+
+
+def test_more_nodes_than_edges_run_the_message_itself():
+    layer, fast = make(map_of_both)
+    edge_index, inputs = problem(nodes=EDGES + 1, edges=EDGES)
+    check(layer, fast, edge_index, inputs)
+    assert gains_of(fast) == []
+
+
+def test_autocast_runs_the_message_itself():
+    layer, fast = (each.float() for each in make(map_of_both))
+    edge_index, inputs = problem()
+    inputs = {
+        name: item.float() if isinstance(item, Tensor) and item.is_floating_point() else item
+        for name, item in inputs.items()
+    }
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, got = layer(edge_index, inputs), fast(edge_index, inputs)
+    assert got.dtype == expected.dtype
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
+    assert gains_of(fast) == []
+
+
+# ---------------------------------------------------------------- layers of molecules and atoms
+
+
+class Egnn(MessagePassing):
+    """E(n) equivariant layer (Satorras et al., 2021, equations 3 to 6), features only."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum")
+        self.edge = nn.Sequential(nn.Linear(2 * ALL + 1, ALL), nn.SiLU(), nn.Linear(ALL, ALL), nn.SiLU())
+        self.node = nn.Sequential(nn.Linear(2 * ALL, ALL), nn.SiLU(), nn.Linear(ALL, ALL))
+
+    def forward(self, x: Tensor, pos: Tensor, edge_index: Tensor) -> Tensor:
+        return x + self.node(torch.cat([x, self.propagate(edge_index, x=x, pos=pos)], -1))
+
+    def message(self, x_i: Tensor, x_j: Tensor, pos_i: Tensor, pos_j: Tensor) -> Tensor:
+        distance = (pos_i - pos_j).pow(2).sum(-1, keepdim=True)
+        return self.edge(torch.cat([x_i, x_j, distance], -1))
+
+
+class SchNet(MessagePassing):
+    """Continuous-filter convolution (Schütt et al., 2017)."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum")
+        self.first, self.last = nn.Linear(ALL, ALL, bias=False), nn.Linear(ALL, ALL)
+        self.filter = nn.Sequential(nn.Linear(6, ALL), nn.Softplus(), nn.Linear(ALL, ALL))
+        self.register_buffer("centres", torch.linspace(0, 3, 6))
+
+    def forward(self, x: Tensor, pos: Tensor, edge_index: Tensor) -> Tensor:
+        distance = (pos[edge_index[0]] - pos[edge_index[1]]).norm(dim=-1)
+        basis = torch.exp(-((distance[:, None] - self.centres) ** 2))
+        return x + self.last(self.propagate(edge_index, x=self.first(x), basis=basis))
+
+    def message(self, x_j: Tensor, basis: Tensor) -> Tensor:
+        return x_j * self.filter(basis)
+
+
+class Painn(MessagePassing):
+    """Message block of PaiNN (Schütt et al., 2021, equations 7 and 8): scalars, and vectors of three rows."""
+
+    width = ALL
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum", node_dim=0)
+        self.phi = nn.Sequential(nn.Linear(ALL, ALL), nn.SiLU(), nn.Linear(ALL, 3 * ALL))
+        self.filter = nn.Linear(1, 3 * ALL)
+
+    def forward(self, x: Tensor, pos: Tensor, edge_index: Tensor) -> Tensor:
+        direction = pos[edge_index[0]] - pos[edge_index[1]]
+        distance = direction.norm(dim=-1, keepdim=True)
+        vectors = x.unsqueeze(1) * pos.unsqueeze(-1)
+        out = self.propagate(
+            edge_index, phi=self.phi(x), v=vectors, distance=distance, direction=direction / distance
+        )
+        return x + out[:, 0] + (out[:, 1:] ** 2).sum(1)
+
+    def message(self, phi_j: Tensor, v_j: Tensor, distance: Tensor, direction: Tensor) -> Tensor:
+        first, second, third = (phi_j * self.filter(torch.sin(distance))).split(self.width, -1)
+        vectors = v_j * second.unsqueeze(1) + third.unsqueeze(1) * direction.unsqueeze(-1)
+        return torch.cat([first.unsqueeze(1), vectors], 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block", [Egnn, SchNet, Painn])
+def test_energies_forces_and_their_gradients(block: type[MessagePassing], device: str):
+    torch.manual_seed(0)
+    layer = nn.ModuleList([block(), block()]).double().to(device)
+    fast = copy.deepcopy(layer)
+    accelerate(fast, show=False)
+    pos = torch.randn(200, 3, dtype=torch.float64, device=device)
+    x = torch.randn(200, ALL, dtype=torch.float64, device=device)
+    edge_index = torch.randint(200, (2, 6000), device=device)
+    edge_index = edge_index[:, edge_index[0] != edge_index[1]]
+
+    def training_step(model: nn.ModuleList) -> list[Tensor]:
+        place = pos.clone().requires_grad_()
+        h = x
+        for each in model:
+            h = each(h, place, edge_index)
+        energy = h.tanh().sum()
+        (force,) = torch.autograd.grad(energy, place, create_graph=True)
+        loss = energy + (force**2).sum()
+        return [energy.detach(), force.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+    for want, got in zip(training_step(layer), training_step(fast), strict=True):
+        assert (want - got).norm() <= 1e-10 * want.norm().clamp(min=1)
