@@ -37,7 +37,7 @@ class Sightings:
         return count if reference is not None and reference() is key else 0
 
     def count(self, key: object) -> int:
-        """Counts an object, which must be weakly referencable; returns how often it has come."""
+        """Counts an object, which must be weakly referenceable; returns how often it has come."""
         count = self.of(key) + 1
         if len(self._counts) >= _MOST_COUNTED and id(key) not in self._counts:
             self.clear()

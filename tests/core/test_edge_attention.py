@@ -8,7 +8,7 @@ from cases import DTYPES, ragged, relative_error, special_scores
 from operator_cases import ATTENTION, BY_NAME, each_operator
 
 from fastsparse_core import Adjacency, algorithms, attention, attention_weights
-from fastsparse_core.ops import _edge_attention_fused
+from fastsparse_core.ops import _attention_launch
 
 DOT = BY_NAME["dot product"]
 
@@ -92,5 +92,5 @@ def test_weight_gradient_is_that_of_every_head(num_rows, heads, width, edge_widt
         torch.einsum("nhd,nha->hda", left.view(num_rows, heads, width).double(), right.double())
         for left, right in ((x, e), (y, f))
     )
-    found = _edge_attention_fused._weight_gradient(x, e, y, f, heads)
+    found = _attention_launch._weight_gradient(x, e, y, f, heads)
     assert relative_error(found, expected.reshape(heads * width, edge_width)) < 1e-6

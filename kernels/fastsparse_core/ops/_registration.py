@@ -193,7 +193,10 @@ def register_autograd(name: str, formula: type[torch.autograd.Function]) -> None
         if torch.is_grad_enabled():
             for argument in arguments:
                 if isinstance(argument, Tensor) and argument.requires_grad:
-                    return formula.apply(*arguments)
+                    found = formula.apply(*arguments)
+                    if type(found) is tuple and found[-1] is None:  # operators return tensors
+                        return *found[:-1], found[0].new_empty(0)
+                    return found
         with below_autograd():
             return operator(*arguments)
 
