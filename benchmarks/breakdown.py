@@ -24,7 +24,7 @@ STEPS = 10
 
 #: kind -> what the names of its kernels (on a CPU: of its operators) contain; the first that fits counts
 KINDS = {
-    "aggregation": r"fastsparse|^_\w*(spmm|graphconvolution|attention|edgesoftmax)",
+    "aggregation": r"fastsparse|^_\w*(spmm|graphconvolution|aggregatetransform|attention|edgesoftmax)",
     "dense products": r"gemm|gemv|cutlass|nvjet|xmma|splitk|cublas|aten::(addmm|mm|bmm|linear)",
     "optimiser": r"multi_tensor|adam|aten::_foreach",
     "loss": r"softmax|nll_loss",

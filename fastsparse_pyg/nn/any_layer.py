@@ -311,8 +311,7 @@ class AnyLayer(MessagePassing):
         kernel = kernel_of(pattern, how)
         if kernel:
             return f"{pattern}: {kernel} ({how})"
-        gains = next((plan.gains for plan in pattern.plans.values() if plan is not None), ())
-        where = ", ".join(gains) or "message() per edge"
+        where = "message() per edge"
         if how:
             return f"{where}: segment {how}"
         reduction = "its own aggregate()" if self._has_own_aggregate() else f"aggr={self.aggr!r}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Hashable, Sequence
-from operator import itemgetter
 from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
@@ -52,13 +51,11 @@ MESSAGE_METHODS = (
 #: On a GPU, edges up to which several kernels of ours, launched from Python, take longer than PyTorch's:
 #: a batch of 512 molecules was measured, and a citation network of a third of its edges.
 FEW_EDGES_ON_GPU = 32_768
-#: The hooks on the steps of message passing; in one call, as every call of a layer asks for them.
-_message_hooks = itemgetter(
-    *(
-        f"_{step}_forward_{kind}"
-        for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
-        for kind in ("pre_hooks", "hooks")
-    )
+#: The hooks on the steps of message passing.
+_MESSAGE_HOOKS = tuple(
+    f"_{step}_forward_{kind}"
+    for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+    for kind in ("pre_hooks", "hooks")
 )
 _is_tracing = torch._C._is_tracing
 _is_deterministic = torch._C._get_deterministic_algorithms
@@ -209,7 +206,7 @@ class FastConv(MessagePassing):
         state = self.__dict__
         if state["_explain"]:
             return fallback.EXPLAIN_MODE
-        if any(_message_hooks(state)):
+        if any(map(state.__getitem__, _MESSAGE_HOOKS)):
             return fallback.MESSAGE_HOOK
         if self._overridden:
             cure = "Override it in a subclass of PyG's layer and call `fastsparse_pyg.accelerate(model)`"
@@ -464,7 +461,7 @@ def has_message_hook(state: dict[str, Any]) -> bool:
     Args:
         state: the layer's ``__dict__``.
     """
-    return any(_message_hooks(state))
+    return any(map(state.__getitem__, _MESSAGE_HOOKS))  # a generator would take longer
 
 
 #: Whether a linear layer of PyG's is its weight and bias alone, free to move across a sum.

@@ -99,8 +99,12 @@ def test_every_environment_variable_has_a_line():
             "setup.py",
         ):
             named |= set(re.findall(r"\bFASTSPARSE_[A-Z_]*[A-Z]\b", path.read_text()))
-    # One is a test's own, which it sets itself.
-    assert {name for name in named - {"FASTSPARSE_NOT_IN_WORKERS"} if f"`{name}`" not in page} == set()
+    # A test's own, which it sets itself, and a macro of C++.
+    assert {
+        name
+        for name in named - {"FASTSPARSE_NOT_IN_WORKERS", "FASTSPARSE_ARGUMENTS"}
+        if f"`{name}`" not in page
+    } == set()
 
 
 TREES = re.compile(r"```{toctree}\n(.*?)```", re.DOTALL)

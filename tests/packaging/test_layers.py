@@ -41,4 +41,5 @@ def test_kernels_include_neither_torch_nor_python():
         for name in re.findall(r'#include\s+[<"]([^>"]+)[>"]', path.read_text())
     }
     assert not [pair for pair in includes if pair[1] in {"torch", "ATen", "c10"}]
-    assert {file for file, name in includes if name == "Python.h"} == {"binding.cpp", "packing.h"}
+    assert not [pair for pair in includes if pair[1] == "Python.h"]
+    assert {file for file, name in includes if name == "pybind11"} == {"binding.cpp", "packing.h"}

@@ -16,7 +16,7 @@ import fastsparse_core
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGES = [CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
-LANGUAGES = {"python", "bash", "{eval-rst}", "{include}", "{toctree}"}
+LANGUAGES = {"python", "bash", "cpp", "{eval-rst}", "{include}", "{toctree}"}
 #: Before a block that cannot run here: <!-- not run: why -->
 BLOCK = re.compile(r"^(?:<!-- not run: (.+?) -->\n)?```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCKS = [(page, *found) for page in PAGES for found in BLOCK.findall(page.read_text())]
