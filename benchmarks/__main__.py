@@ -17,10 +17,10 @@ from . import record, suite, summary, tables
 from .runner import add_common
 
 COMMANDS = {
-    "spmm": "sparse-dense product against cuSPARSE and stored rivals",
+    "spmm": "sparse-dense product against cuSPARSE and stored baselines",
     "sddmm": "dot products per edge, csr and flashsparse",
-    "ssd": "sparse rows times a structure against stored rivals, the papers' ablations, and maxk",
-    "attention": "attention forward and backward: time and memory, against stored rivals",
+    "ssd": "sparse rows times a structure against stored baselines, the papers' ablations, and maxk",
+    "attention": "attention forward and backward: time and memory, against stored baselines",
     "edges": "layers with edge features against PyG and a Triton kernel",
     "pna": "principal neighbourhood aggregation, a layer on a large graph and on molecules, against PyG",
     "any_layer": "every layer of PyG under accelerate, against itself",

@@ -1,4 +1,4 @@
-"""Attention over neighbours, forward and backward: time, error and peak memory, against stored rivals.
+"""Attention over neighbours, forward and backward: time, error and peak memory, against stored baselines.
 
 Every result is checked against float64 before it is timed. On large graphs a sample of rows is: the upstream
 gradient is zero outside them, so that their edges alone decide all gradients, which must be zero elsewhere.
@@ -36,7 +36,7 @@ class Case:
         operator: Name in `fastsparse_core`.
         heads: Number of heads.
         width: Features per head.
-        stored: Names of the rivals' times in ``peers.json`` by direction; empty where there are none.
+        stored: Names of the baselines' times in ``peers.json`` by direction; empty where there are none.
     """
 
     operator: str

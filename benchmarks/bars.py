@@ -15,7 +15,7 @@ WIDTH, LABELS, BAR, GAP = 760, 290, 14, 8
 
 @dataclass(frozen=True)
 class Chart:
-    """Which numbers of which table are drawn.
+    """Which numbers of a table a chart shows.
 
     Attributes:
         record: Folder and name of the record.

@@ -69,7 +69,7 @@ def draw_graph(name: str, device: torch.device) -> Bipartite:
 
 
 def triton_kernel() -> Callable[..., Tensor] | None:
-    """The rival's operator, None where its module is not on the path."""
+    """The baseline's operator, None where its module is not on the path."""
     try:
         return importlib.import_module("anemoi_gt").graph_transformer_attention_conv
     except ImportError:
@@ -204,8 +204,8 @@ def operator_steps(
 
     yield "fastsparse", step(lambda: attention(adj, q, k, v, heads=heads, **named))
     if kernel is not None:
-        rival = TritonAttention(kernel, graph)
-        yield "triton", step(lambda: rival(q, k, v, nn.functional.linear(*edges), heads))
+        baseline = TritonAttention(kernel, graph)
+        yield "triton", step(lambda: baseline(q, k, v, nn.functional.linear(*edges), heads))
 
 
 BENCHMARK = Benchmark(

@@ -19,7 +19,7 @@ from matplotlib.patches import Rectangle
 from . import record, tables
 from .overview import training_overview
 from .roofline import LARGE_EDGES, TARGET, gather_bandwidth, peers
-from .tables.cells import by, ordered, stored_rivals
+from .tables.cells import by, ordered, stored_baselines
 from .tables.formats import graph_label
 from .tables.pivots import REGRET_SEEN, csr_over_flashsparse
 from .tables.programs import OURS, baseline, of_programs
@@ -36,7 +36,7 @@ def _plot_path(record_path: Path, *parts: str) -> Path:
 
 
 def speed_up_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
-    """One plot per feature type and direction: the rival's time over ours, a colour per width."""
+    """One plot per feature type and direction: the baseline's time over ours, a colour per width."""
     cells = by(result["cells"], status="ok")
     written = []
     for dtype, direction in ordered((cell["dtype"], cell["direction"]) for cell in cells):
@@ -44,12 +44,12 @@ def speed_up_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
         times: list[dict[tuple[str, int], float]] = [{}, {}]
         for cell in group:
             times[_is_ours(cell)][cell["graph"], cell["width"]] = cell["median_ms"]
-        rivals = sorted({cell["implementation"] for cell in group if not _is_ours(cell)})
+        baselines = sorted({cell["implementation"] for cell in group if not _is_ours(cell)})
         bars: dict[str, dict[str, float]] = {}
         for (graph, width), theirs in times[0].items():
             if ours := times[1].get((graph, width)):
                 bars.setdefault(f"F = {width}", {})[graph] = theirs / ours
-        label, title = f"times faster than {' / '.join(rivals)}", f"spmm {direction}, {dtype}"
+        label, title = f"times faster than {' / '.join(baselines)}", f"spmm {direction}, {dtype}"
         path = _plot_path(record_path, "speedup", direction, dtype)
         written.append(_grouped_bars(bars, ordered(c["graph"] for c in group), label, title, path))
     return written
@@ -199,27 +199,27 @@ def _heights(cells: list[dict[str, Any]], field: str = "median_ms") -> dict[str,
 
 
 def attention_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
-    """One plot per implementation, feature type and direction: the fastest stored rival's time over ours."""
+    """One plot per implementation, dtype and direction: the fastest stored baseline's time over ours."""
     cells = by(result["cells"], status="ok")
     written = []
     keys = ("implementation", "dtype", "direction")
     for name, dtype, direction in ordered(tuple(cell[key] for key in keys) for cell in cells):
         speed: dict[str, dict[str, float]] = {}
         for cell in by(cells, implementation=name, dtype=dtype, direction=direction):
-            stored = stored_rivals(result, cell["stored"] or "", dtype, cell["graph"])
+            stored = stored_baselines(result, cell["stored"] or "", dtype, cell["graph"])
             if stored:
                 speed.setdefault(cell["case"], {})[cell["graph"]] = min(stored.values()) / cell["median_ms"]
         if speed:
             path = _plot_path(record_path, name.split()[-1], "speedup", direction, dtype)
-            title = f"{name} {direction}, {dtype} (no bar: no rival has a time)"
+            title = f"{name} {direction}, {dtype} (no bar: no baseline has a time)"
             graphs = ordered(graph for found in speed.values() for graph in found)
-            label = "times faster than the fastest stored rival"
+            label = "times faster than the fastest stored baseline"
             written.append(_grouped_bars(speed, graphs, label, title, path))
     return written
 
 
 def edge_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
-    """One plot per layer and feature type: a rival's time of the whole layer over ours."""
+    """One plot per layer and feature type: a baseline's time of the whole layer over ours."""
     cells = [
         {**cell, "graph": f"{cell['graph']}, {cell['heads']} heads"}
         for cell in by(result["cells"], status="ok", part="layer")
@@ -228,10 +228,10 @@ def edge_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
     for layer, dtype in ordered((cell["layer"], cell["dtype"]) for cell in cells):
         group = by(cells, layer=layer, dtype=dtype)
         times = _heights(group)
-        rivals = {"pyg": f"PyG's {layer}", "triton": "a Triton kernel"}
+        baselines = {"pyg": f"PyG's {layer}", "triton": "a Triton kernel"}
         bars = {
             label: {graph: time / times["fastsparse"][graph] for graph, time in times.get(name, {}).items()}
-            for name, label in rivals.items()
+            for name, label in baselines.items()
             if by(cells, implementation=name)  # of one layer it may have no time
         }
         title = f"{layer} with edge features, {dtype} (no bar: out of memory)"

@@ -54,8 +54,8 @@ def _calls(
         "forward": lambda: spmm(adj, x, algorithm=algorithm),
         "backward": lambda: torch.autograd.grad(y, leaf, x, retain_graph=True)[0],
     }
-    rival = "cuSPARSE" if x.is_cuda else "torch.sparse CSR"
-    return {f"fastsparse {algorithm}": ours[direction], rival: lambda: matrix @ x}
+    baseline = "cuSPARSE" if x.is_cuda else "torch.sparse CSR"
+    return {f"fastsparse {algorithm}": ours[direction], baseline: lambda: matrix @ x}
 
 
 BENCHMARK = Benchmark(
@@ -70,8 +70,8 @@ BENCHMARK = Benchmark(
         "directions": option(choices=DIRECTIONS),
     },
     notes=(
-        "backward is the gradient of the features: ours through autograd, the rival's as the product with the"
-        " transposed CSR matrix in hand (the stand-ins are symmetric, so with the matrix itself)",
+        "backward is the gradient of the features: ours through autograd, the baseline's as the product with"
+        " the transposed CSR matrix in hand (the stand-ins are symmetric, so with the matrix itself)",
         "gathered are the rows that the kernel reads: one per edge, with flashsparse one per vector; the"
         " roofline is the rate of gathering uniformly random rows, which graphs with popular nodes can"
         " exceed",

@@ -1,4 +1,4 @@
-"""Sparse rows times a sparse structure, forward and backward, against stored rivals and the dense product.
+"""Sparse rows times a sparse structure, forward and backward, against stored baselines and the dense product.
 
 Also the ablation and the scaling of the decoupled SSD paper (figures 11 to 14 and 16), its table I, and maxk
 against `torch.topk`.

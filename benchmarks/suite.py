@@ -3,7 +3,7 @@
 The published graphs are large downloads, so each stand-in reproduces what a sparse kernel feels of the
 original: the numbers of nodes and edges, the mean and the largest degree, and the number of non-zero 8x1
 row vectors per edge. A stand-in is drawn on one device from a fixed seed; the same seed gives another graph
-on another kind of device. Rival times in ``peers.json`` were taken on exactly the graphs that CUDA devices
+on another kind of device. Baseline times in ``peers.json`` were taken on exactly the graphs that CUDA devices
 draw here, so the order of random calls must not change.
 
 Every graph is symmetric, without self loops or duplicate edges, with the columns of each row sorted.
@@ -71,7 +71,7 @@ SUITE: dict[str, Spec] = {
     "peptides-batch": Spec("batched", 153_600, 313_000, 5, 150, 1.0, 14),
 }
 
-#: The graphs that stored rival times cover, small ones first.
+#: The graphs that stored baseline times cover, small ones first.
 PEER_GRAPHS = (
     "pubmed",
     "github",

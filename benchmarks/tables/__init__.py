@@ -17,17 +17,17 @@ from .cells import Table, ordered
 
 #: benchmark -> what a reader of its tables should know first
 ABOUT = {
-    "spmm": "Sparse-dense product against cuSPARSE, and the best stored rival where there is one;"
+    "spmm": "Sparse-dense product against cuSPARSE, and the best stored baseline where there is one;"
     " 'of roofline' is the time of gathering the same rows at the measured bandwidth, over our time.",
     "dlmc": "Pruned weight matrices (DLMC) times dense columns, microseconds from a cold cache as the stored"
-    " rivals were timed; 'warm' is back to back in a CUDA graph. Then what has to be built before hr and"
+    " baselines were timed; 'warm' is back to back in a CUDA graph. Then what has to be built before hr and"
     " flashsparse can run on a graph, against one product with it.",
-    "sddmm": "A dot product per edge, and the best stored rival where there is one.",
+    "sddmm": "A dot product per edge, and the best stored baseline where there is one.",
     "ssd": "Kept entries of sparse rows aggregated into dense ones, against the stored kernels of MaxK and a"
     " re-implementation of decoupled SSD, and the papers' own dataflows.",
     "attention": "Softmax attention over neighbours: dot products, GAT (additive) and GATv2, named by heads x"
-    " width, against stored rivals. 'Of the results' is the extra memory over that of the results: it stays"
-    " small, whatever the number of edges, if nothing has their size.",
+    " width, against stored baselines. 'Of the results' is the extra memory over that of the results: it"
+    " stays small, whatever the number of edges, if nothing has their size.",
     "edges": "Layers 256 wide with 8 features per edge, forward and backward with all gradients, and the"
     " attention operator alone, against PyG and a weather model's Triton kernel. GINE and residual gated"
     " layers 128 wide against PyG: one on a large graph, five on molecules whose edges are new every step.",

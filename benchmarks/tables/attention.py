@@ -20,7 +20,7 @@ from .cells import (
     shown,
     speeds,
     spread,
-    stored_rivals,
+    stored_baselines,
     time_of,
     value,
 )
@@ -28,8 +28,8 @@ from .cells import (
 _CASE = ("implementation", "dtype", "case", "direction")
 
 
-def _rivals(result: dict[str, Any], cell: Cell) -> dict[str, float]:
-    return stored_rivals(result, cell["stored"] or "", cell["dtype"], cell["graph"])
+def _baselines(result: dict[str, Any], cell: Cell) -> dict[str, float]:
+    return stored_baselines(result, cell["stored"] or "", cell["dtype"], cell["graph"])
 
 
 def _groups(cells: list[Cell]) -> list[list[Cell]]:
@@ -40,13 +40,13 @@ def _groups(cells: list[Cell]) -> list[list[Cell]]:
 def _summary(result: dict[str, Any], name: str, *, asked: bool) -> Table:
     found = {}
     for group in _groups(result["cells"]):
-        known = speeds(group, lambda cell: _rivals(result, cell))
-        found |= {(name.format_map(group[0]), rival): times for rival, times in known.items()}
+        known = speeds(group, lambda cell: _baselines(result, cell))
+        found |= {(name.format_map(group[0]), baseline): times for baseline, times in known.items()}
     return compared_table(found, asked=asked)
 
 
 def attention(result: dict[str, Any]) -> list[Table]:
-    """The rivals' times over ours in short, our times among each other, then every graph."""
+    """The baselines' times over ours in short, our times among each other, then every graph."""
 
     def columns(cells: list[Cell]) -> list[Column]:
         made = [
@@ -56,13 +56,13 @@ def attention(result: dict[str, Any]) -> list[Table]:
             value("extra MB", "extra_bytes", lambda size: number(None if size is None else size / 1e6)),
             Column("of the results", lambda row: ratio(_of_results(row.cell))),
         ]
-        for rival in ordered(rival for cell in cells for rival in _rivals(result, cell)):
+        for baseline in ordered(baseline for cell in cells for baseline in _baselines(result, cell)):
 
-            def time(row: Row, rival: str = rival) -> float | None:
-                return _rivals(result, row.cell).get(rival)
+            def time(row: Row, baseline: str = baseline) -> float | None:
+                return _baselines(result, row.cell).get(baseline)
 
             made += [
-                Column(f"{rival} ms", lambda row, time=time: number(time(row))),
+                Column(f"{baseline} ms", lambda row, time=time: number(time(row))),
                 mean_of("against it", lambda row, time=time: quotient(time(row), time_of(row.cell))),
             ]
         return made
@@ -97,7 +97,7 @@ def _own_ratios(cells: list[Cell]) -> list[Table]:
 
 
 def attention_in_short(result: dict[str, Any]) -> list[Table]:
-    """The rivals' times over ours, and the extra memory of a call over its results."""
+    """The baselines' times over ours, and the extra memory of a call over its results."""
     name, memory = "{case} {direction}, {dtype}", []
     for group in _groups(result["cells"]):
         most = max((c for c in group if c.get("extra_bytes")), key=_of_results, default=None)

@@ -209,10 +209,10 @@ def _equal(cells: list[Cell], keys: Sequence[str], values: Sequence[Any]) -> lis
     return by(cells, **dict(zip(keys, values, strict=True)))
 
 
-def stored_rivals(result: dict[str, Any], operator: str, dtype: str, graph: str) -> dict[str, float]:
-    """Stored times of rivals on a graph, if they were taken on the same GPU model.
+def stored_baselines(result: dict[str, Any], operator: str, dtype: str, graph: str) -> dict[str, float]:
+    """Stored times of baselines on a graph, if they were taken on the same GPU model.
 
-    For float32 only rivals that compute in float32 count; for 16-bit types those of any precision.
+    For float32 only baselines that compute in float32 count; for 16-bit types those of any precision.
     """
     known = peers()
     if result["machine"].get("gpu") != known["gpu"]:
@@ -250,53 +250,53 @@ def fastest_with_time(known: Mapping[str, float], factor: float = 1) -> str:
 
 
 def by_graph(cells: Iterable[Cell], time: Callable[[Cell], float | None]) -> dict[str, float]:
-    """Graph -> a rival's time over ours, where both have one."""
+    """Graph -> a baseline's time over ours, where both have one."""
     return {cell["graph"]: speed for cell in cells if (speed := quotient(time(cell), time_of(cell)))}
 
 
 def speeds(
-    cells: Iterable[Cell], rivals: Callable[[Cell], Mapping[str, float | None]]
+    cells: Iterable[Cell], baselines: Callable[[Cell], Mapping[str, float | None]]
 ) -> dict[str, dict[str, float]]:
-    """Rival -> graph -> its time over ours, where both have one.
+    """Baseline -> graph -> its time over ours, where both have one.
 
     Args:
         cells: Ours.
-        rivals: The rivals' times beside a cell.
+        baselines: The baselines' times beside a cell.
     """
     found: dict[str, dict[str, float]] = {}
     for cell in cells:
-        for rival, time in rivals(cell).items():
+        for baseline, time in baselines(cell).items():
             if speed := quotient(time, time_of(cell)):
-                found.setdefault(rival, {})[cell["graph"]] = speed
+                found.setdefault(baseline, {})[cell["graph"]] = speed
     return found
 
 
 #: Columns of the rows that `compared` makes.
-COMPARED = ("", "rival", "geometric mean", "least", "graphs", "asked")
+COMPARED = ("", "baseline", "geometric mean", "least", "graphs", "asked")
 
 
-def compared(what: str, rival: str, found: dict[str, float]) -> list[str]:
-    """A rival's times over ours on several graphs in one row, with what was asked.
+def compared(what: str, baseline: str, found: dict[str, float]) -> list[str]:
+    """A baseline's times over ours on several graphs in one row, with what was asked.
 
     Args:
         what: What is compared, as `goals.SPEED_UPS` names it.
-        rival: Its name.
+        baseline: Its name.
         found: Its time over ours, by graph; at least one.
     """
     mean = geometric_mean(found.values())
     least = min(found, key=found.__getitem__)
-    goal = SPEED_UPS.get(what, {}).get(rival)
+    goal = SPEED_UPS.get(what, {}).get(baseline)
     asked = "" if goal is None else verdict(mean >= goal, ratio(goal))
-    return [what, rival, ratio(mean), f"{ratio(found[least])} {least}", str(len(found)), asked]
+    return [what, baseline, ratio(mean), f"{ratio(found[least])} {least}", str(len(found)), asked]
 
 
 def compared_table(
     found: Mapping[tuple[str, str], dict[str, float]],
-    title: str = "Rival's time over ours",
+    title: str = "Baseline's time over ours",
     *,
     asked: bool = True,
 ) -> Table:
-    """A row of `compared` for each pair of what is compared and a rival that has times.
+    """A row of `compared` for each pair of what is compared and a baseline that has times.
 
     Args:
         found: Its time over ours, by graph.
@@ -309,8 +309,8 @@ def compared_table(
 
 
 def best_stored(stored: Callable[[Row], dict[str, float]], ours: str, title: str) -> list[Column]:
-    """The fastest stored rival of a row, and its time over ours."""
+    """The fastest stored baseline of a row, and its time over ours."""
     return [
-        Column("best stored rival ms", lambda row: fastest_with_time(stored(row))),
+        Column("best stored baseline ms", lambda row: fastest_with_time(stored(row))),
         mean_of(title, lambda row: quotient(min(stored(row).values(), default=None), time_of(row[ours]))),
     ]

@@ -19,7 +19,7 @@ from .cells import (
     quotient,
     shown,
     speedup,
-    stored_rivals,
+    stored_baselines,
     time_of,
     value,
 )
@@ -66,11 +66,11 @@ def _microseconds(name: str, field: str = "median_ms") -> Column:
 
 
 def _matrices(result: dict[str, Any], cells: list[Cell]) -> list[Table]:
-    """Times of everything, then ratios to stored rivals: those of the best of ours, of tca and of hr."""
+    """Times of everything, then ratios to stored baselines: those of the best of ours, of tca and of hr."""
     names = ordered(cell["implementation"] for cell in cells)
 
     def stored(row: Row) -> dict[str, float]:
-        return stored_rivals(result, f"dlmc@{row.cell['width']}", row.cell["dtype"], row.key["matrix"])
+        return stored_baselines(result, f"dlmc@{row.cell['width']}", row.cell["dtype"], row.key["matrix"])
 
     def ours(row: Row) -> dict[str, float]:
         known = ((name, time_of(row[name])) for name in names if name.startswith("fast"))
@@ -88,9 +88,9 @@ def _matrices(result: dict[str, Any], cells: list[Cell]) -> list[Table]:
     ratios = [
         value("matrix"),
         Column("best of ours", lambda row: fastest(ours(row)) or "-"),
-        Column("best stored rival us", lambda row: fastest_with_time(stored(row), 1e3)),
+        Column("best stored baseline us", lambda row: fastest_with_time(stored(row), 1e3)),
         mean_of(
-            "best stored rival / best",
+            "best stored baseline / best",
             lambda row: quotient(min(stored(row).values(), default=None), best(row)),
         ),
         mean_of("TCA-SpMM / tca", lambda row: quotient(stored(row).get("TCA fp16"), ours(row).get("tca"))),
@@ -101,7 +101,7 @@ def _matrices(result: dict[str, Any], cells: list[Cell]) -> list[Table]:
     columns = facts + list(map(_microseconds, names))
     tables = pivot(cells, f"{title}, microseconds", ("matrix",), columns)
     (compared,) = pivot(cells, f"{title}, ratios", ("matrix",), ratios, last="geometric mean")
-    # Without rivals of this GPU model there is nothing to compare with.
+    # Without baselines of this GPU model there is nothing to compare with.
     filled = [i for i in range(len(ratios)) if any(row[i] not in ("", "-") for row in compared.rows)]
     rows = [[row[i] for i in filled] for row in compared.rows]
     tables.append(Table(compared.title, [compared.columns[i] for i in filled], rows))

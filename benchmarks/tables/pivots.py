@@ -28,7 +28,7 @@ from .cells import (
     shown,
     speedup,
     spread,
-    stored_rivals,
+    stored_baselines,
     time_columns,
     time_of,
     value,
@@ -287,8 +287,8 @@ def epochs(result: Record) -> list[Table]:
     """Milliseconds per batch, of epochs by layer and of the loaders alone."""
 
     def gain(row: Row) -> float | None:
-        rivals = (cell for cell in row.table if cell["implementation"].startswith("PyG"))
-        known = [time_of(cell) for cell in rivals if "our loader" not in cell["implementation"]]
+        baselines = (cell for cell in row.table if cell["implementation"].startswith("PyG"))
+        known = [time_of(cell) for cell in baselines if "our loader" not in cell["implementation"]]
         return quotient(min(filter(None, known), default=None), time_of(row.cell))
 
     def columns(cells: list[Cell]) -> list[Column]:
@@ -474,19 +474,21 @@ def small(result: Record) -> list[Table]:
     all_ours = ("FastSparse", "captured", "captured model")
 
     def gain(row: Row, name: str) -> float | None:
-        rivals = (time_of(cell) for cell in row.cells if cell["implementation"] not in all_ours)
-        return quotient(min((time for time in rivals if time is not None), default=None), time_of(row[name]))
+        baselines = (time_of(cell) for cell in row.cells if cell["implementation"] not in all_ours)
+        return quotient(
+            min((time for time in baselines if time is not None), default=None), time_of(row[name])
+        )
 
     def columns(cells: list[Cell]) -> list[Column]:
         here = {cell["implementation"] for cell in cells}
-        rivals = [
+        baselines = [
             name for name in ordered(c["implementation"] for c in result["cells"]) if name not in all_ours
         ]
-        rivals, ours = ([name for name in names if name in here] for names in (rivals, all_ours))
+        baselines, ours = ([name for name in names if name in here] for names in (baselines, all_ours))
         errors = {"losses differ by": "loss_difference", "by rounding": "perturbed"}
         return [
             value("layer"),
-            *time_columns({name: name for name in (*rivals, *ours)}),
+            *time_columns({name: name for name in (*baselines, *ours)}),
             *(Column(f"fastest other / {it}", lambda row, it=it: ratio(gain(row, it))) for it in ours),
             *(
                 Column(title, lambda row, key=key: _exponent((row["captured"] or {}).get(key)))
@@ -592,7 +594,7 @@ def _in_linears(cell: Cell | None, part: str, digits: int) -> str:
 def sddmm(result: Record) -> list[Table]:
     def columns(cells: list[Cell]) -> list[Column]:
         def stored(row: Row) -> dict[str, float]:
-            return stored_rivals(result, f"sddmm@{cells[0]['width']}", cells[0]["dtype"], row.key["graph"])
+            return stored_baselines(result, f"sddmm@{cells[0]['width']}", cells[0]["dtype"], row.key["graph"])
 
         names = ordered(cell["implementation"] for cell in cells)
         return [
@@ -606,13 +608,13 @@ def sddmm(result: Record) -> list[Table]:
 
 
 def sddmm_in_short(result: Record) -> list[Table]:
-    """Our algorithms, and what `auto` ran, against the fastest stored rival."""
+    """Our algorithms, and what `auto` ran, against the fastest stored baseline."""
     found = {}
     for dtype, width, name in ordered((c["dtype"], c["width"], c["implementation"]) for c in result["cells"]):
         found[f"{name.split()[-1]}, {dtype}, F = {width}", "the fastest stored"] = by_graph(
             by(result["cells"], dtype=dtype, width=width, implementation=name),
             lambda cell, of=f"sddmm@{width}": min(
-                stored_rivals(result, of, cell["dtype"], cell["graph"]).values(), default=None
+                stored_baselines(result, of, cell["dtype"], cell["graph"]).values(), default=None
             ),
         )
     return [compared_table(found)]

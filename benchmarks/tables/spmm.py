@@ -23,13 +23,13 @@ from .cells import (
     shown,
     speedup,
     spread,
-    stored_rivals,
+    stored_baselines,
     time_of,
     value,
 )
 
 RODE = "RoDe fp32"
-#: Rivals of the same precision that something was asked of, beside the fastest.
+#: Baselines of the same precision that something was asked of, beside the fastest.
 NAMED = ("FlashSparse fp16", RODE)
 
 
@@ -38,15 +38,15 @@ def _is_ours(cell: Cell) -> bool:
 
 
 def _stored(result: dict[str, Any], cell: Cell) -> dict[str, float]:
-    """Rivals' times of a product forward; what is stored of the gradient is the same product."""
+    """Baselines' times of a product forward; what is stored of the gradient is the same product."""
     if cell["direction"] != "forward":
         return {}
-    return stored_rivals(result, f"spmm@{cell['width']}", cell["dtype"], cell["graph"])
+    return stored_baselines(result, f"spmm@{cell['width']}", cell["dtype"], cell["graph"])
 
 
 def spmm(result: dict[str, Any]) -> list[Table]:
     def columns(cells: list[Cell]) -> list[Column]:
-        ours, rival = (
+        ours, baseline = (
             next(cell["implementation"] for cell in cells if _is_ours(cell) == own) for own in (True, False)
         )
 
@@ -66,8 +66,8 @@ def spmm(result: dict[str, Any]) -> list[Table]:
                 f"{ours} ms (20-80 %)",
                 lambda row: shown(row[ours]) + (spread(row[ours]) if row[ours] else ""),
             ),
-            Column(f"{rival} ms", lambda row: shown(row[rival])),
-            speedup("speed-up", rival, ours),
+            Column(f"{baseline} ms", lambda row: shown(row[baseline])),
+            speedup("speed-up", baseline, ours),
             Column("error", lambda row: number(mine(row, "error"), 2)),
             Column("gather GB/s", rate),
             mean_of("of roofline", fraction, percent),
@@ -115,7 +115,7 @@ def spmm_together(results: list[dict[str, Any]]) -> list[Table]:
         results: Records of one GPU model.
     """
     cells = [
-        {**cell, "stored": stored_rivals(result, f"spmm@{cell['width']}", "float32", cell["graph"])}
+        {**cell, "stored": stored_baselines(result, f"spmm@{cell['width']}", "float32", cell["graph"])}
         for result in results
         for cell in by(result["cells"], dtype="float32", direction="forward")
     ]
@@ -134,7 +134,7 @@ def spmm_together(results: list[dict[str, Any]]) -> list[Table]:
             )
             rode = here[0]["stored"].get(RODE)
             if ours and rode is not None:
-                rivals = {RODE: rode, f"the faster of {RODE} and cuSPARSE": min([rode, *cusparse])}
-                for rival, time in rivals.items():
-                    found.setdefault((what, rival), {})[graph] = time / min(ours)
-    return [compared_table(found, "Rival's time over the faster of ours")] if found else []
+                baselines = {RODE: rode, f"the faster of {RODE} and cuSPARSE": min([rode, *cusparse])}
+                for baseline, time in baselines.items():
+                    found.setdefault((what, baseline), {})[graph] = time / min(ours)
+    return [compared_table(found, "Baseline's time over the faster of ours")] if found else []

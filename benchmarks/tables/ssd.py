@@ -21,12 +21,12 @@ from .cells import (
     ratio,
     shown,
     spread,
-    stored_rivals,
+    stored_baselines,
     time_of,
     value,
 )
 
-#: Part -> the operator, as the rivals' times are named.
+#: Part -> the operator, as the baselines' times are named.
 _OPERATORS = {"forward": "ssd", "backward": "ssd_bwd"}
 #: Part -> what tells its columns apart, that of them which the others are compared with, and a title.
 _PAPERS = {
@@ -35,12 +35,12 @@ _PAPERS = {
 }
 
 
-def _rivals(result: dict[str, Any], cells: list[Cell]) -> dict[str, float | None]:
+def _baselines(result: dict[str, Any], cells: list[Cell]) -> dict[str, float | None]:
     """The times beside our first cell of a graph: of the dense product, forward, and what is stored."""
     ours, *others = cells
     name = f"{_OPERATORS[ours['part']]}@{ours['k']}" if ours["width"] == 256 else ""
     dense = {"densify": time_of(others[0] if others else None)} if ours["part"] == "forward" else {}
-    return {**dense, **stored_rivals(result, name, ours["dtype"], ours["graph"])}
+    return {**dense, **stored_baselines(result, name, ours["dtype"], ours["graph"])}
 
 
 def _summary(result: dict[str, Any], *, asked: bool) -> Table:
@@ -51,17 +51,17 @@ def _summary(result: dict[str, Any], *, asked: bool) -> Table:
             alike = by(result["cells"], **shared)
             if cell is not alike[0]:
                 continue
-            for rival, time in _rivals(result, alike).items():
-                if asked and rival == "densify":
+            for baseline, time in _baselines(result, alike).items():
+                if asked and baseline == "densify":
                     continue
                 if speed := quotient(time, time_of(cell)):
                     what = f"{part}, {cell['dtype']}, k = {cell['k']}"
-                    found.setdefault((what, rival), {})[cell["graph"]] = speed
+                    found.setdefault((what, baseline), {})[cell["graph"]] = speed
     return compared_table(found, asked=asked)
 
 
 def ssd(result: dict[str, Any]) -> list[Table]:
-    """The products against stored rivals, in short and by graph; the papers' tables and figures; maxk."""
+    """The products against stored baselines, in short and by graph; the papers' tables and figures; maxk."""
 
     def columns(cells: list[Cell]) -> list[Column]:
         made = [
@@ -70,12 +70,12 @@ def ssd(result: dict[str, Any]) -> list[Table]:
             value("error", form=lambda error: number(error, 2)),
         ]
         graphs = ordered(cell["graph"] for cell in cells)
-        for rival in ordered(name for it in graphs for name in _rivals(result, by(cells, graph=it))):
+        for baseline in ordered(name for it in graphs for name in _baselines(result, by(cells, graph=it))):
 
-            def time(row: Row, rival: str = rival) -> float | None:
-                return _rivals(result, row.cells).get(rival)
+            def time(row: Row, baseline: str = baseline) -> float | None:
+                return _baselines(result, row.cells).get(baseline)
 
-            made.append(Column(f"{rival} ms", lambda row, time=time: number(time(row))))
+            made.append(Column(f"{baseline} ms", lambda row, time=time: number(time(row))))
             made.append(
                 Column("against it", lambda row, time=time: ratio(quotient(time(row), time_of(row.cell))))
             )
@@ -151,5 +151,5 @@ def _maxk(result: dict[str, Any], *, asked: bool = False) -> list[Table]:
 
 
 def ssd_in_short(result: dict[str, Any]) -> list[Table]:
-    """The rivals' times over ours, and the selection of the k largest."""
+    """The baselines' times over ours, and the selection of the k largest."""
     return [_summary(result, asked=True), *_maxk(result, asked=True)]

@@ -96,17 +96,17 @@ def train_in_short(result: dict[str, Any]) -> list[Table]:
                 lambda cell, theirs=theirs: time_of(theirs[cell["graph"]]),
             )
             cannot: dict[str, list[str]] = {}
-            for graph, rival in theirs.items():
-                if rival is not None and rival["status"] != "ok":
-                    cannot.setdefault(_short(rival["status"]), []).append(graph)
+            for graph, baseline in theirs.items():
+                if baseline is not None and baseline["status"] != "ok":
+                    cannot.setdefault(_short(baseline["status"]), []).append(graph)
             row = compared(f"{model}, {dtype}", name, speeds)[:-1] if speeds else ["", name, "-", "-", "0"]
             reasons = [
                 f"{'any' if len(where) == len(graphs) > 1 else ', '.join(where)} ({why})"
                 for why, where in cannot.items()
             ]
             summary.append([f"{model}, {dtype}", *row[1:], ", ".join(reasons)])
-    columns = ["", "rival", "geometric mean", "least", "graphs", "does not run on"]
-    return [Table("Rival's step over ours", columns, summary), *details]
+    columns = ["", "baseline", "geometric mean", "least", "graphs", "does not run on"]
+    return [Table("Baseline's step over ours", columns, summary), *details]
 
 
 def train_at_a_glance(result: dict[str, Any]) -> Table:
@@ -131,13 +131,13 @@ def train_at_a_glance(result: dict[str, Any]) -> Table:
 
 
 def _pyg_over_ours(
-    result: dict[str, Any], model: str, dtype: str, field: str, rival: str = "PyG edge_index"
+    result: dict[str, Any], model: str, dtype: str, field: str, baseline: str = "PyG edge_index"
 ) -> dict[str, float]:
     """PyG's number over ours by graph, where both were measured."""
     group = by(result["cells"], model=model, dtype=dtype, status="ok")
     ours = {c["graph"]: c[field] for c in group if c["implementation"] in LAYERS}
-    rivals = by(group, implementation=rival)
-    return {c["graph"]: c[field] / ours[c["graph"]] for c in rivals if c["graph"] in ours}
+    baselines = by(group, implementation=baseline)
+    return {c["graph"]: c[field] / ours[c["graph"]] for c in baselines if c["graph"] in ours}
 
 
 def _step(cell: Cell | None, ours: float | None) -> str:
@@ -162,12 +162,12 @@ def _stored_cells(result: dict[str, Any], group: list[Cell]) -> list[Cell]:
     graphs = {c["graph"] for c in group}
     return [
         {
-            **rival,
-            "implementation": f"{rival['implementation']} (stored)",
-            "status": rival.get("status", "ok"),
-            "median_ms": rival.get("train_ms"),
-            "infer_median_ms": rival.get("infer_ms"),
+            **baseline,
+            "implementation": f"{baseline['implementation']} (stored)",
+            "status": baseline.get("status", "ok"),
+            "median_ms": baseline.get("train_ms"),
+            "infer_median_ms": baseline.get("infer_ms"),
         }
-        for rival in by(peers()["training"], model=group[0]["model"], dtype=group[0]["dtype"])
-        if rival["graph"] in graphs and (rival["graph"], rival["implementation"]) not in here
+        for baseline in by(peers()["training"], model=group[0]["model"], dtype=group[0]["dtype"])
+        if baseline["graph"] in graphs and (baseline["graph"], baseline["implementation"]) not in here
     ]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import record, roofline, runner, tables, timing
-from benchmarks.tables.cells import number, stored_rivals
+from benchmarks.tables.cells import number, stored_baselines
 
 CPU = torch.device("cpu")
 RESULTS = tables.stored(record.RESULTS)
@@ -194,7 +194,7 @@ def test_floor_is_bytes_over_bandwidth() -> None:
 
 def spmm_record(gpu: str | None) -> dict[str, Any]:
     cells = []
-    for graph, ours, rival in (("reddit", 2.0, 6.0), ("yelp", 1.0, 1.5)):
+    for graph, ours, baseline in (("reddit", 2.0, 6.0), ("yelp", 1.0, 1.5)):
         shared = {
             "graph": graph,
             "nodes": 1000,
@@ -205,7 +205,7 @@ def spmm_record(gpu: str | None) -> dict[str, Any]:
             "gather_bytes": 2_560_000_000,
             "floor_ms": 0.5,
         }
-        for name, milliseconds in (("fastsparse csr", ours), ("cuSPARSE", rival)):
+        for name, milliseconds in (("fastsparse csr", ours), ("cuSPARSE", baseline)):
             spread = {"median_ms": milliseconds, "p20_ms": milliseconds, "p80_ms": milliseconds}
             cells.append({**shared, "implementation": name, "status": "ok", "error": 1e-7, **spread})
     cells[-1] = {**cells[-1], "status": "out of memory"}
@@ -223,11 +223,11 @@ def spmm_record(gpu: str | None) -> dict[str, Any]:
     }
 
 
-def test_spmm_table_compares_with_stored_rivals_on_the_same_gpu_only() -> None:
+def test_spmm_table_compares_with_stored_baselines_on_the_same_gpu_only() -> None:
     table = tables.TABLES["spmm"](spmm_record("NVIDIA H200"))[0]
     rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
     assert rows["reddit"]["speed-up"] == "3.00x"
-    assert rows["reddit"]["best stored rival ms"] == "RoDe fp32 2.75"
+    assert rows["reddit"]["best stored baseline ms"] == "RoDe fp32 2.75"
     assert rows["reddit"]["against it"] == "1.37x"
     assert rows["reddit"]["of roofline"] == "25%"
     assert rows["yelp"]["cuSPARSE ms"] == "out of memory"
@@ -235,16 +235,16 @@ def test_spmm_table_compares_with_stored_rivals_on_the_same_gpu_only() -> None:
     assert rows["geometric mean"]["speed-up"] == "3.00x"
     elsewhere = tables.TABLES["spmm"](spmm_record("NVIDIA A100"))[0]
     row = dict(zip(elsewhere.columns, elsewhere.rows[0], strict=True))
-    assert (row["best stored rival ms"], row["of roofline"]) == ("-", "-")
+    assert (row["best stored baseline ms"], row["of roofline"]) == ("-", "-")
 
 
-def test_stored_rivals_of_the_same_precision() -> None:
+def test_stored_baselines_of_the_same_precision() -> None:
     result = spmm_record("NVIDIA H200")
-    single = stored_rivals(result, "spmm@64", "float32", "reddit")
+    single = stored_baselines(result, "spmm@64", "float32", "reddit")
     assert single
     assert all(name.endswith("fp32") for name in single)
-    assert "FlashSparse fp16" in stored_rivals(result, "spmm@64", "float16", "reddit")
-    assert stored_rivals(spmm_record(None), "spmm@64", "float16", "reddit") == {}
+    assert "FlashSparse fp16" in stored_baselines(result, "spmm@64", "float16", "reddit")
+    assert stored_baselines(spmm_record(None), "spmm@64", "float16", "reddit") == {}
 
 
 def test_markdown_has_a_line_per_row_and_the_origin() -> None:
@@ -437,7 +437,7 @@ def attention_cells() -> list[dict[str, Any]]:
     return cells
 
 
-def test_attention_tables_hold_every_rival_apart() -> None:
+def test_attention_tables_hold_every_baseline_apart() -> None:
     summary, own, first, *_ = tables.TABLES["attention"](record_of("attention", attention_cells()))
     known = roofline.peers()["kernels"]
     rows = {(row[0].split(",")[0], row[1]): row[2:] for row in summary.rows}
@@ -457,7 +457,7 @@ def test_attention_tables_hold_every_rival_apart() -> None:
     assert tables.TABLES["attention"](elsewhere)[0].rows == []
 
 
-def test_attention_is_drawn_where_rivals_are_known(tmp_path: Path) -> None:
+def test_attention_is_drawn_where_baselines_are_known(tmp_path: Path) -> None:
     plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
     result = record_of("attention", attention_cells())
     assert [path.name for path in plots.attention_bars(result, tmp_path / "attention.json")] == [

@@ -60,7 +60,7 @@ def test_edges_compares_gine_and_gated_layers(tmp_path: Path, monkeypatch: pytes
     assert title.startswith("GINE and gated layers")
 
 
-def test_dlmc_ratios_use_the_stored_rivals_of_the_gpu() -> None:
+def test_dlmc_ratios_use_the_stored_baselines_of_the_gpu() -> None:
     from benchmarks.roofline import peers
 
     known = peers()
@@ -124,7 +124,7 @@ def test_ssd_checks_then_times_every_cell(tmp_path: Path, monkeypatch: pytest.Mo
     assert count == {"forward": 2 * 2 * 2 * 2, "backward": 2 * 2, "groups": 2, "maxk": 2 * 3}
     shown = {table.title: table for table in tables.TABLES["ssd"](result)}
     assert [row[0] for row in shown["ssd forward, float16, F = 32, k = 8"].rows] == ["pubmed", "dd"]
-    assert [row[1] for row in shown["Rival's time over ours"].rows] == ["densify"] * 4
+    assert [row[1] for row in shown["Baseline's time over ours"].rows] == ["densify"] * 4
     assert shown["maxk, (50, 32), k = 32"].rows[0][0] == "float32"
 
     right = ssd.ssd

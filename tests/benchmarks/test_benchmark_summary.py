@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import record, summary, tables
 from benchmarks.bars import Chart
-from benchmarks.tables.cells import Table, stored_rivals
+from benchmarks.tables.cells import Table, stored_baselines
 from benchmarks.tables.train import train_at_a_glance
 
 H200 = record.RESULTS / "nvidia-h200"
@@ -137,7 +137,7 @@ def test_training_shows_what_a_cuda_graph_takes() -> None:
 
 def test_speed_ups_are_held_against_their_goals() -> None:
     stored = {
-        graph: stored_rivals({"machine": MACHINES["ours"]}, "sddmm@32", "float16", graph)
+        graph: stored_baselines({"machine": MACHINES["ours"]}, "sddmm@32", "float16", graph)
         for graph in ("reddit", "yelp")
     }
     for speed, asked in ((2.0, "1.80x"), (1.5, "1.80x: missed")):
@@ -214,7 +214,7 @@ def test_spmm_compares_with_cusparse_of_the_same_run() -> None:
 def test_float32_takes_the_faster_of_two_records() -> None:
     """RoDe's stored times are known; cuSPARSE's are of the same run."""
     rode = {
-        graph: stored_rivals({"machine": MACHINES["ours"]}, "spmm@64", "float32", graph)["RoDe fp32"]
+        graph: stored_baselines({"machine": MACHINES["ours"]}, "spmm@64", "float32", graph)["RoDe fp32"]
         for graph in ("reddit", "yelp")
     }
     shared = {"dtype": "float32", "width": 64, "direction": "forward", "status": "ok"}
