@@ -1,18 +1,39 @@
-# FastSparse with PyG and DGL in /opt/fastsparse.
+# FastSparse with PyG and DGL, in two stages: the first compiles, the second has neither compiler nor sources.
 #
 #   docker build -t fastsparse .                                          # CPU
 #   docker build -t fastsparse --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 \
 #       --build-arg CUDA_ARCHS="80;90" .                                  # CUDA: name the GPUs' architectures
-#   docker run --rm fastsparse python -m fastsparse_core.doctor           # with --gpus all for CUDA
+#   docker run --rm fastsparse                                            # the doctor; --gpus all for CUDA
+#
+# TORCH_INDEX may name PyTorch's package index of CPU builds, which are smaller than those with CUDA.
 ARG BASE=ubuntu:24.04
-FROM ${BASE}
+ARG RUNTIME=ubuntu:24.04
+
+FROM ${BASE} AS build
 ARG CUDA_ARCHS=none
-ARG TORCH=torch
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ make python3 python3-dev python3-venv \
+    && apt-get install --yes --no-install-recommends g++ python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
-COPY . /opt/fastsparse
-WORKDIR /opt/fastsparse
-RUN FASTSPARSE_CUDA_ARCHS="${CUDA_ARCHS}" make setup VENV=/opt/venv TORCH="${TORCH}"
+RUN python3 -m venv /opt/build && /opt/build/bin/pip install --no-cache-dir "setuptools>=77" "pybind11>=2.13"
+# Without docs, tests and examples: an edit of those keeps the layers below.
+COPY pyproject.toml setup.py README.md LICENSE /src/
+COPY kernels /src/kernels
+COPY fastsparse_pyg /src/fastsparse_pyg
+COPY fastsparse_dgl /src/fastsparse_dgl
+RUN cd /src && FASTSPARSE_CUDA_ARCHS="${CUDA_ARCHS}" \
+    /opt/build/bin/pip wheel . --no-deps --no-build-isolation --wheel-dir /wheels
+
+FROM ${RUNTIME}
+ARG TORCH=torch==2.13.0
+ARG TORCH_INDEX=
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends libgomp1 python3 python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m venv /opt/venv
+RUN /opt/venv/bin/pip install --no-cache-dir ${TORCH_INDEX:+--index-url ${TORCH_INDEX}} "${TORCH}"
+RUN --mount=from=build,source=/wheels,target=/wheels \
+    /opt/venv/bin/pip install --no-cache-dir "$(echo /wheels/*.whl)[pyg,dgl]"
+RUN useradd --create-home user
+USER user
 ENV PATH=/opt/venv/bin:$PATH
 CMD ["python", "-m", "fastsparse_core.doctor"]

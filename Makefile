@@ -23,7 +23,7 @@ help:
 	@echo "make test       run the tests; those for GPUs are left out where there is no GPU"
 	@echo "make test-quick the same of the core and both plugins, without what takes long"
 	@echo "make doctor     show versions, GPUs, what was built, and check every operator"
-	@echo "make lint       ruff, import-linter and clang-format, checking only; make format applies them"
+	@echo "make lint       ruff, codespell, import-linter and clang-format, checking only; make format applies them"
 	@echo "make typecheck  mypy on the packages"
 	@echo "make docs       build the documentation as build/site/index.html (needs DGL, so no Python 3.13)"
 	@echo "make wheel      build dist/: an sdist, and a wheel for each supported Python (WHEEL_PYTHONS) that runs everywhere"
@@ -61,6 +61,7 @@ doctor: setup
 lint: setup
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
+	$(VENV)/bin/codespell
 	PYTHONPATH=.:kernels $(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml

@@ -10,6 +10,8 @@ What can be set from outside:
   ``DEFAULT_ARCHS`` with PTX of the last, ``none`` builds the CPU half only. Default: those of the visible
   GPUs, without any the CPU half only.
 - ``FASTSPARSE_PROGRESS``: a file that the lines about the build go to as well, for pip hides what is printed.
+- ``FASTSPARSE_LINKER``: what links, if not the C++ compiler: one that can aim at an older glibc than the
+  machine's, as ``.ci/wheel`` does. ``LDFLAGS`` then names the libraries of C++.
 - ``CUDA_HOME``, ``CXX``, ``CXXFLAGS``, ``LDFLAGS``, ``NVCC_APPEND_FLAGS``, ``MAX_JOBS``: as everywhere.
 """
 
@@ -548,7 +550,8 @@ def link(
         CompileError: The linker failed; the message has its output.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    command = [*cxx, *map(str, objects), "-o", str(target)]
+    command = shlex.split(env.get("FASTSPARSE_LINKER", "")) or list(cxx)
+    command += [*map(str, objects), "-o", str(target)]
     if "clang" in output_of(*cxx, "--version"):
         command += openmp_flags(cxx)
     # GCC's OpenMP runtime is not linked: PyTorch brings one, under a name of its own, and has loaded it for
@@ -635,7 +638,7 @@ if __name__ == "__main__":
     setup(
         packages=[
             *find_packages(str(KERNELS), include=["fastsparse_core", "fastsparse_core.*"]),
-            *find_packages(str(ROOT), include=["fastsparse_pyg*", "fastsparse_dgl*"]),
+            *find_packages(str(ROOT), include=["fastsparse_pyg*", "fastsparse_dgl*", "fastsparse_run*"]),
         ],
         package_dir={"fastsparse_core": "kernels/fastsparse_core"},
         ext_modules=[

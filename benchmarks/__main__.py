@@ -8,19 +8,19 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from . import record, suite, summary, tables
-from .common import add_common
+from .runner import add_common
 
 COMMANDS = {
-    "spmm": "sparse-dense product against cuSPARSE and stored rivals",
-    "dlmc": "pruned weight matrices: all kernels of spmm, cuSPARSE, dense, and stored rivals",
+    "spmm": "sparse-dense product against cuSPARSE and stored baselines",
     "sddmm": "dot products per edge, csr and flashsparse",
-    "ssd": "sparse rows times a structure against stored rivals, the papers' ablations, and maxk",
-    "attention": "attention forward and backward: time and memory, against stored rivals",
+    "ssd": "sparse rows times a structure against stored baselines, the papers' ablations, and maxk",
+    "attention": "attention forward and backward: time and memory, against stored baselines",
     "edges": "layers with edge features against PyG and a Triton kernel",
     "pna": "principal neighbourhood aggregation, a layer on a large graph and on molecules, against PyG",
     "any_layer": "every layer of PyG under accelerate, against itself",
@@ -41,7 +41,6 @@ COMMANDS = {
     "sampling": "neighbour sampling against plain PyTorch, and an epoch of GraphSAGE from the loader",
     "accuracy": "test accuracy of the examples in several precisions, original against drop-in",
     "maxk": "MaxK against ReLU in training: accuracy, stored activations, time",
-    "choice": "csr against flashsparse, what auto picks, and what the pick costs",
     "regret": "what auto costs against the best algorithm, for structures seen once and often",
     "sanitizer": "every CUDA kernel under compute-sanitizer; not part of `all`, as it measures nothing",
     "all": "every benchmark of this machine, then plots, tables and summary",
@@ -70,13 +69,11 @@ ON_CUDA = (
     "spmm --algorithm flashsparse --dtypes float16 bfloat16 float32",
     "sddmm",
     "spmm",
-    "dlmc --parts matrices preprocessing",
     "formats",
     "adjacency",
     "host",
     "minibatch",
     "sampling",
-    "choice",
     "regret",
     "accuracy",
 )
@@ -93,8 +90,14 @@ def make_parser(chosen: str | None) -> argparse.ArgumentParser:
         if name == "all":
             add_common(command)
         elif name == chosen:
-            importlib.import_module(f"benchmarks.{name}").add_arguments(command)
+            _module(name).add_arguments(command)
     return parser
+
+
+def _module(name: str) -> Any:
+    """What has the arguments of a command and runs it."""
+    module = importlib.import_module(f"benchmarks.{name}")
+    return getattr(module, "BENCHMARK", module)
 
 
 def run(arguments: Sequence[str], console: Console) -> None:
@@ -108,9 +111,7 @@ def run(arguments: Sequence[str], console: Console) -> None:
         shared = ["--device", options.device, "--out", str(options.out)]
         if options.commit:
             shared += ["--commit", options.commit]
-        steps = []
-        for name in names:
-            steps.append([*name.split(), *shared])
+        steps = [[*name.split(), *shared] for name in names]
         stored = ["--results", str(options.out)]
         page = summary.PAGE if options.out.resolve() == record.RESULTS else options.out / "summary.md"
         steps += [
@@ -123,7 +124,7 @@ def run(arguments: Sequence[str], console: Console) -> None:
         suite.check(getattr(options, "graphs", None) or ())
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
-    result = importlib.import_module(f"benchmarks.{options.command}").run(options)
+    result = _module(options.command).run(options)
     if options.command not in ("tables", "plots", "summary"):
         tables.show(result, console)
 

@@ -15,23 +15,21 @@ import statistics
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 
 from fastsparse_core import algorithms
 
-from .common import add_common, progress, recorder
 from .record import REPOSITORY
+from .runner import Benchmark, Cell, Run, option, progress
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     """An example and what of it is run by default.
 
     Attributes:
@@ -71,8 +69,7 @@ MODELS = {
 }
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """Trainings of one layer on one dataset in one precision, all seeds.
 
     Attributes:
@@ -113,46 +110,13 @@ class Task:
         return arguments if self.epochs is None else [*arguments, "--epochs", str(self.epochs)]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
-    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=["gcn"])
-    # What is not given is the model's own.
-    parser.add_argument("--datasets", nargs="+", help="names or paths of .npz files")
-    parser.add_argument("--frameworks", nargs="+", choices=("pyg", "dgl"))
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, help="of the drop-ins")
-    parser.add_argument("--runs", type=int, help="repetitions, each with its own seed and split")
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--epochs", type=int, help="training steps (default: the example's recipe)")
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=min(6, os.cpu_count() or 1) if cuda else 1,
-        help="processes at once; more than one and no times are kept",
-    )
-
-
-def run(options: argparse.Namespace) -> Path:
-    """Runs the benchmark; returns the path of its record."""
-    out = recorder("accuracy", options, variant="" if options.models == ["gcn"] else "_".join(options.models))
-    examples = dict.fromkeys(MODELS[model].example for model in options.models)
-    scripts = " and ".join(f"examples/{example}.py" for example in examples)
-    out.note(
-        f"{scripts}: same initial weights, dropout seeds and splits for all; test score at the best"
-        " validation; bf16 and fp16 by autocast (fp16 with a gradient scaler), tf32 by"
-        " torch.set_float32_matmul_precision('high')"
-    )
-    out.note(
-        "a loss counts from the mean of the framework's own layer in fp32, and is held against the standard"
-        " deviation of that layer's runs; where the installed DGL has no CUDA, its own layer ran on the CPU"
-    )
-    tasks = _tasks(options)
-    for task, cells in progress(_outcomes(tasks, options.jobs), "accuracy"):
-        for cell in cells:
-            out.add(**task.name, **cell)
+def cells(run: Run, tasks: list[Task]) -> Iterator[Cell]:
+    """All cells; at the end they stand in the order of the tasks, whichever came to its end first."""
+    for task, cells in progress(_outcomes(tasks, run.options.jobs), "trainings", len(tasks)):
+        yield from ({**task.name, **cell} for cell in cells)
     names = [task.name for task in tasks]
-    out.record["cells"].sort(key=lambda cell: names.index({key: cell[key] for key in names[0]}))
-    out.write()
-    return out.path
+    run.out.record["cells"].sort(key=lambda cell: names.index({key: cell[key] for key in names[0]}))
+    run.out.write()
 
 
 def _tasks(options: argparse.Namespace) -> list[Task]:
@@ -168,14 +132,12 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
         for dataset, framework, layer in itertools.product(
             options.datasets or model.datasets, options.frameworks or model.frameworks, layers
         ):
-            runs = options.runs or model.runs
-            tasks.append(
-                Task(name, dataset, framework, *layer, options.device, algorithm, runs, options.epochs)
-            )
+            more = (options.device, algorithm, options.runs or model.runs, options.epochs)
+            tasks.append(Task(name, dataset, framework, *layer, *more))
     return tasks
 
 
-def _outcomes(tasks: list[Task], jobs: int) -> Iterator[tuple[Task, list[dict[str, Any]]]]:
+def _outcomes(tasks: list[Task], jobs: int) -> Iterator[tuple[Task, list[Cell]]]:
     """Trains; a task that fails gives one cell that says why."""
     if jobs == 1:
         for task in tasks:
@@ -204,14 +166,14 @@ def _reason(error: BaseException) -> str:
     return f"failed: {' '.join(str(error).split())[:160] or type(error).__name__}"
 
 
-def _train_safely(task: Task, *, timed: bool) -> list[dict[str, Any]]:
+def _train_safely(task: Task, *, timed: bool) -> list[Cell]:
     try:
         return _train(task, timed=timed)
     except Exception as error:  # whatever it is, the other tasks can still run
         return [{"status": _reason(error)}]
 
 
-def _train(task: Task, *, timed: bool) -> list[dict[str, Any]]:
+def _train(task: Task, *, timed: bool) -> list[Cell]:
     """The cells of a task, one per metric."""
     # The examples are scripts beside the package, not part of it.
     folder = str(REPOSITORY / "examples")
@@ -223,25 +185,23 @@ def _train(task: Task, *, timed: bool) -> list[dict[str, Any]]:
         device = "cpu"
     with algorithms(spmm=task.algorithm):
         log, (result,) = example.main(task.arguments(device), Console(file=io.StringIO()))
-    cells = []
-    for metric in result.runs[0].scores:
-        scores = result.scores(metric)
-        cells.append(
-            {
-                "implementation": result.layer,
-                "device": device,
-                "algorithm": task.algorithm if task.conv == "fast" else None,
-                "metric": metric,
-                "split": log["data"]["split"],
-                "runs": len(scores),
-                "epochs": log["settings"]["recipe"]["epochs"],
-                "mean": statistics.fmean(scores),
-                "std": statistics.stdev(scores) if len(scores) > 1 else None,
-                "scores": [round(score, 5) for score in scores],
-                "step_ms": result.step_ms() if timed else None,
-            }
-        )
-    return cells
+    return [
+        {
+            "implementation": result.layer,
+            "device": device,
+            "algorithm": task.algorithm if task.conv == "fast" else None,
+            "metric": metric,
+            "split": log["data"]["split"],
+            "runs": len(scores),
+            "epochs": log["settings"]["recipe"]["epochs"],
+            "mean": statistics.fmean(scores),
+            "std": statistics.stdev(scores) if len(scores) > 1 else None,
+            "scores": [round(score, 5) for score in scores],
+            "step_ms": result.step_ms() if timed else None,
+        }
+        for metric in result.runs[0].scores
+        for scores in [result.scores(metric)]
+    ]
 
 
 def _dgl_has_cuda(device: str) -> bool:
@@ -251,3 +211,39 @@ def _dgl_has_cuda(device: str) -> bool:
     except dgl.DGLError:
         return False
     return True
+
+
+def _notes(options: argparse.Namespace) -> Iterator[str]:
+    examples = dict.fromkeys(MODELS[model].example for model in options.models)
+    scripts = " and ".join(f"examples/{example}.py" for example in examples)
+    yield (
+        f"{scripts}: same initial weights, dropout seeds and splits for all; test score at the best"
+        " validation; bf16 and fp16 by autocast (fp16 with a gradient scaler), tf32 by"
+        " torch.set_float32_matmul_precision('high')"
+    )
+    yield (
+        "a loss counts from the mean of the framework's own layer in fp32, and is held against the standard"
+        " deviation of that layer's runs; where the installed DGL has no CUDA, its own layer ran on the CPU"
+    )
+
+
+BENCHMARK = Benchmark(
+    "accuracy",
+    cells,
+    lambda options: [_tasks(options)],
+    options={
+        "models": option(["gcn"], choices=tuple(MODELS)),
+        # What is not given is the model's own.
+        "datasets": option(None, "names or paths of .npz files", nargs="+"),
+        "frameworks": {"choices": ("pyg", "dgl"), "nargs": "+"},
+        "precisions": {"choices": PRECISIONS, "nargs": "+", "help": "of the drop-ins"},
+        "runs": option(None, "repetitions, each with its own seed and split", type=int),
+        "epochs": option(None, "training steps (default: the example's recipe)", type=int),
+        "jobs": option(
+            min(6, os.cpu_count() or 1) if torch.cuda.is_available() else 1,
+            "processes at once; more than one and no times are kept",
+        ),
+    },
+    notes=_notes,
+    variant=lambda options: "" if options.models == ["gcn"] else "_".join(options.models),
+)

@@ -1,6 +1,6 @@
 """Every layer of PyG under `accelerate` against itself: forward and backward, time and peak memory.
 
-``python -m benchmarks.any_layer`` prints the table of docs/accelerate.md (layer, what it becomes, what
+``python -m benchmarks.any_layer`` prints the table of docs/pyg_layers.md (layer, what it becomes, what
 computes it, measured speed-ups of the stored record); with ``--write`` it puts the table there.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,27 @@ from fastsparse_core.layer_swap import Row
 from fastsparse_pyg import accelerate, clear_cache
 
 from . import suite
-from .common import add_common, attempt, geometric_mean, progress, recorder, relative_error, release
 from .pyg_layers import LAYERS, Inputs, Layer
 from .record import RESULTS
-from .steps import check, peak_bytes
+from .runner import (
+    Benchmark,
+    Cell,
+    Run,
+    attempt,
+    check,
+    geometric_mean,
+    option,
+    peak_bytes,
+    relative_error,
+    synchronise,
+)
 from .timing import step_time
 
 WIDTH = 128
 GRAPHS = ("ogbn-arxiv", "cora", "molecules")
 #: Relative, of outputs: sums of hundreds of terms in another order.
 TOLERANCE = 1e-4
-PAGE = Path(__file__).parents[1] / "docs" / "accelerate.md"
+PAGE = Path(__file__).parents[1] / "docs" / "pyg_layers.md"
 BEGIN, END = "<!-- layers: python -m benchmarks.any_layer --write -->", "<!-- layers end -->"
 #: Seconds of a first step from which one step is timed, and those from which none is.
 SLOW, TOO_SLOW = 0.5, 1.0
@@ -57,60 +67,44 @@ def draw_graph(name: str, device: torch.device) -> tuple[Tensor, int]:
     return torch.stack([torch.cat([src, dst]), torch.cat([dst, src])]).to(device), num_nodes
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser, budget_ms=80.0)
-    # Not `graphs`, which are the suite's.
-    parser.add_argument("--graphs", dest="drawn", nargs="+", choices=GRAPHS, default=list(GRAPHS))
-    parser.add_argument("--layers", nargs="+", choices=tuple(LAYERS), default=list(LAYERS))
-    parser.add_argument("--width", type=int, default=WIDTH)
-
-
-def run(options: argparse.Namespace) -> Path:
-    """Runs the benchmark; returns the path of its record."""
-    device = torch.device(options.device)
-    out = recorder("any_layer", options)
-    out.note("float32; a step is forward and backward with the gradients of all inputs and parameters")
-    for graph in options.drawn:
-        edge_index, num_nodes = draw_graph(graph, device)
-        for name in progress(options.layers, graph):
-            layer, width = LAYERS[name], min(options.width, LAYERS[name].widest)
-            torch.manual_seed(0)
-            it = Inputs.draw(edge_index, num_nodes, width, torch.float32)
-            expected = state = None
-            cells: dict[str, dict[str, Any]] = {}
-            steps: dict[str, Callable[[], Any]] = {}
-            for implementation in ("pyg", "fastsparse"):
-                row = Row((), name, "", "")
-                cell = attempt(lambda layer=layer, width=width: {"layer": layer.make(width).to(device)})
-                module = cell.pop("layer", None)
-                if module is not None:
-                    if state is not None:
-                        module.load_state_dict(state)
-                    state = {key: value.clone() for key, value in module.state_dict().items()}
-                    if implementation == "fastsparse":
-                        (row,) = accelerate(module, show=False).rows
-                    steps[implementation] = partial(_step, layer, module, it)
-                    measured = partial(_measure, layer, module, it, expected, device, options.budget_ms)
-                    cell = attempt(measured)
-                    result = cell.pop("result", None)
-                    expected = result if expected is None else expected
-                cells[implementation] = {"now": row.drop_in, "by": row.kernel or row.reason, **cell}
-                if cell["status"].startswith("left out"):
-                    break
-            if all(cell["status"] == "ok" and cell["median_ms"] < SHORT for cell in cells.values()):
-                for _ in range(ROUNDS):
-                    for implementation, cell in cells.items():
-                        budget = PER_ROUND * options.budget_ms
-                        timing = step_time(steps[implementation], device, budget_ms=budget)
-                        if timing.median_ms < cell["median_ms"]:
-                            cell |= timing.as_cell()
-            what = {"graph": graph, "edges": edge_index.size(1), "layer": name, "width": width}
+def cells(run: Run, case: tuple[str, str]) -> Iterator[Cell]:
+    """Both cells of one layer on one graph."""
+    graph, name = case
+    edge_index, num_nodes = draw_graph(graph, run.device)
+    layer, width = LAYERS[name], min(run.options.width, LAYERS[name].widest)
+    torch.manual_seed(0)
+    it = Inputs.draw(edge_index, num_nodes, width, torch.float32)
+    expected = state = None
+    cells: dict[str, Cell] = {}
+    steps: dict[str, Callable[[], Any]] = {}
+    for implementation in ("pyg", "fastsparse"):
+        row = Row((), name, "", "")
+        cell = attempt(lambda: {"layer": layer.make(width).to(run.device)})
+        module = cell.pop("layer", None)
+        if module is not None:
+            if state is not None:
+                module.load_state_dict(state)
+            state = {key: value.clone() for key, value in module.state_dict().items()}
+            if implementation == "fastsparse":
+                (row,) = accelerate(module, show=False).rows
+            steps[implementation] = partial(_step, layer, module, it)
+            cell = attempt(partial(_measure, run, layer, module, it, expected))
+            result = cell.pop("result", None)
+            expected = result if expected is None else expected
+        cells[implementation] = {"now": row.drop_in, "by": row.kernel or row.reason, **cell}
+        if cell["status"].startswith("left out"):
+            break
+    if all(cell["status"] == "ok" and cell["median_ms"] < SHORT for cell in cells.values()):
+        for _ in range(ROUNDS):
             for implementation, cell in cells.items():
-                out.add(**what, implementation=implementation, **cell)
-            del it, module, expected, state, steps
-            clear_cache()
-            release()
-    return out.path
+                budget = PER_ROUND * run.options.budget_ms
+                timing = step_time(steps[implementation], run.device, budget_ms=budget)
+                if timing.median_ms < cell["median_ms"]:
+                    cell |= timing.as_cell()
+    what = {"graph": graph, "edges": edge_index.size(1), "layer": name, "width": width}
+    for implementation, cell in cells.items():
+        yield {**what, "implementation": implementation, **cell}
+    clear_cache()
 
 
 def _step(layer: Layer, module: nn.Module, it: Inputs) -> Tensor:
@@ -123,14 +117,7 @@ def _step(layer: Layer, module: nn.Module, it: Inputs) -> Tensor:
     return out.detach()
 
 
-def _measure(
-    layer: Layer,
-    module: nn.Module,
-    it: Inputs,
-    expected: Tensor | None,
-    device: torch.device,
-    budget_ms: float,
-) -> dict[str, Any]:
+def _measure(run: Run, layer: Layer, module: nn.Module, it: Inputs, expected: Tensor | None) -> Cell:
     """Time and peak memory of a step whose output is that of PyG's layer."""
     module.eval()
     with torch.no_grad():
@@ -142,18 +129,30 @@ def _measure(
     step = partial(_step, layer, module, it)
     begin = time.perf_counter()
     step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronise(run.device)
     seconds = time.perf_counter() - begin
     if seconds > TOO_SLOW:
         return {"status": f"left out: a step takes {seconds:.1f} s"}
     is_slow = seconds > SLOW
     for _ in range(0 if is_slow else 3):  # also what the cache does with edges that are made anew
         step()
-    peak = peak_bytes(step, device, above=True)
+    peak = peak_bytes(step, run.device, above=True)
     samples = {"warm_up": 1, "least": 1} if is_slow else {"warm_up": 2, "least": 3}
-    timing = step_time(step, device, budget_ms=budget_ms, **samples)
-    return {"result": result, "error": error, "peak_bytes": peak, **timing.as_cell()}
+    return {"result": result, "error": error, "peak_bytes": peak, **run.time(step, step_time, **samples)}
+
+
+BENCHMARK = Benchmark(
+    "any_layer",
+    cells,
+    lambda options: [(graph, name) for graph in options.drawn for name in options.layers],
+    budget_ms=80.0,
+    options={
+        "graphs": option(choices=GRAPHS, dest="drawn"),
+        "layers": option(choices=tuple(LAYERS)),
+        "width": option(WIDTH),
+    },
+    notes=("float32; a step is forward and backward with the gradients of all inputs and parameters",),
+)
 
 
 # ---------------------------------------------------------------- the table of the documentation

@@ -1,4 +1,4 @@
-"""Attention over neighbours, forward and backward: time, error and peak memory, against stored rivals.
+"""Attention over neighbours, forward and backward: time, error and peak memory, against stored baselines.
 
 Every result is checked against float64 before it is timed. On large graphs a sample of rows is: the upstream
 gradient is zero outside them, so that their edges alone decide all gradients, which must be zero elsewhere.
@@ -6,14 +6,11 @@ gradient is zero outside them, so that their edges alone decide all gradients, w
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +19,7 @@ import fastsparse_core
 from fastsparse_core import Adjacency, reference
 
 from . import suite
-from .common import DTYPES, add_common, attempt, progress, recorder, relative_error, release
-from .record import Recorder
-from .spmm import TOLERANCE
-from .steps import check, poison
-from .timing import kernel_time
+from .runner import DTYPES, TOLERANCE, Benchmark, Cell, Job, Run, check, option, poison, relative_error
 
 #: Edges of the rows that are compared with float64: all of them would take longer than the timings.
 CHECKED = 200_000
@@ -43,7 +36,7 @@ class Case:
         operator: Name in `fastsparse_core`.
         heads: Number of heads.
         width: Features per head.
-        stored: Names of the rivals' times in ``peers.json`` by direction; empty where there are none.
+        stored: Names of the baselines' times in ``peers.json`` by direction; empty where there are none.
     """
 
     operator: str
@@ -92,31 +85,6 @@ CASES = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser, graphs=suite.PEER_GRAPHS, budget_ms=40.0)
-    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
-    parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=["float16"])
-    parser.add_argument("--algorithms", nargs="+", choices=("fused3s", "csr", "unfused"), default=["fused3s"])
-
-
-def run(options: argparse.Namespace) -> Path:
-    """Runs the benchmark; returns the path of its record."""
-    out = recorder("attention", options)
-    out.note(
-        f"errors are against float64, on the row with most edges and random ones, {CHECKED} edges in all;"
-        " of the gradients the worst counts"
-    )
-    out.note(
-        "forward is the call without gradients; backward is the gradient of all operands, from what the"
-        " forward pass saved; structures are converted beforehand"
-    )
-    out.note("extra memory is the allocator's peak during a call above what was there before, with results")
-    for name in progress(options.graphs, "attention"):
-        _run_graph(name, options, out)
-        release()
-    return out.path
-
-
 @dataclass(frozen=True)
 class Sample:
     """Rows whose results are checked.
@@ -149,37 +117,24 @@ def sample(graph: suite.Graph, edges: int) -> Sample:
     return Sample(dst, src.long(), Adjacency.from_csr(rowptr, col, (count, src.numel())))
 
 
-def _run_graph(name: str, options: argparse.Namespace, out: Recorder) -> None:
-    """All cells of one graph; what it holds on the device ends with the call."""
-    device = torch.device(options.device)
-    graph = suite.load(name, device)
-    adj = Adjacency.from_csr(graph.rowptr, graph.col, (graph.num_nodes, graph.num_nodes)).prepare()
+def cells(run: Run, name: str) -> Iterator[Job]:
+    """All cells of one graph."""
+    graph = suite.load(name, run.device)
+    adj = graph.adjacency().prepare()
     checked = sample(graph, CHECKED)
-    for key, dtype in itertools.product(options.cases, options.dtypes):
+    for key, dtype in run.grid("cases", "dtypes"):
         case = CASES[key]
-        inputs = case.inputs(graph.num_nodes, DTYPES[dtype], device)
-        for algorithm, direction in itertools.product(options.algorithms, ("forward", "backward")):
-            measure = partial(_forward if direction == "forward" else _backward, case, adj, inputs, algorithm)
-            out.add(
-                **graph.facts(),
-                case=key,
-                dtype=dtype,
-                direction=direction,
-                implementation=f"fastsparse {algorithm}",
-                stored=case.stored.get(direction),
-                **attempt(partial(measure, checked, dtype, options.budget_ms)),
-            )
+        inputs = case.inputs(graph.num_nodes, DTYPES[dtype], run.device)
+        for algorithm, direction in itertools.product(run.options.algorithms, ("forward", "backward")):
+            cell = {**graph.facts(), "case": key, "dtype": dtype, "direction": direction}
+            cell |= {"implementation": f"fastsparse {algorithm}", "stored": case.stored.get(direction)}
+            measure = _forward if direction == "forward" else _backward
+            yield cell, partial(measure, run, case, adj, inputs, algorithm, checked, dtype)
 
 
 def _forward(
-    case: Case,
-    adj: Adjacency,
-    inputs: list[Tensor],
-    algorithm: str,
-    checked: Sample,
-    dtype: str,
-    budget_ms: float,
-) -> dict[str, Any]:
+    run: Run, case: Case, adj: Adjacency, inputs: list[Tensor], algorithm: str, checked: Sample, dtype: str
+) -> Cell:
     def call() -> list[Tensor]:
         return [case.call(adj, inputs, algorithm)]
 
@@ -188,18 +143,12 @@ def _forward(
     (found,) = call()
     error = math.inf if found.isnan().any() else relative_error(found[checked.dst], expected)
     del found, expected
-    return _judge(call, error, TOLERANCE[dtype], adj.device, budget_ms)
+    return _judge(run, call, error, TOLERANCE[dtype])
 
 
 def _backward(
-    case: Case,
-    adj: Adjacency,
-    inputs: list[Tensor],
-    algorithm: str,
-    checked: Sample,
-    dtype: str,
-    budget_ms: float,
-) -> dict[str, Any]:
+    run: Run, case: Case, adj: Adjacency, inputs: list[Tensor], algorithm: str, checked: Sample, dtype: str
+) -> Cell:
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     result = case.call(adj, leaves, algorithm)
     dense = torch.randn(result.shape, device=adj.device).to(result.dtype)
@@ -218,8 +167,7 @@ def _backward(
         for found, end, wanted in zip(gradients(masked), case.ends(), expected, strict=True)
     )
     del masked, exact, upstream, expected
-    tolerance = GRADIENT_ROUNDINGS * TOLERANCE[dtype]
-    return _judge(lambda: gradients(dense), error, tolerance, adj.device, budget_ms)
+    return _judge(run, lambda: gradients(dense), error, GRADIENT_ROUNDINGS * TOLERANCE[dtype])
 
 
 def _double(case: Case, inputs: list[Tensor], checked: Sample) -> list[Tensor]:
@@ -240,19 +188,13 @@ def _gradient_error(found: Tensor, rows: Tensor | None, expected: Tensor) -> flo
     return relative_error(found[rows], expected)
 
 
-def _judge(
-    call: Callable[[], list[Tensor]], error: float, tolerance: float, device: torch.device, budget_ms: float
-) -> dict[str, Any]:
+def _judge(run: Run, call: Callable[[], list[Tensor]], error: float, tolerance: float) -> Cell:
     """Time and memory of a call whose result is right, else what is wrong with it."""
     check(error, tolerance)
-    return {
-        "error": error,
-        **_memory(call, device),
-        **kernel_time(call, device, budget_ms=budget_ms).as_cell(),
-    }
+    return {"error": error, **_memory(call, run.device), **run.time(call)}
 
 
-def _memory(call: Callable[[], list[Tensor]], device: torch.device) -> dict[str, int | None]:
+def _memory(call: Callable[[], list[Tensor]], device: torch.device) -> Cell:
     """Bytes of the results, and the most in use during the call above what was before."""
     before = 0
     if device.type == "cuda":
@@ -264,3 +206,23 @@ def _memory(call: Callable[[], list[Tensor]], device: torch.device) -> dict[str,
         "result_bytes": sum(tensor.numel() * tensor.element_size() for tensor in results),
         "extra_bytes": torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None,
     }
+
+
+BENCHMARK = Benchmark(
+    "attention",
+    cells,
+    graphs=suite.PEER_GRAPHS,
+    budget_ms=40.0,
+    options={
+        "cases": option(choices=tuple(CASES)),
+        "dtypes": option(["float16"], choices=tuple(DTYPES)),
+        "algorithms": option(["fused3s"], choices=("fused3s", "csr", "unfused")),
+    },
+    notes=(
+        f"errors are against float64, on the row with most edges and random ones, {CHECKED} edges in all;"
+        " of the gradients the worst counts",
+        "forward is the call without gradients; backward is the gradient of all operands, from what the"
+        " forward pass saved; structures are converted beforehand",
+        "extra memory is the allocator's peak during a call above what was there before, with results",
+    ),
+)

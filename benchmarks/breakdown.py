@@ -5,12 +5,9 @@ The models are those of `benchmarks/train.py`.
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import re
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch.autograd import DeviceType
@@ -19,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from fastsparse_pyg import clear_cache
 
 from . import suite
-from .common import add_common, attempt, progress, recorder, release
+from .runner import Benchmark, Cell, Job, Run, option, release, synchronise
 from .timing import step_time
 from .train import DTYPES, MODELS, make_steps, random_task
 
@@ -27,7 +24,7 @@ STEPS = 10
 
 #: kind -> what the names of its kernels (on a CPU: of its operators) contain; the first that fits counts
 KINDS = {
-    "aggregation": r"fastsparse|^_\w*(spmm|graphconvolution|attention|edgesoftmax)",
+    "aggregation": r"fastsparse|^_\w*(spmm|graphconvolution|aggregatetransform|attention|edgesoftmax)",
     "dense products": r"gemm|gemv|cutlass|nvjet|xmma|splitk|cublas|aten::(addmm|mm|bmm|linear)",
     "optimiser": r"multi_tensor|adam|aten::_foreach",
     "loss": r"softmax|nll_loss",
@@ -36,29 +33,14 @@ KINDS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser, graphs=["pubmed", "ogbn-arxiv", "reddit", "ogbn-products"])
-    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16-amp"])
-
-
-def run(options: argparse.Namespace) -> Path:
-    """Runs the benchmark; returns the path of its record."""
-    out = recorder("breakdown", options)
-    out.note(f"means of {STEPS} steps; the device is idle where the host cannot queue fast enough")
-    for name in progress(options.graphs, "breakdown"):
-        graph = suite.load(name, options.device)
-        for model, dtype in itertools.product(options.models, options.dtypes):
-            job = partial(_measure, graph, model, dtype, torch.device(options.device))
-            out.add(
-                **graph.facts(),
-                model=model,
-                dtype=dtype,
-                **attempt(job),
-            )
-            clear_cache()
-            release()
-    return out.path
+def cells(run: Run, name: str) -> Iterator[Job]:
+    """All cells of one graph."""
+    graph = suite.load(name, run.options.device)
+    for model, dtype in run.grid("models", "dtypes"):
+        cell = {**graph.facts(), "model": model, "dtype": dtype}
+        yield cell, partial(_measure, graph, model, dtype, run.device)
+        clear_cache()
+        release()
 
 
 def kind_of(name: str) -> str:
@@ -67,7 +49,7 @@ def kind_of(name: str) -> str:
     return next(fits, "other")
 
 
-def _measure(graph: suite.Graph, model: str, dtype: str, device: torch.device) -> dict[str, Any]:
+def _measure(graph: suite.Graph, model: str, dtype: str, device: torch.device) -> Cell:
     build, layers = MODELS[model]
     ours = next(iter(layers.values()))
     x, y = random_task(graph.num_nodes, device)
@@ -78,17 +60,27 @@ def _measure(graph: suite.Graph, model: str, dtype: str, device: torch.device) -
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]) as trace:
         for _ in range(STEPS):
             step()
-        if on_device:
-            torch.cuda.synchronize(device)
+        synchronise(device)
     spent = dict.fromkeys((*KINDS, "other"), 0.0)
     for event in trace.key_averages():
         if on_device and event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             spent[kind_of(event.key)] += event.self_device_time_total / 1e3 / STEPS
         elif not on_device:
             spent[kind_of(event.key)] += event.self_cpu_time_total / 1e3 / STEPS
-    busy = sum(spent.values())
     return {
         **timing.as_cell(),
         "kinds_ms": {kind: round(time, 4) for kind, time in spent.items()},
-        "idle_ms": round(max(timing.median_ms - busy, 0.0), 4) if on_device else None,
+        "idle_ms": round(max(timing.median_ms - sum(spent.values()), 0.0), 4) if on_device else None,
     }
+
+
+BENCHMARK = Benchmark(
+    "breakdown",
+    cells,
+    graphs=["pubmed", "ogbn-arxiv", "reddit", "ogbn-products"],
+    options={
+        "models": option(choices=tuple(MODELS)),
+        "dtypes": option(["bf16-amp"], choices=DTYPES),
+    },
+    notes=(f"means of {STEPS} steps; the device is idle where the host cannot queue fast enough",),
+)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,47 +14,26 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from fastsparse_pyg import FastGCNConv
 
 from . import suite
-from .common import add_common, attempt, progress, recorder, relative_error
+from .runner import Benchmark, Cell, Run, attempt, option, relative_error
 from .timing import wall_times
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser, graphs=["ogbn-arxiv"])
-    parser.add_argument("--width", type=int, default=128, help="input and output width")
-    parser.add_argument(
-        "--rounds", type=int, default=15, help="times that each implementation is timed, in turn"
-    )
-
-
-def run(options: argparse.Namespace) -> Path:
-    """Runs the benchmark; returns the path of its record."""
-    device = torch.device("cpu")
-    out = recorder("cpu", options, device=device)
-    out.note(
-        "one layer, forward and backward to features and weights, float32, the graph known from the call"
-        " before; 'torch.sparse CSR, normalised before' is the bare product with a matrix normalised once"
-        " (and its transpose in hand), without PyG around it"
-    )
-    for name in progress(options.graphs, "cpu"):
-        graph = suite.load(name, device)
-        torch.manual_seed(0)
-        x = torch.randn(graph.num_nodes, options.width).requires_grad_()
-        gradient = torch.randn(graph.num_nodes, options.width)
-        steps = _steps(graph, x, gradient, options.width)
-        reference = [tensor.double() for tensor in steps["PyG edge_index"]()]
-        checks = {key: attempt(partial(_check, step, reference)) for key, step in steps.items()}
-        sound = {key: step for key, step in steps.items() if checks[key]["status"] == "ok"}
-        timings = wall_times(sound, device, least=options.rounds, most=options.rounds)
-        for implementation, check in checks.items():
-            timing = timings[implementation].as_cell() if implementation in timings else {}
-            out.add(
-                **graph.facts(),
-                width=options.width,
-                implementation=implementation,
-                **check,
-                **timing,
-            )
-    return out.path
+def cells(run: Run, name: str) -> Iterator[Cell]:
+    """All cells of one graph: the implementations are checked, then timed in turn."""
+    options = run.options
+    graph = suite.load(name, run.device)
+    torch.manual_seed(0)
+    x = torch.randn(graph.num_nodes, options.width).requires_grad_()
+    gradient = torch.randn(graph.num_nodes, options.width)
+    steps = _steps(graph, x, gradient, options.width)
+    reference = [tensor.double() for tensor in steps["PyG edge_index"]()]
+    checks = {key: attempt(partial(_check, step, reference)) for key, step in steps.items()}
+    sound = {key: step for key, step in steps.items() if checks[key]["status"] == "ok"}
+    timings = wall_times(sound, run.device, least=options.rounds, most=options.rounds)
+    for implementation, check in checks.items():
+        timing = timings[implementation].as_cell() if implementation in timings else {}
+        facts = {**graph.facts(), "width": options.width, "implementation": implementation}
+        yield facts | check | timing
 
 
 #: One forward and backward: output and the gradients of features and weight.
@@ -103,8 +80,25 @@ def _steps(graph: suite.Graph, x: Tensor, gradient: Tensor, width: int) -> dict[
     }
 
 
-def _check(step: Step, reference: list[Tensor]) -> dict[str, Any]:
+def _check(step: Step, reference: list[Tensor]) -> Cell:
     error = max(relative_error(ours, theirs) for ours, theirs in zip(step(), reference, strict=True))
     if error > 1e-5:
         return {"status": f"wrong: relative difference {error:.1e}", "error": min(error, 1e300)}
     return {"error": error}
+
+
+BENCHMARK = Benchmark(
+    "cpu",
+    cells,
+    graphs=["ogbn-arxiv"],
+    options={
+        "width": option(128, "input and output width"),
+        "rounds": option(15, "times that each implementation is timed, in turn"),
+    },
+    notes=(
+        "one layer, forward and backward to features and weights, float32, the graph known from the call"
+        " before; 'torch.sparse CSR, normalised before' is the bare product with a matrix normalised once"
+        " (and its transpose in hand), without PyG around it",
+    ),
+    device="cpu",
+)

@@ -11,7 +11,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +19,8 @@ from torch import Tensor
 from fastsparse_core import Adjacency, edge_softmax, spmm
 
 from . import suite
-from .common import add_common, attempt, progress, recorder, relative_error, release
-from .record import Recorder
-from .steps import check, peak_bytes
-from .timing import kernel_time, summarise, wall_times
+from .runner import Benchmark, Cell, Job, Run, attempt, check, option, peak_bytes, relative_error, release
+from .timing import summarise, wall_times
 
 #: Stand-ins whose messages fit a CPU's cache or nearly so, and the one of the GPU.
 SMALL = ("pubmed", "peptides-batch", "github")
@@ -37,29 +34,18 @@ CPU_CALLS = 2
 Step = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser, budget_ms=150.0)
-    parser.add_argument("--graphs", nargs="+", help=f"{suite.NAMES}; default: small ones on the CPU")
-    parser.add_argument("--width", type=int, default=128, help="features of a node")
-    parser.add_argument("--operators", nargs="+", help="some of them; default: all")
+def graphs(options: argparse.Namespace) -> list[str]:
+    """Those that are asked for, else the device's; the record's settings name them."""
+    usual = LARGE if torch.device(options.device).type == "cuda" else SMALL
+    options.graphs = options.graphs or list(usual)
+    return options.graphs
 
 
-def run(options: argparse.Namespace) -> Path:
-    """Runs the benchmark; returns the path of its record."""
-    device = torch.device(options.device)
-    options.graphs = options.graphs or list(LARGE if device.type == "cuda" else SMALL)
-    out = recorder("dgl_operators", options)
-    out.note(f"float32, {options.width} features a node, {HEADS} heads; forward and all gradients")
-    for name in progress(options.graphs, "dgl_operators"):
-        _run_graph(suite.load(name, device), options, out)
-        release()
-    return out.path
-
-
-def _run_graph(graph: suite.Graph, options: argparse.Namespace, out: Recorder) -> None:
+def cells(run: Run, name: str) -> Iterator[Job | Cell]:
+    """All cells of one graph."""
     import fastsparse_dgl
 
-    device = torch.device(options.device)
+    graph, options, device = suite.load(name, run.device), run.options, run.device
     dgl = fastsparse_dgl.compat.dgl
     host = dgl.graph((graph.col.long().cpu(), graph.row().long().cpu()), num_nodes=graph.num_nodes)
     draws = Draws(graph, options.width, device)
@@ -74,22 +60,18 @@ def _run_graph(graph: suite.Graph, options: argparse.Namespace, out: Recorder) -
         steps["DGL"] = dgl_steps(dgl, host, draws)
     by_operator: dict[str, dict[str, Step]] = {}
     for implementation, made in steps.items():
-        for name, step in made:
-            by_operator.setdefault(name, {})[implementation] = step
-    for name, found in by_operator.items():
-        if options.operators and name not in options.operators:
+        for operator, step in made:
+            by_operator.setdefault(operator, {})[implementation] = step
+    facts = {**graph.facts(), "width": options.width}
+    for operator, found in by_operator.items():
+        if options.operators and operator not in options.operators:
             continue
-        for implementation, cell in _measure_all(found, name, device, options.budget_ms).items():
-            out.add(
-                **graph.facts(),
-                width=options.width,
-                operator=name,
-                implementation=implementation,
-                **cell,
-            )
+        for implementation, cell in _measure_all(run, found, operator).items():
+            yield {**facts, "operator": operator, "implementation": implementation, **cell}
         release()
     if device.type != "cpu" and (not options.operators or "GATConv" in options.operators):
-        _cpu_layer(dgl, host, graph, options, out)
+        what = {"operator": "GATConv", "implementation": "DGL, two CPU cores"}
+        yield {**facts, **what}, lambda: _on_two_cores(dgl, host, graph, options.width)
 
 
 @contextlib.contextmanager
@@ -108,33 +90,22 @@ def enabled() -> Iterator[None]:
 AROUND = {"enabled": enabled}
 
 
-def _cpu_layer(dgl: Any, host: Any, graph: suite.Graph, options: argparse.Namespace, out: Recorder) -> None:
-    """GATConv of DGL itself on two cores."""
+def _on_two_cores(dgl: Any, host: Any, graph: suite.Graph, width: int) -> Cell:
+    """GATConv of DGL itself."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        cpu = torch.device("cpu")
-        found = dict(dgl_steps(dgl, host, Draws(graph, options.width, cpu)))["GATConv"]
-        cell = attempt(partial(_few_calls, *found))
+        draws = Draws(graph, width, torch.device("cpu"))
+        function, leaves = dict(dgl_steps(dgl, host, draws))["GATConv"]
+        times = []
+        for _ in range(CPU_CALLS):
+            begin = time.perf_counter()
+            out = function(*leaves)
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+            times.append((time.perf_counter() - begin) * 1e3)
+        return summarise(times, "wall clock").as_cell()
     finally:
         torch.set_num_threads(threads)
-    out.add(
-        **graph.facts(),
-        width=options.width,
-        operator="GATConv",
-        implementation="DGL, two CPU cores",
-        **cell,
-    )
-
-
-def _few_calls(function: Callable[..., Tensor], leaves: tuple[Tensor, ...]) -> dict[str, Any]:
-    times = []
-    for _ in range(CPU_CALLS):
-        begin = time.perf_counter()
-        out = function(*leaves)
-        torch.autograd.grad(out, leaves, torch.ones_like(out))
-        times.append((time.perf_counter() - begin) * 1e3)
-    return summarise(times, "wall clock").as_cell()
 
 
 class Draws:
@@ -172,7 +143,7 @@ def dgl_steps(dgl: Any, g: Any, draws: Draws) -> Iterator[tuple[str, Step]]:
                 g.edata["w"] = leaves[1]
                 message = dgl.function.u_mul_e("h", "w", "m")
             g.update_all(message, dgl.function.sum("m", "o"))
-            return g.dstdata["o"]  # type: ignore[no-any-return]
+            return g.dstdata["o"]
 
     yield "copy_u sum", (update_all, (x,))
     yield "u_mul_e sum", (update_all, (x, draws.edge))
@@ -211,7 +182,7 @@ def pyg_steps(graph: suite.Graph, draws: Draws) -> Iterator[tuple[str, Step]]:
     x, y = draws.x, draws.y
 
     def reduce(message: Tensor, kind: str) -> Tensor:
-        return scatter(message, dst, 0, n, kind)  # type: ignore[no-any-return]
+        return scatter(message, dst, 0, n, kind)
 
     def take(nodes: Tensor, index: Tensor) -> Tensor:
         return nodes.index_select(0, index)
@@ -233,23 +204,22 @@ def pyg_steps(graph: suite.Graph, draws: Draws) -> Iterator[tuple[str, Step]]:
     yield "edge_softmax", (lambda e: softmax(e, dst, num_nodes=n), (draws.edge_heads,))
 
 
-def _measure_all(
-    steps: dict[str, Step], name: str, device: torch.device, budget_ms: float
-) -> dict[str, dict[str, Any]]:
+def _measure_all(run: Run, steps: dict[str, Step], name: str) -> dict[str, Cell]:
     """Time and peak memory of an operator by implementation; on the CPU they are timed in turn."""
-    cells: dict[str, dict[str, Any]] = {}
+    cells: dict[str, Cell] = {}
     calls: dict[str, Call] = {}
     expected: list[Tensor] = []
     for implementation, step in steps.items():
         both = calls[implementation] = Call(*step)
         with AROUND.get(implementation, contextlib.nullcontext)():
-            cell = attempt(partial(_checked, both, expected, name, device))
-            if device.type != "cpu" and cell["status"] == "ok":
-                cell |= kernel_time(both, device, budget_ms=budget_ms).as_cell()
+            cell = attempt(partial(_checked, both, expected, name, run.device))
+            if run.device.type != "cpu" and cell["status"] == "ok":
+                cell |= run.time(both)
         cells[implementation] = cell
-    if device.type == "cpu":
+    if run.device.type == "cpu":
         sound = {key: call for key, call in calls.items() if cells[key]["status"] == "ok"}
-        for implementation, timing in wall_times(sound, device, budget_ms=budget_ms, around=AROUND).items():
+        timings = wall_times(sound, run.device, budget_ms=run.options.budget_ms, around=AROUND)
+        for implementation, timing in timings.items():
             cells[implementation] |= timing.as_cell()
     return cells
 
@@ -268,7 +238,7 @@ class Call:
         return [out, *torch.autograd.grad(out, self.leaves, self.upstream)]
 
 
-def _checked(both: Call, expected: list[Tensor], name: str, device: torch.device) -> dict[str, Any]:
+def _checked(both: Call, expected: list[Tensor], name: str, device: torch.device) -> Cell:
     """Error against the first implementation, whose results `expected` holds from then on, and memory."""
     found = [tensor.detach() for tensor in both()]
     expected.extend(found if not expected else [])
@@ -279,3 +249,19 @@ def _checked(both: Call, expected: list[Tensor], name: str, device: torch.device
         check(error, TOLERANCE)
     peak = peak_bytes(both, device, above=True)
     return {"error": error if error < 1e300 else None, "peak_bytes": peak}
+
+
+BENCHMARK = Benchmark(
+    "dgl_operators",
+    cells,
+    graphs,
+    budget_ms=150.0,
+    options={
+        "graphs": option(None, f"{suite.NAMES}; default: small ones on the CPU", nargs="+"),
+        "width": option(128, "features of a node"),
+        "operators": option(None, "some of them; default: all", nargs="+"),
+    },
+    notes=lambda options: [
+        f"float32, {options.width} features a node, {HEADS} heads; forward and all gradients"
+    ],
+)

@@ -8,22 +8,18 @@ with many entries lose most digits.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from . import suite
-from .common import DTYPES, attempt, release
-from .record import Recorder
-from .steps import measure
-from .timing import Timing, kernel_time, step_time
+from .runner import DTYPES, Job, Run, release
+from .timing import kernel_time, step_time
 
 WIDTH, RAW = 128, 8
 GRAPHS = ("ogbn-arxiv", "molecules")
@@ -34,18 +30,13 @@ MOLECULES, DEPTH = 512, 5
 TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
 
 
-@dataclass(frozen=True)
-class Edges:
+class Edges(NamedTuple):
     """A graph as PyG takes it, and how many layers a step has."""
 
     name: str
     num_nodes: int
     edge_index: Tensor
     depth: int
-
-    @property
-    def num_edges(self) -> int:
-        return self.edge_index.size(1)
 
 
 def draw_molecules(device: torch.device) -> Edges:
@@ -74,7 +65,7 @@ def draw_graph(name: str, device: torch.device) -> Edges:
     if name == "molecules":
         return draw_molecules(device)
     graph = suite.load(name, device)
-    return Edges(name, graph.num_nodes, torch.stack([graph.col.long(), graph.row().long()]), 1)
+    return Edges(name, graph.num_nodes, graph.edge_index(), 1)
 
 
 class Model(nn.Module):
@@ -87,8 +78,8 @@ class Model(nn.Module):
 
         def make() -> nn.Module:
             if layer == "GINEConv":
-                return kind(nn.Linear(WIDTH, WIDTH), edge_dim=edge_dim)  # type: ignore[no-any-return]
-            return kind(WIDTH, WIDTH, edge_dim=edge_dim)  # type: ignore[no-any-return]
+                return kind(nn.Linear(WIDTH, WIDTH), edge_dim=edge_dim)
+            return kind(WIDTH, WIDTH, edge_dim=edge_dim)
 
         self.layers = nn.ModuleList(make() for _ in range(depth))
 
@@ -98,32 +89,24 @@ class Model(nn.Module):
         return x
 
 
-def run_messages(options: argparse.Namespace, out: Recorder) -> None:
-    """Adds the cells to the record of `edges`."""
-    device = torch.device(options.device)
-    for name in options.message_graphs:
-        graph = draw_graph(name, device)
-        for (layer, features), dtype in itertools.product(LAYERS, options.dtypes):
-            steps, expected = message_steps(graph, layer, features, DTYPES[dtype], device)
-            for implementation, step in steps.items():
-                if implementation not in options.implementations:
-                    continue
-                timer: Callable[..., Timing] = kernel_time if graph.depth == 1 else step_time
+def cells(run: Run, name: str) -> Iterator[Job]:
+    """All cells of one graph."""
+    graph = draw_graph(name, run.device)
+    timer = kernel_time if graph.depth == 1 else step_time
+    for (layer, features), dtype in itertools.product(LAYERS, run.options.dtypes):
+        steps, expected = message_steps(graph, layer, features, DTYPES[dtype], run.device)
+        for implementation, step in steps.items():
+            if implementation in run.options.implementations:
                 tolerance = TOLERANCE[dtype] * graph.depth if implementation == "fastsparse" else None
-                arguments = (step, expected, tolerance, device, options.budget_ms, timer)
-                cell = attempt(partial(measure, *arguments))
-                cell.pop("result", None)
-                out.add(
-                    graph=graph.name,
-                    edges=graph.num_edges,
-                    layer=layer,
-                    features=features,
-                    dtype=dtype,
-                    part="messages",
-                    implementation=implementation,
-                    **cell,
-                )
-            release()
+                cell = {
+                    "graph": name,
+                    "edges": graph.edge_index.size(1),
+                    "layer": layer,
+                    "features": features,
+                }
+                cell |= {"dtype": dtype, "part": "messages", "implementation": implementation}
+                yield cell, run.compared(step, [expected], tolerance, timer)
+        release()
 
 
 def message_steps(
@@ -141,7 +124,9 @@ def message_steps(
     x = torch.randn(graph.num_nodes, WIDTH, device=device).to(dtype).requires_grad_()
     edge_attr: tuple[Tensor, ...] = ()
     if features:
-        edge_attr = (torch.randn(graph.num_edges, features, device=device).to(dtype).requires_grad_(),)
+        edge_attr = (
+            torch.randn(graph.edge_index.size(1), features, device=device).to(dtype).requires_grad_(),
+        )
     upstream = torch.randn(graph.num_nodes, WIDTH, device=device).to(dtype)
     with torch.no_grad():
         exact = copy.deepcopy(reference).float()

@@ -10,13 +10,9 @@ and residual gated layers are in `edge_messages`.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +20,8 @@ from torch import Tensor, nn
 
 from fastsparse_core import Adjacency, attention, gatv2_attention
 
-from . import suite
-from .common import DTYPES, add_common, attempt, progress, recorder, release
-from .edge_messages import GRAPHS as MESSAGE_GRAPHS
-from .edge_messages import TOLERANCE, run_messages
-from .record import Recorder
-from .steps import measure
+from . import edge_messages, suite
+from .runner import DTYPES, Benchmark, Job, Run, option, release
 
 WIDTH, FEATURES = 256, 8
 MESH, GRID = 40_962, 542_080
@@ -73,17 +65,15 @@ def draw_graph(name: str, device: torch.device) -> Bipartite:
             return Bipartite.of(name, point, node, GRID, MESH)
         return Bipartite.of(name, node, point, MESH, GRID)
     graph = suite.load(name, device)
-    edge_index = torch.stack([graph.col.long(), graph.row().long()])
-    return Bipartite(name, graph.num_nodes, graph.num_nodes, edge_index)
+    return Bipartite(name, graph.num_nodes, graph.num_nodes, graph.edge_index())
 
 
 def triton_kernel() -> Callable[..., Tensor] | None:
-    """The rival's operator, None where its module is not on the path."""
+    """The baseline's operator, None where its module is not on the path."""
     try:
-        kernel = importlib.import_module("anemoi_gt").graph_transformer_attention_conv
+        return importlib.import_module("anemoi_gt").graph_transformer_attention_conv
     except ImportError:
         return None
-    return kernel  # type: ignore[no-any-return]
 
 
 class TritonAttention(nn.Module):
@@ -119,53 +109,29 @@ class TritonLayer(nn.Module):
         return out + layer.lin_skip(x[1])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser, budget_ms=200.0)
-    # Not `graphs`, which are the suite's.
-    parser.add_argument("--graphs", dest="drawn", nargs="*", choices=GRAPHS, default=list(GRAPHS))
-    parser.add_argument("--message-graphs", nargs="*", choices=MESSAGE_GRAPHS, default=list(MESSAGE_GRAPHS))
-    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
-    parser.add_argument("--heads", nargs="+", type=int, default=[4, 16])
-    parser.add_argument("--dtypes", nargs="+", choices=tuple(TOLERANCE), default=["float32", "float16"])
-    parser.add_argument("--implementations", nargs="+", default=["pyg", "triton", "fastsparse"])
-
-
-def run(options: argparse.Namespace) -> Path:
-    """Runs the benchmark; returns the path of its record."""
-    out = recorder("edges", options)
-    out.note(f"layers are {WIDTH} wide with {FEATURES} features per edge; a step is forward and backward")
-    out.note("operator starts from projected queries, keys and values; Triton's projects the edges, too")
-    for name in progress(options.drawn, "edges"):
-        _run_graph(draw_graph(name, torch.device(options.device)), options, out)
-        release()
-    run_messages(options, out)
-    return out.path
-
-
-def _run_graph(graph: Bipartite, options: argparse.Namespace, out: Recorder) -> None:
-    device = torch.device(options.device)
-    for layer, heads, dtype in itertools.product(options.layers, options.heads, options.dtypes):
-        for part, steps in (
-            ("layer", layer_steps(graph, layer, heads, DTYPES[dtype], device)),
-            ("operator", operator_steps(graph, layer, heads, DTYPES[dtype], device)),
-        ):
-            expected = None
-            for implementation, step in steps:
+def cells(run: Run, case: tuple[str, bool]) -> Iterator[Job]:
+    """All cells of one graph, those of `edge_messages` or ours."""
+    name, is_messages = case
+    if is_messages:
+        yield from edge_messages.cells(run, name)
+        return
+    graph, options = draw_graph(name, run.device), run.options
+    for layer, heads, dtype in run.grid("layers", "heads", "dtypes"):
+        for part, make in (("layer", layer_steps), ("operator", operator_steps)):
+            expected: list[Tensor] = []
+            for implementation, step in make(graph, layer, heads, DTYPES[dtype], run.device):
                 if implementation not in options.implementations:
                     continue
-                cell = attempt(partial(measure, step, expected, TOLERANCE[dtype], device, options.budget_ms))
-                result = cell.pop("result", None)
-                expected = result if expected is None and part == "layer" else expected
-                out.add(
-                    graph=graph.name,
-                    edges=graph.num_edges,
-                    layer=layer,
-                    heads=heads,
-                    dtype=dtype,
-                    part=part,
-                    implementation=implementation,
-                    **cell,
-                )
+                cell = {
+                    "graph": name,
+                    "edges": graph.num_edges,
+                    "layer": layer,
+                    "heads": heads,
+                    "dtype": dtype,
+                }
+                cell |= {"part": part, "implementation": implementation}
+                others = expected if part == "layer" else []
+                yield cell, run.compared(step, others, edge_messages.TOLERANCE[dtype])
             release()
 
 
@@ -173,27 +139,22 @@ def layer_steps(
     graph: Bipartite, layer: str, heads: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Forward and backward of one layer by implementation; all have the same parameters and inputs."""
-    import torch_geometric.nn as original
-
-    import fastsparse_pyg
+    from .pyg_layers import original_and_drop_in
 
     torch.manual_seed(0)
     options: dict[str, Any] = {"heads": heads, "edge_dim": FEATURES}
     if layer == "GATv2Conv":
         options["add_self_loops"] = False
-    reference = getattr(original, layer)((WIDTH, WIDTH), WIDTH // heads, **options).to(device, dtype)
-    fast = getattr(fastsparse_pyg, f"Fast{layer}")((WIDTH, WIDTH), WIDTH // heads, **options)
-    fast = fast.to(device, dtype)
-    fast.load_state_dict(reference.state_dict())
+    shape = ((WIDTH, WIDTH), WIDTH // heads)
+    candidates = original_and_drop_in(layer, *shape, device=device, dtype=dtype, **options)
     x_src = torch.randn(graph.num_src, WIDTH, device=device).to(dtype).requires_grad_()
     x_dst = x_src
     if graph.num_src != graph.num_dst:
         x_dst = torch.randn(graph.num_dst, WIDTH, device=device).to(dtype).requires_grad_()
     edge_attr = torch.randn(graph.num_edges, FEATURES, device=device).to(dtype).requires_grad_()
     kernel = triton_kernel() if layer == "TransformerConv" else None
-    candidates: dict[str, nn.Module] = {"pyg": reference, "fastsparse": fast}
     if kernel is not None:
-        candidates["triton"] = TritonLayer(reference, TritonAttention(kernel, graph))
+        candidates["triton"] = TritonLayer(candidates["pyg"], TritonAttention(kernel, graph))
     for name, module in candidates.items():
 
         def step(module: nn.Module = module) -> Tensor:
@@ -226,7 +187,7 @@ def operator_steps(
         leaves = [q, k, att, *edges]
 
         def gatv2() -> Tensor:
-            out = gatv2_attention(adj, q, k, att.view(-1) if heads == 1 else att, **named)  # type: ignore[arg-type]
+            out = gatv2_attention(adj, q, k, att.view(-1) if heads == 1 else att, **named)
             torch.autograd.grad(out, leaves, upstream)
             return out
 
@@ -241,7 +202,30 @@ def operator_steps(
 
         return both
 
-    yield "fastsparse", step(lambda: attention(adj, q, k, v, heads=heads, **named))  # type: ignore[arg-type]
+    yield "fastsparse", step(lambda: attention(adj, q, k, v, heads=heads, **named))
     if kernel is not None:
-        rival = TritonAttention(kernel, graph)
-        yield "triton", step(lambda: rival(q, k, v, nn.functional.linear(*edges), heads))
+        baseline = TritonAttention(kernel, graph)
+        yield "triton", step(lambda: baseline(q, k, v, nn.functional.linear(*edges), heads))
+
+
+BENCHMARK = Benchmark(
+    "edges",
+    cells,
+    lambda options: [
+        *((name, False) for name in options.drawn),
+        *((name, True) for name in options.message_graphs),
+    ],
+    budget_ms=200.0,
+    options={
+        "graphs": option(choices=GRAPHS, dest="drawn", nargs="*"),
+        "message_graphs": option(choices=edge_messages.GRAPHS, nargs="*"),
+        "layers": option(choices=LAYERS),
+        "heads": option([4, 16]),
+        "dtypes": option(["float32", "float16"], choices=tuple(edge_messages.TOLERANCE)),
+        "implementations": option(["pyg", "triton", "fastsparse"]),
+    },
+    notes=(
+        f"layers are {WIDTH} wide with {FEATURES} features per edge; a step is forward and backward",
+        "operator starts from projected queries, keys and values; Triton's projects the edges, too",
+    ),
+)

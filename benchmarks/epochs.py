@@ -10,12 +10,12 @@ Without a model, the loader alone: ms per batch until the last one is there, and
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +32,9 @@ from fastsparse_core import capture
 from fastsparse_core.capturing import graphs
 from fastsparse_pyg import FastGCNConv, FastGINConv
 
-from .common import add_common, attempt, progress, recorder, release
+from .runner import Benchmark, Cell, Job, Run, attempt, option, progress, release, synchronise
 from .small import _molecule
+from .timing import in_turn
 
 FEATURES, WIDTH, DEPTH = 64, 128, 4
 LAYERS: dict[str, dict[str, Callable[..., nn.Module]]] = {
@@ -71,43 +72,26 @@ def variants(workers: Iterable[int], captures: bool) -> list[Variant]:
     return found + [Variant(layers, "FastSparse", 0, is_captured) for layers, is_captured in steps]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
-    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), help="layers")
-    parser.add_argument("--batches", nargs="+", type=int, default=[512, 64], help="molecules in a batch")
-    parser.add_argument("--molecules", type=int, default=20_480, help="molecules in an epoch")
-    parser.add_argument("--workers", nargs="+", type=int, default=[0, 8], help="processes of PyG's loader")
-    parser.add_argument("--epochs", type=int, default=5, help="epochs that are timed, after the first ones")
-
-
-def run(options: argparse.Namespace) -> Path:
-    """Runs the benchmark; returns the path of its record."""
-    device = torch.device(options.device)
-    out = recorder("epochs", options)
-    out.note(
-        f"{options.molecules} molecules an epoch; the loader and the copy to the device are inside the clock;"
-        f" medians of {options.epochs} epochs, the variants in turn, after the epochs that record steps"
-    )
-    captures = graphs.CudaGraphs.supports(device)
-    data = molecules(options.molecules)
+def cells(run: Run, data: list[Data]) -> Iterator[Job | Cell]:
+    """All cells: of the loaders alone, then of the layers, by batch size."""
+    options, captures = run.options, graphs.CudaGraphs.supports(run.device)
     for size in options.batches:
         for workers in [*options.workers, None]:
-            loader = make_loader(data, size, workers, device)
-            found = attempt(lambda loader=loader: _alone(loader, options.epochs, device))
+            loader = make_loader(data, size, workers, run.device)
             name = "our loader" if workers is None else f"PyG's loader, {workers} workers"
-            out.add(batch=size, layer="none", implementation=name, **found)
+            cell = {"batch": size, "layer": "none", "implementation": name}
+            yield cell, partial(_alone, loader, options.epochs, run.device)
             del loader
         for layer in progress(options.layers, f"batches of {size}"):
             known = variants(options.workers, captures)
-            epochs = {item.name: Epoch(item, layer, data, size, device) for item in known}
+            epochs = {item.name: Epoch(item, layer, data, size, run.device) for item in known}
             found = attempt(lambda epochs=epochs: {"epochs": _in_turn(epochs, options.epochs)})
             cells = found.pop("epochs", {})
             for name in epochs:
-                out.add(batch=size, layer=layer, implementation=name, **found, **cells.get(name, {}))
+                yield {"batch": size, "layer": layer, "implementation": name, **found, **cells.get(name, {})}
             del epochs
             fastsparse_pyg.clear_cache()
             release()
-    return out.path
 
 
 def molecules(count: int) -> list[Data]:
@@ -147,21 +131,16 @@ def make_loader(data: list[Data], size: int, workers: int | None, device: torch.
     return PygDataLoader(data, **options)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _alone(loader: Iterable[Any], rounds: int, device: torch.device) -> dict[str, Any]:
     whole, host = [], []
     for nth in range(rounds + 1):
-        _wait(device)
+        synchronise(device)
         start, count = time.perf_counter(), 0
         for batch in loader:
             batch.to(device, non_blocking=True)
             count += 1
         enqueued = time.perf_counter()
-        _wait(device)
+        synchronise(device)
         if nth:
             whole.append((time.perf_counter() - start) / count * 1e3)
             host.append((enqueued - start) / count * 1e3)
@@ -171,12 +150,9 @@ def _alone(loader: Iterable[Any], rounds: int, device: torch.device) -> dict[str
 def _in_turn(epochs: dict[str, Epoch], rounds: int) -> dict[str, dict[str, Any]]:
     for epoch in epochs.values():
         epoch.warm_up()
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in epochs}
-    for _, (name, epoch) in itertools.product(range(rounds), epochs.items()):
-        found[name].append(epoch())
     return {
         name: {"median_ms": statistics.median(ms for ms, _ in timings), "loss": timings[-1][1]}
-        for name, timings in found.items()
+        for name, timings in in_turn(epochs, rounds).items()
     }
 
 
@@ -225,7 +201,7 @@ class Epoch:
             return loss
 
         self._step: Callable[..., Tensor] = capture(step) if variant.captures else step
-        self._captured = self._step.captured if variant.captures else None  # type: ignore[attr-defined]
+        self._captured = self._step.captured if variant.captures else None
 
     def warm_up(self) -> None:
         """Until the step is recorded, if it is to be.
@@ -240,9 +216,27 @@ class Epoch:
 
     def __call__(self) -> tuple[float, float]:
         """Ms per batch, and the mean loss."""
-        _wait(self._device)
+        synchronise(self._device)
         start, losses = time.perf_counter(), []
         for batch in self._loader:
             losses.append(self._step(batch.to(self._device, non_blocking=True)).detach().clone())
-        _wait(self._device)
+        synchronise(self._device)
         return (time.perf_counter() - start) / len(losses) * 1e3, float(torch.stack(losses).mean())
+
+
+BENCHMARK = Benchmark(
+    "epochs",
+    cells,
+    lambda options: [molecules(options.molecules)],
+    options={
+        "layers": option(None, "layers", choices=LAYERS),
+        "batches": option([512, 64], "molecules in a batch"),
+        "molecules": option(20_480, "molecules in an epoch"),
+        "workers": option([0, 8], "processes of PyG's loader"),
+        "epochs": option(5, "epochs that are timed, after the first ones"),
+    },
+    notes=lambda options: [
+        f"{options.molecules} molecules an epoch; the loader and the copy to the device are inside the clock;"
+        f" medians of {options.epochs} epochs, the variants in turn, after the epochs that record steps"
+    ],
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: What is compared, as the tables name it -> rival -> its time over ours, geometric mean over the graphs.
+#: What is compared, as the tables name it -> baseline -> its time over ours, geometric mean over the graphs.
 SPEED_UPS: dict[str, dict[str, float]] = {
     **{
         f"flashsparse, forward, {dtype}, F = {width}": {"cuSPARSE": speed, "FlashSparse fp16": 1.75}

@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import suite
-from .common import add_common, recorder
-from .record import Recorder
+from .runner import Benchmark, Cell, Run, option, synchronise
 
 NODES, EDGES, WIDTH = 64, 256, 32
 #: The graph of three layers, and their width.
@@ -32,83 +29,53 @@ STRUCTURES = ("same", "new")
 WARM_UP = 10
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
-    parser.add_argument("--calls", type=int, default=50, help="calls per round")
-    parser.add_argument("--rounds", type=int, default=25, help="rounds")
-    parser.add_argument(
-        "--stacks", choices=STRUCTURES, nargs="*", help="edges of three layers (on a GPU: both, else none)"
-    )
+def cases(options: argparse.Namespace) -> list[bool | str]:
+    """One layer without and with a gradient of its features, and three layers by their edges."""
+    on_gpu = torch.device(options.device).type == "cuda"
+    return [False, True, *((STRUCTURES if on_gpu else ()) if options.stacks is None else options.stacks)]
 
 
-def run(options: argparse.Namespace) -> Path:
-    """Runs the benchmark; returns the path of its record."""
-    device = torch.device(options.device)
-    out = recorder("host", options)
-    out.note(
-        f"{NODES} nodes, {EDGES} edges, {WIDTH} features; medians over {options.rounds} rounds in turn of"
-        f" {options.calls} calls that nothing waits for, by the clock; ratios are to nn.Linear"
-        + ("" if device.type == "cuda" else "; on the CPU this includes the arithmetic of one thread")
-    )
-    stacks = (STRUCTURES if device.type == "cuda" else ()) if options.stacks is None else options.stacks
-    out.note(
-        f"three layers: the size of {STACK}, {STACK_WIDTH} features, float32; whole steps, the device's work"
-        " included; a new structure: the tensor of edges is copied before each step"
-    )
+def cells(run: Run, case: bool | str) -> Iterator[Cell]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for needs_grad in (False, True):
-            steps = {name: _Step(layer, device, needs_grad) for name, layer in _layers(device).items()}
-            for _ in range(options.rounds):
-                for step in steps.values():
-                    step.turn(options.calls)
-            unit = steps["nn.Linear"].medians()
-            for name, step in steps.items():
-                forward, whole = step.medians()
-                out.add(
-                    layer=name,
-                    features="with gradient" if needs_grad else "constant",
-                    forward_us=forward,
-                    step_us=whole,
-                    forward_ratio=forward / unit[0],
-                    step_ratio=whole / unit[1],
-                )
-        for structure in stacks:
-            _stacks(out, structure, device, options)
+        yield from _stacks(run, case) if isinstance(case, str) else _steps(run, case)
     finally:
         torch.set_num_threads(threads)
-    return out.path
 
 
-def _stacks(out: Recorder, structure: str, device: torch.device, options: argparse.Namespace) -> None:
-    """Three layers of each kind in turn; cells of the record."""
-    try:
-        import torch_geometric.nn as pyg
+def _steps(run: Run, needs_grad: bool) -> Iterator[Cell]:
+    """One layer of each kind, in turn."""
+    steps = {name: _Step(*layer, run.device, needs_grad) for name, layer in _layers(run.device).items()}
+    for _ in range(run.options.rounds):
+        for step in steps.values():
+            step.turn(run.options.calls)
+    unit = steps["nn.Linear"].medians()
+    for name, step in steps.items():
+        forward, whole = step.medians()
+        cell = {"layer": name, "features": "with gradient" if needs_grad else "constant"}
+        cell |= {"forward_us": forward, "step_us": whole}
+        yield cell | {"forward_ratio": forward / unit[0], "step_ratio": whole / unit[1]}
 
-        import fastsparse_pyg as fast
-    except ImportError:
-        return
-    edges = suite.load(STACK, device).edge_index()
-    x = torch.randn(int(edges.max()) + 1, STACK_WIDTH, device=device)
+
+def _stacks(run: Run, structure: str) -> Iterator[Cell]:
+    """Three layers of each kind, in turn."""
+    edges = suite.load(STACK, run.device).edge_index()
+    x = torch.randn(int(edges.max()) + 1, STACK_WIDTH, device=run.device)
     linear = nn.Linear(STACK_WIDTH, STACK_WIDTH)
     steps = {"nn.Linear": _Stack([linear for _ in range(3)], x, lambda layer, h, _: layer(h))}
-    for name, make in _pyg_kinds(STACK_WIDTH).items():
-        if structure == "new" and "cached" in name:
-            continue
-        kind = name.split(",")[0]
-        for label, of in (
-            (f"Fast{name}", partial(make, fast, f"Fast{kind}")),
-            (f"PyG {name}", partial(make, pyg, kind)),
-        ):
-            steps[label] = _Stack([of() for _ in range(3)], x, lambda layer, h, given: layer(h, given))
-    for _ in range(options.rounds):
+    for name, make in _pyg_layers(STACK_WIDTH).items():
+        if structure == "same" or "cached" not in name:
+            steps[name] = _Stack([make() for _ in range(3)], x, lambda layer, h, given: layer(h, given))
+    if len(steps) == 1:
+        return
+    for _ in range(run.options.rounds):
         for step in steps.values():
-            step.turn(options.calls, edges, structure)
+            step.turn(run.options.calls, edges, structure)
     unit = steps["nn.Linear"].median()
-    for label, step in steps.items():
+    for name, step in steps.items():
         us = step.median()
-        out.add(layer=label, structure=structure, step_us=us, step_ratio=us / unit)
+        yield {"layer": name, "structure": structure, "step_us": us, "step_ratio": us / unit}
 
 
 class _Stack:
@@ -124,7 +91,7 @@ class _Stack:
         """Runs one round."""
         for nth in range(3 + calls):
             if nth == 3:
-                self._wait()
+                synchronise(self.x.device)
                 begin = time.perf_counter()
             given = edges if structure == "same" else edges.clone()
             h = self.x
@@ -133,12 +100,8 @@ class _Stack:
             h.backward(h.detach())
             for parameter in self.parameters:
                 parameter.grad = None
-        self._wait()
+        synchronise(self.x.device)
         self.us.append((time.perf_counter() - begin) / calls * 1e6)
-
-    def _wait(self) -> None:
-        if self.x.is_cuda:
-            torch.cuda.synchronize()
 
     def median(self) -> float:
         """Microseconds of a step."""
@@ -148,8 +111,8 @@ class _Stack:
 class _Step:
     """Forward and backward of one layer, timed."""
 
-    def __init__(self, layer: tuple[nn.Module, Callable[..., Any]], device: torch.device, grad: bool) -> None:
-        self.module, self.call = layer
+    def __init__(self, module: nn.Module, call: Callable[..., Any], device: torch.device, grad: bool) -> None:
+        self.module, self.call = module, call
         self.module.to(device)
         self.x = torch.randn(NODES, WIDTH, device=device, requires_grad=grad)
         with torch.no_grad():
@@ -160,8 +123,7 @@ class _Step:
 
     def turn(self, calls: int) -> None:
         """Runs one round."""
-        if self.x.is_cuda:
-            torch.cuda.synchronize()
+        synchronise(self.x.device)
         for nth in range(WARM_UP + calls):
             begin = time.perf_counter()
             result = self.call(self.x)
@@ -179,17 +141,31 @@ class _Step:
         return statistics.median(self.forward), statistics.median(self.whole)
 
 
-def _pyg_kinds(width: int) -> dict[str, Callable[[Any, str], nn.Module]]:
-    """Name -> what makes a layer of a module by its name in it."""
-    heads = {"heads": 4}
+def _pyg_layers(width: int) -> dict[str, Callable[[], nn.Module]]:
+    """Name -> what makes a layer, ours before the original; none where PyG or the plugin is missing."""
+    try:
+        import torch_geometric.nn as pyg
+
+        import fastsparse_pyg as fast
+    except ImportError:
+        return {}
+    kinds: dict[str, Callable[[Any], nn.Module]] = {
+        "GCNConv": lambda make: make(width, width),
+        "GCNConv, cached": lambda make: make(width, width, cached=True),
+        "SAGEConv": lambda make: make(width, width),
+        "GINConv": lambda make: make(nn.Linear(width, width)),
+        **{
+            f"{it}Conv": lambda make: make(width, width // 4, heads=4)
+            for it in ("GAT", "GATv2", "Transformer")
+        },
+    }
     return {
-        "GCNConv": lambda of, kind: getattr(of, kind)(width, width),
-        "GCNConv, cached": lambda of, kind: getattr(of, kind)(width, width, cached=True),
-        "SAGEConv": lambda of, kind: getattr(of, kind)(width, width),
-        "GINConv": lambda of, kind: getattr(of, kind)(nn.Linear(width, width)),
-        "GATConv": lambda of, kind: getattr(of, kind)(width, width // 4, **heads),
-        "GATv2Conv": lambda of, kind: getattr(of, kind)(width, width // 4, **heads),
-        "TransformerConv": lambda of, kind: getattr(of, kind)(width, width // 4, **heads),
+        f"{title}{name}": lambda module=module, kind=kind, make=make: make(getattr(module, kind))
+        for name, make in kinds.items()
+        for title, module, kind in (
+            ("Fast", fast, f"Fast{name.split(',')[0]}"),
+            ("PyG ", pyg, name.split(",")[0]),
+        )
     }
 
 
@@ -199,24 +175,9 @@ def _layers(device: torch.device) -> dict[str, tuple[nn.Module, Callable[..., An
     edges = torch.randint(NODES, (2, EDGES), generator=generator).to(device)
     linear = nn.Linear(WIDTH, WIDTH)
     layers: dict[str, tuple[nn.Module, Callable[..., Any]]] = {"nn.Linear": (linear, linear)}
-
-    def add(name: str, layer: nn.Module, call: Callable[[Tensor], Any]) -> None:
-        layers[name] = (layer, call)
-
-    try:
-        import torch_geometric.nn as pyg
-
-        import fastsparse_pyg as fast
-    except ImportError:
-        pass
-    else:
-        for name, make in _pyg_kinds(WIDTH).items():
-            kind = name.split(",")[0]
-            for label, layer in (
-                (f"Fast{name}", make(fast, f"Fast{kind}")),
-                (f"PyG {name}", make(pyg, kind)),
-            ):
-                add(label, layer, lambda x, layer=layer: layer(x, edges))
+    for name, make in _pyg_layers(WIDTH).items():
+        layer = make()
+        layers[name] = (layer, lambda x, layer=layer: layer(x, edges))
     try:
         import dgl
         import dgl.nn as dgl_nn
@@ -225,17 +186,44 @@ def _layers(device: torch.device) -> dict[str, tuple[nn.Module, Callable[..., An
     except ImportError:
         return layers
     graph = dgl.add_self_loop(dgl.graph((edges[0].cpu(), edges[1].cpu()), num_nodes=NODES))
-    dgl_kinds: dict[str, Callable[[Any, str], nn.Module]] = {
-        "GraphConv": lambda of, kind: getattr(of, kind)(WIDTH, WIDTH),
-        "SAGEConv": lambda of, kind: getattr(of, kind)(WIDTH, WIDTH, "mean"),
-        "GINConv": lambda of, kind: getattr(of, kind)(nn.Linear(WIDTH, WIDTH), "sum"),
-        "GATConv": lambda of, kind: getattr(of, kind)(WIDTH, WIDTH // 4, 4),
-        "GATv2Conv": lambda of, kind: getattr(of, kind)(WIDTH, WIDTH // 4, 4),
+    kinds: dict[str, Callable[[Any], nn.Module]] = {
+        "GraphConv": lambda make: make(WIDTH, WIDTH),
+        "SAGEConv": lambda make: make(WIDTH, WIDTH, "mean"),
+        "GINConv": lambda make: make(nn.Linear(WIDTH, WIDTH), "sum"),
+        "GATConv": lambda make: make(WIDTH, WIDTH // 4, 4),
+        "GATv2Conv": lambda make: make(WIDTH, WIDTH // 4, 4),
     }
-    for kind, make in dgl_kinds.items():
-        fast_layer = make(fast_dgl, f"Fast{kind}")
-        add(f"Fast{kind} (DGL)", fast_layer, lambda x, layer=fast_layer: layer(graph, x))
+    for kind, make in kinds.items():
+        made = {f"Fast{kind} (DGL)": make(getattr(fast_dgl, f"Fast{kind}"))}
         if device.type == "cpu":
-            original = make(dgl_nn, kind)
-            add(f"DGL {kind}", original, lambda x, layer=original: layer(graph, x))
+            made[f"DGL {kind}"] = make(getattr(dgl_nn, kind))
+        for name, layer in made.items():
+            layers[name] = (layer, lambda x, layer=layer: layer(graph, x))
     return layers
+
+
+BENCHMARK = Benchmark(
+    "host",
+    cells,
+    cases,
+    options={
+        "calls": option(50, "calls per round"),
+        "rounds": option(25, "rounds"),
+        "stacks": {
+            "choices": STRUCTURES,
+            "nargs": "*",
+            "help": "edges of three layers (on a GPU: both, else none)",
+        },
+    },
+    notes=lambda options: (
+        f"{NODES} nodes, {EDGES} edges, {WIDTH} features; medians over {options.rounds} rounds in turn of"
+        f" {options.calls} calls that nothing waits for, by the clock; ratios are to nn.Linear"
+        + (
+            ""
+            if torch.device(options.device).type == "cuda"
+            else "; on the CPU this includes the arithmetic of one thread"
+        ),
+        f"three layers: the size of {STACK}, {STACK_WIDTH} features, float32; whole steps, the device's work"
+        " included; a new structure: the tensor of edges is copied before each step",
+    ),
+)

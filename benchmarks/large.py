@@ -16,7 +16,7 @@ from torch import Tensor
 from fastsparse_core import Adjacency
 
 from . import suite
-from .common import progress
+from .runner import progress
 
 #: Nodes and entries of ogbn-papers100M with every citation in both directions.
 PAPERS = suite.Spec("powerlaw", 111_059_956, 3_231_371_744, 250_000, 0, 0.0, 15)

@@ -5,15 +5,13 @@ Every repetition gives every implementation tensors that it has not seen, so tha
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +26,7 @@ from fastsparse_pyg import FastSAGEConv
 
 from . import suite
 from .blocks import Block, sample
-from .common import add_common, attempt, progress, recorder, relative_error
+from .runner import Benchmark, Cell, Run, attempt, option, relative_error, synchronise
 from .timing import summarise
 
 #: Whose layers are the measure of what rounding does.
@@ -66,77 +64,30 @@ PRECISIONS = {
 _EXACT = Precision(torch.float64, 0.0)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser, graphs=["ogbn-products"])
-    parser.add_argument("--seeds", type=int, default=1024, help="seed nodes per batch")
-    parser.add_argument("--fanouts", nargs="+", type=int, default=[15, 10, 5], help="neighbours per hop")
-    parser.add_argument("--width", type=int, default=128, help="width of features and layers")
-    parser.add_argument("--batches", type=int, default=8, help="different batches")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each batch is timed")
-    parser.add_argument(
-        "--precisions",
-        nargs="+",
-        choices=list(PRECISIONS),
-        help="by default all on the GPU, float32 on the CPU",
-    )
+def cells(run: Run, name: str) -> Iterator[Cell]:
+    """All cells of one graph."""
+    graph, options = suite.load(name, run.device), run.options
+    generator = torch.Generator(device=run.device).manual_seed(0)
+    batches = [
+        Batch.draw(graph, options.seeds, options.fanouts, options.width, generator)
+        for _ in range(options.batches)
+    ]
+    del graph
+    shared = {
+        "graph": name,
+        "edges": round(sum(batch.num_edges for batch in batches) / len(batches)),
+        "sources": round(sum(batch.x.size(0) for batch in batches) / len(batches)),
+        "width": options.width,
+    }
+    default = list(PRECISIONS) if run.device.type == "cuda" else ["float32"]
+    for precision in options.precisions or default:
+        for implementation, cell in _measure(run, batches, PRECISIONS[precision]).items():
+            yield {**shared, "precision": precision, "implementation": implementation, **cell}
 
 
-def run(options: argparse.Namespace) -> Path:
-    """Runs the benchmark; returns the path of its record."""
-    device = torch.device(options.device)
-    out = recorder("minibatch", options)
-    out.note(
-        "a step is the structures of all blocks, forward and backward to the weights, by the"
-        " clock from a finished device to a finished device; sampling, gathering features and the optimiser"
-        " are not in it; parts are timed one by one with waiting between them, so they add up to more than"
-        " the step"
-    )
-    out.note(
-        "error is the greatest relative distance (Frobenius) of the result and of the weights' gradients from"
-        " PyG's layers in float64 on the first batch, with the precision's features and weights and SiLU in"
-        " place of ReLU, which rounding may switch; it is accepted up to a tolerance ("
-        + ", ".join(f"{name} {precision.tolerance:g}" for name, precision in PRECISIONS.items())
-        + ") or up to twice that of PyG's layers in the same precision, whichever is greater"
-    )
-    for name in progress(options.graphs, "minibatch"):
-        graph = suite.load(name, device)
-        generator = torch.Generator(device=device).manual_seed(0)
-        batches = [
-            Batch.draw(graph, options.seeds, options.fanouts, options.width, generator)
-            for _ in range(options.batches)
-        ]
-        del graph
-        shared = {
-            "graph": name,
-            "edges": round(sum(batch.num_edges for batch in batches) / len(batches)),
-            "sources": round(sum(batch.x.size(0) for batch in batches) / len(batches)),
-            "width": options.width,
-        }
-        default = list(PRECISIONS) if device.type == "cuda" else ["float32"]
-        for precision in options.precisions or default:
-            _measure(out, shared, batches, precision, options, device)
-    return out.path
-
-
-def _measure(
-    out: Any,
-    shared: dict[str, Any],
-    batches: Sequence[Batch],
-    name: str,
-    options: argparse.Namespace,
-    device: torch.device,
-) -> None:
-    """Adds the cells of one precision.
-
-    Args:
-        out: the record.
-        shared: what all cells hold.
-        batches: in float32.
-        name: of the precision.
-        options: the command line.
-        device: where.
-    """
-    precision = PRECISIONS[name]
+def _measure(run: Run, batches: Sequence[Batch], precision: Precision) -> dict[str, Cell]:
+    """The cells of one precision, by implementation; the batches are in float32."""
+    options, device = run.options, run.device
     batches = [batch.to(precision.dtype, precision.amp or precision.dtype) for batch in batches]
     torch.manual_seed(0)
     models = _models(options.width, len(options.fanouts), device, precision)
@@ -145,16 +96,14 @@ def _measure(
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision.matmul)
     try:
-        checks = _checks(models, batches, precision)
-        sound = {key: model for key, model in models.items() if checks[key]["status"] == "ok"}
+        cells = _checks(models, batches, precision)
+        sound = {key: model for key, model in models.items() if cells[key]["status"] == "ok"}
         times = _alternating(sound, batches, options.rounds, device)
-        for key, model in models.items():
-            cell: dict[str, Any] = dict(checks[key])
-            if key in sound:
-                cell |= summarise(times[key], "wall clock, alternating, new structures").as_cell()
-                cell |= {"launches": _launches(model, batches[0], device)}
-                cell |= _parts(model, batches, device)
-            out.add(**shared, precision=name, implementation=key, **cell)
+        for key, model in sound.items():
+            cells[key] |= summarise(times[key], "wall clock, alternating, new structures").as_cell()
+            cells[key] |= {"launches": _launches(model, batches[0], device)}
+            cells[key] |= _parts(model, batches, device)
+        return cells
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -314,11 +263,6 @@ def _dgl_block(block: Block) -> Any:
     return dgl.create_block(tuple(block.edge_index), num_src_nodes=block.num_src, num_dst_nodes=block.num_dst)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _checks(
     models: dict[str, Model], batches: Sequence[Batch], precision: Precision
 ) -> dict[str, dict[str, Any]]:
@@ -365,10 +309,10 @@ def _alternating(
         for batch in batches:
             for key, model in models.items():
                 structures, x = [model.fresh(block) for block in batch.blocks], batch.x
-                _wait(device)
+                synchronise(device)
                 begin = time.perf_counter()
                 model.step(structures, batch, x)
-                _wait(device)
+                synchronise(device)
                 if turn:
                     times[key].append((time.perf_counter() - begin) * 1e3)
     return times
@@ -379,10 +323,10 @@ def _launches(model: Model, batch: Batch, device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     structures, x = [model.fresh(block) for block in batch.blocks], batch.x
-    _wait(device)
+    synchronise(device)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         model.step(structures, batch, x)
-        _wait(device)
+        synchronise(device)
     return sum(
         event.count
         for event in trace.key_averages()
@@ -395,10 +339,10 @@ def _parts(model: Model, batches: Sequence[Batch], device: torch.device) -> dict
     parts: dict[str, list[float]] = {"structure_ms": [], "forward_ms": [], "backward_ms": []}
 
     def timed(part: str, job: Callable[[], Any]) -> Any:
-        _wait(device)
+        synchronise(device)
         begin = time.perf_counter()
         result = job()
-        _wait(device)
+        synchronise(device)
         parts[part].append((time.perf_counter() - begin) * 1e3)
         return result
 
@@ -412,3 +356,33 @@ def _parts(model: Model, batches: Sequence[Batch], device: torch.device) -> dict
         out = timed("forward_ms", partial(model.forward, fresh, sizes, batch.x))
         timed("backward_ms", partial(out.backward, batch.gradient))
     return {part: round(statistics.median(values), 4) for part, values in parts.items() if values}
+
+
+BENCHMARK = Benchmark(
+    "minibatch",
+    cells,
+    graphs=["ogbn-products"],
+    options={
+        "seeds": option(1024, "seed nodes per batch"),
+        "fanouts": option([15, 10, 5], "neighbours per hop"),
+        "width": option(128, "width of features and layers"),
+        "batches": option(8, "different batches"),
+        "rounds": option(5, "how often each batch is timed"),
+        "precisions": {
+            "choices": list(PRECISIONS),
+            "nargs": "+",
+            "help": "by default all on the GPU, float32 on the CPU",
+        },
+    },
+    notes=(
+        "a step is the structures of all blocks, forward and backward to the weights, by the"
+        " clock from a finished device to a finished device; sampling, gathering features and the optimiser"
+        " are not in it; parts are timed one by one with waiting between them, so they add up to more than"
+        " the step",
+        "error is the greatest relative distance (Frobenius) of the result and of the weights' gradients from"
+        " PyG's layers in float64 on the first batch, with the precision's features and weights and SiLU in"
+        " place of ReLU, which rounding may switch; it is accepted up to a tolerance ("
+        + ", ".join(f"{name} {precision.tolerance:g}" for name, precision in PRECISIONS.items())
+        + ") or up to twice that of PyG's layers in the same precision, whichever is greater",
+    ),
+)

@@ -19,8 +19,9 @@ from matplotlib.patches import Rectangle
 from . import record, tables
 from .overview import training_overview
 from .roofline import LARGE_EDGES, TARGET, gather_bandwidth, peers
-from .tables.cells import ordered, stored_rivals
-from .tables.choice import REGRET_SEEN, csr_over_flashsparse
+from .tables.cells import by, ordered, stored_baselines
+from .tables.formats import graph_label
+from .tables.pivots import REGRET_SEEN, csr_over_flashsparse
 from .tables.programs import OURS, baseline, of_programs
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -35,34 +36,28 @@ def _plot_path(record_path: Path, *parts: str) -> Path:
 
 
 def speed_up_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
-    """One plot per feature type and direction: the rival's time over ours, a colour per width."""
-    cells = [cell for cell in result["cells"] if cell["status"] == "ok"]
+    """One plot per feature type and direction: the baseline's time over ours, a colour per width."""
+    cells = by(result["cells"], status="ok")
     written = []
-    for dtype, direction in dict.fromkeys((cell["dtype"], cell["direction"]) for cell in cells):
-        group = [cell for cell in cells if (cell["dtype"], cell["direction"]) == (dtype, direction)]
-        graphs = ordered(cell["graph"] for cell in group)
-        widths = ordered(cell["width"] for cell in group)
-        times = {
-            (cell["graph"], cell["width"], cell["implementation"].startswith("fast")): cell["median_ms"]
-            for cell in group
-        }
-        rivals = {cell["implementation"] for cell in group if not cell["implementation"].startswith("fast")}
-        figure, axes = _axes()
-        for place, width in enumerate(widths):
-            pairs = [(times.get((g, width, False)), times.get((g, width, True))) for g in graphs]
-            _bars(
-                axes, place, len(widths), [a / b if a and b else 0.0 for a, b in pairs], f"F = {width}", "x"
-            )
-        axes.axhline(1, color="black", linewidth=0.8)
-        axes.set_ylabel(f"times faster than {' / '.join(sorted(rivals))}")
-        axes.set_title(f"spmm {direction}, {dtype}")
-        written.append(_finish(figure, axes, graphs, _plot_path(record_path, "speedup", direction, dtype)))
+    for dtype, direction in ordered((cell["dtype"], cell["direction"]) for cell in cells):
+        group = by(cells, dtype=dtype, direction=direction)
+        times: list[dict[tuple[str, int], float]] = [{}, {}]
+        for cell in group:
+            times[_is_ours(cell)][cell["graph"], cell["width"]] = cell["median_ms"]
+        baselines = sorted({cell["implementation"] for cell in group if not _is_ours(cell)})
+        bars: dict[str, dict[str, float]] = {}
+        for (graph, width), theirs in times[0].items():
+            if ours := times[1].get((graph, width)):
+                bars.setdefault(f"F = {width}", {})[graph] = theirs / ours
+        label, title = f"times faster than {' / '.join(baselines)}", f"spmm {direction}, {dtype}"
+        path = _plot_path(record_path, "speedup", direction, dtype)
+        written.append(_grouped_bars(bars, ordered(c["graph"] for c in group), label, title, path))
     return written
 
 
 def roofline_plots(result: dict[str, Any], record_path: Path) -> list[Path]:
     """Rate of gathering against the size of the table, and the share of the bound on large graphs."""
-    cells = [cell for cell in result["cells"] if cell["status"] == "ok" and cell["direction"] == "forward"]
+    cells = by(result["cells"], status="ok", direction="forward")
     if result["machine"].get("gpu") != peers()["gpu"] or not cells:
         return []
     figure, (axes, bars) = pyplot.subplots(
@@ -89,7 +84,7 @@ def roofline_plots(result: dict[str, Any], record_path: Path) -> list[Path]:
     axes.set_ylim(0, 1.4 * axes.get_ylim()[1])
     axes.legend(fontsize=8, loc="upper center", ncols=2)
     axes.set_title(f"spmm on {result['machine']['gpu']}: gather rate and its bound")
-    large = [cell for cell in cells if _is_large(cell) and cell["implementation"].startswith("fast")]
+    large = [cell for cell in cells if _is_large(cell) and _is_ours(cell)]
     names = [f"{cell['graph']} {cell['dtype']} {cell['width']}" for cell in large]
     shares = [cell["floor_ms"] / cell["median_ms"] for cell in large]
     colours = ["C0" if share >= TARGET else "C3" for share in shares]
@@ -103,6 +98,10 @@ def roofline_plots(result: dict[str, Any], record_path: Path) -> list[Path]:
     bars.set_xlabel(f"share of the gather roofline; dashed: {TARGET:.0%}")
     bars.set_title(f"graphs over {LARGE_EDGES / 1e6:.0f} million edges")
     return [_saved(figure, _plot_path(record_path, "roofline"))]
+
+
+def _is_ours(cell: dict[str, Any]) -> bool:
+    return cell["implementation"].startswith("fast")
 
 
 def _is_large(cell: dict[str, Any]) -> bool:
@@ -147,8 +146,7 @@ def choice_heat_maps(result: dict[str, Any], record_path: Path) -> list[Path]:
 
 def format_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
     """FlashSparse's figure 14 and table 2: instructions and zeros of 16x1 and of 8x1 vectors."""
-    cells = [cell for cell in result["cells"] if cell["status"] == "ok" and cell["grouping"] == "none"]
-    cells = [cell for cell in cells if cell["mma_8x1"]]
+    cells = [cell for cell in by(result["cells"], status="ok", grouping="none") if cell["mma_8x1"]]
     if not cells:
         return []
     places = range(len(cells))
@@ -165,8 +163,7 @@ def format_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
         axes.set_xlabel(label)
         axes.grid(axis="x", alpha=0.3)
         axes.legend(fontsize=8)
-    names = [cell["graph"] + ("" if cell["real"] else " (stand-in)") for cell in cells]
-    row[0].set_yticks(places, names, fontsize=7)
+    row[0].set_yticks(places, [graph_label(cell) for cell in cells], fontsize=7)
     row[0].invert_yaxis()
     return [_saved(figure, _plot_path(record_path))]
 
@@ -174,89 +171,73 @@ def format_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
 def training_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
     """Time of a training step and peak memory: a panel per model, bars per graph, a colour per layer."""
     written = []
-    for dtype in dict.fromkeys(cell["dtype"] for cell in result["cells"]):
-        of_dtype = [cell for cell in result["cells"] if cell["dtype"] == dtype]
-        models = ordered(cell["model"] for cell in of_dtype)
-        graphs = ordered(cell["graph"] for cell in of_dtype)
-        for field, label in (("median_ms", "training step, ms"), ("peak_gb", "peak memory, GB")):
+    for dtype in ordered(cell["dtype"] for cell in result["cells"]):
+        of_dtype = by(result["cells"], dtype=dtype)
+        models, graphs = (ordered(cell[key] for cell in of_dtype) for key in ("model", "graph"))
+        for field, name, label in (
+            ("median_ms", "time", "training step, ms"),
+            ("peak_gb", "memory", "peak memory, GB"),
+        ):
             if not any(cell.get(field) for cell in of_dtype):
                 continue
-            size = (WIDTH, 3.3 * len(models))
-            figure, panels = pyplot.subplots(
-                len(models), 1, figsize=size, squeeze=False, constrained_layout=True
-            )
-            for axes, model in zip(panels[:, 0], models, strict=True):
-                group = [cell for cell in of_dtype if cell["model"] == model]
-                names = ordered(cell["implementation"] for cell in group if cell.get(field))
-                for place, name in enumerate(names):
-                    found = {
-                        cell["graph"]: cell.get(field) for cell in group if cell["implementation"] == name
-                    }
-                    _bars(axes, place, len(names), [found.get(graph) or 0.0 for graph in graphs], name, "")
+            figure, panels = _panels(len(models), 3.3)
+            for axes, model in zip(panels, models, strict=True):
+                group = by(of_dtype, model=model)
+                _bars(axes, _heights([cell for cell in group if cell.get(field)], field), graphs, "")
                 axes.set_yscale("log")
                 axes.margins(y=0.25)  # room for upright numbers above the bars
                 axes.set_ylabel(label)
                 axes.set_title(f"{model}, {dtype} (no bar: {_missing(group)})")
-                _label(axes, graphs)
-            written.append(
-                _saved(figure, _plot_path(record_path, "time" if field == "median_ms" else "memory", dtype))
-            )
+            written.append(_saved(figure, _plot_path(record_path, name, dtype)))
     return written
 
 
+def _heights(cells: list[dict[str, Any]], field: str = "median_ms") -> dict[str, dict[str, float]]:
+    """Implementation -> graph -> number."""
+    names = ordered(cell["implementation"] for cell in cells)
+    return {name: {c["graph"]: c[field] for c in by(cells, implementation=name)} for name in names}
+
+
 def attention_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
-    """One plot per implementation, feature type and direction: the fastest stored rival's time over ours."""
-    cells = [cell for cell in result["cells"] if cell["status"] == "ok"]
+    """One plot per implementation, dtype and direction: the fastest stored baseline's time over ours."""
+    cells = by(result["cells"], status="ok")
     written = []
-    for name, dtype, direction in dict.fromkeys(
-        (cell["implementation"], cell["dtype"], cell["direction"]) for cell in cells
-    ):
-        speed = {}
-        for cell in cells:
-            if (cell["implementation"], cell["dtype"], cell["direction"]) == (name, dtype, direction):
-                stored = stored_rivals(result, cell["stored"] or "", dtype, cell["graph"])
-                if stored:
-                    speed[cell["case"], cell["graph"]] = min(stored.values()) / cell["median_ms"]
-        if not speed:
-            continue
-        cases, graphs = (ordered(key[place] for key in speed) for place in (0, 1))
-        figure, axes = _axes()
-        for place, case in enumerate(cases):
-            heights = [speed.get((case, graph), 0.0) for graph in graphs]
-            _bars(axes, place, len(cases), heights, case, "x")
-        axes.axhline(1, color="black", linewidth=0.8)
-        axes.set_ylabel("times faster than the fastest stored rival")
-        axes.set_title(f"{name} {direction}, {dtype} (no bar: no rival has a time)")
-        algorithm = name.split()[-1]
-        path = _plot_path(record_path, algorithm, "speedup", direction, dtype)
-        written.append(_finish(figure, axes, graphs, path))
+    keys = ("implementation", "dtype", "direction")
+    for name, dtype, direction in ordered(tuple(cell[key] for key in keys) for cell in cells):
+        speed: dict[str, dict[str, float]] = {}
+        for cell in by(cells, implementation=name, dtype=dtype, direction=direction):
+            stored = stored_baselines(result, cell["stored"] or "", dtype, cell["graph"])
+            if stored:
+                speed.setdefault(cell["case"], {})[cell["graph"]] = min(stored.values()) / cell["median_ms"]
+        if speed:
+            path = _plot_path(record_path, name.split()[-1], "speedup", direction, dtype)
+            title = f"{name} {direction}, {dtype} (no bar: no baseline has a time)"
+            graphs = ordered(graph for found in speed.values() for graph in found)
+            label = "times faster than the fastest stored baseline"
+            written.append(_grouped_bars(speed, graphs, label, title, path))
     return written
 
 
 def edge_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
-    """One plot per layer and feature type: a rival's time of the whole layer over ours."""
-    cells = [cell for cell in result["cells"] if cell["status"] == "ok" and cell["part"] == "layer"]
-    times = {
-        (c["layer"], c["dtype"], c["implementation"], f"{c['graph']}, {c['heads']} heads"): c["median_ms"]
-        for c in cells
-    }
+    """One plot per layer and feature type: a baseline's time of the whole layer over ours."""
+    cells = [
+        {**cell, "graph": f"{cell['graph']}, {cell['heads']} heads"}
+        for cell in by(result["cells"], status="ok", part="layer")
+    ]
     written = []
-    for layer, dtype in dict.fromkeys(key[:2] for key in times):
-        graphs = ordered(key[3] for key in times if key[:2] == (layer, dtype))
-        rivals = {"pyg": f"PyG's {layer}", "triton": "a Triton kernel"}
-        rivals = {name: label for name, label in rivals.items() if any(key[2] == name for key in times)}
-        figure, axes = _axes()
-        for place, (name, label) in enumerate(rivals.items()):
-            heights = [
-                times.get((layer, dtype, name, graph), 0.0) / times[layer, dtype, "fastsparse", graph]
-                for graph in graphs
-            ]
-            if any(heights):
-                _bars(axes, place, len(rivals), heights, label, "x")
-        axes.axhline(1, color="black", linewidth=0.8)
-        axes.set_ylabel("times faster, forward and backward")
-        axes.set_title(f"{layer} with edge features, {dtype} (no bar: out of memory)")
-        written.append(_finish(figure, axes, graphs, _plot_path(record_path, layer.lower(), dtype)))
+    for layer, dtype in ordered((cell["layer"], cell["dtype"]) for cell in cells):
+        group = by(cells, layer=layer, dtype=dtype)
+        times = _heights(group)
+        baselines = {"pyg": f"PyG's {layer}", "triton": "a Triton kernel"}
+        bars = {
+            label: {graph: time / times["fastsparse"][graph] for graph, time in times.get(name, {}).items()}
+            for name, label in baselines.items()
+            if by(cells, implementation=name)  # of one layer it may have no time
+        }
+        title = f"{layer} with edge features, {dtype} (no bar: out of memory)"
+        path = _plot_path(record_path, layer.lower(), dtype)
+        graphs = ordered(cell["graph"] for cell in group)
+        written.append(_grouped_bars(bars, graphs, "times faster, forward and backward", title, path))
     return written
 
 
@@ -267,22 +248,13 @@ def _missing(cells: list[dict[str, Any]]) -> str:
 
 def sparse_activation_plots(result: dict[str, Any], record_path: Path) -> list[Path]:
     """The decoupled SSD paper's ablation, and its figures 14 (kept entries) and 16 (slots)."""
-    cells = [cell for cell in result["cells"] if cell["status"] == "ok"]
-    parts = {
-        name: [cell for cell in cells if cell["part"] == name] for name in ("ablation", "scaling", "slots")
-    }
+    cells = by(result["cells"], status="ok")
+    parts = {name: by(cells, part=name) for name in ("ablation", "scaling", "slots")}
     written = []
-    if parts["ablation"]:
-        graphs = ordered(cell["graph"] for cell in parts["ablation"])
-        names = ordered(cell["implementation"] for cell in parts["ablation"])
-        figure, axes = _axes()
-        for place, name in enumerate(names):
-            found = {c["graph"]: c["median_ms"] for c in parts["ablation"] if c["implementation"] == name}
-            _bars(axes, place, len(names), [found.get(graph, 0.0) for graph in graphs], name, "")
-        axes.set_yscale("log")
-        axes.set_ylabel("ms")
-        axes.set_title("ssd, 16 of 256 features kept, float32")
-        written.append(_finish(figure, axes, graphs, _plot_path(record_path, "ablation")))
+    if group := parts["ablation"]:
+        graphs, path = ordered(cell["graph"] for cell in group), _plot_path(record_path, "ablation")
+        title = "ssd, 16 of 256 features kept, float32"
+        written.append(_grouped_bars(_heights(group), graphs, "ms", title, path, is_speed=False))
     for name, x, label in (("scaling", "k", "kept entries of 256"), ("slots", "slots", "slots per warp")):
         if parts[name]:
             written.append(_lines(parts[name], x, label, _plot_path(record_path, name)))
@@ -349,9 +321,8 @@ def program_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
 def _lines(cells: list[dict[str, Any]], x: str, label: str, path: Path) -> Path:
     """Time against `x`, a panel per graph, a line per implementation or width."""
     graphs = ordered(cell["graph"] for cell in cells)
-    size = (WIDTH, 3.6 * len(graphs))
-    figure, panels = pyplot.subplots(len(graphs), 1, figsize=size, squeeze=False, constrained_layout=True)
-    for axes, graph in zip(panels[:, 0], graphs, strict=True):
+    figure, panels = _panels(len(graphs), 3.6)
+    for axes, graph in zip(panels, graphs, strict=True):
         lines: dict[str, list[tuple[int, float]]] = {}
         for cell in cells:
             if cell["graph"] == graph:
@@ -381,30 +352,50 @@ def _saved(figure: Figure, path: Path) -> Path:
     return path
 
 
-def _axes() -> tuple[Any, Axes]:
-    return pyplot.subplots(figsize=(WIDTH, 4.5), constrained_layout=True)
+def _panels(count: int, height: float) -> tuple[Figure, list[Axes]]:
+    """One below the other."""
+    size = (WIDTH, height * count)
+    figure, panels = pyplot.subplots(count, 1, figsize=size, squeeze=False, constrained_layout=True)
+    return figure, list(panels[:, 0])
 
 
-def _bars(axes: Axes, place: int, count: int, heights: list[float], label: str, unit: str) -> None:
-    width = 0.8 / count
-    positions = [i - 0.4 + (place + 0.5) * width for i in range(len(heights))]
-    bars = axes.bar(positions, heights, width, label=label, color=f"C{place}")
-    many = len(heights) * count
-    if many <= 40:  # with more of them the numbers would cover each other; the tables have them
-        texts = [f"{h:.0f}{unit}" if h >= 100 else f"{h:.3g}{unit}" if h else "" for h in heights]
-        axes.bar_label(bars, texts, fontsize=7, padding=2, rotation=90 if many > 16 else 0)
-    axes.margins(x=0.01, y=0.15)
+def _grouped_bars(
+    bars: dict[str, dict[str, float]],
+    graphs: list[str],
+    label: str,
+    title: str,
+    path: Path,
+    *,
+    is_speed: bool = True,
+) -> Path:
+    """A plot of bars beside each other for every graph; speeds have a line at 1, times a logarithmic axis."""
+    figure, (axes,) = _panels(1, 4.5)
+    _bars(axes, bars, graphs, "x" if is_speed else "")
+    if is_speed:
+        axes.axhline(1, color="black", linewidth=0.8)
+    else:
+        axes.set_yscale("log")
+    axes.set_ylabel(label)
+    axes.set_title(title)
+    return _saved(figure, path)
 
 
-def _label(axes: Axes, graphs: list[str]) -> None:
+def _bars(axes: Axes, bars: dict[str, dict[str, float]], graphs: list[str], unit: str) -> None:
+    """Label -> graph -> height, a colour for each label."""
+    width, many = 0.8 / max(len(bars), 1), len(graphs) * len(bars)
+    for place, (label, found) in enumerate(bars.items()):
+        heights = [found.get(graph, 0.0) for graph in graphs]
+        if not any(heights):
+            continue
+        positions = [i - 0.4 + (place + 0.5) * width for i in range(len(graphs))]
+        drawn = axes.bar(positions, heights, width, label=label, color=f"C{place}")
+        if many <= 40:  # with more of them the numbers would cover each other; the tables have them
+            texts = [f"{h:.0f}{unit}" if h >= 100 else f"{h:.3g}{unit}" if h else "" for h in heights]
+            axes.bar_label(drawn, texts, fontsize=7, padding=2, rotation=90 if many > 16 else 0)
+        axes.margins(x=0.01, y=0.15)
     axes.set_xticks(range(len(graphs)), graphs, rotation=30, ha="right")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize=8)
-
-
-def _finish(figure: Figure, axes: Axes, graphs: list[str], path: Path) -> Path:
-    _label(axes, graphs)
-    return _saved(figure, path)
 
 
 #: benchmark -> what is drawn from its record

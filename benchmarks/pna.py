@@ -7,18 +7,14 @@ molecules of about 25 atoms, of which every step sees a new one: its structure i
 
 from __future__ import annotations
 
-import argparse
 import itertools
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from . import suite
-from .common import DTYPES, add_common, attempt, progress, recorder, release
-from .record import Recorder
-from .steps import measure
+from .runner import DTYPES, Benchmark, Job, Run, option, release
 from .timing import step_time
 
 AGGREGATORS = ["mean", "min", "max", "std"]
@@ -30,32 +26,11 @@ CASES = ("ogbn-arxiv", "molecules")
 TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 0.2}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser, budget_ms=1000.0)
-    # Not `graphs`, which are the suite's.
-    parser.add_argument("--graphs", dest="drawn", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--width", type=int, default=128, help="features in and out")
-    parser.add_argument("--dtypes", nargs="+", choices=tuple(TOLERANCE), default=["float32"])
-
-
-def run(options: argparse.Namespace) -> Path:
-    """Runs the benchmark; returns the path of its record."""
-    out = recorder("pna", options)
-    out.note(f"a step is forward and backward of one layer; edges have {FEATURES} features or none")
-    out.note(f"molecules: {MOLECULES} in a batch, whose structure is new in every step")
-    device = torch.device(options.device)
-    cases = itertools.product(options.drawn, options.dtypes, (0, FEATURES))
-    for name, dtype, features in progress(list(cases), "pna"):
-        _run_case(name, dtype, features, options, device, out)
-        release()
-    return out.path
-
-
 def draw_edges(name: str, device: torch.device, molecules: int = MOLECULES) -> tuple[int, Tensor]:
     """Number of nodes and edges (2, E) of one of `CASES`."""
     if name != "molecules":
         graph = suite.load(name, device)
-        return graph.num_nodes, torch.stack([graph.col.long(), graph.row().long()])
+        return graph.num_nodes, graph.edge_index()
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(15, 36, (molecules,), generator=generator)
     start = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
@@ -71,29 +46,22 @@ def draw_edges(name: str, device: torch.device, molecules: int = MOLECULES) -> t
     return atom.numel(), torch.cat([bonds, bonds.flip(0)], 1).to(device)
 
 
-def _run_case(
-    name: str, dtype: str, features: int, options: argparse.Namespace, device: torch.device, out: Recorder
-) -> None:
-    from torch_geometric.nn import PNAConv
+def cells(run: Run, case: tuple[str, str, int]) -> Iterator[Job]:
+    from .pyg_layers import original_and_drop_in
 
-    from fastsparse_pyg import FastPNAConv
-
+    name, dtype, features = case
     torch.manual_seed(0)
-    num_nodes, edge_index = draw_edges(name, device)
+    num_nodes, edge_index = draw_edges(name, run.device)
     degree = torch.bincount(torch.bincount(edge_index[1], minlength=num_nodes)).cpu()
-    width, precision = options.width, DTYPES[dtype]
-    layers: dict[str, nn.Module] = {
-        title: kind(width, width, AGGREGATORS, SCALERS, deg=degree, edge_dim=features or None).to(
-            device, precision
-        )
-        for title, kind in (("pyg", PNAConv), ("fastsparse", FastPNAConv))
-    }
-    layers["fastsparse"].load_state_dict(layers["pyg"].state_dict())
-    x = torch.randn(num_nodes, width, device=device).to(precision).requires_grad_()
+    width, precision = run.options.width, DTYPES[dtype]
+    shape = (width, width, AGGREGATORS, SCALERS)
+    named = {"deg": degree, "edge_dim": features or None}
+    layers = original_and_drop_in("PNAConv", *shape, device=run.device, dtype=precision, **named)
+    x = torch.randn(num_nodes, width, device=run.device).to(precision).requires_grad_()
     edges = None
     if features:
-        edges = torch.randn(edge_index.size(1), features, device=device).to(precision).requires_grad_()
-    expected = None
+        edges = torch.randn(edge_index.size(1), features, device=run.device).to(precision).requires_grad_()
+    expected: list[Tensor] = []
     for title, layer in layers.items():
 
         def step(layer: nn.Module = layer) -> Tensor:
@@ -106,19 +74,24 @@ def _run_case(
             layer.zero_grad()
             return result
 
-        cell = attempt(
-            partial(measure, step, expected, TOLERANCE[dtype], device, options.budget_ms, step_time)
-        )
-        result = cell.pop("result", None)
-        expected = result if expected is None else expected
-        out.add(
-            graph=name,
-            nodes=num_nodes,
-            edges=edge_index.size(1),
-            width=width,
-            features=features,
-            dtype=dtype,
-            implementation=title,
-            **cell,
-        )
+        cell = {"graph": name, "nodes": num_nodes, "edges": edge_index.size(1), "width": width}
+        cell |= {"features": features, "dtype": dtype, "implementation": title}
+        yield cell, run.compared(step, expected, TOLERANCE[dtype], step_time)
         release()
+
+
+BENCHMARK = Benchmark(
+    "pna",
+    cells,
+    lambda options: itertools.product(options.drawn, options.dtypes, (0, FEATURES)),
+    budget_ms=1000.0,
+    options={
+        "graphs": option(choices=CASES, dest="drawn"),
+        "width": option(128, "features in and out"),
+        "dtypes": option(["float32"], choices=tuple(TOLERANCE)),
+    },
+    notes=(
+        f"a step is forward and backward of one layer; edges have {FEATURES} features or none",
+        f"molecules: {MOLECULES} in a batch, whose structure is new in every step",
+    ),
+)

@@ -13,13 +13,12 @@ and DGL's own runs on the CPU. If PyG's neighbour loaders miss pyg-lib, PyG's la
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import statistics
 import time
 import warnings
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +32,8 @@ from fastsparse_core.capturing import graphs
 from fastsparse_core.capturing.captured import CALLS
 
 from . import suite
-from .common import add_common, attempt, progress, recorder, release
 from .program_list import PROGRAMS, Kit, Sizes
+from .runner import Benchmark, Cell, Job, Run, attempt, option, release, synchronise
 from .step_forms import FORMS, Problem, Step
 
 #: Calls of a form that are timed, in rounds that alternate; three times as many where a few per cent matter.
@@ -47,45 +46,12 @@ _BUDGET_S = 2.0
 _WARM_UP_CPU = 1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
-    add = parser.add_argument
-    add("--parts", nargs="+", choices=("programs", "forms"), default=["programs"], help="what to run")
-    add("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), help="programs")
-    add("--epochs", type=int, default=3, help="epochs that are timed; of one step each, ten times as many")
-    add("--width", type=int, default=128, help="width of hidden layers")
-    add("--train-nodes", type=int, default=40_960, help="seeds of an epoch of sampled neighbours")
-    add("--seeds", type=int, default=1_024, help="seeds in a batch")
-    add("--molecules", type=int, default=8_192, help="molecules in an epoch")
-    add("--batch", type=int, default=256, help="molecules in a batch")
-    add(
-        "--links",
-        type=int,
-        default=65_536,
-        help="links in an epoch; purchases of LightGCN are about three times",
-    )
-    add("--workers", type=int, default=8, help="processes of the framework's loader")
-    add("--compile", action=argparse.BooleanOptionalAction, default=True, help="time torch.compile too")
-    add("--limit-s", type=float, default=330.0, help="no program begins after this time")
-    add("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="forms of steps")
-    add("--graph", default="pubmed", help=f"of the forms; {suite.NAMES}")
-
-
-def run(options: argparse.Namespace) -> Path:
-    """Runs the benchmark; returns the path of its record."""
-    out = recorder("programs", options)
-    out.note(
-        "Milliseconds of an epoch: loading, training and validation; medians. loss and score are those after"
-        " `epochs` epochs. Baseline: the framework's program with its loader's best settings."
-    )
-    out.write()
+def cells(run: Run, case: tuple[str, str]) -> Iterator[Job | Cell]:
+    """All cells of one program, or that of one form."""
+    part, name = case
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if "programs" in options.parts:
-            _run_programs(options, out)
-        if "forms" in options.parts:
-            _run_forms(options, out)
-    return out.path
+        yield from _program(run, name) if part == "programs" else _form(run, name)
 
 
 # ---------------------------------------------------------------- programs
@@ -130,37 +96,21 @@ def variants(name: str, device: torch.device, compiles: bool) -> list[Variant]:
     return found
 
 
-def _run_programs(options: argparse.Namespace, out: Any) -> None:
-    device = torch.device(options.device)
-    sizes = Sizes(
-        options.width,
-        options.train_nodes,
-        options.seeds,
-        options.molecules,
-        options.batch,
-        options.links,
-        options.workers,
-    )
-    end = time.monotonic() + options.limit_s
-    for name in progress(options.programs, "programs"):
-        program = PROGRAMS[name]
-        common = {
-            "part": "programs",
-            "program": name,
-            "framework": program.framework,
-            "metric": program.metric,
-        }
-        if time.monotonic() > end:
-            out.add(**common, implementation="all", status="skipped: --limit-s had passed")
-            continue
-        waiting = variants(name, device, options.compile)
-        while waiting:
-            variant = waiting.pop(0)
-            cell = _attempt(functools.partial(_measure, variant, sizes, options.epochs))
-            out.add(**common, implementation=variant.name, **cell)
-            if variant.name == "PyG" and "pyg-lib" in cell["status"]:
-                fallback = {"loader": True}
-                waiting.insert(0, Variant("PyG's layers, our loader", variant.program, device, fallback))
+def _program(run: Run, name: str) -> Iterator[Cell]:
+    program, options = PROGRAMS[name], run.options
+    sizes = Sizes(*(getattr(options, field) for field in Sizes._fields))
+    facts = {"part": "programs", "program": name, "framework": program.framework, "metric": program.metric}
+    if run.is_late:
+        yield {**facts, "implementation": "all", "status": "skipped: --limit-s had passed"}
+        return
+    waiting = variants(name, run.device, options.compile)
+    while waiting:
+        variant = waiting.pop(0)
+        cell = _attempt(partial(_measure, variant, sizes, options.epochs))
+        yield {**facts, "implementation": variant.name, **cell}
+        if variant.name == "PyG" and "pyg-lib" in cell["status"]:
+            fallback = {"loader": True}
+            waiting.insert(0, Variant("PyG's layers, our loader", variant.program, run.device, fallback))
 
 
 def _attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -204,8 +154,7 @@ def _timed(variant: Variant, kit: Kit, rounds: int) -> dict[str, Any]:
     for nth in range(rounds if program.loads else 10 * rounds):
         if nth >= rounds and time.perf_counter() - begin > _BUDGET_S:
             break
-        if kit.device.type == "cuda":
-            torch.cuda.synchronize(kit.device)
+        synchronise(kit.device)
         start = time.perf_counter()
         loss, score = epoch().tolist()
         times.append((time.perf_counter() - start) * 1e3)
@@ -221,18 +170,16 @@ def _timed(variant: Variant, kit: Kit, rounds: int) -> dict[str, Any]:
 # ---------------------------------------------------------------- forms
 
 
-def _run_forms(options: argparse.Namespace, out: Any) -> None:
-    if not graphs.CudaGraphs.supports(torch.device(options.device)):
-        out.add(part="forms", form="all", status="skipped: capture needs a CUDA device")
+def _form(run: Run, name: str) -> Iterator[Cell]:
+    if not graphs.CudaGraphs.supports(run.device):
+        yield {"part": "forms", "form": "all", "status": "skipped: capture needs a CUDA device"}
         return
-    graph = suite.load(options.graph, options.device)
-    edge_index, nodes = graph.edge_index().long(), graph.rowptr.numel() - 1
-    for name in progress(options.forms, "forms"):
-        problem = Problem(options.device, nodes, 0, 500, options.width, edge_index)
-        out.add(part="forms", form=name, **_attempt(functools.partial(compare, name, problem)))
+    graph = suite.load(run.options.graph, run.options.device)
+    problem = Problem(run.options.device, graph.num_nodes, 0, 500, run.options.width, graph.edge_index())
+    yield {"part": "forms", "form": name, **_attempt(partial(compare, name, problem))}
 
 
-def compare(name: str, problem: Problem) -> dict[str, Any]:
+def compare(name: str, problem: Problem) -> Cell:
     """Times of one form, plain and captured, and the difference of their results."""
     plain, step = FORMS[name](problem), capture(FORMS[name](problem))
     difference = 0.0
@@ -244,7 +191,7 @@ def compare(name: str, problem: Problem) -> dict[str, Any]:
         pairs = zip(one, other, strict=True)
         difference = max([difference, *(abs(x - y) / max(abs(x), 1e-3) for x, y in pairs)])
     times: tuple[list[float], list[float]] = ([], [])
-    status: str = step.captured.status  # type: ignore[attr-defined]
+    status: str = step.captured.status
     for _ in range(_ROUNDS if status == "replaying" else 3 * _ROUNDS):
         for run_, found in zip((plain, step), times, strict=True):
             found.append(_time(run_))
@@ -274,3 +221,42 @@ def _time(step: Step) -> float:
         step()
     torch.cuda.synchronize()
     return (time.perf_counter() - start) * 1000 / _CALLS
+
+
+def _cases(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """(part, name); without a GPU one form says for all that there is none."""
+    supported = graphs.CudaGraphs.supports(torch.device(options.device))
+    forms = options.forms if supported else options.forms[:1]
+    names = {"programs": options.programs, "forms": forms}
+    return [(part, name) for part, them in names.items() if part in options.parts for name in them]
+
+
+BENCHMARK = Benchmark(
+    "programs",
+    cells,
+    _cases,
+    options={
+        "parts": option(["programs"], "what to run", choices=("programs", "forms")),
+        "programs": option(None, "programs", choices=PROGRAMS),
+        "epochs": option(3, "epochs that are timed; of one step each, ten times as many"),
+        "width": option(128, "width of hidden layers"),
+        "train_nodes": option(40_960, "seeds of an epoch of sampled neighbours"),
+        "seeds": option(1_024, "seeds in a batch"),
+        "molecules": option(8_192, "molecules in an epoch"),
+        "batch": option(256, "molecules in a batch"),
+        "links": option(65_536, "links in an epoch; purchases of LightGCN are about three times"),
+        "workers": option(8, "processes of the framework's loader"),
+        "compile": {
+            "action": argparse.BooleanOptionalAction,
+            "default": True,
+            "help": "time torch.compile too",
+        },
+        "limit_s": option(330.0, "no program begins after this time"),
+        "forms": option(None, "forms of steps", choices=FORMS),
+        "graph": option("pubmed", f"of the forms; {suite.NAMES}"),
+    },
+    notes=(
+        "Milliseconds of an epoch: loading, training and validation; medians. loss and score are those after"
+        " `epochs` epochs. Baseline: the framework's program with its loader's best settings.",
+    ),
+)

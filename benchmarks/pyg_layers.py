@@ -33,6 +33,18 @@ NO_LAYER = {
 RELATIONS, FEATURES = 3, 4
 
 
+def original_and_drop_in(
+    name: str, *arguments: Any, device: torch.device, dtype: torch.dtype = torch.float32, **options: Any
+) -> dict[str, nn.Module]:
+    """PyG's layer of that name and ours with the same parameters, by implementation."""
+    import fastsparse_pyg
+
+    theirs = getattr(pyg, name)(*arguments, **options).to(device, dtype)
+    ours = getattr(fastsparse_pyg, f"Fast{name}")(*arguments, **options).to(device, dtype)
+    ours.load_state_dict(theirs.state_dict())
+    return {"pyg": theirs, "fastsparse": ours}
+
+
 @dataclass
 class Inputs:
     """What the layers are called with.

@@ -7,13 +7,12 @@ structure, its construction included, and products of a prepared one. The algori
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -23,9 +22,7 @@ from fastsparse_core import Adjacency, policy, spmm
 
 from . import suite
 from .blocks import sample
-from .choice import runs_as
-from .common import DTYPES, WrongResult, add_common, attempt, progress, recorder, relative_error, release
-from .spmm import TOLERANCE
+from .runner import DTYPES, TOLERANCE, Benchmark, Cell, Job, Run, attempt, check, option, relative_error
 from .timing import kernel_time, wall_times
 
 #: Prefixes of names: the first layer's block of a batch of that graph; a random matrix of DLMC's shape with
@@ -57,42 +54,35 @@ def default_structures() -> list[str]:
     ]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser, budget_ms=15.0)
-    kinds = f"names of the suite, {BLOCK}<graph>, {PRUNED}<share of zeros>, {DLMC}<file>"
-    parser.add_argument("--structures", nargs="+", default=default_structures(), help=kinds)
-    parser.add_argument("--widths", nargs="+", type=int, default=[32, 128, 256], help="feature widths")
-    parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=["float32", "float16"])
-    parser.add_argument("--seen", nargs="+", choices=SEEN, default=list(SEEN))
+def cells(run: Run, name: str) -> Iterator[Job | Cell]:
+    """All cells of one structure."""
+    setup = attempt(lambda: {"structure": load(name, run.device)})
+    if setup["status"] != "ok":
+        yield {"structure": name, **setup}
+        return
+    structure: Structure = setup["structure"]
+    prepared = structure.adjacency().prepare() if "repeated" in run.options.seen else None
+    shared = {"structure": name, "rows": structure.shape[0], "edges": structure.col.numel()}
+    for seen, width, dtype in run.grid("seen", "widths", "dtypes"):
+        adjacency = structure.adjacency if prepared is None or seen == "first" else lambda: prepared
+        job = partial(_measure, run, adjacency, seen, width, dtype)
+        yield {**shared, "seen": seen, "width": width, "dtype": dtype}, job
 
 
-def run(options: argparse.Namespace) -> Path:
-    """Runs the benchmark; returns the path of its record."""
-    out = recorder("regret", options)
-    out.note(
-        "forward without values; 'first' is construction from compressed rows, what the algorithm converts"
-        " and one product, by the clock, algorithms in turn; 'repeated' is one product of a prepared"
-        " structure; regret is the time of what auto picks over the best time"
-    )
-    device = torch.device(options.device)
-    for name in progress(options.structures, "regret"):
-        setup = attempt(lambda name=name: {"structure": load(name, device)})
-        if setup["status"] != "ok":
-            out.add(structure=name, status=setup["status"])
-            continue
-        structure: Structure = setup["structure"]
-        prepared = structure.adjacency().prepare() if "repeated" in options.seen else None
-        for seen, width, dtype in itertools.product(options.seen, options.widths, options.dtypes):
-            fresh = structure.adjacency
-            adjacency = fresh if prepared is None or seen == "first" else partial(_same, prepared)
-            job = partial(_measure, adjacency, seen, width, dtype, device, options.budget_ms)
-            rows, edges = structure.shape[0], structure.col.numel()
-            out.add(
-                structure=name, rows=rows, edges=edges, seen=seen, width=width, dtype=dtype, **attempt(job)
-            )
-        del prepared, structure, setup
-        release()
-    return out.path
+def runs_as(call: Callable[[], Tensor], adj: Adjacency, operator: str = "spmm") -> str:
+    """The algorithm that a call of an operator comes down to, asked of the call itself."""
+    adj.plans.clear()  # what was found out before would not be asked
+    resolved = []
+    original = getattr(policy, f"{operator}_algorithm")
+
+    def listen(*args: Any, **kwargs: Any) -> policy.Choice:
+        choice: policy.Choice = original(*args, **kwargs)
+        resolved.append(choice.algorithm)
+        return choice
+
+    with mock.patch.object(policy, f"{operator}_algorithm", listen):
+        call()
+    return resolved[-1]
 
 
 def load(name: str, device: torch.device) -> Structure:
@@ -130,20 +120,9 @@ def _compressed(row: Tensor, col: Tensor, shape: tuple[int, int]) -> Structure:
     return Structure(rowptr, col.int(), shape)
 
 
-def _same(adjacency: Adjacency) -> Adjacency:
-    return adjacency
-
-
-def _measure(
-    adjacency: Callable[[], Adjacency],
-    seen: str,
-    width: int,
-    dtype: str,
-    device: torch.device,
-    budget_ms: float,
-) -> dict[str, Any]:
+def _measure(run: Run, adjacency: Callable[[], Adjacency], seen: str, width: int, dtype: str) -> Cell:
     adj = adjacency()
-    x = torch.randn(adj.num_src, width, device=device).to(DTYPES[dtype])
+    x = torch.randn(adj.num_src, width, device=run.device).to(DTYPES[dtype])
     exact = spmm(adj, x.double(), algorithm="csr")
 
     def product(algorithm: str) -> Tensor:
@@ -154,14 +133,13 @@ def _measure(
         call = partial(product, algorithm)
         if algorithm == "auto" or runs_as(call, adj) != algorithm:
             continue
-        error = relative_error(call(), exact)
-        if error > TOLERANCE[dtype]:
-            raise WrongResult(error, f"{algorithm} has ")
+        check(relative_error(call(), exact), TOLERANCE[dtype], f"{algorithm} has ")
         calls[algorithm] = call
+    budget_ms = run.options.budget_ms
     if seen == "first":  # mostly the host's time
-        timings = wall_times(calls, device, budget_ms=budget_ms)
+        timings = wall_times(calls, run.device, budget_ms=budget_ms)
     else:
-        timings = {name: kernel_time(call, device, budget_ms=budget_ms) for name, call in calls.items()}
+        timings = {name: kernel_time(call, run.device, budget_ms=budget_ms) for name, call in calls.items()}
     times = {algorithm: timing.median_ms for algorithm, timing in timings.items()}
     pick = runs_as(partial(product, "auto"), adj)
     best = min(times, key=lambda algorithm: times[algorithm])
@@ -171,3 +149,25 @@ def _measure(
         "best": best,
         "regret": round(times[pick] / times[best], 4),
     }
+
+
+BENCHMARK = Benchmark(
+    "regret",
+    cells,
+    "structures",
+    budget_ms=15.0,
+    options={
+        "structures": option(
+            default_structures(),
+            f"names of the suite, {BLOCK}<graph>, {PRUNED}<share of zeros>, {DLMC}<file>",
+        ),
+        "widths": option([32, 128, 256], "feature widths"),
+        "dtypes": option(["float32", "float16"], choices=tuple(DTYPES)),
+        "seen": option(choices=SEEN),
+    },
+    notes=(
+        "forward without values; 'first' is construction from compressed rows, what the algorithm converts"
+        " and one product, by the clock, algorithms in turn; 'repeated' is one product of a prepared"
+        " structure; regret is the time of what auto picks over the best time",
+    ),
+)

@@ -14,7 +14,7 @@ PEERS = Path(__file__).resolve().parent / "peers.json"
 
 @functools.cache
 def peers() -> dict[str, Any]:
-    """Stored measurements of rivals and of the gather roofline, all on the GPU model that ``gpu`` names."""
+    """Stored times of baselines and the gather roofline, all on the GPU model that ``gpu`` names."""
     return json.loads(PEERS.read_text())
 
 

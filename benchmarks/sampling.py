@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,7 @@ from fastsparse_core.sampling import features as feature_tables
 from fastsparse_pyg import FastSAGEConv, NeighborLoader
 
 from . import blocks, large, suite
-from .common import add_common, attempt, progress, recorder, release
+from .runner import Benchmark, Cell, Job, Run, option, progress, release, synchronise
 from .timing import wall_times
 
 PRECISIONS = {"float32": None, "bf16-amp": torch.bfloat16}
@@ -34,64 +33,25 @@ _WARM_UP = 64
 _SEEDS = 32
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser, graphs=["ogbn-products"])
-    parser.add_argument("--seeds", type=int, default=1024, help="seed nodes per batch")
-    parser.add_argument("--fanouts", nargs="+", type=int, default=[15, 10, 5], help="neighbours per hop")
-    parser.add_argument("--train-nodes", type=int, default=196_615, help="seeds of an epoch")
-    parser.add_argument("--features", type=int, default=100, help="width of the features")
-    parser.add_argument("--width", type=int, default=256, help="width of the layers")
-    parser.add_argument("--epochs", type=int, default=5, help="epochs that are timed, after one that is not")
-    parser.add_argument("--parts", nargs="+", choices=["draw", "epoch", "papers"], default=["draw", "epoch"])
-    parser.add_argument("--scale", type=float, default=1.0, help="share of papers' nodes and entries")
-    parser.add_argument(
-        "--cached", type=float, default=0.1, help="share of papers' nodes whose features the GPU keeps, once"
-    )
-    parser.add_argument("--batches", type=int, help="batches of papers that are timed (default: an epoch)")
+def cells(run: Run, name: str | None) -> Iterator[Job | Cell]:
+    """All cells of one graph; of None those of papers, if they are asked for."""
+    if name is None:
+        yield from _papers(run)
+        return
+    graph = suite.load(name, run.device)
+    if "draw" in run.options.parts:
+        yield from _draw(graph, run.options)
+        if run.device.type == "cuda":
+            yield from _draw(suite.Graph(graph.name, graph.rowptr.cpu(), graph.col.cpu()), run.options)
+    if "epoch" in run.options.parts:
+        yield from _epochs(graph, run.options)
 
 
-def run(options: argparse.Namespace) -> Path:
-    """Runs the benchmark; returns the path of its record."""
-    device = torch.device(options.device)
-    out = recorder("sampling", options, variant="papers" if options.parts == ["papers"] else "")
-    out.note(
-        "draw: a batch by the clock, from seeds on the device to its structure, node and edge ids there, and"
-        " sizes on the host; 'blocks' draws anew for all nodes in every hop, as the plain sampler does, and"
-        " 'once' once for every node, as PyG does"
-    )
-    out.note(
-        "epoch: sampling, gathering features and labels, GraphSAGE forward and backward, and Adam, by the"
-        " clock from a finished device to a finished device; 'captured' runs the step as one CUDA graph, and"
-        " where 'the step gathers' it does what the loader does else; '16 bits': from features in bfloat16"
-    )
-    if "papers" in options.parts:
-        out.note(
-            "papers: the same epoch on a graph with the nodes, entries and training nodes of ogbn-papers100M,"
-            " features in bfloat16 on the GPU or in page-locked memory of the host, labels on the GPU;"
-            " autocast to bfloat16; 'cached' is the loader's gpu_cache, a number of nodes. Sources are drawn"
-            " by degree from all nodes, so batches share fewer than citations would let them"
-        )
-        _papers(out, options)
-    if set(options.parts) == {"papers"}:
-        return out.path
-    for name in progress(options.graphs, "sampling"):
-        graph = suite.load(name, device)
-        if "draw" in options.parts:
-            _draw(out, name, graph, options)
-            if device.type == "cuda":
-                on_cpu = suite.Graph(graph.name, graph.rowptr.cpu(), graph.col.cpu())
-                _draw(out, name, on_cpu, options)
-                del on_cpu
-        if "epoch" in options.parts:
-            _epochs(out, name, graph, options)
-    return out.path
-
-
-def _draw(out: Any, name: str, graph: suite.Graph, options: argparse.Namespace) -> None:
-    """Adds the cells of drawing batches where the graph lies."""
+def _draw(graph: suite.Graph, options: argparse.Namespace) -> Iterator[Cell]:
+    """The cells of drawing batches where the graph lies."""
     device = graph.col.device
     generator = torch.Generator(device=device).manual_seed(0)
-    adjacency = Adjacency.from_csr(graph.rowptr, graph.col, (graph.num_nodes, graph.num_nodes))
+    adjacency = graph.adjacency()
     samplers = {
         "NeighborSampler, blocks": NeighborSampler(adjacency, options.fanouts, blocks=True),
         "NeighborSampler, once": NeighborSampler(adjacency, options.fanouts),
@@ -119,7 +79,8 @@ def _draw(out: Any, name: str, graph: suite.Graph, options: argparse.Namespace) 
         cell = timing.as_cell()
         cell["edges_per_s"] = round(edges / (cell["median_ms"] / 1e3))
         where = "cpu" if device.type == "cpu" else "cuda"
-        out.add(graph=name, part="draw", where=where, implementation=key, status="ok", edges=edges, **cell)
+        facts = {"graph": graph.name, "part": "draw", "where": where, "implementation": key}
+        yield {**facts, "status": "ok", "edges": edges, **cell}
 
 
 class Sage(nn.Module):
@@ -148,8 +109,8 @@ def hops_of(batch: Any) -> list[tuple[Tensor, Tensor, tuple[int, int]]]:
     return layers
 
 
-def _epochs(out: Any, name: str, graph: suite.Graph, options: argparse.Namespace) -> None:
-    """Adds the cells of epochs."""
+def _epochs(graph: suite.Graph, options: argparse.Namespace) -> Iterator[Job]:
+    """The cells of epochs."""
     device, classes = graph.col.device, 47
     generator = torch.Generator(device=device).manual_seed(0)
     data = Data(
@@ -193,20 +154,13 @@ def _epochs(out: Any, name: str, graph: suite.Graph, options: argparse.Namespace
             seconds = [round(item["seconds"], 4) for item in passes[1:]]
             return {"epoch_s": statistics.median(seconds), "epochs_s": seconds, "loss": passes[-1]["loss"]}
 
-        out.add(
-            graph=name,
-            part="epoch",
-            where=device.type,
-            implementation=name_of_step,
-            precision=precision,
-            nodes=count,
-            **attempt(measure),
-        )
+        cell = {"graph": graph.name, "part": "epoch", "where": device.type, "implementation": name_of_step}
+        yield {**cell, "precision": precision, "nodes": count}, measure
 
 
-def _papers(out: Any, options: argparse.Namespace) -> None:
-    """Adds the cells of a graph of billions of entries."""
-    device, spec = torch.device(options.device), large.scaled(options.scale)
+def _papers(run: Run) -> Iterator[Job]:
+    """The cells of a graph of billions of entries."""
+    options, device, spec = run.options, run.device, large.scaled(run.options.scale)
     begin = time.perf_counter()
     adjacency = large.draw(spec, device)
     generator = torch.Generator(device=device).manual_seed(0)
@@ -223,31 +177,15 @@ def _papers(out: Any, options: argparse.Namespace) -> None:
         data = Data(x=x, y=y, edge_index=adjacency)
         del x
         for cached in (0, int(options.cached * spec.nodes)) if on_gpu and place == "host" else (0,):
-            loader = NeighborLoader(
-                data,
-                options.fanouts,
-                train,
-                batch_size=options.seeds,
-                shuffle=True,
-                device=device,
-                gpu_cache=cached,
-            )
+            sizes = {"batch_size": options.seeds, "shuffle": True, "device": device, "gpu_cache": cached}
+            loader = NeighborLoader(data, options.fanouts, train, **sizes)
             for captured in (False, True) if graphs.CudaGraphs.supports(device) else (False,):
-                out.add(
-                    graph="ogbn-papers100M",
-                    part="papers",
-                    where=device.type,
-                    features_on=place,
-                    cached=cached,
-                    implementation="captured" if captured else "loop",
-                    precision="bf16-amp",
-                    num_nodes=spec.nodes,
-                    entries=adjacency.num_edges,
-                    nodes=train.numel(),
-                    graph_s=graph_s,
-                    features_s=features_s,
-                    **attempt(functools.partial(_long_epoch, loader, captured, options)),
-                )
+                cell = {"graph": "ogbn-papers100M", "part": "papers", "where": device.type}
+                cell |= {"features_on": place, "cached": cached}
+                cell |= {"implementation": "captured" if captured else "loop", "precision": "bf16-amp"}
+                cell |= {"num_nodes": spec.nodes, "entries": adjacency.num_edges, "nodes": train.numel()}
+                cell |= {"graph_s": graph_s, "features_s": features_s}
+                yield cell, partial(_long_epoch, loader, captured, options)
             del loader
         del data
 
@@ -312,8 +250,7 @@ def _train(
     run: Any = capture(step) if captured else step
     done: list[dict[str, Any]] = []
     for count in passes:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronise(device)
         begin, nodes = time.perf_counter(), 0
         total = torch.zeros((), device=device)
         batches = itertools.islice(loader, count)
@@ -325,3 +262,49 @@ def _train(
     if captured and not run.captured.is_recorded:
         raise RuntimeError("not recorded: " + "; ".join(form.refusal for form in run.captured.forms))
     return done
+
+
+def _cases(options: argparse.Namespace) -> list[str | None]:
+    return [None] * ("papers" in options.parts) + options.graphs * (set(options.parts) != {"papers"})
+
+
+def _notes(options: argparse.Namespace) -> Iterator[str]:
+    yield (
+        "draw: a batch by the clock, from seeds on the device to its structure, node and edge ids there, and"
+        " sizes on the host; 'blocks' draws anew for all nodes in every hop, as the plain sampler does, and"
+        " 'once' once for every node, as PyG does"
+    )
+    yield (
+        "epoch: sampling, gathering features and labels, GraphSAGE forward and backward, and Adam, by the"
+        " clock from a finished device to a finished device; 'captured' runs the step as one CUDA graph, and"
+        " where 'the step gathers' it does what the loader does else; '16 bits': from features in bfloat16"
+    )
+    if "papers" in options.parts:
+        yield (
+            "papers: the same epoch on a graph with the nodes, entries and training nodes of ogbn-papers100M,"
+            " features in bfloat16 on the GPU or in page-locked memory of the host, labels on the GPU;"
+            " autocast to bfloat16; 'cached' is the loader's gpu_cache, a number of nodes. Sources are drawn"
+            " by degree from all nodes, so batches share fewer than citations would let them"
+        )
+
+
+BENCHMARK = Benchmark(
+    "sampling",
+    cells,
+    _cases,
+    graphs=["ogbn-products"],
+    options={
+        "seeds": option(1024, "seed nodes per batch"),
+        "fanouts": option([15, 10, 5], "neighbours per hop"),
+        "train_nodes": option(196_615, "seeds of an epoch"),
+        "features": option(100, "width of the features"),
+        "width": option(256, "width of the layers"),
+        "epochs": option(5, "epochs that are timed, after one that is not"),
+        "parts": option(["draw", "epoch"], choices=["draw", "epoch", "papers"]),
+        "scale": option(1.0, "share of papers' nodes and entries"),
+        "cached": option(0.1, "share of papers' nodes whose features the GPU keeps, once"),
+        "batches": option(None, "batches of papers that are timed (default: an epoch)", type=int),
+    },
+    notes=_notes,
+    variant=lambda options: "papers" if options.parts == ["papers"] else "",
+)

@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 
 from . import record, tables
-from .common import add_common, progress
+from .runner import add_common, progress
 
 DRIVER = record.REPOSITORY / "tests" / "sanitize.py"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")

@@ -19,14 +19,13 @@ Where NVLink multicast must stay off, say so in the command:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,14 @@ from torch.nn.parallel import DistributedDataParallel
 from fastsparse_core import Adjacency, policy
 from fastsparse_core.distributed import PartitionedAdjacency, all_reduce_gradients, exchange_group, partition
 from fastsparse_core.distributed.exchange import HaloFeatures
-from fastsparse_pyg import FastGCNConv, FastSAGEConv
+from fastsparse_pyg import FastGCNConv
 
 from . import suite
-from .common import add_common, recorder, release
 from .record import Recorder
-from .train import DTYPES, Stack
+from .runner import add_common, recorder, release
+from .sampling import Sage
+from .timing import summarise
+from .train import DTYPES, Stack, autocast
 
 GRAPHS = ("ogbn-products", "amazonproducts")
 DDP_GRAPH = "ogbn-products"
@@ -224,6 +225,13 @@ def _explain(out: Recorder) -> None:
     out.note("error: relative Frobenius distance to one GPU, the larger of logits and gradients' of a step")
 
 
+def _summary(milliseconds: Sequence[float]) -> dict[str, Any]:
+    """Median, spread and number of measurements; scaling names no method."""
+    found = asdict(summarise(milliseconds, ""))
+    del found["method"]
+    return found
+
+
 def _add(out: Recorder | None, **cell: Any) -> None:
     """Keeps and shows a cell, on the process that has the record."""
     if out is None:
@@ -334,8 +342,7 @@ def _train_full(
     optimiser = torch.optim.Adam(model.parameters())
 
     def forward() -> Tensor:
-        amp = torch.autocast(device.type, torch.bfloat16) if dtype == "bf16-amp" else contextlib.nullcontext()
-        with amp:
+        with autocast(device, dtype):
             return model(x, adj)
 
     def backward(logits: Tensor) -> None:
@@ -359,10 +366,7 @@ def _train_full(
     del logits
     for _ in range(WARM_UP):
         step()
-    times = team.step_ms(step, steps)
-    fifths = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else times
-    cell |= {"median_ms": statistics.median(times), "p20_ms": fifths[0], "p80_ms": fifths[-1]}
-    cell |= {"samples": len(times)}
+    cell |= _summary(team.step_ms(step, steps))
     if cuda:
         peak = torch.cuda.max_memory_allocated(device) - before
         (cell["peak_gb"],) = team.largest([peak / 1e9])
@@ -503,21 +507,6 @@ class Prefetch:
             return self.draw()
 
 
-class Sage(nn.Module):
-    """SAGEConv 100-256-256-47 on the structures of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = (IN_CHANNELS, HIDDEN, HIDDEN, CLASSES)
-        self.convs = nn.ModuleList(FastSAGEConv(a, b) for a, b in itertools.pairwise(widths))
-
-    def forward(self, x: Tensor, layers: Sequence[Adjacency]) -> Tensor:
-        for place, (conv, adj) in enumerate(zip(self.convs, layers, strict=True)):
-            x = conv((x, x[: adj.num_dst]), adj)
-            x = F.relu(x) if place + 1 < len(self.convs) else x
-        return x
-
-
 def _ddp(teams: Sequence[Team], options: argparse.Namespace, out: Recorder | None) -> None:
     """All cells of mini-batch training."""
     graph = _shared_graph(DDP_GRAPH, teams[-1])
@@ -549,7 +538,7 @@ def _train_batches(
     """Throughput of training on batches, sampling included and not."""
     device = team.device
     torch.manual_seed(0)
-    model: nn.Module = Sage().to(device)
+    model: nn.Module = Sage(IN_CHANNELS, HIDDEN, CLASSES, len(FANOUTS)).to(device)
     if team.size > 1:
         ids = [device.index] if device.type == "cuda" else None
         # Gradients lie in what is reduced, which saves copying them back.
@@ -567,10 +556,9 @@ def _train_batches(
         return sampler.draw(found[chosen])
 
     def train(drawn: Batch) -> None:
-        amp = torch.autocast(device.type, torch.bfloat16) if dtype == "bf16-amp" else contextlib.nullcontext()
         optimiser.zero_grad()
-        with amp:
-            logits = model(x[drawn.nodes], drawn.layers)
+        with autocast(device, dtype):
+            logits = model(drawn.layers, x[drawn.nodes])
         F.cross_entropy(logits.float(), drawn.y).backward()
         optimiser.step()
 
@@ -584,14 +572,9 @@ def _train_batches(
     for _ in range(2):
         train(next(ready))
     without = [team.mean_ms(lambda: train(next(ready)), steps) for _ in range(ROUNDS)]
-    median, train_ms = statistics.median(with_sampling), statistics.median(without)
-    fifths = statistics.quantiles(with_sampling, n=5, method="inclusive")
-    return {
-        "median_ms": median,
-        "p20_ms": fifths[0],
-        "p80_ms": fifths[-1],
+    cell, train_ms = _summary(with_sampling), statistics.median(without)
+    return cell | {
         "train_ms": train_ms,
-        "seeds_per_s": team.size * batch / median * 1e3,
+        "seeds_per_s": team.size * batch / cell["median_ms"] * 1e3,
         "seeds_per_s_without_sampling": team.size * batch / train_ms * 1e3,
-        "samples": ROUNDS,
     }

@@ -6,12 +6,8 @@ destination. A new index is forgotten before each call: it is checked, sorted an
 
 from __future__ import annotations
 
-import argparse
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,56 +16,34 @@ from fastsparse_core import scatter
 from fastsparse_core.segment import clear_segments
 
 from . import suite
-from .common import DTYPES, add_common, attempt, progress, recorder, relative_error, release
-from .timing import kernel_time
+from .runner import DTYPES, Benchmark, Cell, Job, Run, option, relative_error, release
 
 HUBS = "ten segments"
-REDUCTIONS = ("sum", "mean", "max", "std")
-IMPLEMENTATIONS = ("torch", "new index", "kept index")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser, graphs=["ogbn-arxiv"], budget_ms=30.0)
-    parser.add_argument("--widths", nargs="+", type=int, default=[1, 16, 128])
-    parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=["float32", "bfloat16"])
-    parser.add_argument("--reductions", nargs="+", choices=REDUCTIONS, default=list(REDUCTIONS))
-
-
-def run(options: argparse.Namespace) -> Path:
-    """Runs the benchmark; returns the path of its record."""
-    out = recorder("segments", options)
-    out.note(
-        "torch is index_add for sums and scatter_reduce for means and maxima; its deviation is two means"
-    )
-    device = torch.device(options.device)
-    for name in progress([*options.graphs, HUBS], "segments"):
-        graph = suite.load(options.graphs[0] if name == HUBS else name, device)
-        generator = torch.Generator(device=device).manual_seed(0)
-        size = 10 if name == HUBS else graph.num_nodes
-        index = graph.row().long()[torch.randperm(graph.num_edges, device=device, generator=generator)] % size
-        for width, dtype, reduce in itertools.product(options.widths, options.dtypes, options.reductions):
-            src = torch.randn(index.numel(), width, device=device, generator=generator).to(DTYPES[dtype])
-            for backward in (False, True):
-                expected: Tensor | None = None
-                for implementation in IMPLEMENTATIONS:
-                    step = _step(implementation, src, index, size, reduce, backward)
-                    cell = attempt(partial(_measure, step, expected, device, options.budget_ms))
-                    expected = cell.pop("result", None) if implementation == "torch" else expected
-                    cell.pop("result", None)
-                    out.add(
-                        graph=name,
-                        rows=index.numel(),
-                        segments=size,
-                        width=width,
-                        dtype=dtype,
-                        reduce=reduce,
-                        backward=backward,
-                        implementation=implementation,
-                        **cell,
-                    )
-            del src
-            release()
-    return out.path
+def cells(run: Run, name: str) -> Iterator[Job]:
+    """All cells of one graph, or of ten segments."""
+    graph = suite.load(run.options.graphs[0] if name == HUBS else name, run.device)
+    generator = torch.Generator(device=run.device).manual_seed(0)
+    size = 10 if name == HUBS else graph.num_nodes
+    index = graph.row().long()[torch.randperm(graph.num_edges, device=run.device, generator=generator)] % size
+    for width, dtype, reduce in run.grid("widths", "dtypes", "reductions"):
+        src = torch.randn(index.numel(), width, device=run.device, generator=generator).to(DTYPES[dtype])
+        for backward in (False, True):
+            expected: list[Tensor] = []
+            for implementation in ("torch", "new index", "kept index"):
+                step = _step(implementation, src, index, size, reduce, backward)
+                cell = {
+                    "graph": name,
+                    "rows": index.numel(),
+                    "segments": size,
+                    "width": width,
+                    "dtype": dtype,
+                }
+                cell |= {"reduce": reduce, "backward": backward, "implementation": implementation}
+                yield cell, partial(_measure, run, step, expected, implementation == "torch")
+        del src, step
+        release()
 
 
 def _step(
@@ -84,7 +58,7 @@ def _step(
             return _torch(leaf, index, size, reduce)
         if implementation == "new index":
             clear_segments()
-        return scatter(leaf, index, size, reduce)  # type: ignore[call-overload, no-any-return]
+        return scatter(leaf, index, size, reduce)
 
     def both() -> Tensor:
         result = forward()
@@ -106,12 +80,28 @@ def _torch(src: Tensor, index: Tensor, size: int, reduce: str) -> Tensor:
     return zeros.scatter_reduce(0, wide, src, "amax" if reduce == "max" else reduce, include_self=False)
 
 
-def _measure(
-    step: Callable[[], Tensor], expected: Tensor | None, device: torch.device, budget_ms: float
-) -> dict[str, Any]:
+def _measure(run: Run, step: Callable[[], Tensor], expected: list[Tensor], is_first: bool) -> Cell:
     """Time of a step, whether it repeats to the bit, and how far it is from torch's."""
     result = step()
-    error = None if expected is None else relative_error(result, expected.double())
+    error = relative_error(result, expected[0].double()) if expected else None
     repeats = all(torch.equal(result, step()) for _ in range(3))
-    timing = kernel_time(step, device, budget_ms=budget_ms)
-    return {"result": result, "error": error, "repeats": repeats, **timing.as_cell()}
+    cell = {"error": error, "repeats": repeats, **run.time(step)}
+    expected.extend([result] if is_first else [])
+    return cell
+
+
+BENCHMARK = Benchmark(
+    "segments",
+    cells,
+    lambda options: [*options.graphs, HUBS],
+    graphs=["ogbn-arxiv"],
+    budget_ms=30.0,
+    options={
+        "widths": option([1, 16, 128]),
+        "dtypes": option(["float32", "bfloat16"], choices=tuple(DTYPES)),
+        "reductions": option(choices=("sum", "mean", "max", "std")),
+    },
+    notes=(
+        "torch is index_add for sums and scatter_reduce for means and maxima; its deviation is two means",
+    ),
+)

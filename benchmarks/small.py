@@ -19,12 +19,10 @@ with only its model captured.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,29 +36,16 @@ from fastsparse_core import capture
 from fastsparse_core.capturing import graphs
 from fastsparse_core.capturing.captured import BATCHES, CALLS, Captured
 
-from .common import add_common, attempt, progress, recorder, release
-from .timing import Timing, step_time
+from .runner import Benchmark, Cell, Run, attempt, option, progress
+from .timing import in_turn, step_time
 
 GRAPHS = ("cora", "pubmed", "coauthor", "molecules-64", "molecules-512", "blocks")
 DEFAULT = [name for name in GRAPHS if name != "coauthor"]
 DTYPES = ("float32", "bf16-amp")
 #: The names of the layers in their frameworks.
 LAYERS = {
-    "pyg": {
-        "GCN": "GCNConv",
-        "SAGE": "SAGEConv",
-        "GIN": "GINConv",
-        "GAT": "GATConv",
-        "GATv2": "GATv2Conv",
-        "Transformer": "TransformerConv",
-    },
-    "dgl": {
-        "GCN": "GraphConv",
-        "SAGE": "SAGEConv",
-        "GIN": "GINConv",
-        "GAT": "GATConv",
-        "GATv2": "GATv2Conv",
-    },
+    "pyg": {name: f"{name}Conv" for name in ("GCN", "SAGE", "GIN", "GAT", "GATv2", "Transformer")},
+    "dgl": {"GCN": "GraphConv", **{name: f"{name}Conv" for name in ("SAGE", "GIN", "GAT", "GATv2")}},
 }
 #: Nodes, edges, features, classes.
 WHOLE = {
@@ -81,53 +66,30 @@ _COMPARED = 50
 _ROUNDING = "rounding"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser)
-    parser.add_argument("--framework", choices=LAYERS, default="pyg", help="whose layers; DGL's need the CPU")
-    parser.add_argument("--kinds", nargs="+", choices=GRAPHS, default=DEFAULT, help="graphs and batches")
-    parser.add_argument("--layers", nargs="+", choices=LAYERS["pyg"], default=None, help="layers (all)")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="precisions")
-    parser.add_argument("--budget-ms", type=float, default=60.0, help="about how long to time a step")
-    parser.add_argument("--limit-s", type=float, default=600.0, help="no cell begins after this time")
+def _captures(options: argparse.Namespace) -> bool:
+    return options.framework == "pyg" and graphs.CudaGraphs.supports(torch.device(options.device))
 
 
-def run(options: argparse.Namespace) -> Path:
-    """Runs the benchmark; returns the path of its record."""
-    device = torch.device(options.device)
-    out = recorder("small", options, variant="" if options.framework == "pyg" else options.framework)
-    out.note(
-        f"{options.framework}; one step of a plain loop with Adam; the implementations in turn, {_ROUNDS}"
-        " times: the median of their medians"
-    )
-    captures = options.framework == "pyg" and graphs.CudaGraphs.supports(device)
-    if captures:
-        out.note(
-            f"loss_difference: the greatest of the first {_COMPARED} losses from those of our layers as they"
-            " are, relative, float32; perturbed: the same for weights that were multiplied by 1 + 1e-7 r, r"
-            " normal, before the first step: what rounding alone does to these losses; padding_difference:"
-            " of results and gradients with padding, before the step is recorded"
-        )
+def cells(run: Run, kind: str) -> Iterator[Cell]:
+    """All cells of one kind of graph."""
+    options = run.options
+    if kind == "blocks" and options.framework == "dgl":
+        return
+    inputs = draw(kind, run.device)
     layers = [name for name in options.layers or LAYERS["pyg"] if name in LAYERS[options.framework]]
-    end = time.monotonic() + options.limit_s
-    for kind in options.kinds:
-        if kind == "blocks" and options.framework == "dgl":
+    for layer, dtype in progress(list(itertools.product(layers, options.dtypes)), kind):
+        if run.is_late:
             continue
-        inputs = draw(kind, device)
-        for layer, dtype in progress(list(itertools.product(layers, options.dtypes)), kind):
-            if time.monotonic() > end:
-                continue
-            loops = _loops(options.framework, kind, layer, dtype, inputs, captures)
-            extra = _compare(loops, dtype) if captures else {}
-            found = attempt(functools.partial(_in_turn, loops, device, options.budget_ms / _ROUNDS))
-            cells = found.pop("steps", {})
-            for name in loops:
-                cell = {**found, **cells.get(name, {}), **extra.get(name, {}), "edges": inputs[0].num_edges}
-                out.add(graph=kind, layer=layer, dtype=dtype, implementation=name, **cell)
-            del loops
-        del inputs
-        fastsparse_pyg.clear_cache()
-        release()
-    return out.path
+        loops = _loops(options.framework, kind, layer, dtype, inputs, _captures(options))
+        extra = _compare(loops, dtype) if _captures(options) else {}
+        found = attempt(partial(_in_turn, loops, run.device, options.budget_ms / _ROUNDS))
+        cells = found.pop("steps", {})
+        for name in loops:
+            cell = {"graph": kind, "layer": layer, "dtype": dtype, "implementation": name, **found}
+            yield cell | cells.get(name, {}) | extra.get(name, {}) | {"edges": inputs[0].num_edges}
+        del loops
+    del inputs
+    fastsparse_pyg.clear_cache()
 
 
 def _compare(loops: dict[str, Loop], dtype: str) -> dict[str, dict[str, Any]]:
@@ -163,12 +125,10 @@ def _difference(expected: Tensor, found: Tensor) -> float:
 
 
 def _in_turn(loops: dict[str, Loop], device: torch.device, budget_ms: float) -> dict[str, dict[str, Any]]:
-    found: dict[str, list[Timing]] = {name: [] for name in loops}
-    for _, (name, loop) in itertools.product(range(_ROUNDS), loops.items()):
-        found[name].append(step_time(loop, device, budget_ms=budget_ms))
+    calls = {name: partial(step_time, loop, device, budget_ms=budget_ms) for name, loop in loops.items()}
     middle = {
         name: sorted(timings, key=lambda timing: timing.median_ms)[_ROUNDS // 2].as_cell()
-        for name, timings in found.items()
+        for name, timings in in_turn(calls, _ROUNDS).items()
     }
     return {"steps": middle}
 
@@ -306,7 +266,7 @@ def _models(framework: str, kind: str, layer: str, first: Data, captures: bool) 
         implementation: Model(
             [first.x.size(1)] + [width] * depth,
             outputs,
-            functools.partial(_layer, getattr(module, of_layer), layer, framework, options),
+            partial(_layer, getattr(module, of_layer), layer, framework, options),
             is_dgl=framework == "dgl",
             is_molecules=is_molecules,
         )
@@ -372,9 +332,9 @@ class Loop:
         self._step: Callable[..., Tensor] = step
         if captures == "captured":
             self._step = capture(step)
-            self.captured = self._step.captured  # type: ignore[attr-defined]
+            self.captured = self._step.captured
         elif captures == "captured model":
-            self.captured = capture(model).forward  # type: ignore[assignment]
+            self.captured = capture(model).forward
 
     def _edges_of(self, data: Data) -> Any:
         if self._framework == "pyg":
@@ -390,3 +350,34 @@ class Loop:
             data.edge_index = data.edge_index.clone()
             graph = self._edges_of(data)
         return self._step(data, graph).detach()
+
+
+def _notes(options: argparse.Namespace) -> Iterator[str]:
+    yield (
+        f"{options.framework}; one step of a plain loop with Adam; the implementations in turn, {_ROUNDS}"
+        " times: the median of their medians"
+    )
+    if _captures(options):
+        yield (
+            f"loss_difference: the greatest of the first {_COMPARED} losses from those of our layers as they"
+            " are, relative, float32; perturbed: the same for weights that were multiplied by 1 + 1e-7 r, r"
+            " normal, before the first step: what rounding alone does to these losses; padding_difference:"
+            " of results and gradients with padding, before the step is recorded"
+        )
+
+
+BENCHMARK = Benchmark(
+    "small",
+    cells,
+    "kinds",
+    budget_ms=60.0,
+    options={
+        "framework": option("pyg", "whose layers; DGL's need the CPU", choices=LAYERS),
+        "kinds": option(DEFAULT, "graphs and batches", choices=GRAPHS),
+        "layers": {"choices": LAYERS["pyg"], "nargs": "+", "help": "layers (all)"},
+        "dtypes": option(None, "precisions", choices=DTYPES),
+        "limit_s": option(600.0, "no cell begins after this time"),
+    },
+    notes=_notes,
+    variant=lambda options: "" if options.framework == "pyg" else options.framework,
+)

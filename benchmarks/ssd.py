@@ -1,4 +1,4 @@
-"""Sparse rows times a sparse structure, forward and backward, against stored rivals and the dense product.
+"""Sparse rows times a sparse structure, forward and backward, against stored baselines and the dense product.
 
 Also the ablation and the scaling of the decoupled SSD paper (figures 11 to 14 and 16), its table I, and maxk
 against `torch.topk`.
@@ -6,12 +6,9 @@ against `torch.topk`.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +17,8 @@ from fastsparse_core import CBSR, Adjacency, maxk, spmm, ssd
 from fastsparse_core.formats.row_split import shared_group_share
 
 from . import suite
-from .common import DTYPES, add_common, attempt, progress, recorder, release
-from .record import Recorder
-from .spmm import TOLERANCE
+from .runner import DTYPES, Benchmark, Cell, Job, Run, option
 from .ssd_slots import slotted_ssd
-from .steps import timed
-from .timing import kernel_time
 
 #: What the paper's ablation and scaling are repeated on, of the graphs asked for.
 ABLATION_GRAPHS = ("ogbn-arxiv", "yelp", "dd", "reddit")
@@ -48,46 +41,20 @@ DATAFLOWS: dict[str, dict[str, Any]] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser, graphs=suite.PEER_GRAPHS, budget_ms=25.0)
-    parts = ("forward", "backward", "groups", "ablation", "scaling", "slots", "maxk")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
-    parser.add_argument("--kept", nargs="+", type=int, default=[8, 16, 32, 64], help="kept entries, forward")
-    parser.add_argument("--backward-kept", nargs="+", type=int, default=[16, 32], help="and backward")
-    parser.add_argument("--width", type=int, default=WIDTH, help="features per node")
-    parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=["float32", "float16"])
-    parser.add_argument("--rows", type=int, default=200_000, help="rows of maxk")
+PARTS = ("forward", "backward", "groups", "ablation", "scaling", "slots", "maxk")
 
 
-def run(options: argparse.Namespace) -> Path:
-    """Runs the benchmark; returns the path of its record."""
-    out = recorder("ssd", options)
-    out.note(
-        "backward is the gradient of the kept values through autograd; densify writes dense rows and"
-        " multiplies them, with prepared structures"
-    )
-    out.note("errors are against the float64 product of the dense rows, on all rows")
-    out.note(
-        "the dataflows of the papers, with float sums, are our own plain kernels of them (ssd_slots.cu), and"
-        " their times include zeroing the output; on small graphs launches count"
-    )
-    if "maxk" in options.parts:
-        _run_maxk(options, out)
-    for name in progress(options.graphs, "ssd"):
-        _run_graph(name, options, out)
-        release()
-    return out.path
-
-
-@dataclass(frozen=True)
-class Subject:
+class Subject(NamedTuple):
     """What is measured on one graph, and how its results are checked."""
 
     name: str
     adj: Adjacency
     exact: Tensor
-    options: argparse.Namespace
-    out: Recorder
+    run: Run
+
+    @property
+    def facts(self) -> Cell:
+        return {"graph": self.name, "nodes": self.adj.num_dst, "edges": self.adj.num_edges}
 
     def kept(self, k: int, width: int) -> tuple[CBSR, Tensor]:
         """Kept entries that float16 can hold too, so that all types compute one product, and the product."""
@@ -96,120 +63,128 @@ class Subject:
         cbsr = maxk(x, k)
         return cbsr, self.exact @ cbsr.to_dense().double()
 
-    def time(
-        self, fn: Callable[[], Tensor], reference: Tensor, *, part: str, dtype: str, **labels: Any
-    ) -> None:
-        """Checks, times and records one call."""
-        graph = {"graph": self.name, "nodes": self.adj.num_dst, "edges": self.adj.num_edges}
-        measure = partial(self._measure, fn, reference, dtype)
-        self.out.add(part=part, dtype=dtype, **graph, **labels, **attempt(measure))
+    def job(
+        self, fn: Callable[[], Tensor], reference: Tensor, part: str, dtype: str = "float32", **labels: Any
+    ) -> Job:
+        """Checks and times one call."""
+        return {"part": part, "dtype": dtype, **self.facts, **labels}, self.run.checked(fn, reference, dtype)
 
-    def _measure(self, fn: Callable[[], Tensor], reference: Tensor, dtype: str) -> dict[str, object]:
-        return timed(fn, reference, DTYPES[dtype], TOLERANCE[dtype], self.options.budget_ms)
+    def dataflow(self, name: str, cbsr: CBSR, reference: Tensor, part: str) -> Job:
+        """One of the papers', or ours."""
+        fn = partial(ssd, self.adj, cbsr, algorithm=name)
+        if name in DATAFLOWS:
+            fn = partial(slotted_ssd, self.adj, cbsr.values, cbsr.ids, cbsr.width, **DATAFLOWS[name])
+        return self.job(fn, reference, part, k=cbsr.k, width=cbsr.width, implementation=name)
 
 
-def _run_graph(name: str, options: argparse.Namespace, out: Recorder) -> None:
-    """All cells of one graph; what it holds on the device ends with the call."""
-    device = torch.device(options.device)
-    graph = suite.load(name, device)
-    adj = Adjacency.from_csr(graph.rowptr, graph.col, (graph.num_nodes, graph.num_nodes)).prepare()
-    subject = Subject(name, adj, graph.sparse_csr(torch.float64), options, out)
-    if "groups" in options.parts:
+def cells(run: Run, name: str | None) -> Iterator[Job]:
+    """All cells of one graph, or those of the selection of the largest entries."""
+    parts, options = run.options.parts, run.options
+    if name is None:
+        yield from _maxk(run)
+        return
+    graph = suite.load(name, run.device)
+    adj = graph.adjacency().prepare()
+    subject = Subject(name, adj, graph.sparse_csr(torch.float64), run)
+    if "groups" in parts:
         shares = {f"share_{length}": shared_group_share(adj.rowptr, length) for length in GROUP_LENGTHS}
-        out.add(part="groups", graph=name, nodes=adj.num_dst, edges=adj.num_edges, status="ok", **shares)
+        yield {"part": "groups", **subject.facts}, lambda: shares
     for k in sorted({*options.kept, *options.backward_kept}):
-        _run_products(subject, k)
+        yield from _products(subject, k)
     if not adj.rowptr.is_cuda:
         return  # the papers' dataflows are CUDA kernels
-    if "ablation" in options.parts and name in ABLATION_GRAPHS:
+    if "ablation" in parts and name in ABLATION_GRAPHS:
         cbsr, reference = subject.kept(KEPT, options.width)
-        for label, arguments in DATAFLOWS.items():
-            _time_dataflow(subject, cbsr, reference, arguments, part="ablation", implementation=label)
-        labels = {"part": "ablation", "dtype": "float32", "k": KEPT, "width": options.width}
-        fn = partial(ssd, adj, cbsr, algorithm="decoupled")
-        subject.time(fn, reference, implementation="decoupled", **labels)
-    if "scaling" in options.parts and name in SCALING_GRAPHS:
-        _run_scaling(subject)
-    if "slots" in options.parts and name in SCALING_GRAPHS:
+        for dataflow in (*DATAFLOWS, "decoupled"):
+            yield subject.dataflow(dataflow, cbsr, reference, "ablation")
+    if "scaling" in parts and name in SCALING_GRAPHS:
+        yield from _scaling(subject)
+    if "slots" in parts and name in SCALING_GRAPHS:
         for width in SLOT_WIDTHS:
             cbsr, reference = subject.kept(8, width)
             for slots in SLOTS:
-                _time_dataflow(subject, cbsr, reference, {"slots": slots}, part="slots", slots=slots)
+                fn = partial(slotted_ssd, adj, cbsr.values, cbsr.ids, width, slots=slots)
+                yield subject.job(fn, reference, "slots", k=cbsr.k, width=width, slots=slots)
 
 
-def _run_products(subject: Subject, k: int) -> None:
+def _products(subject: Subject, k: int) -> Iterator[Job]:
     """Forward and backward with k kept entries."""
-    options, adj = subject.options, subject.adj
+    options, adj = subject.run.options, subject.adj
     cbsr, reference = subject.kept(k, options.width)
     grad = torch.randn(adj.num_dst, options.width, device=adj.device).bfloat16().float()
     for dtype in options.dtypes:
         typed = cbsr.with_values(cbsr.values.to(DTYPES[dtype]))
-        labels = {"dtype": dtype, "k": k, "width": options.width}
+        labels = {"k": k, "width": options.width}
         if "forward" in options.parts and k in options.kept:
             for algorithm in ("decoupled", "densify"):
                 fn = partial(ssd, adj, typed, algorithm=algorithm)
-                subject.time(fn, reference, part="forward", implementation=algorithm, **labels)
+                yield subject.job(fn, reference, "forward", dtype, implementation=algorithm, **labels)
         if "backward" in options.parts and k in options.backward_kept:
             # The stand-ins are symmetric: the transposed product is the product.
             wanted = (subject.exact @ grad.double()).gather(1, cbsr.ids.long())
             values = typed.values.detach().requires_grad_()
             y = ssd(adj, typed.with_values(values))
-            given = grad.to(DTYPES[dtype])
-            fn = partial(_gradient, y, values, given)
-            subject.time(fn, wanted, part="backward", implementation="fastsparse", **labels)
+            fn = partial(_gradient, y, values, grad.to(DTYPES[dtype]))
+            yield subject.job(fn, wanted, "backward", dtype, implementation="fastsparse", **labels)
 
 
 def _gradient(y: Tensor, values: Tensor, grad: Tensor) -> Tensor:
     return torch.autograd.grad(y, values, grad, retain_graph=True)[0]
 
 
-def _time_dataflow(
-    subject: Subject, cbsr: CBSR, reference: Tensor, arguments: dict[str, Any], **labels: Any
-) -> None:
-    fn = partial(slotted_ssd, subject.adj, cbsr.values, cbsr.ids, cbsr.width, **arguments)
-    subject.time(fn, reference, dtype="float32", k=cbsr.k, width=cbsr.width, **labels)
-
-
-def _run_scaling(subject: Subject) -> None:
+def _scaling(subject: Subject) -> Iterator[Job]:
     """From few kept entries to half of all: both papers' dataflows, ours, and the dense product."""
-    adj, width = subject.adj, subject.options.width
+    adj, width = subject.adj, subject.run.options.width
     for k in PRUNED:
         cbsr, reference = subject.kept(k, width)
-        for label in ("slots and update_mode", "maxk"):
-            _time_dataflow(subject, cbsr, reference, DATAFLOWS[label], part="scaling", implementation=label)
-        labels = {"part": "scaling", "dtype": "float32", "k": k, "width": width}
-        fn = partial(ssd, adj, cbsr, algorithm="decoupled")
-        subject.time(fn, reference, implementation="decoupled", **labels)
+        for name in ("slots and update_mode", "maxk", "decoupled"):
+            yield subject.dataflow(name, cbsr, reference, "scaling")
     x = torch.randn(adj.num_src, width, device=adj.device)
-    matrix = torch.sparse_csr_tensor(
-        adj.rowptr.int(), adj.col, torch.ones(adj.num_edges, device=adj.device), adj.shape
-    )
+    ones = torch.ones(adj.num_edges, device=adj.device)
+    matrix = torch.sparse_csr_tensor(adj.rowptr.int(), adj.col, ones, adj.shape)
     wanted = subject.exact @ x.double()
-    labels = {"part": "scaling", "dtype": "float32", "k": width, "width": width}
-    subject.time(lambda: matrix @ x, wanted, implementation="cuSPARSE, dense rows", **labels)
-    subject.time(lambda: spmm(adj, x), wanted, implementation="spmm, dense rows", **labels)
+    for name, fn in (("cuSPARSE", lambda: matrix @ x), ("spmm", lambda: spmm(adj, x))):
+        yield subject.job(fn, wanted, "scaling", k=width, width=width, implementation=f"{name}, dense rows")
 
 
-def _run_maxk(options: argparse.Namespace, out: Recorder) -> None:
+def _maxk(run: Run) -> Iterator[Job]:
     """The selection against torch.topk and against copying the bytes that it reads and writes."""
-    device = torch.device(options.device)
-    for dtype in options.dtypes:
-        k = min(32, options.width)
-        x = torch.randn(options.rows, options.width, device=device).to(DTYPES[dtype])
+    width, rows = run.options.width, run.options.rows
+    for dtype in run.options.dtypes:
+        k = min(32, width)
+        x = torch.randn(rows, width, device=run.device).to(DTYPES[dtype])
         moved = x.nbytes + sum(maxk(x, k).memory_usage().values())
         # A copy reads and writes each byte: half as many.
-        source = torch.empty(moved // 2, dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
+        source = torch.empty(moved // 2, dtype=torch.uint8, device=run.device)
         calls: dict[str, Callable[[], Any]] = {
             "fastsparse": partial(maxk, x, k),
             "torch.topk": partial(torch.topk, x, k),
-            "copy of as many bytes": partial(target.copy_, source),
+            "copy of as many bytes": partial(torch.empty_like(source).copy_, source),
         }
         for implementation, fn in calls.items():
-            timing = attempt(partial(_time_alone, fn, device, options.budget_ms))
-            labels = {"dtype": dtype, "k": k, "width": options.width, "rows": options.rows}
-            out.add(part="maxk", implementation=implementation, bytes=moved, **labels, **timing)
+            cell = {"part": "maxk", "implementation": implementation, "bytes": moved}
+            yield cell | {"dtype": dtype, "k": k, "width": width, "rows": rows}, partial(run.time, fn)
 
 
-def _time_alone(fn: Callable[[], Any], device: torch.device, budget_ms: float) -> dict[str, Any]:
-    return kernel_time(fn, device, budget_ms=budget_ms).as_cell()
+BENCHMARK = Benchmark(
+    "ssd",
+    cells,
+    lambda options: [None] * ("maxk" in options.parts) + options.graphs,
+    graphs=suite.PEER_GRAPHS,
+    budget_ms=25.0,
+    options={
+        "parts": option(choices=PARTS),
+        "kept": option([8, 16, 32, 64], "kept entries, forward"),
+        "backward_kept": option([16, 32], "and backward"),
+        "width": option(WIDTH, "features per node"),
+        "dtypes": option(["float32", "float16"], choices=tuple(DTYPES)),
+        "rows": option(200_000, "rows of maxk"),
+    },
+    notes=(
+        "backward is the gradient of the kept values through autograd; densify writes dense rows and"
+        " multiplies them, with prepared structures",
+        "errors are against the float64 product of the dense rows, on all rows",
+        "the dataflows of the papers, with float sums, are our own plain kernels of them (ssd_slots.cu), and"
+        " their times include zeroing the output; on small graphs launches count",
+    ),
+)

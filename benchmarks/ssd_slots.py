@@ -40,17 +40,19 @@ def slotted_ssd(
         float32 (num_dst, width).
     """
     total = torch.zeros(adj.num_dst, width, device=values.device)
+    device, queue = place_of(values.device)
     _C.ssd_slots(
-        adj.edge_group_structure(lengths.SHORT_EDGE_GROUP),
-        width,
-        values,
-        ids,
-        value,
-        scale_src,
-        total,
-        slots,
-        update_mode,
-        coupled,
-        *place_of(values.device),
+        structure=adj.edge_group_structure(lengths.SHORT_EDGE_GROUP),
+        width=width,
+        values=values,
+        ids=ids,
+        value=value,
+        scale_src=scale_src,
+        sum=total,
+        slots=slots,
+        update_mode=update_mode,
+        coupled=coupled,
+        device=device,
+        queue=queue,
     )
     return total

@@ -3,7 +3,7 @@
 The published graphs are large downloads, so each stand-in reproduces what a sparse kernel feels of the
 original: the numbers of nodes and edges, the mean and the largest degree, and the number of non-zero 8x1
 row vectors per edge. A stand-in is drawn on one device from a fixed seed; the same seed gives another graph
-on another kind of device. Rival times in ``peers.json`` were taken on exactly the graphs that CUDA devices
+on another kind of device. Baseline times in ``peers.json`` were taken on exactly the graphs that CUDA devices
 draw here, so the order of random calls must not change.
 
 Every graph is symmetric, without self loops or duplicate edges, with the columns of each row sorted.
@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from fastsparse_core import Adjacency
 
 #: Prefix of names that mean a file ``$FASTSPARSE_DATA/<name>.npz`` instead of a stand-in.
 REAL = "real:"
@@ -69,7 +71,7 @@ SUITE: dict[str, Spec] = {
     "peptides-batch": Spec("batched", 153_600, 313_000, 5, 150, 1.0, 14),
 }
 
-#: The graphs that stored rival times cover, small ones first.
+#: The graphs that stored baseline times cover, small ones first.
 PEER_GRAPHS = (
     "pubmed",
     "github",
@@ -120,6 +122,10 @@ class Graph:
     def edge_index(self) -> Tensor:
         """int64 (2, num_edges): sources, destinations."""
         return torch.stack([self.col, self.row()]).long()
+
+    def adjacency(self) -> Adjacency:
+        """The structure as the operators take it."""
+        return Adjacency.from_csr(self.rowptr, self.col, (self.num_nodes, self.num_nodes))
 
     def sparse_csr(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The structure as a ``torch.sparse_csr`` matrix of ones with int32 indices."""

@@ -1,9 +1,8 @@
 """One timer for every benchmark.
 
 Device time comes from events around each call, after a write that pushes the inputs out of the last-level
-cache, and
-behind a short wait on the device that lets the host queue the whole call first: what is measured is the
-device's work and not the host's.
+cache, and behind a short wait on the device that lets the host queue the whole call first: what is measured
+is the device's work and not the host's.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
-from fastsparse_core.capturing.graphs import record
-from fastsparse_core.streams import on_stream
+T = TypeVar("T")
 
 #: Bytes written between two calls: more than the last-level cache of any GPU of today.
 FLUSH_BYTES = 256 * 2**20
@@ -54,6 +53,15 @@ def summarise(milliseconds: Sequence[float], method: str) -> Timing:
         return Timing(milliseconds[0], milliseconds[0], milliseconds[0], 1, method)
     fifths = statistics.quantiles(milliseconds, n=5, method="inclusive")
     return Timing(statistics.median(milliseconds), fifths[0], fifths[-1], len(milliseconds), method)
+
+
+def in_turn(calls: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """Results of several calls, made in turn so that other work on the machine slows all alike, by name."""
+    found: dict[str, list[T]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            found[name].append(call())
+    return found
 
 
 def _samples(one_call_ms: float, budget_ms: float, least: int, most: int) -> int:
@@ -95,37 +103,6 @@ def kernel_time(fn: Callable[[], Any], device: torch.device, *, budget_ms: float
         end.record()
     torch.cuda.synchronize(device)
     return summarise([s.elapsed_time(e) for s, e in zip(starts, ends, strict=True)], "events, cold cache")
-
-
-def graph_time(fn: Callable[[], Any], *, calls: int = 20, replays: int = 20) -> Timing:
-    """Device time of a small call without launch gaps: `calls` captured in one CUDA graph, inputs warm.
-
-    Args:
-        fn: A call that can be captured: no synchronisation.
-        calls: Calls per captured graph.
-        replays: Replays that are timed.
-
-    Returns:
-        Milliseconds per call.
-    """
-
-    def all_calls() -> None:
-        for _ in range(calls):
-            fn()
-
-    stream = torch.cuda.Stream()
-    on_stream(stream, all_calls)
-    graph, _ = record(all_calls, stream)
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    return summarise(times, f"graph of {calls} calls, warm cache")
 
 
 def step_time(
@@ -234,12 +211,9 @@ def wall_times(
                 fn()
             return once(fn)
 
-    def one_round() -> dict[str, float]:
-        return {name: again(name, fn) for name, fn in calls.items()}
-
-    for _ in range(warm_up):
-        one_round()
-    count = _samples(sum(one_round().values()), budget_ms * len(calls), least, most)
-    rounds = [one_round() for _ in range(count)]
+    turns = {name: partial(again, name, fn) for name, fn in calls.items()}
+    in_turn(turns, warm_up)
+    one_round = sum(times[0] for times in in_turn(turns, 1).values())
+    times = in_turn(turns, _samples(one_round, budget_ms * len(calls), least, most))
     method = "wall clock, alternating" if len(calls) > 1 else "wall clock"
-    return {name: summarise([times[name] for times in rounds], method) for name in calls}
+    return {name: summarise(times[name], method) for name in calls}

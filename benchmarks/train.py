@@ -20,13 +20,11 @@ whole step, optimiser included: what the device needs where the host needs no ti
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,8 +47,7 @@ from fastsparse_pyg import (
 )
 
 from . import suite
-from .common import add_common, attempt, progress, recorder, release
-from .record import Recorder
+from .runner import Benchmark, Cell, Job, Run, option, release
 from .timing import step_time
 
 GRAPHS = ("pubmed", "ogbn-arxiv", "yelp", "reddit", "ogbn-proteins", "ogbn-products")
@@ -198,43 +195,19 @@ OWN = ("maxk-sage3-256", "maxk-gcn3-256")
 RIVALLED = tuple(model for model in MODELS if model not in OWN)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser, graphs=GRAPHS, budget_ms=150.0)
-    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(RIVALLED))
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    names = tuple(dict.fromkeys(name for _, layers in MODELS.values() for name in layers))
-    parser.add_argument("--implementations", nargs="+", choices=names, default=list(names))
-    parser.add_argument(
-        "--reference-all",
-        action="store_true",
-        help=f"PyG's attention layers on graphs of more than {REFERENCE_EDGES / 1e6:.0f} million edges too",
-    )
+def cells(run: Run, name: str) -> Iterator[Job]:
+    """All cells of one graph."""
+    graph = suite.load(name, run.options.device)
+    # One form of the graph on the device at a time: peak memory must not depend on the other's presence.
+    graph = suite.Graph(name, graph.rowptr.cpu(), graph.col.cpu())
+    for form in ("edge_index", "sparse_csr"):
+        yield from _cells_of_form(run, graph, form)
+        release()
 
 
-def run(options: argparse.Namespace) -> Path:
-    """Runs the benchmark; returns the path of its record."""
-    chosen = "" if options.models == list(RIVALLED) else "_".join(options.models)
-    out = recorder("train", options, variant=chosen)
-    out.note("the optimiser is Adam, for every implementation, on CUDA with fused=True")
-    if not options.reference_all:
-        out.note(
-            f"PyG's attention layers were not tried on graphs of over {REFERENCE_EDGES / 1e6:.0f} million"
-            " edges, on which they are known to exceed 140 GB (but agnn2-32 in bf16 on reddit, which just"
-            " fits); --reference-all tries them"
-        )
-    for name in progress(options.graphs, "train"):
-        graph = suite.load(name, options.device)
-        # One form of the graph on the device at a time: peak memory must not depend on the other's presence.
-        graph = suite.Graph(name, graph.rowptr.cpu(), graph.col.cpu())
-        for form in ("edge_index", "sparse_csr"):
-            _run_form(graph, form, options, out)
-            release()
-    return out.path
-
-
-def _run_form(graph: suite.Graph, form: str, options: argparse.Namespace, out: Recorder) -> None:
-    """All cells of one graph in one form; what they hold on the device ends with the call."""
-    device = torch.device(options.device)
+def _cells_of_form(run: Run, graph: suite.Graph, form: str) -> Iterator[Job]:
+    """All cells of one graph in one form; what they hold on the device ends with them."""
+    options, facts = run.options, graph.facts()
     jobs = [
         (model, name)
         for model in options.models
@@ -245,30 +218,23 @@ def _run_form(graph: suite.Graph, form: str, options: argparse.Namespace, out: R
     ]
     if not jobs:
         return
-    nodes, edges = graph.num_nodes, graph.num_edges
-    graph = suite.Graph(graph.name, graph.rowptr.to(device), graph.col.to(device))
+    graph = suite.Graph(graph.name, graph.rowptr.to(run.device), graph.col.to(run.device))
     structure = graph.edge_index() if form == "edge_index" else graph.sparse_csr()
-    name = graph.name
     del graph
-    x, y = random_task(nodes, device)
+    x, y = random_task(facts["nodes"], run.device)
     for (model, implementation), dtype in itertools.product(jobs, options.dtypes):
         clear_cache()
         release()
         build, layers = MODELS[model]
         chosen = layers[implementation]
-        make = partial(build, chosen.layer, **chosen.options)
-        job = partial(
-            measure, make, structure, x, y, dtype, options.budget_ms, chosen.warm_up, chosen.captured
-        )
-        out.add(
-            graph=name,
-            nodes=nodes,
-            edges=edges,
-            model=model,
-            dtype=dtype,
-            implementation=implementation,
-            **attempt(job),
-        )
+        make = partial(make_steps, partial(build, chosen.layer, **chosen.options), structure, x, y, dtype)
+        cell = {**facts, "model": model, "dtype": dtype, "implementation": implementation}
+        yield cell, partial(measure, make, run.device, options.budget_ms, chosen)
+
+
+def autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextManager[None]:
+    """What a forward pass in one of `DTYPES` runs in."""
+    return torch.autocast(device.type, torch.bfloat16) if dtype == "bf16-amp" else contextlib.nullcontext()
 
 
 def random_task(nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -287,7 +253,7 @@ def make_steps(
 ) -> tuple[nn.Module, Callable[[], None], Callable[[], None]]:
     """A new model, a training step of it, and an inference step."""
     device = x.device
-    amp = torch.autocast(device.type, torch.bfloat16) if dtype == "bf16-amp" else contextlib.nullcontext()
+    amp = autocast(device, dtype)
     torch.manual_seed(0)
     model = make_model().to(device)
     # The fused form launches least, and the host bounds steps of small models.
@@ -308,30 +274,55 @@ def make_steps(
 
 
 def measure(
-    make_model: Callable[[], nn.Module],
-    structure: Tensor,
-    x: Tensor,
-    y: Tensor,
-    dtype: str,
+    make: Callable[[], tuple[nn.Module, Callable[[], None], Callable[[], None]]],
+    device: torch.device,
     budget_ms: float,
-    warm_up: int,
-    captures: bool,
-) -> dict[str, Any]:
+    chosen: Implementation,
+) -> Cell:
     """Times training steps and inference of one model; the graph is cached after the first call."""
-    device = x.device
     cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if cuda else 0
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    model, train, infer = make_steps(make_model, structure, x, y, dtype)
-    training = step_time(train, device, budget_ms=budget_ms, warm_up=warm_up, least=3)
+    model, train, infer = make()
+    training = step_time(train, device, budget_ms=budget_ms, warm_up=chosen.warm_up, least=3)
     peak = (torch.cuda.max_memory_allocated(device) - before) / 1e9 if cuda else None
     model.eval()
     inference = step_time(infer, device, budget_ms=budget_ms / 2, warm_up=1, least=3)
     cell = {**training.as_cell(), **inference.as_cell("infer_"), "peak_gb": peak}
-    if captures and cuda:
-        _, step, _ = make_steps(make_model, structure, x, y, dtype)
-        replay = capture(step)
+    if chosen.captured and cuda:
+        replay = capture(make()[1])
         captured = step_time(replay, device, budget_ms=budget_ms, warm_up=CALLS + 5, least=3)
-        cell |= captured.as_cell("captured_") if replay.captured.is_recorded else {}  # type: ignore[attr-defined]
+        cell |= captured.as_cell("captured_") if replay.captured.is_recorded else {}
     return cell
+
+
+def _notes(options: Any) -> Iterator[str]:
+    yield "the optimiser is Adam, for every implementation, on CUDA with fused=True"
+    if not options.reference_all:
+        yield (
+            f"PyG's attention layers were not tried on graphs of over {REFERENCE_EDGES / 1e6:.0f} million"
+            " edges, on which they are known to exceed 140 GB (but agnn2-32 in bf16 on reddit, which just"
+            " fits); --reference-all tries them"
+        )
+
+
+BENCHMARK = Benchmark(
+    "train",
+    cells,
+    graphs=GRAPHS,
+    budget_ms=150.0,
+    options={
+        "models": option(RIVALLED, choices=tuple(MODELS)),
+        "dtypes": option(choices=DTYPES),
+        "implementations": option(
+            choices=tuple(dict.fromkeys(it for _, them in MODELS.values() for it in them))
+        ),
+        "reference_all": option(
+            False,
+            f"PyG's attention layers on graphs of more than {REFERENCE_EDGES / 1e6:.0f} million edges too",
+        ),
+    },
+    notes=_notes,
+    variant=lambda options: "" if options.models == list(RIVALLED) else "_".join(options.models),
+)

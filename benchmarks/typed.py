@@ -7,18 +7,13 @@ for every edge, so it is also measured on a hundredth of the edges.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .common import add_common, attempt, progress, recorder, release
-from .record import Recorder
-from .steps import measure
+from .runner import Benchmark, Job, Run, option, release
 
 WIDTH = 64
 HEADS = 4
@@ -30,7 +25,6 @@ MAG_EDGES = {
     ("paper", "cites", "paper"): 5_416_271,
     ("paper", "has", "field"): 7_505_078,
 }
-IMPLEMENTATIONS = ("pyg", "fastsparse")
 TOLERANCE = 1e-3
 
 
@@ -62,47 +56,19 @@ CASES = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser, budget_ms=200.0)
-    parser.add_argument("--layers", nargs="+", default=["RGCNConv", "RGATConv", "HGTConv"])
-    parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS))
-    parser.add_argument("--scale", type=float, default=1.0, help="share of every graph's nodes and edges")
-
-
-def run(options: argparse.Namespace) -> Path:
-    """Runs the benchmark; returns the path of its record."""
-    out = recorder("typed", options)
-    out.note(
-        f"layers are {WIDTH} wide with {HEADS} heads where they have some; a step is forward and backward"
-    )
-    out.note("peak memory is that of a step beyond what lay on the device before it: features and parameters")
-    for case in progress([case for case in CASES if case.layer in options.layers], "typed"):
-        _run_case(case, options, out)
-        release()
-    return out.path
-
-
-def _run_case(case: Case, options: argparse.Namespace, out: Recorder) -> None:
-    device = torch.device(options.device)
+def cells(run: Run, case: Case) -> Iterator[Job]:
     torch.manual_seed(0)
-    scale = case.scale * options.scale
+    scale = case.scale * run.options.scale
     hetero = case.layer == "HGTConv"
-    inputs, edges = draw_mag(scale, device) if hetero else draw(case.graph, scale, device)
-    layers = make_layers(case, device)
-    expected: Tensor | None = None
-    for implementation in options.implementations:
+    inputs, edges = draw_mag(scale, run.device) if hetero else draw(case.graph, scale, run.device)
+    layers = make_layers(case, run.device)
+    expected: list[Tensor] = []
+    for implementation in run.options.implementations:
         step = _step(layers[implementation], inputs)
-        cell = attempt(partial(measure, step, expected, TOLERANCE, device, options.budget_ms, above=True))
-        result = cell.pop("result", None)
-        expected = result if expected is None else expected
-        out.add(
-            layer=case.layer,
-            options=" ".join(f"{key}={value}" for key, value in case.options.items()),
-            graph=case.graph,
-            edges=edges,
-            implementation=implementation,
-            **cell,
-        )
+        named = " ".join(f"{key}={value}" for key, value in case.options.items())
+        cell = {"layer": case.layer, "options": named, "graph": case.graph, "edges": edges}
+        cell["implementation"] = implementation
+        yield cell, run.compared(step, expected, TOLERANCE, above=True)
         release()
 
 
@@ -156,23 +122,14 @@ def _count(size: int, scale: float) -> int:
 
 def make_layers(case: Case, device: torch.device) -> dict[str, torch.nn.Module]:
     """The original and the drop-in with the same parameters."""
-    import torch_geometric.nn as original
+    from .pyg_layers import original_and_drop_in
 
-    import fastsparse_pyg
-
-    arguments: tuple[Any, ...]
-    if case.layer == "HGTConv":
-        arguments, named = (WIDTH, WIDTH, (list(MAG_NODES), list(MAG_EDGES))), {"heads": HEADS}
-    elif case.layer == "RGATConv":
-        num_relations = len(MAG_EDGES) if case.graph == "mag" else AM[2]
-        arguments, named = (WIDTH, WIDTH // HEADS, num_relations), {"heads": HEADS}
-    else:
-        num_relations = len(MAG_EDGES) if case.graph == "mag" else AM[2]
-        arguments, named = (WIDTH, WIDTH, num_relations), {}
-    theirs = getattr(original, case.layer)(*arguments, **named, **case.options).to(device)
-    ours = getattr(fastsparse_pyg, f"Fast{case.layer}")(*arguments, **named, **case.options).to(device)
-    ours.load_state_dict(theirs.state_dict())
-    return {"pyg": theirs, "fastsparse": ours}
+    kinds = (list(MAG_NODES), list(MAG_EDGES)) if case.layer == "HGTConv" else AM[2]
+    if case.layer != "HGTConv" and case.graph == "mag":
+        kinds = len(MAG_EDGES)
+    width = WIDTH // HEADS if case.layer == "RGATConv" else WIDTH
+    options = case.options | ({} if case.layer == "RGCNConv" else {"heads": HEADS})
+    return original_and_drop_in(case.layer, WIDTH, width, kinds, device=device, **options)
 
 
 def _step(layer: torch.nn.Module, inputs: tuple[Any, ...]) -> Callable[[], Tensor]:
@@ -189,3 +146,20 @@ def _step(layer: torch.nn.Module, inputs: tuple[Any, ...]) -> Callable[[], Tenso
         return result.detach()
 
     return step
+
+
+BENCHMARK = Benchmark(
+    "typed",
+    cells,
+    lambda options: [case for case in CASES if case.layer in options.layers],
+    budget_ms=200.0,
+    options={
+        "layers": option(["RGCNConv", "RGATConv", "HGTConv"]),
+        "implementations": option(["pyg", "fastsparse"]),
+        "scale": option(1.0, "share of every graph's nodes and edges"),
+    },
+    notes=(
+        f"layers are {WIDTH} wide with {HEADS} heads where they have some; a step is forward and backward",
+        "peak memory is that of a step beyond what lay on the device before it: features and parameters",
+    ),
+)

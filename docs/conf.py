@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 import sys
@@ -18,6 +19,13 @@ project = "FastSparse"
 (release,) = re.findall(r'^version = "(.+)"$', (CHECKOUT / "pyproject.toml").read_text(), re.MULTILINE)
 html_title = f"{project} {release}"
 html_theme = "furo"
+# Links to the repository and to each page's source, where the workflow that builds the site names them.
+if repository := os.environ.get("GITHUB_REPOSITORY"):
+    html_theme_options = {
+        "source_repository": f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{repository}",
+        "source_branch": "main",
+        "source_directory": "docs/",
+    }
 html_show_copyright = False
 html_show_sourcelink = False
 html_copy_source = False

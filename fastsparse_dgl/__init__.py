@@ -10,6 +10,7 @@ from fastsparse_dgl import captured_graphs as _captured_graphs  # noqa: F401  (r
 from fastsparse_dgl import nn as _nn
 from fastsparse_dgl.caching import cache_info, clear_cache, prepare
 from fastsparse_dgl.dataloading import DataLoader, GraphDataLoader, NeighborSampler
+from fastsparse_dgl.explanation import Explanation, Explanations, why
 from fastsparse_dgl.hooks import disable, enable, is_enabled
 from fastsparse_dgl.layer_swap import accelerate, restore
 from fastsparse_dgl.nn import *  # noqa: F403
@@ -19,6 +20,8 @@ __all__ = [
     "CBSR",
     "Adjacency",
     "DataLoader",
+    "Explanation",
+    "Explanations",
     "GraphDataLoader",
     "MaxK",
     "NeighborSampler",
@@ -33,5 +36,6 @@ __all__ = [
     "is_enabled",
     "prepare",
     "restore",
+    "why",
 ]
 __all__ += _nn.__all__

@@ -8,7 +8,9 @@ from torch.nn import Module
 
 from fastsparse_core import layer_swap as core
 from fastsparse_dgl.nn import DROP_INS, FastPNAConv
+from fastsparse_dgl.nn.base import AggregationMixin
 from fastsparse_dgl.nn.pna_conv import why_no_kernel
+from fastsparse_dgl.nn.sage_conv import NO_LSTM
 
 
 def accelerate(model: Module, *, show: bool = True) -> core.Report:
@@ -32,7 +34,7 @@ def accelerate(model: Module, *, show: bool = True) -> core.Report:
     Raises:
         TypeError: ``model`` is not a module.
     """
-    report = core.accelerate(model, DROP_INS, is_graph_layer=_is_graph_layer, why_not=_why_not)
+    report = core.accelerate(model, DROP_INS, is_graph_layer=is_graph_layer, why_not=_why_not)
     if show:
         print(report)
     return report
@@ -49,7 +51,15 @@ def restore(model: Module) -> None:
     core.restore(model, DROP_INS)
 
 
-def _is_graph_layer(module: Module) -> bool:
+def is_accelerated(module: Module) -> bool:
+    """Whether a layer is one of ours."""
+    return isinstance(module, AggregationMixin)
+
+
+def is_graph_layer(module: Module) -> bool:
+    """Whether a module is one of DGL's layers, or ours."""
+    if isinstance(module, AggregationMixin):
+        return True
     if type(module).__name__ == "PNAConvTower":  # a part of PNAConv
         return False
     return any(klass.__module__.startswith("dgl.nn.pytorch.conv.") for klass in type(module).__mro__)
@@ -58,7 +68,7 @@ def _is_graph_layer(module: Module) -> bool:
 def _why_not(layer: Any, drop_in: type[Module]) -> str:
     """Why DGL's own code would run whatever the drop-in is given."""
     if drop_in is FastPNAConv:
-        return why_no_kernel(layer)
-    if getattr(layer, "_aggre_type", None) == "lstm":
-        return "aggregator_type='lstm' has no kernel"
-    return ""
+        reason = why_no_kernel(layer)
+    else:
+        reason = NO_LSTM if getattr(layer, "_aggre_type", None) == "lstm" else None
+    return reason.message if reason else ""

@@ -15,6 +15,7 @@ from fastsparse_pyg import captured_batches as _captured_batches  # noqa: F401  
 from fastsparse_pyg import nn as _nn
 from fastsparse_pyg.caching import cache_info, clear_cache
 from fastsparse_pyg.explanation import Explanation, Explanations, why
+from fastsparse_pyg.hooks import disable, enable, is_enabled
 from fastsparse_pyg.layer_swap import accelerate, restore
 from fastsparse_pyg.loader import DataLoader, LinkNeighborLoader, NeighborLoader
 from fastsparse_pyg.nn import *  # noqa: F403
@@ -36,6 +37,9 @@ __all__ = [
     "cache_info",
     "capture",
     "clear_cache",
+    "disable",
+    "enable",
+    "is_enabled",
     "prepare",
     "restore",
     "why",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from operator import attrgetter
@@ -23,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric import EdgeIndex
 
 from fastsparse_core import Adjacency, recorded
-from fastsparse_core.cache import AdjacencyCache, CacheInfo
+from fastsparse_core.cache import AdjacencyCache, CacheInfo, Sightings
 from fastsparse_core.graph_store import BatchEdges
 from fastsparse_core.log import warn_once
 from fastsparse_core.sampling import Edges
@@ -31,7 +30,6 @@ from fastsparse_core.sampling import Edges
 #: Edge lists of one size that are taken for a user's own graphs before they are compared.
 _MANY = 2
 _MOST_STRANGERS = 16
-_MOST_MET = 1024
 #: How often a layer may come to an edge list that is new: a batch has as many layers before the next one.
 SIGHTS = 3
 
@@ -44,9 +42,7 @@ layer_cache = AdjacencyCache("fastsparse_pyg")
 _of_batches: Any = WeakIdKeyDictionary()  # edge_index of a loader's batch -> (its stamp, the loader's edges)
 #: How often edge lists of one size came that were not known, and the last of them where that was often.
 _strangers: OrderedDict[Hashable, tuple[int, Tensor | None, Adjacency | None]] = OrderedDict()
-#: New edge lists that layers met last, [weak reference, how often], by id, which is another object's once the
-#: reference is dead.
-_met: dict[int, list[Any]] = {}
+_met = Sightings()  # of new edge lists, by layers
 _unit_values: Any = WeakIdKeyDictionary()  # sparse matrix -> (stamp of its values, whether all of them are 1)
 
 
@@ -56,7 +52,7 @@ def lookup(
     """The cached structure of a graph object, built on a miss.
 
     Args:
-        key: the object that the user holds; must be weakly referencable. The result must not keep it alive.
+        key: the object that the user holds; must be weakly referenceable. The result must not keep it alive.
         parts: tensors whose content decides the structure; a change in any of them rebuilds it.
         options: what else decides the structure.
         build: makes it.
@@ -102,15 +98,11 @@ def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) 
 
 def is_new(edges: Tensor) -> bool:
     """Whether an edge list came at most `SIGHTS` times with this one, and nobody has a structure of it."""
-    entry = _met.get(id(edges))
-    if entry is not None and entry[0]() is edges:
-        entry[1] += 1
-        return bool(entry[1] <= SIGHTS)
+    if _met.of(edges):
+        return _met.count(edges) <= SIGHTS
     if layer_cache.holds(edges) or (len(_of_batches) and edges in _of_batches):
         return False
-    if len(_met) == _MOST_MET:
-        _met.clear()
-    _met[id(edges)] = [weakref.ref(edges), 1]
+    _met.count(edges)
     return True
 
 

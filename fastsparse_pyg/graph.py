@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -23,24 +23,6 @@ from fastsparse_pyg.caching import has_unit_values, known_edges, lookup, recogni
 #: What layers take as `edge_index`. PyG's EdgeIndex and torch's sparse matrices are tensors.
 EdgesLike = Tensor | SparseTensor | Adjacency
 _SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_coo, torch.sparse_csc)
-
-
-class Graph(NamedTuple):
-    """A graph as the layers compute with it.
-
-    Attributes:
-        adj: structure; where self loops were asked for, with them.
-        value: values that the graph object carried itself, one per edge before self loops; None: all 1.
-        keep_existing: whether a self loop that was there keeps its value (edge lists) or is overwritten
-            (SparseTensor).
-        loops_have_value: self loops count `fill_value` even without values: so in PyG for matrices, not for
-            edge lists.
-    """
-
-    adj: Adjacency
-    value: Tensor | None
-    keep_existing: bool
-    loops_have_value: bool
 
 
 def num_caller_values(adj: Adjacency) -> int:
@@ -64,7 +46,7 @@ def resolve(
     flow: str = "source_to_target",
     add_self_loops: bool = False,
     matrix_loops: str = "append",
-) -> Graph:
+) -> Adjacency:
     """The structure of a layer's `edge_index`, from the cache if it is known.
 
     Args:
@@ -85,7 +67,7 @@ def resolve(
         IndexError: an index is negative or not smaller than the number of nodes.
     """
     if isinstance(edge_index, Adjacency):
-        graph = _from_adjacency(edge_index, add_self_loops)
+        adj = _from_adjacency(edge_index, add_self_loops)
     elif isinstance(edge_index, Tensor):
         if edge_index.layout is torch.strided:
             if edge_index.device != device:
@@ -94,17 +76,14 @@ def resolve(
                 num_dst = _declared_sizes(edge_index, num_src, num_dst, flow, add_self_loops)
             if num_dst is None:
                 num_dst = num_src
-            return Graph(
-                _from_edge_list(edge_index, num_dst, num_src, flow, add_self_loops), None, True, False
-            )
+            return _from_edge_list(edge_index, num_dst, num_src, flow, add_self_loops)
         _check_flow(flow)
-        graph = _from_torch_sparse(edge_index, matrix_loops if add_self_loops else "keep")
+        adj = _from_torch_sparse(edge_index, matrix_loops if add_self_loops else "keep")
     elif isinstance(edge_index, SparseTensor):
         _check_flow(flow)
-        graph = _from_sparse_tensor(edge_index, add_self_loops)
+        adj = _from_sparse_tensor(edge_index, add_self_loops)
     else:
         raise_graph(edge_index)
-    adj = graph.adj
     if adj.device != device:
         _raise_device(adj.device, device)
     if adj.num_src != num_src or (num_dst is not None and adj.num_dst != num_dst):
@@ -117,7 +96,22 @@ def resolve(
             f"x: expected {adj.num_src} source and {adj.num_dst} destination rows for a graph of shape "
             f"{adj.shape} (destinations, sources), got {rows} rows; pass the features of this graph"
         )
-    return graph
+    return adj
+
+
+def values_of(edge_index: object) -> Tensor | None:
+    """Values that a sparse matrix carries, one per edge before self loops; None: all 1, or no matrix."""
+    if isinstance(edge_index, SparseTensor):
+        value: Tensor | None = edge_index.csr()[2]
+        return value
+    if not isinstance(edge_index, Tensor) or edge_index.layout is torch.strided:
+        return None
+    matrix = _coalesced(edge_index)
+    value = matrix.values()
+    if not value.requires_grad and has_unit_values(matrix, value):
+        return None
+    # A copy: PyG's layers count up the version of a COO matrix, which would end our backward pass.
+    return value.clone() if matrix.layout is torch.sparse_coo else value
 
 
 def raise_graph(edge_index: object, name: str = "edge_index") -> NoReturn:
@@ -256,9 +250,12 @@ def build_from_edge_list(
         raise ValueError(
             f"{name}: expected shape (2, num_edges), got {tuple(edges.shape)}{_cure_of_shape(edges)}"
         )
-    if edges.is_floating_point() or edges.is_complex():
-        raise ValueError(f"{name}: expected integers, got {edges.dtype}; convert it with .long()")
     if edges.dtype not in (torch.int64, torch.int32):
+        # PyG takes narrower integers where it appends loops, in int64, and refuses them elsewhere.
+        if edges.is_floating_point() or edges.is_complex() or not add_self_loops:
+            raise ValueError(
+                f"{name}: expected integers, int64 or int32, got {edges.dtype}; convert it with .long()"
+            )
         edges = edges.long()
     dst, src = (1, 0) if flow == "source_to_target" else (0, 1)
     known = known_edges(edge_index)
@@ -315,7 +312,17 @@ def _declared_sizes(
 # ---------------------------------------------------------------- sparse matrices
 
 
-def _from_torch_sparse(matrix: Tensor, self_loops: str) -> Graph:
+def _coalesced(matrix: Tensor) -> Tensor:
+    if matrix.layout is not torch.sparse_coo or matrix.is_coalesced():
+        return matrix
+    warn_once(
+        "the sparse matrix is coalesced and converted in every forward pass, which is slow. Call "
+        "`adj_t = adj_t.coalesce()` once before"
+    )
+    return matrix.coalesce()
+
+
+def _from_torch_sparse(matrix: Tensor, self_loops: str) -> Adjacency:
     if matrix.layout not in _SPARSE_LAYOUTS:
         raise ValueError(
             f"edge_index: expected a sparse matrix of layout CSR, COO or CSC, got {matrix.layout}; "
@@ -325,12 +332,7 @@ def _from_torch_sparse(matrix: Tensor, self_loops: str) -> Graph:
         raise ValueError(
             f"edge_index: expected a two-dimensional sparse matrix, got shape {tuple(matrix.shape)}"
         )
-    if matrix.layout is torch.sparse_coo and not matrix.is_coalesced():
-        warn_once(
-            "the sparse matrix is coalesced and converted in every forward pass, which is slow. Call "
-            "`adj_t = adj_t.coalesce()` once before"
-        )
-        matrix = matrix.coalesce()
+    matrix = _coalesced(matrix)
     shape = (matrix.size(0), matrix.size(1))
     layout = matrix.layout
     if layout is torch.sparse_coo:
@@ -347,41 +349,32 @@ def _from_torch_sparse(matrix: Tensor, self_loops: str) -> Graph:
         adj = from_compressed(first, second, shape)
         return adj if self_loops == "keep" else with_self_loops(adj, self_loops)
 
-    adj = lookup(matrix, (first, second), self_loops, build)
-    value = matrix.values()
-    if not value.requires_grad and has_unit_values(matrix, value):
-        return Graph(adj, None, True, True)
-    # A copy: PyG's layers count up the version of a COO matrix, which would end our backward pass.
-    return Graph(adj, value.clone() if layout is torch.sparse_coo else value, True, True)
+    return lookup(matrix, (first, second), self_loops, build)
 
 
-def _from_sparse_tensor(matrix: SparseTensor, add_self_loops: bool) -> Graph:
-    rowptr, col, value = matrix.csr()
+def _from_sparse_tensor(matrix: SparseTensor, add_self_loops: bool) -> Adjacency:
+    rowptr, col, _ = matrix.csr()
     shape = (matrix.size(0), matrix.size(1))
 
     def build() -> Adjacency:
         adj = Adjacency.from_csr(rowptr, col, shape)
         return with_self_loops(adj, "replace") if add_self_loops else adj
 
-    return Graph(lookup(matrix.storage, (rowptr, col), (shape, add_self_loops), build), value, False, True)
+    return lookup(matrix.storage, (rowptr, col), (shape, add_self_loops), build)
 
 
 # ---------------------------------------------------------------- Adjacency
 
 
-def _from_adjacency(adj: Adjacency, add_self_loops: bool) -> Graph:
+def _from_adjacency(adj: Adjacency, add_self_loops: bool) -> Adjacency:
     if add_self_loops and not adj.has_inserted_loops:
         if torch.compiler.is_compiling():
             raise ValueError(
                 "edge_index: expected an Adjacency with self loops under torch.compile, got one without; "
                 "make it with fastsparse_pyg.prepare(edge_index, num_nodes, add_self_loops=True)"
             )
-        adj = _looped(adj)
-    return Graph(adj, None, True, False)
-
-
-def _looped(adj: Adjacency) -> Adjacency:
-    return lookup(adj, (), "self_loops", lambda: with_self_loops(adj, "replace"))
+        return lookup(adj, (), "self_loops", lambda: with_self_loops(adj, "replace"))
+    return adj
 
 
 def caller_edges(adj: Adjacency) -> tuple[Tensor, Tensor]:

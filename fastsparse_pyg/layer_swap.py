@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch.nn import Module
-from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.conv import MessagePassing
 
 from fastsparse_core import layer_swap as core
 from fastsparse_pyg.nn import DROP_INS, FastPNAConv
 from fastsparse_pyg.nn.any_layer import AnyLayer, accelerated_class
-from fastsparse_pyg.nn.base import MESSAGE_METHODS, REDUCE, FastConv
+from fastsparse_pyg.nn.base import MESSAGE_METHODS, FastConv
 from fastsparse_pyg.nn.pna_conv import why_no_kernel
 from fastsparse_pyg.verification import forget_verification, verify_first_calls
 
@@ -29,6 +30,12 @@ _MACHINERY = (
     "_check_input",
     "__getattribute__",
 )
+
+_ORIGINALS = {drop_in: original for original, drop_in in DROP_INS.items()}
+#: Layers that `enable()` made drop-ins.
+_automatic: WeakSet[Module] = WeakSet()
+#: Layers that `enable()` leaves alone, and why.
+_left: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
 
 
 def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> core.Report:
@@ -58,15 +65,10 @@ def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> cor
     Raises:
         TypeError: ``model`` is not a module.
     """
-    report = core.accelerate(
-        model,
-        DROP_INS,
-        is_graph_layer=_is_graph_layer,
-        why_not=_why_not,
-        is_generated=_is_generated,
-        any_layer=_any_layer,
-        kernel=_kernel,
-    )
+    report = core.accelerate(model, DROP_INS, is_graph_layer=_is_graph_layer, kernel=kernel_of, **_RULES)
+    for module in model.modules():
+        _automatic.discard(module)
+        _left.pop(module, None)
     if verify:
         verify_first_calls(model, is_accelerated, restore)
     if show:
@@ -85,6 +87,8 @@ def restore(model: Module) -> None:
     core.restore(model, DROP_INS)
     for module in model.modules():
         if isinstance(module, MessagePassing):
+            _automatic.discard(module)
+            _left[module] = "restore() was called on it"
             forget_verification(module)
             if getattr(vars(module).get("propagate"), "__func__", None) is AnyLayer.propagate:
                 del module.propagate  # left there by explain mode
@@ -118,7 +122,49 @@ def _any_layer(layer: Any) -> type[Module] | str:
         return f"its class cannot be subclassed ({error})"
 
 
-def _kernel(layer: Any) -> str:
+def swap_at_first_call(layer: Any) -> str:
+    """Makes a layer a drop-in as :func:`accelerate` would; returns why it stays, "" if it does not."""
+    reason = _left.get(layer)
+    if reason is None:
+        reason = core.swap(layer, DROP_INS, **_RULES)
+        if reason:
+            _left[layer] = reason
+        else:
+            _automatic.add(layer)
+    return reason
+
+
+def is_automatic(layer: Module) -> bool:
+    """Whether :func:`swap_at_first_call` made a layer what it is."""
+    return layer in _automatic
+
+
+def as_original(layer: Module) -> Module:
+    """A second object of a layer, of the original's class, with the same parameters and buffers."""
+    twin = object.__new__(type(layer))
+    twin.__dict__ = {
+        name: copy.copy(value) if type(value) is dict else value for name, value in vars(layer).items()
+    }
+    core.restore_layer(twin, _ORIGINALS)
+    return twin
+
+
+def original_class(layer: Module) -> type[Module]:
+    """The class that a layer had before it became a drop-in."""
+    klass = type(layer)
+    return _ORIGINALS.get(klass) or vars(klass).get(core.REPLACED) or klass
+
+
+def restore_automatic() -> None:
+    """Gives every layer that :func:`swap_at_first_call` changed its class back."""
+    for layer in list(_automatic):
+        core.restore_layer(layer, _ORIGINALS)
+    _automatic.clear()
+    _left.clear()
+
+
+def kernel_of(layer: Any) -> str:
+    """What computes a layer that is a drop-in."""
     return layer._shown() if isinstance(layer, AnyLayer) else layer._kernel
 
 
@@ -132,9 +178,9 @@ def _why_not(layer: Any, drop_in: Any) -> str:
     if replaced:
         return f"{replaced[0]} is replaced on the instance"
     if drop_in is FastPNAConv:
-        return why_no_kernel(layer)
-    aggregations = tuple(REDUCE) if drop_in._any_reduction else (SumAggregation,)
-    if type(layer.aggr_module) not in aggregations:
+        reason = why_no_kernel(layer)
+        return reason.message if reason else ""
+    if type(layer.aggr_module) not in drop_in._aggregations:
         return f"aggr={layer.aggr!r} has no kernel"
     return ""
 
@@ -144,3 +190,6 @@ def _is_generated(klass: type, name: str) -> bool:
     if name in ("_orig_propagate", "_jinja_propagate", "_orig_edge_updater", "_jinja_edge_updater"):
         return True
     return getattr(vars(klass)[name], "__module__", "").startswith(f"{klass.__module__}_{klass.__name__}_")
+
+
+_RULES: Any = {"why_not": _why_not, "is_generated": _is_generated, "any_layer": _any_layer}

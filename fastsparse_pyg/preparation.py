@@ -65,9 +65,9 @@ def prepare(
     if type(graph) is not EdgeIndex and isinstance(graph, Tensor) and graph.layout is torch.strided:
         check_content("edge_index", graph)
     num_src, num_dst = _sizes(graph, num_nodes, flow)
-    resolved = resolve(graph, num_src, num_dst, _device(graph), flow=flow, add_self_loops=add_self_loops)
+    adj = resolve(graph, num_src, num_dst, _device(graph), flow=flow, add_self_loops=add_self_loops)
     with torch.inference_mode(False):
-        return resolved.adj.prepare(backward=backward)
+        return adj.prepare(backward=backward)
 
 
 def _prepare_data(data: Data, num_nodes: int | tuple[int, int] | None, **options: Any) -> Adjacency:

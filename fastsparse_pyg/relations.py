@@ -10,23 +10,25 @@ from torch_geometric import EdgeIndex
 from torch_geometric.typing import SparseTensor
 
 from fastsparse_core import Adjacency, recorded
+from fastsparse_core.fallback import Reason
 from fastsparse_core.relations import Relations
+from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import lookup
 from fastsparse_pyg.graph import caller_edges, is_sparse_matrix, raise_graph
 
 
-def why_not_relations(edge_index: object, edge_type: object) -> str:
-    """Why edges with types cannot become structures, "" if they can."""
+def reason_against_relations(edge_index: object, edge_type: object) -> Reason | None:
+    """Why edges with types cannot become structures; None if they can."""
     if not isinstance(edge_index, (Tensor, SparseTensor, Adjacency)):
         raise_graph(edge_index)
     if isinstance(edge_index, SparseTensor):
         edge_type = edge_index.storage.value()
     elif is_sparse_matrix(edge_index):
-        return "a torch.sparse matrix"
+        return fallback.SPARSE_MATRIX
     elif not isinstance(edge_index, Adjacency) and not (
         isinstance(edge_index, Tensor) and edge_index.dim() == 2 and edge_index.size(0) == 2
     ):
-        return "edges that are not of shape (2, num_edges)"
+        return Reason("edges that are not of shape (2, num_edges)", fallback.PLAIN_EDGES)
     if not isinstance(edge_type, Tensor) or edge_type.is_floating_point():
         got = edge_type.dtype if isinstance(edge_type, Tensor) else type(edge_type).__name__
         cure = "; convert it with .long()" if isinstance(edge_type, Tensor) else ""
@@ -34,8 +36,8 @@ def why_not_relations(edge_index: object, edge_type: object) -> str:
             f"edge_type: expected one integer per edge, int64 of shape (num_edges,), got {got}{cure}"
         )
     if edge_type.dim() != 1:
-        return "edge types that are not one integer per edge"
-    return "torch.compile" if torch.compiler.is_compiling() else ""
+        return Reason("edge types that are not one integer per edge")
+    return fallback.COMPILED if torch.compiler.is_compiling() else None
 
 
 def relations_of(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import Adjacency, policy, spmm
-from fastsparse_core.fused.graph_convolution import one
+from fastsparse_core.fused.aggregate_transform import one
 from fastsparse_core.ops._autocast import autocast
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
@@ -110,7 +110,7 @@ def _structure(
     if reduce == "gcn" and loops:
         adj = edges_for_loops(edges, num_dst, flow)
     else:
-        adj = resolve(edges, num_src, num_dst, edges.device, flow=flow, add_self_loops=loops).adj
+        adj = resolve(edges, num_src, num_dst, edges.device, flow=flow, add_self_loops=loops)
     precise = accumulation_dtype(dtype)
     if reduce == "gcn":
         scale, adds = gcn_factors(adj, dtype, loops)

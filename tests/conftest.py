@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import random
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 # OpenMP's threads sleep while they wait. As many workers of pytest-xdist as cores, each with as many threads,
@@ -92,8 +94,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def pytest_runtest_setup() -> None:
-    """A test draws the same numbers alone as among others."""
+    """A test draws the same numbers alone as among others, from PyTorch, Python and NumPy."""
     torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 (PyG draws there)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C, gpu
-from fastsparse_core.fused import aggregate_linear as fused
+from fastsparse_core.fused import aggregate_transform as fused
 from fastsparse_core.structure.row_formats import RowFormats
 
 KERNELS = ("aggregate_linear", "aggregate_linear_backward")
@@ -42,9 +42,9 @@ def prepare(device: str, monkeypatch: pytest.MonkeyPatch) -> Hopper:
 
 
 def _recorded(name: str, kernel: Callable[..., None], launched: list[str]) -> Callable[..., None]:
-    def launch(*arguments: Any) -> None:
+    def launch(**arguments: Any) -> None:
         launched.append(name)
-        kernel(*arguments)
+        kernel(**arguments)
 
     return launch
 
@@ -54,7 +54,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_has_kernels", lambda device: True)
     monkeypatch.setattr(RowFormats, "plain_structure", property(lambda adj: adj))
     for name, kernel in zip(KERNELS, (_forward, _backward), strict=True):
-        monkeypatch.setattr(_C, name, kernel, raising=False)
+        monkeypatch.setattr(_C, name, kernel)
 
 
 Memory = Tensor | int | None
@@ -99,7 +99,7 @@ def _product(left: Tensor, right: Tensor, num_terms: int) -> Tensor:
 
 
 def _forward(
-    adj: Any,
+    structure: Any,
     sums_given: bool,
     scale_dst: Memory,
     x: Tensor,
@@ -109,16 +109,16 @@ def _forward(
     sums: Memory,
     out: Memory,
     num_terms: int,
-    *_: Any,
+    **_: Any,
 ) -> None:
-    (num_dst, num_src), (out_width, width) = adj.shape, weight.shape
+    (num_dst, num_src), (out_width, width) = structure.shape, weight.shape
     features = _matrix(x, num_src, width, x.stride(0))
     matrices = [_matrix(each, out_width, width, width) for each in (weight, root_weight)]
     if sums_given:
         summed = _matrix(sums, num_dst, width, width)
     else:
-        row = torch.arange(num_dst).repeat_interleave(adj.rowptr.diff())  # what is padded has no more
-        summed = torch.zeros(num_dst, width).index_add_(0, row, features[adj.col[: row.numel()].long()])
+        row = torch.arange(num_dst).repeat_interleave(structure.rowptr.diff())  # what is padded has no more
+        summed = torch.zeros(num_dst, width).index_add_(0, row, features[structure.col[: row.numel()].long()])
         if scale_dst is not None:
             summed *= _vector(scale_dst, num_dst)[:, None]
         if sums is not None:
@@ -144,7 +144,7 @@ def _backward(
     grad_root: Memory,
     grad_bias: Memory,
     num_terms: int,
-    *_: Any,
+    **_: Any,
 ) -> None:
     assert num_slabs > 0
     grads = _matrix(grad, num_rows, out_width, out_width)

@@ -57,11 +57,14 @@ from fastsparse_core.formats.grouping import group_rows
 from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_panels import PanelLayout
 from fastsparse_core.formats.row_split import split_rows
-from fastsparse_core.fused import aggregate_linear as fused_aggregate_linear
+from fastsparse_core.fused import aggregate_transform
 from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2
 from fastsparse_core.fused.attention_layer import attention_layer
 from fastsparse_core.graph_store import BatchEdges, Field, FieldKind, Fields, GraphStore, StoredEdges
 from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
+from fastsparse_core.ops._attention_launch import ADDITIVE as _ADDITIVE
+from fastsparse_core.ops._attention_launch import DOT_PRODUCT as _DOT_PRODUCT
+from fastsparse_core.ops._attention_launch import GATV2 as _GATV2
 from fastsparse_core.ops._batch_norm import masked_batch_norm
 from fastsparse_core.ops._spmm_extremum import extremum_of_sums
 from fastsparse_core.ops._spmm_plan import add_transposed
@@ -327,7 +330,7 @@ def layers_in_one() -> None:
 
     Neighbours that the kernel gathers, and sums that it is given; sums that are kept, and none.
     """
-    if not fused_aggregate_linear._has_kernels(torch.device(DEVICE)):
+    if not aggregate_transform._has_kernels(torch.device(DEVICE)):
         raise NotHere("needs a GPU of architecture 9.0 and a build for it")
     for fewer_digits, width, out_width in itertools.product(
         (False, True), (20, 64, 100, 196), (20, 128, 132)
@@ -378,8 +381,9 @@ def dot_product_backward(dtype: torch.dtype, one_term: bool = False) -> None:
                 k, v = (features(cols, heads * width, dtype=dtype) for _ in range(2))
                 lse = draw(rows, heads, dtype=F64 if DEVICE == "cuda" else F32)
                 bias, seed = (draw(adj.num_edges, heads), torch.tensor(1)) if biased else (None, None)
-                options = (0.1, 0.3 if biased else 0.0, seed, heads, adj.handle, biased)
-                _ops.attention_backward(grad, q, k, v, bias, out, lse, *options)
+                options = (0.1, 0.3 if biased else 0.0, seed, _DOT_PRODUCT, heads, "fused3s", adj.handle)
+                operands = (q, k, v, None, None, None, bias)
+                _ops.attention_backward(grad, *operands, out, lse, None, *options, False, False, biased)
 
 
 #: Widths of heads that 4, 8, 16 and 32 lanes hold, and one that they read by single elements.
@@ -395,8 +399,20 @@ def additive(dtype: torch.dtype) -> None:
         additive_attention(adj, dst, src, v, 0.2, bias, 0.3, algorithm="fused3s")
         additive_attention(adj, dst, src, v, algorithm="fused3s")
         for given, dropout_p, seed in ((bias, 0.3, torch.tensor(1)), (None, 0.0, None)):
-            place = (0.2, dropout_p, seed, adj.handle, given is not None)
-            _ops.additive_attention_backward(grad, dst, src, v, given, draw(adj.num_dst, 2), *place)
+            options = (
+                0.2,
+                dropout_p,
+                seed,
+                _ADDITIVE,
+                2,
+                "fused3s",
+                adj.handle,
+                False,
+                False,
+                given is not None,
+            )
+            operands = (dst, src, v, None, None, None, given)
+            _ops.attention_backward(grad, *operands, None, draw(adj.num_dst, 2), None, *options)
 
 
 def gatv2(dtype: torch.dtype) -> None:
@@ -407,7 +423,8 @@ def gatv2(dtype: torch.dtype) -> None:
         src, att = features(adj.num_src, 2 * width, dtype=dtype), draw(2, width)
         gatv2_attention(adj, dst, src, att, 0.2, 0.3, algorithm="fused3s")
         lse = draw(adj.num_dst, 2)
-        _ops.gatv2_attention_backward(grad, dst, src, att, out, lse, 0.2, 0.3, torch.tensor(1), adj.handle)
+        options = (0.2, 0.3, torch.tensor(1), _GATV2, 2, "fused3s", adj.handle, False, False, False)
+        _ops.attention_backward(grad, dst, src, None, att, None, None, None, out, lse, None, *options)
 
 
 def with_edge_features(dtype: torch.dtype) -> None:

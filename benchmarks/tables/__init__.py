@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,30 +12,22 @@ from typing import Any
 from rich.console import Console
 
 from .. import record
-from .adjacency import adjacency_in_short
-from .attention import attention_in_short
+from . import attention, dlmc, formats, pivots, programs, sanitizer, spmm, ssd, train
 from .cells import Table, ordered
-from .choice import choice_in_short
-from .formats import formats_in_short
-from .sanitizer import sanitizer_in_short
-from .sddmm import sddmm_in_short
-from .spmm import spmm_in_short, spmm_together
-from .ssd import ssd_in_short
-from .train import train_in_short
 
 #: benchmark -> what a reader of its tables should know first
 ABOUT = {
-    "spmm": "Sparse-dense product against cuSPARSE, and the best stored rival where there is one;"
+    "spmm": "Sparse-dense product against cuSPARSE, and the best stored baseline where there is one;"
     " 'of roofline' is the time of gathering the same rows at the measured bandwidth, over our time.",
     "dlmc": "Pruned weight matrices (DLMC) times dense columns, microseconds from a cold cache as the stored"
-    " rivals were timed; 'warm' is back to back in a CUDA graph. Then what has to be built before hr and"
+    " baselines were timed; 'warm' is back to back in a CUDA graph. Then what has to be built before hr and"
     " flashsparse can run on a graph, against one product with it.",
-    "sddmm": "A dot product per edge, and the best stored rival where there is one.",
+    "sddmm": "A dot product per edge, and the best stored baseline where there is one.",
     "ssd": "Kept entries of sparse rows aggregated into dense ones, against the stored kernels of MaxK and a"
     " re-implementation of decoupled SSD, and the papers' own dataflows.",
     "attention": "Softmax attention over neighbours: dot products, GAT (additive) and GATv2, named by heads x"
-    " width, against stored rivals. 'Of the results' is the extra memory over that of the results: it stays"
-    " small, whatever the number of edges, if nothing has their size.",
+    " width, against stored baselines. 'Of the results' is the extra memory over that of the results: it"
+    " stays small, whatever the number of edges, if nothing has their size.",
     "edges": "Layers 256 wide with 8 features per edge, forward and backward with all gradients, and the"
     " attention operator alone, against PyG and a weather model's Triton kernel. GINE and residual gated"
     " layers 128 wide against PyG: one on a large graph, five on molecules whose edges are new every step.",
@@ -77,9 +68,12 @@ ABOUT = {
     " `tests/sanitize.py`.",
 }
 
-#: benchmark -> the tables of its record, by the function of that name in the module of that name
+_OWN_MODULES = {
+    it.__name__.split(".")[-1]: it for it in (attention, dlmc, formats, programs, sanitizer, spmm, ssd, train)
+}
+#: benchmark -> the tables of its record, by the function of that name in `pivots` or a module of that name
 TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
-    name: getattr(importlib.import_module(f"{__name__}.{name}"), name) for name in ABOUT
+    name: getattr(_OWN_MODULES.get(name, pivots), name) for name in ABOUT
 }
 
 
@@ -103,38 +97,38 @@ class Chapter:
 #: benchmark -> its chapter of the results page, in the page's order
 CHAPTERS = {
     "programs": Chapter("Complete programs", TABLES["programs"], ("epochs",)),
-    "train": Chapter("Training steps", train_in_short, ("time_bf16-amp", "memory_bf16-amp")),
+    "train": Chapter("Training steps", train.train_in_short, ("time_bf16-amp", "memory_bf16-amp")),
     "small": Chapter("Small graphs and batches", TABLES["small"]),
     "epochs": Chapter("Epochs on batches of molecules", TABLES["epochs"]),
     "spmm": Chapter(
         "Aggregation (spmm)",
-        spmm_in_short,
+        spmm.spmm_in_short,
         ("forward_float16", "forward_float32", "roofline"),
-        spmm_together,
+        spmm.spmm_together,
     ),
     "dlmc": Chapter("Pruned weight matrices", TABLES["dlmc"]),
-    "sddmm": Chapter("Dot products of edges (sddmm)", sddmm_in_short),
-    "attention": Chapter("Attention", attention_in_short, ("forward_float16", "backward_float16")),
+    "sddmm": Chapter("Dot products of edges (sddmm)", pivots.sddmm_in_short),
+    "attention": Chapter("Attention", attention.attention_in_short, ("forward_float16", "backward_float16")),
     "edges": Chapter("Edge features", TABLES["edges"]),
     "pna": Chapter("Several aggregations (PNA)", TABLES["pna"]),
     "any_layer": Chapter("All layers of PyG", TABLES["any_layer"]),
     "dgl_operators": Chapter("DGL's operators", TABLES["dgl_operators"]),
     "segments": Chapter("Segments and scatter", TABLES["segments"]),
     "typed": Chapter("Typed edges", TABLES["typed"]),
-    "ssd": Chapter("Sparse activations (MaxK, ssd)", ssd_in_short, ("scaling",)),
+    "ssd": Chapter("Sparse activations (MaxK, ssd)", ssd.ssd_in_short, ("scaling",)),
     "maxk": Chapter("Training with MaxK", TABLES["maxk"]),
     "scaling": Chapter("Several GPUs", TABLES["scaling"], ("speedup",)),
-    "choice": Chapter("Choice of the algorithm", choice_in_short, ("choice",)),
+    "choice": Chapter("Choice of the algorithm", pivots.choice_in_short, ("choice",)),
     "minibatch": Chapter("Mini-batches", TABLES["minibatch"]),
     "sampling": Chapter("Neighbour sampling", TABLES["sampling"]),
     "regret": Chapter("Choice of the algorithm, by number of uses", TABLES["regret"]),
     "accuracy": Chapter("Accuracy of trained models", TABLES["accuracy"]),
-    "adjacency": Chapter("Building a structure", adjacency_in_short),
-    "formats": Chapter("Formats", formats_in_short),
+    "adjacency": Chapter("Building a structure", pivots.adjacency_in_short),
+    "formats": Chapter("Formats", formats.formats_in_short),
     "breakdown": Chapter("Where the time of a step goes", TABLES["breakdown"]),
     "host": Chapter("Time of the host", TABLES["host"]),
     "cpu": Chapter("On the CPU", TABLES["cpu"]),
-    "sanitizer": Chapter("Memory and races", sanitizer_in_short),
+    "sanitizer": Chapter("Memory and races", sanitizer.sanitizer_in_short),
 }
 
 INTRODUCTION = """# Benchmark results

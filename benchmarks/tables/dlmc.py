@@ -4,8 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..common import geometric_mean
-from .cells import Cell, Table, by, first, number, ordered, quotient, ratio, stored_rivals, time_of
+from .cells import (
+    Cell,
+    Column,
+    Row,
+    Table,
+    by,
+    fastest,
+    fastest_with_time,
+    mean_of,
+    number,
+    ordered,
+    pivot,
+    quotient,
+    shown,
+    speedup,
+    stored_baselines,
+    time_of,
+    value,
+)
 
 #: Columns of preprocessing that divide one step by another.
 _RATIOS = {
@@ -21,80 +38,76 @@ def dlmc(result: dict[str, Any]) -> list[Table]:
     cells = [c for c in by(result["cells"], part="matrices") if c["implementation"] != "SparseLinear"]
     tables = []
     for dtype, width in ordered((c["dtype"], c["width"]) for c in cells):
-        tables += _dlmc_times(result, by(cells, dtype=dtype, width=width), dtype, width)
-    return tables + _preprocessing(by(result["cells"], part="preprocessing"))
+        tables += _matrices(result, by(cells, dtype=dtype, width=width))
+
+    def columns(cells: list[Cell]) -> list[Column]:
+        steps = ordered(cell["step"] for cell in cells)
+        return [
+            value("graph"),
+            *map(_microseconds, steps),
+            *(speedup(it, *pair) for it, pair in _RATIOS.items()),
+        ]
+
+    title = "Before a product, float16, F = {width}, microseconds"
+    before = by(result["cells"], part="preprocessing")
+    return tables + pivot(before, title, ("graph",), columns, split=("part",), by="step")
 
 
-def _dlmc_times(result: dict[str, Any], cells: list[Cell], dtype: str, width: int) -> list[Table]:
-    """Times of everything, then ratios to stored rivals: those of the best of ours, of tca and of hr."""
-    names = ordered(c["implementation"] for c in cells)
-    ours = [name for name in names if name.startswith("fast")]
-    times, warm, ratios = [], [], []
-    means: dict[str, list[float]] = {}
-    for matrix in ordered(c["matrix"] for c in cells):
-        row = {name: first(cells, matrix=matrix, implementation=name) for name in names}
-        shared = first(cells, matrix=matrix)
-        assert shared is not None
-        facts = [matrix, f"{shared['rows']}x{shared['columns']}", f"{shared['sparsity']:.3f}"]
-        times.append([*facts, *(_in_microseconds(row[name], "median_ms") for name in names)])
-        if any(cell and "warm_median_ms" in cell for cell in row.values()):
-            warm.append([*facts, *(_in_microseconds(row[name], "warm_median_ms") for name in names)])
-        measured = {name: time for name in ours if (time := time_of(row[name])) is not None}
-        best = min(measured, key=measured.__getitem__, default=None)
-        fastest = measured[best] if best else None
-        stored = stored_rivals(result, f"dlmc@{width}", dtype, matrix)
-        rival = min(stored, key=stored.__getitem__, default=None)
-        quotients = {
-            "best stored rival / best": quotient(stored[rival] if rival else None, fastest),
-            "TCA-SpMM / tca": quotient(stored.get("TCA fp16"), measured.get("fastsparse tca")),
-            "Sputnik / hr": quotient(stored.get("Sputnik fp32"), measured.get("fastsparse hr")),
-            "csr / best": quotient(measured.get("fastsparse csr"), fastest),
-            "dense / best": quotient(time_of(row.get("dense")), fastest),
-        }
-        for name, speed in quotients.items():
-            means.setdefault(name, []).extend([speed] if speed else [])
-        ratios.append(
-            [
-                matrix,
-                best.removeprefix("fastsparse ") if best else "-",
-                f"{rival} {number(1e3 * stored[rival])}" if rival else "-",
-                *map(ratio, quotients.values()),
-            ]
-        )
-    ratios.append(["geometric mean", "", "", *(ratio(geometric_mean(it)) for it in means.values())])
-    title = f"DLMC, {dtype}, N = {width}"
-    columns = ["matrix", "shape", "sparsity", *(name.removeprefix("fastsparse ") for name in names)]
-    names_of_ratios = ["matrix", "best of ours", "best stored rival us", *means]
-    # Without rivals of this GPU model there is nothing to compare with.
-    filled = [i for i in range(len(names_of_ratios)) if any(row[i] not in ("", "-") for row in ratios)]
-    tables = [
-        Table(f"{title}, microseconds", columns, times),
-        Table(
-            f"{title}, ratios",
-            [names_of_ratios[i] for i in filled],
-            [[row[i] for i in filled] for row in ratios],
-        ),
-    ]
-    return [*tables, Table(f"{title}, microseconds back to back, warm", columns, warm)] if warm else tables
-
-
-def _in_microseconds(cell: Cell | None, field: str) -> str:
+def _microseconds(name: str, field: str = "median_ms") -> Column:
     """A time of a cell that has it, else what became of the cell."""
-    if cell is not None and field in cell:
-        return number(1e3 * cell[field])
-    return "-" if cell is None or cell["status"] == "ok" else cell["status"].split(":")[0]
+
+    def text(row: Row) -> str:
+        cell = row[name]
+        if cell is not None and field in cell:
+            return number(1e3 * cell[field])
+        return "-" if cell is None or cell["status"] == "ok" else shown(cell)
+
+    return Column(name.removeprefix("fastsparse "), text)
 
 
-def _preprocessing(cells: list[Cell]) -> list[Table]:
-    """What hr and flashsparse build from CSR, against one product."""
-    if not cells:
-        return []
-    steps = ordered(c["step"] for c in cells)
-    where = f"Before a product, float16, F = {cells[0]['width']}"
-    rows = []
-    for graph in ordered(c["graph"] for c in cells):
-        row = {step: first(cells, graph=graph, step=step) for step in steps}
-        times = [_in_microseconds(cell, "median_ms") for cell in row.values()]
-        speeds = [quotient(time_of(row.get(a)), time_of(row.get(b))) for a, b in _RATIOS.values()]
-        rows.append([graph, *times, *map(ratio, speeds)])
-    return [Table(f"{where}, microseconds", ["graph", *steps, *_RATIOS], rows)]
+def _matrices(result: dict[str, Any], cells: list[Cell]) -> list[Table]:
+    """Times of everything, then ratios to stored baselines: those of the best of ours, of tca and of hr."""
+    names = ordered(cell["implementation"] for cell in cells)
+
+    def stored(row: Row) -> dict[str, float]:
+        return stored_baselines(result, f"dlmc@{row.cell['width']}", row.cell["dtype"], row.key["matrix"])
+
+    def ours(row: Row) -> dict[str, float]:
+        known = ((name, time_of(row[name])) for name in names if name.startswith("fast"))
+        return {name.removeprefix("fastsparse "): time for name, time in known if time is not None}
+
+    def best(row: Row) -> float | None:
+        return min(ours(row).values(), default=None)
+
+    title = "DLMC, {dtype}, N = {width}"
+    facts = [
+        value("matrix"),
+        Column("shape", lambda row: f"{row.cell['rows']}x{row.cell['columns']}"),
+        value("sparsity", form="{:.3f}".format),
+    ]
+    ratios = [
+        value("matrix"),
+        Column("best of ours", lambda row: fastest(ours(row)) or "-"),
+        Column("best stored baseline us", lambda row: fastest_with_time(stored(row), 1e3)),
+        mean_of(
+            "best stored baseline / best",
+            lambda row: quotient(min(stored(row).values(), default=None), best(row)),
+        ),
+        mean_of("TCA-SpMM / tca", lambda row: quotient(stored(row).get("TCA fp16"), ours(row).get("tca"))),
+        mean_of("Sputnik / hr", lambda row: quotient(stored(row).get("Sputnik fp32"), ours(row).get("hr"))),
+        mean_of("csr / best", lambda row: quotient(ours(row).get("csr"), best(row))),
+        mean_of("dense / best", lambda row: quotient(time_of(row["dense"]), best(row))),
+    ]
+    columns = facts + list(map(_microseconds, names))
+    tables = pivot(cells, f"{title}, microseconds", ("matrix",), columns)
+    (compared,) = pivot(cells, f"{title}, ratios", ("matrix",), ratios, last="geometric mean")
+    # Without baselines of this GPU model there is nothing to compare with.
+    filled = [i for i in range(len(ratios)) if any(row[i] not in ("", "-") for row in compared.rows)]
+    rows = [[row[i] for i in filled] for row in compared.rows]
+    tables.append(Table(compared.title, [compared.columns[i] for i in filled], rows))
+    warm = {cell["matrix"] for cell in cells if "warm_median_ms" in cell}
+    columns = facts + [_microseconds(name, "warm_median_ms") for name in names]
+    if warm:
+        cells = [cell for cell in cells if cell["matrix"] in warm]
+        tables += pivot(cells, f"{title}, microseconds back to back, warm", ("matrix",), columns)
+    return tables

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..common import geometric_mean
+from ..runner import geometric_mean
 from .cells import Cell, Table, by, first, number, ordered, quotient, ratio, shown, time_of
 
 OURS = ("layers swapped", "our loader", "captured")

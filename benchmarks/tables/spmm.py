@@ -4,123 +4,105 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..common import geometric_mean
 from .cells import (
-    COMPARED,
+    Cell,
+    Column,
+    Row,
     Table,
+    best_stored,
     by,
-    compared,
-    first,
+    by_graph,
+    compared_table,
     has_roofline,
+    mean_of,
     number,
     ordered,
     percent,
+    pivot,
     quotient,
-    ratio,
     shown,
-    stored_rivals,
+    speedup,
+    spread,
+    stored_baselines,
     time_of,
+    value,
 )
+
+RODE = "RoDe fp32"
+#: Baselines of the same precision that something was asked of, beside the fastest.
+NAMED = ("FlashSparse fp16", RODE)
+
+
+def _is_ours(cell: Cell) -> bool:
+    return cell["implementation"].startswith("fast")
+
+
+def _stored(result: dict[str, Any], cell: Cell) -> dict[str, float]:
+    """Baselines' times of a product forward; what is stored of the gradient is the same product."""
+    if cell["direction"] != "forward":
+        return {}
+    return stored_baselines(result, f"spmm@{cell['width']}", cell["dtype"], cell["graph"])
 
 
 def spmm(result: dict[str, Any]) -> list[Table]:
-    cells = result["cells"]
-    tables = []
-    keys = ordered((c["dtype"], c["width"], c["direction"]) for c in cells)
-    for dtype, width, direction in keys:
-        group = by(cells, dtype=dtype, width=width, direction=direction)
-        ours_name, rival_name = (
-            next(
-                name
-                for name in ordered(c["implementation"] for c in group)
-                if name.startswith("fast") == ours
-            )
-            for ours in (True, False)
+    def columns(cells: list[Cell]) -> list[Column]:
+        ours, baseline = (
+            next(cell["implementation"] for cell in cells if _is_ours(cell) == own) for own in (True, False)
         )
-        rows, ratios, stored_ratios, fractions = [], [], [], []
-        for graph in ordered(c["graph"] for c in group):
-            ours = first(group, graph=graph, implementation=ours_name)
-            rival = first(group, graph=graph, implementation=rival_name)
-            stored = stored_rivals(result, f"spmm@{width}", dtype, graph) if direction == "forward" else {}
-            best = min(stored, key=stored.__getitem__, default=None)
-            mine = time_of(ours)
-            speed = quotient(time_of(rival), mine)
-            against = quotient(stored.get(best) if best else None, mine)
-            fraction = quotient(ours["floor_ms"] if ours else None, mine) if has_roofline(result) else None
-            rate = ours["gather_bytes"] / mine / 1e6 if ours and mine else None
-            ratios.append(speed)
-            stored_ratios.append(against)
-            fractions.append(fraction)
-            spread = f" ({number(ours['p20_ms'])}-{number(ours['p80_ms'])})" if ours and mine else ""
-            rows.append(
-                [
-                    graph,
-                    shown(ours) + spread,
-                    shown(rival),
-                    ratio(speed),
-                    number(ours.get("error") if ours else None, 2),
-                    number(rate),
-                    "-" if fraction is None else f"{fraction:.0%}",
-                    f"{best} {number(stored[best])}" if best else "-",
-                    ratio(against),
-                ]
-            )
-        rows.append(
-            [
-                "geometric mean",
-                "",
-                "",
-                ratio(geometric_mean(r for r in ratios if r)),
-                "",
-                "",
-                percent(geometric_mean(f for f in fractions if f)),
-                "",
-                ratio(geometric_mean(r for r in stored_ratios if r)),
-            ]
-        )
-        columns = [
-            "graph",
-            f"{ours_name} ms (20-80 %)",
-            f"{rival_name} ms",
-            "speed-up",
-            "error",
-            "gather GB/s",
-            "of roofline",
-            "best stored rival ms",
-            "against it",
+
+        def mine(row: Row, field: str) -> Any:
+            return (row[ours] or {}).get(field)
+
+        def fraction(row: Row) -> float | None:
+            return quotient(mine(row, "floor_ms") if has_roofline(result) else None, time_of(row[ours]))
+
+        def rate(row: Row) -> str:
+            found = quotient(mine(row, "gather_bytes"), time_of(row[ours]))
+            return number(found / 1e6 if found else None)
+
+        return [
+            value("graph"),
+            Column(
+                f"{ours} ms (20-80 %)",
+                lambda row: shown(row[ours]) + (spread(row[ours]) if row[ours] else ""),
+            ),
+            Column(f"{baseline} ms", lambda row: shown(row[baseline])),
+            speedup("speed-up", baseline, ours),
+            Column("error", lambda row: number(mine(row, "error"), 2)),
+            Column("gather GB/s", rate),
+            mean_of("of roofline", fraction, percent),
+            *best_stored(lambda row: _stored(result, row.cell), ours, "against it"),
         ]
-        tables.append(Table(f"spmm {direction}, {dtype}, F = {width}", columns, rows))
-    return tables
 
-
-RODE = "RoDe fp32"
-#: Rivals of the same precision that something was asked of, beside the fastest.
-NAMED = ("FlashSparse fp16", RODE)
+    split = ("dtype", "width", "direction")
+    title = "spmm {direction}, {dtype}, F = {width}"
+    return pivot(result["cells"], title, ("graph",), columns, split=split, last="geometric mean")
 
 
 def spmm_in_short(result: dict[str, Any]) -> list[Table]:
     """Against cuSPARSE in the same run, and against stored times."""
-    cells = result["cells"]
-    rows = []
-    for direction, dtype, width in ordered((c["direction"], c["dtype"], c["width"]) for c in cells):
-        group = by(cells, direction=direction, dtype=dtype, width=width)
-        own = [c for c in group if c["implementation"].startswith("fast")]
+    found = {}
+    for direction, dtype, width in ordered((c["direction"], c["dtype"], c["width"]) for c in result["cells"]):
+        group = by(result["cells"], direction=direction, dtype=dtype, width=width)
+        own = list(filter(_is_ours, group))
         if not own:
             continue
+        cusparse = {cell["graph"]: time_of(cell) for cell in reversed(group) if not _is_ours(cell)}
+        times = {
+            "cuSPARSE": lambda cell, known=cusparse: known.get(cell["graph"]),
+            "the fastest stored": lambda cell: min(_stored(result, cell).values(), default=None),
+            **{
+                name: lambda cell, name=name: _stored(result, cell).get(name)
+                for name in _in_order(result, own)
+            },
+        }
         what = f"{own[0]['implementation'].split()[-1]}, {direction}, {dtype}, F = {width}"
-        speeds: dict[str, dict[str, float]] = {"cuSPARSE": {}, "the fastest stored": {}}
-        for cell in own:
-            graph, mine = cell["graph"], time_of(cell)
-            stored = stored_rivals(result, f"spmm@{width}", dtype, graph) if direction == "forward" else {}
-            rival = next(
-                (c for c in by(group, graph=graph) if not c["implementation"].startswith("fast")), None
-            )
-            times = {"cuSPARSE": time_of(rival), "the fastest stored": min(stored.values(), default=None)}
-            for name, time in {**times, **{n: stored[n] for n in NAMED if n in stored}}.items():
-                if speed := quotient(time, mine):
-                    speeds.setdefault(name, {})[graph] = speed
-        rows += [compared(what, name, found) for name, found in speeds.items() if found]
-    return [Table("Rival's time over ours", COMPARED, rows)]
+        found |= {(what, name): by_graph(own, time) for name, time in times.items()}
+    return [compared_table(found)]
+
+
+def _in_order(result: dict[str, Any], cells: list[Cell]) -> list[str]:
+    return ordered(name for cell in cells for name in NAMED if name in _stored(result, cell))
 
 
 def spmm_together(results: list[dict[str, Any]]) -> list[Table]:
@@ -133,30 +115,26 @@ def spmm_together(results: list[dict[str, Any]]) -> list[Table]:
         results: Records of one GPU model.
     """
     cells = [
-        {**cell, "stored": stored_rivals(result, f"spmm@{cell['width']}", "float32", cell["graph"])}
+        {**cell, "stored": stored_baselines(result, f"spmm@{cell['width']}", "float32", cell["graph"])}
         for result in results
         for cell in by(result["cells"], dtype="float32", direction="forward")
     ]
-    rows = []
+    found = {}
     for width in ordered(c["width"] for c in cells):
-        speeds: dict[str, dict[str, float]] = {RODE: {}, f"the faster of {RODE} and cuSPARSE": {}}
         group = by(cells, width=width)
-        names = ordered(
-            c["implementation"].split()[-1] for c in group if c["implementation"].startswith("fast")
-        )
+        names = ordered(cell["implementation"].split()[-1] for cell in group if _is_ours(cell))
         if len(names) < 2:
             continue
+        what = f"the faster of {' and '.join(names)}, forward, float32, F = {width}"
         for graph in ordered(c["graph"] for c in group):
             here = by(group, graph=graph)
             ours, cusparse = (
-                [time for c in here if c["implementation"].startswith("fast") == own and (time := time_of(c))]
+                [time for cell in here if _is_ours(cell) == own and (time := time_of(cell))]
                 for own in (True, False)
             )
             rode = here[0]["stored"].get(RODE)
-            if not ours or rode is None:
-                continue
-            for rival, time in zip(speeds, (rode, min([rode, *cusparse])), strict=True):
-                speeds[rival][graph] = time / min(ours)
-        what = f"the faster of {' and '.join(names)}, forward, float32, F = {width}"
-        rows += [compared(what, rival, found) for rival, found in speeds.items() if found]
-    return [Table("Rival's time over the faster of ours", COMPARED, rows)] if rows else []
+            if ours and rode is not None:
+                baselines = {RODE: rode, f"the faster of {RODE} and cuSPARSE": min([rode, *cusparse])}
+                for baseline, time in baselines.items():
+                    found.setdefault((what, baseline), {})[graph] = time / min(ours)
+    return [compared_table(found, "Baseline's time over the faster of ours")] if found else []

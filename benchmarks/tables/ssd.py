@@ -2,162 +2,154 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from ..goals import MAXK_OF_COPY, MAXK_OVER_TOPK, verdict
 from .cells import (
-    COMPARED,
     Cell,
+    Column,
+    Row,
     Table,
     by,
-    compared,
+    compared_table,
     first,
     number,
     ordered,
     percent,
+    pivot,
     quotient,
     ratio,
     shown,
-    speeds,
     spread,
-    stored_rivals,
+    stored_baselines,
     time_of,
+    value,
 )
+
+#: Part -> the operator, as the baselines' times are named.
+_OPERATORS = {"forward": "ssd", "backward": "ssd_bwd"}
+#: Part -> what tells its columns apart, that of them which the others are compared with, and a title.
+_PAPERS = {
+    "ablation": ("implementation", "maxk", "Time over that of MaxK's dataflow (figures 11 to 13), k = 16"),
+    "slots": ("slots", 1, "Time with one buffer per warp over that with several (figure 16), k = 8"),
+}
+
+
+def _baselines(result: dict[str, Any], cells: list[Cell]) -> dict[str, float | None]:
+    """The times beside our first cell of a graph: of the dense product, forward, and what is stored."""
+    ours, *others = cells
+    name = f"{_OPERATORS[ours['part']]}@{ours['k']}" if ours["width"] == 256 else ""
+    dense = {"densify": time_of(others[0] if others else None)} if ours["part"] == "forward" else {}
+    return {**dense, **stored_baselines(result, name, ours["dtype"], ours["graph"])}
+
+
+def _summary(result: dict[str, Any], *, asked: bool) -> Table:
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for part in _OPERATORS:
+        for cell in by(result["cells"], part=part):
+            shared = {key: cell[key] for key in ("part", "dtype", "k", "graph")}
+            alike = by(result["cells"], **shared)
+            if cell is not alike[0]:
+                continue
+            for baseline, time in _baselines(result, alike).items():
+                if asked and baseline == "densify":
+                    continue
+                if speed := quotient(time, time_of(cell)):
+                    what = f"{part}, {cell['dtype']}, k = {cell['k']}"
+                    found.setdefault((what, baseline), {})[cell["graph"]] = speed
+    return compared_table(found, asked=asked)
 
 
 def ssd(result: dict[str, Any]) -> list[Table]:
-    """The products against stored rivals, in short and by graph; the papers' tables and figures; maxk."""
-    cells = result["cells"]
-    summary, details = [], []
-    for part, operator in (("forward", "ssd"), ("backward", "ssd_bwd")):
-        group = by(cells, part=part)
-        for dtype, k in ordered((c["dtype"], c["k"]) for c in group):
-            shown, marks = _ssd_products(result, by(group, dtype=dtype, k=k), operator)
-            details.append(shown)
-            summary += [[f"{part}, {dtype}, k = {k}", *mark] for mark in marks]
-    tables = [Table("Rival's time over ours", COMPARED[:-1], summary)]
-    return [
-        table
-        for table in (*tables, *details, *_ssd_papers(cells), _maxk(by(cells, part="maxk")))
-        if table.rows
-    ]
+    """The products against stored baselines, in short and by graph; the papers' tables and figures; maxk."""
+
+    def columns(cells: list[Cell]) -> list[Column]:
+        made = [
+            value("graph"),
+            Column("ms (20-80 %)", lambda row: shown(row.cell) + spread(row.cell)),
+            value("error", form=lambda error: number(error, 2)),
+        ]
+        graphs = ordered(cell["graph"] for cell in cells)
+        for baseline in ordered(name for it in graphs for name in _baselines(result, by(cells, graph=it))):
+
+            def time(row: Row, baseline: str = baseline) -> float | None:
+                return _baselines(result, row.cells).get(baseline)
+
+            made.append(Column(f"{baseline} ms", lambda row, time=time: number(time(row))))
+            made.append(
+                Column("against it", lambda row, time=time: ratio(quotient(time(row), time_of(row.cell))))
+            )
+        return made
+
+    tables = [_summary(result, asked=False)]
+    for part in _OPERATORS:
+        title = f"ssd {part}, {{dtype}}, F = {{width}}, k = {{k}}"
+        cells = by(result["cells"], part=part)
+        tables += pivot(cells, title, ("graph",), columns, split=("dtype", "k"))
+    return [table for table in (*tables, *_papers(result["cells"]), *_maxk(result)) if table.rows]
 
 
-def _ssd_products(result: dict[str, Any], cells: list[Cell], operator: str) -> tuple[Table, list[list[str]]]:
-    """One direction, type and k: a row per graph, and the means over the graphs by rival."""
-    part, dtype, k, width = (cells[0][key] for key in ("part", "dtype", "k", "width"))
-    name = f"{operator}@{k}" if width == 256 else ""
-    rows = []
-    ratios: dict[str, dict[str, float]] = {}
-    known = {c["graph"]: stored_rivals(result, name, dtype, c["graph"]) for c in cells}
-    rivals = ordered(rival for times in known.values() for rival in times)
-    for graph in ordered(c["graph"] for c in cells):
-        ours, *others = by(cells, graph=graph)
-        dense = others[0] if others else None
-        times = {"densify": time_of(dense), **known[graph]} if part == "forward" else known[graph]
-        for rival, time in times.items():
-            if speed := quotient(time, time_of(ours)):
-                ratios.setdefault(rival, {})[graph] = speed
-        row = [graph, shown(ours) + spread(ours), number(ours.get("error"), 2)]
-        for rival in (["densify"] if part == "forward" else []) + rivals:
-            row += [number(times.get(rival)), ratio(ratios.get(rival, {}).get(graph))]
-        rows.append(row)
-    columns = ["graph", "ms (20-80 %)", "error"]
-    for rival in (["densify"] if part == "forward" else []) + rivals:
-        columns += [f"{rival} ms", "against it"]
-    marks = [compared("", *each)[1:-1] for each in ratios.items()]
-    return Table(f"ssd {part}, {dtype}, F = {width}, k = {k}", columns, rows), marks
-
-
-def _ssd_papers(cells: list[Cell]) -> list[Table]:
+def _papers(cells: list[Cell]) -> list[Table]:
     """Table I and figures 11 to 14 and 16 of the decoupled SSD paper."""
-    shares = [
-        [c["graph"], f"{c['edges']:,}", *(percent(c[key]) for key in c if key.startswith("share_"))]
-        for c in by(cells, part="groups")
-    ]
-    lengths = [key.removeprefix("share_") for c in by(cells, part="groups")[:1] for key in c if "_" in key]
-    tables = [
-        Table(
-            "Edge groups that share their row (table I), by the length of groups",
-            ["graph", "edges", *lengths],
-            shares,
-        )
-    ]
-    for part, key, base, title in (
-        (
-            "ablation",
-            "implementation",
-            "maxk",
-            "Time over that of MaxK's dataflow (figures 11 to 13), k = 16",
-        ),
-        ("slots", "slots", 1, "Time with one buffer per warp over that with several (figure 16), k = 8"),
-    ):
+    groups = by(cells, part="groups")
+    lengths = [key.removeprefix("share_") for cell in groups[:1] for key in cell if "_" in key]
+    columns = [value("graph"), value("edges", form="{:,}".format)]
+    columns += [value(length, f"share_{length}", percent) for length in lengths]
+    tables = pivot(groups, "Edge groups that share their row (table I), by the length of groups", (), columns)
+    for part, (key, base, title) in _PAPERS.items():
         group = by(cells, part=part)
-        names = ordered(c[key] for c in group)
-        rows = []
-        for graph, width in ordered((c["graph"], c["width"]) for c in group):
-            own = {name: time_of(first(group, graph=graph, width=width, **{key: name})) for name in names}
-            texts = (f"{number(own[name])} {ratio(quotient(own.get(base), own[name]))}" for name in names)
-            rows.append([f"{graph}, F = {width}", *texts])
-        tables.append(Table(title, ["graph", *map(str, names)], rows))
+
+        def over(name: Any, base: Any = base) -> Column:
+            def text(row: Row) -> str:
+                own = time_of(row[name])
+                return f"{number(own)} {ratio(quotient(time_of(row[base]), own))}"
+
+            return Column(str(name), text)
+
+        columns = [Column("graph", lambda row: f"{row.key['graph']}, F = {row.key['width']}")]
+        columns += map(over, ordered(cell[key] for cell in group))
+        tables += pivot(group, title, ("graph", "width"), columns, by=key)
+
+    def over_dense(row: Row, name: str) -> str:
+        dense = first(row.table, graph=row.key["graph"], implementation="cuSPARSE, dense rows")
+        return f"{shown(row[name])} {ratio(quotient(time_of(dense), time_of(row[name])))}"
+
     group = by(cells, part="scaling")
-    names = [name for name in ordered(c["implementation"] for c in group) if "dense" not in name]
-    rows = []
-    for graph, k in ordered((c["graph"], c["k"]) for c in group):
-        dense = time_of(first(group, graph=graph, implementation="cuSPARSE, dense rows"))
-        cell = [first(group, graph=graph, k=k, implementation=name) for name in names]
-        if not any(cell):
-            continue
-        texts = (f"{shown(c)} {ratio(quotient(dense, time_of(c)))}" for c in cell)
-        rows.append([f"{graph}, k = {k}", *texts])
+    names = [name for name in ordered(cell["implementation"] for cell in group) if "dense" not in name]
+    columns = [Column("graph", lambda row: f"{row.key['graph']}, k = {row.key['k']}")]
+    columns += [Column(name, lambda row, name=name: over_dense(row, name)) for name in names]
     title = "Time, and speed-up over cuSPARSE on dense rows, by kept entries (figure 14)"
-    return [*tables, Table(title, ["graph", *names], rows)]
+    for table in pivot(group, title, ("graph", "k"), columns):
+        rows = [row for row in table.rows if any(text != "- -" for text in row[1:])]
+        tables.append(Table(title, table.columns, rows))
+    return tables
 
 
-def _maxk(cells: list[Cell]) -> Table:
+def _maxk(result: dict[str, Any], *, asked: bool = False) -> list[Table]:
     """The selection against torch.topk, and its share of the rate of a copy."""
-    rows = []
-    for dtype in ordered(c["dtype"] for c in cells):
-        ours, topk, copy = (time_of(cell) for cell in by(cells, dtype=dtype))
-        rows.append(
-            [
-                dtype,
-                number(ours),
-                number(topk),
-                ratio(quotient(topk, ours)),
-                number(copy),
-                percent(quotient(copy, ours) or math.nan),
-            ]
-        )
-    shape = f"({cells[0]['rows']:,}, {cells[0]['width']}), k = {cells[0]['k']}" if cells else ""
-    columns = ["", "maxk ms", "torch.topk ms", "speed-up", "copy ms", "of its bandwidth"]
-    return Table(f"maxk, {shape}", columns, rows)
+
+    def quotients(row: Row) -> tuple[float | None, float | None]:
+        ours, topk, copy = map(time_of, row.cells)
+        return quotient(topk, ours), quotient(copy, ours)
+
+    def goal(row: Row) -> str:
+        speed, share = (found or 0 for found in quotients(row))
+        reached = speed >= MAXK_OVER_TOPK and share >= MAXK_OF_COPY
+        return verdict(reached, f"{ratio(MAXK_OVER_TOPK)}, {MAXK_OF_COPY:.0%}")
+
+    columns = [
+        value("", "dtype"),
+        Column("maxk ms", lambda row: number(time_of(row.cells[0]))),
+        Column("torch.topk ms", lambda row: number(time_of(row.cells[1]))),
+        Column("speed-up", lambda row: ratio(quotients(row)[0])),
+        Column("copy ms", lambda row: number(time_of(row.cells[2]))),
+        Column("of its bandwidth", lambda row: percent(quotients(row)[1])),
+        *([Column("asked", goal)] if asked else []),
+    ]
+    title = "maxk, ({rows:,}, {width}), k = {k}"
+    return pivot(by(result["cells"], part="maxk"), title, ("dtype",), columns, split=("part",))
 
 
 def ssd_in_short(result: dict[str, Any]) -> list[Table]:
-    """The rivals' times over ours, and the selection of the k largest."""
-    rows = []
-    for part, operator in (("forward", "ssd"), ("backward", "ssd_bwd")):
-        group = by(result["cells"], part=part)
-        for dtype, k in ordered((c["dtype"], c["k"]) for c in group):
-            of_case = by(group, dtype=dtype, k=k)
-            ours = [by(of_case, graph=graph)[0] for graph in ordered(c["graph"] for c in of_case)]
-            found = speeds(
-                [c for c in ours if c["width"] == 256],
-                lambda c, of=f"{operator}@{k}": stored_rivals(result, of, c["dtype"], c["graph"]),
-            )
-            rows += [compared(f"{part}, {dtype}, k = {k}", *each) for each in found.items()]
-    cells = by(result["cells"], part="maxk")
-    selection = _maxk(cells)
-    asked = []
-    for dtype in ordered(c["dtype"] for c in cells):
-        ours, topk, copy = (time_of(cell) for cell in by(cells, dtype=dtype))
-        speed, share = quotient(topk, ours) or 0, quotient(copy, ours) or 0
-        reached = speed >= MAXK_OVER_TOPK and share >= MAXK_OF_COPY
-        asked.append(verdict(reached, f"{ratio(MAXK_OVER_TOPK)}, {MAXK_OF_COPY:.0%}"))
-    with_goals = [[*row, goal] for row, goal in zip(selection.rows, asked, strict=True)]
-    return [
-        Table("Rival's time over ours", COMPARED, rows),
-        Table(selection.title, [*selection.columns, "asked"], with_goals),
-    ]
+    """The baselines' times over ours, and the selection of the k largest."""
+    return [_summary(result, asked=True), *_maxk(result, asked=True)]

@@ -4,82 +4,62 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..common import geometric_mean
 from ..goals import STEPS_MS, verdict
 from ..roofline import peers
+from ..runner import geometric_mean
 from .cells import (
     Cell,
+    Column,
+    Row,
     Table,
     by,
+    by_graph,
     compared,
     first,
     has_roofline,
     number,
     ordered,
+    pivot,
     quotient,
     ratio,
     shown,
     time_of,
+    value,
 )
 
 #: The layers that replace one of PyG's.
-LAYERS = (
-    "FastGCNConv",
-    "FastSAGEConv",
-    "FastGATConv",
-    "FastGATv2Conv",
-    "FastTransformerConv",
-    "FastAGNNConv",
-)
+LAYERS = {f"Fast{name}Conv" for name in ("GCN", "SAGE", "GAT", "GATv2", "Transformer", "AGNN")}
+
+
+def _is_ours(cell: Cell) -> bool:
+    return cell["implementation"].startswith("Fast")
 
 
 def train(result: dict[str, Any]) -> list[Table]:
-    cells = result["cells"]
-    tables = []
-    columns = ["graph", "implementation", "step ms", "time against ours", "inference ms", "peak GB", "memory"]
-    for model, dtype in ordered((c["model"], c["dtype"]) for c in cells):
-        rows = []
-        group = by(cells, model=model, dtype=dtype)
-        for graph in ordered(c["graph"] for c in group):
-            measured = by(group, graph=graph)
-            ours = next((c for c in measured if c["implementation"].startswith("Fast")), None)
-            for cell in measured:
-                peak = cell.get("peak_gb")
-                rows.append(
-                    [
-                        graph,
-                        cell["implementation"],
-                        shown(cell),
-                        ratio(quotient(time_of(cell), time_of(ours))),
-                        shown(cell, "infer_median_ms") if cell["status"] == "ok" else "",
-                        number(peak),
-                        ratio(quotient(peak, ours.get("peak_gb") if ours else None)),
-                    ]
-                )
-            rows += _stored_training(result, measured, ours)
-        tables.append(Table(f"{model}, {dtype}", columns, rows))
-    return tables
+    """What was measured, and behind it what is stored from the same GPU model and was not run."""
 
+    def beside(row: Row, field: str) -> str:
+        ours = next(filter(_is_ours, by(row.table, graph=row.cell["graph"])), {})
+        found = time_of if field == "median_ms" else lambda cell: cell.get(field)
+        return ratio(quotient(found(row.cell), found(ours) if ours else None))
 
-def _stored_training(result: dict[str, Any], measured: list[Cell], ours: Cell | None) -> list[list[str]]:
-    """Rows of what was not run beside the measured cells but is stored from the same GPU model."""
-    if result["machine"].get("gpu") != peers()["gpu"]:
-        return []
-    graph, model, dtype = (measured[0][key] for key in ("graph", "model", "dtype"))
-    here = {cell["implementation"] for cell in measured}
-    return [
-        [
-            graph,
-            f"{rival['implementation']} (stored)",
-            number(rival["train_ms"]),
-            ratio(quotient(rival["train_ms"], time_of(ours))),
-            number(rival["infer_ms"]),
-            number(rival["peak_gb"]),
-            ratio(quotient(rival["peak_gb"], ours.get("peak_gb") if ours else None)),
-        ]
-        for rival in by(peers()["training"], graph=graph, model=model, dtype=dtype)
-        if rival["implementation"] not in here and "train_ms" in rival
+    def inference(cell: Cell) -> str:
+        return shown(cell, "infer_median_ms") if cell["status"] == "ok" else ""
+
+    columns = [
+        value("graph"),
+        value("implementation"),
+        Column("step ms", lambda row: shown(row.cell)),
+        Column("time against ours", lambda row: beside(row, "median_ms")),
+        Column("inference ms", lambda row: inference(row.cell)),
+        value("peak GB", "peak_gb", number),
+        Column("memory", lambda row: beside(row, "peak_gb")),
     ]
+    cells = []
+    for model, dtype, graph in ordered((c["model"], c["dtype"], c["graph"]) for c in result["cells"]):
+        group = by(result["cells"], model=model, dtype=dtype, graph=graph)
+        cells += group + by(_stored_cells(result, group), status="ok")
+    return pivot(cells, "{model}, {dtype}", (), columns, split=("model", "dtype"))
 
 
 def train_in_short(result: dict[str, Any]) -> list[Table]:
@@ -92,46 +72,41 @@ def train_in_short(result: dict[str, Any]) -> list[Table]:
         ours = next((name for name in names if name.startswith("Fast")), names[0])
         others = [name for name in names if name != ours]
         graphs = ordered(c["graph"] for c in group)
-        captured = any("captured_median_ms" in c for c in group)
         goals = STEPS_MS.get((model, dtype), {})
-        rows = []
-        for graph in graphs:
-            mine = first(cells, graph=graph, implementation=ours)
-            time = time_of(mine)
-            goal = goals.get(graph)
-            asked = "" if goal is None else verdict(time is not None and time <= goal, f"{number(goal)} ms")
-            rivals = (first(cells, graph=graph, implementation=name) for name in others)
-            replayed = [number(mine.get("captured_median_ms") if mine else None)] if captured else []
-            rows.append(
-                [
-                    graph,
-                    _step(mine, None),
-                    *([asked] if goals else []),
-                    *replayed,
-                    *(_step(rival, time) for rival in rivals),
-                ]
-            )
-        as_graph = ["as a CUDA graph, ms"] if captured else []
-        columns = ["graph", f"{ours}, ms, peak GB", *(["asked"] if goals else []), *as_graph, *others]
-        details.append(Table(f"{model}, {dtype}", columns, rows))
+
+        def asked(row: Row, ours: str = ours, goals: dict[str, float] = goals) -> str:
+            time, goal = time_of(row[ours]), goals.get(row.key["graph"])
+            reached = goal is not None and time is not None and time <= goal
+            return "" if goal is None else verdict(reached, f"{number(goal)} ms")
+
+        columns = [value("graph"), Column(f"{ours}, ms, peak GB", lambda row, it=ours: _step(row[it], None))]
+        columns += [Column("asked", asked)] if goals else []
+        if any("captured_median_ms" in c for c in group):
+            columns.append(value("as a CUDA graph, ms", "captured_median_ms", number))
+        columns += [
+            Column(name, lambda row, name=name, it=ours: _step(row[name], time_of(row[it])))
+            for name in others
+        ]
+        cells = [it for it in cells if it["implementation"] == ours] + cells
+        details += pivot(cells, f"{model}, {dtype}", ("graph",), columns)
         for name in others:
-            speeds: dict[str, float] = {}
+            theirs = {graph: first(cells, graph=graph, implementation=name) for graph in graphs}
+            speeds = by_graph(
+                filter(None, (first(cells, graph=graph, implementation=ours) for graph in graphs)),
+                lambda cell, theirs=theirs: time_of(theirs[cell["graph"]]),
+            )
             cannot: dict[str, list[str]] = {}
-            for graph in graphs:
-                rival = first(cells, graph=graph, implementation=name)
-                own = time_of(first(cells, graph=graph, implementation=ours))
-                if rival is not None and rival["status"] != "ok":
-                    cannot.setdefault(_short(rival["status"]), []).append(graph)
-                elif speed := quotient(time_of(rival), own):
-                    speeds[graph] = speed
+            for graph, baseline in theirs.items():
+                if baseline is not None and baseline["status"] != "ok":
+                    cannot.setdefault(_short(baseline["status"]), []).append(graph)
             row = compared(f"{model}, {dtype}", name, speeds)[:-1] if speeds else ["", name, "-", "-", "0"]
             reasons = [
                 f"{'any' if len(where) == len(graphs) > 1 else ', '.join(where)} ({why})"
                 for why, where in cannot.items()
             ]
             summary.append([f"{model}, {dtype}", *row[1:], ", ".join(reasons)])
-    columns = ["", "rival", "geometric mean", "least", "graphs", "does not run on"]
-    return [Table("Rival's step over ours", columns, summary), *details]
+    columns = ["", "baseline", "geometric mean", "least", "graphs", "does not run on"]
+    return [Table("Baseline's step over ours", columns, summary), *details]
 
 
 def train_at_a_glance(result: dict[str, Any]) -> Table:
@@ -144,7 +119,7 @@ def train_at_a_glance(result: dict[str, Any]) -> Table:
         )
         csr = _pyg_over_ours(result, model, "float32", "median_ms", "PyG sparse_csr")
         if step and step_bf16 and memory:
-            (name,) = {c["implementation"] for c in by(result["cells"], model=model)} & set(LAYERS)
+            (name,) = {c["implementation"] for c in by(result["cells"], model=model)} & LAYERS
             means = [ratio(geometric_mean(found.values())) for found in (step, step_bf16, memory)]
             least, most = (choose(step, key=step.__getitem__) for choose in (min, max))
             ends = [f"{ratio(step[least])} {least}", f"{ratio(step[most])} {most}"]
@@ -156,13 +131,13 @@ def train_at_a_glance(result: dict[str, Any]) -> Table:
 
 
 def _pyg_over_ours(
-    result: dict[str, Any], model: str, dtype: str, field: str, rival: str = "PyG edge_index"
+    result: dict[str, Any], model: str, dtype: str, field: str, baseline: str = "PyG edge_index"
 ) -> dict[str, float]:
     """PyG's number over ours by graph, where both were measured."""
     group = by(result["cells"], model=model, dtype=dtype, status="ok")
     ours = {c["graph"]: c[field] for c in group if c["implementation"] in LAYERS}
-    rivals = by(group, implementation=rival)
-    return {c["graph"]: c[field] / ours[c["graph"]] for c in rivals if c["graph"] in ours}
+    baselines = by(group, implementation=baseline)
+    return {c["graph"]: c[field] / ours[c["graph"]] for c in baselines if c["graph"] in ours}
 
 
 def _step(cell: Cell | None, ours: float | None) -> str:
@@ -187,11 +162,12 @@ def _stored_cells(result: dict[str, Any], group: list[Cell]) -> list[Cell]:
     graphs = {c["graph"] for c in group}
     return [
         {
-            **rival,
-            "implementation": f"{rival['implementation']} (stored)",
-            "status": rival.get("status", "ok"),
-            "median_ms": rival.get("train_ms"),
+            **baseline,
+            "implementation": f"{baseline['implementation']} (stored)",
+            "status": baseline.get("status", "ok"),
+            "median_ms": baseline.get("train_ms"),
+            "infer_median_ms": baseline.get("infer_ms"),
         }
-        for rival in by(peers()["training"], model=group[0]["model"], dtype=group[0]["dtype"])
-        if rival["graph"] in graphs and (rival["graph"], rival["implementation"]) not in here
+        for baseline in by(peers()["training"], model=group[0]["model"], dtype=group[0]["dtype"])
+        if baseline["graph"] in graphs and (baseline["graph"], baseline["implementation"]) not in here
     ]

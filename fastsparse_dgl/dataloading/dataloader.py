@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fastsparse_core.device import usable_device
 from fastsparse_core.log import info_once
 from fastsparse_core.sampling import Draw, FeatureTable, prefetched
 from fastsparse_dgl.compat import dgl
@@ -64,7 +65,7 @@ class DataLoader(dgl.dataloading.DataLoader):
         device: torch.device | str | int | None = None,
         **kwargs: Any,
     ) -> None:
-        target = None if device is None else torch.empty(0, device=device).device
+        target = None if device is None else usable_device(device)
         self._target: torch.device | None = None
         if target is not None and target.type == "cuda":
             kind = type(graph_sampler).__name__

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
+from fastsparse_core.device import usable_device
 from fastsparse_core.graph_store import NothingToStore, NotStored, Outline, StoredBatches, same_outline
 from fastsparse_core.log import info_once, warn_once
 from fastsparse_dgl.compat import dgl
@@ -77,7 +78,7 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         device: torch.device | str | int | None = None,
         **kwargs: Any,
     ) -> None:
-        self.device = torch.empty(0, device="cpu" if device is None else device).device
+        self.device = usable_device("cpu" if device is None else device)
         self._graphs: StoredGraphs | None = None
         self._outline: Outline = ([], [])
         try:

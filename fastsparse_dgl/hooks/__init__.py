@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from fastsparse_core import replacement
 from fastsparse_core.locks import ForkSafeLock
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.hooks import device_graph, table
 
 _lock = ForkSafeLock()
-_installed: list[tuple[Any, str, Any]] = []
+_installed: list[replacement.Change] = []
 
 
 def enable(*, _devices: tuple[str, ...] | None = None) -> None:
@@ -23,7 +22,8 @@ def enable(*, _devices: tuple[str, ...] | None = None) -> None:
     with it, and is kept on the GPU for the operators; node and edge data live on the GPU. With a DGL that has
     CUDA of its own only the operators are exchanged.
 
-    Calling it again changes nothing. :func:`disable` undoes it. Processes that are spawned have to call it
+    Calling it again changes nothing. :func:`disable` undoes it. The environment variable
+    ``FASTSPARSE_DISABLE=dgl`` keeps it from doing anything. Processes that are spawned have to call it
     themselves; forked ones inherit it.
 
     Raises:
@@ -35,13 +35,13 @@ def enable(*, _devices: tuple[str, ...] | None = None) -> None:
         >>> fastsparse_dgl.enable()
     """
     with _lock:
-        if _installed:
+        if _installed or not replacement.enabled_parts(["dgl"]):
             return
         if _devices is None:
             _devices = () if _dgl_has_cuda() else ("cuda",)
         hooks = table.OPERATORS + (table.DEVICES if _devices else ())
         table.check(hooks, dgl.__version__)
-        _installed.extend(table.install(hooks))
+        _installed.extend(replacement.install(hooks))
         device_graph.serve(_devices)
 
 
@@ -52,8 +52,7 @@ def disable() -> None:
     so.
     """
     with _lock:
-        table.remove(_installed)
-        _installed.clear()
+        replacement.remove(_installed)
         device_graph.serve(())
 
 

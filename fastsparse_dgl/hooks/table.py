@@ -1,58 +1,16 @@
 """Which names of DGL are replaced by what: the one table, checked before anything is replaced.
 
-The names are those of DGL 2.1.0 and 1.1.3, which are alike in these parts. Each is checked for its
-parameters, so that a DGL that changed them is refused as a whole, and none is half replaced.
+The names are those of DGL 2.1.0 and 1.1.3, which are alike in these parts.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
-
+from fastsparse_core.replacement import Hook, problems
 from fastsparse_dgl.graph import DGLError
 from fastsparse_dgl.hooks import degrees, device_graph, operators
 
 #: Versions of DGL that the table was made for and is tested with.
 VERSIONS = ("2.1.0", "1.1.3")
-
-
-@dataclass(frozen=True)
-class Hook:
-    """One replacement.
-
-    Attributes:
-        place: module of DGL, or module and class with a colon between.
-        name: of a function or class there.
-        parameters: names of its parameters; None where they do not matter.
-        function: what takes its place; called with the original first if ``wraps``.
-        wraps: whether it needs the original.
-        everywhere: whether DGL's other modules and classes have the same function under names of their own.
-    """
-
-    place: str
-    name: str
-    parameters: str | None
-    function: Callable[..., Any]
-    wraps: bool = False
-    everywhere: bool = False
-
-    @property
-    def title(self) -> str:
-        """As an error calls it."""
-        return f"{self.place.replace(':', '.')}.{self.name}"
-
-    def owner(self) -> Any:
-        """The module or class that has the name."""
-        module, _, owner = self.place.partition(":")
-        found = importlib.import_module(module)
-        return getattr(found, owner) if owner else found
-
 
 _GSPMM = "gidx, op, reduce_op, lhs_data, rhs_data"
 _GSDDMM = "gidx, op, lhs_data, rhs_data, lhs_target, rhs_target"
@@ -124,75 +82,21 @@ ON_HOST = (
     ("dgl.sampling.neighbor", "select_topk"),
     ("dgl.sampling.node2vec_randomwalk", "node2vec_random_walk"),
 )
+
+
+def _is_of_dgl(module: str) -> bool:
+    return module == "dgl" or module.startswith("dgl.")
+
+
 DEVICES += tuple(
-    Hook(place, name, None, device_graph.on_host, wraps=True, everywhere=True) for place, name in ON_HOST
+    Hook(place, name, None, device_graph.on_host, wraps=True, holders=_is_of_dgl) for place, name in ON_HOST
 )
 
 
 def check(hooks: tuple[Hook, ...], version: str) -> None:
     """Raises a DGLError that names every hook whose place is not as the table expects it."""
-    problems = [problem for hook in hooks for problem in _problem(hook)]
-    if problems:
+    if found := problems(hooks):
         raise DGLError(
-            f"fastsparse_dgl.enable() does not know this DGL ({version}): {'; '.join(problems)}. Nothing was "
+            f"fastsparse_dgl.enable() does not know this DGL ({version}): {'; '.join(found)}. Nothing was "
             f"changed. It is made for DGL {' and '.join(VERSIONS)}; layers of fastsparse_dgl work without it"
         )
-
-
-def _problem(hook: Hook) -> list[str]:
-    try:
-        found = getattr(hook.owner(), hook.name)
-    except (ImportError, AttributeError):
-        return [f"{hook.title} does not exist"]
-    if hook.parameters is None:
-        return []
-    try:
-        parameters = ", ".join(inspect.signature(found).parameters)
-    except (TypeError, ValueError):
-        return [f"{hook.title} has no signature"]
-    return (
-        []
-        if parameters == hook.parameters
-        else [f"{hook.title} takes ({parameters}), not ({hook.parameters})"]
-    )
-
-
-def install(hooks: tuple[Hook, ...]) -> list[tuple[Any, str, Any]]:
-    """Replaces everything; returns what :func:`remove` needs, the original None where there was no own."""
-    places = _references([getattr(hook.owner(), hook.name) for hook in hooks if hook.everywhere])
-    done = []
-    for hook in hooks:
-        original = getattr(hook.owner(), hook.name)
-        new = _around(hook.function, original) if hook.wraps else hook.function
-        for owner, name in places[id(original)] if hook.everywhere else [(hook.owner(), hook.name)]:
-            done.append((owner, name, vars(owner).get(name)))
-            setattr(owner, name, new)
-    return done
-
-
-def _references(functions: list[Any]) -> dict[int, list[tuple[Any, str]]]:
-    """Every name of each function in DGL's modules, by the function's `id`."""
-    found: dict[int, list[tuple[Any, str]]] = {id(function): [] for function in functions}
-    for title, module in list(sys.modules.items()):
-        if (title == "dgl" or title.startswith("dgl.")) and isinstance(module, ModuleType):
-            for name, item in list(vars(module).items()):
-                if id(item) in found:
-                    found[id(item)].append((module, name))
-    return found
-
-
-def _around(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return function(original, *args, **kwargs)
-
-    return replaced
-
-
-def remove(done: list[tuple[Any, str, Any]]) -> None:
-    """Puts everything back."""
-    for owner, name, own in reversed(done):
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)

@@ -15,27 +15,6 @@ from fastsparse_dgl.nn.maxk import FastMaxKGraphConv, FastMaxKSAGEConv
 from fastsparse_dgl.nn.pna_conv import FastPNAConv
 from fastsparse_dgl.nn.sage_conv import FastSAGEConv
 
-#: DGL's layer -> the drop-in that can take its place in a model.
-DROP_INS = {
-    drop_in.__bases__[-1]: drop_in
-    for drop_in in (
-        FastAGNNConv,
-        FastDotGatConv,
-        FastEGATConv,
-        FastEdgeGATConv,
-        FastGATConv,
-        FastGATv2Conv,
-        FastGINConv,
-        FastGINEConv,
-        FastGatedGCNConv,
-        FastGraphConv,
-        FastHeteroGraphConv,
-        FastPNAConv,
-        FastSAGEConv,
-    )
-    if drop_in.__bases__[-1].__module__.startswith("dgl.")  # else this DGL has no such layer
-}
-
 __all__ = [
     "FastAGNNConv",
     "FastDotGatConv",
@@ -55,3 +34,12 @@ __all__ = [
     "FastSAGEConv",
     "GraphTransformerLayer",
 ]
+
+_classes = [globals()[name] for name in __all__]
+#: DGL's layer -> the drop-in that can take its place in a model. The last base of any other class is ours.
+#: So is that of a drop-in whose original this DGL lacks.
+DROP_INS = {
+    drop_in.__bases__[-1]: drop_in
+    for drop_in in _classes
+    if drop_in.__bases__[-1].__module__.startswith("dgl.")
+}

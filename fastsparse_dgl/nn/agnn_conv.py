@@ -6,10 +6,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastsparse_core import attention
-from fastsparse_core.fused.cosine_attention import beta_by_row
+from fastsparse_core.fused.cosine_attention import beta_by_row, cosine_attention
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
-from fastsparse_dgl.nn.base import AggregationMixin, destination_features, source_features
+from fastsparse_dgl.nn.base import AggregationMixin
 
 
 class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
@@ -48,28 +48,24 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
         Raises:
             DGLError: sizes do not fit, or a node has no incoming edge.
         """
-        source, given = source_features(feat), destination_features(feat)
-        adjacency = self._adjacency(graph, source)
-        if not self._allow_zero_in_degree:
-            self._check_in_degree(adjacency)
+        adjacency, source, given = self._structure(graph, feat)
         destination = self._destination(graph, adjacency, source, given)
         if destination.shape[1:] != source.shape[1:]:
             raise DGLError(
                 "feat: expected source and destination features of one shape but for the rows, "
                 f"got {tuple(source.shape)} and {tuple(destination.shape)}"
             )
+        if destination is source and source.dim() == 2:
+            whole = cosine_attention(adjacency, source, self.beta)
+            if whole is not None:
+                return whole
         query = key = F.normalize(destination, dim=-1)
         if destination is not source and not self._has_one_frame(graph):
             key = F.normalize(source, dim=-1)
         # Beta may be wider than the features, and must stay in the graph of autograd: no plain scale.
         beta = beta_by_row(adjacency, self.beta).view(-1, *[1] * (query.dim() - 1))
         query = (beta * query).to(key.dtype)
-        out = attention(adjacency, _with_heads(query), _with_heads(key), _with_heads(source), scale=1.0)
+        # What stands between the nodes and the width counts as heads; features without a width have width 1.
+        query, key, value = (x.reshape(x.size(0), source.shape[1:].numel()) for x in (query, key, source))
+        out = attention(adjacency, query, key, value, scale=1.0, heads=source.shape[1:-1].numel())
         return out.reshape(adjacency.num_dst, *source.shape[1:])
-
-
-def _with_heads(feat: Tensor) -> Tensor:
-    """(N, ..., F) as (N, H, F); features without a width have width 1."""
-    if feat.dim() == 1:
-        feat = feat.unsqueeze(1)
-    return feat.unsqueeze(1) if feat.dim() == 2 else feat.flatten(1, -2)

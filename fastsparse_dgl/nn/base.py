@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastsparse_core import Adjacency, spmm
-from fastsparse_core.log import info_once, warn_once
+from fastsparse_core import Adjacency, fallback, spmm
 from fastsparse_core.ops.spmm import Reduce
 from fastsparse_dgl.caching import adjacency_of
 from fastsparse_dgl.graph import DGLError, GraphLike
 
-_logger = logging.getLogger("fastsparse_dgl")
 _ZERO_IN_DEGREE = (
     "graph: expected at least one incoming edge for every destination, got nodes of zero in-degree, whose "
     "result would be 0; add self loops with dgl.add_self_loop(graph), or construct the layer with "
@@ -22,50 +21,8 @@ _ZERO_IN_DEGREE = (
 )
 
 
-def tell_fallback(layer: object, reason: str) -> None:
-    """Says once that DGL's implementation runs: a warning, or a log record where hooks ask for it."""
-    message = f"{type(layer).__name__} falls back to DGL's implementation"
-    if reason.startswith("hooks"):
-        info_once(_logger, f"{message}: {reason}")
-    else:
-        cure = "The page 'Layers' of the documentation lists what the kernels support"
-        warn_once(f"{message}, which is slower: {reason}. {cure}")
-
-
-def source_features(feat: Any) -> Tensor:
-    """The source features of a layer's input, a tensor or a (source, destination) pair.
-
-    Raises:
-        DGLError: the input is neither.
-    """
-    source = feat
-    if isinstance(feat, tuple):
-        if len(feat) != 2:
-            raise DGLError(
-                f"feat: expected a tensor or a pair (source, destination), got a tuple of {len(feat)}"
-            )
-        source = feat[0]
-    if not isinstance(source, Tensor) or source.dim() == 0:
-        kind = type(source).__name__ if not isinstance(source, Tensor) else "a tensor without dimensions"
-        raise DGLError(f"feat: expected a tensor with one row per node or a pair of such tensors, got {kind}")
-    return source
-
-
-def destination_features(feat: Any) -> Tensor | None:
-    """The destination features of a layer's input: the second of a pair, None where a tensor was given.
-
-    Raises:
-        DGLError: the second of the pair is not a tensor.
-    """
-    if not isinstance(feat, tuple):
-        return None
-    destination = feat[1]
-    if not isinstance(destination, Tensor) or destination.dim() == 0:
-        raise DGLError(
-            "feat: expected a pair of tensors (source, destination) with one row per node, "
-            f"got {type(destination).__name__} as the second"
-        )
-    return destination
+#: Says once that DGL's implementation ran: ``tell(class name, reason)``.
+tell = functools.partial(fallback.tell, logging.getLogger("fastsparse_dgl"), "DGL")
 
 
 def scale_dtype(feat: Tensor) -> torch.dtype:
@@ -103,20 +60,49 @@ class AggregationMixin:
     stay the original's.
     """
 
-    def _adjacency(self, graph: GraphLike, source: Tensor) -> Adjacency:
-        """The structure on the device of the features, remembered per graph.
+    def _structure(
+        self, graph: GraphLike, feat: Any, name: str = "feat"
+    ) -> tuple[Adjacency, Tensor, Tensor | None]:
+        """What a call computes with: structure, source features, and those of the destinations in a pair.
+
+        The structure is on the device of the features, remembered per graph.
+
+        Args:
+            graph: as the caller gave it.
+            feat: likewise.
+            name: the caller's name of the features.
 
         Raises:
-            DGLError: the number of rows does not fit the graph, or see
+            DGLError: the features are no tensors, their number of rows does not fit the graph, a node has no
+                incoming edge (if the layer has `allow_zero_in_degree`, and that is False), or see
                 :func:`fastsparse_dgl.caching.adjacency_of`.
         """
-        adjacency = adjacency_of(graph, source.device)
-        if source.shape[0] != adjacency.shape[1]:
+        source, given = feat, None
+        if isinstance(feat, tuple):
+            if len(feat) != 2:
+                raise DGLError(
+                    f"{name}: expected a tensor or a pair (source, destination), got a tuple of {len(feat)}"
+                )
+            source, given = feat
+        if not isinstance(source, Tensor) or source.dim() == 0:
+            kind = "a tensor without dimensions" if isinstance(source, Tensor) else type(source).__name__
             raise DGLError(
-                f"feat: expected one row per source node, {adjacency.num_src}, "
+                f"{name}: expected a tensor with one row per node or a pair of such tensors, got {kind}"
+            )
+        if isinstance(feat, tuple) and (not isinstance(given, Tensor) or given.dim() == 0):
+            raise DGLError(
+                f"{name}: expected a pair of tensors (source, destination) with one row per node, "
+                f"got {type(given).__name__} as the second"
+            )
+        adjacency = adjacency_of(graph, source.device)
+        if source.shape[0] != adjacency.num_src:
+            raise DGLError(
+                f"{name}: expected one row per source node, {adjacency.num_src}, "
                 f"got shape {tuple(source.shape)}"
             )
-        return adjacency
+        if not self.__dict__.get("_allow_zero_in_degree", True):
+            self._check_in_degree(adjacency)
+        return adjacency, source, given
 
     def _destination(self, graph: GraphLike, adjacency: Adjacency, source: Tensor, feat: Any) -> Tensor:
         """The destination features: the second of a pair, else the first rows of the source features.
@@ -250,8 +236,8 @@ def _broadcast_edge_weight(adjacency: Adjacency, feat: Tensor, edge_weight: Tens
     return feat, value.expand(adjacency.num_values, *heads).reshape(adjacency.num_values, heads.numel())
 
 
-def edge_factor(adjacency: Adjacency, weight: Tensor, edge_weight: Tensor) -> Tensor:
-    """One factor per edge, or one for all, in a shape that multiplies the attention (E, ..., H, 1).
+def edge_factor(adjacency: Adjacency, like: Tensor, edge_weight: Tensor) -> Tensor:
+    """One factor per edge, or one for all, (E, 1) or (1, 1), which multiplies the attention (E, H).
 
     Raises:
         DGLError: ``edge_weight`` is not a tensor, lies elsewhere, or has other than one entry per edge.
@@ -259,12 +245,12 @@ def edge_factor(adjacency: Adjacency, weight: Tensor, edge_weight: Tensor) -> Te
     num_edges = adjacency.num_values
     if not isinstance(edge_weight, Tensor):
         raise DGLError(f"edge_weight: expected a tensor, got {type(edge_weight).__name__}")
-    if edge_weight.device != weight.device:
+    if edge_weight.device != like.device:
         raise DGLError(
-            f"edge_weight: expected device {weight.device} like the features, got {edge_weight.device}"
+            f"edge_weight: expected device {like.device} like the features, got {edge_weight.device}"
         )
     if tuple(edge_weight.shape) not in {(), (1,), (1, 1), (num_edges,), (1, num_edges)}:
         raise DGLError(
             f"edge_weight: expected one value per edge, ({num_edges},), got shape {tuple(edge_weight.shape)}"
         )
-    return edge_weight.reshape(-1, *[1] * (weight.dim() - 1))
+    return edge_weight.reshape(-1, 1)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastsparse_core import attention, attention_weights
+from fastsparse_core.fused import attention_recipes as recipes
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import GraphLike
-from fastsparse_dgl.nn.base import AggregationMixin, destination_features, source_features
+from fastsparse_dgl.nn.base import AggregationMixin
 
 
 class FastDotGatConv(AggregationMixin, dgl.nn.pytorch.DotGatConv):
@@ -54,10 +54,7 @@ class FastDotGatConv(AggregationMixin, dgl.nn.pytorch.DotGatConv):
         Raises:
             DGLError: sizes do not fit, or a node has no incoming edge.
         """
-        source, given = source_features(feat), destination_features(feat)
-        adjacency = self._adjacency(graph, source)
-        if not self._allow_zero_in_degree:
-            self._check_in_degree(adjacency)
+        adjacency, source, given = self._structure(graph, feat)
 
         heads = (self._num_heads, self._out_feats)
         if given is None:
@@ -67,9 +64,11 @@ class FastDotGatConv(AggregationMixin, dgl.nn.pytorch.DotGatConv):
             x_dst = self.fc_dst(self._destination(graph, adjacency, source, given)).unflatten(-1, heads)
             x_src = x_dst if self._has_one_frame(graph) else self.fc_src(source).unflatten(-1, heads)
 
-        query, key = x_dst.flatten(1, -2), x_src.flatten(1, -2)
-        out = attention(adjacency, query, key, key).reshape(adjacency.num_dst, *x_src.shape[1:])
-        if not get_attention:
+        query, key = x_dst.flatten(1), x_src.flatten(1)
+        num_heads = x_src.shape[1:-1].numel()
+        ends = (query, key) if get_attention else None
+        out, weight = recipes.transformer(adjacency, query, key, key, num_heads, ends=ends)
+        out = out.reshape(adjacency.num_dst, *x_src.shape[1:])
+        if weight is None:
             return out
-        weight = attention_weights(adjacency, query, key)
         return out, weight.reshape(adjacency.num_values, *x_src.shape[1:-1], 1).to(source.dtype)

@@ -17,10 +17,8 @@ from fastsparse_dgl.graph import DGLError, GraphLike
 from fastsparse_dgl.nn.base import (
     AggregationMixin,
     check_edges,
-    destination_features,
     dropout_p,
     edge_factor,
-    source_features,
 )
 
 
@@ -85,13 +83,10 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
         Raises:
             DGLError: sizes or devices do not fit, or a node has no incoming edge.
         """
-        source, given = source_features(feat), destination_features(feat)
+        adjacency, source, given = self._structure(graph, feat)
         if source.dim() != 2:
             raise DGLError(f"feat: expected a matrix, (N, in_feats), got shape {tuple(source.shape)}")
-        adjacency = self._adjacency(graph, source)
         edge_feat = check_edges("edge_feat", edge_feat, adjacency, self._edge_feats)
-        if not self._allow_zero_in_degree:
-            self._check_in_degree(adjacency)
 
         heads = (self._num_heads, self._out_feats)
         source = self.feat_drop(source)
@@ -185,8 +180,7 @@ class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):
         Raises:
             DGLError: sizes or devices do not fit, or a node has no incoming edge.
         """
-        source, given = source_features(nfeats), destination_features(nfeats)
-        adjacency = self._adjacency(graph, source)
+        adjacency, source, given = self._structure(graph, nfeats, "nfeats")
         efeats = check_edges("efeats", efeats, adjacency, self.fc_fij.in_features)
         self._check_in_degree(adjacency)
         destination = self._destination(graph, adjacency, source, given)
@@ -197,7 +191,7 @@ class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):
         edges = F.leaky_relu(total).unflatten(1, (self._num_heads, self._out_edge_feats))
         alpha = edge_softmax(adjacency, (edges * self.attn).sum(-1))
         if edge_weight is not None:
-            alpha = alpha * edge_factor(adjacency, alpha[:, :, None], edge_weight)[:, :, 0]
+            alpha = alpha * edge_factor(adjacency, alpha, edge_weight)
         nodes = spmm(adjacency, self.fc_node_src(source), alpha)
         nodes = nodes.unflatten(1, (self._num_heads, self._out_node_feats))
         return (nodes, edges, alpha[:, :, None]) if get_attention else (nodes, edges)

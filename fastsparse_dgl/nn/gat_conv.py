@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastsparse_core import Adjacency, additive_attention, additive_attention_weights
+from fastsparse_core import Adjacency
+from fastsparse_core.fused import attention_recipes as recipes
 from fastsparse_core.fused.attention_layer import ADDITIVE, attention_layer
 from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.fused.head_scores import head_scores
@@ -12,10 +13,8 @@ from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import GraphLike
 from fastsparse_dgl.nn.base import (
     AggregationMixin,
-    destination_features,
     dropout_p,
     edge_factor,
-    source_features,
 )
 
 
@@ -72,10 +71,7 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         Raises:
             DGLError: sizes or devices do not fit, or a node has no incoming edge.
         """
-        source, given = source_features(feat), destination_features(feat)
-        adjacency = self._adjacency(graph, source)
-        if not self._allow_zero_in_degree:
-            self._check_in_degree(adjacency)
+        adjacency, source, given = self._structure(graph, feat)
 
         heads = (self._num_heads, self._out_feats)
         source = self.feat_drop(source)
@@ -96,30 +92,28 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
             x_src = fc_src(source)
             (score_src,) = head_scores(x_src, self.attn_l)
             (score_dst,) = head_scores(fc_dst(destination), self.attn_r)
-        x_src = x_src.unflatten(-1, heads)
-        # The operators count what stands between the nodes and the heads as more heads.
-        operands = (adjacency, score_dst.flatten(1), score_src.flatten(1))
-        slope = self.leaky_relu.negative_slope
-
-        weight = None
-        if get_attention or edge_weight is not None or p == 1:
-            weight = additive_attention_weights(*operands, slope)
-            weight = self.attn_drop(weight.reshape(adjacency.num_values, *score_src.shape[1:], 1))
-            if edge_weight is not None:
-                weight = weight * edge_factor(adjacency, weight, edge_weight)
-        if weight is not None and (p or edge_weight is not None):
-            out = self._aggregate(adjacency, x_src, weight)  # by the very weights that are returned
-        else:
-            out = additive_attention(*operands, x_src.flatten(1, -2), slope, dropout_p=p)
-            out = out.reshape(adjacency.num_dst, *x_src.shape[1:])
-
+        # The recipe counts what stands between the nodes and the heads as more heads.
+        out, weight = recipes.gat(
+            adjacency,
+            score_dst.flatten(1),
+            score_src.flatten(1),
+            x_src.flatten(1),
+            self.leaky_relu.negative_slope,
+            p=p,
+            drop=self.attn_drop,
+            factor=None if edge_weight is None else edge_factor(adjacency, x_src, edge_weight),
+            wants_weights=get_attention,
+        )
+        out = out.reshape(adjacency.num_dst, *x_src.shape[1:-1], *heads)
         if self.res_fc is not None:
             out = out + self.res_fc(destination).unflatten(-1, heads)
         if self.bias is not None:
             out = add_bias(out, self.bias.view(heads))
         if self.activation:
             out = self.activation(out)
-        return (out, weight.to(source.dtype)) if get_attention and weight is not None else out
+        if weight is None or not get_attention:
+            return out
+        return out, weight.to(source.dtype).reshape(adjacency.num_values, *score_src.shape[1:], 1)
 
     def _as_one_node(self, adjacency: Adjacency, source: Tensor, p: float) -> Tensor | None:
         """The layer as one node of autograd's graph; None: operator by operator."""

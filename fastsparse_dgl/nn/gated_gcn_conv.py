@@ -10,7 +10,7 @@ from fastsparse_core import gated_edges
 from fastsparse_core.fused.joint_linear import joint_linear
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
-from fastsparse_dgl.nn.base import AggregationMixin, check_edges, source_features
+from fastsparse_dgl.nn.base import AggregationMixin, check_edges
 
 
 class _Missing(nn.Module):
@@ -66,10 +66,9 @@ class FastGatedGCNConv(AggregationMixin, _GatedGCNConv):
         Raises:
             DGLError: sizes or devices do not fit.
         """
-        source = source_features(feat)
-        if source is not feat or source.dim() != 2:
+        adjacency, source, given = self._structure(graph, feat)
+        if given is not None or source.dim() != 2:
             raise DGLError("feat: expected a matrix, (N, input_feats), of one set of nodes")
-        adjacency = self._adjacency(graph, source)
         if adjacency.num_src != adjacency.num_dst:
             raise DGLError(f"graph: expected one set of nodes, got shape {adjacency.shape}")
         edge_feat = check_edges("edge_feat", edge_feat, adjacency, self.C.in_features)

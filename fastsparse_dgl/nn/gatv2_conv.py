@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastsparse_core import Adjacency, gatv2_attention, gatv2_attention_weights
+from fastsparse_core import Adjacency
+from fastsparse_core.fused import attention_recipes as recipes
 from fastsparse_core.fused.attention_layer import GATV2, attention_layer
 from fastsparse_core.fused.joint_linear import joint_linear
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import GraphLike
-from fastsparse_dgl.nn.base import AggregationMixin, destination_features, dropout_p, source_features
+from fastsparse_dgl.nn.base import AggregationMixin, dropout_p
 
 
 class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
@@ -60,10 +61,7 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
         Raises:
             DGLError: sizes do not fit, or a node has no incoming edge.
         """
-        source, given = source_features(feat), destination_features(feat)
-        adjacency = self._adjacency(graph, source)
-        if not self._allow_zero_in_degree:
-            self._check_in_degree(adjacency)
+        adjacency, source, given = self._structure(graph, feat)
 
         heads = (self._num_heads, self._out_feats)
         source = self.feat_drop(source)
@@ -82,24 +80,27 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
             x_src, x_dst = joint_linear(source, (self.fc_src, self.fc_dst))
         else:
             x_src, x_dst = self.fc_src(source), self.fc_dst(destination)
-        x_src, x_dst = x_src.unflatten(-1, heads), x_dst.unflatten(-1, heads)
-        slope = self.leaky_relu.negative_slope
-
-        operands = (adjacency, x_dst.flatten(1, -2), x_src.flatten(1, -2), self._head_vectors(x_src), slope)
-        weight = None
-        if get_attention or p == 1:
-            weight = gatv2_attention_weights(*operands)
-            weight = self.attn_drop(weight.reshape(adjacency.num_values, *x_src.shape[1:-1], 1))
-        if weight is not None and p:
-            out = self._aggregate(adjacency, x_src, weight)  # by the very weights that are returned
-        else:
-            out = gatv2_attention(*operands, dropout_p=p).reshape(adjacency.num_dst, *x_src.shape[1:])
+        # The recipe counts what stands between the nodes and the heads as more heads.
+        between = x_src.shape[1:-1]
+        out, weight = recipes.gatv2(
+            adjacency,
+            x_dst.flatten(1),
+            x_src.flatten(1),
+            self.attn.expand(between.numel(), -1, -1).flatten(0, 1),
+            self.leaky_relu.negative_slope,
+            p=p,
+            drop=self.attn_drop,
+            wants_weights=get_attention,
+        )
+        out = out.reshape(adjacency.num_dst, *between, *heads)
 
         if self.res_fc is not None:
             out = out + self.res_fc(destination).unflatten(-1, heads)
         if self.activation:
             out = self.activation(out)
-        return (out, weight.to(source.dtype)) if weight is not None and get_attention else out
+        if weight is None or not get_attention:
+            return out
+        return out, weight.to(source.dtype).reshape(adjacency.num_values, *between, heads[0], 1)
 
     def _as_one_node(self, adjacency: Adjacency, source: Tensor, p: float) -> Tensor | None:
         """The layer as one node of autograd's graph; None: operator by operator."""
@@ -107,7 +108,3 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
         options = {"heads": self._num_heads, "scale": self.leaky_relu.negative_slope, "dropout_p": p}
         out = attention_layer(GATV2, adjacency, source, maps, (self.attn,), None, **options)
         return None if out is None else out.view(-1, self._num_heads, self._out_feats)
-
-    def _head_vectors(self, x_src: Tensor) -> Tensor:
-        """The attention vector of every head, (H, D); once per middle index for features (N, ..., H, D)."""
-        return self.attn.expand(x_src.shape[1:-2].numel(), -1, -1).flatten(0, 1)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastsparse_core.fused.aggregate_and_self import aggregate_and_self
+from fastsparse_core.fused.aggregate_transform import aggregate_and_self
 from fastsparse_core.fused.joint_linear import may_be_cast
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import GraphLike
-from fastsparse_dgl.nn.base import AggregationMixin, source_features
+from fastsparse_dgl.nn.base import AggregationMixin
 
 
 class FastGINConv(AggregationMixin, dgl.nn.pytorch.GINConv):
@@ -53,11 +53,8 @@ class FastGINConv(AggregationMixin, dgl.nn.pytorch.GINConv):
         Raises:
             DGLError: sizes or devices do not fit.
         """
-        source = source_features(feat)
-        adjacency = self._adjacency(graph, source)
-        destination = self._destination(
-            graph, adjacency, source, feat[1] if isinstance(feat, tuple) else None
-        )
+        adjacency, source, given = self._structure(graph, feat)
+        destination = self._destination(graph, adjacency, source, given)
         out = None
         if (
             destination is source

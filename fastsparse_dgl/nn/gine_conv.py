@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import Adjacency, gine_aggregate
+from fastsparse_core.fused.edge_messages import can_pass_messages, gine_layer
+from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
-from fastsparse_dgl.nn.base import AggregationMixin, destination_features, source_features
+from fastsparse_dgl.nn.base import AggregationMixin
 
 
 class FastGINEConv(AggregationMixin, dgl.nn.pytorch.GINEConv):
@@ -48,11 +50,20 @@ class FastGINEConv(AggregationMixin, dgl.nn.pytorch.GINEConv):
         Raises:
             DGLError: sizes or devices do not fit.
         """
-        source, given = source_features(node_feat), destination_features(node_feat)
-        adjacency = self._adjacency(graph, source)
+        adjacency, source, given = self._structure(graph, node_feat, "node_feat")
         destination = self._destination(graph, adjacency, source, given)
-        neighbour = _sum_of_messages(adjacency, source, edge_feat)
-        out = torch.addcmul(neighbour, 1 + self.eps, destination)
+        eps = self._buffers.get("eps")
+        if (
+            eps is not None
+            and destination is source
+            and type(edge_feat) is Tensor
+            and edge_feat.shape[1:] == source.shape[1:]
+            and is_plain_eager(source)
+            and can_pass_messages(adjacency, source, edge_feat, eps)
+        ):
+            out = gine_layer(adjacency, source, edge_feat, None, None, eps)
+        else:
+            out = torch.addcmul(_sum_of_messages(adjacency, source, edge_feat), 1 + self.eps, destination)
         return out if self.apply_func is None else self.apply_func(out)
 
 
@@ -83,8 +94,6 @@ def _sum_of_messages(adjacency: Adjacency, source: Tensor, edge_feat: Any) -> Te
             f"got {tuple(edge_feat.shape)}"
         ) from error
     dtype = torch.promote_types(source.dtype, edge_feat.dtype)
-    x, edges = (
-        tensor.to(dtype).expand(-1, *shape).reshape(tensor.size(0), shape.numel())
-        for tensor in (source, edge_feat)
-    )
+    x = source.to(dtype).expand(-1, *shape).reshape(source.size(0), shape.numel())
+    edges = edge_feat.to(dtype).expand(-1, *shape).reshape(edge_feat.size(0), shape.numel())
     return gine_aggregate(adjacency, x, edges).reshape(adjacency.num_dst, *shape)

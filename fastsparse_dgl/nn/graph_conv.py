@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import Adjacency
-from fastsparse_core.fused.graph_convolution import graph_convolution
+from fastsparse_core.fused.aggregate_transform import graph_convolution
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
-from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, source_features
+from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype
 
 
 class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
@@ -65,12 +65,9 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
         Raises:
             DGLError: sizes, devices or options do not fit, or a node has no incoming edge.
         """
-        source = source_features(feat)
+        adjacency, source, _ = self._structure(graph, feat)
         if self._norm in ("both", "left") and not source.is_floating_point():
             source = source.to(torch.get_default_dtype())  # as DGL's factors of the sources make them
-        adjacency = self._adjacency(graph, source)
-        if not self._allow_zero_in_degree:
-            self._check_in_degree(adjacency)
         if weight is None:
             weight = self.weight
         elif self.weight is not None:

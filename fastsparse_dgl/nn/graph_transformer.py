@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastsparse_core.fused.graph_transformer import NORMS, GraphTransformer
 from fastsparse_dgl.graph import DGLError, GraphLike
-from fastsparse_dgl.nn.base import AggregationMixin, destination_features, source_features
+from fastsparse_dgl.nn.base import AggregationMixin
 
 
 class GraphTransformerLayer(AggregationMixin, GraphTransformer):
@@ -90,7 +90,6 @@ class GraphTransformerLayer(AggregationMixin, GraphTransformer):
             raise DGLError(
                 "edge_feat: expected features of the edges in a layer with edge_feats, none in one without"
             )
-        source, given = source_features(feat), destination_features(feat)
-        adjacency = self._adjacency(graph, source)
+        adjacency, source, given = self._structure(graph, feat)
         destination = self._destination(graph, adjacency, source, given)
         return self.transform(adjacency, destination, source, edge_feat)

@@ -16,7 +16,7 @@ from fastsparse_core.fused.maxk_linear import (
     maxk_linear,
 )
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
-from fastsparse_dgl.nn.base import scale_dtype, source_features
+from fastsparse_dgl.nn.base import scale_dtype
 from fastsparse_dgl.nn.graph_conv import FastGraphConv
 from fastsparse_dgl.nn.sage_conv import FastSAGEConv
 
@@ -43,8 +43,7 @@ def _compressed(feat: Any, activation: MaxK) -> CBSR | None:
     source = feat[0] if isinstance(feat, tuple) and len(feat) == 2 else feat
     if isinstance(source, CBSR):
         return None if densifies(source.values, source.values.size(1), source.width) else source
-    source = source_features(feat)
-    if source.dim() != 2 or densifies(source, activation.k, source.size(1)):
+    if not isinstance(source, Tensor) or source.dim() != 2 or densifies(source, activation.k, source.size(1)):
         return None
     return activation.compress(source)
 
@@ -109,7 +108,7 @@ class FastMaxKGraphConv(FastGraphConv):
         cbsr = _compressed(feat, self.maxk)
         if cbsr is None:
             return super().forward(graph, _dense(feat, self.maxk), weight, edge_weight)
-        adjacency = self._adjacency(graph, cbsr.values)
+        adjacency, _, _ = self._structure(graph, cbsr.values)
         matrix = self.weight if weight is None else weight
         if (
             matrix is None
@@ -117,8 +116,6 @@ class FastMaxKGraphConv(FastGraphConv):
             or not _one_value(edge_weight, adjacency)
         ):
             return super().forward(graph, cbsr.to_dense(), weight, edge_weight)
-        if not self._allow_zero_in_degree:
-            self._check_in_degree(adjacency)
 
         value = None if edge_weight is None else edge_weight.reshape(-1)
         scales = self._scales(adjacency, cbsr.values)
@@ -190,7 +187,7 @@ class FastMaxKSAGEConv(FastSAGEConv):
         cbsr = _compressed(feat, self.maxk) if aggregates else None
         if cbsr is None:
             return super().forward(graph, _dense(feat, self.maxk), edge_weight)
-        adjacency = self._adjacency(graph, cbsr.values)
+        adjacency, _, _ = self._structure(graph, cbsr.values)
         other = _dense(feat[1], self.maxk) if isinstance(feat, tuple) else None
         one_width = other is None or other.shape[1:] == (cbsr.width,)
         if not _one_value(edge_weight, adjacency) or (self._aggre_type == "gcn" and not one_width):

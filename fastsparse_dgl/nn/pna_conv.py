@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import Adjacency, multi_aggregate
+from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.fused.principal_aggregation import add_scaled, node_parts
 from fastsparse_core.ops.multi_aggregate import AGGREGATIONS
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
-from fastsparse_dgl.nn.base import AggregationMixin, source_features, tell_fallback
+from fastsparse_dgl.nn.base import AggregationMixin, tell
 
 _SCALERS = ("identity", "amplification", "attenuation")
 
@@ -66,12 +67,13 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
             DGLError: sizes or devices do not fit, or DGL's own code would need a DGLGraph.
         """
         reason = why_no_kernel(self)
-        if reason:
+        if reason is not None:
             if isinstance(graph, Adjacency):
-                raise DGLError(f"graph: {reason} needs a DGLGraph, got an Adjacency")
-            tell_fallback(self, reason)
-            return super().forward(graph, node_feat, edge_feat)
-        adjacency = self._adjacency(graph, source_features(node_feat))
+                raise DGLError(f"graph: {reason.message} needs a DGLGraph, got an Adjacency")
+            out: Tensor = super().forward(graph, node_feat, edge_feat)
+            tell(type(self).__name__, reason)
+            return out
+        adjacency, node_feat, _ = self._structure(graph, node_feat, "node_feat")
         if adjacency.num_dst != adjacency.num_src or not (
             isinstance(graph, Adjacency) or graph.is_homogeneous
         ):
@@ -80,21 +82,22 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
             raise DGLError(f"node_feat: expected shape (N, {self.in_size}), got {tuple(node_feat.shape)}")
         of_edges = {} if self.edge_feat_size <= 0 else self._edge_part(adjacency, edge_feat)
         width, towers = self.tower_in_size, list(self.towers)
-        own_bias = torch.cat([tower.U.bias for tower in towers])
-        x_dst, x_src, own = node_parts(
-            node_feat,
-            [tower.M.weight[:, width : 2 * width] for tower in towers],
-            [tower.M.weight[:, :width] for tower in towers],
-            [tower.U.weight[:, :width] for tower in towers],
-            torch.cat([tower.M.bias for tower in towers]),
-            own_bias,
-            shared=False,
-        )
+        # Comprehensions would be a call each in Python 3.11.
+        of_dst, of_src, of_own, weights, biases, own_biases = [], [], [], [], [], []
+        for tower in towers:
+            message, update = tower.M, tower.U
+            of_dst.append(message.weight[:, width : 2 * width])
+            of_src.append(message.weight[:, :width])
+            biases.append(message.bias)
+            of_own.append(update.weight[:, :width])
+            weights.append(update.weight[:, width:])
+            own_biases.append(update.bias)
+        bias, own_bias = torch.cat(biases), torch.cat(own_biases)
+        x_dst, x_src, own = node_parts(node_feat, of_dst, of_src, of_own, bias, own_bias, shared=False)
         first = towers[0]
         aggregated = multi_aggregate(
             adjacency, x_src, first.aggregators, x_dst=x_dst, groups=len(towers), min_variance=0.0, **of_edges
         )
-        weights = [tower.U.weight[:, width:] for tower in towers]
         out = add_scaled(own, aggregated, weights, self._factors(adjacency, aggregated))
         out = out * self._graph_norm(graph, adjacency, out)
         parts = out.split(self.tower_out_size, dim=1)
@@ -137,14 +140,14 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         return norm.to(like)
 
 
-def why_no_kernel(layer: Any) -> str:
-    """What of a PNA layer keeps DGL's own code running, whatever it is given; "" for nothing."""
+def why_no_kernel(layer: Any) -> Reason | None:
+    """What of a PNA layer keeps DGL's own code running, whatever it is given; None for nothing."""
     first = layer.towers[0]
     names = list(first.aggregators)
     if not names or not set(names) <= set(AGGREGATIONS) or len(set(names)) < len(names):
-        return f"aggregators {names}, of which some have no kernel"
+        return Reason(f"aggregators {names}, of which some have no kernel")
     if not first.scalers or not set(first.scalers) <= set(_SCALERS):
-        return f"scalers {list(first.scalers)}, of which some have no kernel"
+        return Reason(f"scalers {list(first.scalers)}, of which some have no kernel")
     for tower in layer.towers:
         if (
             not is_plain_linear(tower.M)
@@ -153,5 +156,5 @@ def why_no_kernel(layer: Any) -> str:
             or tower._forward_pre_hooks
             or tower._backward_hooks
         ):
-            return "hooks in a tower"
-    return ""
+            return Reason("hooks in a tower", "")
+    return None

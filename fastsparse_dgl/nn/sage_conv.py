@@ -7,12 +7,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastsparse_core import Adjacency
-from fastsparse_core.fused.aggregate_linear import aggregate_linear
+from fastsparse_core.fallback import Reason
+from fastsparse_core.fused.aggregate_transform import aggregate_linear
 from fastsparse_core.fused.joint_linear import add_linear, is_plain_linear
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
-from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, source_features, tell_fallback
+from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, tell
+
+NO_LSTM = Reason("aggregator_type='lstm' has no kernel")
 
 
 class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
@@ -63,13 +66,12 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
         if self._aggre_type == "lstm":
             if isinstance(graph, Adjacency):
                 raise DGLError("graph: aggregator_type='lstm' needs a DGLGraph, got Adjacency")
-            tell_fallback(self, "aggregator_type='lstm' has no kernel")
-            return super().forward(graph, feat, edge_weight)
+            result: Tensor = super().forward(graph, feat, edge_weight)
+            tell(type(self).__name__, NO_LSTM)
+            return result
 
-        source = source_features(feat)
-        adjacency = self._adjacency(graph, source)
-        source = self.feat_drop(source)
-        given = self.feat_drop(feat[1]) if isinstance(feat, tuple) else None
+        adjacency, source, given = self._structure(graph, feat)
+        source, given = self.feat_drop(source), None if given is None else self.feat_drop(given)
         if self._aggre_type == "gcn":
             out = self._gcn(graph, adjacency, source, given, edge_weight)
         else:

@@ -20,12 +20,16 @@ from typing import Any
 
 import torch_geometric.typing as pyg_typing
 
+from fastsparse_core import replacement
 from fastsparse_pyg.compat import operators, torch_scatter, torch_sparse
 
-__all__ = ["install"]
+__all__ = ["install", "uninstall"]
 
 _logger = logging.getLogger("fastsparse_pyg")
 _MODULES: dict[str, ModuleType] = {"torch_scatter": torch_scatter, "torch_sparse": torch_sparse}
+#: What :func:`install` replaced, and which modules it added.
+_changes: list[replacement.Change] = []
+_added: list[str] = []
 #: Ours -> theirs that other code imports by name.
 _PARTS = {
     "torch_scatter": {
@@ -65,6 +69,14 @@ def install() -> dict[str, bool]:
     return {name: _install(name, module) for name, module in _MODULES.items()}
 
 
+def uninstall() -> None:
+    """Removes what :func:`install` put in place of missing packages, and tells PyG that they are missing."""
+    replacement.remove(_changes)
+    for name in _added:
+        sys.modules.pop(name, None)
+    _added.clear()
+
+
 def _install(name: str, module: ModuleType) -> bool:
     if sys.modules.get(name) is module:
         return True
@@ -72,9 +84,11 @@ def _install(name: str, module: ModuleType) -> bool:
         _logger.info("%s is installed: it stays, fastsparse_pyg.compat does not replace it", name)
         return False
     sys.modules[name] = module
+    _added.append(name)
     for part, theirs in _PARTS[name].items():
         for their in theirs.split():
             sys.modules[f"{name}.{their}"] = importlib.import_module(f"{module.__name__}.{part}")
+            _added.append(f"{name}.{their}")
     if name == "torch_sparse":
         operators.provide()
     replaced = _tell_pyg(name, module)
@@ -104,8 +118,8 @@ def _tell_pyg(name: str, module: ModuleType) -> int:
         held = vars(holder)
         names = [key for key, (old, _) in stand_ins.items() if held.get(key) is old]
         for key in names:
-            setattr(holder, key, stand_ins[key][1])
+            _changes.append(replacement.replace(holder, key, stand_ins[key][1]))
         if flag in held:
-            setattr(holder, flag, True)
+            _changes.append(replacement.replace(holder, flag, True))
         replaced += bool(names) or flag in held
     return replaced

@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch_geometric.data import Data, HeteroData
 
 from fastsparse_core import _C
+from fastsparse_core.device import usable_device
 from fastsparse_core.log import info_once, warn_once
 from fastsparse_core.sampling import prefetched
 from fastsparse_pyg.caching import logger
@@ -35,7 +36,7 @@ OF_WORKERS = (
 def choose_device(data: Any, device: torch.device | str | int | None) -> torch.device:
     """Where to sample: as told, else where the data lies, else on the GPU if there is one."""
     if device is not None:
-        return torch.empty(0, device=device).device
+        return usable_device(device)
     if isinstance(data, (Data, HeteroData)):
         tensors = [item for store in data.stores for item in store.values() if isinstance(item, Tensor)]
         on_gpu = next((item.device for item in tensors if item.is_cuda), None)

@@ -87,6 +87,11 @@ class DataLoader(PygDataLoader):
         device: torch.device | str | int | None = None,
         **kwargs: Any,
     ) -> None:
+        if isinstance(dataset, BaseData):
+            raise TypeError(
+                f"dataset: expected a dataset or a list of graphs, got one {type(dataset).__name__}. "
+                "Pass [data], or use NeighborLoader to draw batches from one graph"
+            )
         self._fields = _Fields(follow_batch, exclude_keys)
         self._source: _Source | None = None
         self._graphs: StoredGraphs | None = None

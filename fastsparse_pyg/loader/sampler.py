@@ -64,6 +64,8 @@ class GraphSampler(BaseSampler):
             graph: Any = _adjacency(data.edge_index, (count, count), device, "data.edge_index")
             self.num_nodes: Any = count
             if weight_attr is not None:
+                if weight_attr not in data:
+                    raise KeyError(f"weight_attr: expected an attribute of the edges, got {weight_attr!r}")
                 weight = data[weight_attr].flatten()
         elif data_type == DataType.heterogeneous:
             if not data.edge_types:

@@ -2,6 +2,7 @@
 
 from fastsparse_pyg.nn.agnn_conv import FastAGNNConv
 from fastsparse_pyg.nn.base import DROP_INS as DROP_INS
+from fastsparse_pyg.nn.base import FastConv
 from fastsparse_pyg.nn.cheb_conv import FastChebConv
 from fastsparse_pyg.nn.gat_conv import FastGATConv
 from fastsparse_pyg.nn.gatv2_conv import FastGATv2Conv
@@ -33,41 +34,6 @@ from fastsparse_pyg.nn.spmm_convs import (
     FastTAGConv,
 )
 from fastsparse_pyg.nn.transformer_conv import FastTransformerConv
-
-DROP_INS |= {
-    drop_in.__bases__[-1]: drop_in
-    for drop_in in (
-        FastAGNNConv,
-        FastAPPNP,
-        FastARMAConv,
-        FastChebConv,
-        FastClusterGCNConv,
-        FastGATConv,
-        FastGATv2Conv,
-        FastGCN2Conv,
-        FastGCNConv,
-        FastGINConv,
-        FastGINEConv,
-        FastResGatedGraphConv,
-        FastPNAConv,
-        FastGatedGraphConv,
-        FastGraphConv,
-        FastHypergraphConv,
-        FastLGConv,
-        FastMFConv,
-        FastMixHopConv,
-        FastLabelPropagation,
-        FastHGTConv,
-        FastRGATConv,
-        FastFastRGCNConv,
-        FastRGCNConv,
-        FastSAGEConv,
-        FastSGConv,
-        FastSSGConv,
-        FastTAGConv,
-        FastTransformerConv,
-    )
-}
 
 __all__ = [
     "FastAGNNConv",
@@ -104,3 +70,11 @@ __all__ = [
     "FastTransformerConv",
     "GraphTransformerLayer",
 ]
+
+# Of each drop-in the last base is PyG's layer; the others have layers of ours, or none.
+_classes = [globals()[name] for name in __all__]
+DROP_INS |= {
+    drop_in.__bases__[-1]: drop_in
+    for drop_in in _classes
+    if issubclass(drop_in, FastConv) and not issubclass(drop_in.__bases__[-1], FastConv)
+}

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import AGNNConv
 
-from fastsparse_core import attention
+from fastsparse_core import Adjacency, attention
 from fastsparse_core.fused.cosine_attention import beta_by_row, cosine_attention
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
@@ -47,14 +47,9 @@ class FastAGNNConv(AttentionConv, AGNNConv):
             ValueError: sizes, dtypes or devices do not fit together.
             IndexError: an index points to no node.
         """
-        adj = self._known_attention(x, edge_index, self.add_self_loops)
-        if adj is None:
-            reason = self._why_original_attention((x, x), edge_index)
-            if not reason and self.node_dim not in (-2, 0):
-                reason = f"node_dim={self.node_dim}"
-            if reason:
-                return self._original_forward(reason, x, edge_index)
-            adj = self._graph((x, x), edge_index, None, add_self_loops=self.add_self_loops).adj
+        adj = self._structure((x, x), edge_index, None, self.add_self_loops)
+        if not isinstance(adj, Adjacency):
+            return self._original_forward(adj, x, edge_index)
         out = cosine_attention(adj, x, self.beta)
         if out is not None:
             return out

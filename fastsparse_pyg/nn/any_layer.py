@@ -13,11 +13,12 @@ from torch_geometric import EdgeIndex
 from torch_geometric.nn.conv import MessagePassing
 
 from fastsparse_core import Adjacency
+from fastsparse_core.fallback import Reason
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
+from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import is_new, layer_cache, lookup
 from fastsparse_pyg.graph import edges_made_anew, for_pyg, is_sparse_matrix, to_edge_index
-from fastsparse_pyg.nn import fallback
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
 from fastsparse_pyg.nn.message_kernels import Copies, evaluate, kernel_of, reduce_by_kernel
@@ -29,12 +30,17 @@ from fastsparse_pyg.nn.segments import EdgeEnd, aggregate, reduction_of
 _MOST_PATTERNS = 8
 #: On the CPU, edges below which the host's work for a call counts more than the edges'.
 FEW_EDGES = 4096
-_FEW_ON_GPU = f"no one kernel for the whole message, and at most {FEW_EDGES_ON_GPU} edges on a GPU"
-_FEW_ON_CPU = f"fewer than {FEW_EDGES} edges on the CPU"
-#: Of a pair PyG documents that the second is the sources' there; what it generates reads the first.
-_TURNED_PAIR = (
-    "a pair of features with flow='target_to_source', which PyG reads in another order than it says"
+_FEW_ON_GPU = Reason(
+    f"no one kernel for the whole message, and at most {FEW_EDGES_ON_GPU} edges on a GPU", ""
 )
+_FEW_ON_CPU = Reason(f"fewer than {FEW_EDGES} edges on the CPU", "")
+#: Of pairs PyG documents that the second is the sources' there; what it generates reads the first.
+_TURNED_PAIR = Reason(
+    "a pair of features with flow='target_to_source', which PyG reads in another order than it says",
+    fallback.USUAL_FLOW,
+)
+_POSITIONAL = Reason("propagate() with positional arguments", "Pass its arguments by name")
+_SIZE = "Pass `size=(num_src, num_dst)` to propagate()"
 #: Of new edges more are few, for a structure pays when they have come several times: those that a layer makes
 #: anew never do (FAConv on 41 thousand edges, on an H200: a step of 2.06 ms by PyG's code, 2.38 by kernels
 #: whose structure was recognised), and those of a batch as often as there are layers.
@@ -93,8 +99,8 @@ class AnyLayer(MessagePassing):
                 out = served.reduce(self, edge_index, kwargs)
                 if out is not None:
                     return out
-        reason = "propagate() with positional arguments" if args else self._why_original(edge_index)
-        if not reason:
+        reason = _POSITIONAL if args else self._reason(edge_index)
+        if reason is None:
             found = self._collect_lazily(
                 edge_index, size, kwargs, self._names().lifted, self._has_own_aggregate()
             )
@@ -105,8 +111,9 @@ class AnyLayer(MessagePassing):
                     self._served[kind] = copies
                 return self._propagate_lazily(found, pattern, how)
             reason = found
-        fallback.tell(type(self).__name__, reason)
-        return super().propagate(for_pyg(edge_index), *args, size=size, **kwargs)
+        out = super().propagate(for_pyg(edge_index), *args, size=size, **kwargs)
+        fallback.tell(type(self).__name__, reason)  # not before: of what PyG refuses, its error says all
+        return out
 
     def edge_updater(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""
@@ -114,7 +121,7 @@ class AnyLayer(MessagePassing):
             return super().edge_updater(for_pyg(edge_index), *args, size=size, **kwargs)
         count = _few_edges(edge_index, kwargs)
         are_few = count is not None and (count <= FEW_EDGES_ON_GPU or not layer_cache.holds(edge_index))
-        if not are_few and not self._why_original(edge_index):
+        if not are_few and self._reason(edge_index) is None:
             names = self._names()
             found = self._collect_lazily(edge_index, size, kwargs, names.edge_lifted, True)
             if isinstance(found, Arguments):
@@ -123,30 +130,31 @@ class AnyLayer(MessagePassing):
 
     # ---------------------------------------------------------------- when PyG's code runs
 
-    def _why_original(self, edge_index: Any) -> str:
-        """Why PyG's own code must run, "" if it need not."""
+    def _reason(self, edge_index: Any) -> Reason | None:
+        """Why PyG's own code must run; None if it need not."""
         state = self.__dict__
         if torch.compiler.is_compiling():
-            return "torch.compile"
+            return fallback.COMPILED
         if state["_explain"]:
-            return "explain mode"
+            return fallback.EXPLAIN_MODE
         if state["_decomposed_layers"] > 1:
-            return "decomposed_layers > 1"
+            return fallback.DECOMPOSED
         if has_message_hook(state):
-            return "a hook on message passing"
+            return fallback.MESSAGE_HOOK
         if is_sparse_matrix(edge_index):
-            return "a sparse matrix"
+            return fallback.SPARSE_MATRIX
         if torch.jit.is_tracing():
-            return "torch.jit.trace"
+            return fallback.TRACED_BY_JIT
         if isinstance(edge_index, EdgeIndex):
             edge_index = edge_index._data
         if not isinstance(edge_index, Tensor):
-            return f"edges as {type(edge_index).__name__}"
-        if edge_index.dim() != 2 or edge_index.dtype not in (torch.int64, torch.int32):
-            return f"edges of dtype {edge_index.dtype} and {edge_index.dim()} dimensions"
+            return Reason(f"edges as {type(edge_index).__name__}", fallback.PLAIN_EDGES)
+        dim, dtype = edge_index.dim(), edge_index.dtype
+        if dim != 2 or dtype not in (torch.int64, torch.int32):
+            return Reason(f"edges of dtype {dtype} and {dim} dimensions", fallback.PLAIN_EDGES)
         if not is_plain_eager(edge_index):
-            return why_watched(edge_index) or "a subclass of Tensor"
-        return ""
+            return fallback.watched(why_watched(edge_index)) or Reason("a subclass of Tensor")
+        return None
 
     # ---------------------------------------------------------------- arguments
 
@@ -163,7 +171,7 @@ class AnyLayer(MessagePassing):
         kwargs: dict[str, Any],
         lifted: tuple[tuple[str, str, bool], ...],
         sizes_itself: bool,
-    ) -> Arguments | str:
+    ) -> Arguments | Reason:
         """The arguments that the layer's methods may ask for, or why PyG's code has to run.
 
         Args:
@@ -196,7 +204,7 @@ class AnyLayer(MessagePassing):
         num_dst = sizes[i] if sizes[i] is not None else sizes[j]
         num_src = sizes[j] if sizes[j] is not None else sizes[i]
         if num_dst is None or num_src is None:
-            return "the number of nodes is not known before the messages are"
+            return Reason("the number of nodes is not known before the messages are", _SIZE)
         edges = edge_index._data if isinstance(edge_index, EdgeIndex) else edge_index
         options = (num_dst, num_src, self.flow, False)
         adj = known(edge_index, options)
@@ -208,7 +216,7 @@ class AnyLayer(MessagePassing):
                 # given, its code can still serve the call.
                 if sizes[j] is not None and (sizes[i] is not None or not sizes_itself):
                     raise
-                return "the edges have more nodes at an end than the features have rows"
+                return Reason("the edges have more nodes at an end than the features have rows", _SIZE)
         return Arguments(
             self.node_dim,
             nodes,
@@ -303,8 +311,7 @@ class AnyLayer(MessagePassing):
         kernel = kernel_of(pattern, how)
         if kernel:
             return f"{pattern}: {kernel} ({how})"
-        gains = next((plan.gains for plan in pattern.plans.values() if plan is not None), ())
-        where = ", ".join(gains) or "message() per edge"
+        where = "message() per edge"
         if how:
             return f"{where}: segment {how}"
         reduction = "its own aggregate()" if self._has_own_aggregate() else f"aggr={self.aggr!r}"

@@ -2,88 +2,107 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.dense.linear import Linear
+from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 from torch_geometric.utils.loop import compute_loop_attr
 
 from fastsparse_core import Adjacency, spmm
+from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.attention_layer import Score, attention_layer
+from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.log import warn_once
+from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import is_sparse_matrix, num_caller_values, to_edge_index
-from fastsparse_pyg.nn.base import FastConv, raise_features
+from fastsparse_pyg.nn.base import FastConv, is_plain_linear
 
 #: Reductions over edge features, for those of self loops, that are a product with the structure.
 _LINEAR_FILLS = ("mean", "add", "sum")
+_USUAL_FILLS = "Use fill_value='mean', 'add' or a number"
 
 
 class AttentionConv(FastConv):
     """Base of the attention layers, to be named before the PyG layer as :class:`FastConv`."""
 
     _fusible: ClassVar[bool] = False
+    _features: ClassVar[Literal["any", "rows", "matrix"]] = "matrix"
     _kernel: ClassVar[str] = "fused attention"
 
     #: Whether edge features run the unfused operators, on structures that torch.compile cannot build.
     _stores_edges: ClassVar[bool] = True
 
-    def _why_original_attention(
-        self,
-        x: tuple[Any, Any],
-        edge_index: object,
-        edge_attr: object = None,
-        return_attention_weights: bool = False,
-    ) -> str:
-        """Why PyG's own code must run, "" if the operators can."""
-        x_src, x_dst = x
-        if not isinstance(x_src, Tensor):
-            raise_features(x_src)
-        for side in (x_src,) if x_dst is None or x_dst is x_src else (x_src, x_dst):
-            if not isinstance(side, Tensor) or side.dim() != 2:
-                return "features that are not one matrix per side"
-        dropout = getattr(self, "dropout", 0.0)
-        if not 0.0 <= dropout < 1.0:
-            return f"dropout={dropout}"
-        if type(self._modules.get("aggr_module")) is not SumAggregation:
-            return f"aggr={self.aggr!r}"
-        if self.flow == "target_to_source" and x_dst is not x_src:
-            return "a bipartite graph with flow='target_to_source'"
-        if is_sparse_matrix(edge_index):
-            if edge_attr is not None:
-                return "a sparse matrix with edge features beside it"
-            if _carries_features(edge_index):
-                return "a sparse matrix that carries edge features"
-            if return_attention_weights:
-                return "the attention weights of a sparse matrix"
-        if edge_attr is not None and self._stores_edges and torch.compiler.is_compiling():
-            return "torch.compile with edge features"
-        if edge_attr is not None and (not isinstance(edge_attr, Tensor) or edge_attr.dim() not in (1, 2)):
-            return "edge features that are not one vector per edge"
-        return self._why_original_pair(x, edge_index)
+    #: Whether the layer needs features of the destinations.
+    _needs_destinations: ClassVar[bool] = False
 
-    def _original_attention(
-        self, reason: str, x: Any, edge_index: Any, edge_attr: Tensor | None, *args: Any
-    ) -> Any:
-        """PyG's forward; an Adjacency is written back as an edge list, features of its loops included."""
-        if isinstance(edge_index, Adjacency) and edge_index.has_inserted_loops and edge_attr is not None:
-            edge_attr = self._edge_features(edge_index, edge_attr)[_value_order(edge_index)]
-        return self._original_forward(reason, x, edge_index, edge_attr, *args)
+    def _reason(
+        self,
+        x_src: Any,
+        x_dst: Any,
+        edge_index: Any,
+        edge_attr: Any = None,
+        wants_weights: bool = False,
+        *of_call: Any,
+    ) -> Reason | None:
+        """As :meth:`FastConv._reason`, of features of the edges and a call for the attention weights, too."""
+        state = self.__dict__
+        if x_dst is not x_src:
+            if x_dst is None:
+                if self._needs_destinations:
+                    return fallback.NO_DESTINATIONS
+            elif not isinstance(x_dst, Tensor) or x_dst.dim() != 2:
+                return fallback.NOT_MATRICES
+            if state["flow"] == "target_to_source":
+                return fallback.TURNED_BIPARTITE
+        dropout = state.get("dropout", 0.0)
+        if not 0.0 <= dropout < 1.0:
+            return Reason(f"dropout={dropout}")
+        if (type(edge_index) is not Tensor or edge_index.layout is not torch.strided) and is_sparse_matrix(
+            edge_index
+        ):
+            if isinstance(edge_index, SparseTensor) and state["_modules"].get("lin_edge") is not None:
+                return Reason("a SparseTensor in a layer with edge_dim", fallback.PLAIN_EDGES)
+            if edge_attr is not None:
+                return fallback.EDGE_FEATURES_BESIDE
+            if _carries_features(edge_index):
+                return fallback.EDGE_FEATURES_WITHIN
+            if wants_weights:
+                return Reason("the attention weights of a sparse matrix", fallback.PLAIN_EDGES)
+        if edge_attr is not None:
+            if self._stores_edges and torch.compiler.is_compiling():
+                return fallback.COMPILED_WITH_EDGES
+            if not isinstance(edge_attr, Tensor) or edge_attr.dim() not in (1, 2):
+                return Reason("edge features that are not one vector per edge", fallback.EDGE_ROWS)
+            fill = state.get("fill_value")
+            fills = type(fill) is str and fill not in _LINEAR_FILLS and state["add_self_loops"]
+            if fills and not (isinstance(edge_index, Adjacency) and edge_index.has_inserted_loops):
+                return Reason(f"edge features with fill_value={fill!r}", _USUAL_FILLS)
+        return super()._reason(x_src, x_dst, edge_index)
+
+    def _original_forward(self, reason: Reason, x: Any, edge_index: Any, *args: Any) -> Any:
+        """As :meth:`FastConv._original_forward`, features of an Adjacency's loops included."""
+        if isinstance(edge_index, Adjacency) and edge_index.has_inserted_loops and args:
+            edge_attr, *rest = args
+            if edge_attr is not None:
+                args = self._edge_features(edge_index, edge_attr)[_value_order(edge_index)], *rest
+        return super()._original_forward(reason, x, edge_index, *args)
 
     def _attention_layer(
         self,
         score: type[Score],
         adj: Adjacency,
-        x: Tensor,
+        x: Any,
         maps: tuple[Any, ...],
         vectors: tuple[str, ...],
-        scale: float,
         edges: tuple[Tensor, Any] | None = None,
     ) -> Tensor | None:
-        """The layer as one node of autograd's graph; None: operator by operator."""
+        """GAT or GATv2 as one node of autograd's graph; None: operator by operator."""
         state = self.__dict__
+        if type(x) is not Tensor or state["_modules"].get("res") is not None:
+            return None
         bias, *parameters = self._own_parameters("bias", *vectors)
         return attention_layer(
             score,
@@ -93,12 +112,20 @@ class AttentionConv(FastConv):
             tuple(parameters),
             bias,
             heads=state["heads"],
-            scale=scale,
+            scale=state["negative_slope"],
             dropout_p=state["dropout"] if state["training"] else 0.0,
             mean=not state["concat"],
             kind=Linear,
             edges=edges,
         )
+
+    def _finished(self, out: Tensor, residual: Tensor | None) -> Tensor:
+        """Mean of the heads, residual and bias of GAT and GATv2."""
+        if not self.concat:
+            out = out.view(-1, self.heads, self.out_channels).mean(dim=1)
+        if residual is not None:
+            out = out + residual
+        return out if self.bias is None else add_bias(out, self.bias)
 
     # ---------------------------------------------------------------- edge features
 
@@ -155,15 +182,14 @@ class AttentionConv(FastConv):
             others = (by_row.in_degree()[:count] - 1).clamp(min=1)
             return total / others[:, None].to(total.dtype)
 
-    def _fill_needs_original(self, edge_index: object, edge_attr: object) -> bool:
-        """Whether features of self loops must be filled by a reduction that only PyG's code has."""
-        return (
-            edge_attr is not None
-            and self.add_self_loops
-            and isinstance(self.fill_value, str)
-            and self.fill_value not in _LINEAR_FILLS
-            and not (isinstance(edge_index, Adjacency) and edge_index.has_inserted_loops)
-        )
+    def _operands_of_edges(self, features: Tensor | None) -> dict[str, Any]:
+        """Arguments of the recipes for edges with features and the layer's ``lin_edge``."""
+        if features is None:
+            return {}
+        if is_plain_linear(self.lin_edge):
+            return {"edges": (features, self.lin_edge.weight)}
+        self._warn_unfused("the fused kernel takes a plain Linear without hooks. Remove its hooks")
+        return {"edge_rows": self.lin_edge(features)}
 
     def _warn_unfused(self, reason: str) -> None:
         warn_once(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,16 +16,17 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
 from fastsparse_core import Adjacency, recorded, spmm
-from fastsparse_core.fused.aggregate_linear import aggregate_linear
+from fastsparse_core.fallback import Reason
+from fastsparse_core.fused.aggregate_transform import aggregate_linear
 from fastsparse_core.fused.joint_linear import add_linear, joint_linear
 from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain_linear_of
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.layer_swap import restore
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
 from fastsparse_core.ops.spmm import Reduce
+from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import layer_cache, stamp_attributes
-from fastsparse_pyg.graph import Graph, for_pyg, is_sparse_matrix, resolve, to_edge_index
-from fastsparse_pyg.nn import fallback
+from fastsparse_pyg.graph import for_pyg, is_sparse_matrix, resolve, to_edge_index
 from fastsparse_pyg.traced import REDUCTIONS, TracedEdges, come_from_outside
 
 REDUCE: dict[type, Reduce] = {
@@ -34,6 +35,8 @@ REDUCE: dict[type, Reduce] = {
     MaxAggregation: "max",
     MinAggregation: "min",
 }
+#: Aggregations of layers whose kernels know them all.
+ANY_REDUCTION = tuple(REDUCE)
 #: PyG's layers -> their drop-ins; `fastsparse_pyg.nn` fills it.
 DROP_INS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
 MESSAGE_METHODS = (
@@ -45,11 +48,10 @@ MESSAGE_METHODS = (
     "edge_updater",
     "edge_update",
 )
-#: Why PyG's code runs under torch.compile where :meth:`FastConv._traced_edges` has no answer.
-WITHOUT_ADJACENCY = "torch.compile without an Adjacency"
 #: On a GPU, edges up to which several kernels of ours, launched from Python, take longer than PyTorch's:
 #: a batch of 512 molecules was measured, and a citation network of a third of its edges.
 FEW_EDGES_ON_GPU = 32_768
+#: The hooks on the steps of message passing.
 _MESSAGE_HOOKS = tuple(
     f"_{step}_forward_{kind}"
     for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
@@ -78,17 +80,27 @@ class FastConv(MessagePassing):
     #: What computes the layer, for the report of `accelerate`.
     _kernel: ClassVar[str] = "spmm"
 
-    #: Whether the kernels serve means and extrema too.
-    _any_reduction: ClassVar[bool] = False
-
     #: Whether sources and destinations may differ.
     _bipartite: ClassVar[bool] = True
 
     #: Whether PyG's layer multiplies by a sparse matrix, which its attribute `fuse` can switch off.
     _fusible: ClassVar[bool] = True
 
+    #: What features have to be: tensors of any shape, with the nodes in the last dimension but one ("rows"),
+    #: or of two dimensions ("matrix").
+    _features: ClassVar[Literal["any", "rows", "matrix"]] = "any"
+
+    #: Whether edges may be a sparse matrix.
+    _takes_matrices: ClassVar[bool] = True
+
+    #: Whether features may be a sparse matrix.
+    _takes_sparse_features: ClassVar[bool] = False
+
+    #: What becomes of the loops of a torch.sparse matrix where the layer adds some: see :func:`resolve`.
+    _matrix_loops: ClassVar[str] = "replace"
+
     #: Aggregations that the layer's kernels know.
-    _aggregations: ClassVar[tuple[type[Module], ...]] = tuple(REDUCE)
+    _aggregations: ClassVar[tuple[type[Module], ...]] = (SumAggregation,)
 
     #: The method of PyG's layer that a user's subclass replaced, "" for none: its messages are not ours to
     #: skip.
@@ -129,34 +141,76 @@ class FastConv(MessagePassing):
                 "use torch.compile"
             )
         layer._set_jittable_templates()  # of a class that perhaps nobody has constructed yet
-        fallback.tell(type(self).__name__, "torch.jit.script compiles PyG's layer")
+        fallback.tell(type(self).__name__, Reason("torch.jit.script compiles PyG's layer", ""))
         return layer
 
-    # ---------------------------------------------------------------- PyG's own code
+    # ---------------------------------------------------------------- from a call to a structure
 
-    def _why_original(self, x: Tensor, edge_index: object) -> str:
-        """Why PyG's own code must run, "" if the kernels can."""
-        if not isinstance(x, Tensor):
-            raise_features(x)
-        reason = self._why_not_this_layer(x, edge_index)
-        if reason:
+    def _structure(
+        self, x: Any, edge_index: Any, size: Any = None, loops: bool = False, *of_call: Any
+    ) -> Adjacency | Reason:
+        """The structure that a call computes with, or why PyG's own code must run it.
+
+        Args:
+            x: node features, or a pair of them for sources and destinations, the latter perhaps None. A layer
+                that takes no pairs gives the features twice.
+            edge_index: as the caller gave it.
+            size: likewise.
+            loops: whether to add self loops as the original does.
+            *of_call: what else :meth:`_reason` of this layer asks.
+        """
+        if isinstance(x, Tensor):
+            x_src = x_dst = x
+        else:
+            x_src, x_dst = x if type(x) is tuple and len(x) == 2 else checked_pair(x)
+        reason = self._reason(x_src, x_dst, edge_index, *of_call)
+        if reason is not None:
             return reason
-        if not isinstance(edge_index, Adjacency) and torch.compiler.is_compiling():
-            return WITHOUT_ADJACENCY
-        if torch.jit.is_tracing():
-            return "torch.jit.trace"
-        return "" if is_plain_eager(x) else why_watched(x)
+        state = self.__dict__
+        dim, flow = state["node_dim"], state["flow"]
+        num_src = x_src.size(dim)
+        num_dst = None if x_dst is None else num_src if x_dst is x_src else x_dst.size(dim)
+        if type(edge_index) is Tensor:
+            if size is not None:
+                for name, expected, got in (("source", size[0], num_src), ("destination", size[1], num_dst)):
+                    if expected is not None and got is not None and expected != got:
+                        raise ValueError(
+                            f"x: expected {expected} {name} rows as size={tuple(size)} says, got {got}"
+                        )
+                num_dst = size[1] if num_dst is None else num_dst
+            if edge_index.layout is torch.strided and edge_index.device == x_src.device:
+                adj = known(edge_index, (num_src if num_dst is None else num_dst, num_src, flow, loops))
+                if adj is not None:
+                    return adj
+        return resolve(
+            edge_index,
+            num_src,
+            num_dst,
+            x_src.device,
+            flow=flow,
+            add_self_loops=loops,
+            matrix_loops=self._matrix_loops,
+        )
 
-    def _why_not_this_layer(self, x: Tensor, edge_index: object) -> str:
-        """What the layer, the kind of graph and the dtype say of it."""
+    def _reason(self, x_src: Any, x_dst: Any, edge_index: Any, *of_call: Any) -> Reason | None:
+        """Why PyG's own code must run; None if the kernels can. Layers with more to ask override it.
+
+        Args:
+            x_src: features of the sources.
+            x_dst: features of the destinations, or None.
+            edge_index: as the caller gave it.
+            *of_call: what else a layer asks.
+        """
+        if not isinstance(x_src, Tensor):
+            raise_features(x_src)
         state = self.__dict__
         if state["_explain"]:
-            return "explain mode"
-        for name in _MESSAGE_HOOKS:
-            if state[name]:
-                return "a hook on message passing"
+            return fallback.EXPLAIN_MODE
+        if any(map(state.__getitem__, _MESSAGE_HOOKS)):
+            return fallback.MESSAGE_HOOK
         if self._overridden:
-            return f"{self._overridden}() is overridden"
+            cure = "Override it in a subclass of PyG's layer and call `fastsparse_pyg.accelerate(model)`"
+            return Reason(f"{self._overridden}() is overridden", cure)
         if (
             "message" in state
             or "aggregate" in state
@@ -164,97 +218,58 @@ class FastConv(MessagePassing):
             or "message_and_aggregate" in state
             or "edge_update" in state
         ):
-            return "a message passing method is replaced on the instance"
+            return Reason("a message passing method is replaced on the instance")
         aggregation = state["_modules"].get("aggr_module")
         if type(aggregation) not in self._aggregations:
-            return f"aggr={self.aggr!r} has no kernel"
+            return Reason(f"aggr={self.aggr!r} has no kernel")
         if aggregation._forward_hooks or aggregation._forward_pre_hooks:
-            return "a hook on the aggregation"
+            return Reason("a hook on the aggregation", "")
         if state["_decomposed_layers"] > 1:
-            return "decomposed_layers > 1"
-        if x.dtype not in _FLOAT_DTYPES:
-            return f"features of dtype {x.dtype}"
+            return fallback.DECOMPOSED
+        if x_src.dtype not in _FLOAT_DTYPES:
+            cure = "Convert them to a floating-point dtype, for instance with `x.float()`"
+            return Reason(f"features of dtype {x_src.dtype}", cure)
+        dim, shape = x_src.dim(), self._features
+        if shape == "matrix" and dim != 2:
+            return fallback.NOT_MATRICES
+        if dim < 2 or (shape != "any" and state["node_dim"] % dim != dim - 2):
+            return fallback.wrong_dimensions(dim, state["node_dim"])
+        if x_src.layout is not torch.strided and not self._takes_sparse_features:
+            return Reason("features that are not a dense matrix", fallback.PLAIN_FEATURES)
+        if not self._takes_matrices and is_sparse_matrix(edge_index):
+            return fallback.SPARSE_MATRIX
         if self._fusible and not state["fuse"] and is_sparse_matrix(edge_index):
-            return "a sparse matrix with fuse=False"
-        return ""
+            return Reason("a sparse matrix with fuse=False", fallback.PLAIN_EDGES)
+        is_turned = x_dst is not x_src and state["flow"] == "target_to_source"
+        if is_turned and not isinstance(edge_index, Adjacency):
+            return fallback.TURNED_BIPARTITE
+        if is_plain_eager(x_src):
+            return fallback.TRACED_BY_JIT if _is_tracing() else None
+        if torch.compiler.is_compiling():
+            return None if isinstance(edge_index, Adjacency) else fallback.WITHOUT_ADJACENCY
+        return fallback.TRACED_BY_JIT if _is_tracing() else fallback.watched(why_watched(x_src))
 
     def _traced_edges(
-        self, x: tuple[Any, Any], edge_index: Any, size: Any = None, *, add_self_loops: bool = False
-    ) -> TracedEdges | None:
-        """A plain edge list under ``torch.compile``; None where PyG's code has to run."""
+        self, reason: Reason, x: Any, edge_index: Any, size: Any = None, loops: bool = False
+    ) -> TracedEdges | Reason:
+        """A plain edge list under ``torch.compile``, or the reason that :meth:`_structure` gave."""
+        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         if (
-            REDUCE.get(type(self._modules["aggr_module"])) not in REDUCTIONS
+            reason != fallback.WITHOUT_ADJACENCY
+            or REDUCE.get(type(self._modules["aggr_module"])) not in REDUCTIONS
             or size is not None
             or type(edge_index) is not Tensor
             or edge_index.layout is not torch.strided
             or self.__dict__["node_dim"] not in (-2, 0)
-            or any(end is not None and end.dim() != 2 for end in x)
-            or edge_index.device != x[0].device
+            or x_src.dim() != 2
+            or (x_dst is not None and x_dst.dim() != 2)
+            or edge_index.device != x_src.device
             or not come_from_outside(edge_index)
         ):
-            return None
-        num_src = x[0].size(0)
-        num_dst = num_src if x[1] is None else x[1].size(0)
-        return TracedEdges(edge_index, num_dst, num_src, self.flow, add_self_loops)
-
-    def _is_plain(self, x: Any, edge_index: object) -> bool:
-        """Whether a call has one matrix of node features and plain edges, and hides nothing."""
-        return (
-            type(edge_index) is type(x) is Tensor
-            and x.dim() == 2
-            and x.layout is edge_index.layout is torch.strided
-            and self.__dict__["node_dim"] in (-2, 0)
-            and is_plain_eager(x)
-            and not _is_tracing()
-            and not self._why_not_this_layer(x, edge_index)
-        )
-
-    def _known(self, x: Any, edge_index: Any, add_self_loops: bool = False) -> Adjacency | None:
-        """The structure of a plain call whose edges were looked up before; None: look closer."""
-        if not self._is_plain(x, edge_index) or edge_index.device != x.device:
-            return None
-        num_nodes = x.shape[0]
-        return known(edge_index, (num_nodes, num_nodes, self.__dict__["flow"], add_self_loops))
-
-    def _plain_graph(self, x: Any, edge_index: Any, add_self_loops: bool = False) -> Adjacency | None:
-        """The structure of one matrix of node features and a plain tensor of edges; None: look closer."""
-        if not self._is_plain(x, edge_index):
-            return None
-        num_nodes, flow = x.shape[0], self.__dict__["flow"]
-        if edge_index.device == x.device:
-            adj = known(edge_index, (num_nodes, num_nodes, flow, add_self_loops))
-            if adj is not None:
-                return adj
-        return resolve(
-            edge_index, num_nodes, num_nodes, x.device, flow=flow, add_self_loops=add_self_loops
-        ).adj
-
-    def _plain_graph_of_sum(self, x: Any, edge_index: Any) -> Adjacency | None:
-        """:meth:`_plain_graph` for a layer whose kernels only add."""
-        is_sum = type(self.__dict__["_modules"].get("aggr_module")) is SumAggregation
-        return self._plain_graph(x, edge_index) if is_sum else None
-
-    def _known_attention(
-        self, x: Any, edge_index: object, add_self_loops: bool = False, edge_attr: object = None
-    ) -> Adjacency | None:
-        """:meth:`_known` for an attention layer whose weights nobody asks for."""
-        state = self.__dict__
-        if edge_attr is not None and (type(edge_attr) is not Tensor or edge_attr.dim() != 2):
-            return None
-        if type(state["_modules"].get("aggr_module")) is not SumAggregation:
-            return None
-        return self._known(x, edge_index, add_self_loops) if 0.0 <= state.get("dropout", 0.0) < 1.0 else None
-
-    def _why_original_pair(self, x: tuple[Tensor, Tensor | None], edge_index: object) -> str:
-        """:meth:`_why_original` for the layers whose sources and destinations may differ."""
-        x_src, x_dst = x
-        if not isinstance(x_src, Tensor):
-            raise_features(x_src)
-        if x_src.dim() < 2 or x_src.layout is not torch.strided:
-            return "features that are not a dense matrix"
-        if self.flow == "target_to_source" and x_dst is not x_src and not isinstance(edge_index, Adjacency):
-            return "a bipartite graph with flow='target_to_source'"
-        return self._why_original(x_src, edge_index)
+            return reason
+        num_src = x_src.size(0)
+        num_dst = num_src if x_dst is None else x_dst.size(0)
+        return TracedEdges(edge_index, num_dst, num_src, self.flow, loops)
 
     def _own_parameters(self, *names: str) -> list[Any]:
         """Parameters of the layer itself; pruned or parametrised ones, or a replica's, are attributes."""
@@ -269,18 +284,15 @@ class FastConv(MessagePassing):
         # each time.
         return REDUCE[type(self._modules["aggr_module"])]
 
-    def _original_forward(self, reason: str, x: Any, edge_index: Any, *args: Any) -> Tensor:
-        """PyG's forward; an Adjacency is written back as an edge list for it."""
-        fallback.tell(type(self).__name__, reason)
-        if isinstance(edge_index, Adjacency):
-            edge_index = self._written_back(edge_index)
-        return super().forward(x, for_pyg(edge_index), *args)
+    def _original_forward(self, reason: Reason, x: Any, edge_index: Any, *args: Any) -> Tensor:
+        """PyG's forward; an Adjacency is written back as an edge list for it.
 
-    def _original_forward_pair(self, reason: str, x: Any, edge_index: Any, size: Any) -> Tensor:
-        """:meth:`_original_forward` for the layers whose sources and destinations may differ."""
-        if isinstance(edge_index, Adjacency):
-            size = (edge_index.num_src, edge_index.num_dst)
-        return self._original_forward(reason, x, edge_index, size)
+        The user is told afterwards: of a call that PyG refuses, its error says all.
+        """
+        edges = self._written_back(edge_index) if isinstance(edge_index, Adjacency) else edge_index
+        out: Tensor = super().forward(x, for_pyg(edges), *args)
+        fallback.tell(type(self).__name__, reason)
+        return out
 
     def _written_back(self, adj: Adjacency) -> Tensor:
         if self.explain and adj.has_inserted_loops:
@@ -296,60 +308,6 @@ class FastConv(MessagePassing):
         return to_edge_index(adj, self.flow)
 
     # ---------------------------------------------------------------- the kernels
-
-    def _why_original_pair_or_trace(
-        self, x: tuple[Tensor, Tensor | None], edge_index: Any, size: tuple[int | None, int | None] | None
-    ) -> str:
-        """:meth:`_why_original_pair`, "" too where :meth:`_resolve_or_trace` takes a trace's edges."""
-        reason = self._why_original_pair(x, edge_index)
-        if reason == WITHOUT_ADJACENCY and self._traced_edges(x, edge_index, size) is not None:
-            return ""
-        return reason
-
-    def _resolve_or_trace(
-        self, x: tuple[Tensor, Tensor | None], edge_index: Any, size: tuple[int | None, int | None] | None
-    ) -> tuple[Adjacency | TracedEdges, Tensor | None]:
-        """:meth:`_resolve_pair`, or the edges themselves within a trace that knows no structure."""
-        traced = self._traced_edges(x, edge_index, size) if torch.compiler.is_compiling() else None
-        return self._resolve_pair(x, edge_index, size) if traced is None else (traced, None)
-
-    def _resolve_pair(
-        self, x: tuple[Tensor, Tensor | None], edge_index: Any, size: tuple[int | None, int | None] | None
-    ) -> tuple[Adjacency, Tensor | None]:
-        """Structure and edge values between the two node sides of SAGE and GIN."""
-        graph = self._graph(x, edge_index, size)
-        # PyG multiplies by the values of a torch.sparse matrix and drops those of a SparseTensor.
-        return graph.adj, graph.value if isinstance(edge_index, Tensor) else None
-
-    def _graph(
-        self,
-        x: tuple[Tensor, Tensor | None],
-        edge_index: Any,
-        size: tuple[int | None, int | None] | None,
-        *,
-        add_self_loops: bool = False,
-    ) -> Graph:
-        """The structure between two node sides; loops as PyG's attention layers add them."""
-        dim = self.node_dim
-        x_src, x_dst = x
-        num_src = x_src.size(dim)
-        num_dst = None if x_dst is None else num_src if x_dst is x_src else x_dst.size(dim)
-        if size is not None and isinstance(edge_index, Tensor) and type(edge_index) is Tensor:
-            for name, expected, got in (("source", size[0], num_src), ("destination", size[1], num_dst)):
-                if expected is not None and got is not None and expected != got:
-                    raise ValueError(
-                        f"x: expected {expected} {name} rows as size={tuple(size)} says, got {got}"
-                    )
-            num_dst = size[1] if num_dst is None else num_dst
-        return resolve(
-            edge_index,
-            num_src,
-            num_dst,
-            x_src.device,
-            flow=self.flow,
-            add_self_loops=add_self_loops,
-            matrix_loops="replace",
-        )
 
     def _aggregate_neighbours(
         self,
@@ -382,7 +340,6 @@ class FastConv(MessagePassing):
         value: Tensor | None,
         lin: Any,
         lin_root: Any,
-        is_plain: bool = False,
     ) -> Tensor:
         """``lin`` of the aggregated neighbours plus ``lin_root`` of the destinations' own features.
 
@@ -393,7 +350,6 @@ class FastConv(MessagePassing):
             value: of the edges; None: 1.
             lin: linear layer of the sums.
             lin_root: linear layer of the destinations, or None.
-            is_plain: whether ``x_src`` is known to be (`is_plain_eager`).
         """
         reduce = REDUCE[type(self._modules["aggr_module"])]
         # A sum is linear: gather whichever side of the product is narrower. Rows without edges get the bias
@@ -409,7 +365,7 @@ class FastConv(MessagePassing):
             and is_plain_linear(lin)
             and is_plain_linear(lin_root)
             and lin_root._parameters["bias"] is None
-            and (is_plain or is_plain_eager(x_src))
+            and is_plain_eager(x_src)
         ):
             parameters = (lin._parameters["weight"], lin._parameters["bias"], lin_root._parameters["weight"])
             whole = aggregate_linear(
@@ -432,6 +388,11 @@ def checked_pair(x: Any) -> tuple[Any, Any]:
     if not (isinstance(x, (tuple, list)) and len(x) == 2):
         raise_features(x)
     return x[0], x[1]
+
+
+def size_for_pyg(edge_index: object, size: Any) -> Any:
+    """`size` of a call that PyG's code runs: edges that an Adjacency is written back as do not tell it."""
+    return (edge_index.num_src, edge_index.num_dst) if isinstance(edge_index, Adjacency) else size
 
 
 def raise_features(x: object, name: str = "x") -> NoReturn:

@@ -12,7 +12,7 @@ from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, sddmm, spmm
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix, resolve, without_self_loops
+from fastsparse_pyg.graph import EdgesLike, without_self_loops
 from fastsparse_pyg.nn.propagation import PropagatingConv
 
 
@@ -69,7 +69,10 @@ class FastChebConv(PropagatingConv, ChebConv):
     diagonal is a number per node, and its normalisation scales rows inside the kernel.
     """
 
-    _any_reduction = False
+    _aggregations = (SumAggregation,)
+    _features = "matrix"
+    _takes_matrices = False
+    _takes_sparse_features = False
 
     def forward(
         self,
@@ -88,16 +91,13 @@ class FastChebConv(PropagatingConv, ChebConv):
             batch: graph of each node, where ``lambda_max`` differs by graph.
             lambda_max: largest eigenvalue, a number or one per graph; None: estimated as in PyG.
         """
-        reason = self._why_original_propagating(x, edge_index)
-        if not reason and type(self._modules["aggr_module"]) is not SumAggregation:
-            reason = f"aggr={self.aggr!r}"
-        if not reason and (is_sparse_matrix(edge_index) or x.dim() != 2):
-            reason = "a sparse matrix" if x.dim() == 2 else f"features of {x.dim()} dimensions"
-        if reason:
-            return self._original_propagating(reason, x, edge_index, edge_weight, batch, lambda_max)
+        adj = self._structure((x, x), edge_index)
+        if not isinstance(adj, Adjacency):
+            return self._original_forward(adj, x, edge_index, edge_weight, batch, lambda_max)
         out = self.lins[0](x)
         if len(self.lins) > 1:
-            laplacian = self._laplacian(x, edge_index, edge_weight, batch, lambda_max)
+            weight = self._value(adj, x, edge_index, edge_weight)
+            laplacian = self._laplacian(without_self_loops(adj), x, weight, batch, lambda_max)
             before, last = x, laplacian.times(x, 1.0)
             out = out + self.lins[1](last)
             for lin in list(self.lins)[2:]:
@@ -106,11 +106,8 @@ class FastChebConv(PropagatingConv, ChebConv):
         return out if self.bias is None else out + self.bias
 
     def _laplacian(
-        self, x: Tensor, edge_index: Any, edge_weight: Tensor | None, batch: Tensor | None, lambda_max: Any
+        self, adj: Adjacency, x: Tensor, weight: Tensor | None, batch: Tensor | None, lambda_max: Any
     ) -> _Laplacian:
-        graph = resolve(edge_index, x.size(0), x.size(0), x.device, flow=self.flow)
-        weight = self._value(graph, x, edge_index, edge_weight)
-        adj = without_self_loops(graph.adj)
         dtype = accumulation_dtype(x.dtype)
         # PyG's degrees are those of the first row of the edges, whatever the flow is.
         at_source = self.flow == "source_to_target"

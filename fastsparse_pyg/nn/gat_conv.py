@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import GATConv
-from torch_geometric.typing import OptPairTensor, OptTensor, Size, SparseTensor
+from torch_geometric.typing import OptPairTensor, OptTensor, Size
 
-from fastsparse_core import Adjacency, additive_attention, additive_attention_weights, spmm
+from fastsparse_core import Adjacency, additive_attention_weights
+from fastsparse_core.fused import attention_recipes as recipes
 from fastsparse_core.fused.attention_layer import ADDITIVE
-from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.fused.head_scores import edge_scores, head_scores
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import checked_pair, is_plain_linear
+from fastsparse_pyg.nn.base import is_plain_linear, size_for_pyg
 
 
 class FastGATConv(AttentionConv, GATConv):
@@ -71,78 +70,39 @@ class FastGATConv(AttentionConv, GATConv):
             ValueError: sizes, dtypes, devices or the dropout probability do not fit.
             IndexError: an index points to no node.
         """
-        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
         if self.lin_edge is None:
             edge_attr = None
-        adj = None
-        if edge_attr is None and size is None and not return_attention_weights:
-            adj = self._known_attention(x, edge_index, self.add_self_loops)
-        if adj is None:
-            reason = self._why_original_gat(pair, edge_index, edge_attr, bool(return_attention_weights))
-            if reason:
-                if isinstance(edge_index, Adjacency):
-                    size = (edge_index.num_src, edge_index.num_dst)
-                return self._original_attention(
-                    reason, x, edge_index, edge_attr, size, return_attention_weights
-                )
-            adj = self._graph(pair, edge_index, size, add_self_loops=self.add_self_loops).adj
-        dropout = self.dropout if self.training else 0.0
-        num_loops = min(adj.shape) if self.add_self_loops else None
-        if edge_attr is None and not (return_attention_weights and dropout):
-            out = self._as_one_node(x, adj)
-            if out is not None and not return_attention_weights:
-                return out
-            if out is not None:
-                of_src, of_dst = head_scores(self.lin(x), self.att_src, self.att_dst)
-                weights = additive_attention_weights(adj, of_dst, of_src, self.negative_slope)
-                weights = weights.to(self.att_src.dtype)
-                return out, self._attention_edges(edge_index, adj, weights, num_loops)
-        x_src, x_dst = pair
-        residual = None if self.res is None or x_dst is None else self.res(x_dst)
+        wants_weights = bool(return_attention_weights)
+        adj = self._structure(x, edge_index, size, self.add_self_loops, edge_attr, wants_weights)
+        if not isinstance(adj, Adjacency):
+            size = size_for_pyg(edge_index, size)
+            return self._original_forward(adj, x, edge_index, edge_attr, size, return_attention_weights)
+        state = self.__dict__
+        dropout = state["dropout"] if state["training"] else 0.0
+        lin, whole = state["_modules"].get("lin"), None
+        if edge_attr is None and lin is not None and not (wants_weights and dropout):
+            whole = self._attention_layer(ADDITIVE, adj, x, (lin,), ("att_src", "att_dst"))
+            if whole is not None and not wants_weights:
+                return whole
+        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         value, score_dst, score_src = self._values_and_scores(x_src, x_dst)
         if score_dst is None:
             score_dst = score_src.new_zeros(adj.num_dst, self.heads)
-        edge_scores = None if edge_attr is None else self._edge_scores(self._edge_features(adj, edge_attr))
-
-        alpha = None
-        if return_attention_weights:
-            alpha = additive_attention_weights(adj, score_dst, score_src, self.negative_slope, edge_scores)
-            alpha = F.dropout(alpha.to(self.att_src.dtype), dropout)
-        if alpha is not None and dropout:
-            out = spmm(adj, value, alpha)  # by the very weights that are returned
+        if whole is not None:
+            out = whole
+            weights = additive_attention_weights(adj, score_dst, score_src, self.negative_slope)
+            alpha: Tensor | None = weights.to(self.att_src.dtype)
         else:
-            out = additive_attention(
-                adj, score_dst, score_src, value, self.negative_slope, edge_scores, dropout
-            )
-
-        if not self.concat:
-            out = out.view(-1, self.heads, self.out_channels).mean(dim=1)
-        if residual is not None:
-            out = out + residual
-        if self.bias is not None:
-            out = add_bias(out, self.bias)
-        if alpha is None:
+            residual = None if self.res is None or x_dst is None else self.res(x_dst)
+            of_edges = None if edge_attr is None else self._edge_scores(self._edge_features(adj, edge_attr))
+            operands = (adj, score_dst, score_src, value, self.negative_slope, of_edges)
+            dtype = self.att_src.dtype
+            out, alpha = recipes.gat(*operands, p=dropout, wants_weights=wants_weights, dtype=dtype)
+            out = self._finished(out, residual)
+        if alpha is None or not wants_weights:
             return out
+        num_loops = min(adj.shape) if self.add_self_loops else None
         return out, self._attention_edges(edge_index, adj, alpha, num_loops)
-
-    def _as_one_node(self, x: Any, adj: Adjacency) -> Tensor | None:
-        """The layer as one node of autograd's graph; None: operator by operator."""
-        state = self.__dict__
-        modules = state["_modules"]
-        lin = modules.get("lin")
-        if lin is None or modules.get("res") is not None or type(x) is not Tensor:
-            return None
-        vectors = ("att_src", "att_dst")
-        return self._attention_layer(ADDITIVE, adj, x, (lin,), vectors, state["negative_slope"])
-
-    def _why_original_gat(
-        self, x: tuple[Any, Any], edge_index: object, edge_attr: object, return_attention_weights: bool
-    ) -> str:
-        if self.lin_edge is not None and isinstance(edge_index, SparseTensor):
-            return "a SparseTensor in a layer with edge_dim"
-        if self._fill_needs_original(edge_index, edge_attr):
-            return f"edge features with fill_value={self.fill_value!r}"
-        return self._why_original_attention(x, edge_index, edge_attr, return_attention_weights)
 
     def _values_and_scores(self, x_src: Tensor, x_dst: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
         """(values with the heads side by side, scores of the destinations, scores of the sources)."""

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import GATv2Conv
-from torch_geometric.typing import OptTensor, PairTensor, SparseTensor
+from torch_geometric.typing import OptTensor, PairTensor
 
-from fastsparse_core import Adjacency, edge_softmax, gatv2_attention, gatv2_attention_weights, spmm
+from fastsparse_core import Adjacency
+from fastsparse_core.fallback import Reason
+from fastsparse_core.fused import attention_recipes as recipes
 from fastsparse_core.fused.attention_layer import GATV2
-from fastsparse_core.fused.bias import add_bias
-from fastsparse_core.structure.incidence import edge_ends
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import checked_pair, is_plain_linear, project
+from fastsparse_pyg.nn.base import project
 
 
 class FastGATv2Conv(AttentionConv, GATv2Conv):
@@ -44,6 +43,8 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
           :math:`((2, |\mathcal{E}|), (|\mathcal{E}|, H))`
     """
 
+    _needs_destinations = True
+
     def forward(
         self,
         x: Tensor | PairTensor,
@@ -52,21 +53,19 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
         return_attention_weights: bool | None = None,
     ) -> Any:
         """Computes the layer; arguments and errors as in :meth:`FastGATConv.forward`, without `size`."""
-        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
-        adj = None
-        asks_more = return_attention_weights or (edge_attr is None) != (self.lin_edge is None)
-        if not asks_more and (edge_attr is None or not self._fill_needs_original(edge_index, edge_attr)):
-            adj = self._known_attention(x, edge_index, self.add_self_loops, edge_attr)
-        if adj is None:
-            reason = self._why_original_gatv2(pair, edge_index, edge_attr, bool(return_attention_weights))
-            if reason:
-                return self._original_attention(reason, x, edge_index, edge_attr, return_attention_weights)
-            adj = self._graph(pair, edge_index, None, add_self_loops=self.add_self_loops).adj
+        wants_weights = bool(return_attention_weights)
+        adj = self._structure(x, edge_index, None, self.add_self_loops, edge_attr, wants_weights)
+        if not isinstance(adj, Adjacency):
+            return self._original_forward(adj, x, edge_index, edge_attr, return_attention_weights)
         features = None if edge_attr is None else self._edge_features(adj, edge_attr)
-        if not return_attention_weights:
-            out = self._as_one_node(x, adj, features)
+        modules = self.__dict__["_modules"]
+        if not wants_weights:
+            maps = (modules["lin_l"],) if self.share_weights else (modules["lin_l"], modules["lin_r"])
+            edges = None if features is None else (features, modules["lin_edge"])
+            out = self._attention_layer(GATV2, adj, x, maps, ("att",), edges)
             if out is not None:
                 return out
+        pair = (x, x) if isinstance(x, Tensor) else x
         residual = None if self.res is None else self.res(pair[1])
         if pair[0] is not pair[1]:
             x_src, x_dst = self.lin_l(pair[0]), self.lin_r(pair[1])
@@ -75,63 +74,26 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
         else:
             x_src, x_dst = project(pair[0], self.lin_l, self.lin_r)
         att = self.att.view(self.heads, self.out_channels)
-
-        dropout = self.dropout if self.training else 0.0
-        alpha = None
-        weight = self.lin_edge.weight if features is not None and is_plain_linear(self.lin_edge) else None
-        operands = (adj, x_dst, x_src, att, self.negative_slope)
-        stores_rows = features is not None and weight is None
-        if features is not None and stores_rows:
-            self._warn_unfused("the fused kernel takes a plain Linear without hooks. Remove its hooks")
-            alpha = self._weights_with_edges(adj, x_dst, x_src, features)
-        elif return_attention_weights:
-            alpha = gatv2_attention_weights(*operands, edge_attr=features, edge_weight=weight)
-        if alpha is not None:
-            alpha = F.dropout(alpha.to(self.att.dtype), dropout)
-        if alpha is not None and (dropout or stores_rows):
-            out = spmm(adj, x_src, alpha)  # by the very weights that are returned
-        else:
-            out = gatv2_attention(*operands, dropout, edge_attr=features, edge_weight=weight)
-
-        if not self.concat:
-            out = out.view(-1, self.heads, self.out_channels).mean(dim=1)
-        if residual is not None:
-            out = out + residual
-        if self.bias is not None:
-            out = add_bias(out, self.bias)
-        if alpha is None or not return_attention_weights:
+        out, alpha = recipes.gatv2(
+            adj,
+            x_dst,
+            x_src,
+            att,
+            self.negative_slope,
+            **self._operands_of_edges(features),
+            p=self.dropout if self.training else 0.0,
+            wants_weights=wants_weights,
+            dtype=att.dtype,
+        )
+        out = self._finished(out, residual)
+        if alpha is None or not wants_weights:
             return out
         num_loops = min(adj.shape) if self.add_self_loops else None
         return out, self._attention_edges(edge_index, adj, alpha, num_loops)
 
-    def _as_one_node(self, x: Any, adj: Adjacency, features: Tensor | None) -> Tensor | None:
-        """The layer as one node of autograd's graph; None: operator by operator."""
-        state = self.__dict__
-        modules = state["_modules"]
-        if modules.get("res") is not None or type(x) is not Tensor:
-            return None
-        source = modules["lin_l"]
-        maps = (source,) if state["share_weights"] else (source, modules["lin_r"])
-        edges = None if features is None else (features, modules["lin_edge"])
-        return self._attention_layer(GATV2, adj, x, maps, ("att",), state["negative_slope"], edges)
-
-    def _why_original_gatv2(
-        self, x: tuple[Any, Any], edge_index: object, edge_attr: object, return_attention_weights: bool
-    ) -> str:
-        if x[1] is None:
-            return "no features of destinations"
-        if edge_attr is not None and self.lin_edge is None:
-            return "edge features in a layer without edge_dim"
-        if isinstance(edge_index, SparseTensor) and self.lin_edge is not None:
-            return "a SparseTensor in a layer with edge_dim"
-        if self._fill_needs_original(edge_index, edge_attr):
-            return f"edge features with fill_value={self.fill_value!r}"
-        return self._why_original_attention(x, edge_index, edge_attr, return_attention_weights)
-
-    def _weights_with_edges(self, adj: Adjacency, x_dst: Tensor, x_src: Tensor, features: Tensor) -> Tensor:
-        """Attention weights (num_values, heads) with edge features (num_values, D) in the scores."""
-        src, dst = edge_ends(adj)
-        total = x_dst.index_select(0, dst) + x_src.index_select(0, src) + self.lin_edge(features)
-        hidden = F.leaky_relu(total, self.negative_slope).view(-1, self.heads, self.out_channels)
-        score = (hidden * self.att).sum(dim=-1)
-        return edge_softmax(adj, score)
+    def _reason(
+        self, x_src: Any, x_dst: Any, edge_index: Any, edge_attr: Any = None, *of_call: Any
+    ) -> Reason | None:
+        if edge_attr is not None and self.__dict__["_modules"].get("lin_edge") is None:
+            return Reason("edge features in a layer without edge_dim")
+        return super()._reason(x_src, x_dst, edge_index, edge_attr, *of_call)

@@ -12,13 +12,14 @@ from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptTensor
 
-from fastsparse_core import recorded
-from fastsparse_core.fused.graph_convolution import graph_convolution
+from fastsparse_core import Adjacency, recorded
+from fastsparse_core.fallback import Reason
+from fastsparse_core.fused.aggregate_transform import graph_convolution
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_pyg.graph import BY_KERNEL, EdgesLike, edges_for_loops, gcn_factors
-from fastsparse_pyg.nn.base import WITHOUT_ADJACENCY, known
-from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, message_dtype
+from fastsparse_pyg.nn.base import known
+from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
 
 
 class FastGCNConv(PropagatingConv, GCNConv):
@@ -43,7 +44,8 @@ class FastGCNConv(PropagatingConv, GCNConv):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(B, |\mathcal{V}|, F_{out})`
     """
 
-    _any_reduction = False
+    _aggregations = (SumAggregation,)
+    _caches_matrix = True
     _cached_edge_index = Cached()
     _cached_adj_t = Cached()
 
@@ -62,47 +64,41 @@ class FastGCNConv(PropagatingConv, GCNConv):
             IndexError: an index points to no node.
             NotImplementedError: a sparse matrix of layout CSC under normalisation.
         """
-        found = None
-        adds_loops = False
-        if edge_weight is None and type(self._modules.get("aggr_module")) is SumAggregation:
-            for_loops = self._for_loops(x, edge_index)
-            if for_loops is None:
-                found = self._known_propagation(x, edge_index)
-            else:
-                found, adds_loops = for_loops
-        is_plain = found is not None
+        if isinstance(x, (tuple, list)):
+            raise ValueError(
+                f"x: expected one tensor of node features, got a {type(x).__name__}: "
+                f"'{type(self).__name__}' does not support bipartite graphs; use for example FastSAGEConv"
+            )
+        found: Propagation | Reason | None = None
+        if edge_weight is None and type(edge_index) is Tensor:
+            found = self._with_loops_by_kernel(x, edge_index)
         if found is None:
-            if isinstance(x, (tuple, list)):
-                raise ValueError(
-                    f"x: expected one tensor of node features, got a {type(x).__name__}: "
-                    f"'{type(self).__name__}' does not support bipartite graphs; use for example FastSAGEConv"
-                )
-            reason = self._why_original_gcn(x, edge_index)
-            if reason == WITHOUT_ADJACENCY and edge_weight is None:
-                out = self._traced(x, edge_index)
-                if out is not None:
-                    return out
-            if reason:
-                return self._original_propagating(reason, x, edge_index, edge_weight)
-            found = self._own_propagation(x, edge_index, edge_weight)
-            is_plain = is_plain_eager(x)
-        adj, value, scale_dst, scale_src = found
+            found = self._propagation(x, edge_index, edge_weight)
+        if isinstance(found, Reason):
+            out = None if edge_weight is not None else self._traced(found, x, edge_index)
+            if out is not None:
+                return out
+            return self._original_forward(found, x, edge_index, edge_weight)
+        adj, value, scale_dst, scale_src, adds_loops = found
 
         state = self.__dict__
-        lin, (bias,) = state["_modules"]["lin"], self._own_parameters("bias")
+        lin, parameters = state["_modules"]["lin"], state["_parameters"]
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (asked only then)
         out_channels, width = state["out_channels"], x.shape[-1]
         # Gather the narrower side. Where both are as wide, features without gradient spare the backward pass.
         aggregate_first = width < out_channels or (width == out_channels and not x.requires_grad)
         plain = is_plain_linear(lin, Linear) and lin._parameters["bias"] is None
-        if plain and is_plain and value is None:
+        if plain and value is None and is_plain_eager(x):
             weight = lin._parameters.get("weight")
             out = graph_convolution(
                 adj, x, weight, bias, True, aggregate_first, scale_dst, scale_src, add_loops=adds_loops
             )
             if out is not None:
                 return out
-        if adds_loops:
-            adj, value, scale_dst, scale_src = self._own_propagation(x, edge_index, None)
+        if adds_loops:  # which no other operator can
+            with_loops = self._structure((x, x), edge_index, None, True)
+            assert isinstance(with_loops, Adjacency)
+            adj, value, scale_dst, scale_src, _ = self._normalised(with_loops, x, edge_index, None)
         scales = (scale_dst, scale_src)
         dtype = x.dtype if value is None else message_dtype(x, value)
         if aggregate_first and plain and x.layout is torch.strided and dtype == x.dtype:
@@ -112,12 +108,19 @@ class FastGCNConv(PropagatingConv, GCNConv):
             x = x.to(dtype)
         return self._aggregate_neighbours(adj, x, value, scales=scales, bias=bias)
 
-    def _for_loops(self, x: Any, edge_index: Any) -> tuple[Any, ...] | None:
-        """:meth:`_known_propagation`, and whether the kernel has to add the loops; None: ask that one."""
+    def _with_loops_by_kernel(self, x: Any, edge_index: Tensor) -> Propagation | Reason | None:
+        """GCN's matrix of plain edges whose loops the kernel may add; None where it may not."""
         state = self.__dict__
         if not (state["normalize"] and state["add_self_loops"]) or state["cached"]:
             return None
-        if not self._is_plain(x, edge_index) or edge_index.device != x.device:
+        reason = self._reason(x, x, edge_index)
+        if reason is not None:
+            return reason
+        if (
+            x.dim() != 2
+            or not (x.layout is edge_index.layout is torch.strided)
+            or edge_index.device != x.device
+        ):
             return None
         num_nodes, flow = x.shape[0], state["flow"]
         adj = known(edge_index, (num_nodes, num_nodes, flow, BY_KERNEL))
@@ -128,22 +131,17 @@ class FastGCNConv(PropagatingConv, GCNConv):
                 return None
             adj = edges_for_loops(edge_index, num_nodes, flow)
         scale, adds = gcn_factors(adj, x.dtype, True)
-        return (adj, None, scale, scale), adds
+        return Propagation(adj, None, scale, scale, adds)
 
-    def _traced(self, x: Tensor, edge_index: Any) -> Tensor | None:
+    def _traced(self, reason: Reason, x: Tensor, edge_index: Any) -> Tensor | None:
         """The layer within a trace, of edges without weights; None: PyG's code has to run."""
         if not self.normalize or self.improved or self.cached:
             return None
-        graph = self._traced_edges((x, None), edge_index, add_self_loops=self.add_self_loops)
-        if graph is None:
+        graph = self._traced_edges(reason, x, edge_index, None, self.add_self_loops)
+        if isinstance(graph, Reason):
             return None
         lin, bias = self.lin, self.bias
         if x.size(1) < self.out_channels and is_plain_linear(lin, Linear) and lin.bias is None:
             return F.linear(graph.aggregate(x, "gcn"), lin.weight, bias)
         out = graph.aggregate(lin(x), "gcn")
         return out if bias is None else out + bias.to(out.dtype)
-
-    def _why_original_gcn(self, x: Tensor, edge_index: object) -> str:
-        if type(self._modules.get("aggr_module")) is not SumAggregation:
-            return f"aggr={self.aggr!r}"
-        return self._why_original_propagating(x, edge_index)

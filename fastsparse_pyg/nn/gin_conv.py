@@ -5,13 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch_geometric.nn import GINConv
+from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.typing import OptPairTensor, Size
 
-from fastsparse_core import spmm
-from fastsparse_core.fused.aggregate_and_self import aggregate_and_self
+from fastsparse_core import Adjacency
+from fastsparse_core.fallback import Reason
+from fastsparse_core.fused.aggregate_transform import aggregate_and_self
 from fastsparse_core.fused.joint_linear import may_be_cast
-from fastsparse_pyg.graph import EdgesLike
-from fastsparse_pyg.nn.base import FastConv, checked_pair
+from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_pyg.graph import EdgesLike, values_of
+from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv, size_for_pyg
+from fastsparse_pyg.traced import TracedEdges
 
 
 class FastGINConv(FastConv, GINConv):
@@ -33,31 +37,39 @@ class FastGINConv(FastConv, GINConv):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
     """
 
-    _any_reduction = True
+    _aggregations = ANY_REDUCTION
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: EdgesLike, size: Size = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastSAGEConv.forward`."""
-        if size is None:
-            adj = self._plain_graph(x, edge_index)
-            if adj is not None:
-                state = self.__dict__
-                modules, reduce = state["_modules"], self._reduce()
-                # Not self.eps and self.nn, which go through nn.Module.__getattr__.
-                eps, network = state["_buffers"].get("eps"), modules.get("nn")
-                eps, network = self.eps if eps is None else eps, self.nn if network is None else network
-                whole = None
-                if reduce == "sum" and may_be_cast(network):
-                    whole = aggregate_and_self(adj, x, eps)
-                if whole is None:
-                    whole = torch.addcmul(spmm(adj, x, None, reduce), 1 + eps, x)
+        adj: Adjacency | TracedEdges | Reason = self._structure(x, edge_index, size)
+        if isinstance(adj, Reason):
+            adj = self._traced_edges(adj, x, edge_index, size)
+            if isinstance(adj, Reason):
+                return self._original_forward(adj, x, edge_index, size_for_pyg(edge_index, size))
+        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
+        # PyG multiplies by the values of a torch.sparse matrix and drops those of a SparseTensor.
+        value = (
+            None if getattr(edge_index, "layout", torch.strided) is torch.strided else values_of(edge_index)
+        )
+        state = self.__dict__
+        modules = state["_modules"]
+        # Not self.eps and self.nn, which go through nn.Module.__getattr__.
+        eps, network = state["_buffers"].get("eps"), modules.get("nn")
+        eps, network = self.eps if eps is None else eps, self.nn if network is None else network
+        if (
+            x_dst is x_src
+            and value is None
+            and x_src.dim() == 2
+            and state["node_dim"] in (-2, 0)
+            and isinstance(adj, Adjacency)
+            and type(modules["aggr_module"]) is SumAggregation
+            and may_be_cast(network)
+            and is_plain_eager(x_src)
+        ):
+            whole = aggregate_and_self(adj, x_src, eps)
+            if whole is not None:
                 return network(whole)
-        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
-        reason = self._why_original_pair_or_trace(pair, edge_index, size)
-        if reason:
-            return self._original_forward_pair(reason, x, edge_index, size)
-        x_src, x_dst = pair
-        graph, value = self._resolve_or_trace(pair, edge_index, size)
-        out = self._aggregate_neighbours(graph, x_src, value)
+        out = self._aggregate_neighbours(adj, x_src, value)
         if x_dst is not None:
-            out = torch.addcmul(out, 1 + self.eps, x_dst)
-        return self.nn(out)
+            out = torch.addcmul(out, 1 + eps, x_dst)
+        return network(out)

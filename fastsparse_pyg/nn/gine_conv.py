@@ -10,13 +10,16 @@ from torch_geometric.nn import GINEConv
 from torch_geometric.typing import OptPairTensor, OptTensor, Size
 
 from fastsparse_core import Adjacency, gine_aggregate
+from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.edge_messages import can_pass_messages, gine_layer
 from fastsparse_core.fused.joint_linear import first_linear
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
+from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
+from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import checked_pair, is_plain_linear
+from fastsparse_pyg.nn.base import is_plain_linear, size_for_pyg
 
 
 class FastGINEConv(AttentionConv, GINEConv):
@@ -61,20 +64,19 @@ class FastGINEConv(AttentionConv, GINEConv):
             ValueError: sizes, dtypes or devices do not fit.
             IndexError: an index points to no node.
         """
-        if size is None:
-            out = self._combined(x, edge_index, edge_attr)
+        adj = self._structure(x, edge_index, size, False, edge_attr)
+        if not isinstance(adj, Adjacency):
+            return self._original_forward(adj, x, edge_index, edge_attr, size_for_pyg(edge_index, size))
+        assert isinstance(edge_attr, Tensor)
+        if isinstance(x, Tensor):
+            out = self._combined(adj, x, edge_attr)
             if out is not None:
                 return out
-        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
-        reason = self._why_original_gine(pair, edge_index, edge_attr)
-        if reason:
-            if isinstance(edge_index, Adjacency):
-                size = (edge_index.num_src, edge_index.num_dst)
-            return self._original_attention(reason, x, edge_index, edge_attr, size)
-        assert isinstance(edge_attr, Tensor)
-        graph = self._graph(pair, edge_index, size)
-        features = self._edge_features(graph.adj, edge_attr)
-        x_src, x_dst = pair
+        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
+        if not self._fits_operator(x_src, edge_attr):
+            size = size_for_pyg(edge_index, size)
+            return self._original_forward(fallback.TWO_DTYPES, x, edge_index, edge_attr, size)
+        features = self._edge_features(adj, edge_attr)
         lin: Any = self.lin
         weight = bias = None
         if lin is not None and is_plain_linear(lin) and features.size(1) <= MOST_FEATURES:
@@ -86,19 +88,16 @@ class FastGINEConv(AttentionConv, GINEConv):
             )
             features = lin(features)
         features = features.to(x_src.dtype)
-        out = gine_aggregate(graph.adj, x_src, features, edge_weight=weight, edge_bias=bias)
+        out = gine_aggregate(adj, x_src, features, edge_weight=weight, edge_bias=bias)
         if x_dst is not None:
             out = torch.addcmul(out, 1 + self.eps, x_dst)
         return self.nn(out)
 
-    def _combined(self, x: Any, edge_index: Any, edge_attr: Any) -> Tensor | None:
-        """The layer, of plain tensors in one dtype, or under autocast; None: look closer."""
+    def _combined(self, adj: Adjacency, x: Tensor, edge_attr: Tensor) -> Tensor | None:
+        """The layer as one node of autograd's graph; None: look closer."""
         state = self.__dict__
         lin, eps = state["_modules"].get("lin"), state["_buffers"].get("eps")
-        if type(edge_attr) is not Tensor or edge_attr.dim() != 2 or eps is None or eps.numel() != 1:
-            return None
-        adj = self._plain_graph_of_sum(x, edge_index)
-        if adj is None:
+        if type(edge_attr) is not Tensor or eps is None or eps.numel() != 1 or not is_plain_eager(x):
             return None
         weight = bias = None
         expected = x.shape[1:]
@@ -136,21 +135,30 @@ class FastGINEConv(AttentionConv, GINEConv):
             out = module(out)
         return out
 
-    def _why_original_gine(self, x: tuple[Any, Any], edge_index: object, edge_attr: object) -> str:
+    def _reason(
+        self, x_src: Any, x_dst: Any, edge_index: Any, edge_attr: Any = None, *of_call: Any
+    ) -> Reason | None:
         if not isinstance(edge_attr, Tensor) or edge_attr.dim() != 2:
-            return "edge features that are not a matrix"
-        reason = self._why_original_attention(x, edge_index, edge_attr)
-        if reason:
+            return fallback.EDGES_NOT_A_MATRIX
+        reason = super()._reason(x_src, x_dst, edge_index, edge_attr)
+        if reason is not None:
             return reason
-        if self.lin is None:
-            if edge_attr.size(1) != x[0].size(1):
-                return "edge features of another width than the nodes'"
-            return "" if edge_attr.dtype == x[0].dtype else "features of two dtypes"
-        if self.lin.weight.size(0) != x[0].size(1):
-            return "a linear map of the edges to another width than the nodes'"
-        if autocast_dtype(x[0]) is not None:
+        lin = self.__dict__["_modules"].get("lin")
+        if lin is None:
+            if edge_attr.size(1) != x_src.size(1):
+                return Reason("edge features of another width than the nodes'")
+            return None
+        weight = lin._parameters.get("weight")  # lin.weight goes through nn.Module.__getattr__
+        if (lin.weight if weight is None else weight).size(0) != x_src.size(1):
+            return Reason("a linear map of the edges to another width than the nodes'")
+        return None
+
+    def _fits_operator(self, x: Tensor, edge_attr: Tensor) -> bool:
+        """Whether the operator adds features in the dtype in which the original does."""
+        lin, dtype = self.__dict__["_modules"].get("lin"), x.dtype
+        if lin is None:
+            return edge_attr.dtype is dtype
+        if is_any_autocast_enabled() and autocast_dtype(x) is not None:
             # The original adds rows in the autocast dtype to the nodes' and keeps the wider dtype.
-            fits = x[0].dtype in (torch.float32, autocast_dtype(x[0]))
-        else:
-            fits = x[0].dtype == edge_attr.dtype == self.lin.weight.dtype
-        return "" if fits else "features of two dtypes"
+            return dtype in (torch.float32, autocast_dtype(x))
+        return bool(dtype == edge_attr.dtype == lin.weight.dtype)

@@ -109,5 +109,5 @@ class GraphTransformerLayer(GraphTransformer):
             )
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         to_structure = resolve if isinstance(edge_index, Adjacency) else _resolve_uncompiled
-        adj = to_structure(edge_index, x_src.size(0), x_dst.size(0), x_src.device, flow=self.flow).adj
+        adj = to_structure(edge_index, x_src.size(0), x_dst.size(0), x_src.device, flow=self.flow)
         return self.transform(adj, x_dst, x_src, edge_attr)

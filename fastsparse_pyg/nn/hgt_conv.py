@@ -13,7 +13,9 @@ from torch_geometric.nn.dense.linear import is_uninitialized_parameter
 from torch_geometric.typing import EdgeType, NodeType, SparseTensor
 
 from fastsparse_core import Adjacency, attention, recorded
+from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
+from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import lookup
 from fastsparse_pyg.graph import for_pyg, raise_graph
 from fastsparse_pyg.nn.attention import AttentionConv
@@ -53,10 +55,10 @@ class FastHGTConv(AttentionConv, HGTConv):
         Raises:
             ValueError: sizes, dtypes or devices do not fit, or an index points to no node.
         """
-        reason = self._why_original_typed(x_dict, edge_index_dict)
-        if reason:
+        reason = self._reason(x_dict, x_dict, edge_index_dict)
+        if reason is not None:
             edge_index_dict = {name: for_pyg(edges) for name, edges in edge_index_dict.items()}
-            return self._original_forward(reason, x_dict, edge_index_dict)  # type: ignore[return-value]
+            return self._original_forward(reason, x_dict, edge_index_dict)
         width = self.out_channels
         queries: list[Tensor] = []
         of_type: dict[EdgeType, Tensor] = {}
@@ -69,7 +71,7 @@ class FastHGTConv(AttentionConv, HGTConv):
             queries.append(parts[0])
             of_type |= dict(zip(outgoing, parts[1:], strict=True))
         sources = torch.cat([of_type[edge_type] for edge_type in edge_index_dict])
-        adj = self._adjacency(x_dict, edge_index_dict)
+        adj = self._typed_adjacency(x_dict, edge_index_dict)
         out = attention(adj, torch.cat(queries), sources[:, :width], sources[:, width:], heads=self.heads)
         return self._of_nodes(out, x_dict)
 
@@ -96,7 +98,7 @@ class FastHGTConv(AttentionConv, HGTConv):
         weight = torch.cat(parts)
         return (weight, None) if linear.bias is None else (weight[:, :-1], weight[:, -1])
 
-    def _adjacency(
+    def _typed_adjacency(
         self, x_dict: dict[NodeType, Tensor], edge_index_dict: dict[EdgeType, Tensor]
     ) -> Adjacency:
         """Structure of all relations: rows are nodes of all types, columns the sources of each relation."""
@@ -148,45 +150,40 @@ class FastHGTConv(AttentionConv, HGTConv):
             result[node_type] = part
         return result
 
-    def _why_original_typed(self, x_dict: Any, edge_index_dict: Any) -> str:
+    def _reason(self, x_src: Any, x_dst: Any, edge_index: Any, *of_call: Any) -> Reason | None:
+        """As :meth:`FastConv._reason`, of dicts by type."""
         if torch.compiler.is_compiling():
-            return "torch.compile"
-        if not x_dict or not edge_index_dict:
-            return "no nodes or no edges"
+            return fallback.COMPILED
+        if not x_src or not edge_index:
+            return Reason("no nodes or no edges", "")
         if self.flow != "source_to_target":
-            return f"flow={self.flow!r}"
-        for node_type, x in x_dict.items():
+            return Reason(f"flow={self.flow!r}", fallback.USUAL_FLOW)
+        for node_type, x in x_src.items():
             if not isinstance(x, Tensor):
                 raise_features(x, f"x_dict[{node_type!r}]")
-        for edge_type, edge_index in edge_index_dict.items():
-            if not isinstance(edge_index, (Tensor, SparseTensor, Adjacency)):
-                raise_graph(edge_index, f"edge_index_dict[{edge_type}]")
-            if type(edge_index) is not Tensor or edge_index.layout is not torch.strided:
-                return "edges that are not plain tensors"
-            if (
-                edge_index.dim() != 2
-                or edge_index.size(0) != 2
-                or edge_index.dtype not in (torch.int64, torch.int32)
-            ):
-                return "edges that are not integers of shape (2, num_edges)"
-            if edge_type not in self.edge_types_map or not {edge_type[0], edge_type[-1]} <= x_dict.keys():
-                return "edges between types that have no features"
-        if len({x.dtype for x in x_dict.values()}) != 1 or any(
-            x.dim() != 2 or x.layout is not torch.strided for x in x_dict.values()
+        for edge_type, edges in edge_index.items():
+            if not isinstance(edges, (Tensor, SparseTensor, Adjacency)):
+                raise_graph(edges, f"edge_index_dict[{edge_type}]")
+            if type(edges) is not Tensor or edges.layout is not torch.strided:
+                return Reason("edges that are not plain tensors", fallback.PLAIN_EDGES)
+            if edges.dim() != 2 or edges.size(0) != 2 or edges.dtype not in (torch.int64, torch.int32):
+                return Reason("edges that are not integers of shape (2, num_edges)", fallback.PLAIN_EDGES)
+            if edge_type not in self.edge_types_map or not {edge_type[0], edge_type[-1]} <= x_src.keys():
+                return Reason("edges between types that have no features")
+        features = list(x_src.values())
+        if len({x.dtype for x in features}) != 1 or any(
+            x.dim() != 2 or x.layout is not torch.strided for x in features
         ):
-            return "features that are not matrices of one dtype"
+            return Reason("features that are not matrices of one dtype", fallback.ONE_DTYPE)
         # Hooks may have to see keys and values; a lazy layer gets its sizes by one.
-        if type(self.kqv_lin) is not HeteroDictLinear:
-            return "a replaced linear layer"
-        maps = [self.kqv_lin.lins[node_type] for node_type in x_dict if node_type in self.kqv_lin.lins]
+        modules = (self.kqv_lin, self.k_rel, self.v_rel)
+        if tuple(map(type, modules)) != (HeteroDictLinear, HeteroLinear, HeteroLinear):
+            return Reason("a replaced linear layer")
+        maps = [self.kqv_lin.lins[node_type] for node_type in x_src if node_type in self.kqv_lin.lins]
         if any(is_uninitialized_parameter(linear.weight) for linear in maps):
-            return "a linear layer that has no sizes yet"
-        if len(maps) < len(x_dict) or not all(is_plain_linear(linear) for linear in maps):
-            return "a linear layer with hooks"
-        for module in (self.kqv_lin, self.k_rel, self.v_rel):
-            if module._forward_hooks or module._forward_pre_hooks:
-                return "a linear layer with hooks"
-        if type(self.k_rel) is not HeteroLinear or type(self.v_rel) is not HeteroLinear:
-            return "a replaced linear layer"
-        x = next(iter(x_dict.values()))
-        return self._why_original_attention((x, x), next(iter(edge_index_dict.values())))
+            return Reason("a linear layer that has no sizes yet", "")
+        if len(maps) < len(x_src) or not all(map(is_plain_linear, maps)):
+            return fallback.HOOKED_LINEAR
+        if any(module._forward_hooks or module._forward_pre_hooks for module in modules):
+            return fallback.HOOKED_LINEAR
+        return super()._reason(features[0], features[0], next(iter(edge_index.values())))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import HypergraphConv
-from torch_geometric.nn.aggr import SumAggregation
 from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, edge_softmax, spmm
+from fastsparse_core.fallback import Reason
 from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import is_sparse_matrix, raise_graph, resolve
 from fastsparse_pyg.nn.base import FastConv
 from fastsparse_pyg.nn.segments import EdgeEnd, gather
@@ -27,6 +30,8 @@ class FastHypergraphConv(FastConv, HypergraphConv):
     and its transpose serve both products; attention scores are a number per node and head, and one per
     hyperedge and head.
     """
+
+    _features = "matrix"
 
     def forward(
         self,
@@ -45,22 +50,14 @@ class FastHypergraphConv(FastConv, HypergraphConv):
             hyperedge_attr: features of the hyperedges, for attention.
             num_edges: number of hyperedges; None: the largest index + 1.
         """
-        reason = self._why_original(x, hyperedge_index)
-        if not reason and type(self._modules["aggr_module"]) is not SumAggregation:
-            reason = f"aggr={self.aggr!r}"
-        if not reason and (is_sparse_matrix(hyperedge_index) or isinstance(hyperedge_index, Adjacency)):
-            reason = "a hypergraph that is no (2, num_entries) tensor"
-        if not reason and (self.flow != "source_to_target" or x.dim() != 2 or self.node_dim != 0):
-            reason = f"flow={self.flow!r}, node_dim={self.node_dim}, features of {x.dim()} dimensions"
-        if reason:
+        reason = self._reason(x, x, hyperedge_index)
+        if reason is not None:
             return self._original_forward(
                 reason, x, hyperedge_index, hyperedge_weight, hyperedge_attr, num_edges
             )
-        if not isinstance(hyperedge_index, Tensor):
-            raise_graph(hyperedge_index, "hyperedge_index")
         if num_edges is None:
             num_edges = int(hyperedge_index[1].max()) + 1 if hyperedge_index.numel() else 0
-        to_edges = resolve(hyperedge_index, x.size(0), num_edges, x.device).adj
+        to_edges = resolve(hyperedge_index, x.size(0), num_edges, x.device)
         to_nodes = to_edges.t()
         x = self.lin(x)
         alpha = None
@@ -81,6 +78,18 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         if not self.concat:
             out = out.view(-1, self.heads, self.out_channels).mean(dim=1)
         return out if self.bias is None else out + self.bias
+
+    def _reason(self, x_src: Any, x_dst: Any, edge_index: Any, *of_call: Any) -> Reason | None:
+        reason = super()._reason(x_src, x_dst, edge_index)
+        if reason is not None:
+            return reason
+        if is_sparse_matrix(edge_index) or isinstance(edge_index, Adjacency):
+            return Reason("a hypergraph that is no (2, num_entries) tensor")
+        if not isinstance(edge_index, Tensor):
+            raise_graph(edge_index, "hyperedge_index")
+        if self.flow != "source_to_target":
+            return Reason(f"flow={self.flow!r}", fallback.USUAL_FLOW)
+        return None
 
     def _attention(self, to_edges: Adjacency, x: Tensor, attr: Tensor, index: Tensor) -> Tensor:
         """(num_entries, heads): the softmax of the scores of nodes and hyperedges."""

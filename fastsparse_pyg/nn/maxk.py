@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.typing import OptTensor, Size
 
-from fastsparse_core import CBSR, MaxK, ssd
+from fastsparse_core import CBSR, Adjacency, MaxK, ssd
 from fastsparse_core.fused.maxk_linear import (
     can_maxk_linear,
     densifies,
     maxk_linear,
 )
-from fastsparse_pyg.graph import EdgesLike
+from fastsparse_pyg.graph import EdgesLike, values_of
 from fastsparse_pyg.nn.base import is_plain_linear
 from fastsparse_pyg.nn.gcn_conv import FastGCNConv
-from fastsparse_pyg.nn.propagation import message_dtype
+from fastsparse_pyg.nn.propagation import Propagation, message_dtype
 from fastsparse_pyg.nn.sage_conv import FastSAGEConv
 
 
@@ -97,11 +98,12 @@ class FastMaxKGCNConv(FastGCNConv):
         if isinstance(x, (tuple, list)) or _values(x).dim() != 2:
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
         like = _values(x)
-        if _densifies(x, self.maxk) or self._why_original_gcn(like, edge_index):
+        found = None if _densifies(x, self.maxk) else self._propagation(like, edge_index, edge_weight)
+        if not isinstance(found, Propagation) or (
+            found.value is not None and message_dtype(like, found.value) != like.dtype
+        ):
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
-        adj, value, scale_dst, scale_src = self._own_propagation(like, edge_index, edge_weight)
-        if value is not None and message_dtype(like, value) != like.dtype:
-            return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
+        adj, value, scale_dst, scale_src, _ = found
         cbsr, lin = _compressed(x, self.maxk), self.lin
         if (
             is_plain_linear(lin)
@@ -173,16 +175,15 @@ class FastMaxKSAGEConv(FastSAGEConv):
         x_src, x_dst = x if isinstance(x, (tuple, list)) else (x, x)
         values = _values(x_src)
         like = (values, None if x_dst is None else values if x_dst is x_src else _values(x_dst))
-        if (
-            values.dim() != 2
-            or _densifies(x_src, self.maxk)
-            or self.project
-            or self._why_original_pair(like, edge_index)
-            or (reduce := self._reduce()) not in ("sum", "mean")
-            or self.node_dim % 2
-        ):
+        adj = None
+        if values.dim() == 2 and not (_densifies(x_src, self.maxk) or self.project or self.node_dim % 2):
+            adj = self._structure(like, edge_index, size)
+        if not isinstance(adj, Adjacency) or (reduce := self._reduce()) not in ("sum", "mean"):
             return super().forward(_dense(x, self.maxk), edge_index, size)
-        adj, value = self._resolve_pair(like, edge_index, size)
+        # PyG multiplies by the values of a torch.sparse matrix and drops those of a SparseTensor.
+        value = (
+            None if getattr(edge_index, "layout", torch.strided) is torch.strided else values_of(edge_index)
+        )
         if value is not None and not value.is_floating_point():
             value = value.to(values.dtype)
         cbsr, lin = _compressed(x_src, self.maxk), self.lin_l

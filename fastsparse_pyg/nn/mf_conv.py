@@ -10,12 +10,11 @@ from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency
 from fastsparse_core.fused.joint_linear import add_linear
-from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix
-from fastsparse_pyg.nn.base import checked_pair, is_plain_linear
-from fastsparse_pyg.nn.propagation import PropagatingConv
+from fastsparse_pyg.graph import EdgesLike
+from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv, is_plain_linear, size_for_pyg
 
 
-class FastMFConv(PropagatingConv, MFConv):
+class FastMFConv(FastConv, MFConv):
     r"""PyG's :class:`~torch_geometric.nn.conv.MFConv` on FastSparse kernels.
 
     .. math::
@@ -27,21 +26,16 @@ class FastMFConv(PropagatingConv, MFConv):
     call. Sparse matrices run PyG's own code.
     """
 
-    _bipartite = True
+    _aggregations = ANY_REDUCTION
+    _features = "matrix"
+    _takes_matrices = False
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: EdgesLike, size: Size = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastSAGEConv.forward`."""
-        adj = self._known(x, edge_index) if size is None else None
-        x_src, x_dst = (x, x) if isinstance(x, Tensor) else checked_pair(x)
-        if adj is None:
-            reason = self._why_original_pair((x_src, x_dst), edge_index)
-            if not reason and (x_src.dim() != 2 or self.node_dim not in (-2, 0)):
-                reason = f"features of {x_src.dim()} dimensions with node_dim={self.node_dim}"
-            if not reason and is_sparse_matrix(edge_index):
-                reason = "a sparse matrix"
-            if reason:
-                return self._original_forward_pair(reason, x, edge_index, size)
-            adj = self._graph((x_src, x_dst), edge_index, size).adj
+        adj = self._structure(x, edge_index, size)
+        if not isinstance(adj, Adjacency):
+            return self._original_forward(adj, x, edge_index, size_for_pyg(edge_index, size))
+        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         key = ("fastsparse_pyg.by_degree", self.max_degree)
         order, place, counts = adj.derived(key, lambda: _by_degree(adj, self.max_degree))
         sums = self._aggregate_neighbours(adj, x_src, None).index_select(0, order).split(counts)

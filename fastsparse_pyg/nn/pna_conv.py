@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Sequential
+from torch.nn import Sequential
 from torch_geometric.nn import PNAConv
 from torch_geometric.nn.aggr import (
-    Aggregation,
     DegreeScalerAggregation,
     MaxAggregation,
     MeanAggregation,
@@ -23,8 +22,10 @@ from torch_geometric.nn.aggr import (
 from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, multi_aggregate
+from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.principal_aggregation import add_scaled, node_parts
 from fastsparse_core.structure.incidence import incidence
+from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix, num_caller_values, to_edge_index
 from fastsparse_pyg.nn.base import FastConv, is_plain_linear, raise_features
 
@@ -68,6 +69,7 @@ class FastPNAConv(FastConv, PNAConv):
     _kernel = "multi_aggregate"
     _bipartite = False
     _fusible = False
+    _features = "matrix"
     _aggregations = (DegreeScalerAggregation,)
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_attr: OptTensor = None) -> Tensor:
@@ -86,49 +88,53 @@ class FastPNAConv(FastConv, PNAConv):
             ValueError: sizes, dtypes or devices do not fit.
             IndexError: an index points to no node.
         """
-        reason = self._why_original_pna(x, edge_index, edge_attr)
-        if reason:
-            return self._original_forward(reason, x, edge_index, edge_attr)
-        graph = self._graph((x, x), edge_index, None)
-        adj = graph.adj
-        if edge_attr is not None and edge_attr.size(0) != num_caller_values(graph.adj):
+        modules = self.__dict__["_modules"]
+        pre_nns, post_nns, scaler = modules["pre_nns"], modules["post_nns"], modules["aggr_module"]
+        stores = not are_linear(pre_nns)
+        names = aggregation_names(scaler)
+        adj = self._structure((x, x), edge_index, None, False, edge_attr, names, stores)
+        if not isinstance(adj, Adjacency):
+            return self._original_forward(adj, x, edge_index, edge_attr)
+        if edge_attr is not None and edge_attr.size(0) != num_caller_values(adj):
             raise ValueError(
-                f"edge_attr: expected one row per edge, {num_caller_values(graph.adj)}, "
+                f"edge_attr: expected one row per edge, {num_caller_values(adj)}, "
                 f"got shape {tuple(edge_attr.shape)}"
             )
         width, shared = self.F_in, not self.divide_input
-        updates = [nn[0] for nn in self.post_nns]
-        # Of a split the gradients are put together at once, of slices one by one, in a matrix of zeros each.
-        halves = [each.weight.split_with_sizes([width, each.weight.size(1) - width], 1) for each in updates]
-        of_own, weights = [half[0] for half in halves], [half[1] for half in halves]
-        own_bias = _joined([update.bias for update in updates])
-        scaler = self.aggr_module
-        names = aggregation_names(scaler)
-        if all(is_one_linear(nn) for nn in self.pre_nns):
-            maps = [nn[0] for nn in self.pre_nns]
-            bias = _joined([each.bias for each in maps])
-            sizes = [width] * (2 if edge_attr is None else 3)
-            of_dst, of_src, *rest = zip(
-                *(each.weight.split_with_sizes(sizes, 1) for each in maps), strict=True
-            )
-            of_edges: dict[str, Any] = {}
-            if edge_attr is not None:
-                of_edge = _joined(rest[0])
-                encoder = self.edge_encoder
-                of_edges = {"edge_attr": edge_attr, "edge_weight": of_edge @ encoder.weight}
-                bias = bias + of_edge @ encoder.bias
-            x_dst, x_src, own = node_parts(x, of_dst, of_src, of_own, bias, own_bias, shared)
-            aggregated = multi_aggregate(adj, x_src, names, x_dst=x_dst, groups=self.towers, **of_edges)
-        else:
+        # Comprehensions would be a call each in Python 3.11.
+        of_own, weights, own_biases = [], [], []
+        for nn in post_nns:
+            # The gradient of a split is one tensor; each slice's would be a matrix of zeros.
+            of_node, rest = nn[0].weight.split_with_sizes([width, nn[0].weight.size(1) - width], 1)
+            of_own.append(of_node)
+            weights.append(rest)
+            own_biases.append(nn[0].bias)
+        own_bias = _joined(own_biases)
+        if stores:
             nothing = [each[:0] for each in of_own]
             _, _, own = node_parts(x, nothing, nothing, of_own, None, own_bias, shared)
             rows = self._messages(x, edge_index, adj, edge_attr)
             aggregated = multi_aggregate(incidence(adj), rows, names, groups=self.towers)
+        else:
+            sizes = [width] * (2 if edge_attr is None else 3)
+            parts, biases = [], []
+            for nn in pre_nns:
+                parts.append(nn[0].weight.split_with_sizes(sizes, 1))
+                biases.append(nn[0].bias)
+            of_dst, of_src, *of_edge = zip(*parts, strict=True)
+            bias = _joined(biases)
+            of_edges: dict[str, Any] = {}
+            if edge_attr is not None:
+                encoder, joined = modules["edge_encoder"], _joined(of_edge[0])
+                of_edges = {"edge_attr": edge_attr, "edge_weight": joined @ encoder.weight}
+                bias = bias + joined @ encoder.bias
+            x_dst, x_src, own = node_parts(x, of_dst, of_src, of_own, bias, own_bias, shared)
+            aggregated = multi_aggregate(adj, x_src, names, x_dst=x_dst, groups=self.towers, **of_edges)
         out = add_scaled(own, aggregated, weights, self._factors(adj, aggregated, scaler))
-        if any(len(nn) > 1 for nn in self.post_nns):
-            parts = zip(self.post_nns, out.split(self.F_out, dim=1), strict=True)
-            out = torch.cat([nn[1:](part) for nn, part in parts], dim=1)
-        return self.lin(out)
+        if max(map(len, post_nns)) > 1:
+            towers = zip(post_nns, out.split(self.F_out, dim=1), strict=True)
+            out = torch.cat([nn[1:](part) for nn, part in towers], dim=1)
+        return modules["lin"](out)
 
     def _messages(self, x: Tensor, edge_index: Any, adj: Adjacency, edge_attr: Tensor | None) -> Tensor:
         """PyG's messages (E, towers * F_in), in the order of the edges."""
@@ -157,75 +163,84 @@ class FastPNAConv(FastConv, PNAConv):
         }
         return [None if name == "identity" else formulas[name]() for name in scaler.scaler]
 
-    def _why_original_pna(self, x: Any, edge_index: object, edge_attr: object) -> str:
-        if not isinstance(x, Tensor):
-            raise_features(x)
-        if x.dim() != 2:
-            return "features that are not a matrix"
+    def _reason(
+        self,
+        x_src: Any,
+        x_dst: Any,
+        edge_index: Any,
+        edge_attr: Any = None,
+        names: Sequence[str] = (),
+        stores: bool = False,
+        *of_call: Any,
+    ) -> Reason | None:
+        if not isinstance(x_src, Tensor):
+            raise_features(x_src)
         if (edge_attr is None) != (self.edge_dim is None):
-            return "edge features without edge_dim, or edge_dim without edge features"
+            return fallback.EDGE_FEATURES_OR_NOT
         if edge_attr is not None:
             if not isinstance(edge_attr, Tensor) or edge_attr.dim() != 2:
-                return "edge features that are not a matrix"
-            if is_sparse_matrix(edge_index):
-                return "a sparse matrix with edge features beside it"
-            if torch.compiler.is_compiling() and not all(is_one_linear(nn) for nn in self.pre_nns):
-                return "torch.compile with stored messages"
-        if is_sparse_matrix(edge_index) and (
-            edge_index.dense_dim() > 0
-            if isinstance(edge_index, Tensor)
-            else edge_index.storage.value() is not None  # type: ignore[attr-defined]
-        ):
-            return "a sparse matrix that carries edge features"
-        if is_sparse_matrix(edge_index) and not all(is_one_linear(nn) for nn in self.pre_nns):
-            return "a sparse matrix with stored messages"
-        return self._why_original(x, edge_index) or why_no_kernel(self)
+                return fallback.EDGES_NOT_A_MATRIX
+            if stores and torch.compiler.is_compiling():
+                return fallback.COMPILED_MESSAGES
+        if is_sparse_matrix(edge_index):
+            if edge_attr is not None:
+                return fallback.EDGE_FEATURES_BESIDE
+            is_tensor = isinstance(edge_index, Tensor)
+            if edge_index.dense_dim() > 0 if is_tensor else edge_index.storage.value() is not None:
+                return fallback.EDGE_FEATURES_WITHIN
+            if stores:
+                return Reason("a sparse matrix with stored messages", fallback.PLAIN_EDGES)
+        return super()._reason(x_src, x_dst, edge_index) or why_no_kernel(self, names)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
-def is_one_linear(nn: Module) -> bool:
-    """Whether a tower's message is one plain linear map."""
-    return _is_plain_sequence(nn) and len(nn) == 1 and is_plain_linear(nn[0])  # type: ignore[arg-type, index]
+def are_linear(nns: Iterable[Any], begin: bool = False) -> bool:
+    """Whether the networks of all towers are one plain linear map, or begin with one."""
+    for nn in nns:
+        if type(nn) is not Sequential or nn._forward_hooks or nn._forward_pre_hooks or nn._backward_hooks:
+            return False
+        if (len(nn) > 1 and not begin) or not is_plain_linear(nn[0]):
+            return False
+    return True
 
 
-def _is_plain_sequence(nn: Module) -> bool:
-    return type(nn) is Sequential and not (nn._forward_hooks or nn._forward_pre_hooks or nn._backward_hooks)
-
-
-def aggregation_names(scaler: DegreeScalerAggregation) -> list[str]:
+def aggregation_names(scaler: Any) -> list[str]:
     """The aggregations of a PNA layer by name; one that has no kernel is ""."""
-
-    def name(aggregation: Aggregation) -> str:
-        if aggregation._forward_hooks or aggregation._forward_pre_hooks:
-            return ""
-        found = _AGGREGATIONS.get(type(aggregation), "")
-        if found in ("var", "std"):
-            of_variance = getattr(aggregation, "var_aggr", aggregation)
-            if getattr(of_variance, "semi_grad", False):
-                return ""
-        return found
-
-    several = scaler.aggr
+    several: Any = getattr(scaler, "aggr", None)
     if type(several) is not MultiAggregation or several.mode != "cat":
         return [""]
-    return [name(aggregation) for aggregation in several.aggrs]
+    names = []
+    for aggregation in several.aggrs:
+        name = _AGGREGATIONS.get(type(aggregation), "")
+        if name in ("var", "std") and getattr(
+            getattr(aggregation, "var_aggr", aggregation), "semi_grad", False
+        ):
+            name = ""
+        names.append("" if aggregation._forward_hooks or aggregation._forward_pre_hooks else name)
+    return names
 
 
-def why_no_kernel(layer: PNAConv) -> str:
-    """What of a PNA layer keeps PyG's own code running, whatever it is given; "" for nothing."""
+def why_no_kernel(layer: PNAConv, names: Sequence[str] | None = None) -> Reason | None:
+    """What of a PNA layer keeps PyG's own code running, whatever it is given; None for nothing.
+
+    Args:
+        layer: the layer.
+        names: :func:`aggregation_names` of it, if they are known.
+    """
     scaler = layer.aggr_module
     if type(scaler) is not DegreeScalerAggregation:
-        return f"aggr={layer.aggr!r} has no kernel"
-    names = aggregation_names(scaler)
+        return Reason(f"aggr={layer.aggr!r} has no kernel")
+    names = aggregation_names(scaler) if names is None else names
     if "" in names or len(set(names)) < len(names):
-        return f"aggregators {[type(each).__name__ for each in getattr(scaler.aggr, 'aggrs', [scaler.aggr])]}"
+        several = getattr(scaler.aggr, "aggrs", [scaler.aggr])
+        return Reason(f"aggregators {[type(each).__name__ for each in several]}")
     if not set(scaler.scaler) <= set(_SCALERS):
-        return f"scalers {scaler.scaler}"
+        return Reason(f"scalers {scaler.scaler}")
     if layer.edge_dim is not None and (layer.edge_dim < 1 or not is_plain_linear(layer.edge_encoder)):
-        return "an edge encoder that is not a plain linear map"
-    if not all(_is_plain_sequence(nn) and is_plain_linear(nn[0]) for nn in layer.post_nns):
-        return "an update that does not begin with a plain linear map"
-    return ""
+        return Reason("an edge encoder that is not a plain linear map")
+    if not are_linear(layer.post_nns, begin=True):
+        return Reason("an update that does not begin with a plain linear map")
+    return None

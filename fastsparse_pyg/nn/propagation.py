@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch_geometric.typing import SparseTensor
 
 from fastsparse_core import Adjacency, sddmm, spmm
+from fastsparse_core.fallback import Reason
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_pyg.graph import (
-    Graph,
     caller_edges,
-    gcn_factors,
     is_sparse_matrix,
     num_caller_values,
     resolve,
     to_edge_index,
+    values_of,
 )
-from fastsparse_pyg.nn.base import FastConv, raise_features
+from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv
 
 
 class Propagation(NamedTuple):
@@ -30,12 +31,14 @@ class Propagation(NamedTuple):
         value: its values in the structure's value order; None: all 1.
         scale_dst: s, a constant (num_nodes,); None: all 1.
         scale_src: t, like s, of which it differs where nothing is gathered.
+        adds_loops: whether the kernel has to add a loop to every node, which V lacks.
     """
 
     adj: Adjacency
     value: Tensor | None
     scale_dst: Tensor | None = None
     scale_src: Tensor | None = None
+    adds_loops: bool = False
 
     def edge_weight(self, dtype: torch.dtype) -> Tensor:
         """The matrix' values, the scales multiplied in, in the order of ``caller_edges(adj)``.
@@ -58,7 +61,8 @@ class Propagation(NamedTuple):
 
     def to(self, device: torch.device) -> Propagation:
         """The same on another device."""
-        return Propagation(*(None if part is None else part.to(device) for part in self))  # type: ignore[arg-type]
+        moved = (None if part is None else part.to(device) for part in self[:4])
+        return Propagation(*moved)  # type: ignore[arg-type]
 
 
 class _Held(NamedTuple):
@@ -122,129 +126,94 @@ class PropagatingConv(FastConv):
     """Base of the layers whose messages are the sources' features, weighted by the edges or not at all."""
 
     _bipartite: ClassVar[bool] = False
-    _any_reduction: ClassVar[bool] = True
+    _features: ClassVar[Literal["any", "rows", "matrix"]] = "rows"
+    _takes_sparse_features: ClassVar[bool] = True
+    _matrix_loops: ClassVar[str] = "append"
+    _aggregations: ClassVar[tuple[type[Module], ...]] = ANY_REDUCTION
 
-    def _why_original_propagating(self, x: Tensor, edge_index: object) -> str:
-        if not isinstance(x, Tensor):
-            raise_features(x)
-        dim = x.dim()
-        if dim < 2 or self.node_dim % dim != dim - 2:
-            return f"features of {dim} dimensions with node_dim={self.node_dim}"
-        return self._why_original(x, edge_index)
+    #: Whether the layer has the option `cached`, and keeps the matrix in attributes that are :class:`Cached`.
+    _caches_matrix: ClassVar[bool] = False
 
-    def _original_propagating(
-        self, reason: str, x: Tensor, edge_index: Any, edge_weight: Tensor | None, *args: Any
-    ) -> Tensor:
-        """PyG's forward of edges with weights."""
-        edge_weight = self._written_for_original(x, edge_index, edge_weight)
-        return self._original_forward(reason, x, edge_index, edge_weight, *args)
-
-    def _own_propagation(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Propagation:
-        """:meth:`_propagation` as the options of GCN say that layers share."""
-        return self._propagation(
-            x,
-            edge_index,
-            edge_weight,
-            normalize=self.normalize,
-            add_self_loops=self.add_self_loops,
-            improved=getattr(self, "improved", False),
-            cached=self.cached,
-        )
+    def _original_forward(self, reason: Reason, x: Any, edge_index: Any, *args: Any) -> Tensor:
+        """As :meth:`FastConv._original_forward`, of edges with weights if there is a further argument."""
+        if args:
+            args = self._written_for_original(x, edge_index, args[0]), *args[1:]
+        return super()._original_forward(reason, x, edge_index, *args)
 
     def _propagation(
         self,
-        x: Tensor,
+        x: Any,
         edge_index: Any,
         edge_weight: Tensor | None,
-        *,
-        normalize: bool = True,
-        add_self_loops: bool = False,
-        improved: bool = False,
-        cached: bool = False,
-    ) -> Propagation:
-        """The matrix to multiply by, from the layer's own cache if that is filled.
+        normalize: bool | None = None,
+    ) -> Propagation | Reason:
+        """The matrix to multiply by, or why PyG's code must run.
+
+        Self loops, their value and whether the matrix is kept are the layer's options `add_self_loops`,
+        `improved` and `cached`, if it has them.
 
         Args:
             x: node features.
             edge_index: edges, sparse matrix or Adjacency.
             edge_weight: one weight per edge, or None.
-            normalize: whether by the roots of the degrees, as PyG's `gcn_norm`; else the rest is unused.
-            add_self_loops: whether to add those that are missing.
-            improved: whether they count 2.
-            cached: whether the layer keeps the matrix, in the attributes for which it has :class:`Cached`.
+            normalize: whether by the roots of the degrees, as PyG's `gcn_norm`, else without loops; None: the
+                layer's option of that name, else True.
         """
-        if not normalize:
-            num_src = x.size(-2)
-            graph = resolve(edge_index, num_src, None, x.device, flow=self.flow)
-            return Propagation(graph.adj, self._value(graph, x, edge_index, edge_weight))
+        state = self.__dict__
+        if not (state.get("normalize", True) if normalize is None else normalize):
+            adj = self._structure((x, None), edge_index)
+            if isinstance(adj, Reason):
+                return adj
+            return Propagation(adj, self._value(adj, x, edge_index, edge_weight))
         slot = _ADJ_T_SLOT if isinstance(edge_index, SparseTensor) else _EDGE_INDEX_SLOT
-        held = self.__dict__.get(slot)
-        if isinstance(held, _Held) and not held.fits(x):
-            # Nodes that came later have no edges in PyG's cache either.
-            edges, weight = getattr(self, slot.removeprefix("_held")), None
-            if not isinstance(edges, SparseTensor):
-                edges, weight = edges
-            graph = resolve(edges, x.size(-2), x.size(-2), x.device, flow=self.flow)
-            value = graph.value if weight is None else weight
-            held = self.__dict__[slot] = held._replace(propagation=Propagation(graph.adj, value))
-        if held is None:
-            fill_value = 2.0 if improved else 1.0
-            propagation = self._normalised(x, edge_index, edge_weight, add_self_loops, fill_value)
-            if cached:
-                self.__dict__[slot] = _Held(propagation, is_sparse_matrix(edge_index), x.dtype)
-            return propagation
+        held, loops = state.get(slot), state.get("add_self_loops", False)
+        keeps = self._caches_matrix and state["cached"]
+        if held is not None:
+            return self._reason(x, x, edge_index) or self._held(slot, held, x)
+        adj = self._structure((x, x), edge_index, None, loops)
+        if isinstance(adj, Reason):
+            return adj
+        fill_value = 2.0 if state.get("improved") else 1.0
+        found = self._normalised(adj, x, edge_index, edge_weight, fill_value)
+        if keeps:
+            state[slot] = _Held(found, is_sparse_matrix(edge_index), x.dtype)
+        return found
+
+    def _held(self, slot: str, held: Any, x: Tensor) -> Propagation:
+        """The matrix that the layer keeps, for as many nodes as there are."""
         if not isinstance(held, _Held):  # PyG's own code ran first and filled the cache
-            edges, weight = (held, None) if slot == _ADJ_T_SLOT else held
-            graph = resolve(edges, x.size(-2), x.size(-2), x.device, flow=self.flow)
-            return Propagation(graph.adj, graph.value if weight is None else weight)
+            return self._as_pyg_cached(held, x)
+        if not held.fits(x):
+            # Nodes that came later have no edges in PyG's cache either.
+            found = self._as_pyg_cached(getattr(self, slot.removeprefix("_held")), x)
+            held = self.__dict__[slot] = held._replace(propagation=found)
         if held.propagation.adj.device != x.device:
             held = self.__dict__[slot] = held._replace(propagation=held.propagation.to(x.device))
         return held.propagation
 
-    def _known_propagation(self, x: Any, edge_index: Any) -> tuple[Any, ...] | None:
-        """:meth:`_propagation` by the layer's own attributes for plain edges; None: look closer."""
-        state = self.__dict__
-        if not state["normalize"]:
-            adj = self._plain_graph(x, edge_index)
-            return None if adj is None else (adj, None, None, None)
-        if state["cached"]:
-            held = state.get(_EDGE_INDEX_SLOT)
-            if type(held) is not _Held or not self._is_plain(x, edge_index):
-                return None
-            propagation: Propagation = held.propagation
-            return propagation if propagation.adj.device == x.device and held.fits(x) else None
-        adj = self._plain_graph(x, edge_index, state["add_self_loops"])
-        if adj is None:
-            return None
-        scale, _ = gcn_factors(adj, x.dtype)
-        return adj, None, scale, scale
+    def _as_pyg_cached(self, held: Any, x: Tensor) -> Propagation:
+        """The matrix that PyG's code keeps: a SparseTensor, or edges or a sparse matrix with weights."""
+        edges, weight = (held, None) if isinstance(held, SparseTensor) else held
+        adj = resolve(edges, x.size(-2), x.size(-2), x.device, flow=self.flow)
+        return Propagation(adj, values_of(edges) if weight is None else weight)
 
     def _normalised(
-        self,
-        x: Tensor,
-        edge_index: Any,
-        edge_weight: Tensor | None,
-        add_self_loops: bool,
-        fill_value: float,
+        self, adj: Adjacency, x: Tensor, edge_index: Any, edge_weight: Tensor | None, fill_value: float = 1.0
     ) -> Propagation:
+        """GCN's matrix on a structure that has the loops."""
         if isinstance(edge_index, Tensor) and edge_index.layout is torch.sparse_csc:
             raise NotImplementedError(
                 "edge_index: expected a sparse matrix of layout CSR or COO under normalisation, got CSC; "
                 "convert it with .to_sparse_csr()"
             )
-        num_nodes = x.size(-2)
-        graph = resolve(
-            edge_index, num_nodes, num_nodes, x.device, flow=self.flow, add_self_loops=add_self_loops
-        )
-        adj = graph.adj
-        value = self._value(graph, x, edge_index, edge_weight, fill_value)
+        value = self._value(adj, x, edge_index, edge_weight, fill_value)
         if value is None:
             scale = adj.inv_sqrt_degree(accumulation_dtype(x.dtype))
             return Propagation(adj, None, scale, scale)
         # Degrees are sums of many terms: never in 16 bits, whatever autocast says.
         with torch.autocast(x.device.type, enabled=False):
             dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
-            degree = spmm(adj, torch.ones(num_nodes, 1, dtype=dtype, device=x.device), value)
+            degree = spmm(adj, torch.ones(adj.num_src, 1, dtype=dtype, device=x.device), value)
             scale = degree.pow(-0.5)
             scale = scale.masked_fill(scale == float("inf"), 0)
             if not scale.requires_grad:
@@ -257,37 +226,41 @@ class PropagatingConv(FastConv):
 
     def _value(
         self,
-        graph: Graph,
+        adj: Adjacency,
         x: Tensor,
         edge_index: Any,
         edge_weight: Tensor | None,
         fill_value: float = 1.0,
     ) -> Tensor | None:
         """Values of the structure, those of its self loops included; None: all 1."""
-        value = graph.value if is_sparse_matrix(edge_index) else edge_weight
+        is_matrix = type(edge_index) is not Tensor or edge_index.layout is not torch.strided
+        is_matrix = is_matrix and is_sparse_matrix(edge_index)
+        value = values_of(edge_index) if is_matrix else edge_weight
         if value is None:
             # PyG 2.8 doubles the loops of `improved` only where edges have values; matrices always have.
-            if not (fill_value != 1.0 and graph.loops_have_value and graph.adj.has_inserted_loops):
+            if not (fill_value != 1.0 and is_matrix and adj.has_inserted_loops):
                 return None
-            value = torch.ones(num_caller_values(graph.adj), dtype=x.dtype, device=x.device)
+            value = torch.ones(num_caller_values(adj), dtype=x.dtype, device=x.device)
         elif value is edge_weight:
-            value = _check_weight(value, num_caller_values(graph.adj), x)
+            value = _check_weight(value, num_caller_values(adj), x)
         if not value.is_floating_point():
             value = value.to(x.dtype)
-        if not graph.adj.has_inserted_loops:
+        if not adj.has_inserted_loops:
             return value
-        return graph.adj.extend_value(value, fill_value, keep_existing=graph.keep_existing)
+        # A loop that was there keeps its value, but a SparseTensor's diagonal is overwritten.
+        return adj.extend_value(value, fill_value, keep_existing=not isinstance(edge_index, SparseTensor))
 
     def _written_for_original(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Tensor | None:
         """Edge weights as an Adjacency is written back for PyG: in that order, with inserted loops."""
         if not isinstance(edge_index, Adjacency) or edge_weight is None:
             return edge_weight
-        graph = resolve(edge_index, edge_index.num_src, edge_index.num_dst, edge_index.device)
-        return Propagation(edge_index, self._value(graph, x, edge_index, edge_weight)).edge_weight(x.dtype)
+        return Propagation(edge_index, self._value(edge_index, x, edge_index, edge_weight)).edge_weight(
+            x.dtype
+        )
 
     def _multiply(self, propagation: Propagation, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The matrix times the features, in PyG's dtype."""
-        adj, value, *scales = propagation
+        adj, value, *scales, _ = propagation
         if value is not None:
             dtype = message_dtype(x, value)
             if dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):

@@ -11,7 +11,9 @@ from torch_geometric.nn.models import LabelPropagation, LightGCN
 from torch_geometric.typing import OptTensor, SparseTensor
 from torch_geometric.utils import one_hot
 
+from fastsparse_core.fallback import Reason
 from fastsparse_pyg.graph import EdgesLike
+from fastsparse_pyg.nn.base import FastConv
 from fastsparse_pyg.nn.propagation import PropagatingConv
 from fastsparse_pyg.nn.spmm_convs import FastLGConv
 
@@ -45,10 +47,6 @@ class FastLabelPropagation(PropagatingConv, LabelPropagation):
             post_step: what happens to the labels after every step; None: clamped to 0 and 1.
         """
         labels = one_hot(y.view(-1)) if y.dtype == torch.long and y.size(0) == y.numel() else y
-        reason = self._why_original_propagating(labels, edge_index)
-        if reason:
-            edge_weight = self._written_for_original(labels, edge_index, edge_weight)
-            return self._original_forward(reason, y, edge_index, mask, edge_weight, post_step)
         out = labels
         if mask is not None:
             out = torch.zeros_like(labels)
@@ -57,6 +55,9 @@ class FastLabelPropagation(PropagatingConv, LabelPropagation):
         if isinstance(edge_index, SparseTensor):
             has_value = edge_index.has_value()
         matrix = self._propagation(out, edge_index, edge_weight, normalize=not has_value)
+        if isinstance(matrix, Reason):
+            edge_weight = self._written_for_original(labels, edge_index, edge_weight)
+            return FastConv._original_forward(self, matrix, y, edge_index, mask, edge_weight, post_step)
         # PyG's weights of edges that have none are float32, and so are sums that they are factors of.
         dtype = torch.promote_types(out.dtype, torch.float32 if matrix.value is None else matrix.value.dtype)
         rest = ((1 - self.alpha) * out).to(dtype)

@@ -10,15 +10,18 @@ from torch import Tensor
 from torch_geometric.nn import ResGatedGraphConv
 from torch_geometric.typing import OptTensor, PairTensor
 
-from fastsparse_core import gated_aggregate
+from fastsparse_core import Adjacency, gated_aggregate
+from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.fused.edge_messages import can_pass_messages, gated_layer
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
+from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
+from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import checked_pair, is_plain_linear, project
+from fastsparse_pyg.nn.base import is_plain_linear, project
 
 
 class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
@@ -45,6 +48,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
 
     _kernel = "gated_aggregate"
     _stores_edges = False
+    _needs_destinations = True
 
     def forward(self, x: Tensor | PairTensor, edge_index: EdgesLike, edge_attr: OptTensor = None) -> Tensor:
         """Computes the layer.
@@ -58,58 +62,53 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
             ValueError: sizes, dtypes or devices do not fit.
             IndexError: an index points to no node.
         """
-        out = self._joined(x, edge_index, edge_attr)
-        if out is not None:
-            return out
-        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
-        reason = self._why_original_gated(pair, edge_index, edge_attr)
-        if reason:
-            return self._original_attention(reason, x, edge_index, edge_attr)
-        graph = self._graph(pair, edge_index, None)
+        adj = self._structure(x, edge_index, None, False, edge_attr)
+        if not isinstance(adj, Adjacency):
+            return self._original_forward(adj, x, edge_index, edge_attr)
+        if isinstance(x, Tensor):
+            out = self._joined(adj, x, edge_attr)
+            if out is not None:
+                return out
+        pair = (x, x) if isinstance(x, Tensor) else x
+        if edge_attr is not None and edge_attr.dtype != pair[0].dtype:
+            return self._original_forward(fallback.TWO_DTYPES, x, edge_index, edge_attr)
         if edge_attr is None:
             key, query, value = self._projected(pair)
-            out = gated_aggregate(graph.adj, key, query, value)
+            out = gated_aggregate(adj, key, query, value)
         else:
-            features = self._edge_features(graph.adj, edge_attr)
+            features = self._edge_features(adj, edge_attr)
             key, query, value, of_gate, of_value = self._taken_apart(pair, features.size(1))
             edges = {"gate_weight": of_gate, "value_weight": of_value}
-            out = gated_aggregate(graph.adj, key, query, value, edge_attr=features.to(key.dtype), **edges)
+            out = gated_aggregate(adj, key, query, value, edge_attr=features.to(key.dtype), **edges)
         if self.root_weight:
             out = out + self.lin_skip(pair[1])
         if self.bias is None:
             return out
         return add_bias(out, self.bias) if out.dtype == self.bias.dtype else out + self.bias
 
-    def _joined(self, x: Any, edge_index: Any, edge_attr: Any) -> Tensor | None:
-        """The layer, of plain tensors in one dtype, or under autocast; None: look closer."""
+    def _joined(self, adj: Adjacency, x: Tensor, edge_attr: Tensor | None) -> Tensor | None:
+        """The layer as one node of autograd's graph; None: look closer."""
         state = self.__dict__
-        modules, edge_dim = state["_modules"], state["edge_dim"]
-        lins = (modules["lin_query"], modules["lin_value"], modules["lin_key"])
-        if not all(is_plain_linear(lin) for lin in lins) or not _is_sigmoid(
-            modules.get("act", state.get("act"))
-        ):
+        modules, features = state["_modules"], 0 if edge_attr is None else edge_attr.shape[1]
+        if not is_plain_eager(x) or (edge_attr is not None and type(edge_attr) is not Tensor):
             return None
-        features = 0
-        if edge_dim is not None:
-            if type(edge_attr) is not Tensor or edge_attr.dim() != 2 or edge_attr.shape[1] != edge_dim:
+        weights: Any = ()
+        biases: Any = ()
+        shape = (state["out_channels"], x.shape[1] + features)
+        for name in ("lin_query", "lin_value", "lin_key"):
+            lin = modules[name]
+            if not is_plain_linear(lin):
                 return None
-            features = edge_dim
-        if features > MOST_FEATURES or (edge_attr is None) != (edge_dim is None):
-            return None
-        adj = self._plain_graph_of_sum(x, edge_index)
-        if adj is None:
-            return None
-        weights = tuple([lin._parameters["weight"] for lin in lins])
-        biases = tuple([lin._parameters["bias"] for lin in lins])
+            weight, bias = lin._parameters["weight"], lin._parameters["bias"]
+            if bias is None or weight.shape != shape:
+                return None
+            weights, biases = (*weights, weight), (*biases, bias)
         root, (bias,) = None, self._own_parameters("bias")
         if state["root_weight"]:
             lin = modules["lin_skip"]
             if not is_plain_linear(lin) or lin._parameters["bias"] is not None:
                 return None
             root = lin._parameters["weight"]
-        shape = (state["out_channels"], x.shape[1] + features)
-        if any(each is None for each in biases) or any(weight.shape != shape for weight in weights):
-            return None
         under = autocast_dtype(x) if is_any_autocast_enabled() else None
         if not can_pass_messages(adj, x, edge_attr, *weights, *biases, root, bias, under=under):
             return None
@@ -146,25 +145,30 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         # Both ends of an edge see its features, and what the gate gets of them is one product.
         return key, query, value, of_edges[0] + of_edges[2], of_edges[1]
 
-    def _why_original_gated(self, x: tuple[Any, Any], edge_index: object, edge_attr: object) -> str:
-        if x[1] is None:
-            return "no features of destinations"
-        if not _is_sigmoid(self.act):
-            return f"act={self.act!r} has no kernel"
-        if (edge_attr is None) != (self.edge_dim is None):
-            return "edge features without edge_dim, or edge_dim without edge features"
+    def _reason(
+        self, x_src: Any, x_dst: Any, edge_index: Any, edge_attr: Any = None, *of_call: Any
+    ) -> Reason | None:
+        state = self.__dict__
+        modules, edge_dim = state["_modules"], state["edge_dim"]
+        act = modules.get("act", state.get("act"))
+        if not _is_sigmoid(act):
+            return Reason(f"act={act!r} has no kernel")
+        if (edge_attr is None) != (edge_dim is None):
+            return fallback.EDGE_FEATURES_OR_NOT
         if edge_attr is not None:
             if not isinstance(edge_attr, Tensor) or edge_attr.dim() != 2:
-                return "edge features that are not a matrix"
+                return fallback.EDGES_NOT_A_MATRIX
             if edge_attr.size(1) > MOST_FEATURES:
-                return f"{edge_attr.size(1)} features of an edge, more than {MOST_FEATURES}"
-            if not all(is_plain_linear(lin) for lin in (self.lin_key, self.lin_query, self.lin_value)):
-                return "edge features of linear maps with hooks"
-            if edge_attr.size(1) != self.edge_dim:
-                return "edge features of another width than edge_dim"
-            if isinstance(x[0], Tensor) and edge_attr.dtype != x[0].dtype:
-                return "features of two dtypes"
-        return self._why_original_attention(x, edge_index, edge_attr)
+                return Reason(f"{edge_attr.size(1)} features of an edge, more than {MOST_FEATURES}")
+            if not (
+                is_plain_linear(modules["lin_key"])
+                and is_plain_linear(modules["lin_query"])
+                and is_plain_linear(modules["lin_value"])
+            ):
+                return Reason("edge features of linear maps with hooks")
+            if edge_attr.size(1) != edge_dim:
+                return Reason("edge features of another width than edge_dim")
+        return super()._reason(x_src, x_dst, edge_index, edge_attr)
 
 
 def _is_sigmoid(act: Any) -> bool:

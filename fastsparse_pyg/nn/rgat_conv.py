@@ -11,22 +11,24 @@ from torch_geometric.nn import RGATConv
 from torch_geometric.typing import OptTensor, SparseTensor
 
 from fastsparse_core import additive_attention, scatter, scatter_softmax, spmm
+from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.fused.relational_attention import relational_attention
 from fastsparse_core.grouped_product import grouped_product
 from fastsparse_core.relations import Relations
 from fastsparse_core.segment import rows_of
+from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, are_few_on_gpu, raise_features
-from fastsparse_pyg.relations import relations_of, why_not_relations
+from fastsparse_pyg.relations import reason_against_relations, relations_of
 
 #: On a GPU, nodes times relations and nodes times output features up to which all nodes are multiplied by all
 #: matrices at once: of relations one by one, six products each keep the host longer than those the GPU. A
 #: step on a hundredth of AM, 46 relations, takes an H200 1.5 ms, one by one 10.5; of MAG, 4 relations, 2.3
 #: and 5.0.
 _FEW_PAIRS, _FEW_FEATURES = 1 << 20, 1 << 21
-_FEW_ON_GPU = f"at most {FEW_EDGES_ON_GPU} edges on a GPU"
+_FEW_ON_GPU = Reason(f"at most {FEW_EDGES_ON_GPU} edges on a GPU", "")
 
 
 class FastRGATConv(AttentionConv, RGATConv):
@@ -77,11 +79,8 @@ class FastRGATConv(AttentionConv, RGATConv):
             IndexError: an index points to no node, or a type to no relation.
         """
         with_weights = isinstance(return_attention_weights, bool)
-        if are_few_on_gpu(edge_index):
-            reason = _FEW_ON_GPU
-        else:
-            reason = self._why_original_relational(x, edge_index, edge_type, edge_attr, size)
-        if reason:
+        reason = self._reason(x, x, edge_index, edge_attr, with_weights, edge_type, size)
+        if reason is not None:
             return self._original_forward(
                 reason, x, edge_index, edge_type, edge_attr, size, return_attention_weights
             )
@@ -198,26 +197,36 @@ class FastRGATConv(AttentionConv, RGATConv):
             out = out * factor.view(-1, *[1] * (out.dim() - 2), self.out_channels)
         return out
 
-    def _why_original_relational(
-        self, x: Any, edge_index: Any, edge_type: Any, edge_attr: Any, size: object
-    ) -> str:
-        reason = why_not_relations(edge_index, edge_type)
-        if reason:
+    def _reason(
+        self,
+        x_src: Any,
+        x_dst: Any,
+        edge_index: Any,
+        edge_attr: Any = None,
+        wants_weights: bool = False,
+        edge_type: Any = None,
+        size: Any = None,
+        *of_call: Any,
+    ) -> Reason | None:
+        if are_few_on_gpu(edge_index):
+            return _FEW_ON_GPU
+        reason = reason_against_relations(edge_index, edge_type)
+        if reason is not None:
             return reason
         if isinstance(edge_index, SparseTensor) or type(edge_index) is not Tensor:
-            return "edges that are not one plain tensor"
+            return Reason("edges that are not one plain tensor", fallback.PLAIN_EDGES)
         if size is not None:
-            return "size is given"
+            return Reason("size is given", "Leave `size` out")
         if edge_index.size(1) == 0:
-            return "no edges"
+            return Reason("no edges", "")
         if (edge_attr is None) != (self.lin_edge is None):
-            return "edge features without edge_dim, or edge_dim without edge features"
+            return fallback.EDGE_FEATURES_OR_NOT
         if isinstance(edge_attr, Tensor) and edge_attr.size(0) != edge_index.size(1):
-            return "edge features that are not one row per edge"
-        if not isinstance(x, Tensor):
-            raise_features(x)
-        if x.dtype != self.k.dtype:
-            return "features that are not one matrix of the weights' dtype"
-        if torch.is_autocast_enabled(x.device.type):
-            return "autocast"
-        return self._why_original_attention((x, x), edge_index, edge_attr)
+            return Reason("edge features that are not one row per edge", fallback.EDGE_ROWS)
+        if not isinstance(x_src, Tensor):
+            raise_features(x_src)
+        if x_src.dtype != self.k.dtype:
+            return Reason("features of another dtype than the weights", "Convert them to that dtype")
+        if torch.is_autocast_enabled(x_src.device.type):
+            return Reason("autocast", "Call this layer outside of torch.autocast")
+        return super()._reason(x_src, x_dst, edge_index, edge_attr, wants_weights)

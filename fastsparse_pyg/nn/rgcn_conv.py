@@ -13,16 +13,21 @@ from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
 from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, scatter, spmm
-from fastsparse_core.fused.relational_linear import relational_linear
+from fastsparse_core.fallback import Reason
+from fastsparse_core.fused.aggregate_transform import relational_linear
 from fastsparse_core.grouped_product import grouped_product
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._operands import written_out
 from fastsparse_core.relations import Relations
 from fastsparse_core.segment import rows_of
+from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike
-from fastsparse_pyg.nn.base import FastConv, raise_features
-from fastsparse_pyg.relations import relations_of, why_not_relations
+from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv, raise_features
+from fastsparse_pyg.relations import reason_against_relations, relations_of
 
+_NEITHER = Reason(
+    "features that are neither one matrix nor one vector of indices per side", fallback.PLAIN_FEATURES
+)
 _INT32_MAX = 2**31 - 1
 #: Destinations times relations up to which the host's work for a step counts more than rows without edges.
 FEW_PAIRS = 65_536
@@ -34,7 +39,7 @@ class _RelationalConv(FastConv):
     No base of the other's: PyG's templates of the one would serve the other, whose messages are others.
     """
 
-    _any_reduction = True
+    _aggregations = ANY_REDUCTION
     _fusible: ClassVar[bool] = False
     #: Whether PyG adds the relations' results onto zeros of the default dtype.
     _onto_zeros: ClassVar[bool] = True
@@ -58,8 +63,8 @@ class _RelationalConv(FastConv):
         if x_l is None:
             x_l = torch.arange(self.in_channels_l, device=self.weight.device)
         x_r = x[1] if isinstance(x, tuple) else x_l
-        reason = self._why_original_relational(x_l, x_r, edge_index, edge_type)
-        if reason:
+        reason = self._reason(x_l, x_r, edge_index, edge_type)
+        if reason is not None:
             return self._original_forward(reason, x, edge_index, edge_type)
         shape = (x_r.size(0), x_l.size(0))
         index = None if all_nodes or x_l.is_floating_point() else (x_l, self.in_channels_l)
@@ -82,7 +87,12 @@ class _RelationalConv(FastConv):
                 relations.with_every_pair.into_pairs, x_l, weight, self.root, self.bias, self._reduce()
             )
             if whole is not None:
-                return self._as_original(whole)
+                whole = self._as_original(whole)
+                bias = self.bias
+                if bias is None or whole.dtype == bias.dtype:
+                    return whole
+                # Autocast does not reach PyG's sum with the bias.
+                return whole.to(torch.promote_types(whole.dtype, bias.dtype))
         if x_l.is_floating_point():
             out = self._of_features(relations, written_out(x_l), weight)
         else:
@@ -123,29 +133,28 @@ class _RelationalConv(FastConv):
         rows = grouped_product(rows, weight, pairs.starts)
         return scatter(rows, pairs.node, relations.shape[0])
 
-    def _why_original_relational(
-        self, x_l: Tensor, x_r: Tensor, edge_index: object, edge_type: object
-    ) -> str:
-        if not isinstance(x_l, Tensor):
-            raise_features(x_l)
-        reason = why_not_relations(edge_index, edge_type)
-        if reason:
+    def _reason(
+        self, x_src: Any, x_dst: Any, edge_index: Any, edge_type: Any = None, *of_call: Any
+    ) -> Reason | None:
+        if not isinstance(x_src, Tensor):
+            raise_features(x_src)
+        reason = reason_against_relations(edge_index, edge_type)
+        if reason is not None:
             return reason
-        if x_l.is_floating_point() != x_r.is_floating_point() or x_l.dim() != (
-            2 if x_l.is_floating_point() else 1
-        ):
-            return "features that are neither one matrix nor one vector of indices per side"
-        if x_l.is_floating_point():
-            if x_l.dtype != self.weight.dtype and not torch.is_autocast_enabled(x_l.device.type):
-                return "features of another dtype than the weights"
+        is_floating = x_src.is_floating_point()
+        if is_floating != x_dst.is_floating_point() or x_src.dim() != (2 if is_floating else 1):
+            return _NEITHER
+        if is_floating:
+            if x_src.dtype != self.weight.dtype and not torch.is_autocast_enabled(x_src.device.type):
+                return Reason("features of another dtype than the weights", "Convert them to that dtype")
         elif self.num_blocks is not None:
-            return "indices with a block-diagonal decomposition"
+            return Reason("indices with a block-diagonal decomposition")
         elif self.num_relations * self.in_channels_l > _INT32_MAX:
-            return "more rows of weights than a structure has columns"
+            return Reason("more rows of weights than a structure has columns")
         if self.flow == "target_to_source" and isinstance(edge_index, Adjacency):
-            return "an Adjacency with flow='target_to_source'"
-        features = x_l if x_l.is_floating_point() else self.weight
-        return self._why_original(features, edge_index)
+            return Reason("an Adjacency with flow='target_to_source'", fallback.PLAIN_EDGES)
+        features = x_src if is_floating else self.weight
+        return super()._reason(features, features, edge_index)  # relations know either direction of a pair
 
 
 class FastRGCNConv(_RelationalConv, RGCNConv):
@@ -184,9 +193,9 @@ class FastFastRGCNConv(_RelationalConv, pyg.FastRGCNConv):
     def _drops_unknown(self) -> bool:
         return False
 
-    def _why_original_relational(
-        self, x_l: Tensor, x_r: Tensor, edge_index: object, edge_type: object
-    ) -> str:
-        if isinstance(x_l, Tensor) and not x_l.is_floating_point():
-            return "features that are indices"  # which PyG's takes for the nodes' own
-        return super()._why_original_relational(x_l, x_r, edge_index, edge_type)
+    def _reason(
+        self, x_src: Any, x_dst: Any, edge_index: Any, edge_type: Any = None, *of_call: Any
+    ) -> Reason | None:
+        if isinstance(x_src, Tensor) and not x_src.is_floating_point():
+            return Reason("features that are indices")  # which PyG's takes for the nodes' own
+        return super()._reason(x_src, x_dst, edge_index, edge_type)

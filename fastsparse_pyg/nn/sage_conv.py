@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import SAGEConv
 from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency
-from fastsparse_pyg.graph import EdgesLike
-from fastsparse_pyg.nn.base import FastConv, checked_pair
+from fastsparse_core.fallback import Reason
+from fastsparse_pyg.graph import EdgesLike, values_of
+from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv, size_for_pyg
 from fastsparse_pyg.traced import TracedEdges
 
 
@@ -33,7 +35,7 @@ class FastSAGEConv(FastConv, SAGEConv):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
     """
 
-    _any_reduction = True
+    _aggregations = ANY_REDUCTION
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: EdgesLike, size: Size = None) -> Tensor:
         """Computes the layer.
@@ -47,21 +49,20 @@ class FastSAGEConv(FastConv, SAGEConv):
             ValueError: sizes, dtypes or devices do not fit together.
             IndexError: an index points to no node.
         """
-        adj: Adjacency | TracedEdges | None = self._plain_graph(x, edge_index) if size is None else None
-        is_plain = adj is not None
-        if adj is not None:
-            x_src, x_dst, value = x, x, None
-        else:
-            pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
-            reason = self._why_original_pair_or_trace(pair, edge_index, size)
-            if reason:
-                return self._original_forward_pair(reason, x, edge_index, size)
-            x_src, x_dst = pair
-            adj, value = self._resolve_or_trace(pair, edge_index, size)
+        adj: Adjacency | TracedEdges | Reason = self._structure(x, edge_index, size)
+        if isinstance(adj, Reason):
+            adj = self._traced_edges(adj, x, edge_index, size)
+            if isinstance(adj, Reason):
+                return self._original_forward(adj, x, edge_index, size_for_pyg(edge_index, size))
+        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
+        # PyG multiplies by the values of a torch.sparse matrix and drops those of a SparseTensor.
+        value = (
+            None if getattr(edge_index, "layout", torch.strided) is torch.strided else values_of(edge_index)
+        )
         state = self.__dict__
         modules = state["_modules"]
         if state["project"] and "lin" in modules:
-            x_src, is_plain = modules["lin"](x_src).relu(), False
+            x_src = modules["lin"](x_src).relu()
         lin_root = modules["lin_r"] if state["root_weight"] else None
-        out = self._neighbours_and_root(adj, x_src, x_dst, value, modules["lin_l"], lin_root, is_plain)
+        out = self._neighbours_and_root(adj, x_src, x_dst, value, modules["lin_l"], lin_root)
         return F.normalize(out, p=2.0, dim=-1) if state["normalize"] else out

@@ -13,12 +13,15 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptPairTensor, OptTensor, Size
 
 from fastsparse_core import Adjacency, sddmm
+from fastsparse_core.fallback import Reason
+from fastsparse_core.fused.aggregate_transform import weighted_linear
 from fastsparse_core.fused.joint_linear import add_linear
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
-from fastsparse_core.fused.weighted_linear import weighted_linear
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_pyg.graph import EdgesLike, for_pyg, is_sparse_matrix, resolve
-from fastsparse_pyg.nn.base import checked_pair, is_plain_linear
+from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_pyg import fallback
+from fastsparse_pyg.graph import EdgesLike, for_pyg, is_sparse_matrix
+from fastsparse_pyg.nn.base import is_plain_linear, size_for_pyg
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
 
 
@@ -50,29 +53,26 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
             edge_weight: one weight per edge, for edges and Adjacency (a matrix carries its own).
             size: (sources, destinations), for edge lists.
         """
-        adj = self._plain_graph(x, edge_index) if size is None else None
-        if adj is not None and (edge_weight is None or _is_plain_weight(edge_weight, x, adj)):
-            modules = self.__dict__["_modules"]
-            both = modules["lin_rel"], modules["lin_root"]
-            out = None if edge_weight is None else self._weighted(adj, x, edge_weight, *both)
-            return (
-                self._neighbours_and_root(adj, x, x, edge_weight, *both, is_plain=True)
-                if out is None
-                else out
-            )
-        pair = (x, x) if isinstance(x, Tensor) else checked_pair(x)
-        reason = self._why_original_pair(pair, edge_index)
-        if reason:
-            edge_weight = self._written_for_original(pair[0], edge_index, edge_weight)
-            if isinstance(edge_index, Adjacency):
-                size = (edge_index.num_src, edge_index.num_dst)
-            return self._original_forward(reason, x, edge_index, edge_weight, size)
-        x_src, x_dst = pair
-        graph = self._graph(pair, edge_index, size)
-        value = self._value(graph, x_src, edge_index, edge_weight)
+        adj = self._structure(x, edge_index, size)
+        if not isinstance(adj, Adjacency):
+            size = size_for_pyg(edge_index, size)
+            return self._original_forward(adj, x, edge_index, edge_weight, size)
+        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
+        modules, value = self.__dict__["_modules"], edge_weight
+        both = modules["lin_rel"], modules["lin_root"]
+        if edge_weight is not None and x_src is x_dst and _is_plain_weight(edge_weight, x_src, adj):
+            out = self._weighted(adj, x_src, edge_weight, *both)
+            if out is not None:
+                return out
+        if (
+            edge_weight is not None
+            or type(edge_index) is not Tensor
+            or edge_index.layout is not torch.strided
+        ):
+            value = self._value(adj, x_src, edge_index, edge_weight)
         if value is not None and not torch.is_autocast_enabled(x_src.device.type):
             x_src = x_src.to(message_dtype(x_src, value))
-        return self._neighbours_and_root(graph.adj, x_src, x_dst, value, self.lin_rel, self.lin_root)
+        return self._neighbours_and_root(adj, x_src, x_dst, value, *both)
 
     def _weighted(self, adj: Adjacency, x: Tensor, value: Tensor, lin: Any, lin_root: Any) -> Tensor | None:
         """The layer by one node of autograd's graph; None: sums and linear maps one by one."""
@@ -97,9 +97,12 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
 
 
 def _is_plain_weight(weight: Any, x: Tensor, adj: Adjacency) -> bool:
-    """Whether nothing has to be done to edge weights before a product."""
+    """Whether nothing has to be done to edge weights before a product of plain features."""
     return (
         type(weight) is Tensor
+        and x.dim() == 2
+        and is_plain_eager(x)
+        and not adj.has_inserted_loops
         and weight.dtype is x.dtype
         and weight.shape == (adj.num_values,)
         and weight.device == x.device
@@ -111,7 +114,9 @@ class _Powers(PropagatingConv):
 
     def _powers(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None, *, narrow: bool) -> Tensor:
         """The layer; ``narrow``: whether the linear layer may come first."""
-        matrix = self._propagation(x, edge_index, edge_weight, add_self_loops=self.add_self_loops)
+        matrix = self._propagation(x, edge_index, edge_weight)
+        if isinstance(matrix, Reason):
+            return self._original_forward(matrix, x, edge_index, edge_weight)
         lin = self.lin
         if not (narrow and x.size(-1) > self.out_channels and self._is_linear() and is_plain_linear(lin)):
             return lin(self._kept(matrix, x) if self.cached else self._polynomial(matrix, x))
@@ -142,9 +147,6 @@ class FastSGConv(_Powers, pyg.SGConv):
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         if self._cached_x is not None:
             return self.lin(self._cached_x.detach())
-        reason = self._why_original_propagating(x, edge_index)
-        if reason:
-            return self._original_propagating(reason, x, edge_index, edge_weight)
         return self._powers(x, edge_index, edge_weight, narrow=not self.cached)
 
     def _polynomial(self, matrix: Propagation, x: Tensor) -> Tensor:
@@ -170,9 +172,6 @@ class FastSSGConv(_Powers, pyg.SSGConv):
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         if self._cached_h is not None:
             return self.lin(self._cached_h.detach())
-        reason = self._why_original_propagating(x, edge_index)
-        if reason:
-            return self._original_propagating(reason, x, edge_index, edge_weight)
         return self._powers(x, edge_index, edge_weight, narrow=not self.cached)
 
     def _polynomial(self, matrix: Propagation, x: Tensor) -> Tensor:
@@ -196,18 +195,18 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
     than the original's.
     """
 
+    _caches_matrix = True
     _cached_edge_index = Cached()
     _cached_adj_t = Cached()
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
-        reason = self._why_original_propagating(x, edge_index)
+        matrix = self._propagation(x, edge_index, edge_weight)
         drops = self.dropout > 0 and self.training
         if drops and not self.normalize and (edge_weight is None or is_sparse_matrix(edge_index)):
-            reason = reason or "dropout of edges without a weight"
-        if reason:
-            return self._original_propagating(reason, x, edge_index, edge_weight)
-        matrix = self._own_propagation(x, edge_index, edge_weight)
+            matrix = Reason("dropout of edges without a weight")
+        if isinstance(matrix, Reason):
+            return self._original_forward(matrix, x, edge_index, edge_weight)
         out, value = x, matrix.value
         # Under autocast the products are in its dtype; the result is in the original's, which casts nothing.
         dtype = x.dtype if value is None else torch.promote_types(x.dtype, value.dtype)
@@ -233,11 +232,10 @@ class FastTAGConv(PropagatingConv, pyg.TAGConv):
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
-        reason = self._why_original_propagating(x, edge_index)
-        if reason:
-            return self._original_propagating(reason, x, edge_index, edge_weight)
-        matrix = self._propagation(x, edge_index, edge_weight, normalize=self.normalize)
-        plain = all(is_plain_linear(lin) for lin in self.lins)
+        matrix = self._propagation(x, edge_index, edge_weight)
+        if isinstance(matrix, Reason):
+            return self._original_forward(matrix, x, edge_index, edge_weight)
+        plain = all(map(is_plain_linear, self.lins))
         if plain and self._is_linear() and x.size(-1) > self.out_channels:
             width = self.out_channels
             joint = torch.cat([lin.weight for lin in self.lins])
@@ -264,10 +262,9 @@ class FastMixHopConv(PropagatingConv, pyg.MixHopConv):
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
-        reason = self._why_original_propagating(x, edge_index)
-        if reason:
-            return self._original_propagating(reason, x, edge_index, edge_weight)
-        matrix = self._propagation(x, edge_index, edge_weight, add_self_loops=self.add_self_loops)
+        matrix = self._propagation(x, edge_index, edge_weight)
+        if isinstance(matrix, Reason):
+            return self._original_forward(matrix, x, edge_index, edge_weight)
         first, *others = self.lins
         parts = [first(x)]
         for lin in others:
@@ -288,17 +285,17 @@ class FastGCN2Conv(PropagatingConv, pyg.GCN2Conv):
     after "Simple and Deep Graph Convolutional Networks" (https://arxiv.org/abs/2007.02133).
     """
 
+    _caches_matrix = True
     _cached_edge_index = Cached()
     _cached_adj_t = Cached()
 
     def forward(self, x: Tensor, x_0: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; ``x_0``: the first layer's features; else as :meth:`FastGCNConv.forward`."""
-        reason = self._why_original_propagating(x, edge_index)
-        if reason:
+        matrix = self._propagation(x, edge_index, edge_weight)
+        if isinstance(matrix, Reason):
             edge_weight = self._written_for_original(x, edge_index, edge_weight)
             edges = self._written_back(edge_index) if isinstance(edge_index, Adjacency) else edge_index
-            return self._original_forward(reason, x, x_0, for_pyg(edges), edge_weight)
-        matrix = self._own_propagation(x, edge_index, edge_weight)
+            return super()._original_forward(matrix, x, x_0, for_pyg(edges), edge_weight)
         out, x_0 = self._multiply(matrix, x), x_0[: x.size(0)]
         factors = {"beta": 1.0 - self.beta, "alpha": self.beta}
         if self.weight2 is None:
@@ -321,10 +318,9 @@ class FastLGConv(PropagatingConv, pyg.LGConv):
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
-        reason = self._why_original_propagating(x, edge_index)
-        if reason:
-            return self._original_propagating(reason, x, edge_index, edge_weight)
-        matrix = self._propagation(x, edge_index, edge_weight, normalize=self.normalize)
+        matrix = self._propagation(x, edge_index, edge_weight)
+        if isinstance(matrix, Reason):
+            return self._original_forward(matrix, x, edge_index, edge_weight)
         return self._multiply(matrix, x)
 
 
@@ -341,12 +337,11 @@ class FastARMAConv(PropagatingConv, pyg.ARMAConv):
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
-        reason = self._why_original_propagating(x, edge_index)
-        if self.node_dim != -2:
-            reason = reason or f"node_dim={self.node_dim}"
-        if reason:
-            return self._original_propagating(reason, x, edge_index, edge_weight)
         matrix = self._propagation(x, edge_index, edge_weight)
+        if self.node_dim != -2:
+            matrix = Reason(f"node_dim={self.node_dim}")
+        if isinstance(matrix, Reason):
+            return self._original_forward(matrix, x, edge_index, edge_weight)
         x = x.unsqueeze(-3)
         out = x @ self.init_weight
         for layer in range(self.num_layers):
@@ -373,23 +368,15 @@ class FastClusterGCNConv(PropagatingConv, pyg.ClusterGCNConv):
     after "Cluster-GCN" (https://arxiv.org/abs/1905.07953). Sparse matrices run PyG's own code.
     """
 
-    _any_reduction = False
+    _aggregations = (SumAggregation,)
+    _takes_matrices = False
 
     def forward(self, x: Tensor, edge_index: EdgesLike) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`, without weights."""
-        reason = self._why_original_propagating(x, edge_index)
-        if not reason and type(self._modules["aggr_module"]) is not SumAggregation:
-            reason = f"aggr={self.aggr!r}"
-        if not reason and self.flow != "source_to_target":
-            reason = f"flow={self.flow!r}"
-        if not reason and is_sparse_matrix(edge_index):
-            reason = "a sparse matrix"
-        if reason:
-            return self._original_forward(reason, x, edge_index)
+        adj = self._structure((x, x), edge_index, None, self.add_self_loops)
+        if not isinstance(adj, Adjacency):
+            return self._original_forward(adj, x, edge_index)
         num_nodes = x.size(-2)
-        adj = resolve(
-            edge_index, num_nodes, num_nodes, x.device, flow=self.flow, add_self_loops=self.add_self_loops
-        ).adj
         scale = adj.inv_degree(accumulation_dtype(x.dtype))
         out = self._aggregate_neighbours(adj, x, None, scales=(scale, None))
         if self.diag_lambda:
@@ -397,6 +384,15 @@ class FastClusterGCNConv(PropagatingConv, pyg.ClusterGCNConv):
             weight = torch.bincount(loops, minlength=num_nodes) * scale * self.diag_lambda
             out = torch.addcmul(out, weight.to(x.dtype)[:, None], x)
         return self.lin_out(out) + self.lin_root(x)
+
+    def _reason(self, x_src: Any, x_dst: Any, edge_index: Any, *of_call: Any) -> Reason | None:
+        if self.flow != "source_to_target":
+            return Reason(f"flow={self.flow!r}", fallback.USUAL_FLOW)
+        return (
+            fallback.SPARSE_MATRIX
+            if is_sparse_matrix(edge_index)
+            else super()._reason(x_src, x_dst, edge_index)
+        )
 
 
 class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
@@ -411,12 +407,11 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
-        reason = self._why_original_propagating(x, edge_index)
-        if reason or x.dim() != 2 or x.size(-1) > self.out_channels:
-            return self._original_propagating(
-                reason or "features that are too wide", x, edge_index, edge_weight
-            )
         matrix = self._propagation(x, edge_index, edge_weight, normalize=False)
+        if isinstance(x, Tensor) and (x.dim() != 2 or x.size(-1) > self.out_channels):
+            matrix = Reason("features that are too wide", fallback.PLAIN_FEATURES)
+        if isinstance(matrix, Reason):
+            return self._original_forward(matrix, x, edge_index, edge_weight)
         if x.size(-1) < self.out_channels:
             x = F.pad(x, (0, self.out_channels - x.size(-1)))
         for weight in self.weight:

@@ -11,6 +11,124 @@
 namespace fastsparse::cpu {
 namespace {
 
+struct AttentionLayerArgs {
+  AttentionCsrArgs attention;
+  HeadScoresArgs scores;  // additive attention only: gives dst and src
+  DenseView skip;         // (num_rows, width), added to the result; null data: nothing is
+  const void* bias;       // (width) in dtype; null: 0
+};
+
+struct AttentionLayerBackwardArgs {
+  AttentionCsrBackwardArgs attention;  // additive: without grad_dst and grad_src
+  HeadScoresArgs scores;
+  void* grad_vectors[2];     // additive: (heads, head_width) in the accumulation type
+  DenseView grad_joint;      // of the maps' results: what the pointers in `attention` point into
+  std::int64_t joint_width;  // its columns
+  void* grad_skip;           // in grad_joint; null: there is none
+  void* grad_bias;           // (width) in the accumulation type; null: not wanted
+  void* grad_map_bias;       // (joint_width) in the accumulation type: sums of grad_joint; null: not wanted
+};
+
+// What a layer's linear maps gave, and what the calls keep.
+struct Places {
+  const AttentionLayer& layer;
+  const AttentionLayerCall& call;
+
+  std::int64_t width() const { return layer.heads * layer.head_width; }
+  std::int64_t joint_width() const { return layer.num_linears * width(); }
+
+  void* column(void* joint, std::int64_t linear) const {
+    const Dtype dtype = layer.dtype;
+    const std::int64_t bytes = dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2;
+    return static_cast<char*>(joint) + linear * width() * bytes;
+  }
+  DenseView features(std::int64_t linear) const { return {column(call.joint, linear), joint_width()}; }
+
+  void* state(std::int64_t array) const {
+    const std::int64_t bytes = layer.dtype == Dtype::kFloat64 ? 8 : 4;
+    return static_cast<char*>(call.state) + array * layer.a.num_rows * layer.heads * bytes;
+  }
+
+  AttentionCsrArgs attention() const {
+    AttentionCsrArgs args{};
+    args.a = layer.a;
+    args.kind = layer.kind;
+    args.scale = layer.scale;
+    args.dropout = call.dropout;
+    args.keep_scale = call.keep_scale;
+    args.edge = call.edge;
+    args.weight = call.edge_weight;
+    args.edge_width = call.edge_width;
+    args.heads = layer.heads;
+    args.head_width = layer.kind == AttentionScore::kAdditive ? 0 : layer.head_width;
+    args.value_width = layer.head_width;
+    args.dtype = layer.dtype;
+    args.bias.heads = layer.heads;
+    args.lse = state(layer.kind == AttentionScore::kAdditive ? 2 : 0);
+    if (layer.kind == AttentionScore::kAdditive) {
+      args.v = features(0);
+      args.src = {state(0), layer.heads};
+      args.dst = {state(1), layer.heads};
+    } else if (layer.kind == AttentionScore::kGatv2) {
+      args.src = args.v = features(0);
+      args.dst = features(1);
+      args.att = call.first_vector;
+    } else {
+      args.src = features(0);
+      args.v = features(1);
+      args.dst = features(2);
+    }
+    return args;
+  }
+
+  HeadScoresArgs scores() const {
+    return {features(0),          {call.first_vector, call.second_vector},
+            {state(0), state(1)}, layer.a.num_rows,
+            layer.heads,          layer.head_width,
+            layer.dtype};
+  }
+};
+
+AttentionLayerArgs arguments_of(const AttentionLayerForward& given) {
+  const Places places{given.layer, given.call};
+  AttentionLayerArgs args{places.attention(), places.scores(), {}, given.bias};
+  args.attention.out = given.out;
+  if (given.layer.num_linears == 4) args.skip = places.features(3);
+  return args;
+}
+
+AttentionLayerBackwardArgs arguments_of(const AttentionLayerBackward& given) {
+  const Places places{given.layer, given.call};
+  void* joint = given.grad_joint;
+  AttentionLayerBackwardArgs args{};
+  args.attention.forward = places.attention();
+  args.attention.a_t = given.a_t;
+  args.attention.grad = given.grad;
+  args.attention.work = given.work;
+  args.attention.grad_edge = given.grad_edge;
+  args.attention.grad_weight = given.grad_edge_weight;
+  args.joint_width = places.joint_width();
+  args.grad_joint = {joint, args.joint_width};
+  if (given.layer.kind == AttentionScore::kAdditive) {
+    args.scores = places.scores();
+    args.grad_vectors[0] = given.grad_first;
+    args.grad_vectors[1] = given.grad_second;
+    args.attention.grad_v = joint;
+  } else if (given.layer.kind == AttentionScore::kGatv2) {
+    args.attention.grad_att = given.grad_first;
+    args.attention.grad_src = joint;
+    args.attention.grad_dst = places.column(joint, 1);
+  } else {
+    args.attention.grad_src = joint;
+    args.attention.grad_v = places.column(joint, 1);
+    args.attention.grad_dst = places.column(joint, 2);
+    if (given.layer.num_linears == 4) args.grad_skip = places.column(joint, 3);
+  }
+  args.grad_bias = given.grad_bias;
+  args.grad_map_bias = given.grad_map_bias;
+  return args;
+}
+
 constexpr std::int64_t kRows = 1024;  // of one task
 
 template <typename A>
@@ -58,7 +176,8 @@ void sum_columns(const DenseView& matrix, Dtype dtype, std::int64_t num_rows, st
 
 }  // namespace
 
-void attention_layer(const AttentionLayerArgs& args, int threads) {
+void attention_layer(const AttentionLayerForward& given, int threads) {
+  const AttentionLayerArgs args = arguments_of(given);
   const AttentionCsrArgs& attention = args.attention;
   if (attention.kind == AttentionScore::kAdditive) head_scores(args.scores, threads);
   attention_csr(attention, threads);
@@ -72,7 +191,8 @@ void attention_layer(const AttentionLayerArgs& args, int threads) {
   });
 }
 
-void attention_layer_backward(const AttentionLayerBackwardArgs& args, int threads) {
+void attention_layer_backward(const AttentionLayerBackward& given, int threads) {
+  const AttentionLayerBackwardArgs args = arguments_of(given);
   AttentionCsrBackwardArgs attention = args.attention;
   const AttentionCsrArgs& forward = attention.forward;
   const std::int64_t num_rows = forward.a.num_rows, width = forward.heads * forward.value_width;

@@ -33,7 +33,7 @@ struct Workspace {
 struct Layer {
   const CudaAttentionLayerArgs& args;
   cudaStream_t stream;
-  const std::int64_t width = args.heads * args.head_width, joint_width = args.maps * width;
+  const std::int64_t width = args.heads * args.head_width, joint_width = args.num_linears * width;
   const std::int64_t items = args.num_nodes * args.heads, features = args.num_nodes * width;
   const std::int64_t bytes = args.dtype == Dtype::kFloat32 ? 4 : 2;
 
@@ -68,7 +68,7 @@ struct Layer {
   }
 
   Gatv2AttentionInput gatv2() const {
-    return {column(args.joint, args.maps - 1),
+    return {column(args.joint, args.num_linears - 1),
             column(args.joint, 0),
             args.vectors[0],
             args.scale,
@@ -150,7 +150,7 @@ struct Layer {
                                   stream);
     }
     if (code != cudaSuccess) return code;
-    const DenseView skip = args.maps == 4 ? column(args.joint, 3) : DenseView{nullptr, 0};
+    const DenseView skip = args.num_linears == 4 ? column(args.joint, 3) : DenseView{nullptr, 0};
     launch_add(args.dtype,
                {args.out, skip, args.bias, args.bias_is_float, args.result, args.num_nodes, width}, stream);
     return cudaGetLastError();
@@ -186,7 +186,7 @@ struct Layer {
       found.partial_column = workspace.take(args.num_slots_t * width);
       found.sums = workspace.take(args.att_rows * width);
       found.first = workspace.take(matrix);
-      if (args.maps == 2) found.second = workspace.take(matrix);
+      if (args.num_linears == 2) found.second = workspace.take(matrix);
     } else {
       const std::int64_t rows = args.on_blocks ? kBlockRows : 1;
       found.row_state = workspace.take(args.on_blocks ? items * 4 : args.num_values * args.heads * 2);
@@ -258,7 +258,7 @@ struct Layer {
   }
 
   int gatv2_backward(const Backward& workspace) const {
-    const bool shared = args.maps == 1;
+    const bool shared = args.num_linears == 1;
     void* grad_src = shared ? args.grad_joint : workspace.first;
     void* grad_dst = shared ? workspace.first : workspace.second;
     const int code = cuda::gatv2_attention_backward({args.a,
@@ -319,7 +319,7 @@ struct Layer {
   int join_dot_product(const Backward& workspace) const {
     launch_join(args.dtype,
                 {{{workspace.first, width}, {workspace.second, width}, {workspace.third, width}, args.grad},
-                 args.maps,
+                 args.num_linears,
                  args.grad_joint,
                  args.num_nodes,
                  width},

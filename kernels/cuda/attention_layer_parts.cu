@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads) join_kernel(const Pieces args) {
   const std::int64_t piece = rest / packs, column = (rest - piece * packs) * kVec;
   DenseView from = args.from[0];
 #pragma unroll
-  for (int i = 1; i < kMostMaps; ++i) {
+  for (int i = 1; i < kMostLinears; ++i) {
     if (piece == i) from = args.from[i];
   }
   const auto pack = load_pack<T, kVec>(static_cast<const T*>(from.data) + row * from.stride + column);
@@ -204,8 +204,8 @@ __global__ void __launch_bounds__(kThreads) join_kernel(const Pieces args) {
 // A tensor for each blockIdx.y: the weights, then the biases.
 template <typename From, typename To, int kVec>
 __global__ void __launch_bounds__(kThreads) stack_kernel(const __grid_constant__ StackedMapsArgs args) {
-  const bool of_weight = blockIdx.y < args.maps;
-  const std::int64_t nth = of_weight ? blockIdx.y : blockIdx.y - args.maps;
+  const bool of_weight = blockIdx.y < args.num_linears;
+  const std::int64_t nth = of_weight ? blockIdx.y : blockIdx.y - args.num_linears;
   const std::int64_t size = of_weight ? args.weight_size : args.bias_size;
   const std::int64_t at = (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kVec;
   if (at >= size) return;
@@ -224,12 +224,12 @@ void stack(const StackedMapsArgs& args, cudaStream_t stream) {
     constexpr int kVec = decltype(vec)::value;
     const std::int64_t longest = std::max(args.weight_size, args.bias_size);
     const dim3 grid(ceil_div(longest, kThreads * kVec),
-                    static_cast<unsigned>(args.maps * (args.bias_size > 0 ? 2 : 1)));
+                    static_cast<unsigned>(args.num_linears * (args.bias_size > 0 ? 2 : 1)));
     stack_kernel<From, To, kVec><<<grid, kThreads, 0, stream>>>(args);
   };
   constexpr int kMost = 16 / sizeof(From);
   bool packed = vector_width<From>({args.weight_size, args.bias_size}, {args.weight, args.bias}) == kMost;
-  for (int i = 0; i < args.maps; ++i) {
+  for (int i = 0; i < args.num_linears; ++i) {
     packed = packed && vector_width<From>({}, {args.weights[i], args.biases[i]}) == kMost;
   }
   packed ? run(Constant<kMost>{}) : run(Constant<1>{});

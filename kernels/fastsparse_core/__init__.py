@@ -25,6 +25,7 @@ __all__ = [
     "gine_aggregate",
     "maxk",
     "multi_aggregate",
+    "report",
     "scatter",
     "scatter_softmax",
     "sddmm",
@@ -36,6 +37,7 @@ __all__ = [
 
 try:
     from fastsparse_core import dgl_import as _dgl_import  # noqa: F401  (lets `import dgl` work from here on)
+    from fastsparse_core.call_report import report
     from fastsparse_core.capturing.decorator import capture
     from fastsparse_core.device import unusable_gpu as _unusable_gpu
     from fastsparse_core.formats import CBSR

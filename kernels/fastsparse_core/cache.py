@@ -20,6 +20,35 @@ from fastsparse_core.structure.adjacency import Adjacency
 MAX_OPTIONS = 8
 
 
+#: Objects that :class:`Sightings` counts before it forgets all of them.
+_MOST_COUNTED = 1024
+
+
+class Sightings:
+    """How often objects came: a structure pays for those that come again."""
+
+    def __init__(self) -> None:
+        # By id, which belongs to another object once the reference is dead.
+        self._counts: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def of(self, key: object) -> int:
+        """How often an object was counted."""
+        reference, count = self._counts.get(id(key), (None, 0))
+        return count if reference is not None and reference() is key else 0
+
+    def count(self, key: object) -> int:
+        """Counts an object, which must be weakly referenceable; returns how often it has come."""
+        count = self.of(key) + 1
+        if len(self._counts) >= _MOST_COUNTED and id(key) not in self._counts:
+            self.clear()
+        self._counts[id(key)] = weakref.ref(key), count
+        return count
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        self._counts.clear()
+
+
 @dataclass(frozen=True)
 class CacheInfo:
     """What a cache did so far.

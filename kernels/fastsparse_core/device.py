@@ -36,6 +36,21 @@ def unusable_gpu() -> str:
     )
 
 
+def usable_device(device: torch.device | str | int) -> torch.device:
+    """The device that an argument ``device`` names, with its index.
+
+    Raises:
+        ValueError: PyTorch cannot use it.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"device: expected one that PyTorch can use here, got {device!r}: {reason}"
+        ) from error
+
+
 def device_index(device: torch.device) -> int:
     """CUDA device number, or -1 for the CPU.
 

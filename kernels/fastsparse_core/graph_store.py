@@ -136,7 +136,16 @@ class Fields:
             torch.empty((*before, totals[rows] + more, *behind), dtype=dtype, device=device)
             for before, rows, more, behind, dtype in self._shapes
         ]
-        _C.gather_graphs(self._arguments, totals, chosen.table, chosen.count, out, *place_of(device))
+        where, queue = place_of(device)
+        _C.gather_graphs(
+            fields=self._arguments,
+            totals=totals,
+            table=chosen.table,
+            num_graphs=chosen.count,
+            out=out,
+            device=where,
+            queue=queue,
+        )
         return out
 
 
@@ -153,7 +162,7 @@ class Chosen:
     """
 
     count: int
-    totals: list[int]
+    totals: tuple[int, ...]
     first: Tensor
     table: Tensor
     source: Tensor
@@ -210,7 +219,9 @@ class GraphStore:
         on_gpu = self.device.type == "cuda"
         host = torch.empty((len(pointers), 2, count + 1), dtype=torch.int64, pin_memory=on_gpu, device="cpu")
         num_positions = self.num_graphs if graph_at is None else graph_at.numel()
-        totals = _C.plan_graphs(index, graph_at, num_positions, pointers, host)
+        totals = _C.plan_graphs(
+            index=index, graph_at=graph_at, num_positions=num_positions, pointers=pointers, table=host
+        )
         table = host.to(self.device, non_blocking=True) if on_gpu else host
         first, source = host.unbind(1)
         # Callers get the first rows: of a copy, for kernels must not read what somebody else can write.

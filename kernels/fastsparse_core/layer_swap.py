@@ -152,19 +152,7 @@ def accelerate(
         if _replaced_by(type(module)) or (original is not None and isinstance(module, drop_ins[original])):
             rows.append(Row(paths, name, name, "is a drop-in already", kernel(module)))
             continue
-        reason = "has no drop-in"
-        if original is not None:
-            drop_in = drop_ins[original]
-            reason = _why_left(module, original, is_generated) or why_not(module, drop_in)
-            if not reason:
-                _change_class(module, original, drop_in, to_drop_in=True)
-        if reason and any_layer is not None:
-            found = any_layer(module)
-            if isinstance(found, str):
-                reason = found
-            else:
-                module.__class__ = found
-                reason = ""
+        reason = swap(module, drop_ins, why_not=why_not, is_generated=is_generated, any_layer=any_layer)
         now = "" if reason else type(module).__name__
         rows.append(Row(paths, name, now, reason, "" if reason else kernel(module)))
     if not rows:
@@ -175,6 +163,34 @@ def accelerate(
     return Report(tuple(rows))
 
 
+def swap(
+    module: Module,
+    drop_ins: DropIns,
+    *,
+    why_not: Callable[[Module, type[Module]], str],
+    is_generated: Callable[[type, str], bool],
+    any_layer: Callable[[Module], type[Module] | str] | None,
+) -> str:
+    """Changes one graph layer into its drop-in; returns why it stays as it is, "" if it was changed.
+
+    The arguments are those of :func:`accelerate`.
+    """
+    original = _original(type(module), drop_ins)
+    reason = "has no drop-in"
+    if original is not None:
+        drop_in = drop_ins[original]
+        reason = _why_left(module, original, is_generated) or why_not(module, drop_in)
+        if not reason:
+            _change_class(module, original, drop_in, to_drop_in=True)
+    if reason and any_layer is not None:
+        found = any_layer(module)
+        if isinstance(found, str):
+            return found
+        module.__class__ = found
+        return ""
+    return reason
+
+
 def restore(model: Module, drop_ins: DropIns) -> None:
     """Changes every drop-in of ``model`` back into its original, also those that it was built with.
 
@@ -183,11 +199,21 @@ def restore(model: Module, drop_ins: DropIns) -> None:
     """
     originals = {drop_in: original for original, drop_in in drop_ins.items()}
     for _, module in _layers(model):
-        drop_in = type(module)
-        if drop_in in originals:
-            _change_class(module, originals[drop_in], drop_in, to_drop_in=False)
-        elif replaced := _replaced_by(drop_in):
-            module.__class__ = replaced
+        restore_layer(module, originals)
+
+
+def restore_layer(module: Module, originals: DropIns) -> None:
+    """Changes one layer back.
+
+    Args:
+        module: any module; nothing happens if it is no drop-in.
+        originals: drop-in class -> original class.
+    """
+    drop_in = type(module)
+    if drop_in in originals:
+        _change_class(module, originals[drop_in], drop_in, to_drop_in=False)
+    elif replaced := _replaced_by(drop_in):
+        module.__class__ = replaced
 
 
 def _replaced_by(klass: type) -> type[Module] | None:

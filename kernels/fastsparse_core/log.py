@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import logging
-import os.path
+import os
 import sys
 import warnings
 from types import CodeType, FrameType
@@ -18,6 +18,10 @@ _lock = ForkSafeLock()
 seen: set[tuple[str, str]] = set()
 #: Top-level packages whose frames are not the user's.
 _NOT_THE_USER = {"fastsparse_core", "fastsparse_dgl", "fastsparse_pyg", "torch", "torch_geometric", "dgl"}
+
+
+#: Set where `fastsparse run` started this process.
+_RUN_VARIABLE = "FASTSPARSE_RUN"
 
 
 class SlowPathWarning(UserWarning):
@@ -44,6 +48,8 @@ def info_once(logger: logging.Logger, message: str) -> None:
 def warn_once(message: str) -> None:
     """Issues a :class:`SlowPathWarning` the first time it is given `message`, at the user's line.
 
+    Under ``fastsparse run`` it is a log record: the script asked for nothing, and reports have the reason.
+
     While torch.compile traces, the warning is issued by the trace, and the compiled code has no trace of it.
     """
     if torch.compiler.is_compiling():
@@ -53,14 +59,19 @@ def warn_once(message: str) -> None:
 
 
 def _warn(message: str) -> None:
-    if _is_first("", message):
+    if os.environ.get(_RUN_VARIABLE):
+        info_once(logging.getLogger("fastsparse_core"), message)
+    elif _is_first("", message):
         warnings.warn(message, SlowPathWarning, stacklevel=_user_level())
 
 
-@torch.compiler.assume_constant_result
 def _warn_in_trace(message: str) -> bool:
     _warn(message)
     return True  # a constant, which the compiler puts in place of the call
+
+
+# What torch.compiler.assume_constant_result does; that one imports the compiler, which takes a second.
+_warn_in_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_first(emitter: str, message: str) -> bool:

@@ -12,7 +12,7 @@ from benchmarks import suite
 
 SMALL = {"nodes": 3_000, "edges": 24_000, "max_degree": 200}
 
-#: Edges and a checksum of small stand-ins, drawn by the code that the stored rival times were taken with.
+#: Edges and a checksum of small stand-ins, drawn by the code that the stored baseline times were taken with.
 EXPECTED = {
     "pubmed": (24408, 118711370),
     "yelp": (24526, 121983195),
@@ -46,7 +46,7 @@ def test_the_seed_decides_the_graph(name: str) -> None:
     assert pairs(first) != pairs(other)
 
 
-def test_order_of_random_calls_is_the_one_that_rival_times_rest_on() -> None:
+def test_order_of_random_calls_is_the_one_that_baseline_times_rest_on() -> None:
     """Sums over graphs drawn on the CPU; another order of draws on any device would change them."""
     found = {}
     for name in ("pubmed", "yelp", "igb-small", "peptides-batch"):

@@ -1,12 +1,14 @@
-"""The results page: what it says is in the records, and it leaves out nothing that a reader must know."""
+"""The results pages: what they say is in the records, and they leave out nothing that a reader must know."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import record, summary, tables
-from benchmarks.tables.cells import stored_rivals
+from benchmarks.bars import Chart
+from benchmarks.tables.cells import Table, stored_baselines
 from benchmarks.tables.train import train_at_a_glance
 
 H200 = record.RESULTS / "nvidia-h200"
@@ -19,21 +21,65 @@ def rows_of(name: str, cells: list[dict[str, Any]], machine: str = "ours") -> li
     return [list(row) for table in tables.CHAPTERS[name].tables(result) for row in table.rows]
 
 
-def test_the_committed_page_is_what_the_records_say() -> None:
+def text_of(results: Path) -> str:
+    return "".join(summary.pages(results, results / "results.md").values())
+
+
+def test_the_committed_pages_are_what_the_records_say() -> None:
     if not summary.PAGE.exists():
         pytest.skip("no documents beside the sources")
-    assert summary.PAGE.read_text() == summary.page(record.RESULTS, summary.PAGE.parent), (
-        "docs/results.md is not current: run python -m benchmarks summary --out docs/results.md"
-    )
+    for path, text in summary.pages(record.RESULTS, summary.PAGE).items():
+        assert path.read_text() == text, (
+            f"{path} is not current: run python -m benchmarks summary --out docs/results.md"
+        )
 
 
-def test_every_benchmark_has_a_chapter() -> None:
+def test_every_benchmark_has_a_chapter_and_a_page() -> None:
     assert tables.CHAPTERS.keys() == tables.TABLES.keys()
+    shown = {name for topic in summary.TOPICS.values() if topic.on_gpu for name in topic.benchmarks}
+    assert tables.CHAPTERS.keys() - {"cpu"} == shown - {"train_maxk"}
+
+
+def test_every_record_is_on_a_page() -> None:
+    pages = summary.pages(record.RESULTS, summary.PAGE)
+    for path in tables.stored(record.RESULTS):
+        heading = f"{tables.provenance(record.load(path))}\n"
+        assert any(heading in text for text in pages.values()), path
 
 
 def test_benchmarks_without_a_record_are_named(tmp_path: Path) -> None:
-    page = summary.page(tmp_path, tmp_path)
-    assert page.count("Not measured: no record of") == len(tables.CHAPTERS)
+    count = sum(len(topic.benchmarks) for topic in summary.TOPICS.values() if topic.on_gpu)
+    assert text_of(tmp_path).count("Not measured: no record of") == count
+
+
+def test_every_cell_has_one_number() -> None:
+    """On the pages: numbers of several units are tables of their own."""
+    table = Table(
+        "gcn3-128, float32",
+        ["graph", "FastGCNConv, ms, peak GB", "PyG", "asked"],
+        [
+            ["yelp", "12.9, 1.98 GB", "138, 10.67x, 17.1 GB", "9.00 ms: missed"],
+            ["reddit", "24.8, 4.51 GB", "out of memory", ""],
+        ],
+    )
+    time, ratio, memory = summary.readable(table)
+    assert time.columns == ["graph", "FastGCNConv", "PyG", "target"]
+    assert time.rows == [["yelp", "12.9", "138", "9.00 ms: missed"], ["reddit", "24.8", "out of memory", ""]]
+    assert (ratio.columns, ratio.rows) == (["graph", "PyG"], [["yelp", "10.67x"], ["reddit", "-"]])
+    assert memory.rows == [["yelp", "1.98", "17.1"], ["reddit", "4.51", "-"]]
+    assert [one.title.partition(": ")[2] for one in (time, ratio, memory)] == [
+        "time, ms",
+        "baseline / ours",
+        "peak memory, GB",
+    ]
+    (names,) = summary.readable(
+        Table("", ["", "rival", "least"], [["gcn", "PyG", "1.76x pubmed"], ["gat", "PyG", "-"]])
+    )
+    assert names.columns == ["", "baseline", "worst case", "on"]
+    assert names.rows == [["gcn", "PyG", "1.76x", "pubmed"], ["gat", "PyG", "-", ""]]
+    (both,) = summary.readable(Table("", ["", "loss", "metric"], [["gae", "1.14 / 1.15", "- / 0.78 AUC"]]))
+    assert both.columns == ["", "loss, baseline", "loss, ours", "metric", "metric, baseline", "metric, ours"]
+    assert both.rows == [["gae", "1.14", "1.15", "AUC", "-", "0.78"]]
 
 
 @pytest.mark.parametrize("path", sorted(H200.glob("*.json")), ids=lambda path: path.stem)
@@ -91,7 +137,7 @@ def test_training_shows_what_a_cuda_graph_takes() -> None:
 
 def test_speed_ups_are_held_against_their_goals() -> None:
     stored = {
-        graph: stored_rivals({"machine": MACHINES["ours"]}, "sddmm@32", "float16", graph)
+        graph: stored_baselines({"machine": MACHINES["ours"]}, "sddmm@32", "float16", graph)
         for graph in ("reddit", "yelp")
     }
     for speed, asked in ((2.0, "1.80x"), (1.5, "1.80x: missed")):
@@ -122,7 +168,7 @@ def test_goals_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "nvidia-h200" / "train_small.json"
     path.parent.mkdir()
     path.write_text(record.dumps(result))
-    assert "| Training steps, NVIDIA H200: small | 1 | 2 |" in summary.page(tmp_path, tmp_path)
+    assert "| Training steps, NVIDIA H200: small | 1 | 2 |" in text_of(tmp_path)
 
 
 def test_the_page_opens_with_training_against_pyg() -> None:
@@ -151,7 +197,7 @@ def test_the_page_opens_with_training_against_pyg() -> None:
         "2",
     ]
     top = summary.PAGE.read_text()[:2500]
-    assert top.index("| `FastGCNConv` |") < top.index("train_overview.png") < top.index("## How to read")
+    assert top.index("| `FastGCNConv` |") < top.index("train_overview.png") < top.index("## Pages")
 
 
 def test_spmm_compares_with_cusparse_of_the_same_run() -> None:
@@ -168,7 +214,7 @@ def test_spmm_compares_with_cusparse_of_the_same_run() -> None:
 def test_float32_takes_the_faster_of_two_records() -> None:
     """RoDe's stored times are known; cuSPARSE's are of the same run."""
     rode = {
-        graph: stored_rivals({"machine": MACHINES["ours"]}, "spmm@64", "float32", graph)["RoDe fp32"]
+        graph: stored_baselines({"machine": MACHINES["ours"]}, "spmm@64", "float32", graph)["RoDe fp32"]
         for graph in ("reddit", "yelp")
     }
     shared = {"dtype": "float32", "width": 64, "direction": "forward", "status": "ok"}
@@ -202,3 +248,16 @@ def test_regret_is_the_mean_and_the_worst() -> None:
         {"graph": "dd", "width": 16, "dtype": "float32", "status": "out of memory"},
     ]
     assert rows_of("choice", cells) == [["float32", "1.10x", "1.21x dd, F = 64", "1 of 2"]]
+
+
+def test_charts_show_the_numbers_of_their_table() -> None:
+    table = Table(
+        "steps, ms",
+        ["layer", "PyG", "ours (20-80 %)"],
+        [["GCN & co", "4.0", "1.0 (0.9-1.1)"], ["GIN", "-", "-"]],
+    )
+    drawn = Chart("", "steps", ("layer",), ("PyG", "ours (20-80 %)"), "ms", longest=2.0).draw([table])
+    texts = re.findall(r">([^<>\n]+)</text>", drawn)
+    assert texts == ["ms", "PyG", "ours (20-80 %)", "GCN &amp; co", "4 (cut)", "1"]  # no bars of GIN
+    *_, first, second = (float(wide) for wide in re.findall(r'width="([\d.]+)" height', drawn))
+    assert first == pytest.approx(2 * second, abs=0.2)

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.formats.compress import transpose
 from fastsparse_core.formats.row_split import split_rows, unsplit_rows
-from fastsparse_core.fused.graph_convolution import graph_convolution
+from fastsparse_core.fused.aggregate_transform import graph_convolution
 from fastsparse_core.structure import adjacency as adjacency_module
 from fastsparse_core.structure import row_formats
 

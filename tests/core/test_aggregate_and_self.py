@@ -7,7 +7,7 @@ import torch
 from cases import DTYPES, TOLERANCE, relative_error
 
 from fastsparse_core import Adjacency, spmm
-from fastsparse_core.fused.aggregate_and_self import aggregate_and_self
+from fastsparse_core.fused.aggregate_transform import aggregate_and_self
 
 
 def structure(device: str, nodes: int = 60, edges: int = 300) -> Adjacency:

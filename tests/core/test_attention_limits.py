@@ -22,11 +22,11 @@ from fastsparse_core import (
     policy,
 )
 from fastsparse_core.formats.bsb import HEIGHT, MOST_COLUMNS
-from fastsparse_core.ops import (
-    _attention_bsb,
-    _gat_attention_csr,
-)
+from fastsparse_core.ops import _attention, _attention_launch
+from fastsparse_core.ops._attention_launch import ADDITIVE, DOT_PRODUCT, GATV2
 from fastsparse_core.ops._checks import check_heads
+
+KIND_CODES = {"dot_product": DOT_PRODUCT, "additive": ADDITIVE, "gatv2": GATV2}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -36,26 +36,24 @@ def test_opcheck(device, kind, biased):
     case = problem(kind, adj, 2, 8, dtype=torch.float32, biased=biased, requires_grad=True)
     tensors = [tensor.detach() for tensor in case.tensors]
     bias = tensors.pop() if case.biased else None
-    seed = torch.tensor(3)
+    rest = (0.3, 0.3, torch.tensor(3), KIND_CODES[kind], 2, "fused3s", adj.handle)
+    none = (None, None)
     if kind == "gatv2":
-        name, flat = "gatv2_attention", [tensors[0].flatten(1), tensors[1].flatten(1), tensors[2]]
-        options: tuple[object, ...] = (0.2, 0.3, seed, adj.handle)
+        flat = [tensors[0].flatten(1), tensors[1].flatten(1), None, tensors[2], *none, None]
     elif kind == "additive":
-        name, flat = "additive_attention", [*tensors[:2], tensors[2].flatten(1), bias]
-        options = (0.2, 0.3, seed, adj.handle)
+        flat = [*tensors[:2], tensors[2].flatten(1), None, *none, bias]
     else:
-        name, flat = "attention", [*(tensor.flatten(1) for tensor in tensors), bias]
-        options = (0.3, 0.3, seed, 2, adj.handle)
+        flat = [*(tensor.flatten(1) for tensor in tensors), None, *none, bias]
     if device == "cuda" and kind == "dot_product":
         adj.prepare()
-    operator = getattr(torch.ops.fastsparse, name).default
+    operators = torch.ops.fastsparse
+    operator, backward = operators.attention.default, operators.attention_backward.default
     leaves = [tensor if tensor is None else tensor.clone().requires_grad_() for tensor in flat]
-    torch.library.opcheck(operator, (*leaves, *options))
-    out, lse = operator(*flat, *options)
-    backward = getattr(torch.ops.fastsparse, f"{name}_backward").default
-    result = () if kind == "additive" else (out,)
-    arguments = (torch.randn_like(out), *flat, *result, lse, *options)
-    torch.library.opcheck(backward, arguments if kind == "gatv2" else (*arguments, biased))
+    torch.library.opcheck(operator, (*leaves, *rest))
+    out, lse, out_edge = operator(*flat, *rest)
+    result = None if kind == "additive" else out
+    arguments = (torch.randn_like(out), *flat, result, lse, out_edge, *rest, False, False, biased)
+    torch.library.opcheck(backward, arguments)
 
 
 @pytest.mark.slow
@@ -156,7 +154,7 @@ def test_memory_does_not_grow_with_the_edges(kind, dtype):
         height = HEIGHT if kind == "dot_product" else 1
         partial = sum(split.num_slots for split in splits) * height * heads * (2 * width + 4) * 4
         # The gradient of `att`: a row for each of so many groups of lanes, and what summing takes.
-        groups = _gat_attention_csr.att_rows_of(len(adj.row_split.slices)) if kind == "gatv2" else 0
+        groups = _attention_launch.att_rows_of(len(adj.row_split.slices)) if kind == "gatv2" else 0
         att = 2 * groups * heads * width * 4
         assert peak <= rows + numbers + partial + att + 4096
         # One score for every edge would not fit.
@@ -190,14 +188,14 @@ def test_what_cannot_be_fused_is_said_once_for_each_reason(reasons):
 def test_reasons_against_dot_product_kernels(dtype, heads, width, value_width, reason):
     adj = Adjacency.from_coo(torch.tensor([0, 2]), torch.tensor([3, 1]), (3, 4))
     widths = (heads * width, heads * width, heads * value_width)
-    assert _attention_bsb.unsupported_reason(adj, dtype, widths, heads) == reason
+    assert _attention.blocks_unsupported_reason(adj, dtype, widths, heads) == reason
 
 
 def test_too_many_sources_are_a_reason_against_dot_product_kernels():
     row = torch.tensor([0])
     for shape in ((1, MOST_COLUMNS + 1), (MOST_COLUMNS + 1, 1)):
         adj = Adjacency.from_coo(row, row, shape)
-        assert "more than 16777216 nodes" in _attention_bsb.unsupported_reason(adj, torch.float32, (8,), 1)
+        assert "more than 16777216 nodes" in _attention.blocks_unsupported_reason(adj, torch.float32, (8,), 1)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -208,7 +206,7 @@ def test_blocks_of_both_directions_are_tried_where_a_gradient_is_wanted(monkeypa
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(adj.t(), "_bsb", no_memory)
-    assert _attention_bsb.has_blocks(adj, backward=backward) is not backward
+    assert _attention.has_blocks(adj, backward=backward) is not backward
 
 
 @pytest.mark.parametrize(
@@ -222,12 +220,14 @@ def test_blocks_of_both_directions_are_tried_where_a_gradient_is_wanted(monkeypa
     ],
 )
 def test_reasons_against_gatv2_kernels(dtype, width, slope, reason):
-    assert _gat_attention_csr.gatv2_unsupported_reason(dtype, 2 * width, slope, 2) == reason
+    adj = Adjacency.from_coo(torch.tensor([0]), torch.tensor([1]), (4, 4))
+    assert _attention.unsupported_reason(adj, GATV2, dtype, 2 * width, 2, slope) == reason
 
 
 def test_too_many_features_are_a_reason_against_additive_kernels():
-    heads = _gat_attention_csr.MAX_WIDTH // 256 + 1
-    message = _gat_attention_csr.unsupported_reason(torch.float32, heads * 256, heads)
+    heads = _attention.MAX_WIDTH // 256 + 1
+    adj = Adjacency.from_coo(torch.tensor([0]), torch.tensor([1]), (4, 4))
+    message = _attention.unsupported_reason(adj, ADDITIVE, torch.float32, heads * 256, heads)
     assert "features of all heads, more than" in message
 
 
@@ -239,13 +239,13 @@ def test_too_many_heads_are_refused_before_any_launch():
         check_heads(heads, torch.device("cuda"))
     dtype, width = torch.float32, heads * 4
     message = "65536 heads, more than 65535"
-    assert _gat_attention_csr.unsupported_reason(dtype, width, heads) == message
-    assert _gat_attention_csr.gatv2_unsupported_reason(dtype, width, 0.2, heads) == message
     adj = Adjacency.from_coo(torch.tensor([0]), torch.tensor([1]), (4, 4))
-    assert _attention_bsb.unsupported_reason(adj, dtype, (width,), heads) == message
-    heads = _attention_bsb.MAX_WIDTH // 256 + 1
+    for kind in KIND_CODES.values():
+        assert _attention.unsupported_reason(adj, kind, dtype, width, heads) == message
+    assert _attention.blocks_unsupported_reason(adj, dtype, (width,), heads) == message
+    heads = _attention.MAX_WIDTH_ON_BLOCKS // 256 + 1
     message = "features of all heads, more than 8388480"
-    assert message in _attention_bsb.unsupported_reason(adj, dtype, (heads * 256,), heads)
+    assert message in _attention.blocks_unsupported_reason(adj, dtype, (heads * 256,), heads)
 
 
 @pytest.mark.gpu

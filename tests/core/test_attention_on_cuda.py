@@ -126,8 +126,8 @@ def test_a_plan_of_rows_is_kept_and_counted_until_the_rule_says_blocks(monkeypat
         adj.usage.products += 1
         return Choice("fused3s") if adj.has_bsb else Choice("csr", is_final=False, counts=True)
 
-    monkeypatch.setattr(_C, "CudaAttentionLayer", Recorded, raising=False)
-    monkeypatch.setattr(_C, "BsbStructure", lambda *args: args, raising=False)  # of the CUDA half
+    monkeypatch.setattr(_C, "CudaAttentionLayer", Recorded)
+    monkeypatch.setattr(_C, "BsbStructure", lambda **args: args)
     monkeypatch.setattr(attention_on_cuda, "choice_on_cuda", rule)
     monkeypatch.setattr(attention_on_cuda, "multiprocessors", lambda device: 1)
     adj = structure("cpu")

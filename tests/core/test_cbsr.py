@@ -46,28 +46,6 @@ def test_gather_from_any_layout(device, layout):
     assert torch.equal(gathered, dense.gather(1, cbsr.ids.long()))
 
 
-def test_gradients_and_double_backward(device):
-    cbsr = random_cbsr(4, 9, 3, torch.float64, device)
-    values = cbsr.values.requires_grad_()
-
-    def dense(values):
-        return cbsr.with_values(values).to_dense()
-
-    assert torch.autograd.gradcheck(dense, (values,))
-    assert torch.autograd.gradgradcheck(dense, (values,))
-    full = torch.randn(4, 9, dtype=torch.float64, device=device, requires_grad=True)
-    gather = torch.ops.fastsparse.cbsr_gather.default
-    assert torch.autograd.gradcheck(lambda full: gather(full, cbsr.ids), (full,))
-
-
-def test_opcheck(device):
-    cbsr = random_cbsr(4, 300, 3, torch.float32, device)
-    values = cbsr.values.requires_grad_()
-    torch.library.opcheck(torch.ops.fastsparse.cbsr_to_dense.default, (values, cbsr.ids, 300))
-    dense = torch.randn(4, 300, device=device, requires_grad=True)
-    torch.library.opcheck(torch.ops.fastsparse.cbsr_gather.default, (dense, cbsr.ids))
-
-
 def test_noncontiguous_parts(device):
     cbsr = random_cbsr(6, 20, 4, torch.float32, device)
     turned = CBSR(cbsr.values.t().contiguous().t(), cbsr.ids.t().contiguous().t(), 20)

@@ -116,47 +116,9 @@ def test_values_without_an_entry_are_zero(device, poisoned_memory):
     assert grad.tolist() == [0.0] * 7
 
 
-@pytest.mark.parametrize("heads", [None, 2])
-def test_gradients_and_double_backward(device, heads):
-    adj = with_loops(device)
-    shape = (adj.num_values,) if heads is None else (adj.num_values, heads)
-    score = torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda s: edge_softmax(adj, s), (score,))
-    assert torch.autograd.gradgradcheck(lambda s: edge_softmax(adj, s), (score,))
-
-
-def test_opcheck_and_compile(device):
-    adj = with_loops(device).prepare()
-    score = torch.randn(adj.num_values, 2, device=device, requires_grad=True)
-    torch.library.opcheck(torch.ops.fastsparse.edge_softmax.default, (score, adj.handle))
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda adj, s: edge_softmax(adj, s * 2), fullgraph=True, backend="aot_eager")
-    out, expected = compiled(adj, score), edge_softmax(adj, score * 2)
-    assert torch.equal(out, expected)
-    weight = torch.randn_like(out)
-    grads = [torch.autograd.grad(result, score, weight)[0] for result in (out, expected)]
-    assert torch.equal(*grads)
-
-
 def test_bitwise_reproducible(device):
     adj = Adjacency.from_coo(torch.zeros(50_000, dtype=torch.int64), torch.arange(50_000), (1, 50_000))
     adj = adj.to(device)
     score = torch.randn(50_000, device=device)
     first = edge_softmax(adj, score)
     assert all(torch.equal(first, edge_softmax(adj, score)) for _ in range(3))
-
-
-@pytest.mark.parametrize(
-    ("score", "error", "message"),
-    [
-        (torch.ones(3), ValueError, r"score: expected shape \(2,\) or \(2, heads\), got \(3,\)"),
-        (torch.ones(2, 1, 1), ValueError, "score: expected shape"),
-        (torch.ones(2).int(), TypeError, "score: expected a floating tensor, got torch.int32"),
-        ([1.0, 2.0], TypeError, "score: expected a floating tensor, got list"),
-        (torch.ones(2, device="meta"), ValueError, "score: expected device cpu like the Adjacency, got meta"),
-    ],
-)
-def test_bad_input(score, error, message):
-    adj = Adjacency.from_coo(torch.tensor([0, 2]), torch.tensor([3, 1]), (3, 4))
-    with pytest.raises(error, match=message):
-        edge_softmax(adj, score)

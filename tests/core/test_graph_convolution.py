@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from fastsparse_core import Adjacency, policy, reference, spmm
-from fastsparse_core.fused.graph_convolution import graph_convolution
+from fastsparse_core.fused.aggregate_transform import graph_convolution
 from fastsparse_core.ops._autocast import _GIVES_FLOAT32
 from fastsparse_core.ops._eager import is_plain_eager
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import copy
+import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from cases import relative_error
+from stub import STUB, stub
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsparse_core import _C, Adjacency, attention, sddmm, spmm
@@ -38,50 +40,6 @@ def test_opcheck_spmm(device, valued, algorithm, dtype):
         torch.library.opcheck(
             torch.ops.fastsparse.spmm_extremum.default, (x, value, 20, adj.handle, False, False, adds)
         )
-
-
-def test_opcheck_sddmm(device):
-    adj = graph(device)
-    x_dst = torch.randn(20, 8, device=device, requires_grad=True)
-    x_src = torch.randn(30, 8, device=device, requires_grad=True)
-    arguments = (x_dst, x_src, None, None, 200, 2, torch.float32, adj.handle, "csr", False)
-    torch.library.opcheck(torch.ops.fastsparse.sddmm.default, arguments)
-
-
-@pytest.mark.parametrize("transpose", [False, True])
-def test_opcheck_dense_vectors(device, transpose):
-    adj = graph(device)
-    x_dst = torch.randn(20, 8, device=device, requires_grad=True)
-    x_src = torch.randn(30, 8, device=device, requires_grad=True)
-    vectors = adj.bsb.num_vectors
-    arguments = (x_dst, x_src, None, None, vectors, 2, torch.float32, adj.handle, "csr", True)
-    torch.library.opcheck(torch.ops.fastsparse.sddmm.default, arguments)
-    value = torch.randn(vectors, 8, 2, device=device, requires_grad=True)
-    x, length = (x_dst, 30) if transpose else (x_src, 20)
-    arguments = (x, value, None, None, None, length, adj.handle, transpose, "csr", False)
-    torch.library.opcheck(torch.ops.fastsparse.spmm.default, arguments)
-
-
-def test_dense_vectors_compile_without_graph_breaks(device):
-    adj = graph(device).prepare()
-    adj.bsb  # noqa: B018, of which prepare() has no use on the CPU
-
-    def model(adj, x, weight):
-        score = sddmm(adj, x[:20], x, layout="me_bcrs").tanh()
-        return spmm(adj, x @ weight, score, value_layout="me_bcrs")
-
-    x = torch.randn(30, 8, device=device, requires_grad=True)
-    weight = torch.randn(8, 8, device=device, requires_grad=True)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    out, expected = compiled(adj, x, weight), model(adj, x, weight)
-    assert relative_error(out, expected) < 1e-6
-    for actual, wanted in zip(
-        torch.autograd.grad(out.square().sum(), (x, weight)),
-        torch.autograd.grad(expected.square().sum(), (x, weight)),
-        strict=True,
-    ):
-        assert relative_error(actual, wanted) < 1e-5
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
@@ -304,15 +262,121 @@ def test_backward_passes_show_their_operators_to_modes(device):
     assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
 
 
-def test_stub_and_extension_agree_on_how_many_arguments_there_are():
-    """mypy checks calls against the stub; those of CUDA run in no test without a GPU."""
-    found = {}
-    for node in ast.parse(Path(_C.__file__).with_name("_C.pyi").read_text()).body:
-        for function in [node, *getattr(node, "body", ())]:
-            if isinstance(function, ast.FunctionDef) and function.name in (node.name, "__init__"):
-                found[node.name] = sum(argument.arg != "self" for argument in function.args.args)
-    assert len(found) > 50
-    for name, count in found.items():
-        if hasattr(_C, name) or _C.build_info()["cuda"]:
-            with pytest.raises(TypeError, match=f"expected {count} arguments, got {count + 1}"):
-                getattr(_C, name)(*[None] * (count + 1))
+def test_the_stub_is_current():
+    """mypy checks calls against it, those of CUDA, too. `python tests/stub.py` makes it."""
+    assert STUB.read_text() == stub()
+
+
+#: Fields that no call gives: what functions compute, and the plan that a method belongs to.
+_GIVEN_BY_NOBODY = {"GraphField.to", "GraphField.to_rows"} | {
+    f"{struct}.{field}"
+    for struct, fields in {
+        "AttentionLayerForward": ("layer",),
+        "AttentionLayerBackward": ("layer",),
+        "CudaAttentionLayerArgs": ("a", "a_t", "split", "split_t", "blocks_t", "on_blocks"),
+        "SortEdgesArgs": ("split_ptr", "sums", "split_row", "scratch"),
+        "StackedMapsArgs": ("num_linears",),
+        "SampleArgs": ("num_lists", "num_steps"),
+        "PlaceBatchArgs": ("num_tensors", "tensor"),
+        "SortSegmentsArgs": ("host_facts",),
+    }.items()
+    for field in fields
+}
+
+
+def test_every_field_of_a_struct_is_an_argument():
+    """A field that a list of arguments leaves out would be 0 in every call."""
+    kernels = Path(__file__).resolve().parents[2] / "kernels"
+    files = [kernels / "binding.cpp", *sorted((kernels / "include" / "fastsparse").glob("*.h"))]
+    text = re.sub(r"//.*", "", "\n".join(file.read_text() for file in files))
+    structs = dict(re.findall(r"^struct (\w+) \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL))
+    aliases = dict(re.findall(r"^using (\w+) = (\w+);", text, re.MULTILINE))
+    lists: dict[str, str] = {}
+    of_structs = r"^FASTSPARSE_ARGUMENTS(_AS)?\((\w+),\s*(.*?)\);$"
+    for of_call, name, listed in re.findall(of_structs, text, re.MULTILINE | re.DOTALL):
+        struct = listed.split(",")[0] if of_call else aliases.get(name, name)
+        nested = re.findall(r"^  (\w+) args;", structs[struct], re.MULTILINE)
+        for each in [struct, *nested]:
+            lists[each] = lists.get(each, "") + listed
+    missing, num_fields = set(), 0
+    for struct, listed in lists.items():
+        for fields in re.findall(
+            r"^  (?:const )?[\w:]+(?:<\w+>)?[*]? ([*\w\[\], \n]+);", structs[struct], re.MULTILINE
+        ):
+            names = re.findall(r"\w+", re.sub(r"\[\w+\]", "", fields))
+            num_fields += len(names)
+            missing |= {f"{struct}.{name}" for name in names if not re.search(rf"\b{name}\b", listed)}
+    assert num_fields > 700
+    assert missing == _GIVEN_BY_NOBODY
+
+
+def expand(**replaced):
+    """`_C.expand_rows` with arguments exchanged, those that are None left out."""
+    rowptr, row = torch.tensor([0, 2, 3]), torch.empty(3, dtype=torch.int32)
+    given = {"rowptr": rowptr, "num_rows": 2, "num_edges": 3, "row": row, "device": -1, "queue": 1} | replaced
+    _C.expand_rows(**{name: value for name, value in given.items() if value is not Ellipsis})
+    return row.tolist()
+
+
+def test_arguments_by_name_in_any_order():
+    rowptr, row = torch.tensor([0, 2, 3]), torch.empty(3, dtype=torch.int32)
+    given = {"rowptr": rowptr, "num_rows": 2, "num_edges": 3, "row": row, "device": -1, "queue": 1}
+    for _ in range(2):
+        for names in itertools.islice(itertools.permutations(given), 0, None, 7):  # more than are remembered
+            row.zero_()
+            _C.expand_rows(**{name: given[name] for name in names})
+            assert row.tolist() == [0, 0, 1]
+    row.zero_()
+    _C.expand_rows(rowptr, 2, queue=1, row=row, device=-1, num_edges=3)
+    assert row.tolist() == [0, 0, 1]
+    row.zero_()
+    _C.expand_rows(*given.values())
+    assert row.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
+        ({"row": ...}, "expand_rows: missing 'row'; expected expand_rows"),
+        ({"row": ..., "num_rows": ...}, "missing 'num_rows', 'row'"),
+        ({"rows": 3}, "expand_rows: unexpected argument 'rows'; expected expand_rows"),
+        (
+            {"row": "x"},
+            "expand_rows: argument 'row': expected a tensor, an address or None, got str",
+        ),
+        ({"num_rows": torch.ones(2)}, "argument 'num_rows': expected an integer, got Tensor"),
+        ({"num_rows": None}, "argument 'num_rows': expected an integer, got None"),
+        ({"num_rows": 2**63}, "argument 'num_rows': 9223372036854775808 is out of range"),
+        ({"device": 2**31}, "argument 'device': 2147483648 is out of range"),
+        ({"rowptr": -1}, "argument 'rowptr': -1 is out of range"),
+        ({"rowptr": 0.5}, "argument 'rowptr': expected a tensor, an address or None, got float"),
+    ],
+)
+def test_errors_name_the_argument(replaced, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        expand(**replaced)
+    assert expand() == [0, 0, 1]
+
+
+def test_errors_of_arguments_by_position():
+    with pytest.raises(TypeError, match="expand_rows: expected 6 arguments, got 7"):
+        _C.expand_rows(*[None] * 7)
+    with pytest.raises(TypeError, match="argument 'rowptr' is given by position and by name"):
+        _C.expand_rows(None, rowptr=None)
+
+
+def test_errors_of_structs_and_matrices():
+    sizes = {"num_rows": 0, "num_cols": 0, "num_edges": 0, "edge_id_is_64bit": False}
+    structure = _C.CsrStructure(rowptr=None, col=None, edge_id=None, **sizes)
+    given = {"input": torch.ones(2, 2), "grad": None, "out": None, "partial": None, "device": -1, "queue": 1}
+    for name, value, message in (
+        ("structure", 3, "argument 'structure': expected a CsrStructure, got int"),
+        ("structure", None, "argument 'structure': expected a CsrStructure, got None"),
+        ("input", torch.ones(2), "argument 'input': expected a tensor or None"),
+        ("input", torch.ones(2, 2, dtype=torch.int8), "argument 'input': expected a tensor or None"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            _C.edge_softmax(**{"structure": structure} | given | {name: value})
+    with pytest.raises(TypeError, match="SpmmPlan: missing 'structure'"):
+        _C.SpmmPlan(kernel=0, dtype=torch.float32, width=1, value_dtype=torch.float32, heads=1, tile=1,
+                    num_long=0, device=-1)  # fmt: skip

@@ -192,32 +192,6 @@ def test_what_is_not_kept_is_zero_whatever_it_was(device):
     assert (torch.ops.fastsparse.mask_rows.default(x - math.inf, kept).nan_to_num(0) == 0).all()
 
 
-def test_gradcheck_and_double_backward(device):
-    x = torch.randn(4, 9, dtype=torch.float64, device=device, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: maxk(x, 3).values, (x,))
-    assert torch.autograd.gradcheck(lambda x: maxk(x, 3).to_dense(), (x,))
-    assert torch.autograd.gradgradcheck(lambda x: maxk(x, 3).to_dense().square(), (x,))
-    assert torch.autograd.gradcheck(lambda x: maxk_dense(x, 3), (x,))
-    assert torch.autograd.gradgradcheck(lambda x: maxk_dense(x, 3).square(), (x,))
-
-
-@pytest.mark.parametrize("width", [20, 300])
-def test_opcheck_and_compile(device, width):
-    x = torch.randn(12, width, device=device, requires_grad=True)
-    kept = torch.zeros(12, (width + 31) // 32, dtype=torch.int32, device=device)
-    torch.library.opcheck(torch.ops.fastsparse.maxk.default, (x, 4))
-    torch.library.opcheck(torch.ops.fastsparse.maxk_dense.default, (x, 4))
-    torch.library.opcheck(torch.ops.fastsparse.mask_rows.default, (x, kept))
-    for function in (lambda x: maxk(x * 2, 4).to_dense(), lambda x: maxk_dense(x * 2, 4)):
-        torch._dynamo.reset()
-        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-        out, expected = compiled(x), function(x)
-        assert torch.equal(out, expected)
-        weight = torch.randn_like(out)
-        grads = [torch.autograd.grad(result, x, weight)[0] for result in (out, expected)]
-        assert torch.equal(*grads)
-
-
 @pytest.mark.gpu
 def test_captured_in_a_cuda_graph():
     x = torch.randn(300, 256, device="cuda")

@@ -175,13 +175,13 @@ def test_positions_beyond_31_bits(layout, device):
     expected = NeighborSampler(graph, [4, -1, 3], **LAYOUTS[layout]).sample(seeds, seed=1)
     late = Adjacency(graph.rowptr + before, graph.col, graph.shape)
     late._built.results["plain_structure"] = _C.CsrStructure(
-        late.rowptr.data_ptr(),
-        (late.col.data_ptr() - 4 * before) % 2**64,
-        0,
-        False,
-        *late.shape,
-        before + late.num_edges,
-        *(0, 0, 0, 0, 0),
+        rowptr=late.rowptr,
+        col=(late.col.data_ptr() - 4 * before) % 2**64,
+        edge_id=None,
+        edge_id_is_64bit=False,
+        num_rows=late.num_dst,
+        num_cols=late.num_src,
+        num_edges=before + late.num_edges,
     )
     found = NeighborSampler(late, [4, -1, 3], **LAYOUTS[layout]).sample(seeds, seed=1)
     for edges in found.blocks or [found.edges]:
@@ -574,8 +574,18 @@ def test_rows_gathered_by_threads(shape, dtype):
     for count, threads, piece in ((0, 1, 4), (1, 2, 4), (33, 3, 4), (400, 2, 1000)):
         index = torch.randint(shape[0], (count,)) if shape[0] else torch.empty(0, dtype=torch.int64)
         out = table.new_full((index.numel(), *shape[1:]), 101)
-        addresses = (table.data_ptr(), index.data_ptr(), 0, out.data_ptr())
-        _C.gather_rows_of_host(*addresses, index.numel(), row_bytes, threads, piece, -1, 0)
+        _C.gather_rows_of_host(
+            table=table,
+            index=index,
+            staging=None,
+            out=out,
+            num_rows=index.numel(),
+            row_bytes=row_bytes,
+            threads=threads,
+            piece=piece,
+            device=-1,
+            queue=0,
+        )
         assert torch.equal(out, table[index])
 
 
@@ -631,7 +641,7 @@ def test_features_of_which_the_gpu_keeps_some(width, monkeypatch):
     monkeypatch.setattr(host_rows._C, "gather_rows_of_host", sent)
     with torch.inference_mode():
         assert torch.equal(rows[torch.arange(5000).cuda()].cpu(), table)
-    assert [call.args[4] for call in sent.call_args_list] == [3000]
+    assert [call.kwargs["num_rows"] for call in sent.call_args_list] == [3000]
     table[kept] += 1
     items = [torch.randint(5000, (300,)) for _ in range(5)]
     batches = prefetched(items, torch.Tensor.cuda, rows.__getitem__, torch.cuda.Stream(), reads_rows=False)

@@ -230,22 +230,6 @@ def test_dense_vectors(device, poisoned_memory, algorithm, heads, edges):
     assert torch.equal(out, as_vectors(adj, sddmm(adj, x_dst, x_src, algorithm=algorithm)))
 
 
-@each_kernel(*ALGORITHMS)
-def test_gradient_of_dense_vectors(device, algorithm):
-    row = torch.tensor([2, 0, 1, 1, 8, 1], device=device)
-    col = torch.tensor([0, 1, 1, 2, 3, 1], device=device)
-    adj = Adjacency.from_coo(row, col, (9, 4), self_loops="replace")
-    make = {"dtype": torch.float64, "device": device, "requires_grad": True}
-    x_dst, x_src = torch.randn(9, 2, **make), torch.randn(4, 2, **make)
-    scales = {"scale_dst": random_scales(adj)["scale_dst"].double()}
-
-    def function(x_dst: Tensor, x_src: Tensor) -> Tensor:
-        return sddmm(adj, x_dst, x_src, algorithm=algorithm, layout="me_bcrs", **scales)
-
-    assert torch.autograd.gradcheck(function, (x_dst, x_src))
-    assert torch.autograd.gradgradcheck(function, (x_dst, x_src))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_gradient_of_dense_vectors_is_that_of_the_edges(device, dtype, heads):
@@ -336,40 +320,3 @@ def test_rows_with_unsorted_columns(device, algorithm, edge_id):
     x_dst, x_src = (features(size, 16, torch.float32, "contiguous", device) for size in adj.shape)
     out = sddmm(adj, x_dst, x_src, algorithm=algorithm)
     assert error_in_terms(out, adj, x_dst, x_src) < 1e-6
-
-
-def test_gradients_and_double_backward(device):
-    generator = torch.Generator().manual_seed(0)
-    row, col = (torch.randint(0, n, (25,), generator=generator).to(device) for n in (5, 6))
-    adj = Adjacency.from_coo(row, col, (5, 6), self_loops="replace")
-    make = {"dtype": torch.float64, "device": device, "requires_grad": True}
-    x_dst, x_src = torch.randn(5, 2, 3, **make), torch.randn(6, 2, 3, **make)
-    scales = {
-        "scale_dst": torch.rand(5, dtype=torch.float64, device=device),
-        "scale_src": torch.rand(6, dtype=torch.float64, device=device),
-    }
-    assert torch.autograd.gradcheck(lambda a, b: sddmm(adj, a, b, **scales), (x_dst, x_src))
-    assert torch.autograd.gradgradcheck(lambda a, b: sddmm(adj, a, b, **scales), (x_dst, x_src))
-
-
-@pytest.mark.parametrize(
-    ("x_dst", "x_src", "error", "message"),
-    [
-        (torch.ones(4, 2), torch.ones(4, 2), ValueError, "x_dst: expected num_dst = 3 rows"),
-        (torch.ones(3, 2), torch.ones(4, 3), ValueError, "x_dst and x_src: expected"),
-        (torch.ones(3), torch.ones(4), ValueError, "x_dst and x_src: expected"),
-        (torch.ones(3, 2), torch.ones(4, 2).double(), TypeError, "x_dst and x_src: expected one dtype"),
-        (torch.ones(3, 2).int(), torch.ones(4, 2).int(), TypeError, "x_dst: expected float64"),
-    ],
-)
-def test_bad_input(x_dst, x_src, error, message):
-    adj = Adjacency.from_coo(torch.tensor([0, 2]), torch.tensor([3, 1]), (3, 4))
-    with pytest.raises(error, match=message):
-        sddmm(adj, x_dst, x_src)
-
-
-@pytest.mark.parametrize("name", ["algorithm", "layout"])
-def test_unknown_option(name):
-    adj = Adjacency.from_coo(torch.tensor([0, 2]), torch.tensor([3, 1]), (3, 4))
-    with pytest.raises(ValueError, match=f"{name}: expected one of .*got 'dense'"):
-        sddmm(adj, torch.ones(3, 2), torch.ones(4, 2), **{name: "dense"})

@@ -207,23 +207,6 @@ def test_integers(device, reduce, dtype):
     assert torch.equal(segment_reduce(src[order], rowptr, reduce), out)
 
 
-@pytest.mark.parametrize("reduce", REDUCTIONS)
-def test_second_derivatives(device, reduce):
-    src = torch.randn(12, 2, dtype=torch.float64, device=device, requires_grad=True)
-    index = torch.tensor([3, 0, 3, 0, 1, 1, 3, 0, 1, 4, 4, 3], device=device)  # no single rows: std
-    assert torch.autograd.gradcheck(lambda x: scatter(x, index, 6, reduce), (src,))
-    assert torch.autograd.gradgradcheck(lambda x: scatter(x, index, 6, reduce), (src,))
-
-
-def test_second_derivatives_of_softmax_and_gather(device):
-    index = torch.tensor([3, 0, 3, 0, 1, 1, 3, 0], device=device)
-    src = torch.randn(8, 2, dtype=torch.float64, device=device, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: scatter_softmax(x, index, 4), (src,))
-    assert torch.autograd.gradgradcheck(lambda x: scatter_softmax(x, index, 4), (src,))
-    rowptr = torch.tensor([0, 3, 3, 5, 5, 9, 10, 11, 12], device=device)
-    assert torch.autograd.gradgradcheck(lambda x: gather_csr(x, rowptr), (src,))
-
-
 def test_opcheck_and_compile(device):
     index = torch.tensor([3, 0, 3, 0, 1], device=device)
     src = torch.randn(5, 2, device=device, requires_grad=True)
@@ -372,3 +355,17 @@ ROWS, INDEX = torch.ones(3, 2), torch.tensor([0, 1, 0])
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_rows_of_an_edge_index_are_sorted_once_each():
+    edge_index = torch.randint(50, (2, 400))
+    src = torch.randn(400, 3)
+    _cache.clear()
+    for _ in range(3):
+        for row in (0, 1):
+            scatter(src, edge_index[row], 50)
+    assert _cache.info().misses == 2
+    edge_index[1].fill_(7)
+    torch.testing.assert_close(scatter(src, edge_index[1], 50)[7], src.sum(0))
+    assert scatter(src, edge_index[1], 50)[:7].count_nonzero() == 0
+    _cache.clear()

@@ -20,25 +20,6 @@ from fastsparse_core import Adjacency, reference, spmm
 from fastsparse_core.ops._spmm_extremum import extremum_of_sums
 
 
-@pytest.mark.parametrize("heads", [None, 1, 2])
-def test_gradients_and_double_backward(device, heads):
-    adj = random_graph(6, 7, 30).adjacency(device)
-    make = {"dtype": torch.float64, "device": device, "requires_grad": True}
-    x = torch.randn(7, 6, **make)
-    value = torch.randn(30, **make) if heads is None else torch.randn(30, heads, **make)
-    bias = torch.randn(6, **make)
-    scales = {
-        "scale_dst": torch.rand(6, dtype=torch.float64, device=device),
-        "scale_src": torch.rand(7, dtype=torch.float64, device=device),
-    }
-
-    def function(x, value, bias):
-        return spmm(adj, x, value, bias=bias, **scales)
-
-    assert torch.autograd.gradcheck(function, (x, value, bias))
-    assert torch.autograd.gradgradcheck(function, (x, value, bias))
-
-
 @pytest.mark.parametrize("reduce", ["max", "min"])
 @pytest.mark.parametrize("heads", [None, 2])
 def test_gradients_of_extrema(device, reduce, heads):

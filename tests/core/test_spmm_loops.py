@@ -10,7 +10,7 @@ from cases import DTYPES, TOLERANCE, features, relative_error
 from torch import Tensor
 
 from fastsparse_core import Adjacency, reference
-from fastsparse_core.fused.graph_convolution import graph_convolution
+from fastsparse_core.fused.aggregate_transform import graph_convolution
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
 from fastsparse_core.structure import construction
 

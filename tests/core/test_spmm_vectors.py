@@ -123,20 +123,6 @@ def test_blocks_that_are_cut(
             assert torch.equal(out, spmm(adj, x, vectors, algorithm="flashsparse", value_layout="me_bcrs"))
 
 
-@each_kernel(*ALGORITHMS)
-def test_second_derivatives_of_dense_vectors(device, algorithm):
-    row, col = torch.tensor([2, 0, 1, 1, 8, 1]), torch.tensor([0, 1, 1, 2, 3, 1])
-    adj = Adjacency.from_coo(row.to(device), col.to(device), (9, 4), self_loops="replace")
-    make = {"dtype": torch.float64, "device": device, "requires_grad": True}
-    x, vectors = torch.randn(4, 4, **make), torch.randn(adj.bsb.num_vectors, 8, 2, **make)
-
-    def function(x, vectors):
-        return spmm(adj, x, vectors, "mean", algorithm=algorithm, value_layout="me_bcrs")
-
-    assert torch.autograd.gradcheck(function, (x, vectors))
-    assert torch.autograd.gradgradcheck(function, (x, vectors))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_sddmm_hands_its_vectors_on(device, dtype, heads):

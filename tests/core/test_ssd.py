@@ -297,33 +297,6 @@ def test_same_bits_every_time(device, dtype):
         assert torch.equal(ssd(adj, cbsr, value, algorithm="decoupled"), first)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("k", [1, 3, 5])
-def test_gradients(device, algorithm, k):
-    generator = torch.Generator().manual_seed(0)
-    row, col = (torch.randint(0, n, (25,), generator=generator).to(device) for n in (5, 6))
-    adj = Adjacency.from_coo(row, col, (5, 6), self_loops="replace")
-    make: dict[str, Any] = {"dtype": torch.float64, "device": device, "requires_grad": True}
-    cbsr = random_cbsr(6, k, 5, torch.float64, device)
-    values, value = torch.randn(6, k, **make), torch.randn(adj.num_values, **make)
-    bias = torch.randn(5, **make)
-    scales = {
-        "scale_dst": torch.rand(5, dtype=torch.float64, device=device),
-        "scale_src": torch.rand(6, dtype=torch.float64, device=device),
-    }
-
-    def weighted(values, value, bias):
-        return ssd(adj, cbsr.with_values(values), value, bias=bias, algorithm=algorithm, **scales)
-
-    def mean(values):
-        return ssd(adj, cbsr.with_values(values), None, "mean", algorithm=algorithm)
-
-    assert torch.autograd.gradcheck(weighted, (values, value, bias))
-    assert torch.autograd.gradcheck(mean, (values,))
-    assert torch.autograd.gradgradcheck(weighted, (values, value, bias))
-    assert torch.autograd.gradgradcheck(lambda values: mean(values).square(), (values,))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_gradients_in_every_dtype(device, dtype):
     adj = heavy(device)
@@ -353,37 +326,6 @@ def test_maxk_and_ssd_train_together(device):
     (expected_grad,) = torch.autograd.grad(expected.square().sum(), x)
     assert relative_error(out, expected) < 1e-6
     assert relative_error(grad, expected_grad) < 1e-5
-
-
-@pytest.mark.parametrize("valued", [False, True])
-def test_opcheck(device, valued):
-    adj = heavy(device)
-    cbsr = random_cbsr(90, 8, 64, torch.float32, device)
-    values = cbsr.values.clone().requires_grad_()
-    value = torch.randn(5000, device=device, requires_grad=True) if valued else None
-    scale = torch.rand(60, device=device)
-    arguments = (values, cbsr.ids, 64, value, scale, None, None, 60, adj.handle, False, "decoupled")
-    torch.library.opcheck(torch.ops.fastsparse.ssd.default, arguments)
-
-
-def test_compiles_without_graph_breaks(device):
-    adj = heavy(device).prepare()
-
-    def model(adj, x, value):
-        return ssd(adj, maxk(x.tanh(), 8), value, scale_src=adj.inv_sqrt_out_degree()).relu()
-
-    x = torch.randn(90, 64, device=device, requires_grad=True)
-    value = torch.randn(5000, device=device, requires_grad=True)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    out, expected = compiled(adj, x, value), model(adj, x, value)
-    assert relative_error(out, expected) < 1e-6
-    for actual, wanted in zip(
-        torch.autograd.grad(out.square().sum(), (x, value)),
-        torch.autograd.grad(expected.square().sum(), (x, value)),
-        strict=True,
-    ):
-        assert relative_error(actual, wanted) < 1e-5
 
 
 @pytest.mark.gpu

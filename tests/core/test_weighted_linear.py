@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from cases import TOLERANCE, relative_error
 from torch import Tensor
 
 from fastsparse_core import Adjacency
-from fastsparse_core.fused.weighted_linear import weighted_linear
+from fastsparse_core.fused.aggregate_transform import weighted_linear
 
 N, E, WIDE, NARROW = 20, 90, 9, 4
 NAMES = ("x", "value", "weight", "bias", "root_weight")
@@ -73,6 +75,56 @@ def test_of_its_dtype(dtype: torch.dtype, device: str) -> None:
     torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance * want.abs().max().item())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize(("inside", "outside"), [(NARROW, WIDE), (WIDE, NARROW)], ids=["widens", "narrows"])
+def test_under_autocast(reduce: str, inside: int, outside: int, dtype: torch.dtype, device: str) -> None:
+    """Features and their values as they come; parameters of float32, as a model keeps them."""
+    adj, edges, given = draw(torch.float32, device, inside, outside)
+    given[:2] = [each.detach().to(dtype).requires_grad_() for each in given[:2]]
+    exact = [each.detach().double().requires_grad_() for each in given]
+    want = dense(edges, exact, reduce)
+    upstream = torch.randn_like(want).bfloat16()
+    wanted = torch.autograd.grad(want, exact, upstream.double())
+
+    def results(needed: list[Tensor], **options: bool) -> tuple[Tensor, ...]:
+        own = [each if any(each is it for it in needed) else each.detach() for each in given]
+        with torch.autocast(device, dtype=torch.bfloat16):
+            out = weighted_linear(adj, *own, reduce, transform_first=inside > outside)
+        assert out is not None
+        assert out.dtype == torch.bfloat16
+        return out, *torch.autograd.grad(out, needed, upstream, **options)
+
+    for options in ({}, {"create_graph": True}):
+        out, *found = results(given, **options)
+        assert relative_error(out, want) <= TOLERANCE[torch.bfloat16]
+        for name, each, got, right in zip(NAMES, given, found, wanted, strict=True):
+            assert got.dtype == each.dtype, name
+            assert relative_error(got, right) <= 2 * TOLERANCE[torch.bfloat16], name
+            _, alone = results([each], **options)
+            assert relative_error(alone, got) <= TOLERANCE[torch.bfloat16], name
+
+
+def test_double_backward_under_autocast(device: str) -> None:
+    """The gradient of a gradient reaches everything through the casts."""
+    adj, edges, given = draw(torch.float32, device, NARROW, WIDE)
+
+    def second(layer: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(layer().double().square().sum(), given, create_graph=True)
+        return torch.autograd.grad(sum(each.double().square().sum() for each in first), given[:3])
+
+    def layer() -> Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            out = weighted_linear(adj, *given, "sum")
+        assert out is not None
+        return out
+
+    expected = second(lambda: dense(edges, given, "sum"))
+    for got, right in zip(second(layer), expected, strict=True):
+        assert got.dtype == right.dtype
+        assert relative_error(got, right) <= 4 * TOLERANCE[torch.bfloat16]
+
+
 def test_what_it_leaves_to_others(device: str) -> None:
     adj, _, given = draw(torch.float32, device, NARROW, WIDE)
     x, value, weight, bias, root_weight = (each.detach() for each in given)
@@ -96,7 +148,9 @@ def test_what_it_leaves_to_others(device: str) -> None:
     ):
         assert not serves(**other), other
     with torch.autocast(device, dtype=torch.bfloat16):
-        assert not serves()
+        assert serves()
+        assert not serves(x=x.bfloat16())  # of another dtype than the values
+        assert not serves(x=x.half(), value=value.half())
     out = weighted_linear(adj, *given, "sum")
     assert out is not None
     with torch.no_grad():

@@ -49,8 +49,7 @@ LAYERS: dict[str, Callable[[], Any]] = {
     "SAGEConv": lambda: original.SAGEConv(6, 4, "pool"),
 }
 
-#: Layers that take edge features, too: test_dgl_edge_attention.py, test_dgl_edge_messages.py and
-#: test_dgl_pna_conv.py run them.
+#: Layers that take edge features, too: test_dgl_edge_layers.py and test_dgl_pna_conv.py run them.
 WITH_EDGES = ["EGATConv", "EdgeGATConv", "GINEConv", "PNAConv"]
 if hasattr(original, "GatedGCNConv"):  # since DGL 2.0
     WITH_EDGES.append("GatedGCNConv")

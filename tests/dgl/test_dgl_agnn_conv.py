@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import check
 from dgl_cases import (
     GRAPHS,
     SINGLE,
@@ -17,6 +16,7 @@ from dgl_cases import (
     layer_pair,
     pair,
 )
+from dgl_layer_cases import check
 
 FastAGNNConv = fastsparse_dgl.FastAGNNConv
 

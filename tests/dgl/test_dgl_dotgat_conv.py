@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import check, randomised
 from dgl_cases import GRAPHS, fastsparse_dgl, features, homogeneous, layer_pair, pair
+from dgl_layer_cases import check, randomised
 
 FastDotGatConv = fastsparse_dgl.FastDotGatConv
 

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from attention_cases import WithAttention, check, randomised
 from dgl_cases import (
     GRAPHS,
     DGLError,
@@ -19,6 +18,7 @@ from dgl_cases import (
     pair,
     weights,
 )
+from dgl_layer_cases import WithAttention, check, randomised
 
 FastGATConv = fastsparse_dgl.FastGATConv
 BOTH = (FastGATConv, fastsparse_dgl.FastGATv2Conv)

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 import torch
-from attention_cases import check, randomised
 from dgl_cases import GRAPHS, block, fastsparse_dgl, features, homogeneous, layer_pair, pair
+from dgl_layer_cases import check, randomised
 
 FastGATv2Conv = fastsparse_dgl.FastGATv2Conv
 

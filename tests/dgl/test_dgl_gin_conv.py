@@ -8,10 +8,7 @@ from dgl_cases import (
     GRAPHS,
     SINGLE,
     DGLError,
-    bipartite,
-    block,
     check_parity,
-    dgl,
     fastsparse_dgl,
     features,
     homogeneous,
@@ -81,65 +78,6 @@ def test_activation(device):
     check_parity(layers("sum", activation=torch.relu), graph, features(graph, 5), device)
 
 
-@pytest.mark.parametrize("aggregator", AGGREGATORS)
-def test_isolated_nodes(aggregator, device):
-    graph = dgl.graph((torch.tensor([0, 3]), torch.tensor([1, 1])), num_nodes=5)
-    check_parity(layers(aggregator), graph, features(graph, 5), device)
-
-
-@pytest.mark.parametrize("aggregator", AGGREGATORS)
-def test_no_edges(aggregator, device):
-    """Only the node itself counts. (For max, DGL adds a gradient to node 0 here, which is wrong.)"""
-    graph = dgl.graph(([], []), num_nodes=4)
-    fast, reference = layers(aggregator)
-    feat = features(graph, 5).to(device).requires_grad_()
-    out = fast.to(device)(graph, feat)
-    torch.testing.assert_close(out.detach().cpu(), reference(graph, feat.detach().cpu()).detach())
-    expected = torch.autograd.grad(fast.apply_func(1.25 * feat).sum(), feat)
-    torch.testing.assert_close(torch.autograd.grad(out.sum(), feat), expected)
-
-
-@pytest.mark.parametrize("aggregator", AGGREGATORS)
-@pytest.mark.parametrize("graph", [homogeneous(), block()])
-def test_adjacency_in_place_of_the_graph(aggregator, graph, device):
-    adjacency = fastsparse_dgl.prepare(graph, device)
-    feat = features(graph, 5)
-    options = {"edge_weight": weights(graph)}
-    check_parity(layers(aggregator), graph, feat, device, fast_graph=adjacency, **options)
-
-
-@pytest.mark.parametrize("aggregator", AGGREGATORS)
-def test_float64(aggregator, device):
-    graph = homogeneous()
-    fast, reference = (layer.double() for layer in layers(aggregator, learn_eps=True))
-    check_parity((fast, reference), graph, features(graph, 5, dtype=torch.float64), device, tolerance=1e-12)
-
-
-@pytest.mark.parametrize("aggregator", AGGREGATORS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(aggregator, dtype, device):
-    graph = homogeneous()
-    fast, reference = layers(aggregator)
-    expected = reference(graph, features(graph, 5))
-    found = fast.to(device, dtype)(graph, features(graph, 5).to(device, dtype))
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.float().cpu(), expected, rtol=0.05, atol=0.1)
-
-
-@pytest.mark.parametrize("aggregator", AGGREGATORS)
-def test_autocast(aggregator, device):
-    graph = homogeneous()
-    fast, reference = layers(aggregator, learn_eps=True)
-    expected = reference(graph, features(graph, 5))
-    leaf = features(graph, 5).to(device).requires_grad_()
-    with torch.autocast(device, torch.bfloat16):
-        found = fast.to(device)(graph, leaf)
-    torch.testing.assert_close(found.float().cpu(), expected, rtol=0.05, atol=0.1)
-    found.float().sum().backward()
-    assert leaf.grad.dtype == torch.float32
-    assert fast.eps.grad.shape == (1,)
-
-
 @pytest.mark.parametrize("under", [torch.bfloat16, None])
 @pytest.mark.parametrize("learn_eps", [False, True])
 def test_sums_are_one_step(device, learn_eps, under):
@@ -156,37 +94,12 @@ def test_sums_are_one_step(device, learn_eps, under):
     for node in nodes:
         names.add(node.name())
         nodes += [following for following, _ in node.next_functions if following is not None]
-    assert ("_AggregateAndSelfBackward" in names) != learn_eps
-
-
-@pytest.mark.parametrize("learn_eps", [False, True])
-def test_state_dict_both_ways(learn_eps):
-    fast, reference = layers("sum", learn_eps=learn_eps)
-    assert fast.state_dict().keys() == reference.state_dict().keys()
-    reference.load_state_dict(fast.state_dict())
-    assert repr(fast) == repr(reference).replace("GINConv", "FastGINConv")
-    assert isinstance(fast, dgl.nn.GINConv)
-
-
-@pytest.mark.parametrize("aggregator", AGGREGATORS)
-def test_compile_with_an_adjacency(aggregator):
-    graph = homogeneous()
-    adjacency = fastsparse_dgl.prepare(graph)
-    fast, _ = layers(aggregator)
-    compiled = torch.compile(fast, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(adjacency, features(graph, 5)), fast(adjacency, features(graph, 5)))
+    assert ("_AggregateTransformBackward" in names) != learn_eps
 
 
 def test_invalid_aggregator():
     with pytest.raises(KeyError, match="Aggregator type"):
         FastGINConv(None, "median")
-
-
-@pytest.mark.parametrize("sizes", [(17, 23), (23, 17)])
-def test_bipartite_needs_a_pair(sizes, device):
-    graph = bipartite(*sizes)
-    with pytest.raises(DGLError, match=f"one row per destination node, {sizes[1]}"):
-        FastGINConv().to(device)(graph, features(graph, 4).to(device))
 
 
 def test_wrong_sizes(device):

@@ -326,7 +326,7 @@ def test_memory_stays_flat():
                 conv(graph, graph.ndata["feat"])
         gc.collect()
         counts.append(len(gc.get_objects()))
-    assert counts[-1] == counts[1]
+    assert min(counts[2:]) <= counts[1]  # a leak grows in every round; caches of Python's own may fill in one
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ from dgl_cases import (
     bipartite,
     block,
     check_parity,
-    dgl,
     fastsparse_dgl,
     features,
     homogeneous,
@@ -74,29 +73,6 @@ def test_bias_norm_and_activation(aggregator, bias, sizes, device):
 
 
 @pytest.mark.parametrize("aggregator", AGGREGATORS)
-@pytest.mark.parametrize("sizes", SIZES)
-def test_isolated_nodes(aggregator, sizes, device):
-    graph = dgl.graph((torch.tensor([0, 3]), torch.tensor([1, 1])), num_nodes=5)
-    check_parity(layer_pair(FastSAGEConv, *sizes, aggregator), graph, features(graph, sizes[0]), device)
-
-
-@pytest.mark.parametrize("aggregator", AGGREGATORS)
-@pytest.mark.parametrize("sizes", SIZES)
-def test_no_edges(aggregator, sizes, device):
-    """Only the node itself counts. (For pool, DGL adds a gradient to node 0 here, which is wrong.)"""
-    graph = dgl.graph(([], []), num_nodes=4)
-    fast, reference = layer_pair(FastSAGEConv, *sizes, aggregator)
-    if aggregator != "pool":
-        check_parity((fast, reference), graph, features(graph, sizes[0]), device)
-        return
-    feat = features(graph, sizes[0]).to(device).requires_grad_()
-    out = fast.to(device)(graph, feat)
-    torch.testing.assert_close(out.detach().cpu(), reference(graph, feat.detach().cpu()).detach())
-    expected = torch.autograd.grad(fast.fc_self(feat).sum(), feat)
-    torch.testing.assert_close(torch.autograd.grad(out.sum(), feat), expected)
-
-
-@pytest.mark.parametrize("aggregator", AGGREGATORS)
 def test_dropout_draws_the_same_numbers(aggregator):
     graph = bipartite()
     layers = layer_pair(FastSAGEConv, 5, 3, aggregator, feat_drop=0.5)
@@ -120,48 +96,6 @@ def test_lstm_is_the_original_and_says_so(reasons):
         layers[0](fastsparse_dgl.prepare(graph), features(graph, 5))
 
 
-@pytest.mark.parametrize("aggregator", AGGREGATORS)
-@pytest.mark.parametrize("graph", [homogeneous(), block()])
-def test_adjacency_in_place_of_the_graph(aggregator, graph, device):
-    layers = layer_pair(FastSAGEConv, 5, 3, aggregator)
-    adjacency = fastsparse_dgl.prepare(graph, device)
-    check_parity(layers, graph, features(graph, 5), device, fast_graph=adjacency, edge_weight=weights(graph))
-
-
-@pytest.mark.parametrize("aggregator", AGGREGATORS)
-def test_float64(aggregator, device):
-    graph = homogeneous()
-    fast, reference = layer_pair(FastSAGEConv, 5, 3, aggregator)
-    feat = features(graph, 5, dtype=torch.float64)
-    check_parity((fast.double(), reference.double()), graph, feat, device, tolerance=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("aggregator", AGGREGATORS)
-@pytest.mark.parametrize("sizes", SIZES)
-def test_half_precision(aggregator, sizes, dtype, device):
-    graph = homogeneous()
-    fast, reference = layer_pair(FastSAGEConv, *sizes, aggregator)
-    expected = reference(graph, features(graph, sizes[0]))
-    found = fast.to(device, dtype)(graph, features(graph, sizes[0]).to(device, dtype))
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.float().cpu(), expected, rtol=0.05, atol=0.05)
-
-
-@pytest.mark.parametrize("aggregator", AGGREGATORS)
-@pytest.mark.parametrize("sizes", SIZES)
-def test_autocast(aggregator, sizes, device):
-    graph = homogeneous()
-    fast, reference = layer_pair(FastSAGEConv, *sizes, aggregator)
-    expected = reference(graph, features(graph, sizes[0]))
-    leaf = features(graph, sizes[0]).to(device).requires_grad_()
-    with torch.autocast(device, torch.bfloat16):
-        found = fast.to(device)(graph, leaf)
-    torch.testing.assert_close(found.float().cpu(), expected, rtol=0.05, atol=0.05)
-    found.float().sum().backward()
-    assert leaf.grad.dtype == torch.float32
-
-
 @pytest.mark.parametrize("under", [torch.bfloat16, None])
 @pytest.mark.parametrize("graph", [homogeneous(), block()])
 def test_mean_is_one_step(graph, under, device):
@@ -172,20 +106,10 @@ def test_mean_is_one_step(graph, under, device):
     leaf = feat.to(device).requires_grad_()
     with torch.autocast(device, under, enabled=under is not None):
         found = fast.to(device)(graph, leaf)
-    assert found.grad_fn.name() == "_AggregateLinearBackward"
+    assert found.grad_fn.name() == "_AggregateTransformBackward"
     assert found.dtype == (under or torch.float32)
     tolerance = 0.05 if under else 1e-5
     torch.testing.assert_close(found.float().cpu(), expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("aggregator", [*AGGREGATORS, "lstm"])
-def test_state_dict_both_ways(aggregator):
-    fast = FastSAGEConv(4, 3, aggregator)
-    reference = dgl.nn.SAGEConv(4, 3, aggregator)
-    reference.load_state_dict(fast.state_dict())
-    fast.load_state_dict(dgl.nn.SAGEConv(4, 3, aggregator).state_dict())
-    assert repr(fast) == repr(reference).replace("SAGEConv", "FastSAGEConv")
-    assert isinstance(fast, dgl.nn.SAGEConv)
 
 
 def test_replaced_submodules_are_used(device):
@@ -199,27 +123,9 @@ def test_replaced_submodules_are_used(device):
     assert sorted(calls) == ["neigh", "self"]
 
 
-@pytest.mark.parametrize("aggregator", AGGREGATORS)
-def test_compile_with_an_adjacency(aggregator):
-    graph = homogeneous()
-    adjacency = fastsparse_dgl.prepare(graph)
-    fast = FastSAGEConv(5, 3, aggregator)
-    feat = features(graph, 5)
-    compiled = torch.compile(fast, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(adjacency, feat), fast(adjacency, feat))
-
-
 def test_invalid_aggregator():
     with pytest.raises(DGLError, match="aggregator_type"):
         FastSAGEConv(2, 2, "median")
-
-
-@pytest.mark.parametrize("aggregator", AGGREGATORS)
-@pytest.mark.parametrize("sizes", [(17, 23), (23, 17)])
-def test_bipartite_needs_a_pair(aggregator, sizes, device):
-    graph = bipartite(*sizes)
-    with pytest.raises(DGLError, match=f"one row per destination node, {sizes[1]}"):
-        FastSAGEConv(4, 3, aggregator).to(device)(graph, features(graph, 4).to(device))
 
 
 @pytest.mark.parametrize("aggregator", AGGREGATORS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 
 import gat
 import pytest
@@ -12,13 +11,7 @@ from common import frameworks, training
 from common.data import planted_partition
 from common.errors import ExampleError
 from common.training import Recipe
-from rich.console import Console
-
-PACKAGES = {"pyg": "fastsparse_pyg", "dgl": "fastsparse_dgl"}
-
-
-def need(framework: str) -> None:
-    pytest.importorskip(PACKAGES[framework], exc_type=ImportError)
+from example_runs import need, run
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -47,21 +40,6 @@ def test_both_layers_train_alike(framework: str, operator: str, residual: bool) 
     torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("attention", ["gat", "gatv2"])
-@pytest.mark.parametrize("framework", ["pyg", "dgl"])
-def test_training_learns(framework: str, attention: str) -> None:
-    need(framework)
-    out = io.StringIO()
-    arguments = ["--framework", framework, "--dataset", "karate", "--device", "cpu", "--conv", "fast"]
-    _, results = gat.main(
-        [*arguments, "--epochs", "60", "--runs", "1", "--attention", attention],
-        Console(file=out, width=160),
-    )
-    curve = results[0].runs[0].loss
-    assert sum(curve[-5:]) < 0.7 * sum(curve[:5])
-    assert {"gat": "FastGATConv", "gatv2": "FastGATv2Conv"}[attention] in out.getvalue()
-
-
 def test_heads_share_the_width() -> None:
     need("pyg")
     recipe = Recipe(layers=3, hidden=12, heads=4)
@@ -70,7 +48,4 @@ def test_heads_share_the_width() -> None:
     single, _ = gat.make_model("pyg", "fast", 7, 3, Recipe(layers=1))
     assert [tuple(conv.lin.weight.shape) for conv in single.convs] == [(3, 7)]
     with pytest.raises(ExampleError, match="--hidden 12: expected a multiple of --heads 5"):
-        gat.main(
-            ["--dataset", "karate", "--device", "cpu", "--hidden", "12", "--heads", "5"],
-            Console(file=io.StringIO()),
-        )
+        run(gat, "--hidden", "12", "--heads", "5")

@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import example_runs
 import gcn
 import pytest
 import torch
@@ -16,24 +18,13 @@ from common import cli, frameworks, report, training
 from common.data import Split, planted_partition
 from common.errors import ExampleError
 from common.training import Recipe
+from example_runs import need
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"pyg": "fastsparse_pyg", "dgl": "fastsparse_dgl"}
 
 
-def need(framework: str) -> None:
-    pytest.importorskip(PACKAGES[framework], exc_type=ImportError)
-
-
-def run(*arguments: str, framework: str = "pyg") -> tuple[dict, list[training.LayerResult], str]:
-    need(framework)
-    out = io.StringIO()
-    console = Console(file=out, width=160)
-    log, results = gcn.main(
-        ["--framework", framework, "--dataset", "karate", "--device", "cpu", *arguments], console
-    )
-    return log, results, out.getvalue()
+run = partial(example_runs.run, gcn)
 
 
 @pytest.mark.parametrize("framework", ["pyg", "dgl"])
@@ -61,12 +52,6 @@ def test_one_layer_alone(framework: str, conv: str) -> None:
     assert [layer["conv"] for layer in log["layers"]] == [conv]
     assert len(results[0].runs) == 1
     assert log["layers"][0]["scores"]["accuracy"]["std"] is None
-
-
-def test_training_learns() -> None:
-    _, results, _ = run("--epochs", "60", "--runs", "1", "--conv", "fast")
-    curve = results[0].runs[0].loss
-    assert curve[-1] < 0.6 * curve[0]
 
 
 def test_depth_and_width_are_taken_from_the_command_line() -> None:

@@ -15,17 +15,13 @@ from common.data import planted_partition
 from common.errors import ExampleError
 from common.graph_data import GraphDataset, batches, find_graphs
 from common.training import Recipe
+from example_runs import need
 from rich.console import Console
 
-PACKAGES = {"pyg": "fastsparse_pyg", "dgl": "fastsparse_dgl"}
 NAMES = {
     "pyg": ["PygGraphTransformerLayer", "GraphTransformerLayer"],
     "dgl": ["DglGraphTransformerLayer", "GraphTransformerLayer"],
 }
-
-
-def need(framework: str) -> None:
-    pytest.importorskip(PACKAGES[framework], exc_type=ImportError)
 
 
 def write_graphs(path: Path, num_graphs: int = 60, **changes: object) -> Path:

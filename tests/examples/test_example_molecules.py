@@ -16,17 +16,13 @@ from common import cli, graph_training
 from common.errors import ExampleError
 from common.graph_data import GraphDataset
 from common.molecules import drawn_molecules, read_ogb_molecules
+from example_runs import need
 from rich.console import Console
 from simulated_graphs import simulate
 
 from fastsparse_core import capture
 
-PACKAGES = {"pyg": "fastsparse_pyg", "dgl": "fastsparse_dgl"}
 TINY = ["--hidden", "8", "--heads", "2", "--layers", "1", "--epochs", "2", "--runs", "1", "--device", "cpu"]
-
-
-def need(framework: str) -> None:
-    pytest.importorskip(PACKAGES[framework], exc_type=ImportError)
 
 
 def run(*arguments: str) -> tuple[dict, list, str]:

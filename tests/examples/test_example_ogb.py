@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from common import frameworks, long_run, node_models, ogb_data, ogb_tasks, sampling
 from common.errors import ExampleError
 from common.training import LayerResult
+from example_runs import need
 from rich.console import Console
 from simulated_graphs import simulate
 
@@ -34,13 +35,8 @@ from fastsparse_core import capture
 if importlib.util.find_spec("ogb") is None:  # not importorskip: importing ogb asks the network
     pytest.skip("needs ogb", allow_module_level=True)
 
-PACKAGES = {"pyg": "fastsparse_pyg", "dgl": "fastsparse_dgl"}
-FRAMEWORKS = tuple(PACKAGES)
+FRAMEWORKS = ("pyg", "dgl")
 LEADERBOARD = Path(__file__).with_name("leaderboard_gcn.py")
-
-
-def need(framework: str) -> None:
-    pytest.importorskip(PACKAGES[framework], exc_type=ImportError)
 
 
 @pytest.fixture(autouse=True)

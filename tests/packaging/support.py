@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 try:
     import tomllib
@@ -15,9 +16,14 @@ PAGES = ("README.md", "docs/installation.md")
 _BLOCK = re.compile(r"(?<=<!-- support table -->\n\n).*?(?=\n\n)", re.DOTALL)
 
 
+def pyproject() -> dict[str, Any]:
+    """All of pyproject.toml."""
+    return tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
+
+
 def rows() -> list[dict[str, str]]:
     """Versions that are checked together, a row for each Python."""
-    return tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["tool"]["fastsparse"]["support"]
+    return pyproject()["tool"]["fastsparse"]["support"]
 
 
 def table() -> str:

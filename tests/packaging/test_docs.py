@@ -1,9 +1,10 @@
 """Links and paths in the documents lead somewhere."""
 
 import importlib
-import itertools
+import posixpath
 import re
 import runpy
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -62,50 +63,77 @@ def test_the_reference_has_every_public_name(package):
     assert len(documented) == len(set(documented))
 
 
-def rows_of(page, heading):
-    """The cells of the first table below a heading."""
-    lines = (CHECKOUT / page).read_text().partition(heading)[2].splitlines()
-    start = next(at for at, line in enumerate(lines) if line.startswith("|"))
-    table = itertools.takewhile(lambda line: line.startswith("|"), lines[start:])
-    return [line.strip("|").split("|") for line in table]
-
-
-@pytest.mark.parametrize(("plugin", "column"), [("fastsparse_pyg", 1), ("fastsparse_dgl", 2)])
-def test_tables_of_layers_are_those_of_the_plugin(plugin, column):
-    nn = pytest.importorskip(f"{plugin}.nn", exc_type=ImportError)
-    replaced = {drop_in.__name__: original.__name__ for original, drop_in in nn.DROP_INS.items()}
-
-    def names(cell, pattern=r"`(\w+)`"):
-        return re.findall(pattern, cell)
-
-    shown = {}
-    for cells in rows_of("docs/layers.md", "# Layers"):
-        layers = names(cells[2 * column - 1], r"`(Fast\w+)`")
-        shown |= dict(zip(layers, names(cells[2 * column]), strict=False))
-        assert set(layers) <= set(nn.__all__)
-    assert replaced.items() <= shown.items()
-    rows = rows_of("README.md", "## What is supported")
-    named = {name for cells in rows for name in names(cells[column], r"`(Fast\w+)`")}
-    assert named <= set(nn.__all__)
-    (more,) = (int(found[1]) for cells in rows if (found := re.match(r" (\d+) more: ", cells[0])))
-    assert len(replaced.keys() - named) == (more if plugin == "fastsparse_pyg" else 0)
+@pytest.mark.parametrize("framework", ["PyG", "DGL"])
+def test_tables_of_layers_are_current(framework):
+    """Made of DROP_INS and of trials; what the page says of other layers names layers that exist."""
+    for plugin in ("fastsparse_pyg", "fastsparse_dgl"):
+        pytest.importorskip(f"{plugin}.nn", exc_type=ImportError)
+    layer_table = importlib.import_module("layer_table")
+    assert layer_table.shown(framework) == layer_table.TABLES[framework](), (
+        "run python tests/packaging/layer_table.py"
+    )
+    exported = {name for plugin in ("pyg", "dgl") for name in sys.modules[f"fastsparse_{plugin}.nn"].__all__}
+    page = layer_table.PAGE.read_text()
+    assert {name for name in exported if f"`{name}`" not in page} == set()
 
 
 def test_the_table_of_accelerate_names_drop_ins():
     nn = pytest.importorskip("fastsparse_pyg.nn")
     replaced = {original.__name__: drop_in.__name__ for original, drop_in in nn.DROP_INS.items()}
-    text = (CHECKOUT / "docs" / "accelerate.md").read_text()
+    text = (CHECKOUT / "docs" / "pyg_layers.md").read_text()
     rows = re.findall(r"^\| (\w+) \| ((?:Fast|Accelerated)\w+) \|", text, re.MULTILINE)
     assert len(rows) > 40
     assert [row for row in rows if row[1] != replaced.get(row[0], f"Accelerated{row[0]}")] == []
 
 
+def test_every_environment_variable_has_a_line():
+    page = (CHECKOUT / "docs" / "environment.md").read_text()
+    named = set()
+    for path in CHECKOUT.rglob("*.py"):
+        if path.relative_to(CHECKOUT).parts[0] in (
+            *PACKAGES,
+            "kernels",
+            "examples",
+            "benchmarks",
+            "tests",
+            "setup.py",
+        ):
+            named |= set(re.findall(r"\bFASTSPARSE_[A-Z_]*[A-Z]\b", path.read_text()))
+    # A test's own, which it sets itself, and a macro of C++.
+    assert {
+        name
+        for name in named - {"FASTSPARSE_NOT_IN_WORKERS", "FASTSPARSE_ARGUMENTS"}
+        if f"`{name}`" not in page
+    } == set()
+
+
+TREES = re.compile(r"```{toctree}\n(.*?)```", re.DOTALL)
+
+
+def pages_below(page, docs):
+    """The pages that a page's trees name, and those below them."""
+    found = []
+    for tree in TREES.findall((docs / f"{page}.md").read_text()):
+        for line in tree.splitlines():
+            if line and not line.startswith(":"):
+                name = posixpath.normpath(posixpath.join(posixpath.dirname(page), line))
+                found += [name, *pages_below(name, docs)]
+    return found
+
+
 def test_the_site_shows_every_page():
     docs = CHECKOUT / "docs"
     pages = {path.relative_to(docs).with_suffix("").as_posix() for path in docs.glob("**/*.md")}
-    trees = re.findall(r"```{toctree}\n(.*?)```", (docs / "index.md").read_text(), re.DOTALL)
-    shown = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
-    assert sorted(shown) == sorted(pages - {"index"})
+    assert sorted(pages_below("index", docs)) == sorted(pages - {"index"})
+
+
+def test_developers_pages_are_a_tree_of_their_own():
+    """Users see one entry for them."""
+    docs = CHECKOUT / "docs"
+    first = [line for tree in TREES.findall((docs / "index.md").read_text()) for line in tree.splitlines()]
+    assert [line for line in first if line.startswith(("dev/", "notes/", "contributing"))] == ["dev/index"]
+    for page in docs.glob("*.md"):
+        assert len(page.read_text().splitlines()) < 150, page
 
 
 FORMULA = re.compile(

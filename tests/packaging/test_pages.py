@@ -16,7 +16,7 @@ import fastsparse_core
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGES = [CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
-LANGUAGES = {"python", "bash", "{eval-rst}", "{include}", "{toctree}"}
+LANGUAGES = {"python", "bash", "cpp", "{eval-rst}", "{include}", "{toctree}"}
 #: Before a block that cannot run here: <!-- not run: why -->
 BLOCK = re.compile(r"^(?:<!-- not run: (.+?) -->\n)?```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCKS = [(page, *found) for page in PAGES for found in BLOCK.findall(page.read_text())]
@@ -148,6 +148,9 @@ def test_commands():
                     assert "make setup" in code, (page, command)  # which makes it
                 case ["python", "-m", "fastsparse_core.doctor"]:
                     pass  # tests/core/test_doctor.py runs it
+                case ["fastsparse", "run", *options]:  # test_run.py runs it
+                    own = [option for option in options[: options.index("train.py")] if option[:2] == "--"]
+                    assert set(own) <= {"--report", "--report-json"}, (page, command)
                 case ["python", "-m", "benchmarks", *options]:
                     chosen.append(["benchmarks", *options])
                 case ["torchrun", "--nproc-per-node", _, script, *options] | ["python", script, *options]:

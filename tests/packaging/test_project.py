@@ -31,10 +31,10 @@ def test_the_changelog_is_short():
         assert len(lines) <= 15, title
 
 
-def test_the_readme_and_the_citation_name_the_same_papers():
+def test_the_pages_and_the_citation_name_the_same_papers():
     titles = re.findall(r'^    title: "(.+)"$', text("CITATION.cff"), re.MULTILINE)
     assert len(titles) == 5
-    assert [title for title in titles if title not in text("README.md")] == []
+    assert [title for title in titles if title not in text("docs/citing.md")] == []
 
 
 WORKFLOWS = sorted((CHECKOUT / ".github" / "workflows").glob("*.yml"))

@@ -27,16 +27,6 @@ KINDS = [
     "SparseTensor",
     "Adjacency",
 ]
-#: What SAGE layers are made with, one option at a time.
-SAGE_OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"normalize": True},
-    {"root_weight": False},
-    {"project": True},
-    {"bias": False},
-    {"flow": "target_to_source"},
-    {"node_dim": 0},
-]
 
 
 def random_graph(
@@ -152,18 +142,19 @@ def same_on(
     reference: torch.nn.Module,
     layer: torch.nn.Module,
     x: Tensor | tuple[Tensor, ...],
-    *rest: Tensor | None,
+    *rest: Any,
+    run: Callable[..., Any] = lambda layer, *given: layer(*given),
     **bounds: float,
 ) -> None:
-    """`same` of ``layer(x, graph, *rest)`` for all of `graphs`; the original gets ``given`` for each."""
-    inputs = [tensor for tensor in (*(x if isinstance(x, tuple) else (x,)), *rest) if tensor is not None]
+    """`same` of ``run(layer, x, graph, *rest)`` for all of `graphs`; the original gets ``given`` for each."""
+    inputs = [each for each in (*(x if isinstance(x, tuple) else (x,)), *rest) if isinstance(each, Tensor)]
     for graph in graphs:
         same(
             reference,
             layer,
-            lambda conv: conv(x, given, *rest),
+            lambda conv: run(conv, x, given, *rest),
             inputs,
-            fast_call=lambda conv, graph=graph: conv(x, graph, *rest),
+            fast_call=lambda conv, graph=graph: run(conv, x, graph, *rest),
             **bounds,
         )
 

@@ -1218,7 +1218,7 @@ def test_verify_raises_and_falls_back(fault: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_page_lists_every_layer() -> None:
-    """docs/accelerate.md holds what `python -m benchmarks.any_layer --write` puts there."""
+    """docs/pyg_layers.md holds what `python -m benchmarks.any_layer --write` puts there."""
     page = any_layer_benchmark.PAGE.read_text()
     for row in any_layer_benchmark.rows():
         assert f"| {' | '.join(row)} |" in page, "run python -m benchmarks.any_layer --write"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from pyg_cases import close, gradients, random_graph
+from pyg_layer_cases import ATTENTION, each_case, first
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
+from torch_geometric import nn as pyg
 
 from fastsparse_pyg import (
     FastGCNConv,
@@ -20,22 +22,24 @@ from fastsparse_pyg import (
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
+SAGE = first(pyg.SAGEConv, widths=(6, 4))
 LAYERS = {
-    "gcn_narrowing": (lambda: FastGCNConv(6, 4), True),
-    "gcn_widening": (lambda: FastGCNConv(6, 9), True),
-    "sage": (lambda: FastSAGEConv(6, 4), False),
-    "sage_max": (lambda: FastSAGEConv(6, 4, aggr="max"), False),
-    "gin": (lambda: FastGINConv(nn.Linear(6, 4)), False),
-    "gated": (lambda: FastResGatedGraphConv(6, 4), False),
+    "gcn_narrowing": first(pyg.GCNConv, widths=(6, 4)),
+    "gcn_widening": first(pyg.GCNConv, widths=(6, 9)),
+    "sage": SAGE,
+    "sage_max": SAGE._replace(options={"aggr": "max"}),
+    "gin": first(pyg.GINConv),
+    "gated": first(pyg.ResGatedGraphConv),
+    **{case.name: case for case in ATTENTION},
 }
+FEATURED = [first(original, 3) for original in (pyg.GATConv, pyg.GATv2Conv, pyg.TransformerConv)]
 
 
-@pytest.mark.parametrize("name", list(LAYERS))
-def test_adjacency_compiles_to_one_graph_once(device, name):
-    make, add_self_loops = LAYERS[name]
-    layer = make().to(device)
-    adj = prepare(random_graph(device=device), 40, add_self_loops=add_self_loops)
-    frames = []
+@each_case([*LAYERS.values(), *FEATURED])
+def test_adjacency_compiles_to_one_graph_once(device, case):
+    layer, edge_index = case.make(case.fast, device), random_graph(device=device)
+    adj = prepare(edge_index, 40, add_self_loops=getattr(layer, "add_self_loops", False))
+    rest, frames = [each.detach() for each in case.rest(edge_index)], []
 
     def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
         frames.append(module)
@@ -44,11 +48,11 @@ def test_adjacency_compiles_to_one_graph_once(device, name):
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
     for _ in range(3):
         x = torch.randn(40, 6, device=device, requires_grad=True)
-        got, expected = compiled(x, adj), layer(x, adj)
-        close(got, expected)
+        got, expected = compiled(x, adj, *rest), layer(x, adj, *rest)
+        close(got, expected, 2e-5 if rest else 1e-5)
         parameters = [x, *layer.parameters()]
         for one, other in zip(gradients(got, parameters), gradients(expected, parameters), strict=True):
-            close(one, other)
+            close(one, other, floor=case.floor)
     assert len(frames) == 1
 
 
@@ -108,8 +112,8 @@ def test_inductor_trains(device):
 def test_edge_index_compiles_to_one_graph_of_our_kernels(device, name):
     """A step on a second graph of another size, too; the structure is that of eager layers."""
     clear_cache()
-    make = {**LAYERS, "sage_wide": (lambda: FastSAGEConv(6, 9), False)}[name][0]
-    layer = make().to(device)
+    case = {**LAYERS, "sage_wide": SAGE._replace(widths=(6, 9))}[name]
+    layer = case.make(case.fast, device)
     frames = []
 
     def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
@@ -211,9 +215,9 @@ def test_edge_index_under_autocast(device):
 def test_edge_index_compiles_through_pyg(device):
     edge_index = random_graph(device=device)
     x = torch.randn(40, 6, device=device)
-    for make, _ in LAYERS.values():
-        layer = make().to(device)
-        close(torch.compile(layer, backend="eager")(x, edge_index), layer(x, edge_index))
+    for case in LAYERS.values():
+        layer = case.make(case.fast, device)
+        close(torch.compile(layer, backend="eager")(x, edge_index), layer(x, edge_index), 2e-5)
 
 
 def test_adjacency_without_loops_is_refused_under_compile(device):

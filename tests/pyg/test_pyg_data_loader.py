@@ -525,6 +525,24 @@ def test_an_attribute_that_pyg_collates_says_why(monkeypatch):
         DataLoader(graphs, device="cpu")
 
 
+@pytest.mark.filterwarnings("ignore::fastsparse_core.log.SlowPathWarning")
+@pytest.mark.parametrize(
+    ("values", "stored"),
+    [
+        ([{"a": torch.ones(2), "b": torch.ones(1)}, {"a": torch.ones(3), "b": torch.ones(2)}], True),
+        ([[torch.ones(2), torch.ones(1)], [torch.ones(3), torch.ones(2)]], True),
+        ([[torch.ones(2), torch.ones(1)], [torch.ones(3)]], False),
+        ([torch.ones(2), torch.ones(3).long()], False),
+    ],
+    ids=["dict", "list", "lists of different lengths", "different dtypes"],
+)
+def test_attributes_of_several_tensors(values, stored):
+    """That the random graphs above have too, now and then."""
+    graphs = [Data(x=torch.ones(2, 1), parts=value) for value in values]
+    for options in ({}, {"follow_batch": ["parts"]}):
+        check_or_same_error(graphs, {"batch_size": 2, "shuffle": False, **options}, all_stored=stored)
+
+
 def test_options_of_workers_are_ignored(reasons):
     check(molecules(), batch_size=4, shuffle=True)
     loader = DataLoader(molecules(), num_workers=3, persistent_workers=True, prefetch_factor=2, device="cpu")
@@ -649,7 +667,7 @@ def test_memory_stays_flat(name):
             epoch()
         gc.collect()
         counts.append(len(gc.get_objects()))
-    assert counts[-1] <= counts[1]
+    assert min(counts[2:]) <= counts[1]  # a leak grows in every round; caches of Python's own may fill in one
 
 
 def test_a_change_of_the_default_dtype():

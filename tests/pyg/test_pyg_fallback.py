@@ -7,41 +7,25 @@ import types
 import pytest
 import torch
 from pyg_cases import close, random_graph, same, simple_graph
+from pyg_layer_cases import ATTENTION, PLAIN
 from torch import nn
 from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
-from torch_geometric.nn import AGNNConv, GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv, TransformerConv
+from torch_geometric.nn import GCNConv, GINConv, SAGEConv
 from torch_geometric.nn.aggr import SumAggregation
 
 from fastsparse_core import Adjacency
 from fastsparse_pyg import (
-    FastAGNNConv,
-    FastGATConv,
-    FastGATv2Conv,
     FastGCNConv,
     FastGINConv,
     FastSAGEConv,
-    FastTransformerConv,
     prepare,
 )
 
-LAYERS = {
-    "gcn": (GCNConv, FastGCNConv, lambda conv, **kw: conv(4, 6, **kw)),
-    "sage": (SAGEConv, FastSAGEConv, lambda conv, **kw: conv(4, 6, **kw)),
-    "gin": (GINConv, FastGINConv, lambda conv, **kw: conv(nn.Linear(4, 6), **kw)),
-    "gat": (GATConv, FastGATConv, lambda conv, **kw: conv(4, 6, heads=2, **kw)),
-    "gatv2": (GATv2Conv, FastGATv2Conv, lambda conv, **kw: conv(4, 6, heads=2, **kw)),
-    "transformer": (TransformerConv, FastTransformerConv, lambda conv, **kw: conv(4, 6, heads=2, **kw)),
-    "agnn": (AGNNConv, FastAGNNConv, lambda conv, **kw: conv(**kw)),
-}
 
-
-@pytest.fixture(params=list(LAYERS))
+@pytest.fixture(params=PLAIN, ids=lambda case: case.name)
 def layers(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module]:
-    original, fast, make = LAYERS[request.param]
-    reference, layer = make(original), make(fast)
-    layer.load_state_dict(reference.state_dict())
-    return reference, layer
+    return request.param.pair()
 
 
 def test_explain_mode(layers, reasons):
@@ -49,7 +33,7 @@ def test_explain_mode(layers, reasons):
     reference, layer = layers
     edge_index = simple_graph(num_nodes=20, num_edges=50)
     edge_index = edge_index[:, edge_index[0] != edge_index[1]]
-    x = torch.randn(20, 4)
+    x = torch.randn(20, 6)
     plain = reference(x, edge_index)
     mask = torch.randn(edge_index.size(1))
     for module in (reference, layer):
@@ -115,7 +99,7 @@ def test_gnn_explainer():
 )
 def test_hooks_run(layers, reasons, name):
     reference, layer = layers
-    edge_index, x = random_graph(20, num_edges=50), torch.randn(20, 4)
+    edge_index, x = random_graph(20, num_edges=50), torch.randn(20, 6)
     called = []
     handle = getattr(layer, f"register_{name}_hook")(lambda *args: called.append(args[0]))
     close(layer(x, edge_index), reference(x, edge_index), 2e-5)
@@ -150,9 +134,9 @@ def test_hook_on_the_aggregation_runs():
 
 @pytest.mark.parametrize("name", ["gcn", "agnn"])
 def test_decomposed_layers(name, reasons):
-    edge_index, x = random_graph(20, num_edges=50), torch.randn(20, 4, requires_grad=True)
-    original, fast, make = LAYERS[name]
-    reference, layer = (make(conv, decomposed_layers=2) for conv in (original, fast))
+    edge_index, x = random_graph(20, num_edges=50), torch.randn(20, 6, requires_grad=True)
+    case = {"gcn": PLAIN[0], "agnn": ATTENTION[-1]}[name]
+    reference, layer = case.pair(decomposed_layers=2)
     same(reference, layer, lambda conv: conv(x, edge_index), [x])
     assert reasons.text.count("decomposed_layers > 1. Use decomposed_layers=1") == 1
 

@@ -10,24 +10,7 @@ from torch_geometric.nn import GATConv, GATv2Conv
 
 from fastsparse_pyg import FastGATConv, FastGATv2Conv, prepare
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
-
 LAYERS = {"gat": (GATConv, FastGATConv), "gatv2": (GATv2Conv, FastGATv2Conv)}
-OPTIONS = [
-    {},
-    {"heads": 3},
-    {"heads": 3, "concat": False},
-    {"heads": 2, "negative_slope": 0.0, "bias": False},
-    {"heads": 2, "negative_slope": 1.5},
-    {"add_self_loops": False},
-    {"residual": True, "heads": 2},
-    {"residual": True, "heads": 2, "concat": False},
-    {"flow": "target_to_source", "heads": 2},
-    {"flow": "target_to_source", "add_self_loops": False},
-]
-CASES = [(name, options) for name in LAYERS for options in OPTIONS]
-CASES += [("gatv2", {"heads": 2, "share_weights": True})]
-FILLS = ["mean", "add", "sum", 0.5, None, "tensor"]
 
 both = pytest.mark.parametrize("name", LAYERS)
 
@@ -42,47 +25,6 @@ def pair(
         if name == "gatv2":
             torch.nn.init.normal_(reference.lin_l.bias)
     return reference, layer
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
-@pytest.mark.usefixtures("kernels_only")
-def test_matches_the_original(device, name, options, dtype):
-    edge_index = random_graph(device=device)
-    reference, layer = pair(name, 6, 5, device=device, dtype=dtype, **options)
-    for requires_grad in (True, False):
-        x = torch.randn(40, 6, device=device, dtype=dtype, requires_grad=requires_grad)
-        same(
-            reference, layer, lambda conv, x=x: conv(x, edge_index), [x], tolerance=TOLERANCE[dtype], floor=1
-        )
-
-
-@both
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("fill_value", FILLS, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"heads": 3, "concat": False},
-        {"flow": "target_to_source", "heads": 2, "residual": True},
-        {"add_self_loops": False},
-    ],
-    ids=str,
-)
-@pytest.mark.usefixtures("kernels_only")
-def test_edge_features(device, name, options, fill_value, dtype):
-    """Fused, self loops filled as the original fills them: over the edges that are no loops."""
-    edge_index = random_graph(device=device)
-    fill = torch.randn(3, device=device) if fill_value == "tensor" else fill_value
-    reference, layer = pair(name, 6, 5, edge_dim=3, fill_value=fill, device=device, dtype=dtype, **options)
-    x = torch.randn(40, 6, device=device, dtype=dtype, requires_grad=True)
-    edge_attr = torch.randn(edge_index.size(1), 3, device=device, dtype=dtype, requires_grad=True)
-    graphs = [edge_index]
-    if name == "gatv2":  # GAT's are in test_edge_features_on_an_adjacency_with_loops
-        kinds = {False, layer.add_self_loops}
-        graphs += [prepare(edge_index, 40, flow=layer.flow, add_self_loops=loops) for loops in kinds]
-    same_on(graphs, edge_index, reference, layer, x, edge_attr, tolerance=TOLERANCE[dtype], floor=1)
 
 
 @both
@@ -144,51 +86,6 @@ def test_edge_features_are_optional(device):
     reference, layer = pair("gat", 6, 5, device=device)
     edge_attr = torch.randn(edge_index.size(1), 3, device=device)
     same(reference, layer, lambda conv: conv(x, edge_index, edge_attr), [x], floor=1)
-
-
-@pytest.mark.usefixtures("kernels_only")
-def test_hook_on_the_edge_projection_is_called(device):
-    edge_index = random_graph(device=device)
-    reference, layer = pair("gat", 6, 5, edge_dim=3, heads=2, device=device)
-    x = torch.randn(40, 6, device=device)
-    edge_attr = torch.randn(edge_index.size(1), 3, device=device)
-    for conv in (reference, layer):
-        conv.lin_edge.register_forward_hook(lambda module, inputs, output: 2 * output)
-    same(reference, layer, lambda conv: conv(x, edge_index, edge_attr), [], floor=1)
-
-
-@both
-@pytest.mark.parametrize("in_channels", [6, (6, 4)], ids=str)
-@pytest.mark.parametrize("add_self_loops", [True, False])
-@pytest.mark.parametrize("edge_dim", [None, 3])
-@pytest.mark.parametrize(("num_src", "num_dst"), [(40, 25), (25, 40)])
-@pytest.mark.usefixtures("kernels_only")
-def test_bipartite(device, name, in_channels, add_self_loops, edge_dim, num_src, num_dst):
-    """Loops go to the nodes that both sides have."""
-    edge_index = random_graph(num_src, num_dst, device=device)
-    options = {"heads": 2, "add_self_loops": add_self_loops, "edge_dim": edge_dim, "residual": True}
-    if num_src < num_dst:
-        options["fill_value"] = 0.5  # PyG's own mean fails here
-    reference, layer = pair(name, in_channels, 5, device=device, **options)
-    width = in_channels if isinstance(in_channels, int) else in_channels[1]
-    x = (
-        torch.randn(num_src, 6, device=device, requires_grad=True),
-        torch.randn(num_dst, width, device=device, requires_grad=True),
-    )
-    size, graph = (num_src, num_dst), prepare(edge_index, (num_src, num_dst))
-    edge_attr = None if edge_dim is None else torch.randn(edge_index.size(1), edge_dim, device=device)
-    calls = [(edge_index, edge_attr), (graph, edge_attr)]
-    calls += [(edge_index, edge_attr, size)] if name == "gat" else [(edge_index, None), (graph, None)]
-    for given, *rest in calls:
-        same(
-            reference,
-            layer,
-            lambda conv, rest=rest: conv(x, edge_index, *rest),
-            list(x),
-            fast_call=lambda conv, given=given, rest=rest: conv(x, given, *rest),
-            tolerance=2e-5,
-            floor=1,
-        )
 
 
 @pytest.mark.usefixtures("kernels_only")

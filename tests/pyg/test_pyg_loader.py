@@ -16,7 +16,7 @@ from torch_geometric.testing import MyFeatureStore, MyGraphStore
 from fastsparse_core import Adjacency
 from fastsparse_core.sampling import features
 from fastsparse_core.structure import construction
-from fastsparse_pyg import FastGCNConv, FastSAGEConv, LinkNeighborLoader, NeighborLoader
+from fastsparse_pyg import DataLoader, FastGCNConv, FastSAGEConv, LinkNeighborLoader, NeighborLoader
 from fastsparse_pyg import graph as pyg_graph
 
 NUM_NODES, NUM_EDGES = 90, 700
@@ -661,3 +661,23 @@ def test_pairs_of_data_as_stores(device):
     data.put_edge_index(data.edge_index, layout="coo", size=(NUM_NODES, NUM_NODES))
     batch = next(iter(NeighborLoader((features, data), [2], torch.arange(9), batch_size=9, device=device)))
     assert torch.equal(batch.x.cpu(), data.x[batch.n_id.cpu()])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device")
+def test_a_device_that_is_not_there():
+    data = Data(x=torch.ones(3, 2), edge_index=torch.tensor([[0, 1], [1, 2]]))
+    for make in (lambda: NeighborLoader(data, [2], device="cuda"), lambda: DataLoader([data], device="cuda")):
+        with pytest.raises(ValueError, match="device: expected one that PyTorch can use here, got 'cuda'"):
+            make()
+
+
+def test_weights_that_are_not_there():
+    data = Data(x=torch.ones(3, 2), edge_index=torch.tensor([[0, 1], [1, 2]]))
+    with pytest.raises(KeyError, match="weight_attr: expected an attribute of the edges, got 'nope'"):
+        NeighborLoader(data, [2], weight_attr="nope")
+
+
+def test_one_graph_is_no_dataset():
+    data = Data(x=torch.ones(3, 2), edge_index=torch.tensor([[0, 1], [1, 2]]))
+    with pytest.raises(TypeError, match=r"dataset: expected a dataset or a list of graphs.*Pass \[data\]"):
+        DataLoader(data, batch_size=2)

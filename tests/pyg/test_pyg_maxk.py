@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pyg_cases import KINDS, SAGE_OPTIONS, as_kind, close, random_graph, same, simple_graph
+from pyg_cases import KINDS, as_kind, close, random_graph, same, simple_graph
+from pyg_layer_cases import SAGE_OPTIONS
 from torch import nn
 from torch_geometric.nn import GCNConv, SAGEConv
 

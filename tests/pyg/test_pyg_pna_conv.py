@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-from pyg_cases import KINDS, as_kind, no_original, random_graph, same, same_on, simple_graph
+from pyg_cases import random_graph
 from torch import Tensor
 from torch_geometric.nn import PNAConv
 
 import fastsparse_pyg
-from fastsparse_core import Adjacency
 from fastsparse_pyg import FastPNAConv, accelerate, restore
 
 AGGREGATORS = ["mean", "min", "max", "std"]
 SCALERS = ["identity", "amplification", "attenuation"]
-ALL_SCALERS = [*SCALERS, "linear", "inverse_linear"]
 DEG = torch.tensor([0, 3, 5, 9, 12, 4, 1])
 #: Float64, for the original's variance is a difference of squares.
 EXACT = {"tolerance": 1e-9}
@@ -43,71 +39,6 @@ def inputs(
     return x.requires_grad_(), edges.to(dtype).to(edge_index.device).requires_grad_()
 
 
-def check(device: str, width: int = 6, edge_dim: int | None = None, *args, **options) -> None:
-    edge_index = random_graph(device=device)
-    reference, fast = (
-        layer.to(device) for layer in layer_pair(width, 8, *args, edge_dim=edge_dim, **options)
-    )
-    x, edges = inputs(edge_index, width, edge_dim)
-    tensors = [x] if edges is None else [x, edges]
-    same(reference, fast, lambda layer: layer(x, edge_index, edges), tensors, **EXACT)
-
-
-@pytest.mark.parametrize(
-    ("towers", "divide_input", "edge_dim"), list(itertools.product((1, 2), (False, True), (None, 3)))
-)
-@pytest.mark.parametrize("post_layers", [1, 2])
-def test_parity(towers, divide_input, edge_dim, post_layers, device, monkeypatch):
-    no_original(monkeypatch)
-    options = {"towers": towers, "divide_input": divide_input, "post_layers": post_layers}
-    check(device, 6, edge_dim, **options)
-
-
-@pytest.mark.parametrize("edge_dim", [None, 3])
-@pytest.mark.parametrize("towers", [1, 2])
-def test_messages_of_several_layers_are_aggregated_by_the_kernel(towers, edge_dim, device, monkeypatch):
-    no_original(monkeypatch)
-    check(device, 6, edge_dim, towers=towers, pre_layers=2, act="tanh")
-
-
-@pytest.mark.parametrize("aggregators", [[name] for name in ("sum", "mean", "min", "max", "var", "std")])
-def test_each_aggregator(aggregators, device, monkeypatch):
-    no_original(monkeypatch)
-    check(device, 6, 3, aggregators, ALL_SCALERS, train_norm=True)
-
-
-def test_more_features_than_the_kernel_multiplies(device, monkeypatch):
-    no_original(monkeypatch)
-    check(device, 6, 40)
-
-
-@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
-@pytest.mark.parametrize("pre_layers", [1, 2])
-def test_flow(flow, pre_layers, device, monkeypatch):
-    no_original(monkeypatch)
-    check(device, 6, 3, flow=flow, pre_layers=pre_layers)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_input_kind(kind, device, monkeypatch):
-    no_original(monkeypatch)
-    edge_index = simple_graph(device=device)
-    reference, fast = (layer.to(device) for layer in layer_pair())
-    x, _ = inputs(edge_index)
-    graph = as_kind(kind, edge_index, 40, 40)
-    same_on([graph], edge_index, reference, fast, x, **EXACT)
-
-
-def test_edge_features_of_an_adjacency(device, monkeypatch):
-    no_original(monkeypatch)
-    edge_index = random_graph(device=device)
-    adj = Adjacency.from_coo(edge_index[1], edge_index[0], (40, 40))
-    x, edges = inputs(edge_index, 6, 3)
-    for pre_layers in (1, 2):
-        reference, fast = (layer.to(device) for layer in layer_pair(edge_dim=3, pre_layers=pre_layers))
-        same_on([adj], edge_index, reference, fast, x, edges, **EXACT)
-
-
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1), (torch.float16, 2e-2)], ids=str
 )
@@ -123,24 +54,6 @@ def test_other_dtypes(dtype, tolerance, device):
     expected = reference(x.double(), edge_index, edges.double())
     assert out.dtype == dtype
     assert (out.double() - expected).norm() < tolerance * expected.norm()
-
-
-def test_nodes_without_edges_and_graphs_without(device, monkeypatch):
-    no_original(monkeypatch)
-    for edge_index in (torch.empty(2, 0, dtype=torch.long), torch.tensor([[0, 1], [1, 1]])):
-        edge_index = edge_index.to(device)
-        reference, fast = (layer.to(device) for layer in layer_pair(edge_dim=3))
-        x, edges = inputs(edge_index, 6, 3)
-        same(reference, fast, lambda layer: layer(x, edge_index, edges), [x, edges], **EXACT)  # noqa: B023
-
-
-def test_what_has_no_kernel_runs_pygs_code(reasons):
-    edge_index = random_graph()
-    for aggregators in (["median", "mean"], ["mean", "mean"], ["softmax"]):
-        reference, fast = layer_pair(6, 8, aggregators, SCALERS)
-        x, _ = inputs(edge_index)
-        same(reference, fast, lambda layer: layer(x, edge_index), [x], **EXACT)  # noqa: B023
-    assert "FastPNAConv falls back to PyG's implementation, which is slower: aggregators" in reasons.text
 
 
 def test_hooks_are_called():
@@ -167,14 +80,6 @@ def test_accelerate_and_restore():
     restore(model)
     assert all(type(layer) is PNAConv for layer in model)
     assert fastsparse_pyg.nn.DROP_INS[PNAConv] is FastPNAConv
-
-
-def test_wrong_number_of_edge_features_is_named():
-    edge_index = random_graph()
-    _, fast = layer_pair(edge_dim=3)
-    x, edges = inputs(edge_index, 6, 3)
-    with pytest.raises(ValueError, match="edge_attr: expected one row per edge"):
-        fast(x, edge_index, edges[1:])
 
 
 def test_no_message_is_stored(device):

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pyg_cases import KINDS, alike, as_kind, random_graph, same, same_on, simple_graph
-from torch import Tensor, nn
+from pyg_cases import alike, random_graph, same
+from torch import Tensor
 from torch_geometric.nn import ResGatedGraphConv
 
-from fastsparse_pyg import FastResGatedGraphConv, prepare
-
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
-OPTIONS = [
-    {},
-    {"root_weight": False},
-    {"bias": False},
-    {"act": torch.nn.Sigmoid()},
-    {"edge_dim": 3},
-    {"edge_dim": 2, "root_weight": False, "bias": False},
-    {"flow": "target_to_source", "edge_dim": 3},
-]
+from fastsparse_pyg import FastResGatedGraphConv
 
 
 def pair(
@@ -42,74 +31,15 @@ def edges_of(
     return [draw(edge_index.size(1), options["edge_dim"], device, dtype)] if "edge_dim" in options else []
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.usefixtures("kernels_only")
-def test_matches_the_original(device, options, dtype):
-    edge_index = random_graph(device=device)
-    reference, layer = pair(6, 5, device=device, dtype=dtype, **options)
-    x, edges = draw(40, 6, device, dtype), edges_of(edge_index, options, device, dtype)
-    graphs = (edge_index, prepare(edge_index, 40, flow=layer.flow))
-    same_on(graphs, edge_index, reference, layer, x, *edges, tolerance=TOLERANCE[dtype], floor=1)
-
-
-@pytest.mark.parametrize("options", [{}, {"edge_dim": 3}], ids=str)
-@pytest.mark.parametrize(("num_src", "num_dst"), [(40, 25), (25, 40)])
-@pytest.mark.usefixtures("kernels_only")
-def test_bipartite(device, options, num_src, num_dst):
-    edge_index = random_graph(num_src, num_dst, device=device)
-    reference, layer = pair((6, 4), 5, device=device, **options)
-    x, edges = (draw(num_src, 6, device), draw(num_dst, 4, device)), edges_of(edge_index, options, device)
-    call = lambda conv: conv(x, edge_index, *edges)  # noqa: E731
-    same(reference, layer, call, [*x, *edges], tolerance=2e-5, floor=1)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("coo", "csr", "SparseTensor")])
-@pytest.mark.usefixtures("kernels_only")
-def test_every_kind_of_graph(device, kind):
-    edge_index = simple_graph(device=device)
-    reference, layer = pair(6, 5, device=device)
-    x, graph = draw(40, 6, device), as_kind(kind, edge_index, 40, 40)
-    same_on([graph], edge_index, reference, layer, x, tolerance=2e-5, floor=1)
-
-
-@pytest.mark.usefixtures("kernels_only")
-def test_lazy_sizes(device):
-    edge_index = random_graph(device=device)
-    reference, layer = pair(-1, 5, device=device)
-    x = draw(40, 6, device)
-    for conv in (reference, layer):
-        conv(x, edge_index)
-    same(reference, layer, lambda conv: conv(x, edge_index), [x], tolerance=2e-5, floor=1)
-
-
-def test_the_original_runs_where_no_kernel_can_and_says_why(reasons):
+@pytest.mark.parametrize(("edge_dim", "given"), [(3, None), (None, 3)])
+def test_edge_features_and_edge_dim_need_each_other(edge_dim, given):
+    """The original says what it thinks of one without the other."""
     edge_index = random_graph()
     x = draw(40, 6, "cpu")
-    for options, why in (
-        ({"act": nn.Tanh()}, "act=Tanh() has no kernel"),
-        ({"act": torch.tanh, "edge_dim": 2}, "act=<built-in method tanh"),
-        ({"aggr": "max"}, "aggr='max'"),
-        ({"edge_dim": 40}, "40 features of an edge, more than 32"),
-    ):
-        reference, layer = pair(6, 5, device="cpu", **options)
-        edges = edges_of(edge_index, options, "cpu")
-        for _ in range(2):
-            same(reference, layer, lambda conv, e=edges: conv(x, edge_index, *e), [x, *edges], floor=1)
-        assert reasons.text.count(why) == 1
-    with pytest.raises(AssertionError):
-        pair(6, 5, edge_dim=3, device="cpu")[1](x, edge_index)
-
-
-def test_hooks_on_linear_maps_run(monkeypatch):
-    edge_index = random_graph()
-    x = draw(40, 6, "cpu")
-    for options in ({}, {"edge_dim": 3}):
-        reference, layer = pair(6, 5, device="cpu", **options)
-        edges = edges_of(edge_index, options, "cpu")
-        for conv in (reference, layer):
-            conv.lin_value.register_forward_hook(lambda module, inputs, out: 2 * out)
-        same(reference, layer, lambda conv, e=edges: conv(x, edge_index, *e), [x, *edges], floor=1)
+    edges = [draw(edge_index.size(1), given, "cpu")] if given else []
+    for conv in pair(6, 5, device="cpu", edge_dim=edge_dim):
+        with pytest.raises((AssertionError, RuntimeError)):
+            conv(x, edge_index, *edges)
 
 
 @pytest.mark.parametrize("options", [{}, {"edge_dim": 3}], ids=str)

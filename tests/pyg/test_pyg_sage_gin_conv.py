@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from pyg_cases import KINDS, SAGE_OPTIONS, alike, as_kind, close, gradients, random_graph, same, simple_graph
+from pyg_cases import alike, as_kind, close, gradients, random_graph, same, simple_graph
 from torch import nn
 from torch_geometric.nn import GINConv, SAGEConv
 from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation
 
 from fastsparse_pyg import FastGINConv, FastSAGEConv
-
-REDUCE = ["sum", "add", "mean", "max", "min"]
 
 
 def mlp(num_in: int, num_out: int) -> nn.Module:
@@ -33,41 +31,6 @@ def pair(family: str, num_in: Any, num_out: int, device: str, **options: Any) ->
 @pytest.fixture(params=["sage", "gin"])
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.mark.parametrize("aggr", REDUCE)
-@pytest.mark.parametrize("options", SAGE_OPTIONS, ids=str)
-@pytest.mark.parametrize("width", [(8, 5), (8, 8), (5, 8)], ids=str)
-@pytest.mark.usefixtures("kernels_only")
-def test_sage_matches_the_original(device, width, options, aggr):
-    edge_index = random_graph(device=device)
-    reference, layer = pair("sage", *width, device, aggr=aggr, **options)
-    for requires_grad in (True, False):
-        x = torch.randn(40, width[0], device=device, requires_grad=requires_grad)
-        same(reference, layer, lambda conv, x=x: conv(x, edge_index), [x])
-
-
-@pytest.mark.parametrize("aggr", REDUCE)
-@pytest.mark.parametrize(
-    "options", [{}, {"eps": 0.3}, {"train_eps": True, "eps": 0.1}, {"flow": "target_to_source"}], ids=str
-)
-@pytest.mark.usefixtures("kernels_only")
-def test_gin_matches_the_original(device, options, aggr):
-    edge_index = random_graph(device=device)
-    reference, layer = pair("gin", 6, 4, device, aggr=aggr, **options)
-    x = torch.randn(40, 6, device=device, requires_grad=True)
-    same(reference, layer, lambda conv: conv(x, edge_index), [x])
-
-
-@pytest.mark.parametrize("aggr", ["sum", "mean", "max"])
-@pytest.mark.parametrize("kind", [*KINDS, "csc"])
-@pytest.mark.usefixtures("kernels_only")
-def test_input_kinds(device, family, kind, aggr):
-    edge_index = simple_graph(device=device)
-    reference, layer = pair(family, 6, 4, device, aggr=aggr)
-    x = torch.randn(40, 6, device=device, requires_grad=True)
-    graph = as_kind(kind, edge_index, 40, 40)
-    same(reference, layer, lambda conv: conv(x, edge_index), [x], fast_call=lambda conv: conv(x, graph))
 
 
 @pytest.mark.parametrize("kind", ["csr", "coo", "csc", "SparseTensor"])
@@ -101,107 +64,11 @@ def test_values_changed_in_place_are_seen():
     close(layer(x, matrix), layer(x, as_kind("csr", edge_index, 40, 40, torch.full((200,), 2.0))))
 
 
-@pytest.mark.parametrize("aggr", ["sum", "mean", "max"])
-@pytest.mark.parametrize("with_size", [False, True])
-@pytest.mark.usefixtures("kernels_only")
-def test_bipartite(device, family, aggr, with_size):
-    edge_index = random_graph(30, 20, device=device)
-    num_in = (6, 3) if family == "sage" else 6
-    reference, layer = pair(family, num_in, 4, device, aggr=aggr)
-    x_src = torch.randn(30, 6, device=device, requires_grad=True)
-    x_dst = torch.randn(20, 3 if family == "sage" else 6, device=device, requires_grad=True)
-    size = (30, 20) if with_size else None
-    same(reference, layer, lambda conv: conv((x_src, x_dst), edge_index, size), [x_src, x_dst])
-    for kind in ("EdgeIndex", "Adjacency", "csr"):
-        graph = as_kind(kind, edge_index, 30, 20)
-        if kind == "csr" and aggr != "sum":
-            continue  # repeated edges are merged there
-        same(
-            reference,
-            layer,
-            lambda conv: conv((x_src, x_dst), edge_index, size),
-            [x_src, x_dst],
-            fast_call=lambda conv, graph=graph: conv((x_src, x_dst), graph),
-        )
-
-
-@pytest.mark.parametrize("kind", ["edge_index", "EdgeIndex", "csr", "Adjacency"])
-@pytest.mark.usefixtures("kernels_only")
-def test_bipartite_without_destination_features(device, family, kind):
-    edge_index = random_graph(30, 20, device=device)
-    reference, layer = pair(family, (6, 3) if family == "sage" else 6, 4, device, aggr="sum")
-    x = torch.randn(30, 6, device=device, requires_grad=True)
-    graph = as_kind(kind, edge_index, 30, 20)
-    same(
-        reference,
-        layer,
-        lambda conv: conv((x, None), edge_index, (30, 20)),
-        [x],
-        fast_call=lambda conv: conv((x, None), graph, (30, 20)),
-    )
-    if kind == "edge_index":  # PyG takes as many destinations as sources then
-        same(reference, layer, lambda conv: conv((x, None), edge_index), [x])
-        same(reference, layer, lambda conv: conv((x, None), edge_index, (30, None)), [x])
-
-
 def test_bipartite_against_the_flow_is_left_to_pyg():
     edge_index = random_graph(20, 20)
     reference, layer = pair("sage", (6, 3), 4, "cpu", flow="target_to_source")
     x_src, x_dst = torch.randn(20, 6), torch.randn(20, 3)
     same(reference, layer, lambda conv: conv((x_src, x_dst), edge_index), [])
-
-
-@pytest.mark.parametrize("aggr", ["sum", "mean", "max"])
-@pytest.mark.usefixtures("kernels_only")
-def test_static_graph_and_more_dimensions(device, family, aggr):
-    edge_index = random_graph(device=device)
-    for shape, options in (((3, 40, 6), {}), ((2, 3, 40, 6), {}), ((40, 3, 6), {"node_dim": 0})):
-        for num_out in (4, 9):
-            reference, layer = pair(family, 6, num_out, device, aggr=aggr, **options)
-            x = torch.randn(shape, device=device, requires_grad=True)
-            same(reference, layer, lambda conv, x=x: conv(x, edge_index), [x])
-
-
-@pytest.mark.usefixtures("kernels_only")
-def test_strided_features(device, family):
-    edge_index = random_graph(device=device)
-    reference, layer = pair(family, 6, 4, device)
-    wide = torch.randn(40, 11, device=device, requires_grad=True)
-    same(reference, layer, lambda conv: conv(wide[:, 3:9], edge_index), [wide])
-    transposed = torch.randn(6, 40, device=device, requires_grad=True)
-    same(reference, layer, lambda conv: conv(transposed.t(), edge_index), [transposed])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("aggr", ["sum", "mean", "max"])
-@pytest.mark.usefixtures("kernels_only")
-def test_dtypes(device, family, dtype, aggr):
-    edge_index = random_graph(device=device)
-    reference, layer = pair(family, 6, 4, device, aggr=aggr)
-    layer.to(dtype)
-    reference.double().load_state_dict(layer.state_dict())
-    x = torch.randn(40, 6, device=device).to(dtype)
-    got = layer(x, edge_index)
-    assert got.dtype == dtype
-    close(
-        got.double(),
-        reference(x.double(), edge_index),
-        1e-12 if dtype == torch.float64 else 100 * torch.finfo(dtype).eps,
-    )
-
-
-@pytest.mark.usefixtures("kernels_only")
-def test_autocast(device, family):
-    edge_index = random_graph(device=device)
-    for num_out in (4, 9):
-        reference, layer = pair(family, 6, num_out, device)
-        layer.load_state_dict(reference.state_dict())
-        x = torch.randn(40, 6, device=device, requires_grad=True)
-        with torch.autocast(device, dtype=torch.bfloat16):
-            got, expected = layer(x, edge_index), reference(x, edge_index)
-        assert got.dtype == expected.dtype
-        close(got.float(), expected.float(), 5e-2)
-        assert all(gradient.isfinite().all() for gradient in gradients(got, [x, *layer.parameters()]))
 
 
 @pytest.mark.usefixtures("kernels_only")
@@ -217,7 +84,7 @@ def test_sage_is_one_step(device, under, aggr):
         hidden = layer(x, edge_index)
         found, expected = layer(hidden.relu(), edge_index), reference(hidden.relu(), edge_index)
     for out in (hidden, found):
-        assert out.grad_fn.name() == "_AggregateLinearBackward"
+        assert out.grad_fn.name() == "_AggregateTransformBackward"
         assert out.dtype == (under or torch.float32)
     tolerance = 2e-2 if under else 1e-5
     inputs = [x, *layer.parameters()]
@@ -250,17 +117,7 @@ def test_gin_under_autocast(device, first):
     with torch.autocast(device, torch.bfloat16):
         whole = layer(x, edge_index)
     names = {node.name() for node, _ in whole.grad_fn.next_functions[0][0].next_functions if node is not None}
-    assert ("_AggregateAndSelfBackward" in names) == isinstance(first, nn.Linear)
-
-
-@pytest.mark.usefixtures("kernels_only")
-def test_lazy(device):
-    edge_index = random_graph(30, 20, device=device)
-    reference, layer = pair("sage", (-1, -1), 4, device)
-    x = torch.randn(30, 6, device=device), torch.randn(20, 3, device=device)
-    reference(x, edge_index)
-    assert layer(x, edge_index).shape == (20, 4)
-    same(reference, layer, lambda conv: conv(x, edge_index), [])
+    assert ("_AggregateTransformBackward" in names) == isinstance(first, nn.Linear)
 
 
 @pytest.mark.usefixtures("kernels_only")
@@ -270,26 +127,3 @@ def test_aggregation_modules(device):
     for aggregation in (MeanAggregation, MaxAggregation):
         reference, layer = (conv(6, 4, aggr=aggregation()).to(device) for conv in (SAGEConv, FastSAGEConv))
         same(reference, layer, lambda conv: conv(x, edge_index), [x])
-
-
-def test_double_backward(device, family):
-    edge_index = random_graph(12, num_edges=20, device=device)
-    if family == "sage":
-        layer = FastSAGEConv(3, 4).to(device, torch.float64)
-    else:
-        layer = FastGINConv(nn.Sequential(nn.Linear(3, 4), nn.Tanh())).to(device, torch.float64)
-    x = torch.randn(12, 3, device=device, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda x: layer(x, edge_index), (x,))
-
-
-def test_state_dict_and_repr_are_the_original_s():
-    for family, keys in (
-        ("sage", ["lin_l.bias", "lin_l.weight", "lin_r.weight"]),
-        ("gin", ["eps", "nn.0.bias", "nn.0.weight", "nn.2.bias", "nn.2.weight"]),
-    ):
-        reference, layer = pair(family, 4, 6, "cpu")
-        assert sorted(layer.state_dict()) == sorted(reference.state_dict()) == keys
-        layer.load_state_dict(reference.state_dict())
-        reference.load_state_dict(layer.state_dict())
-        assert isinstance(layer, type(reference))
-        assert repr(layer) == "Fast" + repr(reference)

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pyg_cases import KINDS, as_kind, close, gradients, random_graph, same, same_on, simple_graph
+from pyg_cases import KINDS, as_kind, close, gradients, random_graph, same, simple_graph
 from torch import nn
 from torch_geometric.nn import TransformerConv
 
 from fastsparse_pyg import FastTransformerConv, GraphTransformerLayer, prepare
-
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
-
-OPTIONS = [
-    {},
-    {"heads": 3},
-    {"heads": 3, "concat": False},
-    {"heads": 2, "beta": True},
-    {"heads": 2, "beta": True, "concat": False},
-    {"heads": 2, "root_weight": False},
-    {"heads": 2, "bias": False},
-    {"flow": "target_to_source", "heads": 2},
-]
 
 
 def pair(
@@ -31,31 +18,6 @@ def pair(
         conv(*args, **options).to(device, dtype) for conv in (TransformerConv, FastTransformerConv)
     )
     return reference, layer
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.usefixtures("kernels_only")
-def test_matches_the_original(device, options, dtype):
-    edge_index = random_graph(device=device)
-    reference, layer = pair(6, 5, device=device, dtype=dtype, **options)
-    for requires_grad in (True, False):
-        x = torch.randn(40, 6, device=device, dtype=dtype, requires_grad=requires_grad)
-        same(
-            reference, layer, lambda conv, x=x: conv(x, edge_index), [x], tolerance=TOLERANCE[dtype], floor=1
-        )
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[4], OPTIONS[-1]], ids=str)
-@pytest.mark.usefixtures("kernels_only")
-def test_edge_features(device, options, dtype):
-    edge_index = random_graph(device=device)
-    reference, layer = pair(6, 5, edge_dim=3, device=device, dtype=dtype, **options)
-    x = torch.randn(40, 6, device=device, dtype=dtype, requires_grad=True)
-    edge_attr = torch.randn(edge_index.size(1), 3, device=device, dtype=dtype, requires_grad=True)
-    graphs = (edge_index, prepare(edge_index, 40, flow=layer.flow))
-    same_on(graphs, edge_index, reference, layer, x, edge_attr, tolerance=TOLERANCE[dtype], floor=1)
 
 
 def test_edge_features_and_edge_dim_go_together(device):
@@ -76,21 +38,6 @@ def test_edge_features_need_an_adjacency_without_loops(device):
     layer = FastTransformerConv(6, 5, edge_dim=3).to(device)
     with pytest.raises(ValueError, match="add_self_loops=False"):
         layer(torch.randn(40, 6, device=device), graph, torch.randn(edge_index.size(1), 3, device=device))
-
-
-@pytest.mark.parametrize("options", [{"heads": 2}, {"beta": True}, {"edge_dim": 3}], ids=str)
-@pytest.mark.parametrize(("num_src", "num_dst"), [(40, 25), (25, 40)])
-@pytest.mark.usefixtures("kernels_only")
-def test_bipartite(device, options, num_src, num_dst):
-    edge_index = random_graph(num_src, num_dst, device=device)
-    reference, layer = pair((6, 4), 5, device=device, **options)
-    x = (
-        torch.randn(num_src, 6, device=device, requires_grad=True),
-        torch.randn(num_dst, 4, device=device, requires_grad=True),
-    )
-    edge_attr = torch.randn(edge_index.size(1), 3, device=device) if "edge_dim" in options else None
-    graphs = (edge_index, prepare(edge_index, (num_src, num_dst)))
-    same_on(graphs, edge_index, reference, layer, x, edge_attr, floor=1)
 
 
 @pytest.mark.parametrize("edge_dim", [None, 3])

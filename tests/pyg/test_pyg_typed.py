@@ -201,6 +201,34 @@ def test_rgcn_of_few_nodes_is_one_product(device, monkeypatch):
         layer(x, edge_index, kind)
 
 
+@pytest.mark.parametrize("which", [0, 1], ids=["RGCN", "FastRGCN"])
+@pytest.mark.parametrize("options", [{}, {"num_bases": 2}, {"bias": False}, {"root_weight": False}], ids=str)
+@pytest.mark.parametrize("casts", [True, False], ids=["autocast", "bfloat16"])
+def test_rgcn_of_few_nodes_in_16_bits(device, monkeypatch, which, options, casts):
+    """One product under autocast too; results and gradients have PyG's dtypes."""
+    original, drop_in = ((RGCNConv, FastRGCNConv), (pyg.FastRGCNConv, FastFastRGCNConv))[which]
+    exact, ours = pair_of_layers(original, drop_in, device, 8, 4, RELATIONS, **options)
+    theirs = original(8, 4, RELATIONS, **options).to(device)
+    theirs.load_state_dict(exact.state_dict())
+    ours, theirs = (each.to(torch.float32 if casts else torch.bfloat16) for each in (ours, theirs))
+    edge_index, kind = graph(device)
+    x = torch.randn(NODES, 8, device=device).to(ours.weight.dtype).requires_grad_()
+    with torch.autocast(device, torch.bfloat16, enabled=casts):
+        expected = theirs(x, edge_index, kind)
+        monkeypatch.setattr(rgcn_conv, "grouped_product", None)
+        out = ours(x, edge_index, kind)
+    assert out.dtype == expected.dtype
+    grad = torch.randn_like(expected)
+    found = torch.autograd.grad(out, [x, *ours.parameters()], grad)
+    exact_x = x.detach().double().requires_grad_()
+    exact.load_state_dict(ours.state_dict())
+    wanted = exact(exact_x, edge_index, kind)
+    gradients = torch.autograd.grad(wanted, [exact_x, *exact.parameters()], grad.double())
+    for got, right in zip((out, *found), (wanted, *gradients), strict=True):
+        assert (got.double() - right).norm() <= 2e-2 * right.norm()
+    assert [each.dtype for each in found] == [each.dtype for each in (x, *ours.parameters())]
+
+
 def test_rgcn_of_other_graphs(device):
     edge_index, kind = graph(device)
     layers = pair_of_layers(RGCNConv, FastRGCNConv, device, 8, 4, RELATIONS)
@@ -290,7 +318,7 @@ def test_rgat(device, monkeypatch, every_pair, mechanism, mode, mod):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_rgat_of_few_nodes_is_one_node(device, monkeypatch, dropout, dtype):
-    """Which drops the weights that the operators drop, and has second derivatives."""
+    """Which drops the weights that the operators drop."""
     monkeypatch.setattr(FastRGATConv, "_takes_every_pair", lambda *_: True)
     edge_index, kind = graph(device)
     layer = FastRGATConv(4, 3, RELATIONS, heads=2, dropout=dropout).to(device, dtype)
@@ -312,18 +340,26 @@ def test_rgat_of_few_nodes_is_one_node(device, monkeypatch, dropout, dtype):
         limit = 1e-4 if dtype == torch.float32 else 0.1
         assert ours.dtype == dtype
         assert (ours - theirs).norm() < limit * theirs.norm()
-    if device == "cpu":  # whose kernels know float64
-        inputs = [each.detach().double().requires_grad_() for each in (x, layer.weight, layer.q, layer.k)]
-        relations = relations_of(edge_index, kind, (NODES, NODES), RELATIONS, layer.flow).with_every_pair
 
-        def result(*inputs):
-            torch.manual_seed(0)
-            return relational_attention(relations.from_pairs, relations.dst_pairs, *inputs, 0.2, dropout)
 
-        assert torch.autograd.gradcheck(result, inputs)
-        assert torch.autograd.gradgradcheck(result, inputs)
-        frozen = [each.detach() for each in inputs[1:]]
-        assert torch.autograd.gradcheck(lambda x: result(x, *frozen), inputs[:1])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_derivatives_of_rgat_of_few_nodes(dropout):
+    """On the CPU, whose kernels know float64."""
+    generator = torch.Generator().manual_seed(0)
+    edge_index, kind = (torch.randint(0, 5, shape, generator=generator) for shape in ((2, 20), (20,)))
+    layer = FastRGATConv(3, 2, 2, heads=2, dropout=dropout).double()
+    relations = relations_of(edge_index, kind % 2, (5, 5), 2, layer.flow).with_every_pair
+    x = torch.randn(5, 3, dtype=torch.float64)
+    inputs = [each.detach().requires_grad_() for each in (x, layer.weight, layer.q, layer.k)]
+
+    def result(*inputs):
+        torch.manual_seed(0)
+        return relational_attention(relations.from_pairs, relations.dst_pairs, *inputs, 0.2, dropout)
+
+    assert torch.autograd.gradcheck(result, inputs)
+    assert torch.autograd.gradgradcheck(result, inputs)
+    frozen = [each.detach() for each in inputs[1:]]
+    assert torch.autograd.gradcheck(lambda x: result(x, *frozen), inputs[:1])
 
 
 @pytest.mark.parametrize("mechanism", ["across-relation", "within-relation"])

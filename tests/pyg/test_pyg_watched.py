@@ -71,10 +71,10 @@ def test_structures_of_tensors_without_content_are_refused():
 
 def test_operators_of_tensors_without_content_give_what_their_fakes_say():
     adj = Adjacency.from_coo(EDGES[1], EDGES[0], (12, 12))
-    x = X.to("meta")
+    x, none = X.to("meta"), (None,) * 4
     for out in (
         torch.ops.fastsparse.spmm(x, None, None, None, None, 12, adj.handle, False, "auto", False),
-        torch.ops.fastsparse.attention(x, x, x, None, 1.0, 0.0, None, 1, adj.handle)[0],
+        torch.ops.fastsparse.attention(x, x, x, *none, 1.0, 0.0, None, 0, 1, "fused3s", adj.handle)[0],
     ):
         assert out.shape == (12, 16)
         assert out.is_meta

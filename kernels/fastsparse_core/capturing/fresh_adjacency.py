@@ -53,7 +53,16 @@ class FreshAdjacency(Adjacency):
         inv_degree = torch.empty(num_dst, device=device)
         slices = torch.empty(num_dst, 2, dtype=torch.int64, device=device)
         ends, index = row.long(), device_index(device)
-        _C.emit_rows(ends, ends.numel(), num_dst, rowptr, inv_degree, slices, index, queue(index))
+        _C.emit_rows(
+            row=ends,
+            num_edges=ends.numel(),
+            num_rows=num_dst,
+            rowptr=rowptr,
+            inv_degree=inv_degree,
+            slices=slices,
+            device=index,
+            queue=queue(index),
+        )
         if device.type == "cpu":  # where that leaves the work list out
             words = slices.view(torch.int32)
             slices[:, 0] = rowptr[:-1]

@@ -33,7 +33,6 @@ ROOM = 1 / 64
 _EDGES_PER_NODE = 8
 #: As hops, and as ends of edges: there are none.
 _NONE: tuple[list[int], list[int]] = ([0], [])
-_NO_EDGES = (0, 0, 0, False)
 
 
 @dataclass(frozen=True)
@@ -238,22 +237,26 @@ class BatchPlaces:
         )
         given = [(to, item.detach().contiguous(), places) for to, item, places in rows if to.numel()]
         edges = [(to, item.detach().contiguous()) for to, item in edges]
-        place = place_of(self.device)
+        device, stream = place_of(self.device)
         for nth in range(max(len(nodes), len(edges))):
             has_nodes, has_edges = nth < len(nodes), nth < len(edges)
             source, target = self.capacity.ends[nth] if has_edges else (0, 0)
             to, ends = edges[nth] if has_edges else (None, None)
             own = [self.nodes[nth] if has_nodes else None, self.edges[nth] if has_edges else None]
             _C.place_batch(
-                nodes[nth] if has_nodes else _NONE,
-                of_edges[nth] if has_edges else _NONE,
-                nodes[source],
-                nodes[target],
-                _NO_EDGES
-                if to is None or ends is None
-                else (ends, to, self._padding[nth], to.dtype == torch.int64),
-                [getattr(of, name, None) for name in ("mask", "ends") for of in own],
-                [
+                nodes=nodes[nth] if has_nodes else _NONE,
+                edges=of_edges[nth] if has_edges else _NONE,
+                sources=nodes[source],
+                targets=nodes[target],
+                node_mask=getattr(own[0], "mask", None),
+                edge_mask=getattr(own[1], "mask", None),
+                node_ends=getattr(own[0], "ends", None),
+                edge_ends=getattr(own[1], "ends", None),
+                edge_index=ends,
+                edge_index_out=to,
+                padding=None if to is None else self._padding[nth],
+                edge_index_is_64bit=to is not None and to.dtype == torch.int64,
+                tensors=[
                     (
                         item,
                         memory,
@@ -265,7 +268,8 @@ class BatchPlaces:
                     for memory, item, places in given
                     if places in own
                 ],
-                *place,
+                device=device,
+                queue=stream,
             )
 
     def _edges_of_padding(self, nth: int) -> Tensor:

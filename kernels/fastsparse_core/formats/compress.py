@@ -69,22 +69,22 @@ def _compress(
     if num_edges == 0:
         return major_ptr.zero_(), minor_out
     args = _C.CompressArgs(
-        major,
-        minor,
-        major.dtype == torch.int64,
-        num_edges,
-        num_major,
-        num_minor,
-        minor is not None,
-        major_ptr,
-        minor_out,
-        order,
-        num_edges > INT32_MAX,
+        major=major,
+        minor=minor,
+        index_is_64bit=major.dtype == torch.int64,
+        num_edges=num_edges,
+        num_major=num_major,
+        num_minor=num_minor,
+        sort_minor=minor is not None,
+        major_ptr=major_ptr,
+        minor_out=minor_out,
+        order=order,
+        order_is_64bit=num_edges > INT32_MAX,
     )
     index = device_index(device)
-    size = _C.compress_scratch_bytes(args, index)
+    size = _C.compress_scratch_bytes(args=args, device=index)
     scratch = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-    _C.compress(args, scratch, size, index, queue(index))
+    _C.compress(args=args, scratch=scratch, scratch_bytes=size, device=index, queue=queue(index))
     return major_ptr, minor_out
 
 
@@ -126,10 +126,23 @@ def _transpose(rowptr: Tensor, col: Tensor, num_cols: int, order: Tensor | None)
     if num_edges == 0:
         return colptr.zero_(), row
     index = device_index(device)
-    size = _C.transpose_scratch_bytes(num_rows, num_cols, num_edges, order is not None, index)
+    size = _C.transpose_scratch_bytes(
+        num_rows=num_rows, num_cols=num_cols, num_edges=num_edges, keeps_order=order is not None, device=index
+    )
     scratch = torch.empty(size, dtype=torch.uint8, device=device)
     _C.transpose(
-        rowptr, col, num_rows, num_cols, num_edges, colptr, row, order, scratch, size, index, queue(index)
+        rowptr=rowptr,
+        col=col,
+        num_rows=num_rows,
+        num_cols=num_cols,
+        num_edges=num_edges,
+        colptr=colptr,
+        row_out=row,
+        order=order,
+        scratch=scratch,
+        scratch_bytes=size,
+        device=index,
+        queue=queue(index),
     )
     return colptr, row
 
@@ -143,15 +156,17 @@ def reverse_entries(rowptr: Tensor, col: Tensor, edge_id: Tensor | None) -> Tens
         edge_id: (num_edges,) id of every entry; None: its position.
     """
     out = _empty_order(col.numel(), col.device) if edge_id is None else torch.empty_like(edge_id)
+    device, stream = place_of(col.device)
     _C.reverse_entries(
-        rowptr,
-        col,
-        edge_id,
-        rowptr.numel() - 1,
-        col.numel(),
-        out,
-        out.dtype == torch.int64,
-        *place_of(col.device),
+        rowptr=rowptr,
+        col=col,
+        edge_id=edge_id,
+        num_rows=rowptr.numel() - 1,
+        num_edges=col.numel(),
+        id_out=out,
+        id_is_64bit=out.dtype == torch.int64,
+        device=device,
+        queue=stream,
     )
     return out
 
@@ -164,5 +179,8 @@ def expand_rows(rowptr: Tensor, num_edges: int) -> Tensor:
         num_edges: number of entries.
     """
     row = torch.empty(num_edges, dtype=torch.int32, device=rowptr.device)
-    _C.expand_rows(rowptr, rowptr.numel() - 1, num_edges, row, *place_of(rowptr.device))
+    device, stream = place_of(rowptr.device)
+    _C.expand_rows(
+        rowptr=rowptr, num_rows=rowptr.numel() - 1, num_edges=num_edges, row=row, device=device, queue=stream
+    )
     return row

@@ -170,15 +170,41 @@ def _similar_order(adj: Rows) -> Tensor:
     column_bits = max((adj.num_src - 1).bit_length(), 1)
     signature = torch.empty(num_rows, _C.HASHES, dtype=torch.uint8, device=device)
     keys = torch.empty(bands, num_rows, dtype=torch.int32, device=device)
-    _C.row_signatures(adj.rowptr, adj.col, num_rows, column_bits, bands, signature, keys, index, queue(index))
+    _C.row_signatures(
+        rowptr=adj.rowptr,
+        col=adj.col,
+        num_rows=num_rows,
+        column_bits=column_bits,
+        num_bands=bands,
+        signature=signature,
+        keys=keys,
+        device=index,
+        queue=queue(index),
+    )
     best = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
     for some in keys.split(max(_PAIRS // max(num_rows, 1), 1)):
         band = torch.arange(some.size(0), dtype=torch.int32, device=device).repeat_interleave(num_rows)
         order = compress(band, some.view(-1), some.size(0), 1 << _C.KEY_BITS)[2]
-        _C.similar_rows(signature, order, num_rows, some.size(0), best, index, queue(index))
+        _C.similar_rows(
+            signature=signature,
+            order=order,
+            num_rows=num_rows,
+            num_bands=some.size(0),
+            best=best,
+            device=index,
+            queue=queue(index),
+        )
     root = torch.empty(num_rows, dtype=torch.int32, device=device)
     counts = torch.zeros(2, dtype=torch.int64, device=device)
-    _C.link_rows(adj.rowptr, best, num_rows, root, counts, index, queue(index))
+    _C.link_rows(
+        rowptr=adj.rowptr,
+        best=best,
+        num_rows=num_rows,
+        root=root,
+        counts=counts,
+        device=index,
+        queue=queue(index),
+    )
     # Rows by cluster, inside a cluster by hash; where similar rows lie near each other, in natural order.
     num_linked, num_near = counts
     row = torch.arange(num_rows, dtype=torch.int32, device=device)

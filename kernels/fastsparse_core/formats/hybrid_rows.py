@@ -104,18 +104,20 @@ class HybridRows:
 def _fill_on_cuda(rowptr: Tensor, slices: Tensor, split_row: Tensor, split_ptr: Tensor) -> Tensor:
     """Writes the list; returns the totals."""
     num_rows = rowptr.numel() - 1
-    counts = rowptr.new_empty(_C.num_hybrid_rows_counts(num_rows), 3, dtype=torch.int32)
+    counts = rowptr.new_empty(_C.num_hybrid_rows_counts(num_rows=num_rows), 3, dtype=torch.int32)
+    device, queue = place_of(rowptr.device)
     _C.hybrid_rows(
-        rowptr,
-        num_rows,
-        MULTIPLE,
-        LONGEST,
-        counts,
-        slices.size(0) - num_rows,
-        slices,
-        split_row,
-        split_ptr,
-        *place_of(rowptr.device),
+        rowptr=rowptr,
+        num_rows=num_rows,
+        multiple=MULTIPLE,
+        longest=LONGEST,
+        counts=counts,
+        most_long=slices.size(0) - num_rows,
+        slices=slices,
+        split_row=split_row,
+        split_ptr=split_ptr,
+        device=device,
+        queue=queue,
     )
     return counts[-1]
 

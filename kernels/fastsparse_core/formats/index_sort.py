@@ -75,24 +75,24 @@ def sort_index(index: Tensor, num_segments: int, longest: int) -> IndexSort:
     split_ptr = torch.empty(most_cut + 1 + _C.NUM_SEGMENT_FACTS, dtype=torch.int64, device=device)
     facts = split_ptr[most_cut + 1 :]
     where = device_index(device)
-    size = _C.num_segment_sort_bytes(num_rows, num_segments, where)
+    size = _C.num_segment_sort_bytes(num_rows=num_rows, num_segments=num_segments, device=where)
     scratch = torch.empty(size, dtype=torch.uint8, device=device)
     sort = _C.SegmentSort(
-        index,
-        index.dtype == torch.int64,
-        num_rows,
-        num_segments,
-        longest,
-        rowptr,
-        order,
-        slices,
-        split_row,
-        split_ptr,
-        facts,
-        scratch,
-        size,
-        where,
-        queue(where),
+        index=index,
+        index_is_64bit=index.dtype == torch.int64,
+        num_rows=num_rows,
+        num_segments=num_segments,
+        longest=longest,
+        rowptr=rowptr,
+        order=order,
+        slices=slices,
+        split_row=split_row,
+        split_ptr=split_ptr,
+        facts=facts,
+        scratch=scratch,
+        scratch_bytes=size,
+        device=where,
+        queue=queue(where),
     )
     # A segment of n > longest entries has fewer than 2 n / longest slices.
     workspace = RowSplit(slices, split_row, split_ptr, 2 * most_cut)

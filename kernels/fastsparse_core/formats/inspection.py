@@ -85,21 +85,21 @@ def inspect_indices(row: Tensor, col: Tensor, *, square: bool) -> IndexFacts:
     workspace = torch.empty(NUM_FACTS + 1, dtype=torch.int64, device=row.device) if index >= 0 else None
     facts = 0 if workspace is None else workspace.data_ptr()
     words = _C.inspect(
-        row,
-        col,
-        0,
-        row.dtype == torch.int64,
-        False,
-        num_edges,
-        0,
-        square,
-        facts + 8 * NUM_FACTS,
-        0,
-        0,
-        0,
-        facts,
-        index,
-        queue(index),
+        row=row,
+        col=col,
+        edge_id=0,
+        index_is_64bit=row.dtype == torch.int64,
+        edge_id_is_64bit=False,
+        num_edges=num_edges,
+        num_rows=0,
+        square=square,
+        rowptr=facts + 8 * NUM_FACTS,
+        col_out=0,
+        inv_degree=0,
+        slices=0,
+        scratch=facts,
+        device=index,
+        queue=queue(index),
     )
     return IndexFacts(words[0] % _SIGNED_TO_UNSIGNED, words[1] % _SIGNED_TO_UNSIGNED, words[5])
 
@@ -154,21 +154,21 @@ def _inspect(
     workspace = torch.empty(rows, 2, dtype=torch.int64, device=device) if index >= 0 else None
     slices = 0 if workspace is None else workspace.data_ptr()
     words = _C.inspect(
-        row,
-        col,
-        edge_id,
-        col.dtype == torch.int64,
-        edge_id is not None and edge_id.dtype == torch.int64,
-        col.numel(),
-        num_rows,
-        square,
-        rowptr,
-        col_out if is_copied else None,
-        inv_degree,
-        slices,
-        slices + 16 * num_rows,
-        index,
-        queue(index),
+        row=row,
+        col=col,
+        edge_id=edge_id,
+        index_is_64bit=col.dtype == torch.int64,
+        edge_id_is_64bit=edge_id is not None and edge_id.dtype == torch.int64,
+        num_edges=col.numel(),
+        num_rows=num_rows,
+        square=square,
+        rowptr=rowptr,
+        col_out=col_out if is_copied else None,
+        inv_degree=inv_degree,
+        slices=slices,
+        scratch=slices + 16 * num_rows,
+        device=index,
+        queue=queue(index),
     )
     split = unsplit_rows(workspace, num_rows) if workspace is not None and words[9] <= longest else None
     return _found(words, rowptr, col_out, inv_degree, split)
@@ -197,23 +197,26 @@ def sort_edges(row: Tensor, col: Tensor, shape: tuple[int, int], longest: int) -
     check_content("edges", row, col, rowptr)
     index, workspace = device_index(device), None
     if index >= 0:
-        size, split_ptr, split_row = _C.sort_workspace(num_edges, num_rows, longest)
+        size, split_ptr, split_row = _C.sort_workspace(
+            num_edges=num_edges, num_rows=num_rows, longest=longest
+        )
         workspace = torch.empty(-(-size // 16), 2, dtype=torch.int64, device=device)
     words = _C.sort_edges(
-        row,
-        col,
-        row.dtype is torch.int64,
-        num_edges,
-        *shape,
-        longest,
-        rowptr,
-        col_out,
-        order,
-        inv_degree,
-        inv_sqrt_degree,
-        workspace,
-        index,
-        queue(index),
+        row=row,
+        col=col,
+        index_is_64bit=row.dtype is torch.int64,
+        num_edges=num_edges,
+        num_rows=num_rows,
+        num_cols=shape[1],
+        longest=longest,
+        rowptr=rowptr,
+        col_out=col_out,
+        order=order,
+        inv_degree=inv_degree,
+        inv_sqrt_degree=inv_sqrt_degree,
+        workspace=workspace,
+        device=index,
+        queue=queue(index),
     )
     split = None
     if workspace is not None:

@@ -178,19 +178,37 @@ def split_rows(rowptr: Tensor, longest: int, *, is_cut: bool = True) -> RowSplit
         return RowSplit.from_rowptr(rowptr, longest)
     num_rows, device = rowptr.numel() - 1, rowptr.device
     # What is counted by the rows, and behind it the numbers of split rows and of slots.
-    num_counts = _C.num_row_split_counts(num_rows)
+    num_counts = _C.num_row_split_counts(num_rows=num_rows)
     counts = torch.empty(num_counts + 2, dtype=torch.int64, device=device)
     totals = counts.data_ptr() + 8 * num_counts
     index = device_index(device)
     stream = queue(index)
-    _C.row_split_count(rowptr, num_rows, longest, counts, totals, index, stream)
+    _C.row_split_count(
+        rowptr=rowptr,
+        num_rows=num_rows,
+        longest=longest,
+        counts=counts,
+        totals=totals,
+        device=index,
+        queue=stream,
+    )
     num_split_rows, num_slots = counts[num_counts:].tolist() if is_cut else (0, 0)
     slices = torch.empty(num_rows - num_split_rows + num_slots, 2, dtype=torch.int64, device=device)
     split_row = torch.empty(num_split_rows, dtype=torch.int32, device=device)
     split_ptr = (torch.empty if num_rows else torch.zeros)(
         num_split_rows + 1, dtype=torch.int64, device=device
     )
-    _C.row_split_fill(rowptr, num_rows, longest, counts, slices, split_row, split_ptr, index, stream)
+    _C.row_split_fill(
+        rowptr=rowptr,
+        num_rows=num_rows,
+        longest=longest,
+        counts=counts,
+        slices=slices,
+        split_row=split_row,
+        split_ptr=split_ptr,
+        device=index,
+        queue=stream,
+    )
     return RowSplit(slices, split_row, split_ptr, num_slots)
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fastsparse_core.fused.head_scores import gradients_of_scores, head_scores, scores_of_rows
-from fastsparse_core.ops import _attention_fused as kernels
+from fastsparse_core.ops import _attention_launch as launch
 from fastsparse_core.ops import _attention_unfused as unfused
-from fastsparse_core.ops import _dot_product, _gat_attention_csr
+from fastsparse_core.ops._attention import unsupported_reason
+from fastsparse_core.ops._attention_launch import Call
 from fastsparse_core.ops._attention_unfused import Edges
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.structure.adjacency import Adjacency
@@ -98,12 +99,13 @@ class _Additive(Score):
     def has_kernel(
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
     ) -> bool:
-        return not (adj.col.is_cuda and _gat_attention_csr.unsupported_reason(dtype, widths[0], heads))
+        kind = launch.ADDITIVE
+        return not (adj.col.is_cuda and unsupported_reason(adj, kind, dtype, widths[0], heads))
 
     @staticmethod
     def forward(call: LayerCall, joint: Tensor, vectors: Tensors) -> Result:
         (src, dst), matrix = scores_of_rows(joint, vectors)
-        out, lse = kernels.additive(call.adj, dst, src, joint, None, call.scale, call.dropout_p, call.seed)
+        out, lse, _ = launch.forward(call.adj, _operands(call, dst, src, joint))
         return out, (src, dst, lse, matrix)
 
     @staticmethod
@@ -111,9 +113,9 @@ class _Additive(Score):
         call: LayerCall, grad: Tensor, joint: Tensor, vectors: Tensors, kept: Sequence[Any], needed: Flags
     ) -> Gradients:
         src, dst, lse, matrix = kept
-        grad_dst, grad_src, grad_v, _ = kernels.additive_gradients(
-            call.adj, grad, dst, src, joint, None, lse, call.scale, call.dropout_p, call.seed
-        )
+        operands = _operands(call, dst, src, joint)
+        grad_dst, grad_src, grad_v, *_ = launch.backward(call.adj, operands, grad, None, lse)
+        assert grad_v is not None
         _, grad_vectors = gradients_of_scores(
             (grad_src, grad_dst), joint, matrix, vectors, True, needed, grad_v
         )
@@ -122,7 +124,7 @@ class _Additive(Score):
     @staticmethod
     def formula(call: LayerCall, joint: Tensor, vectors: Tensors, edges: Edges) -> Tensor:
         src, dst = head_scores(joint, *vectors)
-        return unfused.additive(call.adj, dst, src, joint, None, call.scale, call.dropout_p, call.seed)
+        return unfused.attention(call.adj, *_operands(call, dst, src, joint))
 
 
 class _Gatv2(Score):
@@ -134,15 +136,14 @@ class _Gatv2(Score):
     def has_kernel(
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
     ) -> bool:
-        return not (
-            adj.col.is_cuda and _gat_attention_csr.gatv2_unsupported_reason(dtype, widths[0], scale, heads)
-        )
+        kind = launch.GATV2
+        return not (adj.col.is_cuda and unsupported_reason(adj, kind, dtype, widths[0], heads, scale))
 
     @staticmethod
     def forward(call: LayerCall, joint: Tensor, vectors: Tensors) -> Result:
-        att = _vectors_of_heads(call, vectors)
         src, dst = _ends(call, joint)
-        out, lse = kernels.gatv2(call.adj, dst, src, att, call.scale, call.dropout_p, call.seed)
+        operands = _operands(call, dst, src, att=_vectors_of_heads(call, vectors))
+        out, lse, _ = launch.forward(call.adj, operands)
         return out, (lse, out if call.keeps_result else None)
 
     @staticmethod
@@ -150,11 +151,10 @@ class _Gatv2(Score):
         call: LayerCall, grad: Tensor, joint: Tensor, vectors: Tensors, kept: Sequence[Any], needed: Flags
     ) -> Gradients:
         lse, out = kept
-        att = _vectors_of_heads(call, vectors)
         src, dst = _ends(call, joint)
-        grad_dst, grad_src, grad_att = kernels.gatv2_gradients(
-            call.adj, grad, dst, src, att, out, lse, call.scale, call.dropout_p, call.seed
-        )
+        operands = _operands(call, dst, src, att=_vectors_of_heads(call, vectors))
+        grad_dst, grad_src, _, grad_att, *_ = launch.backward(call.adj, operands, grad, out, lse)
+        assert grad_att is not None
         (vector,) = vectors
         grad_vector = cast(grad_att.view(vector.shape), vector.dtype) if needed[0] else None
         if src is dst:
@@ -163,13 +163,9 @@ class _Gatv2(Score):
 
     @staticmethod
     def formula(call: LayerCall, joint: Tensor, vectors: Tensors, edges: Edges) -> Tensor:
-        att = _vectors_of_heads(call, vectors)
         src, dst = _ends(call, joint)
-        options = (call.scale, call.dropout_p, call.seed)
-        if edges is not None:
-            edge_attr, edge_weight = edges
-            return unfused.gatv2_with_edges(call.adj, dst, src, att, edge_attr, edge_weight, *options)
-        return unfused.gatv2(call.adj, dst, src, att, *options)
+        att = _vectors_of_heads(call, vectors)
+        return unfused.attention(call.adj, *_operands(call, dst, src, att=att, edges=edges))
 
 
 class _DotProduct(Score):
@@ -188,14 +184,13 @@ class _DotProduct(Score):
         if adj.col.is_cuda:
             # Heads that loads of 16 bytes do not take are padded by the operator.
             is_whole = widths[0] // heads * dtype.itemsize % 16 == 0
-            return is_whole and not _dot_product.csr_unsupported_reason_of(adj, dtype, widths[0], heads)
+            return is_whole and not unsupported_reason(adj, launch.DOT_PRODUCT, dtype, widths[0], heads)
         return algorithm in ("auto", "fused3s")
 
     @staticmethod
     def forward(call: LayerCall, joint: Tensor, vectors: Tensors) -> Result:
         key, value, query, *skips = joint.split(call.widths, dim=1)
-        options = (call.scale, call.dropout_p, call.seed, call.heads)
-        out, lse = kernels.dot_product(call.adj, query, key, value, None, *options)
+        out, lse, _ = launch.forward(call.adj, _operands(call, query, key, value))
         if not call.keeps_result:
             return out.add_(skips[0]) if skips else out, (lse, None)
         return out + skips[0] if skips else out, (lse, out)
@@ -206,28 +201,35 @@ class _DotProduct(Score):
     ) -> Gradients:
         lse, out = kept
         key, value, query, *skips = joint.split(call.widths, dim=1)
-        options = (call.scale, call.dropout_p, call.seed, call.heads)
-        grad_query, grad_key, grad_value, _ = kernels.dot_product_gradients(
-            call.adj, grad, query, key, value, None, out, lse, *options
-        )
+        operands = _operands(call, query, key, value)
+        grad_query, grad_key, grad_value, *_ = launch.backward(call.adj, operands, grad, out, lse)
+        assert grad_value is not None
         grads = (grad_key, grad_value, grad_query, grad) if skips else (grad_key, grad_value, grad_query)
         return torch.cat(grads, dim=1), ()
 
     @staticmethod
     def formula(call: LayerCall, joint: Tensor, vectors: Tensors, edges: Edges) -> Tensor:
         key, value, query, *skips = joint.split(call.widths, dim=1)
-        options = (call.scale, call.dropout_p, call.seed, call.heads)
-        if edges is None:
-            out = unfused.dot_product(call.adj, query, key, value, None, *options)
-        else:
-            edge_attr, edge_weight = edges
-            out = unfused.dot_product_with_edges(
-                call.adj, query, key, value, edge_attr, edge_weight, None, *options
-            )
+        out = unfused.attention(call.adj, *_operands(call, query, key, value, edges=edges))
         return out + skips[0] if skips else out
 
 
 ADDITIVE, GATV2, DOT_PRODUCT = _Additive, _Gatv2, _DotProduct
+
+
+def _operands(
+    call: LayerCall,
+    dst: Tensor,
+    src: Tensor,
+    v: Tensor | None = None,
+    *,
+    att: Tensor | None = None,
+    edges: Edges = None,
+) -> Call:
+    """The call as an operator's."""
+    edge, edge_weight = edges or (None, None)
+    options = (call.scale, call.dropout_p, call.seed, call.score.code, call.heads)
+    return Call(dst, src, v, att, edge, edge_weight, None, *options)
 
 
 def _vectors_of_heads(call: LayerCall, vectors: Tensors) -> Tensor:

@@ -12,11 +12,10 @@ from fastsparse_core import _C, policy
 from fastsparse_core.device import queue
 from fastsparse_core.fused.attention_kinds import DOT_PRODUCT, GATV2, LayerCall, Score
 from fastsparse_core.gpu import multiprocessors
-from fastsparse_core.ops._attention_bsb import aligned
-from fastsparse_core.ops._dot_product import choice_on_cuda
+from fastsparse_core.ops._attention import choice_on_cuda
+from fastsparse_core.ops._attention_launch import aligned, att_rows_of
 from fastsparse_core.ops._dtypes import cast
 from fastsparse_core.ops._facts import count_csr_use, used_csr
-from fastsparse_core.ops._gat_attention_csr import att_rows_of
 from fastsparse_core.ops._operands import contiguous_floats, unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
 

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core import policy
-from fastsparse_core.ops import _attention_fused as kernels
+from fastsparse_core.ops import _attention_launch as launch
 from fastsparse_core.ops import _attention_unfused as unfused
+from fastsparse_core.ops._attention_launch import DOT_PRODUCT, Call
 from fastsparse_core.ops._autocast import without_autocast
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import PLAIN, is_first_derivative, is_plain_eager
@@ -80,8 +81,12 @@ def _attend(adj: Adjacency, x: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Te
     """The result, its log-sum-exp, norms and what was normalised."""
     norm = torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min_(_EPSILON)
     key = x / norm
-    out, lse = kernels.dot_product(adj, key * beta, key, x, None, 1.0, 0.0, None, 1)
+    out, lse, _ = launch.forward(adj, _call(key * beta, key, x))
     return out, lse, norm, key
+
+
+def _call(query: Tensor, key: Tensor, x: Tensor) -> Call:
+    return Call(query, key, x, None, None, None, None, 1.0, 0.0, None, DOT_PRODUCT, 1)
 
 
 class _CosineAttention(torch.autograd.Function):
@@ -105,16 +110,15 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         def compute(x: Tensor, beta: Tensor) -> Tensor:
             key = F.normalize(x, dim=1, eps=_EPSILON)
             query = key * beta_by_row(adj, beta)
-            return unfused.dot_product(adj, query, key, x, None, 1.0, 0.0, None, 1)
+            return unfused.attention(adj, *_call(query, key, x))
 
         with torch.enable_grad():
             return tuple(unfused_gradients(compute, grad, (x, beta), (needs_x, needs_beta)))
-    query = key * beta
+    call = _call(key * beta, key, x)
     if was_written(ctx):
-        out, _ = kernels.dot_product(adj, query, key, x, None, 1.0, 0.0, None, 1)
-    grad_query, grad_key, grad_x, _ = kernels.dot_product_gradients(
-        adj, grad, query, key, x, None, out, lse, 1.0, 0.0, None, 1
-    )
+        out, *_ = launch.forward(adj, call)
+    grad_query, grad_key, grad_x, *_ = launch.backward(adj, call, grad, out, lse)
+    assert grad_x is not None
     grad_beta = None
     if needs_beta:  # see `beta_by_row`
         grad_beta = (grad_query * key).sum(1).masked_fill_(adj.is_empty_row(), 0).sum().view(1)

@@ -113,7 +113,7 @@ def scores_of_rows(rows: Tensor, vectors: Sequence[Tensor]) -> tuple[Sequence[Te
     if _has_kernel(rows):
         scores = [rows.new_empty(rows.shape[0], heads, dtype=dtype) for _ in vectors]
         operands = [_operand(vector, dtype) for vector in vectors]
-        _C.head_scores(_arguments(rows, operands, scores), queue(-1))
+        _C.head_scores(args=_arguments(rows, operands, scores), threads=queue(-1))
         return scores, None
     matrix = _block_diagonal(vectors, dtype)
     # Autocast leaves products with `out` alone.
@@ -157,7 +157,14 @@ def gradients_of_scores(
         ]
         second = found[1] if found[1:] else None
         arguments = _arguments(rows, operands, of_scores)
-        _C.head_scores_backward(arguments, grad_rows, adds, found[0], second, queue(-1))
+        _C.head_scores_backward(
+            forward=arguments,
+            grad_v=grad_rows,
+            adds=adds,
+            grad_first=found[0],
+            grad_second=second,
+            threads=queue(-1),
+        )
         return grad_rows, [
             None if grad is None else cast(grad, vector.dtype)
             for grad, vector in zip(found, vectors, strict=True)
@@ -192,7 +199,14 @@ def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _arguments(rows: Tensor, vectors: Sequence[Tensor], scores: Sequence[Tensor]) -> _C.HeadScoresArgs:
     second = (vectors[1], scores[1]) if len(vectors) > 1 else (None, None)
-    return _C.HeadScoresArgs(vectors[0].shape[1], rows, vectors[0], second[0], scores[0], second[1])
+    return _C.HeadScoresArgs(
+        heads=vectors[0].shape[1],
+        v=rows,
+        first_vector=vectors[0],
+        second_vector=second[0],
+        first_scores=scores[0],
+        second_scores=second[1],
+    )
 
 
 def _block_diagonal(vectors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

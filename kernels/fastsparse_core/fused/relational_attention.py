@@ -14,10 +14,11 @@ from torch import Tensor
 
 from fastsparse_core import policy
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
+from fastsparse_core.ops import _attention_launch as launch
 from fastsparse_core.ops import _attention_unfused as unfused
-from fastsparse_core.ops import _gat_attention_csr
+from fastsparse_core.ops._attention import unsupported_reason
 from fastsparse_core.ops._attention_checks import draw_seed, drawn_by_replays
-from fastsparse_core.ops._attention_fused import additive, additive_gradients
+from fastsparse_core.ops._attention_launch import ADDITIVE, Call, Wanted
 from fastsparse_core.ops._autocast import is_any_autocast_enabled, without_autocast
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
 from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
@@ -78,7 +79,7 @@ def relational_attention(
         )
         or not is_plain_eager(x)
         or policy.requested("attention", "auto") == "unfused"
-        or (x.is_cuda and _gat_attention_csr.unsupported_reason(x.dtype, *query.shape))
+        or (x.is_cuda and unsupported_reason(adj, ADDITIVE, x.dtype, *query.shape))
         or drawn_by_replays(dropout_p)
     ):
         return None
@@ -88,7 +89,7 @@ def relational_attention(
         out: Tensor = apply(*given, call)
         return out
     maps = _maps(weight, query, key)
-    return additive(adj, *_operands(x, maps, pairs), *call[2:])[0]
+    return launch.forward(adj, _attention_call(call, _operands(x, maps, pairs)))[0]
 
 
 def _maps(weight: Tensor, query: Tensor, key: Tensor) -> Sequence[Tensor]:
@@ -113,13 +114,18 @@ def _operands(x: Tensor, maps: Sequence[Tensor], pairs: End) -> tuple[Tensor, Te
     return none, of_src.to(precise), rows, of_edge
 
 
+def _attention_call(call: _Call, operands: Sequence[Tensor]) -> Call:
+    dst, src, v, of_edge = operands
+    return Call(dst, src, v, None, None, None, of_edge, *call[2:], ADDITIVE, src.shape[1])
+
+
 class _RelationalAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *given, call = arguments
         maps = _maps(*given[1:])
         operands = _operands(given[0], maps, call.pairs)
-        out, lse = additive(call.adj, *operands, *call[2:])
+        out, lse, _ = launch.forward(call.adj, _attention_call(call, operands))
         ctx.save_for_backward(*given, *maps, *operands, lse)
         ctx.call = call
         return out
@@ -135,10 +141,12 @@ _apply = direct(_RelationalAttention)
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, query, key, *maps = ctx.saved_tensors[:7]
-    adj, pairs, *options = ctx.call
-    _, of_src, of_rows, of_edge = additive_gradients(
-        adj, grad, *ctx.saved_tensors[7:], *options, bias_wanted=True
-    )
+    adj, pairs, *_ = ctx.call
+    *operands, lse = ctx.saved_tensors[7:]
+    call = _attention_call(ctx.call, operands)
+    found_here = launch.backward(adj, call, grad, None, lse, wanted=Wanted(bias=True))
+    of_src, of_rows, of_edge = found_here.src, found_here.v, found_here.bias
+    assert of_rows is not None
     assert of_edge is not None
     of_dst = sum_edges(of_edge, pairs, adj.num_src)
     num_nodes, width = x.shape
@@ -164,9 +172,9 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The same gradients of operators that have gradients again."""
-    adj, pairs, *options = ctx.call
+    adj, pairs, *_ = ctx.call
 
     def compute(x: Tensor, *matrices: Tensor) -> Tensor:
-        return unfused.additive(adj, *_operands(x, _maps(*matrices), pairs), *options)
+        return unfused.attention(adj, *_attention_call(ctx.call, _operands(x, _maps(*matrices), pairs)))
 
     return tuple(unfused_gradients(compute, grad, ctx.saved_tensors[:4], ctx.needs_input_grad))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, queue
-from fastsparse_core.ops._eager import PLAIN
 from fastsparse_core.ops._facts import facts_of
 from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency
@@ -33,24 +31,6 @@ def is_laid_out(x: Tensor, *contiguous: Tensor) -> bool:
     return True
 
 
-def are_plain(x: Tensor, weight: Tensor, bias: Tensor | None, root_weight: Tensor) -> bool:
-    """Whether parameters lie in memory as they say, beside ``x``: an address is all that a kernel gets.
-
-    Others are PyTorch's to multiply, or to refuse.
-    """
-    device = x.device
-    return (
-        type(weight) in PLAIN
-        and type(root_weight) in PLAIN
-        and weight.device == device
-        and root_weight.device == device
-        and weight.layout == root_weight.layout == torch.strided
-        and (
-            bias is None or (type(bias) in PLAIN and bias.device == device and bias.shape == weight.shape[:1])
-        )
-    )
-
-
 def gathers_neighbours(adj: Adjacency, algorithm: str) -> bool:
     """Whether the kernel sums the neighbours too (`policy.gathers_and_transforms`)."""
     return policy.gathers_and_transforms(facts_of(adj), algorithm, adj.gpu) and adj.has_short_rows
@@ -68,7 +48,7 @@ def aggregate_and_transform(
 ) -> tuple[Tensor, Tensor | None]:
     """The result of `aggregate_linear` where the launch can serve it.
 
-    That is where `policy.transforms_on_tensor_cores`, `is_laid_out` and `are_plain` say so.
+    That is where `policy.transforms_on_tensor_cores` and `is_laid_out` say so, of plain tensors.
 
     Args:
         adj: structure.
@@ -98,18 +78,18 @@ def aggregate_and_transform(
     elif keeps_sums or out_width > _TILE:
         sums = x.new_empty(adj.num_dst, width)
     _C.aggregate_linear(
-        structure,
-        not gathers,
-        scale_dst,
-        x,
-        weight,
-        root_weight,
-        bias,
-        sums,
-        out,
-        2 if policy.allows_tf32() else _ALL_TERMS,
-        index,
-        queue(index),
+        structure=structure,
+        sums_given=not gathers,
+        scale_dst=scale_dst,
+        x=x,
+        weight=weight,
+        root_weight=root_weight,
+        bias=bias,
+        sums=sums,
+        out=out,
+        num_terms=2 if policy.allows_tf32() else _ALL_TERMS,
+        device=index,
+        queue=queue(index),
     )
     return out, sums if keeps_sums else None
 
@@ -143,20 +123,20 @@ def gradients_of_parameters(
     workspace = grad.new_empty(of_weights + num_slabs * out_width if needs_bias else of_weights)
     parts, index = workspace.data_ptr(), device_index(grad.device)
     _C.aggregate_linear_backward(
-        num_rows,
-        grad,
-        out_width,
-        sums,
-        own,
-        width,
-        num_slabs,
-        parts,
-        parts + 4 * of_weights if needs_bias else 0,
-        grad_weight,
-        grad_root,
-        grad_bias,
-        2 if policy.allows_tf32() else _ALL_TERMS,
-        index,
-        queue(index),
+        num_rows=num_rows,
+        grad=grad,
+        out_width=out_width,
+        sums=sums,
+        x=own,
+        width=width,
+        num_slabs=num_slabs,
+        weights=parts,
+        bias=parts + 4 * of_weights if needs_bias else 0,
+        grad_weight=grad_weight,
+        grad_root=grad_root,
+        grad_bias=grad_bias,
+        num_terms=2 if policy.allows_tf32() else _ALL_TERMS,
+        device=index,
+        queue=queue(index),
     )
     return grad_weight, grad_bias, grad_root

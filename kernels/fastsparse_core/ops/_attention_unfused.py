@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core import reference
+from fastsparse_core.ops._attention_launch import ADDITIVE, GATV2
 from fastsparse_core.ops._checks import check_heads
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops.edge_softmax import edge_softmax
@@ -64,95 +65,61 @@ def gatv2_scores(
     return _to_caller_order(adj, score)
 
 
-def dot_product(
+def attention(
     adj: Adjacency,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    dst: Tensor,
+    src: Tensor,
+    v: Tensor | None,
+    att: Tensor | None,
+    edge: Tensor | None,
+    edge_weight: Tensor | None,
     bias: Tensor | None,
     scale: float,
     dropout_p: float,
     seed: Tensor | None,
+    kind: int,
     heads: int,
+    algorithm: str = "",
 ) -> Tensor:
-    """Dot-product attention of features (n, heads * D)."""
-    score = dot_product_scores(adj, q, k, scale, bias, heads)
-    return aggregate(adj, score, with_heads(v, heads), dropout_p, seed)
+    """The result of a call, its arguments those of :class:`Call`.
 
-
-def dot_product_with_edges(
-    adj: Adjacency,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    edge_attr: Tensor,
-    edge_weight: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    heads: int,
-) -> Tensor:
-    """The same with a projected row for every edge in memory, which joins keys and values."""
-    dtype, row = accumulation_dtype(q.dtype), adj.row().long()
-    edges = _projected(adj, (edge_attr, edge_weight), heads).to(dtype)
-    of_edges = _to_caller_order(adj, (with_heads(q, heads).to(dtype)[row] * edges).sum(-1))
-    score = dot_product_scores(adj, q, k, scale, bias, heads) + scale * of_edges
+    Of edges with features a projected row for every edge is in memory.
+    """
+    edges = None if edge is None or edge_weight is None else (edge, edge_weight)
+    if kind == GATV2:
+        assert att is not None
+        score, v = gatv2_scores(adj, dst, src, att, scale, edges), src
+    elif kind == ADDITIVE:
+        score = additive_scores(adj, dst, src, scale, bias)
+    else:
+        score = dot_product_scores(adj, dst, src, scale, bias, heads)
+        if edges is not None and v is not None:
+            return _dot_product_with_edges(adj, score, dst, v, edges, scale, dropout_p, seed, heads)
+    assert v is not None
     weight = dropped_weights(adj, score, dropout_p, seed)
+    return weighted_sum(adj, weight, with_heads(v, score.size(1))).flatten(1)
+
+
+def _dot_product_with_edges(
+    adj: Adjacency,
+    score: Tensor,
+    q: Tensor,
+    v: Tensor,
+    edges: tuple[Tensor, Tensor],
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    heads: int,
+) -> Tensor:
+    """Projected rows of the edges join keys, whose scores without them are given, and values."""
+    dtype, row = accumulation_dtype(q.dtype), adj.row().long()
+    projected = _projected(adj, edges, heads).to(dtype)
+    of_edges = _to_caller_order(adj, (with_heads(q, heads).to(dtype)[row] * projected).sum(-1))
+    weight = dropped_weights(adj, score + scale * of_edges, dropout_p, seed)
     position = slice(None) if adj.edge_id is None else adj.edge_id.long()
-    message = weight[position].to(dtype)[:, :, None] * edges
+    message = weight[position].to(dtype)[:, :, None] * projected
     summed = message.new_zeros(adj.num_dst, *message.shape[1:]).index_add(0, row, message)
     return (weighted_sum(adj, weight, with_heads(v, heads)).to(dtype) + summed).to(v.dtype).flatten(1)
-
-
-def additive(
-    adj: Adjacency,
-    score_dst: Tensor,
-    score_src: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    negative_slope: float,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> Tensor:
-    """Additive attention of values (num_src, heads * D)."""
-    score = additive_scores(adj, score_dst, score_src, negative_slope, bias)
-    return aggregate(adj, score, with_heads(v, score.size(1)), dropout_p, seed)
-
-
-def gatv2(
-    adj: Adjacency,
-    x_dst: Tensor,
-    x_src: Tensor,
-    att: Tensor,
-    negative_slope: float,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> Tensor:
-    """GATv2's attention of features (n, heads * D)."""
-    score = gatv2_scores(adj, x_dst, x_src, att, negative_slope)
-    return aggregate(adj, score, with_heads(x_src, att.size(0)), dropout_p, seed)
-
-
-def gatv2_with_edges(
-    adj: Adjacency,
-    x_dst: Tensor,
-    x_src: Tensor,
-    att: Tensor,
-    edge_attr: Tensor,
-    edge_weight: Tensor,
-    negative_slope: float,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> Tensor:
-    """The same with a projected row for every edge in memory, which joins the sum."""
-    score = gatv2_scores(adj, x_dst, x_src, att, negative_slope, (edge_attr, edge_weight))
-    return aggregate(adj, score, with_heads(x_src, att.size(0)), dropout_p, seed)
-
-
-def aggregate(adj: Adjacency, score: Tensor, v: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
-    """Weighted sum of the rows of ``v`` (num_src, heads, D): (num_dst, heads * D)."""
-    return weighted_sum(adj, dropped_weights(adj, score, dropout_p, seed), v).flatten(1)
 
 
 def dropped_weights(adj: Adjacency, score: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:

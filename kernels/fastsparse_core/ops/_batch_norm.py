@@ -74,8 +74,26 @@ class _MaskedBatchNorm(torch.autograd.Function):
         x = x.contiguous()
         if _has_kernel(x, weight, bias, *running):
             out, mean, inverse = torch.empty_like(x), *x.new_empty(2, x.shape[1], dtype=torch.float32)
-            given, place = (*_described(x, rows), weight, bias, *running), place_of(x.device)
-            _C.batch_norm(*given, momentum, eps, out, mean, inverse, *place)
+            mask, count = rows
+            partial, device, stream = _partial(x), *place_of(x.device)
+            _C.batch_norm(
+                x=x,
+                mask=mask,
+                count=count,
+                partial=partial,
+                num_parts=partial.size(0),
+                weight=weight,
+                bias=bias,
+                running_mean=running[0],
+                running_var=running[1],
+                momentum=momentum,
+                eps=eps,
+                out=out,
+                mean=mean,
+                inverse=inverse,
+                device=device,
+                queue=stream,
+            )
         else:
             out, mean, inverse = _normalised(x, weight, bias, rows, running, momentum, eps)
         ctx.save_for_backward(x, weight, mean, inverse)
@@ -89,8 +107,24 @@ class _MaskedBatchNorm(torch.autograd.Function):
         rows, grad = ctx.rows, grad.contiguous()
         if _has_kernel(x, weight):
             out, of_weight, of_bias = torch.empty_like(x), *torch.empty_like(mean.expand(2, -1))
-            tensors = (grad, weight, mean, inverse, out, of_weight, of_bias)
-            _C.batch_norm_backward(*_described(x, rows), *tensors, *place_of(x.device))
+            mask, count = rows
+            partial, device, stream = _partial(x), *place_of(x.device)
+            _C.batch_norm_backward(
+                x=x,
+                mask=mask,
+                count=count,
+                partial=partial,
+                num_parts=partial.size(0),
+                grad=grad,
+                weight=weight,
+                mean=mean,
+                inverse=inverse,
+                out=out,
+                grad_weight=of_weight,
+                grad_bias=of_bias,
+                device=device,
+                queue=stream,
+            )
         else:
             out, of_weight, of_bias = _gradients(grad, x, weight, mean, inverse, rows)
         return (
@@ -111,11 +145,10 @@ def _has_kernel(x: Tensor, *numbers: Tensor | None) -> bool:
     )
 
 
-def _described(x: Tensor, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """What both launches are told of the rows."""
+def _partial(x: Tensor) -> Tensor:
+    """Scratch of either launch: two sums of every part of the rows."""
     num_parts = min(_PARTS * multiprocessors(x.device), -(-x.shape[0] // _ROWS_OF_PART))
-    partial = x.new_empty(num_parts, 2, x.shape[1], dtype=torch.float64)
-    return x, *rows, partial, num_parts
+    return x.new_empty(num_parts, 2, x.shape[1], dtype=torch.float64)
 
 
 def _normalised(

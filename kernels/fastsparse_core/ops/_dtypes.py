@@ -9,7 +9,7 @@ from fastsparse_core import _C
 
 #: Feature dtypes and their codes in kernels/include/fastsparse/views.h.
 DTYPE_CODE = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
-_C.know_dtypes(list(DTYPE_CODE))
+_C.know_dtypes(dtypes=list(DTYPE_CODE))
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

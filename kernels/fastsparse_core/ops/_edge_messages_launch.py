@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import queue
-from fastsparse_core.formats.row_split import addresses_of
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import unit_stride
@@ -30,7 +29,9 @@ _CUDA_GROUPS, _CPU_GROUPS = 4096, 64
 #: Bytes in front of relu's signs: 1 + eps lies there, and the signs stay aligned.
 _SCALE_BYTES = 16
 #: A structure without rows, for a pass over them that nobody needs.
-_NO_ROWS = _C.CsrStructure(0, 0, 0, False, 0, 0, 0, *addresses_of(None))
+_NO_ROWS = _C.CsrStructure(
+    rowptr=None, col=None, edge_id=None, edge_id_is_64bit=False, num_rows=0, num_cols=0, num_edges=0
+)
 
 
 def sign_bytes(width: int) -> tuple[int, int]:
@@ -75,10 +76,6 @@ def rows(x: Tensor) -> Tensor:
 
 def _cut(x: Tensor, width: int) -> Tensor:
     return x if x.shape[1] == width else x[:, :width].contiguous()
-
-
-def _place(x: Tensor | None) -> tuple[Tensor | None, int]:
-    return x, 0 if x is None else x.stride(0)
 
 
 def _edge_rows(adj: Adjacency, *shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -140,32 +137,25 @@ class Operands(NamedTuple):
 
     def views(self) -> _C.EdgeMessageInput:
         """The same as addresses and strides."""
-        # Written out, without a call for each tensor: the host bounds small steps.
         message, k, q, v, edge, maps = self
-        width, edge_width, weight, of_value, bias = q.shape[1], 0, 0, 0, 0
+        edge_width, weight, of_value, bias = 0, 0, 0, 0
         if edge is not None and maps is not None:
             edge_width, weight = edge.shape[1], maps.data_ptr()
-            after = weight + edge_width * width * maps.itemsize
+            after = weight + edge_width * q.shape[1] * maps.itemsize
             if message != RELU:
                 of_value = after
             elif maps.shape[0] > edge_width:
                 bias = after
         return _C.EdgeMessageInput(
-            message,
-            DTYPE_CODE[q.dtype],
-            width,
-            edge_width,
-            k,
-            0 if k is None else k.stride(0),
-            q,
-            q.stride(0),
-            v,
-            0 if v is None else v.stride(0),
-            edge,
-            0 if edge is None else edge.stride(0),
-            weight,
-            of_value,
-            bias,
+            message=message,
+            k=k,
+            q=q,
+            v=v,
+            edge=edge,
+            edge_width=edge_width,
+            weight=weight,
+            of_value=of_value,
+            bias=bias,
         )
 
 
@@ -193,18 +183,15 @@ def _laid_out(
     count = edge_width * (1 if of_value is None else 2) + (bias is not None)
     maps = q.new_empty(count, width, dtype=accumulated)
     _C.lay_out_edge_maps(
-        *_place(weight),
-        *_place(added),
-        *_place(of_value),
-        bias,
-        given,
-        weight.shape[1],
-        DTYPE_CODE[dtype],
-        maps,
-        width,
-        edge_width,
-        index,
-        queue(index),
+        weight=weight,
+        added=added,
+        of_value=of_value,
+        bias=bias,
+        given_width=given,
+        out=maps,
+        edge_width=edge_width,
+        device=index,
+        queue=queue(index),
     )
     return maps
 
@@ -251,20 +238,20 @@ def forward(
     if index >= 0:
         partial, partial_side = _partial(adj, q, side is not None)
     _C.edge_messages(
-        adj.plans.get("csr") or used_csr(adj),
-        operands.views(),
-        out,
-        side,
-        state,
-        at and at + _SCALE_BYTES,
-        sign_width,
-        *_place(root),
-        eps,
-        None if eps is None else at,
-        partial,
-        partial_side,
-        index,
-        queue(index),
+        structure=adj.plans.get("csr") or used_csr(adj),
+        input=operands.views(),
+        out=out,
+        side=side,
+        state=state,
+        positive=at and at + _SCALE_BYTES,
+        sign_bytes=sign_width,
+        root=root,
+        eps=eps,
+        scale=None if eps is None else at,
+        partial=partial,
+        partial_side=partial_side,
+        device=index,
+        queue=queue(index),
     )
     if padded == width:
         return out, side, state, kept
@@ -338,10 +325,9 @@ def backward(
     is_cuda, raw = index >= 0, operands.maps is not None
     map_dtype = dtype if map_dtype is None else map_dtype
     grad = rows(grad) if both else operands.q
-    edges: tuple[Tensor | None, int, Tensor | None, int, Tensor | None, int] = (None, 0, None, 0, None, 0)
-    if message == GATE_AND_STATE:
-        stateful = [None if x is None else rows(x) for x in (grad_side, state, grad_state)]
-        edges = (*_place(stateful[0]), *_place(stateful[1]), *_place(stateful[2]))
+    grad_side, state, grad_state = (
+        None if x is None or message != GATE_AND_STATE else rows(x) for x in (grad_side, state, grad_state)
+    )
     first: tuple[Any, int] | None = adj.plans.get("first rows")
     if first is None:
         first = (adj.csr_structure, adj.num_dst)
@@ -377,36 +363,37 @@ def backward(
     _kept, (features, of_weight, of_value, partial_q, partial_v) = _workspace(adj, grad, dtype, lengths)
     of_raw, of_rows = (grad_edge, None) if raw else (None, grad_edge)
     _C.edge_messages_backward(
-        first_structure,
-        transposed,
-        operands.views(),
-        grad,
-        grad.stride(0),
-        *edges,
-        0 if kept is None else kept.data_ptr() + _SCALE_BYTES,
-        0 if kept is None else _sign_bytes(padded)[1],
-        kept.data_ptr() if kept is not None and has_scale else 0,
-        adj.num_values,
-        grad_q,
-        grad_v,
-        of_rows,
-        features or of_raw,
-        of_weight,
-        of_value,
-        groups,
-        _C.EdgeMapGradients(
-            grad_weight,
-            grad_of_value,
-            grad_bias,
-            of_raw,
-            width,
-            edge_width,
-            DTYPE_CODE[map_dtype],
+        structure=first_structure,
+        transposed=transposed,
+        input=operands.views(),
+        grad=grad,
+        grad_side=grad_side,
+        state=state,
+        grad_state=grad_state,
+        positive=None if kept is None else kept.data_ptr() + _SCALE_BYTES,
+        sign_bytes=0 if kept is None else _sign_bytes(padded)[1],
+        scale=kept if has_scale else None,
+        num_values=adj.num_values,
+        grad_q=grad_q,
+        grad_v=grad_v,
+        grad_edge=of_rows,
+        grad_features=features or of_raw,
+        grad_weight=of_weight,
+        grad_of_value=of_value,
+        groups=groups,
+        maps=_C.EdgeMapGradients(
+            weight=grad_weight,
+            of_value=grad_of_value,
+            bias=grad_bias,
+            features=of_raw,
+            width=width,
+            edge_width=edge_width,
+            dtype=DTYPE_CODE[map_dtype],
         ),
-        partial_q,
-        partial_v,
-        index,
-        queue(index),
+        partial_q=partial_q,
+        partial_v=partial_v,
+        device=index,
+        queue=queue(index),
     )
     if grad_edge is not None and not raw:
         grad_edge = _cut(grad_edge, width)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core.ops._handles import keep_alive
-from fastsparse_core.ops._kept_results import alias_of, kept_result, unfused_gradients, was_written
+from fastsparse_core.ops._kept_results import alias_of, unfused_gradients, was_written
 from fastsparse_core.ops._registration import differentiate, on_handle, register, run
 
 
@@ -23,7 +23,7 @@ def register_fused(
     fake: Callable[[Any], Any],
     results: Sequence[str] = ("out",),
     *,
-    cpu_reads_out: bool = True,
+    reads_out: Callable[..., bool] | None = None,
 ) -> type[torch.autograd.Function]:
     """Registers an operator whose first result is differentiable twice, and its gradients' operator.
 
@@ -40,7 +40,8 @@ def register_fused(
             and other arguments of the kernel.
         fake: of the kernel's results, as `register` takes it.
         results: names of the kernel's results.
-        cpu_reads_out: whether the gradients need the result ``out`` on the CPU, too.
+        reads_out: whether the gradients of a call need its result ``out``, from the kernel's arguments;
+            None: they always do.
 
     Returns:
         The formula of the gradients.
@@ -61,7 +62,6 @@ def register_fused(
     arguments_of, read_of = _picker(in_backward, names), _picker(in_backward, read)
     inputs_of, asked_of = _picker(in_backward, inputs), _picker(in_backward, asked)
     out_at = in_backward.index("out") if "out" in kept else None
-    keep_out = alias_of if cpu_reads_out else kept_result
 
     class Formula(torch.autograd.Function):
         @staticmethod
@@ -69,12 +69,14 @@ def register_fused(
             if keeps:
                 arguments = (*arguments[:-1], True)
             found = run(name, arguments[0], *arguments)
-            ctx.mark_non_differentiable(*found[1:])
+            others = found[1:] if found[-1] is not None else found[1:-1]
+            ctx.mark_non_differentiable(*others)
             ctx.set_materialize_grads(False)  # else the backward pass fills zeros for the other results
             ctx.written = None
             given = (*arguments, *found)
             if out_at is not None:
-                given = (*arguments, keep_out(ctx, found[0]), *found[1:])
+                is_read = reads_out is None or reads_out(*arguments)
+                given = (*arguments, alias_of(ctx, found[0]) if is_read else None, *found[1:])
             ctx.save_for_backward(*saved_of(given))
             ctx.others = others_of(given)
             ctx.keep_alive = keep_alive(ctx.others[place])
@@ -100,8 +102,10 @@ def register_fused(
 
     def gradients_fake(of: Any) -> tuple[Tensor, ...]:
         of_inputs = [(getattr(of, each), getattr(of, f"{each}_wanted", True)) for each in inputs]
-        nothing = of.grad.new_empty(0)
-        return tuple(x.new_empty(x.shape) if x is not None and wanted else nothing for x, wanted in of_inputs)
+        return tuple(
+            of.grad.new_empty(0) if x is None or not wanted else x.new_empty(x.shape)
+            for x, wanted in of_inputs
+        )
 
     register(on_handle(kernel), fake, Formula, name)
     register(on_handle(gradients), gradients_fake, name=f"{name}_backward")

@@ -47,7 +47,14 @@ def _input(
     min_variance: float,
 ) -> _C.MultiAggregateInput:
     return _C.MultiAggregateInput(
-        groups, x, x_dst, edge, weight, list(slots), _num_slots(slots), min_variance
+        x_src=x,
+        group_width=x.size(1) // groups,
+        x_dst=x_dst,
+        edge=edge,
+        weight=weight,
+        slots=slots,
+        num_slots=_num_slots(slots),
+        min_variance=min_variance,
     )
 
 
@@ -90,14 +97,14 @@ def aggregate(
         num = adj.row_split.num_slots
         partial = x.new_empty(num * (_PLANES * width + 1), dtype=dtype)
     _C.multi_aggregate(
-        adj.csr_structure,
-        _input(x, x_dst, edge, weight, slots, groups, min_variance),
-        out,
-        mean if mean.numel() else None,
-        ties if ties.numel() else None,
-        partial,
-        index,
-        queue(index),
+        structure=adj.csr_structure,
+        input=_input(x, x_dst, edge, weight, slots, groups, min_variance),
+        out=out,
+        mean=mean if mean.numel() else None,
+        ties=ties if ties.numel() else None,
+        partial=partial,
+        device=index,
+        queue=queue(index),
     )
     return out, mean, ties
 
@@ -167,26 +174,26 @@ def gradients(
             num = adj.t().row_split.num_slots
             partial = x.new_empty(num, width, dtype=dtype) if num and x_src_wanted else None
         _C.multi_aggregate_backward(
-            adj.csr_structure,
-            adj.t().csr_structure,
-            _input(x, x_dst, edge, weight, slots, groups, min_variance),
-            out,
-            mean if mean.numel() else None,
-            ties if ties.numel() else None,
-            grad,
-            base,
-            slope,
-            share,
-            marks,
-            grad_src,
-            grad_dst,
-            grad_edge,
-            grad_weight,
-            parts,
-            adj.num_values,
-            partial,
-            index,
-            queue(index),
+            structure=adj.csr_structure,
+            transposed=adj.t().csr_structure,
+            input=_input(x, x_dst, edge, weight, slots, groups, min_variance),
+            out=out,
+            mean=mean if mean.numel() else None,
+            ties=ties if ties.numel() else None,
+            grad=grad,
+            base=base,
+            slope=slope,
+            share=share,
+            marks=marks,
+            grad_src=grad_src,
+            grad_dst=grad_dst,
+            grad_edge=grad_edge,
+            grad_weight=grad_weight,
+            weight_parts=parts,
+            num_values=adj.num_values,
+            partial=partial,
+            device=index,
+            queue=queue(index),
         )
     of_edge = of_weight = None
     if edge_wanted and given_edge is not None and grad_edge is not None:

@@ -14,7 +14,7 @@ def untouched(like: Tensor, *size: int) -> Tensor:
     """``like.new_empty(size)``; large memory on the CPU comes in huge pages, as that of kernels' results."""
     out = like.new_empty(size)
     if out.device.type == "cpu":
-        _C.prefer_huge_pages(out, out.nbytes, False)
+        _C.prefer_huge_pages(out=out, bytes=out.nbytes, collapse=False)
     return out
 
 

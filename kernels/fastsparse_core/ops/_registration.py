@@ -15,14 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from fastsparse_core.ops._eager import below_autograd, is_first_derivative, is_plain_eager
-from fastsparse_core.ops._library import library, register_autograd
+from fastsparse_core.ops._eager import below_autograd, direct, is_first_derivative, is_plain_eager, is_wrapped
 from fastsparse_core.structure.adjacency import from_handle
 
-#: Of the operators that were registered, by name.
-KERNELS: dict[str, Callable[..., Any]] = {}
-FORMULAS: dict[str, type[torch.autograd.Function]] = {}
+#: Namespace of the operators: ``torch.ops.fastsparse``. An operator takes the structure as the integer handle
+#: of an Adjacency, so that schemas stay short, derived formats can be built lazily, and torch.compile sees a
+#: plain integer.
+library = torch.library.Library("fastsparse", "DEF")
+#: What was registered, by name.
+OPERATORS: dict[str, Operator] = {}
 
 #: A schema's types by the annotations of a kernel; sizes and handles may be symbols of a trace.
 _TYPES = {
@@ -90,30 +93,75 @@ def without_none(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return filled if "None" in inspect.signature(kernel).return_annotation else kernel
 
 
-def define(kernel: Callable[..., Any], fake: Callable[[Any], Any], name: str = "", **options: Any) -> Any:
-    """Registers an operator on both devices, but for its gradients, and returns it.
+class Operator:
+    """An operator on both devices: its kernel, what traces get for it, and its gradients.
 
-    Args:
-        kernel: the operator below autograd; takes tensors on either device.
-        fake: results without content, from an object whose attributes are the kernel's arguments.
-        name: "": the kernel's, without a leading underscore.
-        options: what PyTorch's dispatcher calls the kernel with for parameters that have defaults.
+    Attributes:
+        kernel: the operator below autograd.
+        formula: of the gradients; None: no tensor that it reads has any.
+        dispatched: the operator as PyTorch's dispatcher runs it.
     """
-    name = name or kernel.__name__.removeprefix("_")
-    names = [
-        name for name, each in inspect.signature(kernel).parameters.items() if each.default is each.empty
-    ]
 
-    def fake_of(*arguments: Any, **named: Any) -> Any:
-        return fake(SimpleNamespace(**dict(zip(names, arguments, strict=False)), **named))
+    def __init__(
+        self,
+        kernel: Callable[..., Any],
+        fake: Callable[[Any], Any],
+        formula: type[torch.autograd.Function] | None = None,
+        name: str = "",
+        **options: Any,
+    ) -> None:
+        """Registers the operator.
 
-    library.define(name + schema_of(kernel))
-    for device in ("CPU", "CUDA"):
-        dispatched = without_none(kernel)
-        library.impl(name, functools.partial(dispatched, **options) if options else dispatched, device)
-    torch.library.register_fake(f"fastsparse::{name}", fake_of, lib=library)
-    KERNELS[name] = kernel
-    return getattr(torch.ops.fastsparse, name).default
+        Args:
+            kernel: the operator below autograd; takes tensors on either device.
+            fake: results without content, from an object whose attributes are the kernel's arguments.
+            formula: of the gradients; its ``forward`` takes what the kernel takes.
+            name: "": the kernel's, without a leading underscore.
+            options: what PyTorch's dispatcher calls the kernel with for parameters that have defaults.
+        """
+        name = name or kernel.__name__.removeprefix("_")
+        parameters = inspect.signature(kernel).parameters
+        names = [each for each, parameter in parameters.items() if parameter.default is parameter.empty]
+
+        def fake_of(*arguments: Any, **named: Any) -> Any:
+            return fake(SimpleNamespace(**dict(zip(names, arguments, strict=False)), **named))
+
+        library.define(name + schema_of(kernel))
+        for device in ("CPU", "CUDA"):
+            dispatched = without_none(kernel)
+            library.impl(name, functools.partial(dispatched, **options) if options else dispatched, device)
+        torch.library.register_fake(f"fastsparse::{name}", fake_of, lib=library)
+        self.kernel = kernel
+        self.formula: Any = formula
+        self.dispatched = getattr(torch.ops.fastsparse, name).default
+        if formula is not None:
+            register_autograd(name, formula)
+            self._apply = direct(formula)
+        OPERATORS[name] = self
+
+    def __call__(self, first: Tensor, *arguments: Any, **eager: Any) -> Any:
+        """The results; in plain eager mode, which the first argument tells, without the dispatcher.
+
+        Args:
+            first: the first argument.
+            arguments: the others.
+            eager: what kernel and formula take besides, at the end, in plain eager mode.
+        """
+        if not is_plain_eager(first):
+            return self.dispatched(first, *arguments)
+        if self.formula is not None and torch.is_grad_enabled():
+            for each in (first, *arguments):
+                if isinstance(each, Tensor) and each.requires_grad:
+                    apply = self.formula.apply if is_wrapped(first) else self._apply
+                    return apply(first, *arguments, *eager.values())
+        return self.kernel(first, *arguments, **eager)
+
+    def below(self, watched: Tensor, *arguments: Any, **eager: Any) -> Any:
+        """The results inside of the operator's own formula; ``watched`` is one of the arguments."""
+        if is_plain_eager(watched):
+            return self.kernel(*arguments, **eager)
+        with below_autograd():
+            return self.dispatched(*arguments)
 
 
 def register(
@@ -121,23 +169,48 @@ def register(
     fake: Callable[[Any], Any],
     formula: type[torch.autograd.Function] | None = None,
     name: str = "",
-    **options: Any,
 ) -> Any:
-    """Registers an operator on both devices with its gradients, and returns it; see :func:`define`.
+    """Registers an operator with its gradients, and returns what PyTorch's dispatcher runs.
 
-    Args:
-        kernel: as :func:`define` takes it.
-        fake: as :func:`define` takes it.
-        formula: of the gradients; its ``forward`` takes what the kernel takes. None: the operator is a
-            gradient itself, and says that it has no derivative.
-        name: as :func:`define` takes it.
-        options: as :func:`define` takes them.
+    The arguments are those of `Operator`, but that an operator without a formula is a gradient itself, and
+    says that it has no derivative.
     """
-    operator = define(kernel, fake, name, **options)
     name = name or kernel.__name__.removeprefix("_")
-    FORMULAS[name] = once(name) if formula is None else formula
-    register_autograd(name, FORMULAS[name])
-    return operator
+    return Operator(kernel, fake, once(name) if formula is None else formula, name).dispatched
+
+
+def register_autograd(name: str, formula: type[torch.autograd.Function]) -> None:
+    """Registers the autograd formula of an operator.
+
+    ``torch.library.register_autograd`` would do the same, at 15 us of host time more per call (measured on a
+    CPU build of torch 2.13), which is more than all else around a kernel launch.
+    """
+    operator = getattr(torch.ops.fastsparse, name).default
+
+    def dispatch(*arguments: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(name, arguments)
+        if torch.is_grad_enabled():
+            for argument in arguments:
+                if isinstance(argument, Tensor) and argument.requires_grad:
+                    found = formula.apply(*arguments)
+                    if type(found) is tuple and found[-1] is None:  # operators return tensors
+                        return *found[:-1], found[0].new_empty(0)
+                    return found
+        with below_autograd():
+            return operator(*arguments)
+
+    library.impl(name, dispatch, "Autograd")
+
+
+def _refuse_tangents(name: str, arguments: tuple[Any, ...]) -> None:
+    """Raises where forward-mode differentiation would lose what depends on an operator's result."""
+    for argument in arguments:
+        if isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None:
+            raise NotImplementedError(
+                f"{name}: expected tensors without tangents, got one of forward-mode differentiation; "
+                "gradients come by backward()"
+            )
 
 
 def once(name: str) -> type[torch.autograd.Function]:
@@ -147,7 +220,7 @@ def once(name: str) -> type[torch.autograd.Function]:
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
             with below_autograd():
-                return getattr(torch.ops.fastsparse, name).default(*arguments)
+                return OPERATORS[name].dispatched(*arguments)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -170,24 +243,24 @@ def call(name: str, v: Tensor, *arguments: Any) -> Tensor:
 def results(name: str, v: Tensor, *arguments: Any) -> Any:
     """Results of the operator ``name``; in plain eager mode, which ``v`` tells, without the dispatcher."""
     if not is_plain_eager(v):
-        return getattr(torch.ops.fastsparse, name).default(*arguments)
+        return OPERATORS[name].dispatched(*arguments)
     if torch.is_grad_enabled() and any(
         isinstance(argument, Tensor) and argument.requires_grad for argument in arguments
     ):
-        return FORMULAS[name].apply(*arguments)
-    return KERNELS[name](*arguments)
+        return OPERATORS[name].formula.apply(*arguments)
+    return OPERATORS[name].kernel(*arguments)
 
 
 def run(name: str, watched: Tensor, *arguments: Any) -> Any:
     """The operator below autograd, for the ``forward`` of its formula."""
     if is_plain_eager(watched):
-        return KERNELS[name](*arguments)
+        return OPERATORS[name].kernel(*arguments)
     with below_autograd():
-        return getattr(torch.ops.fastsparse, name).default(*arguments)
+        return OPERATORS[name].dispatched(*arguments)
 
 
 def differentiate(name: str, grad: Tensor, *arguments: Any) -> Any:
     """The backward operator, for the ``backward`` of a formula."""
     if is_first_derivative(grad):
-        return KERNELS[name](grad, *arguments)
-    return getattr(torch.ops.fastsparse, name).default(grad, *arguments)
+        return OPERATORS[name].kernel(grad, *arguments)
+    return OPERATORS[name].dispatched(grad, *arguments)

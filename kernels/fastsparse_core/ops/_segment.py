@@ -17,9 +17,9 @@ from torch import Tensor
 from fastsparse_core import recorded
 from fastsparse_core.cache import AdjacencyCache
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._eager import below_autograd, direct, is_plain_eager, is_wrapped
+from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._operands import untouched
-from fastsparse_core.ops._registration import define, register
+from fastsparse_core.ops._registration import Operator
 from fastsparse_core.ops._segment_launch import (
     EXTREMA,
     MOMENTS,
@@ -46,7 +46,7 @@ def find_segments(
     num_rows: int,
     meanwhile: Callable[[Segments], None] | None = None,
 ) -> Segments:
-    """The segments of an index or of row pointers, made once as long as the tensor lives and is not written.
+    """The segments of an index or of row pointers, made once as long as its memory lives and is not written.
 
     Args:
         index: as the operators take it.
@@ -62,10 +62,22 @@ def find_segments(
     assert key is not None
     if key.is_inference():  # has no version: an edit could not be noticed
         return _make_segments(index, rowptr, num_segments, num_rows, meanwhile)
-    stamp = (key._version, key.data_ptr(), key.shape, key.stride())
-    options = (index is None, num_rows if index is None else num_segments)
+    # By the storage, as `edge_index[0]` is another tensor every time.
+    options = (
+        index is None,
+        num_rows if index is None else num_segments,
+        key.data_ptr(),
+        key.dtype,
+        key.shape,
+        key.stride(),
+    )
     build: Any = functools.partial(_make_segments, index, rowptr, num_segments, num_rows, meanwhile)
-    return cast("Segments", _cache.lookup(key, stamp, options, build))
+    return cast("Segments", _cache.lookup(key.untyped_storage(), key._version, options, build))
+
+
+def is_kept(index: Tensor) -> bool:
+    """Whether segments are kept of an index, or of another tensor in its memory."""
+    return _cache.holds(index.untyped_storage())
 
 
 def _make_segments(
@@ -108,8 +120,9 @@ def _segment_reduce(
     rowptr: Tensor | None,
     num_segments: int,
     reduce: str,
-    find: _Find = find_segments,
+    find: _Find | None = None,
 ) -> tuple[Tensor, Tensor]:
+    find = find or find_segments
     out, extra = _empty_results(src, num_segments, reduce)
     if not out.numel():
         return out, extra
@@ -149,7 +162,7 @@ class _SegmentReduce(torch.autograd.Function):
         reduce: str,
         find: _Find | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, extra = reduce_op.below(src, index, rowptr, num_segments, reduce, find=find)
+        out, extra = reduce_op.below(src, src, index, rowptr, num_segments, reduce, find=find)
         ctx.reduce, ctx.num_segments, ctx.num_rows, ctx.find = reduce, num_segments, src.size(0), find
         ctx.mark_non_differentiable(extra)
         needs_src = reduce in ("mul", *MOMENTS)
@@ -171,10 +184,8 @@ class _SegmentReduce(torch.autograd.Function):
 
         def counts() -> Tensor:
             if is_plain_eager(grad):
-                return _segment_counts(
-                    index, rowptr, ctx.num_segments, ctx.num_rows, ctx.find or find_segments
-                )
-            return _counts_op(index, rowptr, ctx.num_segments, ctx.num_rows)
+                return _segment_counts(index, rowptr, ctx.num_segments, ctx.num_rows, ctx.find)
+            return _counts_op.dispatched(index, rowptr, ctx.num_segments, ctx.num_rows)
 
         reduce: str = ctx.reduce
         if reduce == "sum":
@@ -230,11 +241,11 @@ def _segment_counts(
     rowptr: Tensor | None,
     num_segments: int,
     num_rows: int,
-    find: _Find = find_segments,
+    find: _Find | None = None,
 ) -> Tensor:
     """Number of rows of every segment, at least 1, int64 (num_segments, 1)."""
     # A copy, for results of operators may be written.
-    return find(index, rowptr, num_segments, num_rows).count.clone()[:, None]
+    return (find or find_segments)(index, rowptr, num_segments, num_rows).count.clone()[:, None]
 
 
 def _segment_gather(
@@ -242,11 +253,11 @@ def _segment_gather(
     index: Tensor | None,
     rowptr: Tensor | None,
     num_rows: int,
-    find: _Find = find_segments,
+    find: _Find | None = None,
 ) -> Tensor:
     if index is None:
         assert rowptr is not None
-        index = find(None, rowptr, rowptr.numel() - 1, num_rows).index()
+        index = (find or find_segments)(None, rowptr, rowptr.numel() - 1, num_rows).index()
     elif src.size(0) == 0 and num_rows == 0:
         return src.new_empty(0, src.size(1))
     if not src.is_cuda or src.is_complex() or index.device != src.device:
@@ -268,7 +279,7 @@ class _SegmentGather(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(index, rowptr)
         ctx.num_segments, ctx.find = src.size(0), find
-        return cast("Tensor", gather_op.below(src, index, rowptr, num_rows, find=find))
+        return cast("Tensor", gather_op.below(src, src, index, rowptr, num_rows, find=find))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -285,9 +296,11 @@ def _segment_softmax(
     index: Tensor | None,
     rowptr: Tensor | None,
     num_segments: int,
-    find: _Find = find_segments,
+    find: _Find | None = None,
 ) -> Tensor:
-    return launch_softmax(src, None, lambda: find(index, rowptr, num_segments, src.size(0)))
+    return launch_softmax(
+        src, None, lambda: (find or find_segments)(index, rowptr, num_segments, src.size(0))
+    )
 
 
 def _segment_softmax_backward(
@@ -296,9 +309,11 @@ def _segment_softmax_backward(
     index: Tensor | None,
     rowptr: Tensor | None,
     num_segments: int,
-    find: _Find = find_segments,
+    find: _Find | None = None,
 ) -> Tensor:
-    return launch_softmax(weight, grad, lambda: find(index, rowptr, num_segments, weight.size(0)))
+    return launch_softmax(
+        weight, grad, lambda: (find or find_segments)(index, rowptr, num_segments, weight.size(0))
+    )
 
 
 class _SegmentSoftmax(torch.autograd.Function):
@@ -313,7 +328,7 @@ class _SegmentSoftmax(torch.autograd.Function):
         num_segments: int,
         find: _Find | None = None,
     ) -> Tensor:
-        weight = softmax_op.below(src, index, rowptr, num_segments, find=find)
+        weight = softmax_op.below(src, src, index, rowptr, num_segments, find=find)
         ctx.save_for_backward(weight, index, rowptr)
         ctx.num_segments, ctx.find = num_segments, find
         return cast("Tensor", weight)
@@ -344,7 +359,7 @@ class _SegmentSoftmaxBackward(torch.autograd.Function):
         ctx.save_for_backward(weight, grad, index, rowptr)
         ctx.num_segments, ctx.find = num_segments, find
         return cast(
-            "Tensor", _softmax_backward_op.below(weight, grad, index, rowptr, num_segments, find=find)
+            "Tensor", _softmax_backward_op.below(weight, weight, grad, index, rowptr, num_segments, find=find)
         )
 
     @staticmethod
@@ -368,53 +383,19 @@ def _counts_fake(of: Any) -> Tensor:
     return cast("Tensor", key.new_empty(of.num_segments, 1, dtype=torch.int64))
 
 
-class _Operator:
-    """An operator with its kernel and its autograd formula.
-
-    Where nothing but autograd watches, it is called without PyTorch's dispatcher, see `is_plain_eager`.
-    """
-
-    def __init__(
-        self,
-        kernel: Callable[..., Any],
-        fake: Callable[[Any], Any],
-        formula: type[torch.autograd.Function],
-    ) -> None:
-        self._op = register(kernel, fake, formula, find=_make_segments)
-        self._kernel, self._formula, self._apply = kernel, formula, direct(formula)
-
-    def __call__(self, matrix: Tensor, *arguments: Any, find: _Find | None = None) -> Any:
-        """The operator's result.
-
-        Args:
-            matrix: its first argument.
-            arguments: the others.
-            find: gives the segments of the index, for callers who have them at hand.
-        """
-        if not is_plain_eager(matrix):
-            return self._op(matrix, *arguments)
-        if torch.is_grad_enabled() and (
-            matrix.requires_grad or (isinstance(arguments[0], Tensor) and arguments[0].requires_grad)
-        ):
-            return (self._formula.apply if is_wrapped(matrix) else self._apply)(matrix, *arguments, find)
-        return self._kernel(matrix, *arguments, find=find or find_segments)
-
-    def below(self, matrix: Tensor, *arguments: Any, find: _Find | None = None) -> Any:
-        """The operator's result inside of its own formula."""
-        if is_plain_eager(matrix):
-            return self._kernel(matrix, *arguments, find=find or find_segments)
-        with below_autograd():
-            return self._op(matrix, *arguments)
+def _operator(kernel: Any, fake: Callable[[Any], Any], formula: Any = None) -> Operator:
+    """Compiled code has no tensors that segments could be remembered by."""
+    return Operator(kernel, fake, formula, find=_make_segments)
 
 
-reduce_op = _Operator(
+reduce_op = _operator(
     _segment_reduce, lambda of: _empty_results(of.src, of.num_segments, of.reduce), _SegmentReduce
 )
-gather_op = _Operator(
+gather_op = _operator(
     _segment_gather, lambda of: of.src.new_empty(of.num_rows, of.src.size(1)), _SegmentGather
 )
-softmax_op = _Operator(_segment_softmax, lambda of: of.src.new_empty(of.src.shape), _SegmentSoftmax)
-_softmax_backward_op = _Operator(
+softmax_op = _operator(_segment_softmax, lambda of: of.src.new_empty(of.src.shape), _SegmentSoftmax)
+_softmax_backward_op = _operator(
     _segment_softmax_backward, lambda of: of.weight.new_empty(of.weight.shape), _SegmentSoftmaxBackward
 )
-_counts_op = define(_segment_counts, _counts_fake, find=_make_segments)
+_counts_op = _operator(_segment_counts, _counts_fake)

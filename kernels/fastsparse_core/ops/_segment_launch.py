@@ -56,15 +56,15 @@ def launch_reduce(src: Tensor, segments: Segments, reduce: str, out: Tensor, ext
         size = partial_bytes(segments, src.size(1), reduce, src.dtype)
         partial = torch.empty(size, dtype=torch.uint8, device=src.device)
     _C.segment_reduce(
-        segments.structure,
-        REDUCTION_CODE[reduce],
-        src,
-        out,
-        extra,
-        partial,
-        segments.facts,
-        device,
-        queue(device),
+        structure=segments.structure,
+        reduction=REDUCTION_CODE[reduce],
+        x=src,
+        out=out,
+        extra=extra,
+        partial=partial,
+        facts=segments.facts,
+        device=device,
+        queue=queue(device),
     )
 
 
@@ -77,7 +77,17 @@ def gather_rows(src: Tensor, index: Tensor) -> Tensor:
     num_rows = index.numel()
     out = src.new_empty(num_rows, src.size(1))
     row_bytes = src.size(1) * src.element_size()
-    _C.gather_rows(src, index, out, num_rows, row_bytes, row_bytes, *place_of(src.device))
+    device, stream = place_of(src.device)
+    _C.gather_rows(
+        table=src,
+        index=index,
+        out=out,
+        num_rows=num_rows,
+        row_bytes=row_bytes,
+        out_row_bytes=row_bytes,
+        device=device,
+        queue=stream,
+    )
     return out
 
 
@@ -102,5 +112,13 @@ def softmax_of_rows(
     if device >= 0 and of.row_split.num_slots:
         dtype = accumulation_dtype(matrix.dtype)
         partial = matrix.new_empty(of.row_split.num_slots, width, 2, dtype=dtype)
-    _C.edge_softmax(structure, matrix, grad, out, partial, device, queue(device))
+    _C.edge_softmax(
+        structure=structure,
+        input=matrix,
+        grad=grad,
+        out=out,
+        partial=partial,
+        device=device,
+        queue=queue(device),
+    )
     return out

@@ -14,9 +14,8 @@ from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._edge_values import num_heads
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._handles import keep_alive, structure
-from fastsparse_core.ops._library import library
 from fastsparse_core.ops._operands import unit_stride
-from fastsparse_core.ops._registration import define, register
+from fastsparse_core.ops._registration import Operator, library, register
 from fastsparse_core.structure.adjacency import Adjacency
 
 
@@ -96,18 +95,18 @@ def spmm_extremum(
         partial = x.new_empty(adj.row_split.num_slots, width, dtype=accumulation_dtype(x.dtype))
         partial_arg = torch.empty(partial.shape, dtype=torch.int32, device=x.device)
     _C.spmm_extremum(
-        used_csr(adj),
-        x,
-        value,
-        num_heads(value),
-        minimum,
-        adds,
-        out,
-        arg,
-        partial,
-        partial_arg,
-        index,
-        queue(index),
+        structure=used_csr(adj),
+        x=x,
+        value=value,
+        heads=num_heads(value),
+        minimum=minimum,
+        adds=adds,
+        out=out,
+        arg=arg,
+        partial=partial,
+        partial_arg=partial_arg,
+        device=index,
+        queue=queue(index),
     )
     return out, arg
 
@@ -180,18 +179,18 @@ def _spmm_extremum_backward(
         of_value = torch.zeros(adj.num_values, heads, dtype=dtype, device=grad.device)
     source = _source_of_edge(adj) if index < 0 or value is not None else None
     _C.spmm_extremum_backward(
-        used_csr(transposed),
-        grad,
-        x,
-        None if x is None else value,
-        heads,
-        arg,
-        source,
-        grad_x,
-        of_value,
-        partial,
-        index,
-        queue(index),
+        transposed=used_csr(transposed),
+        grad=grad,
+        x=x,
+        value=None if x is None else value,
+        heads=heads,
+        arg=arg,
+        source=source,
+        grad_x=grad_x,
+        grad_value=of_value,
+        partial=partial,
+        device=index,
+        queue=queue(index),
     )
     if value is not None and of_value is not None:
         grad_value = of_value.to(value.dtype).reshape(value.shape)
@@ -251,9 +250,9 @@ def _spmm_extremum_fake(of: Any) -> tuple[Tensor, Tensor]:
 
 
 _spmm_extremum_op = register(spmm_extremum, _spmm_extremum_fake, _SpmmExtremum)
-_spmm_extremum_backward_op = define(
+_spmm_extremum_backward_op = Operator(
     _spmm_extremum_backward, lambda of: _empty_gradients(of.grad, of.num_src, of.value)
-)
+).dispatched
 
 
 def _differentiable_backward(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,8 @@ from fastsparse_core.ops._facts import count_csr_use, facts_of, follow, scatters
 from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: The kernels that gather from shared memory, by what they are otherwise.
-_RESIDENT = {"csr": "resident", "tca": "resident_tca"}
+#: SpmmKernel in kernels/binding.cpp; those named "resident" gather from shared memory.
+_KERNEL_CODE = {"csr": 0, "tca": 1, "resident_csr": 2, "resident_tca": 3, "hr": 4}
 
 
 def launch_spmm(
@@ -164,10 +164,17 @@ class _CsrPlan:
             if self.device >= 0:
                 self.num_slots = adj.row_split.num_slots
                 self.is_counted = not adj.has_sorted_slices
-        kernel = getattr(_C.SpmmKernel, _RESIDENT[algorithm] if resident else algorithm)
-        value_dtype = dtype if value is None else value.dtype
-        call = (dtype, width, value_dtype, num_heads(value), tile, num_long, self.device)
-        self.launch = _C.SpmmPlan(kernel, structure, *call).run
+        self.launch = _C.SpmmPlan(
+            kernel=_KERNEL_CODE[f"resident_{algorithm}" if resident else algorithm],
+            structure=structure,
+            dtype=dtype,
+            width=width,
+            value_dtype=dtype if value is None else value.dtype,
+            heads=num_heads(value),
+            tile=tile,
+            num_long=num_long,
+            device=self.device,
+        ).run
 
     def run(
         self,
@@ -188,7 +195,18 @@ class _CsrPlan:
         if self.num_slots:
             partial = x.new_empty(self.num_slots, width, dtype=self.partial_dtype)
         where = torch.get_num_threads() if device < 0 else current_stream(device)
-        self.launch(x, value, scale_dst, scale_src, loop, bias, relu, out, partial, where)
+        self.launch(
+            x=x,
+            value=value,
+            scale_dst=scale_dst,
+            scale_src=scale_src,
+            loop=loop,
+            bias=bias,
+            relu=relu,
+            out=out,
+            partial=partial,
+            queue=where,
+        )
         return out
 
 
@@ -257,24 +275,24 @@ class _BsbPlan:
         partial = x.new_empty(self.num_partial, width, dtype=torch.float32) if self.num_partial else None
         index = x.get_device()
         _C.spmm_bsb(
-            self.structure,
-            x,
-            value,
-            self.heads,
-            self.quad_vector,
-            vector_scale,
-            scale_dst,
-            scale_src,
-            loop,
-            bias,
-            relu,
-            out,
-            partial,
-            self.features_per_lane,
-            self.blocks_per_step,
-            self.is_float32 and policy.allows_tf32(),
-            index,
-            current_stream(index),
+            structure=self.structure,
+            x=x,
+            value=value,
+            heads=self.heads,
+            quad_vector=self.quad_vector,
+            vector_scale=vector_scale,
+            scale_dst=scale_dst,
+            scale_src=scale_src,
+            loop=loop,
+            bias=bias,
+            relu=relu,
+            out=out,
+            partial=partial,
+            features_per_lane=self.features_per_lane,
+            blocks_per_step=self.blocks_per_step,
+            tf32=self.is_float32 and policy.allows_tf32(),
+            device=index,
+            queue=current_stream(index),
         )
         return out
 
@@ -317,17 +335,19 @@ def add_transposed(
     if (is_float or num_given == 0) and policy.counts_sources(facts_of(adj), x.size(1)):
         count = torch.empty(adj.num_src, dtype=torch.int32, device=x.device)
         out = None if is_float else torch.empty_like(total, dtype=x.dtype)
+    device, queue = place_of(x.device)
     _C.spmm_csr_transposed(
-        used_csr(adj, valued=value is not None),
-        x,
-        value,
-        scale_dst,
-        scale_src,
-        total,
-        num_given,
-        count,
-        out,
-        *place_of(x.device),
+        structure=used_csr(adj, valued=value is not None),
+        x=x,
+        value=value,
+        scale_dst=scale_dst,
+        scale_src=scale_src,
+        sum=total,
+        num_given=num_given,
+        count=count,
+        out=out,
+        device=device,
+        queue=queue,
     )
     return total if out is None else out
 

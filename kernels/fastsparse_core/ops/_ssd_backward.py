@@ -113,16 +113,17 @@ def _windows_structure(adj: Adjacency, windows: RowPanels, *, valued: bool) -> A
     def build() -> Any:
         value_id = _value_id(adj, layout.height) if valued else None
         return _C.RowPanelsStructure(
-            windows.entry,
-            value_id,
-            value_id is not None and value_id.dtype == torch.int64,
-            windows.other_source,
-            windows.other_source.numel(),
-            windows.slices,
-            windows.slices.size(0),
-            layout.height,
-            layout.strip,
-            *adj.shape,
+            entry=windows.entry,
+            value_id=value_id,
+            value_id_is_64bit=value_id is not None and value_id.dtype == torch.int64,
+            other_source=windows.other_source,
+            num_other=windows.other_source.numel(),
+            slices=windows.slices,
+            num_slices=windows.slices.size(0),
+            height=layout.height,
+            strip=layout.strip,
+            num_rows=adj.num_dst,
+            num_cols=adj.num_src,
         )
 
     return adj.derived(("tall_windows_structure", *layout, valued), build)
@@ -139,16 +140,18 @@ def _launch_windows(
     out: Tensor,
 ) -> Tensor:
     total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    device, stream = place_of(grad.device)
     _C.ssd_backward_windows(
-        _windows_structure(adj, windows, valued=value is not None),
-        grad,
-        value,
-        ids,
-        scale_dst,
-        scale_src,
-        total,
-        out,
-        *place_of(grad.device),
+        structure=_windows_structure(adj, windows, valued=value is not None),
+        grad=grad,
+        value=value,
+        ids=ids,
+        scale_dst=scale_dst,
+        scale_src=scale_src,
+        sum=total,
+        out=out,
+        device=device,
+        queue=stream,
     )
     return out
 
@@ -169,7 +172,16 @@ def _launch_rows(
             transposed.row_split.num_slots, ids.size(1), dtype=accumulation_dtype(grad.dtype)
         )
     _C.ssd_backward(
-        used_csr(transposed), grad, value, ids, scale_dst, scale_src, out, partial, index, queue(index)
+        transposed=used_csr(transposed),
+        grad=grad,
+        value=value,
+        ids=ids,
+        scale_dst=scale_dst,
+        scale_src=scale_src,
+        out=out,
+        partial=partial,
+        device=index,
+        queue=queue(index),
     )
 
 
@@ -211,7 +223,18 @@ def grad_of_edge_values(
     if num_values == 0 or adj.num_edges == 0:
         return out
     grad, values, ids = unit_stride(grad), values.contiguous(), ids.contiguous()
-    _C.ssd_value_grad(used_csr(adj), grad, values, ids, scale_dst, scale_src, out, *place_of(grad.device))
+    device, stream = place_of(grad.device)
+    _C.ssd_value_grad(
+        structure=used_csr(adj),
+        grad=grad,
+        kept=values,
+        ids=ids,
+        scale_dst=scale_dst,
+        scale_src=scale_src,
+        out=out,
+        device=device,
+        queue=stream,
+    )
     return out
 
 

@@ -53,25 +53,25 @@ def launch_ssd(
     packed = None
     if index >= 0 and policy.packs_ssd_rows(facts_of(adj), adj.gpu, values.dtype, values.size(1), width):
         packed = ids.new_empty(ids.shape, dtype=torch.int32)
+    num_long, few_entries = 0, False
+    if groups is not None:
+        num_long, few_entries = policy.long_edge_groups(groups, adj.num_edges, values.size(1), adj.gpu)
     _C.ssd(
-        adj.edge_group_structure(longest),
-        width,
-        values,
-        ids,
-        value,
-        scale_dst,
-        scale_src,
-        bias,
-        out,
-        partial,
-        packed,
-        0 if groups is None else groups.longest,
-        *(
-            (0, False)
-            if groups is None
-            else policy.long_edge_groups(groups, adj.num_edges, values.size(1), adj.gpu)
-        ),
-        index,
-        queue(index),
+        structure=adj.edge_group_structure(longest),
+        width=width,
+        values=values,
+        ids=ids,
+        value=value,
+        scale_dst=scale_dst,
+        scale_src=scale_src,
+        bias=bias,
+        out=out,
+        partial=partial,
+        packed=packed,
+        longest_group=0 if groups is None else groups.longest,
+        num_long=num_long,
+        few_entries=few_entries,
+        device=index,
+        queue=queue(index),
     )
     return out

@@ -51,5 +51,14 @@ def sum_of_rows(rows: Tensor, dtype: torch.dtype, once: bool | None = None) -> T
     num_parts = _PARTS * multiprocessors(rows.device)
     partial = rows.new_empty(num_parts, width, dtype=torch.float64)
     out = rows.new_empty(rows.shape[1:], dtype=dtype)
-    _C.sum_of_rows(matrix, partial, num_parts, out, dtype, *place_of(rows.device))
+    device, queue = place_of(rows.device)
+    _C.sum_of_rows(
+        rows=matrix,
+        partial=partial,
+        num_parts=num_parts,
+        out=out,
+        out_dtype=dtype,
+        device=device,
+        queue=queue,
+    )
     return out

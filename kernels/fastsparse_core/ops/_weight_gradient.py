@@ -58,8 +58,19 @@ def weight_gradient(
     by_row = product if out_by_in else product.t()
     if is_cuda:
         if product.numel():
-            operands = (unit_stride(grad), features, features.stride(1), num_parts, width)
-            _C.weight_gradient(*operands, by_row, by_row.stride(1), dtype, *place_of(product.device))
+            device, queue = place_of(product.device)
+            _C.weight_gradient(
+                grad=unit_stride(grad),
+                x=features,
+                x_column_stride=features.stride(1),
+                num_parts=num_parts,
+                part_width=width,
+                out=by_row,
+                out_column_stride=by_row.stride(1),
+                out_dtype=dtype,
+                device=device,
+                queue=queue,
+            )
         return product
     for nth in range(num_parts):
         first = nth * width

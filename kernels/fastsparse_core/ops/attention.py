@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from fastsparse_core import policy
-from fastsparse_core.ops import _attention_fused as fused
+from fastsparse_core.ops import _attention as fused
 from fastsparse_core.ops import _attention_unfused as unfused
-from fastsparse_core.ops import (
-    _dot_product,
-    _edge_attention_fused,
-    _gat_attention_csr,
-    _gatv2_edge_attention_fused,
-)
-from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._attention_checks import (
     check_additive,
     check_dot_product,
@@ -25,10 +17,9 @@ from fastsparse_core.ops._attention_checks import (
     check_width,
     default_scale,
     draw_seed,
-    drawn_by_replays,
     is_plain,
-    per_head,
 )
+from fastsparse_core.ops._attention_launch import ADDITIVE, DOT_PRODUCT, GATV2, Call
 from fastsparse_core.ops._autocast import autocast
 from fastsparse_core.ops._checks import check_features, is_partitioned
 from fastsparse_core.ops._eager import PLAIN
@@ -104,13 +95,13 @@ def attention(
         and k.shape[0] == v.shape[0] == adj.num_src
         and q.dtype == k.dtype == v.dtype
         and (scale is None or type(scale) is float)
-    ):
         # Nothing is left to check but what is the same for all calls of this kind.
-        usual_scale = adj.plans.get(("attention", q.dtype, q.shape[1], v.shape[1], heads, algorithm))
-        if usual_scale is not None:
-            factor = usual_scale if scale is None else scale
-            if math.isfinite(factor):
-                return fused.plain_attention(adj, q, k, v, factor, heads)
+        and ("attention", q.dtype, q.shape[1], v.shape[1], heads, algorithm) in adj.plans
+    ):
+        factor = default_scale(q.shape[1] // heads) if scale is None else scale
+        if math.isfinite(factor):
+            call = Call(q, k, v, None, None, None, None, factor, 0.0, None, DOT_PRODUCT, heads)
+            return fused.plain(adj, call)
     if is_partitioned(adj):
         k, v = adj.sources(k, v)
         adj = adj.rows
@@ -118,39 +109,15 @@ def attention(
     edges = check_edges(adj, edge_attr, edge_weight, q)
     dropout_p, seed = draw_seed(dropout_p)
     features = (q.flatten(1), k.flatten(1), v.flatten(1))
-    if edges is not None:
-        if features[0].size(1) != features[2].size(1):
-            raise ValueError(
-                "v: expected the width of q and k where edges have features, which join keys and values, "
-                f"got shape {tuple(v.shape)}"
-            )
-        out = _attention_with_edges(adj, features, edges, bias, scale, dropout_p, seed, heads, algorithm)
-        return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
-    drawn = drawn_by_replays(dropout_p)
-    if drawn:
-        kernel = policy.attention_algorithm(algorithm, drawn)
-    elif adj.is_padded and v.is_cuda:  # blocks cannot be made anew by replays
-        kernel = (
-            "unfused" if _dot_product.csr_unsupported_reason(adj, features[0], features[2], heads) else "csr"
+    if edges is not None and features[0].size(1) != features[2].size(1):
+        raise ValueError(
+            "v: expected the width of q and k where edges have features, which join keys and values, "
+            f"got shape {tuple(v.shape)}"
         )
-    else:
-        kernel = _dot_product.kernel(adj, *features, bias, heads, algorithm)
-    if kernel != "unfused":
-        of_call = (per_head(bias, heads), scale, dropout_p, seed, heads)
-        if kernel == "csr":
-            out = _dot_product.csr(adj, *features, of_call, algorithm)
-        else:
-            widths = (features[0].size(1), features[2].size(1))
-            if (
-                widths[0]
-                and not torch.compiler.is_compiling()
-                and (v.device.type == "cpu" or (adj.has_bsb and adj.has_transpose and adj.t().has_bsb))
-            ):
-                key = ("attention", v.dtype, *widths, heads, algorithm)
-                adj.plans[key] = default_scale(widths[0] // heads)
-            out = registration.call("attention", v, *features, *of_call, adj.handle)
-    else:
-        out = unfused.dot_product(adj, *features, bias, scale, dropout_p, seed, heads)
+    edge, weight = edges or (None, None)
+    given = (None, edge, weight, bias, scale, dropout_p, seed, DOT_PRODUCT, heads, algorithm)
+    key = ("attention", v.dtype, features[0].size(1), features[2].size(1), heads, algorithm)
+    out = fused.run(adj, Call(features[0], features[1], features[2], *given), key)
     return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
 
 
@@ -205,7 +172,9 @@ def additive_attention(
         and math.isfinite(negative_slope)
         and ("GAT", v.dtype, v.shape[1], score_dst.shape[1], score_dst.dtype, algorithm) in adj.plans
     ):
-        return fused.plain_additive(adj, score_dst, score_src, v, negative_slope)
+        none, heads = None, score_dst.shape[1]
+        of = (score_dst, score_src, v, none, none, none, none, negative_slope, 0.0, none, ADDITIVE, heads)
+        return fused.plain(adj, Call(*of))
     if is_partitioned(adj):
         (v,), (score_src,) = adj.sources(v), adj.sources(score_src, exact=True)
         adj = adj.rows
@@ -222,19 +191,9 @@ def additive_attention(
     check_width("v", v, heads)
     dropout_p, seed = draw_seed(dropout_p)
     features = v.flatten(1)
-    unsupported_reason = drawn_by_replays(dropout_p)
-    if v.device.type == "cuda":
-        unsupported_reason = unsupported_reason or _gat_attention_csr.unsupported_reason(
-            v.dtype, features.size(1), heads
-        )
-    if policy.attention_algorithm(algorithm, unsupported_reason) == "fused3s":
-        if not torch.compiler.is_compiling():
-            adj.plans["GAT", v.dtype, features.size(1), heads, score_dst.dtype, algorithm] = True
-        arguments = (per_head(bias, heads), negative_slope, dropout_p, seed, adj.handle)
-        out = registration.call("additive_attention", v, score_dst, score_src, features, *arguments)
-    else:
-        operands = (score_dst, score_src, features, bias)
-        out = unfused.additive(adj, *operands, negative_slope, dropout_p, seed)
+    given = (None, None, None, bias, negative_slope, dropout_p, seed, ADDITIVE, heads, algorithm)
+    key = ("GAT", v.dtype, features.size(1), heads, score_dst.dtype, algorithm)
+    out = fused.run(adj, Call(score_dst, score_src, features, *given), key)
     return out if v.dim() == 2 else out.reshape(adj.num_dst, *v.shape[1:])
 
 
@@ -294,7 +253,9 @@ def gatv2_attention(
         and type(negative_slope) is float
         and ("GATv2", x_src.dtype, att.shape, att.dtype, negative_slope, algorithm) in adj.plans
     ):
-        return fused.plain_gatv2(adj, x_dst, x_src, att, negative_slope)
+        none, heads = None, att.shape[0]
+        of = (x_dst, x_src, none, att, none, none, none, negative_slope, 0.0, none, GATV2, heads)
+        return fused.plain(adj, Call(*of))
     if is_partitioned(adj):
         (x_src,) = adj.sources(x_src)
         adj = adj.rows
@@ -302,52 +263,12 @@ def gatv2_attention(
     edges = check_edges(adj, edge_attr, edge_weight, x_dst)
     heads = att.size(0)
     dropout_p, seed = draw_seed(dropout_p)
-    features = x_src.flatten(1)
-    ends = (x_dst.flatten(1), features)
-    if edges is not None:
-        unsupported_reason = drawn_by_replays(dropout_p) or _gatv2_edge_attention_fused.unsupported_reason(
-            adj, features, edges[0], negative_slope, heads
-        )
-        if policy.attention_algorithm(algorithm, unsupported_reason) == "fused3s":
-            of_kernel = (att, *edges, negative_slope, dropout_p, seed, adj.handle)
-            out = registration.call("gatv2_edge_attention", x_src, *ends, *of_kernel)
-        else:
-            out = unfused.gatv2_with_edges(adj, *ends, att, *edges, negative_slope, dropout_p, seed)
-        return out if x_src.dim() == 2 else out.reshape(adj.num_dst, *x_src.shape[1:])
-    unsupported_reason = drawn_by_replays(dropout_p)
-    if x_src.device.type == "cuda" and not unsupported_reason:
-        unsupported_reason = _gat_attention_csr.gatv2_unsupported_reason(
-            x_src.dtype, features.size(1), negative_slope, heads
-        )
-    if policy.attention_algorithm(algorithm, unsupported_reason) == "fused3s":
-        if not torch.compiler.is_compiling():
-            adj.plans["GATv2", x_src.dtype, att.shape, att.dtype, negative_slope, algorithm] = True
-        arguments = (att, negative_slope, dropout_p, seed, adj.handle)
-        out = registration.call("gatv2_attention", x_src, *ends, *arguments)
-    else:
-        out = unfused.gatv2(adj, *ends, att, negative_slope, dropout_p, seed)
+    ends = (x_dst.flatten(1), x_src.flatten(1))
+    edge, weight = edges or (None, None)
+    given = (None, att, edge, weight, None, negative_slope, dropout_p, seed, GATV2, heads, algorithm)
+    key = ("GATv2", x_src.dtype, att.shape, att.dtype, negative_slope, algorithm)
+    out = fused.run(adj, Call(ends[0], ends[1], *given), key)
     return out if x_src.dim() == 2 else out.reshape(adj.num_dst, *x_src.shape[1:])
-
-
-def _attention_with_edges(
-    adj: Adjacency,
-    features: tuple[Tensor, Tensor, Tensor],
-    edges: tuple[Tensor, Tensor],
-    bias: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    heads: int,
-    algorithm: str,
-) -> Tensor:
-    """Attention whose edges have features, of queries, keys and values (n, heads * D)."""
-    unsupported_reason = drawn_by_replays(dropout_p) or _edge_attention_fused.unsupported_reason(
-        adj, features[2], edges[0], heads
-    )
-    if policy.attention_algorithm(algorithm, unsupported_reason) == "fused3s":
-        arguments = (per_head(bias, heads), scale, dropout_p, seed, heads, adj.handle, algorithm)
-        return registration.call("edge_attention", features[2], *features, *edges, *arguments)
-    return unfused.dot_product_with_edges(adj, *features, *edges, bias, scale, dropout_p, seed, heads)
 
 
 # ---------------------------------------------------------------- the weights themselves

@@ -96,7 +96,8 @@ def _maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values = x.new_empty(num_rows, k)
     ids = x.new_empty(num_rows, k, dtype=ids_dtype(width))
     if num_rows:
-        _C.maxk(x, k, values, ids, *place_of(x.device))
+        device, queue = place_of(x.device)
+        _C.maxk(x=x, k=k, values=values, ids=ids, device=device, queue=queue)
     return values, ids
 
 
@@ -106,7 +107,8 @@ def _maxk_dense(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     out = x.new_empty(num_rows, width)
     kept = x.new_empty(num_rows, _num_words(width), dtype=torch.int32)
     if num_rows:
-        _C.maxk_dense(x, k, out, kept, *place_of(x.device))
+        device, queue = place_of(x.device)
+        _C.maxk(x=x, k=k, out=out, kept=kept, device=device, queue=queue)
     return out, kept
 
 
@@ -120,7 +122,8 @@ def _mask_rows(dense: Tensor, kept: Tensor) -> Tensor:
     dense, kept = unit_stride(dense), kept.contiguous()
     out = dense.new_empty(dense.shape)
     if out.numel():
-        _C.mask_rows(dense, kept, out, *place_of(dense.device))
+        device, queue = place_of(dense.device)
+        _C.mask_rows(dense=dense, kept=kept, out=out, device=device, queue=queue)
     return out
 
 
@@ -129,7 +132,8 @@ def write_out(values: Tensor, ids: Tensor, width: int) -> Tensor:
     values, ids = values.contiguous(), ids.contiguous()
     out = values.new_empty(values.size(0), width)
     if out.numel():
-        _C.cbsr_to_dense(width, values, ids, out, *place_of(values.device))
+        device, queue = place_of(values.device)
+        _C.cbsr_to_dense(width=width, values=values, ids=ids, out=out, device=device, queue=queue)
     return out
 
 
@@ -138,7 +142,8 @@ def gather(dense: Tensor, ids: Tensor) -> Tensor:
     dense, ids = unit_stride(dense), ids.contiguous()
     out = dense.new_empty(dense.size(0), ids.size(1))
     if out.numel():
-        _C.cbsr_gather(dense, ids, out, *place_of(dense.device))
+        device, queue = place_of(dense.device)
+        _C.cbsr_gather(dense=dense, ids=ids, out=out, device=device, queue=queue)
     return out
 
 

@@ -122,25 +122,42 @@ def sddmm_kernel(
         return dense_from_edges(adj, sddmm_kernel(x_dst, x_src, scale_dst, scale_src, *of_edges))
     every_value_is_written = dense or length == adj.num_edges
     out = (x_dst.new_empty if every_value_is_written else x_dst.new_zeros)(size, dtype=dtype)
-    features = (heads, x_dst, x_src, scale_dst, scale_src, out, dtype)
-    place = place_of(x_dst.device)
+    device, stream = place_of(x_dst.device)
     if kernel == "flashsparse":
         structure, slot_window, slot_entry, edge_id = adj.sddmm_structure()
         _C.sddmm_bsb(
-            structure,
-            adj.rowptr,
-            slot_window,
-            slot_entry,
-            adj.quad_vector() if dense else None,
-            edge_id,
-            edge_id is not None and edge_id.dtype == torch.int64,
-            *features,
-            policy.allows_tf32(),
-            *place,
+            structure=structure,
+            rowptr=adj.rowptr,
+            slot_window=slot_window,
+            slot_entry=slot_entry,
+            quad_vector=adj.quad_vector() if dense else None,
+            edge_id=edge_id,
+            edge_id_is_64bit=edge_id is not None and edge_id.dtype == torch.int64,
+            heads=heads,
+            x_dst=x_dst,
+            x_src=x_src,
+            scale_dst=scale_dst,
+            scale_src=scale_src,
+            out=out,
+            out_dtype=dtype,
+            tf32=policy.allows_tf32(),
+            device=device,
+            queue=stream,
         )
     else:
-        row = adj.row() if by_entry else None
-        _C.sddmm_csr(adj.plans.get("csr") or used_csr(adj), *features, row, *place)
+        _C.sddmm_csr(
+            structure=adj.plans.get("csr") or used_csr(adj),
+            heads=heads,
+            x_dst=x_dst,
+            x_src=x_src,
+            scale_dst=scale_dst,
+            scale_src=scale_src,
+            out=out,
+            out_dtype=dtype,
+            row=adj.row() if by_entry else None,
+            device=device,
+            queue=stream,
+        )
     return out
 
 

@@ -21,6 +21,7 @@ from fastsparse_core.policy.algorithm_context import (
     allows_tf32,
     check_algorithm,
     requested,
+    requested_eagerly,
 )
 from fastsparse_core.policy.attention import attention_algorithm, dot_product_algorithm
 from fastsparse_core.policy.conversion import (
@@ -75,6 +76,7 @@ __all__ = [
     "packs_ssd_rows",
     "panel_layout",
     "requested",
+    "requested_eagerly",
     "scatters",
     "sddmm_algorithm",
     "sddmm_by_entry",

@@ -111,6 +111,12 @@ def requested(operator: str, algorithm: str) -> str:
     return algorithm if requests is None else requests.get(operator, algorithm)
 
 
+def requested_eagerly(operator: str) -> str:
+    """`requested` of ``"auto"`` where no trace watches: asking that again takes longer than the rest."""
+    requests = _requests.get()
+    return "auto" if requests is None else requests.get(operator, "auto")
+
+
 def allows_tf32() -> bool:
     """Whether products of float32 matrices may have fewer digits, as PyTorch's own were told."""
     try:

@@ -204,16 +204,16 @@ class Draw:
         else:
             edge_index, col, edge_id = self._empty_edges(num_edges)
         _C.emit_edges(
-            self._part.node_table,
-            output.place,
-            output.row,
-            output.edge_id,
-            num_edges,
-            edge_index,
-            col,
-            edge_id,
-            self._index,
-            queue(self._index),
+            table=self._part.node_table,
+            place=output.place,
+            row=output.row,
+            edge_id=output.edge_id,
+            num_edges=num_edges,
+            edge_index=edge_index,
+            col=col,
+            edge_id_out=edge_id,
+            device=self._index,
+            queue=queue(self._index),
         )
         return edge_index, col, edge_id
 

@@ -112,8 +112,17 @@ def gather_on_cuda(table: Tensor, index: Tensor, aligned: bool = False) -> Tenso
     shape = (width + missing,) if missing else table.shape[1:]
     out = torch.empty(num_rows, *shape, dtype=table.dtype, device=index.device)
     row_bytes = width * table.itemsize
-    sizes = (num_rows, row_bytes, row_bytes + missing * table.itemsize)
-    _C.gather_rows(table, index, out, *sizes, *place_of(index.device))
+    device, stream = place_of(index.device)
+    _C.gather_rows(
+        table=table,
+        index=index,
+        out=out,
+        num_rows=num_rows,
+        row_bytes=row_bytes,
+        out_row_bytes=row_bytes + missing * table.itemsize,
+        device=device,
+        queue=stream,
+    )
     return with_zeros_behind(out, width) if missing else out
 
 

@@ -153,16 +153,16 @@ class HostRows:
         staging = self._workspace(out.nbytes)
         row_bytes = out[0].nbytes
         _C.gather_rows_of_host(
-            table,
-            numbers,
-            staging,
-            out,
-            out.size(0),
-            row_bytes,
-            self._threads,
-            max(_PIECE // row_bytes, 1),
-            device_index(self._device),
-            self._stream.cuda_stream,
+            table=table,
+            index=numbers,
+            staging=staging,
+            out=out,
+            num_rows=out.size(0),
+            row_bytes=row_bytes,
+            threads=self._threads,
+            piece=max(_PIECE // row_bytes, 1),
+            device=device_index(self._device),
+            queue=self._stream.cuda_stream,
         )
         empty = torch.cuda.Event()
         empty.record(self._stream)

@@ -147,7 +147,9 @@ def enqueue(
         output.allocate(device)
     first_places = itertools.accumulate(graph.num_nodes, initial=0)
     lists = [
-        _C.NodeList(ids, seed_of, graph.num_nodes[number], first_place, number)
+        _C.NodeList(
+            node=ids, seed=seed_of, num_nodes=graph.num_nodes[number], first_place=first_place, type=number
+        )
         for number, ((ids, seed_of), first_place) in enumerate(zip(part.lists, first_places, strict=False))
     ]
     address = part.values.data_ptr()
@@ -155,31 +157,51 @@ def enqueue(
     for of_type, given, sizes in zip(lists, nodes, begin, strict=True):
         counts = (sizes[0].most, given.ids.numel())
         first_nodes += [
-            _C.FirstNodes(of_type, count, address + 8 * size.place)
+            _C.FirstNodes(list=of_type, count=count, count_out=address + 8 * size.place)
             for count, size in zip(counts, sizes, strict=True)
             if count or size.most
         ]
     slot_ptr, slot_place, slot_edge, tile_counts = _scratch(part, device)
     steps = [
         _C.SampleStep(
-            step.relation.adjacency.plain_structure,
-            step.relation.weight,
-            step.relation.weight_sum,
-            step.fanout,
-            layout.replace,
-            step.induced,
-            step.hop * len(graph.relations) + step.number,
-            lists[step.relation.dst],
-            lists[step.relation.src],
-            tuple(address + 8 * size.place for size in step.known),
-            (step.output.place, step.output.row, step.output.edge_id),
-            step.known.end.most,
-            step.most_slots,
-            (slot_ptr if step.fanout == ALL else None, slot_place, slot_edge, tile_counts),
+            structure=step.relation.adjacency.plain_structure,
+            weight=step.relation.weight,
+            weight_sum=step.relation.weight_sum,
+            fanout=step.fanout,
+            replace=layout.replace,
+            induced=step.induced,
+            number=step.hop * len(graph.relations) + step.number,
+            dst=lists[step.relation.dst],
+            src=lists[step.relation.src],
+            first_row=address + 8 * step.known.first.place,
+            end_row=address + 8 * step.known.end.place,
+            nodes_before=address + 8 * step.known.nodes_before.place,
+            nodes_after=address + 8 * step.known.nodes_after.place,
+            edges_before=address + 8 * step.known.edges_before.place,
+            edges_after=address + 8 * step.known.edges_after.place,
+            place=step.output.place,
+            row=step.output.row,
+            edge_id=step.output.edge_id,
+            most_rows=step.known.end.most,
+            most_slots=step.most_slots,
+            slot_ptr=slot_ptr if step.fanout == ALL else None,
+            slot_place=slot_place,
+            slot_edge=slot_edge,
+            tile_counts=tile_counts,
         )
         for step in part.steps
     ]
-    _C.sample_neighbors(part.node_table, address, part.sizes, seed, first_nodes, steps, *place_of(device))
+    where, queue = place_of(device)
+    _C.sample_neighbors(
+        table=part.node_table,
+        sizes=address,
+        num_sizes=part.sizes,
+        seed=seed,
+        first_nodes=first_nodes,
+        steps=steps,
+        device=where,
+        queue=queue,
+    )
     part.read = part.values
     if device.type == "cuda":
         part.read = torch.empty(part.sizes, dtype=torch.int64, pin_memory=True)
@@ -211,8 +233,12 @@ def _make_table(part: Part, layout: Layout, graph: Graph, most_nodes: int) -> No
     words = (3 if has_keys else 1) * num_places
     part.table = torch.empty(words, dtype=torch.int32, device=graph.device)
     table = part.table.data_ptr()
-    keys = (table, table + 8 * num_places) if has_keys else (0, table)
-    part.node_table = _C.NodeTable(*keys, num_places, bits)
+    part.node_table = _C.NodeTable(
+        key=table if has_keys else None,
+        value=table + 8 * num_places if has_keys else table,
+        num_places=num_places,
+        bits=bits,
+    )
 
 
 def _scratch(part: Part, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -140,7 +140,7 @@ def in_huge_pages(*tensors: Tensor | None) -> None:
     """
     for tensor in tensors:
         if tensor is not None and tensor.device.type == "cpu":
-            _C.prefer_huge_pages(tensor, tensor.nbytes, True)
+            _C.prefer_huge_pages(out=tensor, bytes=tensor.nbytes, collapse=True)
 
 
 def _by_type(argument: str, given: Any, expected: type) -> dict[EdgeType, Any]:

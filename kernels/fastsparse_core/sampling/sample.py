@@ -60,8 +60,16 @@ class Edges:
             slices = (
                 torch.empty(num_dst, 2, dtype=torch.int64, device=device) if device.type == "cuda" else None
             )
+        where, queue = place_of(device)
         _C.emit_rows(
-            self.edge_index[1], self.col.numel(), num_dst, rowptr, inv_degree, slices, *place_of(device)
+            row=self.edge_index[1],
+            num_edges=self.col.numel(),
+            num_rows=num_dst,
+            rowptr=rowptr,
+            inv_degree=inv_degree,
+            slices=slices,
+            device=where,
+            queue=queue,
         )
         return adjacency_of_batch(
             rowptr, self.col, self.shape, inv_degree, slices, most_entries=self.most_entries

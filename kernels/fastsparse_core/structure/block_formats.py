@@ -187,18 +187,23 @@ class BlockFormats(Degrees):
         self, split: RowSplit, runs: Tensor, quad_entry: Tensor | None = None, value_id: Tensor | None = None
     ) -> Any:
         bsb = self.bsb
+        slices, num_slices, split_row, split_ptr, num_split_rows = addresses_of(split)
         return _C.BsbStructure(
             # Of the storage: an empty view has no address, yet the kernels read ahead, behind its end.
-            bsb.quad.untyped_storage().data_ptr(),
-            bsb.window_ptr,
-            bsb.window_row,
-            quad_entry,
-            value_id,
-            value_id is not None and value_id.dtype == torch.int64,
-            self.num_dst,
-            *addresses_of(split),
-            runs,
-            runs.size(0),
+            quad=bsb.quad.untyped_storage().data_ptr(),
+            window_ptr=bsb.window_ptr,
+            window_row=bsb.window_row,
+            quad_entry=quad_entry,
+            value_id=value_id,
+            value_id_is_64bit=value_id is not None and value_id.dtype == torch.int64,
+            num_rows=self.num_dst,
+            slices=slices,
+            num_slices=num_slices,
+            split_row=split_row,
+            split_ptr=split_ptr,
+            num_split_rows=num_split_rows,
+            runs=runs,
+            num_runs=runs.size(0),
         )
 
     def vector_scale(self, scale_src: Tensor) -> Tensor:

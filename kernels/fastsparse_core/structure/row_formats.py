@@ -274,12 +274,18 @@ class RowFormats:
 
     def _rows(self, split: RowSplit | None, *, valued: bool = True) -> Any:
         edge_id = self.edge_id if valued else None
+        slices, num_slices, split_row, split_ptr, num_split_rows = addresses_of(split)
         return _C.CsrStructure(
-            self.rowptr,
-            self.col,
-            edge_id,
-            edge_id is not None and edge_id.dtype == torch.int64,
-            *self.shape,
-            self.num_edges,
-            *addresses_of(split),
+            rowptr=self.rowptr,
+            col=self.col,
+            edge_id=edge_id,
+            edge_id_is_64bit=edge_id is not None and edge_id.dtype == torch.int64,
+            num_rows=self.shape[0],
+            num_cols=self.shape[1],
+            num_edges=self.num_edges,
+            slices=slices,
+            num_slices=num_slices,
+            split_row=split_row,
+            split_ptr=split_ptr,
+            num_split_rows=num_split_rows,
         )

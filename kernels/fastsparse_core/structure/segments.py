@@ -185,15 +185,20 @@ class Segments:
 
     def _structure(self) -> Any:
         split = self.row_split if self.rowptr.device.type == "cuda" else None
+        slices, num_slices, split_row, split_ptr, num_split_rows = addresses_of(split)
         return _C.CsrStructure(
-            self.rowptr,
-            None,
-            self.order,
-            self.order is not None and self.order.dtype == torch.int64,
-            self.num_segments,
-            self.num_rows,
-            self.num_rows,
-            *addresses_of(split),
+            rowptr=self.rowptr,
+            col=None,
+            edge_id=self.order,
+            edge_id_is_64bit=self.order is not None and self.order.dtype == torch.int64,
+            num_rows=self.num_segments,
+            num_cols=self.num_rows,
+            num_edges=self.num_rows,
+            slices=slices,
+            num_slices=num_slices,
+            split_row=split_row,
+            split_ptr=split_ptr,
+            num_split_rows=num_split_rows,
         )
 
     def index(self) -> Tensor:

@@ -31,7 +31,7 @@ struct Addends {
 };
 
 struct Pieces {
-  DenseView from[kMostMaps];
+  DenseView from[kMostLinears];
   std::int64_t count;
   void* to;  // (num_rows, count * width)
   std::int64_t num_rows;

@@ -1,5 +1,5 @@
 // The attention of a layer in one call each way: what its linear maps give lies side by side in one matrix,
-// (num_nodes, maps * heads * head_width), and so do their gradients.
+// (num_nodes, num_linears * heads * head_width), and so do their gradients.
 #pragma once
 
 #include "fastsparse/head_scores.h"
@@ -7,28 +7,63 @@
 
 namespace fastsparse {
 
-struct AttentionLayerArgs {
-  AttentionCsrArgs attention;
-  HeadScoresArgs scores;  // additive attention only: gives dst and src
-  DenseView skip;         // (num_rows, width), added to the result; null data: nothing is
-  const void* bias;       // (width) in dtype; null: 0
+// The attention of a layer on the CPU: what is the same for all calls on a structure.
+struct AttentionLayer {
+  CsrView a;
+  AttentionScore kind;
+  Dtype dtype;
+  std::int64_t heads;
+  std::int64_t head_width;
+  std::int64_t num_linears;  // additive: 1; GATv2: 2; dot products: 3, or 4 with what is added to the result
+  double scale;              // of dot products; else the slope of the leaky ReLU
+};
+FASTSPARSE_ARGUMENTS(AttentionLayer, AS(structure, a),
+                     FIELDS(kind, dtype, heads, head_width, num_linears, scale));
+
+// What both passes have.
+struct AttentionLayerCall {
+  void* joint;               // (num_nodes, num_linears * heads * head_width)
+  const void* first_vector;  // additive: of the sources; GATv2: att
+  const void* second_vector;
+  DenseView edge;
+  DenseView edge_weight;
+  std::int64_t edge_width;
+  void* state;  // (num_nodes, heads) in the accumulation type: additive: scores of sources and destinations,
+                // then, as for the others, log-sum-exp
+  Dropout dropout;
+  double keep_scale;
 };
 
-struct AttentionLayerBackwardArgs {
-  AttentionCsrBackwardArgs attention;  // additive: without grad_dst and grad_src
-  HeadScoresArgs scores;
-  void* grad_vectors[2];     // additive: (heads, head_width) in the accumulation type
-  DenseView grad_joint;      // of the maps' results: what the pointers in `attention` point into
-  std::int64_t joint_width;  // its columns
-  void* grad_skip;           // in grad_joint; null: there is none
-  void* grad_bias;           // (width) in the accumulation type; null: not wanted
-  void* grad_map_bias;       // (joint_width) in the accumulation type: sums of grad_joint; null: not wanted
+struct AttentionLayerForward {
+  AttentionLayer layer;
+  AttentionLayerCall call;
+  const void* bias;  // (width) in dtype; null: 0
+  void* out;
 };
+FASTSPARSE_ARGUMENTS(AttentionLayerForward, IN(call, joint, first_vector, second_vector, edge),
+                     WIDTH(call.edge_width), IN(call, edge_weight), FIELDS(bias, out), IN(call, state),
+                     DROPOUT(call.dropout), KEEP_SCALE(call.keep_scale));
 
-namespace cpu {
-void attention_layer(const AttentionLayerArgs& args, int threads);
-void attention_layer_backward(const AttentionLayerBackwardArgs& args, int threads);
-}  // namespace cpu
+struct AttentionLayerBackward {
+  AttentionLayer layer;
+  CsrView a_t;
+  AttentionLayerCall call;
+  DenseView grad;
+  void* grad_joint;  // as joint
+  void* grad_first;  // of the vectors, in the accumulation type; null: not wanted, as those that follow
+  void* grad_second;
+  void* work;  // as of AttentionCsrBackwardArgs
+  void* grad_edge;
+  void* grad_edge_weight;
+  void* grad_bias;      // (width) in the accumulation type
+  void* grad_map_bias;  // (num_linears * width) in the accumulation type: sums of grad_joint
+};
+FASTSPARSE_ARGUMENTS(AttentionLayerBackward, AS(transposed, a_t),
+                     IN(call, joint, first_vector, second_vector, edge), WIDTH(call.edge_width),
+                     IN(call, edge_weight, state),
+                     FIELDS(grad, grad_joint, grad_first, grad_second, work, grad_edge, grad_edge_weight,
+                            grad_bias, grad_map_bias),
+                     DROPOUT(call.dropout), KEEP_SCALE(call.keep_scale));
 
 // On CUDA, for both passes: dtype is not float64, the structure is square.
 struct CudaAttentionLayerArgs {
@@ -37,10 +72,10 @@ struct CudaAttentionLayerArgs {
   std::int64_t num_nodes;
   std::int64_t heads;
   std::int64_t head_width;
-  std::int64_t maps;  // additive: 1; GATv2: sources and destinations, or 1 for both; dot products: keys,
-                      // values, queries and perhaps what is added to the result
-  float scale;        // of dot products; else the slope of the leaky ReLU
-  CsrView a, a_t;     // a_t, split_t, blocks_t and num_slots_t: of the backward pass
+  std::int64_t num_linears;  // additive: 1; GATv2: sources and destinations, or 1 for both; dot products:
+                             // keys, values, queries and perhaps what is added to the result
+  float scale;               // of dot products; else the slope of the leaky ReLU
+  CsrView a, a_t;            // a_t, split_t, blocks_t and num_slots_t: of the backward pass
   RowSplitView split, split_t;
   bool on_blocks;  // dot products: whether they read these, not the rows
   BsbView blocks, blocks_t;
@@ -51,7 +86,7 @@ struct CudaAttentionLayerArgs {
   Dropout dropout;
   bool tf32;
 
-  const void* joint;        // (num_nodes, maps * width)
+  const void* joint;        // (num_nodes, num_linears * width)
   const float* vectors[2];  // (heads, head_width); null: there is none
   const void* bias;         // forward: (width); null: 0
   bool bias_is_float;       // whether it is float32, not of dtype
@@ -66,30 +101,39 @@ struct CudaAttentionLayerArgs {
   float* grad_vectors[2];
   void* grad_bias;  // (width); null: not wanted
   Dtype grad_bias_dtype;
-  void* grad_map_bias;  // (maps * width): sums of grad_joint; null: not wanted
+  void* grad_map_bias;  // (num_linears * width): sums of grad_joint; null: not wanted
   Dtype grad_map_bias_dtype;
 };
+struct CudaAttentionLayerForward;
+FASTSPARSE_ARGUMENTS_AS(CudaAttentionLayerForward, CudaAttentionLayerArgs, FIELDS(joint),
+                        AS(first_vector, vectors[0]), AS(second_vector, vectors[1]),
+                        FIELDS(bias, bias_is_float, out, result, state, scratch), DROPOUT(dropout),
+                        FIELDS(tf32));
+struct CudaAttentionLayerBackward;
+FASTSPARSE_ARGUMENTS_AS(CudaAttentionLayerBackward, CudaAttentionLayerArgs, FIELDS(joint),
+                        AS(first_vector, vectors[0]), AS(second_vector, vectors[1]),
+                        FIELDS(out, state, scratch, grad, grad_joint), AS(grad_first, grad_vectors[0]),
+                        AS(grad_second, grad_vectors[1]),
+                        FIELDS(grad_bias, grad_bias_dtype, grad_map_bias, grad_map_bias_dtype),
+                        DROPOUT(dropout), FIELDS(tf32));
 
-constexpr int kMostMaps = 4;
+constexpr int kMostLinears = 4;
 
 // Weights of a layer's linear maps below each other, and their biases, in the dtype that is multiplied. That
 // is theirs, or they are float32.
 struct StackedMapsArgs {
-  const void* weights[kMostMaps];  // weight_size numbers each
-  const void* biases[kMostMaps];   // bias_size numbers each, 0: there are none
-  std::int64_t maps;
+  const void* weights[kMostLinears];  // weight_size numbers each
+  const void* biases[kMostLinears];   // bias_size numbers each, 0: there are none
+  std::int64_t num_linears;
   std::int64_t weight_size;
   std::int64_t bias_size;
-  void* weight;  // (maps, weight_size)
-  void* bias;    // (maps, bias_size)
+  void* weight;  // (num_linears, weight_size)
+  void* bias;    // (num_linears, bias_size)
   Dtype dtype;
   Dtype to_dtype;
 };
 
 namespace cuda {
-int stack_maps(const StackedMapsArgs& args, void* stream);
-int attention_layer(const CudaAttentionLayerArgs& args, void* stream);
-int attention_layer_backward(const CudaAttentionLayerArgs& args, void* stream);
 // Numbers of float32 that `state` takes, a multiple of 16 bytes.
 std::int64_t attention_layer_state(const CudaAttentionLayerArgs& args);
 // Numbers of float32 that `scratch` has for either pass.

@@ -5,7 +5,7 @@
 
 #include "fastsparse/views.h"
 
-namespace fastsparse::cuda {
+namespace fastsparse {
 
 // Features in rows one behind the other, which rows count, and what both passes need beside them.
 struct MaskedRows {
@@ -29,6 +29,9 @@ struct BatchNormArgs {
   float* mean;     // (width,)
   float* inverse;  // (width,): 1 / sqrt(variance + eps)
 };
+FASTSPARSE_ARGUMENTS(BatchNormArgs, MATRIX_AS(x, rows.x), NUM_ROWS(rows.num_rows), WIDTH(rows.width),
+                     DTYPE(rows.dtype), IN(rows, mask, count, partial, num_parts),
+                     FIELDS(weight, bias, running_mean, running_var, momentum, eps, out, mean, inverse));
 
 struct BatchNormBackwardArgs {
   MaskedRows rows;
@@ -40,8 +43,8 @@ struct BatchNormBackwardArgs {
   float* grad_weight;  // (width,)
   float* grad_bias;
 };
+FASTSPARSE_ARGUMENTS(BatchNormBackwardArgs, MATRIX_AS(x, rows.x), NUM_ROWS(rows.num_rows), WIDTH(rows.width),
+                     DTYPE(rows.dtype), IN(rows, mask, count, partial, num_parts),
+                     FIELDS(grad, weight, mean, inverse, out, grad_weight, grad_bias));
 
-int batch_norm(const BatchNormArgs& args, void* stream);
-int batch_norm_backward(const BatchNormBackwardArgs& args, void* stream);
-
-}  // namespace fastsparse::cuda
+}  // namespace fastsparse

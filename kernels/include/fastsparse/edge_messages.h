@@ -1,4 +1,4 @@
-// Messages that meet their edges' features: views and launchers of kernels/c*/edge_messages.c*.
+// Messages that meet their edges' features: arguments of kernels/c*/edge_messages.c*.
 #pragma once
 
 #include "fastsparse/views.h"
@@ -23,6 +23,8 @@ struct EdgeMessageInput {
   std::int64_t edge_width;
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(EdgeMessageInput, FIELDS(message, k, q), WIDTH(width), DTYPE(dtype),
+                     FIELDS(v, edge, edge_width, weight, of_value, bias));
 
 // Maps of raw features as the caller has them, and workspace to lay them out for the kernels: transposed,
 // padded with zeros, in the accumulation type.
@@ -38,6 +40,9 @@ struct EdgeMapsArgs {
   std::int64_t width;
   std::int64_t edge_width;
 };
+FASTSPARSE_ARGUMENTS(EdgeMapsArgs, FIELDS(weight), WIDTH(given_edge_width), DTYPE(dtype),
+                     FIELDS(added, of_value, bias, given_width), MATRIX(out), WIDTH(width),
+                     FIELDS(edge_width));
 
 struct EdgeMessageArgs {
   CsrView a;
@@ -55,6 +60,9 @@ struct EdgeMessageArgs {
   void* partial;       // (num_slots, width) in the accumulation type; CUDA only, as all partial results
   void* partial_side;  // (num_slots, width)
 };
+FASTSPARSE_ARGUMENTS(EdgeMessageArgs, AS(structure, a), ALSO(split),
+                     FIELDS(input, out, side, state, positive, sign_bytes, root, eps, scale, partial,
+                            partial_side));
 
 // Gradients of maps and raw features as the caller gets them, of the caller's widths; null: not wanted.
 struct EdgeMapGradients {
@@ -66,6 +74,7 @@ struct EdgeMapGradients {
   std::int64_t edge_width;
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(EdgeMapGradients, FIELDS(weight, of_value, bias, features, width, edge_width, dtype));
 
 struct EdgeMessageBackwardArgs {
   CsrView a;
@@ -94,21 +103,10 @@ struct EdgeMessageBackwardArgs {
   void* partial_q;
   void* partial_v;
 };
-
-namespace cpu {
-
-void lay_out_edge_maps(const EdgeMapsArgs& args, int threads);
-void edge_messages(const EdgeMessageArgs& args, int threads);
-void edge_messages_backward(const EdgeMessageBackwardArgs& args, int threads);
-
-}  // namespace cpu
-
-namespace cuda {
-
-int lay_out_edge_maps(const EdgeMapsArgs& args, void* stream);
-int edge_messages(const EdgeMessageArgs& args, void* stream);
-int edge_messages_backward(const EdgeMessageBackwardArgs& args, void* stream);
-
-}  // namespace cuda
+FASTSPARSE_ARGUMENTS(EdgeMessageBackwardArgs, AS(structure, a), ALSO(split), AS(transposed, a_t),
+                     ALSO(split_t),
+                     FIELDS(input, grad, grad_side, state, grad_state, positive, sign_bytes, scale,
+                            num_values, grad_q, grad_v, grad_edge, grad_features, grad_weight, grad_of_value,
+                            groups, maps, partial_q, partial_v));
 
 }  // namespace fastsparse

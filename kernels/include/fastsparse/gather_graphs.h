@@ -40,6 +40,8 @@ struct GraphField {
   int added[2];  // pointers whose `first` is added: for the second index before the rows the second one
   GraphFieldKind kind;
 };
+FASTSPARSE_ARGUMENTS(GraphField, FIELDS(from, outer, row_bytes, from_rows, rows), AS(added, added[0]),
+                     AS(added_second, added[1]), FIELDS(kind));
 
 struct GatherGraphsArgs {
   const std::int64_t* table;
@@ -55,13 +57,5 @@ FASTSPARSE_HOST_DEVICE const std::int64_t* first_in_batch(const GatherGraphsArgs
 FASTSPARSE_HOST_DEVICE const std::int64_t* first_in_dataset(const GatherGraphsArgs& args, int pointer) {
   return first_in_batch(args, pointer) + args.num_graphs + 1;
 }
-
-namespace cpu {
-void gather_graphs(const GatherGraphsArgs& args, int threads);
-}  // namespace cpu
-
-namespace cuda {
-int gather_graphs(const GatherGraphsArgs& args, void* stream);
-}  // namespace cuda
 
 }  // namespace fastsparse

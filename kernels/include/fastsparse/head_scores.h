@@ -1,4 +1,4 @@
-// Scores of nodes for additive attention: arguments and launchers of kernels/cpu/head_scores.cpp.
+// Scores of nodes for additive attention: arguments of kernels/cpu/head_scores.cpp.
 #pragma once
 
 #include "fastsparse/views.h"
@@ -15,6 +15,10 @@ struct HeadScoresArgs {
   std::int64_t head_width;
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(HeadScoresArgs, FIELDS(heads, v), NUM_ROWS(num_rows), WIDTH(head_width),
+                     PER(head_width, heads), DTYPE(dtype), AS(first_vector, vectors[0]),
+                     AS(second_vector, vectors[1]), AS(first_scores, scores[0]),
+                     AS(second_scores, scores[1]));
 
 struct HeadScoresBackwardArgs {
   HeadScoresArgs forward;
@@ -22,10 +26,7 @@ struct HeadScoresBackwardArgs {
   bool adds;              // whether grad_v has something already that this is added to
   void* grad_vectors[2];  // (heads, head_width) in the accumulation type; null: not wanted
 };
-
-namespace cpu {
-void head_scores(const HeadScoresArgs& args, int threads);
-void head_scores_backward(const HeadScoresBackwardArgs& args, int threads);
-}  // namespace cpu
+FASTSPARSE_ARGUMENTS(HeadScoresBackwardArgs, FIELDS(forward, grad_v, adds), AS(grad_first, grad_vectors[0]),
+                     AS(grad_second, grad_vectors[1]));
 
 }  // namespace fastsparse

@@ -1,4 +1,4 @@
-// The operators as seen by the binding: one name per operator, once for the CPU and once for CUDA.
+// The operators: each is a struct of arguments and a launcher for the CPU, for CUDA, or for both.
 // CPU launchers run on `threads` OpenMP threads. CUDA launchers enqueue on `stream` (a cudaStream_t) of the
 // current device and return a cudaError_t as int; they never allocate and never synchronise.
 #pragma once
@@ -7,84 +7,110 @@
 
 #include "fastsparse/views.h"
 
+// Functions of `_C` with the arguments that the struct's FASTSPARSE_ARGUMENTS lists.
+#define FASTSPARSE_OPERATORS(BOTH, CPU, CUDA)                      \
+  BOTH(cbsr_gather, CbsrGatherArgs)                                \
+  BOTH(cbsr_to_dense, CbsrToDenseArgs)                             \
+  BOTH(edge_messages, EdgeMessageArgs)                             \
+  BOTH(edge_messages_backward, EdgeMessageBackwardArgs)            \
+  BOTH(edge_softmax, EdgeSoftmaxArgs)                              \
+  BOTH(emit_edges, EmitEdgesArgs)                                  \
+  BOTH(emit_rows, EmitRowsArgs)                                    \
+  BOTH(expand_rows, ExpandRowsArgs)                                \
+  BOTH(lay_out_edge_maps, EdgeMapsArgs)                            \
+  BOTH(link_rows, LinkRowsArgs)                                    \
+  BOTH(mask_rows, MaskRowsArgs)                                    \
+  BOTH(maxk, MaxkArgs)                                             \
+  BOTH(multi_aggregate, MultiAggregateArgs)                        \
+  BOTH(multi_aggregate_backward, MultiAggregateBackwardArgs)       \
+  BOTH(reverse_entries, ReverseEntriesArgs)                        \
+  BOTH(row_signatures, RowSignaturesArgs)                          \
+  BOTH(sddmm_csr, SddmmArgs)                                       \
+  BOTH(similar_rows, SimilarRowsArgs)                              \
+  BOTH(spmm_csr_transposed, SpmmTransposedArgs)                    \
+  BOTH(spmm_extremum, SpmmExtremumArgs)                            \
+  BOTH(spmm_extremum_backward, SpmmExtremumBackwardArgs)           \
+  BOTH(ssd, SsdArgs)                                               \
+  BOTH(ssd_backward, SsdBackwardArgs)                              \
+  BOTH(ssd_value_grad, SsdValueGradArgs)                           \
+  CPU(attention_csr_backward, AttentionCsrBackwardArgs)            \
+  CPU(head_scores_backward, HeadScoresBackwardArgs)                \
+  CUDA(additive_attention, AdditiveAttentionArgs)                  \
+  CUDA(additive_attention_backward, AdditiveAttentionBackwardArgs) \
+  CUDA(aggregate_linear, AggregateLinearArgs)                      \
+  CUDA(attention_bsb, AttentionBsbArgs)                            \
+  CUDA(attention_bsb_backward, AttentionBsbBackwardArgs)           \
+  CUDA(batch_norm, BatchNormArgs)                                  \
+  CUDA(batch_norm_backward, BatchNormBackwardArgs)                 \
+  CUDA(edge_attention, EdgeAttentionArgs)                          \
+  CUDA(edge_attention_backward, EdgeAttentionBackwardArgs)         \
+  CUDA(gather_rows, GatherRowsArgs)                                \
+  CUDA(gatv2_attention, Gatv2AttentionArgs)                        \
+  CUDA(gatv2_attention_backward, Gatv2AttentionBackwardArgs)       \
+  CUDA(head_outer, HeadOuterArgs)                                  \
+  CUDA(hybrid_rows, HybridRowsArgs)                                \
+  CUDA(row_split_count, RowSplitArgs)                              \
+  CUDA(row_split_fill, RowSplitArgs)                               \
+  CUDA(sddmm_bsb, SddmmBsbArgs)                                    \
+  CUDA(spmm_bsb, SpmmBsbArgs)                                      \
+  CUDA(ssd_backward_windows, SsdBackwardWindowsArgs)               \
+  CUDA(ssd_slots, SsdSlotsArgs)                                    \
+  CUDA(sum_of_rows, SumOfRowsArgs)                                 \
+  CUDA(weight_gradient, WeightGradientArgs)
+
+// Launchers that functions of binding.cpp call.
+#define FASTSPARSE_LAUNCHERS(BOTH, CPU, CUDA)                  \
+  BOTH(gather_graphs, GatherGraphsArgs)                        \
+  BOTH(inspect, InspectArgs)                                   \
+  BOTH(place_batch, PlaceBatchArgs)                            \
+  BOTH(sample_neighbors, SampleArgs)                           \
+  BOTH(segment_reduce, SegmentReduceArgs)                      \
+  BOTH(sort_edges, SortEdgesArgs)                              \
+  BOTH(spmm_csr, SpmmArgs)                                     \
+  CPU(attention_csr, AttentionCsrArgs)                         \
+  CPU(attention_layer, AttentionLayerForward)                  \
+  CPU(attention_layer_backward, AttentionLayerBackward)        \
+  CPU(head_scores, HeadScoresArgs)                             \
+  CUDA(aggregate_linear_backward, AggregateLinearBackwardArgs) \
+  CUDA(attention_layer, CudaAttentionLayerArgs)                \
+  CUDA(attention_layer_backward, CudaAttentionLayerArgs)       \
+  CUDA(slab_sums, SlabSumsArgs)                                \
+  CUDA(spmm_tca, SpmmArgs)                                     \
+  CUDA(stack_maps, StackedMapsArgs)
+
+namespace fastsparse {
+
+#define FASTSPARSE_DECLARE_CPU(name, Args)  \
+  struct Args;                              \
+  namespace cpu {                           \
+  void name(const Args& args, int threads); \
+  }
+#define FASTSPARSE_DECLARE_CUDA(name, Args) \
+  struct Args;                              \
+  namespace cuda {                          \
+  int name(const Args& args, void* stream); \
+  }
+#define FASTSPARSE_DECLARE_BOTH(name, Args) \
+  FASTSPARSE_DECLARE_CPU(name, Args) FASTSPARSE_DECLARE_CUDA(name, Args)
+FASTSPARSE_OPERATORS(FASTSPARSE_DECLARE_BOTH, FASTSPARSE_DECLARE_CPU, FASTSPARSE_DECLARE_CUDA)
+FASTSPARSE_LAUNCHERS(FASTSPARSE_DECLARE_BOTH, FASTSPARSE_DECLARE_CPU, FASTSPARSE_DECLARE_CUDA)
+
+}  // namespace fastsparse
+
+// Those that take more.
 namespace fastsparse::cpu {
 
 void compress(const CompressArgs& args);
-void expand_rows(const ExpandRowsArgs& args, int threads);
-void reverse_entries(const ReverseEntriesArgs& args, int threads);
-void inspect(const InspectArgs& args, int threads);
-void row_signatures(const RowSignaturesArgs& args, int threads);
-void similar_rows(const SimilarRowsArgs& args, int threads);
-void link_rows(const LinkRowsArgs& args, int threads);
-void spmm_csr(const SpmmArgs& args, int threads);
-void spmm_csr_transposed(const SpmmTransposedArgs& args, int threads);
-void spmm_extremum(const SpmmExtremumArgs& args, int threads);
-void sddmm_csr(const SddmmArgs& args, int threads);
-void edge_softmax(const EdgeSoftmaxArgs& args, int threads);
-void segment_reduce(const SegmentReduceArgs& args, int threads);
-void attention_csr(const AttentionCsrArgs& args, int threads);
-void attention_csr_backward(const AttentionCsrBackwardArgs& args, int threads);
-void multi_aggregate(const MultiAggregateArgs& args, int threads);
-void multi_aggregate_backward(const MultiAggregateBackwardArgs& args, int threads);
-void maxk(const MaxkArgs& args, int threads);
-void mask_rows(const MaskRowsArgs& args, int threads);
-void cbsr_to_dense(const CbsrToDenseArgs& args, int threads);
-void cbsr_gather(const CbsrGatherArgs& args, int threads);
-void ssd(const SsdArgs& args, int threads);
-void ssd_backward(const SsdBackwardArgs& args, int threads);
-void ssd_value_grad(const SsdValueGradArgs& args, int threads);
 
 }  // namespace fastsparse::cpu
 
 namespace fastsparse::cuda {
 
 std::size_t compress_scratch_bytes(const CompressArgs& args);
-int expand_rows(const ExpandRowsArgs& args, void* stream);
-int reverse_entries(const ReverseEntriesArgs& args, void* stream);
 int compress(const CompressArgs& args, void* scratch, std::size_t scratch_bytes, void* stream);
-int inspect(const InspectArgs& args, void* stream);
-int row_signatures(const RowSignaturesArgs& args, void* stream);
-int similar_rows(const SimilarRowsArgs& args, void* stream);
-int link_rows(const LinkRowsArgs& args, void* stream);
 std::int64_t num_row_split_counts(std::int64_t num_rows);
-int row_split_count(const RowSplitArgs& args, void* stream);
-int row_split_fill(const RowSplitArgs& args, void* stream);
-int aggregate_linear(const AggregateLinearArgs& args, void* stream);
-int aggregate_linear_backward(const AggregateLinearBackwardArgs& args, void* stream);
-int spmm_csr(const SpmmArgs& args, void* stream);
-int spmm_csr_transposed(const SpmmTransposedArgs& args, void* stream);
-int spmm_bsb(const SpmmBsbArgs& args, void* stream);
-int spmm_tca(const SpmmArgs& args, void* stream);
+std::int64_t num_hybrid_rows_counts(std::int64_t num_rows);
 int spmm_resident(const SpmmArgs& args, bool tensor_cores, void* stream);
 int spmm_hr(const SpmmArgs& args, std::int64_t num_long, void* stream);
-int sum_of_rows(const SumOfRowsArgs& args, void* stream);
-int weight_gradient(const WeightGradientArgs& args, void* stream);
-int head_outer(const HeadOuterArgs& args, void* stream);
-std::int64_t num_hybrid_rows_counts(std::int64_t num_rows);
-int hybrid_rows(const HybridRowsArgs& args, void* stream);
-int spmm_extremum(const SpmmExtremumArgs& args, void* stream);
-int sddmm_csr(const SddmmArgs& args, void* stream);
-int edge_softmax(const EdgeSoftmaxArgs& args, void* stream);
-int segment_reduce(const SegmentReduceArgs& args, void* stream);
-int attention_bsb(const AttentionBsbArgs& args, void* stream);
-int attention_bsb_backward(const AttentionBsbBackwardArgs& args, void* stream);
-int additive_attention(const AdditiveAttentionArgs& args, void* stream);
-int additive_attention_backward(const AdditiveAttentionBackwardArgs& args, void* stream);
-int gatv2_attention(const Gatv2AttentionArgs& args, void* stream);
-int gatv2_attention_backward(const Gatv2AttentionBackwardArgs& args, void* stream);
-int edge_attention(const EdgeAttentionArgs& args, void* stream);
-int edge_attention_backward(const EdgeAttentionBackwardArgs& args, void* stream);
-int multi_aggregate(const MultiAggregateArgs& args, void* stream);
-int multi_aggregate_backward(const MultiAggregateBackwardArgs& args, void* stream);
-int sddmm_bsb(const SddmmBsbArgs& args, void* stream);
-int maxk(const MaxkArgs& args, void* stream);
-int mask_rows(const MaskRowsArgs& args, void* stream);
-int cbsr_to_dense(const CbsrToDenseArgs& args, void* stream);
-int cbsr_gather(const CbsrGatherArgs& args, void* stream);
-int ssd(const SsdArgs& args, void* stream);
-int ssd_slots(const SsdSlotsArgs& args, void* stream);
-int ssd_backward(const SsdBackwardArgs& args, void* stream);
-int ssd_backward_windows(const SsdBackwardWindowsArgs& args, void* stream);
-int ssd_value_grad(const SsdValueGradArgs& args, void* stream);
 
 }  // namespace fastsparse::cuda

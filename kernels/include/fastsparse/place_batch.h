@@ -27,6 +27,7 @@ struct PlacedRows {
   bool is_of_edges;
   bool is_empty;  // `from` has no row that padding could copy: it is zero
 };
+FASTSPARSE_ARGUMENTS(PlacedRows, FIELDS(from, to, num_rows, row_bytes, is_of_edges, is_empty));
 
 // Nodes of one type and edges of one type; either may be none, without hops.
 struct PlaceBatchArgs {
@@ -86,13 +87,5 @@ FASTSPARSE_HOST_DEVICE void place_edge(const PlaceBatchArgs& args, std::int64_t 
                       : args.padding[end * places + place]);
   }
 }
-
-namespace cpu {
-void place_batch(const PlaceBatchArgs& args, int threads);
-}  // namespace cpu
-
-namespace cuda {
-int place_batch(const PlaceBatchArgs& args, void* stream);
-}  // namespace cuda
 
 }  // namespace fastsparse

@@ -40,6 +40,7 @@ struct NodeTable {
   std::int64_t num_places;
   int bits;  // of places, where there are keys
 };
+FASTSPARSE_ARGUMENTS(NodeTable, FIELDS(key, value, num_places, bits));
 
 // The batch's nodes of one type, in the order of their numbers.
 struct NodeList {
@@ -49,6 +50,7 @@ struct NodeList {
   std::int64_t first_place;  // of the type's nodes, where every node has its place
   std::int32_t type;         // below 2^8
 };
+FASTSPARSE_ARGUMENTS(NodeList, FIELDS(node, seed, num_nodes, first_place, type));
 
 // The nodes that a list begins with.
 struct FirstNodes {
@@ -56,6 +58,7 @@ struct FirstNodes {
   std::int64_t count;
   std::int64_t* count_out;  // where the device keeps the number
 };
+FASTSPARSE_ARGUMENTS(FirstNodes, FIELDS(list, count, count_out));
 
 struct SampleStep {
   CsrView a;
@@ -84,6 +87,10 @@ struct SampleStep {
   std::int64_t* slot_edge;     // scratch (most_slots)
   std::uint64_t* tile_counts;  // scratch (kMostTiles)
 };
+FASTSPARSE_ARGUMENTS(SampleStep, AS(structure, a),
+                     FIELDS(weight, weight_sum, fanout, replace, induced, number, dst, src, first_row,
+                            end_row, nodes_before, nodes_after, edges_before, edges_after, place, row,
+                            edge_id, most_rows, most_slots, slot_ptr, slot_place, slot_edge, tile_counts));
 
 struct SampleArgs {
   NodeTable table;
@@ -107,6 +114,8 @@ struct EmitEdgesArgs {
   std::int32_t* col;  // (num_edges) sources
   std::int64_t* edge_id_out;
 };
+FASTSPARSE_ARGUMENTS(EmitEdgesArgs,
+                     FIELDS(table, place, row, edge_id, num_edges, edge_index, col, edge_id_out));
 
 struct EmitRowsArgs {
   const std::int64_t* row;  // (num_edges) ascending
@@ -116,6 +125,7 @@ struct EmitRowsArgs {
   float* inv_degree;     // (num_rows) as `Adjacency.inv_degree`
   RowSlice* slices;      // (num_rows) work list of uncut rows; null: none
 };
+FASTSPARSE_ARGUMENTS(EmitRowsArgs, FIELDS(row, num_edges, num_rows, rowptr, inv_degree, slices));
 
 struct GatherRowsArgs {
   const void* table;  // memory that the device can read, its own or the host's
@@ -125,6 +135,7 @@ struct GatherRowsArgs {
   std::int64_t row_bytes;
   std::int64_t out_row_bytes;  // on CUDA only: at least row_bytes, zeros behind them
 };
+FASTSPARSE_ARGUMENTS(GatherRowsArgs, FIELDS(table, index, out, num_rows, row_bytes, out_row_bytes));
 
 // ---------------------------------------------------------------- table
 
@@ -271,9 +282,6 @@ FASTSPARSE_HOST_DEVICE std::int64_t entry_at(const double* weight_sum, std::int6
 // ---------------------------------------------------------------- launchers
 
 namespace cpu {
-void sample_neighbors(const SampleArgs& args, int threads);
-void emit_edges(const EmitEdgesArgs& args, int threads);
-void emit_rows(const EmitRowsArgs& args, int threads);
 // Threads fill pieces of so many rows, and call `filled` with a piece's first row and the one behind its
 // last. Past caches: for memory that no core reads next.
 void gather_rows(const GatherRowsArgs& args, int threads, std::int64_t piece, bool past_caches,
@@ -281,10 +289,6 @@ void gather_rows(const GatherRowsArgs& args, int threads, std::int64_t piece, bo
 }  // namespace cpu
 
 namespace cuda {
-int sample_neighbors(const SampleArgs& args, void* stream);
-int emit_edges(const EmitEdgesArgs& args, void* stream);
-int emit_rows(const EmitRowsArgs& args, void* stream);
-int gather_rows(const GatherRowsArgs& args, void* stream);
 // From page-locked memory to the device.
 int send(void* to, const void* from, std::int64_t bytes, void* stream);
 }  // namespace cuda

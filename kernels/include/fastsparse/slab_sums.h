@@ -16,10 +16,4 @@ struct SlabSumsArgs {
   std::int64_t of_bias;  // 0: not asked for
 };
 
-namespace cuda {
-
-int slab_sums(const SlabSumsArgs& args, void* stream);
-
-}  // namespace cuda
-
 }  // namespace fastsparse

@@ -1,4 +1,4 @@
-// Few edges looked at and sorted at once: views and launchers of kernels/c*/inspect.c*.
+// Few edges looked at and sorted at once: arguments of kernels/c*/inspect.c*.
 #pragma once
 
 #include "fastsparse/views.h"
@@ -37,23 +37,26 @@ struct SortEdgesArgs {
   std::int32_t* scratch;    // (num_rows + num_edges); CUDA only
 };
 
+// Where `sort_edges` finds workspace on CUDA in one allocation: slices come first.
+struct SortWorkspace {
+  char *split_ptr, *sums, *facts, *split_row, *scratch, *end;
+
+  SortWorkspace(char* begin, std::int64_t num_edges, std::int64_t num_rows, std::int64_t longest) {
+    const std::int64_t most_cut = num_edges / longest;
+    split_ptr = begin + (num_rows + most_cut) * sizeof(RowSlice);
+    sums = split_ptr + (most_cut + 1) * sizeof(std::int64_t);
+    facts = sums + kMostSortBlocks * sizeof(std::uint64_t);
+    split_row = facts + kNumSortFacts * sizeof(std::int64_t);
+    scratch = split_row + most_cut * sizeof(std::int32_t);
+    end = scratch + (num_rows + num_edges) * sizeof(std::int32_t);
+  }
+};
+
 // Whether edges may stay in their order: rows ascend, and where the structure may equal its transpose, which
 // only sorted columns let it share, columns too.
 FASTSPARSE_HOST_DEVICE bool stay_in_order(const InspectArgs& args) {
   const bool may_be_symmetric = args.square && args.facts[kChecksum] == 0;
   return args.facts[kRowsDescend] == 0 && !(may_be_symmetric && args.facts[kColsDescend] != 0);
 }
-
-namespace cpu {
-
-void sort_edges(const SortEdgesArgs& args, int threads);
-
-}  // namespace cpu
-
-namespace cuda {
-
-int sort_edges(const SortEdgesArgs& args, void* stream);
-
-}  // namespace cuda
 
 }  // namespace fastsparse

@@ -1,4 +1,4 @@
-// Gradients of extrema over neighbours: views and launchers of kernels/c*/spmm_extremum_backward.c*.
+// Gradients of extrema over neighbours: arguments of kernels/c*/spmm_extremum_backward.c*.
 #pragma once
 
 #include "fastsparse/views.h"
@@ -24,17 +24,8 @@ struct SpmmExtremumBackwardArgs {
   std::int64_t width;
   Dtype dtype;
 };
-
-namespace cpu {
-
-void spmm_extremum_backward(const SpmmExtremumBackwardArgs& args, int threads);
-
-}  // namespace cpu
-
-namespace cuda {
-
-int spmm_extremum_backward(const SpmmExtremumBackwardArgs& args, void* stream);
-
-}  // namespace cuda
+FASTSPARSE_ARGUMENTS(SpmmExtremumBackwardArgs, AS(transposed, a), ALSO(split_t), FIELDS(grad),
+                     NUM_ROWS(num_rows), WIDTH(width), DTYPE(dtype), FIELDS(x, value), AS(heads, value.heads),
+                     FIELDS(arg, source, grad_x, grad_value, partial));
 
 }  // namespace fastsparse

@@ -1,9 +1,10 @@
-// Plain views of the caller's memory. Nothing here owns memory or knows torch, CUDA or pybind11: the same
+// Plain views of the caller's memory. Nothing here owns memory or knows torch, CUDA or Python: the same
 // structs are passed to the CPU kernels and, by value, to the CUDA kernels.
 #pragma once
 
 #include <cstdint>
 
+#include "fastsparse/arguments.h"
 #include "fastsparse/philox.h"
 
 namespace fastsparse {
@@ -46,6 +47,15 @@ struct RowSplitView {
   std::int64_t num_split_rows;
 };
 
+// A structure as Python keeps it, made once per Adjacency so that calls stay short.
+struct CsrStructure {
+  CsrView a;
+  RowSplitView split;
+};
+FASTSPARSE_ARGUMENTS(CsrStructure,
+                     IN(a, rowptr, col, edge_id, edge_id_is_64bit, num_rows, num_cols, num_edges),
+                     OPTIONAL_IN(split, slices, num_slices, split_row, split_ptr, num_split_rows));
+
 // Consecutive quads of one window, or all quads of several consecutive windows.
 struct alignas(16) WindowRun {
   std::int32_t begin;        // first quad
@@ -71,6 +81,11 @@ struct BsbView {
   const WindowRun* runs;  // the same slices, but short windows joined to runs
   std::int64_t num_runs;
 };
+using BsbStructure = BsbView;  // its name in Python
+FASTSPARSE_ARGUMENTS(BsbStructure,
+                     FIELDS(quad, window_ptr, window_row, quad_entry, value_id, value_id_is_64bit, num_rows),
+                     IN(split, slices, num_slices, split_row, split_ptr, num_split_rows),
+                     FIELDS(runs, num_runs));
 
 // Values of the edges, contiguous: (num_values, heads) in the caller's edge order where nothing else is said.
 // Null data: every value is 1.
@@ -105,6 +120,9 @@ struct SpmmArgs {
   std::int64_t tile;  // features per pass over the structure, at least about: policy.csr_tile; CUDA only
   Dtype dtype;
 };
+struct SpmmCall;  // what differs from call to call of a plan, which has the rest
+FASTSPARSE_ARGUMENTS_AS(SpmmCall, SpmmArgs, FIELDS(x), AS(value, value.data),
+                        FIELDS(scale_dst, scale_src, loop, bias, relu, out, partial));
 
 // sum_j += scale_dst_i value_ij scale_src_j x_i over the entries (i, j): the transposed product, added onto
 // what the first rows of `sum` hold, straight from the rows of the structure as it is. Not for float64.
@@ -123,6 +141,8 @@ struct SpmmTransposedArgs {
   std::int64_t width;
   Dtype dtype;  // of x
 };
+FASTSPARSE_ARGUMENTS(SpmmTransposedArgs, AS(structure, a), ALSO(split), FIELDS(x), WIDTH(width), DTYPE(dtype),
+                     FIELDS(value, scale_dst, scale_src, sum, num_given, count, out));
 
 // out_i = W sum_i + W_r x_i + bias with sum_i = scale_dst_i * sum_j x_j, in float32 on Hopper's tensor cores;
 // the destinations are the first sources. Widths are multiples of 4; rows of x and all pointers allow
@@ -141,6 +161,8 @@ struct AggregateLinearArgs {
   std::int64_t out_width;
   int num_terms;  // bfloat16 terms of a number: 3, or 2 for the first 16 of 24 digits
 };
+FASTSPARSE_ARGUMENTS(AggregateLinearArgs, AS(structure, a), FIELDS(sums_given, scale_dst, x), WIDTH(width),
+                     MATRIX(weight), NUM_ROWS(out_width), FIELDS(root_weight, bias, sums, out, num_terms));
 
 // Gradients of the parameters of aggregate_linear, a part for every slab of rows. Alignments as there.
 struct AggregateLinearBackwardArgs {
@@ -179,6 +201,10 @@ struct SpmmBsbArgs {
   bool tf32;              // float32: one TF32 term instead of two
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(SpmmBsbArgs, AS(structure, a), FIELDS(x), WIDTH(width), DTYPE(dtype), FIELDS(value),
+                     AS(heads, value.heads),
+                     FIELDS(quad_vector, vector_scale, scale_dst, scale_src, loop, bias, relu, out, partial,
+                            features_per_lane, blocks_per_step, tf32));
 
 // Sums of the columns of a matrix. CUDA only.
 struct SumOfRowsArgs {
@@ -192,6 +218,8 @@ struct SumOfRowsArgs {
   Dtype dtype;
   Dtype out_dtype;
 };
+FASTSPARSE_ARGUMENTS(SumOfRowsArgs, MATRIX(rows), NUM_ROWS(num_rows), WIDTH(width), STRIDE(row_stride),
+                     DTYPE(dtype), FIELDS(partial, num_parts, out, out_dtype));
 
 // The gradient of a linear map's weight, computed again where it is not finite. CUDA only.
 struct WeightGradientArgs {
@@ -210,6 +238,10 @@ struct WeightGradientArgs {
   Dtype dtype;
   Dtype out_dtype;
 };
+FASTSPARSE_ARGUMENTS(WeightGradientArgs, MATRIX(grad), STRIDE(grad_stride), MATRIX(x), STRIDE(x_stride),
+                     NUM_ROWS(num_rows), WIDTH(x_width), DTYPE(dtype),
+                     FIELDS(x_column_stride, num_parts, part_width), MATRIX(out), STRIDE(out_row_stride),
+                     FIELDS(out_column_stride, out_dtype));
 
 // Sums over rows of the outer products of every head's features with its edges' features. CUDA only.
 struct HeadOuterArgs {
@@ -227,6 +259,9 @@ struct HeadOuterArgs {
   std::int64_t num_parts;
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(HeadOuterArgs, MATRIX(x), STRIDE(x_stride), NUM_ROWS(num_rows), WIDTH(head_width),
+                     DTYPE(dtype), MATRIX(y), STRIDE(y_stride), FIELDS(x_edge, y_edge, heads),
+                     PER(head_width, heads), FIELDS(edge_width, partial, num_parts));
 
 // What rows add to the work list of spmm_hr.
 struct HybridRowsCounts {
@@ -250,6 +285,8 @@ struct HybridRowsArgs {
   std::int32_t* split_row;  // out, as in RowSplitView
   std::int64_t* split_ptr;  // out, as in RowSplitView
 };
+FASTSPARSE_ARGUMENTS(HybridRowsArgs, FIELDS(rowptr, num_rows, multiple, longest, counts, most_long, slices,
+                                            split_row, split_ptr));
 
 // out_i = max_j or min_j of value_ij x_j, or of x_j + value_ij; arg: position of the chosen edge in the
 // caller's order, -1 for empty rows.
@@ -267,6 +304,9 @@ struct SpmmExtremumArgs {
   bool adds;  // values to features
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(SpmmExtremumArgs, AS(structure, a), ALSO(split), FIELDS(x), WIDTH(width), DTYPE(dtype),
+                     FIELDS(value), AS(heads, value.heads),
+                     FIELDS(minimum, adds, out, arg, partial, partial_arg));
 
 // out_e,h = scale_dst_i scale_src_j <x_dst_i,h , x_src_j,h> for entry e = (i, j), written at the caller's
 // edge position.
@@ -284,6 +324,9 @@ struct SddmmArgs {
   Dtype dtype;
   const std::int32_t* row;  // (num_edges), to work entry by entry; null: row by row; CUDA only
 };
+FASTSPARSE_ARGUMENTS(SddmmArgs, AS(structure, a), ALSO(split), FIELDS(heads, x_dst), WIDTH(head_width),
+                     PER(head_width, heads), DTYPE(dtype),
+                     FIELDS(x_src, scale_dst, scale_src, out, out_dtype, row));
 
 // As SddmmArgs, on tensor cores: dtype float16, bfloat16 or float32; rows and heads of the features start at
 // multiples of 16 bytes. Of `a`, values are not used: an entry's position in the CSR structure is a count of
@@ -308,6 +351,11 @@ struct SddmmBsbArgs {
   bool tf32;  // float32: one TF32 term instead of two
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(SddmmBsbArgs, AS(structure, a),
+                     FIELDS(rowptr, slot_window, slot_entry, quad_vector, edge_id, edge_id_is_64bit, heads,
+                            x_dst),
+                     WIDTH(head_width), PER(head_width, heads), DTYPE(dtype),
+                     FIELDS(x_src, scale_dst, scale_src, out, out_dtype, tf32));
 
 // GAT: out_i,h = sum_j dropout(p_ij,h) v_j,h with p the softmax over row i of
 // leaky_relu(score_dst_i,h + score_src_j,h + bias_ij,h). CUDA only.
@@ -322,6 +370,9 @@ struct AdditiveAttentionInput {
   std::int64_t head_width;
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(AdditiveAttentionInput, FIELDS(heads), ALSO(bias.heads), FIELDS(score_dst, score_src, v),
+                     WIDTH(head_width), PER(head_width, heads), DTYPE(dtype), AS(bias, bias.data),
+                     AS(bias_dtype, bias.dtype), FIELDS(negative_slope), DROPOUT(dropout));
 
 struct AdditiveAttentionArgs {
   CsrView a;
@@ -332,6 +383,8 @@ struct AdditiveAttentionArgs {
   float* partial;        // (num_slots, heads * head_width)
   float* partial_state;  // (num_slots, heads, 2)
 };
+FASTSPARSE_ARGUMENTS(AdditiveAttentionArgs, AS(structure, a), ALSO(split),
+                     FIELDS(input, out, lse, partial, partial_state));
 
 struct AdditiveAttentionBackwardArgs {
   CsrView a;
@@ -350,6 +403,10 @@ struct AdditiveAttentionBackwardArgs {
   float* partial_v;       // (num_slots of the transposed structure, heads * head_width)
   float* partial_score;   // (num_slots of the transposed structure, heads)
 };
+FASTSPARSE_ARGUMENTS(AdditiveAttentionBackwardArgs, AS(structure, a), ALSO(split), AS(transposed, a_t),
+                     ALSO(split_t),
+                     FIELDS(input, grad, lse, grad_score_dst, grad_score_src, grad_v, grad_bias, row_state,
+                            partial_row, partial_v, partial_score));
 
 // GATv2: as GAT with the score <att_h, leaky_relu(x_dst_i,h + x_src_j,h)> and v = x_src. 0 <= negative_slope
 // <= 1.
@@ -363,6 +420,8 @@ struct Gatv2AttentionInput {
   std::int64_t head_width;
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(Gatv2AttentionInput, FIELDS(heads, x_dst, x_src), WIDTH(head_width),
+                     PER(head_width, heads), DTYPE(dtype), FIELDS(att, negative_slope), DROPOUT(dropout));
 
 struct Gatv2AttentionArgs {
   CsrView a;
@@ -373,6 +432,8 @@ struct Gatv2AttentionArgs {
   float* partial;        // (num_slots, heads * head_width)
   float* partial_state;  // (num_slots, heads, 2)
 };
+FASTSPARSE_ARGUMENTS(Gatv2AttentionArgs, AS(structure, a), ALSO(split),
+                     FIELDS(input, out, lse, partial, partial_state));
 
 struct Gatv2AttentionBackwardArgs {
   CsrView a;
@@ -391,6 +452,10 @@ struct Gatv2AttentionBackwardArgs {
   float* partial_dst;     // (num_slots, heads * head_width)
   float* partial_src;     // (num_slots of the transposed structure, heads * head_width)
 };
+FASTSPARSE_ARGUMENTS(Gatv2AttentionBackwardArgs, AS(structure, a), ALSO(split), AS(transposed, a_t),
+                     ALSO(split_t),
+                     FIELDS(input, out, grad, lse, grad_x_dst, grad_x_src, grad_att, att_rows, row_state,
+                            partial_dst, partial_src));
 
 // Dot-product attention on tensor cores: out_i,h = sum_j dropout(p_ij,h) v_j,h with p the softmax over row i
 // of scale <q_i,h , k_j,h> + bias_ij,h. dtype float16, bfloat16 or float32; widths of a head, at most 256,
@@ -408,6 +473,10 @@ struct AttentionBsbInput {
   bool tf32;  // float32: one TF32 term instead of two
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(AttentionBsbInput, FIELDS(heads), ALSO(bias.heads), FIELDS(q), WIDTH(head_width),
+                     PER(head_width, heads), FIELDS(k, v), WIDTH(value_width), PER(value_width, heads),
+                     DTYPE(dtype), AS(bias, bias.data), AS(bias_dtype, bias.dtype), FIELDS(scale),
+                     DROPOUT(dropout), FIELDS(tf32));
 
 struct AttentionBsbArgs {
   BsbView a;
@@ -417,6 +486,7 @@ struct AttentionBsbArgs {
   float* partial;        // (num_slots, 8, heads * value_width) not yet divided by the sum
   float* partial_state;  // (num_slots, 8, heads, 2) maximum of the scores, times log2(e), and sum
 };
+FASTSPARSE_ARGUMENTS(AttentionBsbArgs, AS(structure, a), FIELDS(input, out, lse, partial, partial_state));
 
 struct AttentionBsbBackwardArgs {
   BsbView a;
@@ -434,6 +504,9 @@ struct AttentionBsbBackwardArgs {
   float* partial_k;  // (num_slots of the transposed structure, 8, heads * head_width)
   float* partial_v;  // (num_slots of the transposed structure, 8, heads * value_width)
 };
+FASTSPARSE_ARGUMENTS(AttentionBsbBackwardArgs, AS(structure, a), AS(transposed, a_t),
+                     FIELDS(input, out, lse, grad, grad_q, grad_k, grad_v, grad_bias, row_state, partial_q,
+                            partial_k, partial_v));
 
 // Attention on the CPU: out_i,h = sum_j dropout(p_ij,h) v_j,h with p the softmax over row i of a score:
 enum class AttentionScore : int {
@@ -465,6 +538,11 @@ struct AttentionCsrArgs {
   void* out;  // (num_rows, heads * value_width)
   void* lse;  // (num_rows, heads) in the accumulation type: log-sum-exp of the scores, -inf in empty rows
 };
+FASTSPARSE_ARGUMENTS(AttentionCsrArgs, AS(structure, a), FIELDS(kind, heads), ALSO(bias.heads), FIELDS(dst),
+                     WIDTH(head_width), PER(head_width, heads), FIELDS(src, v), WIDTH(value_width),
+                     PER(value_width, heads), DTYPE(dtype), FIELDS(att), AS(bias, bias.data),
+                     AS(bias_dtype, bias.dtype), FIELDS(edge), WIDTH(edge_width), FIELDS(weight, scale),
+                     DROPOUT(dropout), KEEP_SCALE(keep_scale), FIELDS(out, lse));
 
 // Contiguous gradients in the dtypes of what they belong to; the forward pass's results are inputs.
 struct AttentionCsrBackwardArgs {
@@ -481,6 +559,8 @@ struct AttentionCsrBackwardArgs {
   void* grad_edge;    // (num_values, edge_width); null: not wanted
   void* grad_weight;  // (heads * head_width, edge_width); null: not wanted
 };
+FASTSPARSE_ARGUMENTS(AttentionCsrBackwardArgs, FIELDS(forward), AS(transposed, a_t),
+                     FIELDS(grad, grad_dst, grad_src, grad_v, grad_att, work, grad_edge, grad_weight));
 
 // Attention on CUDA whose edges have features a_ij of their own width, in the caller's edge order.
 //   Dot products: s_ij,h = scale (<q_i,h , k_j,h> + <q_edge_i,h , a_ij>) + bias_ij,h, out_i,h = sum_j w v_j,h
@@ -505,6 +585,10 @@ struct EdgeAttentionInput {
   std::int64_t edge_width;
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(EdgeAttentionInput, FIELDS(gatv2, heads), ALSO(bias.heads), FIELDS(q, k),
+                     WIDTH(head_width), PER(head_width, heads), DTYPE(dtype), FIELDS(v), MATRIX(edge),
+                     WIDTH(edge_width), FIELDS(att, weight), AS(bias, bias.data), AS(bias_dtype, bias.dtype),
+                     FIELDS(scale), DROPOUT(dropout));
 
 struct EdgeAttentionArgs {
   CsrView a;
@@ -517,6 +601,8 @@ struct EdgeAttentionArgs {
   float* partial_edge;   // (num_slots, heads, edge_width)
   float* partial_state;  // (num_slots, heads, 2)
 };
+FASTSPARSE_ARGUMENTS(EdgeAttentionArgs, AS(structure, a), ALSO(split),
+                     FIELDS(input, out, out_edge, lse, partial, partial_edge, partial_state));
 
 // The row pass keeps a pair of numbers for every edge and head, so that the column pass is a weighted sum:
 // work = {w, dS}, and for GATv2 the signs of what the leaky ReLU saw, a bit per feature.
@@ -549,6 +635,11 @@ struct EdgeAttentionBackwardArgs {
   void* sum_k;  // zeros, (num_cols, heads * head_width) in the accumulation type: gets the gradient of k, and
   void* sum_v;  // this that of v, added entry by entry without a_t; null: not so; dot products only
 };
+FASTSPARSE_ARGUMENTS(EdgeAttentionBackwardArgs, AS(structure, a), ALSO(split), AS(transposed, a_t),
+                     ALSO(split_t),
+                     FIELDS(input, out, grad, lse, work, positive, sign_bytes, num_values, grad_q, grad_k,
+                            grad_v, grad_q_edge, grad_features, grad_att, grad_weight, att_rows, weight_rows,
+                            partial_q, partial_q_edge, partial_k, partial_v, sum_k, sum_v));
 
 // Several aggregations at once of the messages m_ij = x_i + x_j + e_ij, each rounded to the features' dtype:
 // sum, mean, min, max, var, std, in this order where one number stands for one of them.
@@ -574,6 +665,9 @@ struct MultiAggregateInput {
     return row * num_slots * width + (group * (num_slots - 1) + of_slot) * group_width + feature;
   }
 };
+FASTSPARSE_ARGUMENTS(MultiAggregateInput, FIELDS(x_src), WIDTH(width), DTYPE(dtype),
+                     FIELDS(group_width, x_dst), MATRIX(edge), WIDTH(edge_width), FIELDS(weight),
+                     AS(slots, slot), FIELDS(num_slots, min_variance));
 
 struct MultiAggregateArgs {
   CsrView a;
@@ -585,6 +679,8 @@ struct MultiAggregateArgs {
                   // minimum; null: not wanted
   void* partial;  // (num_slots, 6, width), then (num_slots), in the accumulation type; CUDA only
 };
+FASTSPARSE_ARGUMENTS(MultiAggregateArgs, AS(structure, a), ALSO(split),
+                     FIELDS(input, out, mean, ties, partial));
 
 // dm_ij = A_i + B_i (m_ij - mean_i) + [m_ij = max_i] C_i + [m_ij = min_i] D_i. The row pass writes A_i - B_i
 // (mean_i - x_i), B_i, C_i and D_i, and which entries have the row's maximum and minimum, for the column
@@ -614,6 +710,10 @@ struct MultiAggregateBackwardArgs {
   std::int64_t num_values;
   void* partial;  // (num_slots of the transpose, width) in the accumulation type; CUDA only
 };
+FASTSPARSE_ARGUMENTS(MultiAggregateBackwardArgs, AS(structure, a), ALSO(split), AS(transposed, a_t),
+                     ALSO(split_t),
+                     FIELDS(input, out, mean, ties, grad, base, slope, share, marks, grad_src, grad_dst,
+                            grad_edge, grad_weight, weight_parts, num_values, partial));
 
 // Softmax of edge values over the entries of every row; with `grad` its gradient, and `input` are the
 // weights.
@@ -627,6 +727,8 @@ struct EdgeSoftmaxArgs {
   std::int64_t heads;
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(EdgeSoftmaxArgs, AS(structure, a), ALSO(split), MATRIX(input), WIDTH(heads),
+                     DTYPE(dtype), FIELDS(grad, out, partial));
 
 enum class Reduction : int {
   kSum = 0,
@@ -669,6 +771,9 @@ struct RowPanelsView {
   std::int64_t num_rows;
   std::int64_t num_cols;
 };
+using RowPanelsStructure = RowPanelsView;  // its name in Python
+FASTSPARSE_ARGUMENTS(RowPanelsStructure, FIELDS(entry, value_id, value_id_is_64bit, other_source, num_other,
+                                                slices, num_slices, height, strip, num_rows, num_cols));
 
 // The columns that the rows of a sparse feature matrix keep: (rows, k) contiguous, 8 or 16 bits each.
 struct KeptIdsView {
@@ -691,6 +796,8 @@ struct SsdBackwardArgs {
   void* partial;  // (num_slots, k) in the accumulation type; CUDA only
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(SsdBackwardArgs, AS(transposed, a_t), ALSO(split_t), FIELDS(grad), DTYPE(dtype),
+                     FIELDS(value, ids, scale_dst, scale_src, out, partial));
 
 // The same from row panels, not for float64. CUDA only.
 struct SsdBackwardWindowsArgs {
@@ -705,6 +812,8 @@ struct SsdBackwardWindowsArgs {
   void* out;   // (num_src, k), 16-byte aligned
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(SsdBackwardWindowsArgs, AS(structure, a), FIELDS(grad), WIDTH(width), DTYPE(dtype),
+                     FIELDS(value, ids, scale_dst, scale_src, sum, out));
 
 // out_e = scale_dst_i scale_src_j sum_c grad_i,ids(j,c) kept_j,c for entry e = (i, j), written at the
 // caller's edge position.
@@ -720,6 +829,8 @@ struct SsdValueGradArgs {
   void* out;  // (num_values) in the accumulation type
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(SsdValueGradArgs, AS(structure, a), ALSO(split), FIELDS(grad), WIDTH(width),
+                     DTYPE(dtype), FIELDS(kept, ids, scale_dst, scale_src, out));
 
 struct ExpandRowsArgs {
   const std::int64_t* rowptr;  // (num_rows + 1)
@@ -727,6 +838,7 @@ struct ExpandRowsArgs {
   std::int64_t num_edges;
   std::int32_t* row;  // (num_edges)
 };
+FASTSPARSE_ARGUMENTS(ExpandRowsArgs, FIELDS(rowptr, num_rows, num_edges, row));
 
 // id_out_e = the caller's position of the reverse of entry e = (i, j), for structures that equal their
 // transpose and have ascending columns in every row. Of equal entries the n-th belongs to the n-th.
@@ -739,6 +851,8 @@ struct ReverseEntriesArgs {
   void* id_out;  // (num_edges) in the type of edge_id
   bool id_is_64bit;
 };
+FASTSPARSE_ARGUMENTS(ReverseEntriesArgs,
+                     FIELDS(rowptr, col, edge_id, num_rows, num_edges, id_out, id_is_64bit));
 
 // Sorts edges by (major, minor), or by major alone and otherwise stably, into compressed form.
 struct CompressArgs {
@@ -754,6 +868,8 @@ struct CompressArgs {
   void* order;              // out (num_edges) position of each sorted entry in the input
   bool order_is_64bit;
 };
+FASTSPARSE_ARGUMENTS(CompressArgs, FIELDS(major, minor, index_is_64bit, num_edges, num_major, num_minor,
+                                          sort_minor, major_ptr, minor_out, order, order_is_64bit));
 
 // What the host wants to know of edges before it builds a structure of them. Words that are maxima of
 // unsigned indices hold more than any index for a negative one.
@@ -789,6 +905,10 @@ struct InspectArgs {
   RowSlice* slices;       // (num_rows) every row in one slice, in row order; CUDA only
   std::int64_t* facts;    // (kNumEdgeFacts) in the device's memory
 };
+FASTSPARSE_ARGUMENTS(InspectArgs,
+                     FIELDS(row, col, edge_id, index_is_64bit, edge_id_is_64bit, num_edges, num_rows, square,
+                            rowptr, col_out, inv_degree, slices),
+                     AS(scratch, facts));
 
 // Min-wise hashes of every row's columns (group_rows.h).
 struct RowSignaturesArgs {
@@ -800,6 +920,8 @@ struct RowSignaturesArgs {
   std::uint8_t* signature;  // (num_rows, 16) eight bits of every hash
   std::int32_t* keys;       // (num_bands, num_rows) what an order sorts by
 };
+FASTSPARSE_ARGUMENTS(RowSignaturesArgs,
+                     FIELDS(rowptr, col, num_rows, column_bits, num_bands, signature, keys));
 
 // Compares rows with their neighbours in several orders (group_rows.h).
 struct SimilarRowsArgs {
@@ -809,6 +931,7 @@ struct SimilarRowsArgs {
   std::int64_t num_bands;
   std::int64_t* best;  // (num_rows) in and out: the greatest similarity to any neighbour
 };
+FASTSPARSE_ARGUMENTS(SimilarRowsArgs, FIELDS(signature, order, num_rows, num_bands, best));
 
 // Follows the links from rows to their most similar ones (group_rows.h).
 struct LinkRowsArgs {
@@ -818,6 +941,7 @@ struct LinkRowsArgs {
   std::int32_t* root;    // (num_rows) of the row's cluster
   std::int64_t* counts;  // (2) in: 0; out: rows that are linked, and those linked to a row near by
 };
+FASTSPARSE_ARGUMENTS(LinkRowsArgs, FIELDS(rowptr, best, num_rows, root, counts));
 
 // Rows cut into slices, long slices first (RowSplitView): count first, then allocate, then fill.
 struct RowSplitArgs {
@@ -830,6 +954,8 @@ struct RowSplitArgs {
   std::int32_t* split_row;  // out of fill, (split rows)
   std::int64_t* split_ptr;  // out of fill, (split rows + 1)
 };
+FASTSPARSE_ARGUMENTS(RowSplitArgs, FIELDS(rowptr, num_rows, longest, counts),
+                     OPTIONAL(totals, slices, split_row, split_ptr));
 
 // The k largest entries of every row; of equal ones those in lower columns, and NaN counts as largest. Either
 // in ascending column order (values, ids), or dense rows and bits (out, kept).
@@ -844,6 +970,8 @@ struct MaxkArgs {
   std::int64_t k;
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(MaxkArgs, FIELDS(x), NUM_ROWS(num_rows), WIDTH(width), DTYPE(dtype), FIELDS(k),
+                     OPTIONAL(values, ids, out, kept));
 
 // The entries of dense rows whose bits are set, 0 elsewhere.
 struct MaskRowsArgs {
@@ -854,6 +982,8 @@ struct MaskRowsArgs {
   std::int64_t width;
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(MaskRowsArgs, FIELDS(dense), NUM_ROWS(num_rows), WIDTH(width), DTYPE(dtype),
+                     FIELDS(kept, out));
 
 // Dense rows from CBSR: 0 but for the values at their ids.
 struct CbsrToDenseArgs {
@@ -865,6 +995,8 @@ struct CbsrToDenseArgs {
   std::int64_t k;
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(CbsrToDenseArgs, FIELDS(width), MATRIX(values), NUM_ROWS(num_rows), WIDTH(k),
+                     DTYPE(dtype), FIELDS(ids, out));
 
 // The entries of dense rows at the ids of a CBSR.
 struct CbsrGatherArgs {
@@ -876,6 +1008,8 @@ struct CbsrGatherArgs {
   std::int64_t k;
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(CbsrGatherArgs, FIELDS(dense), NUM_ROWS(num_rows), WIDTH(width), DTYPE(dtype),
+                     MATRIX(ids), WIDTH(k), FIELDS(out));
 
 // As SpmmArgs with x in CBSR: k entries in every row of width features.
 constexpr int kShortGroupEntries = 7;
@@ -899,6 +1033,10 @@ struct SsdArgs {
   std::int64_t k;
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(SsdArgs, AS(structure, a), ALSO(groups), FIELDS(width), MATRIX(values), WIDTH(k),
+                     DTYPE(dtype),
+                     FIELDS(ids, value, scale_dst, scale_src, bias, out, partial, packed, longest_group,
+                            num_long, few_entries));
 
 // The dataflow of MaxK and of the decoupled SSD paper, for comparison: float sums, 16-bit or float32 values.
 struct SsdSlotsArgs {
@@ -916,5 +1054,7 @@ struct SsdSlotsArgs {
   std::int64_t k;
   Dtype dtype;
 };
+FASTSPARSE_ARGUMENTS(SsdSlotsArgs, AS(structure, a), ALSO(groups), FIELDS(width), MATRIX(values), WIDTH(k),
+                     DTYPE(dtype), FIELDS(ids, value, scale_src, sum, slots, update_mode, coupled));
 
 }  // namespace fastsparse

@@ -1,0 +1,50 @@
+"""``why``: what computes every graph layer of a model for given inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn import Module
+
+from fastsparse_core.explanation import Explanation, Explanations, explain
+from fastsparse_dgl.layer_swap import is_accelerated, is_graph_layer
+from fastsparse_dgl.nn import DROP_INS
+
+__all__ = ["Explanation", "Explanations", "why"]
+
+
+def why(model: Module, *args: Any, **kwargs: Any) -> Explanations:
+    """Runs a model once and tells which implementation computed each of its graph layers, and why.
+
+    The run has no other effect: it computes no gradients, and buffers (such as running statistics) and the
+    random number generators are put back.
+
+    Args:
+        model: a layer or a model.
+        *args: what it is called with: for a layer the graph and its features.
+        **kwargs: likewise.
+
+    Returns:
+        One explanation for each graph layer, in the order of the model. Print it to see a table.
+
+    Raises:
+        TypeError: `model` is not a module.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastSAGEConv, why
+        >>> graph = dgl.graph(([0, 1], [1, 0]))
+        >>> found = why(FastSAGEConv(4, 2, "lstm"), graph, torch.randn(2, 4))
+        >>> found[0].by
+        'DGL'
+    """
+    return explain(
+        model,
+        args,
+        kwargs,
+        framework="DGL",
+        package="fastsparse_dgl",
+        is_graph_layer=is_graph_layer,
+        is_ours=is_accelerated,
+        drop_ins=DROP_INS,
+    )

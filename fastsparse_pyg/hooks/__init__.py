@@ -1,0 +1,113 @@
+"""All of PyG on FastSparse: :func:`enable` and :func:`disable`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from fastsparse_core import call_report, replacement, sparse_products
+from fastsparse_core.locks import ForkSafeLock
+from fastsparse_pyg.hooks import layers, table
+from fastsparse_run import watch
+
+__all__ = ["disable", "enable", "is_enabled"]
+
+#: What can be switched on and off.
+PARTS = ("layers", "scatter", "pool", "loaders", "sparse_mm", "shims")
+
+#: Packages that other modules stand in for if they are missing.
+_MISSING = ("torch_scatter", "torch_sparse")
+
+_lock = ForkSafeLock()
+_installed: list[replacement.Change] = []
+_enabled: set[str] = set()
+
+
+def enable(parts: Iterable[str] | None = None, *, report: bool = False) -> None:
+    """Runs PyG and products of ``torch.sparse`` matrices on FastSparse, whatever imported them before.
+
+    - ``"layers"``: each `MessagePassing` layer becomes a drop-in when it is first called, as
+      :func:`~fastsparse_pyg.accelerate` would make it. It stays as it is after
+      :func:`~fastsparse_pyg.restore`. It is pickled and copied as its original.
+    - ``"scatter"``: ``scatter``, ``softmax``, ``segment``, ``degree`` and ``spmm`` of
+      ``torch_geometric.utils``.
+    - ``"pool"``: the same functions within PyG's aggregations, global pools and normalisations.
+    - ``"loaders"``: ``NeighborLoader``, ``LinkNeighborLoader`` and ``DataLoader``.
+    - ``"sparse_mm"``: ``torch.sparse.mm``, ``A @ x``, ``torch.mm`` and ``torch.addmm`` of COO, CSR and CSC
+      matrices.
+    - ``"shims"``: modules in place of ``torch_scatter`` and ``torch_sparse`` if the script imports them and
+      they are missing.
+
+    Names that modules imported before are replaced too. Functions that were put elsewhere before (a list, an
+    attribute of an object, a default argument) stay, so call it early. Calling it again adds parts.
+    :func:`disable` undoes it. Processes that are spawned have to call it themselves; forked ones inherit it.
+
+    Args:
+        parts: the names of parts; None: all. Those that the environment variable ``FASTSPARSE_DISABLE``
+            names, separated by commas, stay off.
+        report: whether to record which calls ran on FastSparse, for :func:`fastsparse_core.report`.
+
+    Raises:
+        ValueError: there is no such part.
+        RuntimeError: the functions of the installed PyG are not those that FastSparse knows; the message says
+            which, and nothing was changed.
+
+    Example:
+        >>> import fastsparse_pyg
+        >>> fastsparse_pyg.enable()
+        >>> fastsparse_pyg.disable()
+    """
+    wanted = PARTS if parts is None else tuple(parts)
+    for part in wanted:
+        if part not in PARTS:
+            raise ValueError(f"parts: expected some of {', '.join(PARTS)}, got {part!r}")
+    with _lock:
+        new = [part for part in replacement.enabled_parts(wanted) if part not in _enabled]
+        hooks = [hook for part in new for hook in table.HOOKS.get(part, ())]
+        if found := replacement.problems(hooks):
+            raise RuntimeError(
+                f"fastsparse_pyg.enable() does not know this PyG: {'; '.join(found)}. Nothing was changed. "
+                "Name the parts that you need, or use the drop-in layers"
+            )
+        _installed.extend(replacement.install(hooks))
+        if "sparse_mm" in new:
+            sparse_products.enable()
+        if "shims" in new:
+            for package in _MISSING:
+                watch.in_place_of(package, _stand_in)
+        _enabled.update(new)
+        if report:
+            call_report.start_recording()
+
+
+def disable() -> None:
+    """Gives PyG and PyTorch their own code back: the inverse of :func:`enable`.
+
+    Layers that became drop-ins when they were called are PyG's again; those of
+    :func:`~fastsparse_pyg.accelerate` stay.
+    """
+    with _lock:
+        replacement.remove(_installed)
+        layers.restore_all()
+        if "sparse_mm" in _enabled:
+            sparse_products.disable()
+        if "shims" in _enabled:
+            for package in _MISSING:
+                watch.forget(package)
+            if "fastsparse_pyg.compat" in sys.modules:
+                from fastsparse_pyg import compat
+
+                compat.uninstall()
+        _enabled.clear()
+        call_report.stop_recording()
+
+
+def _stand_in() -> None:
+    from fastsparse_pyg import compat  # which takes time to import, and few scripts need
+
+    compat.install()
+
+
+def is_enabled() -> bool:
+    """Whether any part of PyG runs on FastSparse."""
+    return bool(_enabled)

@@ -1,0 +1,101 @@
+"""The command ``fastsparse``: scripts as they are, on FastSparse.
+
+It imports no PyTorch: the script runs in a Python of its own, started in place of this one, so its arguments,
+``__main__``, tracebacks and exit code are those of ``python script.py``. Two environment variables make it,
+and every Python that it starts in turn, enable FastSparse: `PYTHONPATH` begins with the folder ``startup``,
+whose ``sitecustomize`` Python imports before anything else, and :data:`~fastsparse_run.watch.VARIABLE` says
+what to enable when which package is imported. Packages register that as entry points of the group
+``fastsparse.enable``: the name is the imported package, the object a function without arguments.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from fastsparse_run import watch
+
+GROUP = "fastsparse.enable"
+USAGE = """\
+usage: fastsparse run [--report] [--report-json FILE] script.py [arguments]
+       fastsparse run [--report] [--report-json FILE] -m module [arguments]
+       fastsparse doctor
+       fastsparse tune [--device DEVICE] [--out FILE]
+
+run     run a script as Python would, with FastSparse in place of the slow parts of PyG, DGL and torch.sparse
+        --report            print what was computed by FastSparse, and why the rest was not, at the end
+        --report-json FILE  write that to a file
+doctor  say what is installed and whether it works
+tune    measure this GPU
+
+FASTSPARSE_DISABLE=scatter,sparse_mm switches parts off: layers, scatter, pool, loaders, sparse_mm, shims, dgl
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code where no other program takes the place of this one."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command = given.pop(0) if given else ""
+    if command in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if command in ("doctor", "tune"):
+        _become(["-m", f"fastsparse_core.{command}", *given], dict(os.environ))
+    if command != "run":
+        return _refuse(f"expected one of run, doctor, tune, got {command!r}" if command else "no command")
+    return _run(given)
+
+
+def _run(given: list[str]) -> int:
+    environment = dict(os.environ)
+    while given and given[0].startswith("--"):
+        option, _, value = given.pop(0).partition("=")
+        if option == "--help":
+            print(USAGE, end="")
+            return 0
+        if option == "--report-json":
+            if not value and not given:
+                return _refuse("--report-json: expected a file")
+            environment[watch.REPORT_FILE] = os.path.abspath(value or given.pop(0))
+        elif option == "--report" and not value:
+            environment[watch.REPORT] = "1"
+        else:
+            return _refuse(f"unknown option {option}; options of the script come after its name")
+    if not given or given == ["-m"]:
+        return _refuse("expected a script, or -m and a module")
+    if given[0] != "-m" and not os.path.exists(given[0]):
+        return _refuse(f"there is no file {given[0]!r}")
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        return _refuse("Python's options -E, -I and -S leave out what enables FastSparse; run without them")
+    entries = importlib.metadata.entry_points(group=GROUP)
+    actions = sorted({f"{entry.name}={entry.value}" for entry in entries})
+    if not actions:
+        return _refuse(
+            f"no package registers {GROUP!r}; reinstall it: pip install --force-reinstall fastsparse-gnn"
+        )
+    environment[watch.VARIABLE] = ";".join(actions)
+    environment[watch.MAIN_PROCESS] = str(os.getpid())
+    paths = [
+        os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup"),
+        environment.get("PYTHONPATH"),
+    ]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    name = given[1] if given[0] == "-m" else os.path.basename(given[0])
+    print(f"fastsparse: runs {name} with FastSparse (FASTSPARSE_DISABLE switches parts off)", file=sys.stderr)
+    _become(given, environment)
+    return 0
+
+
+def _become(arguments: list[str], environment: dict[str, str]) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    os.execve(sys.executable, [sys.executable, *flags, *arguments], environment)
+
+
+def _refuse(what: str) -> int:
+    print(f"fastsparse: {what}\n\n{USAGE}", end="", file=sys.stderr)
+    return 2

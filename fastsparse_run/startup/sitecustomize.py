@@ -1,0 +1,19 @@
+"""Imported by Python at its start where `fastsparse run` put this folder first into ``PYTHONPATH``."""
+
+import contextlib
+import importlib.util
+import os
+import sys
+from importlib.machinery import PathFinder
+
+# Nobody but a Python that is started later has to find this folder.
+sys.path[:] = [path for path in sys.path if os.path.abspath(path) != os.path.dirname(__file__)]
+_hidden = PathFinder.find_spec("sitecustomize", sys.path)
+if _hidden is not None and _hidden.loader is not None:
+    _module = importlib.util.module_from_spec(_hidden)
+    sys.modules["sitecustomize"] = _module
+    _hidden.loader.exec_module(_module)
+with contextlib.suppress(ImportError):  # of another environment
+    from fastsparse_run import watch
+
+    watch.start(os.environ.get(watch.VARIABLE, ""))

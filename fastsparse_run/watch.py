@@ -1,0 +1,191 @@
+"""Calls functions when packages are imported, and puts others in place of packages that are missing."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.abc
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+#: ``package=module:function;...``: what to call when which package has been imported.
+VARIABLE = "FASTSPARSE_RUN"
+#: Process that `fastsparse run` became.
+MAIN_PROCESS = "FASTSPARSE_RUN_PID"
+REPORT = "FASTSPARSE_REPORT"
+REPORT_FILE = "FASTSPARSE_REPORT_JSON"
+
+
+class _Watcher(importlib.abc.MetaPathFinder):
+    """Asks the other finders, and calls what is due after the package has been executed."""
+
+    def __init__(self) -> None:
+        self.after: dict[str, list[Callable[[], Any]]] = {}
+        self.instead: dict[str, Callable[[], Any]] = {}
+        self._running: list[str] = []
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not (name in self.after or name in self.instead) or name in self._running:
+            return None
+        is_nested = bool(self._running)
+        self._running.append(name)
+        try:
+            spec = importlib.util.find_spec(name)
+            if spec is None and is_nested:
+                return None  # a package that looks which others there are
+            if spec is None:
+                _call(name, self.after.pop(name, ()))
+                if name in self.instead:
+                    return ModuleSpec(name, _StandIn(self.instead[name], self._running))
+                return None
+        finally:
+            self._running.remove(name)
+        if spec.loader is not None and name in self.after:
+            spec.loader = _Then(spec.loader, self.after.pop(name), self._running)
+        return spec
+
+
+class _Then(importlib.abc.Loader):
+    """A loader that calls something when the module has been executed."""
+
+    def __init__(self, loader: Any, actions: list[Callable[[], Any]], running: list[str]) -> None:
+        self._loader, self._actions, self._running = loader, actions, running
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._running.append(module.__name__)
+        try:
+            self._loader.exec_module(module)
+        finally:
+            self._running.remove(module.__name__)
+        _call(module.__name__, self._actions)
+
+
+class _StandIn(importlib.abc.Loader):
+    """Lets a function put a module in the place of one that is missing."""
+
+    def __init__(self, action: Callable[[], Any], running: list[str]) -> None:
+        self._action, self._running = action, running
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        del sys.modules[module.__name__]
+        self._running.append(module.__name__)
+        try:
+            self._action()
+        finally:
+            self._running.remove(module.__name__)
+
+
+_watcher = _Watcher()
+
+
+def after_import(package: str, action: Callable[[], Any]) -> None:
+    """Calls a function once when a package has been imported, at once if it was.
+
+    If it raises, a line on stderr says so, and the import goes on.
+    """
+    if package in sys.modules:
+        _call(package, [action])
+    else:
+        _watcher.after.setdefault(package, []).append(action)
+        _watch()
+
+
+def in_place_of(package: str, action: Callable[[], Any]) -> None:
+    """Calls a function when a package that is missing is imported; it has to put it into `sys.modules`."""
+    _watcher.instead[package] = action
+    _watch()
+
+
+def forget(package: str) -> None:
+    """Undoes :func:`in_place_of`."""
+    _watcher.instead.pop(package, None)
+    if not (_watcher.after or _watcher.instead) and _watcher in sys.meta_path:
+        sys.meta_path.remove(_watcher)
+
+
+def start(actions: str) -> None:
+    """Follows :data:`VARIABLE`."""
+    for each in filter(None, actions.split(";")):
+        package, _, place = each.partition("=")
+        action = _Named(place)
+        after_import(package, action)
+        if action.root != package:
+            after_import(action.root, action.call_if_due)
+    if os.environ.get(REPORT) or os.environ.get(REPORT_FILE):
+        after_import("fastsparse_core", _Named("fastsparse_core.call_report:start_recording").call)
+        atexit.register(_report)
+
+
+def _watch() -> None:
+    if _watcher not in sys.meta_path:
+        sys.meta_path.insert(0, _watcher)
+
+
+class _Named:
+    """A function that is imported when it is called."""
+
+    def __init__(self, place: str) -> None:
+        self._module, _, self._name = place.partition(":")
+        self.root = self._module.partition(".")[0]
+        self._is_due = False
+
+    def __call__(self) -> None:
+        spec = getattr(sys.modules.get(self.root), "__spec__", None)
+        # The script imports the plugin, which imports the package.
+        if getattr(spec, "_initializing", False):
+            self._is_due = True
+        else:
+            self.call()
+
+    def call_if_due(self) -> None:
+        """What is called when the plugin itself has been imported."""
+        if self._is_due:
+            self._is_due = False
+            self.call()
+
+    def call(self) -> None:
+        """Calls it, whatever is being imported."""
+        getattr(importlib.import_module(self._module), self._name)()
+
+
+def _call(package: str, actions: Sequence[Callable[[], Any]]) -> None:
+    for action in actions:
+        try:
+            action()
+        except Exception as error:
+            print(f"fastsparse: {package} runs as it is: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _report() -> None:
+    """Prints the report of the process that `fastsparse run` became, and of rank 0 that it started."""
+    multiprocessing = sys.modules.get("multiprocessing")
+    if multiprocessing is not None and multiprocessing.parent_process() is not None:
+        return
+    if os.environ.get(MAIN_PROCESS) != str(os.getpid()) and os.environ.get("RANK") != "0":
+        return
+    core = sys.modules.get("fastsparse_core")
+    if core is None:
+        print("fastsparse: no report, as PyTorch was not imported", file=sys.stderr)
+        return
+    found = core.report()
+    if os.environ.get(REPORT):
+        print(found, file=sys.stderr)
+    if path := os.environ.get(REPORT_FILE):
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(found.to_json())

@@ -1,0 +1,7 @@
+"""``python -m fastsparse_core``: the command ``fastsparse``."""
+
+import sys
+
+from fastsparse_run import main
+
+sys.exit(main())

@@ -1,0 +1,126 @@
+"""Which calls ran on FastSparse and which did not, for :func:`report` and ``fastsparse run --report``."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections import Counter
+from dataclasses import asdict, dataclass
+
+from fastsparse_core.log import current_line
+
+#: Sentences of advice that a report gives at most.
+MOST_ADVICE = 3
+
+_counts: Counter[Row] = Counter()
+_is_recording = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """Calls that were alike.
+
+    Attributes:
+        place: the user's line.
+        call: the function or the layer's class.
+        by: the kernel, or the package whose implementation ran.
+        reason: why it was not a kernel; "" if it was.
+        cure: what to do about that; "" if nothing, because it is faster so.
+    """
+
+    place: str
+    call: str
+    by: str
+    reason: str = ""
+    cure: str = ""
+
+
+@dataclass(frozen=True)
+class CallReport:
+    """What was recorded; ``print`` shows it as a table.
+
+    Attributes:
+        rows: kinds of calls and how many there were, the most frequent first.
+    """
+
+    rows: tuple[tuple[Row, int], ...]
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What would make most calls faster: three sentences at most.
+
+        None for calls of which most ran on a kernel: an index is new once.
+        """
+        served: Counter[tuple[str, str]] = Counter()
+        for row, count in self.rows:
+            if not row.reason:
+                served[row.place, row.call] += count
+        return tuple(
+            f"{row.call} at {row.place} ran {count} times without a kernel: {row.reason}. {row.cure}."
+            for row, count in self.rows
+            if row.cure and count > served[row.place, row.call]
+        )[:MOST_ADVICE]
+
+    def to_json(self) -> str:
+        """The report as JSON: ``rows``, with the fields of :class:`Row` and ``calls``; ``advice``."""
+        rows = [{**asdict(row), "calls": count} for row, count in self.rows]
+        return json.dumps({"rows": rows, "advice": self.advice}, indent=2) + "\n"
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        if not self.rows:
+            return (
+                "FastSparse recorded no calls. Recording starts with fastsparse_pyg.enable(report=True) or "
+                "`fastsparse run --report`"
+            )
+        served = sum(count for row, count in self.rows if not row.reason)
+        total = sum(count for _, count in self.rows)
+        table = Table(title=f"FastSparse computed {served} of {total} calls")
+        for title in ("line", "call", "computed by", "because"):
+            table.add_column(title, overflow="fold")
+        table.add_column("calls", justify="right")
+        for row, count in self.rows:
+            cells = (row.place, row.call, row.by, row.reason, str(count))
+            table.add_row(*(Text(cell) for cell in cells))
+        page = io.StringIO()
+        Console(file=page, width=shutil.get_terminal_size((110, 24)).columns).print(table)
+        return "\n".join([page.getvalue().rstrip(), *self.advice])
+
+
+def report() -> CallReport:
+    """Returns what ran on FastSparse since recording started.
+
+    Example:
+        >>> import fastsparse_core
+        >>> isinstance(str(fastsparse_core.report()), str)
+        True
+    """
+    return CallReport(tuple(_counts.most_common()))
+
+
+def start_recording() -> None:
+    """Forgets what was recorded, and records from here on; a call then takes some microseconds more."""
+    global _is_recording
+    _counts.clear()
+    _is_recording = True
+
+
+def stop_recording() -> None:
+    """Stops recording; :func:`report` still returns what was recorded."""
+    global _is_recording
+    _is_recording = False
+
+
+def is_recording() -> bool:
+    """Whether calls are recorded."""
+    return _is_recording
+
+
+def record(call: str, by: str, reason: str = "", cure: str = "") -> None:
+    """Counts a call if calls are recorded; the arguments are those of :class:`Row`."""
+    if _is_recording:
+        _counts[Row(current_line(), call, by, reason, cure)] += 1

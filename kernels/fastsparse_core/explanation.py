@@ -1,0 +1,128 @@
+"""What computes every graph layer of a model for given inputs: `why` of both plugins."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from fastsparse_core.fallback import Reason, listening
+
+_KERNELS = "FastSparse"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What computed one layer.
+
+    Attributes:
+        path: name of the layer in the model; "" if it is the model.
+        layer: name of its class.
+        by: ``"FastSparse"``, the name of the framework, or ``"not called"``.
+        reason: why it was the framework, and what to do about it; "" if it was not.
+    """
+
+    path: str
+    layer: str
+    by: str
+    reason: str = ""
+
+
+class Explanations(tuple[Explanation, ...]):
+    """One :class:`Explanation` for each graph layer; ``print`` shows them as a table."""
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        if not self:
+            return "no graph layers found"
+        table = Table()
+        for title in ("layer", "class", "computed by", "because"):
+            table.add_column(title, overflow="fold")
+        for item in self:
+            cells = (item.path or "(the model)", item.layer, item.by, item.reason)
+            table.add_row(*(Text(cell) for cell in cells))
+        page = io.StringIO()
+        Console(file=page, width=shutil.get_terminal_size((110, 24)).columns).print(table)
+        return page.getvalue().rstrip()
+
+
+def explain(
+    model: Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    framework: str,
+    package: str,
+    is_graph_layer: Callable[[Module], bool],
+    is_ours: Callable[[Module], bool],
+    drop_ins: Mapping[type[Module], type[Module]],
+) -> Explanations:
+    """Runs a model once and tells which implementation computed each of its graph layers, and why.
+
+    Args:
+        model: a layer or a model.
+        args: what it is called with.
+        kwargs: likewise.
+        framework: name of the framework.
+        package: name of the plugin.
+        is_graph_layer: whether a module is a layer to be explained.
+        is_ours: whether a layer is a drop-in or accelerated.
+        drop_ins: original -> drop-in.
+
+    Raises:
+        TypeError: `model` is not a module.
+    """
+    if not isinstance(model, Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    layers = {name: module for name, module in model.named_modules() if is_graph_layer(module)}
+    reasons: dict[int, list[Reason]] = {}
+    running: list[int] = []
+
+    def enter(module: Module, _: Any) -> None:
+        running.append(id(module))
+        reasons.setdefault(id(module), [])
+
+    def leave(module: Module, _: Any, __: Any) -> None:
+        running.pop()
+
+    handles = []
+    for layer in layers.values():
+        handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = {item.device.index for item in model.parameters() if item.is_cuda}
+    try:
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(sorted(index for index in devices if index is not None)),
+            listening(lambda reason: reasons[running[-1]].append(reason) if running else None),
+        ):
+            model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+    def explanation(path: str, layer: Module) -> Explanation:
+        name, found = type(layer).__name__, reasons.get(id(layer))
+        if found is None:
+            return Explanation(path, name, "not called")
+        if is_ours(layer):
+            by = framework if found else _KERNELS
+            return Explanation(path, name, by, "; ".join(dict.fromkeys(map(str, found))))
+        drop_in = drop_ins.get(type(layer))
+        cure = f"Use {package}.{drop_in.__name__}, or call" if drop_in else "Call"
+        return Explanation(
+            path, name, framework, f"it is {framework}'s layer. {cure} {package}.accelerate(model)"
+        )
+
+    return Explanations(explanation(path, layer) for path, layer in layers.items())

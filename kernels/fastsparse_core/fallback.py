@@ -1,0 +1,64 @@
+"""Why a framework's implementation runs in place of the kernels, and what the user is told about it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+
+from fastsparse_core.log import info_once, warn_once
+
+
+class Reason(NamedTuple):
+    """Why a framework's implementation has to run a call.
+
+    Attributes:
+        message: the obstacle.
+        cure: what the user can do about it; "" if nothing is lost, because the user asked for that
+            implementation, or because it is faster there. Then there is no warning.
+    """
+
+    message: str
+    cure: str = "The page 'Layers' of the documentation lists what the kernels support"
+
+    def __str__(self) -> str:
+        if self.cure:
+            return f"{self.message}. {self.cure}"
+        return f"{self.message} (as asked for, or because it is faster so)"
+
+
+#: Who is told instead of the user: see `listening`.
+_listener: ContextVar[Callable[[Reason], None] | None] = ContextVar("fastsparse_listener", default=None)
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[Reason], None]) -> Iterator[None]:
+    """Passes the reasons of fallbacks in this context to a function; nothing is logged."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def tell(logger: logging.Logger, framework: str, layer: str, reason: Reason) -> None:
+    """Says once that a framework's implementation ran: a warning, or a log record where nothing is lost.
+
+    Args:
+        logger: of the plugin.
+        framework: name of the framework.
+        layer: name of the layer's class.
+        reason: why the kernels did not run.
+    """
+    listener = None if torch.compiler.is_compiling() else _listener.get()
+    message = f"{layer} falls back to {framework}'s implementation"
+    if listener is not None:
+        listener(reason)
+    elif reason.cure:
+        warn_once(f"{message}, which is slower: {reason.message}. {reason.cure}")
+    else:
+        info_once(logger, f"{message}: {reason.message}")

@@ -1,0 +1,295 @@
+"""Attention as PyTorch sees it, one operator for all kinds of scores; and which kernel serves a call.
+
+Nothing of the size of the edges is kept: the forward pass saves the log-sum-exp of every row and, where the
+backward kernels read it, its result, and the backward pass recomputes the scores (FlashAttention-2, section
+3). Second derivatives come from the unfused operators. ``lse`` and ``seed`` get no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core import policy
+from fastsparse_core.formats.bsb import MOST_COLUMNS
+from fastsparse_core.ops import _attention_launch as launch
+from fastsparse_core.ops import _attention_unfused as unfused
+from fastsparse_core.ops import _registration as registration
+from fastsparse_core.ops._attention_checks import drawn_by_replays, per_head
+from fastsparse_core.ops._attention_launch import ADDITIVE, DOT_PRODUCT, GATV2, LOAD_BYTES, Call, Wanted
+from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_core.ops._eager import direct, is_wrapped
+from fastsparse_core.ops._facts import facts_of, follow
+from fastsparse_core.ops._fused_registration import register_fused
+from fastsparse_core.policy import MOST_HEADS
+from fastsparse_core.structure.adjacency import Adjacency
+
+#: Widest head that a warp works on, from blocks, or its lanes hold, 8 features each.
+MAX_HEAD_WIDTH = 256
+#: Most features of all heads from blocks: sums of slices are combined 128 at a time, by a grid of at most
+#: 65535 blocks of threads; from CSR 32 at a time.
+MAX_WIDTH_ON_BLOCKS, MAX_WIDTH = 128 * 65_535, 32 * 65_535
+#: Most features of an edge: the lanes of a head have room for 16 each; GATv2 projects more to rows once.
+MOST_FEATURES, MOST_GATV2_FEATURES = 512, 32
+
+
+def run(adj: Adjacency, call: Call, plan: tuple[Any, ...]) -> Tensor:
+    """The result of a call, whose algorithm is as the caller asked, by the kernel that serves it.
+
+    Args:
+        adj: structure (num_dst, num_src), whose use may count.
+        call: of operands that were checked; the bias (num_values, 1 or heads).
+        plan: under which :func:`plain` calls may come again; kept where they may.
+    """
+    kernel = _kernel_of(adj, call, drawn_by_replays(call.dropout_p))
+    if kernel == "unfused":
+        return unfused.attention(adj, *call)
+    v, algorithm = call.values, "fused3s"
+    if kernel == "csr" or call.edge is not None:
+        algorithm = "auto" if call.algorithm == "auto" else "csr"
+    elif not torch.compiler.is_compiling() and (
+        call.kind != DOT_PRODUCT
+        or (
+            call.dst.size(1)
+            and (v.device.type == "cpu" or (adj.has_bsb and adj.has_transpose and adj.t().has_bsb))
+        )
+    ):
+        adj.plans[plan] = True
+    bias = per_head(call.bias, call.heads)
+    return registration.call("attention", v, *call[:6], bias, *call[7:-1], algorithm, adj.handle)
+
+
+def plain(adj: Adjacency, call: Call) -> Tensor:
+    """:func:`run` in plain eager mode, without bias and dropout, of operands that were checked."""
+    tensors = [each for each in call[:4] if each is not None]
+    if torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]:
+        apply = _Attention.apply if True in [is_wrapped(each) for each in tensors] else _apply
+        result: Tensor = apply(*call, adj.handle)[0]
+        return result
+    return launch.forward(adj, call)[0]
+
+
+# ---------------------------------------------------------------- which kernel serves a call
+
+
+def unsupported_reason(
+    adj: Adjacency,
+    kind: int,
+    dtype: torch.dtype,
+    width: int,
+    heads: int,
+    scale: float = 0.0,
+    edge_width: int | None = None,
+) -> str:
+    """Why CUDA's CSR kernels cannot serve a call or its backward pass, "" if they can.
+
+    Args:
+        adj: structure (num_dst, num_src).
+        kind: of the scores.
+        dtype: of the values.
+        width: of the values, that of all heads.
+        heads: number of heads.
+        scale: the slope; GATv2's kernels take the leaky ReLU as the greater of z and ``scale * z``.
+        edge_width: features of an edge; None: edges have none.
+    """
+    if edge_width is not None:
+        most = MOST_GATV2_FEATURES if kind == GATV2 else MOST_FEATURES
+        if edge_width > most:
+            return f"{edge_width} features of an edge, more than {most}"
+    if kind == GATV2 and not 0 <= scale <= 1:
+        return f"negative_slope={scale}, not from 0 to 1, on CUDA"
+    if (kind == DOT_PRODUCT or edge_width is not None) and adj.num_values >= 2**32:
+        return f"{adj.num_values} values, 2^32 or more"
+    if dtype == torch.float64:
+        return "float64 on CUDA"
+    if heads == 0 or not 0 < width // heads <= MAX_HEAD_WIDTH:
+        return f"heads of width {width // max(heads, 1)}, not 1 to {MAX_HEAD_WIDTH}"
+    if heads > MOST_HEADS:
+        return f"{heads} heads, more than {MOST_HEADS}"
+    if width > MAX_WIDTH:
+        return f"{width} features of all heads, more than {MAX_WIDTH}"
+    return ""
+
+
+def blocks_unsupported_reason(adj: Adjacency, dtype: torch.dtype, widths: Iterable[int], heads: int) -> str:
+    """The same of the kernels of dot products that read blocks.
+
+    Args:
+        adj: structure (num_dst, num_src).
+        dtype: of the features.
+        widths: of queries, keys and values, those of all heads; or one for all.
+        heads: number of heads.
+    """
+    if dtype == torch.float64:
+        return "float64 on CUDA"
+    if heads == 0:
+        return "no heads"
+    if heads > MOST_HEADS:
+        return f"{heads} heads, more than {MOST_HEADS}"
+    # The backward pass reads the transposed structure.
+    if max(adj.shape) > MOST_COLUMNS:
+        return f"more than {MOST_COLUMNS} nodes"
+    for of_all in widths:
+        width = of_all // heads
+        if not 0 < width <= MAX_HEAD_WIDTH:
+            return f"heads of width {width}, not 1 to {MAX_HEAD_WIDTH}"
+        if width * dtype.itemsize % LOAD_BYTES:
+            return f"heads of {width * dtype.itemsize} bytes, not a multiple of {LOAD_BYTES}"
+        if of_all > MAX_WIDTH_ON_BLOCKS:
+            return f"{of_all} features of all heads, more than {MAX_WIDTH_ON_BLOCKS}"
+    return ""
+
+
+def has_blocks(adj: Adjacency, *, backward: bool) -> bool:
+    """Builds the blocks that a call reads, its backward pass included, where memory allows.
+
+    Args:
+        adj: structure of the call.
+        backward: whether gradients are wanted, which need those of the transposed structure.
+    """
+    return adj.try_bsb() and (not backward or adj.t().try_bsb())
+
+
+def _kernel_of(adj: Adjacency, call: Call, drawn: str) -> str:
+    """The kernel of a call: ``"csr"``, ``"fused3s"`` or ``"unfused"``; its blocks are built where it has any.
+
+    Args:
+        adj: structure (num_dst, num_src), whose use may count.
+        call: its algorithm as the caller asked.
+        drawn: why no kernel can serve its dropout; "" if one can.
+    """
+    algorithm, v, heads = call.algorithm, call.values, call.heads
+    no_csr = drawn
+    if v.is_cuda and not drawn:
+        edge_width = None if call.edge is None else call.edge.size(1)
+        no_csr = unsupported_reason(adj, call.kind, v.dtype, v.size(1), heads, call.scale, edge_width)
+    if call.kind != DOT_PRODUCT or call.edge is not None or drawn or not v.is_cuda:
+        return policy.attention_algorithm(algorithm, no_csr)
+    widths = call.dst.size(1), call.src.size(1), v.size(1)
+    if widths[0] != widths[2]:
+        no_csr = f"values of {widths[2]} features, queries of {widths[0]}"
+    if adj.is_padded:  # blocks cannot be made anew by replays
+        return "unfused" if no_csr else "csr"
+    if algorithm == "unfused":
+        return algorithm
+    no_blocks = blocks_unsupported_reason(adj, v.dtype, widths, heads)
+    if torch.compiler.is_compiling():
+        # A trace does not count: it would be made anew for every number. The operator builds the blocks.
+        facts = policy.Facts(True, *adj.shape, adj.num_edges, converted=True)
+        return policy.dot_product_algorithm(facts, algorithm, no_blocks, no_csr).algorithm
+    operands = (call.dst, call.src, v) if call.bias is None else (call.dst, call.src, v, call.bias)
+    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
+    return _choice(adj, algorithm, no_blocks, no_csr, backward=wants_grad).algorithm
+
+
+def choice_on_cuda(
+    adj: Adjacency, dtype: torch.dtype, width: int, heads: int, algorithm: str, *, backward: bool
+) -> policy.Choice:
+    """The rule's answer for queries, keys and values of one width on CUDA; see :func:`run`.
+
+    Args:
+        adj: structure, whose use may count.
+        dtype: of the features.
+        width: that of all heads.
+        heads: number of heads.
+        algorithm: as the caller asked, not ``"unfused"``.
+        backward: whether gradients are wanted.
+    """
+    no_blocks = blocks_unsupported_reason(adj, dtype, (width,), heads)
+    no_csr = unsupported_reason(adj, DOT_PRODUCT, dtype, width, heads)
+    return _choice(adj, algorithm, no_blocks, no_csr, backward=backward)
+
+
+def _choice(adj: Adjacency, algorithm: str, no_blocks: str, no_csr: str, *, backward: bool) -> policy.Choice:
+    rule = policy.dot_product_algorithm
+    choice, _ = follow(adj, lambda facts: rule(facts, algorithm, no_blocks, no_csr))
+    if choice.algorithm == "fused3s" and not has_blocks(adj, backward=backward):
+        no_memory = "not enough memory for the binary sparse blocks"
+        return rule(facts_of(adj), algorithm, no_memory, no_csr)
+    return choice
+
+
+# ---------------------------------------------------------------- registration
+
+
+def _attention(
+    adj: Adjacency,
+    dst: Tensor,
+    src: Tensor,
+    v: Tensor | None,
+    att: Tensor | None,
+    edge: Tensor | None,
+    edge_weight: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    kind: int,
+    heads: int,
+    algorithm: str,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    operands = (dst, src, v, att, edge, edge_weight, bias)
+    return launch.forward(adj, Call(*operands, scale, dropout_p, seed, kind, heads, algorithm))
+
+
+def _attention_backward(
+    adj: Adjacency,
+    grad: Tensor,
+    dst: Tensor,
+    src: Tensor,
+    v: Tensor | None,
+    att: Tensor | None,
+    edge: Tensor | None,
+    edge_weight: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor,
+    out_edge: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    kind: int,
+    heads: int,
+    algorithm: str,
+    *,
+    edge_wanted: bool,
+    edge_weight_wanted: bool,
+    bias_wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    call = Call(dst, src, v, att, edge, edge_weight, bias, scale, dropout_p, seed, kind, heads, algorithm)
+    wanted = Wanted(edge_wanted, edge_weight_wanted, bias_wanted)
+    return launch.backward(adj, call, grad, out, lse, out_edge, wanted)
+
+
+def _fake(of: Any) -> tuple[Tensor, Tensor, Tensor]:
+    v, num_dst, is_cuda = of.src if of.v is None else of.v, of.dst.size(0), of.src.device.type == "cuda"
+    lse = v.new_empty(num_dst, of.heads, dtype=accumulation_dtype(v.dtype))
+    out_edge = v.new_empty(0)
+    if is_cuda and of.kind == DOT_PRODUCT:
+        if of.edge is None and of.algorithm == "fused3s":
+            lse = lse.double()
+        else:
+            edge_width = 0 if of.edge is None else of.edge.size(1)
+            out_edge = v.new_empty(num_dst, of.heads, -(-edge_width // 4) * 4)
+    return v.new_empty(num_dst, v.size(1)), lse, out_edge
+
+
+def _reads_out(*arguments: Any) -> bool:
+    """The CPU and GAT sum <grad, out> from the entries."""
+    return arguments[1].is_cuda and arguments[_KIND] != ADDITIVE
+
+
+_KIND = Call._fields.index("kind")
+_Attention = register_fused(
+    "attention",
+    _attention,
+    _attention_backward,
+    unfused.attention,
+    _fake,
+    ("out", "lse", "out_edge"),
+    reads_out=_reads_out,
+)
+_apply = direct(_Attention)

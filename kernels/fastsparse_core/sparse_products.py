@@ -1,0 +1,300 @@
+"""``torch.sparse.mm``, ``A @ x``, ``torch.mm`` and ``torch.addmm`` of sparse matrices on the kernels.
+
+:func:`enable` registers kernels with PyTorch's dispatcher for sparse tensors alone, so that products of dense
+matrices cost what they did. Calls that no kernel supports fall back to PyTorch's implementation. It is called
+by the operator's ``out=`` form, a registration of its own, because a kernel that was overridden can be called
+in no PyTorch before 2.9.
+
+Structures are kept as long as the matrix lives. A CSR matrix and its transposed form share them, because one
+is a view of the other. PyTorch copies a COO matrix that it transposes, so the copy is told whose it is. A
+matrix that is made anew is another one, even from the same tensors: PyTorch counts their edits apart.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fastsparse_core.cache import AdjacencyCache, CacheInfo, Sightings
+from fastsparse_core.call_report import record
+from fastsparse_core.locks import ForkSafeLock
+from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._eager import PLAIN, is_plain_eager
+from fastsparse_core.ops._spmm_plan import launch_spmm
+from fastsparse_core.ops.spmm import plain_spmm, spmm
+from fastsparse_core.replacement import enabled_parts
+from fastsparse_core.structure.adjacency import Adjacency
+
+#: Entries of a COO matrix on the CPU from which its structure takes less time to build than PyTorch takes for
+#: one product. Other structures are built when the matrix comes for the second time, unless PyTorch has no
+#: product in 16 bits.
+FROM_FIRST_PRODUCT = 4096
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc)
+_16_BITS = (torch.float16, torch.bfloat16)
+#: Reason why PyTorch's own code runs -> what to do about it.
+_CURES = {"the matrix is new": "Make it once and keep it"}
+_KEYS = ("SparseCPU", "SparseCsrCPU", "SparseCUDA", "SparseCsrCUDA")
+
+with torch.inference_mode(False):
+    #: What the dispatcher includes and excludes above autograd.
+    _DISPATCH_KEYS = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
+
+_lock = ForkSafeLock()
+_library: torch.library.Library | None = None
+_cache = AdjacencyCache("torch.sparse")
+_met = Sightings()
+_transposed_of: Any = WeakIdKeyDictionary()  # transposed COO matrix -> (its stamp, structure of the matrix)
+
+
+def enable() -> None:
+    """Runs products of sparse and dense matrices on the kernels, unless ``FASTSPARSE_DISABLE=sparse_mm``.
+
+    Calling it again changes nothing. :func:`disable` undoes it.
+    """
+    global _library
+    with _lock:
+        if _library is not None or not enabled_parts(["sparse_mm"]):
+            return
+        library = torch.library.Library("aten", "IMPL")
+        for key in _KEYS:
+            _register(library, "addmm", _addmm, key)
+        for key in ("SparseCsrCPU", "SparseCsrCUDA"):
+            _register(library, "mm", _mm, key)
+        for key in ("SparseCPU", "SparseCUDA"):
+            _register(library, "transpose.int", _transpose, key)
+        for key in ("AutogradCPU", "AutogradCUDA"):
+            _register(library, "_sparse_mm", _sparse_mm, key)
+        _library = library
+
+
+def disable() -> None:
+    """Gives PyTorch its own kernels back, and frees the structures."""
+    global _library
+    with _lock:
+        if _library is not None:
+            _library._destroy()
+            _library = None
+        clear_structures()
+
+
+def is_enabled() -> bool:
+    """Whether products of sparse matrices run on the kernels."""
+    return _library is not None
+
+
+def clear_structures() -> None:
+    """Frees what is kept of every matrix."""
+    _cache.clear()
+    _met.clear()
+    _transposed_of.clear()
+
+
+def structures_info() -> CacheInfo:
+    """Hits, misses, entries and bytes of the structures that are kept."""
+    return _cache.info()
+
+
+def _register(library: Any, name: str, function: Callable[..., Any], key: str) -> None:
+    with warnings.catch_warnings():  # of the override, which is what is meant
+        warnings.simplefilter("ignore")
+        library.impl(name, function, key)
+
+
+# ---------------------------------------------------------------- structures
+
+
+def _versions_shared() -> Any:
+    """Context in which the indices of a matrix have the version that counts their edits.
+
+    Below autograd, where PyTorch calls the kernels, they would have one of their own.
+    """
+    return torch._C._ForceDispatchKeyGuard(*_DISPATCH_KEYS)
+
+
+def _structure(matrix: Tensor, dtype: torch.dtype) -> Adjacency | None:
+    """The structure of a matrix; None if it has not come often enough, or its edits could not be noticed."""
+    is_coo = matrix.layout is torch.sparse_coo
+    owner = matrix
+    if not is_coo and matrix._is_view():  # the transposed form of another one, as gradients have it
+        base = matrix._base
+        if base is not None and base.layout in _COMPRESSED and _has_same_memory(base, matrix):
+            owner = base
+    with _versions_shared():
+        pointers, indices = _indices_of(owner)
+    if indices.is_inference():  # counts no edits
+        return None
+    stamp = _stamp(pointers, indices)
+    if is_coo and len(_transposed_of):
+        known = _transposed_of.get(matrix)
+        if known is not None and known[0] == stamp:
+            transposed: Adjacency = known[1].t()
+            return transposed
+    if not _cache.holds(owner):
+        if matrix.is_cuda:
+            from_first = is_coo and dtype in _16_BITS
+        else:
+            from_first = dtype in _16_BITS or (is_coo and indices.shape[1] >= FROM_FIRST_PRODUCT)
+        if not from_first and _met.count(owner) == 1:
+            return None
+    adj = _cache.lookup(owner, stamp, None, lambda: _build(owner.layout, owner.shape, pointers, indices))
+    return adj if owner.layout is matrix.layout else adj.t()
+
+
+def _indices_of(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The two tensors of a matrix that say where its entries are; of COO one, twice."""
+    if matrix.layout is torch.sparse_coo:
+        indices = matrix._indices()
+        return indices, indices
+    if matrix.layout is torch.sparse_csr:
+        return matrix.crow_indices(), matrix.col_indices()
+    return matrix.ccol_indices(), matrix.row_indices()
+
+
+def _stamp(pointers: Tensor, indices: Tensor) -> Hashable:
+    return pointers._version, indices._version, pointers.data_ptr(), indices.data_ptr(), indices.shape
+
+
+def _has_same_memory(one: Tensor, other: Tensor) -> bool:
+    places = zip(_indices_of(one), _indices_of(other), strict=True)
+    return all(mine.data_ptr() == its.data_ptr() and mine.shape == its.shape for mine, its in places)
+
+
+def _build(layout: torch.layout, size: torch.Size, pointers: Tensor, indices: Tensor) -> Adjacency:
+    shape = (size[0], size[1])
+    if layout is torch.sparse_coo:
+        row, col = indices.unbind(0)
+        return Adjacency.from_coo(row, col, shape)
+    if layout is torch.sparse_csr:
+        return Adjacency.from_csr(pointers, indices, shape)
+    return Adjacency.from_csc(pointers, indices, shape)
+
+
+def _transpose(matrix: Tensor, dim0: int, dim1: int) -> Tensor:
+    """PyTorch's transposition of a COO matrix, whose result is told which structure it has."""
+    out = matrix.clone().transpose_(dim0, dim1)
+    kept = _cache.kept(matrix, None)
+    if kept is not None and dim0 % 2 != dim1 % 2:
+        with _versions_shared():
+            stamp, copied = _stamp(*_indices_of(matrix)), _stamp(*_indices_of(out))
+        if kept[1] == stamp:
+            _transposed_of[out] = copied, kept[2]
+    return out
+
+
+# ---------------------------------------------------------------- products
+
+
+def _known(matrix: Tensor, x: Tensor) -> tuple[Adjacency, Tensor] | None:
+    """Structure and values of a matrix that multiplies ``x``; None: PyTorch's own code has to run."""
+    layout = matrix.layout
+    is_coo = layout is torch.sparse_coo
+    if x.layout is not torch.strided or not (is_coo or layout in _COMPRESSED):
+        return None
+    dtype = x.dtype
+    if dtype not in DTYPE_CODE or matrix.dtype is not dtype:
+        reason = f"dtypes {matrix.dtype} and {dtype}"
+    elif len(matrix.shape) != 2 or len(x.shape) != 2 or matrix.shape[1] != x.shape[0] or not x.numel():
+        reason = "sizes"
+    elif matrix.device != x.device:
+        reason = "two devices"
+    elif is_coo and matrix.dense_dim():
+        reason = "a matrix with dense dimensions"
+    elif not (type(matrix) in PLAIN and is_plain_eager(x.detach() if type(x) is Parameter else x)):
+        reason = "a subclass of Tensor, or a mode that watches operators"
+    else:
+        try:
+            adj = _structure(matrix, dtype)
+        except ValueError as error:  # of indices that point nowhere
+            adj, reason = None, str(error)
+        else:
+            reason = "the matrix is new"
+        if adj is not None:
+            record("torch.sparse product", "spmm")
+            return adj, matrix._values() if is_coo else matrix.values()
+    record("torch.sparse product", "PyTorch", reason, _CURES.get(reason, ""))
+    return None
+
+
+def _product(matrix: Tensor, x: Tensor) -> Tensor | None:
+    """``matrix @ x`` below autograd; None: PyTorch's own code has to compute it."""
+    known = _known(matrix, x)
+    if known is None:
+        return None
+    adj, values = known
+    return launch_spmm(adj, x.detach(), values.detach(), None, None, None, "auto")
+
+
+def _sparse_mm(matrix: Tensor, x: Tensor) -> Tensor:
+    """``torch.sparse.mm`` with its gradients.
+
+    PyTorch's adds the product to zeros, transposes a copy of a COO matrix in every backward pass, and makes
+    the gradient of its values from that of a dense matrix.
+    """
+    needs_values = matrix.requires_grad and torch.is_grad_enabled()
+    is_coo = matrix.layout is torch.sparse_coo
+    # PyTorch has no gradient for CSC, and coalesces that of COO.
+    if not needs_values or (matrix.is_coalesced() if is_coo else matrix.layout is torch.sparse_csr):
+        known = _known(matrix, x)
+        if known is not None:
+            adj, values = known
+            if needs_values and is_coo:
+                values = matrix.values()  # `_values` has no gradient
+            out = plain_spmm(adj, x, values, "sum", None, None, "auto")
+            return spmm(adj, x, values) if out is None else out
+    original: Tensor = torch.ops.aten._sparse_mm.default.decompose(matrix, x)
+    return original
+
+
+def _mm(left: Tensor, right: Tensor) -> Tensor:
+    """``torch.mm`` of a CSR or CSC matrix, below autograd.
+
+    PyTorch's converts CSC, which gradients come to it with, to CSR in every call.
+    """
+    out = None
+    if right.layout is torch.strided:
+        out = _product(left, right)
+    elif left.layout is torch.strided and left.dim() == right.dim() == 2:
+        out = _product(right.t(), left.t())
+        out = None if out is None else out.t()
+    elif left.layout in _COMPRESSED and right.layout in _COMPRESSED:
+        right = right.to_sparse_csr()
+    if out is not None:
+        return out
+    if left.layout is torch.sparse_csc and right.layout in (torch.strided, torch.sparse_csr):
+        left = left.to_sparse_csr()
+    like = right if right.layout is torch.strided or left.layout is right.layout else left
+    size = (left.size(0), right.size(1))
+    dtype = left.dtype if right.layout is torch.strided else like.dtype
+    zeros = torch.zeros(size, dtype=dtype, device=like.device, layout=like.layout)
+    return _original_addmm(zeros, left, right, 0, 1)
+
+
+def _addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    """``torch.addmm`` of a sparse matrix, to which PyTorch's ``mm`` comes too with ``beta=0``."""
+    if bias.layout is torch.strided and bias.dtype is right.dtype and bias.device == right.device:
+        out = _product(left, right) if not beta or _can_expand(bias, left, right) else None
+        if out is not None:
+            if alpha != 1:
+                out.mul_(alpha)
+            if beta:
+                out.add_(bias.detach(), alpha=beta)
+            return out
+    return _original_addmm(bias, left, right, beta, alpha)
+
+
+def _original_addmm(bias: Tensor, left: Tensor, right: Tensor, beta: Any, alpha: Any) -> Tensor:
+    out = torch.empty((0, 0), dtype=bias.dtype, device=bias.device, layout=bias.layout)
+    original: Tensor = torch.ops.aten.addmm.out(bias, left, right, beta=beta, alpha=alpha, out=out)
+    return original
+
+
+def _can_expand(bias: Tensor, left: Tensor, right: Tensor) -> bool:
+    size = (left.shape[0], right.shape[-1])
+    pairs = zip(reversed(bias.shape), reversed(size), strict=False)
+    return bias.dim() <= 2 and all(mine in (1, due) for mine, due in pairs)

@@ -1,0 +1,66 @@
+"""How much Python of ours a warm step runs: the host bounds steps of small models."""
+
+from __future__ import annotations
+
+import torch
+from dgl_cases import homogeneous
+from dgl_layer_cases import CASES, Case, each_case
+from frames import frames_of_step
+
+#: Limits of a warm step on the CPU: frames, and files that they are of.
+ASKED = (45, 12)
+#: What single layers were measured to take. Lower it where one needs less.
+MOST: dict[str, tuple[int, int]] = {
+    "AGNNConv(allow_zero_in_degree=True,learn_beta=True)": (43, 20),
+    "DotGatConv(allow_zero_in_degree=True)": (55, 23),
+    "EGATConv()-3": (126, 26),
+    "EdgeGATConv(allow_zero_in_degree=True)-3": (206, 33),
+    "GATConv(allow_zero_in_degree=True)": (40, 14),
+    "GATv2Conv(allow_zero_in_degree=True)": (42, 14),
+    "GATConv(allow_zero_in_degree=True,residual=True)": (104, 23),
+    "GATv2Conv(allow_zero_in_degree=True,residual=True)": (59, 25),
+    "GINConv(sum,learn_eps=True)": (28, 14),
+    "GINConv(sum)": (27, 13),
+    "GINConv(max)": (61, 20),
+    "GINConv(mean)": (28, 14),
+    "GINEConv()--1": (47, 14),
+    "GINEConv(learn_eps=True)--1": (76, 17),
+    "GatedGCNConv(batch_norm=False,residual=False)-3": (109, 21),
+    "GraphConv(norm=both,allow_zero_in_degree=True)": (33, 15),
+    "GraphConv(norm=none,allow_zero_in_degree=True)": (29, 14),
+    "GraphConv(norm=right,allow_zero_in_degree=True)": (31, 15),
+    "GraphConv(norm=left,allow_zero_in_degree=True)": (31, 15),
+    "GraphConv(allow_zero_in_degree=True)-weight": (66, 20),
+    "PNAConv(aggregators=['mean', 'max', 'std'],scalers=['identity', 'amplification'],delta=2.5)": (140, 27),
+    "PNAConv(aggregators=['mean', 'max', 'std'],scalers=['identity', 'amplification'],"
+    "delta=2.5,edge_feat_size=3)-3": (
+        156,
+        27,
+    ),
+    "SAGEConv(mean)": (42, 19),
+    "SAGEConv(gcn)": (49, 18),
+    "SAGEConv(pool)": (68, 21),
+    "SAGEConv(mean)-weight": (44, 17),
+    "SAGEConv(gcn)-weight": (65, 20),
+}
+
+
+def step_frames(case: Case) -> tuple[int, int]:
+    """Frames and files of a step of the drop-in."""
+    _, layer = case.pair(6, 4)
+    graph, x = homogeneous(), torch.randn(30, 6, requires_grad=True)
+    rest = case.rest(graph, 6)
+
+    def forward() -> torch.Tensor:
+        out = case.run(layer, graph, x, *rest)
+        return out if isinstance(out, torch.Tensor) else out[0] + out[1].sum()
+
+    return frames_of_step(forward)
+
+
+@each_case(CASES)
+def test_frames_of_a_warm_step(case: Case) -> None:
+    frames, files = step_frames(case)
+    most = MOST.get(case.id, ASKED)
+    assert frames <= most[0], (frames, files)
+    assert files <= most[1], (frames, files)

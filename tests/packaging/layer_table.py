@@ -1,0 +1,105 @@
+"""The tables of docs/layers.md, made of DROP_INS and of trials. As a script it writes the page."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastsparse_dgl.nn
+import fastsparse_pyg.nn
+from benchmarks.pyg_layers import LAYERS, Inputs
+from fastsparse_core.fallback import Reason, listening
+from fastsparse_pyg import accelerate
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "layers.md"
+_BLOCK = r"(?<=<!-- {} layers: python tests/packaging/layer_table.py -->\n\n).*?(?=\n\n)"
+_WIDTH, _NODES, _EDGES = 8, 300, 6000
+
+
+def _tried(name: str, change: Callable[[Inputs], Any]) -> str:
+    """Returns "yes", "PyG" if the call falls back to PyG, or "-" if the layer refuses such features."""
+    layer = LAYERS.get(name)
+    if layer is None or "x" not in inspect.signature(layer.make(_WIDTH).forward).parameters:
+        return "-"
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([layer.make(_WIDTH)])
+    accelerate(model, show=False)
+    inputs = Inputs.draw(torch.randint(_NODES, (2, _EDGES)), _NODES, _WIDTH, torch.float32)
+    inputs.x = change(inputs)
+    reasons: list[Reason] = []
+    with warnings.catch_warnings(), listening(reasons.append):
+        warnings.simplefilter("ignore")
+        try:
+            layer.call(layer.make(_WIDTH), inputs)
+            layer.call(model[0], inputs)
+        except Exception:
+            return "-"
+    return "PyG" if reasons else "yes"
+
+
+def pyg_table() -> str:
+    """A row for each drop-in of PyG's plugin."""
+    columns = ["layer", "replaces", "computed by", "edge weights", "edge features", "pair", "static", "lazy"]
+    rows = []
+    for original, drop_in in fastsparse_pyg.nn.DROP_INS.items():
+        name = original.__name__
+        arguments = {*inspect.signature(original.forward).parameters}
+        rows.append(
+            [
+                f"`{drop_in.__name__}`",
+                f"`{name}`",
+                f"`{drop_in._kernel}`",
+                _word(bool(arguments & {"edge_weight", "hyperedge_weight"})),
+                _word("edge_dim" in inspect.signature(original.__init__).parameters),
+                _tried(name, lambda it: (it.x, it.x)),
+                _tried(name, lambda it: torch.stack([it.x, it.x])),
+                _word(bool(re.search(r"`-1`|-1 to", original.__doc__ or ""))),
+            ]
+        )
+    return _table(columns, sorted(rows))
+
+
+def dgl_table() -> str:
+    """A row for each drop-in of DGL's plugin."""
+    rows = []
+    for original, drop_in in fastsparse_dgl.nn.DROP_INS.items():
+        arguments = {*inspect.signature(drop_in.forward).parameters}
+        rows.append(
+            [
+                f"`{drop_in.__name__}`",
+                f"`{original.__name__}`",
+                _word("edge_weight" in arguments),
+                _word(bool(arguments & {"edge_feat", "edge_feats", "efeat", "efeats"})),
+            ]
+        )
+    return _table(["layer", "replaces", "edge weights", "edge features"], sorted(rows))
+
+
+def _word(is_so: bool) -> str:
+    return "yes" if is_so else "-"
+
+
+def _table(columns: list[str], rows: list[list[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+TABLES = {"PyG": pyg_table, "DGL": dgl_table}
+
+
+def shown(framework: str) -> str:
+    """The table that the page shows."""
+    (found,) = re.findall(_BLOCK.format(framework), PAGE.read_text(), re.DOTALL)
+    return found
+
+
+if __name__ == "__main__":
+    for framework, table in TABLES.items():
+        before, rest = re.split(_BLOCK.format(framework), PAGE.read_text(), flags=re.DOTALL)
+        PAGE.write_text(before + table() + rest)

@@ -1,0 +1,463 @@
+import copy
+import gc
+import io
+import os
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from types import ModuleType
+
+import pytest
+import torch
+import torch_geometric.loader
+import torch_geometric.utils
+from torch_geometric.data import Data
+from torch_geometric.nn import (
+    GATConv,
+    GCNConv,
+    GENConv,
+    GraphNorm,
+    MaxAggregation,
+    MessagePassing,
+    SAGEConv,
+    SoftmaxAggregation,
+    VarAggregation,
+    global_add_pool,
+    global_max_pool,
+    global_mean_pool,
+)
+from torch_geometric.utils import degree, scatter, segment, softmax, spmm
+
+import fastsparse_core
+import fastsparse_pyg
+from fastsparse_core import call_report, sparse_products
+from fastsparse_pyg import layer_swap
+from fastsparse_pyg.hooks import PARTS, functions, table
+from fastsparse_pyg.nn import FastGATConv, FastGCNConv
+from fastsparse_pyg.nn.base import FastConv
+
+ROWS, SEGMENTS = 6000, 500
+
+
+@pytest.fixture
+def enabled():
+    fastsparse_pyg.enable(report=True)
+    yield
+    fastsparse_pyg.disable()
+
+
+@pytest.fixture
+def graph():
+    torch.manual_seed(0)
+    return torch.randn(300, 8), torch.randint(300, (2, 5000))
+
+
+def calls_of(name):
+    counts = Counter()
+    for row, count in call_report.report().rows:
+        if row.call == name:
+            counts[row.by] += count
+    return counts
+
+
+def everything():
+    """All names of all modules of PyG and of this one, and PyTorch's registrations for sparse matrices."""
+    modules = [
+        (title, dict(vars(module)))
+        for title, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and title.startswith(("torch_geometric", __name__, "torch_s"))
+    ]
+    classes = dict(vars(MessagePassing))
+    return modules, classes, torch._C._dispatch_dump("aten::addmm"), list(sys.meta_path)
+
+
+def test_disable_puts_every_name_back(graph):
+    x, edge_index = graph
+    GCNConv(8, 4)(x, edge_index)  # PyG writes into the class when it is first used
+    before = everything()
+    fastsparse_pyg.enable()
+    GCNConv(8, 4)(x, edge_index)
+    assert torch_geometric.utils.scatter is scatter is not before
+    changed = everything()
+    fastsparse_pyg.disable()
+    after = everything()
+    assert changed[1:] != before[1:]
+    assert after[1:] == before[1:]
+    for (title, names), (other, now) in zip(before[0], after[0], strict=True):
+        assert title == other
+        assert names.keys() == now.keys()
+        assert [name for name in names if names[name] is not now[name]] == []
+
+
+def test_names_that_were_imported_before_are_replaced(enabled):
+    assert scatter is torch_geometric.utils.scatter
+    assert scatter.__wrapped__.__module__ == "torch_geometric.utils._scatter"
+    assert torch_geometric.loader.DataLoader is fastsparse_pyg.DataLoader
+    assert functions.scatter is not scatter
+
+
+def test_enabling_twice_changes_nothing_and_parts_add_up():
+    fastsparse_pyg.enable(["scatter"])
+    mine = scatter
+    assert not sparse_products.is_enabled()
+    fastsparse_pyg.enable(["scatter", "sparse_mm"])
+    assert scatter is mine
+    assert sparse_products.is_enabled()
+    assert fastsparse_pyg.is_enabled()
+    fastsparse_pyg.disable()
+    fastsparse_pyg.disable()
+    assert not fastsparse_pyg.is_enabled()
+    assert not hasattr(scatter, "__wrapped__")
+
+
+def test_unknown_parts_are_refused():
+    with pytest.raises(ValueError, match="parts: expected some of layers, .*got 'scater'"):
+        fastsparse_pyg.enable(["scater"])
+    assert not fastsparse_pyg.is_enabled()
+
+
+def test_another_pyg_is_refused_as_a_whole(monkeypatch):
+    monkeypatch.setattr(torch_geometric.utils, "degree", lambda index, nodes: None)
+    with pytest.raises(RuntimeError, match=r"degree takes \(index, nodes\), not \(index, num_nodes, dtype\)"):
+        fastsparse_pyg.enable()
+    assert not fastsparse_pyg.is_enabled()
+    assert not hasattr(scatter, "__wrapped__")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_variable_switches_parts_off(monkeypatch, part, graph):
+    monkeypatch.setenv("FASTSPARSE_DISABLE", part)
+    fastsparse_pyg.enable()
+    try:
+        layer = GCNConv(8, 4)
+        layer(*graph)
+        assert isinstance(layer, FastGCNConv) == (part != "layers")
+        assert hasattr(scatter, "__wrapped__") == (part != "scatter")
+        of_pools = vars(sys.modules["torch_geometric.nn.pool.glob"])["scatter"]
+        assert hasattr(of_pools, "__wrapped__") == (part != "pool")
+        assert (torch_geometric.loader.DataLoader is fastsparse_pyg.DataLoader) == (part != "loaders")
+        assert sparse_products.is_enabled() == (part != "sparse_mm")
+    finally:
+        fastsparse_pyg.disable()
+
+
+# ---------------------------------------------------------------- functions
+
+
+def compare(call, src, *, times=3):
+    """Calls with the originals and enabled: the same results and gradients."""
+    src = src.clone().requires_grad_()
+    expected = call(src)
+    cotangent = torch.randn_like(expected)
+    (expected_grad,) = torch.autograd.grad(expected, src, cotangent)
+    fastsparse_pyg.enable(report=True)
+    try:
+        for _ in range(times):
+            out = call(src)
+            torch.testing.assert_close(out, expected)
+            torch.testing.assert_close(torch.autograd.grad(out, src, cotangent)[0], expected_grad)
+    finally:
+        fastsparse_pyg.disable()
+
+
+REDUCTIONS = ["sum", "add", "mean", "min", "max", "amin", "amax", "mul"]
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+@pytest.mark.parametrize("dim_size", [None, SEGMENTS + 3])
+def test_scatter(reduce, dim_size):
+    index = torch.randint(SEGMENTS, (ROWS,))
+    src = torch.rand(ROWS, 3, dtype=torch.float64) + 0.5
+    compare(lambda src: scatter(src, index, 0, dim_size, reduce), src)
+    assert calls_of("scatter")["segments"] >= 2
+
+
+def test_scatter_of_other_shapes():
+    index = torch.randint(SEGMENTS, (ROWS,))
+    compare(lambda src: scatter(src, index, dim=-1), torch.rand(ROWS))
+    assert calls_of("scatter") == {"PyG": 1, "segments": 2}
+    compare(lambda src: scatter(src, index, -3, SEGMENTS, "max"), torch.rand(ROWS, 2, 3))
+    assert calls_of("scatter") == {"segments": 3}
+    compare(lambda src: scatter(src, index, dim=1), torch.rand(2, ROWS))
+    assert calls_of("scatter") == {"PyG": 3}
+    compare(lambda src: scatter(src, index[:50] % 7, dim_size=7), torch.rand(50, 3))
+    assert calls_of("scatter") == {"PyG": 3}
+
+
+def test_rows_of_an_edge_index_are_recognised():
+    edge_index = torch.randint(SEGMENTS, (2, ROWS))
+    compare(lambda src: scatter(src, edge_index[1], 0, SEGMENTS), torch.rand(ROWS, 4))
+    assert calls_of("scatter") == {"PyG": 1, "segments": 2}
+
+
+def test_a_new_index_in_every_call_is_left_to_pyg_for_sums(enabled):
+    for _ in range(4):
+        scatter(torch.rand(ROWS, 4), torch.randint(SEGMENTS, (ROWS,)))
+    assert calls_of("scatter") == {"PyG": 4}
+    assert "the index is new. Keep one index tensor" in fastsparse_core.report().advice[0]
+
+
+def test_an_edited_index_is_another_one(enabled):
+    index, src = torch.randint(SEGMENTS, (ROWS,)), torch.rand(ROWS, 4)
+    for _ in range(3):
+        scatter(src, index, 0, SEGMENTS)
+    index.copy_(index.flip(0))
+    expected = torch.zeros(SEGMENTS, 4).index_add_(0, index, src)
+    torch.testing.assert_close(scatter(src, index, 0, SEGMENTS), expected)
+
+
+def test_softmax_and_segment():
+    index = torch.randint(SEGMENTS, (ROWS,))
+    compare(lambda src: softmax(src, index), torch.randn(ROWS, 4))
+    compare(lambda src: softmax(src, index, num_nodes=SEGMENTS + 5), torch.randn(ROWS))
+    ptr = torch.cat([torch.zeros(1, dtype=torch.long), index.bincount(minlength=SEGMENTS).cumsum(0)])
+    compare(lambda src: softmax(src, ptr=ptr), torch.randn(ROWS, 2))
+    assert calls_of("softmax") == {"segments": 3}
+    for reduce in ("sum", "mean", "min", "max"):
+        compare(lambda src, reduce=reduce: segment(src, ptr, reduce), torch.randn(ROWS, 2))
+        assert calls_of("segment") == {"segments": 3}
+
+
+def test_degree_of_an_index_that_is_sorted_already(enabled):
+    edge_index = torch.randint(SEGMENTS, (2, ROWS))
+    expected = edge_index[0].bincount(minlength=SEGMENTS)
+    torch.testing.assert_close(degree(edge_index[0], SEGMENTS, torch.long), expected)
+    assert calls_of("degree") == {}
+    for _ in range(2):
+        scatter(torch.rand(ROWS, 2), edge_index[0], 0, SEGMENTS)
+    torch.testing.assert_close(degree(edge_index[0], SEGMENTS), expected.float())
+    torch.testing.assert_close(degree(edge_index[0], dtype=torch.long), expected)
+    assert calls_of("degree") == {"segments": 2}
+
+
+def test_spmm_of_a_coo_matrix_is_not_converted(enabled, recwarn):
+    matrix = torch.rand(40, 40).relu().to_sparse()
+    x = torch.rand(40, 3)
+    for _ in range(3):
+        torch.testing.assert_close(spmm(matrix, x), matrix.to_dense() @ x)
+    assert not [each for each in recwarn if "Converting sparse tensor" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [MaxAggregation(), VarAggregation(), SoftmaxAggregation(learn=True), GraphNorm(4)],
+    ids=lambda module: type(module).__name__,
+)
+def test_aggregations_and_norms(module):
+    batch = torch.randint(SEGMENTS, (ROWS,)).sort()[0]
+    batch[-1] = SEGMENTS - 1
+    compare(lambda src: module(src, batch), torch.randn(ROWS, 4, dtype=torch.float64).float())
+    assert calls_of("scatter")["segments"] + calls_of("softmax").get("segments", 0) >= 2
+
+
+@pytest.mark.parametrize("pool", [global_add_pool, global_mean_pool, global_max_pool])
+def test_pools(pool):
+    batch = torch.randint(SEGMENTS, (ROWS,)).sort()[0]
+    compare(lambda src: pool(src, batch, SEGMENTS), torch.randn(ROWS, 4))
+    assert calls_of("scatter")["segments"] >= 2
+
+
+def errors_of(call):
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        call()
+    return type(caught.value), str(caught.value)
+
+
+BAD_CALLS = {
+    "index of two dimensions": lambda: scatter(torch.rand(ROWS, 2), torch.zeros(ROWS, 1).long()),
+    "dim": lambda: scatter(torch.rand(ROWS, 2), torch.zeros(ROWS).long(), 2),
+    "reduce": lambda: scatter(torch.rand(ROWS, 2), torch.zeros(ROWS).long(), reduce="median"),
+    "too large": lambda: scatter(torch.rand(ROWS, 2), torch.arange(ROWS), 0, 10, "max"),
+    "negative": lambda: scatter(torch.rand(ROWS, 2), torch.arange(ROWS) - 5, 0, ROWS, "max"),
+    "no index": lambda: softmax(torch.rand(ROWS, 2)),
+    "sizes": lambda: scatter(torch.rand(ROWS + 1, 2), torch.zeros(ROWS).long(), reduce="max"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_errors_are_those_of_pyg(name):
+    expected = errors_of(BAD_CALLS[name])
+    fastsparse_pyg.enable()
+    try:
+        assert errors_of(BAD_CALLS[name]) == expected
+    finally:
+        fastsparse_pyg.disable()
+
+
+def test_functions_can_be_scripted_traced_and_compiled(enabled):
+    index, src = torch.randint(SEGMENTS, (ROWS,)), torch.rand(ROWS, 2)
+    expected = torch.zeros(SEGMENTS, 2).index_add_(0, index, src)
+    torch.testing.assert_close(torch.jit.script(scatter)(src, index, 0, SEGMENTS), expected)
+    traced = torch.jit.trace(lambda src: scatter(src, index, 0, SEGMENTS, "max"), (src,))
+    torch.testing.assert_close(traced(src), scatter(src, index, 0, SEGMENTS, "max"))
+    compiled = torch.compile(lambda src: scatter(src, index, 0, SEGMENTS), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(src), expected)
+
+
+# ---------------------------------------------------------------- layers
+
+
+class Mine(MessagePassing):
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return 2 * x_j
+
+
+class Strange(Mine):
+    def propagate(self, edge_index, **kwargs):
+        return super().propagate(edge_index, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: GCNConv(8, 4), lambda: GATConv(8, 4), lambda: SAGEConv(8, 4), lambda: GENConv(8, 4), Mine],
+)
+def test_layers_become_drop_ins_at_their_first_call(make, graph):
+    layer, original = make(), None
+    x, edge_index = graph
+    original = type(layer)
+    expected = layer(x, edge_index)
+    fastsparse_pyg.enable(report=True)
+    try:
+        assert type(layer) is original
+        torch.testing.assert_close(layer(x, edge_index), expected, rtol=1e-4, atol=1e-5)
+        assert type(layer) is not original
+        assert isinstance(layer, original)
+        assert layer(x, edge_index).shape == expected.shape
+        assert "PyG" not in calls_of(original.__name__)
+    finally:
+        fastsparse_pyg.disable()
+    assert type(layer) is original
+    torch.testing.assert_close(layer(x, edge_index), expected)
+
+
+def test_layers_that_have_to_stay_stay_and_are_reported(enabled, graph):
+    layer = Strange()
+    layer(*graph)
+    layer(*graph)
+    assert type(layer) is Strange
+    assert calls_of("Strange") == {"PyG": 2}
+    (reason,) = {row.reason for row, _ in call_report.report().rows if row.call == "Strange"}
+    assert reason == "a layer with its own propagate"
+
+
+def test_accelerate_and_restore_rule(enabled, graph):
+    layer = GCNConv(8, 4)
+    layer(*graph)
+    assert type(layer) is FastGCNConv
+    fastsparse_pyg.restore(layer)
+    layer(*graph)
+    assert type(layer) is GCNConv
+    fastsparse_pyg.accelerate(layer, show=False)
+    assert type(layer) is FastGCNConv
+    fastsparse_pyg.disable()
+    assert type(layer) is FastGCNConv
+
+
+def test_hooks_and_parameters_stay(enabled, graph):
+    layer = GCNConv(8, 4, cached=True)
+    weight, seen = layer.lin.weight, []
+    layer.register_forward_hook(lambda *_: seen.append(1))
+    layer(*graph)
+    layer(*graph)
+    assert layer.lin.weight is weight
+    assert seen == [1, 1]
+
+
+@pytest.mark.parametrize("make", [lambda: GCNConv(8, 4, cached=True), lambda: GATConv(8, 4), Mine])
+def test_pickles_need_no_fastsparse(enabled, graph, make):
+    layer = make()
+    expected = layer(*graph)
+    model = torch.nn.Sequential(layer)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    assert b"fastsparse" not in buffer.getvalue()
+    assert b"Accelerated" not in buffer.getvalue()
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)[0]
+    copied = copy.deepcopy(model)[0]
+    again = pickle.loads(pickle.dumps(layer))
+    original = layer_swap.original_class(layer)
+    for other in (loaded, copied, again):
+        assert not isinstance(other, FastConv)
+        assert type(other) is original
+        torch.testing.assert_close(other(*graph), expected)
+    torch.testing.assert_close(layer(*graph), expected)
+
+
+def test_a_layer_of_accelerate_is_pickled_as_what_it_is(enabled, graph):
+    layer = GATConv(8, 4)
+    fastsparse_pyg.accelerate(layer, show=False)
+    layer(*graph)
+    assert type(pickle.loads(pickle.dumps(layer))) is FastGATConv
+
+
+def test_layers_are_not_kept_alive(enabled, graph):
+    layer = GCNConv(8, 4)
+    layer(*graph)
+    import weakref
+
+    reference = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert reference() is None
+
+
+def test_compiled_models_run_pygs_code(enabled, graph):
+    layer = GCNConv(8, 4)
+    compiled = torch.compile(layer, backend="eager")
+    out = compiled(*graph)
+    torch.testing.assert_close(out, layer(*graph), rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------- loaders and shims
+
+
+def test_loaders(enabled, graph):
+    x, edge_index = graph
+    data = [Data(x=x[:5], edge_index=edge_index[:, :6] % 5) for _ in range(4)]
+    batches = list(torch_geometric.loader.DataLoader(data, batch_size=2))
+    assert [batch.num_graphs for batch in batches] == [2, 2]
+    loader = torch_geometric.loader.NeighborLoader(Data(x=x, edge_index=edge_index), [3], batch_size=50)
+    assert isinstance(loader, fastsparse_pyg.NeighborLoader)
+    assert sum(batch.batch_size for batch in loader) == 300
+
+
+def run_python(code, **environment):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+
+def test_missing_packages_are_put_in_place_when_they_are_imported():
+    pytest.importorskip("torch_geometric")
+    code = """
+import importlib.util, sys
+if importlib.util.find_spec("torch_scatter") is not None:
+    sys.exit(77)
+import fastsparse_pyg, torch_geometric.typing as typing
+fastsparse_pyg.enable()
+assert not typing.WITH_TORCH_SCATTER and "torch_scatter" not in sys.modules
+import torch_scatter
+assert typing.WITH_TORCH_SCATTER
+from torch_sparse import SparseTensor
+fastsparse_pyg.disable()
+assert not typing.WITH_TORCH_SCATTER and typing.SparseTensor is not SparseTensor
+try:
+    sys.modules.pop("torch_scatter", None)
+    import torch_scatter
+except ModuleNotFoundError:
+    print("gone")
+"""
+    done = run_python(code)
+    if done.returncode == 77:
+        pytest.skip("torch_scatter is installed")
+    assert done.stdout == "gone\n", done.stderr
+
+
+def test_every_hook_fits_this_pyg():
+    from fastsparse_core.replacement import problems
+
+    assert problems(hook for hooks in table.HOOKS.values() for hook in hooks) == []
