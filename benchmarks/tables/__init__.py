@@ -35,6 +35,8 @@ ABOUT = {
     " large graph and on batches of 512 molecules whose structures are new each time.",
     "any_layer": "Every layer of PyG that needs no other package, under `accelerate` and as it is: a step is"
     " forward and backward with all gradients in float32, the host's work included.",
+    "messages": "Messages written by hand and PyG's layers without a drop-in, under `accelerate`, against"
+    " PyG, `torch.compile` of PyG's layer, and the drop-in of the layer that computes the same.",
     "dgl_operators": "DGL's operators after `fastsparse_dgl.enable()`, forward and backward, against ours on"
     " the same structure, PyG's gather and scatter, and DGL's own on the CPU.",
     "segments": "Rows reduced by an index, against torch.index_add and scatter_reduce. A new index is checked"
@@ -112,6 +114,7 @@ CHAPTERS = {
     "edges": Chapter("Edge features", TABLES["edges"]),
     "pna": Chapter("Several aggregations (PNA)", TABLES["pna"]),
     "any_layer": Chapter("All layers of PyG", TABLES["any_layer"]),
+    "messages": Chapter("Messages written by hand", TABLES["messages"]),
     "dgl_operators": Chapter("DGL's operators", TABLES["dgl_operators"]),
     "segments": Chapter("Segments and scatter", TABLES["segments"]),
     "typed": Chapter("Typed edges", TABLES["typed"]),
