@@ -179,7 +179,7 @@ def source_of(
         extra += [*(f"d{n}" for n in wanted if n not in mine), "grad", *KEEPS.get(how, ())]
     tensors = ", ".join([*(f"p{n}" for n in range(len(leaves))), *extra])
     lines = [
-        "@triton.jit",
+        '@triton.jit(do_not_specialize=["num"])',
         f"def kernel(slices, slot_row, other, position, degree, {tensors}, num, W: tl.constexpr, "
         "WP: tl.constexpr, BE: tl.constexpr, ACC: tl.constexpr, HAS_POSITION: tl.constexpr, "
         "HAS_SLOTS: tl.constexpr, PRECISION: tl.constexpr):",

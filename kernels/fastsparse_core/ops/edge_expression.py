@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_core.ops._eager import is_first_derivative
 from fastsparse_core.ops._edge_kernels import KEEPS, Expression, Leaf, kernel_of
 from fastsparse_core.ops._edge_rows import lift
-from fastsparse_core.ops._eager import is_first_derivative
 from fastsparse_core.ops._segment import reduce_op, softmax_op
 from fastsparse_core.ops._segment_launch import sum_rows
 from fastsparse_core.structure.adjacency import Adjacency
@@ -57,12 +57,13 @@ def edge_expression(
         adj: structure (num_dst, num_src).
         expression: ``("leaf", n)``, a number, or ``(operator, *expressions)``.
         places: of the tensors, see `Leaf`.
-        tensors: the leaves: (num_dst, F), (num_src, F), (num_values, F) in the caller's edge order, or with one number in place of F;
-            (F,) for ``"whole"``; (num_values, K) and (F, K) for ``"mapped"`` and ``"weight"``.
+        tensors: the leaves: (num_dst, F), (num_src, F), (num_values, F) in the caller's edge order, or with one
+            number in place of F; (F,) for ``"whole"``; (num_values, K) and (F, K) for ``"mapped"`` and
+            ``"weight"``.
         how: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"softmax"``: the mean by softmax weights.
 
     Returns:
-        (num_dst, F); 0 in rows without edges. Sums are kept in float32 or wider, in the order of the structure.
+        (num_dst, F); 0 in rows without edges. Sums are kept in float32 or wider, in the structure's order.
     """
     width = max(
         x.size(0) if place == "weight" else x.shape[-1]
@@ -171,7 +172,9 @@ class _EdgeExpression(torch.autograd.Function):
         for part in ("rows", "columns"):
             own = "dst" if part == "rows" else "src"
             wanted = [
-                n for n, leaf in enumerate(call.leaves) if needs[n] and (leaf.place == "src") == (own == "src")
+                n
+                for n, leaf in enumerate(call.leaves)
+                if needs[n] and (leaf.place == "src") == (own == "src")
             ]
             if wanted:
                 made = call.gradients(part, own, wanted, tensors, grad.contiguous(), kept)
@@ -217,7 +220,9 @@ class _Call(NamedTuple):
         parts = self.launch(part, rows, tensors, outs, (*rest, grad, *kept), tuple(wanted), programs)
         if parts is not None:
             for out, each in zip(outs, parts, strict=True):
-                out.index_copy_(0, rows.first_row_split.split_row.long(), _sum_slots(rows, each).to(out.dtype))
+                out.index_copy_(
+                    0, rows.first_row_split.split_row.long(), _sum_slots(rows, each).to(out.dtype)
+                )
         for n in sums:
             made[n] = made[n].sum(0).to(tensors[n].dtype)
         return [made[n] for n in wanted]
@@ -232,7 +237,11 @@ class _Call(NamedTuple):
         wanted: tuple[int, ...] = (),
         programs: int = 0,
     ) -> list[Tensor] | None:
-        """Runs a kernel; the parts of the outputs that slices of split rows have, None where no row is split."""
+        """Runs a kernel.
+
+        Returns:
+            What the slices of split rows add to each of `outs`; None where no row is split.
+        """
         import triton
         import triton.language as tl
 
@@ -263,6 +272,7 @@ class _Call(NamedTuple):
             order is not None,
             split.num_slots > 0,
             "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+            num_warps=4 if self.width <= 128 else 8,
         )
         return parts if split.num_slots else None
 
