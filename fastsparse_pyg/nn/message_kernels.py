@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from fastsparse_core.ops.spmm import plain_spmm
 from fastsparse_pyg.nn.base import has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import Arguments, Signature
 from fastsparse_pyg.nn.message_pattern import Pattern
+from fastsparse_pyg.nn.message_terms import without_autocast
 
 #: Reductions that a sparse product knows.
 PRODUCTS = ("sum", "mean", "max", "min")
@@ -179,7 +179,7 @@ def _product(layer: Any, pattern: Pattern, found: Arguments, how: str, x: Tensor
             x, value = x.to(dtype), value.to(dtype)
     rows = x.movedim(dim, 0) if dim else x
     flat = rows if rows.dim() == 2 else rows.reshape(rows.size(0), rows.shape[1:].numel())
-    with _without_autocast(x):
+    with without_autocast(x):
         out = spmm(found.special["adj"], flat, value, how)  # type: ignore[arg-type]  # one of PRODUCTS
     if dim:
         return out.reshape(out.size(0), *rows.shape[1:]).movedim(0, dim).contiguous()
@@ -191,18 +191,9 @@ def _rectified_sum(layer: Any, pattern: Pattern, found: Arguments, how: str, x: 
         return None
     terms = evaluate(layer, pattern, found)
     if type(terms) is Tensor and terms.shape == (found.dst.num_edges, x.size(1)) and terms.dtype == x.dtype:
-        with _without_autocast(x):
+        with without_autocast(x):
             return gine_aggregate(found.special["adj"], x, terms)
     return layer._reduced((found[pattern.feature] + terms).relu(), found, how)
-
-
-_AS_IT_IS = contextlib.nullcontext()
-
-
-def _without_autocast(x: Tensor) -> Any:
-    """Context of kernels whose results have the dtype of their terms, as PyTorch's sums."""
-    device = "cuda" if x.is_cuda else x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS
 
 
 def _fit(shape: tuple[int, ...], x: Tensor) -> torch.Size | None:

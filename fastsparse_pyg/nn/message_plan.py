@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.utils
 from torch import Tensor, nn
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch_geometric.nn.dense import Linear as PygLinear
 
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
-from fastsparse_core.ops._autocast import is_any_autocast_enabled
+from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._edge_kernels import OPERATORS
 from fastsparse_core.ops.edge_expression import can_generate
@@ -56,12 +56,14 @@ class Plan(NamedTuple):
         names: of the arguments.
         modules: paths of modules that are taken apart, and what they were like.
         gains: what it does better than the message, for reports.
+        dtype: of the result under autocast; None: as it comes.
     """
 
     run: Callable[..., Tensor]
     names: tuple[str, ...]
     modules: tuple[tuple[str, tuple[Any, ...]], ...]
     gains: tuple[str, ...]
+    dtype: torch.dtype | None = None
 
     def reduce(self, layer: nn.Module, found: Arguments) -> Tensor | None:
         """The reduced messages; None: a module has changed."""
@@ -70,7 +72,8 @@ class Plan(NamedTuple):
             if _likeness(module) != known or not _is_plain(module):
                 return None
         given = [found.nodes[name][0] if name in found.nodes else found[name] for name in self.names]
-        return self.run(layer, layer, found, *given)
+        out = self.run(layer, layer, found, *given)
+        return out if self.dtype is None else out.to(self.dtype)
 
 
 def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str) -> Tensor | None:
@@ -83,16 +86,17 @@ def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str) -> 
         how: the reduction, "" where it is the layer's own.
     """
     is_copy = pattern.kind == "product" and pattern.compute is None
-    if pattern.graph is None or not how or is_copy or is_any_autocast_enabled():
+    if pattern.graph is None or not how or is_copy:
         return None
     kind = _kind_of(found, pattern.graph)
     if kind is None:
         return None
-    plans, key = pattern.plans, (how, kind)
+    mixed = autocast_dtype(found.dst.index) if is_any_autocast_enabled() else None
+    plans, key = pattern.plans, (how, kind, mixed)
     if key not in plans:
         if len(plans) == _MOST_PLANS:
             return None
-        plan = _find_plan(layer, pattern.graph, found, how)
+        plan = _find_plan(layer, pattern.graph, found, how, mixed)
         is_better = plan is not None and (pattern.kind != "product" or plan.gains != ("spmm",))
         plans[key] = plan if is_better else None
     plan = plans[key]
@@ -127,11 +131,47 @@ def _kind_of(found: Arguments, graph: Graph) -> tuple[Any, ...] | None:
     return tuple(kind)
 
 
-def _find_plan(layer: nn.Module, graph: Graph, found: Arguments, how: str) -> Plan | None:
-    """The plan of a traced message; None: there is none that is better than the message itself."""
+def _find_plan(
+    layer: nn.Module, graph: Graph, found: Arguments, how: str, mixed: torch.dtype | None
+) -> Plan | None:
+    """The plan of a traced message; None: there is none that is better than the message itself.
+
+    Args:
+        layer: whose message it is.
+        graph: its trace.
+        found: its arguments.
+        how: the reduction.
+        mixed: the dtype of autocast, None where that is off.
+    """
     with contextlib.suppress(Exception):  # whatever an operator cannot do with tensors without content
-        return _Planner(layer, found).plan(graph, how)
+        plan = _Planner(layer, found, mixed).plan(graph, how)
+        return plan if mixed is None else plan._replace(dtype=_dtype_of(layer, graph, found))
     return None
+
+
+def _dtype_of(layer: nn.Module, graph: Graph, found: Arguments) -> torch.dtype:
+    """The dtype of a message under autocast, whose rules depend on operator and device: found without edges.
+
+    Raises:
+        _NoPlan: the message calls modules that might keep what they see.
+    """
+    given = []
+    for node in graph.nodes:
+        if node.op == "call_module":
+            parts = operator.attrgetter(str(node.target))(layer).modules()
+            if not all(type(each) in _STATELESS and _is_plain(each) for each in parts):
+                raise _NoPlan
+        if node.op == "placeholder":
+            name = str(node.target)
+            value = found.nodes[name][0] if name in found.nodes else found[name]
+            if isinstance(value, Tensor) and name == "ptr":
+                value = torch.zeros_like(value)
+            elif isinstance(value, Tensor) and (name in found.nodes or len(value) == found.dst.num_edges):
+                value = value[:0]
+            given.append(value)
+    with torch.no_grad():
+        dtype: torch.dtype = Interpreter(GraphModule(layer, graph)).run(*given).dtype
+    return dtype
 
 
 class _NoPlan(Exception):
@@ -224,11 +264,6 @@ def _is_per_edge(value: Any) -> bool:
     return isinstance(value, (_Sum, _Of)) or (isinstance(value, _Whole) and value.special in _INDICES)
 
 
-def _meta(x: Tensor, rows: int | None = None) -> Tensor:
-    size = x.shape if rows is None else (rows, *x.shape[1:])
-    return torch.empty(size, dtype=x.dtype, device="meta")
-
-
 def _meta_of(value: Any) -> Any:
     return value.meta if isinstance(value, _Value) else value
 
@@ -275,6 +310,8 @@ _ACTIVATIONS: dict[type, str] = {
     nn.GELU: "gelu",
     nn.Softplus: "softplus",
 }
+#: Modules that keep nothing of what they see.
+_STATELESS = (nn.Sequential, nn.Linear, PygLinear, nn.Identity, nn.Dropout, *_ACTIVATIONS)
 #: Operators that have a method of the planner.
 _KNOWN = (
     *("add", "sub", "neg", "mul", "div", "sum", "cat", "linear", "dropout"),
@@ -326,8 +363,8 @@ def _is_plain(module: nn.Module) -> bool:
 class _Planner:
     """Walks a trace once, and builds the plan's graph on the way."""
 
-    def __init__(self, layer: nn.Module, found: Arguments) -> None:
-        self.layer, self.found = layer, found
+    def __init__(self, layer: nn.Module, found: Arguments, mixed: torch.dtype | None = None) -> None:
+        self.layer, self.found, self.mixed = layer, found, mixed
         self.graph = Graph()
         self.call, self.method = self.graph.call_function, self.graph.call_method
         self.layer_node, self.found_node = map(self.graph.placeholder, ("layer", "found"))
@@ -373,7 +410,7 @@ class _Planner:
             return _Whole(torch.empty(_EDGES, dtype=torch.int64, device="meta"), special=name)
         if name in found.special:
             value = found.special[name]
-            return _Whole(_meta(value) if isinstance(value, Tensor) else value, special=name)
+            return _Whole(self._meta(value) if isinstance(value, Tensor) else value, special=name)
         value, at_dst = (
             found.nodes.get(name, (None, False)) if name in found.nodes else (found.given(name), False)
         )
@@ -386,22 +423,29 @@ class _Planner:
         elif value.shape[:1] == (found.dst.num_edges,):
             place = {"edge": node}
         else:
-            return _Whole(_meta(value), node=node)
-        return _Sum(_meta(value, _EDGES), **place)
+            return _Whole(self._meta(value), node=node)
+        return _Sum(self._meta(value, _EDGES), **place)
 
     def _parameter(self, path: str) -> _Whole:
         value = operator.attrgetter(path)(self.layer)
         if not isinstance(value, Tensor):
             raise _NoPlan
         self._check_dtype(value)
-        return _Whole(_meta(value), node=self.graph.create_node("get_attr", path))
+        return _Whole(self._meta(value), node=self.graph.create_node("get_attr", path))
+
+    def _meta(self, x: Tensor, rows: int | None = None) -> Tensor:
+        """A tensor like one of the arguments, without content; under autocast shapes alone count."""
+        size = x.shape if rows is None else (rows, *x.shape[1:])
+        is_cast = self.mixed is not None and x.is_floating_point()
+        return torch.empty(size, dtype=torch.float32 if is_cast else x.dtype, device="meta")
 
     def _check_dtype(self, x: Tensor) -> None:
         """All floating tensors have one dtype, so that the order of operators decides none."""
-        if x.is_floating_point():
-            if self.dtype not in (None, x.dtype):
-                raise _NoPlan
-            self.dtype = x.dtype
+        if not x.is_floating_point() or (self.mixed is not None and x.dtype in (torch.float32, self.mixed)):
+            return
+        if self.mixed is not None or self.dtype not in (None, x.dtype):
+            raise _NoPlan
+        self.dtype = x.dtype
 
     # ---- operators
 

@@ -139,9 +139,11 @@ class _EdgeExpression(torch.autograd.Function):
         ctx: Any, adj: Adjacency, expression: Any, leaves: Any, how: str, width: int, *tensors: Tensor
     ) -> Tensor:
         tensors = tuple(x.contiguous() for x in tensors)
-        acc = accumulation_dtype(tensors[0].dtype)
+        dtypes = [x.dtype for x, leaf in zip(tensors, leaves, strict=True) if leaf.place != "weight"]
+        dtype = functools.reduce(torch.promote_types, dtypes)
+        acc = accumulation_dtype(dtype)
         call = _Call(adj, expression, leaves, how, width, acc)
-        outs = [tensors[0].new_empty(adj.num_dst, width)]
+        outs = [tensors[0].new_empty((adj.num_dst, width), dtype=dtype)]
         if how in KEEPS:
             outs.append(outs[0].new_empty(outs[0].shape, dtype=acc if how == "softmax" else torch.int32))
         parts = call.launch("forward", adj, tensors, outs)
