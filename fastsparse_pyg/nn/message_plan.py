@@ -32,12 +32,12 @@ from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._edge_kernels import OPERATORS
-from fastsparse_core.ops.edge_expression import can_generate
+from fastsparse_core.ops.edge_expression import HOW, can_generate
 from fastsparse_pyg.nn import message_terms as terms
 from fastsparse_pyg.nn.layer_arguments import Arguments
 from fastsparse_pyg.nn.message_kernels import PRODUCTS
 from fastsparse_pyg.nn.message_pattern import Pattern
-from fastsparse_pyg.nn.segments import softmax
+from fastsparse_pyg.nn.segments import is_softmax_of_messages, softmax
 
 #: Edges of the tensors on the meta device that shapes are found with: a number that no other size has.
 _EDGES = 1_000_003
@@ -86,6 +86,8 @@ def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str) -> 
         how: the reduction, "" where it is the layer's own.
     """
     is_copy = pattern.kind == "product" and pattern.compute is None
+    if how == "softmax" and not is_softmax_of_messages(layer._modules["aggr_module"]):
+        return None
     if pattern.graph is None or not how or is_copy:
         return None
     kind = _kind_of(found, pattern.graph)
@@ -237,7 +239,7 @@ class _Of(_Value):
     """Of other values.
 
     - joined (sums): side by side in the last dimension.
-    - product (two values).
+    - product, plus, quotient (two values, of which one may be a number).
     - dot (two values; scale, bias): their product summed over the last dimension,
       times a number, plus a bias.
     - mapped (a value; function, its options): elementwise.
@@ -297,6 +299,14 @@ _ELEMENTWISE: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "elu": (F.elu, {"alpha": 1.0}),
     "gelu": (F.gelu, {"approximate": "none"}),
     "softplus": (F.softplus, {"beta": 1.0, "threshold": 20.0}),
+    "exp": (torch.exp, {}),
+    "square": (torch.square, {}),
+}
+#: Kinds of values made of two: the function, and its name in generated kernels.
+_PAIRS = {
+    "product": (operator.mul, "mul"),
+    "plus": (operator.add, "add"),
+    "quotient": (operator.truediv, "div"),
 }
 #: Those that leave a gradient of 0 alone, whatever their argument.
 _PER_NODE = ("relu", "leaky_relu")
@@ -611,7 +621,11 @@ class _Planner:
                 if edge is None
                 else _Of(meta, kind="dot", parts=dot.parts, options=(dot.options[0], edge))
             )
-        if not isinstance(left, _Sum) or left.meta.dim() != meta.dim():
+        if _is(left, "joined") or _is(right, "joined"):
+            return None
+        if isinstance(left, _Of) or isinstance(right, _Of):
+            return self._pair("plus", left, right, meta)
+        if left.meta.dim() != meta.dim():
             return None
         if isinstance(right, _Sum):
             return self._added(left, right, meta) if right.meta.dim() == meta.dim() else None
@@ -631,7 +645,20 @@ class _Planner:
         return self._mul(x, -1.0)
 
     def _div(self, left: Any, right: Any) -> _Value | None:
-        return self._mul(left, 1 / right) if isinstance(right, (int, float)) and right else None
+        if isinstance(right, (int, float)):
+            return self._mul(left, 1 / right) if right else None
+        if not (isinstance(left, (_Sum, _Of)) or isinstance(right, (_Sum, _Of))):
+            return None
+        return self._pair("quotient", left, right, torch.div(_meta_of(left), _meta_of(right)))
+
+    def _pair(self, kind: str, left: Any, right: Any, meta: Tensor) -> _Value | None:
+        """An operator of two values that nothing takes apart but a generated kernel."""
+        parts = [
+            item.meta if isinstance(item, _Whole) and not isinstance(item.meta, Tensor) else item
+            for item in (left, right)
+        ]
+        is_known = all(isinstance(item, (_Value, int, float)) for item in parts)
+        return _Of(meta, kind=kind, parts=parts) if is_known and meta.shape[:1] == (_EDGES,) else None
 
     def _mul(self, left: Any, right: Any) -> _Value | None:
         if not isinstance(left, (_Sum, _Of)):
@@ -652,7 +679,7 @@ class _Planner:
             inner = self._scaled(x.parts[0], factor)
             return inner and _Of(x.meta, kind="shaped", parts=(inner,))
         if not isinstance(x, _Sum):
-            return None
+            return None if _is(x, "joined") else self._pair("product", x, factor, x.meta * factor)
         return self._each_term(x, x.meta * factor, operator.mul, factor)
 
     def _sum(self, x: Any, dim: Any = None, keepdim: bool = False) -> _Value | None:
@@ -830,8 +857,8 @@ class _Planner:
         parts, options = [self._at_edges(part) for part in value.parts], value.options
         if value.kind == "joined":
             return self.call(torch.cat, (parts, -1))
-        if value.kind == "product":
-            return self.call(operator.mul, tuple(parts))
+        if value.kind in _PAIRS:
+            return self.call(_PAIRS[value.kind][0], tuple(parts))
         if value.kind == "dot":
             total = self.method("sum", (self.call(operator.mul, tuple(parts)), -1))
             total = total if options[0] == 1 else self.call(operator.mul, (total, options[0]))
@@ -866,7 +893,7 @@ class _Planner:
             made = self._weighted(value, how)
         if made is None and isinstance(value, _Sum) and how in PRODUCTS:
             made = self._reduced_terms(value, how)
-        if made is None and self.generates and how in PRODUCTS and len(value.row) == 1:
+        if made is None and self.generates and how in HOW and len(value.row) == 1:
             made = self._generated(value, how)
         operands = (self.layer_node, self.found_node)
         return made or self.call(terms.by_layer, (*operands, self._at_edges(value), how))
@@ -874,7 +901,10 @@ class _Planner:
     def _generated(self, value: Any, how: str) -> Node | None:
         """One kernel for an elementwise expression."""
         leaves = _Leaves(value.row[0])
-        expression = self._expression(value, leaves)
+        try:
+            expression = self._expression(value, leaves)
+        except _NoPlan:
+            return None
         if expression[0] == "leaf" or not {"dst", "src"} & set(leaves.places):
             return None
         self.gains["one generated kernel"] = None
@@ -882,45 +912,35 @@ class _Planner:
         return self.call(terms.by_expression, operands)
 
     def _expression(self, value: Any, leaves: _Leaves) -> Any:
-        """What a kernel computes of a value, and the leaves that it reads; what it cannot is a leaf itself."""
+        """What a kernel computes of a value and the leaves that it reads; anything else becomes a leaf.
+
+        Raises:
+            _NoPlan: a constant is neither a number nor a row.
+        """
         if isinstance(value, (int, float)):
             return value
-        if (
-            isinstance(value, _Whole)
-            and isinstance(value.meta, Tensor)
-            and value.meta.shape == (leaves.width,)
-        ):
-            return leaves.add("whole", value.node)
-        if isinstance(value, _Sum) and value.row in ((leaves.width,), (1,)):
-            found = [leaves.add(place, node) for place, node in value.terms.items() if place != "edge"]
-            mapping = value.mapping
-            if (
-                value.edge is not None
-                and mapping is not None
-                and mapping.width <= _MOST_FEATURES
-                and value.row != (1,)
-            ):
-                found.append(leaves.add("mapped", mapping.features))
-                leaves.add("weight", mapping.weight, anew=True)
-            elif value.edge is not None:
-                found.append(leaves.add("edge", value.edge))
-            if value.bias is not None:
-                found.append(
-                    self._expression(value.bias, leaves) if value.bias.meta.shape == value.row else None
-                )
-            if None not in found:
-                return functools.reduce(lambda left, right: ("add", left, right), found)
-        elif _is(value, "product"):
-            return ("mul", *[self._expression(part, leaves) for part in value.parts])
-        elif _is(value, "mapped") and value.options[0] in OPERATORS and value.options[0] != "gelu":
+        if isinstance(value, _Whole):
+            size = value.meta.shape if isinstance(value.meta, Tensor) else (0,)
+            if value.special or size.numel() not in (1, leaves.width) or math.prod(size[:-1]) != 1:
+                raise _NoPlan
+            return leaves.add("whole", self.method("reshape", (value.node, (-1,))))
+        if _is(value, "mapped") and _has_kernel(*value.options):
             name, *options = value.options
-            if name != "softplus" or options == [1.0, 20.0]:
-                return (
-                    name,
-                    self._expression(value.parts[0], leaves),
-                    *(options if name != "softplus" else ()),
-                )
-        return leaves.add("edge", self._at_edges(value))
+            options = [] if name == "softplus" else options
+            return (name, self._expression(value.parts[0], leaves), *options)
+        if isinstance(value, _Of) and value.kind in _PAIRS:
+            return (_PAIRS[value.kind][1], *[self._expression(part, leaves) for part in value.parts])
+        if not isinstance(value, _Sum) or value.row not in ((leaves.width,), (1,)):
+            return leaves.add("edge", self._at_edges(value))
+        found: list[Any] = [leaves.add(place, node) for place, node in value.terms.items() if place != "edge"]
+        mapping = value.mapping
+        if mapping is not None and mapping.width <= _MOST_FEATURES and value.row != (1,):
+            found.append(leaves.add_mapped(mapping.features, mapping.weight))
+        elif value.edge is not None:
+            found.append(leaves.add("edge", value.edge))
+        if value.bias is not None:
+            found.append(self._expression(value.bias, leaves))
+        return functools.reduce(lambda left, right: ("add", left, right), found)
 
     def _reduced_terms(self, value: _Sum, how: str) -> Node | None:
         x = self._settled(value)
@@ -1073,17 +1093,25 @@ class _Leaves:
         self.places: list[str] = []
         self.nodes: list[Any] = []
 
-    def add(self, place: str, node: Any, anew: bool = False) -> tuple[str, int]:
-        known = (
-            []
-            if anew
-            else [n for n, each in enumerate(self.nodes) if each is node and self.places[n] == place]
-        )
-        if known and (place != "mapped"):
-            return ("leaf", known[0])
+    def add(self, place: str, node: Any) -> tuple[str, int]:
+        """The leaf of a node of the plan."""
+        for n, known in enumerate(zip(self.places, self.nodes, strict=True)):
+            if known == (place, node):
+                return ("leaf", n)
         self.places.append(place)
         self.nodes.append(node)
         return ("leaf", len(self.nodes) - 1)
+
+    def add_mapped(self, features: Any, weight: Any) -> tuple[str, int]:
+        """The leaf of mapped features, which the weight follows."""
+        self.places += ["mapped", "weight"]
+        self.nodes += [features, weight]
+        return ("leaf", len(self.nodes) - 2)
+
+
+def _has_kernel(name: str, *options: Any) -> bool:
+    """Whether generated kernels know an elementwise function."""
+    return name in OPERATORS and (name != "softplus" or options == (1.0, 20.0))
 
 
 def _share_features(mappings: Sequence[_Mapping | None]) -> bool:

@@ -43,6 +43,7 @@ CASES: dict[str, tuple[Expression, tuple[str, ...]]] = {
         ("mul", ("exp", ("neg", BOTH_AND_EDGE)), ("add", leaf(3), leaf(4))),
         ("dst one", "src one", "edge one", "src", "whole"),
     ),
+    "scaled": (("add", ("mul", leaf(0), leaf(1)), ("relu", leaf(1))), ("whole one", "src")),
     "quotient": (("div", ("silu", leaf(0)), ("add", ("square", ("tanh", leaf(1))), 0.5)), ("dst", "src")),
     "rectifiers": (("elu", ("leaky_relu", ("sub", leaf(0), leaf(1)), 0.2), 1.0), ("dst", "src")),
 }
@@ -76,6 +77,8 @@ def tensors_of(places: tuple[str, ...], adj: Adjacency, width: int, dtype: torch
         shape: tuple[int, ...] = (width,)
         if place == "weight":
             shape = (width, FEATURES)
+        elif place == "whole one":
+            shape = (1,)
         elif place != "whole":
             kind = place.split()
             shape = (rows[kind[0]], FEATURES if place == "mapped" else 1 if len(kind) > 1 else width)

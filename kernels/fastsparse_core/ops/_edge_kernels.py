@@ -211,6 +211,9 @@ def source_of(
         ),
     ]
     for n in sums:
+        if leaves[n].is_scalar:
+            lines.append(f"    tl.store(d{n} + tl.program_id(0), tl.sum(a{n}, 0))")
+            continue
         at = f"d{n} + tl.program_id(0).to(tl.int64) * {max(leaves[n].features, 1)} * W"
         where, mask = ("f", "fm")
         if leaves[n].place == "weight":

@@ -24,6 +24,9 @@ from fastsparse_core.structure.segments import Segments
 #: Edges of a tile; programs per multiprocessor, and of passes in which each has sums of its own to write.
 _TILE, _PROGRAMS, _PROGRAMS_WITH_SUMS = 16, 16, 6
 
+#: Reductions that kernels are generated for.
+HOW = ("sum", "mean", "max", "min", "softmax")
+
 _TORCH: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
     "sub": torch.sub,
