@@ -70,6 +70,7 @@ class Attention(MessagePassing):
 
     def __init__(self) -> None:
         super().__init__(aggr="sum")
+        self.width = WIDTH
         self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.of_edge = nn.Linear(FEATURES, WIDTH, bias=False)
 
@@ -81,7 +82,7 @@ class Attention(MessagePassing):
         self, q_i: Tensor, k_j: Tensor, v_j: Tensor, edge_attr: Tensor, index: Tensor, size_i: int | None
     ) -> Tensor:
         edge = self.of_edge(edge_attr)
-        score = (q_i * (k_j + edge)).sum(dim=-1) / math.sqrt(WIDTH)
+        score = (q_i * (k_j + edge)).sum(dim=-1) / math.sqrt(self.width)
         return softmax(score, index, num_nodes=size_i).unsqueeze(-1) * (v_j + edge)
 
 

@@ -100,6 +100,8 @@ def _recognise(graph: Graph, assigned: dict[str, Node], guards: dict[str, Any]) 
     out = list(graph.nodes)[-1].args[0]
     if not isinstance(out, Node):
         raise Untraceable("gives something else than a tensor")
+    if any(node.target is torch._assert for node in graph.nodes):  # plans check shapes, nothing else would
+        return Pattern(guards=guards, reason="checks its arguments")
     found = _rectified(graph, out, assigned, guards) or _product(graph, out, assigned, guards)
     if found is not None:
         return found

@@ -485,6 +485,8 @@ class _Planner:
         if node.target is torch_geometric.utils.scatter:
             raise _NoPlan
         metas, options = _mapped((args, kwargs), _meta_of)
+        if node.target is torch._assert and metas[0] is not True:  # not one of shapes, or it fails
+            raise _NoPlan
         if node.op == "call_method":
             meta = getattr(metas[0], str(node.target))(*metas[1:], **options)
         else:

@@ -25,6 +25,7 @@ from torch_geometric.nn.conv import MessagePassing
 #: What a body may name: modules whose functions a trace records, and functions that it records as one step.
 _MODULES = (torch, F, math)
 _FUNCTIONS = (torch_geometric.utils.softmax, torch_geometric.utils.scatter)
+_BUILTINS = (hasattr,)
 #: Instructions of a body that does more than compute.
 _FORBIDDEN = (
     "STORE_GLOBAL",
@@ -66,6 +67,16 @@ class _Tracer(torch.fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
+    def to_bool(self, obj: Proxy) -> bool:
+        """Assertions become a step of the graph; any other branch on a symbol is an error."""
+        frame = sys._getframe(2)
+        steps = dis.get_instructions(frame.f_code)
+        following = [step for step in steps if step.offset >= frame.f_lasti][:3]
+        if any("ASSERT" in f"{step.opname}{step.argrepr}".upper() for step in following):
+            self.create_proxy("call_function", torch._assert, (obj, ""), {})
+            return True
+        return super().to_bool(obj)
+
 
 def trace(
     layer: MessagePassing,
@@ -98,7 +109,8 @@ def trace(
         try:
             value = object.__getattribute__(probe, name)
         except AttributeError:  # a module or parameter, by nn.Module.__getattr__
-            guards[name] = None if getattr(layer, name, ABSENT) is None else PRESENT
+            value = getattr(layer, name, ABSENT)
+            guards[name] = value if value is None or value is ABSENT else PRESENT
             raise
         if isinstance(value, Proxy):  # assigned by the body before
             return value
@@ -162,7 +174,7 @@ def _check_code(function: Any, its_globals: dict[str, Any]) -> None:
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             value = its_globals.get(step.argval, getattr(builtins, step.argval, ABSENT))
             is_error = isinstance(value, type) and issubclass(value, Exception)
-            if not is_error and not any(value is allowed for allowed in (*_MODULES, *_FUNCTIONS)):
+            if not is_error and not any(value is allowed for allowed in (*_MODULES, *_FUNCTIONS, *_BUILTINS)):
                 raise Untraceable(f"uses {step.argval}")
         if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and str(step.argval).startswith(_STATE):
             raise Untraceable(f"reads .{step.argval}")

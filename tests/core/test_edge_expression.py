@@ -131,14 +131,14 @@ def test_rows_cut_into_slices(how: str, device: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("width", [1, 7, 128, 200])
+@pytest.mark.parametrize("how", ["sum", "max"])
+@pytest.mark.parametrize("width", [7, 200])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
 )
 def test_dtypes_and_widths(dtype: torch.dtype, tolerance: float, width: int, how: str):
     adj = graph("cuda", 3000)
-    for name in ("mlp", "crystal", "two maps"):
+    for name in ("mlp", "two maps"):
         if how not in ("max", "min") or dtype == torch.float32:  # rounding chooses other edges
             check(name, how, adj, width, dtype, tolerance)
 
