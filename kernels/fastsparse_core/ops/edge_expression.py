@@ -215,7 +215,7 @@ class _Call(NamedTuple):
         made: dict[int, Tensor] = {}
         for n in wanted:
             if n in sums:
-                made[n] = grad.new_empty((programs, *tensors[n].shape), dtype=self.acc)
+                made[n] = grad.new_zeros((programs, *tensors[n].shape), dtype=self.acc)
             else:
                 has_all = places[n] == own or rows.num_values == rows.num_edges
                 made[n] = (torch.empty_like if has_all else torch.zeros_like)(tensors[n])
@@ -259,26 +259,27 @@ class _Call(NamedTuple):
             for x in outs
         ]
         kernel = kernel_of(part, self.expression, self.leaves, self.how, wanted)
-        kernel[(programs or self._programs(rows, False),)](
-            split.slices,
-            _row_of_slot(rows),
-            rows.col,
-            rows.col if order is None else order,
-            self.adj.in_degree(),
-            *tensors,
-            *outs,
-            *parts,
-            *extra,
-            num_slices,
-            self.width,
-            max(16, triton.next_power_of_2(self.width)),
-            _TILE,
-            tl.float64 if self.acc == torch.float64 else tl.float32,
-            order is not None,
-            split.num_slots > 0,
-            "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
-            num_warps=4 if self.width <= 128 else 8,
-        )
+        with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device
+            kernel[(programs or self._programs(rows, False),)](
+                split.slices,
+                _row_of_slot(rows),
+                rows.col,
+                rows.col if order is None else order,
+                self.adj.in_degree(),
+                *tensors,
+                *outs,
+                *parts,
+                *extra,
+                num_slices,
+                self.width,
+                max(16, triton.next_power_of_2(self.width)),
+                _TILE,
+                tl.float64 if self.acc == torch.float64 else tl.float32,
+                order is not None,
+                split.num_slots > 0,
+                "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+                num_warps=4 if self.width <= 128 else 8,
+            )
         return parts if split.num_slots else None
 
     def _programs(self, rows: Adjacency, has_sums: bool) -> int:
