@@ -59,6 +59,11 @@ class CacheInfo:
         stale: entries dropped because their graph had changed.
         entries: structures held now.
         bytes: memory of the structures held now.
+
+    Example:
+        >>> from fastsparse_core.cache import CacheInfo
+        >>> CacheInfo(hits=9, misses=1, stale=0, entries=1, bytes=4096).hits
+        9
     """
 
     hits: int

@@ -27,6 +27,11 @@ class Row:
         by: the kernel, or the package whose implementation ran.
         reason: why it was not a kernel; "" if it was.
         cure: what to do about that; "" if nothing, because it is faster so.
+
+    Example:
+        >>> from fastsparse_core.call_report import Row
+        >>> Row("train.py:12", "scatter", by="segment_reduce").reason
+        ''
     """
 
     place: str
@@ -42,6 +47,11 @@ class CallReport:
 
     Attributes:
         rows: kinds of calls and how many there were, the most frequent first.
+
+    Example:
+        >>> import fastsparse_core
+        >>> fastsparse_core.report().rows  # recording starts with enable(report=True)
+        ()
     """
 
     rows: tuple[tuple[Row, int], ...]
@@ -93,6 +103,9 @@ class CallReport:
 
 def report() -> CallReport:
     """Returns what ran on FastSparse since recording started.
+
+    Returns:
+        The calls by line, function and kernel; ``print`` shows them as a table.
 
     Example:
         >>> import fastsparse_core

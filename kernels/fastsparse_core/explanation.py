@@ -25,6 +25,11 @@ class Explanation:
         layer: name of its class.
         by: ``"FastSparse"``, the name of the framework, or ``"not called"``.
         reason: why it was the framework, and what to do about it; "" if it was not.
+
+    Example:
+        >>> from fastsparse_core.explanation import Explanation
+        >>> Explanation("conv1", "FastGCNConv", by="FastSparse").reason
+        ''
     """
 
     path: str
@@ -34,7 +39,17 @@ class Explanation:
 
 
 class Explanations(tuple[Explanation, ...]):
-    """One :class:`Explanation` for each graph layer; ``print`` shows them as a table."""
+    """One :class:`Explanation` for each graph layer; ``print`` shows them as a table.
+
+    Args:
+        iterable: the explanations.
+
+
+    Example:
+        >>> from fastsparse_core.explanation import Explanation, Explanations
+        >>> len(Explanations([Explanation("conv1", "FastGCNConv", by="FastSparse")]))
+        1
+    """
 
     def __str__(self) -> str:
         from rich.console import Console

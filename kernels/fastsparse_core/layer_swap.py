@@ -57,6 +57,11 @@ class Row:
         drop_in: name of its class now if that is a drop-in, else "".
         reason: why nothing was changed, "" if something was.
         kernel: what computes it now, where a plugin says so.
+
+    Example:
+        >>> from fastsparse_core.layer_swap import Row
+        >>> Row(("conv1",), "GCNConv", "FastGCNConv", reason="").paths
+        ('conv1',)
     """
 
     paths: tuple[str, ...]
@@ -72,6 +77,11 @@ class Report:
 
     Attributes:
         rows: one per graph layer, in the order of the model.
+
+    Example:
+        >>> from fastsparse_core.layer_swap import Report, Row
+        >>> Report((Row(("conv1",), "GCNConv", "FastGCNConv", reason=""),))
+        Report(1 of 1 graph layers swapped)
     """
 
     rows: tuple[Row, ...]

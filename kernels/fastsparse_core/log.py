@@ -28,7 +28,7 @@ class SlowPathWarning(UserWarning):
     """FastSparse does not run a call the fast way that was asked for; the message has the cause and the cure.
 
     Example:
-        >>> import warnings
+        >>> import fastsparse_core, warnings
         >>> warnings.simplefilter("ignore", fastsparse_core.SlowPathWarning)
     """
 

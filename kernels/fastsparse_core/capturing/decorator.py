@@ -73,6 +73,7 @@ def capture(step: Any) -> Any:
         RuntimeError: of a model: in ``backward()``, if the model was called again before.
 
     Examples:
+        >>> import fastsparse_core, torch
         >>> x, weight = torch.ones(3, 2), torch.ones(2)
         >>> @fastsparse_core.capture
         ... def step(x):

@@ -28,6 +28,18 @@ def exchange_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
 
     Args:
         ranks: the processes; None: all.
+
+    Returns:
+        A process group with a stream of high priority.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or under torchrun
+        >>> from fastsparse_core.distributed import exchange_group
+        >>> group = exchange_group()
+        >>> dist.get_world_size(group)
+        1
+        >>> dist.destroy_process_group()
     """
     options = None
     if dist.get_backend() == "nccl":

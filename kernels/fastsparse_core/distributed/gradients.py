@@ -37,6 +37,15 @@ def all_reduce_gradients(
 
     Raises:
         ValueError: the processes gave other parameters than each other when they called it first; on all.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or under torchrun
+        >>> from fastsparse_core.distributed import all_reduce_gradients
+        >>> model = torch.nn.Linear(4, 1)
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> all_reduce_gradients(model)
+        >>> dist.destroy_process_group()
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()

@@ -57,6 +57,17 @@ class PartitionedAdjacency(Adjacency):
         tiles: in how many tiles of columns they travel then; None: :meth:`num_tiles` chooses.
         cache_inputs: whether the others' rows of features that need no gradient travel once.
         statistics: how well the graph is divided.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or under torchrun
+        >>> from fastsparse_core import spmm
+        >>> from fastsparse_core.distributed import PartitionedAdjacency, partition
+        >>> edges = torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> adj = PartitionedAdjacency.from_coo(edges[1], edges[0], partition(edges, 1, num_nodes=3))
+        >>> spmm(adj, torch.tensor([[1.0], [2.0], [3.0]])).flatten()
+        tensor([3., 1., 2.])
+        >>> dist.destroy_process_group()
     """
 
     is_partitioned = True
@@ -199,7 +210,11 @@ class PartitionedAdjacency(Adjacency):
         return cls.from_coo(row, part, partition, group=group, **options)
 
     def with_self_loops(self, kind: Literal["append", "replace"]) -> PartitionedAdjacency:
-        """The same part with a self loop on every node, see :meth:`Adjacency.from_coo`. Collective."""
+        """The same part with a self loop on every node, see :meth:`Adjacency.from_coo`. Collective.
+
+        Args:
+            kind: as ``self_loops`` of :meth:`Adjacency.from_coo`.
+        """
         row, col = self.rows.row(), self.rows.col
         if self.rows.edge_id is not None:
             order = self.rows.edge_id.argsort()
@@ -253,7 +268,11 @@ class PartitionedAdjacency(Adjacency):
         _unsupported("the ends of its edges")
 
     def t(self, *, valued: bool = True) -> Adjacency:
-        """Refused: the transpose's rows lie on other ranks."""
+        """Refused: the transpose's rows lie on other ranks.
+
+        Args:
+            valued: as in :meth:`Adjacency.t`.
+        """
         _unsupported("its transpose")
 
     def in_degree(self) -> Tensor:
@@ -288,14 +307,21 @@ class PartitionedAdjacency(Adjacency):
     # ---------------------------------------------------------------- data of nodes
 
     def scatter(self, x: Tensor) -> Tensor:
-        """This rank's rows of data of all nodes (num_nodes, ...)."""
+        """This rank's rows of data of all nodes (num_nodes, ...).
+
+        Args:
+            x: (num_nodes, ...), any dtype.
+        """
         return self.partition.scatter(x, self.rank)
 
     def gather(self, x: Tensor) -> Tensor:
         """Data of all nodes in their own order, on every rank, from each one's rows. Collective.
 
         Args:
-            x: (local nodes, ...); no gradient flows through.
+            x: (local nodes, ...), any dtype; no gradient flows through.
+
+        Raises:
+            ValueError: ``x`` has not one row per local node.
         """
         if x.size(0) != self.num_dst:
             raise ValueError(f"x: expected {self.num_dst} rows, one per own node, got {tuple(x.shape)}")
@@ -315,7 +341,7 @@ class PartitionedAdjacency(Adjacency):
         """Features of the own nodes and of the halo, the columns of ``rows``. Collective, differentiable.
 
         Args:
-            features: (local nodes, ...) each; cast where autocast is on, unless ``exact``.
+            features: floating (local nodes, ...) each; cast where autocast is on, unless ``exact``.
             exact: whether they travel in their own dtype whatever ``halo_dtype`` says.
         """
         given = [x for x in features if x is not None]
@@ -344,7 +370,10 @@ class PartitionedAdjacency(Adjacency):
         relu: bool,
         algorithm: str,
     ) -> Tensor:
-        """:func:`fastsparse_core.spmm` over the ranks' rows; arguments as there. Collective."""
+        """:func:`fastsparse_core.spmm` over the ranks' rows; collective.
+
+        Arguments as in :func:`fastsparse_core.spmm`.
+        """
         check_features("x", x, self.num_src, "num_src", self)
         given = x
         (x,) = autocast(x)  # type: ignore[assignment]
@@ -408,7 +437,12 @@ class PartitionedAdjacency(Adjacency):
         return self._inputs.get(given, flat.dtype, fetch)
 
     def scales(self, scale_src: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors of the halo's nodes and of all columns of ``rows``; kept for the last ``scale_src``."""
+        """Factors of the halo's nodes and of all columns of ``rows``; kept for the last ``scale_src``.
+
+        Args:
+            scale_src: floating (local nodes,), this rank's factors.
+            x: floating (local nodes, ...), the features that are scaled.
+        """
 
         def fetch() -> tuple[Tensor, Tensor]:
             checked = check_scale("scale_src", scale_src, self.num_src, x)
@@ -449,7 +483,12 @@ class PartitionedAdjacency(Adjacency):
         return sizes if inputs is None else sizes | {"inputs": inputs.nbytes}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Adjacency:
-        """Itself, if it lies there; else refused."""
+        """Itself, if it lies there; else refused.
+
+        Args:
+            device: the target.
+            non_blocking: as in :meth:`torch.Tensor.to`.
+        """
         if torch.empty(0, device=device).device == self.device:
             return self
         _unsupported("a move to another device (build it from edges that lie there)")

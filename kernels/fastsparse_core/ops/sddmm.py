@@ -44,10 +44,11 @@ def sddmm(
 
     Args:
         adj: structure (num_dst, num_src).
-        x_dst: features of the destinations, (num_dst, F) or (num_dst, H, D).
+        x_dst: features of the destinations, (num_dst, F) or (num_dst, H, D), float64, float32, float16 or
+            bfloat16.
         x_src: features of the sources, (num_src, F) or (num_src, H, D), in the dtype of ``x_dst``.
-        scale_dst: constant :math:`s`, (num_dst,).
-        scale_src: constant :math:`t`, (num_src,).
+        scale_dst: constant :math:`s`, floating (num_dst,).
+        scale_src: constant :math:`t`, floating (num_src,).
         algorithm: ``"csr"`` (on CUDA cores); ``"flashsparse"`` (8x1 vectors on tensor cores, FlashSparse 3.5,
             in float32 with two TF32 terms, or one where ``torch.set_float32_matmul_precision`` allows TF32;
             on CUDA and where rows and heads are multiples of 16 bytes, else csr); or ``"auto"``: flashsparse
@@ -66,6 +67,14 @@ def sddmm(
     Raises:
         TypeError: dtypes are not supported or differ.
         ValueError: a size, device or option does not fit, or there are more than 65535 heads on CUDA.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, sddmm
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 2]), torch.tensor([1, 2, 0]), (3, 3))
+        >>> x = torch.tensor([[1.0, 0.0], [2.0, 1.0], [3.0, 5.0]])
+        >>> sddmm(adj, x, x)
+        tensor([2., 3., 3.])
     """
     algorithm = policy.requested("sddmm", algorithm)
     policy.check_algorithm(layout, ("edges", "me_bcrs"), "layout")

@@ -67,9 +67,9 @@ def spmm(
             for each. None: 1.
         reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. Ties of max and min go to the first entry of a
             row, and so does their gradient.
-        scale_dst: constant :math:`s`, (num_dst,).
-        scale_src: constant :math:`t`, (num_src,).
-        bias: :math:`\mathbf{b}`, as many entries as features per node.
+        scale_dst: constant :math:`s`, floating (num_dst,).
+        scale_src: constant :math:`t`, floating (num_src,).
+        bias: :math:`\mathbf{b}`, floating (F,) with F features per node.
         relu: whether negative results become 0, which saves a pass over them.
         algorithm: ``"csr"`` (rows cut into slices of bounded length on CUDA cores, after HR-SpMM 4.1 and
             RoDe, or gathered from shared memory where all sources fit there); ``"flashsparse"`` (8x1 vectors
@@ -95,6 +95,8 @@ def spmm(
         ValueError: a size, device or option does not fit.
 
     Examples:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, spmm
         >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 2]), torch.tensor([1, 2, 0]), (3, 3))
         >>> spmm(adj, torch.eye(3)).tolist()
         [[0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]

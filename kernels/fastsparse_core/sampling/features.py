@@ -57,6 +57,14 @@ class FeatureTable:
     Raises:
         TypeError: ``table`` is no tensor, or ``device`` no device.
         ValueError: ``table`` lies on another GPU than ``device``.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core.sampling import FeatureTable
+        >>> features = FeatureTable(torch.eye(3), torch.device("cpu"))
+        >>> features[torch.tensor([2, 0])]
+        tensor([[0., 0., 1.],
+                [1., 0., 0.]])
     """
 
     def __init__(self, table: Tensor, device: torch.device, *, aligned: bool = False) -> None:
@@ -78,7 +86,7 @@ class FeatureTable:
         All tables of the tensor share them. They take 4 bytes more for every row of the table.
 
         Args:
-            rows: int64, distinct.
+            rows: int64 (num_rows,), distinct.
         """
         if self._table.device == self._device:
             return

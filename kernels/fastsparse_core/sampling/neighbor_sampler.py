@@ -48,6 +48,8 @@ class NeighborSampler:
         ValueError: fan-outs, weights or sizes are not as above.
 
     Examples:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, NeighborSampler
         >>> ring = Adjacency.from_coo(torch.arange(6), torch.arange(6).roll(1), (6, 6))
         >>> sampler = NeighborSampler(ring, [2, 2])
         >>> sampler.sample(torch.tensor([3])).nodes
@@ -94,7 +96,10 @@ class NeighborSampler:
         return self.start(seeds, seed=seed).finish()
 
     def start(self, seeds: Tensor | Mapping[str, Tensor], *, seed: int | None = None) -> Draw:
-        """As :meth:`sample`, but does not wait for a GPU; ``finish()`` of the result does."""
+        """Begins to draw a batch without waiting for the GPU; ``finish()`` of the result waits.
+
+        Arguments as in :meth:`NeighborSampler.sample`.
+        """
         if seed is None:
             seed = int(torch.randint(2**63 - 1, ()))
         by_type = self._check_seeds(seeds)
@@ -104,6 +109,9 @@ class NeighborSampler:
         """The nodes of every type from which most edges start, ``count`` at most; they are drawn most often.
 
         A graph without types has one, ``""``.
+
+        Args:
+            count: how many of each type, at most.
         """
         graph = self.graph
         edges = [torch.zeros(size, dtype=torch.int32, device=self.device) for size in graph.num_nodes]
