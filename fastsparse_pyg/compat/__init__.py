@@ -65,6 +65,15 @@ def install() -> dict[str, bool]:
 
     Returns:
         For each of the two names whether this package's module stands in for it now.
+
+    Example:
+        >>> from fastsparse_pyg import compat
+        >>> sorted(compat.install())
+        ['torch_scatter', 'torch_sparse']
+        >>> import torch, torch_scatter
+        >>> torch_scatter.scatter(torch.ones(3), torch.tensor([0, 0, 1]))
+        tensor([2., 1.])
+        >>> compat.uninstall()
     """
     return {name: _install(name, module) for name, module in _MODULES.items()}
 

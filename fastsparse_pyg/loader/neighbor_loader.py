@@ -47,6 +47,16 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
     Raises:
         ValueError: an argument does not fit the data.
         ImportError: PyG's own sampler is needed and not installed.
+
+    Example:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from fastsparse_pyg import NeighborLoader
+        >>> edge_index = torch.stack([torch.arange(6), torch.arange(6).roll(1)])
+        >>> data = Data(x=torch.randn(6, 8), edge_index=edge_index)
+        >>> loader = NeighborLoader(data, num_neighbors=[2], batch_size=4, device="cpu")
+        >>> [batch.batch_size for batch in loader]
+        [4, 2]
     """
 
     def __init__(
@@ -119,7 +129,11 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
         return self.filter_fn(out)
 
     def filter_fn(self, out: Any) -> Any:
-        """Joins what was sampled with its features."""
+        """Joins what was sampled with its features.
+
+        Args:
+            out: what was sampled.
+        """
         if self._sampler is None:
             return super().filter_fn(out)
         if self.transform_sampler_output:

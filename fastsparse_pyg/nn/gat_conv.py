@@ -42,6 +42,13 @@ class FastGATConv(AttentionConv, GATConv):
         - **output:** node features :math:`(|\mathcal{V}|, H * F_{out})` or :math:`(|\mathcal{V}_t|, H *
           F_{out})`, with ``return_attention_weights`` a pair of that and
           :math:`((2, |\mathcal{E}|), (|\mathcal{E}|, H))`
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastGATConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastGATConv(8, 4, heads=2)(x, edge_index).shape
+        torch.Size([3, 8])
     """
 
     _stores_edges = False

@@ -35,6 +35,13 @@ class FastGINConv(FastConv, GINConv):
           |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or :class:`~fastsparse_core.Adjacency`;
           float64, float32, float16, bfloat16
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastGINConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastGINConv(torch.nn.Linear(8, 4))(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     _aggregations = ANY_REDUCTION

@@ -64,6 +64,13 @@ class FastPNAConv(FastConv, PNAConv):
           edges :math:`(2, |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or
           :class:`~fastsparse_core.Adjacency`; edge features :math:`(|\mathcal{E}|, D)` *(optional)*
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastPNAConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastPNAConv(8, 4, ["mean", "max"], ["identity"], deg=torch.tensor([0, 3]))(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     _kernel = "multi_aggregate"

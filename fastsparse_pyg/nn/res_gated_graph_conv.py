@@ -44,6 +44,13 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
           or bfloat16; edges :math:`(2, |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or
           :class:`~fastsparse_core.Adjacency`; edge features :math:`(|\mathcal{E}|, D)` *(optional)*
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastResGatedGraphConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastResGatedGraphConv(8, 4)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     _kernel = "gated_aggregate"
