@@ -55,6 +55,14 @@ class DataLoader(dgl.dataloading.DataLoader):
 
     Raises:
         ValueError: see the sampler; or ``gpu_cache`` has other than numbers of nodes.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import DataLoader, NeighborSampler
+        >>> graph = dgl.graph((torch.arange(6), torch.arange(6).roll(1)))
+        >>> loader = DataLoader(graph, torch.arange(6), NeighborSampler([2]), device="cpu", batch_size=4)
+        >>> [len(outputs) for inputs, outputs, blocks in loader]
+        [4, 2]
     """
 
     def __init__(

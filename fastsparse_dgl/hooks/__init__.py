@@ -33,6 +33,7 @@ def enable(*, _devices: tuple[str, ...] | None = None) -> None:
     Examples:
         >>> import fastsparse_dgl
         >>> fastsparse_dgl.enable()
+        >>> fastsparse_dgl.disable()
     """
     with _lock:
         if _installed or not replacement.enabled_parts(["dgl"]):
@@ -50,6 +51,13 @@ def disable() -> None:
 
     Graphs that are on the GPU by FastSparse alone cannot be used until it is enabled again; every use says
     so.
+
+    Example:
+        >>> import fastsparse_dgl
+        >>> fastsparse_dgl.enable()
+        >>> fastsparse_dgl.disable()
+        >>> fastsparse_dgl.is_enabled()
+        False
     """
     with _lock:
         replacement.remove(_installed)
@@ -57,7 +65,18 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Whether DGL runs on FastSparse now."""
+    """Whether DGL runs on FastSparse now.
+
+    Returns:
+        True between :func:`enable` and :func:`disable`.
+
+    Example:
+        >>> import fastsparse_dgl
+        >>> fastsparse_dgl.enable()
+        >>> fastsparse_dgl.disable()
+        >>> fastsparse_dgl.is_enabled()
+        False
+    """
     return bool(_installed)
 
 

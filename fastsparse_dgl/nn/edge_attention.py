@@ -59,6 +59,13 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
         activation: applied to the result.
         allow_zero_in_degree: whether nodes without incoming edges are accepted; their attention sums to 0.
         bias: whether the layer has a bias.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastEdgeGATConv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> FastEdgeGATConv(8, 5, 4, num_heads=2)(graph, torch.randn(3, 8), torch.randn(3, 5)).shape
+        torch.Size([3, 2, 4])
     """
 
     def forward(
@@ -72,8 +79,9 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: (N, in_feats), or a pair of source and destination features.
-            edge_feat: (E, edge_feats), in the order of the edge ids.
+            feat: (N, in_feats), float64, float32, float16 or bfloat16, or a pair of source and
+                destination features.
+            edge_feat: (E, edge_feats), in the dtype of ``feat``, in the order of the edge ids.
             get_attention: whether to return the attention too.
 
         Returns:
@@ -154,6 +162,14 @@ class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):
         out_edge_feats: width of each head's result for edges.
         num_heads: number of heads.
         bias: whether new edge features have a bias.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastEGATConv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> nodes, edges = FastEGATConv(8, 5, 4, 6, num_heads=2)(graph, torch.randn(3, 8), torch.randn(3, 5))
+        >>> nodes.shape, edges.shape
+        (torch.Size([3, 2, 4]), torch.Size([3, 2, 6]))
     """
 
     def forward(
@@ -168,8 +184,9 @@ class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            nfeats: (N, in_node_feats), or a pair of source and destination features.
-            efeats: (E, in_edge_feats), in the order of the edge ids.
+            nfeats: (N, in_node_feats), float64, float32, float16 or bfloat16, or a pair of source and
+                destination features.
+            efeats: (E, in_edge_feats), in the dtype of ``nfeats``, in the order of the edge ids.
             edge_weight: (E,), in the order of the edge ids, or one number for all; multiplies the attention.
             get_attention: whether to return the attention too.
 

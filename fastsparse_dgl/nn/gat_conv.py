@@ -45,6 +45,13 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         activation: applied to the result.
         allow_zero_in_degree: whether nodes without incoming edges are accepted; their attention sums to 0.
         bias: whether the layer has a bias.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastGATConv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> FastGATConv(8, 4, num_heads=2)(graph, torch.randn(3, 8)).shape
+        torch.Size([3, 2, 4])
     """
 
     def forward(
@@ -58,7 +65,8 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: (N, ..., in_feats), or a pair of source and destination features.
+            feat: (N, ..., in_feats), float64, float32, float16 or bfloat16, or a pair of source
+                and destination features.
             edge_weight: (E,), in the order of the edge ids, or one number for all; multiplies the attention
                 after dropout.
             get_attention: whether to return the attention too.

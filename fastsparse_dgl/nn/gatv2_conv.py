@@ -42,6 +42,13 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
         allow_zero_in_degree: whether nodes without incoming edges are accepted; their attention sums to 0.
         bias: whether the linear layers have biases.
         share_weights: whether one matrix serves sources and destinations.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastGATv2Conv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> FastGATv2Conv(8, 4, num_heads=2)(graph, torch.randn(3, 8)).shape
+        torch.Size([3, 2, 4])
     """
 
     def forward(
@@ -51,7 +58,8 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: (N, ..., in_feats), or a pair of source and destination features.
+            feat: (N, ..., in_feats), float64, float32, float16 or bfloat16, or a pair of source
+                and destination features.
             get_attention: whether to return the attention too.
 
         Returns:

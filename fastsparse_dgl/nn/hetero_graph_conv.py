@@ -26,6 +26,14 @@ class FastHeteroGraphConv(dgl.nn.pytorch.HeteroGraphConv):
         mods: layer of each edge type.
         aggregate: ``"sum"``, ``"max"``, ``"min"``, ``"mean"``, ``"stack"`` or a function, over the results
             for one node type.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastHeteroGraphConv, FastSAGEConv
+        >>> graph = dgl.heterograph({("user", "rates", "film"): ([0, 1, 1], [0, 0, 1])})
+        >>> layer = FastHeteroGraphConv({"rates": FastSAGEConv(8, 4, "mean")})
+        >>> layer(graph, {"user": torch.randn(2, 8), "film": torch.randn(2, 8)})["film"].shape
+        torch.Size([2, 4])
     """
 
     def forward(

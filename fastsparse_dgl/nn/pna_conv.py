@@ -50,6 +50,13 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         num_towers: into which the input is split.
         edge_feat_size: width of the edges' features, 0: none.
         residual: whether the input is added to the result, where both have one width.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastPNAConv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> FastPNAConv(8, 4, ["mean", "max"], ["identity"], delta=1.0)(graph, torch.randn(3, 8)).shape
+        torch.Size([3, 4])
     """
 
     def forward(self, graph: GraphLike, node_feat: Tensor, edge_feat: Tensor | None = None) -> Tensor:
@@ -57,8 +64,9 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
 
         Args:
             graph: homogeneous DGLGraph or Adjacency.
-            node_feat: (N, in_size).
-            edge_feat: (E, edge_feat_size), in the order of the edge ids; needed where the layer has such.
+            node_feat: (N, in_size), float64, float32, float16 or bfloat16.
+            edge_feat: (E, edge_feat_size), in the dtype of ``node_feat``, in the order of the edge ids;
+                needed where the layer has such.
 
         Returns:
             (N, out_size).
