@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
-import shutil
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-from fastsparse_core.log import current_line
+from fastsparse_core.log import current_line, table_text
 
 #: Sentences of advice that a report gives at most.
 MOST_ADVICE = 3
@@ -78,7 +76,6 @@ class CallReport:
         return json.dumps({"rows": rows, "advice": self.advice}, indent=2) + "\n"
 
     def __str__(self) -> str:
-        from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
@@ -96,9 +93,7 @@ class CallReport:
         for row, count in self.rows:
             cells = (row.place, row.call, row.by, row.reason, str(count))
             table.add_row(*(Text(cell) for cell in cells))
-        page = io.StringIO()
-        Console(file=page, width=shutil.get_terminal_size((110, 24)).columns).print(table)
-        return "\n".join([page.getvalue().rstrip(), *self.advice])
+        return "\n".join([table_text(table), *self.advice])
 
 
 def report() -> CallReport:

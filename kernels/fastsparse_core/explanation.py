@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 from torch.nn import Module
 
 from fastsparse_core.fallback import Reason, listening
+from fastsparse_core.log import table_text
 
 _KERNELS = "FastSparse"
 
@@ -52,7 +51,6 @@ class Explanations(tuple[Explanation, ...]):
     """
 
     def __str__(self) -> str:
-        from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
@@ -64,9 +62,7 @@ class Explanations(tuple[Explanation, ...]):
         for item in self:
             cells = (item.path or "(the model)", item.layer, item.by, item.reason)
             table.add_row(*(Text(cell) for cell in cells))
-        page = io.StringIO()
-        Console(file=page, width=shutil.get_terminal_size((110, 24)).columns).print(table)
-        return page.getvalue().rstrip()
+        return table_text(table)
 
 
 def explain(

@@ -7,8 +7,6 @@ second place in the model.
 
 from __future__ import annotations
 
-import io
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +95,6 @@ class Report:
         return tuple(row for row in self.rows if row.reason)
 
     def __str__(self) -> str:
-        from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
@@ -112,9 +109,7 @@ class Report:
             paths = ", ".join(path or "(the model)" for path in row.paths)
             cells = (paths, row.original, now, *((row.kernel,) if with_kernel else ()))
             table.add_row(*(Text(cell) for cell in cells))
-        page = io.StringIO()
-        Console(file=page, width=shutil.get_terminal_size((110, 24)).columns).print(table)
-        return page.getvalue().rstrip()
+        return log.table_text(table)
 
     def __repr__(self) -> str:
         return f"Report({len(self.swapped)} of {len(self.rows)} graph layers swapped)"
