@@ -113,7 +113,8 @@ TREES = re.compile(r"```{toctree}\n(.*?)```", re.DOTALL)
 def pages_below(page, docs):
     """The pages that a page's trees name, and those below them."""
     found = []
-    for tree in TREES.findall((docs / f"{page}.md").read_text()):
+    path = docs / f"{page}.md"
+    for tree in TREES.findall(path.read_text() if path.exists() else ""):
         for line in tree.splitlines():
             if line and not line.startswith(":"):
                 name = posixpath.normpath(posixpath.join(posixpath.dirname(page), line))
@@ -123,7 +124,8 @@ def pages_below(page, docs):
 
 def test_the_site_shows_every_page():
     docs = CHECKOUT / "docs"
-    pages = {path.relative_to(docs).with_suffix("").as_posix() for path in docs.glob("**/*.md")}
+    paths = [*docs.glob("**/*.md"), *docs.glob("**/*.ipynb")]
+    pages = {path.relative_to(docs).with_suffix("").as_posix() for path in paths}
     assert sorted(pages_below("index", docs)) == sorted(pages - {"index"})
 
 
