@@ -42,8 +42,8 @@ def table_text(table: Any) -> str:
 
     page = io.StringIO()
     width = shutil.get_terminal_size((110, 24)).columns
-    # In a notebook, rich would display the table at once, and the text would be empty.
-    Console(file=page, width=width, force_jupyter=False).print(table)
+    # In a notebook, rich would display the table at once. Notebooks also set FORCE_COLOR.
+    Console(file=page, width=width, force_jupyter=False, force_terminal=False).print(table)
     return page.getvalue().rstrip()
 
 

@@ -337,7 +337,10 @@ def test_report(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_report_is_text_in_a_notebook_too(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    assert "DropIn" in str(Report((Row(("conv",), "Original", "DropIn", ""),)))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    text = str(Report((Row(("conv",), "Original", "DropIn", ""),)))
+    assert "DropIn" in text
+    assert "\x1b" not in text
 
 
 def test_a_model_without_graph_layers_is_warned_about(monkeypatch):
