@@ -142,7 +142,7 @@ def add_arguments(app: Any, what: str, name: str, layer: Any, options: Any, line
             found := re.search(r"^Args:\n.*?(?=^\w|\Z)", text, re.MULTILINE | re.DOTALL)
         ):
             described = GoogleDocstring(found[0], app.config)
-            place = next((at for at, line in enumerate(lines) if line.startswith(":Shapes:")), len(lines))
+            place = next((at for at, line in enumerate(lines) if line.startswith(".. rubric::")), len(lines))
             lines[place:place] = ["", *described.lines(), ""]
             return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -68,6 +69,7 @@ if __name__ == "__main__":
     import nbclient
     import nbformat
 
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "kernels")])
     for path in [Path(name) for name in sys.argv[1:]] or TUTORIALS:
         notebook = nbformat.read(path, as_version=4)
         nbclient.NotebookClient(notebook, timeout=600, record_timing=False).execute()
