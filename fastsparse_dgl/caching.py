@@ -170,7 +170,7 @@ def prepare(
 
     Args:
         graph: DGLGraph (homogeneous, block, bipartite or batched), or an Adjacency.
-        device: where the features will lie; None: the graph's device.
+        device: device of the features; None: the graph's device.
         etype: edge type of a graph with several; :class:`fastsparse_dgl.FastHeteroGraphConv` finds it, and so
             does a layer that is given the Adjacency.
         backward: also what training needs, the transposed structure.

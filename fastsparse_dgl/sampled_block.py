@@ -40,12 +40,12 @@ class SampledBlock:
         edges: sampled edges by edge type.
         num_src: number of sources by node type.
         num_dst: number of destinations by node type; they are the first sources.
-        device: where it lies.
+        device: its device.
         idtype: dtype of ids.
         frames: data by ``("src" or "dst", node type)`` and ``("edge", edge type)``; None: there are none yet.
 
     Attributes:
-        device: where it lies.
+        device: its device.
         idtype: dtype of ids.
         canonical_etypes: edge types.
         srctypes: node types of sources.

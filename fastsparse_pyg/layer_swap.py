@@ -47,9 +47,9 @@ def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> cor
     the result of ``to_hetero``, PyG's own models. :func:`restore` undoes it.
 
     A layer without a drop-in, one of the user's own for instance, keeps its code: what changes is how
-    features are read per edge and how messages are reduced per node, without atomics. Where its ``message()``
-    is a copy of the source's features, weighted or not, no messages are made at all. The report says for
-    every layer what computes it, and why one stays. Call this before ``torch.jit``; under ``torch.compile``
+    features are read per edge and how messages are reduced per node, without atomics. If its ``message()`` is
+    a copy of the source's features, weighted or not, no messages are made at all. The report says for every
+    layer what computes it, and why one stays. Call this before ``torch.jit``; under ``torch.compile``
     drop-ins want an Adjacency in place of `edge_index`, and other layers run PyG's code.
 
     Args:

@@ -40,8 +40,8 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
 
     Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
     section 3.1. With :class:`fastsparse_dgl.DataLoader` and a GPU it samples there; else in C++ threads, with
-    DGL's ``DataLoader`` and worker processes too. Every block's nodes draw anew, as in DGL. Random numbers
-    come from PyTorch's generator: ``torch.manual_seed`` repeats batches.
+    DGL's ``DataLoader`` and worker processes too. The nodes of every block sample again, as in DGL. Random
+    numbers come from PyTorch's generator: ``torch.manual_seed`` repeats batches.
 
     ``edge_dir="out"`` and excluded edges are left to DGL's own code.
 

@@ -25,7 +25,7 @@ class FastDotGatConv(AggregationMixin, dgl.nn.pytorch.DotGatConv):
     Parameters, defaults, state_dict, repr and errors are the original's. Scores, softmax and sum are one
     operator, :func:`fastsparse_core.attention`, which stores nothing per edge; ``get_attention`` computes the
     attention of every edge. Beyond the original, ``graph`` may be an :class:`fastsparse_core.Adjacency`,
-    features may lie on a GPU while the graph lies on the CPU, and features may have more dimensions, as in
+    features may be on a GPU while the graph is on the CPU, and features may have more dimensions, as in
     GATConv. Of a pair on a graph whose sources are its destinations the original uses the second only,
     transformed by ``fc_dst``; so does this layer, unless it gets an Adjacency, which does not tell.
 

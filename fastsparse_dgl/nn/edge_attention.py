@@ -43,8 +43,8 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
     head; softmax, dropout and both sums are one operator, :func:`fastsparse_core.attention`, and
     :math:`\mathbf{\Theta}_e` stands before and behind it: no edge gets ``num_heads * out_feats`` numbers.
     ``get_attention`` needs the attention of every edge and stores the projected edges, as the original does.
-    Beyond the original, ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may lie on a GPU
-    while the graph lies on the CPU. Features are matrices: more dimensions are not supported, nor does the
+    Beyond the original, ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a GPU
+    while the graph is on the CPU. Features are matrices: more dimensions are not supported, nor does the
     original take them without edge features of equal dimensions.
 
     Args:
@@ -153,7 +153,7 @@ class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):
     :math:`\mathbf{f}'` are a result, so they are stored; softmax and sum are
     :func:`fastsparse_core.edge_softmax` and :func:`fastsparse_core.spmm`, which store a number per edge and
     head. Beyond the original, ``graph`` may be an :class:`fastsparse_core.Adjacency` or a block with one
-    feature tensor, and features may lie on a GPU while the graph lies on the CPU.
+    feature tensor, and features may be on a GPU while the graph is on the CPU.
 
     Args:
         in_node_feats: width of the nodes' features, or a pair of widths (source, destination).

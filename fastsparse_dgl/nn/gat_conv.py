@@ -32,7 +32,7 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
     Parameters, defaults, state_dict, repr and errors are the original's. Scores, softmax, dropout and sum are
     one operator, :func:`fastsparse_core.additive_attention`, which stores nothing per edge; ``edge_weight``
     and ``get_attention`` need the attention of every edge and compute it. Beyond the original, ``graph`` may
-    be an :class:`fastsparse_core.Adjacency` and features may lie on a GPU while the graph lies on the CPU.
+    be an :class:`fastsparse_core.Adjacency` and features may be on a GPU while the graph is on the CPU.
 
     Args:
         in_feats: width of the input, or a pair of widths (source, destination).

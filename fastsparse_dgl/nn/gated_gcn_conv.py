@@ -39,7 +39,7 @@ class FastGatedGCNConv(AggregationMixin, _GatedGCNConv):
     and then batch normalisation, activation, residual connection and dropout of nodes and edges. Parameters,
     defaults, state_dict, repr and results are the original's. New edge features are a result, so they are
     stored; gates and messages are not (:func:`fastsparse_core.gated_edges`). Beyond the original, ``graph``
-    may be an :class:`fastsparse_core.Adjacency`, and features may lie on a GPU while the graph lies on the
+    may be an :class:`fastsparse_core.Adjacency`, and features may be on a GPU while the graph is on the
     CPU.
 
     Args:

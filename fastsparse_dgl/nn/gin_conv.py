@@ -23,7 +23,7 @@ class FastGINConv(AggregationMixin, dgl.nn.pytorch.GINConv):
         (e_{ji} \mathbf{h}_j)\big)
 
     Parameters, defaults, state_dict and repr are the original's. Beyond the original, ``graph`` may be an
-    :class:`fastsparse_core.Adjacency` and features may lie on a GPU while the graph lies on the CPU.
+    :class:`fastsparse_core.Adjacency` and features may be on a GPU while the graph is on the CPU.
 
     Args:
         apply_func: :math:`f_\Theta`, applied to the sum; None: nothing.

@@ -26,7 +26,7 @@ class FastGINEConv(AggregationMixin, dgl.nn.pytorch.GINEConv):
 
     Parameters, defaults, state_dict and repr are the original's. Messages and sum are one operator,
     :func:`fastsparse_core.gine_aggregate`. Beyond the original, ``graph`` may be an
-    :class:`fastsparse_core.Adjacency` and features may lie on a GPU while the graph lies on the CPU.
+    :class:`fastsparse_core.Adjacency` and features may be on a GPU while the graph is on the CPU.
 
     Args:
         apply_func: :math:`f_\Theta`, applied to the sum; None: nothing.

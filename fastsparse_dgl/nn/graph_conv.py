@@ -28,7 +28,7 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
 
     Parameters, defaults, state_dict, repr and errors are the original's. Normalisation and bias are part of
     the aggregation, so nothing is computed per edge. Beyond the original: ``graph`` may be an
-    :class:`fastsparse_core.Adjacency`, and features may lie on a GPU while the graph lies on the CPU; its
+    :class:`fastsparse_core.Adjacency`, and features may be on a GPU while the graph is on the CPU; its
     structure is moved once.
 
     Args:

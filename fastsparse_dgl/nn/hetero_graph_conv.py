@@ -19,8 +19,9 @@ class FastHeteroGraphConv(dgl.nn.pytorch.HeteroGraphConv):
         \mathbf{h}_i' = \mathrm{aggregate}_{r} f_r(\mathcal{G}_r, \mathbf{h})_i
 
     Parameters, defaults, state_dict, repr and results are the original's, and it computes nothing else. DGL
-    makes the graph of an edge type anew in every forward pass, so that drop-in layers inside the original
-    would convert it every time; here they find what they remember. The layers inside may be drop-ins or not.
+    makes a new graph for each edge type in every forward pass, so drop-in layers inside the original would
+    convert it every time. Inside this layer, they find the converted structure. The layers inside may be
+    drop-ins or not.
 
     Args:
         mods: layer of each edge type.

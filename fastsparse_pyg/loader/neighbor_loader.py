@@ -24,13 +24,13 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
     ``batch_size``, ``input_id``, ``num_sampled_nodes``, ``num_sampled_edges``, ...), edges are sorted by
     destination, and drop-in layers use the sampler's structure as it is.
 
-    On a GPU it samples and gathers there, on a stream beside the step, two batches ahead, and batches lie on
-    the GPU; features that take more than half of its free memory stay with the host and are sent row by row.
+    If there is a GPU, it samples and gathers there, on a separate stream, two batches ahead. Batches are on
+    the GPU. Features that take more than half of its free memory stay on the host and are sent row by row.
     ``num_workers`` and what belongs to it are ignored then. Elsewhere it samples in C++ threads, in worker
     processes if told.
 
-    What PyG's own sampler must do is left to it, and needs pyg-lib or torch-sparse: ``time_attr``, a
-    ``neighbor_sampler`` of the caller's, and graphs stored as ``adj_t``.
+    PyG's own sampler, which needs pyg-lib or torch-sparse, runs for ``time_attr``, a ``neighbor_sampler`` of
+    the caller's, and graphs stored as ``adj_t``.
 
     Args:
         data: Data, HeteroData or (FeatureStore, GraphStore). In place of an ``edge_index`` of 16 bytes per
@@ -38,8 +38,8 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
         num_neighbors: neighbours per hop, -1 for all; also by edge type.
         input_nodes: indices or mask of the seeds, in heterogeneous graphs ``(node type, indices)``; None:
             all.
-        device: where to sample and where batches lie; None: where the data is on a GPU, there, else on the
-            GPU if there is one.
+        device: where to sample, and the device of the batches; None: where the data is on a GPU, there, else
+            on the GPU if there is one.
         gpu_cache: number of nodes whose features a GPU keeps too, where they stay with the host: those that
             most edges start from, of every node type.
         others: as in PyG.

@@ -30,9 +30,9 @@ class FastGATConv(AttentionConv, GATConv):
     after "Graph Attention Networks" (https://arxiv.org/abs/1710.10903), section 2.1. Arguments, parameters,
     ``state_dict`` and results are the original's. Scores, softmax, dropout and sum are one operator
     (:func:`fastsparse_core.additive_attention`): nothing of the size of the edges is stored but, with
-    ``edge_dim``, one number per edge and head. The dropped attention weights are other random ones than the
-    original's, the same in the forward and the backward pass. ``return_attention_weights`` computes the
-    weights of all edges. Under autocast the result has the autocast dtype.
+    ``edge_dim``, one number per edge and head. Attention dropout draws a different mask than the original,
+    the same in the forward and the backward pass. ``return_attention_weights`` computes the weights of all
+    edges. Under autocast the result has the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or

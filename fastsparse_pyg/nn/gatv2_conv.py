@@ -30,8 +30,8 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
     Arguments, parameters, ``state_dict`` and results are the original's. Scores, softmax, dropout and sum are
     one operator (:func:`fastsparse_core.gatv2_attention`) that stores nothing of the size of the edges. Edge
     features stand inside the non-linearity: up to 32 of them are projected inside the operator, more run the
-    unfused operators. The dropped attention weights are other random ones than the original's. Under autocast
-    the result has the autocast dtype.
+    unfused operators. Attention dropout draws a different mask than the original. Under autocast the result
+    has the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or

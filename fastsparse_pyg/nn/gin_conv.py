@@ -26,7 +26,7 @@ class FastGINConv(FastConv, GINConv):
         \mathcal{N}(i)} \mathbf{x}_j \right)
 
     after "How Powerful are Graph Neural Networks?" (https://arxiv.org/abs/1810.00826). Arguments, parameters,
-    ``state_dict`` and results are the original's. Kernels serve ``aggr`` sum, add, mean, max and min;
+    ``state_dict`` and results are the original's. Kernels support ``aggr`` sum, add, mean, max and min;
     anything else runs PyG's own code on the same parameters.
 
     Shapes:

@@ -26,8 +26,8 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         \mathbf{X}^{\prime} = \mathbf{D}^{-1} \mathbf{H} \mathbf{W} \mathbf{B}^{-1} \mathbf{H}^{\top}
         \mathbf{X} \mathbf{\Theta}
 
-    after "Hypergraph Convolution and Hypergraph Attention" (https://arxiv.org/abs/1901.08150). One structure
-    and its transpose serve both products; attention scores are a number per node and head, and one per
+    after "Hypergraph Convolution and Hypergraph Attention" (https://arxiv.org/abs/1901.08150). Both products
+    use one structure and its transpose; attention scores are a number per node and head, and one per
     hyperedge and head.
 
     Example:

@@ -58,12 +58,12 @@ class FastMaxKGCNConv(FastGCNConv):
         \mathbf{X}^{\prime} = \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2} \,
         \mathrm{MaxK}(\mathbf{X}) \, \mathbf{\Theta}
 
-    after MaxK-GNN (arXiv:2312.08656, section 3): ``FastMaxKGCNConv(F, G, k=k)`` gives what
-    ``GCNConv(F, G)(MaxK(k)(x), ...)`` gives, so that in a stack of layers MaxK takes the place of ReLU; let a
-    linear layer go before the first. The k kept entries of each row are all that is gathered
+    after MaxK-GNN (arXiv:2312.08656, section 3): ``FastMaxKGCNConv(F, G, k=k)`` gives what ``GCNConv(F,
+    G)(MaxK(k)(x), ...)`` gives, so that in a stack of layers MaxK takes the place of ReLU; let a linear layer
+    go before the first. The k kept entries of each row are all that is gathered
     (:func:`fastsparse_core.ssd`). Parameters and ``state_dict`` are those of
-    :class:`~torch_geometric.nn.conv.GCNConv`. Where PyG's own code must run (message hooks, explain mode),
-    it does so on the dense MaxK features.
+    :class:`~torch_geometric.nn.conv.GCNConv`. If PyG's own code must run (message hooks, explain mode), it
+    gets the dense MaxK features.
 
     Args:
         in_channels: width of the input; -1: taken from the first call.

@@ -43,7 +43,7 @@ class FastRGATConv(AttentionConv, RGATConv):
     and results are the original's. :math:`\mathbf{W}_r \mathbf{x}_j` is computed once for every pair of a
     source and a relation that have edges, not for every edge, and the same goes for scores of destinations.
     Additive scores without ``mod`` run the fused kernel; the other options keep one number for every edge and
-    head. The dropped attention weights are other random ones than the original's.
+    head. Attention dropout draws a different mask than the original.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`; edges :math:`(2, |\mathcal{E}|)`; types

@@ -166,10 +166,10 @@ class FastRGCNConv(_RelationalConv, RGCNConv):
 
     after "Modeling Relational Data with Graph Convolutional Networks" (https://arxiv.org/abs/1703.06103),
     sections 2.1 and 2.2. Arguments, parameters, ``state_dict`` and results are the original's; that of PyG's
-    own ``FastRGCNConv`` is :class:`FastFastRGCNConv`. One aggregation serves all relations: its rows are the
-    pairs of a destination and a relation that have edges, sorted by relation, so that every relation's matrix
-    multiplies consecutive rows. Where fewer numbers move, sources are multiplied first. Nothing of the size
-    of nodes times relations is stored. The structure is made once for each pair of ``edge_index`` and
+    own ``FastRGCNConv`` is :class:`FastFastRGCNConv`. All relations are one aggregation. Its rows are the
+    pairs of a destination and a relation that have edges, sorted by relation, so every relation's matrix
+    multiplies consecutive rows. If that moves fewer numbers, sources are multiplied first. Nothing of the
+    size of nodes times relations is stored. The structure is made once for each pair of ``edge_index`` and
     ``edge_type``. An edge whose type is none of the relations is an IndexError; a captured step, which reads
     nothing from the device, leaves it out.
 

@@ -23,9 +23,9 @@ class FastSAGEConv(FastConv, SAGEConv):
         \mathcal{N}(i)} \mathbf{x}_j
 
     after "Inductive Representation Learning on Large Graphs" (https://arxiv.org/abs/1706.02216). Arguments,
-    parameters, ``state_dict`` and results are the original's. Kernels serve ``aggr`` sum, add, mean, max and
-    min; anything else (lists, LSTM, custom modules, message hooks, explain mode) runs PyG's own code on the
-    same parameters. Where several neighbours share the maximum, its gradient goes to the first of them.
+    parameters, ``state_dict`` and results are the original's. Kernels support ``aggr`` sum, add, mean, max
+    and min; anything else (lists, LSTM, custom modules, message hooks, explain mode) runs PyG's own code on
+    the same parameters. If several neighbours share the maximum, its gradient goes to the first of them.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or

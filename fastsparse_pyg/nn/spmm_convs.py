@@ -32,7 +32,7 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
         \mathbf{x}^{\prime}_i = \mathbf{W}_1 \mathbf{x}_i + \mathbf{W}_2 \sum_{j \in \mathcal{N}(i)} e_{j,i}
         \mathbf{x}_j
 
-    after "Weisfeiler and Leman Go Neural" (https://arxiv.org/abs/1810.02244). Kernels serve ``aggr`` sum,
+    after "Weisfeiler and Leman Go Neural" (https://arxiv.org/abs/1810.02244). Kernels support ``aggr`` sum,
     add, mean, max and min.
 
     Example:
@@ -147,8 +147,8 @@ class FastSGConv(_Powers, pyg.SGConv):
         \mathbf{X}^{\prime} = \left( \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2}
         \right)^K \mathbf{X} \mathbf{\Theta}
 
-    after "Simplifying Graph Convolutional Networks" (https://arxiv.org/abs/1902.07153). Where nothing is
-    cached, the linear layer comes first if that gathers less.
+    after "Simplifying Graph Convolutional Networks" (https://arxiv.org/abs/1902.07153). If nothing is cached,
+    and that gathers less, the linear layer comes first.
 
     Example:
         >>> import torch
@@ -213,8 +213,8 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
         \mathbf{X}^{(k)} = (1 - \alpha) \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2}
         \mathbf{X}^{(k-1)} + \alpha \mathbf{X}^{(0)}
 
-    after "Predict then Propagate" (https://arxiv.org/abs/1810.05997). Dropped edges are other random ones
-    than the original's.
+    after "Predict then Propagate" (https://arxiv.org/abs/1810.05997). Dropout of edges draws a different mask
+    than the original.
 
     Example:
         >>> import torch
@@ -255,8 +255,8 @@ class FastTAGConv(PropagatingConv, pyg.TAGConv):
         \mathbf{X}^{\prime} = \sum_{k=0}^K \left( \mathbf{D}^{-1/2} \mathbf{A} \mathbf{D}^{-1/2} \right)^k
         \mathbf{X} \mathbf{W}_{k}
 
-    after "Topology Adaptive Graph Convolutional Networks" (https://arxiv.org/abs/1710.10370). Where the
-    output is narrower than the input, by Horner's rule on the output's width.
+    after "Topology Adaptive Graph Convolutional Networks" (https://arxiv.org/abs/1710.10370). If the output
+    is narrower than the input, the sum is computed by Horner's rule at the output's width.
 
     Example:
         >>> import torch

@@ -35,8 +35,8 @@ class FastTransformerConv(AttentionConv, TransformerConv):
     (https://arxiv.org/abs/2009.03509), section 3.1. Arguments, parameters, ``state_dict`` and results are the
     original's. Scores, softmax, dropout and sum are one operator (:func:`fastsparse_core.attention`) that
     stores nothing of the size of the edges. Edge features join keys and values without a projected row for
-    any edge: :math:`\mathbf{W}_6` moves to the queries and behind the sum. The dropped attention weights are
-    other random ones than the original's. Under autocast the attention runs in the autocast dtype.
+    any edge: :math:`\mathbf{W}_6` moves to the queries and behind the sum. Attention dropout draws a
+    different mask than the original. Under autocast the attention runs in the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or

@@ -51,7 +51,7 @@ class Sightings:
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """What a cache did so far.
+    """Counters of a cache.
 
     Attributes:
         hits: look-ups that found a valid entry.

@@ -56,9 +56,9 @@ class CallReport:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What would make most calls faster: three sentences at most.
+        """Advice on what would make most calls faster, three sentences at most.
 
-        None for calls of which most ran on a kernel: an index is new once.
+        There is none for a call that ran on a kernel most of the time, because every index is new once.
         """
         served: Counter[tuple[str, str]] = Counter()
         for row, count in self.rows:

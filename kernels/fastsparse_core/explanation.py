@@ -17,7 +17,7 @@ _KERNELS = "FastSparse"
 
 @dataclass(frozen=True)
 class Explanation:
-    """What computed one layer.
+    """Which implementation computed one layer, and why.
 
     Attributes:
         path: name of the layer in the model; "" if it is the model.

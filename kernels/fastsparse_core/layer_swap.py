@@ -47,7 +47,7 @@ _SUBCLASS = "_replaced_class"
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one layer.
+    """The result of :func:`accelerate` for one layer.
 
     Attributes:
         paths: its names in the model, several for a shared layer; "" is the model itself.

@@ -120,7 +120,7 @@ def scatter(
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: shapes or devices do not fit, an index lies outside ``dim_size``, or the reduction is
+        ValueError: shapes or devices do not fit, an index is outside ``dim_size``, or the reduction is
             unknown.
 
     Example:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_prose import faults
 
 import fastsparse_core
 
@@ -180,6 +181,29 @@ def test_nothing_is_missing(package: str) -> None:
         for name, thing in entries(package).items()
         for entry, what in missing(name, thing).items()
     } == {}
+
+
+def prose(docstring: str) -> str:
+    """A docstring as Markdown, for the rules of sentences."""
+    text = re.sub(r"\.\. math::\n\n?((?: +\S.*\n)+)", "\n", docstring + "\n")
+    text = re.sub(r":\w+:`[^`]*`|`[^`]*<https?[^>]*>`_", "X", text)
+    text = re.sub(r"^ *(>>>|\.\.\. ).*$|^\w+:$", "\n", text, flags=re.M)
+    return re.sub(r"\n(?= +\*{0,2}\w+: )", "\n\n", text)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_sentences_are_plain(package: str) -> None:
+    pytest.importorskip(package, exc_type=ImportError)
+    texts = set()
+    for thing in entries(package).values():
+        members = vars(thing).items() if inspect.isclass(thing) else ()
+        public = [member for name, member in members if not name.startswith("_")]
+        texts |= {
+            inspect.getdoc(one) or "" for one in (thing, *public) if callable(one) or hasattr(one, "__get__")
+        }
+    # "Whether ..." is how the description of a property begins.
+    found = [fault for text in texts for fault in faults(prose(text)) if not fault.startswith("'Whether ")]
+    assert found == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -70,7 +70,7 @@ def attention(
             blocks, to which it converts the structure; ``"csr"``: one pass from the rows as they are, two
             numbers for every edge and head in the backward pass; ``"unfused"``: sddmm, edge_softmax, dropout,
             spmm; or ``"auto"``: csr while a structure on CUDA is new, fused3s where it is used often, and
-            unfused where neither can serve the call.
+            unfused if neither supports the call.
         edge_attr: :math:`\mathbf{a}`, (num_values, A) in the caller's edge order, or (num_values,) where A is
             1; a floating tensor, cast to the dtype of ``q``.
         edge_weight: :math:`\mathbf{W}`, (H * D, A), in the dtype of ``q``, the weight of a linear layer; goes

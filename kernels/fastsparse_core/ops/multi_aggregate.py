@@ -54,7 +54,7 @@ def multi_aggregate(
             F); with it :math:`\mathbf{a}_{ij}`, (num_values, A), in the caller's edge order. More than 32
             features are projected to rows first.
         edge_weight: :math:`\mathbf{W}`, (F, A), in the dtype of ``x_src``.
-        groups: equal groups of features; the results of a group lie side by side.
+        groups: equal groups of features; the results of a group are adjacent.
         min_variance: up to which the standard deviation is 0 and has no gradient.
 
     Returns:

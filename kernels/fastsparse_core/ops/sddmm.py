@@ -49,15 +49,19 @@ def sddmm(
         x_src: features of the sources, (num_src, F) or (num_src, H, D), in the dtype of ``x_dst``.
         scale_dst: constant :math:`s`, floating (num_dst,).
         scale_src: constant :math:`t`, floating (num_src,).
-        algorithm: ``"csr"`` (on CUDA cores); ``"flashsparse"`` (8x1 vectors on tensor cores, FlashSparse 3.5,
-            in float32 with two TF32 terms, or one where ``torch.set_float32_matmul_precision`` allows TF32;
-            on CUDA and where rows and heads are multiples of 16 bytes, else csr); or ``"auto"``: flashsparse
-            for one head of 16-bit features of more than 64 bytes, once the structure was prepared, or used
-            often enough to repay its conversion, and unless it is small; else csr.
+        algorithm: which kernel runs. If it does not support the call, ``"csr"`` runs:
+
+            - ``"csr"``: on CUDA cores.
+            - ``"flashsparse"``: 8x1 vectors on tensor cores (FlashSparse 3.5), on CUDA and for rows and heads
+              of multiples of 16 bytes. Float32 uses two TF32 terms, or one if
+              ``torch.set_float32_matmul_precision`` allows TF32.
+            - ``"auto"``: flashsparse for one head of 16-bit features of more than 64 bytes, once the
+              structure was prepared, or was used often enough to repay its conversion, unless it is small.
+              Else csr.
         layout: ``"edges"``, or ``"me_bcrs"``: all values of the non-zero vectors in the order of
             ``adj.bsb``, without padding, and zeros where the structure has no entry (FlashSparse, figure 9):
             what ``spmm(value_layout="me_bcrs")`` takes. The tensor cores write it, so ``"auto"`` takes them
-            wherever they can serve the call; csr's values of the edges are copied.
+            if they support the call. The values of csr are copied into it.
 
     Returns:
         (num_values,) or, with heads, (num_values, H), in the caller's edge order and the dtype of the

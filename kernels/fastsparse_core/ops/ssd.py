@@ -73,8 +73,8 @@ def ssd(
 
     Note:
         On CUDA ``"decoupled"`` sums 128 entries of a row at a time in fixed point, with 24 bits for the
-        greatest of them: results have float32's accuracy relative to the greatest entry among the neighbours,
-        not relative to each feature's own size. Features of very different scales keep that with
+        greatest of them. Results have float32's accuracy relative to the greatest entry among the neighbours,
+        not relative to the size of each feature. Features of very different scales keep that with
         ``algorithm="densify"``. Infinities, NaN and float64 are summed as floats.
 
     Examples:

@@ -38,7 +38,7 @@ def prefetched(
         finish: completes it.
         stream: where both run; None: where the caller is, one batch at a time.
         reads_rows: whether ``finish`` does anything with the rows of a `FeatureTable` but hand them on. If
-            not, the host's threads gather them beside the step too.
+            not, the host's threads gather them during the step, too.
 
     Returns:
         An iterator over the batches, in the order of ``items``.

@@ -150,7 +150,7 @@ class Adjacency(Storage):
 
         Raises:
             TypeError: an argument is not an integer tensor.
-            ValueError: lengths or devices differ, an index lies outside ``shape``, or an option is unknown.
+            ValueError: lengths or devices differ, an index is outside ``shape``, or an option is unknown.
         """
         shape = check_shape(shape)
         check_method(group_rows)
