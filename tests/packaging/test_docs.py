@@ -156,6 +156,17 @@ def test_browsers_draw_the_formulas():
     assert [formula for formula, mathml in drawn.items() if re.search(r"\\|>&<|linebreak", mathml)] == []
 
 
+def test_names_of_other_projects_have_links():
+    """The site's rules know every name that docstrings refer to."""
+    pytest.importorskip("sphinx")
+    pytest.importorskip("latex2mathml")
+    rules = runpy.run_path(str(CHECKOUT / "docs" / "conf.py"))["_ELSEWHERE"]
+    code = [path.read_text() for package in PACKAGES for path in (CHECKOUT / package).rglob("*.py")]
+    names = {name for text in code for name in re.findall(r":\w+:`~?((?:torch|dgl)[\w.]*\.\w+)`", text)}
+    assert len(names) > 40
+    assert {name for name in names if not any(re.fullmatch(rule, name) for rule, _ in rules)} == set()
+
+
 def test_drawings_are_what_their_script_draws():
     folder = CHECKOUT / "docs" / "drawings"
     drawings = runpy.run_path(str(folder / "draw.py"))["DRAWINGS"]
