@@ -170,7 +170,7 @@ def prepare(
 
     Args:
         graph: DGLGraph (homogeneous, block, bipartite or batched), or an Adjacency.
-        device: where the features will lie; None: the graph's device.
+        device: device of the features; None: the graph's device.
         etype: edge type of a graph with several; :class:`fastsparse_dgl.FastHeteroGraphConv` finds it, and so
             does a layer that is given the Adjacency.
         backward: also what training needs, the transposed structure.
@@ -180,6 +180,12 @@ def prepare(
 
     Raises:
         DGLError: ``graph`` is of another type or has several edge types and ``etype`` names none.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import prepare
+        >>> prepare(dgl.graph(([0, 1, 2], [1, 2, 0]))).shape
+        (3, 3)
     """
     if isinstance(graph, Adjacency):
         adjacency = graph if device is None else graph.to(_with_index(device))
@@ -202,10 +208,30 @@ def _with_index(device: torch.device | str | int) -> torch.device:
 
 
 def cache_info() -> CacheInfo:
-    """Hits, misses, entries and bytes of the remembered structures."""
+    """Hits, misses, entries and bytes of the remembered structures.
+
+    Returns:
+        The counters since the last :func:`clear_cache`.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import cache_info, clear_cache, prepare
+        >>> clear_cache()
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> adj = prepare(graph)
+        >>> cache_info().entries
+        1
+    """
     return _cache.info()
 
 
 def clear_cache() -> None:
-    """Forgets every remembered structure; the layers build them again when needed."""
+    """Forgets every remembered structure; the layers build them again when needed.
+
+    Example:
+        >>> from fastsparse_dgl import cache_info, clear_cache
+        >>> clear_cache()
+        >>> cache_info().entries
+        0
+    """
     _cache.clear()

@@ -30,14 +30,13 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         \mathbf{e}_{ij})\Big), \qquad \bigoplus = \text{scalers} \otimes \text{aggregators}
 
     Parameters, defaults, state_dict and repr are the original's. :math:`M` is linear, so its products with
-    nodes are computed once per node, for all towers together;
-    :func:`fastsparse_core.multi_aggregate` adds the edge's part (of up to 32 features) and computes all
-    aggregations in one pass over the graph, where the original takes one for every degree that occurs. No
-    message and no scaled aggregation is stored. The aggregators ``moment3``, ``moment4`` and ``moment5`` run
-    DGL's own code. Where several messages share a minimum or maximum they share its gradient evenly; the
-    original gives it to one of them. Beyond the original, ``graph`` may be an
-    :class:`fastsparse_core.Adjacency`, which counts as one graph in the normalisation by graph sizes, and
-    features may lie on a GPU while the graph lies on the CPU.
+    nodes are computed once per node, for all towers together; :func:`fastsparse_core.multi_aggregate` adds
+    the edge's part (of up to 32 features) and computes all aggregations in one pass over the graph, where the
+    original takes one for every degree that occurs. No message and no scaled aggregation is stored. The
+    aggregators ``moment3``, ``moment4`` and ``moment5`` run DGL's own code. If several messages share a
+    minimum or maximum, they share its gradient evenly; the original gives it to one of them. Beyond the
+    original, ``graph`` may be an :class:`fastsparse_core.Adjacency`, which counts as one graph in the
+    normalisation by graph sizes, and features may be on a GPU while the graph is on the CPU.
 
     Args:
         in_size: width of the input, divisible by ``num_towers``.
@@ -50,6 +49,13 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         num_towers: into which the input is split.
         edge_feat_size: width of the edges' features, 0: none.
         residual: whether the input is added to the result, where both have one width.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastPNAConv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> FastPNAConv(8, 4, ["mean", "max"], ["identity"], delta=1.0)(graph, torch.randn(3, 8)).shape
+        torch.Size([3, 4])
     """
 
     def forward(self, graph: GraphLike, node_feat: Tensor, edge_feat: Tensor | None = None) -> Tensor:
@@ -57,8 +63,9 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
 
         Args:
             graph: homogeneous DGLGraph or Adjacency.
-            node_feat: (N, in_size).
-            edge_feat: (E, edge_feat_size), in the order of the edge ids; needed where the layer has such.
+            node_feat: (N, in_size), float64, float32, float16 or bfloat16.
+            edge_feat: (E, edge_feat_size), in the dtype of ``node_feat``, in the order of the edge ids;
+                needed where the layer has such.
 
         Returns:
             (N, out_size).

@@ -67,6 +67,13 @@ class FastChebConv(PropagatingConv, ChebConv):
     after "Convolutional Neural Networks on Graphs with Fast Localized Spectral Filtering"
     (https://arxiv.org/abs/1606.09375). Without edge weights no value per edge exists: the Laplacian's
     diagonal is a number per node, and its normalisation scales rows inside the kernel.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastChebConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastChebConv(8, 4, K=3)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     _aggregations = (SumAggregation,)
@@ -85,10 +92,10 @@ class FastChebConv(PropagatingConv, ChebConv):
         """Computes the layer.
 
         Args:
-            x: node features.
+            x: node features (N, F_in), float64, float32, float16 or bfloat16.
             edge_index: edges, or an Adjacency whose rows are the destinations.
-            edge_weight: one weight per edge.
-            batch: graph of each node, where ``lambda_max`` differs by graph.
+            edge_weight: floating (E,).
+            batch: graph of each node, int64 (N,), if ``lambda_max`` differs between graphs.
             lambda_max: largest eigenvalue, a number or one per graph; None: estimated as in PyG.
         """
         adj = self._structure((x, x), edge_index)

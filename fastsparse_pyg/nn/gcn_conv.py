@@ -42,6 +42,13 @@ class FastGCNConv(PropagatingConv, GCNConv):
           sparse matrix :math:`(|\mathcal{V}|, |\mathcal{V}|)` or :class:`~fastsparse_core.Adjacency`; edge
           weights :math:`(|\mathcal{E}|)` *(optional)*
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(B, |\mathcal{V}|, F_{out})`
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastGCNConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastGCNConv(8, 4)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     _aggregations = (SumAggregation,)
@@ -53,11 +60,11 @@ class FastGCNConv(PropagatingConv, GCNConv):
         """Computes the layer.
 
         Args:
-            x: node features.
+            x: node features (N, F_in) or (B, N, F_in), float64, float32, float16 or bfloat16.
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. Self loops are
                 added to an Adjacency that was built without, as to edges; one that was built with them is
                 taken as it is.
-            edge_weight: one weight per edge, for edges and Adjacency (a matrix carries its own).
+            edge_weight: floating (E,), for edges and Adjacency (a matrix carries its own).
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit together, or `x` is a tuple.

@@ -26,7 +26,7 @@ class FastGINConv(FastConv, GINConv):
         \mathcal{N}(i)} \mathbf{x}_j \right)
 
     after "How Powerful are Graph Neural Networks?" (https://arxiv.org/abs/1810.00826). Arguments, parameters,
-    ``state_dict`` and results are the original's. Kernels serve ``aggr`` sum, add, mean, max and min;
+    ``state_dict`` and results are the original's. Kernels support ``aggr`` sum, add, mean, max and min;
     anything else runs PyG's own code on the same parameters.
 
     Shapes:
@@ -35,6 +35,13 @@ class FastGINConv(FastConv, GINConv):
           |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or :class:`~fastsparse_core.Adjacency`;
           float64, float32, float16, bfloat16
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastGINConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastGINConv(torch.nn.Linear(8, 4))(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     _aggregations = ANY_REDUCTION

@@ -51,6 +51,13 @@ class GraphTransformerLayer(GraphTransformer):
 
     Raises:
         ValueError: widths or options do not fit.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import GraphTransformerLayer
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> GraphTransformerLayer(8, 8, heads=2)(x, edge_index).shape
+        torch.Size([3, 8])
     """
 
     def __init__(

@@ -26,9 +26,16 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         \mathbf{X}^{\prime} = \mathbf{D}^{-1} \mathbf{H} \mathbf{W} \mathbf{B}^{-1} \mathbf{H}^{\top}
         \mathbf{X} \mathbf{\Theta}
 
-    after "Hypergraph Convolution and Hypergraph Attention" (https://arxiv.org/abs/1901.08150). One structure
-    and its transpose serve both products; attention scores are a number per node and head, and one per
+    after "Hypergraph Convolution and Hypergraph Attention" (https://arxiv.org/abs/1901.08150). Both products
+    use one structure and its transpose; attention scores are a number per node and head, and one per
     hyperedge and head.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastHypergraphConv
+        >>> hyperedge_index = torch.tensor([[0, 1, 1, 2], [0, 0, 1, 1]])  # nodes, hyperedges
+        >>> FastHypergraphConv(8, 4)(torch.randn(3, 8), hyperedge_index).shape
+        torch.Size([3, 4])
     """
 
     _features = "matrix"
@@ -44,10 +51,12 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         """Computes the layer.
 
         Args:
-            x: node features.
-            hyperedge_index: (2, num_entries): node and hyperedge of every entry of the incidence matrix.
-            hyperedge_weight: one weight per hyperedge.
-            hyperedge_attr: features of the hyperedges, for attention.
+            x: node features (N, F_in), float64, float32, float16 or bfloat16.
+            hyperedge_index: int64 (2, num_entries), node and hyperedge of every entry of the incidence
+                matrix.
+            hyperedge_weight: floating (num_edges,).
+            hyperedge_attr: features of the hyperedges (num_edges, F_in), in the dtype of ``x``, for
+                attention.
             num_edges: number of hyperedges; None: the largest index + 1.
         """
         reason = self._reason(x, x, hyperedge_index)

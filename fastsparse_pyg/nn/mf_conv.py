@@ -24,6 +24,13 @@ class FastMFConv(FastConv, MFConv):
     after "Convolutional Networks on Graphs for Learning Molecular Fingerprints"
     (https://arxiv.org/abs/1509.09292). Nodes are sorted by degree once per structure, not looked for in every
     call. Sparse matrices run PyG's own code.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastMFConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastMFConv(8, 4)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     _aggregations = ANY_REDUCTION

@@ -50,20 +50,27 @@ class FastPNAConv(FastConv, PNAConv):
 
     after "Principal Neighbourhood Aggregation for Graph Nets" (https://arxiv.org/abs/2004.05718). Arguments,
     parameters, ``state_dict`` and results are the original's. With ``pre_layers=1`` the message is
-    :math:`\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} + \mathbf{b}`: the
-    products with nodes are computed once per node, :func:`fastsparse_core.multi_aggregate` adds the edge's
-    part (of up to 32 features) and computes all aggregations in one pass, and no message is stored. Scalers
-    stand behind the update's linear map, so scaled aggregations are not stored either. With more
-    ``pre_layers`` messages are PyG's and stored, their aggregation is the kernel's. The variance is that of
-    deviations from the mean: more accurate than the original's difference of squares. Entries that share a
-    minimum or maximum share its gradient, also where it is exactly 0, of which PyTorch's ``scatter_reduce``
-    then drops a part.
+    :math:`\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} + \mathbf{b}`. The
+    products with nodes are computed once per node. :func:`fastsparse_core.multi_aggregate` adds the edge's
+    part (of up to 32 features) and computes all aggregations in one pass. No message is stored. Scalers stand
+    behind the update's linear map, so scaled aggregations are not stored either. With more ``pre_layers``
+    messages are PyG's and stored, their aggregation is the kernel's. The variance is that of deviations from
+    the mean: more accurate than the original's difference of squares. Entries that share a minimum or maximum
+    share its gradient. If the extremum is exactly 0, PyTorch's ``scatter_reduce`` drops a part of the
+    gradient; this layer does not.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, float64, float32, float16 or bfloat16;
           edges :math:`(2, |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or
           :class:`~fastsparse_core.Adjacency`; edge features :math:`(|\mathcal{E}|, D)` *(optional)*
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastPNAConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastPNAConv(8, 4, ["mean", "max"], ["identity"], deg=torch.tensor([0, 3]))(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     _kernel = "multi_aggregate"

@@ -32,8 +32,15 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
         \mathbf{x}^{\prime}_i = \mathbf{W}_1 \mathbf{x}_i + \mathbf{W}_2 \sum_{j \in \mathcal{N}(i)} e_{j,i}
         \mathbf{x}_j
 
-    after "Weisfeiler and Leman Go Neural" (https://arxiv.org/abs/1810.02244). Kernels serve ``aggr`` sum,
+    after "Weisfeiler and Leman Go Neural" (https://arxiv.org/abs/1810.02244). Kernels support ``aggr`` sum,
     add, mean, max and min.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastGraphConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastGraphConv(8, 4)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     _bipartite = True
@@ -48,9 +55,10 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
         """Computes the layer; errors as in :meth:`FastSAGEConv.forward`.
 
         Args:
-            x: node features, or (source features, destination features or None).
+            x: node features (N, F_in), float64, float32, float16 or bfloat16, or (source features,
+                destination features or None).
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
-            edge_weight: one weight per edge, for edges and Adjacency (a matrix carries its own).
+            edge_weight: floating (E,), for edges and Adjacency (a matrix carries its own).
             size: (sources, destinations), for edge lists.
         """
         adj = self._structure(x, edge_index, size)
@@ -139,8 +147,15 @@ class FastSGConv(_Powers, pyg.SGConv):
         \mathbf{X}^{\prime} = \left( \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2}
         \right)^K \mathbf{X} \mathbf{\Theta}
 
-    after "Simplifying Graph Convolutional Networks" (https://arxiv.org/abs/1902.07153). Where nothing is
-    cached, the linear layer comes first if that gathers less.
+    after "Simplifying Graph Convolutional Networks" (https://arxiv.org/abs/1902.07153). If nothing is cached,
+    and that gathers less, the linear layer comes first.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastSGConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastSGConv(8, 4, K=2)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
@@ -166,6 +181,13 @@ class FastSSGConv(_Powers, pyg.SSGConv):
         \mathbf{\Theta}
 
     after "Simple Spectral Graph Convolution" (https://openreview.net/forum?id=CYO5T-YjWZV).
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastSSGConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastSSGConv(8, 4, alpha=0.1, K=2)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
@@ -191,8 +213,15 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
         \mathbf{X}^{(k)} = (1 - \alpha) \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2}
         \mathbf{X}^{(k-1)} + \alpha \mathbf{X}^{(0)}
 
-    after "Predict then Propagate" (https://arxiv.org/abs/1810.05997). Dropped edges are other random ones
-    than the original's.
+    after "Predict then Propagate" (https://arxiv.org/abs/1810.05997). Dropout of edges draws a different mask
+    than the original.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastAPPNP
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastAPPNP(K=10, alpha=0.1)(x, edge_index).shape
+        torch.Size([3, 8])
     """
 
     _caches_matrix = True
@@ -226,8 +255,15 @@ class FastTAGConv(PropagatingConv, pyg.TAGConv):
         \mathbf{X}^{\prime} = \sum_{k=0}^K \left( \mathbf{D}^{-1/2} \mathbf{A} \mathbf{D}^{-1/2} \right)^k
         \mathbf{X} \mathbf{W}_{k}
 
-    after "Topology Adaptive Graph Convolutional Networks" (https://arxiv.org/abs/1710.10370). Where the
-    output is narrower than the input, by Horner's rule on the output's width.
+    after "Topology Adaptive Graph Convolutional Networks" (https://arxiv.org/abs/1710.10370). If the output
+    is narrower than the input, the sum is computed by Horner's rule at the output's width.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastTAGConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastTAGConv(8, 4)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
@@ -258,6 +294,13 @@ class FastMixHopConv(PropagatingConv, pyg.MixHopConv):
         \mathbf{\hat{D}}^{-1/2} \right)^p \mathbf{X} \mathbf{\Theta}_p
 
     after "MixHop" (https://arxiv.org/abs/1905.00067).
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastMixHopConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastMixHopConv(8, 4, powers=[0, 1, 2])(x, edge_index).shape
+        torch.Size([3, 12])
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
@@ -283,6 +326,13 @@ class FastGCN2Conv(PropagatingConv, pyg.GCN2Conv):
         \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2}
 
     after "Simple and Deep Graph Convolutional Networks" (https://arxiv.org/abs/2007.02133).
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastGCN2Conv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastGCN2Conv(8, alpha=0.1)(x, x, edge_index).shape
+        torch.Size([3, 8])
     """
 
     _caches_matrix = True
@@ -290,7 +340,14 @@ class FastGCN2Conv(PropagatingConv, pyg.GCN2Conv):
     _cached_adj_t = Cached()
 
     def forward(self, x: Tensor, x_0: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
-        """Computes the layer; ``x_0``: the first layer's features; else as :meth:`FastGCNConv.forward`."""
+        """Computes the layer.
+
+        Args:
+            x: node features (N, channels), float64, float32, float16 or bfloat16.
+            x_0: features of the first layer, like ``x``.
+            edge_index: as in :meth:`FastGCNConv.forward`.
+            edge_weight: as in :meth:`FastGCNConv.forward`.
+        """
         matrix = self._propagation(x, edge_index, edge_weight)
         if isinstance(matrix, Reason):
             edge_weight = self._written_for_original(x, edge_index, edge_weight)
@@ -314,6 +371,13 @@ class FastLGConv(PropagatingConv, pyg.LGConv):
         \mathbf{x}_j
 
     after "LightGCN" (https://arxiv.org/abs/2002.02126). Under autocast the result has the autocast dtype.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastLGConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastLGConv()(x, edge_index).shape
+        torch.Size([3, 8])
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
@@ -333,6 +397,13 @@ class FastARMAConv(PropagatingConv, pyg.ARMAConv):
         \mathbf{X}_k^{(T)}
 
     after "Graph Neural Networks with Convolutional ARMA Filters" (https://arxiv.org/abs/1901.01343).
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastARMAConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastARMAConv(8, 4, num_stacks=2)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
@@ -366,6 +437,13 @@ class FastClusterGCNConv(PropagatingConv, pyg.ClusterGCNConv):
         \mathbf{I})^{-1} (\mathbf{A} + \mathbf{I})
 
     after "Cluster-GCN" (https://arxiv.org/abs/1905.07953). Sparse matrices run PyG's own code.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastClusterGCNConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastClusterGCNConv(8, 4)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     _aggregations = (SumAggregation,)
@@ -403,6 +481,13 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
         \mathbf{h}_i^{(l+1)} = \mathrm{GRU}(\mathbf{m}_i^{(l+1)}, \mathbf{h}_i^{(l)})
 
     after "Gated Graph Sequence Neural Networks" (https://arxiv.org/abs/1511.05493).
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastGatedGraphConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastGatedGraphConv(8, num_layers=2)(x, edge_index).shape
+        torch.Size([3, 8])
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:

@@ -51,7 +51,7 @@ class Sightings:
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """What a cache did so far.
+    """Counters of a cache.
 
     Attributes:
         hits: look-ups that found a valid entry.
@@ -59,6 +59,11 @@ class CacheInfo:
         stale: entries dropped because their graph had changed.
         entries: structures held now.
         bytes: memory of the structures held now.
+
+    Example:
+        >>> from fastsparse_core.cache import CacheInfo
+        >>> CacheInfo(hits=9, misses=1, stale=0, entries=1, bytes=4096).hits
+        9
     """
 
     hits: int

@@ -40,8 +40,9 @@ def gine_aggregate(
         x: (num_src, F), float64, float32, float16 or bfloat16.
         edge_attr: :math:`\mathbf{e}`, (num_values, F), or :math:`\mathbf{a}`, (num_values, A), in the
             caller's edge order and the dtype of ``x``.
-        edge_weight: :math:`\mathbf{W}`, (F, A); None: ``edge_attr`` has the width of ``x``.
-        edge_bias: :math:`\mathbf{b}`, (F,), with ``edge_weight``; None: 0.
+        edge_weight: :math:`\mathbf{W}`, (F, A), in the dtype of ``x``; None: ``edge_attr`` has the width of
+            ``x``.
+        edge_bias: :math:`\mathbf{b}`, (F,), in the dtype of ``x``, with ``edge_weight``; None: 0.
 
     Returns:
         (num_dst, F); 0 in rows without edges. Accumulated in float32 or wider, deterministic. Differentiable
@@ -50,6 +51,14 @@ def gine_aggregate(
     Raises:
         TypeError: dtypes are not supported or differ.
         ValueError: a size or device does not fit.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, gine_aggregate
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0]), torch.tensor([0, 1]), (2, 2))
+        >>> gine_aggregate(adj, torch.tensor([[1.0], [2.0]]), torch.tensor([[-3.0], [1.0]]))
+        tensor([[3.],
+                [0.]])
     """
     check_structure(adj)
     if is_partitioned(adj):
@@ -96,10 +105,11 @@ def gated_aggregate(
         adj: structure (num_dst, num_src).
         k: (num_dst, F), float64, float32, float16 or bfloat16.
         q: (num_src, F), in the dtype of ``k``.
-        v: (num_src, F), likewise.
-        edge_attr: :math:`\mathbf{a}`, (num_values, A), in the caller's edge order; None: no third terms.
-        gate_weight: :math:`\mathbf{G}`, (F, A), with ``edge_attr``.
-        value_weight: :math:`\mathbf{U}`, (F, A), with ``edge_attr``.
+        v: (num_src, F), in the dtype of ``k``.
+        edge_attr: :math:`\mathbf{a}`, (num_values, A), in the caller's edge order and the dtype of ``k``;
+            None: no third terms.
+        gate_weight: :math:`\mathbf{G}`, (F, A), in the dtype of ``k``, with ``edge_attr``.
+        value_weight: :math:`\mathbf{U}`, (F, A), in the dtype of ``k``, with ``edge_attr``.
 
     Returns:
         (num_dst, F); 0 in rows without edges. Accumulated in float32 or wider, deterministic. Differentiable
@@ -108,6 +118,15 @@ def gated_aggregate(
     Raises:
         TypeError: dtypes are not supported or differ.
         ValueError: a size or device does not fit.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, gated_aggregate
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0]), torch.tensor([0, 1]), (2, 2))
+        >>> zero = torch.zeros(2, 1)  # gates of 1/2
+        >>> gated_aggregate(adj, zero, zero, v=torch.tensor([[1.0], [2.0]]))
+        tensor([[1.5000],
+                [0.0000]])
     """
     check_structure(adj)
     if is_partitioned(adj):
@@ -145,8 +164,8 @@ def gated_edges(
         adj: structure (num_dst, num_src).
         k: (num_dst, F), float64, float32, float16 or bfloat16.
         q: (num_src, F), in the dtype of ``k``.
-        v: (num_src, F), likewise.
-        edge: :math:`\mathbf{e}`, (num_values, F), in the caller's edge order.
+        v: (num_src, F), in the dtype of ``k``.
+        edge: :math:`\mathbf{e}`, (num_values, F), in the caller's edge order and the dtype of ``k``.
 
     Returns:
         :math:`\mathbf{y}` and :math:`\mathbf{n}`, (num_dst, F), and :math:`\mathbf{z}`, (num_values, F), 0
@@ -156,6 +175,15 @@ def gated_edges(
     Raises:
         TypeError: dtypes are not supported or differ.
         ValueError: a size or device does not fit.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, gated_edges
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0]), torch.tensor([0, 1]), (2, 2))
+        >>> x = torch.randn(2, 8)
+        >>> sums, norms, state = gated_edges(adj, x, x, x, edge=torch.randn(2, 8))
+        >>> state.shape
+        torch.Size([2, 8])
     """
     check_structure(adj)
     if is_partitioned(adj):

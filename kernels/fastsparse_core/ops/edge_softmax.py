@@ -38,6 +38,13 @@ def edge_softmax(adj: Adjacency, score: Tensor) -> Tensor:
     Raises:
         TypeError: the dtype is not supported.
         ValueError: the shape or the device does not fit, or there are more than 65535 heads on CUDA.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, edge_softmax
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 2]), torch.tensor([1, 2, 0]), (3, 3))
+        >>> edge_softmax(adj, torch.tensor([1.0, 1.0, 7.0]))
+        tensor([0.5000, 0.5000, 1.0000])
     """
     check_structure(adj)
     if not isinstance(score, Tensor) or score.dtype not in DTYPE_CODE:

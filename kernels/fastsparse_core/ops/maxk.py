@@ -39,6 +39,8 @@ def maxk(x: Tensor, k: int) -> CBSR:
         ValueError: ``x`` is not a matrix or too wide, or ``k`` is not from 1 to D.
 
     Examples:
+        >>> import torch
+        >>> from fastsparse_core import maxk
         >>> kept = maxk(torch.tensor([[1.0, 5.0, -2.0, 3.0], [0.0, 0.0, 0.0, -1.0]]), 2)
         >>> kept.ids.tolist(), kept.values.tolist()
         ([[1, 3], [0, 1]], [[5.0, 3.0], [0.0, 0.0]])

@@ -49,12 +49,12 @@ def multi_aggregate(
         adj: structure (num_dst, num_src).
         x_src: :math:`\mathbf{x}_j`, (num_src, F), float64, float32, float16 or bfloat16.
         aggregations: names, each at most once; results come in their order.
-        x_dst: :math:`\mathbf{x}_i`, (num_dst, F), None: 0.
-        edge_attr: without ``edge_weight`` the rows that edges add, (num_values, F); with it
-            :math:`\mathbf{a}_{ij}`, (num_values, A), in the caller's edge order. More than 32 features are
-            projected to rows first.
-        edge_weight: :math:`\mathbf{W}`, (F, A).
-        groups: equal groups of features; the results of a group lie side by side.
+        x_dst: :math:`\mathbf{x}_i`, (num_dst, F), in the dtype of ``x_src``; None: 0.
+        edge_attr: in the dtype of ``x_src``; without ``edge_weight`` the rows that edges add, (num_values,
+            F); with it :math:`\mathbf{a}_{ij}`, (num_values, A), in the caller's edge order. More than 32
+            features are projected to rows first.
+        edge_weight: :math:`\mathbf{W}`, (F, A), in the dtype of ``x_src``.
+        groups: equal groups of features; the results of a group are adjacent.
         min_variance: up to which the standard deviation is 0 and has no gradient.
 
     Returns:
@@ -66,6 +66,15 @@ def multi_aggregate(
         TypeError: a dtype is not supported.
         ValueError: an unknown or repeated aggregation, shapes or devices that do not fit, or a structure of
             one of several processes.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, multi_aggregate
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 2]), torch.tensor([1, 2, 0]), (3, 3))
+        >>> multi_aggregate(adj, torch.tensor([[1.0], [2.0], [4.0]]), ["sum", "max"])
+        tensor([[6., 4.],
+                [0., 0.],
+                [1., 1.]])
     """
     check_structure(adj)
     if is_partitioned(adj):

@@ -44,19 +44,24 @@ def sddmm(
 
     Args:
         adj: structure (num_dst, num_src).
-        x_dst: features of the destinations, (num_dst, F) or (num_dst, H, D).
+        x_dst: features of the destinations, (num_dst, F) or (num_dst, H, D), float64, float32, float16 or
+            bfloat16.
         x_src: features of the sources, (num_src, F) or (num_src, H, D), in the dtype of ``x_dst``.
-        scale_dst: constant :math:`s`, (num_dst,).
-        scale_src: constant :math:`t`, (num_src,).
-        algorithm: ``"csr"`` (on CUDA cores); ``"flashsparse"`` (8x1 vectors on tensor cores, FlashSparse 3.5,
-            in float32 with two TF32 terms, or one where ``torch.set_float32_matmul_precision`` allows TF32;
-            on CUDA and where rows and heads are multiples of 16 bytes, else csr); or ``"auto"``: flashsparse
-            for one head of 16-bit features of more than 64 bytes, once the structure was prepared, or used
-            often enough to repay its conversion, and unless it is small; else csr.
+        scale_dst: constant :math:`s`, floating (num_dst,).
+        scale_src: constant :math:`t`, floating (num_src,).
+        algorithm: which kernel runs. If it does not support the call, ``"csr"`` runs:
+
+            - ``"csr"``: on CUDA cores.
+            - ``"flashsparse"``: 8x1 vectors on tensor cores (FlashSparse 3.5), on CUDA and for rows and heads
+              of multiples of 16 bytes. Float32 uses two TF32 terms, or one if
+              ``torch.set_float32_matmul_precision`` allows TF32.
+            - ``"auto"``: flashsparse for one head of 16-bit features of more than 64 bytes, once the
+              structure was prepared, or was used often enough to repay its conversion, unless it is small.
+              Else csr.
         layout: ``"edges"``, or ``"me_bcrs"``: all values of the non-zero vectors in the order of
             ``adj.bsb``, without padding, and zeros where the structure has no entry (FlashSparse, figure 9):
             what ``spmm(value_layout="me_bcrs")`` takes. The tensor cores write it, so ``"auto"`` takes them
-            wherever they can serve the call; csr's values of the edges are copied.
+            if they support the call. The values of csr are copied into it.
 
     Returns:
         (num_values,) or, with heads, (num_values, H), in the caller's edge order and the dtype of the
@@ -66,6 +71,14 @@ def sddmm(
     Raises:
         TypeError: dtypes are not supported or differ.
         ValueError: a size, device or option does not fit, or there are more than 65535 heads on CUDA.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, sddmm
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 2]), torch.tensor([1, 2, 0]), (3, 3))
+        >>> x = torch.tensor([[1.0, 0.0], [2.0, 1.0], [3.0, 5.0]])
+        >>> sddmm(adj, x, x)
+        tensor([2., 3., 3.])
     """
     algorithm = policy.requested("sddmm", algorithm)
     policy.check_algorithm(layout, ("edges", "me_bcrs"), "layout")

@@ -54,9 +54,9 @@ def spmm(
 
     with :math:`\bigoplus` a sum, mean, maximum or minimum. Rows without edges give 0 (plus the bias). Sums
     are accumulated in float32 (float64 for float64 features) in a fixed order: results are bitwise
-    reproducible. So are gradients, but for those of ``x`` that the first products with a structure that came
-    sorted add by atomics on CUDA, instead of a transpose (`policy.scatters`); where
-    ``torch.use_deterministic_algorithms(True)`` is set they are too.
+    reproducible. So are gradients, with one exception: on CUDA, the first gradients of ``x`` for a structure
+    whose edges were given in sorted order are added by atomics, which saves the transpose
+    (`policy.scatters`). ``torch.use_deterministic_algorithms(True)`` turns that off.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -67,24 +67,28 @@ def spmm(
             for each. None: 1.
         reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. Ties of max and min go to the first entry of a
             row, and so does their gradient.
-        scale_dst: constant :math:`s`, (num_dst,).
-        scale_src: constant :math:`t`, (num_src,).
-        bias: :math:`\mathbf{b}`, as many entries as features per node.
+        scale_dst: constant :math:`s`, floating (num_dst,).
+        scale_src: constant :math:`t`, floating (num_src,).
+        bias: :math:`\mathbf{b}`, floating (F,) with F features per node.
         relu: whether negative results become 0, which saves a pass over them.
-        algorithm: ``"csr"`` (rows cut into slices of bounded length on CUDA cores, after HR-SpMM 4.1 and
-            RoDe, or gathered from shared memory where all sources fit there); ``"flashsparse"`` (8x1 vectors
-            on tensor cores, FlashSparse 3.2-3.4, in float32 with two TF32 terms, or one where
-            ``torch.set_float32_matmul_precision`` allows TF32; on CUDA and where the width allows 16-byte
-            accesses, else csr); ``"tca"`` (matricised dot products on tensor cores, from CSR as it lies,
-            TCA-SpMM 4.1-4.2) or ``"hr"`` (those for multiples of 64 entries of a row, CUDA cores for the
-            rest, HR-SpMM 4.1-4.3), both for float16 and bfloat16 on CUDA, weights rounded to the dtype of
-            ``x``, and csr where they cannot serve; or ``"auto"``: csr until the structure was prepared, or
-            used often enough to repay its conversion, and where there are few sources or few rows.
+        algorithm: which kernel runs. If it does not support the call, ``"csr"`` runs:
+
+            - ``"csr"``: rows, cut into slices of bounded length, on CUDA cores (HR-SpMM 4.1, RoDe). If all
+              sources fit shared memory, they are gathered from there.
+            - ``"flashsparse"``: 8x1 vectors on tensor cores (FlashSparse 3.2-3.4), on CUDA and for widths
+              that allow 16-byte accesses. Float32 uses two TF32 terms, or one if
+              ``torch.set_float32_matmul_precision`` allows TF32.
+            - ``"tca"``: matricised dot products on tensor cores, read from CSR (TCA-SpMM 4.1-4.2), for
+              float16 and bfloat16 on CUDA. Weights are rounded to the dtype of ``x``.
+            - ``"hr"``: as ``"tca"`` for multiples of 64 entries of a row; CUDA cores for the rest (HR-SpMM
+              4.1-4.3).
+            - ``"auto"``: flashsparse once the structure was prepared, or was used often enough to repay its
+              conversion. Csr before that, and if there are few sources or few rows.
         value_layout: ``"edges"``, or ``"me_bcrs"``: ``value`` is (num_vectors, 8) or (num_vectors, 8, H),
-            as ``sddmm(layout="me_bcrs")`` gives it, and so is its gradient (FlashSparse, figure 9). What it
-            holds where the structure has no entry is ignored, and gets the gradient 0. The tensor cores read
-            it as it lies, so ``"auto"`` takes them wherever they can serve the call; csr, and the gradient of
-            ``x``, need the values of the edges first, which are copied. Sums and means only.
+            as ``sddmm(layout="me_bcrs")`` returns it, and so is its gradient (FlashSparse, figure 9). Values
+            at places without an entry are ignored, and their gradient is 0. The tensor cores read this
+            layout, so ``"auto"`` takes them if they support the call. Csr and the gradient of ``x`` copy the
+            values of the edges first. Sums and means only.
 
     Returns:
         (num_dst, ...) in the dtype of ``x``; differentiable in ``x``, ``value`` and ``bias``, twice for sum
@@ -95,6 +99,8 @@ def spmm(
         ValueError: a size, device or option does not fit.
 
     Examples:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, spmm
         >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 2]), torch.tensor([1, 2, 0]), (3, 3))
         >>> spmm(adj, torch.eye(3)).tolist()
         [[0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]

@@ -56,9 +56,9 @@ def ssd(
         value: :math:`v`, (num_values,) in the caller's edge order, in the dtype of the values or in its
             accumulation dtype. None: 1.
         reduce: ``"sum"`` or ``"mean"``.
-        scale_dst: constant :math:`s`, (num_dst,).
-        scale_src: constant :math:`t`, (num_src,).
-        bias: :math:`\mathbf{b}`, (width,).
+        scale_dst: constant :math:`s`, floating (num_dst,).
+        scale_src: constant :math:`t`, floating (num_src,).
+        bias: :math:`\mathbf{b}`, floating (width,).
         algorithm: ``"decoupled"`` (edge groups summed in shared memory; on CUDA in fixed point, see below);
             ``"densify"`` (:func:`spmm` of the dense rows); or ``"auto"``: decoupled where few of the features
             are kept, else densify.
@@ -73,11 +73,13 @@ def ssd(
 
     Note:
         On CUDA ``"decoupled"`` sums 128 entries of a row at a time in fixed point, with 24 bits for the
-        greatest of them: results have float32's accuracy relative to the greatest entry among the neighbours,
-        not relative to each feature's own size. Features of very different scales keep that with
+        greatest of them. Results have float32's accuracy relative to the greatest entry among the neighbours,
+        not relative to the size of each feature. Features of very different scales keep that with
         ``algorithm="densify"``. Infinities, NaN and float64 are summed as floats.
 
     Examples:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, maxk, ssd
         >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 2]), torch.tensor([1, 2, 0]), (3, 3))
         >>> ssd(adj, maxk(torch.eye(3), 1)).tolist()
         [[0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
