@@ -772,6 +772,7 @@ def test_every_program_runs(tmp_path: Path, program_list: ModuleType) -> None:
     for name in program_list.PROGRAMS:
         of_program = {cell["implementation"]: cell for cell in cells if cell["program"] == name}
         assert of_program.pop("captured")["status"] == "skipped: capture needs a CUDA device"
+        assert "fastsparse run" in of_program
         if "PyG's layers, our loader" in of_program:  # without pyg-lib
             assert "requires either 'pyg-lib'" in of_program.pop("PyG")["status"]
             assert "requires either 'pyg-lib'" in of_program.pop("layers swapped")["status"]
