@@ -304,11 +304,12 @@ def program_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
     }
     if not times:
         return []
-    figure, axes = pyplot.subplots(figsize=(WIDTH, 1.5 + 0.5 * len(times)), constrained_layout=True)
+    figure, axes = pyplot.subplots(figsize=(WIDTH, 1.5 + 0.6 * len(times)), constrained_layout=True)
+    thick = 0.8 / len(OURS)
     for place, variant in enumerate(OURS):
         shares = [found.get(variant, 0.0) for found in times.values()]
-        heights = [nth + 0.27 * (place - 1) for nth in range(len(times))]
-        bars = axes.barh(heights, shares, 0.27, label=variant)
+        heights = [nth + thick * (place - (len(OURS) - 1) / 2) for nth in range(len(times))]
+        bars = axes.barh(heights, shares, thick, label=variant)
         axes.bar_label(
             bars, [f"{1 / share:.1f}x" if share else "" for share in shares], fontsize=7, padding=2
         )

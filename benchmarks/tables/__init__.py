@@ -37,6 +37,9 @@ ABOUT = {
     " forward and backward with all gradients in float32, the host's work included.",
     "dgl_operators": "DGL's operators after `fastsparse_dgl.enable()`, forward and backward, against ours on"
     " the same structure, PyG's gather and scatter, and DGL's own on the CPU.",
+    "enabled": "Calls as scripts make them, plain and under `fastsparse_pyg.enable()`: products of"
+    " `torch.sparse` matrices, `scatter`, `softmax` and global pools with a kept index; and the start of a"
+    " script under `fastsparse run`.",
     "segments": "Rows reduced by an index, against torch.index_add and scatter_reduce. A new index is checked"
     " and sorted in the call; one that is kept was sorted before.",
     "typed": "Layers of typed edges, 64 wide, forward and backward with all gradients, against PyG's own.",
@@ -113,6 +116,7 @@ CHAPTERS = {
     "pna": Chapter("Several aggregations (PNA)", TABLES["pna"]),
     "any_layer": Chapter("All layers of PyG", TABLES["any_layer"]),
     "dgl_operators": Chapter("DGL's operators", TABLES["dgl_operators"]),
+    "enabled": Chapter("Scripts without changes", TABLES["enabled"]),
     "segments": Chapter("Segments and scatter", TABLES["segments"]),
     "typed": Chapter("Typed edges", TABLES["typed"]),
     "ssd": Chapter("Sparse activations (MaxK, ssd)", ssd.ssd_in_short, ("scaling",)),

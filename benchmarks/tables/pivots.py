@@ -154,6 +154,21 @@ def segments(result: Record) -> list[Table]:
     return pivot(cells, title, rows, columns, split=("backward",))
 
 
+def enabled(result: Record) -> list[Table]:
+    """A table per kind of graph; the start of a script is a row of its own."""
+    columns = [
+        key_column("call, dtype"),
+        *time_columns({"plain": "plain ms", "enabled": "enabled ms"}),
+        speedup("plain/enabled", "plain", "enabled"),
+    ]
+
+    def title(rows: list[Row]) -> str:
+        cell = rows[0].cell
+        return f"{cell['graph']}, {'forward and backward' if cell['backward'] else 'forward'}"
+
+    return pivot(result["cells"], title, ("call", "dtype"), columns, split=("graph", "backward"))
+
+
 def dgl_operators(result: Record) -> list[Table]:
     """A row per graph and operator."""
     others = ("ours", "PyG", "DGL", "DGL, two CPU cores")
