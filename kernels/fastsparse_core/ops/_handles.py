@@ -2,7 +2,55 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
+
+
+class EdgesOfHandle(NamedTuple):
+    """What a symbolic handle stands for; `fastsparse_core.traced` keeps it with the symbol.
+
+    Attributes:
+        edges: (2, num_edges), of the trace.
+        place: the other arguments of ``fastsparse::structure``.
+        version: of the edges when they were looked up.
+    """
+
+    edges: Tensor
+    place: tuple[Any, ...]
+    version: int
+
+    def in_backward(self, grad: Tensor, handle: Any) -> Any:
+        """The handle for a backward pass, which keeps the edges alive until it runs.
+
+        All layers of a trace share one look-up, because each ends a CUDA graph of ``reduce-overhead``.
+
+        Args:
+            grad: some tensor of the backward pass, before which the look-up cannot happen.
+            handle: of the forward pass, which is taken where the edges were written to since.
+        """
+        if self.edges._version != self.version:
+            return handle
+        known = self.edges.__dict__.setdefault("_fastsparse_handles", {})
+        key = str(self.place)  # symbolic sizes have no hash
+        if key not in known:
+            known[key] = torch.ops.fastsparse.structure_backward.default(grad, self.edges, *self.place)
+        return known[key]
+
+
+def in_backward(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of an operator, with symbolic handles of a forward pass replaced in its backward pass."""
+    if torch._C._current_graph_task_id() < 0:
+        return arguments
+    return tuple(
+        each.node.edges_of_handle.in_backward(arguments[0], each)
+        if isinstance(each, torch.SymInt) and hasattr(each.node, "edges_of_handle")
+        else each
+        for each in arguments
+    )
 
 
 def keep_alive(adjacency: int) -> Adjacency | None:

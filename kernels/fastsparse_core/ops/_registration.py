@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastsparse_core.ops._eager import below_autograd, direct, is_first_derivative, is_plain_eager, is_wrapped
+from fastsparse_core.ops._handles import in_backward
 from fastsparse_core.structure.adjacency import from_handle
 
 #: Namespace of the operators: ``torch.ops.fastsparse``. An operator takes the structure as the integer handle
@@ -190,6 +191,7 @@ def register_autograd(name: str, formula: type[torch.autograd.Function]) -> None
     def dispatch(*arguments: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, arguments)
+        arguments = in_backward(arguments)
         if torch.is_grad_enabled():
             for argument in arguments:
                 if isinstance(argument, Tensor) and argument.requires_grad:
