@@ -44,8 +44,6 @@ class FastGATConv(AttentionConv, GATConv):
           :math:`((2, |\mathcal{E}|), (|\mathcal{E}|, H))`
     """
 
-    _stores_edges = False
-
     def forward(
         self,
         x: Tensor | OptPairTensor,

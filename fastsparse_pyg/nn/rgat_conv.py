@@ -52,7 +52,6 @@ class FastRGATConv(AttentionConv, RGATConv):
           multiplicative
     """
 
-    _stores_edges: ClassVar[bool] = True
 
     def forward(
         self,

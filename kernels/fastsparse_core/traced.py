@@ -9,7 +9,7 @@ number, so CUDA graphs of ``mode="reduce-overhead"`` are recorded once per struc
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -20,13 +20,16 @@ from fastsparse_core.ops._handles import EdgesOfHandle
 from fastsparse_core.ops._registration import library
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 from fastsparse_core.structure.construction import SelfLoops
+from fastsparse_core.structure.loops import without_self_loops
 
+Loops = SelfLoops | Literal["remove"]
 _PLACE = "Tensor edges, SymInt num_dst, SymInt num_src, bool reverse, str self_loops"
 # CUDA graphs cannot record what reads the cache. PyTorch 2.8 and newer leaves tagged operators out of them.
 _tag = getattr(torch.Tag, "cudagraph_unsafe", None)
 _tags = () if _tag is None else (_tag,)
 library.define(f"structure({_PLACE}) -> SymInt", tags=_tags)
 library.define(f"structure_backward(Tensor grad, {_PLACE}) -> SymInt", tags=_tags)
+library.define("structure_num_edges(Tensor edges, SymInt adjacency) -> SymInt", tags=_tags)
 library.define(
     "structure_part(Tensor edges, SymInt adjacency, str name, SymInt size, ScalarType dtype) -> Tensor", tags=_tags
 )
@@ -40,19 +43,21 @@ class TracedAdjacency(Adjacency):
         num_dst: number of destinations.
         num_src: number of sources.
         reverse: whether the rows of ``edges`` are swapped.
-        self_loops: as :meth:`Adjacency.from_coo` takes them.
+        self_loops: as :meth:`Adjacency.from_coo` takes them, or "remove".
     """
 
     is_padded = True  # how many entries there are is known when it runs
 
     def __init__(
-        self, edges: Tensor, num_dst: int, num_src: int, reverse: bool = False, self_loops: SelfLoops = "keep"
+        self, edges: Tensor, num_dst: int, num_src: int, reverse: bool = False, self_loops: Loops = "keep"
     ) -> None:
         self.edges, self.reverse, self.self_loops = edges, reverse, self_loops
         self.num_dst, self.num_src = num_dst, num_src
         self.shape = (num_dst, num_src)
         self._num_given: int = edges.size(1)
-        self.num_values = self._num_given if self_loops == "keep" else self._num_given + min(num_dst, num_src)
+        self._inserts = self_loops not in ("keep", "remove")
+        self.num_values = self._num_given + min(num_dst, num_src) if self._inserts else self._num_given
+        self._num_entries: int | None = self._num_given if self_loops == "keep" else None
         self._merge = None
         self.group_rows = "auto"
         self.plans = {}
@@ -65,13 +70,17 @@ class TracedAdjacency(Adjacency):
 
     @property
     def num_edges(self) -> int:
-        """Number of entries, at most: loops that are replaced are known when it runs."""
-        return self.num_values
+        """Number of entries, which is a number of its own where loops are replaced or removed."""
+        if self._num_entries is None:
+            found = torch.ops.fastsparse.structure_num_edges.default(self.edges, self.handle)
+            torch._check(found >= 0)
+            self._num_entries = found
+        return self._num_entries
 
     @property
     def has_inserted_loops(self) -> bool:
         """Whether self loops are inserted."""
-        return self.self_loops != "keep"
+        return self._inserts
 
     @property
     def rowptr(self) -> Tensor:  # type: ignore[override]
@@ -81,12 +90,12 @@ class TracedAdjacency(Adjacency):
     @property
     def col(self) -> Tensor:  # type: ignore[override]
         """int32 (num_edges,), the source of every entry."""
-        return self._part("col", self._known_num_edges("col"), torch.int32)
+        return self._part("col", self.num_edges, torch.int32)
 
     @property
     def edge_id(self) -> Tensor:
         """int64 (num_edges,), position of every entry in the caller's edge order."""
-        return self._part("edge_id", self._known_num_edges("edge_id"), torch.int64)
+        return self._part("edge_id", self.num_edges, torch.int64)
 
     @property
     def _loop_edge(self) -> Tensor | None:  # type: ignore[override]
@@ -94,11 +103,15 @@ class TracedAdjacency(Adjacency):
 
     def row(self) -> Tensor:
         """Destination of every entry, int32 (num_edges,)."""
-        return self._part("row", self._known_num_edges("row"), torch.int32)
+        return self._part("row", self.num_edges, torch.int32)
 
     def t(self, *, valued: bool = True) -> TracedAdjacency:
         """The transposed structure, in the same caller's edge order."""
         return TracedAdjacency(self.edges, self.num_src, self.num_dst, not self.reverse, self.self_loops)
+
+    def without_self_loops(self) -> TracedAdjacency:
+        """The structure without its self loops; edge values keep the order and the number that they had."""
+        return TracedAdjacency(self.edges, *self.shape, self.reverse, "remove")
 
     def derived(self, key: Any, build: Callable[[], Any]) -> Any:
         """Result of ``build()``, for the trace."""
@@ -137,14 +150,6 @@ class TracedAdjacency(Adjacency):
     def _part(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
         found: Tensor = torch.ops.fastsparse.structure_part.default(self.edges, self.handle, name, size, dtype)
         return found
-
-    def _known_num_edges(self, name: str) -> int:
-        if self.has_inserted_loops:
-            raise NotImplementedError(
-                f"{name}: has a length that a trace does not know where self loops are inserted; pass "
-                "an Adjacency"
-            )
-        return self._num_given
 
     def __repr__(self) -> str:
         return f"TracedAdjacency(shape={self.shape}, self_loops={self.self_loops!r})"
@@ -185,13 +190,20 @@ def _structure(edges: Tensor, *place: Any) -> int:
             "PyTorch before 2.8), whose replays would not see other edges; pass "
             "fastsparse_pyg.prepare(edge_index)"
         )
+    *sizes, self_loops = place
     with torch.no_grad():
-        return find(edges, *place).handle
+        if self_loops == "remove":
+            return without_self_loops(find(edges, *sizes, "keep")).handle
+        return find(edges, *sizes, self_loops).handle
 
 
 def _structure_backward(grad: Tensor, edges: Tensor, *place: Any) -> int:
     """The same for a backward pass, which gets the edges: so they, and their structure, live until then."""
     return _structure(edges, *place)
+
+
+def _structure_num_edges(edges: Tensor, adjacency: int) -> int:
+    return from_handle(adjacency).num_edges
 
 
 def _structure_part(edges: Tensor, adjacency: int, name: str, size: int, dtype: torch.dtype) -> Tensor:
@@ -227,9 +239,11 @@ def _traced(edges: Tensor, *place: Any) -> Any:
 for _key in ("CPU", "CUDA"):
     library.impl("structure", _structure, _key)
     library.impl("structure_backward", _structure_backward, _key)
+    library.impl("structure_num_edges", _structure_num_edges, _key)
     library.impl("structure_part", _structure_part, _key)
 library.impl("structure", _traced, "Autograd")
 torch.library.register_fake("fastsparse::structure", lambda edges, *place: _number(edges), lib=library)
+torch.library.register_fake("fastsparse::structure_num_edges", lambda edges, _: _number(edges), lib=library)
 torch.library.register_fake(
     "fastsparse::structure_backward", lambda grad, edges, *place: _number(edges), lib=library
 )

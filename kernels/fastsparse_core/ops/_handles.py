@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +62,36 @@ def keep_alive(adjacency: int) -> Adjacency | None:
     None for the symbolic handle of a trace, which stands for no object.
     """
     return from_handle(adjacency) if isinstance(adjacency, int) else None
+
+
+def built_outside_of_graphs(kernel: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """A kernel on CUDA for compiled code, which may run it within a CUDA graph of ``mode="reduce-overhead"``.
+
+    PyTorch runs such a graph once before it records it, and that run allocates from the graph's own memory, in
+    which nothing may stay. What the kernel keeps, such as formats and plans, is therefore made before, by a
+    thread of its own, because PyTorch redirects the allocations of the calling thread only.
+
+    Args:
+        kernel: takes the handle of a structure.
+        place: of the handle among the arguments.
+    """
+
+    def prepare(stream: torch.cuda.Stream, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        with torch.cuda.stream(stream), torch.no_grad():
+            from_handle(arguments[place]).prepare()
+            kernel(*arguments, **options)
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        trees = sys.modules.get("torch._inductor.cudagraph_trees")
+        if trees is not None and torch.cuda.is_available():
+            manager = trees.get_manager(arguments[0].device.index, create_if_none_exists=False)
+            if manager is not None and manager.in_warmup:
+                stream = torch.cuda.current_stream()
+                with ThreadPoolExecutor(1) as executor:
+                    executor.submit(prepare, stream, arguments, options).result()
+        return kernel(*arguments, **options)
+
+    return run
 
 
 def structure(adjacency: int, transpose: bool) -> Adjacency:
