@@ -55,8 +55,8 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         """
         reason = self._reason(x, x, hyperedge_index)
         is_traced = torch.compiler.is_compiling()
-        if reason is None and is_traced and num_edges is None:
-            reason = _UNKNOWN_NUMBER
+        if reason is None and is_traced and (num_edges is None or self.use_attention):
+            reason = fallback.COMPILED if self.use_attention else _UNKNOWN_NUMBER
         if reason is not None:
             return self._original_forward(
                 reason, x, hyperedge_index, hyperedge_weight, hyperedge_attr, num_edges

@@ -180,8 +180,8 @@ class FastPNAConv(FastConv, PNAConv):
         if edge_attr is not None:
             if not isinstance(edge_attr, Tensor) or edge_attr.dim() != 2:
                 return fallback.EDGES_NOT_A_MATRIX
-            if stores and torch.compiler.is_compiling():
-                return fallback.COMPILED_MESSAGES
+        if stores and torch.compiler.is_compiling():
+            return fallback.COMPILED_MESSAGES
         if is_sparse_matrix(edge_index):
             if edge_attr is not None:
                 return fallback.EDGE_FEATURES_BESIDE
