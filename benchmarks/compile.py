@@ -93,7 +93,10 @@ def draw(graph: str, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]
         else:
             edges = suite.load(graph, device).edge_index()
             nodes = int(edges.max()) + 1
-        x, features = torch.randn(nodes, WIDTH, device=device), torch.randn(edges.size(1), FEATURES, device=device)
+        x, features = (
+            torch.randn(nodes, WIDTH, device=device),
+            torch.randn(edges.size(1), FEATURES, device=device),
+        )
         found.append((x, edges, features))
     return found
 

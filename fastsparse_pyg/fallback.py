@@ -21,15 +21,15 @@ USUAL_FLOW = "Use flow='source_to_target', with the rows of `edge_index` swapped
 PLAIN_FEATURES = "Pass `x` with shape (num_nodes, num_features)"
 EDGE_ROWS = "Pass `edge_attr` with shape (num_edges, num_features)"
 ONE_DTYPE = "Convert them to one dtype"
-_NOT_COMPILED = "Keep this layer out of torch.compile, for instance with `torch.compiler.disable`"
+NOT_COMPILED = "Keep this layer out of torch.compile, for instance with `torch.compiler.disable`"
 
 EXPLAIN_MODE = Reason("explain mode", "")
 MESSAGE_HOOK = Reason("a hook on message passing", "")
 HOOKED_LINEAR = Reason("a linear layer with hooks", "")
 TRACED_BY_JIT = Reason("torch.jit.trace", "")
 DECOMPOSED = Reason("decomposed_layers > 1", "Use decomposed_layers=1")
-COMPILED = Reason("torch.compile", _NOT_COMPILED)
-COMPILED_MESSAGES = Reason("torch.compile with stored messages", _NOT_COMPILED)
+COMPILED = Reason("torch.compile", NOT_COMPILED)
+COMPILED_MESSAGES = Reason("torch.compile with stored messages", NOT_COMPILED)
 SPARSE_MATRIX = Reason("a sparse matrix", PLAIN_EDGES)
 EDGE_FEATURES_BESIDE = Reason("a sparse matrix with edge features beside it", PLAIN_EDGES)
 EDGE_FEATURES_WITHIN = Reason("a sparse matrix that carries edge features", PLAIN_EDGES)
@@ -42,7 +42,8 @@ EDGE_FEATURES_OR_NOT = Reason(
     "Pass `edge_attr` if and only if the layer has `edge_dim`",
 )
 EDGES_MADE_IN_TRACE = Reason(
-    "torch.compile of a model that makes or changes its edges", "Make the edges outside of the compiled function"
+    "torch.compile of a model that makes or changes its edges",
+    "Make the edges outside of the compiled function",
 )
 TWO_DTYPES = Reason("features of two dtypes", ONE_DTYPE)
 

@@ -480,7 +480,9 @@ def compile(result: Record) -> list[Table]:
     pairs = (("FastSparse", "FastSparse, compiled"), ("FastSparse", "FastSparse, reduce-overhead"))
     for slow, fast in (*pairs, ("PyG, compiled", "FastSparse, compiled")):
         if slow in names and fast in names:
-            columns.append(Column(f"{slow} / {fast}", lambda row, slow=slow, fast=fast: over(row, slow, fast)))
+            columns.append(
+                Column(f"{slow} / {fast}", lambda row, slow=slow, fast=fast: over(row, slow, fast))
+            )
     ours = "FastSparse, compiled"
     columns.append(Column("compilations", lambda row: str((row[ours] or {}).get("compilations", "-"))))
     title = "{graph}, {edges:,} edges, forward and backward"

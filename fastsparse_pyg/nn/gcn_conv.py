@@ -108,7 +108,11 @@ class FastGCNConv(PropagatingConv, GCNConv):
     def _with_loops_by_kernel(self, x: Any, edge_index: Tensor) -> Propagation | Reason | None:
         """GCN's matrix of plain edges whose loops the kernel may add; None where it may not."""
         state = self.__dict__
-        if not (state["normalize"] and state["add_self_loops"]) or state["cached"] or torch.compiler.is_compiling():
+        if (
+            not (state["normalize"] and state["add_self_loops"])
+            or state["cached"]
+            or torch.compiler.is_compiling()
+        ):
             return None
         reason = self._reason(x, x, edge_index)
         if reason is not None:

@@ -41,7 +41,6 @@ class FastHGTConv(AttentionConv, HGTConv):
         - **output:** node features :math:`(|\mathcal{V}_t|, F_{out})` of types with incoming relations
     """
 
-
     def forward(
         self, x_dict: dict[NodeType, Tensor], edge_index_dict: dict[EdgeType, Any]
     ) -> dict[NodeType, Tensor | None]:

@@ -52,7 +52,6 @@ class FastRGATConv(AttentionConv, RGATConv):
           multiplicative
     """
 
-
     def forward(
         self,
         x: Tensor,

@@ -67,7 +67,11 @@ class _Called(nn.Module):
 def _free_sizes(program: torch.export.ExportedProgram) -> Any:
     """The dimensions that may change, as `torch.export.export` takes them for a module of any arguments."""
     names = program.graph_signature.user_inputs
-    values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
+    values = [
+        node.meta.get("val")
+        for node in program.graph.nodes
+        if node.op == "placeholder" and node.name in names
+    ]
     free = [
         {place: torch.export.Dim.AUTO for place, size in enumerate(value.shape) if not isinstance(size, int)}
         if isinstance(value, Tensor)
@@ -250,7 +254,9 @@ def attention(
 ) -> tuple[Tensor, ...]:
     """``fastsparse::attention``."""
     if dropout_p:
-        raise ValueError(f"program: expected one of a model in evaluation, got dropout={dropout_p}; call model.eval()")
+        raise ValueError(
+            f"program: expected one of a model in evaluation, got dropout={dropout_p}; call model.eval()"
+        )
     values = src if v is None else v
     q, k, by_head = (x.unflatten(1, (heads, -1)) for x in (dst, src, values))
     of_edges = {"edge_attr": edge, "edge_weight": edge_weight}
@@ -306,7 +312,9 @@ def multi_aggregate(
     options = {"x_dst": x_dst, "edge_attr": edge, "edge_weight": weight, "groups": groups}
     with _in(x_src.dtype):
         wanted = [names[slot] for slot in sorted(names)]
-        out = reference.multi_aggregate(adj, x_src, wanted, min_variance=min_variance, **options).to(x_src.dtype)
+        out = reference.multi_aggregate(adj, x_src, wanted, min_variance=min_variance, **options).to(
+            x_src.dtype
+        )
     return out, out, out
 
 

@@ -412,9 +412,7 @@ def maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def cbsr_to_dense(values: Tensor, ids: Tensor, width: int) -> Tensor:
     """Float64 reference of :meth:`fastsparse_core.CBSR.to_dense`."""
-    return values.new_zeros(values.size(0), width, dtype=_dtype.get()).scatter(
-        1, ids.long(), _wide(values)
-    )
+    return values.new_zeros(values.size(0), width, dtype=_dtype.get()).scatter(1, ids.long(), _wide(values))
 
 
 def ssd(

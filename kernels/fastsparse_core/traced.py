@@ -31,7 +31,8 @@ library.define(f"structure({_PLACE}) -> SymInt", tags=_tags)
 library.define(f"structure_backward(Tensor grad, {_PLACE}) -> SymInt", tags=_tags)
 library.define("structure_num_edges(Tensor edges, SymInt adjacency) -> SymInt", tags=_tags)
 library.define(
-    "structure_part(Tensor edges, SymInt adjacency, str name, SymInt size, ScalarType dtype) -> Tensor", tags=_tags
+    "structure_part(Tensor edges, SymInt adjacency, str name, SymInt size, ScalarType dtype) -> Tensor",
+    tags=_tags,
 )
 
 
@@ -61,7 +62,9 @@ class TracedAdjacency(Adjacency):
         self._merge = None
         self.group_rows = "auto"
         self.plans = {}
-        self.handle: int = torch.ops.fastsparse.structure.default(edges, num_dst, num_src, reverse, self_loops)
+        self.handle: int = torch.ops.fastsparse.structure.default(
+            edges, num_dst, num_src, reverse, self_loops
+        )
 
     @property
     def device(self) -> torch.device:
@@ -148,7 +151,9 @@ class TracedAdjacency(Adjacency):
         return self._part("inv_out_degree", self.num_src, dtype)
 
     def _part(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
-        found: Tensor = torch.ops.fastsparse.structure_part.default(self.edges, self.handle, name, size, dtype)
+        found: Tensor = torch.ops.fastsparse.structure_part.default(
+            self.edges, self.handle, name, size, dtype
+        )
         return found
 
     def __repr__(self) -> str:
