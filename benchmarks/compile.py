@@ -1,7 +1,7 @@
 """Training steps under `torch.compile`, with edges as plain tensors: our layers and PyG's.
 
-Three layers with ReLU, 128 wide, forward and backward with all gradients. Whole graphs of the size of pubmed and
-ogbn-arxiv; and batches of 64 molecules, of which every step sees another one, of another size.
+Three layers with ReLU, 128 wide, forward and backward with all gradients. Whole graphs of the size of pubmed
+and ogbn-arxiv; and batches of 64 molecules, of which every step sees another one, of another size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import suite
-from .runner import Benchmark, Job, Run, check, option, relative_error, release
+from .runner import Benchmark, Job, Run, check, option, relative_error
 from .timing import step_time
 
 WIDTH, HEADS = 128, 4
@@ -37,7 +37,7 @@ TOLERANCE = 1e-3
 
 
 def cases(options: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Compiled PyG comes last and GAT last of it: on CUDA it may end in an assertion that ends the process' GPU."""
+    """Compiled PyG comes last, and GAT last of it: what it asserts on a GPU may end the process."""
     found = list(itertools.product(options.implementations, options.drawn, options.layers))
     return sorted(found, key=lambda case: (case[0] == "PyG, compiled") * (1 + (case[2] == "GAT")))
 
@@ -75,9 +75,7 @@ def cells(run: Run, case: tuple[str, str, str]) -> Iterator[Job]:
         return {**found, "error": error, "compilations": counters["stats"]["unique_graphs"]}
 
     yield cell, measure
-    del model, inputs
     torch._dynamo.reset()
-    release()
 
 
 def draw(graph: str, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:

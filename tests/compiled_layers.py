@@ -1,7 +1,7 @@
 """The table of PyG's drop-ins under `torch.compile` and `torch.export`, with edges as a plain tensor.
 
-`tests/pyg/test_pyg_compile.py` checks its rows. ``python tests/compiled_layers.py`` checks them too, with CUDA graphs
-where there is a GPU, and writes the table of docs/compile.md.
+`tests/pyg/test_pyg_compile.py` checks its rows. ``python tests/compiled_layers.py`` checks them too, with
+CUDA graphs where there is a GPU, and writes the table of docs/compile.md.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _rows() -> Iterator[Row]:
         if case.original not in known and key not in known and case.edges != "constant":
             known.add(key)
             yield _of_case(case, f"{case.name} {kind}".strip())
-    chebyshev = [case for case in CASES if case.name == "ChebConv" and len(case.arguments(1, 1)) == 3][0]
+    chebyshev = next(case for case in CASES if case.name == "ChebConv" and len(case.arguments(1, 1)) == 3)
     yield _of_case(chebyshev, "ChebConv")
     x_and_edges = lambda nodes: (torch.randn(nodes, 6, requires_grad=True), draw_edges(nodes))  # noqa: E731
     yield Row(
@@ -107,7 +107,7 @@ def _rows() -> Iterator[Row]:
         lambda nodes: (draw_edges(nodes),),
         lambda layer, edges: layer.get_embedding(edges),
     )
-    hgt = [case for case in CASES if case.name == "HGTConv"][0]
+    hgt = next(case for case in CASES if case.name == "HGTConv")
     yield _of_case(hgt, "HGTConv")
     for name in ("FastMaxKGCNConv", "FastMaxKSAGEConv"):
         yield Row(name, lambda name=name: getattr(fast, name)(6, 8, k=3), x_and_edges)
@@ -122,7 +122,7 @@ def moved(arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
 
 
 def check_compiled(row: Row, device: str, mode: str | None = None) -> list[list[str]]:
-    """Compares results and gradients of a compiled layer on two graphs; returns the operators of what was traced.
+    """Compares a compiled layer with itself on two graphs; returns the operators of every trace.
 
     Args:
         row: the layer.
@@ -161,7 +161,7 @@ def compare(got: Tensor, expected: Tensor, inputs: list[Any]) -> None:
 
 
 def check_exported(row: Row, device: str) -> list[str]:
-    """Compares the result of an exported layer on a graph of another size; returns the program's operators."""
+    """Compares an exported layer with itself on a graph of another size; returns its operators."""
     torch.manual_seed(0)
     layer = row.make().to(device).eval()
 

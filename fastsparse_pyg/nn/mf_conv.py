@@ -9,8 +9,8 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency
-from fastsparse_core.fused.joint_linear import add_linear
 from fastsparse_core.fallback import Reason
+from fastsparse_core.fused.joint_linear import add_linear
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv, is_plain_linear, size_for_pyg

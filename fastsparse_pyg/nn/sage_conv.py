@@ -8,7 +8,6 @@ from torch import Tensor
 from torch_geometric.nn import SAGEConv
 from torch_geometric.typing import OptPairTensor, Size
 
-from fastsparse_core import Adjacency
 from fastsparse_core.fallback import Reason
 from fastsparse_pyg.graph import EdgesLike, values_of
 from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv, size_for_pyg

@@ -22,7 +22,7 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
     """The same program in PyTorch's operators alone, for inference.
 
     It runs where FastSparse is not installed, and :func:`torch.onnx.export` takes it. Each operator becomes a
-    gather, the formula and a scatter, with a row of features for every edge: it is slower, and takes more memory.
+    gather, the formula and a scatter, with a row of features for every edge: slower, and with more memory.
 
     Args:
         program: of :func:`torch.export.export`, of a model in evaluation.
@@ -40,7 +40,7 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
     """
     if program.example_inputs is None:
         raise ValueError(
-            "program: expected one with example inputs, got none; take the program that torch.export.export returned"
+            "program: expected one with example inputs, got none; take what torch.export.export returned"
         )
     module = program.module()
     for part in list(module.modules()):
@@ -95,8 +95,8 @@ def _replace_operators(module: GraphModule) -> None:
             operator = node.target._schema.name.removeprefix("fastsparse::")
             if operator not in FORMULAS:
                 raise NotImplementedError(
-                    f"program: expected operators of inference, got fastsparse::{operator}; export the model in "
-                    "evaluation, without gradients"
+                    f"program: expected operators of inference, got fastsparse::{operator}; export the "
+                    "model in evaluation, without gradients"
                 )
             node.target = FORMULAS[operator]
     module.recompile()

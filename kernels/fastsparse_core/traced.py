@@ -1,9 +1,9 @@
 """Structures within a trace of `torch.compile` or `torch.export`.
 
-A trace knows tensors and sizes, not what a cache keeps for a tensor. `TracedAdjacency` stands for the structure
-of plain edges there: an operator, ``fastsparse::structure``, looks the structure up when the compiled code runs
-and returns its handle, which the other operators take as they take that of an `Adjacency`. The handle is a
-number, so CUDA graphs of ``mode="reduce-overhead"`` are recorded once per structure.
+A trace knows tensors and sizes, not what a cache keeps for a tensor. `TracedAdjacency` stands for the
+structure of plain edges there: an operator, ``fastsparse::structure``, looks the structure up when the
+compiled code runs and returns its handle, which the other operators take as they take that of an `Adjacency`.
+The handle is a number, so CUDA graphs of ``mode="reduce-overhead"`` are recorded once per structure.
 """
 
 from __future__ import annotations

@@ -344,8 +344,8 @@ def test_edges_made_within_a_trace_are_warned_about(reasons):
         torch.compile(model, backend="eager", fullgraph=True)(torch.randn(40, 6), random_graph())
     (record,) = reasons.records
     assert record.message == (
-        "FastResGatedGraphConv falls back to PyG's implementation, which is slower: torch.compile of a model that "
-        "makes or changes its edges. Make the edges outside of the compiled function"
+        "FastResGatedGraphConv falls back to PyG's implementation, which is slower: torch.compile of a model "
+        "that makes or changes its edges. Make the edges outside of the compiled function"
     )
 
 

@@ -67,9 +67,9 @@ def keep_alive(adjacency: int) -> Adjacency | None:
 def built_outside_of_graphs(kernel: Callable[..., Any], place: int) -> Callable[..., Any]:
     """A kernel on CUDA for compiled code, which may run it within a CUDA graph of ``mode="reduce-overhead"``.
 
-    PyTorch runs such a graph once before it records it, and that run allocates from the graph's own memory, in
-    which nothing may stay. What the kernel keeps, such as formats and plans, is therefore made before, by a
-    thread of its own, because PyTorch redirects the allocations of the calling thread only.
+    PyTorch runs such a graph once before it records it, and that run allocates from the graph's own memory,
+    where nothing may stay. What the kernel keeps, such as formats and plans, is therefore made before, by
+    another thread, because PyTorch redirects the allocations of the calling thread only.
 
     Args:
         kernel: takes the handle of a structure.
