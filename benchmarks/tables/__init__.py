@@ -46,6 +46,8 @@ ABOUT = {
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
     "small": "A training step of a plain loop where the host decides: small graphs, and batches that are"
     " new every step. `captured` is the step as a CUDA graph, docs/minibatch.md.",
+    "compile": "Three layers under `torch.compile` with plain edges, forward and backward, against the same"
+    " layers without it and PyG's.",
     "epochs": "Epochs on molecules with the loader inside the clock, and the loaders alone. PyG's layers with"
     " PyG's loader and the best number of workers are what the others are compared with.",
     "programs": "Whole epochs of programs as people write them (`benchmarks/program_list.py`): loading,"
@@ -102,6 +104,7 @@ CHAPTERS = {
     "programs": Chapter("Complete programs", TABLES["programs"], ("epochs",)),
     "train": Chapter("Training steps", train.train_in_short, ("time_bf16-amp", "memory_bf16-amp")),
     "small": Chapter("Small graphs and batches", TABLES["small"]),
+    "compile": Chapter("Under torch.compile", TABLES["compile"]),
     "epochs": Chapter("Epochs on batches of molecules", TABLES["epochs"]),
     "spmm": Chapter(
         "Aggregation (spmm)",

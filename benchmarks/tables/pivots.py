@@ -484,6 +484,26 @@ def minibatch(result: Record) -> list[Table]:
     return pivot(cells, title, (), columns, split=("graph", "precision"))
 
 
+def compile(result: Record) -> list[Table]:
+    """Milliseconds of a step by graph and layer, a column for each implementation."""
+    names = ordered(cell["implementation"] for cell in result["cells"])
+
+    def over(row: Row, slow: str, fast: str) -> str:
+        return ratio(quotient(time_of(row[slow]), time_of(row[fast])))
+
+    columns = [value("layer"), *time_columns({name: f"{name} ms" for name in names})]
+    pairs = (("FastSparse", "FastSparse, compiled"), ("FastSparse", "FastSparse, reduce-overhead"))
+    for slow, fast in (*pairs, ("PyG, compiled", "FastSparse, compiled")):
+        if slow in names and fast in names:
+            columns.append(
+                Column(f"{slow} / {fast}", lambda row, slow=slow, fast=fast: over(row, slow, fast))
+            )
+    ours = "FastSparse, compiled"
+    columns.append(Column("compilations", lambda row: str((row[ours] or {}).get("compilations", "-"))))
+    title = "{graph}, {edges:,} edges, forward and backward"
+    return pivot(result["cells"], title, ("layer",), columns, split=("graph",))
+
+
 def small(result: Record) -> list[Table]:
     """Milliseconds of a step by layer, for every kind of graph and precision."""
     all_ours = ("FastSparse", "captured", "captured model")

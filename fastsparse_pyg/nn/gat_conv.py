@@ -51,8 +51,6 @@ class FastGATConv(AttentionConv, GATConv):
         torch.Size([3, 8])
     """
 
-    _stores_edges = False
-
     def forward(
         self,
         x: Tensor | OptPairTensor,

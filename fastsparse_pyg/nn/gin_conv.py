@@ -15,7 +15,6 @@ from fastsparse_core.fused.joint_linear import may_be_cast
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_pyg.graph import EdgesLike, values_of
 from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv, size_for_pyg
-from fastsparse_pyg.traced import TracedEdges
 
 
 class FastGINConv(FastConv, GINConv):
@@ -48,11 +47,9 @@ class FastGINConv(FastConv, GINConv):
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: EdgesLike, size: Size = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastSAGEConv.forward`."""
-        adj: Adjacency | TracedEdges | Reason = self._structure(x, edge_index, size)
+        adj = self._structure(x, edge_index, size)
         if isinstance(adj, Reason):
-            adj = self._traced_edges(adj, x, edge_index, size)
-            if isinstance(adj, Reason):
-                return self._original_forward(adj, x, edge_index, size_for_pyg(edge_index, size))
+            return self._original_forward(adj, x, edge_index, size_for_pyg(edge_index, size))
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         # PyG multiplies by the values of a torch.sparse matrix and drops those of a SparseTensor.
         value = (

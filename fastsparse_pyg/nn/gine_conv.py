@@ -50,7 +50,6 @@ class FastGINEConv(AttentionConv, GINEConv):
     """
 
     _kernel = "gine_aggregate"
-    _stores_edges = False
 
     def forward(
         self,

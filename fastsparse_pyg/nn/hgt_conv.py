@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,8 +49,6 @@ class FastHGTConv(AttentionConv, HGTConv):
         >>> layer(x, {rates: torch.tensor([[0, 1, 2], [0, 1, 1]])})["film"].shape
         torch.Size([2, 4])
     """
-
-    _stores_edges: ClassVar[bool] = False
 
     def forward(
         self, x_dict: dict[NodeType, Tensor], edge_index_dict: dict[EdgeType, Any]

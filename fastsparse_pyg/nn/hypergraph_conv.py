@@ -13,10 +13,13 @@ from torch_geometric.typing import OptTensor
 from fastsparse_core import Adjacency, edge_softmax, spmm
 from fastsparse_core.fallback import Reason
 from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_core.traced import TracedAdjacency
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import is_sparse_matrix, raise_graph, resolve
 from fastsparse_pyg.nn.base import FastConv
 from fastsparse_pyg.nn.segments import EdgeEnd, gather
+
+_UNKNOWN_NUMBER = Reason("torch.compile without num_edges", "Pass `num_edges`, the number of hyperedges")
 
 
 class FastHypergraphConv(FastConv, HypergraphConv):
@@ -60,13 +63,19 @@ class FastHypergraphConv(FastConv, HypergraphConv):
             num_edges: number of hyperedges; None: the largest index + 1.
         """
         reason = self._reason(x, x, hyperedge_index)
+        is_traced = torch.compiler.is_compiling()
+        if reason is None and is_traced and (num_edges is None or self.use_attention):
+            reason = fallback.COMPILED if self.use_attention else _UNKNOWN_NUMBER
         if reason is not None:
             return self._original_forward(
                 reason, x, hyperedge_index, hyperedge_weight, hyperedge_attr, num_edges
             )
         if num_edges is None:
             num_edges = int(hyperedge_index[1].max()) + 1 if hyperedge_index.numel() else 0
-        to_edges = resolve(hyperedge_index, x.size(0), num_edges, x.device)
+        if is_traced:
+            to_edges: Adjacency = TracedAdjacency(hyperedge_index, num_edges, x.size(0))
+        else:
+            to_edges = resolve(hyperedge_index, x.size(0), num_edges, x.device)
         to_nodes = to_edges.t()
         x = self.lin(x)
         alpha = None

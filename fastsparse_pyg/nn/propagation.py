@@ -12,6 +12,7 @@ from torch_geometric.typing import SparseTensor
 from fastsparse_core import Adjacency, sddmm, spmm
 from fastsparse_core.fallback import Reason
 from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_core.traced import TracedAdjacency
 from fastsparse_pyg.graph import (
     caller_edges,
     is_sparse_matrix,
@@ -21,6 +22,10 @@ from fastsparse_pyg.graph import (
     values_of,
 )
 from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv
+
+_NOTHING_CACHED = Reason(
+    "cached=True and nothing cached under torch.compile", "Call the layer once before `torch.compile`"
+)
 
 
 class Propagation(NamedTuple):
@@ -171,6 +176,8 @@ class PropagatingConv(FastConv):
         if held is not None:
             return self._reason(x, x, edge_index) or self._held(slot, held, x)
         adj = self._structure((x, x), edge_index, None, loops)
+        if keeps and isinstance(adj, TracedAdjacency):
+            return _NOTHING_CACHED
         if isinstance(adj, Reason):
             return adj
         fill_value = 2.0 if state.get("improved") else 1.0

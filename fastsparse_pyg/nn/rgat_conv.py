@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,8 +58,6 @@ class FastRGATConv(AttentionConv, RGATConv):
         >>> FastRGATConv(8, 4, num_relations=2)(x, edge_index, torch.tensor([0, 1, 0])).shape
         torch.Size([3, 4])
     """
-
-    _stores_edges: ClassVar[bool] = True
 
     def forward(
         self,

@@ -8,11 +8,9 @@ from torch import Tensor
 from torch_geometric.nn import SAGEConv
 from torch_geometric.typing import OptPairTensor, Size
 
-from fastsparse_core import Adjacency
 from fastsparse_core.fallback import Reason
 from fastsparse_pyg.graph import EdgesLike, values_of
 from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv, size_for_pyg
-from fastsparse_pyg.traced import TracedEdges
 
 
 class FastSAGEConv(FastConv, SAGEConv):
@@ -57,11 +55,9 @@ class FastSAGEConv(FastConv, SAGEConv):
             ValueError: sizes, dtypes or devices do not fit together.
             IndexError: an index points to no node.
         """
-        adj: Adjacency | TracedEdges | Reason = self._structure(x, edge_index, size)
+        adj = self._structure(x, edge_index, size)
         if isinstance(adj, Reason):
-            adj = self._traced_edges(adj, x, edge_index, size)
-            if isinstance(adj, Reason):
-                return self._original_forward(adj, x, edge_index, size_for_pyg(edge_index, size))
+            return self._original_forward(adj, x, edge_index, size_for_pyg(edge_index, size))
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         # PyG multiplies by the values of a torch.sparse matrix and drops those of a SparseTensor.
         value = (

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastsparse_core.ops._eager import below_autograd, direct, is_first_derivative, is_plain_eager, is_wrapped
+from fastsparse_core.ops._handles import built_outside_of_graphs, in_backward
 from fastsparse_core.structure.adjacency import from_handle
 
 #: Namespace of the operators: ``torch.ops.fastsparse``. An operator takes the structure as the integer handle
@@ -129,7 +130,10 @@ class Operator:
         library.define(name + schema_of(kernel))
         for device in ("CPU", "CUDA"):
             dispatched = without_none(kernel)
-            library.impl(name, functools.partial(dispatched, **options) if options else dispatched, device)
+            dispatched = functools.partial(dispatched, **options) if options else dispatched
+            if device == "CUDA" and "adjacency" in names:
+                dispatched = built_outside_of_graphs(dispatched, names.index("adjacency"))
+            library.impl(name, dispatched, device)
         torch.library.register_fake(f"fastsparse::{name}", fake_of, lib=library)
         self.kernel = kernel
         self.formula: Any = formula
@@ -190,6 +194,7 @@ def register_autograd(name: str, formula: type[torch.autograd.Function]) -> None
     def dispatch(*arguments: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, arguments)
+        arguments = in_backward(arguments)
         if torch.is_grad_enabled():
             for argument in arguments:
                 if isinstance(argument, Tensor) and argument.requires_grad:
