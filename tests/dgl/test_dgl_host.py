@@ -31,12 +31,9 @@ MOST: dict[str, tuple[int, int]] = {
     "GraphConv(norm=right,allow_zero_in_degree=True)": (31, 15),
     "GraphConv(norm=left,allow_zero_in_degree=True)": (31, 15),
     "GraphConv(allow_zero_in_degree=True)-weight": (66, 20),
-    "PNAConv(aggregators=['mean', 'max', 'std'],scalers=['identity', 'amplification'],delta=2.5)": (140, 27),
+    "PNAConv(aggregators=['mean', 'max', 'std'],scalers=['identity', 'amplification'],delta=2.5)": (36, 14),
     "PNAConv(aggregators=['mean', 'max', 'std'],scalers=['identity', 'amplification'],"
-    "delta=2.5,edge_feat_size=3)-3": (
-        156,
-        27,
-    ),
+    "delta=2.5,edge_feat_size=3)-3": (43, 15),
     "SAGEConv(mean)": (42, 19),
     "SAGEConv(gcn)": (49, 18),
     "SAGEConv(pool)": (68, 21),

@@ -87,7 +87,6 @@ MOST: dict[str, tuple[int, int]] = {
     "FastRGCNConv": (55, 18),
     "RGATConv": (221, 35),
     "HypergraphConv": (56, 15),
-    "PNAConv": (145, 25),
     "ClusterGCNConv": (32, 13),
     "GCN2Conv": (36, 13),
     "HGTConv": (90, 29),
