@@ -264,7 +264,7 @@ _apply = direct(_ScaledAggregation)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, matrix, bias, edge, edge_weight, dst, src, by_scale, *results = ctx.saved_tensors
+    x, matrix, bias, edge, edge_weight, dst, src, by_scale, aggregated, mean, ties = ctx.saved_tensors
     of, needs = ctx.of, ctx.needs_input_grad[1:]
     if not is_first_derivative(grad):
         weights = [each.as_it_was() for each in ctx.weights]
@@ -272,7 +272,6 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad():
             return tuple(unfused_gradients(lambda *given: _by_operators(of, *given), grad, inputs, needs))
     needs_x, needs_matrix, needs_bias, needs_edge, needs_edge_weight, *needed = needs
-    aggregated = results[0]
     (towers, rows, width), num_scales = by_scale.shape, len(of.factors)
     own = grad.unflatten(1, (towers, 1, -1))
     parts = []
@@ -303,7 +302,9 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dst,
         edge,
         edge_weight,
-        *results,
+        aggregated,
+        mean,
+        ties,
         slots_of(tuple(of.names)),
         towers,
         of.min_variance,
