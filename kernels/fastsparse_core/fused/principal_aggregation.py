@@ -43,8 +43,8 @@ def joined_maps(
     of_dst: Sequence[Tensor],
     of_src: Sequence[Tensor],
     of_own: Sequence[Tensor],
-    message_biases: Sequence[Tensor | None],
-    own_biases: Sequence[Tensor | None],
+    message_biases: Sequence[Any],
+    own_biases: Sequence[Any],
     shared: bool,
 ) -> tuple[Tensor, Tensor | None]:
     r"""The linear maps of all towers that read features of nodes, as that of one product, and its bias.

@@ -57,7 +57,12 @@ class Degrees(RowFormats):
 
     def inv_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
         r""":math:`d_i^{-1}` of the in-degrees, 0 where :math:`d_i = 0`; (num_dst,)."""
-        return self._of_rows.get(("inv_degree", dtype), lambda: self._inv_degree(dtype))
+        found: Tensor | None = self._of_rows.results.get(("inv_degree", dtype))  # one call less
+        return (
+            self._of_rows.get(("inv_degree", dtype), lambda: self._inv_degree(dtype))
+            if found is None
+            else found
+        )
 
     def _inv_degree(self, dtype: torch.dtype) -> Tensor:
         if dtype == torch.float32 and self._finds_inv_degree():
