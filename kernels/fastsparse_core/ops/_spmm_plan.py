@@ -49,8 +49,8 @@ def launch_spmm(
         (num_dst, width) in the dtype of ``x``.
     """
     row_stride, column_stride = x.stride()
-    if column_stride != 1:
-        x = unit_stride(x)
+    if column_stride != 1 and x.shape[1] > 1:
+        x = x.contiguous()
         row_stride = x.stride(0)
     dtype, width = x.dtype, x.shape[1]
     if bias is not None and not (bias.dtype is dtype and bias.is_contiguous()):
