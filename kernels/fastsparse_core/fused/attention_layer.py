@@ -18,9 +18,10 @@ from fastsparse_core.ops._attention_unfused import Edges
 from fastsparse_core.ops._autocast import (
     CAST,
     autocast_dtype,
+    check_versions,
     is_any_autocast_enabled,
     product_in,
-    version_of,
+    versions_of,
     without_autocast,
 )
 from fastsparse_core.ops._dtypes import DTYPE_CODE, cast
@@ -294,7 +295,7 @@ class _AttentionLayer(torch.autograd.Function):
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
         vectors, maps = tensors[: call.num_vectors], tensors[call.num_vectors :]
         # Second derivatives alone need them, so they may be written before the backward pass.
-        ctx.maps = maps, list(map(version_of, maps))
+        ctx.maps = maps, versions_of(maps)
         factor = matrix if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(features, factor, joint, edge_attr, edge_weight, *vectors, *kept)
         return out
@@ -422,11 +423,7 @@ def _second_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients that have gradients themselves."""
     call, (maps, versions) = ctx.call, ctx.maps
-    if [version_of(tensor) for tensor in maps] != versions:
-        raise RuntimeError(
-            "weight: modified by an inplace operation between the forward pass and a backward pass with "
-            "create_graph=True, which needs it as it was"
-        )
+    check_versions(maps, versions)
 
     def compute(
         features: Tensor, edge_attr: Tensor | None, edge_weight: Tensor | None, *tensors: Tensor

@@ -12,7 +12,12 @@ from torch import Tensor
 from fastsparse_core.fused.edge_messages import can_pass_messages
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.ops import _multi_aggregate_fused as kernels
-from fastsparse_core.ops._autocast import Uncast, is_any_autocast_enabled, without_autocast
+from fastsparse_core.ops._autocast import (
+    check_versions,
+    is_any_autocast_enabled,
+    versions_of,
+    without_autocast,
+)
 from fastsparse_core.ops._eager import direct, is_first_derivative, is_plain_eager, is_wrapped
 from fastsparse_core.ops._kept_results import unfused_gradients
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
@@ -248,7 +253,7 @@ class _ScaledAggregation(torch.autograd.Function):
         out, *kept = _compute(of, x, matrix, bias, edge, edge_weight, weights, keep=True)
         ctx.of = of
         # Second derivatives alone need them, so they may be written before the backward pass.
-        ctx.weights = list(map(Uncast.kept, weights))
+        ctx.weights = weights, versions_of(weights)
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x if needs[2] else None, matrix, bias, edge, edge_weight, *kept)
         return out
@@ -267,7 +272,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, matrix, bias, edge, edge_weight, dst, src, by_scale, aggregated, mean, ties = ctx.saved_tensors
     of, needs = ctx.of, ctx.needs_input_grad[1:]
     if not is_first_derivative(grad):
-        weights = [each.as_it_was() for each in ctx.weights]
+        weights, versions = ctx.weights
+        check_versions(weights, versions)
         inputs = (x, matrix, bias, edge, edge_weight, *weights)
         with torch.enable_grad():
             return tuple(unfused_gradients(lambda *given: _by_operators(of, *given), grad, inputs, needs))
