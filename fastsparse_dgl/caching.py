@@ -105,7 +105,7 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
                 f"move it once with adjacency.to({str(device)!r})"
             )
         return graph
-    if _keeps_structure(graph):
+    if getattr(type(graph), "keeps_structure", False):  # `_keeps_structure`, without the call
         return adjacency_of(graph.adjacency, device)
     handle = getattr(graph, _HANDLE, None)
     if handle is None:
@@ -115,7 +115,8 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
             "`DGLGraph._graph` to find them by. Install DGL 2.1.0, or pass `fastsparse_dgl.prepare(graph)`"
         )
         return adjacency_from_graph(graph, device)
-    return _cache.lookup(_on_host(handle), None, device, lambda: _build(graph, device))
+    host = getattr(handle, "host", handle)  # `_on_host`, likewise
+    return _cache.lookup(host, None, device, lambda: _build(graph, device))
 
 
 def _keeps_structure(graph: GraphLike) -> bool:

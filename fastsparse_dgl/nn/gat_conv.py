@@ -86,10 +86,11 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         p = dropout_p(self.attn_drop)
         if given is None:
             destination = self._destination(graph, adjacency, source, None)
-            plain = not get_attention and edge_weight is None and p < 1 and self.res_fc is None
-            if plain and destination is source:
+            if destination is source and not get_attention and edge_weight is None and p < 1:
                 out = self._as_one_node(adjacency, source, p)
                 if out is not None:
+                    if self.res_fc is not None:
+                        out = out + self.res_fc(destination).unflatten(-1, heads)
                     return self.activation(out) if self.activation else out
             x_src = self.fc(source)
             score_src, score_dst = head_scores(x_src, self.attn_l, self.attn_r)

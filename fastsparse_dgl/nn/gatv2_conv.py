@@ -77,9 +77,11 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
             graph, adjacency, source, None if given is None else self.feat_drop(given)
         )
         p = dropout_p(self.attn_drop)
-        if destination is source and not get_attention and p < 1 and self.res_fc is None:
+        if destination is source and not get_attention and p < 1:
             out = self._as_one_node(adjacency, source, p)
             if out is not None:
+                if self.res_fc is not None:
+                    out = out + self.res_fc(destination).unflatten(-1, heads)
                 return self.activation(out) if self.activation else out
         if given is None and self.share_weights:
             x_src = self.fc_src(source)

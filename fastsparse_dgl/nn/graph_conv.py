@@ -112,16 +112,20 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
         return out if self._activation is None else self._activation(out)
 
     def _scales(self, adjacency: Adjacency, source: Tensor) -> dict[str, Any]:
-        """The normalisation, as arguments of the aggregation."""
-        dtype = scale_dtype(source)
-        if self._norm == "both":
-            return {
-                "scale_src": adjacency.inv_sqrt_out_degree(dtype),
-                "scale_dst": adjacency.inv_sqrt_degree(dtype),
-            }
-        if self._norm == "right":
-            return {"scale_dst": adjacency.inv_degree(dtype)}
-        return {} if self._norm == "none" else {"scale_src": adjacency.inv_out_degree(dtype)}
+        """The normalisation, as arguments of the aggregation; the structure keeps it."""
+        key = ("DGL GraphConv", self._norm, source.dtype)
+        found: dict[str, Any] | None = adjacency.plans.get(key)
+        if found is None:
+            dtype, norm, found = scale_dtype(source), self._norm, {}
+            if norm == "both":
+                found["scale_src"] = adjacency.inv_sqrt_out_degree(dtype)
+                found["scale_dst"] = adjacency.inv_sqrt_degree(dtype)
+            elif norm == "right":
+                found["scale_dst"] = adjacency.inv_degree(dtype)
+            elif norm == "left":
+                found["scale_src"] = adjacency.inv_out_degree(dtype)
+            adjacency.plans[key] = found
+        return found
 
 
 #: The name that users of other frameworks look for.

@@ -135,7 +135,7 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
         else:
             neighbours = self._aggregate(adjacency, source, edge_weight, "mean")
         if is_plain_linear(self.fc_self):
-            return add_linear(out, neighbours, self.fc_neigh)
+            return add_linear(out, (neighbours,), (self.fc_neigh,))
         return out + self.fc_neigh(neighbours)  # a hook may have kept `out`, which must stay as it is
 
     def _gcn(

@@ -101,10 +101,11 @@ class AttentionConv(FastConv):
     ) -> Tensor | None:
         """GAT or GATv2 as one node of autograd's graph; None: operator by operator."""
         state = self.__dict__
-        if type(x) is not Tensor or state["_modules"].get("res") is not None:
+        if type(x) is not Tensor:
             return None
         bias, *parameters = self._own_parameters("bias", *vectors)
-        return attention_layer(
+        residual = state["_modules"].get("res")
+        out = attention_layer(
             score,
             adj,
             x,
@@ -118,6 +119,7 @@ class AttentionConv(FastConv):
             kind=Linear,
             edges=edges,
         )
+        return out if out is None or residual is None else out + residual(x)
 
     def _finished(self, out: Tensor, residual: Tensor | None) -> Tensor:
         """Mean of the heads, residual and bias of GAT and GATv2."""

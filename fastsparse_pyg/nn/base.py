@@ -359,7 +359,9 @@ class FastConv(MessagePassing):
         if lin_root is None or x_dst is None:
             return out
         # Hooks may have kept what a layer with hooks gave: that must stay as it is.
-        return add_linear(out, x_dst, lin_root, Linear) if is_plain_linear(lin) else out + lin_root(x_dst)
+        return (
+            add_linear(out, (x_dst,), (lin_root,), Linear) if is_plain_linear(lin) else out + lin_root(x_dst)
+        )
 
 
 def checked_pair(x: Any) -> tuple[Any, Any]:

@@ -58,7 +58,7 @@ class FastMFConv(FastConv, MFConv):
             out = lin(of_sums)
             if of_roots is not None:
                 plain = is_plain_linear(lin)  # hooks may have kept what a layer with hooks gave
-                out = add_linear(out, of_roots, lin_root, Linear) if plain else out + lin_root(of_roots)
+                out = add_linear(out, (of_roots,), (lin_root,), Linear) if plain else out + lin_root(of_roots)
             parts.append(out)
         return torch.cat(parts).index_select(0, place)
 

@@ -104,7 +104,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         shape = (state["out_channels"], x.shape[1] + features)
         for name in ("lin_query", "lin_value", "lin_key"):
             lin = modules[name]
-            if not is_plain_linear(lin):
+            if edge_attr is None and not is_plain_linear(lin):  # else `_reason` asked
                 return None
             weight, bias = lin._parameters["weight"], lin._parameters["bias"]
             if bias is None or weight.shape != shape:

@@ -17,12 +17,13 @@ from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.aggregate_transform import weighted_linear
 from fastsparse_core.fused.joint_linear import add_linear
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
+from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike, for_pyg, is_sparse_matrix
 from fastsparse_pyg.nn.base import is_plain_linear, size_for_pyg
-from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
+from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype, mixed
 
 
 class FastGraphConv(PropagatingConv, pyg.GraphConv):
@@ -165,8 +166,7 @@ class FastSGConv(_Powers, pyg.SGConv):
         return self._powers(x, edge_index, edge_weight, narrow=not self.cached)
 
     def _polynomial(self, matrix: Propagation, x: Tensor) -> Tensor:
-        for _ in range(self.K):
-            x = self._multiply(matrix, x)
+        *_, x = x, *self._steps(matrix, x, self.K)
         if self.cached and self.K:
             self._cached_x = x
         return x
@@ -198,9 +198,8 @@ class FastSSGConv(_Powers, pyg.SSGConv):
 
     def _polynomial(self, matrix: Propagation, x: Tensor) -> Tensor:
         out = x * self.alpha
-        for _ in range(self.K):
-            x = self._multiply(matrix, x)
-            out = torch.add(out, x, alpha=(1 - self.alpha) / self.K)
+        for power in self._steps(matrix, x, self.K):
+            out = torch.add(out, power, alpha=(1 - self.alpha) / self.K)
         if self.cached:
             self._cached_h = out
         return out
@@ -237,6 +236,9 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
         if isinstance(matrix, Reason):
             return self._original_forward(matrix, x, edge_index, edge_weight)
         out, value = x, matrix.value
+        if not drops and not is_any_autocast_enabled():
+            *_, out = out, *self._steps(matrix, out, self.K, [x] * self.K, self.alpha)
+            return out
         # Under autocast the products are in its dtype; the result is in the original's, which casts nothing.
         dtype = x.dtype if value is None else torch.promote_types(x.dtype, value.dtype)
         for step in range(self.K):
@@ -244,7 +246,7 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
                 value = F.dropout(_values_of(matrix, x.dtype), p=self.dropout)
                 matrix = Propagation(matrix.adj, value)
             out = self._multiply(matrix, out)
-            out = _mixed(out if step < self.K - 1 else out.to(dtype), x, self.alpha)
+            out = mixed(out if step < self.K - 1 else out.to(dtype), x, self.alpha)
         return out
 
 
@@ -271,18 +273,19 @@ class FastTAGConv(PropagatingConv, pyg.TAGConv):
         matrix = self._propagation(x, edge_index, edge_weight)
         if isinstance(matrix, Reason):
             return self._original_forward(matrix, x, edge_index, edge_weight)
-        plain = all(map(is_plain_linear, self.lins))
-        if plain and self._is_linear() and x.size(-1) > self.out_channels:
-            width = self.out_channels
+        width = self.out_channels
+        if x.size(-1) > width and self._is_linear() and all(map(is_plain_linear, self.lins)):
             joint = torch.cat([lin.weight for lin in self.lins])
             *terms, out = linear_before_sum(x, joint, None, len(self.lins), width).split(width, dim=-1)
-            for term in reversed(terms):
-                out = self._multiply(matrix, out) + term
+            *_, out = out, *self._steps(matrix, out, len(terms), terms[::-1])
         else:
-            out = self.lins[0](x)
-            for lin in list(self.lins)[1:]:
-                x = self._multiply(matrix, x)
-                out = add_linear(out, x, lin, Linear) if plain else out + lin(x)
+            first, *others = self.lins
+            out, powers = first(x), self._steps(matrix, x, len(others))
+            if is_plain_linear(first):
+                out = add_linear(out, powers, others, Linear)
+            else:
+                for lin, power in zip(others, powers, strict=True):
+                    out = out + lin(power)
         return out if self.bias is None else out + self.bias
 
 
@@ -310,9 +313,8 @@ class FastMixHopConv(PropagatingConv, pyg.MixHopConv):
             return self._original_forward(matrix, x, edge_index, edge_weight)
         first, *others = self.lins
         parts = [first(x)]
-        for lin in others:
-            x = self._multiply(matrix, x)
-            parts.append(lin(x))
+        for lin, power in zip(others, self._steps(matrix, x, len(others)), strict=True):
+            parts.append(lin(power))
         out = torch.cat([parts[power] for power in self.powers], dim=-1)
         return out if self.bias is None else out + self.bias
 
@@ -356,7 +358,7 @@ class FastGCN2Conv(PropagatingConv, pyg.GCN2Conv):
         out, x_0 = self._multiply(matrix, x), x_0[: x.size(0)]
         factors = {"beta": 1.0 - self.beta, "alpha": self.beta}
         if self.weight2 is None:
-            out = _mixed(out, x_0, self.alpha)
+            out = mixed(out, x_0, self.alpha)
             return torch.addmm(out, out, self.weight1, **factors)
         out, x_0 = out * (1 - self.alpha), x_0 * self.alpha
         out = torch.addmm(out, out, self.weight1, **factors)
@@ -502,13 +504,6 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
         for weight in self.weight:
             x = self.rnn(self._multiply(matrix, x @ weight), x)
         return x
-
-
-def _mixed(out: Tensor, x: Tensor, alpha: Any) -> Tensor:
-    """(1 - alpha) out + alpha x."""
-    if isinstance(alpha, Tensor):
-        return out * (1 - alpha) + alpha * x
-    return torch.lerp(out, x.to(out.dtype), alpha)
 
 
 def _values_of(matrix: Propagation, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch.nn.functional as F
@@ -104,7 +105,7 @@ def multi_aggregate(
             "to fewer first"
         )
         edge, weight = F.linear(edge, weight), None
-    slots = [names.index(name) if name in names else -1 for name in AGGREGATIONS]
+    slots = slots_of(tuple(names))
     if adj.num_values >= 2**32:
         warn_once(
             "multi_aggregate stores every message, which takes time and memory: the graph has "
@@ -113,6 +114,12 @@ def multi_aggregate(
         return kernels.unfused(adj, x, x_dst, edge, weight, slots, groups, min_variance)
     options = (slots, groups, float(min_variance), adj.num_dst, adj.handle, False)
     return call("multi_aggregate", x, x, x_dst, edge, weight, *options)
+
+
+@functools.cache
+def slots_of(names: tuple[str, ...]) -> list[int]:
+    """Where the results of each of `AGGREGATIONS` go, -1 for nowhere; shared: not to be changed."""
+    return [names.index(name) if name in names else -1 for name in AGGREGATIONS]
 
 
 def _check_edges(adj: Adjacency, width: int, edge_attr: Tensor | None, edge_weight: Tensor | None) -> None:

@@ -304,7 +304,8 @@ class Adjacency(Storage):
                 reads it, and it takes 4 bytes an edge; where it is read after all, edges are sorted again.
         """
         parent = self._parent() if self._parent is not None else None
-        return parent if parent is not None else self._built.get("t", lambda: self._transpose(valued))
+        found: Adjacency | None = parent or self._built.results.get("t")  # asked here: `get` is one call more
+        return found or self._built.get("t", lambda: self._transpose(valued))
 
     def keep_transpose(self, transposed: Adjacency) -> None:
         """Takes a structure, which nobody else has, as the transposed one.

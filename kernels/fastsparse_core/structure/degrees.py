@@ -61,7 +61,12 @@ class Degrees(RowFormats):
         Args:
             dtype: of the result.
         """
-        return self._of_rows.get(("inv_degree", dtype), lambda: self._inv_degree(dtype))
+        found: Tensor | None = self._of_rows.results.get(("inv_degree", dtype))  # one call less
+        return (
+            self._of_rows.get(("inv_degree", dtype), lambda: self._inv_degree(dtype))
+            if found is None
+            else found
+        )
 
     def _inv_degree(self, dtype: torch.dtype) -> Tensor:
         if dtype == torch.float32 and self._finds_inv_degree():

@@ -136,7 +136,8 @@ class RowFormats:
             key: name of the result; take one that no other module uses. Results must not be None.
             build: called at most once, under a lock.
         """
-        return self._built.get(("user", key), build)
+        found: _T | None = self._built.results.get(("user", key))
+        return self._built.get(("user", key), build) if found is None else found
 
     # ---------------------------------------------------------------- CSR
 
