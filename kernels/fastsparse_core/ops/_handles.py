@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastsparse_core.structure.adjacency import Adjacency, from_handle
+from fastsparse_core.structure.adjacency import from_handle
 
 
 class EdgesOfHandle(NamedTuple):
@@ -56,14 +56,6 @@ def in_backward(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-def keep_alive(adjacency: int) -> Adjacency | None:
-    """The structure behind a handle, for an autograd context that outlives the caller's reference.
-
-    None for the symbolic handle of a trace, which stands for no object.
-    """
-    return from_handle(adjacency) if isinstance(adjacency, int) else None
-
-
 def built_outside_of_graphs(kernel: Callable[..., Any], place: int) -> Callable[..., Any]:
     """A kernel on CUDA for compiled code, which may run it within a CUDA graph of ``mode="reduce-overhead"``.
 
@@ -92,9 +84,3 @@ def built_outside_of_graphs(kernel: Callable[..., Any], place: int) -> Callable[
         return kernel(*arguments, **options)
 
     return run
-
-
-def structure(adjacency: int, transpose: bool) -> Adjacency:
-    """The structure behind a handle, or its transpose."""
-    adj = from_handle(adjacency)
-    return adj.t() if transpose else adj

@@ -14,8 +14,8 @@ from fastsparse_core import _C
 from fastsparse_core.device import current_stream
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.ops._facts import used_csr
-from fastsparse_core.ops._fused_registration import register_fused
 from fastsparse_core.ops._operands import unit_stride
+from fastsparse_core.ops._registration import FusedOperator
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: Features of a lane, and of a warp (kernels/include/fastsparse/multi_aggregate.cuh).
@@ -292,4 +292,4 @@ def _fake(of: Any) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-register_fused("multi_aggregate", aggregate, gradients, unfused, _fake, ("out", "mean", "ties"))
+aggregate_op = FusedOperator("multi_aggregate", aggregate, gradients, unfused, _fake, ("out", "mean", "ties"))

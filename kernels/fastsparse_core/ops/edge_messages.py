@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fastsparse_core.log import warn_once
 from fastsparse_core.ops import _edge_messages_fused as formulas
-from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._checks import check_features, check_structure, is_partitioned
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
@@ -79,7 +78,7 @@ def gine_aggregate(
     tensors = (x, edge_attr, edge_weight, edge_bias)
     if _has_no_kernel(adj):
         return formulas.unfused_gine(adj, *tensors)
-    return registration.call("gine_aggregate", x, *tensors, adj.num_dst, adj.handle, False)
+    return formulas.gine_op(*tensors, adj.num_dst, adj, False)[0]
 
 
 def gated_aggregate(
@@ -145,7 +144,7 @@ def gated_aggregate(
     tensors = (k, q, v, edge_attr, gate_weight, value_weight)
     if _has_no_kernel(adj, features):
         return formulas.unfused_gated(adj, *tensors)
-    return registration.call("gated_aggregate", q, *tensors, adj.handle, False)
+    return formulas.gated_op(*tensors, adj, False)[0]
 
 
 def gated_edges(
@@ -193,7 +192,7 @@ def gated_edges(
     edge = _edge(adj, "edge", edge, q, q.size(1))
     if _has_no_kernel(adj):
         return formulas.unfused_gated_edges(adj, k, q, v, edge)
-    total, gates, state = registration.results("gated_edges", q, k, q, v, edge, adj.handle)
+    total, gates, state = formulas.gated_edges_op(k, q, v, edge, adj)
     return total, gates, state
 
 

@@ -13,7 +13,6 @@ from fastsparse_core.ops import _multi_aggregate_fused as kernels
 from fastsparse_core.ops._autocast import autocast
 from fastsparse_core.ops._checks import check_features, check_structure, is_partitioned
 from fastsparse_core.ops._dtypes import cast
-from fastsparse_core.ops._registration import call
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: The aggregations, in the order in which kernels number them.
@@ -112,8 +111,8 @@ def multi_aggregate(
             f"{adj.num_values} edges, and the fused kernel takes fewer than 2^32"
         )
         return kernels.unfused(adj, x, x_dst, edge, weight, slots, groups, min_variance)
-    options = (slots, groups, float(min_variance), adj.num_dst, adj.handle, False)
-    return call("multi_aggregate", x, x, x_dst, edge, weight, *options)
+    options = (slots, groups, float(min_variance), adj.num_dst, adj, False)
+    return kernels.aggregate_op(x, x_dst, edge, weight, *options)[0]
 
 
 @functools.cache

@@ -18,13 +18,11 @@ from fastsparse_core.ops._checks import (
     check_structure,
     is_partitioned,
 )
-from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._edge_values import dense_from_edges
 from fastsparse_core.ops._facts import facts_of, follow, used_csr
-from fastsparse_core.ops._handles import keep_alive
 from fastsparse_core.ops._operands import unit_stride
-from fastsparse_core.ops._registration import register
-from fastsparse_core.structure.adjacency import Adjacency, from_handle
+from fastsparse_core.ops._registration import OPERATORS, Operator, Structure, keep_alive, structure_of
+from fastsparse_core.structure.adjacency import Adjacency
 
 
 def sddmm(
@@ -105,7 +103,7 @@ def sddmm(
     features = (x_dst.flatten(1), x_src.flatten(1), scale_dst, scale_src)
     dense = layout == "me_bcrs"
     length = adj.bsb.num_vectors if dense else adj.num_values
-    out = _sddmm_op(*features, length, heads, x_dst.dtype, adj.handle, algorithm, dense)
+    out = sddmm_op(*features, length, heads, x_dst.dtype, adj, algorithm, dense)
     return out if x_dst.dim() == 3 else out.squeeze(-1)
 
 
@@ -117,12 +115,12 @@ def sddmm_kernel(
     length: int,
     heads: int,
     dtype: torch.dtype,
-    adjacency: int,
+    adjacency: Structure,
     algorithm: str,
     dense: bool,
 ) -> Tensor:
     """The operator below autograd: (length, heads), or where `dense` the vectors (length, 8, heads)."""
-    adj, x_dst, x_src = from_handle(adjacency), unit_stride(x_dst), unit_stride(x_src)
+    adj, x_dst, x_src = structure_of(adjacency), unit_stride(x_dst), unit_stride(x_src)
     size = (length, HEIGHT, heads) if dense else (length, heads)
     if length == 0 or heads == 0 or adj.num_edges == 0:
         return x_dst.new_zeros(size, dtype=dtype)
@@ -208,13 +206,12 @@ class _Sddmm(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.adjacency, ctx.algorithm = adjacency, algorithm
         ctx.keep_alive = keep_alive(adjacency)
-        with below_autograd():
-            return _sddmm_op(*arguments)
+        return sddmm_op.below(*arguments)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_dst, x_src, scale_dst, scale_src = ctx.saved_tensors
-        spmm = torch.ops.fastsparse.spmm.default
+        spmm = OPERATORS["spmm"]
         grad_dst = grad_src = None
         if ctx.needs_input_grad[0]:
             place = (x_dst.size(0), ctx.adjacency, False, ctx.algorithm, False)
@@ -230,4 +227,4 @@ def _fake(of: Any) -> Tensor:
     return of.x_dst.new_empty(size, dtype=of.dtype)
 
 
-_sddmm_op = register(sddmm_kernel, _fake, _Sddmm, "sddmm")
+sddmm_op = Operator(sddmm_kernel, _fake, _Sddmm, "sddmm")

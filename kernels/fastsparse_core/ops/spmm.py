@@ -19,17 +19,16 @@ from fastsparse_core.ops._checks import (
     widened_value,
 )
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
-from fastsparse_core.ops._eager import direct, is_first_derivative, is_plain_eager, is_wrapped
+from fastsparse_core.ops._eager import is_first_derivative, is_plain_eager, is_wrapped
 from fastsparse_core.ops._edge_values import edges_from_dense, is_dense, num_heads
-from fastsparse_core.ops._handles import keep_alive
 from fastsparse_core.ops._kept_results import with_cure
 from fastsparse_core.ops._operands import unit_stride
-from fastsparse_core.ops._registration import register, run
+from fastsparse_core.ops._registration import Operator, Structure, keep_alive, structure_of
 from fastsparse_core.ops._spmm_extremum import extremum
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
-from fastsparse_core.ops.sddmm import sddmm_kernel
-from fastsparse_core.structure.adjacency import Adjacency, from_handle
+from fastsparse_core.ops.sddmm import sddmm_op
+from fastsparse_core.structure.adjacency import Adjacency
 
 Reduce = Literal["sum", "mean", "max", "min"]
 
@@ -139,22 +138,14 @@ def spmm(
         mean = adj.inv_degree(accumulation_dtype(x.dtype))
         scale_dst = mean if scale_dst is None else scale_dst * mean
     elif reduce in ("max", "min"):
-        out = extremum(adj, features, value, reduce == "min", scale_dst, scale_src, bias)
+        out: Tensor = extremum(adj, features, value, reduce == "min", scale_dst, scale_src, bias)
         if relu:
             out = out.relu()
         return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
     elif reduce != "sum":
         raise ValueError(f"reduce: expected 'sum', 'mean', 'max' or 'min', got {reduce!r}")
     operands = (features, value, scale_dst, scale_src, bias)
-    if not is_plain_eager(features):
-        out = _spmm_op(*operands, adj.num_dst, adj.handle, False, algorithm, relu)
-    elif torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (features, value, bias)
-    ):
-        apply = _Spmm.apply if is_wrapped(features) else _apply
-        out = apply(*operands, adj.num_dst, adj, False, algorithm, relu)
-    else:
-        out = launch_spmm(adj, *operands, algorithm, relu)
+    out = _spmm_op(*operands, adj.num_dst, adj, False, algorithm, relu)
     return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
 
 
@@ -189,7 +180,8 @@ def plain_spmm(
     needs_grad = x.requires_grad or (value is not None and value.requires_grad)
     if not (needs_grad and torch.is_grad_enabled()):
         return launch_spmm(adj, x, value, scale, scale_src, None, algorithm, relu)
-    apply = _Spmm.apply if is_wrapped(x) or (value is not None and is_wrapped(value)) else _apply
+    wrapped = is_wrapped(x) or (value is not None and is_wrapped(value))
+    apply = _spmm_op.apply_wrapped if wrapped else _spmm_op.apply
     out: Tensor = apply(x, value, scale, scale_src, None, adj.num_dst, adj, False, algorithm, relu)
     return out
 
@@ -239,7 +231,7 @@ def _spmm(
     scale_src: Tensor | None,
     bias: Tensor | None,
     num_dst: int,
-    adjacency: int,
+    adjacency: Structure,
     transpose: bool,
     algorithm: str,
     relu: bool,
@@ -249,7 +241,7 @@ def _spmm(
     Values of three dimensions are dense vectors, (num_vectors, 8, heads), of the structure as it is before
     `transpose`.
     """
-    adj = from_handle(adjacency)
+    adj = structure_of(adjacency)
     if transpose:
         value = edges_from_dense(adj, value) if is_dense(value) else value
         adj = adj.t(valued=value is not None)
@@ -262,12 +254,11 @@ class _Spmm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         x, value, scale_dst, scale_src, bias, _, adjacency, transpose, algorithm, relu = arguments
-        if isinstance(adjacency, Adjacency):  # where `spmm` calls without the dispatcher, it asked everything
-            ctx.keep_alive, ctx.adjacency = adjacency, adjacency.handle
+        ctx.keep_alive, ctx.adjacency = keep_alive(adjacency), adjacency
+        if isinstance(adjacency, Adjacency) and not transpose:  # the shortest way
             out = launch_spmm(adjacency, x, value, scale_dst, scale_src, bias, algorithm, relu)
         else:
-            ctx.keep_alive, ctx.adjacency = keep_alive(adjacency), adjacency
-            out = run("spmm", x, *arguments)
+            out = _spmm_op.below(*arguments)
         ctx.num_src, ctx.transpose, ctx.algorithm = x.shape[0], transpose, algorithm
         ctx.bias_dtype = None if bias is None else bias.dtype
         # Of what no gradient reads x may be written, and autograd holds none of it.
@@ -291,7 +282,7 @@ class _Spmm(torch.autograd.Function):
             if plain and not ctx.transpose:
                 grad_x = grad_of_features(ctx.keep_alive, grad, value, scale_dst, scale_src, ctx.algorithm)
             else:
-                grad_x = (_spmm if plain else _spmm_op)(
+                grad_x = _spmm_op(
                     grad,
                     value,
                     scale_src,
@@ -308,7 +299,7 @@ class _Spmm(torch.autograd.Function):
             scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)
             algorithm = ctx.algorithm if ctx.algorithm in policy.SDDMM_ALGORITHMS else "csr"
             of_values = (value.shape[0], num_heads(value), value.dtype)
-            operator: Any = sddmm_kernel if plain else torch.ops.fastsparse.sddmm.default
+            operator = sddmm_op.kernel if plain else sddmm_op
             grad_value = operator(dst, src, *scales, *of_values, ctx.adjacency, algorithm, is_dense(value))
             if grad_value.shape != value.shape:
                 grad_value = grad_value.reshape(value.shape)
@@ -317,6 +308,5 @@ class _Spmm(torch.autograd.Function):
         return grad_x, grad_value, None, None, grad_bias, None, None, None, None, None
 
 
-_apply = direct(_Spmm)
 # `num_dst` repeats what the structure says, for traces, which have none.
-_spmm_op = register(_spmm, lambda of: of.x.new_empty(of.num_dst, of.x.size(1)), _Spmm)
+_spmm_op = Operator(_spmm, lambda of: of.x.new_empty(of.num_dst, of.x.size(1)), _Spmm)
