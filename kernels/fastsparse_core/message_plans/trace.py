@@ -12,19 +12,17 @@ import dis
 import math
 import sys
 import types
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
 import torch.fx
 import torch.nn.functional as F
-import torch_geometric.utils
 from torch import nn
 from torch.fx import Graph, Node, Proxy
-from torch_geometric.nn.conv import MessagePassing
 
-#: What a body may name: modules whose functions a trace records, and functions that it records as one step.
+#: What a body may name: modules whose functions a trace records.
 _MODULES = (torch, F, math)
-_FUNCTIONS = (torch_geometric.utils.softmax, torch_geometric.utils.scatter)
 #: Instructions of a body that does more than compute.
 _FORBIDDEN = (
     "STORE_GLOBAL",
@@ -32,6 +30,8 @@ _FORBIDDEN = (
     "IMPORT_NAME",
     "LOAD_DEREF",
     "LOAD_CLOSURE",
+    "STORE_DEREF",
+    "DELETE_DEREF",
     "MAKE_FUNCTION",
     "STORE_SUBSCR",
     "YIELD_VALUE",
@@ -68,32 +68,35 @@ class _Tracer(torch.fx.Tracer):
 
 
 def trace(
-    layer: MessagePassing,
-    original: type[MessagePassing],
-    method: str,
+    layer: Any,
+    original: type,
+    body: Any,
     guards: dict[str, Any],
     concrete: dict[str, None],
+    functions: tuple[Any, ...] = (),
+    refused: Container[str] = (),
 ) -> tuple[Graph, dict[str, Node]]:
     """The body's graph, and the nodes of attributes that it assigns.
 
     Args:
         layer: whose attributes it reads.
         original: the layer's class.
-        method: name.
+        body: the function.
         guards: gets the attributes that the body reads, and their values.
         concrete: arguments that are None.
+        functions: besides PyTorch's, those that the body may call, recorded as one step.
+        refused: attributes of the layer that the body must not read.
 
     Raises:
         Untraceable: the body may do something else than compute.
         Exception: whatever a symbol cannot do.
     """
-    body = getattr(original, method)
-    _check_code(body, body.__globals__)
+    _check_code(body, body.__globals__, functions)
 
     def reading(probe: Any, name: str) -> Any:
         if sys._getframe(1).f_globals is not body.__globals__:  # the tracer, or nn.Module
             return object.__getattribute__(probe, name)
-        if name in vars(MessagePassing):
+        if name in refused:
             raise Untraceable(f"reads self.{name}")
         try:
             value = object.__getattribute__(probe, name)
@@ -103,7 +106,7 @@ def trace(
         if isinstance(value, Proxy):  # assigned by the body before
             return value
         if isinstance(value, types.MethodType):
-            _check_code(value.__func__, body.__globals__)
+            _check_code(value.__func__, body.__globals__, functions)
         elif not isinstance(value, _PLAIN) and not _is_torch_function(value):
             raise Untraceable(f"reads self.{name}")
         else:
@@ -117,8 +120,8 @@ def trace(
         for name, value in vars(layer).items()
     }
     object.__getattribute__(probe, "__dict__").update(state)
-    tracer = _Tracer(autowrap_functions=_FUNCTIONS)
-    tracer.traced_func_name = method
+    tracer = _Tracer(autowrap_functions=functions)
+    tracer.traced_func_name = body.__name__
     graph = tracer.trace(probe, concrete_args=concrete or None)
     after = object.__getattribute__(probe, "__dict__")
     assigned: dict[str, Node] = {}
@@ -132,6 +135,18 @@ def trace(
             raise Untraceable(f"writes self.{name}")
     _check_graph(graph)
     return graph, assigned
+
+
+def holds(guards: Mapping[str, Any], layer: Any) -> bool:
+    """Whether a layer's attributes are those that a trace has read."""
+    for name, expected in guards.items():
+        value = getattr(layer, name, ABSENT)
+        if expected is PRESENT:
+            if value is None or value is ABSENT:
+                return False
+        elif value is not expected and (type(value) is not type(expected) or value != expected):
+            return False
+    return True
 
 
 def _check_graph(graph: Graph) -> None:
@@ -151,7 +166,7 @@ def _is_torch_function(value: Any) -> bool:
     return callable(value) and (module == "torch" or module.startswith(("torch.nn.functional", "torch._C")))
 
 
-def _check_code(function: Any, its_globals: dict[str, Any]) -> None:
+def _check_code(function: Any, its_globals: dict[str, Any], functions: tuple[Any, ...]) -> None:
     """Rejects bodies that read or do what a trace would not see."""
     code = getattr(function, "__code__", None)
     if code is None or function.__globals__ is not its_globals or hasattr(function, "__wrapped__"):
@@ -162,7 +177,7 @@ def _check_code(function: Any, its_globals: dict[str, Any]) -> None:
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             value = its_globals.get(step.argval, getattr(builtins, step.argval, ABSENT))
             is_error = isinstance(value, type) and issubclass(value, Exception)
-            if not is_error and not any(value is allowed for allowed in (*_MODULES, *_FUNCTIONS)):
+            if not is_error and not any(value is allowed for allowed in (*_MODULES, *functions)):
                 raise Untraceable(f"uses {step.argval}")
         if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and str(step.argval).startswith(_STATE):
             raise Untraceable(f"reads .{step.argval}")
