@@ -196,6 +196,32 @@ def by_gine_aggregate(
     return gine_aggregate(_adjacency(found), x, edge, edge_weight=weight, edge_bias=bias)
 
 
+def present(found: Edges, x: Tensor) -> Tensor:
+    """The rows of destinations that have edges."""
+    rows = _with_edges(found)
+    return x if rows is None else x.index_select(0, rows)
+
+
+def restored(found: Edges, x: Tensor) -> Tensor:
+    """Rows of destinations that have edges among zeros for the others."""
+    rows = _with_edges(found)
+    return x if rows is None else x.new_zeros(found.dst.num_nodes, *x.shape[1:]).index_copy(0, rows, x)
+
+
+def degree(found: Edges, like: Tensor) -> Tensor:
+    """Numbers of edges of the destinations that have some, for rows of the same."""
+    counts = present(found, found.dst.rows.in_degree())
+    return counts.view(-1, *[1] * (like.dim() - 1)).to(like.dtype)
+
+
+def _with_edges(found: Edges) -> Tensor | None:
+    adj = found.dst.rows
+    if not adj.has_empty_rows():
+        return None
+    find = lambda: (adj.in_degree() > 0).nonzero().flatten()  # noqa: E731
+    return adj.derived("fastsparse_core.rows_with_edges", find)
+
+
 def _adjacency(found: Edges) -> Adjacency:
     adj: Adjacency = found.special["adj"]
     return adj
