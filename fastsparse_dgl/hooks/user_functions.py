@@ -39,6 +39,7 @@ _MOST_TRACES, _MOST_PLANS = 8, 16
 #: Edges below which DGL's own code takes less time than the host needs to find a plan, by kind of device.
 #: Reduce functions of the user are planned for any number: DGL calls them once per degree.
 FEW_EDGES = {"cpu": 4096, "cuda": 32_768}
+_FEW = Reason("few edges and a reduction of DGL's", "")
 #: DGL's message functions of two operands that are planned before a reduce function of the user.
 _OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
 _PLACES = {"u": "src", "v": "dst", "e": "edge"}
@@ -201,7 +202,11 @@ class _Edges:
 def _planned(call: str, g: Any, mfunc: Any, rfunc: Any) -> dict[str, Tensor] | None:
     """The results of a call by a plan; None: DGL's code has to run."""
     is_passing, core = call == "update_all", dgl.core
-    if g._graph.number_of_etypes() != 1:
+    num_edges = g._graph.number_of_edges(0)
+    if num_edges < FEW_EDGES.get("cpu", 1) and not (is_passing and not core.is_builtin(rfunc)):
+        tell(call, _FEW)
+        return None
+    if not num_edges or g._graph.number_of_etypes() != 1:
         return None
     try:
         result = _by_plan(g, mfunc, rfunc, is_passing)
@@ -220,8 +225,8 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
     has_own_reduction = is_passing and not core.is_builtin(rfunc)
     num_edges = g._graph.number_of_edges(0)
     device = g.device
-    if not num_edges or (not has_own_reduction and num_edges < FEW_EDGES.get(device.type, 0)):
-        raise Untraceable("the graph has few edges")
+    if not has_own_reduction and num_edges < FEW_EDGES.get(device.type, 0):
+        raise Untraceable(_FEW.message)
     if is_any_autocast_enabled():
         raise Untraceable("autocast is on")
     layer, captured = None, dict[str, dict[str, Any]]()

@@ -69,6 +69,10 @@ def gated(self, edges):
     return {"m": gate * edges.src["h"], "gate": gate}
 
 
+def gated_by_nodes(edges):
+    return {"m": torch.sigmoid(edges.src["a"] + edges.dst["b"]) * edges.src["h"]}
+
+
 def gat_scores(self, edges):
     both = torch.cat([edges.src["h"], edges.dst["h"]], dim=1)
     return {"s": self.activated(self.attend(both))}
@@ -236,7 +240,8 @@ CASES = [
     Case(gat_scores, None, PER_NODE),
     Case(state_written),
     *(Case(message, fn.sum("m", "out")) for message in (copied, summed, distance, of_kinds, of_numbers)),
-    Case(gated, fn.sum("m", "out"), "gated_aggregate"),
+    Case(gated, fn.sum("m", "out")),
+    Case(gated_by_nodes, fn.sum("m", "out"), "gated_aggregate"),
     Case(mapped, fn.sum("m", "out"), PER_NODE),
     Case(mlp, fn.mean("m", "out"), PER_NODE, "a linear map behind the mean"),
     Case(mlp, fn.max("m", "out"), PER_NODE),

@@ -322,7 +322,7 @@ def weighted_copies(self, x_j, w):
 
 Message = Callable[..., Any]
 PER_NODE, BEHIND = "linear maps per node", "a linear map behind the sum"
-#: message -> what its plan gains where messages are summed; none: there is no plan.
+#: message -> what its plan gains on the CPU where messages are summed; none: there is no plan.
 MESSAGES: dict[Message, tuple[str, ...]] = {
     gat_one_head: ("scores per node", "additive_attention"),
     gat_heads: ("scores per node", "additive_attention"),
@@ -343,8 +343,8 @@ MESSAGES: dict[Message, tuple[str, ...]] = {
     cosine: (),
     softmax_of_features: (),
     gated: ("gated_aggregate",),
-    gated_with_edges: ("gated_aggregate",),
-    gated_values_with_edges: ("gated_aggregate",),
+    gated_with_edges: (),
+    gated_values_with_edges: (),
     gated_by_vector: ("gated_aggregate",),
     gated_by_product: (PER_NODE, "spmm"),
     edge_mlp: (PER_NODE, BEHIND),
@@ -758,7 +758,7 @@ class Twice(Layer):
 PASSES: dict[type[Layer], list[tuple[str, ...]]] = {
     UserGat: [],
     EdgeState: [(PER_NODE,), (PER_NODE,)],
-    StateInMessage: [(PER_NODE, "gated_aggregate")],
+    StateInMessage: [(PER_NODE,)],
     OwnAggregate: [(PER_NODE,)],
     HelperMethods: [(PER_NODE,)],
     Twice: [(PER_NODE,)],

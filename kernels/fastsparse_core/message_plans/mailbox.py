@@ -184,6 +184,7 @@ class MailboxPlanner(Planner):
     def __init__(self, layer: Any, found: Edges) -> None:
         super().__init__(layer, found)
         self.gains["no atomics"] = None
+        self._read: frozenset[str] | None = None  # results of the message function that a reduction reads
 
     def plan_edges(self, trace: Graph, written: Mapping[str, Node]) -> Plan:
         """The plan whose result is (results, written features) of a message function."""
@@ -194,6 +195,7 @@ class MailboxPlanner(Planner):
 
     def plan_reduction(self, trace: Graph, written: Mapping[str, Node], field: str, how: str) -> Plan:
         """The plan of a message function whose result ``field`` is reduced."""
+        self._read = frozenset((field,))
         values, out = self._walk(trace)
         self._check(out)
         kept = {name: self._at_edges(values[node]) for name, node in written.items()}
@@ -201,12 +203,21 @@ class MailboxPlanner(Planner):
 
     def plan_mailbox(self, trace: Graph, written: Mapping[str, Node], reduce_trace: Graph) -> Plan:
         """The plan of a message function and a reduce function; its result is (rows by name, written)."""
+        targets = [str(node.target).partition(".") for node in reduce_trace.nodes if node.op == "placeholder"]
+        self._read = frozenset(name for place, _, name in targets if place == "mail")
         values, out = self._walk(trace)
         self._check(out)
         kept = {name: self._at_edges(values[node]) for name, node in written.items()}
         self.gains["no groups by degree"] = None
         rows = {name: self._complete(x) for name, x in self._walk_mailbox(reduce_trace, out).items()}
         return self._finished(((rows, kept), {}))
+
+    def _num_uses(self, node: Node) -> int:
+        uses = [user for user in node.users if user.op != "output"]
+        for user in node.users.keys() - uses:
+            names = [name for name, each in user.args[0].items() if each is node]  # type: ignore[union-attr]
+            uses += [user] if self._read is None or not self._read.isdisjoint(names) else []
+        return len(uses)
 
     def _reduced(self, value: Any, how: str) -> Node:
         if how in ("sum", "mean"):
@@ -234,7 +245,9 @@ class MailboxPlanner(Planner):
                 return torch.fx.map_arg(node.args[0], values.__getitem__)
             else:
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = self._of_mailbox(node, list(args), dict(kwargs))
+                value = values[node] = self._of_mailbox(node, list(args), dict(kwargs))
+                if isinstance(value, _Mail):
+                    value.value.is_shared = len(node.users) > 1
         raise NoPlan
 
     def _rows_given(self, name: str) -> _Rows:

@@ -82,10 +82,12 @@ class _Value:
     Attributes:
         meta: a tensor of its dtype and shape without content, edges first, or the value itself if it is none.
         made: the plan's node that has it per edge, once there is one.
+        is_shared: whether it is read more than once.
     """
 
     meta: Any
     made: Any = None
+    is_shared: bool = False
 
     @property
     def row(self) -> tuple[int, ...]:
@@ -300,8 +302,13 @@ class Planner:
                 out = torch.fx.map_arg(node.args[0], values.__getitem__)
             else:
                 args = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = self._value(node, *args)
+                value = values[node] = self._value(node, *args)
+                if isinstance(value, _Of):
+                    value.is_shared = self._num_uses(node) > 1
         return values, out
+
+    def _num_uses(self, node: Node) -> int:
+        return len(node.users)
 
     def _finished(self, result: Any) -> Plan:
         """The plan whose function gives that result of nodes."""
@@ -832,6 +839,8 @@ class Planner:
         mappings = [x.mapping for x in both if x.edge is not None]
         if not _share_features(mappings):
             return None
+        if not self.found.dst.index.is_cuda and (mappings or gates.is_shared):
+            return None  # gates that are kept are made anyway; mapping edges takes the CPU's kernel longer
         weights = [x.mapping.weight if x.mapping is not None else None for x in both]
         edge = (mappings[0].features, *weights) if mappings else (None, None, None)  # type: ignore[union-attr]
         operands = (both[0].dst, both[0].src, both[1].src, *edge)
