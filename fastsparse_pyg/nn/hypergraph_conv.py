@@ -12,12 +12,12 @@ from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, edge_softmax, spmm
 from fastsparse_core.fallback import Reason
+from fastsparse_core.message_plans.ends import EdgeEnd, gather
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.traced import TracedAdjacency
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import is_sparse_matrix, raise_graph, resolve
 from fastsparse_pyg.nn.base import FastConv
-from fastsparse_pyg.nn.segments import EdgeEnd, gather
 
 _UNKNOWN_NUMBER = Reason("torch.compile without num_edges", "Pass `num_edges`, the number of hyperedges")
 
