@@ -66,7 +66,7 @@ class FastRGATConv(AttentionConv, RGATConv):
         """Computes the layer.
 
         Args:
-            x: node features.
+            x: node features; a pair of them, of sources and destinations, runs PyG's implementation.
             edge_index: edges.
             edge_type: relation of every edge, in their order.
             edge_attr: features of the edges; required with ``edge_dim``.
@@ -223,6 +223,8 @@ class FastRGATConv(AttentionConv, RGATConv):
             return fallback.EDGE_FEATURES_OR_NOT
         if isinstance(edge_attr, Tensor) and edge_attr.size(0) != edge_index.size(1):
             return Reason("edge features that are not one row per edge", fallback.EDGE_ROWS)
+        if isinstance(x_src, (tuple, list)):
+            return fallback.PAIR_OF_FEATURES
         if not isinstance(x_src, Tensor):
             raise_features(x_src)
         if x_src.dtype != self.k.dtype:
