@@ -35,6 +35,7 @@ EDGE_FEATURES_BESIDE = Reason("a sparse matrix with edge features beside it", PL
 EDGE_FEATURES_WITHIN = Reason("a sparse matrix that carries edge features", PLAIN_EDGES)
 TURNED_BIPARTITE = Reason("a bipartite graph with flow='target_to_source'", USUAL_FLOW)
 NO_DESTINATIONS = Reason("no features of destinations")
+PAIR_OF_FEATURES = Reason("a pair of features", PLAIN_FEATURES)
 NOT_MATRICES = Reason("features that are not one matrix per side", PLAIN_FEATURES)
 EDGES_NOT_A_MATRIX = Reason("edge features that are not a matrix", EDGE_ROWS)
 EDGE_FEATURES_OR_NOT = Reason(

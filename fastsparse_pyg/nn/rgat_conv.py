@@ -71,7 +71,8 @@ class FastRGATConv(AttentionConv, RGATConv):
         """Computes the layer.
 
         Args:
-            x: node features (N, F_in), float64, float32, float16 or bfloat16.
+            x: node features (N, F_in), float64, float32, float16 or bfloat16; a pair of them, of sources and
+                destinations, runs PyG's implementation.
             edge_index: edges.
             edge_type: relation of every edge, int64 (E,), in their order.
             edge_attr: features of the edges (E, edge_dim), in the dtype of ``x``; required with ``edge_dim``.
@@ -228,6 +229,8 @@ class FastRGATConv(AttentionConv, RGATConv):
             return fallback.EDGE_FEATURES_OR_NOT
         if isinstance(edge_attr, Tensor) and edge_attr.size(0) != edge_index.size(1):
             return Reason("edge features that are not one row per edge", fallback.EDGE_ROWS)
+        if isinstance(x_src, (tuple, list)):
+            return fallback.PAIR_OF_FEATURES
         if not isinstance(x_src, Tensor):
             raise_features(x_src)
         if x_src.dtype != self.k.dtype:

@@ -383,7 +383,12 @@ class FastLGConv(PropagatingConv, pyg.LGConv):
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
-        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
+        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`.
+
+        A pair of features, which PyG takes without ``normalize``, runs PyG's implementation.
+        """
+        if isinstance(x, (tuple, list)):
+            return self._original_forward(fallback.PAIR_OF_FEATURES, x, edge_index, edge_weight)
         matrix = self._propagation(x, edge_index, edge_weight)
         if isinstance(matrix, Reason):
             return self._original_forward(matrix, x, edge_index, edge_weight)
