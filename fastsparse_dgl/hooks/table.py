@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fastsparse_core.replacement import Hook, problems
 from fastsparse_dgl.graph import DGLError
-from fastsparse_dgl.hooks import degrees, device_graph, operators
+from fastsparse_dgl.hooks import degrees, device_graph, operators, user_functions
 
 #: Versions of DGL that the table was made for and is tested with.
 VERSIONS = ("2.1.0", "1.1.3")
@@ -36,6 +36,14 @@ OPERATORS: tuple[Hook, ...] = (
     Hook("dgl.backend", "edge_softmax_hetero", _SOFTMAX_HETERO, operators.edge_softmax_hetero),
     Hook(
         "dgl.ops.edge_softmax", "edge_softmax_hetero_internal", _SOFTMAX_HETERO, operators.edge_softmax_hetero
+    ),
+    Hook("dgl.core", "message_passing", "g, mfunc, rfunc, afunc", user_functions.message_passing, wraps=True),
+    Hook(
+        "dgl.core",
+        "invoke_edge_udf",
+        "graph, eid, etype, func, orig_eid",
+        user_functions.invoke_edge_udf,
+        wraps=True,
     ),
     Hook("dgl.backend", "segment_reduce", "op, x, offsets", operators.segment_reduce),
     Hook("dgl.backend", "scatter_add", "x, idx, m", operators.scatter_add),

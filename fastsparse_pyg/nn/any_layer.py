@@ -14,6 +14,8 @@ from torch_geometric.nn.conv import MessagePassing
 
 from fastsparse_core import Adjacency
 from fastsparse_core.fallback import Reason
+from fastsparse_core.message_plans.ends import EdgeEnd
+from fastsparse_core.message_plans.plan import PER_EDGE
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
 from fastsparse_pyg import fallback
@@ -23,8 +25,8 @@ from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, h
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
 from fastsparse_pyg.nn.message_kernels import Copies, evaluate, kernel_of, reduce_by_kernel
 from fastsparse_pyg.nn.message_pattern import Pattern, find_pattern
-from fastsparse_pyg.nn.message_plan import reduce_by_plan
-from fastsparse_pyg.nn.segments import EdgeEnd, aggregate, reduction_of
+from fastsparse_pyg.nn.message_planner import reduce_by_plan
+from fastsparse_pyg.nn.segments import aggregate, reduction_of
 
 #: Patterns kept of one class; a layer whose attributes change with every call is not traced for ever.
 _MOST_PATTERNS = 8
@@ -244,12 +246,16 @@ class AnyLayer(MessagePassing):
             out = reduce_by_kernel(self, pattern, found, how)
         names = self._names()
         if out is None:
-            out = self._reduced(self._computed("message", names.message, found), found, how)
+            messages = self._computed("message", names.message, found, has_plan=not how)
+            out = self._reduced(messages, found, how)
         return self.update(out, **{name: found[name] for name in names.update})
 
-    def _computed(self, method: str, names: tuple[str, ...], found: Arguments) -> Any:
-        """Result of a method per edge: as it is written, or with one operator in place of PyG's softmax."""
+    def _computed(self, method: str, names: tuple[str, ...], found: Arguments, has_plan: bool = True) -> Any:
+        """Result of a method per edge: by a plan, as it is written, or with one operator for its softmax."""
         pattern = self._pattern(method, found)
+        out = reduce_by_plan(self, pattern, found, PER_EDGE) if has_plan else None
+        if out is not None:
+            return out
         if pattern.kind == "any" and pattern.compute is not None:
             return evaluate(self, pattern, found)
         found.lift(names)

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.nn.conv import MessagePassing
 
+from fastsparse_core.message_plans.ends import EdgeEnd, gather
 from fastsparse_core.ops._edge_rows import lift
-from fastsparse_pyg.nn.segments import EdgeEnd, NodeIndex, gather
+from fastsparse_pyg.nn.segments import NodeIndex
 
 EMPTY: Any = inspect.Parameter.empty
 
@@ -111,6 +112,15 @@ class Arguments(dict[str, Any]):
     def given(self, name: str) -> Any:
         """An argument that the caller hands over as it is, or its default."""
         return self._given.get(name, self._defaults.get(name, EMPTY))
+
+    def placed(self, name: str) -> tuple[Any, str]:
+        """An argument as the caller handed it over, and whose rows it has: "dst", "src", "edge" or ""."""
+        if name in self.nodes:
+            value, at_dst = self.nodes[name]
+            return value, "dst" if at_dst else "src"
+        value = self.given(name)
+        is_of_edges = isinstance(value, Tensor) and value.shape[:1] == (self.dst.num_edges,)
+        return value, "edge" if is_of_edges else ""
 
     def lift(self, names: Iterable[str]) -> None:
         """Reads those of some arguments per edge that want gradients, in one step of autograd."""

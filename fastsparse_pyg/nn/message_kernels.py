@@ -10,16 +10,14 @@ from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 
 from fastsparse_core import gine_aggregate, policy, spmm
+from fastsparse_core.message_plans.plan import PRODUCTS
+from fastsparse_core.message_plans.terms import without_autocast
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops.spmm import plain_spmm
 from fastsparse_pyg.nn.base import has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import Arguments, Signature
 from fastsparse_pyg.nn.message_pattern import Pattern
-from fastsparse_pyg.nn.message_terms import without_autocast
-
-#: Reductions that a sparse product knows.
-PRODUCTS = ("sum", "mean", "max", "min")
 
 
 def kernel_of(pattern: Pattern, how: str) -> str:

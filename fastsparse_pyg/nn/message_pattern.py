@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch_geometric.nn.conv import MessagePassing
 
-from fastsparse_pyg.nn.message_trace import ABSENT, PRESENT, Untraceable, trace
+from fastsparse_core.message_plans.trace import Untraceable, holds, trace
 from fastsparse_pyg.nn.segments import softmax
 
+#: Functions that a trace records as one step.
+_FUNCTIONS = (torch_geometric.utils.softmax, torch_geometric.utils.scatter)
 _MUL = (operator.mul, torch.mul, "mul")
 _DIV = (operator.truediv, torch.div, torch.true_divide, "div")
 _ADD = (operator.add, torch.add, "add")
@@ -45,7 +47,8 @@ class Pattern:
         is_weighted: whether there are weights.
         guards: attributes of the layer that the body reads, and their values.
         reason: why the message is anything.
-        graph: the trace of a body that sets no attributes.
+        graph: the trace.
+        assigned: nodes of the trace that the body sets as attributes.
         plans: what was made of it, by reduction and kind of arguments (`message_plan`).
     """
 
@@ -59,18 +62,12 @@ class Pattern:
     guards: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
     graph: Graph | None = None
+    assigned: Mapping[str, Node] = field(default_factory=dict)
     plans: dict[Any, Any] = field(default_factory=dict)
 
     def holds_for(self, layer: nn.Module) -> bool:
         """Whether the layer's attributes are those of the trace."""
-        for name, expected in self.guards.items():
-            value = getattr(layer, name, ABSENT)
-            if expected is PRESENT:
-                if value is None or value is ABSENT:
-                    return False
-            elif value is not expected and (type(value) is not type(expected) or value != expected):
-                return False
-        return True
+        return holds(self.guards, layer)
 
     def __str__(self) -> str:
         if self.kind == "any":
@@ -86,9 +83,12 @@ def find_pattern(
     """Traces ``original.message``, or another method, for calls in which arguments ``absent`` are None."""
     guards: dict[str, Any] = {}
     try:
-        graph, assigned = trace(layer, original, method, guards, dict.fromkeys(absent))
+        body = getattr(original, method)
+        graph, assigned = trace(
+            layer, original, body, guards, dict.fromkeys(absent), _FUNCTIONS, vars(MessagePassing)
+        )
         found = _recognise(graph, assigned, guards)
-        return found if assigned else replace(found, graph=graph)
+        return replace(found, graph=graph, assigned=assigned)
     except Untraceable as reason:
         return Pattern(guards=guards, reason=str(reason))
     except Exception as error:  # whatever a symbol cannot do

@@ -1,8 +1,7 @@
 """Reading a node's features per edge, and reducing edges per node: without atomics, forward and backward.
 
-The messages stay in the caller's order, whatever the graph is sorted by: a layer may keep them, mask them, or
-know what its n-th edge is. The core's segment operators read them through the order of the cached structure.
-:class:`NodeIndex` brings them into code that calls PyTorch's own functions.
+The messages stay in the caller's order (`fastsparse_core.message_plans.ends`). :class:`NodeIndex` brings
+these functions into code that calls PyTorch's own.
 """
 
 from __future__ import annotations
@@ -16,91 +15,7 @@ import torch_geometric.utils
 from torch import Tensor
 from torch_geometric.nn import aggr
 
-from fastsparse_core import Adjacency, scatter
-from fastsparse_core.ops._edge_rows import lift, sum_edges
-from fastsparse_core.ops._operands import written_out
-from fastsparse_core.ops._segment import reduce_op, softmax_op
-from fastsparse_core.policy import MOST_HEADS
-from fastsparse_core.structure.incidence import edge_segments
-from fastsparse_core.structure.segments import Segments
-
-
-class EdgeEnd:
-    """One end of all edges.
-
-    Args:
-        adj: the edges' structure.
-        edges: (2, num_edges), the nodes at both ends.
-        row: which of them is this end.
-        is_dst: whether it is that of the destinations.
-
-    Attributes:
-        num_nodes: how many nodes there are.
-        num_edges: how many edges.
-    """
-
-    __slots__ = (
-        "_adj",
-        "_edges",
-        "_index",
-        "_is_dst",
-        "_row",
-        "_version",
-        "num_edges",
-        "num_nodes",
-    )
-
-    def __init__(self, adj: Adjacency, edges: Tensor, row: int, is_dst: bool) -> None:
-        self._adj, self._edges, self._row, self._is_dst = adj, edges, row, is_dst
-        self._version = None if edges.is_inference() else edges._version
-        self._index: Tensor | None = None
-        self.num_nodes = adj.num_dst if is_dst else adj.num_src
-        self.num_edges = edges.size(1)
-
-    def is_current(self) -> bool:
-        """Whether nobody has written into the edges since."""
-        return self._version is None or self._edges._version == self._version
-
-    @property
-    def rows(self) -> Adjacency:
-        """The structure whose rows are these nodes."""
-        return self._adj if self._is_dst else self._adj.t()
-
-    @property
-    def index(self) -> Tensor:
-        """Node of every edge, (num_edges,) in the caller's order."""
-        if self._index is None:
-            self._index = self._edges[self._row]
-        return self._index
-
-    def find(self, *_: Any) -> Segments:
-        """The segments of that index, for the segment operators."""
-        return edge_segments(self.rows)
-
-
-def gather(x: Tensor, end: EdgeEnd, dim: int = 0) -> Tensor:
-    """Each edge's row of ``x``; its gradient is :func:`reduce`, so the same bits every time."""
-    needs_grad = x.requires_grad and torch.is_grad_enabled()
-    if not x.is_floating_point() or (dim % x.dim() and not needs_grad):
-        return x.index_select(dim, end.index)
-    if dim % x.dim():
-        return gather(x.movedim(dim, 0), end).movedim(0, dim).contiguous()  # as PyTorch's: for .view()
-    return lift((x,), (end,))[0]
-
-
-def reduce(messages: Tensor, end: EdgeEnd, how: str, dim: int = 0) -> Tensor:
-    """Reduces every node's edges, as :func:`fastsparse_core.scatter`."""
-    if messages.dim() > 1 and dim % messages.dim():
-        return reduce(messages.movedim(dim, 0), end, how).movedim(0, dim).contiguous()
-    if not end.is_current():
-        return scatter(messages, end.index, end.num_nodes, how)  # type: ignore[call-overload]
-    rows = written_out(messages)
-    if how in ("sum", "mean"):
-        return sum_edges(rows, end, end.num_nodes, mean=how == "mean")
-    if messages.dim() != 2:
-        rows = rows.reshape(rows.size(0), rows.shape[1:].numel())
-    out: Tensor = reduce_op(rows, end.index, None, end.num_nodes, how, find=end.find)[0]
-    return out if messages.dim() == 2 else out.reshape(end.num_nodes, *messages.shape[1:])
+from fastsparse_core.message_plans.ends import EdgeEnd, fits_softmax, gather, reduce, softmax_of_edges
 
 
 def softmax(
@@ -115,30 +30,11 @@ def softmax(
         isinstance(index, NodeIndex)
         and index.dim() == 1
         and num_nodes in (None, index.end.num_nodes)
-        and _fits_softmax(src, index.end, dim)
+        and fits_softmax(src, index.end, dim)
     ):
-        return _softmax(src, index.end, dim)
+        return softmax_of_edges(src, index.end, dim)
     out: Tensor = torch_geometric.utils.softmax(src, index, ptr, num_nodes, dim)
     return out
-
-
-def _fits_softmax(src: Any, end: EdgeEnd, dim: int) -> bool:
-    return (
-        type(src) is Tensor
-        and src.is_floating_point()
-        and -src.dim() <= dim < src.dim()
-        and src.size(dim) == end.num_edges
-        and src.numel() <= src.size(dim) * MOST_HEADS
-        and end.is_current()
-    )
-
-
-def _softmax(src: Tensor, end: EdgeEnd, dim: int) -> Tensor:
-    if dim % src.dim():
-        return _softmax(src.movedim(dim, 0), end, 0).movedim(0, dim)
-    rows = written_out(src)
-    rows = rows if rows.dim() == 2 else rows.reshape(rows.size(0), rows.shape[1:].numel())
-    return softmax_op(rows, end.index, None, end.num_nodes, find=end.find).reshape(src.shape)
 
 
 # ---------------------------------------------------------------- PyG's aggregations
@@ -191,12 +87,12 @@ def aggregate(messages: Tensor, end: EdgeEnd, how: str, module: Any, dim: int) -
         return deviation.masked_fill(deviation <= math.sqrt(_LEAST_VARIANCE), 0.0)
     if how != "softmax":
         return reduce(messages, end, how, dim)
-    if module.channels != 1 or not _fits_softmax(messages, end, dim):
+    if module.channels != 1 or not fits_softmax(messages, end, dim):
         return None
     scores = messages if isinstance(module.t, (int, float)) and module.t == 1 else messages * module.t
     if not module.learn and module.semi_grad:
         scores = scores.detach()
-    return reduce(messages * _softmax(scores, end, dim), end, "sum", dim)
+    return reduce(messages * softmax_of_edges(scores, end, dim), end, "sum", dim)
 
 
 # ---------------------------------------------------------------- PyTorch's functions

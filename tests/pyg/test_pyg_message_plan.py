@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
-from torch_geometric.utils import softmax
+from torch_geometric.utils import scatter, softmax
 
 from fastsparse_pyg import accelerate
 from fastsparse_pyg.nn import any_layer
@@ -322,7 +322,7 @@ def weighted_copies(self, x_j, w):
 
 Message = Callable[..., Any]
 PER_NODE, BEHIND = "linear maps per node", "a linear map behind the sum"
-#: message -> what its plan gains where messages are summed; none: there is no plan.
+#: message -> what its plan gains on the CPU where messages are summed; none: there is no plan.
 MESSAGES: dict[Message, tuple[str, ...]] = {
     gat_one_head: ("scores per node", "additive_attention"),
     gat_heads: ("scores per node", "additive_attention"),
@@ -343,8 +343,8 @@ MESSAGES: dict[Message, tuple[str, ...]] = {
     cosine: (),
     softmax_of_features: (),
     gated: ("gated_aggregate",),
-    gated_with_edges: ("gated_aggregate",),
-    gated_values_with_edges: ("gated_aggregate",),
+    gated_with_edges: (),
+    gated_values_with_edges: (),
     gated_by_vector: ("gated_aggregate",),
     gated_by_product: (PER_NODE, "spmm"),
     edge_mlp: (PER_NODE, BEHIND),
@@ -712,3 +712,157 @@ def test_energies_forces_and_their_gradients(block: type[MessagePassing], device
 
     for want, got in zip(training_step(layer), training_step(fast), strict=True):
         assert (want - got).norm() <= 1e-10 * want.norm().clamp(min=1)
+
+
+# ---------------------------------------------------------------- edge updates, edge states, several passes
+
+
+class UserGat(Layer):
+    """As PyG's GATConv: `edge_update` gives the attention weights."""
+
+    def forward(self, edge_index: Tensor, inputs: dict[str, Any]) -> Tensor:
+        h = inputs["h"]
+        scores = ((h * self.att).sum(-1), (h * self.att_both[..., :WIDTH]).sum(-1))
+        self.weights = self.edge_updater(edge_index, alpha=scores, ea=inputs["ea"])
+        return self.propagate(edge_index, h=h, alpha=self.weights).flatten(1)
+
+    def edge_update(self, alpha_i, alpha_j, ea, index, ptr, size_i):
+        alpha = alpha_i + alpha_j + self.last_of(ea)
+        return self.activated(softmax(F.leaky_relu(alpha, 0.2), index, ptr, size_i))
+
+    def last_of(self, ea):
+        return self.of_edge(ea)[:, : self.heads]
+
+    def activated(self, alpha):
+        return F.dropout(alpha, p=self.p, training=self.training)
+
+    def message(self, h_j, alpha):
+        return alpha.unsqueeze(-1) * h_j
+
+
+class EdgeState(Layer):
+    """GatedGCN (Bresson and Laurent, 2017): the edges' new state is returned, too."""
+
+    def forward(self, edge_index: Tensor, inputs: dict[str, Any]) -> Tensor:
+        x, ea = inputs["x"], inputs["ea"]
+        new = self.edge_updater(edge_index, x=x, ea=ea)
+        out = self.propagate(edge_index, x=x, gate=new.sigmoid())
+        return torch.cat([out.flatten(), new.flatten()])[None]
+
+    def edge_update(self, x_i, x_j, ea):
+        return self.all(torch.cat([x_i, x_j, ea], -1)) + self.square(x_j)
+
+    def message(self, x_j, gate):
+        return gate * self.square(x_j)
+
+
+class StateInMessage(Layer):
+    """The same as its benchmark code writes it: `message` leaves the state on the layer."""
+
+    def forward(self, edge_index: Tensor, inputs: dict[str, Any]) -> Tensor:
+        x = inputs["x"]
+        out = self.propagate(edge_index, x=x, ea=inputs["ea"])
+        state = self.state
+        del self.state
+        return torch.cat([out.flatten(), state.flatten()])[None]
+
+    def message(self, x_i, x_j, ea):
+        self.state = self.all(torch.cat([x_i, x_j, ea], -1))
+        return self.state.sigmoid() * self.square(x_j)
+
+
+class OwnAggregate(StateInMessage):
+    """Its numerator and denominator are sums of its own."""
+
+    def message(self, x_i, x_j, ea):
+        self.state = self.all(torch.cat([x_i, x_j, ea], -1))
+        return torch.sigmoid(self.state)
+
+    def aggregate(self, inputs, index, x_j, dim_size):
+        total = scatter(inputs * x_j, index, 0, dim_size=dim_size, reduce="sum")
+        return total / (scatter(inputs, index, 0, dim_size=dim_size, reduce="sum") + 1e-6)
+
+
+class HelperMethods(Layer):
+    """`message` calls other methods of the layer."""
+
+    def message(self, x_i, x_j, ea):
+        return self.transformed(self.joined(x_i, x_j), ea)
+
+    def joined(self, x_i, x_j):
+        return torch.cat([x_i, x_j], -1)
+
+    def transformed(self, both, ea):
+        return torch.tanh(self.all(torch.cat([both, ea], -1)))
+
+
+class Twice(Layer):
+    """Two passes of one message in a call."""
+
+    def forward(self, edge_index: Tensor, inputs: dict[str, Any]) -> Tensor:
+        first = self.propagate(edge_index, x=inputs["x"])
+        second = self.propagate(edge_index, x=torch.cat([first, inputs["y"][:, 6:]], -1))
+        return first + second
+
+    def message(self, x_i, x_j):
+        return torch.sigmoid(self.both(torch.cat([x_i, x_j], -1)))
+
+
+#: layer -> what its plans gain where messages are summed.
+PASSES: dict[type[Layer], list[tuple[str, ...]]] = {
+    UserGat: [],
+    EdgeState: [(PER_NODE,), (PER_NODE,)],
+    StateInMessage: [(PER_NODE,)],
+    OwnAggregate: [(PER_NODE,)],
+    HelperMethods: [(PER_NODE,)],
+    Twice: [(PER_NODE,)],
+}
+
+
+def make_passes(kind: type[Layer], aggr: str = "sum", device: str = "cpu") -> tuple[Layer, Any]:
+    kind = type(kind.__name__, (kind,), {"__module__": __name__})  # of which nothing is known
+    layer = kind(aggr).to(device, torch.float64)
+    fast = nn.ModuleList([copy.deepcopy(layer)])
+    accelerate(fast, show=False)
+    return layer, fast[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("aggr", ["sum", "max"])
+@pytest.mark.parametrize("kind", PASSES)
+def test_edge_updates_states_and_several_passes(kind: type[Layer], aggr: str, device: str):
+    layer, fast = make_passes(kind, aggr, device)
+    edge_index, inputs = problem(device)
+    for _ in range(2):
+        check(layer, fast, edge_index, inputs)
+    if aggr == "sum" and device == "cpu":
+        assert [gains for gains in gains_of(fast) if gains] == PASSES[kind]
+    assert vars(layer).keys() == vars(fast).keys()
+
+
+@pytest.mark.parametrize("kind", [EdgeState, StateInMessage, OwnAggregate, HelperMethods])
+def test_second_derivatives_of_edge_states(kind: type[Layer]):
+    _, fast = make_passes(kind)
+    edge_index, inputs = problem(nodes=5, edges=9)
+
+    def run(x: Tensor, ea: Tensor) -> Tensor:
+        out: Tensor = fast(edge_index, inputs | {"x": x, "ea": ea})
+        return out.tanh()
+
+    with small_graphs():
+        for _ in range(5):  # until the edges have a structure
+            fast(edge_index, inputs)
+        given = wanting_gradients({"x": inputs["x"][:, :ALL], "ea": inputs["ea"]})
+        assert torch.autograd.gradgradcheck(run, tuple(given.values()), atol=1e-6)
+    assert [gains for gains in gains_of(fast) if gains] == PASSES[kind]
+
+
+def test_edge_updates_of_changed_layers():
+    layer, fast = make_passes(EdgeState)
+    edge_index, inputs = problem()
+    check(layer, fast, edge_index, inputs)
+    seen: list[int] = []
+    for each in (layer, fast):
+        each.all.register_forward_hook(lambda module, args, out: seen.append(out.size(0)) or 2 * out)
+    check(layer, fast, edge_index, inputs)
+    assert seen == [EDGES, EDGES]

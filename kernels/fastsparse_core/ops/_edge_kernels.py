@@ -19,8 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: Name -> (the value of arguments {0} and {1}, the gradient of each argument); {g} and {y}: gradient and value
-#: of the result.
+#: Name -> (value of the arguments {0} and {1}, gradient of each argument from that of the result, {g}, and
+#: the result, {y}).
 OPERATORS: dict[str, tuple[str, tuple[str, ...]]] = {
     "add": ("{0} + {1}", ("{g}", "{g}")),
     "sub": ("{0} - {1}", ("{g}", "-{g}")),
@@ -50,7 +50,8 @@ class Leaf(NamedTuple):
 
     Attributes:
         place: ``"dst"``, ``"src"``, ``"edge"``: a row for each of them; ``"whole"``: one row for all;
-            ``"mapped"``: features of edges, of which the next leaf, ``"weight"`` (width, features), makes rows.
+            ``"mapped"``: features of edges that the next leaf, ``"weight"`` (width, features), maps to
+            rows.
         is_scalar: whether a row is one number.
         features: of a ``"mapped"`` leaf.
     """
@@ -200,7 +201,8 @@ def source_of(
                 "rm = f < tl.where(is_row, W, 0)",
                 "sm = f < tl.where(is_row, 0, W)",
                 "if HAS_SLOTS:",
-                "    i = tl.where(is_row, i, tl.load(slot_row + slot, mask=target < 0, other=0).to(tl.int64))",
+                "    row = tl.load(slot_row + slot, mask=target < 0, other=0).to(tl.int64)",
+                "    i = tl.where(is_row, i, row)",
                 *(f"l{n} = {_load(x, n, 'i', False)}" for n, x in enumerate(leaves) if x.place == own),
                 *begin,
                 "for s in range(lo, hi, BE):",
@@ -223,8 +225,8 @@ def source_of(
     return _PRELUDE + "\n".join(lines) + "\n"
 
 
-#: What the backward pass of a reduction reads besides the gradient; aux: the chosen edges, or the logarithms of
-#: the softmax's sums.
+#: What the backward pass of a reduction reads besides the gradient. ``aux`` holds the chosen edges, or the
+#: logarithms of the softmax's sums.
 KEEPS = {"max": ("aux",), "min": ("aux",), "softmax": ("aux", "out")}
 
 _DIVIDED = "{0} = {0} / tl.maximum(tl.load(degree + {1}, mask={2}, other=1), 1).to(ACC){3}"

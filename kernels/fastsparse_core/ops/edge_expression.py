@@ -60,8 +60,8 @@ def edge_expression(
         adj: structure (num_dst, num_src).
         expression: ``("leaf", n)``, a number, or ``(operator, *expressions)``.
         places: of the tensors, see `Leaf`.
-        tensors: the leaves: (num_dst, F), (num_src, F), (num_values, F) in the caller's edge order, or with one
-            number in place of F; (F,) for ``"whole"``; (num_values, K) and (F, K) for ``"mapped"`` and
+        tensors: the leaves: (num_dst, F), (num_src, F), (num_values, F) in the caller's edge order, or with
+            one number in place of F; (F,) for ``"whole"``; (num_values, K) and (F, K) for ``"mapped"`` and
             ``"weight"``.
         how: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"softmax"``: the mean by softmax weights.
 

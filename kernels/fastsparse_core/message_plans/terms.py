@@ -8,29 +8,44 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastsparse_core import (
-    Adjacency,
-    additive_attention,
-    attention,
-    gated_aggregate,
-    gatv2_attention,
-    gine_aggregate,
-    spmm,
-)
+from fastsparse_core.message_plans.ends import EdgeEnd, fits_softmax, gather, reduce, softmax_of_edges
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
 from fastsparse_core.ops._edge_rows import lift
+from fastsparse_core.ops.attention import additive_attention, attention, gatv2_attention
 from fastsparse_core.ops.edge_expression import edge_expression
-from fastsparse_pyg.nn.layer_arguments import Arguments
-from fastsparse_pyg.nn.segments import EdgeEnd, gather, reduce
+from fastsparse_core.ops.edge_messages import gated_aggregate, gine_aggregate
+from fastsparse_core.ops.spmm import spmm
+from fastsparse_core.policy import MOST_HEADS
+from fastsparse_core.structure.adjacency import Adjacency
 
 
-def per_edge(found: Arguments, dst: Tensor | None, src: Tensor | None, edge: Tensor | None) -> Tensor:
+class Edges(Protocol):
+    """The edges of a call, and what the caller hands over.
+
+    Attributes:
+        dst: the edges' destinations.
+        src: the edges' sources.
+        special: what message passing itself knows; ``"adj"`` is the structure.
+    """
+
+    dst: EdgeEnd
+    src: EdgeEnd
+    special: dict[str, Any]
+
+    def placed(self, name: str) -> tuple[Any, str]:
+        """An argument as the caller handed it over, and whose rows it has: "dst", "src", "edge" or ""."""
+
+    def __getitem__(self, name: str, /) -> Any:
+        """An argument per edge, or what message passing knows."""
+
+
+def per_edge(found: Edges, dst: Tensor | None, src: Tensor | None, edge: Tensor | None) -> Tensor:
     """The sum of the terms for every edge."""
     terms = [edge] if edge is not None else []
     if dst is not None and src is not None and dst.requires_grad == src.requires_grad:
@@ -41,7 +56,7 @@ def per_edge(found: Arguments, dst: Tensor | None, src: Tensor | None, edge: Ten
 
 
 def reduce_terms(
-    found: Arguments, dst: Tensor | None, src: Tensor | None, edge: Tensor | None, how: str
+    found: Edges, dst: Tensor | None, src: Tensor | None, edge: Tensor | None, how: str
 ) -> Tensor:
     """The same, reduced term by term; maximum and minimum take no term of the edges."""
     totals: list[Tensor] = []
@@ -55,7 +70,7 @@ def reduce_terms(
     return functools.reduce(operator.add, totals)
 
 
-def weighted(found: Arguments, weight: Tensor | None, x: Tensor, heads: int, how: str) -> Tensor:
+def weighted(found: Edges, weight: Tensor | None, x: Tensor, heads: int, how: str) -> Tensor:
     """The sources' rows, weighted per edge and head, reduced."""
     x, weight = _alike(x, None if weight is None else weight.reshape(-1, heads))
     with without_autocast(x):
@@ -63,7 +78,7 @@ def weighted(found: Arguments, weight: Tensor | None, x: Tensor, heads: int, how
     return out.reshape(-1, *x.shape[1:])
 
 
-def linear_of_reduced(found: Arguments, x: Tensor, weight: Tensor, bias: Tensor | None, how: str) -> Tensor:
+def linear_of_reduced(found: Edges, x: Tensor, weight: Tensor, bias: Tensor | None, how: str) -> Tensor:
     """A linear map of reduced rows, which gave its bias to every edge."""
     out = F.linear(x, weight)
     return out if bias is None else out + bias * _times(found.dst, out, how)
@@ -94,13 +109,16 @@ class _Scores(torch.autograd.Function):
         )
 
 
-def by_layer(layer: Any, found: Arguments, messages: Tensor, how: str) -> Any:
-    """Messages that were made, reduced."""
-    return layer._reduced(messages, found, how)
+def softmax(found: Edges, x: Tensor) -> Tensor:
+    """Softmax over the edges of a destination."""
+    if fits_softmax(x, found.dst):
+        return softmax_of_edges(x, found.dst)
+    parts = x.reshape(x.size(0), -1).split(MOST_HEADS, 1)
+    return torch.cat([softmax_of_edges(part, found.dst) for part in parts], 1).reshape(x.shape)
 
 
 def by_additive_attention(
-    found: Arguments,
+    found: Edges,
     dst: Tensor | None,
     src: Tensor | None,
     edge: Tensor | None,
@@ -119,7 +137,7 @@ def by_additive_attention(
 
 
 def by_attention(
-    found: Arguments,
+    found: Edges,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -139,7 +157,7 @@ def by_attention(
 
 
 def by_gatv2_attention(
-    found: Arguments,
+    found: Edges,
     dst: Tensor,
     src: Tensor,
     edge: Tensor | None,
@@ -157,7 +175,7 @@ def by_gatv2_attention(
 
 
 def by_gated_aggregate(
-    found: Arguments,
+    found: Edges,
     k: Tensor | None,
     q: Tensor | None,
     v: Tensor,
@@ -178,7 +196,7 @@ def by_gated_aggregate(
 
 
 def by_gine_aggregate(
-    found: Arguments, x: Tensor, edge: Tensor, weight: Tensor | None, bias: Tensor | None
+    found: Edges, x: Tensor, edge: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """Sum of rectified sums."""
     if weight is None:
@@ -188,7 +206,7 @@ def by_gine_aggregate(
     return gine_aggregate(_adjacency(found), x, edge, edge_weight=weight, edge_bias=bias)
 
 
-def by_expression(found: Arguments, expression: Any, places: Any, how: str, *tensors: Tensor) -> Tensor:
+def by_expression(found: Edges, expression: Any, places: Any, how: str, *tensors: Tensor) -> Tensor:
     """An elementwise expression, by a kernel that was written for it."""
     dtype = autocast_dtype(tensors[0]) if is_any_autocast_enabled() else None
     if dtype is not None:  # of linear maps
@@ -220,7 +238,33 @@ def _alike(*tensors: Tensor | None) -> tuple[Any, ...]:
     )
 
 
-def _adjacency(found: Arguments) -> Adjacency:
+def present(found: Edges, x: Tensor) -> Tensor:
+    """The rows of destinations that have edges."""
+    rows = _with_edges(found)
+    return x if rows is None else x.index_select(0, rows)
+
+
+def restored(found: Edges, x: Tensor) -> Tensor:
+    """Rows of destinations that have edges among zeros for the others."""
+    rows = _with_edges(found)
+    return x if rows is None else x.new_zeros(found.dst.num_nodes, *x.shape[1:]).index_copy(0, rows, x)
+
+
+def degree(found: Edges, like: Tensor) -> Tensor:
+    """Numbers of edges of the destinations that have some, for rows of the same."""
+    counts = present(found, found.dst.rows.in_degree())
+    return counts.view(-1, *[1] * (like.dim() - 1)).to(like.dtype)
+
+
+def _with_edges(found: Edges) -> Tensor | None:
+    adj = found.dst.rows
+    if not adj.has_empty_rows():
+        return None
+    find = lambda: (adj.in_degree() > 0).nonzero().flatten()  # noqa: E731
+    return adj.derived("fastsparse_core.rows_with_edges", find)
+
+
+def _adjacency(found: Edges) -> Adjacency:
     adj: Adjacency = found.special["adj"]
     return adj
 

@@ -16,167 +16,64 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
-import torch_geometric.utils
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch_geometric.nn.dense import Linear as PygLinear
 
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
-from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
+from fastsparse_core.message_plans import terms
+from fastsparse_core.message_plans.terms import Edges
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._edge_kernels import OPERATORS
 from fastsparse_core.ops.edge_expression import HOW, can_generate
-from fastsparse_pyg.nn import message_terms as terms
-from fastsparse_pyg.nn.layer_arguments import Arguments
-from fastsparse_pyg.nn.message_kernels import PRODUCTS
-from fastsparse_pyg.nn.message_pattern import Pattern
-from fastsparse_pyg.nn.segments import is_softmax_of_messages, softmax
 
 #: Edges of the tensors on the meta device that shapes are found with: a number that no other size has.
 _EDGES = 1_000_003
 #: Features of an edge that the kernels map themselves.
 _MOST_FEATURES = 32
-#: Plans kept of one message.
-_MOST_PLANS = 16
-_INDICES = ("index", "edge_index_i", "edge_index_j")
+#: Reductions that a sparse product knows.
+PRODUCTS = ("sum", "mean", "max", "min")
+#: In place of a reduction: what a body gives per edge.
+PER_EDGE = "per edge"
+INDICES = ("index", "edge_index_i", "edge_index_j")
 
 
 class Plan(NamedTuple):
-    """How messages of one kind of arguments are reduced.
+    """How messages of one kind of arguments are computed and reduced.
 
     Attributes:
-        run: (the layer twice, found arguments, arguments) -> the reduced messages.
+        run: (the layer twice, found arguments, arguments) -> the reduced messages, and attributes to set.
         names: of the arguments.
         modules: paths of modules that are taken apart, and what they were like.
         gains: what it does better than the message, for reports.
         dtype: of the result under autocast; None: as it comes.
     """
 
-    run: Callable[..., Tensor]
+    run: Callable[..., tuple[Any, dict[str, Any]]]
     names: tuple[str, ...]
     modules: tuple[tuple[str, tuple[Any, ...]], ...]
     gains: tuple[str, ...]
     dtype: torch.dtype | None = None
 
-    def reduce(self, layer: nn.Module, found: Arguments) -> Tensor | None:
-        """The reduced messages; None: a module has changed."""
+    def reduce(self, layer: Any, found: Edges) -> Any:
+        """The reduced messages, with the attributes set that the body sets; None: a module has changed."""
         for path, known in self.modules:
             module = operator.attrgetter(path)(layer)
             if _likeness(module) != known or not _is_plain(module):
                 return None
-        given = [found.nodes[name][0] if name in found.nodes else found[name] for name in self.names]
-        out = self.run(layer, layer, found, *given)
-        return out if self.dtype is None else out.to(self.dtype)
+        result, assigned = self.run(layer, layer, found, *[found.placed(name)[0] for name in self.names])
+        for name, item in assigned.items():
+            setattr(layer, name, item)
+        return result if self.dtype is None else result.to(self.dtype)
 
 
-def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str) -> Tensor | None:
-    """The reduced messages of a pattern that has a plan; None: it has none.
-
-    Args:
-        layer: whose messages they are.
-        pattern: of its `message`.
-        found: its arguments.
-        how: the reduction, "" where it is the layer's own.
-    """
-    is_copy = pattern.kind == "product" and pattern.compute is None
-    if how == "softmax" and not is_softmax_of_messages(layer._modules["aggr_module"]):
-        return None
-    if pattern.graph is None or not how or is_copy:
-        return None
-    kind = _kind_of(found, pattern.graph)
-    if kind is None:
-        return None
-    mixed = autocast_dtype(found.dst.index) if is_any_autocast_enabled() else None
-    plans, key = pattern.plans, (how, kind, mixed)
-    if key not in plans:
-        if len(plans) == _MOST_PLANS:
-            return None
-        plan = _find_plan(layer, pattern.graph, found, how, mixed)
-        is_better = plan is not None and (pattern.kind != "product" or plan.gains != ("spmm",))
-        plans[key] = plan if is_better else None
-    plan = plans[key]
-    return None if plan is None else plan.reduce(layer, found)
-
-
-def _kind_of(found: Arguments, graph: Graph) -> tuple[Any, ...] | None:
-    """What of the arguments a plan depends on; None: no plan serves them."""
-    dst, src = found.dst, found.src
-    if not dst.is_current() or dst.num_edges < max(dst.num_nodes, src.num_nodes):
-        return None
-    kind: list[Any] = []
-    for node in graph.nodes:
-        name = node.target
-        if node.op != "placeholder":
-            break
-        if name in found.special or name in _INDICES:
-            continue
-        value = found.nodes[name][0] if name in found.nodes else found.given(name)
-        if type(value) is Tensor or type(value) is nn.Parameter:
-            if name not in found.nodes:
-                rows = value.shape[:1] == (dst.num_edges,)
-            elif value.dim() < 2 or found.node_dim % value.dim() or not value.is_floating_point():
-                return None
-            else:
-                rows = True
-            kind.append((value.dtype, rows, value.shape[1:] if rows else value.shape))
-        elif value is None or isinstance(value, (bool, int, float, str)):
-            kind.append(value)
-        else:
-            return None
-    return tuple(kind)
-
-
-def _find_plan(
-    layer: nn.Module, graph: Graph, found: Arguments, how: str, mixed: torch.dtype | None
-) -> Plan | None:
-    """The plan of a traced message; None: there is none that is better than the message itself.
-
-    Args:
-        layer: whose message it is.
-        graph: its trace.
-        found: its arguments.
-        how: the reduction.
-        mixed: the dtype of autocast, None where that is off.
-    """
-    with contextlib.suppress(Exception):  # whatever an operator cannot do with tensors without content
-        plan = _Planner(layer, found, mixed).plan(graph, how)
-        return plan if mixed is None else plan._replace(dtype=_dtype_of(layer, graph, found))
-    return None
-
-
-def _dtype_of(layer: nn.Module, graph: Graph, found: Arguments) -> torch.dtype:
-    """The dtype of a message under autocast, whose rules depend on operator and device: found without edges.
-
-    Raises:
-        _NoPlan: the message calls modules that might keep what they see.
-    """
-    given = []
-    for node in graph.nodes:
-        if node.op == "call_module":
-            parts = operator.attrgetter(str(node.target))(layer).modules()
-            if not all(type(each) in _STATELESS and _is_plain(each) for each in parts):
-                raise _NoPlan
-        if node.op == "placeholder":
-            name = str(node.target)
-            value = found.nodes[name][0] if name in found.nodes else found[name]
-            if isinstance(value, Tensor) and name == "ptr":
-                value = torch.zeros_like(value)
-            elif isinstance(value, Tensor) and (name in found.nodes or len(value) == found.dst.num_edges):
-                value = value[:0]
-            given.append(value)
-    with torch.no_grad():
-        dtype: torch.dtype = Interpreter(GraphModule(layer, graph)).run(*given).dtype
-    return dtype
-
-
-class _NoPlan(Exception):
+class NoPlan(Exception):
     """Nothing would be gained, or a value is of a kind that plans do not know."""
 
 
@@ -190,10 +87,12 @@ class _Value:
     Attributes:
         meta: a tensor of its dtype and shape without content, edges first, or the value itself if it is none.
         made: the plan's node that has it per edge, once there is one.
+        is_shared: whether it is read more than once.
     """
 
     meta: Any
     made: Any = None
+    is_shared: bool = False
 
     @property
     def row(self) -> tuple[int, ...]:
@@ -263,7 +162,12 @@ def _unshaped(value: Any) -> Any:
 
 
 def _is_per_edge(value: Any) -> bool:
-    return isinstance(value, (_Sum, _Of)) or (isinstance(value, _Whole) and value.special in _INDICES)
+    return isinstance(value, (_Sum, _Of)) or (isinstance(value, _Whole) and value.special in INDICES)
+
+
+def _meta(x: Tensor, rows: int | None = None) -> Tensor:
+    size = x.shape if rows is None else (rows, *x.shape[1:])
+    return torch.empty(size, dtype=x.dtype, device="meta")
 
 
 def _meta_of(value: Any) -> Any:
@@ -320,8 +224,6 @@ _ACTIVATIONS: dict[type, str] = {
     nn.GELU: "gelu",
     nn.Softplus: "softplus",
 }
-#: Modules that keep nothing of what they see.
-_STATELESS = (nn.Sequential, nn.Linear, PygLinear, nn.Identity, nn.Dropout, *_ACTIVATIONS)
 #: Operators that have a method of the planner.
 _KNOWN = (
     *("add", "sub", "neg", "mul", "div", "sum", "cat", "linear", "dropout"),
@@ -340,8 +242,6 @@ _SYNONYMS = {
 
 def _name_of(node: Node) -> str:
     """One name for an operator, whether it is called as a function, a method or an operator of Python."""
-    if node.target is torch_geometric.utils.softmax:
-        return "softmax over edges"
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return _SYNONYMS.get(name, name)
 
@@ -361,8 +261,7 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether a call of a module is its formula alone."""
     state = vars(module)
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    is_linear = isinstance(module, (nn.Linear, PygLinear))
-    if is_linear:
+    if isinstance(module, nn.Linear) or "weight" in state["_parameters"]:
         return is_plain_linear(module, type(module))
     return "forward" not in state and not any(state[name] for name in hooks)
 
@@ -370,10 +269,20 @@ def _is_plain(module: nn.Module) -> bool:
 # ---------------------------------------------------------------- from the trace to the plan
 
 
-class _Planner:
+class Planner:
     """Walks a trace once, and builds the plan's graph on the way."""
 
-    def __init__(self, layer: nn.Module, found: Arguments, mixed: torch.dtype | None = None) -> None:
+    #: The framework's classes of linear maps, of weight and bias alone.
+    linears: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
+
+    def __init__(self, layer: Any, found: Edges, mixed: torch.dtype | None = None) -> None:
+        """Begins a plan.
+
+        Args:
+            layer: whose body is planned.
+            found: the arguments.
+            mixed: the dtype of autocast, None where that is off.
+        """
         self.layer, self.found, self.mixed = layer, found, mixed
         self.graph = Graph()
         self.call, self.method = self.graph.call_function, self.graph.call_method
@@ -382,79 +291,129 @@ class _Planner:
         self.modules: dict[str, tuple[Any, ...]] = {}
         self.gains: dict[str, None] = {}
         self.dtype: torch.dtype | None = None
-        self.generates = found.dst.index.is_cuda and can_generate()
+        self.generates = found.special["adj"].device.type == "cuda" and can_generate()
 
-    def plan(self, trace: Graph, how: str) -> Plan:
+    def plan(self, trace: Graph, how: str, assigned: Mapping[str, Node] | None = None) -> Plan:
+        """The plan of a traced body.
+
+        Args:
+            trace: of the body.
+            how: the reduction; :data:`PER_EDGE` for what is not reduced.
+            assigned: nodes of the trace that the body sets as attributes.
+
+        Raises:
+            NoPlan: nothing would be gained.
+            Exception: whatever an operator cannot do with tensors without content.
+        """
+        values, out = self._walk(trace)
+        if not isinstance(out, (_Sum, _Of)):
+            raise NoPlan
+        # First, for the reduction to find them made.
+        kept = {name: self._at_edges(values[node]) for name, node in (assigned or {}).items()}
+        return self._finished((self._at_edges(out) if how == PER_EDGE else self._reduced(out, how), kept))
+
+    def _walk(self, trace: Graph) -> tuple[dict[Node, Any], Any]:
+        """What every node of a trace is, and what the trace gives."""
         values: dict[Node, Any] = {}
+        out = None
         for node in trace.nodes:
             if node.op == "placeholder":
                 values[node] = self._argument(str(node.target))
             elif node.op == "output":
-                out = values[node.args[0]]
+                out = torch.fx.map_arg(node.args[0], values.__getitem__)
             else:
                 args = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = self._value(node, *args)
-        if not isinstance(out, (_Sum, _Of)):
-            raise _NoPlan
-        result = self._reduced(out, how)
+                value = values[node] = self._value(node, *args)
+                if isinstance(value, _Of):
+                    value.is_shared = self._num_uses(node) > 1
+        return values, out
+
+    def _num_uses(self, node: Node) -> int:
+        return len(node.users)
+
+    def _finished(self, result: Any) -> Plan:
+        """The plan whose function gives that result of nodes."""
         if not self.gains:
-            raise _NoPlan
+            raise NoPlan
         self.graph.output(result)
         for node in reversed(list(self.graph.nodes)):
             is_ours = node.op == "output" or node in (self.layer_node, self.found_node)
             if not node.users and not is_ours:
                 self.graph.erase_node(node)
-                self.arguments.pop(str(node.target), None)
         code = self.graph.python_code("self")
         namespace = dict(code.globals)
         exec(code.src, namespace)
-        return Plan(
-            namespace["forward"], tuple(self.arguments), tuple(self.modules.items()), tuple(self.gains)
-        )
+        kept = set(self.graph.nodes)
+        names = tuple(name for name, node in self.arguments.items() if node in kept)
+        return Plan(namespace["forward"], names, tuple(self.modules.items()), tuple(self.gains))
 
     # ---- leaves
 
     def _argument(self, name: str) -> _Value:
         found = self.found
-        if name in _INDICES:
+        if name in INDICES:
             return _Whole(torch.empty(_EDGES, dtype=torch.int64, device="meta"), special=name)
         if name in found.special:
             value = found.special[name]
             return _Whole(self._meta(value) if isinstance(value, Tensor) else value, special=name)
-        value, at_dst = (
-            found.nodes.get(name, (None, False)) if name in found.nodes else (found.given(name), False)
-        )
+        value, place = found.placed(name)
         if not isinstance(value, Tensor):
             return _Whole(value, node=value)
         self._check_dtype(value)
-        node = self.arguments[name] = self.graph.placeholder(name)
-        if name in found.nodes:
-            place: dict[str, Any] = {"dst" if at_dst else "src": node}
-        elif value.shape[:1] == (found.dst.num_edges,):
-            place = {"edge": node}
-        else:
+        node = self.arguments[name] = self.graph.placeholder(f"given_{len(self.arguments)}")
+        if not place:
             return _Whole(self._meta(value), node=node)
-        return _Sum(self._meta(value, _EDGES), **place)
+        own: dict[str, Any] = {place: node}
+        return _Sum(self._meta(value, _EDGES), **own)
 
     def _parameter(self, path: str) -> _Whole:
         value = operator.attrgetter(path)(self.layer)
         if not isinstance(value, Tensor):
-            raise _NoPlan
+            raise NoPlan
         self._check_dtype(value)
         return _Whole(self._meta(value), node=self.graph.create_node("get_attr", path))
 
     def _meta(self, x: Tensor, rows: int | None = None) -> Tensor:
         """A tensor like one of the arguments, without content; under autocast shapes alone count."""
-        size = x.shape if rows is None else (rows, *x.shape[1:])
-        is_cast = self.mixed is not None and x.is_floating_point()
-        return torch.empty(size, dtype=torch.float32 if is_cast else x.dtype, device="meta")
+        meta = _meta(x, rows)
+        return meta.float() if self.mixed is not None and x.is_floating_point() else meta
+
+    def dtype_of(self, graph: Graph) -> torch.dtype:
+        """The dtype that a body has under autocast, found by running its trace without edges.
+
+        Autocast's rules depend on operator and device; modules that might keep what they see have no plan.
+
+        Raises:
+            NoPlan: the trace calls such a module.
+        """
+        given, found = [], self.found
+        kinds = (nn.Sequential, *self.linears, *_ACTIVATIONS, nn.Identity, nn.Dropout)
+        for node in graph.nodes:
+            if node.op == "call_module":
+                parts = operator.attrgetter(str(node.target))(self.layer).modules()
+                if not all(type(each) in kinds and _is_plain(each) for each in parts):
+                    raise NoPlan
+            if node.op == "placeholder":
+                name = str(node.target)
+                value, is_edge = found.special.get(name), name in INDICES
+                if name == "ptr" and isinstance(value, Tensor):
+                    value = torch.zeros_like(value)
+                elif is_edge:
+                    value = found[name]
+                elif name not in found.special:
+                    value, place = found.placed(name)
+                    is_edge = bool(place)
+                given.append(value[:0] if is_edge and isinstance(value, Tensor) else value)
+        with torch.no_grad():
+            dtype: torch.dtype = Interpreter(GraphModule(self.layer, graph)).run(*given).dtype
+        return dtype
 
     def _check_dtype(self, x: Tensor) -> None:
         """All floating tensors have one dtype, so that the order of operators decides none."""
         if not x.is_floating_point() or (self.mixed is not None and x.dtype in (torch.float32, self.mixed)):
             return
         if self.mixed is not None or self.dtype not in (None, x.dtype):
-            raise _NoPlan
+            raise NoPlan
         self.dtype = x.dtype
 
     # ---- operators
@@ -465,13 +424,11 @@ class _Planner:
         if node.op == "call_module":
             path = str(node.target)
             if kwargs or len(args) != 1 or not isinstance(args[0], _Value):
-                raise _NoPlan
+                raise NoPlan
             return self._module(path, operator.attrgetter(path)(self.layer), args[0], is_first=True)
         name, value = _name_of(node), None
         reads_special = any(isinstance(item, _Whole) and item.special for item in _leaves((args, kwargs)))
-        if name == "softmax over edges":
-            value = self._softmax(*args, **kwargs)
-        elif name in _KNOWN and not reads_special:
+        if name in _KNOWN and not reads_special:
             known = getattr(self, f"_{name}")
             with contextlib.suppress(TypeError):  # of `bind`: arguments that it does not know
                 inspect.signature(known).bind(*args, **kwargs)
@@ -482,11 +439,9 @@ class _Planner:
 
     def _as_written(self, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> _Value:
         """An operator of the trace, on values per edge."""
-        if node.target is torch_geometric.utils.scatter:
-            raise _NoPlan
         metas, options = _mapped((args, kwargs), _meta_of)
         if node.target is torch._assert and metas[0] is not True:  # not one of shapes, or it fails
-            raise _NoPlan
+            raise NoPlan
         if node.op == "call_method":
             meta = getattr(metas[0], str(node.target))(*metas[1:], **options)
         else:
@@ -507,7 +462,7 @@ class _Planner:
                 assert each is not None
                 x = self._module(f"{path}.{name}", each, x, is_first and nth == 0)
             value = x
-        elif kind in (nn.Linear, PygLinear):
+        elif kind in self.linears:
             bias = None if module.bias is None else self._parameter(f"{path}.bias")
             value = self._linear(x, self._parameter(f"{path}.weight"), bias)
         elif kind is nn.Identity:
@@ -525,7 +480,7 @@ class _Planner:
         if any(
             not type(each).__module__.startswith(("torch.", "torch_geometric.")) for each in module.modules()
         ):
-            raise _NoPlan  # its code would run once more, to find a shape
+            raise NoPlan  # its code would run once more, to find a shape
         with torch.no_grad():
             meta = copy.deepcopy(module).to("meta")(x.meta)
         made = self.graph.create_node("call_module", path, (self._at_edges(x),))
@@ -725,7 +680,8 @@ class _Planner:
     def _cat(self, tensors: Any, dim: Any = 0) -> _Value | None:
         if not isinstance(tensors, (list, tuple)) or not all(isinstance(x, (_Sum, _Of)) for x in tensors):
             return None
-        parts = [x if isinstance(x, _Sum) else _Sum(x.meta, edge=self._at_edges(x)) for x in tensors]
+        each = [part for x in tensors for part in (x.parts if _is(x, "joined") else [x])]
+        parts = [x if isinstance(x, _Sum) else _Sum(x.meta, edge=self._at_edges(x)) for x in each]
         if dim not in (-1, parts[0].meta.dim() - 1) or dim == 0:
             return None
         return _Of(torch.cat([x.meta for x in parts], -1), kind="joined", parts=parts)
@@ -758,17 +714,11 @@ class _Planner:
             else None
         )
 
-    def _softmax(
-        self, src: Any, index: Any = None, ptr: Any = None, num_nodes: Any = None, dim: Any = 0
-    ) -> _Value:
-        given = [
-            item.special if isinstance(item, _Whole) and item.special else item
-            for item in (index, ptr, num_nodes)
-        ]
-        fits = given[0] == "index" and given[1] in (None, "ptr") and given[2] in (None, "size_i", "dim_size")
-        if not isinstance(src, (_Sum, _Of)) or not fits or dim != 0:
-            raise _NoPlan
-        return _Of(src.meta, kind="softmax", parts=(src,))
+    def softmax(self, scores: Any) -> _Value:
+        """Softmax over the edges of a destination."""
+        if not isinstance(scores, (_Sum, _Of)):
+            raise NoPlan
+        return _Of(scores.meta, kind="softmax", parts=(scores,))
 
     # ---- shapes
 
@@ -870,10 +820,7 @@ class _Planner:
         if value.kind == "linear":
             return self.call(F.linear, (*parts, *options))
         if value.kind == "softmax":
-            index, size = (
-                self.call(operator.getitem, (self.found_node, name)) for name in ("index", "size_i")
-            )
-            return self.call(softmax, (*parts, index, None, size))
+            return self.call(terms.softmax, (self.found_node, *parts))
         if value.kind == "dropped":
             return self.call(F.dropout, (*parts, options[0], True))
         return self.method("reshape", (*parts, (-1, *value.row)))
@@ -897,15 +844,21 @@ class _Planner:
             made = self._reduced_terms(value, how)
         if made is None and self.generates and how in HOW and len(value.row) == 1:
             made = self._generated(value, how)
-        operands = (self.layer_node, self.found_node)
-        return made or self.call(terms.by_layer, (*operands, self._at_edges(value), how))
+        return made or self.call(self.reduce, (self.layer_node, self.found_node, self._at_edges(value), how))
+
+    @staticmethod
+    def reduce(layer: Any, found: Edges, messages: Tensor, how: str) -> Any:
+        """Messages that were made, reduced."""
+        return terms.reduce(messages, found.dst, how)
 
     def _generated(self, value: Any, how: str) -> Node | None:
         """One kernel for an elementwise expression."""
+        if value.made is not None:
+            return None
         leaves = _Leaves(value.row[0])
         try:
             expression = self._expression(value, leaves)
-        except _NoPlan:
+        except NoPlan:
             return None
         if expression[0] == "leaf" or not {"dst", "src"} & set(leaves.places):
             return None
@@ -917,14 +870,14 @@ class _Planner:
         """What a kernel computes of a value and the leaves that it reads; anything else becomes a leaf.
 
         Raises:
-            _NoPlan: a constant is neither a number nor a row.
+            NoPlan: a constant is neither a number nor a row.
         """
         if isinstance(value, (int, float)):
             return value
         if isinstance(value, _Whole):
             size = value.meta.shape if isinstance(value.meta, Tensor) else (0,)
             if value.special or size.numel() not in (1, leaves.width) or math.prod(size[:-1]) != 1:
-                raise _NoPlan
+                raise NoPlan
             return leaves.add("whole", self.method("reshape", (value.node, (-1,))))
         if _is(value, "mapped") and _has_kernel(*value.options):
             name, *options = value.options
@@ -1010,6 +963,8 @@ class _Planner:
         mappings = [x.mapping for x in both if x.edge is not None]
         if not _share_features(mappings):
             return None
+        if not self.found.dst.index.is_cuda and (mappings or gates.is_shared):
+            return None  # gates that are kept are made anyway; mapping edges takes the CPU's kernel longer
         weights = [x.mapping.weight if x.mapping is not None else None for x in both]
         edge = (mappings[0].features, *weights) if mappings else (None, None, None)  # type: ignore[union-attr]
         operands = (both[0].dst, both[0].src, both[1].src, *edge)
@@ -1019,7 +974,7 @@ class _Planner:
         weights, p = _unshaped(weights), 0.0
         if _is(weights, "dropped"):
             (p,), weights = weights.options, _unshaped(weights.parts[0])
-        if not _is(weights, "softmax"):
+        if not _is(weights, "softmax") or weights.made is not None:
             return None
         heads = math.prod(weights.row)
         if heads != 1 and (len(rows.row) != 2 or rows.row[0] != heads):

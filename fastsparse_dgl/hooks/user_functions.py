@@ -1,0 +1,316 @@
+"""``update_all`` and ``apply_edges`` with message and reduce functions that the user wrote.
+
+Such functions are traced once and planned as one (`fastsparse_core.message_plans`): linear maps run once per
+node, attention and gates by the core's kernels, and nodes are not grouped by degree. DGL's own code runs the
+functions that do more than compute, and few edges.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fastsparse_core import Adjacency
+from fastsparse_core.call_report import record
+from fastsparse_core.fallback import Reason
+from fastsparse_core.message_plans.ends import EdgeEnd, gather
+from fastsparse_core.message_plans.mailbox import MailboxPlanner, edge_batch, node_batch, results_of
+from fastsparse_core.message_plans.plan import Plan
+from fastsparse_core.message_plans.trace import Function, Untraceable, holds, trace_function
+from fastsparse_core.ops._autocast import is_any_autocast_enabled
+from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_dgl.caching import adjacency_of_index
+from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.hooks import messages
+from fastsparse_dgl.hooks.device_graph import DeviceIndex
+from fastsparse_dgl.nn.base import tell
+
+ALL = dgl.base.ALL
+#: Traces kept of one function, and plans of one trace.
+_MOST_TRACES, _MOST_PLANS = 8, 16
+#: Edges below which DGL's own code takes less time than the host needs to find a plan, by kind of device.
+#: Reduce functions of the user are planned for any number: DGL calls them once per degree.
+FEW_EDGES = {"cpu": 4096, "cuda": 32_768}
+_FEW = Reason("few edges and a reduction of DGL's", "")
+#: DGL's message functions of two operands that are planned before a reduce function of the user.
+_OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
+_PLACES = {"u": "src", "v": "dst", "e": "edge"}
+
+
+def message_passing(original: Any, g: Any, mfunc: Any, rfunc: Any, afunc: Any) -> Any:
+    """``dgl.core.message_passing``: what ``update_all`` and its like call."""
+    core = dgl.core
+    are_known = core.is_builtin(mfunc) and core.is_builtin(rfunc)
+    ndata = None if are_known else _planned("update_all", g, mfunc, rfunc)
+    if ndata is None:
+        return original(g, mfunc, rfunc, afunc)
+    if afunc is None:
+        return ndata
+    ndata = {**g.dstdata, **ndata}
+    return core.invoke_node_udf(
+        g, ALL, g.dsttypes[0], afunc, ndata=ndata, orig_nid=g.dstdata.get(dgl.NID, None)
+    )
+
+
+def invoke_edge_udf(
+    original: Any, graph: Any, eid: Any, etype: Any, func: Any, *, orig_eid: Any = None
+) -> Any:
+    """``dgl.core.invoke_edge_udf``: what ``apply_edges`` calls."""
+    result = _planned("apply_edges", graph, func, None) if dgl.base.is_all(eid) else None
+    return original(graph, eid, etype, func, orig_eid=orig_eid) if result is None else result
+
+
+# ---------------------------------------------------------------- traces
+
+
+@dataclass(eq=False)
+class _Trace:
+    """What was found in a function.
+
+    Attributes:
+        guards: attributes of its module that it reads, and their values.
+        graph: of what it computes.
+        written: features of the edges that it sets.
+        reason: why there is no graph.
+        plans: by how the results are reduced and kind of features.
+    """
+
+    guards: dict[str, Any] = field(default_factory=dict)
+    graph: Graph = field(default_factory=Graph)
+    written: dict[str, Node] = field(default_factory=dict)
+    reason: str = ""
+    plans: dict[Any, list[Plan | None]] = field(default_factory=dict)
+
+
+#: Code of a function -> what it is called with -> its traces.
+_traces: Any = WeakIdKeyDictionary()
+#: DGL's message functions, by name and features.
+_built_in: dict[tuple[str, ...], _Trace] = {}
+
+
+def _trace_of(function: Function, argument: Callable[[Any], Any], place: str) -> _Trace:
+    captured = tuple(
+        (name, Tensor, None) if isinstance(value, Tensor) else (name, type(value), value)
+        for name, value in function.captured.items()
+    )
+    body = function.body
+    kind = place, id(body.__globals__), type(function.layer), captured
+    known = _traces.setdefault(body.__code__, {}).setdefault(kind, [])
+    for each in known:
+        if holds(each.guards, function.layer):
+            return each
+    if len(known) == _MOST_TRACES or len(_traces[body.__code__]) > _MOST_TRACES:
+        return _Trace(reason="reads values that change")
+    found = _Trace()
+    known.append(found)
+    try:
+        found.graph, batch = trace_function(function, found.guards, argument, place)
+        results_of(found.graph)
+        found.written = {name: each.node for name, each in batch.data.written.items()}
+    except Untraceable as reason:
+        found.reason = str(reason)
+    except Exception as error:  # whatever a symbol cannot do
+        found.reason = f"cannot be traced ({(str(error).splitlines() or [type(error).__name__])[0][:60]})"
+    return found
+
+
+def _trace_of_built_in(function: Any) -> _Trace:
+    """What DGL's own message function computes."""
+    name, is_copy = function.name, function.name.startswith("copy_")
+    fields = (function.in_field,) if is_copy else (function.lhs_field, function.rhs_field)
+    key = (name, function.out_field, *fields)
+    if key in _built_in:
+        return _built_in[key]
+    found = _built_in[key] = _Trace()
+    targets = [name[-1]] if is_copy else [name[0], name[-1]]
+    operands = [
+        found.graph.placeholder(f"{_PLACES[target]}.{each}")
+        for target, each in zip(targets, fields, strict=True)
+    ]
+    if not is_copy and name[2:-2] not in _OPERATORS:
+        found.reason = f"is {name}"
+    message = (
+        operands[0] if is_copy else found.graph.call_function(_OPERATORS.get(name[2:-2]), tuple(operands))
+    )  # type: ignore[arg-type]
+    found.graph.output({function.out_field: message})
+    return found
+
+
+# ---------------------------------------------------------------- calls
+
+
+class _End(EdgeEnd):
+    """One end of a DGL graph's edges."""
+
+    __slots__ = ("_target",)
+
+    def __init__(self, adj: Adjacency, target: str) -> None:
+        self._adj, self._target, self._is_dst, self._version = adj, target, target == "v", None
+        self.num_nodes = adj.num_dst if self._is_dst else adj.num_src
+        self.num_edges = adj.num_values
+
+    @property
+    def index(self) -> Tensor:
+        return messages.ends(self._adj, self._target)
+
+
+class _Edges:
+    """The edges of a call, and the features that functions read."""
+
+    def __init__(self, g: Any, adj: Adjacency, captured: dict[str, dict[str, Any]]) -> None:
+        source, destination = g._graph.metagraph.find_edge(0)
+        self.dst, self.src = _End(adj, "v"), _End(adj, "u")
+        self.special = {"adj": adj}
+        self._of_nodes = {"src": (g._node_frames[source], self.src)}
+        self._of_nodes |= dict.fromkeys(("dst", "node"), (g._node_frames[destination], self.dst))
+        self._of_edges, self._captured = g._edge_frames[0], captured
+        self._placed: dict[str, tuple[Any, str]] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.special[name]
+
+    def placed(self, name: str) -> tuple[Any, str]:
+        """A feature, and whose rows it has: "dst", "src", "edge", or "" if none.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        if name not in self._placed:
+            self._placed[name] = self._place(*name.split(".", 1))
+        return self._placed[name]
+
+    def _place(self, place: str, name: str) -> tuple[Any, str]:
+        if place in self._captured:
+            return self._captured[place][name], ""
+        if place == "edge":
+            return self._of_edges[name], "edge"
+        frame, end = self._of_nodes[place]
+        value = frame[name]
+        if place == "node" or (value.dim() > 1 and value.is_floating_point()):
+            return value, place
+        return gather(value, end), "edge"  # plans know no such rows of nodes
+
+
+def _planned(call: str, g: Any, mfunc: Any, rfunc: Any) -> dict[str, Tensor] | None:
+    """The results of a call by a plan; None: DGL's code has to run."""
+    is_passing, core = call == "update_all", dgl.core
+    num_edges = g._graph.number_of_edges(0)
+    if num_edges < FEW_EDGES.get("cpu", 1) and not (is_passing and not core.is_builtin(rfunc)):
+        tell(call, _FEW)
+        return None
+    if not num_edges or g._graph.number_of_etypes() != 1:
+        return None
+    try:
+        result = _by_plan(g, mfunc, rfunc, is_passing)
+    except Untraceable as error:
+        names = [getattr(each, "__qualname__", "") for each in (mfunc, rfunc) if not core.is_builtin(each)]
+        names = ", ".join(name for name in names if name)
+        tell(f"{call} with {names}" if names else call, Reason(str(error), ""))
+        record(call, "DGL", str(error))
+        return None
+    record(call, ", ".join(result[1]))
+    return result[0]
+
+
+def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    core = dgl.core
+    has_own_reduction = is_passing and not core.is_builtin(rfunc)
+    num_edges = g._graph.number_of_edges(0)
+    device = g.device
+    if not has_own_reduction and num_edges < FEW_EDGES.get(device.type, 0):
+        raise Untraceable(_FEW.message)
+    if is_any_autocast_enabled():
+        raise Untraceable("autocast is on")
+    layer, captured = None, dict[str, dict[str, Any]]()
+    if core.is_builtin(mfunc):
+        trace = _trace_of_built_in(mfunc)
+    else:
+        function = Function.of(mfunc)
+        layer, captured["message"] = function.layer, function.captured
+        trace = _trace_of(function, edge_batch, "message")
+    traces = [trace]
+    if has_own_reduction:
+        function = Function.of(rfunc)
+        if None not in (layer, function.layer) and layer is not function.layer:
+            raise Untraceable("the functions belong to two modules")
+        layer, captured["reduce"] = layer or function.layer, function.captured
+        traces.append(_trace_of(function, node_batch, "reduce"))
+    for each in traces:
+        if each.reason:
+            raise Untraceable(each.reason)
+    found = _Edges(g, _adjacency(g._graph, device), captured)
+    key: tuple[Any, ...] = (_kind_of(found, traces), device.type)
+    if has_own_reduction:
+        key += (traces[1],)
+    elif is_passing:
+        key += (rfunc.name, rfunc.msg_field)
+    plans = trace.plans.setdefault(key, [])
+    result = None
+    for plan in plans:
+        result = None if plan is None else plan.reduce(layer, found)
+        if result is not None:
+            break
+    else:
+        if len(plans) == _MOST_PLANS or len(trace.plans) > _MOST_PLANS or None in plans:
+            raise Untraceable("has no plan")
+        plan = _find_plan(layer, found, traces, rfunc if is_passing else None)
+        plans.append(plan)
+        if plan is None:
+            raise Untraceable("has no plan")
+        result = plan.reduce(layer, found)
+    results, written = result
+    for name, value in written.items():
+        g._edge_frames[0][name] = value
+    if is_passing and not has_own_reduction:
+        results = {rfunc.out_field: results}
+    return results, plan.gains
+
+
+def _find_plan(layer: nn.Module | None, found: _Edges, traces: list[_Trace], rfunc: Any) -> Plan | None:
+    planner, trace = MailboxPlanner(layer, found), traces[0]
+    try:
+        if len(traces) == 2:
+            return planner.plan_mailbox(trace.graph, trace.written, traces[1].graph)
+        if rfunc is None:
+            return planner.plan_edges(trace.graph, trace.written)
+        return planner.plan_reduction(trace.graph, trace.written, rfunc.msg_field, rfunc.name)
+    except Exception:  # whatever an operator cannot do with tensors without content
+        return None
+
+
+def _adjacency(index: Any, device: torch.device) -> Adjacency:
+    return adjacency_of_index(index.host if type(index) is DeviceIndex else index, device)
+
+
+def _kind_of(found: _Edges, traces: list[_Trace]) -> tuple[Any, ...]:
+    """What of the features a plan depends on.
+
+    Raises:
+        Untraceable: no plan serves them.
+    """
+    kind: list[Any] = []
+    device = found.special["adj"].device
+    for trace in traces:
+        for node in trace.graph.nodes:
+            if node.op != "placeholder" or str(node.target).startswith("mail."):
+                continue
+            try:
+                value, place = found.placed(str(node.target))
+            except KeyError:
+                raise Untraceable(f"there is no feature {node.target}") from None
+            if type(value) is nn.Parameter:
+                value = value.detach()
+            if type(value) is not Tensor or not is_plain_eager(value) or value.device != device:
+                raise Untraceable(f"{node.target} is no plain tensor on the graph's device")
+            if value.is_floating_point() and value.dtype not in DTYPE_CODE:
+                raise Untraceable(f"{node.target} is of {value.dtype}")
+            kind.append((value.dtype, place, value.shape[1:] if place else value.shape))
+    return tuple(kind)

@@ -1,0 +1,118 @@
+"""Plans of PyG's layers: arguments that they serve, and what of PyG a trace may hold."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, ClassVar
+
+import torch
+import torch_geometric.utils
+from torch import Tensor, nn
+from torch.fx import Node
+from torch_geometric.nn.dense import Linear as PygLinear
+
+from fastsparse_core.message_plans.plan import INDICES, NoPlan, Plan, Planner
+from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
+from fastsparse_pyg.nn.layer_arguments import Arguments
+from fastsparse_pyg.nn.message_pattern import Pattern
+from fastsparse_pyg.nn.segments import is_softmax_of_messages
+
+#: Plans kept of one message.
+_MOST_PLANS = 16
+
+
+def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str) -> Any:
+    """The reduced messages of a pattern that has a plan; None: it has none.
+
+    Args:
+        layer: whose messages they are.
+        pattern: of its `message`, or of its `edge_update`.
+        found: its arguments.
+        how: the reduction, "" where it is the layer's own; `PER_EDGE` for messages that are not reduced.
+    """
+    is_copy = pattern.kind == "product" and pattern.compute is None
+    is_left = bool(pattern.assigned) and pattern.kind != "any"
+    if pattern.graph is None or not how or is_copy or is_left:
+        return None
+    if how == "softmax" and not is_softmax_of_messages(layer._modules["aggr_module"]):
+        return None
+    kind = _kind_of(found, pattern)
+    if kind is None:
+        return None
+    mixed = autocast_dtype(found.dst.index) if is_any_autocast_enabled() else None
+    plans, key = pattern.plans, (how, kind, mixed)
+    if key not in plans:
+        if len(plans) == _MOST_PLANS:
+            return None
+        plan = _find_plan(layer, pattern, found, how, mixed)
+        is_better = plan is not None and (pattern.kind != "product" or plan.gains != ("spmm",))
+        plans[key] = plan if is_better else None
+    plan = plans[key]
+    return None if plan is None else plan.reduce(layer, found)
+
+
+def _kind_of(found: Arguments, pattern: Pattern) -> tuple[Any, ...] | None:
+    """What of the arguments a plan depends on; None: no plan serves them."""
+    dst, src = found.dst, found.src
+    if not dst.is_current() or dst.num_edges < max(dst.num_nodes, src.num_nodes):
+        return None
+    kind: list[Any] = []
+    assert pattern.graph is not None
+    for node in pattern.graph.nodes:
+        name = node.target
+        if node.op != "placeholder":
+            break
+        if name in found.special or name in INDICES:
+            continue
+        value, place = found.placed(name)
+        if type(value) is Tensor or type(value) is nn.Parameter:
+            if name in found.nodes and (
+                value.dim() < 2 or found.node_dim % value.dim() or not value.is_floating_point()
+            ):
+                return None
+            kind.append((value.dtype, place != "", value.shape[1:] if place else value.shape))
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            kind.append(value)
+        else:
+            return None
+    return tuple(kind)
+
+
+def _find_plan(
+    layer: nn.Module, pattern: Pattern, found: Arguments, how: str, mixed: torch.dtype | None
+) -> Plan | None:
+    """The plan of a traced message; None: there is none that is better than the message itself."""
+    graph, assigned = pattern.graph, pattern.assigned
+    assert graph is not None
+    with contextlib.suppress(Exception):  # whatever an operator cannot do with tensors without content
+        planner = _Planner(layer, found, mixed)
+        plan = planner.plan(graph, how, assigned)
+        if mixed is None:
+            return plan
+        return None if assigned else plan._replace(dtype=planner.dtype_of(graph))
+    return None
+
+
+class _Planner(Planner):
+    linears: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, PygLinear)
+
+    @staticmethod
+    def reduce(layer: Any, found: Any, messages: Tensor, how: str) -> Any:
+        """By the layer, which may have an aggregation of its own."""
+        return layer._reduced(messages, found, how)
+
+    def _value(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
+        if node.target is torch_geometric.utils.softmax:
+            return self._softmax(*args, **kwargs)
+        if node.target is torch_geometric.utils.scatter:
+            raise NoPlan
+        return super()._value(node, args, kwargs)
+
+    def _softmax(
+        self, src: Any, index: Any = None, ptr: Any = None, num_nodes: Any = None, dim: Any = 0
+    ) -> Any:
+        index, ptr, num_nodes = (getattr(item, "special", "") or item for item in (index, ptr, num_nodes))
+        fits = index == "index" and ptr in (None, "ptr") and num_nodes in (None, "size_i", "dim_size")
+        if not fits or dim != 0:
+            raise NoPlan
+        return self.softmax(src)

@@ -1,0 +1,1 @@
+"""Messages that users write, traced and rewritten so that less is computed per edge."""

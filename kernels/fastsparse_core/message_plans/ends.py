@@ -1,0 +1,120 @@
+"""Both ends of the edges: a node's rows per edge, and edges reduced per node, without atomics.
+
+Rows of edges stay in the caller's order, whatever the graph is sorted by: a layer may keep them, mask them,
+or know what its n-th edge is. The segment operators read them through the order of the cached structure.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsparse_core.ops._edge_rows import lift, sum_edges
+from fastsparse_core.ops._operands import written_out
+from fastsparse_core.ops._segment import reduce_op, softmax_op
+from fastsparse_core.policy import MOST_HEADS
+from fastsparse_core.segment import scatter
+from fastsparse_core.structure.adjacency import Adjacency
+from fastsparse_core.structure.incidence import edge_segments
+from fastsparse_core.structure.segments import Segments
+
+
+class EdgeEnd:
+    """One end of all edges.
+
+    Args:
+        adj: the edges' structure.
+        edges: (2, num_edges), the nodes at both ends.
+        row: which of them is this end.
+        is_dst: whether it is that of the destinations.
+
+    Attributes:
+        num_nodes: how many nodes there are.
+        num_edges: how many edges.
+    """
+
+    __slots__ = (
+        "_adj",
+        "_edges",
+        "_index",
+        "_is_dst",
+        "_row",
+        "_version",
+        "num_edges",
+        "num_nodes",
+    )
+
+    def __init__(self, adj: Adjacency, edges: Tensor, row: int, is_dst: bool) -> None:
+        self._adj, self._edges, self._row, self._is_dst = adj, edges, row, is_dst
+        self._version = None if edges.is_inference() else edges._version
+        self._index: Tensor | None = None
+        self.num_nodes = adj.num_dst if is_dst else adj.num_src
+        self.num_edges = edges.size(1)
+
+    def is_current(self) -> bool:
+        """Whether nobody has written into the edges since."""
+        return self._version is None or self._edges._version == self._version
+
+    @property
+    def rows(self) -> Adjacency:
+        """The structure whose rows are these nodes."""
+        return self._adj if self._is_dst else self._adj.t()
+
+    @property
+    def index(self) -> Tensor:
+        """Node of every edge, (num_edges,) in the caller's order."""
+        if self._index is None:
+            self._index = self._edges[self._row]
+        return self._index
+
+    def find(self, *_: Any) -> Segments:
+        """The segments of that index, for the segment operators."""
+        return edge_segments(self.rows)
+
+
+def gather(x: Tensor, end: EdgeEnd, dim: int = 0) -> Tensor:
+    """Each edge's row of ``x``; its gradient is :func:`reduce`, so the same bits every time."""
+    needs_grad = x.requires_grad and torch.is_grad_enabled()
+    if not x.is_floating_point() or (dim % x.dim() and not needs_grad):
+        return x.index_select(dim, end.index)
+    if dim % x.dim():
+        return gather(x.movedim(dim, 0), end).movedim(0, dim).contiguous()  # as PyTorch's: for .view()
+    return lift((x,), (end,))[0]
+
+
+def reduce(messages: Tensor, end: EdgeEnd, how: str, dim: int = 0) -> Tensor:
+    """Reduces every node's edges, as :func:`fastsparse_core.scatter`."""
+    if messages.dim() > 1 and dim % messages.dim():
+        return reduce(messages.movedim(dim, 0), end, how).movedim(0, dim).contiguous()
+    if not end.is_current():
+        return scatter(messages, end.index, end.num_nodes, how)  # type: ignore[call-overload]
+    rows = written_out(messages)
+    if how in ("sum", "mean"):
+        return sum_edges(rows, end, end.num_nodes, mean=how == "mean")
+    if messages.dim() != 2:
+        rows = rows.reshape(rows.size(0), rows.shape[1:].numel())
+    out: Tensor = reduce_op(rows, end.index, None, end.num_nodes, how, find=end.find)[0]
+    return out if messages.dim() == 2 else out.reshape(end.num_nodes, *messages.shape[1:])
+
+
+def fits_softmax(src: Any, end: EdgeEnd, dim: int = 0) -> bool:
+    """Whether :func:`softmax_of_edges` takes a tensor."""
+    return (
+        type(src) is Tensor
+        and src.is_floating_point()
+        and -src.dim() <= dim < src.dim()
+        and src.size(dim) == end.num_edges
+        and src.numel() <= src.size(dim) * MOST_HEADS
+        and end.is_current()
+    )
+
+
+def softmax_of_edges(src: Tensor, end: EdgeEnd, dim: int = 0) -> Tensor:
+    """Softmax over the edges of every node, along ``dim``."""
+    if dim % src.dim():
+        return softmax_of_edges(src.movedim(dim, 0), end, 0).movedim(0, dim)
+    rows = written_out(src)
+    rows = rows if rows.dim() == 2 else rows.reshape(rows.size(0), rows.shape[1:].numel())
+    return softmax_op(rows, end.index, None, end.num_nodes, find=end.find).reshape(src.shape)

@@ -1,0 +1,340 @@
+"""Tracing a method of a layer, or a function: what it computes, as a graph, if it does nothing else.
+
+Tracing runs the body on symbols, so it is taken only for bodies that do nothing but compute: the names that
+a body reads are checked first, attributes of the layer that it reads become guards of the result, and
+whatever a trace cannot hold (branches on data, writes in place, side effects) is refused.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import math
+import sys
+import types
+from collections.abc import Callable, Container, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Graph, Node, Proxy
+
+#: What a body may name: modules whose functions a trace records.
+_MODULES = (torch, F, math)
+_BUILTINS = (hasattr,)
+#: Instructions of a body that does more than compute.
+_FORBIDDEN = (
+    "STORE_GLOBAL",
+    "DELETE_GLOBAL",
+    "IMPORT_NAME",
+    "LOAD_DEREF",
+    "LOAD_CLOSURE",
+    "STORE_DEREF",
+    "DELETE_DEREF",
+    "MAKE_FUNCTION",
+    "STORE_SUBSCR",
+    "YIELD_VALUE",
+    # Contexts (torch.no_grad) and handlers of errors, in the words of Python 3.10 to 3.14.
+    "BEFORE_WITH",
+    "LOAD_SPECIAL",
+    "PUSH_EXC_INFO",
+    "SETUP_FINALLY",
+    "SETUP_WITH",
+)
+#: Beginnings of names that read a state of the process, which a trace would take for a constant, or write it.
+_STATE = (
+    *("is_", "get_default", "get_device", "get_rng", "seed", "initial_seed", "manual_seed", "data"),
+    *("set_", "no_grad", "enable_grad", "inference_mode", "autocast", "amp", "autograd"),
+)
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+ABSENT = object()
+
+
+class _Present:
+    """Guard of an attribute that is a module or parameter: only whether it is None decides a branch."""
+
+
+PRESENT = _Present()
+
+
+class _Globals(NamedTuple):
+    """Guard of numbers that a body reads by their global names."""
+
+    namespace: dict[str, Any]
+    values: dict[str, Any]
+
+    def hold(self) -> bool:
+        """Whether they are what they were."""
+        return all(_is_same(self.namespace.get(name, ABSENT), value) for name, value in self.values.items())
+
+
+def _is_same(value: Any, expected: Any) -> bool:
+    return value is expected or (type(value) is type(expected) and bool(value == expected))
+
+
+class Untraceable(Exception):
+    """Says what of a body a trace cannot hold."""
+
+
+class _Tracer(torch.fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+    def to_bool(self, obj: Proxy) -> bool:
+        """Assertions become a step of the graph; any other branch on a symbol is an error."""
+        frame = sys._getframe(2)
+        steps = dis.get_instructions(frame.f_code)
+        following = [step for step in steps if step.offset >= frame.f_lasti][:3]
+        if any("ASSERT" in f"{step.opname}{step.argrepr}".upper() for step in following):
+            self.create_proxy("call_function", torch._assert, (obj, ""), {})
+            return True
+        return super().to_bool(obj)
+
+
+def trace(
+    layer: Any,
+    original: type,
+    body: Any,
+    guards: dict[str, Any],
+    concrete: dict[str, None],
+    functions: tuple[Any, ...] = (),
+    refused: Container[str] = (),
+) -> tuple[Graph, dict[str, Node]]:
+    """The body's graph, and the nodes of attributes that it assigns.
+
+    Args:
+        layer: whose attributes it reads.
+        original: the layer's class.
+        body: the function.
+        guards: gets the attributes that the body reads, and their values.
+        concrete: arguments that are None.
+        functions: besides PyTorch's, those that the body may call, recorded as one step.
+        refused: attributes of the layer that the body must not read.
+
+    Raises:
+        Untraceable: the body may do something else than compute.
+        Exception: whatever a symbol cannot do.
+    """
+    _check_code(body, guards, functions)
+    probe, state = _probe(layer, original, body, guards, functions, refused, {})
+    tracer = _Tracer(autowrap_functions=functions)
+    tracer.traced_func_name = body.__name__
+    graph = tracer.trace(probe, concrete_args=concrete or None)
+    _check_graph(graph)
+    return graph, _assigned(probe, state)
+
+
+class Function(NamedTuple):
+    """A function that a user hands over, with what it reads besides its argument.
+
+    Attributes:
+        body: the function, or that of a method.
+        layer: the module whose method it is, or which it closes over; None: there is none.
+        is_method: whether it is a method.
+        captured: what it closes over, by name, but for that module.
+    """
+
+    body: types.FunctionType
+    layer: nn.Module | None
+    is_method: bool
+    captured: dict[str, Any]
+
+    @classmethod
+    def of(cls, function: Any) -> Function:
+        """A function taken apart.
+
+        Raises:
+            Untraceable: it is something else, or reads what may change without notice.
+        """
+        layer = None
+        if type(function) is types.MethodType:
+            layer, function = function.__self__, function.__func__
+            if not isinstance(layer, nn.Module):
+                raise Untraceable("is a method of something else than a module")
+        if type(function) is not types.FunctionType:
+            raise Untraceable("is no function")
+        is_method, captured = layer is not None, dict[str, Any]()
+        code = function.__code__
+        if code.co_argcount != 1 + is_method or code.co_kwonlyargcount or code.co_flags & 0x0C:
+            raise Untraceable("takes other arguments than one")
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                raise Untraceable(f"reads {name}, which is not set yet") from None
+            if isinstance(value, nn.Module):
+                if layer is not None and value is not layer:
+                    raise Untraceable("reads several modules")
+                layer = value
+            elif isinstance(value, (Tensor, *_PLAIN)) or _is_torch_function(value):
+                captured[name] = value
+            else:
+                raise Untraceable(f"reads {name} ({type(value).__name__})")
+        return cls(function, layer, is_method, captured)
+
+
+def trace_function(
+    function: Function, guards: dict[str, Any], argument: Callable[[torch.fx.Tracer], Any], place: str
+) -> tuple[Graph, Any]:
+    """The graph of a function, and what it was called with.
+
+    Tensors that it closes over are arguments of the graph, ``PLACE.NAME``.
+
+    Args:
+        function: the function.
+        guards: gets the attributes of its module that it reads, and their values.
+        argument: makes what stands for its argument.
+        place: first part of those names.
+
+    Raises:
+        Untraceable: the body may do something else than compute.
+        Exception: whatever a symbol cannot do.
+    """
+    body, layer = function.body, nn.Module() if function.layer is None else function.layer
+    _check_code(body, guards, (), ("LOAD_DEREF", "STORE_SUBSCR"))
+    tracer, given = _Tracer(), list[Any]()
+
+    def _fastsparse_call(probe: Any) -> Any:
+        cells = []
+        for name in body.__code__.co_freevars:
+            value = function.captured.get(name, probe)
+            if isinstance(value, Tensor):
+                value = tracer.create_proxy("placeholder", f"{place}.{name}", (), {})
+            cells.append(types.CellType(value))
+        copy = types.FunctionType(body.__code__, body.__globals__, body.__name__, None, tuple(cells))
+        given.append(argument(tracer))
+        return copy(probe, *given) if function.is_method else copy(*given)
+
+    tracer.traced_func_name = _fastsparse_call.__name__
+    probe, state = _probe(
+        layer, type(layer), body, guards, (), (), {tracer.traced_func_name: _fastsparse_call}
+    )
+    graph = tracer.trace(probe)
+    _check_graph(graph)
+    for name in _assigned(probe, state):
+        raise Untraceable(f"writes self.{name}")
+    return graph, given[0]
+
+
+def _probe(
+    layer: Any,
+    original: type,
+    body: Any,
+    guards: dict[str, Any],
+    functions: tuple[Any, ...],
+    refused: Container[str],
+    methods: dict[str, Any],
+) -> tuple[Any, dict[str, Any]]:
+    """What stands for a layer in a trace, and its state."""
+
+    def reading(probe: Any, name: str) -> Any:
+        if sys._getframe(1).f_globals is not body.__globals__:  # the tracer, or nn.Module
+            return object.__getattribute__(probe, name)
+        if name in refused:
+            raise Untraceable(f"reads self.{name}")
+        try:
+            value = object.__getattribute__(probe, name)
+        except AttributeError:  # a module or parameter, by nn.Module.__getattr__
+            value = getattr(layer, name, ABSENT)
+            guards[name] = value if value is None or value is ABSENT else PRESENT
+            raise
+        if isinstance(value, Proxy):  # assigned by the body before
+            return value
+        if isinstance(value, types.MethodType):
+            if value.__func__.__globals__ is not body.__globals__:
+                raise Untraceable("calls code of another module")
+            _check_code(value.__func__, guards, functions)
+            guards[name] = value.__func__
+        elif not isinstance(value, _PLAIN) and not _is_torch_function(value):
+            raise Untraceable(f"reads self.{name}")
+        else:
+            guards[name] = value
+        return value
+
+    namespace = {"__getattribute__": reading, "__module__": __name__, **methods}
+    probe_class = type(original.__name__, (original,), namespace)
+    probe: Any = object.__new__(probe_class)
+    state = {
+        name: dict(value) if name in ("_parameters", "_buffers", "_modules") else value
+        for name, value in vars(layer).items()
+    }
+    object.__getattribute__(probe, "__dict__").update(state)
+    return probe, state
+
+
+def _assigned(probe: Any, state: dict[str, Any]) -> dict[str, Node]:
+    """Nodes of the attributes that a body has set."""
+    after = object.__getattribute__(probe, "__dict__")
+    assigned: dict[str, Node] = {}
+    for name, value in after.items():
+        before = state.get(name, ABSENT)
+        if isinstance(value, Proxy):
+            assigned[name] = value.node
+        elif name.startswith("_tensor_constant"):
+            raise Untraceable("makes a tensor of its own")
+        elif value is not before:
+            raise Untraceable(f"writes self.{name}")
+    return assigned
+
+
+def holds(guards: Mapping[str, Any], layer: Any) -> bool:
+    """Whether a layer's attributes are those that a trace has read."""
+    for name, expected in guards.items():
+        if isinstance(expected, _Globals):
+            if not expected.hold():
+                return False
+            continue
+        value = getattr(layer, name, ABSENT)
+        value = value.__func__ if isinstance(value, types.MethodType) else value
+        if expected is PRESENT:
+            if value is None or value is ABSENT:
+                return False
+        elif not _is_same(value, expected):
+            return False
+    return True
+
+
+def _check_graph(graph: Graph) -> None:
+    """Rejects what happens once in a trace, and in every call of the body."""
+    for node in graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if node.op == "get_attr" and name.startswith("_tensor_constant"):
+            raise Untraceable("makes a tensor of its own")
+        if node.target is getattr and str(node.args[1]).startswith(_STATE):
+            raise Untraceable(f"reads .{node.args[1]}")
+        is_check = node.op == "call_function" and name == "_assert_is_none"
+        is_call = node.op in ("call_function", "call_method") and not is_check
+        if is_call and name.endswith("_") and not name.endswith("__"):
+            raise Untraceable(f"writes in place ({name})")
+
+
+def _is_torch_function(value: Any) -> bool:
+    module = getattr(value, "__module__", None) or ""
+    return callable(value) and (module == "torch" or module.startswith(("torch.nn.functional", "torch._C")))
+
+
+def _check_code(
+    function: Any, guards: dict[str, Any], functions: tuple[Any, ...], allowed: tuple[str, ...] = ()
+) -> None:
+    """Rejects bodies that read or do what a trace would not see."""
+    code = getattr(function, "__code__", None)
+    if code is None or hasattr(function, "__wrapped__"):
+        raise Untraceable("calls code of another module")
+    its_globals = function.__globals__
+    for step in dis.get_instructions(code):
+        if step.opname in _FORBIDDEN and step.opname not in allowed:
+            raise Untraceable(f"does more than compute ({step.opname.lower()})")
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            value = its_globals.get(step.argval, getattr(builtins, step.argval, ABSENT))
+            is_error = isinstance(value, type) and issubclass(value, Exception)
+            if is_error or any(value is allowed for allowed in (*_MODULES, *_BUILTINS, *functions)):
+                continue
+            if not isinstance(value, _PLAIN):
+                raise Untraceable(f"uses {step.argval}")
+            guard = guards.setdefault(f"globals of {function.__module__}", _Globals(its_globals, {}))
+            guard.values[step.argval] = value
+        is_attribute = step.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        if is_attribute and str(step.argval).startswith(_STATE) and not (allowed and step.argval == "data"):
+            raise Untraceable(f"reads .{step.argval}")
