@@ -55,7 +55,7 @@ class PartitionedAdjacency(Adjacency):
         halo_dtype: dtype of features and gradients on the way; None: their own.
         overlap: whether spmm computes with local columns while the others' features travel.
         tiles: in how many tiles of columns they travel then; None: :meth:`num_tiles` chooses.
-        cache_inputs: whether the others' rows of features that need no gradient travel once.
+        cache_inputs: whether rows of other ranks are received only once, if the features need no gradient.
         statistics: how well the graph is divided.
 
     Example:
