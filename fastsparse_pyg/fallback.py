@@ -32,7 +32,7 @@ WITHOUT_ADJACENCY = Reason(
     "torch.compile without an Adjacency", "Pass `fastsparse_pyg.prepare(edge_index)` as `edge_index`"
 )
 SPARSE_MATRIX = Reason("a sparse matrix", PLAIN_EDGES)
-EDGE_FEATURES_BESIDE = Reason("a sparse matrix with edge features beside it", PLAIN_EDGES)
+EDGE_FEATURES_BESIDE = Reason("a sparse matrix together with edge features", PLAIN_EDGES)
 EDGE_FEATURES_WITHIN = Reason("a sparse matrix that carries edge features", PLAIN_EDGES)
 TURNED_BIPARTITE = Reason("a bipartite graph with flow='target_to_source'", USUAL_FLOW)
 NO_DESTINATIONS = Reason("no features of destinations")

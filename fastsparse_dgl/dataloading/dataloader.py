@@ -102,7 +102,8 @@ class DataLoader(dgl.dataloading.DataLoader):
             ignored.append("gpu_cache of edges")
         if ignored:
             info_once(
-                _logger, f"{', '.join(ignored)}: ignored, for {target} samples and gathers beside the step"
+                _logger,
+                f"{', '.join(ignored)}: ignored, because {target} samples and gathers during the step",
             )
         super().__init__(graph, _on_cpu(indices), graph_sampler, device="cpu", **kwargs)
         self.device = self._target

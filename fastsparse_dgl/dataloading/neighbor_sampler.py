@@ -24,7 +24,7 @@ from fastsparse_dgl.sampled_block import SampledBlock
 
 _logger = logging.getLogger("fastsparse_dgl")
 #: Why DGL samples graphs on a GPU, which it does there as fast.
-ON_GPU = "the graph lies on a GPU, where DGL can sample"
+ON_GPU = "the graph is on a GPU, where DGL can sample"
 
 
 def tell_fallback(message: str, reason: str) -> None:

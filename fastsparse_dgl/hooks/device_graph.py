@@ -152,7 +152,7 @@ class StrandedIndex(_IndexClass):
         if name.startswith("__") or name in ("host", "device", "_kept", "_cache"):
             return super().__getattribute__(name)
         raise DGLError(
-            f"this graph lies on {self.device}, where fastsparse_dgl alone can use it, and "
+            f"this graph is on {self.device}, where fastsparse_dgl alone can use it, and "
             "fastsparse_dgl.disable() was called: call fastsparse_dgl.enable() again, and take graph.cpu() "
             "before the next disable()"
         )
@@ -185,9 +185,9 @@ def place(host: Any, device: torch.device) -> Any:
         _in_use = True
         if torch.cuda._is_in_bad_fork() or torch.utils.data.get_worker_info() is not None:
             raise DGLError(
-                f"graphs on {device} cannot be used in a forked process, where CUDA does not work, or in a "
-                "loader's worker, which would need a CUDA context of its own: give the loader graphs on the "
-                "CPU and move its batches, batch.to(device), or leave num_workers out"
+                f"graphs on {device} cannot be used in a forked process or in a loader's worker, because "
+                "CUDA does not work there. Give the loader graphs on the CPU and move its batches with "
+                "batch.to(device), or leave num_workers out"
             )
         index = dgl._ffi.object_generic.convert_to_object([host])[0]  # another reference, counted by DGL
         index.__class__ = DeviceIndex
