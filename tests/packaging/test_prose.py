@@ -154,4 +154,4 @@ def test_faults_of_titles_are_found() -> None:
 if __name__ == "__main__":
     log = ["git", "log", "--no-merges", "--format=%s", sys.argv[1]]
     titles = subprocess.run(log, text=True, capture_output=True, check=True).stdout.splitlines()
-    sys.exit("\n".join(fault for title in titles for fault in title_faults(title)))
+    sys.exit("\n".join(fault for title in titles for fault in title_faults(title)) or None)
