@@ -151,6 +151,11 @@ def test_faults_of_titles_are_found() -> None:
     assert len(title_faults("fixup! Add a test")) == len(title_faults("Add a test.")) == 1
 
 
+@pytest.mark.skipif(not (CHECKOUT / ".git").exists(), reason="needs the repository")
+def test_a_range_without_commits_passes() -> None:
+    assert subprocess.run([sys.executable, __file__, "HEAD..HEAD"], cwd=CHECKOUT).returncode == 0
+
+
 if __name__ == "__main__":
     log = ["git", "log", "--no-merges", "--format=%s", sys.argv[1]]
     titles = subprocess.run(log, text=True, capture_output=True, check=True).stdout.splitlines()
