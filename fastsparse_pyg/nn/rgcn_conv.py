@@ -109,7 +109,12 @@ class _RelationalConv(FastConv):
 
     def _as_original(self, out: Tensor) -> Tensor:
         """The result in PyG's dtype."""
-        return out.to(torch.promote_types(out.dtype, torch.get_default_dtype())) if self._onto_zeros else out
+        if self._onto_zeros:
+            return out.to(torch.promote_types(out.dtype, torch.get_default_dtype()))
+        if out.is_cuda and self._reduce() == "mean" and torch.is_autocast_enabled("cuda"):
+            # PyG takes the reciprocal of counts, in float32 by CUDA's autocast.
+            return out.to(torch.promote_types(out.dtype, torch.float32))
+        return out
 
     def _are_few(self, relations: Relations, x: Tensor, weight: Tensor) -> bool:
         """Whether one product serves all relations, with rows for pairs without edges too."""
