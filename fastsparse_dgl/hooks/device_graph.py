@@ -3,9 +3,9 @@
 A DGLGraph is Python over one handle of DGL's C++ library, ``graph._graph``. That of a graph which was moved
 to a GPU is a :class:`DeviceIndex`: another handle of the structure on the host, which knows the device on
 which all that comes of it has to appear. Everything else of DGL stays as it is and believes that the graph
-lies there, since all its ways to the C++ library go through three hooks:
+is there, since all its ways to the C++ library go through three hooks:
 
-- tensors on their way in (:func:`to_library`) are copied to the host if they lie on the device;
+- tensors on their way in (:func:`to_library`) are copied to the host if they are on the device;
 - calls (:func:`call`) mark what comes of a DeviceIndex, or of a tensor from the device, with that device:
   graph indices become DeviceIndex;
 - arrays on their way out (:func:`from_library`) are copied to the device that they are marked with.

@@ -216,7 +216,7 @@ class Captured:
         )
 
     def _place(self) -> int:
-        """Where the first parameter lies: all move with it (``model.to``)."""
+        """Where the first parameter is: all move with it (``model.to``)."""
         parameters = self.observed.parameters
         return 0 if not parameters or is_lazy(parameters[0]) else parameters[0].data_ptr()
 
