@@ -52,6 +52,7 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["dollarmath", "strikethrough"]
 # Drawn in a lexer's colours where a language is named, plainly elsewhere.
 highlight_language = "text"
+pygments_dark_style = "github-dark"  # furo's own underlines imports
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"

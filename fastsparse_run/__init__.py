@@ -36,7 +36,22 @@ FASTSPARSE_DISABLE=scatter,sparse_mm switches parts off: layers, scatter, pool, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code where no other program takes the place of this one."""
+    """Runs the command line ``fastsparse``.
+
+    ``run``, ``doctor`` and ``tune`` replace this process by a Python of their own.
+
+    Args:
+        arguments: the command and its options; None: those of this process.
+
+    Returns:
+        The exit code, if no other program replaced this one: 0 after ``--help``, 2 after a mistake.
+
+    Example:
+        >>> import fastsparse_run
+        >>> fastsparse_run.main(["--help"])  # doctest: +ELLIPSIS
+        usage: fastsparse run ...
+        0
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = given.pop(0) if given else ""
     if command in ("-h", "--help"):

@@ -81,7 +81,7 @@ def enable(parts: Iterable[str] | None = None, *, report: bool = False) -> None:
 
 
 def disable() -> None:
-    """Gives PyG and PyTorch their own code back: the inverse of :func:`enable`.
+    """Restores PyG's and PyTorch's own code: the inverse of :func:`enable`.
 
     Layers that became drop-ins when they were called are PyG's again; those of
     :func:`~fastsparse_pyg.accelerate` stay.

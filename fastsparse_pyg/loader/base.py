@@ -104,8 +104,8 @@ class LoaderMixin:
         if ignored:
             info_once(
                 logger,
-                f"{', '.join(ignored)}: ignored, for {device} samples and gathers beside the step, without "
-                "worker processes",
+                f"{', '.join(ignored)}: ignored, because {device} samples and gathers during the step, "
+                "without worker processes",
             )
 
     def _keep_rows(self, count: int) -> None:

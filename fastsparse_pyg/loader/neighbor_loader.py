@@ -26,8 +26,8 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
 
     If there is a GPU, it samples and gathers there, on a separate stream, two batches ahead. Batches are on
     the GPU. Features that take more than half of its free memory stay on the host and are sent row by row.
-    ``num_workers`` and what belongs to it are ignored then. Elsewhere it samples in C++ threads, in worker
-    processes if told.
+    ``num_workers`` and what belongs to it are ignored then. Without a GPU it samples in C++ threads, with
+    ``num_workers`` in worker processes.
 
     PyG's own sampler, which needs pyg-lib or torch-sparse, runs for ``time_attr``, a ``neighbor_sampler`` of
     the caller's, and graphs stored as ``adj_t``.
@@ -40,8 +40,8 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
             all.
         device: where to sample, and the device of the batches; None: where the data is on a GPU, there, else
             on the GPU if there is one.
-        gpu_cache: number of nodes whose features a GPU keeps too, where they stay with the host: those that
-            most edges start from, of every node type.
+        gpu_cache: if the features stay on the host, the number of nodes of each type whose features the GPU
+            also keeps: those with the most outgoing edges.
         others: as in PyG.
 
     Raises:

@@ -60,12 +60,12 @@ class FastPNAConv(FastConv, PNAConv):
     parameters, ``state_dict`` and results are the original's. With ``pre_layers=1`` the message is
     :math:`\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} + \mathbf{b}`. The
     products with nodes are computed once per node. :func:`fastsparse_core.multi_aggregate` adds the edge's
-    part (of up to 32 features) and computes all aggregations in one pass. No message is stored. Scalers stand
-    behind the update's linear map, so scaled aggregations are not stored either. With more ``pre_layers``
-    messages are PyG's and stored, their aggregation is the kernel's. The variance is that of deviations from
-    the mean: more accurate than the original's difference of squares. Entries that share a minimum or maximum
-    share its gradient. If the extremum is exactly 0, PyTorch's ``scatter_reduce`` drops a part of the
-    gradient; this layer does not.
+    part (of up to 32 features) and computes all aggregations in one pass. No message is stored. Scalers are
+    applied after the update's linear map, so scaled aggregations are not stored either. With more
+    ``pre_layers``, PyG's code computes and stores the messages, and the kernel aggregates them. The variance
+    is that of deviations from the mean: more accurate than the original's difference of squares. Entries that
+    share a minimum or maximum share its gradient. If the extremum is exactly 0, PyTorch's ``scatter_reduce``
+    drops a part of the gradient; this layer does not.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, float64, float32, float16 or bfloat16;

@@ -143,7 +143,7 @@ class Captured:
             return self.step(*args, **kwargs)
         self._refusals = 0
         if self._optimizers and not all(item.is_as_recorded() for item in self._optimizers):
-            logger.info("capture: an optimiser has changed; %s is recorded anew", self._name)
+            logger.info("capture: an optimiser has changed; %s is recorded again", self._name)
             self._forget()
             self._changes += 1
         if not self.observed.masks.are_unchanged():
@@ -216,7 +216,7 @@ class Captured:
         )
 
     def _place(self) -> int:
-        """Where the first parameter lies: all move with it (``model.to``)."""
+        """Where the first parameter is: all move with it (``model.to``)."""
         parameters = self.observed.parameters
         return 0 if not parameters or is_lazy(parameters[0]) else parameters[0].data_ptr()
 

@@ -150,7 +150,7 @@ class Record:
         ]
 
     def fits(self, call: Call) -> bool:
-        """Whether there is room for the call's batch."""
+        """Whether there is space for the call's batch."""
         capacity, sizes = self.capacity, call.sizes
         if capacity is None or sizes is None:
             return True
