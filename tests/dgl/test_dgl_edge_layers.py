@@ -31,18 +31,17 @@ ATTENTION = ["EdgeGATConv", "EGATConv"]
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", ATTENTION)
-def test_large_features_cost_no_more_digits_than_the_original(name, scale):
-    """On the CPU. Kernels for GPUs derive the softmax from the stored result, with fewer digits."""
+def test_large_features_cost_no_more_digits_than_the_original(name, scale, device):
 
     def make(seed: int) -> Problem:
         graph = homogeneous(seed=seed)
         arguments = (WIDTH, 3, 4, 3, *((3,) if name == "EGATConv" else ()))
         fast, reference = layer_pair(getattr(fastsparse_dgl, f"Fast{name}"), *arguments)
         inputs = [scale * features(graph, WIDTH, seed=seed), scale * torch.randn(graph.num_edges(), 3)]
-        call = lambda layer, given, _: Everything(layer)(graph, *given)  # noqa: E731
+        call = lambda layer, given, where: Everything(layer)(graph.to(where), *given)  # noqa: E731
         return Problem(reference, fast, inputs, call)
 
-    check_digits(make)
+    check_digits(make, device)
 
 
 #: Gated layers take one set of nodes.
