@@ -100,3 +100,20 @@ def test_weight_gradient_is_that_of_every_head(num_rows, heads, width, edge_widt
     x[~has_entries], y[~has_entries], e[~has_entries], f[~has_entries] = torch.nan, torch.inf, 0, 0
     found = _attention_launch._weight_gradient(adj, x, e, y, f, heads)
     assert relative_error(found, expected.reshape(heads * width, edge_width)) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_constant_weight_costs_no_gradient(monkeypatch, wanted):
+    adj = ragged(400, "cuda")
+    tensors = DOT.make(adj, (2, 8, 4), torch.float32)
+    tensors["edge_attr"].requires_grad_()
+    tensors["edge_weight"].requires_grad_(wanted)
+    calls = []
+    original = _attention_launch._weight_gradient
+    monkeypatch.setattr(
+        _attention_launch, "_weight_gradient", lambda *given: calls.append(1) or original(*given)
+    )
+    attention(adj, **tensors).sum().backward()
+    assert len(calls) == wanted
+    assert tensors["edge_attr"].grad is not None
