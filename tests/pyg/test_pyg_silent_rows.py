@@ -17,10 +17,9 @@ from fastsparse_pyg import accelerate
 from fastsparse_pyg.nn import DROP_INS, FastRGATConv
 
 WIDE, NARROW = 12, 4
-#: Options that change nothing for such rows; towers that divide the features share what is not finite.
+#: Options that change nothing for such rows.
 LEFT_OUT = {
     "aggr": ("add", "min"),
-    "divide_input": (True,),
     "heads": (3,),
     "post_layers": (2,),
     "improved": (True,),

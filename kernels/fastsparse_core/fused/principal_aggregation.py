@@ -37,7 +37,15 @@ def node_parts(
     Returns:
         Rows of the destinations, of the sources and of the update, (N, towers * width of the tower's part).
     """
-    groups = [_stacked(weights, shared) for weights in (of_dst, of_src, of_own)]
+    count = len(of_dst)
+    if count > 1 and not shared:
+        # Zeros beside the blocks of one block-diagonal matrix would carry NaN from tower to tower.
+        biases = ([None] * count if each is None else each.chunk(count) for each in (message_bias, own_bias))
+        towers = zip(x.chunk(count, 1), of_dst, of_src, of_own, *biases, strict=True)
+        found = [node_parts(part, [p], [q], [own], *bias, shared=True) for part, p, q, own, *bias in towers]
+        dst, src, own = (torch.cat(each, 1) for each in zip(*found, strict=True))
+        return dst, src, own
+    groups = [weights[0] if count == 1 else torch.cat(list(weights)) for weights in (of_dst, of_src, of_own)]
     sizes = [group.size(0) for group in groups]
     bias = None
     if message_bias is not None or own_bias is not None:
@@ -50,13 +58,6 @@ def node_parts(
         )
     dst, src, own = linear_before_sum(x, torch.cat(groups), bias, 2, sizes[0]).split(sizes, dim=1)
     return dst, src, own
-
-
-def _stacked(weights: Sequence[Tensor], shared: bool) -> Tensor:
-    """Weights of towers as that of one linear map."""
-    if len(weights) == 1:
-        return weights[0]
-    return torch.cat(list(weights)) if shared else torch.block_diag(*weights)
 
 
 def add_scaled(
