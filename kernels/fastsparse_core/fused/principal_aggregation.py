@@ -40,9 +40,13 @@ def node_parts(
     count = len(of_dst)
     if count > 1 and not shared:
         # Zeros beside the blocks of one block-diagonal matrix would carry NaN from tower to tower.
-        biases = ([None] * count if each is None else each.chunk(count) for each in (message_bias, own_bias))
-        towers = zip(x.chunk(count, 1), of_dst, of_src, of_own, *biases, strict=True)
-        found = [node_parts(part, [p], [q], [own], *bias, shared=True) for part, p, q, own, *bias in towers]
+        found = []
+        for nth, part in enumerate(x.chunk(count, 1)):
+            own_message, own_update = (
+                None if each is None else each.chunk(count)[nth] for each in (message_bias, own_bias)
+            )
+            maps = [of_dst[nth]], [of_src[nth]], [of_own[nth]]
+            found.append(node_parts(part, *maps, own_message, own_update, shared=True))
         dst, src, own = (torch.cat(each, 1) for each in zip(*found, strict=True))
         return dst, src, own
     groups = [weights[0] if count == 1 else torch.cat(list(weights)) for weights in (of_dst, of_src, of_own)]

@@ -717,8 +717,9 @@ def _weight_gradient(
         return x.new_zeros(width, edge_width)
     num_parts = min(_PARTS * multiprocessors(x.device), -(-num_rows // _PART_ROWS))
     partial = x.new_empty(num_parts, width, edge_width, dtype=torch.float32)
-    operands = (used_csr(adj), x, y, x_edge, y_edge, heads, edge_width, partial, num_parts)
-    _C.head_outer(*operands, *place_of(x.device))
+    _C.head_outer(
+        used_csr(adj), x, y, x_edge, y_edge, heads, edge_width, partial, num_parts, *place_of(x.device)
+    )
     return partial.sum(0).to(x.dtype)
 
 
