@@ -37,30 +37,25 @@ def node_parts(
     Returns:
         Rows of the destinations, of the sources and of the update, (N, towers * width of the tower's part).
     """
-    count = len(of_dst)
-    if count > 1 and not shared:
-        # Zeros beside the blocks of one block-diagonal matrix would carry NaN from tower to tower.
-        found = []
-        for nth, part in enumerate(x.chunk(count, 1)):
-            own_message, own_update = (
-                None if each is None else each.chunk(count)[nth] for each in (message_bias, own_bias)
-            )
-            maps = [of_dst[nth]], [of_src[nth]], [of_own[nth]]
-            found.append(node_parts(part, *maps, own_message, own_update, shared=True))
-        dst, src, own = (torch.cat(each, 1) for each in zip(*found, strict=True))
-        return dst, src, own
-    groups = [weights[0] if count == 1 else torch.cat(list(weights)) for weights in (of_dst, of_src, of_own)]
-    sizes = [group.size(0) for group in groups]
-    bias = None
+    # A product for every tower that has features of its own: zeros beside the blocks of one block-diagonal
+    # matrix would carry NaN from tower to tower.
+    count = 1 if shared else len(of_dst)
+    groups = of_dst, of_src, of_own
+    sizes = [sum(map(len, weights)) // count for weights in groups]
+    biases: Sequence[Tensor | None] = [None] * count
     if message_bias is not None or own_bias is not None:
-        given = (message_bias, None, own_bias)
-        bias = torch.cat(
-            [
-                x.new_zeros(size, dtype=groups[0].dtype) if part is None else part
-                for part, size in zip(given, sizes, strict=True)
-            ]
+        of_groups = [
+            x.new_zeros(count, size, dtype=of_dst[0].dtype) if part is None else part.view(count, size)
+            for part, size in zip((message_bias, None, own_bias), sizes, strict=True)
+        ]
+        biases = torch.cat(of_groups, 1).unbind()
+    found = []
+    for nth, (features, bias) in enumerate(zip(x.chunk(count, 1), biases, strict=True)):
+        weight = torch.cat(
+            [each for weights in groups for each in (weights if shared else weights[nth : nth + 1])]
         )
-    dst, src, own = linear_before_sum(x, torch.cat(groups), bias, 2, sizes[0]).split(sizes, dim=1)
+        found.append(linear_before_sum(features, weight, bias, 2, sizes[0]).split(sizes, dim=1))
+    dst, src, own = found[0] if count == 1 else (torch.cat(each, 1) for each in zip(*found, strict=True))
     return dst, src, own
 
 
