@@ -1149,6 +1149,7 @@ def gatv2_attention_backward(
     queue: int,
 ) -> None: ...
 def head_outer(
+    structure: CsrStructure,
     x: _Rows,
     y: _Rows,
     x_edge: _Memory,

@@ -470,7 +470,7 @@ def _gatv2_backward(adj: Adjacency, call: Call, grad: Tensor, out: Tensor, lse: 
     grad_att = att.new_empty(att_rows, width)
     slots, slots_t = adj.row_split.num_slots, transposed.row_split.num_slots
     _workspace, (row_state, partial_dst, partial_src) = scratch(
-        x_src.device, adj.num_dst * heads * 2, slots * width, slots_t * width
+        x_src.device, adj.num_dst * heads * 3, slots * width, slots_t * width
     )
     _C.gatv2_attention_backward(
         used_csr(adj),
@@ -676,8 +676,8 @@ def _backward_with_edges(
     if sums is not None and v is not None:
         grad_src, grad_v = sums.to(v.dtype).unbind()
     of_weight = None
-    if grad_dst_edge is not None and out_edge is not None:
-        of_weight = _weight_gradient(dst, grad_dst_edge, grad, out_edge, heads)
+    if grad_dst_edge is not None and out_edge is not None and wanted.edge_weight:
+        of_weight = _weight_gradient(adj, dst, grad_dst_edge, grad, out_edge, heads)
     elif grad_weight is not None:
         of_weight = grad_weight.sum(0).t()
     of_edge = None
@@ -703,8 +703,13 @@ def _backward_with_edges(
     )
 
 
-def _weight_gradient(x: Tensor, x_edge: Tensor, y: Tensor, y_edge: Tensor, heads: int) -> Tensor:
-    """``sum_i x_i,h e_i,h^T + y_i,h f_i,h^T``: x, y (n, heads * D), e, f (n, heads, A), (heads * D, A)."""
+def _weight_gradient(
+    adj: Adjacency, x: Tensor, x_edge: Tensor, y: Tensor, y_edge: Tensor, heads: int
+) -> Tensor:
+    """``sum_i x_i,h e_i,h^T + y_i,h f_i,h^T``: x, y (n, heads * D), e, f (n, heads, A), (heads * D, A).
+
+    Over the rows that have entries: the others may hold NaN.
+    """
     num_rows, width, edge_width = *x.shape, x_edge.size(2)
     if not edge_width:
         return x.new_empty(width, 0)
@@ -712,7 +717,9 @@ def _weight_gradient(x: Tensor, x_edge: Tensor, y: Tensor, y_edge: Tensor, heads
         return x.new_zeros(width, edge_width)
     num_parts = min(_PARTS * multiprocessors(x.device), -(-num_rows // _PART_ROWS))
     partial = x.new_empty(num_parts, width, edge_width, dtype=torch.float32)
-    _C.head_outer(x, y, x_edge, y_edge, heads, edge_width, partial, num_parts, *place_of(x.device))
+    _C.head_outer(
+        used_csr(adj), x, y, x_edge, y_edge, heads, edge_width, partial, num_parts, *place_of(x.device)
+    )
     return partial.sum(0).to(x.dtype)
 
 

@@ -245,6 +245,7 @@ FASTSPARSE_ARGUMENTS(WeightGradientArgs, MATRIX(grad), STRIDE(grad_stride), MATR
 
 // Sums over rows of the outer products of every head's features with its edges' features. CUDA only.
 struct HeadOuterArgs {
+  CsrView a;      // rows without entries add nothing, whatever x and y hold there
   const void* x;  // (num_rows, heads * head_width), widths that are multiples of 4
   std::int64_t x_stride;
   const void* y;  // likewise
@@ -259,9 +260,10 @@ struct HeadOuterArgs {
   std::int64_t num_parts;
   Dtype dtype;
 };
-FASTSPARSE_ARGUMENTS(HeadOuterArgs, MATRIX(x), STRIDE(x_stride), NUM_ROWS(num_rows), WIDTH(head_width),
-                     DTYPE(dtype), MATRIX(y), STRIDE(y_stride), FIELDS(x_edge, y_edge, heads),
-                     PER(head_width, heads), FIELDS(edge_width, partial, num_parts));
+FASTSPARSE_ARGUMENTS(HeadOuterArgs, AS(structure, a), MATRIX(x), STRIDE(x_stride), NUM_ROWS(num_rows),
+                     WIDTH(head_width), DTYPE(dtype), MATRIX(y), STRIDE(y_stride),
+                     FIELDS(x_edge, y_edge, heads), PER(head_width, heads),
+                     FIELDS(edge_width, partial, num_parts));
 
 // What rows add to the work list of spmm_hr.
 struct HybridRowsCounts {
@@ -448,7 +450,7 @@ struct Gatv2AttentionBackwardArgs {
   void* grad_x_src;       // (num_cols, heads * head_width)
   float* grad_att;        // (att_rows, heads * head_width): the gradient is the sum of its rows
   std::int64_t att_rows;  // groups of lanes of the row pass
-  float* row_state;       // (num_rows, heads, 2)
+  float* row_state;       // (num_rows, heads, 2), then (num_rows, heads)
   float* partial_dst;     // (num_slots, heads * head_width)
   float* partial_src;     // (num_slots of the transposed structure, heads * head_width)
 };
