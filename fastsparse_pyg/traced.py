@@ -17,6 +17,7 @@ from fastsparse_core import Adjacency, policy, spmm
 from fastsparse_core.fused.aggregate_transform import one
 from fastsparse_core.ops._autocast import autocast
 from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_core.ops._registration import tell_inspect
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
 from fastsparse_pyg.graph import edges_for_loops, gcn_factors, resolve
 
@@ -156,6 +157,7 @@ def _backward_fake(grad: Tensor, edges: Tensor, num_dst: int, num_src: int, *res
 for _key in ("CPU", "CUDA"):
     _library.impl("aggregate", _aggregate, _key)
     _library.impl("aggregate_backward", _aggregate_backward, _key)
+tell_inspect(__name__)
 torch.library.register_fake("fastsparse_pyg::aggregate", _fake, lib=_library)
 torch.library.register_fake("fastsparse_pyg::aggregate_backward", _backward_fake, lib=_library)
 torch.library.register_autograd(
