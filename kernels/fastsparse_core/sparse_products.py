@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastsparse_core.cache import AdjacencyCache, CacheInfo, Sightings
-from fastsparse_core.call_report import record
+from fastsparse_core.call_report import record, timed
 from fastsparse_core.locks import ForkSafeLock
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import PLAIN, is_plain_eager
@@ -102,7 +102,7 @@ def structures_info() -> CacheInfo:
 def _register(library: Any, name: str, function: Callable[..., Any], key: str) -> None:
     with warnings.catch_warnings():  # of the override, which is what is meant
         warnings.simplefilter("ignore")
-        library.impl(name, function, key)
+        library.impl(name, timed(function), key)
 
 
 # ---------------------------------------------------------------- structures

@@ -196,10 +196,11 @@ print(type(layer).__name__, layer(x, torch.randint(100, (2, 50))).shape)
 def test_the_real_thing_with_a_report(folder):
     register(folder, REAL)
     (folder / "work/real.py").write_text(REAL_SCRIPT)
-    done = run(folder, "--report", "--report-json", "report.json", "real.py")
+    done = run(folder, "--report=time", "--report-json", "report.json", "real.py")
     assert done.stdout == "FastGCNConv torch.Size([100, 4])\n", done.stderr
     assert "FastSparse computed" in done.stderr
     assert '"call": "torch.sparse product"' in (folder / "work/report.json").read_text()
+    assert '"host_ms": ' in (folder / "work/report.json").read_text()
     off = run(folder, "real.py", FASTSPARSE_DISABLE="layers,sparse_mm")
     assert off.stdout == "GCNConv torch.Size([100, 4])\n", off.stderr
 

@@ -142,6 +142,26 @@ def test_the_variable_switches_parts_off(monkeypatch, part, graph):
         fastsparse_pyg.disable()
 
 
+def test_a_report_with_times(graph):
+    with pytest.raises(ValueError, match="report: expected True, False or 'time', got 'times'"):
+        fastsparse_pyg.enable(report="times")
+    assert not fastsparse_pyg.is_enabled()
+    fastsparse_pyg.enable(report="time")
+    try:
+        layer, matrix = GCNConv(8, 4), torch.rand(300, 300).to_sparse()
+        index = torch.randint(SEGMENTS, (ROWS,))
+        for _ in range(3):
+            layer(*graph)
+            matrix @ graph[0]
+            scatter(torch.rand(ROWS, 2), index, reduce="max")
+        found = fastsparse_core.report()
+        measured = {row.call: found.times.host_ms[row] for row, _ in found.rows}
+        assert measured.keys() == {"GCNConv", "torch.sparse product", "scatter"}
+        assert min(measured.values()) > 0
+    finally:
+        fastsparse_pyg.disable()
+
+
 # ---------------------------------------------------------------- functions
 
 
