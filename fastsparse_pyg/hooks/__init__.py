@@ -10,6 +10,7 @@ from types import FunctionType
 from fastsparse_core import call_report, replacement, sparse_products
 from fastsparse_core.locks import ForkSafeLock
 from fastsparse_pyg.hooks import layers, table
+from fastsparse_pyg.loader.base import Script
 from fastsparse_run import watch
 
 __all__ = ["disable", "enable", "is_enabled"]
@@ -34,7 +35,8 @@ def enable(parts: Iterable[str] | None = None, *, report: bool | str = False) ->
     - ``"scatter"``: ``scatter``, ``softmax``, ``segment``, ``degree`` and ``spmm`` of
       ``torch_geometric.utils``.
     - ``"pool"``: the same functions within PyG's aggregations, global pools and normalisations.
-    - ``"loaders"``: ``NeighborLoader``, ``LinkNeighborLoader`` and ``DataLoader``.
+    - ``"loaders"``: ``NeighborLoader``, ``LinkNeighborLoader`` and ``DataLoader``. Batches are on the GPU if
+      the script has used it when an epoch begins.
     - ``"sparse_mm"``: ``torch.sparse.mm``, ``A @ x``, ``torch.mm`` and ``torch.addmm`` of COO, CSR and CSC
       matrices.
     - ``"shims"``: modules in place of ``torch_scatter`` and ``torch_sparse`` if the script imports them and
@@ -83,6 +85,7 @@ def enable(parts: Iterable[str] | None = None, *, report: bool | str = False) ->
             for hook in hooks
         ]
         _installed.extend(replacement.install(timed))
+        Script.decides |= "loaders" in new
         if "sparse_mm" in new:
             sparse_products.enable()
         if "shims" in new:
@@ -100,6 +103,7 @@ def disable() -> None:
     with _lock:
         replacement.remove(_installed)
         layers.restore_all()
+        Script.decides = False
         if "sparse_mm" in _enabled:
             sparse_products.disable()
         if "shims" in _enabled:

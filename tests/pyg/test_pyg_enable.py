@@ -13,6 +13,7 @@ import torch
 import torch_geometric.loader
 import torch_geometric.utils
 from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader, LinkNeighborLoader, NeighborLoader
 from torch_geometric.nn import (
     GATConv,
     GCNConv,
@@ -444,6 +445,108 @@ def test_loaders(enabled, graph):
     loader = torch_geometric.loader.NeighborLoader(Data(x=x, edge_index=edge_index), [3], batch_size=50)
     assert isinstance(loader, fastsparse_pyg.NeighborLoader)
     assert sum(batch.batch_size for batch in loader) == 300
+
+
+def loaders_of(x, edge_index, **options):
+    """One of each, by the names that the script imported before."""
+    graphs = [Data(x=torch.randn(5, 3), edge_index=torch.randint(5, (2, 8))) for _ in range(12)]
+    data = Data(x=x, edge_index=edge_index)
+    links = edge_index[:, :200]
+    return [
+        NeighborLoader(data, [3, 2], batch_size=50, **options),
+        LinkNeighborLoader(data, [3], edge_label_index=links, batch_size=50, **options),
+        DataLoader(graphs, batch_size=2, **options),
+    ]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_loaders_of_worker_processes(enabled, graph, method):
+    for loader in loaders_of(*graph, num_workers=1, multiprocessing_context=method):
+        assert type(loader).__module__.startswith("fastsparse_pyg")
+        assert len(list(loader)) == len(loader)
+
+
+def test_loaders_can_be_pickled_and_are_the_originals_too(enabled, graph):
+    loaders = loaders_of(*graph)
+    fastsparse_pyg.disable()
+    kinds = [torch_geometric.loader.NeighborLoader, torch_geometric.loader.LinkNeighborLoader]
+    for loader, kind in zip(loaders, [*kinds, torch_geometric.loader.DataLoader], strict=True):
+        assert isinstance(loader, kind)
+        assert len(list(pickle.loads(pickle.dumps(loader)))) == len(loader)
+
+
+def test_loaders_can_be_subclassed(enabled, graph, monkeypatch):
+    class Mine(torch_geometric.loader.NeighborLoader):
+        def __init__(self, *arguments, tag, **options):
+            super().__init__(*arguments, **options)
+            self.tag, self.seen = tag, 0
+
+        def collate_fn(self, index):
+            self.seen += 1
+            return super().collate_fn(index)
+
+        def filter_fn(self, out):
+            batch = super().filter_fn(out)
+            batch.tag = self.tag
+            return batch
+
+    loader = Mine(Data(x=graph[0], edge_index=graph[1]), [3], batch_size=100, tag="mine")
+    assert [batch.tag for batch in loader] == ["mine"] * 3
+    assert loader.seen == 3
+    loader._device = torch.device("cuda")  # where batches are prepared ahead, unless a method says how
+    monkeypatch.setattr("fastsparse_pyg.loader.base.prefetched", lambda *_, **__: pytest.fail("not called"))
+    loader._get_iterator()
+
+
+def test_loaders_are_on_the_gpu_only_if_the_script_uses_it(monkeypatch, graph):
+    from fastsparse_pyg.loader import base, data_loader
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(base._C, "build_info", lambda: {"cuda": True})
+    assert base.choose_device(None, None).type == "cuda"
+    fastsparse_pyg.enable()
+    try:
+        assert base.choose_device(None, None).type == "cpu"
+        loaders = loaders_of(*graph, num_workers=2)
+        assert [len(list(loader)) for loader in loaders] == [6, 4, 6]
+        for module in (base, data_loader):
+            monkeypatch.setattr(module, "script_uses_gpu", lambda: True)
+        assert base.choose_device(None, None).type == "cuda"
+        chosen = []
+        for module in (base, data_loader):
+            choose = lambda *_: chosen.append(1) or torch.device("cpu")  # noqa: E731
+            monkeypatch.setattr(module, "choose_device", choose)
+        assert [len(list(loader)) for loader in loaders] == [6, 4, 6]
+        assert len(chosen) == 3
+        assert [loader.num_workers for loader in loaders] == [0, 0, 0]
+    finally:
+        fastsparse_pyg.disable()
+    assert not base.Script.decides
+
+
+@pytest.mark.gpu
+def test_loaders_go_to_the_gpu_with_the_script(graph):
+    code = """
+import torch, fastsparse_pyg
+fastsparse_pyg.enable()
+from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader, LinkNeighborLoader, NeighborLoader
+x, edge_index = torch.randn(300, 8), torch.randint(300, (2, 5000))
+data = Data(x=x, edge_index=edge_index)
+graphs = [Data(x=torch.randn(5, 3), edge_index=torch.randint(5, (2, 8))) for _ in range(12)]
+loaders = [
+    NeighborLoader(data, [3, 2], batch_size=50, num_workers=2, persistent_workers=True, pin_memory=True),
+    LinkNeighborLoader(data, [3], edge_label_index=edge_index[:, :200], batch_size=50),
+    DataLoader(graphs, batch_size=2, pin_memory=True),
+]
+where = lambda: [{batch.x.device.type for batch in loader} for loader in loaders]
+print(where())
+torch.ones(1, device="cuda")
+print(where(), where())
+"""
+    done = run_python(code)
+    assert done.stdout == f"{[{'cpu'}] * 3}\n{[{'cuda'}] * 3} {[{'cuda'}] * 3}\n", done.stderr
 
 
 def run_python(code, **environment):
