@@ -584,3 +584,102 @@ def test_every_hook_fits_this_pyg():
     from fastsparse_core.replacement import problems
 
     assert problems(hook for hooks in table.HOOKS.values() for hook in hooks) == []
+
+
+# ---------------------------------------------------------------- whoever else watches calls
+
+
+class Named(torch.Tensor):
+    """A subclass whose class results have too."""
+
+
+def outcome(call):
+    """Class, dtype, shape and values of a result, or class and message of an error."""
+    try:
+        out = call()
+    except Exception as error:
+        return type(error), str(error).partition("\n")[0]
+    values = out.detach().as_subclass(torch.Tensor).double()
+    return type(out), out.dtype, out.requires_grad, values
+
+
+def watched_calls():
+    """Calls by name; each is made several times, so that structures are kept."""
+    torch.manual_seed(0)
+    index, edge_index = torch.randint(SEGMENTS, (ROWS,)), torch.randint(300, (2, 5000))
+    rows, x = torch.randn(ROWS, 4), torch.randn(300, 8)
+    coo = torch.sparse_coo_tensor(edge_index, torch.rand(5000), (300, 300)).coalesce()
+    csr, layer, attention = coo.to_sparse_csr(), GCNConv(8, 4), GATConv(8, 4)
+    return {
+        "scatter": (lambda rows: scatter(rows, index, 0, SEGMENTS, "max"), rows),
+        "softmax": (lambda rows: softmax(rows, index), rows),
+        "pool": (lambda rows: global_mean_pool(rows, index, SEGMENTS), rows),
+        "GCNConv": (lambda x: layer(x, edge_index), x),
+        "GATConv": (lambda x: attention(x, edge_index), x),
+        "coo": (lambda x: torch.sparse.mm(coo, x), x),
+        "coo @": (lambda x: coo @ x, x),
+        "csr @": (lambda x: csr @ x, x),
+    }
+
+
+WATCHERS = {
+    "autocast": lambda call, x: torch.autocast("cpu", torch.bfloat16)(call)(x),
+    "subclass": lambda call, x: call(x.as_subclass(Named)),
+    "compile": lambda call, x: torch.compile(call, backend="eager")(x),
+    "vmap": lambda call, x: torch.func.vmap(call)(torch.stack([x, 2 * x])),
+    "grad": lambda call, x: torch.func.grad(lambda x: call(x).square().sum())(x),
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,))[1],
+    "inference": lambda call, x: torch.inference_mode()(call)(x),
+    "parameter": lambda call, x: call(torch.nn.Parameter(x)),
+    "float64": lambda call, x: call(x.double()),
+    "checkpoint": lambda call, x: torch.utils.checkpoint.checkpoint(
+        call, x.clone().requires_grad_(), use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("watcher", WATCHERS)
+@pytest.mark.parametrize("name", watched_calls())
+def test_watched_calls_give_what_they_give_without(name, watcher):
+    results = []
+    for is_enabled in (False, True):
+        if is_enabled:
+            fastsparse_pyg.enable()
+        try:
+            call, x = watched_calls()[name]
+            for _ in range(3):
+                found = outcome(lambda call=call, x=x: WATCHERS[watcher](call, x))
+            results.append(found)
+        finally:
+            fastsparse_pyg.disable()
+            torch.compiler.reset()
+    plain, ours = results
+    if watcher == "autocast" and plain[0] is NotImplementedError:
+        return  # of 16 bits, which FastSparse has
+    if watcher == "autocast" and name in ("GCNConv", "GATConv"):
+        plain = plain[0], torch.bfloat16, *plain[2:]  # docs/precision_determinism.md
+    assert ours[:-1] == plain[:-1]
+    if isinstance(plain[-1], torch.Tensor):
+        bound = {"rtol": 0.05, "atol": 0.05} if watcher == "autocast" else {"rtol": 1e-4, "atol": 1e-4}
+        torch.testing.assert_close(ours[-1], plain[-1], **bound)
+
+
+def test_notebooks():
+    """Cells share names, and are compiled one by one."""
+    interactive = pytest.importorskip("IPython.core.interactiveshell")
+    shell = interactive.InteractiveShell.instance()
+    cells = (
+        "import torch, fastsparse_pyg\nfrom torch_geometric.utils import scatter",
+        "fastsparse_pyg.enable(report=True)",
+        "index = torch.randint(500, (6000,))\nfor _ in range(3): scatter(torch.rand(6000, 2), index)",
+        "import fastsparse_core\nfound = str(fastsparse_core.report())",
+    )
+    try:
+        for cell in cells:
+            assert shell.run_cell(cell).success
+        assert hasattr(shell.user_ns["scatter"], "__wrapped__")
+        assert "computed 2 of 3 calls" in shell.user_ns["found"]
+    finally:
+        fastsparse_pyg.disable()
+        interactive.InteractiveShell.clear_instance()
