@@ -17,7 +17,7 @@ from torch import Tensor
 from fastsparse_core.cache import AdjacencyCache
 from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._handles import EdgesOfHandle
-from fastsparse_core.ops._registration import library
+from fastsparse_core.ops._registration import library, tell_inspect
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 from fastsparse_core.structure.construction import SelfLoops
 from fastsparse_core.structure.loops import without_self_loops
@@ -247,6 +247,7 @@ for _key in ("CPU", "CUDA"):
     library.impl("structure_num_edges", _structure_num_edges, _key)
     library.impl("structure_part", _structure_part, _key)
 library.impl("structure", _traced, "Autograd")
+tell_inspect(__name__)
 torch.library.register_fake("fastsparse::structure", lambda edges, *place: _number(edges), lib=library)
 torch.library.register_fake("fastsparse::structure_num_edges", lambda edges, _: _number(edges), lib=library)
 torch.library.register_fake(
