@@ -19,7 +19,7 @@ from fastsparse_core.ops._checks import (
     widened_value,
 )
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
-from fastsparse_core.ops._eager import direct, is_first_derivative, is_plain_eager, is_wrapped
+from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
 from fastsparse_core.ops._edge_values import edges_from_dense, is_dense, num_heads
 from fastsparse_core.ops._handles import keep_alive
 from fastsparse_core.ops._kept_results import with_cure
@@ -101,12 +101,11 @@ def spmm(
     """
     algorithm = policy.requested("spmm", algorithm)
     if (
-        bias is None
-        and value_layout == "edges"
+        value_layout == "edges"
         and is_plain_eager(x)
         and not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
     ):
-        plain = plain_spmm(adj, x, value, reduce, scale_dst, scale_src, algorithm, relu)
+        plain = plain_spmm(adj, x, value, reduce, scale_dst, scale_src, algorithm, relu, bias)
         if plain is not None:
             return plain
     policy.check_algorithm(value_layout, ("edges", "me_bcrs"), "value_layout")
@@ -161,6 +160,7 @@ def plain_spmm(
     scale_src: Tensor | None,
     algorithm: str,
     relu: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor | None:
     """What :func:`spmm` gives where there is nothing to cast or reshape, as in most calls of layers.
 
@@ -179,12 +179,21 @@ def plain_spmm(
         and (scale_src is None or _is_plain_scale(scale_src, adj.num_src, x))
     ):
         return None
+    if bias is not None and not (
+        type(bias) in PLAIN
+        and bias.shape == x.shape[1:]
+        and bias.dtype == x.dtype
+        and bias.device == x.device
+        and not bias.is_neg()
+    ):
+        return None
     scale = scale_dst if reduce == "sum" else adj.inv_degree(accumulation_dtype(x.dtype))
     needs_grad = x.requires_grad or (value is not None and value.requires_grad)
+    needs_grad = needs_grad or (bias is not None and bias.requires_grad)
     if not (needs_grad and torch.is_grad_enabled()):
-        return launch_spmm(adj, x, value, scale, scale_src, None, algorithm, relu)
+        return launch_spmm(adj, x, value, scale, scale_src, bias, algorithm, relu)
     apply = _Spmm.apply if is_wrapped(x) or (value is not None and is_wrapped(value)) else _apply
-    out: Tensor = apply(x, value, scale, scale_src, None, adj.num_dst, adj, False, algorithm, relu)
+    out: Tensor = apply(x, value, scale, scale_src, bias, adj.num_dst, adj, False, algorithm, relu)
     return out
 
 
@@ -203,7 +212,7 @@ def _is_plain_scale(scale: Any, rows: int, x: Tensor) -> bool:
     return (
         type(scale) is Tensor
         and scale.shape == (rows,)
-        and scale.dtype is accumulation_dtype(x.dtype)
+        and scale.dtype is (torch.float64 if x.dtype == torch.float64 else torch.float32)
         and scale.device == x.device
         and scale.is_contiguous()
         and not (scale.requires_grad or scale.is_neg())
