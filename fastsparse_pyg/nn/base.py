@@ -324,12 +324,13 @@ class FastConv(MessagePassing):
             return out if bias is None else out + bias.to(out.dtype)
         if value is not None and not value.is_floating_point():
             value = value.to(x.dtype)
-        reduce = self._reduce()
-        dim = self.node_dim
+        reduce, dim = REDUCE[type(self._modules["aggr_module"])], self.__dict__["node_dim"]
         if x.dim() == 2 and (dim == -2 or dim == 0):
             return spmm(adj, x, value, reduce, scale_dst=scales[0], scale_src=scales[1], bias=bias)
-        out = spmm(adj, x.movedim(dim, 0), value, reduce, scale_dst=scales[0], scale_src=scales[1])
-        out = out.movedim(0, dim).contiguous()
+        by_node = x.movedim(dim, 0)
+        shape = by_node.shape[1:]
+        out = spmm(adj, by_node.flatten(1), value, reduce, scale_dst=scales[0], scale_src=scales[1])
+        out = out.unflatten(1, shape).movedim(0, dim).contiguous()
         return out if bias is None else out + bias
 
     def _neighbours_and_root(

@@ -446,7 +446,7 @@ def _differentiate_at_once(
     if vectors and vectors[0].dtype != precise:
         grads = [grad.to(vector.dtype) for grad, vector in zip(grads, vectors, strict=True)]
     parts = () if sums is None else sums.unsafe_split_with_sizes(call.widths)
-    if of_scores is not None and work is not None:
+    if of_scores is not None and edge_attr is not None and work is not None:
         grad_scores = work[:, :, 1].to(of_scores.dtype)
         if edges_wanted[0]:
             more = torch.mm(grad_scores, of_scores)

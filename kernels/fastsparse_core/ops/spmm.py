@@ -168,7 +168,7 @@ def plain_spmm(
     another kind, or wrong.
     """
     if not (
-        (reduce == "sum" or (reduce == "mean" and scale_dst is None))
+        (reduce in ("sum", "max", "min") or (reduce == "mean" and scale_dst is None))
         and type(adj) is Adjacency
         and x.dim() == 2
         and x.shape[0] == adj.num_src
@@ -187,6 +187,9 @@ def plain_spmm(
         and not bias.is_neg()
     ):
         return None
+    if reduce in ("max", "min"):
+        found: Tensor = extremum(adj, x, value, reduce == "min", scale_dst, scale_src, bias)
+        return found.relu() if relu else found
     scale = scale_dst if reduce == "sum" else adj.inv_degree(accumulation_dtype(x.dtype))
     needs_grad = x.requires_grad or (value is not None and value.requires_grad)
     needs_grad = needs_grad or (bias is not None and bias.requires_grad)
