@@ -236,9 +236,10 @@ class FastConv(MessagePassing):
             return fallback.wrong_dimensions(dim, state["node_dim"])
         if x_src.layout is not torch.strided and not self._takes_sparse_features:
             return Reason("features that are not a dense matrix", fallback.PLAIN_FEATURES)
-        if not self._takes_matrices and is_sparse_matrix(edge_index):
+        is_list = type(edge_index) is Tensor and edge_index.layout is torch.strided
+        if not is_list and not self._takes_matrices and is_sparse_matrix(edge_index):
             return fallback.SPARSE_MATRIX
-        if self._fusible and not state["fuse"] and is_sparse_matrix(edge_index):
+        if not is_list and self._fusible and not state["fuse"] and is_sparse_matrix(edge_index):
             return Reason("a sparse matrix with fuse=False", fallback.PLAIN_EDGES)
         is_turned = x_dst is not x_src and state["flow"] == "target_to_source"
         if is_turned and not isinstance(edge_index, Adjacency):

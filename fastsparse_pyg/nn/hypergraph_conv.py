@@ -83,7 +83,8 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         reason = super()._reason(x_src, x_dst, edge_index)
         if reason is not None:
             return reason
-        if is_sparse_matrix(edge_index) or isinstance(edge_index, Adjacency):
+        is_list = type(edge_index) is Tensor and edge_index.layout is torch.strided
+        if not is_list and (is_sparse_matrix(edge_index) or isinstance(edge_index, Adjacency)):
             return Reason("a hypergraph that is no (2, num_entries) tensor")
         if not isinstance(edge_index, Tensor):
             raise_graph(edge_index, "hyperedge_index")

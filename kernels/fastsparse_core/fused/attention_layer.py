@@ -372,7 +372,9 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad, grad_vectors, sum_of_grad, sums = found
         grad_bias = grad_bias if sum_of_grad is None else sum_of_grad
     grad_x = torch.mm(grad, matrix) if needs_x else None
-    grad_weight = product_in(grad.t(), features, weight_dtype)
+    left = grad.t()
+    is_same = grad.dtype == weight_dtype
+    grad_weight = torch.mm(left, features) if is_same else product_in(left, features, weight_dtype)
     # Nobody sees what is split, so that its parts need not be known as views.
     grads = grad_weight.unsafe_split_with_sizes(call.widths) if num_maps > 1 else (grad_weight,)
     return grad_x, grad_bias, *of_edges, *grad_vectors, *grads, *sums

@@ -291,7 +291,7 @@ class _Spmm(torch.autograd.Function):
         if rectified is not None:
             grad = grad.masked_fill(rectified <= 0, 0)
         plain = is_first_derivative(grad)
-        if plain:
+        if plain and grad.stride(1) != 1:
             grad = unit_stride(grad)  # once: that of a sum is expanded
         if ctx.needs_input_grad[0]:
             if plain and not ctx.transpose:
