@@ -123,7 +123,7 @@ def sddmm_kernel(
         return dense_from_edges(adj, sddmm_kernel(x_dst, x_src, scale_dst, scale_src, *of_edges))
     every_value_is_written = dense or length == num_edges
     out = (x_dst.new_empty if every_value_is_written else x_dst.new_zeros)(size, dtype=dtype)
-    device, stream = place_of(x_dst.device)
+    device, stream = place_of(x_dst.device) if x_dst.is_cuda else (-1, torch.get_num_threads())
     if kernel == "flashsparse":
         structure, slot_window, slot_entry, edge_id = adj.sddmm_structure()
         _C.sddmm_bsb(
