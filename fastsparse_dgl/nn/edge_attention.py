@@ -100,7 +100,7 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
                 whole = self._as_one_node(adjacency, source, edge_feat, p)
                 if whole is not None:
                     if self.res_fc is not None:
-                        whole = whole + self.res_fc(destination).unflatten(1, heads)
+                        whole = whole + self.res_fc(source).unflatten(1, heads)
                     return self.activation(whole) if self.activation else whole
             x_src = self.fc(source)
             score_src, score_dst = head_scores(x_src, self.attn_l, self.attn_r)

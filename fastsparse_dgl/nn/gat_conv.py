@@ -82,7 +82,7 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
                 out = self._as_one_node(adjacency, source, p)
                 if out is not None:
                     if self.res_fc is not None:
-                        out = out + self.res_fc(destination).unflatten(-1, heads)
+                        out = out + self.res_fc(source).unflatten(-1, heads)
                     return self.activation(out) if self.activation else out
             x_src = self.fc(source)
             score_src, score_dst = head_scores(x_src, self.attn_l, self.attn_r)

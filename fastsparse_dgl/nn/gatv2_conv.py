@@ -73,7 +73,7 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
             out = self._as_one_node(adjacency, source, p)
             if out is not None:
                 if self.res_fc is not None:
-                    out = out + self.res_fc(destination).unflatten(-1, heads)
+                    out = out + self.res_fc(source).unflatten(-1, heads)
                 return self.activation(out) if self.activation else out
         if given is None and self.share_weights:
             x_src = self.fc_src(source)
