@@ -99,9 +99,7 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
             if destination is source and not get_attention and p < 1:
                 whole = self._as_one_node(adjacency, source, edge_feat, p)
                 if whole is not None:
-                    if self.res_fc is not None:
-                        whole = whole + self.res_fc(source).unflatten(1, heads)
-                    return self.activation(whole) if self.activation else whole
+                    return self._finished(whole, destination)
             x_src = self.fc(source)
             score_src, score_dst = head_scores(x_src, self.attn_l, self.attn_r)
             score_dst = self._destination(graph, adjacency, score_dst, None)
@@ -131,13 +129,16 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
             out = attention(adjacency, query, x_src, x_src, 1.0, score, p, heads=heads[0], **edges)
         out = out.unflatten(1, heads)
 
-        if self.res_fc is not None:
-            out = out + self.res_fc(destination).unflatten(1, heads)
         if self.bias is not None:
             out = add_bias(out, self.bias.view(heads))
-        if self.activation:
-            out = self.activation(out)
+        out = self._finished(out, destination)
         return (out, alpha[:, :, None].to(source.dtype)) if get_attention and alpha is not None else out
+
+    def _finished(self, out: Tensor, destination: Tensor) -> Tensor:
+        """Residual and activation."""
+        if self.res_fc is not None:
+            out = out + self.res_fc(destination).unflatten(1, (self._num_heads, self._out_feats))
+        return self.activation(out) if self.activation else out
 
     def _as_one_node(
         self, adjacency: Adjacency, source: Tensor, edge_feat: Tensor, p: float
