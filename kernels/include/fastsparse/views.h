@@ -516,8 +516,8 @@ enum class AttentionScore : int {
   kAdditive = 1,    // leaky_relu(dst_i,h + src_j,h + bias_ij,h)
   kGatv2 = 2,       // <att_h , leaky_relu(dst_i,h + src_j,h)>
 };
-// Features a_ij of the edges add W_h a_ij to src_j,h and, with dot products, to v_j,h. Additive attention
-// takes none.
+// Features a_ij of the edges add W_h a_ij to src_j,h and, with dot products, to v_j,h. With additive
+// attention they add it to v_j,h alone.
 
 struct AttentionCsrArgs {
   CsrView a;
@@ -528,7 +528,7 @@ struct AttentionCsrArgs {
   const void* att;     // (heads, head_width) in the accumulation type; GATv2 only
   EdgeValueView bias;  // null data: 0
   DenseView edge;      // (num_values, edge_width) in the caller's edge order
-  DenseView weight;    // W, (heads * head_width, edge_width)
+  DenseView weight;    // W, (heads * value_width, edge_width)
   double scale;        // of dot products; else the slope of the leaky ReLU
   Dropout dropout;
   double keep_scale;  // 1 / (1 - dropout probability)
@@ -559,7 +559,7 @@ struct AttentionCsrBackwardArgs {
   // without bias and edge features. It and grad_edge are zeros where not every value has an entry.
   void* work;
   void* grad_edge;    // (num_values, edge_width); null: not wanted
-  void* grad_weight;  // (heads * head_width, edge_width); null: not wanted
+  void* grad_weight;  // (heads * value_width, edge_width); null: not wanted
 };
 FASTSPARSE_ARGUMENTS(AttentionCsrBackwardArgs, FIELDS(forward), AS(transposed, a_t),
                      FIELDS(grad, grad_dst, grad_src, grad_v, grad_att, work, grad_edge, grad_weight));
