@@ -122,7 +122,7 @@ class Wanted(NamedTuple):
     bias: bool = False
 
 
-def forward(adj: Adjacency, call: Call) -> Results:
+def forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     """Softmax of the scores over every row, times the values, for every head."""
     if not call.src.is_cuda:
         return _forward_on_cpu(adj, call)
@@ -157,47 +157,35 @@ def backward(
 
 def _laid_out_on_cpu(call: Call) -> Call:
     """The same as kernels read it: rows of unit stride, the rest contiguous."""
-    dst, src, v, att, edge, edge_weight, bias, scale, dropout_p, seed, kind, heads, algorithm = call
-    if v is None:
-        v = src
-    if not dst.stride(1) == src.stride(1) == v.stride(1) == 1:
-        dst, src, v = unit_stride(dst), unit_stride(src), unit_stride(v)
-    att = None if att is None else att.contiguous()
-    bias = None if bias is None else bias.contiguous()
+    dst, src, v, att, edge, edge_weight, bias, *_ = call
     if edge is not None and edge_weight is not None:
         edge, edge_weight = (unit_stride(edge), unit_stride(edge_weight)) if edge.size(1) else (None, None)
-    operands = (dst, src, v, att, edge, edge_weight, bias)
-    return Call(*operands, scale, dropout_p, seed, kind, heads, algorithm)
+    elif (
+        bias is None
+        and dst.stride(1) == src.stride(1) == call.values.stride(1) == 1
+        and (att is None or att.is_contiguous())
+    ):
+        return call  # as most are
+    dst, src, v = unit_stride(dst), unit_stride(src), None if v is None else unit_stride(v)
+    att = None if att is None else att.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    return Call(dst, src, v, att, edge, edge_weight, bias, *call[7:])
 
 
 def _cpu_arguments(call: Call, adj: Adjacency, out: Tensor | None, lse: Tensor) -> _C.AttentionCsrArgs:
-    dst, src, v, att, edge, edge_weight, bias, scale, dropout_p, _, kind, heads, _ = call
-    assert v is not None
-    structure = adj.plans.get("csr")
+    dst, src, v, att, edge, edge_weight, bias, scale, dropout_p, seed, kind, heads, _ = call
+    structure, features = adj.plans.get("csr") or used_csr(adj), (dst, src, src if v is None else v, att)
+    of_edges = (bias, 0 if bias is None else bias.dtype, edge, edge_weight)
+    drawn = 0 if seed is None else int(seed)
     return _C.AttentionCsrArgs(
-        used_csr(adj) if structure is None else structure,
-        kind,
-        heads,
-        dst,
-        src,
-        v,
-        att,
-        bias,
-        0 if bias is None else bias.dtype,
-        edge,
-        edge_weight,
-        scale,
-        dropout_p,
-        call.drawn,
-        out,
-        lse,
+        structure, kind, heads, *features, *of_edges, scale, dropout_p, drawn, out, lse
     )
 
 
 def _forward_on_cpu(adj: Adjacency, call: Call) -> Results:
     call = _laid_out_on_cpu(call)
     v = call.values
-    out = v.new_empty(adj.num_dst, v.size(1))
+    out = v.new_empty(adj.num_dst, v.shape[1])
     lse = v.new_empty(adj.num_dst, call.heads, dtype=accumulation_dtype(v.dtype))
     _C.attention_csr(_cpu_arguments(call, adj, out, lse), torch.get_num_threads())
     return out, lse, None
@@ -218,9 +206,10 @@ def _backward_on_cpu(adj: Adjacency, call: Call, grad: Tensor, lse: Tensor, want
     grad_weight = None
     if edge_weight is not None and wanted.edge_weight:
         grad_weight = edge_weight.new_empty(edge_weight.shape)
+    transposed = adj.t()
     _C.attention_csr_backward(
         _cpu_arguments(call, adj, None, lse),
-        used_csr(adj.t()),
+        transposed.plans.get("csr") or used_csr(transposed),
         grad,
         grad_dst,
         grad_src,
@@ -553,7 +542,7 @@ def _laid_out_with_edges(adj: Adjacency, call: Call) -> Call:
         att = F.pad(att.to(dtype), (0, src.size(1) // max(heads, 1) - att.size(1))).contiguous()
         edge_weight = edge_weight.to(dtype).t().contiguous()
     bias = None if bias is None else bias.contiguous()
-    return call._replace(dst=dst, src=src, v=v, att=att, edge=edge, edge_weight=edge_weight, bias=bias)
+    return Call(dst, src, v, att, edge, edge_weight, bias, *call[7:])
 
 
 def _edges_input(call: Call) -> _C.EdgeAttentionInput:

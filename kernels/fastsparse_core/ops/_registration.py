@@ -78,28 +78,54 @@ def schema_of(kernel: Callable[..., Any]) -> str:
     return f"({', '.join(parameters)}) -> ({', '.join(results)})"
 
 
+def _fields(function: Callable[..., Any], annotation: str) -> dict[str, str]:
+    """Annotations of the fields of a NamedTuple, by their names; of no other type are there any."""
+    kind: Any = function.__globals__.get(annotation)
+    if not hasattr(kind, "_fields"):
+        return {}
+    annotations: dict[str, Any] = inspect.get_annotations(kind)
+    return {name: getattr(of, "__forward_arg__", of) for name, of in annotations.items()}
+
+
 def on_handle(function: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel from a function whose first argument is the structure, which the kernel takes later.
 
-    It comes after the other arguments, and what the function takes by name alone after that.
+    It comes after the other arguments, and what the function takes by name alone after that. In place of a
+    NamedTuple the kernel takes its fields; those of one that is called ``wanted`` are ``x_wanted`` there.
     """
     signature = inspect.signature(function)
-    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    _, *positional = [each for each in signature.parameters.values() if each.kind == kinds[0]]
-    named = [each for each in signature.parameters.values() if each.kind == kinds[1]]
-    count, names = len(positional), [each.name for each in named]
+    _, *given = signature.parameters.values()
+    taken: list[inspect.Parameter] = []
+
+    def reader(parameter: inspect.Parameter) -> Callable[[tuple[Any, ...]], Any]:
+        """Takes an argument of the function out of those of the kernel."""
+        at, fields = len(taken), _fields(function, parameter.annotation)
+        suffix = "_wanted" if parameter.name == "wanted" else ""
+        names = {name + suffix: of for name, of in fields.items()} or {parameter.name: parameter.annotation}
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        taken.extend(inspect.Parameter(name, kind, annotation=of) for name, of in names.items())
+        if not fields:
+            return operator.itemgetter(at)
+        make, end = function.__globals__[parameter.annotation]._make, len(taken)
+        return lambda arguments: make(arguments[at:end])
+
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    positional = [reader(each) for each in given if each.kind != by_name]
+    are_same = len(positional) == len(taken)
+    count = len(taken)
+    taken.append(inspect.Parameter("adjacency", taken[0].kind, annotation="Structure"))
+    named = {each.name: reader(each) for each in given if each.kind == by_name}
 
     def kernel(*arguments: Any) -> Any:
         adj = structure_of(arguments[count])
-        if names:
-            return function(adj, *arguments[:count], **dict(zip(names, arguments[count + 1 :], strict=True)))
-        return function(adj, *arguments[:count])
+        values = arguments[:count] if are_same else [read(arguments) for read in positional]
+        if named:
+            return function(adj, *values, **{name: read(arguments) for name, read in named.items()})
+        return function(adj, *values)
 
-    handle = inspect.Parameter("adjacency", kinds[0], annotation="Structure")
-    required = [each.replace(kind=kinds[0], default=inspect.Parameter.empty) for each in named]
-    kernel.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*positional, handle, *required]
-    )
+    results = ", ".join(_fields(function, signature.return_annotation).values())
+    result = f"tuple[{results}]" if results else signature.return_annotation
+    kernel.__signature__ = inspect.Signature(taken, return_annotation=result)  # type: ignore[attr-defined]
     return kernel
 
 
@@ -285,9 +311,10 @@ class FusedOperator(Operator):
             reads_out: whether the gradients of a call need its result ``out``, from the kernel's arguments;
                 None: they always do.
         """
-        names, read = _parameters(on_handle(kernel)), _parameters(on_handle(gradients))[1:]
-        annotations = inspect.get_annotations(kernel)
-        tensors = [each for each in names if annotations.get(each, "int").startswith("Tensor")]
+        of_results, of_gradients = on_handle(kernel), on_handle(gradients)
+        names, read = _parameters(of_results), _parameters(of_gradients)[1:]
+        parameters = inspect.signature(of_results).parameters
+        tensors = [each for each in names if parameters[each].annotation.startswith("Tensor")]
         inputs = [each for each in tensors if each != "seed"]
         others = [each for each in names if each not in tensors]
         kept = [each for each in results if each in read]
@@ -347,8 +374,8 @@ class FusedOperator(Operator):
                 for x, needs in wanted
             )
 
-        of_inputs = Operator(on_handle(gradients), gradients_fake, name=f"{name}_backward")
-        super().__init__(on_handle(kernel), fake, Formula, name)
+        of_inputs = Operator(of_gradients, gradients_fake, name=f"{name}_backward")
+        super().__init__(of_results, fake, Formula, name)
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
