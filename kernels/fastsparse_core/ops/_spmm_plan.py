@@ -275,12 +275,12 @@ class _BsbPlan:
         partial = x.new_empty(self.num_partial, width, dtype=torch.float32) if self.num_partial else None
         index = x.get_device()
         _C.spmm_bsb(
-            structure=self.structure,
-            x=x,
-            value=value,
-            heads=self.heads,
-            quad_vector=self.quad_vector,
-            vector_scale=vector_scale,
+            self.structure,
+            x,
+            value,
+            self.heads,
+            self.quad_vector,
+            vector_scale,
             scale_dst=scale_dst,
             scale_src=scale_src,
             loop=loop,

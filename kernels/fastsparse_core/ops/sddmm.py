@@ -124,10 +124,10 @@ def sddmm_kernel(
     if kernel == "flashsparse":
         structure, slot_window, slot_entry, edge_id = adj.sddmm_structure()
         _C.sddmm_bsb(
-            structure=structure,
-            rowptr=adj.rowptr,
-            slot_window=slot_window,
-            slot_entry=slot_entry,
+            structure,
+            adj.rowptr,
+            slot_window,
+            slot_entry,
             quad_vector=adj.quad_vector() if dense else None,
             edge_id=edge_id,
             edge_id_is_64bit=edge_id is not None and edge_id.dtype == torch.int64,
