@@ -18,10 +18,9 @@ from fastsparse_core.ops._attention_unfused import Edges
 from fastsparse_core.ops._autocast import CAST, autocast_dtype, product_in, version_of, without_autocast
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
 from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
-from fastsparse_core.ops._edge_values import edge_workspace, empty_values
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._kept_results import unfused_gradients
-from fastsparse_core.ops._operands import unit_stride
+from fastsparse_core.ops._operands import edge_workspace, empty_values, unit_stride
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.structure.adjacency import Adjacency
 

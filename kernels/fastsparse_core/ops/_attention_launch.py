@@ -24,9 +24,14 @@ from fastsparse_core.device import place_of, queue
 from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.gpu import multiprocessors
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
-from fastsparse_core.ops._edge_values import edge_workspace, empty_values
 from fastsparse_core.ops._facts import scatters, used_csr
-from fastsparse_core.ops._operands import contiguous_floats, scratch, unit_stride
+from fastsparse_core.ops._operands import (
+    contiguous_floats,
+    edge_workspace,
+    empty_values,
+    scratch,
+    unit_stride,
+)
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.structure.adjacency import Adjacency
 

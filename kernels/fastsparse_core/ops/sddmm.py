@@ -18,9 +18,8 @@ from fastsparse_core.ops._checks import (
     check_structure,
     is_partitioned,
 )
-from fastsparse_core.ops._edge_values import dense_from_edges
 from fastsparse_core.ops._facts import facts_of, follow, used_csr
-from fastsparse_core.ops._operands import unit_stride
+from fastsparse_core.ops._operands import dense_from_edges, unit_stride
 from fastsparse_core.ops._registration import OPERATORS, Operator, Structure, keep_alive, structure_of
 from fastsparse_core.structure.adjacency import Adjacency
 

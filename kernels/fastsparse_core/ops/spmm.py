@@ -20,9 +20,8 @@ from fastsparse_core.ops._checks import (
 )
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
 from fastsparse_core.ops._eager import is_first_derivative, is_plain_eager, is_wrapped
-from fastsparse_core.ops._edge_values import edges_from_dense, is_dense, num_heads
 from fastsparse_core.ops._kept_results import with_cure
-from fastsparse_core.ops._operands import unit_stride
+from fastsparse_core.ops._operands import edges_from_dense, is_dense, num_heads, unit_stride
 from fastsparse_core.ops._registration import Operator, Structure, keep_alive, structure_of
 from fastsparse_core.ops._spmm_extremum import extremum
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
