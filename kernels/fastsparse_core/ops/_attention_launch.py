@@ -212,19 +212,9 @@ def _backward_on_cpu(adj: Adjacency, call: Call, grad: Tensor, lse: Tensor, want
     if edge_weight is not None and wanted.edge_weight:
         grad_weight = edge_weight.new_empty(edge_weight.shape)
     transposed = adj.t()
-    _C.attention_csr_backward(
-        _cpu_arguments(call, adj, None, lse),
-        transposed.plans.get("csr") or used_csr(transposed),
-        grad,
-        grad_dst,
-        grad_src,
-        grad_v,
-        grad_att,
-        work,
-        grad_edge,
-        grad_weight,
-        queue(-1),
-    )
+    structure = transposed.plans.get("csr") or used_csr(transposed)
+    gradients = (grad_dst, grad_src, grad_v, grad_att, work, grad_edge, grad_weight)
+    _C.attention_csr_backward(_cpu_arguments(call, adj, None, lse), structure, grad, *gradients, queue(-1))
     grad_bias = None
     if bias is not None and wanted.bias and work is not None:
         grad_bias = cast(work[:, :, 1].contiguous(), bias.dtype)
@@ -287,19 +277,9 @@ def _laid_out_on_blocks(call: Call) -> Call:
 
 
 def _blocks_input(call: Call) -> _C.AttentionBsbInput:
-    bias = call.bias
-    return _C.AttentionBsbInput(
-        call.heads,
-        call.dst,
-        call.src,
-        call.values,
-        bias,
-        0 if bias is None else bias.dtype,
-        call.scale,
-        call.dropout_p,
-        call.drawn,
-        policy.allows_tf32(),
-    )
+    bias = (call.bias, 0 if call.bias is None else call.bias.dtype)
+    rest = (*bias, call.scale, call.dropout_p, call.drawn, policy.allows_tf32())
+    return _C.AttentionBsbInput(call.heads, call.dst, call.src, call.values, *rest)
 
 
 def _forward_on_blocks(adj: Adjacency, call: Call) -> Results:
@@ -317,15 +297,8 @@ def _forward_on_blocks(adj: Adjacency, call: Call) -> Results:
     rows = adj.bsb_split.num_slots * HEIGHT
     partial = torch.empty(rows, v.size(1), dtype=torch.float32, device=v.device)
     partial_state = partial.new_empty(rows, heads, 2)
-    _C.attention_bsb(
-        adj.bsb_structure(valued=call.bias is not None),
-        _blocks_input(call),
-        out,
-        lse,
-        partial,
-        partial_state,
-        *place_of(v.device),
-    )
+    structure, results = adj.bsb_structure(valued=call.bias is not None), (out, lse, partial, partial_state)
+    _C.attention_bsb(structure, _blocks_input(call), *results, *place_of(v.device))
     return out, lse, None
 
 
@@ -346,23 +319,13 @@ def _backward_on_blocks(
     row_state = torch.empty(adj.num_dst, heads, numbers, dtype=torch.float32, device=v.device)
     partial_q = row_state.new_empty(rows, q.size(1))
     partial_k, partial_v = row_state.new_empty(rows_t, k.size(1)), row_state.new_empty(rows_t, v.size(1))
-    _C.attention_bsb_backward(
+    structures = (
         adj.bsb_structure(valued=bias is not None),
         transposed.bsb_structure(valued=bias is not None),
-        _blocks_input(call),
-        out,
-        lse,
-        grad,
-        grad_q,
-        grad_k,
-        grad_v,
-        grad_bias,
-        row_state,
-        partial_q,
-        partial_k,
-        partial_v,
-        *place_of(v.device),
     )
+    written = (grad_q, grad_k, grad_v, grad_bias, row_state, partial_q, partial_k, partial_v)
+    arguments = (_blocks_input(call), out, lse, grad, *written, *place_of(v.device))
+    _C.attention_bsb_backward(structures[0], structures[1], *arguments)
     return Gradients(grad_q, grad_k, grad_v, bias=grad_bias)
 
 
@@ -381,18 +344,9 @@ def _laid_out_on_rows(call: Call) -> Call:
 
 
 def _additive_input(call: Call) -> _C.AdditiveAttentionInput:
-    bias = call.bias
-    return _C.AdditiveAttentionInput(
-        call.heads,
-        call.dst,
-        call.src,
-        call.values,
-        bias,
-        0 if bias is None else bias.dtype,
-        call.scale,
-        call.dropout_p,
-        call.drawn,
-    )
+    bias = (call.bias, 0 if call.bias is None else call.bias.dtype)
+    rest = (*bias, call.scale, call.dropout_p, call.drawn)
+    return _C.AdditiveAttentionInput(call.heads, call.dst, call.src, call.values, *rest)
 
 
 def _gatv2_input(call: Call) -> _C.Gatv2AttentionInput:
@@ -435,22 +389,9 @@ def _backward_on_rows(
     _workspace, (row_state, partial_row, partial_v, partial_score) = scratch(
         v.device, adj.num_dst * heads * 4, slots * heads * 4, slots_t * v.size(1), slots_t * heads
     )
-    _C.additive_attention_backward(
-        used_csr(adj),
-        used_csr(transposed),
-        _additive_input(call),
-        grad,
-        lse,
-        grad_dst,
-        grad_src,
-        grad_v,
-        grad_bias,
-        row_state,
-        partial_row,
-        partial_v,
-        partial_score,
-        *place_of(v.device),
-    )
+    written = (grad_dst, grad_src, grad_v, grad_bias, row_state, partial_row, partial_v, partial_score)
+    arguments = (_additive_input(call), grad, lse, *written, *place_of(v.device))
+    _C.additive_attention_backward(used_csr(adj), used_csr(transposed), *arguments)
     return Gradients(grad_dst, grad_src, grad_v, bias=grad_bias)
 
 
@@ -466,22 +407,9 @@ def _gatv2_backward(adj: Adjacency, call: Call, grad: Tensor, out: Tensor, lse: 
     _workspace, (row_state, partial_dst, partial_src) = scratch(
         x_src.device, adj.num_dst * heads * 2, slots * width, slots_t * width
     )
-    _C.gatv2_attention_backward(
-        used_csr(adj),
-        used_csr(transposed),
-        _gatv2_input(call),
-        out,
-        grad,
-        lse,
-        grad_dst,
-        grad_src,
-        grad_att,
-        att_rows,
-        row_state,
-        partial_dst,
-        partial_src,
-        *place_of(x_src.device),
-    )
+    written = (grad_dst, grad_src, grad_att, att_rows, row_state, partial_dst, partial_src)
+    arguments = (_gatv2_input(call), out, grad, lse, *written, *place_of(x_src.device))
+    _C.gatv2_attention_backward(used_csr(adj), used_csr(transposed), *arguments)
     return Gradients(grad_dst, grad_src, att=sum_of_rows(grad_att, att.dtype, True).reshape(att.shape))
 
 
@@ -551,23 +479,9 @@ def _laid_out_with_edges(adj: Adjacency, call: Call) -> Call:
 
 
 def _edges_input(call: Call) -> _C.EdgeAttentionInput:
-    assert call.edge is not None
-    bias = call.bias
-    return _C.EdgeAttentionInput(
-        call.att is not None,
-        call.heads,
-        call.dst,
-        call.src,
-        call.values,
-        call.edge,
-        call.att,
-        call.edge_weight,
-        bias,
-        call.src.dtype if bias is None else bias.dtype,
-        call.scale,
-        call.dropout_p,
-        call.drawn,
-    )
+    bias = (call.bias, (call.src if call.bias is None else call.bias).dtype)
+    rest = (call.edge, call.att, call.edge_weight, *bias, call.scale, call.dropout_p, call.drawn)
+    return _C.EdgeAttentionInput(call.att is not None, call.heads, call.dst, call.src, call.values, *rest)
 
 
 def _forward_with_edges(adj: Adjacency, given: Call) -> Results:
@@ -618,9 +532,8 @@ def _backward_with_edges(
     else:
         assert out_edge is not None
         lanes = _head_lanes(head_width, edge_width)
-        if v.numel() and scatters(
-            adj, algorithm, v.dtype, None
-        ):  # the address of no numbers is that of no sums
+        # The address of no numbers is that of no sums.
+        if v.numel() and scatters(adj, algorithm, v.dtype, None):
             sums = torch.zeros(2, *v.shape, dtype=lse.dtype, device=v.device)
         grad_v = v.new_empty(v.shape if sums is None else 0)
         grad_dst_edge = torch.empty_like(out_edge)
@@ -632,41 +545,15 @@ def _backward_with_edges(
         transposed = adj.t()
         slots_t = transposed.row_split.num_slots
     slots = adj.row_split.num_slots
-    _workspace, (partial_dst, partial_dst_edge, partial_src, partial_v) = scratch(
-        out.device,
-        slots * width,
-        0 if grad_dst_edge is None else slots * heads * grad_dst_edge.size(2),
-        slots_t * width,
-        0 if grad_v is None else slots_t * width,
-    )
-    _C.edge_attention_backward(
-        used_csr(adj),
-        used_csr(transposed),
-        _edges_input(call),
-        out,
-        grad,
-        lse,
-        work,
-        positive,
-        0 if positive is None else positive.size(2),
-        adj.num_values,
-        grad_dst,
-        grad_src,
-        grad_v,
-        grad_dst_edge,
-        features,
-        grad_att,
-        grad_weight,
-        parts[0],
-        parts[1],
-        partial_dst,
-        partial_dst_edge,
-        partial_src,
-        partial_v,
-        None if sums is None else sums[0],
-        None if sums is None else sums[1],
-        *place_of(out.device),
-    )
+    of_edges = 0 if grad_dst_edge is None else slots * heads * grad_dst_edge.size(2)
+    lengths = (slots * width, of_edges, slots_t * width, 0 if grad_v is None else slots_t * width)
+    _workspace, (partial_dst, partial_dst_edge, partial_src, partial_v) = scratch(out.device, *lengths)
+    of_entries = (work, positive, 0 if positive is None else positive.size(2), adj.num_values)
+    gradients = (grad_dst, grad_src, grad_v, grad_dst_edge, features, grad_att, grad_weight)
+    partials = (*parts, partial_dst, partial_dst_edge, partial_src, partial_v)
+    added = (None, None) if sums is None else (sums[0], sums[1])
+    arguments = (out, grad, lse, *of_entries, *gradients, *partials, *added, *place_of(out.device))
+    _C.edge_attention_backward(used_csr(adj), used_csr(transposed), _edges_input(call), *arguments)
     if sums is not None and v is not None:
         grad_src, grad_v = sums.to(v.dtype).unbind()
     of_weight = None
