@@ -247,10 +247,12 @@ class _Spmm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         x, value, scale_dst, scale_src, bias, _, adjacency, transpose, algorithm, relu = arguments
-        ctx.keep_alive, ctx.adjacency = keep_alive(adjacency), adjacency
+        ctx.adjacency = adjacency
         if isinstance(adjacency, Adjacency) and not transpose:  # the shortest way
+            ctx.keep_alive = adjacency
             out = launch_spmm(adjacency, x, value, scale_dst, scale_src, bias, algorithm, relu)
         else:
+            ctx.keep_alive = keep_alive(adjacency)
             out = _spmm_op.below(*arguments)
         ctx.num_src, ctx.transpose, ctx.algorithm = x.shape[0], transpose, algorithm
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -275,18 +277,8 @@ class _Spmm(torch.autograd.Function):
             if plain and not ctx.transpose:
                 grad_x = grad_of_features(ctx.keep_alive, grad, value, scale_dst, scale_src, ctx.algorithm)
             else:
-                grad_x = _spmm_op(
-                    grad,
-                    value,
-                    scale_src,
-                    scale_dst,
-                    None,
-                    ctx.num_src,
-                    ctx.adjacency,
-                    not ctx.transpose,
-                    ctx.algorithm,
-                    False,
-                )
+                place = (ctx.num_src, ctx.adjacency, not ctx.transpose, ctx.algorithm, False)
+                grad_x = _spmm_op(grad, value, scale_src, scale_dst, None, *place)
         if ctx.needs_input_grad[1]:
             dst, src = (x, grad) if ctx.transpose else (grad, x)
             scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)
