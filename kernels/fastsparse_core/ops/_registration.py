@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastsparse_core.ops._eager import below_autograd, direct, is_plain_eager, is_wrapped
+from fastsparse_core.ops._eager import below_autograd, direct, is_batched, is_plain_eager, is_wrapped
 from fastsparse_core.ops._kept_results import alias_of, unfused_gradients, was_written
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
@@ -56,7 +56,9 @@ def keep_alive(adjacency: Structure) -> Adjacency | None:
 
     None for the symbolic handle of a trace, which stands for no object.
     """
-    return structure_of(adjacency) if isinstance(adjacency, (Adjacency, int)) else None
+    if isinstance(adjacency, Adjacency):
+        return adjacency
+    return from_handle(adjacency) if isinstance(adjacency, int) else None
 
 
 def schema_of(kernel: Callable[..., Any]) -> str:
@@ -117,7 +119,9 @@ def on_handle(function: Callable[..., Any]) -> Callable[..., Any]:
     named = {each.name: reader(each) for each in given if each.kind == by_name}
 
     def kernel(*arguments: Any) -> Any:
-        adj = structure_of(arguments[count])
+        adj = arguments[count]
+        if not isinstance(adj, Adjacency):
+            adj = from_handle(adj)
         values = arguments[:count] if are_same else [read(arguments) for read in positional]
         if named:
             return function(adj, *values, **{name: read(arguments) for name, read in named.items()})
@@ -199,25 +203,24 @@ class Operator:
         OPERATORS[name] = self
 
     def __call__(self, first: Tensor, *arguments: Any, **eager: Any) -> Any:
-        """The results; in plain eager mode, which the first argument tells, without the dispatcher.
+        """The results; in plain eager mode, which its tensors tell, without the dispatcher.
 
         Args:
             first: the first argument.
             arguments: the others; the structure itself, or its handle.
             eager: what kernel and formula take besides, at the end, in plain eager mode.
         """
-        if is_plain_eager(first):
-            return self.eagerly(first, *arguments, **eager)
-        return self.dispatched(first, *[_handle_of(each) for each in arguments])
-
-    def eagerly(self, *arguments: Any, **eager: Any) -> Any:
-        """The same for callers who know that `is_plain_eager`."""
-        if torch.is_grad_enabled():
-            tensors = [each for each in self._tensors_of(arguments) if each is not None]
-            if True in [each.requires_grad for each in tensors]:
-                apply = self.apply_wrapped if True in map(is_wrapped, tensors) else self.apply
-                return apply(*arguments, *eager.values())
-        return self.kernel(*arguments, **eager)
+        is_plain, needs_grad, apply = is_plain_eager(first), False, self.apply
+        for each in self._tensors_of((first, *arguments)):
+            if each is not None:
+                is_plain = is_plain and not is_batched(each)  # as gradients may be where no operand is
+                needs_grad = needs_grad or each.requires_grad
+                apply = self.apply_wrapped if is_wrapped(each) else apply
+        if not is_plain:
+            return self.dispatched(first, *[_handle_of(each) for each in arguments])
+        if needs_grad and torch.is_grad_enabled():
+            return apply(first, *arguments, *eager.values())
+        return self.kernel(first, *arguments, **eager)
 
     def below(self, *arguments: Any, **eager: Any) -> Any:
         """The results below autograd, for the operator's own formula, with what that was given."""
@@ -384,7 +387,7 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 
 def _picker(names: Sequence[str], wanted: Sequence[str]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """A function that takes the values of some names out of those of all."""
-    places = [names.index(each) for each in wanted]
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return lambda values: [values[each] for each in places]
+    places: list[Any] = [names.index(each) for each in wanted]
+    if len(places) < 2:  # slices: of one place alone `itemgetter` gives no sequence
+        return operator.itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
+    return operator.itemgetter(*places)
