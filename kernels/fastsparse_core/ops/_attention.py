@@ -72,9 +72,12 @@ def run(adj: Adjacency, call: Call, plan: tuple[Any, ...]) -> Tensor:
 def plain(adj: Adjacency, call: Call) -> Tensor:
     """The result in plain eager mode by the kernel, whose algorithm and bias are as it takes them."""
     if torch.is_grad_enabled():
-        tensors = [each for each in call[:7] if each is not None]
-        if True in [each.requires_grad for each in tensors]:
-            apply = _attention_op.apply_wrapped if True in map(is_wrapped, tensors) else _attention_op.apply
+        needs_grad, apply = False, _attention_op.apply
+        for each in call[:7]:
+            if each is not None:
+                needs_grad = needs_grad or each.requires_grad
+                apply = _attention_op.apply_wrapped if is_wrapped(each) else apply
+        if needs_grad:
             return apply(*call, adj)[0]
     return launch.forward(adj, call)[0]
 

@@ -163,15 +163,13 @@ def backward(
 def _laid_out_on_cpu(call: Call) -> Call:
     """The same as kernels read it: rows of unit stride, the rest contiguous."""
     dst, src, v, att, edge, edge_weight, bias, *_ = call
+    are_rows = dst.stride(1) == src.stride(1) == (src if v is None else v).stride(1) == 1
     if edge is not None and edge_weight is not None:
         edge, edge_weight = (unit_stride(edge), unit_stride(edge_weight)) if edge.size(1) else (None, None)
-    elif (
-        bias is None
-        and dst.stride(1) == src.stride(1) == call.values.stride(1) == 1
-        and (att is None or att.is_contiguous())
-    ):
+    elif are_rows and bias is None and (att is None or att.is_contiguous()):
         return call  # as most are
-    dst, src, v = unit_stride(dst), unit_stride(src), None if v is None else unit_stride(v)
+    if not are_rows:
+        dst, src, v = unit_stride(dst), unit_stride(src), None if v is None else unit_stride(v)
     att = None if att is None else att.contiguous()
     bias = None if bias is None else bias.contiguous()
     return Call(dst, src, v, att, edge, edge_weight, bias, *call[7:])

@@ -99,33 +99,38 @@ def on_handle(function: Callable[..., Any]) -> Callable[..., Any]:
     _, *given = signature.parameters.values()
     taken: list[inspect.Parameter] = []
 
-    def reader(parameter: inspect.Parameter) -> Callable[[tuple[Any, ...]], Any]:
-        """Takes an argument of the function out of those of the kernel."""
+    def place(parameter: inspect.Parameter) -> tuple[int | slice, Callable[[Any], Any] | None]:
+        """Where an argument of the function is among those of the kernel; what makes one of several."""
         at, fields = len(taken), _fields(function, parameter.annotation)
         suffix = "_wanted" if parameter.name == "wanted" else ""
         names = {name + suffix: of for name, of in fields.items()} or {parameter.name: parameter.annotation}
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         taken.extend(inspect.Parameter(name, kind, annotation=of) for name, of in names.items())
         if not fields:
-            return operator.itemgetter(at)
-        make, end = function.__globals__[parameter.annotation]._make, len(taken)
-        return lambda arguments: make(arguments[at:end])
+            return at, None
+        return slice(at, len(taken)), functools.partial(
+            tuple.__new__, function.__globals__[parameter.annotation]
+        )
 
     by_name = inspect.Parameter.KEYWORD_ONLY
-    positional = [reader(each) for each in given if each.kind != by_name]
+    positional = [place(each) for each in given if each.kind != by_name]
     are_same = len(positional) == len(taken)
     count = len(taken)
     taken.append(inspect.Parameter("adjacency", taken[0].kind, annotation="Structure"))
-    named = {each.name: reader(each) for each in given if each.kind == by_name}
+    named = [(each.name, *place(each)) for each in given if each.kind == by_name]
 
     def kernel(*arguments: Any) -> Any:
         adj = arguments[count]
         if not isinstance(adj, Adjacency):
             adj = from_handle(adj)
-        values = arguments[:count] if are_same else [read(arguments) for read in positional]
-        if named:
-            return function(adj, *values, **{name: read(arguments) for name, read in named.items()})
-        return function(adj, *values)
+        values, options = arguments[:count], {}
+        if not are_same:
+            values = ()
+            for at, make in positional:
+                values += (arguments[at] if make is None else make(arguments[at]),)
+        for name, at, make in named:
+            options[name] = arguments[at] if make is None else make(arguments[at])
+        return function(adj, *values, **options)
 
     results = ", ".join(_fields(function, signature.return_annotation).values())
     result = f"tuple[{results}]" if results else signature.return_annotation
@@ -210,16 +215,20 @@ class Operator:
             arguments: the others; the structure itself, or its handle.
             eager: what kernel and formula take besides, at the end, in plain eager mode.
         """
-        is_plain, needs_grad, apply = is_plain_eager(first), False, self.apply
-        for each in self._tensors_of((first, *arguments)):
-            if each is not None:
-                is_plain = is_plain and not is_batched(each)  # as gradients may be where no operand is
-                needs_grad = needs_grad or each.requires_grad
-                apply = self.apply_wrapped if is_wrapped(each) else apply
-        if not is_plain:
+        if not is_plain_eager(first):
             return self.dispatched(first, *[_handle_of(each) for each in arguments])
-        if needs_grad and torch.is_grad_enabled():
-            return apply(first, *arguments, *eager.values())
+        tensors = self._tensors_of((first, *arguments))
+        for each in tensors:
+            if each is not None and is_batched(each):  # as gradients may be where no operand is
+                return self.dispatched(first, *[_handle_of(each) for each in arguments])
+        if torch.is_grad_enabled():
+            needs_grad, apply = False, self.apply
+            for each in tensors:
+                if each is not None:
+                    needs_grad = needs_grad or each.requires_grad
+                    apply = self.apply_wrapped if is_wrapped(each) else apply
+            if needs_grad:
+                return apply(first, *arguments, *eager.values())
         return self.kernel(first, *arguments, **eager)
 
     def below(self, *arguments: Any, **eager: Any) -> Any:

@@ -111,11 +111,6 @@ def clear_segments() -> None:
     _cache.clear()
 
 
-def _with_find(arguments: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-    """Arguments of an operator and how segments are found, None where the dispatcher calls without it."""
-    return arguments if len(arguments) > count else (*arguments, None)
-
-
 # ---------------------------------------------------------------- reductions
 
 
@@ -154,12 +149,15 @@ def _empty_results(src: Tensor, num_segments: int, reduce: str) -> tuple[Tensor,
     return out, src.new_empty(0) if dtype is None else torch.empty_like(out, dtype=dtype)
 
 
+# The last argument, how segments are found, is not there where PyTorch's dispatcher calls.
+
+
 class _SegmentReduce(torch.autograd.Function):
     """Sums give every row the gradient of its segment, extrema give it to the row that was chosen."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        src, index, rowptr, num_segments, reduce, find = _with_find(arguments, 5)
+        src, index, rowptr, num_segments, reduce, find = (*arguments, None)[:6]
         out, extra = reduce_op.below(*arguments)
         ctx.reduce, ctx.num_segments, ctx.num_rows, ctx.find = reduce, num_segments, src.size(0), find
         ctx.mark_non_differentiable(extra)
@@ -260,7 +258,7 @@ class _SegmentGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        src, index, rowptr, _, ctx.find = _with_find(arguments, 4)
+        src, index, rowptr, _, ctx.find = (*arguments, None)[:5]
         ctx.save_for_backward(index, rowptr)
         ctx.num_segments = src.size(0)
         return cast("Tensor", gather_op.below(*arguments))
@@ -301,7 +299,7 @@ class _SegmentSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        _, index, rowptr, ctx.num_segments, ctx.find = _with_find(arguments, 4)
+        _, index, rowptr, ctx.num_segments, ctx.find = (*arguments, None)[:5]
         weight = softmax_op.below(*arguments)
         ctx.save_for_backward(weight, index, rowptr)
         return cast("Tensor", weight)
@@ -321,7 +319,7 @@ class _SegmentSoftmaxBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *tensors, ctx.num_segments, ctx.find = _with_find(arguments, 5)
+        *tensors, ctx.num_segments, ctx.find = (*arguments, None)[:6]
         ctx.save_for_backward(*tensors)
         return cast("Tensor", _softmax_backward_op.below(*arguments))
 
