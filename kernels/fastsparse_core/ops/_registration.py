@@ -192,10 +192,8 @@ class Operator:
         torch.library.register_fake(f"fastsparse::{name}", fake_of, lib=library)
         self.kernel = kernel
         # Where things stand: looking at every argument would take the host longer.
-        is_tensor = [parameters[each].annotation.startswith("Tensor") for each in names]
-        self._tensors_of = _picker(
-            names, [each for each, holds in zip(names, is_tensor, strict=True) if holds]
-        )
+        others = [each for each in names[1:] if parameters[each].annotation.startswith("Tensor")]
+        self._other_tensors = _picker(names[1:], others)
         self._structure_at = names.index("adjacency") if "adjacency" in names else None
         self.dispatched = getattr(torch.ops.fastsparse, name).default
         self.formula = formula = self._without_derivative() if formula is None else formula
@@ -217,13 +215,13 @@ class Operator:
         """
         if not is_plain_eager(first):
             return self.dispatched(first, *[_handle_of(each) for each in arguments])
-        tensors = self._tensors_of((first, *arguments))
-        for each in tensors:
+        others = self._other_tensors(arguments)
+        for each in others:
             if each is not None and is_batched(each):  # as gradients may be where no operand is
                 return self.dispatched(first, *[_handle_of(each) for each in arguments])
         if torch.is_grad_enabled():
-            needs_grad, apply = False, self.apply
-            for each in tensors:
+            needs_grad, apply = first.requires_grad, self.apply_wrapped if is_wrapped(first) else self.apply
+            for each in others:
                 if each is not None:
                     needs_grad = needs_grad or each.requires_grad
                     apply = self.apply_wrapped if is_wrapped(each) else apply
