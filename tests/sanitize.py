@@ -381,9 +381,9 @@ def dot_product_backward(dtype: torch.dtype, one_term: bool = False) -> None:
                 k, v = (features(cols, heads * width, dtype=dtype) for _ in range(2))
                 lse = draw(rows, heads, dtype=F64 if DEVICE == "cuda" else F32)
                 bias, seed = (draw(adj.num_edges, heads), torch.tensor(1)) if biased else (None, None)
-                options = (0.1, 0.3 if biased else 0.0, seed, _DOT_PRODUCT, heads, "fused3s", adj.handle)
-                operands = (q, k, v, None, None, None, bias)
-                _ops.attention_backward(grad, *operands, out, lse, None, *options, False, False, biased)
+                options = (0.1, 0.3 if biased else 0.0, seed, _DOT_PRODUCT, heads, "fused3s")
+                call = (q, k, v, None, None, None, bias, *options)
+                _ops.attention_backward(grad, *call, out, lse, None, adj.handle, False, False, biased)
 
 
 #: Widths of heads that 4, 8, 16 and 32 lanes hold, and one that they read by single elements.
@@ -399,20 +399,10 @@ def additive(dtype: torch.dtype) -> None:
         additive_attention(adj, dst, src, v, 0.2, bias, 0.3, algorithm="fused3s")
         additive_attention(adj, dst, src, v, algorithm="fused3s")
         for given, dropout_p, seed in ((bias, 0.3, torch.tensor(1)), (None, 0.0, None)):
-            options = (
-                0.2,
-                dropout_p,
-                seed,
-                _ADDITIVE,
-                2,
-                "fused3s",
-                adj.handle,
-                False,
-                False,
-                given is not None,
-            )
-            operands = (dst, src, v, None, None, None, given)
-            _ops.attention_backward(grad, *operands, None, draw(adj.num_dst, 2), None, *options)
+            options = (0.2, dropout_p, seed, _ADDITIVE, 2, "fused3s")
+            call = (dst, src, v, None, None, None, given, *options)
+            rest = (None, draw(adj.num_dst, 2), None, adj.handle, False, False, given is not None)
+            _ops.attention_backward(grad, *call, *rest)
 
 
 def gatv2(dtype: torch.dtype) -> None:
@@ -423,8 +413,8 @@ def gatv2(dtype: torch.dtype) -> None:
         src, att = features(adj.num_src, 2 * width, dtype=dtype), draw(2, width)
         gatv2_attention(adj, dst, src, att, 0.2, 0.3, algorithm="fused3s")
         lse = 20 * draw(adj.num_dst, 2)  # some so large that the backward pass goes over the row twice
-        options = (0.2, 0.3, torch.tensor(1), _GATV2, 2, "fused3s", adj.handle, False, False, False)
-        _ops.attention_backward(grad, dst, src, None, att, None, None, None, out, lse, None, *options)
+        call = (dst, src, None, att, None, None, None, 0.2, 0.3, torch.tensor(1), _GATV2, 2, "fused3s")
+        _ops.attention_backward(grad, *call, out, lse, None, adj.handle, False, False, False)
 
 
 def with_edge_features(dtype: torch.dtype) -> None:

@@ -18,9 +18,8 @@ from fastsparse_core.ops._checks import (
     check_structure,
     is_partitioned,
 )
-from fastsparse_core.ops._edge_values import dense_from_edges
 from fastsparse_core.ops._facts import facts_of, follow, used_csr
-from fastsparse_core.ops._operands import unit_stride
+from fastsparse_core.ops._operands import dense_from_edges, unit_stride
 from fastsparse_core.ops._registration import OPERATORS, Operator, Structure, keep_alive, structure_of
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -138,10 +137,10 @@ def sddmm_kernel(
     if kernel == "flashsparse":
         structure, slot_window, slot_entry, edge_id = adj.sddmm_structure()
         _C.sddmm_bsb(
-            structure=structure,
-            rowptr=adj.rowptr,
-            slot_window=slot_window,
-            slot_entry=slot_entry,
+            structure,
+            adj.rowptr,
+            slot_window,
+            slot_entry,
             quad_vector=adj.quad_vector() if dense else None,
             edge_id=edge_id,
             edge_id_is_64bit=edge_id is not None and edge_id.dtype == torch.int64,

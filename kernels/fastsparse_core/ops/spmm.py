@@ -20,9 +20,8 @@ from fastsparse_core.ops._checks import (
 )
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
 from fastsparse_core.ops._eager import PLAIN, is_first_derivative, is_plain_eager, is_wrapped
-from fastsparse_core.ops._edge_values import edges_from_dense, is_dense, num_heads
 from fastsparse_core.ops._kept_results import with_cure
-from fastsparse_core.ops._operands import unit_stride
+from fastsparse_core.ops._operands import edges_from_dense, is_dense, num_heads, unit_stride
 from fastsparse_core.ops._registration import Operator, Structure, keep_alive, structure_of
 from fastsparse_core.ops._spmm_extremum import extremum
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
@@ -266,10 +265,12 @@ class _Spmm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         x, value, scale_dst, scale_src, bias, _, adjacency, transpose, algorithm, relu = arguments
-        ctx.keep_alive, ctx.adjacency = keep_alive(adjacency), adjacency
+        ctx.adjacency = adjacency
         if isinstance(adjacency, Adjacency) and not transpose:  # the shortest way
+            ctx.keep_alive = adjacency
             out = launch_spmm(adjacency, x, value, scale_dst, scale_src, bias, algorithm, relu)
         else:
+            ctx.keep_alive = keep_alive(adjacency)
             out = _spmm_op.below(*arguments)
         ctx.num_src, ctx.transpose, ctx.algorithm = x.shape[0], transpose, algorithm
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -294,18 +295,8 @@ class _Spmm(torch.autograd.Function):
             if plain and not ctx.transpose:
                 grad_x = grad_of_features(ctx.keep_alive, grad, value, scale_dst, scale_src, ctx.algorithm)
             else:
-                grad_x = _spmm_op(
-                    grad,
-                    value,
-                    scale_src,
-                    scale_dst,
-                    None,
-                    ctx.num_src,
-                    ctx.adjacency,
-                    not ctx.transpose,
-                    ctx.algorithm,
-                    False,
-                )
+                place = (ctx.num_src, ctx.adjacency, not ctx.transpose, ctx.algorithm, False)
+                grad_x = _spmm_op(grad, value, scale_src, scale_dst, None, *place)
         if ctx.needs_input_grad[1]:
             dst, src = (x, grad) if ctx.transpose else (grad, x)
             scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)
