@@ -47,6 +47,7 @@ class Layer(MessagePassing):
         self.plain_mlp = nn.Sequential(nn.Linear(ALL, 8), nn.LeakyReLU(0.3), nn.Dropout(0.0), nn.Linear(8, 5))
         self.normed = nn.Sequential(nn.Linear(2 * ALL, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
         self.filter = nn.Sequential(nn.Linear(EDGE_WIDTH, 8), nn.Softplus(), nn.Linear(8, ALL))
+        self.in_place = nn.Sequential(nn.ELU(inplace=True), nn.Tanh())
         self.pyg_lin = gnn.Linear(ALL, 6)
         self.kinds = nn.Embedding(4, ALL)
         self.att = nn.Parameter(torch.randn(1, HEADS, WIDTH))
@@ -312,6 +313,20 @@ def chunks(self, x_i, x_j):
     return first.sigmoid() * second
 
 
+def rectified_in_place(self, x_i, x_j):
+    F.relu(x_j, True)
+    return self.square(x_j) + x_i
+
+
+def rectified_in_place_by_module(self, x_i, x_j):
+    y = self.in_place(x_j)
+    return self.square(x_j) + y - x_i
+
+
+def map_rectified_in_place(self, x_i, x_j):
+    return F.leaky_relu(self.both(torch.cat([x_i, x_j], -1)), 0.2, inplace=True)
+
+
 def copies(self, x_j):
     return x_j
 
@@ -378,6 +393,9 @@ MESSAGES: dict[Message, tuple[str, ...]] = {
     exponential: (PER_NODE,),
     keyword_defaults: (PER_NODE, "sum term by term"),
     chunks: (PER_NODE,),
+    rectified_in_place: (),
+    rectified_in_place_by_module: (),
+    map_rectified_in_place: (PER_NODE,),
     copies: (),
     weighted_copies: (),
 }

@@ -82,12 +82,10 @@ class _Value:
     Attributes:
         meta: a tensor of its dtype and shape without content, edges first, or the value itself if it is none.
         made: the plan's node that has it per edge, once there is one.
-        is_shared: whether it is read more than once.
     """
 
     meta: Any
     made: Any = None
-    is_shared: bool = False
 
     @property
     def row(self) -> tuple[int, ...]:
@@ -141,11 +139,15 @@ class _Of(_Value):
     - softmax (scores): over the edges of a destination.
     - dropped (a value; p).
     - shaped (a value): in another shape, edges first.
+
+    Attributes:
+        is_shared: whether it is read more than once.
     """
 
     kind: str = ""
     parts: Sequence[Any] = ()
     options: tuple[Any, ...] = ()
+    is_shared: bool = False
 
 
 def _is(value: Any, kind: str) -> TypeGuard[_Of]:
