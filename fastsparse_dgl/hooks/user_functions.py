@@ -22,7 +22,7 @@ from fastsparse_core.call_report import record
 from fastsparse_core.fallback import Reason
 from fastsparse_core.message_plans.ends import EdgeEnd, gather, reduce
 from fastsparse_core.message_plans.mailbox import MailboxPlanner, edge_batch, node_batch, results_of
-from fastsparse_core.message_plans.plan import Plan
+from fastsparse_core.message_plans.plan import Plan, by_plan
 from fastsparse_core.message_plans.trace import Function, Untraceable, holds, trace_function
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._dtypes import DTYPE_CODE
@@ -34,8 +34,8 @@ from fastsparse_dgl.hooks.device_graph import DeviceIndex
 from fastsparse_dgl.nn.base import tell
 
 ALL = dgl.base.ALL
-#: Traces kept of one function, and plans of one trace.
-_MOST_TRACES, _MOST_PLANS = 8, 16
+#: Traces kept of one function.
+_MOST_TRACES = 8
 #: Edges below which DGL's own code takes less time than the host needs to find a plan, by kind of device.
 #: Reduce functions of the user are planned for any number: DGL calls them once per degree.
 FEW_EDGES = {"cpu": 4096, "cuda": 32_768}
@@ -262,18 +262,9 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
         key += (traces[1],)
     elif is_passing:
         key += (rfunc.name, rfunc.msg_field)
-    plans = trace.plans.setdefault(key, [])
-    for plan in plans:
-        result = None if plan is None else plan.reduce(layer, found)
-        if plan is None or result is not None:
-            break
-    else:  # layers of one class may have parameters of several shapes
-        plan = None
-        if max(len(plans), len(trace.plans)) < _MOST_PLANS:
-            plan = _find_plan(layer, found, traces, rfunc if is_passing else None)
-            plans.append(plan)
-        result = None if plan is None else plan.reduce(layer, found)
-    if plan is None or result is None:
+    make = lambda: _find_plan(layer, found, traces, rfunc if is_passing else None)  # noqa: E731
+    result, plan = by_plan(trace.plans, key, layer, found, make)
+    if plan is None:
         raise Untraceable("no plan computes its operators")
     results, written = result
     for name, value in written.items():

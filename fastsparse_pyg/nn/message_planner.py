@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, ClassVar
 
 import torch_geometric.utils
@@ -10,13 +9,10 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch_geometric.nn.dense import Linear as PygLinear
 
-from fastsparse_core.message_plans.plan import INDICES, NoPlan, Plan, Planner
+from fastsparse_core.message_plans.plan import INDICES, NoPlan, Plan, Planner, by_plan
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_pyg.nn.layer_arguments import Arguments
 from fastsparse_pyg.nn.message_pattern import Pattern
-
-#: Plans kept of one message.
-_MOST_PLANS = 16
 
 
 def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str) -> Any:
@@ -35,15 +31,9 @@ def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str) -> 
     kind = _kind_of(found, pattern)
     if kind is None:
         return None
-    plans, key = pattern.plans, (how, kind)
-    if key not in plans:
-        if len(plans) == _MOST_PLANS:
-            return None
-        plan = _find_plan(layer, pattern, found, how)
-        is_better = plan is not None and (pattern.kind != "product" or plan.gains != ("spmm",))
-        plans[key] = plan if is_better else None
-    plan = plans[key]
-    return None if plan is None else plan.reduce(layer, found)
+    return by_plan(pattern.plans, (how, kind), layer, found, lambda: _find_plan(layer, pattern, found, how))[
+        0
+    ]
 
 
 def _kind_of(found: Arguments, pattern: Pattern) -> tuple[Any, ...] | None:
@@ -76,9 +66,11 @@ def _kind_of(found: Arguments, pattern: Pattern) -> tuple[Any, ...] | None:
 def _find_plan(layer: nn.Module, pattern: Pattern, found: Arguments, how: str) -> Plan | None:
     """The plan of a traced message; None: there is none that is better than the message itself."""
     assert pattern.graph is not None
-    with contextlib.suppress(Exception):  # whatever an operator cannot do with tensors without content
-        return _Planner(layer, found).plan(pattern.graph, how, pattern.assigned)
-    return None
+    try:
+        plan = _Planner(layer, found).plan(pattern.graph, how, pattern.assigned)
+    except Exception:  # whatever an operator cannot do with tensors without content
+        return None
+    return None if pattern.kind == "product" and plan.gains == ("spmm",) else plan
 
 
 class _Planner(Planner):

@@ -474,7 +474,8 @@ def check(layer: nn.Module, fast: nn.Module, edge_index: Tensor, inputs: dict[st
 
 def gains_of(fast: Any) -> list[tuple[str, ...]]:
     patterns = [pattern for known in type(fast)._patterns.values() for pattern in known]
-    return [plan.gains if plan else () for pattern in patterns for plan in pattern.plans.values()]
+    plans = [plan for pattern in patterns for known in pattern.plans.values() for plan in known]
+    return [plan.gains if plan else () for plan in plans]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -567,6 +568,29 @@ def test_plans_follow_changed_layers():
     wide = {name: item.float() if isinstance(item, Tensor) else item for name, item in inputs.items()}
     with pytest.raises(RuntimeError, match="dtype"):
         fast(edge_index, wide)
+
+
+def test_layers_of_one_class_and_several_shapes():
+    edge_index, inputs = problem()
+    layers = [make(attribute_reshaped) for _ in range(2)]
+    kind = type(layers[0][1])
+    for width, (layer, fast) in zip((5, 7), layers, strict=True):
+        for each in (layer, fast):
+            torch.manual_seed(3)
+            each.both = nn.Linear(2 * ALL, width).double()
+            each.bias = nn.Parameter(torch.randn(width, 2).double())
+        fast.__class__ = kind  # as of two layers of a model
+        check(layer, fast, edge_index, inputs)
+    for layer, fast in layers:
+        check(layer, fast, edge_index, inputs)
+        for each in (layer, fast):
+            each.bias = nn.Parameter(each.bias.data[:, :1])
+        check(layer, fast, edge_index, inputs)
+    assert gains_of(layers[0][1]) == 4 * [(PER_NODE,)]
+
+
+def attribute_reshaped(self, x_i, x_j):
+    return torch.tanh(self.both(torch.cat([x_i, x_j], -1)).unsqueeze(-1) + self.bias).flatten(1)
 
 
 def test_more_nodes_than_edges_run_the_message_itself():
