@@ -854,3 +854,51 @@ def test_edge_updates_of_changed_layers():
         each.all.register_forward_hook(lambda module, args, out: seen.append(out.size(0)) or 2 * out)
     check(layer, fast, edge_index, inputs)
     assert seen == [EDGES, EDGES]
+
+
+# ---------------------------------------------------------------- what bodies read and write
+
+
+SCALE = 3.0
+
+
+def scaled_by_global(self, x_i, x_j):
+    return torch.tanh(self.both(torch.cat([x_i, x_j], -1)) * SCALE)
+
+
+def test_global_numbers_that_change(monkeypatch: pytest.MonkeyPatch):
+    layer, fast = make(scaled_by_global)
+    edge_index, inputs = problem()
+    for scale in (SCALE, 5.0, 5, SCALE):
+        monkeypatch.setitem(globals(), "SCALE", scale)
+        check(layer, fast, edge_index, inputs)
+    assert gains_of(fast) == 3 * [(PER_NODE,)]
+
+
+def test_methods_that_change(monkeypatch: pytest.MonkeyPatch):
+    layer, fast = make_passes(HelperMethods)
+    edge_index, inputs = problem()
+    check(layer, fast, edge_index, inputs)
+    monkeypatch.setattr(
+        type(layer), "joined", lambda self, x_i, x_j: torch.cat([x_j, x_i - 1], -1), raising=False
+    )
+    check(layer, fast, edge_index, inputs)
+
+
+def test_names_of_outer_functions_are_written_in_every_call():
+    calls = 0
+
+    class Counting(Layer):
+        def message(self, x_j):
+            nonlocal calls
+            calls = 7
+            return self.square(x_j)
+
+    layer, fast = make_passes(Counting)
+    edge_index, inputs = problem()
+    check(layer, fast, edge_index, inputs)
+    for _ in range(2):
+        calls = 0
+        fast(edge_index, inputs)
+        assert calls == 7
+    assert gains_of(fast) == []
