@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from . import record, tables
+from .bars import INK
 from .overview import training_overview
 from .roofline import LARGE_EDGES, TARGET, gather_bandwidth, peers
 from .tables.cells import by, ordered, stored_baselines
@@ -27,7 +28,10 @@ from .tables.programs import OURS, baseline, of_programs
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 #: Inches. Pages show a plot some 800 pixels wide: at 100 pixels an inch, letters of 7 points stay readable.
 WIDTH = 8.0
-mpl.rcParams.update({"font.size": 9, "savefig.dpi": 150})
+#: No ground and ink of medium brightness, as in `bars`: readable on light and on dark pages.
+_INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+mpl.rcParams.update({"font.size": 9, "savefig.dpi": 150, "savefig.transparent": True, "legend.framealpha": 0})
+mpl.rcParams.update(dict.fromkeys(_INKED, INK))
 
 
 def _plot_path(record_path: Path, *parts: str) -> Path:
@@ -92,7 +96,7 @@ def roofline_plots(result: dict[str, Any], record_path: Path) -> list[Path]:
         bars.barh(names, shares, color=colours), [f"{share:.0%}" for share in shares], fontsize=7, padding=2
     )
     bars.margins(x=0.08, y=0.01)
-    bars.axvline(TARGET, color="black", linestyle="--", linewidth=0.8)
+    bars.axvline(TARGET, color=INK, linestyle="--", linewidth=0.8)
     bars.invert_yaxis()
     bars.tick_params(axis="y", labelsize=7)
     bars.set_xlabel(f"share of the gather roofline; dashed: {TARGET:.0%}")
@@ -131,7 +135,7 @@ def choice_heat_maps(result: dict[str, Any], record_path: Path) -> list[Path]:
             y, x = graphs.index(cell["graph"]), widths.index(cell["width"])
             speed = csr_over_flashsparse(cell) or math.nan
             image[y][x] = math.log2(speed)
-            axes.text(x, y, f"{speed:.2f}", ha="center", va="center", fontsize=7)
+            axes.text(x, y, f"{speed:.2f}", ha="center", va="center", fontsize=7, color="black")
             if cell["regret"] > REGRET_SEEN:
                 axes.add_patch(Rectangle((x - 0.46, y - 0.44), 0.92, 0.88, fill=False, linewidth=1.2))
         shown = axes.imshow(image, cmap="RdYlGn", vmin=-2, vmax=2, aspect="auto")
@@ -268,7 +272,7 @@ def scaling_curves(result: dict[str, Any], record_path: Path) -> list[Path]:
     if most == 1:
         return []
     figure, axes = pyplot.subplots(figsize=(WIDTH, 5.0), constrained_layout=True)
-    axes.plot([1, most], [1, most], color="black", linewidth=0.8, linestyle="--", label="ideal")
+    axes.plot([1, most], [1, most], color=INK, linewidth=0.8, linestyle="--", label="ideal")
     keys = [(c["kind"], c["graph"], c["dtype"], c.get("batch")) for c in cells]
     for kind, graph, dtype, batch in dict.fromkeys(keys):
         group = [c for c, key in zip(cells, keys, strict=True) if key == (kind, graph, dtype, batch)]
@@ -300,15 +304,16 @@ def program_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
     }
     if not times:
         return []
-    figure, axes = pyplot.subplots(figsize=(WIDTH, 1.5 + 0.5 * len(times)), constrained_layout=True)
+    figure, axes = pyplot.subplots(figsize=(WIDTH, 1.5 + 0.6 * len(times)), constrained_layout=True)
+    thick = 0.8 / len(OURS)
     for place, variant in enumerate(OURS):
         shares = [found.get(variant, 0.0) for found in times.values()]
-        heights = [nth + 0.27 * (place - 1) for nth in range(len(times))]
-        bars = axes.barh(heights, shares, 0.27, label=variant)
+        heights = [nth + thick * (place - (len(OURS) - 1) / 2) for nth in range(len(times))]
+        bars = axes.barh(heights, shares, thick, label=variant)
         axes.bar_label(
             bars, [f"{1 / share:.1f}x" if share else "" for share in shares], fontsize=7, padding=2
         )
-    axes.axvline(1, color="black", linewidth=0.8)
+    axes.axvline(1, color=INK, linewidth=0.8)
     axes.set_yticks(range(len(times)), list(times), fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.08, y=0.01)
@@ -372,7 +377,7 @@ def _grouped_bars(
     figure, (axes,) = _panels(1, 4.5)
     _bars(axes, bars, graphs, "x" if is_speed else "")
     if is_speed:
-        axes.axhline(1, color="black", linewidth=0.8)
+        axes.axhline(1, color=INK, linewidth=0.8)
     else:
         axes.set_yscale("log")
     axes.set_ylabel(label)

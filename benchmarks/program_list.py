@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.nn import GAE, BatchNorm, GPSConv, HeteroConv, global_mean_pool
+from torch_geometric.nn import GAE, BatchNorm, GPSConv, HeteroConv, LightGCN, global_mean_pool
 
-from fastsparse_core import Adjacency, capture
+from fastsparse_core import Adjacency, capture, spmm
 from fastsparse_core.sampling import negative_edges
 
 from . import epochs, suite
@@ -93,6 +93,7 @@ class Kit:
     ) -> None:
         self.sizes, self.device, self.framework = sizes, device, framework
         self.nn = Layers(framework, layers)
+        self.layers_are_ours = layers
         self.loader_is_ours, self.captures, self.compiles = loader, captures, compiles
         self.steps: list[Any] = []
 
@@ -667,6 +668,48 @@ def gae(kit: Kit) -> Epoch:
 @program(loads=False, metric="recall@20")
 def lightgcn(kit: Kit) -> Epoch:
     """Users and items with BPR loss: every step runs the whole graph for some of the purchases."""
+    return _recommendation(kit, kit.nn.LightGCN)
+
+
+class SparseLightGCN(LightGCN):
+    """LightGCN as its authors wrote it: products with a normalised matrix that is made once.
+
+    Args:
+        multiply: the product, of that matrix (COO) and the embeddings.
+    """
+
+    def __init__(self, *sizes: Any, multiply: Callable[[Tensor, Tensor], Tensor], **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.multiply = multiply
+        self.graph: Tensor | None = None
+
+    def get_embedding(self, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        if self.graph is None:
+            degree = torch.bincount(edge_index[1], minlength=self.num_nodes).float().clamp(min=1).rsqrt()
+            values = degree[edge_index[0]] * degree[edge_index[1]]
+            size = (self.num_nodes, self.num_nodes)
+            self.graph = torch.sparse_coo_tensor(edge_index.flip(0), values, size).coalesce()
+        found = [self.embedding.weight]
+        for _ in range(self.num_layers):
+            found.append(self.multiply(self.graph, found[-1]))
+        return torch.stack(found, dim=1).mean(dim=1)
+
+
+@program(loads=False, metric="recall@20")
+def lightgcn_sparse(kit: Kit) -> Epoch:
+    """The same with the authors' `torch.sparse.mm`; by hand that is `spmm`."""
+    kept: list[Adjacency] = []
+
+    def by_hand(graph: Tensor, x: Tensor) -> Tensor:
+        if not kept:
+            kept.append(Adjacency.from_coo(*graph.indices(), graph.shape))  # type: ignore[misc]
+        return spmm(kept[0], x, graph.values())
+
+    multiply = by_hand if kit.layers_are_ours else torch.sparse.mm
+    return _recommendation(kit, functools.partial(SparseLightGCN, multiply=multiply))
+
+
+def _recommendation(kit: Kit, make: Callable[..., Any]) -> Epoch:
     users, items, device = max(kit.sizes.links // 16, 40), max(kit.sizes.links // 12, 40), kit.device
     generator = torch.Generator().manual_seed(6)
     groups = 16  # users of a group buy in a part of the items
@@ -683,7 +726,7 @@ def lightgcn(kit: Kit) -> Epoch:
     seen, wanted = (torch.zeros(users, items, dtype=torch.bool, device=device) for _ in range(2))
     seen[bought[0], bought[1]] = True
     wanted[held_out[0], held_out[1]] = True
-    model = kit.model(kit.nn.LightGCN(users + items, embedding_dim=64, num_layers=3))
+    model = kit.model(make(users + items, embedding_dim=64, num_layers=3))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
     batch_size = min(8192, bought.size(1))
 

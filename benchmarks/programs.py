@@ -2,8 +2,9 @@
 
 - programs: whole epochs of the programs in `program_list`. Variants: the framework alone with its best
   settings (worker processes, page-locked memory, `torch.compile` where it works); the layers swapped by one
-  import; our loader, too; captured steps, too. The first epochs, in which steps are recorded, are not timed.
-  One read from the device per epoch gives the loss and the validation metric.
+  import; our loader, too; captured steps, too; the framework's program as it is, under `enable()` of both
+  plugins, as `fastsparse run` does it. The first epochs, in which steps are recorded, are not timed. One
+  read from the device per epoch gives the loss and the validation metric.
 - forms: a step in every form of `step_forms`, plain and captured, calls of both in turn. Needs a GPU.
 
 pip's DGL knows no CUDA. On a GPU the baseline of its programs is PyG's program of the same model and data,
@@ -44,6 +45,8 @@ _WARM_UP, _WARM_UP_FULL = 3, CALLS + 6
 _BUDGET_S = 2.0
 #: Where there is no GPU, and for DGL on the CPU beside one.
 _WARM_UP_CPU = 1
+#: The variant without changes.
+RUN = "fastsparse run"
 
 
 def cells(run: Run, case: tuple[str, str]) -> Iterator[Job | Cell]:
@@ -65,12 +68,14 @@ class Variant(NamedTuple):
         program: which.
         device: of model and batches.
         options: of :class:`Kit`.
+        is_enabled: whether `enable()` of both plugins is called first.
     """
 
     name: str
     program: str
     device: torch.device
     options: dict[str, bool]
+    is_enabled: bool = False
 
 
 def variants(name: str, device: torch.device, compiles: bool) -> list[Variant]:
@@ -92,6 +97,7 @@ def variants(name: str, device: torch.device, compiles: bool) -> list[Variant]:
     ours = {"layers": True, "loader": True}
     if program.loads:
         found.append(Variant("our loader", name, device, ours))
+    found.append(Variant(RUN, name, device, {}, is_enabled=True))
     found.append(Variant("captured", name, device, {**ours, "captures": True}))
     return found
 
@@ -128,11 +134,15 @@ def _measure(variant: Variant, sizes: Sizes, rounds: int) -> dict[str, Any]:
     device, program = variant.device, PROGRAMS[variant.program]
     if variant.options.get("captures") and not graphs.CudaGraphs.supports(device):
         return {"status": "skipped: capture needs a CUDA device"}
+    plugins = [importlib.import_module(f"fastsparse_{name}") for name in {"pyg", program.framework}]
     try:
+        if variant.is_enabled:
+            for plugin in plugins:
+                plugin.enable()
         return _timed(variant, Kit(program.framework, sizes, device, **variant.options), rounds)
     finally:
-        if program.framework == "dgl":
-            importlib.import_module("fastsparse_dgl").disable()
+        for plugin in plugins:
+            plugin.disable()
         if variant.options.get("compiles"):
             torch.compiler.reset()
         fastsparse_pyg.clear_cache()

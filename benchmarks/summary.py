@@ -105,9 +105,9 @@ TOPICS = {
     ),
     "operators": Topic(
         "Operators",
-        "Sparse-dense products (`spmm`), dot products per edge (`sddmm`), scatter and segments, and pruned"
-        " weight matrices.",
-        ("spmm", "sddmm", "segments", "dlmc"),
+        "Sparse-dense products (`spmm`), dot products per edge (`sddmm`), scatter and segments, pruned weight"
+        " matrices, and calls of scripts that run without changes.",
+        ("spmm", "sddmm", "segments", "enabled", "dlmc"),
     ),
     "maxk": Topic(
         "MaxK",

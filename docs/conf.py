@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import posixpath
 import re
@@ -11,6 +13,8 @@ from typing import Any
 
 from docutils import nodes
 from latex2mathml.converter import convert
+from myst_parser.parsers.sphinx_ import MystParser
+from sphinx.ext.napoleon import GoogleDocstring
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "kernels")]
@@ -34,8 +38,15 @@ html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 # Nothing is fetched when a page is read: formulas are MathML, which browsers draw themselves.
 html_math_renderer = "mathml"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 
+source_suffix = {".md": "markdown", ".ipynb": "notebook"}
 # GitHub's Markdown, as far as it is used here. Headings are link targets.
 myst_heading_anchors = 4
 myst_enable_extensions = ["dollarmath", "strikethrough"]
@@ -49,7 +60,23 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_custom_sections = ["Shapes", "Source"]
 
-# A reference to a name of ours must exist. Other projects' inventories would have to be fetched.
+# A reference to a name of ours must exist. References to other projects follow the rules of their sites:
+# intersphinx would have to fetch inventories, and the site could not be built without a network.
+_PYG, _DGL = "https://pytorch-geometric.readthedocs.io/en/latest", "https://www.dgl.ai/dgl_docs/generated"
+_TORCH = "https://docs.pytorch.org/docs/stable"
+_ELSEWHERE = (
+    (r"torch_geometric\.nn\.(?:conv|models)\.\w+", rf"{_PYG}/generated/\g<0>.html"),
+    (r"torch_geometric\.loader\.\w+", rf"{_PYG}/modules/loader.html#\g<0>"),
+    (
+        r"dgl\.nn\.pytorch\.(?:conv\.)?(?:\w+\.)?(\w+Conv)(?<!HeteroGraphConv)",
+        rf"{_DGL}/dgl.nn.pytorch.conv.\1.html",
+    ),
+    (r"dgl\.nn\.pytorch\.(?:\w+\.)?HeteroGraphConv", rf"{_DGL}/dgl.nn.pytorch.HeteroGraphConv.html"),
+    (r"dgl\.dataloading\.(?:\w+\.)?(\w+)", rf"{_DGL}/dgl.dataloading.\1.html"),
+    (r"torch\.Tensor", rf"{_TORCH}/tensors.html"),
+    (r"torch\.(?:device|dtype)", rf"{_TORCH}/tensor_attributes.html#\g<0>"),
+    (r"torch\.(?:topk|Tensor\.to|nn\.Module)", rf"{_TORCH}/generated/\g<0>.html"),
+)
 nitpicky = True
 _INTERNAL = (
     r"fastsparse_core\.([\w.]+\._\w+|formats\..*|gpu\.GpuProfile|sampling\.(relations\.Graph|part\.Layout)"
@@ -97,6 +124,55 @@ def title_links(app: Any, doctree: nodes.document) -> None:
                 link.children = [nodes.Text(re.sub(address, title, link.astext()))]
 
 
+def link_elsewhere(app: Any, env: Any, node: nodes.Element, content: nodes.Node) -> nodes.reference | None:
+    """A link to the page of another project that describes a name."""
+    for name, address in _ELSEWHERE:
+        if match := re.fullmatch(name, node.get("reftarget", "")):
+            return nodes.reference("", "", content, internal=False, refuri=match.expand(address))
+    return None
+
+
+def add_arguments(app: Any, what: str, name: str, layer: Any, options: Any, lines: list[str]) -> None:
+    """Shows the constructor's arguments of a drop-in as the docstring of its original describes them."""
+    if what != "class" or ":param" in "\n".join(lines):
+        return
+    for original in layer.__mro__[1:]:
+        text = inspect.cleandoc(original.__doc__ or "")
+        if original.__module__.startswith("torch_geometric.nn.") and (
+            found := re.search(r"^Args:\n.*?(?=^\w|\Z)", text, re.MULTILINE | re.DOTALL)
+        ):
+            described = GoogleDocstring(found[0], app.config)
+            place = next((at for at, line in enumerate(lines) if line.startswith(".. rubric::")), len(lines))
+            lines[place:place] = ["", *described.lines(), ""]
+            return
+
+
+def notebook_text(notebook: dict[str, Any]) -> str:
+    """A notebook as Markdown: its texts, code, and what the cells printed and plotted."""
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            text = "".join(output.get("text") or data.get("text/plain", "")).rstrip()
+            if "image/png" in data:
+                parts.append(f"![Plot](data:image/png;base64,{data['image/png'].strip()})")
+            elif text:
+                parts.append(f"```text\n{text}\n```")
+    return "\n\n".join(parts)
+
+
+class NotebookParser(MystParser):
+    """Reads a notebook as the Markdown that it is made of."""
+
+    supported = ("notebook",)
+
+    def parse(self, inputstring: str, document: nodes.document) -> None:
+        """Adds the notebook's content to a document."""
+        super().parse(notebook_text(json.loads(inputstring)), document)
+
+
 def math_text(formula: str) -> str:
     r"""Formulas of several lines, `a &= b \\ c &= d`, as the environment that the converter draws."""
     return rf"\begin{{split}}{formula}\end{{split}}" if "&" in formula else formula
@@ -111,7 +187,7 @@ def write_formula(writer: Any, node: nodes.math | nodes.math_block) -> None:
 
 
 def setup(app: Any) -> None:
-    """Registers the writer of formulas; hooks `between_pages` and `title_links` into reading."""
+    """Registers the writer of formulas; hooks the functions above into reading."""
 
     def on_page(app: Any, page: str, text: list[str]) -> None:
         text[0] = between_pages(text[0], f"docs/{page}.md")
@@ -125,8 +201,11 @@ def setup(app: Any) -> None:
         # A reader wants to know what a layer can stand in for, not from which mixins it is made.
         bases[:] = [base for base in obj.__mro__[1:] if not base.__module__.startswith("fastsparse_")][:1]
 
+    app.add_source_parser(NotebookParser)
     app.add_html_math_renderer("mathml", (write_formula, None), (write_formula, None))
     app.connect("autodoc-process-bases", on_bases)
+    app.connect("autodoc-process-docstring", add_arguments, priority=900)  # after napoleon
+    app.connect("missing-reference", link_elsewhere)
     app.connect("doctree-read", title_links)
     app.connect("source-read", on_page)
     app.connect("include-read", on_include)

@@ -105,7 +105,7 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
                 f"move it once with adjacency.to({str(device)!r})"
             )
         return graph
-    if _keeps_structure(graph):
+    if getattr(type(graph), "keeps_structure", False):  # `_keeps_structure`, without the call
         return adjacency_of(graph.adjacency, device)
     handle = getattr(graph, _HANDLE, None)
     if handle is None:
@@ -115,7 +115,8 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
             "`DGLGraph._graph` to find them by. Install DGL 2.1.0, or pass `fastsparse_dgl.prepare(graph)`"
         )
         return adjacency_from_graph(graph, device)
-    return _cache.lookup(_on_host(handle), None, device, lambda: _build(graph, device))
+    host = getattr(handle, "host", handle)  # `_on_host`, likewise
+    return _cache.lookup(host, None, device, lambda: _build(graph, device))
 
 
 def _keeps_structure(graph: GraphLike) -> bool:
@@ -170,7 +171,7 @@ def prepare(
 
     Args:
         graph: DGLGraph (homogeneous, block, bipartite or batched), or an Adjacency.
-        device: where the features will lie; None: the graph's device.
+        device: device of the features; None: the graph's device.
         etype: edge type of a graph with several; :class:`fastsparse_dgl.FastHeteroGraphConv` finds it, and so
             does a layer that is given the Adjacency.
         backward: also what training needs, the transposed structure.
@@ -180,6 +181,12 @@ def prepare(
 
     Raises:
         DGLError: ``graph`` is of another type or has several edge types and ``etype`` names none.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import prepare
+        >>> prepare(dgl.graph(([0, 1, 2], [1, 2, 0]))).shape
+        (3, 3)
     """
     if isinstance(graph, Adjacency):
         adjacency = graph if device is None else graph.to(_with_index(device))
@@ -202,10 +209,30 @@ def _with_index(device: torch.device | str | int) -> torch.device:
 
 
 def cache_info() -> CacheInfo:
-    """Hits, misses, entries and bytes of the remembered structures."""
+    """Hits, misses, entries and bytes of the remembered structures.
+
+    Returns:
+        The counters since the last :func:`clear_cache`.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import cache_info, clear_cache, prepare
+        >>> clear_cache()
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> adj = prepare(graph)
+        >>> cache_info().entries
+        1
+    """
     return _cache.info()
 
 
 def clear_cache() -> None:
-    """Forgets every remembered structure; the layers build them again when needed."""
+    """Forgets every remembered structure; the layers build them again when needed.
+
+    Example:
+        >>> from fastsparse_dgl import cache_info, clear_cache
+        >>> clear_cache()
+        >>> cache_info().entries
+        0
+    """
     _cache.clear()

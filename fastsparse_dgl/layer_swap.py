@@ -33,6 +33,14 @@ def accelerate(model: Module, *, show: bool = True) -> core.Report:
 
     Raises:
         TypeError: ``model`` is not a module.
+
+    Example:
+        >>> import torch
+        >>> from dgl.nn import GraphConv
+        >>> from fastsparse_dgl import accelerate
+        >>> model = torch.nn.ModuleList([GraphConv(8, 4), GraphConv(4, 2)])
+        >>> accelerate(model, show=False)
+        Report(2 of 2 graph layers swapped)
     """
     report = core.accelerate(model, DROP_INS, is_graph_layer=is_graph_layer, why_not=_why_not)
     if show:
@@ -45,8 +53,19 @@ def restore(model: Module) -> None:
 
     Layers that were constructed as drop-ins become DGL's too, so that the model needs FastSparse no more.
 
+    Args:
+        model: any module; a layer itself too.
+
     Raises:
         TypeError: ``model`` is not a module.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_dgl import FastGraphConv, restore
+        >>> model = torch.nn.ModuleList([FastGraphConv(8, 4)])
+        >>> restore(model)
+        >>> type(model[0]).__name__
+        'GraphConv'
     """
     core.restore(model, DROP_INS)
 

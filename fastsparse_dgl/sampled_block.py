@@ -40,12 +40,12 @@ class SampledBlock:
         edges: sampled edges by edge type.
         num_src: number of sources by node type.
         num_dst: number of destinations by node type; they are the first sources.
-        device: where it lies.
+        device: its device.
         idtype: dtype of ids.
         frames: data by ``("src" or "dst", node type)`` and ``("edge", edge type)``; None: there are none yet.
 
     Attributes:
-        device: where it lies.
+        device: its device.
         idtype: dtype of ids.
         canonical_etypes: edge types.
         srctypes: node types of sources.
@@ -54,6 +54,18 @@ class SampledBlock:
             numbers.
         dstnodes: the same of destinations.
         edges: ``edges[type].data``, the same of edges; ``edges(etype=type)`` returns their ends.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_core import Adjacency
+        >>> from fastsparse_core import NeighborSampler as Sampler
+        >>> from fastsparse_dgl import SampledBlock
+        >>> ring = Adjacency.from_coo(torch.arange(6), torch.arange(6).roll(1), (6, 6))
+        >>> (edges,) = Sampler(ring, [2], blocks=True).sample(torch.tensor([3])).blocks
+        >>> name = ("_N", "_E", "_N")
+        >>> block = SampledBlock({name: edges}, {"_N": 2}, {"_N": 1}, torch.device("cpu"))
+        >>> block.num_edges()
+        1
     """
 
     is_block = True
@@ -112,18 +124,30 @@ class SampledBlock:
         return _of_all_types(self.edges.views)
 
     def num_src_nodes(self, ntype: str | None = None) -> Count:
-        """Number of sources, of one type or of all."""
+        """Number of sources, of one type or of all.
+
+        Args:
+            ntype: node type; None: all.
+        """
         return self.srcnodes.number(ntype)
 
     def num_dst_nodes(self, ntype: str | None = None) -> Count:
-        """Number of destinations, of one type or of all."""
+        """Number of destinations, of one type or of all.
+
+        Args:
+            ntype: node type; None: all.
+        """
         return self.dstnodes.number(ntype)
 
     number_of_src_nodes = num_src_nodes
     number_of_dst_nodes = num_dst_nodes
 
     def num_edges(self, etype: Any = None) -> Count:
-        """Number of edges, of one type or of all."""
+        """Number of edges, of one type or of all.
+
+        Args:
+            etype: edge type; None: all.
+        """
         if etype is None:
             return sum(edges.col.numel() for edges in self.edges.sampled.values())
         return self.edges.of(etype).col.numel()
@@ -131,11 +155,21 @@ class SampledBlock:
     number_of_edges = num_edges
 
     def in_degrees(self, v: Any = None, etype: Any = None) -> Tensor:
-        """Numbers of edges of the destinations ``v``, of all where it is None or ``"__ALL__"``."""
+        """Numbers of edges of the destinations ``v``, of all where it is None or ``"__ALL__"``.
+
+        Args:
+            v: ids, int64 (num_nodes,).
+            etype: edge type; None: the only one.
+        """
         return self._chosen(self._one(etype).adjacency.in_degree(), v)
 
     def out_degrees(self, u: Any = None, etype: Any = None) -> Tensor:
-        """Numbers of edges of the sources ``u``, of all where it is None or ``"__ALL__"``."""
+        """Numbers of edges of the sources ``u``, of all where it is None or ``"__ALL__"``.
+
+        Args:
+            u: ids, int64 (num_nodes,).
+            etype: edge type; None: the only one.
+        """
         return self._chosen(self._one(etype).adjacency.out_degree(), u)
 
     def _chosen(self, degrees: Tensor, nodes: Any) -> Tensor:
@@ -165,7 +199,12 @@ class SampledBlock:
             set_frames(self._dgls, frames)
 
     def to(self, device: torch.device | str | Count, non_blocking: bool = False) -> Any:
-        """The block with its data on a device: itself where it is there, DGL's where DGL can hold it."""
+        """The block with its data on a device: itself where it is there, DGL's where DGL can hold it.
+
+        Args:
+            device: the target.
+            non_blocking: as in :meth:`torch.Tensor.to`.
+        """
         target = torch.empty(0, device=device).device
         if target == self.device:
             return self

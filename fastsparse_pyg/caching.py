@@ -167,12 +167,32 @@ def _build_outside_inference_mode(build: Callable[[], Adjacency]) -> Adjacency:
 
 
 def cache_info() -> CacheInfo:
-    """Hits, misses, stale entries dropped, entries and bytes held by the layers' structure cache."""
+    """Hits, misses, stale entries dropped, entries and bytes held by the layers' structure cache.
+
+    Returns:
+        The counters since the last :func:`clear_cache`.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastGCNConv, cache_info, clear_cache
+        >>> clear_cache()
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> y = FastGCNConv(8, 4)(x, edge_index)
+        >>> cache_info().entries
+        1
+    """
     return layer_cache.info()
 
 
 def clear_cache() -> None:
-    """Frees every cached structure and resets the counters; layers rebuild what they need."""
+    """Frees every cached structure and resets the counters; layers rebuild what they need.
+
+    Example:
+        >>> from fastsparse_pyg import cache_info, clear_cache
+        >>> clear_cache()
+        >>> cache_info().entries
+        0
+    """
     layer_cache.clear()
     _strangers.clear()
     _met.clear()

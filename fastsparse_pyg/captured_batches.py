@@ -8,16 +8,19 @@ import importlib
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.data.storage import EdgeStorage, NodeStorage
 from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.utils import scatter
 
+from fastsparse_core import recorded
 from fastsparse_core.capturing import forms
 from fastsparse_core.capturing.arguments import Argument, Held, mark_of, register, tensor_key
 from fastsparse_core.capturing.padding import MOST_HOPS, BatchPlaces, Capacity, Sizes
 from fastsparse_core.capturing.refused import cures
+from fastsparse_core.replacement import Hook, install, remove
 from fastsparse_pyg.caching import known_edges
 
 # The package has a function of that name too.
@@ -131,8 +134,33 @@ class _HeldBatch(Held):
             for (at, name), item in self.items.items()
             if name == "batch"
         ]
+        self._starts = self.items.get((0, "ptr"))
         for batch, _ in self.batches:
             self.greatest[batch.untyped_storage().data_ptr(), -1, -1] = self.num_graphs
+
+    @property
+    def knows_largest(self) -> bool:
+        """Whether it has capacity for the largest graph."""
+        return self._capacity.largest > 0 and self._starts is not None
+
+    def dense(self, x: Tensor, fill_value: Any) -> tuple[Tensor, Tensor]:
+        """PyG's ``to_dense_batch`` of the batch's nodes, with as many entries per graph as there is room.
+
+        Rows of padding go to an entry behind all graphs, which is cut off.
+        """
+        self.asks_largest = True
+        (batch, _), width, starts = self.batches[0], self._capacity.largest, self._starts
+        assert starts is not None
+        count = self.num_graphs * width
+        entry = torch.arange(x.size(0), device=x.device) - starts[batch] + batch * width
+        entry = entry.masked_fill(batch == self.num_graphs, count)
+        out = x.new_full((count + 1, *x.shape[1:]), fill_value).index_copy(0, entry, x)
+        is_node = torch.zeros(count + 1, dtype=torch.bool, device=x.device).index_fill_(0, entry, True)
+        mask = is_node[:count].view(self.num_graphs, width)
+        run = recorded.current()
+        assert run is not None
+        run.masks.append((mask, entry.clamp(max=count - 1)))
+        return out[:count].view(self.num_graphs, width, *x.shape[1:]), mask
 
     def _know_edges(self, edge_index: Tensor, nth: int, is_sorted: bool) -> None:
         """Says of edges, and of those of the first hops, how many nodes they are between."""
@@ -211,7 +239,8 @@ def _sizes(data: Any) -> Sizes:
         ends = tuple((types.index(source), types.index(target)) for source, _, target in data.edge_types)
     counts = [int(store.num_nodes or 0) for store in node_stores]
     edge_counts = [store.edge_index.size(1) for store in edge_stores]
-    all_of_it = Sizes(tuple((n,) for n in counts), tuple((n,) for n in edge_counts), ends)
+    starts = _starts_of_graphs(data)
+    all_of_it = Sizes(tuple((n,) for n in counts), tuple((n,) for n in edge_counts), ends, starts)
     if any("index" in name and name not in _INDICES for store in data.stores for name in store):
         return all_of_it
     nodes = _hops(node_stores, "num_sampled_nodes", counts)
@@ -219,6 +248,15 @@ def _sizes(data: Any) -> Sizes:
     if nodes is None or edges is None or len(nodes[0]) != len(edges[0]) + 1 or not edges[0]:
         return all_of_it
     return Sizes(nodes, edges, ends) if len(nodes[0]) <= MOST_HOPS else all_of_it
+
+
+def _starts_of_graphs(data: Any) -> Tensor | None:
+    """Where the nodes of every graph of a batch begin, as its loader noted on the CPU."""
+    slices = getattr(data, "_slice_dict", None)
+    if isinstance(data, HeteroData) or not slices:
+        return None
+    starts = slices.get("x")
+    return starts if isinstance(starts, Tensor) and starts.device.type == "cpu" else None
 
 
 def _hops(stores: list[Any], name: str, counts: list[int]) -> tuple[tuple[int, ...], ...] | None:
@@ -325,13 +363,35 @@ def _readouts(held: list[Held]) -> Iterator[None]:
         ]
         return outs if isinstance(out, list) else outs[0]  # type: ignore[return-value]
 
+    def dense(
+        original: Any,
+        x: Tensor,
+        batch: Tensor | None = None,
+        fill_value: Any = 0.0,
+        max_num_nodes: int | None = None,
+        batch_size: int | None = None,
+    ) -> Any:
+        found = batch_of(batch)
+        if (
+            found is None
+            or max_num_nodes is not None
+            or batch_size not in (None, found.num_graphs)
+            or not found.knows_largest
+        ):
+            return original(x, batch, fill_value, max_num_nodes, batch_size)
+        return found.dense(x, fill_value)
+
     module: Any = _glob
     original = module.scatter
+    done = install(
+        [Hook("torch_geometric.utils", "to_dense_batch", None, dense, wraps=True, holders=lambda name: True)]
+    )
     module.scatter, Aggregation.__call__ = pool, aggregate
     try:
         yield
     finally:
         module.scatter, Aggregation.__call__ = original, called
+        remove(done)
 
 
 #: What to do about functions of PyG whose results have sizes that are found in the call.

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import functools
 
+import torch
+from torch import Tensor
+
 from fastsparse_core import fallback
 from fastsparse_core.fallback import Reason
+from fastsparse_core.traced import come_from_outside
 from fastsparse_pyg.caching import logger
 
 #: Says once that PyG's implementation ran: ``tell(class name, reason)``.
@@ -17,30 +21,30 @@ USUAL_FLOW = "Use flow='source_to_target', with the rows of `edge_index` swapped
 PLAIN_FEATURES = "Pass `x` with shape (num_nodes, num_features)"
 EDGE_ROWS = "Pass `edge_attr` with shape (num_edges, num_features)"
 ONE_DTYPE = "Convert them to one dtype"
-_NOT_COMPILED = "Keep this layer out of torch.compile, for instance with `torch.compiler.disable`"
+NOT_COMPILED = "Keep this layer out of torch.compile, for instance with `torch.compiler.disable`"
 
 EXPLAIN_MODE = Reason("explain mode", "")
 MESSAGE_HOOK = Reason("a hook on message passing", "")
 HOOKED_LINEAR = Reason("a linear layer with hooks", "")
 TRACED_BY_JIT = Reason("torch.jit.trace", "")
 DECOMPOSED = Reason("decomposed_layers > 1", "Use decomposed_layers=1")
-COMPILED = Reason("torch.compile", _NOT_COMPILED)
-COMPILED_WITH_EDGES = Reason("torch.compile with edge features", _NOT_COMPILED)
-COMPILED_MESSAGES = Reason("torch.compile with stored messages", _NOT_COMPILED)
-#: Layers that can take plain edges within a trace look for this one.
-WITHOUT_ADJACENCY = Reason(
-    "torch.compile without an Adjacency", "Pass `fastsparse_pyg.prepare(edge_index)` as `edge_index`"
-)
+COMPILED = Reason("torch.compile", NOT_COMPILED)
+COMPILED_MESSAGES = Reason("torch.compile with stored messages", NOT_COMPILED)
 SPARSE_MATRIX = Reason("a sparse matrix", PLAIN_EDGES)
 EDGE_FEATURES_BESIDE = Reason("a sparse matrix with edge features beside it", PLAIN_EDGES)
 EDGE_FEATURES_WITHIN = Reason("a sparse matrix that carries edge features", PLAIN_EDGES)
 TURNED_BIPARTITE = Reason("a bipartite graph with flow='target_to_source'", USUAL_FLOW)
 NO_DESTINATIONS = Reason("no features of destinations")
+PAIR_OF_FEATURES = Reason("a pair of features", PLAIN_FEATURES)
 NOT_MATRICES = Reason("features that are not one matrix per side", PLAIN_FEATURES)
 EDGES_NOT_A_MATRIX = Reason("edge features that are not a matrix", EDGE_ROWS)
 EDGE_FEATURES_OR_NOT = Reason(
     "edge features without edge_dim, or edge_dim without edge features",
     "Pass `edge_attr` if and only if the layer has `edge_dim`",
+)
+EDGES_MADE_IN_TRACE = Reason(
+    "torch.compile of a model that makes or changes its edges",
+    "Make the edges outside of the compiled function",
 )
 TWO_DTYPES = Reason("features of two dtypes", ONE_DTYPE)
 
@@ -48,6 +52,15 @@ TWO_DTYPES = Reason("features of two dtypes", ONE_DTYPE)
 def wrong_dimensions(dim: int, node_dim: int) -> Reason:
     """Features whose nodes do not lie where the kernels expect them."""
     return Reason(f"features of {dim} dimensions with node_dim={node_dim}", PLAIN_FEATURES)
+
+
+def of_traced_edges(edges: object) -> Reason | None:
+    """Why the kernels cannot take edges within a trace of ``torch.compile``; None if they can."""
+    if type(edges) is not Tensor or edges.layout is not torch.strided:
+        return Reason("torch.compile with a sparse matrix or an EdgeIndex", PLAIN_EDGES)
+    if edges.dim() != 2 or edges.size(0) != 2 or edges.is_floating_point():
+        return Reason("torch.compile with edges that are not integers of shape (2, num_edges)", PLAIN_EDGES)
+    return None if come_from_outside(edges) else EDGES_MADE_IN_TRACE
 
 
 def watched(why: str) -> Reason | None:

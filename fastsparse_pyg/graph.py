@@ -11,7 +11,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.data.data import BaseData
 from torch_geometric.typing import SparseTensor
 
-from fastsparse_core import Adjacency
+from fastsparse_core import Adjacency, traced
 from fastsparse_core.distributed import PartitionedAdjacency
 from fastsparse_core.graph_store import BatchEdges
 from fastsparse_core.log import warn_once
@@ -188,12 +188,24 @@ def gcn_factors(adj: Adjacency, dtype: torch.dtype, loops: bool = False) -> tupl
     Returns:
         the factors; whether the kernel has to add the loops.
     """
-    found: tuple[Tensor, bool] | None = adj.plans.get(("GCN", dtype, loops))
+    is_traced = torch.compiler.is_compiling()  # a trace would depend on what the plans hold
+    found: tuple[Tensor, bool] | None = None if is_traced else adj.plans.get(("GCN", dtype, loops))
     if found is None:
         adds = loops and not adj.has_inserted_loops
         found = adj.inv_sqrt_degree(accumulation_dtype(dtype), loops=int(adds)), adds
-        adj.plans["GCN", dtype, loops] = found
+        if not is_traced:
+            adj.plans["GCN", dtype, loops] = found
     return found
+
+
+def _for_trace(edges: Tensor, num_dst: int, num_src: int, reverse: bool, self_loops: SelfLoops) -> Adjacency:
+    """What `traced.find` returns, from the cache of eager layers."""
+    flow = "target_to_source" if reverse else "source_to_target"
+    add = next(added for added, kind in _SELF_LOOPS.items() if kind == self_loops)
+    return _from_edge_list(edges, num_dst, num_src, flow, add)  # type: ignore[arg-type]
+
+
+traced.find = _for_trace
 
 
 def edges_made_anew(edges: Tensor, options: tuple[int, int, str, bool]) -> Adjacency:
@@ -392,20 +404,6 @@ def with_self_loops(adj: Adjacency, kind: str) -> Adjacency:
         return adj.with_self_loops(kind)  # type: ignore[arg-type]
     row, col = caller_edges(adj)
     return Adjacency.from_coo(row, col, adj.shape, self_loops=kind)  # type: ignore[arg-type]
-
-
-def without_self_loops(adj: Adjacency) -> Adjacency:
-    """The structure without its self loops; edge values keep the order and the number that they had."""
-
-    def build() -> Adjacency:
-        row, col = adj.row(), adj.col
-        kept = torch.nonzero(row != col).flatten()
-        rowptr = torch.zeros_like(adj.rowptr)
-        torch.cumsum(torch.bincount(row[kept], minlength=adj.num_dst), 0, out=rowptr[1:])
-        edge_id = kept.to(torch.int32) if adj.edge_id is None else adj.edge_id[kept]
-        return Adjacency(rowptr, col[kept], adj.shape, edge_id=edge_id, num_values=adj.num_values)
-
-    return adj.derived("fastsparse_pyg.without_self_loops", build)
 
 
 def for_pyg(edge_index: Any) -> Any:

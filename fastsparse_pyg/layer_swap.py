@@ -48,9 +48,9 @@ def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> cor
     the result of ``to_hetero``, PyG's own models. :func:`restore` undoes it.
 
     A layer without a drop-in, one of the user's own for instance, keeps its code: what changes is how
-    features are read per edge and how messages are reduced per node, without atomics. Where its ``message()``
-    is a copy of the source's features, weighted or not, no messages are made at all. The report says for
-    every layer what computes it, and why one stays. Call this before ``torch.jit``; under ``torch.compile``
+    features are read per edge and how messages are reduced per node, without atomics. If its ``message()`` is
+    a copy of the source's features, weighted or not, no messages are made at all. The report says for every
+    layer what computes it, and why one stays. Call this before ``torch.jit``; under ``torch.compile``
     drop-ins want an Adjacency in place of `edge_index`, and other layers run PyG's code.
 
     Args:
@@ -65,6 +65,12 @@ def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> cor
 
     Raises:
         TypeError: ``model`` is not a module.
+
+    Example:
+        >>> from torch_geometric.nn.models import GCN
+        >>> from fastsparse_pyg import accelerate
+        >>> accelerate(GCN(8, 16, num_layers=2), show=False)
+        Report(2 of 2 graph layers swapped)
     """
     report = core.accelerate(model, DROP_INS, is_graph_layer=_is_graph_layer, kernel=kernel_of, **_RULES)
     for module in model.modules():
@@ -82,8 +88,18 @@ def restore(model: Module) -> None:
 
     Layers that were constructed as drop-ins become PyG's too, so that the model needs FastSparse no more.
 
+    Args:
+        model: any module; a layer itself too.
+
     Raises:
         TypeError: ``model`` is not a module.
+
+    Example:
+        >>> from fastsparse_pyg import FastGCNConv, restore
+        >>> layer = FastGCNConv(8, 4)
+        >>> restore(layer)
+        >>> type(layer).__name__
+        'GCNConv'
     """
     core.restore(model, DROP_INS)
     for module in model.modules():

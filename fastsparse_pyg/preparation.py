@@ -52,6 +52,12 @@ def prepare(
         ValueError: the graph's type, dtype, shape or size does not fit, or `data.adjacency` is something
             else.
         IndexError: an index is negative or not smaller than the number of nodes.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import prepare
+        >>> prepare(torch.tensor([[0, 1, 2], [1, 2, 0]]), num_nodes=3).shape
+        (3, 3)
     """
     if isinstance(graph, HeteroData):
         raise TypeError(

@@ -22,7 +22,16 @@ _HOOK = "_verification"
 
 
 class VerificationError(RuntimeError):
-    """A layer's kernels and PyG's code gave different numbers; the layer runs PyG's code from now on."""
+    """A layer's kernels and PyG's code gave different numbers; the layer runs PyG's code from now on.
+
+    Example:
+        >>> from torch_geometric.nn import GCNConv
+        >>> from fastsparse_pyg import VerificationError, accelerate
+        >>> layer = GCNConv(8, 4)
+        >>> report = accelerate(layer, show=False, verify=True)  # the first call may raise it
+        >>> issubclass(VerificationError, RuntimeError)
+        True
+    """
 
 
 def verify_first_calls(

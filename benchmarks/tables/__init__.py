@@ -37,12 +37,17 @@ ABOUT = {
     " forward and backward with all gradients in float32, the host's work included.",
     "dgl_operators": "DGL's operators after `fastsparse_dgl.enable()`, forward and backward, against ours on"
     " the same structure, PyG's gather and scatter, and DGL's own on the CPU.",
+    "enabled": "Calls as scripts make them, plain and under `fastsparse_pyg.enable()`: products of"
+    " `torch.sparse` matrices, `scatter`, `softmax` and global pools with a kept index; and the start of a"
+    " script under `fastsparse run`.",
     "segments": "Rows reduced by an index, against torch.index_add and scatter_reduce. A new index is checked"
     " and sorted in the call; one that is kept was sorted before.",
     "typed": "Layers of typed edges, 64 wide, forward and backward with all gradients, against PyG's own.",
     "train": "Training step, inference and peak memory of small models (`benchmarks/train.py` defines them).",
     "small": "A training step of a plain loop where the host decides: small graphs, and batches that are"
     " new every step. `captured` is the step as a CUDA graph, docs/minibatch.md.",
+    "compile": "Three layers under `torch.compile` with plain edges, forward and backward, against the same"
+    " layers without it and PyG's.",
     "epochs": "Epochs on molecules with the loader inside the clock, and the loaders alone. PyG's layers with"
     " PyG's loader and the best number of workers are what the others are compared with.",
     "programs": "Whole epochs of programs as people write them (`benchmarks/program_list.py`): loading,"
@@ -99,6 +104,7 @@ CHAPTERS = {
     "programs": Chapter("Complete programs", TABLES["programs"], ("epochs",)),
     "train": Chapter("Training steps", train.train_in_short, ("time_bf16-amp", "memory_bf16-amp")),
     "small": Chapter("Small graphs and batches", TABLES["small"]),
+    "compile": Chapter("Under torch.compile", TABLES["compile"]),
     "epochs": Chapter("Epochs on batches of molecules", TABLES["epochs"]),
     "spmm": Chapter(
         "Aggregation (spmm)",
@@ -113,6 +119,7 @@ CHAPTERS = {
     "pna": Chapter("Several aggregations (PNA)", TABLES["pna"]),
     "any_layer": Chapter("All layers of PyG", TABLES["any_layer"]),
     "dgl_operators": Chapter("DGL's operators", TABLES["dgl_operators"]),
+    "enabled": Chapter("Scripts without changes", TABLES["enabled"]),
     "segments": Chapter("Segments and scatter", TABLES["segments"]),
     "typed": Chapter("Typed edges", TABLES["typed"]),
     "ssd": Chapter("Sparse activations (MaxK, ssd)", ssd.ssd_in_short, ("scaling",)),

@@ -154,6 +154,21 @@ def segments(result: Record) -> list[Table]:
     return pivot(cells, title, rows, columns, split=("backward",))
 
 
+def enabled(result: Record) -> list[Table]:
+    """A table per kind of graph; the start of a script is a row of its own."""
+    columns = [
+        key_column("call, dtype"),
+        *time_columns({"plain": "plain ms", "enabled": "enabled ms"}),
+        speedup("plain/enabled", "plain", "enabled"),
+    ]
+
+    def title(rows: list[Row]) -> str:
+        cell = rows[0].cell
+        return f"{cell['graph']}, {'forward and backward' if cell['backward'] else 'forward'}"
+
+    return pivot(result["cells"], title, ("call", "dtype"), columns, split=("graph", "backward"))
+
+
 def dgl_operators(result: Record) -> list[Table]:
     """A row per graph and operator."""
     others = ("ours", "PyG", "DGL", "DGL, two CPU cores")
@@ -467,6 +482,26 @@ def minibatch(result: Record) -> list[Table]:
     cells = [{"precision": "float32", **cell} for cell in result["cells"]]
     title = "{graph}: GraphSAGE on blocks of {edges:,} edges seen once, {width} wide, {precision}"
     return pivot(cells, title, (), columns, split=("graph", "precision"))
+
+
+def compile(result: Record) -> list[Table]:
+    """Milliseconds of a step by graph and layer, a column for each implementation."""
+    names = ordered(cell["implementation"] for cell in result["cells"])
+
+    def over(row: Row, slow: str, fast: str) -> str:
+        return ratio(quotient(time_of(row[slow]), time_of(row[fast])))
+
+    columns = [value("layer"), *time_columns({name: f"{name} ms" for name in names})]
+    pairs = (("FastSparse", "FastSparse, compiled"), ("FastSparse", "FastSparse, reduce-overhead"))
+    for slow, fast in (*pairs, ("PyG, compiled", "FastSparse, compiled")):
+        if slow in names and fast in names:
+            columns.append(
+                Column(f"{slow} / {fast}", lambda row, slow=slow, fast=fast: over(row, slow, fast))
+            )
+    ours = "FastSparse, compiled"
+    columns.append(Column("compilations", lambda row: str((row[ours] or {}).get("compilations", "-"))))
+    title = "{graph}, {edges:,} edges, forward and backward"
+    return pivot(result["cells"], title, ("layer",), columns, split=("graph",))
 
 
 def small(result: Record) -> list[Table]:

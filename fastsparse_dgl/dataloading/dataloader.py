@@ -36,13 +36,13 @@ class DataLoader(dgl.dataloading.DataLoader):
     """Drop-in replacement of :class:`dgl.dataloading.DataLoader` that samples on a GPU with pip's DGL.
 
     With :class:`fastsparse_dgl.NeighborSampler`, a graph on the CPU and ``device`` a GPU, neighbours are
-    drawn on that GPU, on a stream beside the step, two batches ahead. It yields
-    ``(input_nodes, output_nodes, blocks)``. The blocks' ``srcdata``, ``dstdata`` and ``edata`` have all data
-    of the graph: the sampler's ``prefetch_node_feats``, ``prefetch_labels`` and ``prefetch_edge_feats`` are
-    gathered with the batch, other data on the GPU when they are first read. Features that take more
-    than half of the free memory stay with the host and are sent row by row; with
-    ``gpu_cache={"node": {"feat": count}}`` the GPU has those of the nodes that most edges start from. Where
-    DGL was built without CUDA, blocks are :class:`fastsparse_dgl.SampledBlock`, which drop-in layers take.
+    drawn on that GPU, on a separate stream, two batches ahead. It yields ``(input_nodes, output_nodes,
+    blocks)``. The blocks' ``srcdata``, ``dstdata`` and ``edata`` have all data of the graph: the sampler's
+    ``prefetch_node_feats``, ``prefetch_labels`` and ``prefetch_edge_feats`` are gathered with the batch,
+    other data on the GPU when they are first read. Features that take more than half of the free memory stay
+    with the host and are sent row by row; with ``gpu_cache={"node": {"feat": count}}`` the GPU has those of
+    the nodes that most edges start from. If DGL was built without CUDA, blocks are
+    :class:`fastsparse_dgl.SampledBlock`, which drop-in layers take.
 
     In all other cases it is DGL's.
 
@@ -50,11 +50,19 @@ class DataLoader(dgl.dataloading.DataLoader):
         graph: DGLGraph.
         indices: seeds, by node type where there are several.
         graph_sampler: a sampler.
-        device: where batches are wanted; None: where the graph lies.
+        device: where batches are wanted; None: the graph's device.
         others: as in DGL; those of worker processes and of DGL's own transfers are ignored on a GPU.
 
     Raises:
         ValueError: see the sampler; or ``gpu_cache`` has other than numbers of nodes.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import DataLoader, NeighborSampler
+        >>> graph = dgl.graph((torch.arange(6), torch.arange(6).roll(1)))
+        >>> loader = DataLoader(graph, torch.arange(6), NeighborSampler([2]), device="cpu", batch_size=4)
+        >>> [len(outputs) for inputs, outputs, blocks in loader]
+        [4, 2]
     """
 
     def __init__(

@@ -63,10 +63,12 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         device: where batches are.
 
     Example:
+        >>> import dgl, torch
         >>> from fastsparse_dgl import GraphDataLoader
-        >>> loader = GraphDataLoader(list(zip(graphs, labels)), batch_size=512, shuffle=True)
-        >>> for graph, labels in loader:
-        ...     out = model(graph, graph.ndata["feat"])
+        >>> graphs = [dgl.rand_graph(4, 9) for _ in range(6)]
+        >>> loader = GraphDataLoader(list(zip(graphs, torch.arange(6))), batch_size=4, device="cpu")
+        >>> [batch.batch_size for batch, labels in loader]
+        [4, 2]
     """
 
     def __init__(

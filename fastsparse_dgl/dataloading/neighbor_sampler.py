@@ -40,8 +40,8 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
 
     Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
     section 3.1. With :class:`fastsparse_dgl.DataLoader` and a GPU it samples there; else in C++ threads, with
-    DGL's ``DataLoader`` and worker processes too. Every block's nodes draw anew, as in DGL. Random numbers
-    come from PyTorch's generator: ``torch.manual_seed`` repeats batches.
+    DGL's ``DataLoader`` and worker processes too. The nodes of every block sample again, as in DGL. Random
+    numbers come from PyTorch's generator: ``torch.manual_seed`` repeats batches.
 
     ``edge_dir="out"`` and excluded edges are left to DGL's own code.
 
@@ -53,6 +53,14 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
 
     Raises:
         ValueError: fan-outs or weights are not as above, when sampling begins.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import NeighborSampler
+        >>> graph = dgl.graph((torch.arange(6), torch.arange(6).roll(1)))
+        >>> inputs, outputs, blocks = NeighborSampler([2, 2]).sample_blocks(graph, torch.tensor([3]))
+        >>> inputs
+        tensor([3, 4, 5])
     """
 
     _cores: Any = None
@@ -60,7 +68,13 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
     _reads: Any = None
 
     def sample_blocks(self, g: GraphLike, seed_nodes: Any, exclude_eids: Any = None) -> Any:
-        """Blocks on the graph's device, as DGL's."""
+        """Blocks on the graph's device, as DGL's.
+
+        Args:
+            g: the graph to sample from.
+            seed_nodes: ids (num_seeds,), or a dict of them by node type.
+            exclude_eids: ids of edges that are not drawn; DGL's own code samples then.
+        """
         reason = self.why_not(g, exclude_eids)
         if reason:
             tell_fallback("NeighborSampler falls back to DGL's sampler", reason)
@@ -68,7 +82,12 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         return self.finish(g, self.start(g, seed_nodes, torch.device("cpu")), seed_nodes)
 
     def why_not(self, g: GraphLike, exclude_eids: Any = None) -> str:
-        """Why DGL's own code has to sample, "" where it has not."""
+        """Why DGL's own code has to sample, "" where it has not.
+
+        Args:
+            g: the graph to sample from.
+            exclude_eids: as for :meth:`sample_blocks`.
+        """
         if not isinstance(g, dgl.DGLGraph):
             return f"the graph is a {type(g).__name__}. Pass a DGLGraph"
         if g.device.type != "cpu":
@@ -78,7 +97,17 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         return "" if exclude_eids is None else "excluded edges are not supported. Sample without `exclude`"
 
     def start(self, g: GraphLike, seed_nodes: Any, device: torch.device) -> Draw:
-        """Begins to draw on a device; does not wait for it."""
+        """Begins to draw on a device; does not wait for it.
+
+        Args:
+            g: the graph to sample from.
+            seed_nodes: ids (num_seeds,), or a dict of them by node type.
+            device: where to sample.
+
+
+        Raises:
+            ValueError: the graph has several node types and ``seed_nodes`` is no dict.
+        """
         if not isinstance(seed_nodes, Mapping):
             if len(g.ntypes) != 1:
                 raise ValueError(
@@ -91,7 +120,13 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
             return core.start({name: torch.as_tensor(ids) for name, ids in seed_nodes.items()})
 
     def finish(self, g: GraphLike, draw: Draw, seed_nodes: Any) -> tuple[Any, Any, list[Any]]:
-        """Input nodes, output nodes and blocks, on the device where they were drawn."""
+        """Input nodes, output nodes and blocks, on the device where they were drawn.
+
+        Args:
+            g: the graph to sample from.
+            draw: what :meth:`start` returned.
+            seed_nodes: as for :meth:`start`.
+        """
         with self._names_of_dgl():
             sample = draw.finish()
         nodes = {name: ids.to(g.idtype) for name, ids in sample.nodes.items()}
@@ -102,7 +137,12 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         return (nodes[g.ntypes[0]] if len(g.ntypes) == 1 else nodes), seeds, blocks
 
     def prepare(self, g: GraphLike, device: torch.device) -> CoreSampler:
-        """The core's sampler of a graph on a device, remembered while the structure lives."""
+        """The core's sampler of a graph on a device, remembered while the structure lives.
+
+        Args:
+            g: the graph to sample from.
+            device: where to sample.
+        """
         if self._cores is None:
             self._cores, self._reads = WeakIdKeyDictionary(), set()
         by_device = self._cores.setdefault(getattr(g, "_graph", g), {})

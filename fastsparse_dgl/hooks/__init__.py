@@ -18,9 +18,9 @@ def enable(*, _devices: tuple[str, ...] | None = None) -> None:
 
     From here on ``update_all``, ``apply_edges``, ``edge_softmax``, the readouts and every layer of ``dgl.nn``
     run on FastSparse's operators, on the CPU and on CUDA. With pip's DGL, which has no CUDA,
-    ``graph.to("cuda")`` works as with one that has: the structure stays on the host for all that DGL does
-    with it, and is kept on the GPU for the operators; node and edge data live on the GPU. With a DGL that has
-    CUDA of its own only the operators are exchanged.
+    ``graph.to("cuda")`` works, too. The structure stays on the host for DGL's functions, and a copy is on the
+    GPU for the operators. Node and edge data are on the GPU. If DGL has CUDA, only the operators are
+    replaced.
 
     Calling it again changes nothing. :func:`disable` undoes it. The environment variable
     ``FASTSPARSE_DISABLE=dgl`` keeps it from doing anything. Processes that are spawned have to call it
@@ -33,6 +33,7 @@ def enable(*, _devices: tuple[str, ...] | None = None) -> None:
     Examples:
         >>> import fastsparse_dgl
         >>> fastsparse_dgl.enable()
+        >>> fastsparse_dgl.disable()
     """
     with _lock:
         if _installed or not replacement.enabled_parts(["dgl"]):
@@ -50,6 +51,13 @@ def disable() -> None:
 
     Graphs that are on the GPU by FastSparse alone cannot be used until it is enabled again; every use says
     so.
+
+    Example:
+        >>> import fastsparse_dgl
+        >>> fastsparse_dgl.enable()
+        >>> fastsparse_dgl.disable()
+        >>> fastsparse_dgl.is_enabled()
+        False
     """
     with _lock:
         replacement.remove(_installed)
@@ -57,7 +65,18 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Whether DGL runs on FastSparse now."""
+    """Whether DGL runs on FastSparse now.
+
+    Returns:
+        True between :func:`enable` and :func:`disable`.
+
+    Example:
+        >>> import fastsparse_dgl
+        >>> fastsparse_dgl.enable()
+        >>> fastsparse_dgl.disable()
+        >>> fastsparse_dgl.is_enabled()
+        False
+    """
     return bool(_installed)
 
 

@@ -24,7 +24,7 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
 
     Parameters, defaults, state_dict, repr and errors are the original's. Scores, softmax and sum are one
     operator, :func:`fastsparse_core.attention`, on normalised queries and keys. Beyond the original,
-    ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may lie on a GPU while the graph lies
+    ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a GPU while the graph is
     on the CPU. Of a pair on a graph whose sources are its destinations the original compares the second with
     itself; so does this layer, unless it gets an Adjacency, which does not tell.
 
@@ -32,6 +32,13 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
         init_beta: initial :math:`\beta`.
         learn_beta: whether :math:`\beta` is a parameter.
         allow_zero_in_degree: whether nodes without incoming edges are accepted; their result is 0.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastAGNNConv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> FastAGNNConv()(graph, torch.randn(3, 8)).shape
+        torch.Size([3, 8])
     """
 
     def forward(self, graph: GraphLike, feat: Tensor | tuple[Tensor, Tensor]) -> Tensor:
@@ -39,8 +46,9 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: (N, ..., F), or a pair of source and destination features of one shape but for the rows.
-                The leading dimensions of one node's features count as heads.
+            feat: (N, ..., F), float64, float32, float16 or bfloat16, or a pair of source and destination
+                features whose shapes differ only in the number of rows. The leading dimensions of one node's
+                features count as heads.
 
         Returns:
             (number of destinations, ..., F).

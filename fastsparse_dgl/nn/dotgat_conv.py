@@ -25,7 +25,7 @@ class FastDotGatConv(AggregationMixin, dgl.nn.pytorch.DotGatConv):
     Parameters, defaults, state_dict, repr and errors are the original's. Scores, softmax and sum are one
     operator, :func:`fastsparse_core.attention`, which stores nothing per edge; ``get_attention`` computes the
     attention of every edge. Beyond the original, ``graph`` may be an :class:`fastsparse_core.Adjacency`,
-    features may lie on a GPU while the graph lies on the CPU, and features may have more dimensions, as in
+    features may be on a GPU while the graph is on the CPU, and features may have more dimensions, as in
     GATConv. Of a pair on a graph whose sources are its destinations the original uses the second only,
     transformed by ``fc_dst``; so does this layer, unless it gets an Adjacency, which does not tell.
 
@@ -34,6 +34,13 @@ class FastDotGatConv(AggregationMixin, dgl.nn.pytorch.DotGatConv):
         out_feats: width of each head's output.
         num_heads: number of heads.
         allow_zero_in_degree: whether nodes without incoming edges are accepted; their result is 0.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastDotGatConv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> FastDotGatConv(8, 4, num_heads=2)(graph, torch.randn(3, 8)).shape
+        torch.Size([3, 2, 4])
     """
 
     def forward(
@@ -43,8 +50,8 @@ class FastDotGatConv(AggregationMixin, dgl.nn.pytorch.DotGatConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: (N, ..., in_feats); a pair of source and destination features for a layer made with a pair
-                of widths.
+            feat: (N, ..., in_feats), float64, float32, float16 or bfloat16; a pair of source and destination
+                features for a layer made with a pair of widths.
             get_attention: whether to return the attention too.
 
         Returns:

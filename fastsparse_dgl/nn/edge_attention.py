@@ -43,8 +43,8 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
     head; softmax, dropout and both sums are one operator, :func:`fastsparse_core.attention`, and
     :math:`\mathbf{\Theta}_e` stands before and behind it: no edge gets ``num_heads * out_feats`` numbers.
     ``get_attention`` needs the attention of every edge and stores the projected edges, as the original does.
-    Beyond the original, ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may lie on a GPU
-    while the graph lies on the CPU. Features are matrices: more dimensions are not supported, nor does the
+    Beyond the original, ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a GPU
+    while the graph is on the CPU. Features are matrices: more dimensions are not supported, nor does the
     original take them without edge features of equal dimensions.
 
     Args:
@@ -59,6 +59,13 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
         activation: applied to the result.
         allow_zero_in_degree: whether nodes without incoming edges are accepted; their attention sums to 0.
         bias: whether the layer has a bias.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastEdgeGATConv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> FastEdgeGATConv(8, 5, 4, num_heads=2)(graph, torch.randn(3, 8), torch.randn(3, 5)).shape
+        torch.Size([3, 2, 4])
     """
 
     def forward(
@@ -72,8 +79,9 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: (N, in_feats), or a pair of source and destination features.
-            edge_feat: (E, edge_feats), in the order of the edge ids.
+            feat: (N, in_feats), float64, float32, float16 or bfloat16, or a pair of source and
+                destination features.
+            edge_feat: (E, edge_feats), in the dtype of ``feat``, in the order of the edge ids.
             get_attention: whether to return the attention too.
 
         Returns:
@@ -145,7 +153,7 @@ class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):
     :math:`\mathbf{f}'` are a result, so they are stored; softmax and sum are
     :func:`fastsparse_core.edge_softmax` and :func:`fastsparse_core.spmm`, which store a number per edge and
     head. Beyond the original, ``graph`` may be an :class:`fastsparse_core.Adjacency` or a block with one
-    feature tensor, and features may lie on a GPU while the graph lies on the CPU.
+    feature tensor, and features may be on a GPU while the graph is on the CPU.
 
     Args:
         in_node_feats: width of the nodes' features, or a pair of widths (source, destination).
@@ -154,6 +162,14 @@ class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):
         out_edge_feats: width of each head's result for edges.
         num_heads: number of heads.
         bias: whether new edge features have a bias.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastEGATConv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> nodes, edges = FastEGATConv(8, 5, 4, 6, num_heads=2)(graph, torch.randn(3, 8), torch.randn(3, 5))
+        >>> nodes.shape, edges.shape
+        (torch.Size([3, 2, 4]), torch.Size([3, 2, 6]))
     """
 
     def forward(
@@ -168,8 +184,9 @@ class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            nfeats: (N, in_node_feats), or a pair of source and destination features.
-            efeats: (E, in_edge_feats), in the order of the edge ids.
+            nfeats: (N, in_node_feats), float64, float32, float16 or bfloat16, or a pair of source and
+                destination features.
+            efeats: (E, in_edge_feats), in the dtype of ``nfeats``, in the order of the edge ids.
             edge_weight: (E,), in the order of the edge ids, or one number for all; multiplies the attention.
             get_attention: whether to return the attention too.
 

@@ -32,7 +32,7 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
     Parameters, defaults, state_dict, repr and errors are the original's. Scores, softmax, dropout and sum are
     one operator, :func:`fastsparse_core.additive_attention`, which stores nothing per edge; ``edge_weight``
     and ``get_attention`` need the attention of every edge and compute it. Beyond the original, ``graph`` may
-    be an :class:`fastsparse_core.Adjacency` and features may lie on a GPU while the graph lies on the CPU.
+    be an :class:`fastsparse_core.Adjacency` and features may be on a GPU while the graph is on the CPU.
 
     Args:
         in_feats: width of the input, or a pair of widths (source, destination).
@@ -45,6 +45,13 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         activation: applied to the result.
         allow_zero_in_degree: whether nodes without incoming edges are accepted; their attention sums to 0.
         bias: whether the layer has a bias.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastGATConv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> FastGATConv(8, 4, num_heads=2)(graph, torch.randn(3, 8)).shape
+        torch.Size([3, 2, 4])
     """
 
     def forward(
@@ -58,7 +65,8 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: (N, ..., in_feats), or a pair of source and destination features.
+            feat: (N, ..., in_feats), float64, float32, float16 or bfloat16, or a pair of source
+                and destination features.
             edge_weight: (E,), in the order of the edge ids, or one number for all; multiplies the attention
                 after dropout.
             get_attention: whether to return the attention too.
@@ -78,10 +86,11 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         p = dropout_p(self.attn_drop)
         if given is None:
             destination = self._destination(graph, adjacency, source, None)
-            plain = not get_attention and edge_weight is None and p < 1 and self.res_fc is None
-            if plain and destination is source:
+            if destination is source and not get_attention and edge_weight is None and p < 1:
                 out = self._as_one_node(adjacency, source, p)
                 if out is not None:
+                    if self.res_fc is not None:
+                        out = out + self.res_fc(destination).unflatten(-1, heads)
                     return self.activation(out) if self.activation else out
             x_src = self.fc(source)
             score_src, score_dst = head_scores(x_src, self.attn_l, self.attn_r)

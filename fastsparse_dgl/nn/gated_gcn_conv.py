@@ -39,7 +39,7 @@ class FastGatedGCNConv(AggregationMixin, _GatedGCNConv):
     and then batch normalisation, activation, residual connection and dropout of nodes and edges. Parameters,
     defaults, state_dict, repr and results are the original's. New edge features are a result, so they are
     stored; gates and messages are not (:func:`fastsparse_core.gated_edges`). Beyond the original, ``graph``
-    may be an :class:`fastsparse_core.Adjacency`, and features may lie on a GPU while the graph lies on the
+    may be an :class:`fastsparse_core.Adjacency`, and features may be on a GPU while the graph is on the
     CPU.
 
     Args:
@@ -50,6 +50,14 @@ class FastGatedGCNConv(AggregationMixin, _GatedGCNConv):
         batch_norm: whether both are normalised over the batch.
         residual: whether the input is added, where all three widths are equal.
         activation: applied to both; None: nothing.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastGatedGCNConv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> nodes, edges = FastGatedGCNConv(8, 5, 4)(graph, torch.randn(3, 8), torch.randn(3, 5))
+        >>> nodes.shape, edges.shape
+        (torch.Size([3, 4]), torch.Size([3, 4]))
     """
 
     def forward(self, graph: GraphLike, feat: Tensor, edge_feat: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,8 +65,8 @@ class FastGatedGCNConv(AggregationMixin, _GatedGCNConv):
 
         Args:
             graph: DGLGraph with one node and edge type, or a square Adjacency.
-            feat: (N, input_feats).
-            edge_feat: (E, edge_feats), in the order of the edge ids.
+            feat: (N, input_feats), float64, float32, float16 or bfloat16.
+            edge_feat: (E, edge_feats), in the dtype of ``feat``, in the order of the edge ids.
 
         Returns:
             Nodes (N, output_feats) and edges (E, output_feats).

@@ -27,8 +27,8 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
     Parameters, defaults, state_dict, repr and errors are the original's. Scores, softmax, dropout and sum are
     one operator, :func:`fastsparse_core.gatv2_attention`, which stores nothing per edge, where the original
     stores ``num_heads * out_feats`` numbers; ``get_attention`` computes the attention of every edge. Beyond
-    the original, ``graph`` may be an :class:`fastsparse_core.Adjacency`, features may lie on a GPU while the
-    graph lies on the CPU, and features may have more dimensions, as in GATConv.
+    the original, ``graph`` may be an :class:`fastsparse_core.Adjacency`, features may be on a GPU while the
+    graph is on the CPU, and features may have more dimensions, as in GATConv.
 
     Args:
         in_feats: width of the input, or a pair of widths (source, destination).
@@ -41,7 +41,14 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
         activation: applied to the result.
         allow_zero_in_degree: whether nodes without incoming edges are accepted; their attention sums to 0.
         bias: whether the linear layers have biases.
-        share_weights: whether one matrix serves sources and destinations.
+        share_weights: whether sources and destinations share one matrix.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastGATv2Conv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> FastGATv2Conv(8, 4, num_heads=2)(graph, torch.randn(3, 8)).shape
+        torch.Size([3, 2, 4])
     """
 
     def forward(
@@ -51,7 +58,8 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: (N, ..., in_feats), or a pair of source and destination features.
+            feat: (N, ..., in_feats), float64, float32, float16 or bfloat16, or a pair of source
+                and destination features.
             get_attention: whether to return the attention too.
 
         Returns:
@@ -69,9 +77,11 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
             graph, adjacency, source, None if given is None else self.feat_drop(given)
         )
         p = dropout_p(self.attn_drop)
-        if destination is source and not get_attention and p < 1 and self.res_fc is None:
+        if destination is source and not get_attention and p < 1:
             out = self._as_one_node(adjacency, source, p)
             if out is not None:
+                if self.res_fc is not None:
+                    out = out + self.res_fc(destination).unflatten(-1, heads)
                 return self.activation(out) if self.activation else out
         if given is None and self.share_weights:
             x_src = self.fc_src(source)

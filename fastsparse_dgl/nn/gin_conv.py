@@ -23,7 +23,7 @@ class FastGINConv(AggregationMixin, dgl.nn.pytorch.GINConv):
         (e_{ji} \mathbf{h}_j)\big)
 
     Parameters, defaults, state_dict and repr are the original's. Beyond the original, ``graph`` may be an
-    :class:`fastsparse_core.Adjacency` and features may lie on a GPU while the graph lies on the CPU.
+    :class:`fastsparse_core.Adjacency` and features may be on a GPU while the graph is on the CPU.
 
     Args:
         apply_func: :math:`f_\Theta`, applied to the sum; None: nothing.
@@ -31,6 +31,13 @@ class FastGINConv(AggregationMixin, dgl.nn.pytorch.GINConv):
         init_eps: initial :math:`\epsilon`.
         learn_eps: whether :math:`\epsilon` is a parameter.
         activation: applied to the result.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastGINConv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> FastGINConv(torch.nn.Linear(8, 4))(graph, torch.randn(3, 8)).shape
+        torch.Size([3, 4])
     """
 
     def forward(
@@ -43,9 +50,10 @@ class FastGINConv(AggregationMixin, dgl.nn.pytorch.GINConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: (N, ...), or a pair of source and destination features of one width.
-            edge_weight: (E,) or (E, 1), or broadcastable against one node's features, in the order of the
-                edge ids.
+            feat: (N, ...), float64, float32, float16 or bfloat16, or a pair of source and destination
+                features of one width.
+            edge_weight: numbers (E,) or (E, 1), or broadcastable against one node's features, in the order of
+                the edge ids.
 
         Returns:
             (number of destinations, ...), as ``apply_func`` leaves it.

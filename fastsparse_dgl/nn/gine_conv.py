@@ -26,12 +26,19 @@ class FastGINEConv(AggregationMixin, dgl.nn.pytorch.GINEConv):
 
     Parameters, defaults, state_dict and repr are the original's. Messages and sum are one operator,
     :func:`fastsparse_core.gine_aggregate`. Beyond the original, ``graph`` may be an
-    :class:`fastsparse_core.Adjacency` and features may lie on a GPU while the graph lies on the CPU.
+    :class:`fastsparse_core.Adjacency` and features may be on a GPU while the graph is on the CPU.
 
     Args:
         apply_func: :math:`f_\Theta`, applied to the sum; None: nothing.
         init_eps: initial :math:`\epsilon`.
         learn_eps: whether :math:`\epsilon` is a parameter.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastGINEConv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> FastGINEConv(torch.nn.Linear(8, 4))(graph, torch.randn(3, 8), torch.randn(3, 8)).shape
+        torch.Size([3, 4])
     """
 
     def forward(
@@ -41,8 +48,10 @@ class FastGINEConv(AggregationMixin, dgl.nn.pytorch.GINEConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            node_feat: (N, ...), or a pair of source and destination features of one width.
-            edge_feat: (E, ...), in the order of the edge ids, broadcastable against one node's features.
+            node_feat: (N, ...), float64, float32, float16 or bfloat16, or a pair of source and
+                destination features of one width.
+            edge_feat: (E, ...), in the dtype of ``node_feat``, in the order of the edge ids, broadcastable
+                against one node's features.
 
         Returns:
             (number of destinations, ...), as ``apply_func`` leaves it.

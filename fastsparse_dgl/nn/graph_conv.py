@@ -28,7 +28,7 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
 
     Parameters, defaults, state_dict, repr and errors are the original's. Normalisation and bias are part of
     the aggregation, so nothing is computed per edge. Beyond the original: ``graph`` may be an
-    :class:`fastsparse_core.Adjacency`, and features may lie on a GPU while the graph lies on the CPU; its
+    :class:`fastsparse_core.Adjacency`, and features may be on a GPU while the graph is on the CPU; its
     structure is moved once.
 
     Args:
@@ -40,6 +40,13 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
         bias: whether the layer has a bias (out_feats,).
         activation: applied to the result.
         allow_zero_in_degree: whether nodes without incoming edges are accepted; their result is the bias.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastGraphConv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> FastGraphConv(8, 4)(graph, torch.randn(3, 8)).shape
+        torch.Size([3, 4])
     """
 
     def forward(
@@ -53,11 +60,11 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: (N, ..., in_feats), or a pair of source and destination features, of which the first is
-                used.
-            weight: (in_feats, out_feats), for a layer without its own.
-            edge_weight: (E,) or (E, 1), or broadcastable against one node's features, in the order of the
-                edge ids.
+            feat: (N, ..., in_feats), float64, float32, float16 or bfloat16. Of a pair of source and
+                destination features the first is used.
+            weight: (in_feats, out_feats), in the dtype of ``feat``, for a layer without its own.
+            edge_weight: numbers (E,) or (E, 1), or broadcastable against one node's features, in the order of
+                the edge ids.
 
         Returns:
             (number of destinations, ..., out_feats).
@@ -105,16 +112,20 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
         return out if self._activation is None else self._activation(out)
 
     def _scales(self, adjacency: Adjacency, source: Tensor) -> dict[str, Any]:
-        """The normalisation, as arguments of the aggregation."""
-        dtype = scale_dtype(source)
-        if self._norm == "both":
-            return {
-                "scale_src": adjacency.inv_sqrt_out_degree(dtype),
-                "scale_dst": adjacency.inv_sqrt_degree(dtype),
-            }
-        if self._norm == "right":
-            return {"scale_dst": adjacency.inv_degree(dtype)}
-        return {} if self._norm == "none" else {"scale_src": adjacency.inv_out_degree(dtype)}
+        """The normalisation, as arguments of the aggregation; the structure keeps it."""
+        key = ("DGL GraphConv", self._norm, source.dtype)
+        found: dict[str, Any] | None = adjacency.plans.get(key)
+        if found is None:
+            dtype, norm, found = scale_dtype(source), self._norm, {}
+            if norm == "both":
+                found["scale_src"] = adjacency.inv_sqrt_out_degree(dtype)
+                found["scale_dst"] = adjacency.inv_sqrt_degree(dtype)
+            elif norm == "right":
+                found["scale_dst"] = adjacency.inv_degree(dtype)
+            elif norm == "left":
+                found["scale_src"] = adjacency.inv_out_degree(dtype)
+            adjacency.plans[key] = found
+        return found
 
 
 #: The name that users of other frameworks look for.

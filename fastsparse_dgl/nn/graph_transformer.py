@@ -40,6 +40,13 @@ class GraphTransformerLayer(AggregationMixin, GraphTransformer):
 
     Raises:
         DGLError: widths or options do not fit.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import GraphTransformerLayer
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> GraphTransformerLayer(8, 8, 2)(graph, torch.randn(3, 8)).shape
+        torch.Size([3, 8])
     """
 
     def __init__(
@@ -77,8 +84,10 @@ class GraphTransformerLayer(AggregationMixin, GraphTransformer):
 
         Args:
             graph: DGLGraph with one edge type (homogeneous, block, bipartite or batched), or Adjacency.
-            feat: (N, in_feats), or a pair of source and destination features.
-            edge_feat: (E, edge_feats), in the order of the edge ids; required with ``edge_feats``.
+            feat: (N, in_feats), float64, float32, float16 or bfloat16, or a pair of source and
+                destination features.
+            edge_feat: (E, edge_feats), in the dtype of ``feat``, in the order of the edge ids; required with
+                ``edge_feats``.
 
         Returns:
             (number of destinations, out_feats).

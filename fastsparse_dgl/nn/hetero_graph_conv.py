@@ -19,13 +19,22 @@ class FastHeteroGraphConv(dgl.nn.pytorch.HeteroGraphConv):
         \mathbf{h}_i' = \mathrm{aggregate}_{r} f_r(\mathcal{G}_r, \mathbf{h})_i
 
     Parameters, defaults, state_dict, repr and results are the original's, and it computes nothing else. DGL
-    makes the graph of an edge type anew in every forward pass, so that drop-in layers inside the original
-    would convert it every time; here they find what they remember. The layers inside may be drop-ins or not.
+    makes a new graph for each edge type in every forward pass, so drop-in layers inside the original would
+    convert it every time. Inside this layer, they find the converted structure. The layers inside may be
+    drop-ins or not.
 
     Args:
         mods: layer of each edge type.
         aggregate: ``"sum"``, ``"max"``, ``"min"``, ``"mean"``, ``"stack"`` or a function, over the results
             for one node type.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastHeteroGraphConv, FastSAGEConv
+        >>> graph = dgl.heterograph({("user", "rates", "film"): ([0, 1, 1], [0, 0, 1])})
+        >>> layer = FastHeteroGraphConv({"rates": FastSAGEConv(8, 4, "mean")})
+        >>> layer(graph, {"user": torch.randn(2, 8), "film": torch.randn(2, 8)})["film"].shape
+        torch.Size([2, 4])
     """
 
     def forward(

@@ -78,6 +78,13 @@ class FastMaxKGraphConv(FastGraphConv):
         recompute: whether the backward pass aggregates the kept entries once more, for the weight's gradient,
             so that they are all that is stored. Otherwise their sums, which are dense, are stored too.
         kwargs: further arguments of GraphConv.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastMaxKGraphConv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> FastMaxKGraphConv(8, 4, k=2)(graph, torch.randn(3, 8)).shape
+        torch.Size([3, 4])
     """
 
     def __init__(
@@ -94,13 +101,15 @@ class FastMaxKGraphConv(FastGraphConv):
         weight: Tensor | None = None,
         edge_weight: Tensor | None = None,
     ) -> Tensor:
-        """Computes the layer; see :meth:`FastGraphConv.forward`.
+        """Computes the layer.
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: as there, or :class:`fastsparse_core.CBSR`, taken as the activations.
-            weight: (in_feats, out_feats), for a layer without its own.
-            edge_weight: as there; with more than one weight per edge the dense MaxK features are aggregated.
+            feat: as in :meth:`FastGraphConv.forward`, or :class:`fastsparse_core.CBSR`, taken as the
+                activations.
+            weight: (in_feats, out_feats), in the dtype of ``feat``, for a layer without its own.
+            edge_weight: as in :meth:`FastGraphConv.forward`; with more than one weight per edge the dense
+                MaxK features are aggregated.
 
         Returns:
             (number of destinations, ..., out_feats).
@@ -156,6 +165,13 @@ class FastMaxKSAGEConv(FastSAGEConv):
         k: kept entries of each row, from 1 to the width of the input.
         recompute: as for :class:`FastMaxKGraphConv`.
         kwargs: further arguments of SAGEConv.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastMaxKSAGEConv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> FastMaxKSAGEConv(8, 4, "mean", k=2)(graph, torch.randn(3, 8)).shape
+        torch.Size([3, 4])
     """
 
     def __init__(
@@ -173,12 +189,14 @@ class FastMaxKSAGEConv(FastSAGEConv):
         self.recompute = recompute
 
     def forward(self, graph: GraphLike, feat: Any, edge_weight: Tensor | None = None) -> Tensor:
-        """Computes the layer; see :meth:`FastSAGEConv.forward`.
+        """Computes the layer.
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: as there, or :class:`fastsparse_core.CBSR`, taken as the activations, or a pair of either.
-            edge_weight: as there; with more than one weight per edge the dense MaxK features are aggregated.
+            feat: as in :meth:`FastSAGEConv.forward`, or :class:`fastsparse_core.CBSR`, taken as the
+                activations, or a pair of either.
+            edge_weight: as in :meth:`FastSAGEConv.forward`; with more than one weight per edge the dense MaxK
+                features are aggregated.
 
         Returns:
             (number of destinations, out_feats).

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsparse_core import Adjacency, multi_aggregate
+from fastsparse_core import Adjacency
 from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.joint_linear import is_plain_linear
-from fastsparse_core.fused.principal_aggregation import add_scaled, node_parts
+from fastsparse_core.fused.principal_aggregation import Scaled, joined_maps, scaled_aggregation
 from fastsparse_core.ops.multi_aggregate import AGGREGATIONS
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
-from fastsparse_dgl.nn.base import AggregationMixin, tell
+from fastsparse_dgl.nn.base import AggregationMixin, check_edges, tell
 
 _SCALERS = ("identity", "amplification", "attenuation")
 
@@ -30,14 +30,13 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         \mathbf{e}_{ij})\Big), \qquad \bigoplus = \text{scalers} \otimes \text{aggregators}
 
     Parameters, defaults, state_dict and repr are the original's. :math:`M` is linear, so its products with
-    nodes are computed once per node, for all towers together;
-    :func:`fastsparse_core.multi_aggregate` adds the edge's part (of up to 32 features) and computes all
-    aggregations in one pass over the graph, where the original takes one for every degree that occurs. No
-    message and no scaled aggregation is stored. The aggregators ``moment3``, ``moment4`` and ``moment5`` run
-    DGL's own code. Where several messages share a minimum or maximum they share its gradient evenly; the
-    original gives it to one of them. Beyond the original, ``graph`` may be an
-    :class:`fastsparse_core.Adjacency`, which counts as one graph in the normalisation by graph sizes, and
-    features may lie on a GPU while the graph lies on the CPU.
+    nodes are computed once per node, for all towers together; :func:`fastsparse_core.multi_aggregate` adds
+    the edge's part (of up to 32 features) and computes all aggregations in one pass over the graph, where the
+    original takes one for every degree that occurs. No message and no scaled aggregation is stored. The
+    aggregators ``moment3``, ``moment4`` and ``moment5`` run DGL's own code. If several messages share a
+    minimum or maximum, they share its gradient evenly; the original gives it to one of them. Beyond the
+    original, ``graph`` may be an :class:`fastsparse_core.Adjacency`, which counts as one graph in the
+    normalisation by graph sizes, and features may be on a GPU while the graph is on the CPU.
 
     Args:
         in_size: width of the input, divisible by ``num_towers``.
@@ -50,6 +49,13 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         num_towers: into which the input is split.
         edge_feat_size: width of the edges' features, 0: none.
         residual: whether the input is added to the result, where both have one width.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastPNAConv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> FastPNAConv(8, 4, ["mean", "max"], ["identity"], delta=1.0)(graph, torch.randn(3, 8)).shape
+        torch.Size([3, 4])
     """
 
     def forward(self, graph: GraphLike, node_feat: Tensor, edge_feat: Tensor | None = None) -> Tensor:
@@ -57,8 +63,9 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
 
         Args:
             graph: homogeneous DGLGraph or Adjacency.
-            node_feat: (N, in_size).
-            edge_feat: (E, edge_feat_size), in the order of the edge ids; needed where the layer has such.
+            node_feat: (N, in_size), float64, float32, float16 or bfloat16.
+            edge_feat: (E, edge_feat_size), in the dtype of ``node_feat``, in the order of the edge ids;
+                needed where the layer has such.
 
         Returns:
             (N, out_size).
@@ -80,25 +87,28 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
             raise DGLError("graph: expected a homogeneous graph, whose nodes are sources and destinations")
         if node_feat.dim() != 2 or node_feat.size(1) != self.in_size:
             raise DGLError(f"node_feat: expected shape (N, {self.in_size}), got {tuple(node_feat.shape)}")
-        of_edges = {} if self.edge_feat_size <= 0 else self._edge_part(adjacency, edge_feat)
+        if self.edge_feat_size > 0:
+            check_edges("edge_feat", edge_feat, adjacency, self.edge_feat_size)
         width, towers = self.tower_in_size, list(self.towers)
         # Comprehensions would be a call each in Python 3.11.
-        of_dst, of_src, of_own, weights, biases, own_biases = [], [], [], [], [], []
+        of_dst, of_src, of_edge, of_own, weights, biases, own_biases = [], [], [], [], [], [], []
         for tower in towers:
             message, update = tower.M, tower.U
-            of_dst.append(message.weight[:, width : 2 * width])
-            of_src.append(message.weight[:, :width])
+            # The gradient of a split is one tensor; each slice's would be a matrix of zeros.
+            src, dst, edge = message.weight.split_with_sizes([width, width, self.edge_feat_size], 1)
+            own, rest = update.weight.split_with_sizes([width, update.weight.size(1) - width], 1)
+            of_dst.append(dst)
+            of_src.append(src)
+            of_edge.append(edge)
             biases.append(message.bias)
-            of_own.append(update.weight[:, :width])
-            weights.append(update.weight[:, width:])
+            of_own.append(own)
+            weights.append(rest)
             own_biases.append(update.bias)
-        bias, own_bias = torch.cat(biases), torch.cat(own_biases)
-        x_dst, x_src, own = node_parts(node_feat, of_dst, of_src, of_own, bias, own_bias, shared=False)
-        first = towers[0]
-        aggregated = multi_aggregate(
-            adjacency, x_src, first.aggregators, x_dst=x_dst, groups=len(towers), min_variance=0.0, **of_edges
-        )
-        out = add_scaled(own, aggregated, weights, self._factors(adjacency, aggregated))
+        matrix, bias = joined_maps(of_dst, of_src, of_own, biases, own_biases, shared=False)
+        edges = (edge_feat, torch.cat(of_edge)) if edge_feat is not None and self.edge_feat_size > 0 else None
+        factors = self._factors(adjacency, node_feat.dtype)
+        of = Scaled(adjacency, towers[0].aggregators, len(towers), 0.0, factors)
+        out = scaled_aggregation(of, node_feat, matrix, bias, edges, weights)
         out = out * self._graph_norm(graph, adjacency, out)
         parts = out.split(self.tower_out_size, dim=1)
         mixed = self.mixing_layer(
@@ -106,29 +116,21 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         )
         return mixed + node_feat if self.residual else mixed
 
-    def _edge_part(self, adjacency: Adjacency, edge_feat: Any) -> dict[str, Tensor]:
-        if not isinstance(edge_feat, Tensor):
-            raise DGLError(f"edge_feat: expected a tensor, got {type(edge_feat).__name__}")
-        expected = (adjacency.num_values, self.edge_feat_size)
-        if tuple(edge_feat.shape) != expected:
-            raise DGLError(f"edge_feat: expected shape {expected}, got {tuple(edge_feat.shape)}")
-        if edge_feat.device != adjacency.device:
-            raise DGLError(
-                f"edge_feat: expected device {adjacency.device} like the features, got {edge_feat.device}"
-            )
-        weights = [tower.M.weight[:, 2 * self.tower_in_size :] for tower in self.towers]
-        return {"edge_attr": edge_feat, "edge_weight": torch.cat(weights)}
-
-    def _factors(self, adjacency: Adjacency, like: Tensor) -> list[Tensor | None]:
+    def _factors(self, adjacency: Adjacency, dtype: torch.dtype) -> list[Tensor | None]:
         """What every scaler multiplies the aggregations of each node by; None: 1."""
-        first = self.towers[0]
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        log_degree = torch.log(adjacency.in_degree().to(dtype).clamp(min=1) + 1)  # without edges all are 0
-        factors = {
-            "amplification": lambda: log_degree / first.delta,
-            "attenuation": lambda: first.delta / log_degree,
-        }
-        return [None if name == "identity" else factors[name]() for name in first.scalers]
+        dtype = torch.float64 if dtype == torch.float64 else torch.float32
+
+        def of_degree() -> Tensor:
+            return torch.log(adjacency.in_degree().to(dtype).clamp(min=1) + 1)  # without edges sums are 0
+
+        first, factors = self.towers[0], []
+        for name in first.scalers:
+            factor: Tensor | None = None
+            if name != "identity":
+                factor = adjacency.derived(("dgl pna", dtype), of_degree)
+                factor = factor / first.delta if name == "amplification" else first.delta / factor
+            factors.append(factor)
+        return factors
 
     def _graph_norm(self, graph: GraphLike, adjacency: Adjacency, like: Tensor) -> Tensor | float:
         """The root of one over the number of nodes of a node's graph, (N, 1) or a number."""

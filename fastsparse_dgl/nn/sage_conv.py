@@ -30,7 +30,7 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
     and with ``"gcn"`` :math:`\mathbf{W}_\text{neigh} (\mathbf{h}_i + \sum_j e_{ji} \mathbf{h}_j) /
     (|\mathcal{N}(i)| + 1) + \mathbf{b}`. Parameters, defaults, state_dict and repr are the original's.
     ``"mean"``, ``"gcn"`` and ``"pool"`` are accelerated, ``"lstm"`` is DGL's own code. Beyond the original,
-    ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may lie on a GPU while the graph lies
+    ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a GPU while the graph is
     on the CPU (not for lstm).
 
     Args:
@@ -41,6 +41,13 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
         bias: whether the layer has a bias.
         norm: applied to the result, after the activation.
         activation: applied to the result.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import FastSAGEConv
+        >>> graph = dgl.graph(([0, 1, 2], [1, 2, 0]))
+        >>> FastSAGEConv(8, 4, "mean")(graph, torch.randn(3, 8)).shape
+        torch.Size([3, 4])
     """
 
     def forward(
@@ -53,9 +60,10 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: (N, in_feats), or a pair of source and destination features.
-            edge_weight: (E,) or (E, 1), or broadcastable against one node's features, in the order of the
-                edge ids.
+            feat: (N, in_feats), float64, float32, float16 or bfloat16, or a pair of source and
+                destination features.
+            edge_weight: numbers (E,) or (E, 1), or broadcastable against one node's features, in the order of
+                the edge ids.
 
         Returns:
             (number of destinations, out_feats).
@@ -127,7 +135,7 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
         else:
             neighbours = self._aggregate(adjacency, source, edge_weight, "mean")
         if is_plain_linear(self.fc_self):
-            return add_linear(out, neighbours, self.fc_neigh)
+            return add_linear(out, (neighbours,), (self.fc_neigh,))
         return out + self.fc_neigh(neighbours)  # a hook may have kept `out`, which must stay as it is
 
     def _gcn(

@@ -55,16 +55,25 @@ _HOLDERS = ("torch_geometric", "fastsparse_pyg")
 def install() -> dict[str, bool]:
     """Puts this package's ``torch_scatter`` and ``torch_sparse`` in place of those that are not installed.
 
-    ``import torch_scatter`` and ``import torch_sparse`` then find them, and PyG uses them: it decided at its
-    own import that the packages are missing, so its flags (``torch_geometric.typing.WITH_TORCH_SPARSE`` and
-    ``WITH_TORCH_SCATTER``) and the stand-ins for ``SparseTensor`` in all its modules are replaced. Call it
-    before your own code imports ``SparseTensor`` from ``torch_geometric.typing``: modules that are neither
-    PyG's nor FastSparse's keep what they hold. ``torch.jit.script`` does not know these classes, so script
-    PyG's layers in a process without them. A package that is installed stays, working or not. A second call
-    changes nothing.
+    ``import torch_scatter`` and ``import torch_sparse`` then find them, and PyG uses them. PyG decided at its
+    own import that the packages are missing. So this function replaces its flags
+    (``torch_geometric.typing.WITH_TORCH_SPARSE`` and ``WITH_TORCH_SCATTER``) and the stand-ins for
+    ``SparseTensor`` in all its modules. Call it before your own code imports ``SparseTensor`` from
+    ``torch_geometric.typing``: modules that are neither PyG's nor FastSparse's keep what they hold.
+    ``torch.jit.script`` does not know these classes, so script PyG's layers in a process without them. A
+    package that is installed stays, working or not. A second call changes nothing.
 
     Returns:
         For each of the two names whether this package's module stands in for it now.
+
+    Example:
+        >>> from fastsparse_pyg import compat
+        >>> sorted(compat.install())
+        ['torch_scatter', 'torch_sparse']
+        >>> import torch, torch_scatter
+        >>> torch_scatter.scatter(torch.ones(3), torch.tensor([0, 0, 1]))
+        tensor([2., 1.])
+        >>> compat.uninstall()
     """
     return {name: _install(name, module) for name, module in _MODULES.items()}
 

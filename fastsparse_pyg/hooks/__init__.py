@@ -85,6 +85,13 @@ def disable() -> None:
 
     Layers that became drop-ins when they were called are PyG's again; those of
     :func:`~fastsparse_pyg.accelerate` stay.
+
+    Example:
+        >>> import fastsparse_pyg
+        >>> fastsparse_pyg.enable()
+        >>> fastsparse_pyg.disable()
+        >>> fastsparse_pyg.is_enabled()
+        False
     """
     with _lock:
         replacement.remove(_installed)
@@ -109,5 +116,16 @@ def _stand_in() -> None:
 
 
 def is_enabled() -> bool:
-    """Whether any part of PyG runs on FastSparse."""
+    """Whether any part of PyG runs on FastSparse.
+
+    Returns:
+        True between :func:`enable` and :func:`disable`.
+
+    Example:
+        >>> import fastsparse_pyg
+        >>> fastsparse_pyg.enable()
+        >>> fastsparse_pyg.disable()
+        >>> fastsparse_pyg.is_enabled()
+        False
+    """
     return bool(_enabled)

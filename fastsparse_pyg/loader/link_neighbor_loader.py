@@ -30,6 +30,16 @@ class LinkNeighborLoader(LoaderMixin, torch_geometric.loader.LinkNeighborLoader)
     Raises:
         ValueError: an argument does not fit the data.
         ImportError: PyG's own sampler is needed and not installed.
+
+    Example:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from fastsparse_pyg import LinkNeighborLoader
+        >>> edge_index = torch.stack([torch.arange(6), torch.arange(6).roll(1)])
+        >>> data = Data(x=torch.randn(6, 8), edge_index=edge_index)
+        >>> loader = LinkNeighborLoader(data, [2], edge_label_index=edge_index, batch_size=4, device="cpu")
+        >>> [batch.edge_label_index.size(1) for batch in loader]
+        [4, 2]
     """
 
     def __init__(
@@ -103,7 +113,11 @@ class LinkNeighborLoader(LoaderMixin, torch_geometric.loader.LinkNeighborLoader)
         return self.filter_fn(out)
 
     def filter_fn(self, out: Any) -> Any:
-        """Joins what was sampled with its features and with the links."""
+        """Joins what was sampled with its features and with the links.
+
+        Args:
+            out: what was sampled.
+        """
         if self._sampler is None:
             return super().filter_fn(out)
         if self.transform_sampler_output:

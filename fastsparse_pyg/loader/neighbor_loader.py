@@ -24,13 +24,13 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
     ``batch_size``, ``input_id``, ``num_sampled_nodes``, ``num_sampled_edges``, ...), edges are sorted by
     destination, and drop-in layers use the sampler's structure as it is.
 
-    On a GPU it samples and gathers there, on a stream beside the step, two batches ahead, and batches lie on
-    the GPU; features that take more than half of its free memory stay with the host and are sent row by row.
+    If there is a GPU, it samples and gathers there, on a separate stream, two batches ahead. Batches are on
+    the GPU. Features that take more than half of its free memory stay on the host and are sent row by row.
     ``num_workers`` and what belongs to it are ignored then. Elsewhere it samples in C++ threads, in worker
     processes if told.
 
-    What PyG's own sampler must do is left to it, and needs pyg-lib or torch-sparse: ``time_attr``, a
-    ``neighbor_sampler`` of the caller's, and graphs stored as ``adj_t``.
+    PyG's own sampler, which needs pyg-lib or torch-sparse, runs for ``time_attr``, a ``neighbor_sampler`` of
+    the caller's, and graphs stored as ``adj_t``.
 
     Args:
         data: Data, HeteroData or (FeatureStore, GraphStore). In place of an ``edge_index`` of 16 bytes per
@@ -38,8 +38,8 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
         num_neighbors: neighbours per hop, -1 for all; also by edge type.
         input_nodes: indices or mask of the seeds, in heterogeneous graphs ``(node type, indices)``; None:
             all.
-        device: where to sample and where batches lie; None: where the data is on a GPU, there, else on the
-            GPU if there is one.
+        device: where to sample, and the device of the batches; None: where the data is on a GPU, there, else
+            on the GPU if there is one.
         gpu_cache: number of nodes whose features a GPU keeps too, where they stay with the host: those that
             most edges start from, of every node type.
         others: as in PyG.
@@ -47,6 +47,16 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
     Raises:
         ValueError: an argument does not fit the data.
         ImportError: PyG's own sampler is needed and not installed.
+
+    Example:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from fastsparse_pyg import NeighborLoader
+        >>> edge_index = torch.stack([torch.arange(6), torch.arange(6).roll(1)])
+        >>> data = Data(x=torch.randn(6, 8), edge_index=edge_index)
+        >>> loader = NeighborLoader(data, num_neighbors=[2], batch_size=4, device="cpu")
+        >>> [batch.batch_size for batch in loader]
+        [4, 2]
     """
 
     def __init__(
@@ -119,7 +129,11 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
         return self.filter_fn(out)
 
     def filter_fn(self, out: Any) -> Any:
-        """Joins what was sampled with its features."""
+        """Joins what was sampled with its features.
+
+        Args:
+            out: what was sampled.
+        """
         if self._sampler is None:
             return super().filter_fn(out)
         if self.transform_sampler_output:

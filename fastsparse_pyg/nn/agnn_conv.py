@@ -30,6 +30,13 @@ class FastAGNNConv(AttentionConv, AGNNConv):
           :math:`(2, |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or
           :class:`~fastsparse_core.Adjacency`
         - **output:** node features :math:`(|\mathcal{V}|, F)`
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastAGNNConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastAGNNConv()(x, edge_index).shape
+        torch.Size([3, 8])
     """
 
     _bipartite = False

@@ -22,6 +22,9 @@ from fastsparse_pyg.nn.base import FastConv, is_plain_linear
 
 #: Reductions over edge features, for those of self loops, that are a product with the structure.
 _LINEAR_FILLS = ("mean", "add", "sum")
+_WEIGHTS_OF_LOOPS = Reason(
+    "the attention weights of added self loops under torch.compile", "Add the loops to the edges before"
+)
 _USUAL_FILLS = "Use fill_value='mean', 'add' or a number"
 
 
@@ -31,9 +34,6 @@ class AttentionConv(FastConv):
     _fusible: ClassVar[bool] = False
     _features: ClassVar[Literal["any", "rows", "matrix"]] = "matrix"
     _kernel: ClassVar[str] = "fused attention"
-
-    #: Whether edge features run the unfused operators, on structures that torch.compile cannot build.
-    _stores_edges: ClassVar[bool] = True
 
     #: Whether the layer needs features of the destinations.
     _needs_destinations: ClassVar[bool] = False
@@ -57,6 +57,8 @@ class AttentionConv(FastConv):
                 return fallback.NOT_MATRICES
             if state["flow"] == "target_to_source":
                 return fallback.TURNED_BIPARTITE
+        if wants_weights and state.get("add_self_loops") and torch.compiler.is_compiling():
+            return _WEIGHTS_OF_LOOPS
         dropout = state.get("dropout", 0.0)
         if not 0.0 <= dropout < 1.0:
             return Reason(f"dropout={dropout}")
@@ -72,8 +74,6 @@ class AttentionConv(FastConv):
             if wants_weights:
                 return Reason("the attention weights of a sparse matrix", fallback.PLAIN_EDGES)
         if edge_attr is not None:
-            if self._stores_edges and torch.compiler.is_compiling():
-                return fallback.COMPILED_WITH_EDGES
             if not isinstance(edge_attr, Tensor) or edge_attr.dim() not in (1, 2):
                 return Reason("edge features that are not one vector per edge", fallback.EDGE_ROWS)
             fill = state.get("fill_value")
@@ -101,10 +101,11 @@ class AttentionConv(FastConv):
     ) -> Tensor | None:
         """GAT or GATv2 as one node of autograd's graph; None: operator by operator."""
         state = self.__dict__
-        if type(x) is not Tensor or state["_modules"].get("res") is not None:
+        if type(x) is not Tensor:
             return None
         bias, *parameters = self._own_parameters("bias", *vectors)
-        return attention_layer(
+        residual = state["_modules"].get("res")
+        out = attention_layer(
             score,
             adj,
             x,
@@ -118,6 +119,7 @@ class AttentionConv(FastConv):
             kind=Linear,
             edges=edges,
         )
+        return out if out is None or residual is None else out + residual(x)
 
     def _finished(self, out: Tensor, residual: Tensor | None) -> Tensor:
         """Mean of the heads, residual and bias of GAT and GATv2."""

@@ -24,10 +24,10 @@ from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.layer_swap import restore
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
 from fastsparse_core.ops.spmm import Reduce
+from fastsparse_core.traced import TracedAdjacency
 from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import layer_cache, stamp_attributes
 from fastsparse_pyg.graph import for_pyg, is_sparse_matrix, resolve, to_edge_index
-from fastsparse_pyg.traced import REDUCTIONS, TracedEdges, come_from_outside
 
 REDUCE: dict[type, Reduce] = {
     SumAggregation: "sum",
@@ -57,6 +57,7 @@ _MESSAGE_HOOKS = tuple(
     for step in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
     for kind in ("pre_hooks", "hooks")
 )
+_is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._is_tracing
 _is_deterministic = torch._C._get_deterministic_algorithms
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -179,6 +180,10 @@ class FastConv(MessagePassing):
                         )
                 num_dst = size[1] if num_dst is None else num_dst
             if edge_index.layout is torch.strided and edge_index.device == x_src.device:
+                if _is_compiling():
+                    place = (num_src if num_dst is None else num_dst, num_src)
+                    reverse = flow == "target_to_source"
+                    return TracedAdjacency(edge_index, *place, reverse, "replace" if loops else "keep")
                 adj = known(edge_index, (num_src if num_dst is None else num_dst, num_src, flow, loops))
                 if adj is not None:
                     return adj
@@ -245,31 +250,9 @@ class FastConv(MessagePassing):
             return fallback.TURNED_BIPARTITE
         if is_plain_eager(x_src):
             return fallback.TRACED_BY_JIT if _is_tracing() else None
-        if torch.compiler.is_compiling():
-            return None if isinstance(edge_index, Adjacency) else fallback.WITHOUT_ADJACENCY
+        if _is_compiling():
+            return None if isinstance(edge_index, Adjacency) else fallback.of_traced_edges(edge_index)
         return fallback.TRACED_BY_JIT if _is_tracing() else fallback.watched(why_watched(x_src))
-
-    def _traced_edges(
-        self, reason: Reason, x: Any, edge_index: Any, size: Any = None, loops: bool = False
-    ) -> TracedEdges | Reason:
-        """A plain edge list under ``torch.compile``, or the reason that :meth:`_structure` gave."""
-        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        if (
-            reason != fallback.WITHOUT_ADJACENCY
-            or REDUCE.get(type(self._modules["aggr_module"])) not in REDUCTIONS
-            or size is not None
-            or type(edge_index) is not Tensor
-            or edge_index.layout is not torch.strided
-            or self.__dict__["node_dim"] not in (-2, 0)
-            or x_src.dim() != 2
-            or (x_dst is not None and x_dst.dim() != 2)
-            or edge_index.device != x_src.device
-            or not come_from_outside(edge_index)
-        ):
-            return reason
-        num_src = x_src.size(0)
-        num_dst = num_src if x_dst is None else x_dst.size(0)
-        return TracedEdges(edge_index, num_dst, num_src, self.flow, loops)
 
     def _own_parameters(self, *names: str) -> list[Any]:
         """Parameters of the layer itself; pruned or parametrised ones, or a replica's, are attributes."""
@@ -311,7 +294,7 @@ class FastConv(MessagePassing):
 
     def _aggregate_neighbours(
         self,
-        adj: Adjacency | TracedEdges,
+        adj: Adjacency,
         x: Tensor,
         value: Tensor | None,
         *,
@@ -319,9 +302,6 @@ class FastConv(MessagePassing):
         bias: Tensor | None = None,
     ) -> Tensor:
         """Sum, mean, maximum or minimum over neighbours, along `node_dim`, of features of any dimension."""
-        if isinstance(adj, TracedEdges):
-            out = adj.aggregate(x, self._reduce())
-            return out if bias is None else out + bias.to(out.dtype)
         if value is not None and not value.is_floating_point():
             value = value.to(x.dtype)
         reduce = self._reduce()
@@ -334,7 +314,7 @@ class FastConv(MessagePassing):
 
     def _neighbours_and_root(
         self,
-        adj: Adjacency | TracedEdges,
+        adj: Adjacency,
         x_src: Tensor,
         x_dst: Tensor | None,
         value: Tensor | None,
@@ -344,7 +324,7 @@ class FastConv(MessagePassing):
         """``lin`` of the aggregated neighbours plus ``lin_root`` of the destinations' own features.
 
         Args:
-            adj: structure, or edges within a trace.
+            adj: structure.
             x_src: features of the sources.
             x_dst: features of the destinations; None: those count nothing.
             value: of the edges; None: 1.
@@ -361,7 +341,6 @@ class FastConv(MessagePassing):
             and value is None
             and (reduce == "sum" or reduce == "mean")
             and self.__dict__["node_dim"] in (-2, 0)
-            and not isinstance(adj, TracedEdges)
             and is_plain_linear(lin)
             and is_plain_linear(lin_root)
             and lin_root._parameters["bias"] is None
@@ -380,7 +359,9 @@ class FastConv(MessagePassing):
         if lin_root is None or x_dst is None:
             return out
         # Hooks may have kept what a layer with hooks gave: that must stay as it is.
-        return add_linear(out, x_dst, lin_root, Linear) if is_plain_linear(lin) else out + lin_root(x_dst)
+        return (
+            add_linear(out, (x_dst,), (lin_root,), Linear) if is_plain_linear(lin) else out + lin_root(x_dst)
+        )
 
 
 def checked_pair(x: Any) -> tuple[Any, Any]:

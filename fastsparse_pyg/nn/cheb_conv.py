@@ -12,7 +12,9 @@ from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, sddmm, spmm
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_pyg.graph import EdgesLike, without_self_loops
+from fastsparse_core.structure.loops import without_self_loops
+from fastsparse_core.traced import TracedAdjacency
+from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.propagation import PropagatingConv
 
 
@@ -67,6 +69,13 @@ class FastChebConv(PropagatingConv, ChebConv):
     after "Convolutional Neural Networks on Graphs with Fast Localized Spectral Filtering"
     (https://arxiv.org/abs/1606.09375). Without edge weights no value per edge exists: the Laplacian's
     diagonal is a number per node, and its normalisation scales rows inside the kernel.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastChebConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastChebConv(8, 4, K=3)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     _aggregations = (SumAggregation,)
@@ -85,10 +94,10 @@ class FastChebConv(PropagatingConv, ChebConv):
         """Computes the layer.
 
         Args:
-            x: node features.
+            x: node features (N, F_in), float64, float32, float16 or bfloat16.
             edge_index: edges, or an Adjacency whose rows are the destinations.
-            edge_weight: one weight per edge.
-            batch: graph of each node, where ``lambda_max`` differs by graph.
+            edge_weight: floating (E,).
+            batch: graph of each node, int64 (N,), if ``lambda_max`` differs between graphs.
             lambda_max: largest eigenvalue, a number or one per graph; None: estimated as in PyG.
         """
         adj = self._structure((x, x), edge_index)
@@ -97,7 +106,9 @@ class FastChebConv(PropagatingConv, ChebConv):
         out = self.lins[0](x)
         if len(self.lins) > 1:
             weight = self._value(adj, x, edge_index, edge_weight)
-            laplacian = self._laplacian(without_self_loops(adj), x, weight, batch, lambda_max)
+            is_traced = isinstance(adj, TracedAdjacency)
+            plain = adj.without_self_loops() if is_traced else without_self_loops(adj)
+            laplacian = self._laplacian(plain, x, weight, batch, lambda_max)
             before, last = x, laplacian.times(x, 1.0)
             out = out + self.lins[1](last)
             for lin in list(self.lins)[2:]:

@@ -30,9 +30,9 @@ class FastGATConv(AttentionConv, GATConv):
     after "Graph Attention Networks" (https://arxiv.org/abs/1710.10903), section 2.1. Arguments, parameters,
     ``state_dict`` and results are the original's. Scores, softmax, dropout and sum are one operator
     (:func:`fastsparse_core.additive_attention`): nothing of the size of the edges is stored but, with
-    ``edge_dim``, one number per edge and head. The dropped attention weights are other random ones than the
-    original's, the same in the forward and the backward pass. ``return_attention_weights`` computes the
-    weights of all edges. Under autocast the result has the autocast dtype.
+    ``edge_dim``, one number per edge and head. Attention dropout draws a different mask than the original,
+    the same in the forward and the backward pass. ``return_attention_weights`` computes the weights of all
+    edges. Under autocast the result has the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -42,9 +42,14 @@ class FastGATConv(AttentionConv, GATConv):
         - **output:** node features :math:`(|\mathcal{V}|, H * F_{out})` or :math:`(|\mathcal{V}_t|, H *
           F_{out})`, with ``return_attention_weights`` a pair of that and
           :math:`((2, |\mathcal{E}|), (|\mathcal{E}|, H))`
-    """
 
-    _stores_edges = False
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastGATConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastGATConv(8, 4, heads=2)(x, edge_index).shape
+        torch.Size([3, 8])
+    """
 
     def forward(
         self,

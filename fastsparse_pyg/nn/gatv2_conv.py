@@ -30,8 +30,8 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
     Arguments, parameters, ``state_dict`` and results are the original's. Scores, softmax, dropout and sum are
     one operator (:func:`fastsparse_core.gatv2_attention`) that stores nothing of the size of the edges. Edge
     features stand inside the non-linearity: up to 32 of them are projected inside the operator, more run the
-    unfused operators. The dropped attention weights are other random ones than the original's. Under autocast
-    the result has the autocast dtype.
+    unfused operators. Attention dropout draws a different mask than the original. Under autocast the result
+    has the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -41,6 +41,13 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
         - **output:** node features :math:`(|\mathcal{V}|, H * F_{out})` or :math:`(|\mathcal{V}_t|, H *
           F_{out})`, with ``return_attention_weights`` a pair of that and
           :math:`((2, |\mathcal{E}|), (|\mathcal{E}|, H))`
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastGATv2Conv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastGATv2Conv(8, 4, heads=2)(x, edge_index).shape
+        torch.Size([3, 8])
     """
 
     _needs_destinations = True

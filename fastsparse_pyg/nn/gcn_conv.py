@@ -42,6 +42,13 @@ class FastGCNConv(PropagatingConv, GCNConv):
           sparse matrix :math:`(|\mathcal{V}|, |\mathcal{V}|)` or :class:`~fastsparse_core.Adjacency`; edge
           weights :math:`(|\mathcal{E}|)` *(optional)*
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(B, |\mathcal{V}|, F_{out})`
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastGCNConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastGCNConv(8, 4)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     _aggregations = (SumAggregation,)
@@ -53,11 +60,11 @@ class FastGCNConv(PropagatingConv, GCNConv):
         """Computes the layer.
 
         Args:
-            x: node features.
+            x: node features (N, F_in) or (B, N, F_in), float64, float32, float16 or bfloat16.
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. Self loops are
                 added to an Adjacency that was built without, as to edges; one that was built with them is
                 taken as it is.
-            edge_weight: one weight per edge, for edges and Adjacency (a matrix carries its own).
+            edge_weight: floating (E,), for edges and Adjacency (a matrix carries its own).
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit together, or `x` is a tuple.
@@ -75,9 +82,6 @@ class FastGCNConv(PropagatingConv, GCNConv):
         if found is None:
             found = self._propagation(x, edge_index, edge_weight)
         if isinstance(found, Reason):
-            out = None if edge_weight is not None else self._traced(found, x, edge_index)
-            if out is not None:
-                return out
             return self._original_forward(found, x, edge_index, edge_weight)
         adj, value, scale_dst, scale_src, adds_loops = found
 
@@ -111,7 +115,11 @@ class FastGCNConv(PropagatingConv, GCNConv):
     def _with_loops_by_kernel(self, x: Any, edge_index: Tensor) -> Propagation | Reason | None:
         """GCN's matrix of plain edges whose loops the kernel may add; None where it may not."""
         state = self.__dict__
-        if not (state["normalize"] and state["add_self_loops"]) or state["cached"]:
+        if (
+            not (state["normalize"] and state["add_self_loops"])
+            or state["cached"]
+            or torch.compiler.is_compiling()
+        ):
             return None
         reason = self._reason(x, x, edge_index)
         if reason is not None:
@@ -132,16 +140,3 @@ class FastGCNConv(PropagatingConv, GCNConv):
             adj = edges_for_loops(edge_index, num_nodes, flow)
         scale, adds = gcn_factors(adj, x.dtype, True)
         return Propagation(adj, None, scale, scale, adds)
-
-    def _traced(self, reason: Reason, x: Tensor, edge_index: Any) -> Tensor | None:
-        """The layer within a trace, of edges without weights; None: PyG's code has to run."""
-        if not self.normalize or self.improved or self.cached:
-            return None
-        graph = self._traced_edges(reason, x, edge_index, None, self.add_self_loops)
-        if isinstance(graph, Reason):
-            return None
-        lin, bias = self.lin, self.bias
-        if x.size(1) < self.out_channels and is_plain_linear(lin, Linear) and lin.bias is None:
-            return F.linear(graph.aggregate(x, "gcn"), lin.weight, bias)
-        out = graph.aggregate(lin(x), "gcn")
-        return out if bias is None else out + bias.to(out.dtype)

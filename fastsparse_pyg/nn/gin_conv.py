@@ -15,7 +15,6 @@ from fastsparse_core.fused.joint_linear import may_be_cast
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_pyg.graph import EdgesLike, values_of
 from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv, size_for_pyg
-from fastsparse_pyg.traced import TracedEdges
 
 
 class FastGINConv(FastConv, GINConv):
@@ -26,7 +25,7 @@ class FastGINConv(FastConv, GINConv):
         \mathcal{N}(i)} \mathbf{x}_j \right)
 
     after "How Powerful are Graph Neural Networks?" (https://arxiv.org/abs/1810.00826). Arguments, parameters,
-    ``state_dict`` and results are the original's. Kernels serve ``aggr`` sum, add, mean, max and min;
+    ``state_dict`` and results are the original's. Kernels support ``aggr`` sum, add, mean, max and min;
     anything else runs PyG's own code on the same parameters.
 
     Shapes:
@@ -35,17 +34,22 @@ class FastGINConv(FastConv, GINConv):
           |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or :class:`~fastsparse_core.Adjacency`;
           float64, float32, float16, bfloat16
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastGINConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastGINConv(torch.nn.Linear(8, 4))(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     _aggregations = ANY_REDUCTION
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: EdgesLike, size: Size = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastSAGEConv.forward`."""
-        adj: Adjacency | TracedEdges | Reason = self._structure(x, edge_index, size)
+        adj = self._structure(x, edge_index, size)
         if isinstance(adj, Reason):
-            adj = self._traced_edges(adj, x, edge_index, size)
-            if isinstance(adj, Reason):
-                return self._original_forward(adj, x, edge_index, size_for_pyg(edge_index, size))
+            return self._original_forward(adj, x, edge_index, size_for_pyg(edge_index, size))
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         # PyG multiplies by the values of a torch.sparse matrix and drops those of a SparseTensor.
         value = (

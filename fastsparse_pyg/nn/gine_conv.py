@@ -40,10 +40,16 @@ class FastGINEConv(AttentionConv, GINEConv):
           float16 or bfloat16; edges :math:`(2, |\mathcal{E}|)`, EdgeIndex or
           :class:`~fastsparse_core.Adjacency`; edge features :math:`(|\mathcal{E}|, D)`
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastGINEConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastGINEConv(torch.nn.Linear(8, 4), edge_dim=5)(x, edge_index, torch.randn(3, 5)).shape
+        torch.Size([3, 4])
     """
 
     _kernel = "gine_aggregate"
-    _stores_edges = False
 
     def forward(
         self,

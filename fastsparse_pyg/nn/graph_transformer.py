@@ -7,9 +7,11 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency
 from fastsparse_core.fused.graph_transformer import NORMS, GraphTransformer
+from fastsparse_core.traced import TracedAdjacency
+from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike, resolve
 
-# Compiled code builds no structures: an edge list breaks the graph here, an Adjacency does not.
+# Sparse matrices are converted between compiled graphs.
 _resolve_uncompiled = torch.compiler.disable(resolve)
 
 
@@ -51,6 +53,13 @@ class GraphTransformerLayer(GraphTransformer):
 
     Raises:
         ValueError: widths or options do not fit.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import GraphTransformerLayer
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> GraphTransformerLayer(8, 8, heads=2)(x, edge_index).shape
+        torch.Size([3, 8])
     """
 
     def __init__(
@@ -108,6 +117,10 @@ class GraphTransformerLayer(GraphTransformer):
                 "edge_attr: expected features of the edges in a layer with edge_dim, and none in one without"
             )
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        to_structure = resolve if isinstance(edge_index, Adjacency) else _resolve_uncompiled
-        adj = to_structure(edge_index, x_src.size(0), x_dst.size(0), x_src.device, flow=self.flow)
+        num_src, num_dst = x_src.size(0), x_dst.size(0)
+        if torch.compiler.is_compiling() and fallback.of_traced_edges(edge_index) is None:
+            adj: Adjacency = TracedAdjacency(edge_index, num_dst, num_src, self.flow == "target_to_source")
+        else:
+            to_structure = resolve if isinstance(edge_index, Adjacency) else _resolve_uncompiled
+            adj = to_structure(edge_index, num_src, num_dst, x_src.device, flow=self.flow)
         return self.transform(adj, x_dst, x_src, edge_attr)

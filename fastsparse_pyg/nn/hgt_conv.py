@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +39,16 @@ class FastHGTConv(AttentionConv, HGTConv):
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}_t|, F_t)`, edges :math:`(2, |\mathcal{E}_r|)`, by type
         - **output:** node features :math:`(|\mathcal{V}_t|, F_{out})` of types with incoming relations
-    """
 
-    _stores_edges: ClassVar[bool] = False
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastHGTConv
+        >>> rates = ("user", "rates", "film")
+        >>> layer = FastHGTConv(8, 4, metadata=(["user", "film"], [rates]), heads=2)
+        >>> x = {"user": torch.randn(3, 8), "film": torch.randn(2, 8)}
+        >>> layer(x, {rates: torch.tensor([[0, 1, 2], [0, 1, 1]])})["film"].shape
+        torch.Size([2, 4])
+    """
 
     def forward(
         self, x_dict: dict[NodeType, Tensor], edge_index_dict: dict[EdgeType, Any]

@@ -14,9 +14,12 @@ from fastsparse_core import Adjacency, edge_softmax, spmm
 from fastsparse_core.fallback import Reason
 from fastsparse_core.message_plans.ends import EdgeEnd, gather
 from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_core.traced import TracedAdjacency
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import is_sparse_matrix, raise_graph, resolve
 from fastsparse_pyg.nn.base import FastConv
+
+_UNKNOWN_NUMBER = Reason("torch.compile without num_edges", "Pass `num_edges`, the number of hyperedges")
 
 
 class FastHypergraphConv(FastConv, HypergraphConv):
@@ -26,9 +29,16 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         \mathbf{X}^{\prime} = \mathbf{D}^{-1} \mathbf{H} \mathbf{W} \mathbf{B}^{-1} \mathbf{H}^{\top}
         \mathbf{X} \mathbf{\Theta}
 
-    after "Hypergraph Convolution and Hypergraph Attention" (https://arxiv.org/abs/1901.08150). One structure
-    and its transpose serve both products; attention scores are a number per node and head, and one per
+    after "Hypergraph Convolution and Hypergraph Attention" (https://arxiv.org/abs/1901.08150). Both products
+    use one structure and its transpose; attention scores are a number per node and head, and one per
     hyperedge and head.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastHypergraphConv
+        >>> hyperedge_index = torch.tensor([[0, 1, 1, 2], [0, 0, 1, 1]])  # nodes, hyperedges
+        >>> FastHypergraphConv(8, 4)(torch.randn(3, 8), hyperedge_index).shape
+        torch.Size([3, 4])
     """
 
     _features = "matrix"
@@ -44,20 +54,28 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         """Computes the layer.
 
         Args:
-            x: node features.
-            hyperedge_index: (2, num_entries): node and hyperedge of every entry of the incidence matrix.
-            hyperedge_weight: one weight per hyperedge.
-            hyperedge_attr: features of the hyperedges, for attention.
+            x: node features (N, F_in), float64, float32, float16 or bfloat16.
+            hyperedge_index: int64 (2, num_entries), node and hyperedge of every entry of the incidence
+                matrix.
+            hyperedge_weight: floating (num_edges,).
+            hyperedge_attr: features of the hyperedges (num_edges, F_in), in the dtype of ``x``, for
+                attention.
             num_edges: number of hyperedges; None: the largest index + 1.
         """
         reason = self._reason(x, x, hyperedge_index)
+        is_traced = torch.compiler.is_compiling()
+        if reason is None and is_traced and (num_edges is None or self.use_attention):
+            reason = fallback.COMPILED if self.use_attention else _UNKNOWN_NUMBER
         if reason is not None:
             return self._original_forward(
                 reason, x, hyperedge_index, hyperedge_weight, hyperedge_attr, num_edges
             )
         if num_edges is None:
             num_edges = int(hyperedge_index[1].max()) + 1 if hyperedge_index.numel() else 0
-        to_edges = resolve(hyperedge_index, x.size(0), num_edges, x.device)
+        if is_traced:
+            to_edges: Adjacency = TracedAdjacency(hyperedge_index, num_edges, x.size(0))
+        else:
+            to_edges = resolve(hyperedge_index, x.size(0), num_edges, x.device)
         to_nodes = to_edges.t()
         x = self.lin(x)
         alpha = None

@@ -58,12 +58,12 @@ class FastMaxKGCNConv(FastGCNConv):
         \mathbf{X}^{\prime} = \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2} \,
         \mathrm{MaxK}(\mathbf{X}) \, \mathbf{\Theta}
 
-    after MaxK-GNN (arXiv:2312.08656, section 3): ``FastMaxKGCNConv(F, G, k=k)`` gives what
-    ``GCNConv(F, G)(MaxK(k)(x), ...)`` gives, so that in a stack of layers MaxK takes the place of ReLU; let a
-    linear layer go before the first. The k kept entries of each row are all that is gathered
+    after MaxK-GNN (arXiv:2312.08656, section 3): ``FastMaxKGCNConv(F, G, k=k)`` gives what ``GCNConv(F,
+    G)(MaxK(k)(x), ...)`` gives, so that in a stack of layers MaxK takes the place of ReLU; let a linear layer
+    go before the first. The k kept entries of each row are all that is gathered
     (:func:`fastsparse_core.ssd`). Parameters and ``state_dict`` are those of
-    :class:`~torch_geometric.nn.conv.GCNConv`. Where PyG's own code must run (message hooks, explain mode),
-    it does so on the dense MaxK features.
+    :class:`~torch_geometric.nn.conv.GCNConv`. If PyG's own code must run (message hooks, explain mode), it
+    gets the dense MaxK features.
 
     Args:
         in_channels: width of the input; -1: taken from the first call.
@@ -77,6 +77,13 @@ class FastMaxKGCNConv(FastGCNConv):
         - **input:** as :class:`FastGCNConv`, or features as :class:`~fastsparse_core.CBSR`, which are taken
           as the activations
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastMaxKGCNConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastMaxKGCNConv(8, 4, k=2)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     def __init__(
@@ -88,7 +95,13 @@ class FastMaxKGCNConv(FastGCNConv):
         _check_k(k, in_channels)
 
     def forward(self, x: Tensor | CBSR, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
-        """Computes the layer; see :meth:`FastGCNConv.forward`.
+        """Computes the layer.
+
+        Args:
+            x: node features (N, F_in), float64, float32, float16 or bfloat16, or
+                :class:`~fastsparse_core.CBSR`, taken as the activations.
+            edge_index: as in :meth:`FastGCNConv.forward`.
+            edge_weight: as in :meth:`FastGCNConv.forward`.
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit together, or the features are narrower than k.
@@ -148,6 +161,13 @@ class FastMaxKSAGEConv(FastSAGEConv):
         - **input:** as :class:`FastSAGEConv`, each tensor of features or a :class:`~fastsparse_core.CBSR`,
           which is taken as the activations
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastMaxKSAGEConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastMaxKSAGEConv(8, 4, k=2)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     def __init__(
@@ -166,7 +186,13 @@ class FastMaxKSAGEConv(FastSAGEConv):
             _check_k(k, width)
 
     def forward(self, x: Any, edge_index: EdgesLike, size: Size = None) -> Tensor:
-        """Computes the layer; see :meth:`FastSAGEConv.forward`.
+        """Computes the layer.
+
+        Args:
+            x: node features (N, F_in), float64, float32, float16 or bfloat16, or
+                :class:`~fastsparse_core.CBSR`, taken as the activations; or a pair of either.
+            edge_index: as in :meth:`FastSAGEConv.forward`.
+            size: as in :meth:`FastSAGEConv.forward`.
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit together, or features are narrower than k.

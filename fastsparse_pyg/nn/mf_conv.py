@@ -9,9 +9,15 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core import Adjacency
+from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.joint_linear import add_linear
+from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv, is_plain_linear, size_for_pyg
+
+_UNKNOWN_SIZES = Reason(
+    "torch.compile, which does not know the parts of sizes that depend on the edges", fallback.NOT_COMPILED
+)
 
 
 class FastMFConv(FastConv, MFConv):
@@ -24,6 +30,13 @@ class FastMFConv(FastConv, MFConv):
     after "Convolutional Networks on Graphs for Learning Molecular Fingerprints"
     (https://arxiv.org/abs/1509.09292). Nodes are sorted by degree once per structure, not looked for in every
     call. Sparse matrices run PyG's own code.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastMFConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastMFConv(8, 4)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     _aggregations = ANY_REDUCTION
@@ -32,7 +45,7 @@ class FastMFConv(FastConv, MFConv):
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: EdgesLike, size: Size = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastSAGEConv.forward`."""
-        adj = self._structure(x, edge_index, size)
+        adj = _UNKNOWN_SIZES if torch.compiler.is_compiling() else self._structure(x, edge_index, size)
         if not isinstance(adj, Adjacency):
             return self._original_forward(adj, x, edge_index, size_for_pyg(edge_index, size))
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
@@ -45,7 +58,7 @@ class FastMFConv(FastConv, MFConv):
             out = lin(of_sums)
             if of_roots is not None:
                 plain = is_plain_linear(lin)  # hooks may have kept what a layer with hooks gave
-                out = add_linear(out, of_roots, lin_root, Linear) if plain else out + lin_root(of_roots)
+                out = add_linear(out, (of_roots,), (lin_root,), Linear) if plain else out + lin_root(of_roots)
             parts.append(out)
         return torch.cat(parts).index_select(0, place)
 

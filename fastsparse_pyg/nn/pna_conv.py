@@ -23,7 +23,8 @@ from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, multi_aggregate
 from fastsparse_core.fallback import Reason
-from fastsparse_core.fused.principal_aggregation import add_scaled, node_parts
+from fastsparse_core.fused.bias import linear
+from fastsparse_core.fused.principal_aggregation import Scaled, add_scaled, joined_maps, scaled_aggregation
 from fastsparse_core.structure.incidence import incidence
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix, num_caller_values, to_edge_index
@@ -37,7 +38,14 @@ _AGGREGATIONS = {
     VarAggregation: "var",
     StdAggregation: "std",
 }
-_SCALERS = ("identity", "amplification", "attenuation", "linear", "inverse_linear")
+#: Scalers: whether they divide the average by the degree, and not the degree by it; what of the degree.
+_OF_DEGREE: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
+    "amplification": (False, lambda degree: torch.log(degree + 1)),
+    "attenuation": (True, lambda degree: torch.log(degree.clamp(min=1) + 1)),
+    "linear": (False, lambda degree: degree),
+    "inverse_linear": (True, lambda degree: degree.clamp(min=1)),
+}
+_SCALERS = {"identity", *_OF_DEGREE}
 
 
 class FastPNAConv(FastConv, PNAConv):
@@ -50,20 +58,27 @@ class FastPNAConv(FastConv, PNAConv):
 
     after "Principal Neighbourhood Aggregation for Graph Nets" (https://arxiv.org/abs/2004.05718). Arguments,
     parameters, ``state_dict`` and results are the original's. With ``pre_layers=1`` the message is
-    :math:`\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} + \mathbf{b}`: the
-    products with nodes are computed once per node, :func:`fastsparse_core.multi_aggregate` adds the edge's
-    part (of up to 32 features) and computes all aggregations in one pass, and no message is stored. Scalers
-    stand behind the update's linear map, so scaled aggregations are not stored either. With more
-    ``pre_layers`` messages are PyG's and stored, their aggregation is the kernel's. The variance is that of
-    deviations from the mean: more accurate than the original's difference of squares. Entries that share a
-    minimum or maximum share its gradient, also where it is exactly 0, of which PyTorch's ``scatter_reduce``
-    then drops a part.
+    :math:`\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} + \mathbf{b}`. The
+    products with nodes are computed once per node. :func:`fastsparse_core.multi_aggregate` adds the edge's
+    part (of up to 32 features) and computes all aggregations in one pass. No message is stored. Scalers stand
+    behind the update's linear map, so scaled aggregations are not stored either. With more ``pre_layers``
+    messages are PyG's and stored, their aggregation is the kernel's. The variance is that of deviations from
+    the mean: more accurate than the original's difference of squares. Entries that share a minimum or maximum
+    share its gradient. If the extremum is exactly 0, PyTorch's ``scatter_reduce`` drops a part of the
+    gradient; this layer does not.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, float64, float32, float16 or bfloat16;
           edges :math:`(2, |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or
           :class:`~fastsparse_core.Adjacency`; edge features :math:`(|\mathcal{E}|, D)` *(optional)*
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastPNAConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastPNAConv(8, 4, ["mean", "max"], ["identity"], deg=torch.tensor([0, 3]))(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     _kernel = "multi_aggregate"
@@ -109,28 +124,29 @@ class FastPNAConv(FastConv, PNAConv):
             of_own.append(of_node)
             weights.append(rest)
             own_biases.append(nn[0].bias)
-        own_bias = _joined(own_biases)
+        factors = self._factors(adj, x.dtype, scaler)
         if stores:
-            nothing = [each[:0] for each in of_own]
-            _, _, own = node_parts(x, nothing, nothing, of_own, None, own_bias, shared)
+            own = linear(x, *joined_maps([], [], of_own, [], own_biases, shared))
             rows = self._messages(x, edge_index, adj, edge_attr)
             aggregated = multi_aggregate(incidence(adj), rows, names, groups=self.towers)
+            out = add_scaled(own, aggregated, weights, factors)
         else:
             sizes = [width] * (2 if edge_attr is None else 3)
-            parts, biases = [], []
+            of_dst, of_src, of_edge, biases = [], [], [], []
             for nn in pre_nns:
-                parts.append(nn[0].weight.split_with_sizes(sizes, 1))
+                dst, src, *edge = nn[0].weight.split_with_sizes(sizes, 1)
+                of_dst.append(dst)
+                of_src.append(src)
+                of_edge += edge
                 biases.append(nn[0].bias)
-            of_dst, of_src, *of_edge = zip(*parts, strict=True)
-            bias = _joined(biases)
-            of_edges: dict[str, Any] = {}
+            edges = None
             if edge_attr is not None:
-                encoder, joined = modules["edge_encoder"], _joined(of_edge[0])
-                of_edges = {"edge_attr": edge_attr, "edge_weight": joined @ encoder.weight}
-                bias = bias + joined @ encoder.bias
-            x_dst, x_src, own = node_parts(x, of_dst, of_src, of_own, bias, own_bias, shared)
-            aggregated = multi_aggregate(adj, x_src, names, x_dst=x_dst, groups=self.towers, **of_edges)
-        out = add_scaled(own, aggregated, weights, self._factors(adj, aggregated, scaler))
+                encoder, joined = modules["edge_encoder"], _joined(of_edge)
+                edges = edge_attr, joined @ encoder.weight
+                biases = [_joined(biases) + joined @ encoder.bias]
+            matrix, bias = joined_maps(of_dst, of_src, of_own, biases, own_biases, shared)
+            of = Scaled(adj, names, self.towers, 1e-5, factors)
+            out = scaled_aggregation(of, x, matrix, bias, edges, weights)
         if max(map(len, post_nns)) > 1:
             towers = zip(post_nns, out.split(self.F_out, dim=1), strict=True)
             out = torch.cat([nn[1:](part) for nn, part in towers], dim=1)
@@ -145,23 +161,24 @@ class FastPNAConv(FastConv, PNAConv):
         x_j, x_i = (of_towers.index_select(0, edges[end].long()) for end in (source, target))
         return self.message(x_i, x_j, edge_attr).flatten(1)
 
-    def _factors(self, adj: Adjacency, like: Tensor, scaler: DegreeScalerAggregation) -> list[Tensor | None]:
+    def _factors(
+        self, adj: Adjacency, dtype: torch.dtype, scaler: DegreeScalerAggregation
+    ) -> list[Tensor | None]:
         """What every scaler multiplies the aggregations of each node by; None: 1."""
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        dtype, factors = torch.float64 if dtype == torch.float64 else torch.float32, []
+        for name in scaler.scaler:
+            factor: Tensor | None = None
+            if name != "identity":
+                divides, of_degree = _OF_DEGREE[name]
 
-        def of_degree(name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
-            """What layers of one graph share."""
-            return adj.derived(("pna", name, dtype), lambda: compute(adj.in_degree().to(dtype)))
+                def build(of_degree: Callable[[Tensor], Tensor] = of_degree) -> Tensor:
+                    return of_degree(adj.in_degree().to(dtype))
 
-        formulas = {
-            "amplification": lambda: of_degree("log", lambda d: torch.log(d + 1)) / scaler.avg_deg_log,
-            "attenuation": lambda: (
-                scaler.avg_deg_log / of_degree("log of some", lambda d: torch.log(d.clamp(min=1) + 1))
-            ),
-            "linear": lambda: of_degree("degree", lambda d: d) / scaler.avg_deg_lin,
-            "inverse_linear": lambda: scaler.avg_deg_lin / of_degree("some", lambda d: d.clamp(min=1)),
-        }
-        return [None if name == "identity" else formulas[name]() for name in scaler.scaler]
+                factor = adj.derived(("pna", name, dtype), build)  # what layers of one graph share
+                average = scaler.avg_deg_lin if "linear" in name else scaler.avg_deg_log
+                factor = average / factor if divides else factor / average
+            factors.append(factor)
+        return factors
 
     def _reason(
         self,
@@ -182,7 +199,8 @@ class FastPNAConv(FastConv, PNAConv):
                 return fallback.EDGES_NOT_A_MATRIX
             if stores and torch.compiler.is_compiling():
                 return fallback.COMPILED_MESSAGES
-        if is_sparse_matrix(edge_index):
+        is_plain = type(edge_index) is Tensor and edge_index.layout is torch.strided
+        if not is_plain and is_sparse_matrix(edge_index):
             if edge_attr is not None:
                 return fallback.EDGE_FEATURES_BESIDE
             is_tensor = isinstance(edge_index, Tensor)
@@ -237,7 +255,7 @@ def why_no_kernel(layer: PNAConv, names: Sequence[str] | None = None) -> Reason 
     if "" in names or len(set(names)) < len(names):
         several = getattr(scaler.aggr, "aggrs", [scaler.aggr])
         return Reason(f"aggregators {[type(each).__name__ for each in several]}")
-    if not set(scaler.scaler) <= set(_SCALERS):
+    if not _SCALERS.issuperset(scaler.scaler):
         return Reason(f"scalers {scaler.scaler}")
     if layer.edge_dim is not None and (layer.edge_dim < 1 or not is_plain_linear(layer.edge_encoder)):
         return Reason("an edge encoder that is not a plain linear map")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -11,16 +12,22 @@ from torch_geometric.typing import SparseTensor
 
 from fastsparse_core import Adjacency, sddmm, spmm
 from fastsparse_core.fallback import Reason
-from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_core.fused.propagation import propagate
+from fastsparse_core.traced import TracedAdjacency
 from fastsparse_pyg.graph import (
     caller_edges,
+    gcn_factors,
     is_sparse_matrix,
     num_caller_values,
     resolve,
     to_edge_index,
     values_of,
 )
-from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv
+from fastsparse_pyg.nn.base import ANY_REDUCTION, REDUCE, FastConv
+
+_NOTHING_CACHED = Reason(
+    "cached=True and nothing cached under torch.compile", "Call the layer once before `torch.compile`"
+)
 
 
 class Propagation(NamedTuple):
@@ -171,6 +178,8 @@ class PropagatingConv(FastConv):
         if held is not None:
             return self._reason(x, x, edge_index) or self._held(slot, held, x)
         adj = self._structure((x, x), edge_index, None, loops)
+        if keeps and isinstance(adj, TracedAdjacency):
+            return _NOTHING_CACHED
         if isinstance(adj, Reason):
             return adj
         fill_value = 2.0 if state.get("improved") else 1.0
@@ -208,7 +217,7 @@ class PropagatingConv(FastConv):
             )
         value = self._value(adj, x, edge_index, edge_weight, fill_value)
         if value is None:
-            scale = adj.inv_sqrt_degree(accumulation_dtype(x.dtype))
+            scale, _ = gcn_factors(adj, x.dtype)
             return Propagation(adj, None, scale, scale)
         # Degrees are sums of many terms: never in 16 bits, whatever autocast says.
         with torch.autocast(x.device.type, enabled=False):
@@ -267,9 +276,39 @@ class PropagatingConv(FastConv):
                 x = x.to(dtype)
         return self._aggregate_neighbours(adj, x, value, scales=scales, bias=bias)
 
+    def _steps(
+        self,
+        matrix: Propagation,
+        x: Tensor,
+        count: int,
+        terms: Sequence[Tensor] = (),
+        alpha: float | None = None,
+    ) -> Sequence[Tensor]:
+        """Features after each of several products, as `propagate`."""
+        adj, value, scale_dst, scale_src, _ = matrix
+        reduce = REDUCE[type(self._modules["aggr_module"])]
+        if reduce == "sum" and self.__dict__["node_dim"] in (-2, 0) and not isinstance(alpha, Tensor):
+            found = propagate(adj, x, count, value, scale_dst, scale_src, terms, alpha)
+            if found is not None:
+                return found
+        steps = []
+        for step in range(count):
+            x = self._multiply(matrix, x)
+            if terms:
+                x = x + terms[step] if alpha is None else mixed(x, terms[step], alpha)
+            steps.append(x)
+        return steps
+
     def _is_linear(self) -> bool:
         """Whether the aggregation may change places with a linear layer."""
         return self._reduce() in ("sum", "mean")
+
+
+def mixed(out: Tensor, x: Tensor, alpha: Any) -> Tensor:
+    """(1 - alpha) out + alpha x."""
+    if isinstance(alpha, Tensor):
+        return out * (1 - alpha) + alpha * x
+    return torch.lerp(out, x.to(out.dtype), alpha)
 
 
 def _has_no_outgoing(adj: Adjacency) -> Tensor:

@@ -25,7 +25,15 @@ class FastLabelPropagation(PropagatingConv, LabelPropagation):
         \mathbf{Y}^{\prime} = \alpha \mathbf{D}^{-1/2} \mathbf{A} \mathbf{D}^{-1/2} \mathbf{Y} + (1 - \alpha)
         \mathbf{Y}
 
-    after "Learning from Labeled and Unlabeled Data with Label Propagation".
+    after Zhu and Ghahramani, "Learning from Labeled and Unlabeled Data with Label Propagation" (2002).
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastLabelPropagation
+        >>> edge_index, is_known = torch.tensor([[1, 2], [2, 1]]), torch.tensor([True, True, False])
+        >>> model = FastLabelPropagation(num_layers=2, alpha=0.9)
+        >>> model(torch.tensor([0, 1, 0]), edge_index, mask=is_known).argmax(dim=1)
+        tensor([0, 1, 1])
     """
 
     @torch.no_grad()
@@ -42,8 +50,8 @@ class FastLabelPropagation(PropagatingConv, LabelPropagation):
         Args:
             y: labels, int64 (num_nodes,), or a number per node and class.
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
-            mask: nodes whose labels are known; None: all.
-            edge_weight: one weight per edge, taken as it is; None: the symmetric normalisation.
+            mask: nodes whose labels are known, bool (num_nodes,) or their indices; None: all.
+            edge_weight: floating (E,), taken as it is; None: the symmetric normalisation.
             post_step: what happens to the labels after every step; None: clamped to 0 and 1.
         """
         labels = one_hot(y.view(-1)) if y.dtype == torch.long and y.size(0) == y.numel() else y
@@ -75,6 +83,13 @@ class FastLightGCN(LightGCN):
         \mathcal{N}(i)} \frac{1}{\sqrt{\deg(i) \deg(j)}} \mathbf{x}^{(l)}_j
 
     after "LightGCN" (https://arxiv.org/abs/2002.02126). Arguments, parameters and results are the original's.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastLightGCN
+        >>> model = FastLightGCN(num_nodes=3, embedding_dim=8, num_layers=2)
+        >>> model.get_embedding(torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
+        torch.Size([3, 8])
     """
 
     def __init__(

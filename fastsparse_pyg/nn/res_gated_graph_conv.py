@@ -35,7 +35,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
     after "Residual Gated Graph ConvNets" (https://arxiv.org/abs/1711.07553). Arguments, parameters,
     ``state_dict`` and results are the original's. Gates, messages and sum are one operator
     (:func:`fastsparse_core.gated_aggregate`) that stores nothing of the size of the edges. With ``edge_dim``,
-    up to 32, the maps of nodes and edges are taken apart, so that no edge gets a row. Kernels serve the
+    up to 32, the maps of nodes and edges are taken apart, so that no edge gets a row. Kernels support the
     sigmoid as ``act``; another function runs PyG's own code on the same parameters.
 
     Shapes:
@@ -44,6 +44,13 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
           or bfloat16; edges :math:`(2, |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or
           :class:`~fastsparse_core.Adjacency`; edge features :math:`(|\mathcal{E}|, D)` *(optional)*
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastResGatedGraphConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastResGatedGraphConv(8, 4)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     _kernel = "gated_aggregate"
@@ -97,7 +104,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         shape = (state["out_channels"], x.shape[1] + features)
         for name in ("lin_query", "lin_value", "lin_key"):
             lin = modules[name]
-            if not is_plain_linear(lin):
+            if edge_attr is None and not is_plain_linear(lin):  # else `_reason` asked
                 return None
             weight, bias = lin._parameters["weight"], lin._parameters["bias"]
             if bias is None or weight.shape != shape:

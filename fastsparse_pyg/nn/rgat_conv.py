@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,16 +43,21 @@ class FastRGATConv(AttentionConv, RGATConv):
     and results are the original's. :math:`\mathbf{W}_r \mathbf{x}_j` is computed once for every pair of a
     source and a relation that have edges, not for every edge, and the same goes for scores of destinations.
     Additive scores without ``mod`` run the fused kernel; the other options keep one number for every edge and
-    head. The dropped attention weights are other random ones than the original's.
+    head. Attention dropout draws a different mask than the original.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`; edges :math:`(2, |\mathcal{E}|)`; types
           :math:`(|\mathcal{E}|)`; edge features :math:`(|\mathcal{E}|, D)` *(optional)*
         - **output:** node features :math:`(|\mathcal{V}|, H * F_{out})`, times ``dim`` where scores are
           multiplicative
-    """
 
-    _stores_edges: ClassVar[bool] = True
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastRGATConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastRGATConv(8, 4, num_relations=2)(x, edge_index, torch.tensor([0, 1, 0])).shape
+        torch.Size([3, 4])
+    """
 
     def forward(
         self,
@@ -66,10 +71,11 @@ class FastRGATConv(AttentionConv, RGATConv):
         """Computes the layer.
 
         Args:
-            x: node features.
+            x: node features (N, F_in), float64, float32, float16 or bfloat16; a pair of them, of sources and
+                destinations, runs PyG's implementation.
             edge_index: edges.
-            edge_type: relation of every edge, in their order.
-            edge_attr: features of the edges; required with ``edge_dim``.
+            edge_type: relation of every edge, int64 (E,), in their order.
+            edge_attr: features of the edges (E, edge_dim), in the dtype of ``x``; required with ``edge_dim``.
             size: runs PyG's code.
             return_attention_weights: True or False: also returns the edges and their attention weights before
                 dropout.
@@ -223,6 +229,8 @@ class FastRGATConv(AttentionConv, RGATConv):
             return fallback.EDGE_FEATURES_OR_NOT
         if isinstance(edge_attr, Tensor) and edge_attr.size(0) != edge_index.size(1):
             return Reason("edge features that are not one row per edge", fallback.EDGE_ROWS)
+        if isinstance(x_src, (tuple, list)):
+            return fallback.PAIR_OF_FEATURES
         if not isinstance(x_src, Tensor):
             raise_features(x_src)
         if x_src.dtype != self.k.dtype:

@@ -51,7 +51,7 @@ class _RelationalConv(FastConv):
             x: node features, indices of trainable ones, None for those of all nodes, or (sources,
                 destinations).
             edge_index: edges, or a SparseTensor or Adjacency whose rows are the destinations.
-            edge_type: relation of every edge, in their order; of a SparseTensor the values are.
+            edge_type: relation of every edge, int64 (E,), in their order; of a SparseTensor the values are.
 
         Raises:
             ValueError: sizes or devices do not fit.
@@ -109,7 +109,12 @@ class _RelationalConv(FastConv):
 
     def _as_original(self, out: Tensor) -> Tensor:
         """The result in PyG's dtype."""
-        return out.to(torch.promote_types(out.dtype, torch.get_default_dtype())) if self._onto_zeros else out
+        if self._onto_zeros:
+            return out.to(torch.promote_types(out.dtype, torch.get_default_dtype()))
+        if out.is_cuda and self._reduce() == "mean" and torch.is_autocast_enabled("cuda"):
+            # PyG takes the reciprocal of counts, in float32 by CUDA's autocast.
+            return out.to(torch.promote_types(out.dtype, torch.float32))
+        return out
 
     def _are_few(self, relations: Relations, x: Tensor, weight: Tensor) -> bool:
         """Whether one product serves all relations, with rows for pairs without edges too."""
@@ -166,10 +171,10 @@ class FastRGCNConv(_RelationalConv, RGCNConv):
 
     after "Modeling Relational Data with Graph Convolutional Networks" (https://arxiv.org/abs/1703.06103),
     sections 2.1 and 2.2. Arguments, parameters, ``state_dict`` and results are the original's; that of PyG's
-    own ``FastRGCNConv`` is :class:`FastFastRGCNConv`. One aggregation serves all relations: its rows are the
-    pairs of a destination and a relation that have edges, sorted by relation, so that every relation's matrix
-    multiplies consecutive rows. Where fewer numbers move, sources are multiplied first. Nothing of the size
-    of nodes times relations is stored. The structure is made once for each pair of ``edge_index`` and
+    own ``FastRGCNConv`` is :class:`FastFastRGCNConv`. All relations are one aggregation. Its rows are the
+    pairs of a destination and a relation that have edges, sorted by relation, so every relation's matrix
+    multiplies consecutive rows. If that moves fewer numbers, sources are multiplied first. Nothing of the
+    size of nodes times relations is stored. The structure is made once for each pair of ``edge_index`` and
     ``edge_type``. An edge whose type is none of the relations is an IndexError; a captured step, which reads
     nothing from the device, leaves it out.
 
@@ -178,13 +183,32 @@ class FastRGCNConv(_RelationalConv, RGCNConv):
           a pair of them; edges :math:`(2, |\mathcal{E}|)`, SparseTensor or
           :class:`~fastsparse_core.Adjacency`; types :math:`(|\mathcal{E}|)`
         - **output:** node features :math:`(|\mathcal{V}_t|, F_{out})`
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastRGCNConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastRGCNConv(8, 4, num_relations=2)(x, edge_index, torch.tensor([0, 1, 0])).shape
+        torch.Size([3, 4])
     """
 
 
 class FastFastRGCNConv(_RelationalConv, pyg.FastRGCNConv):
-    """PyG's :class:`~torch_geometric.nn.conv.FastRGCNConv`, RGCN by a matrix per edge, on FastSparse kernels.
+    r"""PyG's :class:`~torch_geometric.nn.conv.FastRGCNConv` on FastSparse kernels.
 
-    What :class:`FastRGCNConv` computes, for sums and means, on the same parameters.
+    .. math::
+        \mathbf{x}^{\prime}_i = \mathbf{\Theta}_{\textrm{root}} \cdot \mathbf{x}_i + \sum_{r \in \mathcal{R}}
+        \sum_{j \in \mathcal{N}_r(i)} \frac{1}{|\mathcal{N}_r(i)|} \mathbf{\Theta}_r \cdot \mathbf{x}_j
+
+    after "Modeling Relational Data with Graph Convolutional Networks" (https://arxiv.org/abs/1703.06103). It
+    computes what :class:`FastRGCNConv` computes, for sums and means, with the same parameters.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastFastRGCNConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastFastRGCNConv(8, 4, num_relations=2)(x, edge_index, torch.tensor([0, 1, 0])).shape
+        torch.Size([3, 4])
     """
 
     _aggregations: ClassVar[tuple[type[torch.nn.Module], ...]] = (SumAggregation, MeanAggregation)

@@ -8,11 +8,9 @@ from torch import Tensor
 from torch_geometric.nn import SAGEConv
 from torch_geometric.typing import OptPairTensor, Size
 
-from fastsparse_core import Adjacency
 from fastsparse_core.fallback import Reason
 from fastsparse_pyg.graph import EdgesLike, values_of
 from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv, size_for_pyg
-from fastsparse_pyg.traced import TracedEdges
 
 
 class FastSAGEConv(FastConv, SAGEConv):
@@ -23,9 +21,9 @@ class FastSAGEConv(FastConv, SAGEConv):
         \mathcal{N}(i)} \mathbf{x}_j
 
     after "Inductive Representation Learning on Large Graphs" (https://arxiv.org/abs/1706.02216). Arguments,
-    parameters, ``state_dict`` and results are the original's. Kernels serve ``aggr`` sum, add, mean, max and
-    min; anything else (lists, LSTM, custom modules, message hooks, explain mode) runs PyG's own code on the
-    same parameters. Where several neighbours share the maximum, its gradient goes to the first of them.
+    parameters, ``state_dict`` and results are the original's. Kernels support ``aggr`` sum, add, mean, max
+    and min; anything else (lists, LSTM, custom modules, message hooks, explain mode) runs PyG's own code on
+    the same parameters. If several neighbours share the maximum, its gradient goes to the first of them.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -33,6 +31,13 @@ class FastSAGEConv(FastConv, SAGEConv):
           |\mathcal{E}|)`, EdgeIndex, transposed sparse matrix or :class:`~fastsparse_core.Adjacency`;
           float64, float32, float16, bfloat16
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastSAGEConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastSAGEConv(8, 4)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     _aggregations = ANY_REDUCTION
@@ -41,7 +46,8 @@ class FastSAGEConv(FastConv, SAGEConv):
         """Computes the layer.
 
         Args:
-            x: node features, or (source features, destination features or None).
+            x: node features (N, F_in), float64, float32, float16 or bfloat16, or (source features,
+                destination features or None).
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
             size: (sources, destinations), for edge lists.
 
@@ -49,11 +55,9 @@ class FastSAGEConv(FastConv, SAGEConv):
             ValueError: sizes, dtypes or devices do not fit together.
             IndexError: an index points to no node.
         """
-        adj: Adjacency | TracedEdges | Reason = self._structure(x, edge_index, size)
+        adj = self._structure(x, edge_index, size)
         if isinstance(adj, Reason):
-            adj = self._traced_edges(adj, x, edge_index, size)
-            if isinstance(adj, Reason):
-                return self._original_forward(adj, x, edge_index, size_for_pyg(edge_index, size))
+            return self._original_forward(adj, x, edge_index, size_for_pyg(edge_index, size))
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         # PyG multiplies by the values of a torch.sparse matrix and drops those of a SparseTensor.
         value = (

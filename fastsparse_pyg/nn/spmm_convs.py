@@ -17,12 +17,13 @@ from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.aggregate_transform import weighted_linear
 from fastsparse_core.fused.joint_linear import add_linear
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
+from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike, for_pyg, is_sparse_matrix
 from fastsparse_pyg.nn.base import is_plain_linear, size_for_pyg
-from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
+from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype, mixed
 
 
 class FastGraphConv(PropagatingConv, pyg.GraphConv):
@@ -32,8 +33,15 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
         \mathbf{x}^{\prime}_i = \mathbf{W}_1 \mathbf{x}_i + \mathbf{W}_2 \sum_{j \in \mathcal{N}(i)} e_{j,i}
         \mathbf{x}_j
 
-    after "Weisfeiler and Leman Go Neural" (https://arxiv.org/abs/1810.02244). Kernels serve ``aggr`` sum,
+    after "Weisfeiler and Leman Go Neural" (https://arxiv.org/abs/1810.02244). Kernels support ``aggr`` sum,
     add, mean, max and min.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastGraphConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastGraphConv(8, 4)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     _bipartite = True
@@ -48,9 +56,10 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
         """Computes the layer; errors as in :meth:`FastSAGEConv.forward`.
 
         Args:
-            x: node features, or (source features, destination features or None).
+            x: node features (N, F_in), float64, float32, float16 or bfloat16, or (source features,
+                destination features or None).
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
-            edge_weight: one weight per edge, for edges and Adjacency (a matrix carries its own).
+            edge_weight: floating (E,), for edges and Adjacency (a matrix carries its own).
             size: (sources, destinations), for edge lists.
         """
         adj = self._structure(x, edge_index, size)
@@ -139,8 +148,15 @@ class FastSGConv(_Powers, pyg.SGConv):
         \mathbf{X}^{\prime} = \left( \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2}
         \right)^K \mathbf{X} \mathbf{\Theta}
 
-    after "Simplifying Graph Convolutional Networks" (https://arxiv.org/abs/1902.07153). Where nothing is
-    cached, the linear layer comes first if that gathers less.
+    after "Simplifying Graph Convolutional Networks" (https://arxiv.org/abs/1902.07153). If nothing is cached,
+    and that gathers less, the linear layer comes first.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastSGConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastSGConv(8, 4, K=2)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
@@ -150,8 +166,7 @@ class FastSGConv(_Powers, pyg.SGConv):
         return self._powers(x, edge_index, edge_weight, narrow=not self.cached)
 
     def _polynomial(self, matrix: Propagation, x: Tensor) -> Tensor:
-        for _ in range(self.K):
-            x = self._multiply(matrix, x)
+        *_, x = x, *self._steps(matrix, x, self.K)
         if self.cached and self.K:
             self._cached_x = x
         return x
@@ -166,6 +181,13 @@ class FastSSGConv(_Powers, pyg.SSGConv):
         \mathbf{\Theta}
 
     after "Simple Spectral Graph Convolution" (https://openreview.net/forum?id=CYO5T-YjWZV).
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastSSGConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastSSGConv(8, 4, alpha=0.1, K=2)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
@@ -176,9 +198,8 @@ class FastSSGConv(_Powers, pyg.SSGConv):
 
     def _polynomial(self, matrix: Propagation, x: Tensor) -> Tensor:
         out = x * self.alpha
-        for _ in range(self.K):
-            x = self._multiply(matrix, x)
-            out = torch.add(out, x, alpha=(1 - self.alpha) / self.K)
+        for power in self._steps(matrix, x, self.K):
+            out = torch.add(out, power, alpha=(1 - self.alpha) / self.K)
         if self.cached:
             self._cached_h = out
         return out
@@ -191,8 +212,15 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
         \mathbf{X}^{(k)} = (1 - \alpha) \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2}
         \mathbf{X}^{(k-1)} + \alpha \mathbf{X}^{(0)}
 
-    after "Predict then Propagate" (https://arxiv.org/abs/1810.05997). Dropped edges are other random ones
-    than the original's.
+    after "Predict then Propagate" (https://arxiv.org/abs/1810.05997). Dropout of edges draws a different mask
+    than the original.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastAPPNP
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastAPPNP(K=10, alpha=0.1)(x, edge_index).shape
+        torch.Size([3, 8])
     """
 
     _caches_matrix = True
@@ -208,6 +236,9 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
         if isinstance(matrix, Reason):
             return self._original_forward(matrix, x, edge_index, edge_weight)
         out, value = x, matrix.value
+        if not drops and not is_any_autocast_enabled():
+            *_, out = out, *self._steps(matrix, out, self.K, [x] * self.K, self.alpha)
+            return out
         # Under autocast the products are in its dtype; the result is in the original's, which casts nothing.
         dtype = x.dtype if value is None else torch.promote_types(x.dtype, value.dtype)
         for step in range(self.K):
@@ -215,7 +246,7 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
                 value = F.dropout(_values_of(matrix, x.dtype), p=self.dropout)
                 matrix = Propagation(matrix.adj, value)
             out = self._multiply(matrix, out)
-            out = _mixed(out if step < self.K - 1 else out.to(dtype), x, self.alpha)
+            out = mixed(out if step < self.K - 1 else out.to(dtype), x, self.alpha)
         return out
 
 
@@ -226,8 +257,15 @@ class FastTAGConv(PropagatingConv, pyg.TAGConv):
         \mathbf{X}^{\prime} = \sum_{k=0}^K \left( \mathbf{D}^{-1/2} \mathbf{A} \mathbf{D}^{-1/2} \right)^k
         \mathbf{X} \mathbf{W}_{k}
 
-    after "Topology Adaptive Graph Convolutional Networks" (https://arxiv.org/abs/1710.10370). Where the
-    output is narrower than the input, by Horner's rule on the output's width.
+    after "Topology Adaptive Graph Convolutional Networks" (https://arxiv.org/abs/1710.10370). If the output
+    is narrower than the input, the sum is computed by Horner's rule at the output's width.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastTAGConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastTAGConv(8, 4)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
@@ -235,18 +273,19 @@ class FastTAGConv(PropagatingConv, pyg.TAGConv):
         matrix = self._propagation(x, edge_index, edge_weight)
         if isinstance(matrix, Reason):
             return self._original_forward(matrix, x, edge_index, edge_weight)
-        plain = all(map(is_plain_linear, self.lins))
-        if plain and self._is_linear() and x.size(-1) > self.out_channels:
-            width = self.out_channels
+        width = self.out_channels
+        if x.size(-1) > width and self._is_linear() and all(map(is_plain_linear, self.lins)):
             joint = torch.cat([lin.weight for lin in self.lins])
             *terms, out = linear_before_sum(x, joint, None, len(self.lins), width).split(width, dim=-1)
-            for term in reversed(terms):
-                out = self._multiply(matrix, out) + term
+            *_, out = out, *self._steps(matrix, out, len(terms), terms[::-1])
         else:
-            out = self.lins[0](x)
-            for lin in list(self.lins)[1:]:
-                x = self._multiply(matrix, x)
-                out = add_linear(out, x, lin, Linear) if plain else out + lin(x)
+            first, *others = self.lins
+            out, powers = first(x), self._steps(matrix, x, len(others))
+            if is_plain_linear(first):
+                out = add_linear(out, powers, others, Linear)
+            else:
+                for lin, power in zip(others, powers, strict=True):
+                    out = out + lin(power)
         return out if self.bias is None else out + self.bias
 
 
@@ -258,6 +297,13 @@ class FastMixHopConv(PropagatingConv, pyg.MixHopConv):
         \mathbf{\hat{D}}^{-1/2} \right)^p \mathbf{X} \mathbf{\Theta}_p
 
     after "MixHop" (https://arxiv.org/abs/1905.00067).
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastMixHopConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastMixHopConv(8, 4, powers=[0, 1, 2])(x, edge_index).shape
+        torch.Size([3, 12])
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
@@ -267,9 +313,8 @@ class FastMixHopConv(PropagatingConv, pyg.MixHopConv):
             return self._original_forward(matrix, x, edge_index, edge_weight)
         first, *others = self.lins
         parts = [first(x)]
-        for lin in others:
-            x = self._multiply(matrix, x)
-            parts.append(lin(x))
+        for lin, power in zip(others, self._steps(matrix, x, len(others)), strict=True):
+            parts.append(lin(power))
         out = torch.cat([parts[power] for power in self.powers], dim=-1)
         return out if self.bias is None else out + self.bias
 
@@ -283,6 +328,13 @@ class FastGCN2Conv(PropagatingConv, pyg.GCN2Conv):
         \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2}
 
     after "Simple and Deep Graph Convolutional Networks" (https://arxiv.org/abs/2007.02133).
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastGCN2Conv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastGCN2Conv(8, alpha=0.1)(x, x, edge_index).shape
+        torch.Size([3, 8])
     """
 
     _caches_matrix = True
@@ -290,7 +342,14 @@ class FastGCN2Conv(PropagatingConv, pyg.GCN2Conv):
     _cached_adj_t = Cached()
 
     def forward(self, x: Tensor, x_0: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
-        """Computes the layer; ``x_0``: the first layer's features; else as :meth:`FastGCNConv.forward`."""
+        """Computes the layer.
+
+        Args:
+            x: node features (N, channels), float64, float32, float16 or bfloat16.
+            x_0: features of the first layer, like ``x``.
+            edge_index: as in :meth:`FastGCNConv.forward`.
+            edge_weight: as in :meth:`FastGCNConv.forward`.
+        """
         matrix = self._propagation(x, edge_index, edge_weight)
         if isinstance(matrix, Reason):
             edge_weight = self._written_for_original(x, edge_index, edge_weight)
@@ -299,7 +358,7 @@ class FastGCN2Conv(PropagatingConv, pyg.GCN2Conv):
         out, x_0 = self._multiply(matrix, x), x_0[: x.size(0)]
         factors = {"beta": 1.0 - self.beta, "alpha": self.beta}
         if self.weight2 is None:
-            out = _mixed(out, x_0, self.alpha)
+            out = mixed(out, x_0, self.alpha)
             return torch.addmm(out, out, self.weight1, **factors)
         out, x_0 = out * (1 - self.alpha), x_0 * self.alpha
         out = torch.addmm(out, out, self.weight1, **factors)
@@ -314,10 +373,22 @@ class FastLGConv(PropagatingConv, pyg.LGConv):
         \mathbf{x}_j
 
     after "LightGCN" (https://arxiv.org/abs/2002.02126). Under autocast the result has the autocast dtype.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastLGConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastLGConv()(x, edge_index).shape
+        torch.Size([3, 8])
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
-        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
+        """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`.
+
+        A pair of features, which PyG takes without ``normalize``, runs PyG's implementation.
+        """
+        if isinstance(x, (tuple, list)):
+            return self._original_forward(fallback.PAIR_OF_FEATURES, x, edge_index, edge_weight)
         matrix = self._propagation(x, edge_index, edge_weight)
         if isinstance(matrix, Reason):
             return self._original_forward(matrix, x, edge_index, edge_weight)
@@ -333,6 +404,13 @@ class FastARMAConv(PropagatingConv, pyg.ARMAConv):
         \mathbf{X}_k^{(T)}
 
     after "Graph Neural Networks with Convolutional ARMA Filters" (https://arxiv.org/abs/1901.01343).
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastARMAConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastARMAConv(8, 4, num_stacks=2)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
@@ -366,6 +444,13 @@ class FastClusterGCNConv(PropagatingConv, pyg.ClusterGCNConv):
         \mathbf{I})^{-1} (\mathbf{A} + \mathbf{I})
 
     after "Cluster-GCN" (https://arxiv.org/abs/1905.07953). Sparse matrices run PyG's own code.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastClusterGCNConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastClusterGCNConv(8, 4)(x, edge_index).shape
+        torch.Size([3, 4])
     """
 
     _aggregations = (SumAggregation,)
@@ -403,6 +488,13 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
         \mathbf{h}_i^{(l+1)} = \mathrm{GRU}(\mathbf{m}_i^{(l+1)}, \mathbf{h}_i^{(l)})
 
     after "Gated Graph Sequence Neural Networks" (https://arxiv.org/abs/1511.05493).
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastGatedGraphConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastGatedGraphConv(8, num_layers=2)(x, edge_index).shape
+        torch.Size([3, 8])
     """
 
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
@@ -417,13 +509,6 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
         for weight in self.weight:
             x = self.rnn(self._multiply(matrix, x @ weight), x)
         return x
-
-
-def _mixed(out: Tensor, x: Tensor, alpha: Any) -> Tensor:
-    """(1 - alpha) out + alpha x."""
-    if isinstance(alpha, Tensor):
-        return out * (1 - alpha) + alpha * x
-    return torch.lerp(out, x.to(out.dtype), alpha)
 
 
 def _values_of(matrix: Propagation, dtype: torch.dtype) -> Tensor:

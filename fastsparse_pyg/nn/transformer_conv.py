@@ -35,8 +35,8 @@ class FastTransformerConv(AttentionConv, TransformerConv):
     (https://arxiv.org/abs/2009.03509), section 3.1. Arguments, parameters, ``state_dict`` and results are the
     original's. Scores, softmax, dropout and sum are one operator (:func:`fastsparse_core.attention`) that
     stores nothing of the size of the edges. Edge features join keys and values without a projected row for
-    any edge: :math:`\mathbf{W}_6` moves to the queries and behind the sum. The dropped attention weights are
-    other random ones than the original's. Under autocast the attention runs in the autocast dtype.
+    any edge: :math:`\mathbf{W}_6` moves to the queries and behind the sum. Attention dropout draws a
+    different mask than the original. Under autocast the attention runs in the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -46,6 +46,13 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         - **output:** node features :math:`(|\mathcal{V}|, H * F_{out})` or :math:`(|\mathcal{V}_t|, H *
           F_{out})`, with ``return_attention_weights`` a pair of that and
           :math:`((2, |\mathcal{E}|), (|\mathcal{E}|, H))`
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_pyg import FastTransformerConv
+        >>> x, edge_index = torch.randn(3, 8), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> FastTransformerConv(8, 4, heads=2)(x, edge_index).shape
+        torch.Size([3, 8])
     """
 
     _needs_destinations = True

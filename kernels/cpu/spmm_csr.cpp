@@ -14,6 +14,7 @@ constexpr int kPrefetchEntries = 8;          // entries between a prefetch and i
 constexpr std::int64_t kEntriesPerSum = 32;  // then the sum moves to a compensated total
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // products below which waking threads costs more than it saves
+constexpr std::int64_t kNearBytes = 1 << 19;   // of x, up to which it lies in a near cache: no prefetching
 
 template <typename T>
 FASTSPARSE_INLINE Acc<T> weight_of(const SpmmArgs& args, std::int64_t entry, std::int64_t head) {
@@ -23,6 +24,14 @@ FASTSPARSE_INLINE Acc<T> weight_of(const SpmmArgs& args, std::int64_t entry, std
   }
   if (args.scale_src != nullptr) weight *= static_cast<const Acc<T>*>(args.scale_src)[args.a.col[entry]];
   return weight;
+}
+
+// The values of the entries where they are all there is of weights, in their order; else null.
+template <typename T>
+FASTSPARSE_INLINE const T* plain_weights(const SpmmArgs& args) {
+  const bool is_plain = args.value.dtype == args.dtype && args.value.heads == 1 &&
+                        args.a.edge_id == nullptr && args.scale_src == nullptr;
+  return is_plain ? static_cast<const T*>(args.value.data) : nullptr;
 }
 
 // Weight of a row's own features (`SpmmArgs::loop`).
@@ -53,12 +62,15 @@ FASTSPARSE_INLINE void accumulate_tile(const SpmmArgs& args, std::int64_t row, s
   const T* x = static_cast<const T*>(args.x.data) + f;
   const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1];
   const bool weighted = args.value.data != nullptr || args.scale_src != nullptr;
+  const T* weights = plain_weights<T>(args);
+  const bool is_near = args.a.num_cols * args.x.stride * static_cast<std::int64_t>(sizeof(T)) <= kNearBytes;
+  const std::int64_t prefetched = is_near ? 0 : args.a.num_edges;
   Vector<A> total[kVectors] = {}, compensation[kVectors] = {};
   for (std::int64_t block = begin; block < end; block += kEntriesPerSum) {
     const std::int64_t block_end = std::min(block + kEntriesPerSum, end);
     Vector<A> sum[kVectors] = {};
     for (std::int64_t entry = block; entry < block_end; ++entry) {
-      if (entry + kPrefetchEntries < args.a.num_edges) {  // of the rows that follow, too
+      if (entry + kPrefetchEntries < prefetched) {  // of the rows that follow, too
         const T* next = x + args.a.col[entry + kPrefetchEntries] * args.x.stride;
         for (int byte = 0; byte < kVectors * kWidth * static_cast<int>(sizeof(T)); byte += 64) {
           __builtin_prefetch(reinterpret_cast<const char*>(next) + byte);
@@ -77,7 +89,12 @@ FASTSPARSE_INLINE void accumulate_tile(const SpmmArgs& args, std::int64_t row, s
           sum[v] += features * (values * scale);
         }
       } else {
-        const A weight = weighted ? weight_of<T>(args, entry, head) : A{1};
+        A weight = 1;
+        if (weights != nullptr) {
+          weight = widen(weights[entry]);
+        } else if (weighted) {
+          weight = weight_of<T>(args, entry, head);
+        }
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) {
           Vector<A> features;
@@ -153,10 +170,18 @@ FASTSPARSE_INLINE void multiply_rows(const SpmmArgs& args, std::int64_t row_begi
       for (; f + kTileVectors * kWidth <= end; f += kTileVectors * kWidth) {
         accumulate_tile<T, kTileVectors>(args, row, head, f);
       }
+      if (f + 4 * kWidth <= end) {
+        accumulate_tile<T, 4>(args, row, head, f);
+        f += 4 * kWidth;
+      }
       for (; f + 2 * kWidth <= end; f += 2 * kWidth) accumulate_tile<T, 2>(args, row, head, f);
       if (f + kWidth <= end) {
         accumulate_tile<T, 1>(args, row, head, f);
         f += kWidth;
+      }
+      if (f < end && head_width >= kWidth) {  // the last vector again, from where it ends with the head
+        accumulate_tile<T, 1>(args, row, head, end - kWidth);
+        f = end;
       }
       for (; f < end; ++f) accumulate_feature<T>(args, row, head, f);
     }

@@ -37,6 +37,7 @@ __all__ = [
 
 try:
     from fastsparse_core import dgl_import as _dgl_import  # noqa: F401  (lets `import dgl` work from here on)
+    from fastsparse_core import traced as _traced  # noqa: F401  (operators of compiled and exported programs)
     from fastsparse_core.call_report import report
     from fastsparse_core.capturing.decorator import capture
     from fastsparse_core.device import unusable_gpu as _unusable_gpu

@@ -51,7 +51,7 @@ class Sightings:
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """What a cache did so far.
+    """Counters of a cache.
 
     Attributes:
         hits: look-ups that found a valid entry.
@@ -59,6 +59,11 @@ class CacheInfo:
         stale: entries dropped because their graph had changed.
         entries: structures held now.
         bytes: memory of the structures held now.
+
+    Example:
+        >>> from fastsparse_core.cache import CacheInfo
+        >>> CacheInfo(hits=9, misses=1, stale=0, entries=1, bytes=4096).hits
+        9
     """
 
     hits: int
@@ -104,10 +109,8 @@ class AdjacencyCache:
             self.hits += 1
             return latest[2]
         with self._lock:
-            reference, entries = self._graphs.get(id(key), (None, None))
-            if reference is None or entries is None or reference() is not key:
-                reference = entries = None
-            else:
+            reference, entries = self._graphs.get(id(key), (None, {}))
+            if reference is not None and reference() is key:
                 entry = entries.get(options)
                 if entry is not None:
                     if entry[0] == stamp:
@@ -121,14 +124,20 @@ class AdjacencyCache:
                 return run.structure(key, options, build)
             self._misses += 1
             adjacency = build()
-            if reference is None or entries is None:
+            self.keep(key, stamp, options, adjacency)
+            return adjacency
+
+    def keep(self, key: object, stamp: Hashable, options: Hashable, adjacency: Adjacency) -> None:
+        """Keeps a structure that was not built for ``key``; the arguments are those of :meth:`lookup`."""
+        with self._lock:
+            reference, entries = self._graphs.get(id(key), (None, {}))
+            if reference is None or reference() is not key:
                 reference, entries = self._reference(key), {}
                 self._graphs[id(key)] = (reference, entries)
             while len(entries) >= MAX_OPTIONS:
                 del entries[next(iter(entries))]
             entries[options] = (stamp, adjacency)
             self._remember(reference, stamp, options, adjacency)
-            return adjacency
 
     def kept(self, key: object, options: Hashable) -> tuple[Any, Hashable, Adjacency] | None:
         """(weak reference to the graph object, stamp, structure) if there is an entry, of whatever stamp."""

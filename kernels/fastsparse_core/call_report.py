@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
-import shutil
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-from fastsparse_core.log import current_line
+from fastsparse_core.log import current_line, table_text
 
 #: Sentences of advice that a report gives at most.
 MOST_ADVICE = 3
@@ -27,6 +25,11 @@ class Row:
         by: the kernel, or the package whose implementation ran.
         reason: why it was not a kernel; "" if it was.
         cure: what to do about that; "" if nothing, because it is faster so.
+
+    Example:
+        >>> from fastsparse_core.call_report import Row
+        >>> Row("train.py:12", "scatter", by="segment_reduce").reason
+        ''
     """
 
     place: str
@@ -42,15 +45,20 @@ class CallReport:
 
     Attributes:
         rows: kinds of calls and how many there were, the most frequent first.
+
+    Example:
+        >>> import fastsparse_core
+        >>> fastsparse_core.report().rows  # recording starts with enable(report=True)
+        ()
     """
 
     rows: tuple[tuple[Row, int], ...]
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What would make most calls faster: three sentences at most.
+        """Advice on what would make most calls faster, three sentences at most.
 
-        None for calls of which most ran on a kernel: an index is new once.
+        There is none for a call that ran on a kernel most of the time, because every index is new once.
         """
         served: Counter[tuple[str, str]] = Counter()
         for row, count in self.rows:
@@ -68,7 +76,6 @@ class CallReport:
         return json.dumps({"rows": rows, "advice": self.advice}, indent=2) + "\n"
 
     def __str__(self) -> str:
-        from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
@@ -86,13 +93,14 @@ class CallReport:
         for row, count in self.rows:
             cells = (row.place, row.call, row.by, row.reason, str(count))
             table.add_row(*(Text(cell) for cell in cells))
-        page = io.StringIO()
-        Console(file=page, width=shutil.get_terminal_size((110, 24)).columns).print(table)
-        return "\n".join([page.getvalue().rstrip(), *self.advice])
+        return "\n".join([table_text(table), *self.advice])
 
 
 def report() -> CallReport:
     """Returns what ran on FastSparse since recording started.
+
+    Returns:
+        The calls by line, function and kernel; ``print`` shows them as a table.
 
     Example:
         >>> import fastsparse_core

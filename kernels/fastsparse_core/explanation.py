@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,19 +10,25 @@ import torch
 from torch.nn import Module
 
 from fastsparse_core.fallback import Reason, listening
+from fastsparse_core.log import table_text
 
 _KERNELS = "FastSparse"
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What computed one layer.
+    """Which implementation computed one layer, and why.
 
     Attributes:
         path: name of the layer in the model; "" if it is the model.
         layer: name of its class.
         by: ``"FastSparse"``, the name of the framework, or ``"not called"``.
         reason: why it was the framework, and what to do about it; "" if it was not.
+
+    Example:
+        >>> from fastsparse_core.explanation import Explanation
+        >>> Explanation("conv1", "FastGCNConv", by="FastSparse").reason
+        ''
     """
 
     path: str
@@ -34,10 +38,19 @@ class Explanation:
 
 
 class Explanations(tuple[Explanation, ...]):
-    """One :class:`Explanation` for each graph layer; ``print`` shows them as a table."""
+    """One :class:`Explanation` for each graph layer; ``print`` shows them as a table.
+
+    Args:
+        iterable: the explanations.
+
+
+    Example:
+        >>> from fastsparse_core.explanation import Explanation, Explanations
+        >>> len(Explanations([Explanation("conv1", "FastGCNConv", by="FastSparse")]))
+        1
+    """
 
     def __str__(self) -> str:
-        from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
@@ -49,9 +62,7 @@ class Explanations(tuple[Explanation, ...]):
         for item in self:
             cells = (item.path or "(the model)", item.layer, item.by, item.reason)
             table.add_row(*(Text(cell) for cell in cells))
-        page = io.StringIO()
-        Console(file=page, width=shutil.get_terminal_size((110, 24)).columns).print(table)
-        return page.getvalue().rstrip()
+        return table_text(table)
 
 
 def explain(

@@ -7,8 +7,6 @@ second place in the model.
 
 from __future__ import annotations
 
-import io
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +47,7 @@ _SUBCLASS = "_replaced_class"
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one layer.
+    """The result of :func:`accelerate` for one layer.
 
     Attributes:
         paths: its names in the model, several for a shared layer; "" is the model itself.
@@ -57,6 +55,11 @@ class Row:
         drop_in: name of its class now if that is a drop-in, else "".
         reason: why nothing was changed, "" if something was.
         kernel: what computes it now, where a plugin says so.
+
+    Example:
+        >>> from fastsparse_core.layer_swap import Row
+        >>> Row(("conv1",), "GCNConv", "FastGCNConv", reason="").paths
+        ('conv1',)
     """
 
     paths: tuple[str, ...]
@@ -72,6 +75,11 @@ class Report:
 
     Attributes:
         rows: one per graph layer, in the order of the model.
+
+    Example:
+        >>> from fastsparse_core.layer_swap import Report, Row
+        >>> Report((Row(("conv1",), "GCNConv", "FastGCNConv", reason=""),))
+        Report(1 of 1 graph layers swapped)
     """
 
     rows: tuple[Row, ...]
@@ -87,7 +95,6 @@ class Report:
         return tuple(row for row in self.rows if row.reason)
 
     def __str__(self) -> str:
-        from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
@@ -102,9 +109,7 @@ class Report:
             paths = ", ".join(path or "(the model)" for path in row.paths)
             cells = (paths, row.original, now, *((row.kernel,) if with_kernel else ()))
             table.add_row(*(Text(cell) for cell in cells))
-        page = io.StringIO()
-        Console(file=page, width=shutil.get_terminal_size((110, 24)).columns).print(table)
-        return page.getvalue().rstrip()
+        return log.table_text(table)
 
     def __repr__(self) -> str:
         return f"Report({len(self.swapped)} of {len(self.rows)} graph layers swapped)"

@@ -1,13 +1,16 @@
-"""Messages that a user sees once: log records about which path ran, warnings about slow ones."""
+"""Messages for the user: log records about which path ran, warnings about slow ones, tables of reports."""
 
 from __future__ import annotations
 
+import io
 import linecache
 import logging
 import os
+import shutil
 import sys
 import warnings
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
@@ -28,9 +31,20 @@ class SlowPathWarning(UserWarning):
     """FastSparse does not run a call the fast way that was asked for; the message has the cause and the cure.
 
     Example:
-        >>> import warnings
+        >>> import fastsparse_core, warnings
         >>> warnings.simplefilter("ignore", fastsparse_core.SlowPathWarning)
     """
+
+
+def table_text(table: Any) -> str:
+    """A table of rich as text, as wide as the terminal."""
+    from rich.console import Console
+
+    page = io.StringIO()
+    width = shutil.get_terminal_size((110, 24)).columns
+    # In a notebook, rich would display the table at once. Notebooks also set FORCE_COLOR.
+    Console(file=page, width=width, force_jupyter=False, force_terminal=False).print(table)
+    return page.getvalue().rstrip()
 
 
 def info_once(logger: logging.Logger, message: str) -> None:

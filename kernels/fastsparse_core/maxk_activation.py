@@ -25,6 +25,12 @@ class MaxK(nn.Module):
     Raises:
         TypeError: ``k`` is not an int.
         ValueError: ``k`` is less than 1.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import MaxK
+        >>> MaxK(2)(torch.tensor([1.0, 5.0, -2.0, 3.0]))
+        tensor([0., 5., 0., 3.])
     """
 
     def __init__(self, k: int) -> None:
@@ -34,6 +40,9 @@ class MaxK(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """MaxK of (..., D), in the shape and dtype of ``x``.
+
+        Args:
+            x: (..., D), float64, float32, float16 or bfloat16.
 
         Raises:
             TypeError: the dtype is not supported.
@@ -47,6 +56,9 @@ class MaxK(nn.Module):
 
     def compress(self, x: Tensor) -> CBSR:
         """MaxK of (n, D), its zeros left out.
+
+        Args:
+            x: (n, D), float64, float32, float16 or bfloat16.
 
         Raises:
             TypeError: the dtype is not supported.

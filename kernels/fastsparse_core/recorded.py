@@ -32,6 +32,10 @@ class StepRun:
             ``Adjacency.from_coo`` was asked for.
         sorted_rows: addresses of memory, and offsets in it, where destinations begin that are sorted.
         greatest_of: gives the greatest index that a tensor may hold with padding, or None.
+
+    Attributes:
+        masks: bool (graphs, nodes) that tell which entries of a dense batch are nodes, each with the entry of
+            every node, int64 (nodes,), that of padding being any.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class StepRun:
         self._sorted_rows = sorted_rows
         self._greatest_of = greatest_of
         self._structures: dict[Hashable, tuple[object, Any]] = {}
+        self.masks: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def is_sorted(self, row: torch.Tensor) -> bool:
         """Whether destinations are known to ascend."""

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core.structure.adjacency import Adjacency
+
+#: What is computed in.
+_dtype: ContextVar[torch.dtype] = ContextVar("fastsparse_reference_dtype", default=torch.float64)
+
+
+@contextlib.contextmanager
+def computing_in(dtype: torch.dtype) -> Iterator[None]:
+    """Computes in another dtype than float64, for programs that are to run elsewhere."""
+    token = _dtype.set(dtype)
+    try:
+        yield
+    finally:
+        _dtype.reset(token)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(_dtype.get())
 
 
 def _edges(adj: Adjacency) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,24 +60,24 @@ def spmm(
 ) -> Tensor:
     """Float64 reference of :func:`fastsparse_core.spmm`: differentiable gather and scatter over the edges."""
     row, col, position = _edges(adj)
-    features = _matrix(x.double())
+    features = _matrix(_wide(x))
     width = features.size(1)
     message = features[col]
     if value is not None:
-        weight = _matrix(value.double())[position]
+        weight = _matrix(_wide(value))[position]
         heads = weight.size(1)
         message = message.reshape(len(col), heads, width // heads) * weight[:, :, None]
         message = message.reshape(len(col), width)
     if scale_src is not None:
-        message = message * scale_src.double()[col, None]
+        message = message * _wide(scale_src)[col, None]
     index = row[:, None].expand_as(message)
     out = features.new_zeros(adj.num_dst, width)
     name = {"sum": "sum", "mean": "mean", "max": "amax", "min": "amin"}[reduce]
     out = out.scatter_reduce(0, index, message, name, include_self=False)
     if scale_dst is not None:
-        out = out * scale_dst.double()[:, None]
+        out = out * _wide(scale_dst)[:, None]
     if bias is not None:
-        out = out + bias.double()
+        out = out + _wide(bias)
     if relu:
         out = out.relu()
     return out.reshape(adj.num_dst, *x.shape[1:])
@@ -74,28 +93,30 @@ def multi_aggregate(
     edge_weight: Tensor | None = None,
     groups: int = 1,
     min_variance: float = 1e-5,
-    message_dtype: torch.dtype = torch.float64,
+    message_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Float64 reference of :func:`fastsparse_core.multi_aggregate`, differentiable.
 
-    ``message_dtype``: of the messages before they are aggregated. Unlike ``scatter_reduce`` this shares the
+    ``message_dtype``: to which messages are rounded before they are aggregated; None: they are not. Unlike
+    ``scatter_reduce`` this shares the
     gradient of an extremum that is 0 among the entries that have it, and nothing else.
     """
     row, col, position = _edges(adj)
-    message = x_src.double()[col]
+    message = _wide(x_src)[col]
     if edge_attr is not None:
-        edges = edge_attr.double()[position]
-        message = message + (edges if edge_weight is None else F.linear(edges, edge_weight.double()))
+        edges = _wide(edge_attr)[position]
+        message = message + (edges if edge_weight is None else F.linear(edges, _wide(edge_weight)))
     if x_dst is not None:
-        message = message + x_dst.double()[row]
-    message = message + (message.to(message_dtype).double() - message).detach()
+        message = message + _wide(x_dst)[row]
+    if message_dtype is not None:
+        message = message + (message.to(message_dtype).to(message.dtype) - message).detach()
     count = torch.bincount(row, minlength=adj.num_dst).clamp(min=1)[:, None]
     index = row[:, None].expand_as(message)
     zeros = message.new_zeros(adj.num_dst, message.size(1))
 
     def extremum(name: str) -> Tensor:
         found = zeros.scatter_reduce(0, index, message.detach(), name, include_self=False)
-        chosen = (message.detach() == found[row]).double()
+        chosen = (message.detach() == found[row]).to(message.dtype)
         return zeros.index_add(0, row, message * chosen / zeros.index_add(0, row, chosen)[row])
 
     total = zeros.index_add(0, row, message)
@@ -124,10 +145,10 @@ def sddmm(
 ) -> Tensor:
     """Float64 reference of :func:`fastsparse_core.sddmm`, differentiable."""
     row, col, _ = _edges(adj)
-    product = (x_dst.double()[row] * x_src.double()[col]).sum(-1)
+    product = (_wide(x_dst)[row] * _wide(x_src)[col]).sum(-1)
     for scale, index in ((scale_dst, row), (scale_src, col)):
         if scale is not None:
-            weight = scale.double()[index]
+            weight = _wide(scale)[index]
             product = product * (weight if product.dim() == 1 else weight[:, None])
     return _in_callers_order(adj, product)
 
@@ -143,10 +164,10 @@ def ssd_backward(
 ) -> Tensor:
     """Float64 reference of the gradient of what an ssd's sources keep at ``ids``, (num_src, k)."""
     row, col, position = _edges(adj)
-    term = grad.double()[row].gather(1, ids.long()[col])
+    term = _wide(grad)[row].gather(1, ids.long()[col])
     for weight, index in ((value, position), (scale_dst, row), (scale_src, col)):
         if weight is not None:
-            term = term * weight.double()[index, None]
+            term = term * _wide(weight)[index, None]
     return term.new_zeros(ids.shape).index_add(0, col, term)
 
 
@@ -161,10 +182,10 @@ def ssd_value_grad(
 ) -> Tensor:
     """Float64 reference of the gradient of the edge values of an ssd, (num_values,)."""
     row, col, position = _edges(adj)
-    product = (grad.double()[row].gather(1, ids.long()[col]) * values.double()[col]).sum(1)
+    product = (_wide(grad)[row].gather(1, ids.long()[col]) * _wide(values)[col]).sum(1)
     for scale, index in ((scale_dst, row), (scale_src, col)):
         if scale is not None:
-            product = product * scale.double()[index]
+            product = product * _wide(scale)[index]
     return product.new_zeros(adj.num_values).index_copy(0, position, product)
 
 
@@ -201,7 +222,7 @@ def dropout_keep(adj: Adjacency, heads: int, p: float, seed: int | Tensor) -> Te
 def edge_softmax(adj: Adjacency, score: Tensor) -> Tensor:
     """Float64 reference of :func:`fastsparse_core.edge_softmax`, differentiable."""
     _, _, position = _edges(adj)
-    entry = _softmax(adj, _matrix(score.double())[position])
+    entry = _softmax(adj, _matrix(_wide(score))[position])
     return _in_callers_order(adj, entry).reshape(score.shape)
 
 
@@ -227,8 +248,8 @@ def _attend(
     row, col, _ = _edges(adj)
     keep = dropout_keep(adj, score.size(1), dropout_p, seed)
     weight = _softmax(adj, score) * keep / (1 - dropout_p)
-    out = v.new_zeros(adj.num_dst, *v.shape[1:], dtype=torch.float64)
-    value = v.double()[col] if edges is None else v.double()[col] + edges
+    out = v.new_zeros(adj.num_dst, *v.shape[1:], dtype=_dtype.get())
+    value = _wide(v)[col] if edges is None else _wide(v)[col] + edges
     return out.index_add(0, row, weight[:, :, None] * value)
 
 
@@ -248,19 +269,19 @@ def attention(
     """Float64 reference of :func:`fastsparse_core.attention` on (n, heads, width), differentiable."""
     row, col, position = _edges(adj)
     scale = q.size(2) ** -0.5 if scale is None else scale
-    keys, edges = k.double()[col], None
+    keys, edges = _wide(k)[col], None
     if edge_attr is not None and edge_weight is not None:
         edges = _projected(edge_attr, edge_weight, q.size(1))[position]
         keys = keys + edges
-    score = scale * (q.double()[row] * keys).sum(-1)
+    score = scale * (_wide(q)[row] * keys).sum(-1)
     if bias is not None:
-        score = score + _matrix(bias.double())[position]
+        score = score + _matrix(_wide(bias))[position]
     return _attend(adj, score, v, dropout_p, seed, edges)
 
 
 def _projected(edge_attr: Tensor, edge_weight: Tensor, heads: int) -> Tensor:
     """``W a`` of every value, (num_values, heads, width)."""
-    return (_matrix(edge_attr.double()) @ edge_weight.double().t()).unflatten(1, (heads, -1))
+    return (_matrix(_wide(edge_attr)) @ _wide(edge_weight).t()).unflatten(1, (heads, -1))
 
 
 def attention_weights(adj: Adjacency, q: Tensor, k: Tensor) -> Tensor:
@@ -280,9 +301,9 @@ def additive_attention(
 ) -> Tensor:
     """Float64 reference of :func:`fastsparse_core.additive_attention`, differentiable."""
     row, col, position = _edges(adj)
-    score = score_dst.double()[row] + score_src.double()[col]
+    score = _wide(score_dst)[row] + _wide(score_src)[col]
     if bias is not None:
-        score = score + _matrix(bias.double())[position]
+        score = score + _matrix(_wide(bias))[position]
     return _attend(adj, F.leaky_relu(score, negative_slope), v, dropout_p, seed)
 
 
@@ -291,7 +312,7 @@ def additive_attention_weights(
 ) -> Tensor:
     """Float64 reference of :func:`fastsparse_core.additive_attention_weights`, differentiable."""
     row, col, _ = _edges(adj)
-    score = F.leaky_relu(score_dst.double()[row] + score_src.double()[col], negative_slope)
+    score = F.leaky_relu(_wide(score_dst)[row] + _wide(score_src)[col], negative_slope)
     return _in_callers_order(adj, _softmax(adj, score))
 
 
@@ -309,11 +330,11 @@ def gatv2_attention(
 ) -> Tensor:
     """Float64 reference of :func:`fastsparse_core.gatv2_attention`, differentiable."""
     row, col, position = _edges(adj)
-    hidden = x_dst.double()[row] + x_src.double()[col]
+    hidden = _wide(x_dst)[row] + _wide(x_src)[col]
     if edge_attr is not None and edge_weight is not None:
         hidden = hidden + _projected(edge_attr, edge_weight, x_dst.size(1))[position]
     hidden = F.leaky_relu(hidden, negative_slope)
-    return _attend(adj, (hidden * att.double()).sum(-1), x_src, dropout_p, seed)
+    return _attend(adj, (hidden * _wide(att)).sum(-1), x_src, dropout_p, seed)
 
 
 def gatv2_attention_weights(
@@ -321,8 +342,8 @@ def gatv2_attention_weights(
 ) -> Tensor:
     """Float64 reference of :func:`fastsparse_core.gatv2_attention_weights`, differentiable."""
     row, col, _ = _edges(adj)
-    hidden = F.leaky_relu(x_dst.double()[row] + x_src.double()[col], negative_slope)
-    return _in_callers_order(adj, _softmax(adj, (hidden * att.double()).sum(-1)))
+    hidden = F.leaky_relu(_wide(x_dst)[row] + _wide(x_src)[col], negative_slope)
+    return _in_callers_order(adj, _softmax(adj, (hidden * _wide(att)).sum(-1)))
 
 
 # ---------------------------------------------------------------- messages that meet their edges' features
@@ -386,14 +407,12 @@ def maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     key = x.detach().double().nan_to_num(torch.nan, torch.inf, -torch.inf)
     order = key.sort(dim=1, descending=True, stable=True).indices
     ids = order[:, :k].sort(dim=1).values
-    return x.double().gather(1, ids), ids
+    return _wide(x).gather(1, ids), ids
 
 
 def cbsr_to_dense(values: Tensor, ids: Tensor, width: int) -> Tensor:
     """Float64 reference of :meth:`fastsparse_core.CBSR.to_dense`."""
-    return values.new_zeros(values.size(0), width, dtype=torch.float64).scatter(
-        1, ids.long(), values.double()
-    )
+    return values.new_zeros(values.size(0), width, dtype=_dtype.get()).scatter(1, ids.long(), _wide(values))
 
 
 def ssd(
@@ -415,7 +434,7 @@ def ssd(
 
 def scatter(src: Tensor, index: Tensor, dim_size: int, reduce: str = "sum") -> Tensor:
     """Float64 reference of :func:`fastsparse_core.scatter`; of equal extrema the first row is chosen."""
-    src, index = src.double(), index.long()
+    src, index = _wide(src), index.long()
     wide = index.view(-1, *[1] * (src.dim() - 1)).expand(src.shape)
     zeros = src.new_zeros(dim_size, *src.shape[1:])
     if reduce == "mul":
@@ -438,7 +457,7 @@ def scatter(src: Tensor, index: Tensor, dim_size: int, reduce: str = "sum") -> T
 
 def scatter_softmax(src: Tensor, index: Tensor, dim_size: int) -> Tensor:
     """Float64 reference of :func:`fastsparse_core.scatter_softmax`."""
-    src, index = src.double(), index.long()
+    src, index = _wide(src), index.long()
     maximum = scatter(src.detach(), index, dim_size, "max")
     # Segments whose values are all -inf give 0.
     weight = (src - maximum.masked_fill(maximum == -torch.inf, 0).index_select(0, index)).exp()

@@ -56,6 +56,12 @@ def segment_reduce(
     Raises:
         TypeError: a dtype is not supported.
         ValueError: shapes, devices or ``rowptr`` do not fit, or the reduction is unknown.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import segment_reduce
+        >>> segment_reduce(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 2, 3]), "mean")
+        tensor([1.5000, 4.0000])
     """
     _check_reduce(reduce, return_arg)
     _check_rows("src", src)
@@ -114,8 +120,14 @@ def scatter(
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: shapes or devices do not fit, an index lies outside ``dim_size``, or the reduction is
+        ValueError: shapes or devices do not fit, an index is outside ``dim_size``, or the reduction is
             unknown.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import scatter
+        >>> scatter(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, 0, 1]), dim_size=3)
+        tensor([2., 5., 0.])
     """
     _check_reduce(reduce, return_arg)
     _check_rows("src", src)
@@ -142,6 +154,12 @@ def segment_softmax(src: Tensor, rowptr: Tensor) -> Tensor:
     Raises:
         TypeError: a dtype is not supported.
         ValueError: shapes, devices or ``rowptr`` do not fit.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import segment_softmax
+        >>> segment_softmax(torch.tensor([1.0, 1.0, 4.0]), torch.tensor([0, 2, 3]))
+        tensor([0.5000, 0.5000, 1.0000])
     """
     _check_floating(src)
     _check_index("rowptr", rowptr, src)
@@ -149,7 +167,10 @@ def segment_softmax(src: Tensor, rowptr: Tensor) -> Tensor:
 
 
 def scatter_softmax(src: Tensor, index: Tensor, dim_size: int | None = None) -> Tensor:
-    """Softmax over the rows that have the same index, every feature by itself.
+    r"""Softmax over the rows that have the same index, every feature by itself.
+
+    .. math::
+        out_e = \frac{\exp(src_e)}{\sum_{k : index_k = index_e} \exp(src_k)}
 
     Args:
         src: (E, ...), float64, float32, float16 or bfloat16.
@@ -162,13 +183,19 @@ def scatter_softmax(src: Tensor, index: Tensor, dim_size: int | None = None) -> 
     Raises:
         TypeError: a dtype is not supported.
         ValueError: shapes, devices or indices do not fit.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import scatter_softmax
+        >>> scatter_softmax(torch.tensor([1.0, 5.0, 1.0]), torch.tensor([1, 0, 1]))
+        tensor([0.5000, 1.0000, 0.5000])
     """
     _check_floating(src)
     return _softmax(src, index, None, _check_scatter(src, index, dim_size))
 
 
 def gather_csr(src: Tensor, rowptr: Tensor, num_rows: int | None = None) -> Tensor:
-    """Gives every row of a segment what ``src`` has for the segment: the reverse of :func:`segment_reduce`.
+    r"""Gives every row of a segment what ``src`` has for the segment: the reverse of :func:`segment_reduce`.
 
     Args:
         src: (S, ...), any dtype.
@@ -176,11 +203,17 @@ def gather_csr(src: Tensor, rowptr: Tensor, num_rows: int | None = None) -> Tens
         num_rows: E, the last of ``rowptr``; None reads it from the device.
 
     Returns:
-        (E, ...) with ``out[e] = src[s]`` for ``rowptr[s] <= e < rowptr[s + 1]``. Its gradient is a sum over
-        each segment.
+        (E, ...) with :math:`out_e = src_s` for :math:`rowptr_s \le e < rowptr_{s + 1}`. Its gradient is a sum
+        over each segment.
 
     Raises:
         ValueError: shapes, devices or ``rowptr`` do not fit.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import gather_csr
+        >>> gather_csr(torch.tensor([1.5, 4.0]), torch.tensor([0, 2, 3]))
+        tensor([1.5000, 1.5000, 4.0000])
     """
     _check_rows("src", src)
     _check_index("rowptr", rowptr, src, length=src.size(0) + 1)

@@ -13,13 +13,13 @@ matrix that is made anew is another one, even from the same tensors: PyTorch cou
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fastsparse_core.cache import AdjacencyCache, CacheInfo, Sightings
 from fastsparse_core.call_report import record
@@ -35,21 +35,20 @@ from fastsparse_core.structure.adjacency import Adjacency
 #: one product. Other structures are built when the matrix comes for the second time, unless PyTorch has no
 #: product in 16 bits.
 FROM_FIRST_PRODUCT = 4096
+#: Entries of a COO matrix on the CPU up to which gradients of ``A @ x`` are PyTorch's: telling the transposed
+#: copy, which it makes in every backward pass, its structure takes as long as the product.
+_FEW = 2048
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc)
 _16_BITS = (torch.float16, torch.bfloat16)
 #: Reason why PyTorch's own code runs -> what to do about it.
-_CURES = {"the matrix is new": "Make it once and keep it"}
+_NEW = "the matrix is new"
+_CURES = {_NEW: "Make it once and keep it"}
 _KEYS = ("SparseCPU", "SparseCsrCPU", "SparseCUDA", "SparseCsrCUDA")
-
-with torch.inference_mode(False):
-    #: What the dispatcher includes and excludes above autograd.
-    _DISPATCH_KEYS = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
 
 _lock = ForkSafeLock()
 _library: torch.library.Library | None = None
 _cache = AdjacencyCache("torch.sparse")
 _met = Sightings()
-_transposed_of: Any = WeakIdKeyDictionary()  # transposed COO matrix -> (its stamp, structure of the matrix)
 
 
 def enable() -> None:
@@ -92,7 +91,7 @@ def clear_structures() -> None:
     """Frees what is kept of every matrix."""
     _cache.clear()
     _met.clear()
-    _transposed_of.clear()
+    _repeated.clear()
 
 
 def structures_info() -> CacheInfo:
@@ -109,32 +108,17 @@ def _register(library: Any, name: str, function: Callable[..., Any], key: str) -
 # ---------------------------------------------------------------- structures
 
 
-def _versions_shared() -> Any:
-    """Context in which the indices of a matrix have the version that counts their edits.
-
-    Below autograd, where PyTorch calls the kernels, they would have one of their own.
-    """
-    return torch._C._ForceDispatchKeyGuard(*_DISPATCH_KEYS)
-
-
 def _structure(matrix: Tensor, dtype: torch.dtype) -> Adjacency | None:
     """The structure of a matrix; None if it has not come often enough, or its edits could not be noticed."""
-    is_coo = matrix.layout is torch.sparse_coo
+    if matrix.is_inference():  # counts no edits
+        return None
     owner = matrix
+    is_coo = matrix.layout is torch.sparse_coo
     if not is_coo and matrix._is_view():  # the transposed form of another one, as gradients have it
         base = matrix._base
         if base is not None and base.layout in _COMPRESSED and _has_same_memory(base, matrix):
             owner = base
-    with _versions_shared():
-        pointers, indices = _indices_of(owner)
-    if indices.is_inference():  # counts no edits
-        return None
-    stamp = _stamp(pointers, indices)
-    if is_coo and len(_transposed_of):
-        known = _transposed_of.get(matrix)
-        if known is not None and known[0] == stamp:
-            transposed: Adjacency = known[1].t()
-            return transposed
+    pointers, indices = _indices_of(owner)
     if not _cache.holds(owner):
         if matrix.is_cuda:
             from_first = is_coo and dtype in _16_BITS
@@ -142,6 +126,7 @@ def _structure(matrix: Tensor, dtype: torch.dtype) -> Adjacency | None:
             from_first = dtype in _16_BITS or (is_coo and indices.shape[1] >= FROM_FIRST_PRODUCT)
         if not from_first and _met.count(owner) == 1:
             return None
+    stamp = _stamp(owner, pointers, indices)
     adj = _cache.lookup(owner, stamp, None, lambda: _build(owner.layout, owner.shape, pointers, indices))
     return adj if owner.layout is matrix.layout else adj.t()
 
@@ -156,8 +141,9 @@ def _indices_of(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return matrix.ccol_indices(), matrix.row_indices()
 
 
-def _stamp(pointers: Tensor, indices: Tensor) -> Hashable:
-    return pointers._version, indices._version, pointers.data_ptr(), indices.data_ptr(), indices.shape
+def _stamp(matrix: Tensor, pointers: Tensor, indices: Tensor) -> Hashable:
+    """What is known of the content; a matrix, its indices and its values count their edits together."""
+    return matrix._version, pointers.data_ptr(), indices.data_ptr(), indices.shape
 
 
 def _has_same_memory(one: Tensor, other: Tensor) -> bool:
@@ -175,19 +161,75 @@ def _build(layout: torch.layout, size: torch.Size, pointers: Tensor, indices: Te
     return Adjacency.from_csc(pointers, indices, shape)
 
 
+def _is_small(matrix: Tensor) -> bool:
+    return matrix.layout is torch.sparse_coo and matrix.is_cpu and matrix._nnz() <= _FEW
+
+
 def _transpose(matrix: Tensor, dim0: int, dim1: int) -> Tensor:
     """PyTorch's transposition of a COO matrix, whose result is told which structure it has."""
     out = matrix.clone().transpose_(dim0, dim1)
+    if _is_small(matrix):
+        return out
     kept = _cache.kept(matrix, None)
-    if kept is not None and dim0 % 2 != dim1 % 2:
-        with _versions_shared():
-            stamp, copied = _stamp(*_indices_of(matrix)), _stamp(*_indices_of(out))
-        if kept[1] == stamp:
-            _transposed_of[out] = copied, kept[2]
+    if kept is not None and dim0 % 2 != dim1 % 2 and kept[1] == _stamp(matrix, *_indices_of(matrix)):
+        _cache.keep(out, _stamp(out, *_indices_of(out)), None, kept[2].t())
     return out
 
 
 # ---------------------------------------------------------------- products
+
+
+class _Repeated(NamedTuple):
+    """What a product without a gradient was, for the next one like it, which checks nothing else.
+
+    On the CPU products of small matrices take PyTorch 6 us, and the checks took as long.
+    """
+
+    matrix: weakref.ref[Tensor]
+    version: int
+    indices_at: int
+    values_at: int
+    shape: torch.Size  # of the dense operand
+    dtype: torch.dtype
+    adj: Adjacency
+    plan: Hashable
+
+
+_repeated: dict[int, _Repeated] = {}
+
+
+def _remember(matrix: Tensor, x: Tensor, values: Tensor, adj: Adjacency, plan: Hashable) -> None:
+    number, indices_at = id(matrix), _indices_of(matrix)[1].data_ptr()
+    reference = weakref.ref(matrix, lambda _: _repeated.pop(number, None))
+    at = indices_at, values.data_ptr()
+    _repeated[number] = _Repeated(reference, matrix._version, *at, x.shape, x.dtype, adj, plan)
+
+
+def _again(matrix: Tensor, x: Tensor) -> Tensor | None:
+    """The product if one like it was the last of this matrix; None: it has to be checked."""
+    known = _repeated.get(id(matrix))
+    if known is None or known[0]() is not matrix or matrix._version != known[1]:
+        return None
+    layout = matrix.layout
+    if layout is torch.sparse_coo:
+        indices, values = matrix._indices(), matrix._values()
+    else:
+        indices = matrix.col_indices() if layout is torch.sparse_csr else matrix.row_indices()
+        values = matrix.values()
+    _, _, indices_at, values_at, shape, dtype, adj, key = known
+    if (
+        indices.data_ptr() != indices_at
+        or values.data_ptr() != values_at
+        or x.shape != shape
+        or x.dtype is not dtype
+        or not (is_plain_eager(x) and x.is_contiguous())
+    ):
+        return None
+    plan = adj.plans.get(key)
+    if plan is None:
+        return None
+    record("torch.sparse product", "spmm")
+    return plan.run(adj, x, values, None, None, None, False, None)
 
 
 def _known(matrix: Tensor, x: Tensor) -> tuple[Adjacency, Tensor] | None:
@@ -213,7 +255,7 @@ def _known(matrix: Tensor, x: Tensor) -> tuple[Adjacency, Tensor] | None:
         except ValueError as error:  # of indices that point nowhere
             adj, reason = None, str(error)
         else:
-            reason = "the matrix is new"
+            reason = _NEW
         if adj is not None:
             record("torch.sparse product", "spmm")
             return adj, matrix._values() if is_coo else matrix.values()
@@ -222,12 +264,23 @@ def _known(matrix: Tensor, x: Tensor) -> tuple[Adjacency, Tensor] | None:
 
 
 def _product(matrix: Tensor, x: Tensor) -> Tensor | None:
-    """``matrix @ x`` below autograd; None: PyTorch's own code has to compute it."""
+    """``matrix @ x`` without gradients; None: PyTorch's own code has to compute it."""
+    out = _again(matrix, x)
+    if out is not None:
+        return out
+    if _is_small(matrix) and not _cache.holds(matrix) and _met.count(matrix) == 1:
+        record("torch.sparse product", "PyTorch", _NEW, _CURES[_NEW])
+        return None
     known = _known(matrix, x)
     if known is None:
         return None
     adj, values = known
-    return launch_spmm(adj, x.detach(), values.detach(), None, None, None, "auto")
+    x, values = x.detach(), values.detach()
+    out = launch_spmm(adj, x, values, None, None, None, "auto")
+    if x.is_cpu and x.is_contiguous() and values.is_contiguous():
+        key = "spmm", x.dtype, x.shape[1], "auto", False, values.dtype, values.shape[1:]
+        _remember(matrix, x, values, adj, key)
+    return out
 
 
 def _sparse_mm(matrix: Tensor, x: Tensor) -> Tensor:
@@ -236,17 +289,25 @@ def _sparse_mm(matrix: Tensor, x: Tensor) -> Tensor:
     PyTorch's adds the product to zeros, transposes a copy of a COO matrix in every backward pass, and makes
     the gradient of its values from that of a dense matrix.
     """
-    needs_values = matrix.requires_grad and torch.is_grad_enabled()
-    is_coo = matrix.layout is torch.sparse_coo
-    # PyTorch has no gradient for CSC, and coalesces that of COO.
-    if not needs_values or (matrix.is_coalesced() if is_coo else matrix.layout is torch.sparse_csr):
-        known = _known(matrix, x)
-        if known is not None:
-            adj, values = known
-            if needs_values and is_coo:
-                values = matrix.values()  # `_values` has no gradient
-            out = plain_spmm(adj, x, values, "sum", None, None, "auto")
-            return spmm(adj, x, values) if out is None else out
+    is_recorded = torch.is_grad_enabled() and (matrix.requires_grad or x.requires_grad)
+    if not is_recorded:
+        out = _product(matrix, x)
+        if out is not None:
+            return out
+        if x.layout is torch.strided and matrix.dim() == x.dim() == 2:
+            return _original_addmm(x.new_zeros(matrix.size(0), x.size(1)), matrix, x, 0, 1)
+    else:
+        needs_values = matrix.requires_grad
+        is_coo = matrix.layout is torch.sparse_coo
+        # PyTorch has no gradient for CSC, and coalesces that of COO.
+        if not needs_values or (matrix.is_coalesced() if is_coo else matrix.layout is torch.sparse_csr):
+            known = _known(matrix, x)
+            if known is not None:
+                adj, values = known
+                if needs_values and is_coo:
+                    values = matrix.values()  # `_values` has no gradient
+                out = plain_spmm(adj, x, values, "sum", None, None, "auto")
+                return spmm(adj, x, values) if out is None else out
     original: Tensor = torch.ops.aten._sparse_mm.default.decompose(matrix, x)
     return original
 
@@ -290,8 +351,7 @@ def _addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1, alpha: A
 
 def _original_addmm(bias: Tensor, left: Tensor, right: Tensor, beta: Any, alpha: Any) -> Tensor:
     out = torch.empty((0, 0), dtype=bias.dtype, device=bias.device, layout=bias.layout)
-    original: Tensor = torch.ops.aten.addmm.out(bias, left, right, beta=beta, alpha=alpha, out=out)
-    return original
+    return torch.addmm(bias, left, right, beta=beta, alpha=alpha, out=out)
 
 
 def _can_expand(bias: Tensor, left: Tensor, right: Tensor) -> bool:

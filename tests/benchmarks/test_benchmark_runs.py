@@ -233,12 +233,18 @@ def test_tensor_cores_gather_a_row_per_vector() -> None:
         ("pna", "--width 16 --budget-ms 1", 8, [4]),
         ("segments", "--graphs pubmed --widths 3 --budget-ms 1", 2 * 2 * 4 * 2 * 3, [2 * 2 * 4] * 2),
         ("typed", "--scale 0.0001 --budget-ms 1", 16, [8]),
+        (
+            "enabled",
+            "--graphs molecules --dtypes float32 --width 3 --starts 1 --budget-ms 1",
+            2 * 2 * (2 + 7) + 2,
+            [9, 9, 1],
+        ),
     ],
 )
 def test_every_cell_is_right_and_in_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, arguments: str, cells: int, rows: list[int]
 ) -> None:
-    if name in ("cpu", "pna", "typed"):
+    if name in ("cpu", "pna", "typed", "enabled"):
         pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
     from benchmarks import pna
 
@@ -635,8 +641,9 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(command_line, "run", pretend)
     cuda = (
-        "programs attention edges pna any_layer dgl_operators segments typed train small epochs breakdown ssd"
-        " accuracy maxk spmm sddmm spmm formats adjacency host minibatch sampling regret accuracy"
+        "programs attention edges pna any_layer dgl_operators segments enabled typed train small epochs"
+        " breakdown ssd accuracy maxk spmm sddmm spmm formats adjacency host minibatch sampling regret"
+        " accuracy"
     )
     for device, expected in (("cpu", "cpu dgl_operators formats accuracy"), ("cuda", cuda)):
         ran.clear()
@@ -772,6 +779,7 @@ def test_every_program_runs(tmp_path: Path, program_list: ModuleType) -> None:
     for name in program_list.PROGRAMS:
         of_program = {cell["implementation"]: cell for cell in cells if cell["program"] == name}
         assert of_program.pop("captured")["status"] == "skipped: capture needs a CUDA device"
+        assert "fastsparse run" in of_program
         if "PyG's layers, our loader" in of_program:  # without pyg-lib
             assert "requires either 'pyg-lib'" in of_program.pop("PyG")["status"]
             assert "requires either 'pyg-lib'" in of_program.pop("layers swapped")["status"]

@@ -742,7 +742,7 @@ def test_a_trial_leaves_nothing_behind(device):
         total[1:].add_(1)
         return task.step(task.x, task.y), torch.rand(3)
 
-    buffers = [item for item in task.model.buffers() if item.is_floating_point()]
+    buffers = [(item, None) for item in task.model.buffers() if item.is_floating_point()]
     torch.manual_seed(3)
     changes = State(list(task.model.parameters()), buffers, devices=[torch.device(device)])
     loss, drawn, *_ = on_trial(job, changes).results

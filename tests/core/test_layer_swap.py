@@ -335,6 +335,14 @@ def test_report(monkeypatch: pytest.MonkeyPatch):
     assert repr(report) == "Report(1 of 3 graph layers swapped)"
 
 
+def test_a_report_is_text_in_a_notebook_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    text = str(Report((Row(("conv",), "Original", "DropIn", ""),)))
+    assert "DropIn" in text
+    assert "\x1b" not in text
+
+
 def test_a_model_without_graph_layers_is_warned_about(monkeypatch):
     def accelerated(model: nn.Module) -> Report:
         return accelerate(model, {Original: DropIn}, is_graph_layer=lambda _: False, why_not=lambda *_: "")

@@ -15,7 +15,7 @@ from fastsparse_core.fused.maxk_linear import (
     can_maxk_linear,
     maxk_linear,
 )
-from fastsparse_core.ops import _ssd_launch
+from fastsparse_core.ops.ssd import ssd_op
 
 RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
 SETTINGS = settings(
@@ -260,8 +260,8 @@ def test_stores_sparse_rows_and_their_sums_unless_they_are_recomputed(autocast, 
 @RECOMPUTE
 def test_sums_are_computed_once_or_twice(device, monkeypatch, recompute):
     operands, launched = operands_on(device), []
-    launch = _ssd_launch.launch_ssd
-    monkeypatch.setattr(_ssd_launch, "launch_ssd", lambda *x: launched.append(1) or launch(*x))
+    launch = ssd_op.kernel
+    monkeypatch.setattr(ssd_op, "kernel", lambda *x: launched.append(1) or launch(*x))
     torch.autograd.grad(operands.result("mean", recompute).sum(), operands.inputs)
     assert len(launched) == 1 + recompute
     operands.weight.requires_grad_(False)

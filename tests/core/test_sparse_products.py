@@ -229,9 +229,30 @@ def test_an_edited_buffer_of_which_matrices_are_made_is_seen(enabled):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["data", "width", "dtype", "stride", "subclass"])
+def test_products_after_repeated_ones_that_differ(enabled, layout, name):
+    matrix = LAYOUTS[layout](random_matrix())
+    x = torch.randn(30, 4, dtype=torch.float64)
+    for _ in range(4):
+        torch.testing.assert_close(matrix @ x, matrix.to_dense() @ x)
+    if name == "data":
+        matrix.data = LAYOUTS[layout](random_matrix(seed=1))
+    elif name == "subclass":
+        x = torch.nn.Parameter(x)
+    elif name == "dtype":
+        matrix = matrix.float()
+        x = x.float()
+    else:
+        x = x[:, :3].contiguous() if name == "width" else x.t().contiguous().t()
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(matrix @ x, matrix.to_dense() @ x)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_matrix_and_its_transposed_form_have_one_structure(enabled, layout):
-    matrix = LAYOUTS[layout](random_matrix(100, 100))
-    x = torch.randn(100, 2, dtype=torch.float64, requires_grad=True)
+    matrix = LAYOUTS[layout](random_matrix(150, 150))  # of smaller COO matrices the gradient is PyTorch's
+    x = torch.randn(150, 2, dtype=torch.float64, requires_grad=True)
     several_times(lambda: (matrix @ x).sum().backward())
     before = sparse_products.structures_info()
     assert before.entries == 1

@@ -244,8 +244,10 @@ def test_opcheck(device, algorithm, use, valued):
     ids = kept_ids(4, 16, 8, device)
     given = weights(adj, torch.float32, "all") if valued else {}
     scales = given.get("scale_dst"), given.get("scale_src")
-    torch.library.opcheck(ssd_backward_op, (grad, ids, given.get("value"), *scales, adj.handle, False))
-    torch.library.opcheck(ssd_value_grad_op, (grad, values, ids, *scales, adj.num_values, adj.handle, False))
+    place = (adj.handle, False)
+    torch.library.opcheck(ssd_backward_op.dispatched, (grad, ids, given.get("value"), *scales, *place))
+    arguments = (grad, values, ids, *scales, adj.num_values, *place)
+    torch.library.opcheck(ssd_value_grad_op.dispatched, arguments)
 
 
 # ---------------------------------------------------------------- row panels

@@ -21,7 +21,7 @@ from dgl_cases import (
 from torch import nn
 
 from fastsparse_core import MaxK
-from fastsparse_core.ops import _ssd_launch
+from fastsparse_core.ops.ssd import ssd_op
 
 FastMaxKGraphConv = fastsparse_dgl.FastMaxKGraphConv
 FastMaxKSAGEConv = fastsparse_dgl.FastMaxKSAGEConv
@@ -128,8 +128,8 @@ def test_rows_are_aggregated_once_or_twice_in_a_step(family, recompute, device, 
     """Of 32 features, so that kept entries are few enough for their own kernel on a GPU."""
     graph = homogeneous()
     both = layers(family, 32, 4, *([] if family == "gcn" else ["mean"]), recompute=recompute)
-    launched, launch = [], _ssd_launch.launch_ssd
-    monkeypatch.setattr(_ssd_launch, "launch_ssd", lambda *x: launched.append(1) or launch(*x))
+    launched, launch = [], ssd_op.kernel
+    monkeypatch.setattr(ssd_op, "kernel", lambda *x: launched.append(1) or launch(*x))
     check_parity(both, graph, features(graph, 32), device)
     assert len(launched) == 1 + recompute
     assert both[0].recompute == recompute

@@ -113,7 +113,8 @@ TREES = re.compile(r"```{toctree}\n(.*?)```", re.DOTALL)
 def pages_below(page, docs):
     """The pages that a page's trees name, and those below them."""
     found = []
-    for tree in TREES.findall((docs / f"{page}.md").read_text()):
+    path = docs / f"{page}.md"
+    for tree in TREES.findall(path.read_text() if path.exists() else ""):
         for line in tree.splitlines():
             if line and not line.startswith(":"):
                 name = posixpath.normpath(posixpath.join(posixpath.dirname(page), line))
@@ -123,7 +124,8 @@ def pages_below(page, docs):
 
 def test_the_site_shows_every_page():
     docs = CHECKOUT / "docs"
-    pages = {path.relative_to(docs).with_suffix("").as_posix() for path in docs.glob("**/*.md")}
+    paths = [*docs.glob("**/*.md"), *docs.glob("**/*.ipynb")]
+    pages = {path.relative_to(docs).with_suffix("").as_posix() for path in paths}
     assert sorted(pages_below("index", docs)) == sorted(pages - {"index"})
 
 
@@ -152,6 +154,17 @@ def test_browsers_draw_the_formulas():
     assert len(formulas) > 150
     drawn = {formula: convert(math_text(formula)) for formula in formulas}
     assert [formula for formula, mathml in drawn.items() if re.search(r"\\|>&<|linebreak", mathml)] == []
+
+
+def test_names_of_other_projects_have_links():
+    """The site's rules know every name that docstrings refer to."""
+    pytest.importorskip("sphinx")
+    pytest.importorskip("latex2mathml")
+    rules = runpy.run_path(str(CHECKOUT / "docs" / "conf.py"))["_ELSEWHERE"]
+    code = [path.read_text() for package in PACKAGES for path in (CHECKOUT / package).rglob("*.py")]
+    names = {name for text in code for name in re.findall(r":\w+:`~?((?:torch|dgl)[\w.]*\.\w+)`", text)}
+    assert len(names) > 40
+    assert {name for name in names if not any(re.fullmatch(rule, name) for rule, _ in rules)} == set()
 
 
 def test_drawings_are_what_their_script_draws():

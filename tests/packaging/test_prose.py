@@ -1,14 +1,20 @@
-"""Sentences on the pages: no longer than a reader can hold, and in the words that the field uses."""
+"""Sentences on the pages and titles of commits: short, and in the words that the field uses.
+
+As a script it checks the titles of the commits in a range, as `main..HEAD`.
+"""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 LONGEST = 35
+LONGEST_TITLE = 72
 #: What is not written -> what is written instead.
 BANNED = {
     r"\brivals?\b": "baseline",
@@ -31,17 +37,6 @@ BANNED = {
     r"\b(are|is|were|was|been) noticed\b": "is detected",
     r"\bTo no\b|\bOf (these|those) only\b": "subject first",
     r"^(What|Whatever|Whoever|Where|Whether) [^?]*[.:]$": "subject, verb, object",
-}
-#: Pages that are not clean yet. Take a page out when it is; add none.
-NOT_YET = {
-    "CHANGELOG.md",
-    "docs/dev/adding_an_operator.md",
-    "docs/dev/additive_attention.md",
-    "docs/dev/architecture.md",
-    "docs/dev/attention.md",
-    "docs/dev/attention_bsb.md",
-    "docs/dev/decisions/one_attention.md",
-    "docs/dev/edge_features.md",
 }
 #: Written from records, mostly tables.
 GENERATED = {f"docs/results/{path.name}" for path in (CHECKOUT / "docs" / "results").glob("*.md")} - {
@@ -86,13 +81,17 @@ def faults(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", sorted(PAGES.keys() - GENERATED - NOT_YET))
+def title_faults(title: str) -> list[str]:
+    """What is wrong with a commit's title."""
+    found = [f"{len(title)} characters: {title}"] if len(title) > LONGEST_TITLE else []
+    if title.endswith(".") or re.match(r"(wip|fixup!|squash!)", title, re.IGNORECASE):
+        found.append(f"not a title that can stay: {title}")
+    return found + faults(title)
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.keys() - GENERATED))
 def test_page(page: str) -> None:
     assert faults(PAGES[page].read_text()) == []
-
-
-def test_the_list_of_other_pages_only_shrinks() -> None:
-    assert {page for page in NOT_YET if page not in PAGES or not faults(PAGES[page].read_text())} == set()
 
 
 def test_faults_are_found() -> None:
@@ -105,3 +104,19 @@ def test_faults_are_found() -> None:
         "'What no kernel covers runs PyG.', write 'subject, verb, object'",
     ]
     assert faults("What is it? `rival`\n\n```python\nrival = 1\n```\n") == []
+
+
+def test_faults_of_titles_are_found() -> None:
+    assert title_faults("Check the small-graph fallback once per call") == []
+    title = "Journal of rivals, " + "x" * LONGEST_TITLE
+    assert [fault.partition(":")[0] for fault in title_faults(title)] == [
+        f"{len(title)} characters",
+        "'rivals', write 'baseline'",
+    ]
+    assert len(title_faults("fixup! Add a test")) == len(title_faults("Add a test.")) == 1
+
+
+if __name__ == "__main__":
+    log = ["git", "log", "--no-merges", "--format=%s", sys.argv[1]]
+    titles = subprocess.run(log, text=True, capture_output=True, check=True).stdout.splitlines()
+    sys.exit("\n".join(fault for title in titles for fault in title_faults(title)))

@@ -11,7 +11,7 @@ from captured_steps import compare
 from torch import nn
 from torch_geometric import nn as pyg
 from torch_geometric.data import Batch, Data
-from torch_geometric.utils import trim_to_layer
+from torch_geometric.utils import to_dense_batch, trim_to_layer
 
 from fastsparse_core import SlowPathWarning, capture
 from fastsparse_core.sampling import FeatureTable
@@ -56,6 +56,27 @@ def gin():
     )
 
 
+class Dense(nn.Module):
+    """Attention over each graph by a dense batch, as people write it."""
+
+    takes_batch = True
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x, edge_index, batch):
+        rows, is_node = to_dense_batch(x, batch, fill_value=0.5)
+        out, _ = self.attention(rows, rows, rows, key_padding_mask=~is_node, need_weights=False)
+        return x + out[is_node]
+
+
+def gps():
+    layer = pyg.GPSConv(WIDTH, FastGINConv(nn.Linear(WIDTH, WIDTH)), heads=2)
+    layer.takes_batch = True
+    return layer
+
+
 CONVS = {
     "gcn": lambda: FastGCNConv(WIDTH, WIDTH),
     "sage": lambda: FastSAGEConv(WIDTH, WIDTH),
@@ -66,6 +87,8 @@ CONVS = {
     "gatv2-edges": lambda: FastGATv2Conv(WIDTH, 4, heads=2, edge_dim=3, add_self_loops=False),
     "transformer": lambda: FastTransformerConv(WIDTH, 4, heads=2),
     "transformer-edges": lambda: FastTransformerConv(WIDTH, 4, heads=2, edge_dim=3),
+    "gps": gps,
+    "dense": Dense,
     "pyg-gin": lambda: pyg.GINConv(nn.Linear(WIDTH, WIDTH)),
     "pyg-gine": lambda: pyg.GINEConv(nn.Linear(WIDTH, WIDTH), edge_dim=3),
 }
@@ -103,7 +126,10 @@ class Net(nn.Module):
     def nodes(self, batch):
         x = batch.x
         for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = conv(x, batch.edge_index, *([batch.edge_attr] if self.has_edges else []))
+            more = [batch.edge_attr] if self.has_edges else []
+            if getattr(conv, "takes_batch", False):
+                more = [batch.batch]
+            x = conv(x, batch.edge_index, *more)
             x = (norm(x, batch.batch) if self.norm_takes_batch else norm(x)).relu()
         return x
 
@@ -140,7 +166,8 @@ def on(device, batches):
 
 @pytest.mark.parametrize("conv", CONVS)
 def test_layers(device, conv):
-    assert len(check(device, on(device, draw([9] * 52)), conv=conv)) == 1
+    options = {"optimizer": torch.optim.SGD} if conv == "gps" else {}
+    assert len(check(device, on(device, draw([9] * 52)), conv=conv, **options)) == 1
 
 
 @pytest.mark.parametrize("norm", [name for name in NORMS if name != "batch"])
@@ -159,6 +186,20 @@ def test_losses_of_nodes(device):
     assert check(device, on(device, draw([9] * 20)), on_nodes)
 
 
+def by_hand(net, batch):
+    """Sums and means over all nodes, of losses and of what people print."""
+    out = net.nodes(batch)
+    each = F.cross_entropy(out, batch.target, reduction="none")
+    right = out.argmax(-1) == batch.target
+    more = torch.sum(out.square(), (0, 1)), torch.mean(out, 0), out.sum(1).mean(), right.sum()
+    spread = (out - out.mean(dim=0, keepdim=True)).square().mean()
+    return each.mean() + 1e-3 * more[0] + spread, right.float().mean(), *more
+
+
+def test_reductions_of_nodes(device):
+    assert check(device, on(device, draw([9] * 20)), by_hand, norm="layer")
+
+
 def test_captured_models(device):
     assert check(device, on(device, draw([9] * 40)), captures_model=True, conv="gcn")
 
@@ -166,6 +207,22 @@ def test_captured_models(device):
 def test_larger_batches_and_a_second_epoch(device):
     batches = draw([9] * 14) + draw([9] * 4, least=12, most=30) + draw([9] * 3)
     assert len(check(device, on(device, batches) * 2)) == 2
+
+
+def test_dense_batches_of_larger_graphs(device):
+    """Capacity for the largest graph is a power of two: 16, then 32."""
+    batches = draw([9] * 14) + draw([9] * 4, least=17, most=30) + draw([9] * 3)
+    assert len(check(device, on(device, batches) * 2, conv="dense")) == 2
+
+
+def test_dense_batches_of_unknown_graphs(device):
+    """Without the loader's notes nobody knows how large graphs are."""
+    batches = on(device, draw([9] * 12))
+    for batch in batches:
+        del batch._slice_dict
+    step = capture(torch.no_grad()(partial(on_graphs, Net(conv="dense").to(device))))
+    with pytest.warns(SlowPathWarning, match=r"calls to_dense_batch\(\).*batch_size and max"):
+        list(map(step, batches))
 
 
 @pytest.mark.parametrize("conv", ["gcn", "gin", "gat"])
@@ -231,14 +288,20 @@ def test_batches_with_nothing_in_them(device, empty):
     assert check(device, on(device, batches))
 
 
-@pytest.mark.parametrize("mixing", ["mean", "index", "norm"])
+def test_norms_over_all_nodes(device):
+    def loss(net, batch):
+        x = pyg.PairNorm()(net.nodes(batch))
+        return F.mse_loss(net.out(net.readout(x, batch.batch)), batch.y)
+
+    assert check(device, on(device, draw([9] * 16)), loss)
+
+
+@pytest.mark.parametrize("mixing", ["deviation", "index"])
 def test_what_mixes_graphs_runs_as_it_is(device, mixing):
     def loss(net, batch):
         x = net.nodes(batch)
-        if mixing == "mean":
-            return (x - x.mean(0)).square().sum() / 100
-        if mixing == "norm":
-            return F.mse_loss(net.out(net.readout(pyg.PairNorm()(x), batch.batch)), batch.y)
+        if mixing == "deviation":
+            return (x - x.std(0)).square().sum() / 100
         per_graph = torch.ones(batch.num_graphs, 1, device=x.device)
         return F.mse_loss(net.out(net.readout(x * per_graph[batch.batch], batch.batch)), batch.y)
 

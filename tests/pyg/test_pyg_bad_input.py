@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -139,6 +140,21 @@ def test_tuple_of_features(device):
     for pair in ((x, x), [x, x], (x, None)):
         with pytest.raises(ValueError, match="bipartite"):
             FastGCNConv(4, 6).to(device)(pair, random_graph(12, num_edges=30, device=device))
+
+
+@pytest.mark.parametrize(
+    "original", [pyg.LGConv(normalize=False), pyg.RGATConv(4, 6, 3)], ids=lambda layer: type(layer).__name__
+)
+def test_a_pair_of_features_where_the_kernels_take_one_tensor(original, reasons):
+    """PyG's code takes it, and runs."""
+    layer = copy.deepcopy(original)
+    accelerate(layer, show=False)
+    assert type(layer).__name__.startswith("Fast")
+    edge_index = random_graph(12, 9, 30)
+    rest = (torch.arange(edge_index.size(1)) % 3,) if isinstance(original, pyg.RGATConv) else ()
+    pair = torch.randn(12, 4), torch.randn(9, 4)
+    close(layer(pair, edge_index, *rest), original(pair, edge_index, *rest))
+    assert "a pair of features" in reasons.text
 
 
 def test_rectangular_matrix_under_normalisation(device):

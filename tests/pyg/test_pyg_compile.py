@@ -1,25 +1,39 @@
-"""torch.compile: one graph and no recompilation with an Adjacency; PyG's own code otherwise."""
+"""torch.compile and torch.export: one graph and no recompilation, with edges and with an Adjacency."""
 
 from __future__ import annotations
 
+import gc
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
+from compiled_layers import ROWS, check_compiled, check_exported, is_ours, moved, written
 from pyg_cases import close, gradients, random_graph
 from pyg_layer_cases import ATTENTION, each_case, first
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch_geometric import nn as pyg
 
+from fastsparse_core.export import decompose
 from fastsparse_pyg import (
+    FastChebConv,
+    FastGATConv,
     FastGCNConv,
     FastGINConv,
     FastGINEConv,
+    FastHypergraphConv,
+    FastMFConv,
+    FastPNAConv,
     FastResGatedGraphConv,
     FastSAGEConv,
+    FastTransformerConv,
     cache_info,
     clear_cache,
     prepare,
 )
+from fastsparse_pyg.nn import DROP_INS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
 SAGE = first(pyg.SAGEConv, widths=(6, 4))
@@ -108,35 +122,82 @@ def test_inductor_trains(device):
         close(one, other)
 
 
-@pytest.mark.parametrize("name", ["gcn_narrowing", "gcn_widening", "sage", "sage_wide", "gin"])
-def test_edge_index_compiles_to_one_graph_of_our_kernels(device, name):
-    """A step on a second graph of another size, too; the structure is that of eager layers."""
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS])
+def test_every_layer_compiles_with_edges(device, row, reasons):
+    """As the table of docs/compile.md says."""
+    if row.is_fallback:
+        torch.compile(row.run, backend="eager")(row.make().to(device), *moved(row.draw(40), device))
+        assert "torch.compile" in reasons.records[0].message
+        assert written()[row.name][0].startswith("PyG's code")
+        return
+    (operators,) = check_compiled(row, device)
+    assert is_ours(operators)
+    assert is_ours(check_exported(row, device))
+    assert not reasons.records
+    assert written()[row.name][:2] == ("yes", "yes")
+    assert written()[row.name][3] == "yes"
+
+
+def test_the_page_lists_every_layer_that_compiles():
+    assert list(written()) == [row.name for row in ROWS]
+    assert {drop_in.__name__ for drop_in in DROP_INS} <= {row.name for row in ROWS}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", ["GCNConv", "SAGEConv", "GINConv", "GATConv", "GATv2Conv", "TransformerConv"]
+)
+def test_layers_are_recorded_as_cuda_graphs(name):
+    """The kernels are part of the graphs, which other edges do not replay."""
+    row = next(row for row in ROWS if row.name == name)
+    check_compiled(row, "cuda", "reduce-overhead")
+
+
+def test_changing_batches_compile_twice(device):
+    """Compiled and eager layers share structures; those of a backward pass are the forward pass's."""
     clear_cache()
-    case = {**LAYERS, "sage_wide": SAGE._replace(widths=(6, 9))}[name]
-    layer = case.make(case.fast, device)
-    frames = []
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = FastGATConv(6, 4, heads=2), FastSAGEConv(8, 4)
+
+        def forward(self, x: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x, graph).relu(), graph)
+
+    model, frames = Model().to(device), []
 
     def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
-        frames.append([str(node.target) for node in module.graph.nodes])
+        frames.append(module)
         return aot_eager(module, inputs)
 
-    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
-    for nodes in (40, 60):
-        edge_index = (
-            random_graph(device=device) if nodes == 40 else torch.randint(0, 60, (2, 300), device=device)
-        )
-        for _step in range(2):
-            x = torch.randn(nodes, 6, device=device, requires_grad=True)
-            got, expected = compiled(x, edge_index), layer(x, edge_index)
-            close(got, expected)
-            parameters = [x, *layer.parameters()]
-            for one, other in zip(gradients(got, parameters), gradients(expected, parameters), strict=True):
-                close(one, other)
-    assert all("fastsparse_pyg.aggregate.default" in frame for frame in frames)
-    assert cache_info().misses == 2  # one for each graph, shared with eager calls, backward passes included
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for nodes in (40, 60, 70, 80):
+        edge_index = torch.randint(0, nodes, (2, 5 * nodes), device=device)
+        x = torch.randn(nodes, 6, device=device, requires_grad=True)
+        got, expected = compiled(x, edge_index), model(x, edge_index)
+        parameters = [x, *model.parameters()]
+        close(got, expected)
+        for one, other in zip(gradients(got, parameters), gradients(expected, parameters), strict=True):
+            close(one, other)
+    assert len(frames) == 2
+    assert cache_info().misses == 2 * 4  # with the loops that GAT adds, and without
     edge_index[:, 0] = 7  # seen, as by eager layers
-    close(compiled(x, edge_index), layer(x, edge_index))
-    assert cache_info().misses == 3
+    close(compiled(x, edge_index), model(x, edge_index))
+    assert cache_info().misses == 2 * 5
+
+
+def test_edges_may_go_before_the_backward_pass(device):
+    layer = FastSAGEConv(6, 4).to(device)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(40, 6, device=device, requires_grad=True)
+    edge_index = random_graph(device=device)
+    got, expected = compiled(x, edge_index), layer(x, edge_index)
+    wanted = gradients(expected, [x])
+    del edge_index, expected
+    gc.collect()
+    clear_cache()
+    close(gradients(got, [x])[0], wanted[0])
 
 
 def test_a_model_of_edges_trains_by_inductor(device):
@@ -212,12 +273,57 @@ def test_edge_index_under_autocast(device):
         close(got.float(), expected.float(), 2e-2)
 
 
-def test_edge_index_compiles_through_pyg(device):
-    edge_index = random_graph(device=device)
-    x = torch.randn(40, 6, device=device)
-    for case in LAYERS.values():
-        layer = case.make(case.fast, device)
-        close(torch.compile(layer, backend="eager")(x, edge_index), layer(x, edge_index), 2e-5)
+OPTIONS = {
+    "attention weights": (FastGATConv(6, 4, add_self_loops=False), {"return_attention_weights": True}),
+    "flow": (FastGCNConv(6, 4, flow="target_to_source"), {}),
+    "nodes first": (FastGCNConv(6, 4, node_dim=0), {}),
+    "maxima": (FastSAGEConv(6, 4, aggr="max"), {}),
+    "no normalisation": (FastChebConv(6, 4, 3, normalization=None), {}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_compile_with_edges(device, name, reasons):
+    layer, more = OPTIONS[name]
+    layer, x, edge_index = layer.to(device), torch.randn(40, 6, device=device), random_graph(device=device)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        got, expected = compiled(x, edge_index, **more), layer(x, edge_index, **more)
+    for one, other in zip(
+        *((each[0], each[1][1]) if more else (each,) for each in (got, expected)), strict=True
+    ):
+        close(one, other)
+    assert not reasons.records
+
+
+def test_bipartite_edges_compile(device):
+    layer = FastGATConv((6, 5), 4, add_self_loops=False).to(device)
+    pair = torch.randn(40, 6, device=device), torch.randn(30, 5, device=device)
+    edge_index = random_graph(40, 30, device=device)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    close(compiled(pair, edge_index), layer(pair, edge_index))
+
+
+CALLS = {
+    "the attention weights of added self loops": (FastGATConv(6, 4), {"return_attention_weights": True}),
+    "cached=True and nothing cached": (FastGCNConv(6, 4, cached=True), {}),
+    "without num_edges": (FastHypergraphConv(6, 4), {}),
+    "parts of sizes": (FastMFConv(6, 4), {}),
+    "stored messages": (
+        FastPNAConv(6, 8, ["mean"], ["identity"], torch.tensor([0, 3, 5]), pre_layers=2),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", CALLS)
+def test_what_falls_back_says_why(message, reasons):
+    layer, more = CALLS[message]
+    x, edge_index = torch.randn(40, 6), random_graph()
+    got = torch.compile(layer, backend="eager")(x, edge_index, **more)
+    assert message in reasons.records[0].message
+    expected = layer(x, edge_index, **more)
+    close(*(each[0] if more else each for each in (got, expected)), 2e-5)
 
 
 def test_adjacency_without_loops_is_refused_under_compile(device):
@@ -228,14 +334,122 @@ def test_adjacency_without_loops_is_refused_under_compile(device):
         )
 
 
-def test_a_layer_that_compiles_pygs_code_warns(reasons):
+def test_edges_made_within_a_trace_are_warned_about(reasons):
     layer = FastResGatedGraphConv(6, 4)
+
+    def model(x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        return layer(x, edges.flip(0))
+
     for _ in range(2):
-        torch.compile(layer, backend="eager", fullgraph=True)(torch.randn(40, 6), random_graph())
+        torch.compile(model, backend="eager", fullgraph=True)(torch.randn(40, 6), random_graph())
     (record,) = reasons.records
     assert record.message == (
-        "FastResGatedGraphConv falls back to PyG's implementation, which is slower: torch.compile without an "
-        "Adjacency. Pass `fastsparse_pyg.prepare(edge_index)` as `edge_index`"
+        "FastResGatedGraphConv falls back to PyG's implementation, which is slower: torch.compile of a model "
+        "that makes or changes its edges. Make the edges outside of the compiled function"
     )
-    torch.compile(layer, backend="eager", fullgraph=True)(torch.randn(40, 6), prepare(random_graph(), 40))
-    assert len(reasons.records) == 1
+
+
+# ---------------------------------------------------------------- exported programs
+
+LOAD = """
+import sys, torch, fastsparse_core
+program, given, expected = torch.export.load(sys.argv[1]), *torch.load(sys.argv[2])
+torch.testing.assert_close(program.module()(*given), expected)
+assert "torch_geometric" not in sys.modules
+"""
+
+
+class Exported(nn.Module):
+    """Layers whose operators differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = FastGCNConv(6, 8), FastGATConv(8, 4, heads=2)
+        self.third = FastTransformerConv(8, 4, heads=2, edge_dim=3)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        hidden = self.second(self.first(x, edges).relu(), edges).relu()
+        return self.third(hidden, edges, features)
+
+
+def _exported(device: str) -> tuple[torch.export.ExportedProgram, tuple[torch.Tensor, ...], torch.Tensor]:
+    """A program, inputs of other sizes, and their result."""
+    model, free = Exported().to(device).eval(), torch.export.Dim.DYNAMIC
+    one, other = (
+        (
+            torch.randn(nodes, 6, device=device),
+            torch.randint(0, nodes, (2, 6 * nodes), device=device),
+            torch.randn(6 * nodes, 3, device=device),
+        )
+        for nodes in (40, 60)
+    )
+    program = torch.export.export(model, one, dynamic_shapes=({0: free}, {1: free}, {0: free}))
+    with torch.no_grad():
+        return program, other, model(*other)
+
+
+def test_a_program_runs_in_another_process(device, tmp_path):
+    program, inputs, expected = _exported(device)
+    torch.export.save(program, tmp_path / "program.pt2")
+    torch.save((inputs, expected), tmp_path / "inputs.pt")
+    paths = [str(tmp_path / name) for name in ("program.pt2", "inputs.pt")]
+    subprocess.run(
+        [sys.executable, "-c", LOAD, *paths], check=True, env={**os.environ, "PYTHONPATH": "kernels"}
+    )
+
+
+def test_a_program_in_pytorchs_operators(device):
+    program, inputs, expected = _exported(device)
+    plain = decompose(program)
+    assert "fastsparse" not in str(plain.graph)
+    close(plain.module()(*inputs), expected)
+
+
+#: One of each operator.
+DECOMPOSED = (
+    "GCNConv with edge weights",
+    "GINConv",
+    "GATv2Conv with edge features",
+    "GINEConv with edge features",
+)
+DECOMPOSED += ("ResGatedGraphConv with edge features", "PNAConv with edge features", "AGNNConv", "ChebConv")
+DECOMPOSED += ("FastMaxKSAGEConv", "HypergraphConv", "GraphTransformerLayer")
+
+
+@pytest.mark.parametrize("name", DECOMPOSED)
+def test_operators_decompose(name):
+    torch.manual_seed(0)
+    row = next(row for row in ROWS if row.name == name)
+    layer, arguments = row.make().eval(), tuple(each.detach() for each in row.draw(40))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, *given: torch.Tensor) -> torch.Tensor:
+            return row.run(self.layer, *given)
+
+    plain = decompose(torch.export.export(Model(), arguments))
+    assert "fastsparse" not in str(plain.graph)
+    with torch.no_grad():
+        close(plain.module()(*arguments), row.run(layer, *arguments), 2e-5)
+
+
+def test_onnx(tmp_path):
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package)
+    runtime = pytest.importorskip("onnxruntime")
+    program, inputs, expected = _exported("cpu")
+    torch.onnx.export(decompose(program), f=str(tmp_path / "model.onnx"))
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    names = [each.name for each in session.get_inputs()]
+    given = {name: each.numpy() for name, each in zip(names, inputs, strict=True)}
+    close(torch.from_numpy(session.run(None, given)[0]), expected)
+
+
+def test_a_program_that_drops_weights_is_refused():
+    layer = FastGATConv(6, 4, dropout=0.5)
+    program = torch.export.export(layer, (torch.randn(40, 6), random_graph()))
+    with pytest.raises(ValueError, match=r"model\.eval\(\)"):
+        decompose(program)

@@ -10,7 +10,7 @@ from torch import nn
 from torch_geometric.nn import GCNConv, SAGEConv
 
 from fastsparse_core import CBSR, MaxK, algorithms
-from fastsparse_core.ops import _ssd_launch
+from fastsparse_core.ops.ssd import ssd_op
 from fastsparse_pyg import FastGCNConv, FastMaxKGCNConv, FastMaxKSAGEConv, FastSAGEConv, prepare
 
 RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
@@ -141,8 +141,8 @@ def test_takes_sparse_features(device, family, recompute):
 def test_rows_are_aggregated_once_or_twice_in_a_step(device, family, recompute, monkeypatch):
     """Of 64 features, so that kept entries are few enough for their own kernel on a GPU."""
     reference, layer = pair(family, 64, 4, device, recompute=recompute)
-    launched, launch = [], _ssd_launch.launch_ssd
-    monkeypatch.setattr(_ssd_launch, "launch_ssd", lambda *x: launched.append(1) or launch(*x))
+    launched, launch = [], ssd_op.kernel
+    monkeypatch.setattr(ssd_op, "kernel", lambda *x: launched.append(1) or launch(*x))
     x, edge_index = torch.randn(40, 64, device=device, requires_grad=True), random_graph(device=device)
     same(reference, layer, lambda conv: conv(x, edge_index), [x])
     assert len(launched) == 1 + recompute

@@ -188,15 +188,15 @@ def test_cached_products_are_pygs(name: str) -> None:
 
 def test_no_values_per_edge_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The normalisation scales rows inside the kernel."""
-    from fastsparse_pyg.nn import base
+    from fastsparse_core.fused import propagation
 
-    values, product = [], base.spmm
+    values, product = [], propagation.launch_spmm
 
-    def watched(adj: Any, x: Tensor, value: Any, *rest: Any, **more: Any) -> Tensor:
+    def watched(adj: Any, x: Tensor, value: Any, *rest: Any) -> Tensor:
         values.append(value)
-        return product(adj, x, value, *rest, **more)
+        return product(adj, x, value, *rest)
 
-    monkeypatch.setattr(base, "spmm", watched)
+    monkeypatch.setattr(propagation, "launch_spmm", watched)
     x, edges = torch.randn(40, 6), random_graph()
     fastsparse_pyg.FastSGConv(6, 4, K=3)(x, edges)
     fastsparse_pyg.FastAPPNP(2, 0.1)(x, edges)

@@ -27,7 +27,8 @@ def capture(step: Any) -> Any:
 
     When what happens:
 
-    - The first 20 calls run as they are, on batches the first 8. What the step uses is noted meanwhile.
+    - The first 20 calls run as they are, on batches the first 8. Meanwhile, `capture` records what the step
+      uses.
     - Then the step is recorded, and later calls replay the record. Training and evaluation are recorded
       apart, and so are calls of other sizes, dtypes or numbers, and those that add to gradients.
     - Arguments that are the same tensors and graphs in every call are read where they are, as is all that the
@@ -73,6 +74,7 @@ def capture(step: Any) -> Any:
         RuntimeError: of a model: in ``backward()``, if the model was called again before.
 
     Examples:
+        >>> import fastsparse_core, torch
         >>> x, weight = torch.ones(3, 2), torch.ones(2)
         >>> @fastsparse_core.capture
         ... def step(x):

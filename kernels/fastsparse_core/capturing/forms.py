@@ -151,7 +151,12 @@ class Record:
 
     def fits(self, call: Call) -> bool:
         """Whether there is room for the call's batch."""
-        return self.capacity is None or call.sizes is None or self.capacity.holds(call.sizes)
+        capacity, sizes = self.capacity, call.sizes
+        if capacity is None or sizes is None:
+            return True
+        if any(held.asks_largest for held in self.held) and not 0 < sizes.largest_graph <= capacity.largest:
+            return False
+        return capacity.holds(sizes)
 
     def write(self, call: Call) -> None:
         """Copies the call's arguments to where the step reads them."""

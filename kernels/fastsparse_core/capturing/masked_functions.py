@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fastsparse_core import recorded
 from fastsparse_core.capturing.constants import Carried
 from fastsparse_core.capturing.device_reads import DeviceReads
 from fastsparse_core.capturing.padding import Rows
@@ -110,8 +112,12 @@ def is_mask(index: Any) -> bool:
 
 def _item(mode: MaskedFunctions, func: Any, x: Tensor, index: Any) -> Any:
     _check_capacity(mode, x, 0, index)
-    places = mode.masks.index_of(index) if is_mask(index) else None
-    return NotImplemented if places is None else x.index_select(0, places)
+    if is_mask(index):
+        places = mode.masks.index_of(index)
+        return NotImplemented if places is None else x.index_select(0, places)
+    run = recorded.current()
+    entries = next((entries for mask, entries in run.masks if mask is index), None) if run else None
+    return NotImplemented if entries is None else x.flatten(0, 1).index_select(0, entries)
 
 
 def _indexed(mode: MaskedFunctions, func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -214,6 +220,34 @@ def _gradients_of_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
+# ---------------------------------------------------------------- sums and means over all nodes or edges
+
+
+def _sum(mode: MaskedFunctions, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    mask, _ = _padding_of(mode, x, *args, **kwargs)
+    return NotImplemented if mask is None else x.masked_fill(mask, 0).sum(*args, **kwargs)
+
+
+def _mean(mode: MaskedFunctions, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    mask, count = _padding_of(mode, x, *args, **kwargs)
+    return NotImplemented if mask is None else x.masked_fill(mask, 0).sum(*args, **kwargs) / count
+
+
+def _padding_of(
+    mode: MaskedFunctions, x: Tensor, dim: Any = None, *args: Any, **kwargs: Any
+) -> tuple[Tensor | None, Any]:
+    """Where the padding is that a reduction reads, and the number of other entries that it reads."""
+    rows = mode.rows.get(x.size(0)) if x.dim() else None
+    dims = range(x.dim()) if dim is None or dim == () else dim if isinstance(dim, (tuple, list)) else (dim,)
+    if rows is None:
+        return None, None
+    reduced = {each % x.dim() for each in dims}
+    if 0 not in reduced:
+        return None, None
+    mask = rows.mask.view(-1, *[1] * (x.dim() - 1)).logical_not()
+    return mask, rows.count * math.prod(x.size(each) for each in reduced - {0})
+
+
 # ---------------------------------------------------------------- losses of every node or edge
 
 
@@ -259,6 +293,8 @@ _MASKED: dict[Any, Callable[..., Any]] = {
     ),
     Tensor.max: _max,
     torch.max: _max,
+    **dict.fromkeys((Tensor.sum, torch.sum), _sum),
+    **dict.fromkeys((Tensor.mean, torch.mean), _mean),
     F.batch_norm: _batch_norm,
     F.linear: _linear,
     F.cross_entropy: _classes,

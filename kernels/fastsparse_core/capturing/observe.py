@@ -81,10 +81,14 @@ class Observed:
             self._parameters = [item for item in found.values() if item.requires_grad]
         return self._parameters
 
-    def buffers(self) -> list[Tensor]:
-        """Those of the modules that hold numbers, as running statistics."""
-        items = (item for module in self.modules for item in module.buffers(recurse=False))
-        return [item for item in items if item.is_floating_point()]
+    def buffers(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Those of the modules that hold numbers, running means with their variances."""
+        return [
+            (item, getattr(module, "running_var", None) if name == "running_mean" else None)
+            for module in self.modules
+            for name, item in module.named_buffers(recurse=False)
+            if item.is_floating_point()
+        ]
 
     def origins(self) -> Origins:
         """Which tensors of a run that starts now are the same in every run."""

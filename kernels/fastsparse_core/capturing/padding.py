@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -43,16 +44,24 @@ class Sizes:
         nodes: of every node type, those of every hop, seeds first; or all.
         edges: of every edge type, those of every hop, whose destinations are in the hop before; or all.
         ends: of every edge type, the types of sources and destinations, by their place in ``nodes``.
+        starts: on the CPU, where the nodes of every graph begin, and their number; None: not known.
     """
 
     nodes: tuple[tuple[int, ...], ...]
     edges: tuple[tuple[int, ...], ...]
     ends: tuple[tuple[int, int], ...] = ((0, 0),)
+    starts: Tensor | None = field(default=None, compare=False)
 
     @property
     def kinds(self) -> tuple[tuple[int, ...], ...]:
         """Those of all node types, then of all edge types."""
         return self.nodes + self.edges
+
+    @cached_property
+    def largest_graph(self) -> int:
+        """How many nodes it has; 0: not known."""
+        starts = self.starts
+        return 0 if starts is None or starts.numel() < 2 else int(starts.diff().max())
 
 
 @dataclass(frozen=True)
@@ -62,9 +71,11 @@ class Capacity(Sizes):
     Attributes:
         spare: of every node type, how many nodes of every hop, the last ones, are always padding: edges of
             padding connect them.
+        largest: nodes of the largest graph, a power of two; 0: not known.
     """
 
     spare: tuple[tuple[int, ...], ...] = ()
+    largest: int = 0
 
     def holds(self, sizes: Sizes) -> bool:
         """Whether a batch of those sizes fits."""
@@ -78,7 +89,7 @@ class Capacity(Sizes):
     def doubled(self) -> Capacity:
         """Much more capacity."""
         nodes, edges = ([[2 * size for size in hops] for hops in kind] for kind in (self.nodes, self.edges))
-        return _capacity(nodes, edges, self.ends, self.nodes)
+        return _capacity(nodes, edges, self.ends, self.nodes, 2 * self.largest)
 
     def cut(self, tensor: Tensor, sizes: Sizes) -> Tensor:
         """The batch's rows of a tensor with rows of padding."""
@@ -116,7 +127,9 @@ def capacity_for(seen: Sequence[Sizes]) -> Capacity:
         [max(column) + more for column, more in zip(hops, mores, strict=True)]
         for hops, mores in zip(edges, more_edges, strict=True)
     ]
-    return _capacity(capacities, more_capacities, ends, tuple(spare))
+    graphs = [sizes.largest_graph for sizes in seen]
+    largest = 1 << (max(graphs) - 1).bit_length() if all(graphs) else 0
+    return _capacity(capacities, more_capacities, ends, tuple(spare), largest)
 
 
 def _columns(kinds: Sequence[tuple[tuple[int, ...], ...]]) -> list[list[tuple[int, ...]]]:
@@ -133,6 +146,7 @@ def _capacity(
     edges: Sequence[Sequence[int]],
     ends: tuple[tuple[int, int], ...],
     spare: tuple[tuple[int, ...], ...],
+    largest: int,
 ) -> Capacity:
     """Capacity of at least those sizes: rows of all kinds are told apart by their number."""
     sums: set[int] = set()
@@ -147,7 +161,7 @@ def _capacity(
             sums.add(total)
             capacities.append(total - sum(capacities))
         made.append(tuple(capacities))
-    return Capacity(tuple(made[: len(nodes)]), tuple(made[len(nodes) :]), ends, spare)
+    return Capacity(tuple(made[: len(nodes)]), tuple(made[len(nodes) :]), ends, spare=spare, largest=largest)
 
 
 @dataclass(frozen=True)

@@ -89,12 +89,14 @@ class Trial:
     """What a job did that was undone.
 
     Attributes:
-        results: copies of the tensors among its results, of its other results, and of buffers.
+        results: copies of the tensors among its results, and of its other results.
+        buffers: copies of modules' buffers, each with the length that differences are relative to.
         gradients: copies of the parameters' gradients.
         written: memory that it wrote to, and that was there before.
     """
 
     results: list[Any]
+    buffers: list[tuple[Tensor, float]]
     gradients: list[Tensor]
     written: list[torch.UntypedStorage]
 
@@ -105,13 +107,14 @@ class State:
 
     Attributes:
         parameters: whose gradients it may replace.
-        buffers: to be compared; batch normalisation writes to them without saying so.
+        buffers: to be compared, running means with their variances; batch normalisation writes to them
+            without saying so.
         modes: modules, and whether they train.
         devices: where it draws random numbers, besides the CPU.
     """
 
     parameters: list[Tensor]
-    buffers: list[Tensor] = field(default_factory=list)
+    buffers: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     modes: list[tuple[torch.nn.Module, bool]] = field(default_factory=list)
     devices: list[torch.device] = field(default_factory=list)
 
@@ -128,7 +131,7 @@ def _undone(
         only_failures: undoes it where an exception leaves the context.
     """
     rollback, gradients = _Rollback(), [parameter.grad for parameter in state.parameters]
-    for kept in (*state.buffers, *keeps):
+    for kept in (*(buffer for buffer, _ in state.buffers), *keeps):
         rollback.keep(kept)
     restore = _random_states(state.devices)
     is_undone = True
@@ -206,12 +209,17 @@ def on_trial(
         Exception: of the job.
     """
     with _undone(state, keeps) as rollback:
-        results = [_result(item) for item in (*tree_leaves(job()), *state.buffers)]
+        results = [_result(item) for item in tree_leaves(job())]
+        buffers = [
+            # Means of what was normalised before are nothing but rounding.
+            (item.detach().clone(), _norm(item if variance is None else variance.detach().abs().sqrt()))
+            for item, variance in state.buffers
+        ]
         gradients = [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
             for parameter in state.parameters
         ]
-        return Trial(results, gradients, rollback.written)
+        return Trial(results, buffers, gradients, rollback.written)
 
 
 def _result(item: Any) -> Any:
@@ -228,6 +236,8 @@ def difference(one: Trial, other: Trial) -> tuple[float, str]:
     worst, where = 0.0, ""
     for x, y in zip(one.results, other.results, strict=True):
         worst, where = max((worst, where), _between(x, y))
+    for (x, length), (y, _) in zip(one.buffers, other.buffers, strict=True):
+        worst, where = max((worst, where), (_relative(x, y, length), f"a buffer of shape {tuple(x.shape)}"))
     longest = max([_norm(x) for x in one.gradients], default=0.0)
     for x, y in zip(one.gradients, other.gradients, strict=True):
         worst, where = max(

@@ -22,12 +22,24 @@ SEND_ALL = 0.8
 def exchange_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
     """A group whose messages go first: give it to a PartitionedAdjacency on GPUs. All processes must call it.
 
-    On CUDA the exchange and the local product start at the same moment. In a stream of high priority the few
-    blocks of the exchange get the first multiprocessors that are free; at equal priority the product's, which
-    are many, are all dispatched before, and little of the exchange is left to overlap.
+    On CUDA the exchange and the local product start at the same moment. In a stream of high priority, the few
+    blocks of the exchange get the first multiprocessors that are free. At equal priority, the many blocks of
+    the product are dispatched first, and little of the exchange overlaps.
 
     Args:
         ranks: the processes; None: all.
+
+    Returns:
+        A process group with a stream of high priority.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or under torchrun
+        >>> from fastsparse_core.distributed import exchange_group
+        >>> group = exchange_group()
+        >>> dist.get_world_size(group)
+        1
+        >>> dist.destroy_process_group()
     """
     options = None
     if dist.get_backend() == "nccl":

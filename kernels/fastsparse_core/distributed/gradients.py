@@ -23,10 +23,10 @@ def all_reduce_gradients(
     .. math::
         \nabla_\theta \sum_r L_r = \sum_r \nabla_\theta L_r
 
-    With a loss :math:`L_r` that is a process's share of the whole (its sum over local rows, divided by the
-    number of all rows), the result is the gradient that one GPU with the whole graph would have. DDP divides
-    by the number of processes besides. Sums of float32 and wider are taken in their dtype, those of 16 bits
-    in float32; one message for each dtype. All processes must call it, with the same parameters.
+    Let each process's loss :math:`L_r` be its share of the whole: its sum over local rows, divided by the
+    number of all rows. Then the result is the gradient that one GPU with the whole graph would have. DDP
+    divides by the number of processes besides. Sums of float32 and wider are taken in their dtype, those of
+    16 bits in float32; one message for each dtype. All processes must call it, with the same parameters.
 
     A parameter that some processes have no gradient for, as their part of the graph has none of its edges,
     gets the sum of the others on all. One that no process has a gradient for is left without.
@@ -37,6 +37,15 @@ def all_reduce_gradients(
 
     Raises:
         ValueError: the processes gave other parameters than each other when they called it first; on all.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or under torchrun
+        >>> from fastsparse_core.distributed import all_reduce_gradients
+        >>> model = torch.nn.Linear(4, 1)
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> all_reduce_gradients(model)
+        >>> dist.destroy_process_group()
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()

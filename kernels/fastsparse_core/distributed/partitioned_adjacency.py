@@ -37,8 +37,8 @@ class PartitionedAdjacency(Adjacency):
     ``sddmm``, ``edge_softmax``, the attentions) fetch the halo in the forward pass and return its gradients
     in the backward pass. Degrees are those of the whole graph. Edge values are those of the rank's edges.
 
-    In ``spmm`` the exchange runs beside the product with :math:`\mathbf{A}_{rr}`, and that of the gradients
-    beside the product with its transpose. Wide features travel in tiles of columns: the product of
+    In ``spmm`` the exchange runs during the product with :math:`\mathbf{A}_{rr}`, and that of the gradients
+    during the product with its transpose. Wide features travel in tiles of columns: the product of
     :math:`\mathbf{A}_{rh}` with a tile that arrived runs while the next one travels. Attention needs all of a
     row's neighbours at once: it waits for the exchange, and computes with the concatenated rows. Results are
     those of one process up to the rounding of sums in another order, and the same from run to run: nothing is
@@ -57,6 +57,17 @@ class PartitionedAdjacency(Adjacency):
         tiles: in how many tiles of columns they travel then; None: :meth:`num_tiles` chooses.
         cache_inputs: whether the others' rows of features that need no gradient travel once.
         statistics: how well the graph is divided.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or under torchrun
+        >>> from fastsparse_core import spmm
+        >>> from fastsparse_core.distributed import PartitionedAdjacency, partition
+        >>> edges = torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> adj = PartitionedAdjacency.from_coo(edges[1], edges[0], partition(edges, 1, num_nodes=3))
+        >>> spmm(adj, torch.tensor([[1.0], [2.0], [3.0]])).flatten()
+        tensor([3., 1., 2.])
+        >>> dist.destroy_process_group()
     """
 
     is_partitioned = True
@@ -115,9 +126,9 @@ class PartitionedAdjacency(Adjacency):
         """Builds this process's part from edges in any order. Collective; all ranks give the same options.
 
         Args:
-            row: destinations, ids of the whole graph, int32 or int64 (E,), on the device where it shall lie.
-                The rank keeps the edges whose destination it owns (:meth:`Partition.owned_edges`): every
-                rank may give all edges, or its own only.
+            row: destinations, ids of the whole graph, int32 or int64 (E,), on the device of the structure.
+                The rank keeps the edges whose destination it owns (:meth:`Partition.owned_edges`): every rank
+                may give all edges, or its own only.
             col: sources, like ``row``.
             partition: owners of the nodes, the same on all ranks.
             group: the processes, as many as the partition has parts; None: all.
@@ -125,14 +136,14 @@ class PartitionedAdjacency(Adjacency):
             group_rows: as for :meth:`Adjacency.from_coo`.
             halo_dtype: dtype of features and gradients on the way; None: their own, so that results are those
                 of one process. A 16-bit one halves the bytes of float32 features and rounds them.
-            overlap: whether the exchange runs beside the local product. False: one product over all columns
+            overlap: whether the exchange runs during the local product. False: one product over all columns
                 when all are there.
             tiles: in how many tiles of columns features travel then, at most; None: as many as are worth it,
                 see :meth:`num_tiles`.
             cache_inputs: whether the others' rows of the last features without gradient are kept for spmm:
                 what a first layer aggregates is the same in every step of full-graph training, and travels
-                once then. Takes the memory of these rows. Where one rank changes its features, as an object
-                or in place, all must.
+                once then. Takes the memory of these rows. If one rank changes its features, as an object or
+                in place, all must.
             send: what goes to a rank: ``"needed"``, the rows it has for neighbours; ``"all"``, all; or
                 ``"auto"``: all where at least 80 % are needed.
 
@@ -175,14 +186,14 @@ class PartitionedAdjacency(Adjacency):
     ) -> PartitionedAdjacency:
         """Builds this process's part from the whole graph in compressed rows. Collective.
 
-        Only the rank's rows are read and moved to ``device``, so that the whole may lie in host memory, or in
+        Only the rank's rows are read and moved to ``device``, so the whole graph may be in host memory, or in
         a file that all processes of a machine map.
 
         Args:
             rowptr: int32 or int64 (num_nodes + 1,).
             col: sources, int32 or int64 (num_edges,).
             partition: owners of the nodes.
-            device: where to build it; None: where ``col`` lies.
+            device: where to build it; None: the device of ``col``.
             group: the processes; None: all.
             **options: further ones of :meth:`from_coo`.
 
@@ -199,7 +210,11 @@ class PartitionedAdjacency(Adjacency):
         return cls.from_coo(row, part, partition, group=group, **options)
 
     def with_self_loops(self, kind: Literal["append", "replace"]) -> PartitionedAdjacency:
-        """The same part with a self loop on every node, see :meth:`Adjacency.from_coo`. Collective."""
+        """The same part with a self loop on every node, see :meth:`Adjacency.from_coo`. Collective.
+
+        Args:
+            kind: as ``self_loops`` of :meth:`Adjacency.from_coo`.
+        """
         row, col = self.rows.row(), self.rows.col
         if self.rows.edge_id is not None:
             order = self.rows.edge_id.argsort()
@@ -230,7 +245,7 @@ class PartitionedAdjacency(Adjacency):
 
     @property
     def device(self) -> torch.device:
-        """Where the structure lies."""
+        """Device of the structure."""
         return self.rows.device
 
     @property
@@ -249,11 +264,15 @@ class PartitionedAdjacency(Adjacency):
         return self._built.get("halo", lambda: columns_of(self.rows, own=False))
 
     def row(self) -> Tensor:
-        """Refused: entries name nodes of other ranks, which nothing but the operators can use."""
+        """Not supported: entries name nodes of other ranks, which nothing but the operators can use."""
         _unsupported("the ends of its edges")
 
     def t(self, *, valued: bool = True) -> Adjacency:
-        """Refused: the transpose's rows lie on other ranks."""
+        """Not supported: the transpose's rows are on other ranks.
+
+        Args:
+            valued: as in :meth:`Adjacency.t`.
+        """
         _unsupported("its transpose")
 
     def in_degree(self) -> Tensor:
@@ -288,14 +307,21 @@ class PartitionedAdjacency(Adjacency):
     # ---------------------------------------------------------------- data of nodes
 
     def scatter(self, x: Tensor) -> Tensor:
-        """This rank's rows of data of all nodes (num_nodes, ...)."""
+        """This rank's rows of data of all nodes (num_nodes, ...).
+
+        Args:
+            x: (num_nodes, ...), any dtype.
+        """
         return self.partition.scatter(x, self.rank)
 
     def gather(self, x: Tensor) -> Tensor:
         """Data of all nodes in their own order, on every rank, from each one's rows. Collective.
 
         Args:
-            x: (local nodes, ...); no gradient flows through.
+            x: (local nodes, ...), any dtype; no gradient flows through.
+
+        Raises:
+            ValueError: ``x`` has not one row per local node.
         """
         if x.size(0) != self.num_dst:
             raise ValueError(f"x: expected {self.num_dst} rows, one per own node, got {tuple(x.shape)}")
@@ -315,7 +341,7 @@ class PartitionedAdjacency(Adjacency):
         """Features of the own nodes and of the halo, the columns of ``rows``. Collective, differentiable.
 
         Args:
-            features: (local nodes, ...) each; cast where autocast is on, unless ``exact``.
+            features: floating (local nodes, ...) each; cast where autocast is on, unless ``exact``.
             exact: whether they travel in their own dtype whatever ``halo_dtype`` says.
         """
         given = [x for x in features if x is not None]
@@ -344,7 +370,10 @@ class PartitionedAdjacency(Adjacency):
         relu: bool,
         algorithm: str,
     ) -> Tensor:
-        """:func:`fastsparse_core.spmm` over the ranks' rows; arguments as there. Collective."""
+        """:func:`fastsparse_core.spmm` over the ranks' rows; collective.
+
+        Arguments as in :func:`fastsparse_core.spmm`.
+        """
         check_features("x", x, self.num_src, "num_src", self)
         given = x
         (x,) = autocast(x)  # type: ignore[assignment]
@@ -382,10 +411,10 @@ class PartitionedAdjacency(Adjacency):
         """In how many tiles of columns spmm sends features, the same on all ranks.
 
         The halo's product of a tile runs while the next one travels, so that only the last tile's is left
-        when all have arrived. Where ``tiles`` is not given: one without ``overlap``, or where by a rough
-        estimate the local product takes as long as the exchange on every rank: then tiles would hide nothing,
-        and they are copied together and added up in strides. Else one for each 64 columns, at most 4, and
-        each of 32 MiB or more for some rank.
+        when all have arrived. If ``tiles`` is not given, there is one tile without ``overlap``. There is also
+        one if, by a rough estimate, the local product takes as long as the exchange on every rank: more tiles
+        would hide nothing, and cost copies. Else there is one for each 64 columns, at most 4, each of 32 MiB
+        or more for some rank.
 
         Args:
             width: features per node.
@@ -408,7 +437,12 @@ class PartitionedAdjacency(Adjacency):
         return self._inputs.get(given, flat.dtype, fetch)
 
     def scales(self, scale_src: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors of the halo's nodes and of all columns of ``rows``; kept for the last ``scale_src``."""
+        """Factors of the halo's nodes and of all columns of ``rows``; kept for the last ``scale_src``.
+
+        Args:
+            scale_src: floating (local nodes,), this rank's factors.
+            x: floating (local nodes, ...), the features that are scaled.
+        """
 
         def fetch() -> tuple[Tensor, Tensor]:
             checked = check_scale("scale_src", scale_src, self.num_src, x)
@@ -449,7 +483,12 @@ class PartitionedAdjacency(Adjacency):
         return sizes if inputs is None else sizes | {"inputs": inputs.nbytes}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Adjacency:
-        """Itself, if it lies there; else refused."""
+        """Returns itself if it is on that device; other devices are not supported.
+
+        Args:
+            device: the target.
+            non_blocking: as in :meth:`torch.Tensor.to`.
+        """
         if torch.empty(0, device=device).device == self.device:
             return self
         _unsupported("a move to another device (build it from edges that lie there)")

@@ -39,6 +39,13 @@ class Partition:
     Raises:
         TypeError: ``order`` is no int64 tensor.
         ValueError: ``starts`` descend, or ``order`` does not have every node once.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core.distributed import Partition
+        >>> partition = Partition.from_assignment(torch.tensor([0, 1, 0]), num_parts=2)
+        >>> partition.nodes(0)
+        tensor([0, 2])
     """
 
     starts: tuple[int, ...]
@@ -109,7 +116,11 @@ class Partition:
         return self.starts[-1]
 
     def size(self, rank: int) -> int:
-        """Number of nodes that a rank owns."""
+        """Number of nodes that a rank owns.
+
+        Args:
+            rank: from 0 to num_parts - 1.
+        """
         return self.starts[rank + 1] - self.starts[rank]
 
     @cached_property
@@ -122,16 +133,28 @@ class Partition:
         return place
 
     def position(self, node: Tensor) -> Tensor:
-        """Positions of nodes."""
+        """Positions of nodes.
+
+        Args:
+            node: ids, int32 or int64 of any shape (...,).
+        """
         return node if self.place is None else self.place.to(node.device)[node.long()]
 
     def nodes(self, rank: int) -> Tensor:
-        """Ids of the nodes that a rank owns, int64, in the order of its rows."""
+        """Ids of the nodes that a rank owns, int64, in the order of its rows.
+
+        Args:
+            rank: from 0 to num_parts - 1.
+        """
         first, last = self.starts[rank], self.starts[rank + 1]
         return torch.arange(first, last) if self.order is None else self.order[first:last]
 
     def scatter(self, x: Tensor, rank: int) -> Tensor:
         """The rows of a rank's nodes from data of all nodes (num_nodes, ...).
+
+        Args:
+            x: (num_nodes, ...), any dtype.
+            rank: from 0 to num_parts - 1.
 
         Raises:
             ValueError: not one row per node.
@@ -143,7 +166,12 @@ class Partition:
         return x[self.nodes(rank).to(x.device)]
 
     def owned_edges(self, row: Tensor, rank: int) -> Tensor:
-        """Which of some edges a rank owns, by their destinations: positions among them, int64."""
+        """Which of some edges a rank owns, by their destinations: positions among them, int64.
+
+        Args:
+            row: destinations, int32 or int64 (E,).
+            rank: from 0 to num_parts - 1.
+        """
         position = self.position(row)
         return ((position >= self.starts[rank]) & (position < self.starts[rank + 1])).nonzero().flatten()
 
@@ -171,9 +199,20 @@ def partition(
             at most 20 million edges.
         num_nodes: number of nodes, needed for edges.
 
+    Returns:
+        The owners of all nodes.
+
     Raises:
         ValueError: the graph is not square, or an argument is out of range.
         ImportError: ``"metis"`` without a package that has it.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core.distributed import partition
+        >>> edges = torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]])
+        >>> parts = partition(edges, 2, "contiguous", num_nodes=4)
+        >>> parts.nodes(1)
+        tensor([2, 3])
     """
     _check_parts(num_parts)
     if method not in ("auto", "metis", "contiguous"):

@@ -23,6 +23,12 @@ class PartitionStatistics:
         edges: edges of those nodes' rows.
         halo_edges: of them, edges from nodes of other ranks.
         halo_rows: nodes of other ranks whose features come.
+
+    Example:
+        >>> from fastsparse_core.distributed import PartitionStatistics
+        >>> statistics = PartitionStatistics(rows=[2, 2], edges=[6, 4], halo_edges=[1, 1], halo_rows=[1, 1])
+        >>> statistics.balance, statistics.edge_cut
+        (1.2, 0.2)
     """
 
     rows: list[int]

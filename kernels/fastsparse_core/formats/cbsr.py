@@ -37,6 +37,13 @@ class CBSR:
         ids: (n, k) column of every value, ascending in each row; uint8 where ``width`` is at most 256, else
             uint16.
         width: number of columns, at most 65,536.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import maxk
+        >>> cbsr = maxk(torch.tensor([[1.0, 5.0, -2.0, 3.0]]), k=2)
+        >>> cbsr.to_dense()
+        tensor([[0., 5., 0., 3.]])
     """
 
     values: Tensor
@@ -131,6 +138,9 @@ class CBSR:
 
     def with_values(self, values: Tensor) -> CBSR:
         """The same columns with other values.
+
+        Args:
+            values: (n, k), floating.
 
         Raises:
             ValueError: the shape or the device differs.

@@ -15,8 +15,16 @@ from fastsparse_core.fused.attention_on_cuda import attend, differentiate, plan_
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._attention_checks import draw_seed, drawn_by_replays
 from fastsparse_core.ops._attention_unfused import Edges
-from fastsparse_core.ops._autocast import CAST, autocast_dtype, product_in, version_of, without_autocast
-from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
+from fastsparse_core.ops._autocast import (
+    CAST,
+    autocast_dtype,
+    check_versions,
+    is_any_autocast_enabled,
+    product_in,
+    versions_of,
+    without_autocast,
+)
+from fastsparse_core.ops._dtypes import DTYPE_CODE, cast
 from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
 from fastsparse_core.ops._edge_values import edge_workspace, empty_values
 from fastsparse_core.ops._facts import used_csr
@@ -112,7 +120,10 @@ def attention_layer(
     if device != adj.col.device:
         return None
     records = torch.is_grad_enabled()
-    if records and False in [weight.requires_grad for weight in weights]:
+    learns = True
+    for weight in weights:
+        learns &= weight.requires_grad
+    if records and not learns:
         given = [each for each in (x, bias, *tensors, *(of_edges or ())) if each is not None]
         if True in [each.requires_grad for each in given]:
             return None  # features that no weight's gradient needs may be written before the backward pass
@@ -284,14 +295,16 @@ class _AttentionLayer(torch.autograd.Function):
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
         vectors, maps = tensors[: call.num_vectors], tensors[call.num_vectors :]
         # Second derivatives alone need them, so they may be written before the backward pass.
-        ctx.maps = maps, [version_of(tensor) for tensor in maps]
+        ctx.maps = maps, versions_of(maps)
         factor = matrix if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(features, factor, joint, edge_attr, edge_weight, *vectors, *kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *without_autocast(_gradients, ctx, grad))
+        if is_any_autocast_enabled():
+            return (None, *without_autocast(_gradients, ctx, grad))
+        return (None, *_gradients(ctx, grad))
 
 
 _apply = direct(_AttentionLayer)
@@ -350,10 +363,14 @@ def _differentiate_at_once(
 
     And those of the edges' features and of their weight.
     """
-    precise, (state,) = accumulation_dtype(call.dtype), kept
-    operands = [cast(vector, precise).contiguous() for vector in vectors]
-    grads = [torch.empty_like(operand) for operand in operands]
-    grad, grad_joint = unit_stride(grad), torch.empty_like(joint)
+    (state,) = kept
+    precise = state.dtype
+    operands, grads = [], []  # a comprehension is one more call in Python 3.11
+    for vector in vectors:
+        operands.append(vector.to(precise).contiguous())
+        grads.append(torch.empty_like(operands[-1]))
+    grad = grad if grad.stride(1) == 1 else unit_stride(grad)
+    grad_joint = torch.empty_like(joint)
     grad_bias = None if bias_dtype is None else state.new_empty(grad.shape[1])
     sums = None if map_bias_dtype is None else state.new_empty(joint.shape[1])
     transposed, two = call.adj.t(), len(vectors) > 1
@@ -390,13 +407,10 @@ def _differentiate_at_once(
         grad_bias = grad_bias.to(bias_dtype)
     if map_bias_dtype is not None and map_bias_dtype != precise and sums is not None:
         sums = sums.to(map_bias_dtype)
-    found = (
-        grad_joint,
-        [cast(found, vector.dtype) for found, vector in zip(grads, vectors, strict=True)],
-        grad_bias,
-        () if sums is None else sums.unsafe_split_with_sizes(call.widths),
-    )
-    return found, (grad_edge, grad_weight)
+    if vectors and vectors[0].dtype != precise:
+        grads = [grad.to(vector.dtype) for grad, vector in zip(grads, vectors, strict=True)]
+    parts = () if sums is None else sums.unsafe_split_with_sizes(call.widths)
+    return (grad_joint, grads, grad_bias, parts), (grad_edge, grad_weight)
 
 
 def _second_gradients(
@@ -409,11 +423,7 @@ def _second_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients that have gradients themselves."""
     call, (maps, versions) = ctx.call, ctx.maps
-    if [version_of(tensor) for tensor in maps] != versions:
-        raise RuntimeError(
-            "weight: modified by an inplace operation between the forward pass and a backward pass with "
-            "create_graph=True, which needs it as it was"
-        )
+    check_versions(maps, versions)
 
     def compute(
         features: Tensor, edge_attr: Tensor | None, edge_weight: Tensor | None, *tensors: Tensor

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.ops import _edge_messages_launch as launch
-from fastsparse_core.ops._autocast import CAST, Uncast, autocast_dtype, product_in, without_autocast
+from fastsparse_core.ops._autocast import (
+    CAST,
+    Uncast,
+    autocast_dtype,
+    check_versions,
+    is_any_autocast_enabled,
+    product_in,
+    versions_of,
+    without_autocast,
+)
 from fastsparse_core.ops._dtypes import DTYPE_CODE, cast
 from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_wrapped
 from fastsparse_core.ops._edge_messages_fused import gine_gradients_again, unfused_gated
@@ -153,9 +162,9 @@ class _Gine(torch.autograd.Function):
         out, _, _, kept = launch.forward(adj, operands, x.shape[1], True in needs, operands.q, eps)
         ctx.set_materialize_grads(False)
         ctx.adj, ctx.uncast, ctx.edge_width = adj, None, edge.shape[1]
-        ctx.dtypes = tuple(
-            [None if each is None else each.dtype for each in (x, given, weight, bias, after_bias)]
-        )
+        ctx.dtypes = dtypes = []
+        for each in (x, given, weight, bias, after_bias):  # a comprehension is one more call in Python 3.11
+            dtypes.append(None if each is None else each.dtype)
         raw: tuple[Tensor | None, ...] = (None,) * 4
         if weight is not None:  # of features and map second derivatives alone read more than their copies
             raw = (given if needs[2] else None, weight if needs[1] else None, operands.edge, operands.maps)
@@ -175,7 +184,9 @@ class _Gine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, of_summed: Tensor | None = None) -> tuple[Tensor | None, ...]:
         if grad is None and of_summed is None:
             return (None,) * 9
-        return (*without_autocast(_gine_gradients, ctx, grad, of_summed), None, None, None)
+        if is_any_autocast_enabled():
+            return (*without_autocast(_gine_gradients, ctx, grad, of_summed), None, None, None)
+        return (*_gine_gradients(ctx, grad, of_summed), None, None, None)
 
 
 _apply_gine = direct(_Gine)
@@ -204,7 +215,7 @@ def _gine_gradients(ctx: Any, grad: Tensor | None, of_summed: Tensor | None) -> 
             total = torch.mm(grad, matrix)
             of_summed = total if of_summed is None else of_summed + total
         assert of_summed is not None
-        grad = cast(of_summed, dtype)
+        grad = of_summed if of_summed.dtype == dtype else of_summed.to(dtype)
     assert grad is not None
     if not first:
         found = gine_gradients_again(adj, grad, kept, edge, weight, maps is not None)
@@ -216,9 +227,10 @@ def _gine_gradients(ctx: Any, grad: Tensor | None, of_summed: Tensor | None) -> 
             for each, need, of in zip((of_x + own, *others), needs, dtypes, strict=False)
         ]
         return (*again, grad_after, grad_after_bias)
+    is_read = not grad.is_cuda and grad.stride(1) == 1
     gradients = launch.backward(
         adj,
-        Operands(launch.RELU, None, launch.rows(grad), None, edge_read, maps),
+        Operands(launch.RELU, None, grad if is_read else launch.rows(grad), None, edge_read, maps),
         grad,
         ctx.edge_width,
         kept=kept,
@@ -231,9 +243,9 @@ def _gine_gradients(ctx: Any, grad: Tensor | None, of_summed: Tensor | None) -> 
     )
     return (
         gradients.q if needs[0] else None,
-        None if gradients.edge is None else cast(gradients.edge, edge_dtype),
+        None if gradients.edge is None else gradients.edge.to(edge_dtype),
         gradients.weight,
-        None if gradients.bias is None else cast(gradients.bias, bias_dtype),
+        None if gradients.bias is None else gradients.bias.to(bias_dtype),
         grad_after,
         grad_after_bias,
     )
@@ -307,16 +319,19 @@ class _Gated(torch.autograd.Function):
         joined = root is not None and bias is not None and bias.dtype == dtype
         if root is not None:
             biases = (*biases, bias if bias is not None and joined else biases[0].new_zeros(width))
-        of_nodes = cast(of_nodes, dtype)
-        query, value, key, *own = _linear(x, of_nodes, torch.cat(biases), dtype).split(width, 1)
+        of_nodes, of_biases = of_nodes.to(dtype), torch.cat(biases).to(dtype)
+        query, value, key, *own = F.linear(x, of_nodes, of_biases).split(width, 1)
         # Both ends of an edge see its features: the gate's map is the sum of theirs.
         operands = Operands.of(launch.GATE, key, query, value, edge, of_query, of_value, added=of_key)
-        of_root = launch.rows(own[0]) if own else None
+        of_root = own[0] if own else None
+        if of_root is not None and (of_root.is_cuda or of_root.stride(1) != 1):
+            of_root = launch.rows(of_root)
         out, slope, _, _ = launch.forward(adj, operands, width, True in ctx.needs_input_grad, of_root)
         ctx.set_materialize_grads(False)
         ctx.adj, ctx.joined = adj, joined
         # Of these only second derivatives read more than the dtype.
-        ctx.parameters = [None if each is None else Uncast.kept(each) for each in (root, bias, *maps)]
+        ctx.parameters = (root, bias, *maps)
+        ctx.versions = versions_of(ctx.parameters)
         # Operands are the rows themselves or, where those must be padded, copies.
         ctx.save_for_backward(x, edge, of_nodes, slope, *operands[1:])
         if bias is None or joined:
@@ -325,7 +340,11 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None,) * 11 if grad is None else without_autocast(_gated_gradients, ctx, grad)
+        if grad is None:
+            return (None,) * 11
+        if is_any_autocast_enabled():
+            return (*without_autocast(_gated_gradients, ctx, grad),)
+        return _gated_gradients(ctx, grad)
 
 
 _apply_gated = direct(_Gated)
@@ -337,15 +356,15 @@ def _gated_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     except RuntimeError as error:
         raise with_cure(error, "residual gated graph convolution") from None
     adj, needs, (root, bias, *maps) = ctx.adj, ctx.needs_input_grad, ctx.parameters
-    dtype = maps[0].weight.dtype
+    dtype = maps[0].dtype
     if not is_first_derivative(grad):
-        parameters = (None if each is None else each.as_it_was() for each in ctx.parameters)
-        inputs, needed = (x, edge, *parameters), (*needs[:4], *needs[5:])
+        check_versions(ctx.parameters, ctx.versions)
+        inputs, needed = (x, edge, *ctx.parameters), (*needs[:4], *needs[5:])
         with torch.enable_grad():
             found = unfused_gradients(lambda *given: _unfused_layer(adj, *given), grad, inputs, needed)
         return *found[:4], None, *found[4:]
     width, of_out = grad.shape[1], grad
-    grad = cast(grad, x.dtype)
+    grad = grad.to(x.dtype)
     maps_need = any(needs[5:8])
     gradients = launch.backward(
         adj,
@@ -383,9 +402,8 @@ def _gated_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         sums = sum_of_rows(of_rows, dtype, True).split(width)
         grad_biases, grad_bias = sums[:3], sums[3] if ctx.joined else None
     if needs[3] and grad_bias is None:
-        grad_bias = sum_of_rows(of_out, bias.weight.dtype, True)
-    grads = (grad_x, gradients.edge, grad_root, grad_bias, None, *grad_maps, *grad_biases)
-    return tuple(each if need else None for each, need in zip(grads, needs, strict=True))
+        grad_bias = sum_of_rows(of_out, bias.dtype, True)
+    return grad_x, gradients.edge, grad_root, grad_bias, None, *grad_maps, *grad_biases
 
 
 def _unfused_layer(

@@ -62,6 +62,12 @@ class GraphTransformer(nn.Module):
         """The layer on a structure: (num_dst, in_width) and (num_src, in_width) to (num_dst, out_width).
 
         ``edge_attr``, (num_values, edge_width), joins keys and values where the layer has an ``edge_width``.
+
+        Args:
+            adj: the structure.
+            x_dst: (num_dst, in_width), float64, float32, float16 or bfloat16.
+            x_src: (num_src, in_width), in the dtype of ``x_dst``.
+            edge_attr: (num_values, edge_width), in the dtype of ``x_dst``.
         """
         if x_src is x_dst:
             key, value, query = joint_linear(x_src, (self.key, self.value, self.query))

@@ -96,28 +96,38 @@ def joint_linear(x: Tensor, modules: Sequence[Any], kind: type[nn.Module] = nn.L
     return tuple(module(x) for module in modules)
 
 
-def add_linear(out: Tensor, x: Tensor, module: Any, kind: type[nn.Module] = nn.Linear) -> Tensor:
-    r"""``out + module(x)``, added to ``out`` in place by the product itself where that can be.
+def add_linear(
+    out: Tensor, features: Sequence[Tensor], modules: Sequence[Any], kind: type[nn.Module] = nn.Linear
+) -> Tensor:
+    r"""``out + module(x) + ...``, added to ``out`` in place by the products themselves where that can be.
 
     .. math::
-        \mathbf{y} + \mathbf{x} \, \mathbf{W}^{\top}
+        \mathbf{y} + \sum_k \mathbf{x}_k \, \mathbf{W}_k^{\top}
 
-    Saves writing and reading a matrix of the result's size. Equal to the sum up to rounding.
+    Saves writing and reading matrices of the result's size. Equal to the sum up to rounding.
 
     Args:
-        out: (N, width of the layer), a result that nobody else sees and no backward pass needs.
-        x: features (N, F).
-        module: linear layer.
+        out: (N, width of the layers), a result that nobody else sees and no backward pass needs.
+        features: (N, F) each, of one kind.
+        modules: a linear layer for each of them.
         kind: the class of linear layers that the framework has.
     """
-    if (
-        is_plain_linear(module, kind)
-        and module.bias is None
-        and out.dim() == x.dim() == 2
-        and out.dtype == x.dtype == module.weight.dtype
+    x = features[0] if features else out
+    may_add = (
+        out.dim() == x.dim() == 2
+        and out.dtype == x.dtype
         and is_plain_eager(x)
         and is_plain_eager(out)
-        and not torch.is_autocast_enabled(x.device.type)
-    ):
-        return out.addmm_(x, module.weight.t())
-    return out + module(x)
+        and not is_any_autocast_enabled()
+    )
+    for x, module in zip(features, modules, strict=True):
+        if (
+            may_add
+            and is_plain_linear(module, kind)
+            and module.bias is None
+            and out.dtype == module.weight.dtype
+        ):
+            out.addmm_(x, module.weight.t())
+        else:
+            out = out + module(x)
+    return out

@@ -16,14 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from fastsparse_core import policy
 from fastsparse_core.formats.cbsr import CBSR
-from fastsparse_core.ops import _ssd_launch
 from fastsparse_core.ops._autocast import CAST, autocast_dtype, product_in, without_autocast
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import PLAIN, is_first_derivative, is_plain_eager
-from fastsparse_core.ops._ssd_backward import derivatives
+from fastsparse_core.ops._ssd_backward import ssd_backward_op, ssd_value_grad_op
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
-from fastsparse_core.ops.maxk import gather, write_out
-from fastsparse_core.ops.ssd import SumOrMean, operands, ssd
+from fastsparse_core.ops.maxk import gather_op, to_dense_op
+from fastsparse_core.ops.ssd import SumOrMean, operands, ssd, ssd_op
 from fastsparse_core.structure.adjacency import Adjacency
 
 
@@ -153,15 +152,14 @@ class _Aggregation(NamedTuple):
         """The aggregated rows (num_dst, width); those of the operator unless ``once``."""
         adj = self.adj
         factors = (value, self.scale_dst, self.scale_src, None)
-        place = (adj.num_dst, adj.handle, False, self.algorithm)
-        launch = _ssd_launch.launch_ssd if once else torch.ops.fastsparse.ssd.default
-        out: Tensor = launch(values, ids, self.width, *factors, *place)
+        place = (adj.num_dst, adj, False, self.algorithm)
+        out: Tensor = (ssd_op.kernel if once else ssd_op)(values, ids, self.width, *factors, *place)
         return out
 
     def roots(self, values: Tensor, ids: Tensor, once: bool = True) -> Tensor:
         """The destinations' own rows (num_dst, width); those of the operator unless ``once``."""
         num_dst = self.adj.num_dst
-        dense = write_out if once else torch.ops.fastsparse.cbsr_to_dense.default
+        dense = to_dense_op.kernel if once else to_dense_op
         out: Tensor = dense(values[:num_dst], ids[:num_dst], self.width)
         return out
 
@@ -276,18 +274,19 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     value_dtype, weight_dtype, bias_dtype = ctx.dtypes
     adj = how.adj
     once = is_first_derivative(grad)  # else all of it is made of operators, which have gradients again
-    of_values, of_edge_values = derivatives(grad)
-    scales, place = (how.scale_dst, how.scale_src), (adj.handle, False)
+    scales, place = (how.scale_dst, how.scale_src), (adj, False)
     grad_values = grad_value = grad_weight = grad_root = None
     if needs_values or needs_value:
         grad_sums = torch.mm(grad, how.by_in(weight).t())
     if needs_values:
-        grad_values = of_values(grad_sums, ids, value, *scales, *place)
+        grad_values = ssd_backward_op(grad_sums, ids, value, *scales, *place)
         if root_weight is not None:
             grad_roots = torch.mm(grad, how.by_in(root_weight).t())
             grad_values = _add_roots(grad_values, grad_roots, ids[: adj.num_dst], once)
     if needs_value:
-        grad_value = of_edge_values(grad_sums, values, ids, *scales, adj.num_values, *place).to(value_dtype)
+        grad_value = ssd_value_grad_op(grad_sums, values, ids, *scales, adj.num_values, *place).to(
+            value_dtype
+        )
     if needs_weight:
         if sums is None or not once:  # stored rows have no gradient
             sums = how.sums(values, ids, value, once)
@@ -301,9 +300,9 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _add_roots(grad_values: Tensor, grad_roots: Tensor, ids: Tensor, once: bool) -> Tensor:
     """Adds the kept columns of the destinations' gradients to those of the first sources."""
     if once:
-        grad_values[: ids.size(0)] += gather(grad_roots, ids)
+        grad_values[: ids.size(0)] += gather_op(grad_roots, ids)
         return grad_values
-    kept = torch.ops.fastsparse.cbsr_gather.default(grad_roots, ids)
+    kept = gather_op(grad_roots, ids)
     return grad_values + F.pad(kept, (0, 0, 0, grad_values.size(0) - ids.size(0)))
 
 

@@ -1,62 +1,135 @@
-"""What PNA layers share in both plugins: linear maps of towers at the nodes, and scaled aggregations."""
+"""Principal neighbourhood aggregation (PNA) of both plugins: messages, aggregations and their scales."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fastsparse_core.fused.bias import linear
+from fastsparse_core.fused.edge_messages import can_pass_messages
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
+from fastsparse_core.ops import _multi_aggregate_fused as kernels
+from fastsparse_core.ops._autocast import (
+    check_versions,
+    is_any_autocast_enabled,
+    versions_of,
+    without_autocast,
+)
+from fastsparse_core.ops._eager import direct, is_first_derivative, is_plain_eager, is_wrapped
+from fastsparse_core.ops._kept_results import unfused_gradients
+from fastsparse_core.ops._sum_of_rows import sum_of_rows
+from fastsparse_core.ops._weight_gradient import weight_gradient
+from fastsparse_core.ops.multi_aggregate import MOST_EDGE_FEATURES, multi_aggregate, slots_of
+from fastsparse_core.structure.adjacency import Adjacency
 
 
-def node_parts(
-    x: Tensor,
+class Scaled(NamedTuple):
+    """What a layer aggregates, all of it but parameters and features.
+
+    Attributes:
+        adj: square structure.
+        names: of the aggregations.
+        towers: number of towers.
+        min_variance: up to which the standard deviation is 0.
+        factors: what each scaler multiplies the aggregations of every node by, (N,) each; None: 1.
+    """
+
+    adj: Adjacency
+    names: Sequence[str]
+    towers: int
+    min_variance: float
+    factors: Sequence[Tensor | None]
+
+
+def joined_maps(
     of_dst: Sequence[Tensor],
     of_src: Sequence[Tensor],
     of_own: Sequence[Tensor],
-    message_bias: Tensor | None,
-    own_bias: Tensor | None,
+    message_biases: Sequence[Any],
+    own_biases: Sequence[Any],
     shared: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    r"""The parts of the linear maps of all towers that read features of nodes, in one product.
+) -> tuple[Tensor, Tensor | None]:
+    r"""The linear maps of all towers that read features of nodes, as that of one product, and its bias.
 
     A message :math:`\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} +
     \mathbf{b}` of an edge is a sum of rows of its ends, of which there are as many as nodes.
 
     Args:
-        x: (N, F).
-        of_dst: :math:`\mathbf{P}` of every tower, (width, F), or (width, F / towers) unless ``shared``.
+        of_dst: :math:`\mathbf{P}` of every tower, (width, F), or (width, F / towers) unless ``shared``; none
+            where messages are stored, which are no sum.
         of_src: :math:`\mathbf{Q}` likewise.
         of_own: what the update multiplies the node's own features by, likewise.
-        message_bias: :math:`\mathbf{b}`, (towers * width,).
-        own_bias: of the update, (towers * out width,).
+        message_biases: :math:`\mathbf{b}`, in one tensor or in one for each tower.
+        own_biases: of the update, likewise.
         shared: whether every tower reads all features, and not its own part of them.
 
     Returns:
-        Rows of the destinations, of the sources and of the update, (N, towers * width of the tower's part).
+        (towers * (2 * width + out width), F): those of destinations, sources and update below each other.
     """
-    groups = [_stacked(weights, shared) for weights in (of_dst, of_src, of_own)]
-    sizes = [group.size(0) for group in groups]
-    bias = None
-    if message_bias is not None or own_bias is not None:
-        given = (message_bias, None, own_bias)
-        bias = torch.cat(
-            [
-                x.new_zeros(size, dtype=groups[0].dtype) if part is None else part
-                for part, size in zip(given, sizes, strict=True)
-            ]
-        )
-    dst, src, own = linear_before_sum(x, torch.cat(groups), bias, 2, sizes[0]).split(sizes, dim=1)
-    return dst, src, own
+    if shared or len(of_own) == 1:
+        matrix = torch.cat((*of_dst, *of_src, *of_own))
+    else:
+        matrix = torch.cat([torch.block_diag(*each) for each in (of_dst, of_src, of_own) if each])
+    if own_biases[0] is None and (not message_biases or message_biases[0] is None):
+        return matrix, None
+    num_own = len(of_own) * of_own[0].shape[0]
+    zeros = matrix.new_zeros((matrix.shape[0] - num_own) // 2)
+    of_messages = (zeros,) if not message_biases or message_biases[0] is None else message_biases
+    of_update = (matrix.new_zeros(num_own),) if own_biases[0] is None else own_biases
+    return matrix, torch.cat((*of_messages, zeros, *of_update))
 
 
-def _stacked(weights: Sequence[Tensor], shared: bool) -> Tensor:
-    """Weights of towers as that of one linear map."""
-    if len(weights) == 1:
-        return weights[0]
-    return torch.cat(list(weights)) if shared else torch.block_diag(*weights)
+def scaled_aggregation(
+    of: Scaled,
+    x: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    edges: tuple[Tensor, Tensor] | None,
+    weights: Sequence[Tensor],
+) -> Tensor:
+    r"""Messages, their aggregations, and the linear map of the update.
+
+    .. math::
+        \mathbf{y}_i = \mathbf{V} \mathbf{x}_i + \mathbf{c} + \sum_k s_{ik} \mathbf{U}_k \bigoplus_j
+        (\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} + \mathbf{b})
+
+    One node of autograd's graph where nobody but autograd watches; else operator by operator.
+
+    Args:
+        of: the aggregations.
+        x: (N, F).
+        matrix: :math:`\mathbf{P}, \mathbf{Q}, \mathbf{V}` of all towers, by `joined_maps`.
+        bias: their biases.
+        edges: features (num_values, A) and :math:`\mathbf{R}`, (towers * width, A), or None.
+        weights: :math:`\mathbf{U}` of every tower, (out width, K * width).
+
+    Returns:
+        (N, towers * out width); differentiable, twice too.
+    """
+    edge: Any = None
+    edge_weight = None
+    if edges is not None:
+        edge, edge_weight = edges
+    learns_factors = False
+    for factor in of.factors:  # a comprehension is one more call in Python 3.11
+        learns_factors |= factor is not None and factor.requires_grad
+    if not (
+        is_plain_eager(x)
+        and not is_any_autocast_enabled()
+        and can_pass_messages(of.adj, x, edge, matrix, bias, edge_weight, *weights)
+        and matrix.shape[1] == x.shape[1]
+        and (edge_weight is None or edge.shape[1] == edge_weight.shape[1] <= MOST_EDGE_FEATURES)
+        and not learns_factors
+    ):
+        return _by_operators(of, x, matrix, bias, edge, edge_weight, *weights)
+    if torch.is_grad_enabled():
+        apply = _ScaledAggregation.apply if is_wrapped(x) else _apply
+        out: Tensor = apply(of, x, matrix, bias, edge, edge_weight, *weights)
+        return out
+    return _compute(of, x, matrix, bias, edge, edge_weight, weights, keep=False)[0]
 
 
 def add_scaled(
@@ -76,20 +149,181 @@ def add_scaled(
         weights: :math:`\mathbf{U}` of every tower, (out width, K * width).
         factors: :math:`s_k`, (N,) each; None: 1.
     """
-    towers, num_scales, out_width = len(weights), len(factors), weights[0].size(0)
-    per_scale = [
-        weight.unflatten(1, (num_scales, -1)).transpose(0, 1).flatten(0, 1) for weight in weights
-    ]  # (K * out width, width)
+    return _add_products(own, aggregated, _by_scale(weights, len(factors)), factors)
+
+
+def _by_scale(weights: Sequence[Tensor], num_scales: int) -> Tensor:
+    """The update's linear maps, (towers, K * out width, width)."""
+    maps = weights[0][None] if len(weights) == 1 else torch.stack(tuple(weights))
+    towers, out_width, width = maps.shape
+    by_scale = maps.view(towers, out_width, num_scales, width // num_scales).transpose(1, 2)
+    return by_scale.reshape(towers, num_scales * out_width, width // num_scales)
+
+
+def _add_products(
+    own: Tensor, aggregated: Tensor, by_scale: Tensor, factors: Sequence[Tensor | None]
+) -> Tensor:
+    (towers, rows, width), num_scales = by_scale.shape, len(factors)
     if towers == 1:
-        parts = linear(aggregated, per_scale[0], None).unflatten(1, (num_scales, out_width)).unbind(1)
+        products = F.linear(aggregated, by_scale[0]).view(-1, 1, num_scales, rows // num_scales)
     else:
-        by_tower = aggregated.unflatten(1, (towers, -1)).transpose(0, 1)
-        products = torch.bmm(by_tower, torch.stack(per_scale).transpose(1, 2))  # (towers, N, K * out width)
-        parts = products.transpose(0, 1).unflatten(2, (num_scales, out_width)).unbind(2)
-        own = own.unflatten(1, (towers, out_width))
-    for factor, part in zip(factors, parts, strict=True):
+        by_tower = aggregated.view(-1, towers, width).transpose(0, 1)
+        products = torch.bmm(by_tower, by_scale.transpose(1, 2)).transpose(0, 1)
+        products = products.view(-1, towers, num_scales, rows // num_scales)
+    total = own.unflatten(1, (towers, -1))
+    for factor, part in zip(factors, products.unbind(2), strict=True):
         if factor is None:
-            own = own + part
+            total = total + part
         else:
-            own = torch.addcmul(own, part, factor.to(part.dtype).view(-1, *(1,) * (part.dim() - 1)))
-    return own if towers == 1 else own.flatten(1)
+            total = torch.addcmul(total, part, factor.to(part.dtype).view(-1, 1, 1))
+    return total.flatten(1)
+
+
+def _by_operators(
+    of: Scaled,
+    x: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    edge: Tensor | None,
+    edge_weight: Tensor | None,
+    *weights: Tensor,
+) -> Tensor:
+    """`scaled_aggregation` by operators that have gradients again."""
+    num_own = of.towers * weights[0].size(0)
+    width = (matrix.size(0) - num_own) // 2
+    dst, src, own = linear_before_sum(x, matrix, bias, 2, width).split((width, width, num_own), dim=1)
+    aggregated = multi_aggregate(
+        of.adj,
+        src,
+        of.names,
+        x_dst=dst,
+        edge_attr=edge,
+        edge_weight=edge_weight,
+        groups=of.towers,
+        min_variance=of.min_variance,
+    )
+    return add_scaled(own, aggregated, weights, of.factors)
+
+
+def _compute(
+    of: Scaled,
+    x: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    edge: Tensor | None,
+    edge_weight: Tensor | None,
+    weights: Sequence[Tensor],
+    *,
+    keep: bool,
+) -> tuple[Tensor, ...]:
+    """The result; rows of destinations and sources, the update's maps, and results of the aggregation."""
+    num_own = of.towers * weights[0].shape[0]
+    width = (matrix.shape[0] - num_own) // 2
+    dst, src, own = F.linear(x, matrix, bias).split((width, width, num_own), 1)
+    found = kernels.aggregate(
+        of.adj,
+        src,
+        dst,
+        edge,
+        edge_weight,
+        slots_of(tuple(of.names)),
+        of.towers,
+        of.min_variance,
+        x.shape[0],
+        keep=keep,
+    )
+    by_scale = _by_scale(weights, len(of.factors))
+    return _add_products(own, found[0], by_scale, of.factors), dst, src, by_scale, *found
+
+
+class _ScaledAggregation(torch.autograd.Function):
+    """With G_k = s_k dY: dU_k = G_k^T O, dO = sum of G_k U_k; the kernels and the maps take dO on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        of: Scaled,
+        x: Tensor,
+        matrix: Tensor,
+        bias: Tensor | None,
+        edge: Tensor | None,
+        edge_weight: Tensor | None,
+        *weights: Tensor,
+    ) -> Tensor:
+        out, *kept = _compute(of, x, matrix, bias, edge, edge_weight, weights, keep=True)
+        ctx.of = of
+        # Second derivatives alone need them, so they may be written before the backward pass.
+        ctx.weights = weights, versions_of(weights)
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs[2] else None, matrix, bias, edge, edge_weight, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if is_any_autocast_enabled():
+            return (None, *without_autocast(_gradients, ctx, grad))
+        return (None, *_gradients(ctx, grad))
+
+
+_apply = direct(_ScaledAggregation)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, matrix, bias, edge, edge_weight, dst, src, by_scale, aggregated, mean, ties = ctx.saved_tensors
+    of, needs = ctx.of, ctx.needs_input_grad[1:]
+    if not is_first_derivative(grad):
+        weights, versions = ctx.weights
+        check_versions(weights, versions)
+        inputs = (x, matrix, bias, edge, edge_weight, *weights)
+        with torch.enable_grad():
+            return tuple(unfused_gradients(lambda *given: _by_operators(of, *given), grad, inputs, needs))
+    needs_x, needs_matrix, needs_bias, needs_edge, needs_edge_weight, *needed = needs
+    (towers, rows, width), num_scales = by_scale.shape, len(of.factors)
+    own = grad.unflatten(1, (towers, 1, -1))
+    parts = []
+    for factor in of.factors:
+        parts.append(own if factor is None else own * factor.to(own.dtype).view(-1, 1, 1, 1))
+    of_products = (parts[0] if num_scales == 1 else torch.cat(parts, 2)).flatten(2)  # (N, towers, rows)
+    by_tower = aggregated.view(-1, towers, width)
+    grad_by_scale = None
+    if towers == 1:
+        of_products, by_tower = of_products[:, 0], by_tower[:, 0]
+        grad_aggregated = torch.mm(of_products, by_scale[0])
+        if True in needed:
+            grad_by_scale = torch.mm(of_products.t(), by_tower)
+    else:
+        of_products, by_tower = of_products.transpose(0, 1), by_tower.transpose(0, 1)
+        grad_aggregated = torch.bmm(of_products, by_scale).transpose(0, 1).reshape(-1, towers * width)
+        if True in needed:
+            grad_by_scale = torch.bmm(of_products.transpose(1, 2), by_tower)
+    grad_weights: Sequence[Tensor | None] = (None,) * towers
+    if grad_by_scale is not None:
+        by_weight = grad_by_scale.view(towers, num_scales, rows // num_scales, width).transpose(1, 2)
+        grad_weights = by_weight.reshape(towers, rows // num_scales, num_scales * width).unbind()
+    needs_rows = needs_x or needs_matrix or needs_bias
+    grad_src, grad_dst, grad_edge, grad_edge_weight = kernels.gradients(
+        of.adj,
+        grad_aggregated,
+        src,
+        dst,
+        edge,
+        edge_weight,
+        aggregated,
+        mean,
+        ties,
+        slots_of(tuple(of.names)),
+        towers,
+        of.min_variance,
+        x_src_wanted=needs_rows,
+        x_dst_wanted=needs_rows,
+        edge_wanted=needs_edge,
+        weight_wanted=needs_edge_weight,
+    )
+    grad_x = grad_matrix = grad_bias = None
+    if grad_src is not None and grad_dst is not None:
+        of_rows = torch.cat((grad_dst, grad_src, grad), 1)
+        grad_x = torch.mm(of_rows, matrix) if needs_x else None
+        if needs_matrix:
+            grad_matrix = weight_gradient(of_rows, x, x.dtype, True, 2, dst.shape[1])
+        grad_bias = sum_of_rows(of_rows, grad.dtype, True) if needs_bias else None
+    return grad_x, grad_matrix, grad_bias, grad_edge, grad_edge_weight, *grad_weights

@@ -17,13 +17,12 @@ from fastsparse_core import policy
 from fastsparse_core.formats.bsb import MOST_COLUMNS
 from fastsparse_core.ops import _attention_launch as launch
 from fastsparse_core.ops import _attention_unfused as unfused
-from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._attention_checks import drawn_by_replays, per_head
 from fastsparse_core.ops._attention_launch import ADDITIVE, DOT_PRODUCT, GATV2, LOAD_BYTES, Call, Wanted
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._eager import direct, is_wrapped
+from fastsparse_core.ops._eager import is_wrapped
 from fastsparse_core.ops._facts import facts_of, follow
-from fastsparse_core.ops._fused_registration import register_fused
+from fastsparse_core.ops._registration import FusedOperator
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -59,16 +58,15 @@ def run(adj: Adjacency, call: Call, plan: tuple[Any, ...]) -> Tensor:
     ):
         adj.plans[plan] = True
     bias = per_head(call.bias, call.heads)
-    return registration.call("attention", v, *call[:6], bias, *call[7:-1], algorithm, adj.handle)
+    return _attention_op(*call[:6], bias, *call[7:-1], algorithm, adj)[0]
 
 
 def plain(adj: Adjacency, call: Call) -> Tensor:
     """:func:`run` in plain eager mode, without bias and dropout, of operands that were checked."""
     tensors = [each for each in call[:4] if each is not None]
     if torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]:
-        apply = _Attention.apply if True in [is_wrapped(each) for each in tensors] else _apply
-        result: Tensor = apply(*call, adj.handle)[0]
-        return result
+        apply = _attention_op.apply_wrapped if True in map(is_wrapped, tensors) else _attention_op.apply
+        return apply(*call, adj)[0]
     return launch.forward(adj, call)[0]
 
 
@@ -283,7 +281,7 @@ def _reads_out(*arguments: Any) -> bool:
 
 
 _KIND = Call._fields.index("kind")
-_Attention = register_fused(
+_attention_op = FusedOperator(
     "attention",
     _attention,
     _attention_backward,
@@ -292,4 +290,3 @@ _Attention = register_fused(
     ("out", "lse", "out_edge"),
     reads_out=_reads_out,
 )
-_apply = direct(_Attention)

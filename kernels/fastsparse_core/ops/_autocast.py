@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,11 +52,7 @@ class Uncast(NamedTuple):
         Raises:
             RuntimeError: it was written since.
         """
-        if version_of(self.weight) != self.version:
-            raise RuntimeError(
-                "weight: modified by an inplace operation between the forward pass and a backward pass with "
-                "create_graph=True, which needs it as it was"
-            )
+        check_versions((self.weight,), (self.version,))
         return self.weight
 
     def cast_again(self, dtype: torch.dtype) -> Tensor:
@@ -67,6 +63,27 @@ class Uncast(NamedTuple):
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written, which those made for inference do not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_of(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """:func:`version_of` each, 0 for None."""
+    versions: tuple[int, ...] = ()
+    for tensor in tensors:  # a comprehension is one more call in Python 3.11
+        versions += (0 if tensor is None or tensor.is_inference() else tensor._version,)
+    return versions
+
+
+def check_versions(tensors: Sequence[Tensor | None], versions: tuple[int, ...]) -> None:
+    """Refuses weights that a backward pass needs as they were in the forward pass.
+
+    Raises:
+        RuntimeError: one was written since.
+    """
+    if versions_of(tensors) != versions:
+        raise RuntimeError(
+            "weight: modified by an inplace operation between the forward pass and a backward pass with "
+            "create_graph=True, which needs it as it was"
+        )
 
 
 def product_in(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool = True) -> Tensor:

@@ -14,16 +14,20 @@ from torch import Tensor
 
 from fastsparse_core import reference
 from fastsparse_core.ops import _edge_messages_launch as launch
-from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.ops._edge_messages_launch import Operands
-from fastsparse_core.ops._fused_registration import register_fused
-from fastsparse_core.ops._handles import keep_alive
 from fastsparse_core.ops._kept_results import unfused_gradients
-from fastsparse_core.ops._registration import on_handle
+from fastsparse_core.ops._registration import (
+    FusedOperator,
+    Operator,
+    Structure,
+    keep_alive,
+    on_handle,
+    structure_of,
+)
 from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
-from fastsparse_core.structure.adjacency import Adjacency, from_handle
+from fastsparse_core.structure.adjacency import Adjacency
 from fastsparse_core.structure.incidence import incidence
 
 # ---------------------------------------------------------------- step by step
@@ -161,10 +165,10 @@ class _GineAggregate(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         num_dst: int,
-        adjacency: int,
+        adjacency: Structure,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
-        out, kept = registration.run("gine_aggregate", x, x, edge, weight, bias, num_dst, adjacency, True)
+        out, kept = gine_op.below(x, edge, weight, bias, num_dst, adjacency, True)
         ctx.mark_non_differentiable(kept)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(kept, edge if weight is not None else None, weight)
@@ -185,7 +189,7 @@ class _GineAggregate(torch.autograd.Function):
             found: Any = [None if x is None else x.to(of) for x, of in zip(again, dtypes, strict=True)]
         else:
             arguments = (edge, weight, kept, *ctx.sizes, ctx.bias_dtype, ctx.adjacency, *needs[1:])
-            found = registration.differentiate("gine_aggregate_backward", grad, *arguments)
+            found = _gine_gradients_op(grad, *arguments)
         return *(each if need else None for each, need in zip(found, needs, strict=True)), None, None, None
 
 
@@ -244,10 +248,10 @@ def _gated_gradients(
 
 
 def _gated_edges(
-    k: Tensor, q: Tensor, v: Tensor, edge: Tensor, adjacency: int
+    k: Tensor, q: Tensor, v: Tensor, edge: Tensor, adjacency: Structure
 ) -> tuple[Tensor, Tensor, Tensor]:
     operands = Operands.of(launch.GATE_AND_STATE, k, q, v, edge)
-    total, gates, state, _ = launch.forward(from_handle(adjacency), operands, q.size(1), True)
+    total, gates, state, _ = launch.forward(structure_of(adjacency), operands, q.size(1), True)
     assert gates is not None
     assert state is not None
     return total, gates, state
@@ -259,9 +263,9 @@ def _gated_edges_backward(
     grad_state: Tensor | None,
     v: Tensor,
     state: Tensor,
-    adjacency: int,
+    adjacency: Structure,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    adj = from_handle(adjacency)
+    adj = structure_of(adjacency)
     operands = Operands.of(launch.GATE_AND_STATE, None, v, v, None)
     found = launch.backward(
         adj,
@@ -288,9 +292,9 @@ def _row_sums(adj: Adjacency, edge: Tensor) -> Tensor:
 class _GatedEdges(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, k: Tensor, q: Tensor, v: Tensor, edge: Tensor, adjacency: int
+        ctx: Any, k: Tensor, q: Tensor, v: Tensor, edge: Tensor, adjacency: Structure
     ) -> tuple[Tensor, Tensor, Tensor]:
-        total, gates, state = registration.run("gated_edges", q, k, q, v, edge, adjacency)
+        total, gates, state = gated_edges_op.below(k, q, v, edge, adjacency)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(k, q, v, edge, state)
         ctx.adjacency, ctx.keep_alive = adjacency, keep_alive(adjacency)
@@ -314,9 +318,7 @@ class _GatedEdges(torch.autograd.Function):
 
             inputs, one = (k, q, v, edge), torch.ones_like(grad.new_empty(()))
             return *unfused_gradients(compute, one, inputs, ctx.needs_input_grad), None
-        found = registration.differentiate(
-            "gated_edges_backward", grad, grad_gates, grad_state, v, state, ctx.adjacency
-        )
+        found = _gated_edges_gradients_op(grad, grad_gates, grad_state, v, state, ctx.adjacency)
         needed = zip(found, ctx.needs_input_grad, strict=False)
         return *(each if needs else None for each, needs in needed), None
 
@@ -353,10 +355,12 @@ def _gated_edges_backward_fake(of: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return (*(like.new_empty(like.shape) for like in (grad, v, v, state)),)
 
 
-registration.register(on_handle(_gine_aggregate), _gine_fake, _GineAggregate, "gine_aggregate")
-registration.register(on_handle(_gine_gradients), _gine_gradients_fake, name="gine_aggregate_backward")
-register_fused(
+gine_op = Operator(on_handle(_gine_aggregate), _gine_fake, _GineAggregate, "gine_aggregate")
+_gine_gradients_op = Operator(
+    on_handle(_gine_gradients), _gine_gradients_fake, name="gine_aggregate_backward"
+)
+gated_op = FusedOperator(
     "gated_aggregate", _gated_aggregate, _gated_gradients, unfused_gated, _gated_fake, ("out", "slope")
 )
-registration.register(_gated_edges, _gated_edges_fake, _GatedEdges)
-registration.register(_gated_edges_backward, _gated_edges_backward_fake)
+gated_edges_op = Operator(_gated_edges, _gated_edges_fake, _GatedEdges)
+_gated_edges_gradients_op = Operator(_gated_edges_backward, _gated_edges_backward_fake)

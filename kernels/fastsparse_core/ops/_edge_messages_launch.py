@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.device import queue
-from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype, cast
+from fastsparse_core.device import current_stream
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
@@ -65,7 +65,7 @@ def padded_width(x: Tensor) -> int:
 def rows(x: Tensor) -> Tensor:
     """(n, width) as kernels read it: unit stride; on CUDA rows of whole, aligned 16 bytes."""
     if not x.is_cuda:
-        return unit_stride(x)
+        return x if x.stride(1) == 1 else unit_stride(x)
     step = 16 // x.itemsize
     if x.size(1) % step:
         return F.pad(x, (0, -x.size(1) % step))
@@ -80,7 +80,7 @@ def _cut(x: Tensor, width: int) -> Tensor:
 
 def _edge_rows(adj: Adjacency, *shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Room for numbers of every value; zeros where not every value has an entry."""
-    every = adj.num_values == adj.num_edges and 0 not in shape
+    every = adj.num_values == adj.col.numel() and 0 not in shape
     return (like.new_empty if every else like.new_zeros)(shape, dtype=dtype)
 
 
@@ -121,19 +121,21 @@ class Operands(NamedTuple):
             bias: of the map; relu only.
             added: what `weight` is the sum with.
         """
-        given = q.shape[1]
-        k, q, v = None if k is None else rows(k), rows(q), None if v is None else rows(v)
+        given, is_cuda = q.shape[1], q.is_cuda
+        if edge is not None and weight is not None and is_cuda and edge.shape[1] % 4:
+            edge = F.pad(edge, (0, -edge.shape[1] % 4))
+        if is_cuda or q.stride(1) != 1:
+            q = rows(q)
+        if k is not None and (is_cuda or k.stride(1) != 1):
+            k = rows(k)
+        if v is not None and (is_cuda or v.stride(1) != 1):
+            v = rows(v)
+        if edge is not None and (is_cuda or edge.stride(1) != 1):
+            edge = rows(edge)
         if edge is None or weight is None:
-            return cls(message, k, q, v, None if edge is None else rows(edge))
-        missing = -edge.shape[1] % 4 if edge.is_cuda else 0
-        edge = rows(F.pad(edge, (0, missing)) if missing else edge)
-        maps = _laid_out(given, q, edge, unit_stride(weight), of_value, bias, added)
+            return cls(message, k, q, v, edge)
+        maps = _laid_out(given, q, edge, weight, of_value, bias, added)
         return cls(message, k, q, v, edge, maps)
-
-    @property
-    def edge_width(self) -> int:
-        """Raw features of an edge, 0 where there are none."""
-        return 0 if self.edge is None or self.maps is None else self.edge.size(1)
 
     def views(self) -> _C.EdgeMessageInput:
         """The same as addresses and strides."""
@@ -169,29 +171,31 @@ def _laid_out(
     added: Tensor | None,
 ) -> Tensor:
     """The maps of raw features transposed, padded and in the accumulation dtype, by one launch."""
-    accumulated = accumulation_dtype(q.dtype)
-    dtype = weight.dtype if accumulation_dtype(weight.dtype) == accumulated else accumulated
-    weight = cast(weight, dtype)
-    if of_value is not None:
-        of_value = unit_stride(cast(of_value, dtype))
-    if added is not None:
-        added = unit_stride(cast(added, dtype))
-    if bias is not None:
-        bias = cast(bias, dtype)
-        bias = bias if bias.stride(0) == 1 else bias.contiguous()
+    accumulated = torch.float64 if q.dtype == torch.float64 else torch.float32
+    is_wide = weight.dtype == torch.float64
+    dtype = weight.dtype if is_wide == (accumulated == torch.float64) else accumulated
+    given_maps: list[Tensor | None] = []
+    for each in (weight, of_value, added):
+        given_maps.append(each)
+        if each is not None and each.dtype != dtype:
+            given_maps[-1] = each = each.to(dtype)
+        if each is not None and each.stride(1) != 1:
+            given_maps[-1] = unit_stride(each)
+    if bias is not None and not (bias.dtype == dtype and bias.stride(0) == 1):
+        bias = bias.to(dtype).contiguous()
     width, edge_width, index = q.shape[1], edge.shape[1], q.get_device()
     count = edge_width * (1 if of_value is None else 2) + (bias is not None)
     maps = q.new_empty(count, width, dtype=accumulated)
     _C.lay_out_edge_maps(
-        weight=weight,
-        added=added,
-        of_value=of_value,
+        weight=given_maps[0],
+        added=given_maps[2],
+        of_value=given_maps[1],
         bias=bias,
         given_width=given,
         out=maps,
         edge_width=edge_width,
         device=index,
-        queue=queue(index),
+        queue=torch.get_num_threads() if index < 0 else current_stream(index),
     )
     return maps
 
@@ -251,7 +255,7 @@ def forward(
         partial=partial,
         partial_side=partial_side,
         device=index,
-        queue=queue(index),
+        queue=torch.get_num_threads() if index < 0 else current_stream(index),
     )
     if padded == width:
         return out, side, state, kept
@@ -319,15 +323,17 @@ def backward(
         bias_wanted: whether relu's bias does.
         map_dtype: of the gradients of maps and bias; None: the accumulation dtype.
     """
-    message, dtype = operands.message, accumulation_dtype(grad.dtype)
+    message, dtype = operands.message, torch.float64 if grad.dtype == torch.float64 else torch.float32
     both, transposed = message != RELU, _NO_ROWS
     width, padded, index = grad.shape[1], operands.q.shape[1], grad.get_device()
     is_cuda, raw = index >= 0, operands.maps is not None
     map_dtype = dtype if map_dtype is None else map_dtype
     grad = rows(grad) if both else operands.q
-    grad_side, state, grad_state = (
-        None if x is None or message != GATE_AND_STATE else rows(x) for x in (grad_side, state, grad_state)
-    )
+    if message == GATE_AND_STATE:
+        grad_side = None if grad_side is None else rows(grad_side)
+        state, grad_state = (None if each is None else rows(each) for each in (state, grad_state))
+    else:
+        grad_side = state = grad_state = None
     first: tuple[Any, int] | None = adj.plans.get("first rows")
     if first is None:
         first = (adj.csr_structure, adj.num_dst)
@@ -337,7 +343,7 @@ def backward(
     first_structure, count = first
     grad_q = grad_v = grad_edge = grad_weight = grad_of_value = grad_bias = None
     of_features = groups = size = tiles = slots = 0
-    features_read = operands.edge_width
+    features_read = 0 if operands.edge is None or not raw else operands.edge.shape[1]
     if source_wanted or edge_wanted:
         grad_q = grad.new_empty(adj.num_src, padded)
         grad_v = torch.empty_like(grad_q) if both else None
@@ -393,18 +399,12 @@ def backward(
         partial_q=partial_q,
         partial_v=partial_v,
         device=index,
-        queue=queue(index),
+        queue=torch.get_num_threads() if index < 0 else current_stream(index),
     )
-    if grad_edge is not None and not raw:
-        grad_edge = _cut(grad_edge, width)
-    return Gradients(
-        None if grad_q is None else _cut(grad_q, width),
-        None if grad_v is None else _cut(grad_v, width),
-        grad_edge,
-        grad_weight,
-        grad_of_value,
-        grad_bias,
-    )
+    if padded != width:
+        grad_edge = grad_edge if grad_edge is None or raw else _cut(grad_edge, width)
+        grad_q, grad_v = (None if each is None else _cut(each, width) for each in (grad_q, grad_v))
+    return Gradients(grad_q, grad_v, grad_edge, grad_weight, grad_of_value, grad_bias)
 
 
 def _workspace(
@@ -415,9 +415,8 @@ def _workspace(
     if total == 0:
         return None, [0] * len(lengths)
     total += 4 * len(lengths)  # for every array begins at a multiple of 16 bytes
-    workspace = _edge_rows(
-        adj, total, like=like, dtype=dtype
-    )  # of values without entries parts are read, too
+    # Of values without entries parts are read, too.
+    workspace = _edge_rows(adj, total, like=like, dtype=dtype)
     at, starts = workspace.data_ptr(), []
     for length in lengths:
         starts.append(at if length else 0)

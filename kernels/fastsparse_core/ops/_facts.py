@@ -54,7 +54,7 @@ def follow(adj: Adjacency, rule: Callable[[Facts], Choice]) -> tuple[Choice, Fac
 
 def scatters(adj: Adjacency, algorithm: str, dtype: torch.dtype, value: Tensor | None) -> bool:
     """`policy.scatters` for the gradient of a product with these values; counts it if so."""
-    if adj.usage.scattered is None:
+    if adj.usage.scattered is None or adj.has_transpose:
         return False
     per_entry = value is None or (value.dim() <= 2 and value.numel() == adj.num_values)
     if not policy.scatters(facts_of(adj), algorithm, dtype, per_entry):

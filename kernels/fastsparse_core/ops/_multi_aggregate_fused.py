@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import current_stream
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
-from fastsparse_core.ops._fused_registration import register_fused
+from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import unit_stride
+from fastsparse_core.ops._registration import FusedOperator
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: Features of a lane, and of a warp (kernels/include/fastsparse/multi_aggregate.cuh).
@@ -23,10 +25,16 @@ _CUDA_PARTS, _CPU_PARTS = 512, 64
 _PLANES = 6  # of a partial result
 
 
-def _prepared_edges(edge: Tensor | None, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Features as the kernels read them, A a multiple of 4 on CUDA, and W transposed in the wider dtype."""
+def _prepared(
+    x: Tensor, x_dst: Tensor | None, edge: Tensor | None, weight: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Operands as the kernels read them: A a multiple of 4 on CUDA, and W transposed in the wider dtype."""
+    if x.stride(1) != 1:
+        x = unit_stride(x)
+    if x_dst is not None and x_dst.stride(1) != 1:
+        x_dst = unit_stride(x_dst)
     if edge is None:
-        return None, None
+        return x, x_dst, None, None
     if weight is not None:
         missing = -edge.size(1) % _QUAD if edge.is_cuda else 0
         if missing:
@@ -34,40 +42,29 @@ def _prepared_edges(edge: Tensor | None, weight: Tensor | None) -> tuple[Tensor 
         weight = weight.to(accumulation_dtype(edge.dtype)).t().contiguous()
         if edge.is_cuda and edge.data_ptr() % 16:
             edge = edge.clone(memory_format=torch.contiguous_format)
-    return edge.contiguous(), weight
+    return x, x_dst, edge.contiguous(), weight
 
 
-def _input(
-    x: Tensor,
-    x_dst: Tensor | None,
-    edge: Tensor | None,
-    weight: Tensor | None,
-    slots: Sequence[int],
-    groups: int,
-    min_variance: float,
-) -> _C.MultiAggregateInput:
-    return _C.MultiAggregateInput(
-        x_src=x,
-        group_width=x.size(1) // groups,
-        x_dst=x_dst,
-        edge=edge,
-        weight=weight,
-        slots=slots,
-        num_slots=_num_slots(slots),
-        min_variance=min_variance,
-    )
+class _Slots:
+    """Where the results of each of `AGGREGATIONS` go: a place, or -1.
+
+    Attributes:
+        count: of results.
+        varies: whether some are variances or deviations, of which the backward pass reads means.
+        has_extremum: whether some are minima or maxima, of which it reads numbers of ties.
+    """
+
+    def __init__(self, slots: Sequence[int]) -> None:
+        self.count = sum(slot >= 0 for slot in slots)
+        self.varies, self.has_extremum = max(slots[4:]) >= 0, max(slots[2:4]) >= 0
 
 
-def _num_slots(slots: Sequence[int]) -> int:
-    return sum(slot >= 0 for slot in slots)
+_read = functools.cache(_Slots)
 
 
-def _varies(slots: Sequence[int]) -> bool:
-    return max(slots[4:]) >= 0
-
-
-def _has_extremum(slots: Sequence[int]) -> bool:
-    return max(slots[2:4]) >= 0
+def _structure(adj: Adjacency, index: int) -> Any:
+    """The structure where none is kept in `plans`; on CUDA this is no use that slices are sorted for."""
+    return used_csr(adj) if index < 0 else adj.csr_structure
 
 
 def aggregate(
@@ -84,27 +81,36 @@ def aggregate(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Results and, where ``keep``, what the backward pass reads besides: means and numbers of ties."""
-    x, x_dst = unit_stride(x_src), None if x_dst is None else unit_stride(x_dst)
-    edge, weight = _prepared_edges(edge, weight)
-    width, dtype = x.size(1), accumulation_dtype(x.dtype)
-    out = x.new_empty(num_dst, _num_slots(slots) * width)
-    mean = x.new_empty(num_dst if keep and _varies(slots) else 0, width, dtype=dtype)
-    ties = x.new_empty(num_dst if keep and _has_extremum(slots) else 0, 2, width, dtype=dtype)
+    x, x_dst, edge, weight = _prepared(x_src, x_dst, edge, weight)
+    width, of = x.size(1), _read(tuple(slots))
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    out = x.new_empty(num_dst, of.count * width)
+    mean = x.new_empty(num_dst if keep and of.varies else 0, width, dtype=dtype)
+    ties = x.new_empty(num_dst if keep and of.has_extremum else 0, 2, width, dtype=dtype)
     if out.numel() == 0:
         return out, mean, ties
-    index, partial = device_index(x.device), None
+    index, partial = x.get_device(), None
     if index >= 0 and adj.row_split.num_slots:
         num = adj.row_split.num_slots
         partial = x.new_empty(num * (_PLANES * width + 1), dtype=dtype)
     _C.multi_aggregate(
-        structure=adj.csr_structure,
-        input=_input(x, x_dst, edge, weight, slots, groups, min_variance),
+        structure=adj.plans.get("csr") or _structure(adj, index),
+        input=_C.MultiAggregateInput(
+            x_src=x,
+            group_width=width // groups,
+            x_dst=x_dst,
+            edge=edge,
+            weight=weight,
+            slots=slots,
+            num_slots=of.count,
+            min_variance=min_variance,
+        ),
         out=out,
         mean=mean if mean.numel() else None,
         ties=ties if ties.numel() else None,
         partial=partial,
         device=index,
-        queue=queue(index),
+        queue=torch.get_num_threads() if index < 0 else current_stream(index),
     )
     return out, mean, ties
 
@@ -130,16 +136,16 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of the sources, the destinations, the edges and their linear map; None: not wanted."""
     given_edge, given_weight = edge, weight
-    grad, x, x_dst = grad.contiguous(), unit_stride(x_src), None if x_dst is None else unit_stride(x_dst)
-    edge, weight = _prepared_edges(edge, weight)
-    width, dtype = x.size(1), accumulation_dtype(x.dtype)
+    grad, (x, x_dst, edge, weight) = grad.contiguous(), _prepared(x_src, x_dst, edge, weight)
+    width, of, num_edges = x.size(1), _read(tuple(slots)), adj.col.numel()
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     has_rows = edge is not None and weight is None
-    make = x.new_empty if width and adj.num_edges else x.new_zeros
+    make = x.new_empty if width and num_edges else x.new_zeros
     grad_src = make(x.shape) if x_src_wanted else None
     grad_dst = make((adj.num_dst, width)) if x_dst_wanted else None
 
     def of_values(like: Tensor, *shape: int, wider: bool = False) -> Tensor:
-        every = adj.num_values == adj.num_edges and adj.num_edges > 0
+        every = adj.num_values == num_edges and num_edges > 0
         make = torch.empty if every else torch.zeros
         return make(shape, dtype=dtype if wider else like.dtype, device=like.device)
 
@@ -158,25 +164,35 @@ def gradients(
     if not x.is_cuda:
         parts = _CPU_PARTS
     slope = share = None
-    if width and adj.num_edges:
+    if width and num_edges:
         base = x.new_empty(adj.num_dst, width, dtype=dtype)
-        if _varies(slots):
+        if of.varies:
             slope = torch.empty_like(base)
-        if _has_extremum(slots):
+        if of.has_extremum:
             share = x.new_empty(adj.num_dst, 2, width, dtype=dtype)
             if x.is_cuda and not has_rows:
                 quads = -(-width // _QUAD)
                 marks = torch.empty(adj.num_values, quads, dtype=torch.uint8, device=x.device)
-        index, partial = device_index(x.device), None
+        index, partial = x.get_device(), None
+        if index >= 0 and grad_weight is not None and not torch.cuda.is_current_stream_capturing():
+            adj.sort_slices()  # W's gradient is summed in their order, which must not change later
+        columns = adj.t()
         if index >= 0:
-            if grad_weight is not None and not torch.cuda.is_current_stream_capturing():
-                adj.sort_slices()  # W's gradient is summed in their order, which must not change later
-            num = adj.t().row_split.num_slots
+            num = columns.row_split.num_slots
             partial = x.new_empty(num, width, dtype=dtype) if num and x_src_wanted else None
         _C.multi_aggregate_backward(
-            structure=adj.csr_structure,
-            transposed=adj.t().csr_structure,
-            input=_input(x, x_dst, edge, weight, slots, groups, min_variance),
+            structure=adj.plans.get("csr") or _structure(adj, index),
+            transposed=columns.plans.get("csr") or _structure(columns, index),
+            input=_C.MultiAggregateInput(
+                x_src=x,
+                group_width=width // groups,
+                x_dst=x_dst,
+                edge=edge,
+                weight=weight,
+                slots=slots,
+                num_slots=of.count,
+                min_variance=min_variance,
+            ),
             out=out,
             mean=mean if mean.numel() else None,
             ties=ties if ties.numel() else None,
@@ -193,7 +209,7 @@ def gradients(
             num_values=adj.num_values,
             partial=partial,
             device=index,
-            queue=queue(index),
+            queue=torch.get_num_threads() if index < 0 else current_stream(index),
         )
     of_edge = of_weight = None
     if edge_wanted and given_edge is not None and grad_edge is not None:
@@ -268,12 +284,12 @@ def unfused(
 
 
 def _fake(of: Any) -> tuple[Tensor, Tensor, Tensor]:
-    width, dtype, slots = of.x_src.size(1), accumulation_dtype(of.x_src.dtype), of.slots
+    width, dtype, slots = of.x_src.size(1), accumulation_dtype(of.x_src.dtype), _read(tuple(of.slots))
     return (
-        of.x_src.new_empty(of.num_dst, _num_slots(slots) * width),
-        of.x_src.new_empty(of.num_dst if of.keep and _varies(slots) else 0, width, dtype=dtype),
-        of.x_src.new_empty(of.num_dst if of.keep and _has_extremum(slots) else 0, 2, width, dtype=dtype),
+        of.x_src.new_empty(of.num_dst, slots.count * width),
+        of.x_src.new_empty(of.num_dst if of.keep and slots.varies else 0, width, dtype=dtype),
+        of.x_src.new_empty(of.num_dst if of.keep and slots.has_extremum else 0, 2, width, dtype=dtype),
     )
 
 
-register_fused("multi_aggregate", aggregate, gradients, unfused, _fake, ("out", "mean", "ties"))
+aggregate_op = FusedOperator("multi_aggregate", aggregate, gradients, unfused, _fake, ("out", "mean", "ties"))

@@ -1,4 +1,4 @@
-"""Operators as PyTorch knows them: a kernel's signature is the schema, and one call registers all parts.
+"""Operators as PyTorch knows them: a kernel's signature is the schema, and one object has all parts.
 
 In plain eager mode an operator's kernel, or the formula of its gradients, is called by itself: PyTorch's
 dispatcher would cost more host time than all else around a kernel launch. Whatever watches operators (traces,
@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+import operator
+from collections.abc import Callable, Sequence
+from types import FunctionType, SimpleNamespace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastsparse_core.ops._eager import below_autograd, direct, is_first_derivative, is_plain_eager, is_wrapped
-from fastsparse_core.structure.adjacency import from_handle
+from fastsparse_core.ops._eager import below_autograd, direct, is_plain_eager, is_wrapped
+from fastsparse_core.ops._handles import built_outside_of_graphs, in_backward
+from fastsparse_core.ops._kept_results import alias_of, unfused_gradients, was_written
+from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 #: Namespace of the operators: ``torch.ops.fastsparse``. An operator takes the structure as the integer handle
 #: of an Adjacency, so that schemas stay short, derived formats can be built lazily, and torch.compile sees a
-#: plain integer.
+#: plain integer. Kernels and formulas take the Adjacency itself, too, which eager calls hand over.
 library = torch.library.Library("fastsparse", "DEF")
-#: What was registered, by name.
+Structure: TypeAlias = Adjacency | int
+#: What was registered, by name: for formulas that need an operator of a module which imports theirs.
 OPERATORS: dict[str, Operator] = {}
 
 #: A schema's types by the annotations of a kernel; sizes and handles may be symbols of a trace.
@@ -32,6 +36,7 @@ _TYPES = {
     "Tensor": "Tensor",
     "Tensor | None": "Tensor?",
     "int": "SymInt",
+    "Structure": "SymInt",
     "float": "float",
     "bool": "bool",
     "str": "str",
@@ -39,6 +44,20 @@ _TYPES = {
     "Sequence[int]": "int[]",
     "Sequence[bool]": "bool[]",
 }
+
+
+def structure_of(adjacency: Structure, transpose: bool = False) -> Adjacency:
+    """The structure that a kernel was given, or its transpose."""
+    adj = adjacency if isinstance(adjacency, Adjacency) else from_handle(adjacency)
+    return adj.t() if transpose else adj
+
+
+def keep_alive(adjacency: Structure) -> Adjacency | None:
+    """The structure, for an autograd context that outlives the caller's reference.
+
+    None for the symbolic handle of a trace, which stands for no object.
+    """
+    return structure_of(adjacency) if isinstance(adjacency, (Adjacency, int)) else None
 
 
 def schema_of(kernel: Callable[..., Any]) -> str:
@@ -61,9 +80,9 @@ def schema_of(kernel: Callable[..., Any]) -> str:
 
 
 def on_handle(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel from a function whose first argument is the structure, whose handle the kernel takes.
+    """A kernel from a function whose first argument is the structure, which the kernel takes later.
 
-    The handle comes after the other arguments, and what the function takes by name alone after that.
+    It comes after the other arguments, and what the function takes by name alone after that.
     """
     signature = inspect.signature(function)
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -72,10 +91,12 @@ def on_handle(function: Callable[..., Any]) -> Callable[..., Any]:
     count, names = len(positional), [each.name for each in named]
 
     def kernel(*arguments: Any) -> Any:
-        options = dict(zip(names, arguments[count + 1 :], strict=True)) if names else {}
-        return function(from_handle(arguments[count]), *arguments[:count], **options)
+        adj = structure_of(arguments[count])
+        if names:
+            return function(adj, *arguments[:count], **dict(zip(names, arguments[count + 1 :], strict=True)))
+        return function(adj, *arguments[:count])
 
-    handle = inspect.Parameter("adjacency", kinds[0], annotation="int")
+    handle = inspect.Parameter("adjacency", kinds[0], annotation="Structure")
     required = [each.replace(kind=kinds[0], default=inspect.Parameter.empty) for each in named]
     kernel.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*positional, handle, *required]
@@ -98,15 +119,17 @@ class Operator:
 
     Attributes:
         kernel: the operator below autograd.
-        formula: of the gradients; None: no tensor that it reads has any.
-        dispatched: the operator as PyTorch's dispatcher runs it.
+        formula: of the gradients.
+        apply: the formula's, for tensors that `is_plain_eager` and are not `is_wrapped`.
+        apply_wrapped: the formula's, for all tensors.
+        dispatched: the operator as PyTorch's dispatcher runs it; takes the handle of a structure.
     """
 
     def __init__(
         self,
         kernel: Callable[..., Any],
         fake: Callable[[Any], Any],
-        formula: type[torch.autograd.Function] | None = None,
+        formula: Any = None,
         name: str = "",
         **options: Any,
     ) -> None:
@@ -115,11 +138,13 @@ class Operator:
         Args:
             kernel: the operator below autograd; takes tensors on either device.
             fake: results without content, from an object whose attributes are the kernel's arguments.
-            formula: of the gradients; its ``forward`` takes what the kernel takes.
+            formula: of the gradients, an ``autograd.Function`` whose ``forward`` takes what the kernel takes;
+                or a function of PyTorch's operators with the kernel's arguments and results. None: the
+                operator is a gradient itself, and says that it has no derivative.
             name: "": the kernel's, without a leading underscore.
             options: what PyTorch's dispatcher calls the kernel with for parameters that have defaults.
         """
-        name = name or kernel.__name__.removeprefix("_")
+        self.name = name = name or kernel.__name__.removeprefix("_")
         parameters = inspect.signature(kernel).parameters
         names = [each for each, parameter in parameters.items() if parameter.default is parameter.empty]
 
@@ -129,14 +154,26 @@ class Operator:
         library.define(name + schema_of(kernel))
         for device in ("CPU", "CUDA"):
             dispatched = without_none(kernel)
-            library.impl(name, functools.partial(dispatched, **options) if options else dispatched, device)
+            dispatched = functools.partial(dispatched, **options) if options else dispatched
+            if device == "CUDA" and "adjacency" in names:
+                dispatched = built_outside_of_graphs(dispatched, names.index("adjacency"))
+            library.impl(name, dispatched, device)
         torch.library.register_fake(f"fastsparse::{name}", fake_of, lib=library)
         self.kernel = kernel
-        self.formula: Any = formula
+        # Where things stand: looking at every argument would take the host longer.
+        is_tensor = [parameters[each].annotation.startswith("Tensor") for each in names]
+        self._tensors_of = _picker(
+            names, [each for each, holds in zip(names, is_tensor, strict=True) if holds]
+        )
+        self._structure_at = names.index("adjacency") if "adjacency" in names else None
         self.dispatched = getattr(torch.ops.fastsparse, name).default
-        if formula is not None:
-            register_autograd(name, formula)
-            self._apply = direct(formula)
+        self.formula = formula = self._without_derivative() if formula is None else formula
+        is_function = isinstance(formula, FunctionType)
+        self.apply = formula if is_function else direct(formula)
+        self.apply_wrapped = formula if is_function else formula.apply
+        # `torch.library.register_autograd` would do the same, at 15 us of host time more per call (measured
+        # on a CPU build of torch 2.13), which is more than all else around a kernel launch.
+        library.impl(name, self._differentiably, "Autograd")
         OPERATORS[name] = self
 
     def __call__(self, first: Tensor, *arguments: Any, **eager: Any) -> Any:
@@ -144,63 +181,67 @@ class Operator:
 
         Args:
             first: the first argument.
-            arguments: the others.
+            arguments: the others; the structure itself, or its handle.
             eager: what kernel and formula take besides, at the end, in plain eager mode.
         """
-        if not is_plain_eager(first):
-            return self.dispatched(first, *arguments)
-        if self.formula is not None and torch.is_grad_enabled():
-            for each in (first, *arguments):
-                if isinstance(each, Tensor) and each.requires_grad:
-                    apply = self.formula.apply if is_wrapped(first) else self._apply
-                    return apply(first, *arguments, *eager.values())
-        return self.kernel(first, *arguments, **eager)
+        if is_plain_eager(first):
+            return self.eagerly(first, *arguments, **eager)
+        return self.dispatched(first, *[_handle_of(each) for each in arguments])
 
-    def below(self, watched: Tensor, *arguments: Any, **eager: Any) -> Any:
-        """The results inside of the operator's own formula; ``watched`` is one of the arguments."""
-        if is_plain_eager(watched):
+    def eagerly(self, *arguments: Any, **eager: Any) -> Any:
+        """The same for callers who know that `is_plain_eager`."""
+        if torch.is_grad_enabled():
+            tensors = [each for each in self._tensors_of(arguments) if each is not None]
+            if True in [each.requires_grad for each in tensors]:
+                apply = self.apply_wrapped if True in map(is_wrapped, tensors) else self.apply
+                return apply(*arguments, *eager.values())
+        return self.kernel(*arguments, **eager)
+
+    def below(self, *arguments: Any, **eager: Any) -> Any:
+        """The results below autograd, for the operator's own formula, with what that was given."""
+        at = self._structure_at
+        if is_plain_eager(arguments[0]) if at is None else isinstance(arguments[at], Adjacency):
             return self.kernel(*arguments, **eager)
         with below_autograd():
             return self.dispatched(*arguments)
 
-
-def register(
-    kernel: Callable[..., Any],
-    fake: Callable[[Any], Any],
-    formula: type[torch.autograd.Function] | None = None,
-    name: str = "",
-) -> Any:
-    """Registers an operator with its gradients, and returns what PyTorch's dispatcher runs.
-
-    The arguments are those of `Operator`, but that an operator without a formula is a gradient itself, and
-    says that it has no derivative.
-    """
-    name = name or kernel.__name__.removeprefix("_")
-    return Operator(kernel, fake, once(name) if formula is None else formula, name).dispatched
-
-
-def register_autograd(name: str, formula: type[torch.autograd.Function]) -> None:
-    """Registers the autograd formula of an operator.
-
-    ``torch.library.register_autograd`` would do the same, at 15 us of host time more per call (measured on a
-    CPU build of torch 2.13), which is more than all else around a kernel launch.
-    """
-    operator = getattr(torch.ops.fastsparse, name).default
-
-    def dispatch(*arguments: Any) -> Any:
+    def _differentiably(self, *arguments: Any) -> Any:
+        """What PyTorch's dispatcher runs where a tensor may want a gradient."""
         if forward_ad._current_level >= 0:
-            _refuse_tangents(name, arguments)
+            _refuse_tangents(self.name, arguments)
+        arguments = in_backward(arguments)
         if torch.is_grad_enabled():
             for argument in arguments:
                 if isinstance(argument, Tensor) and argument.requires_grad:
-                    found = formula.apply(*arguments)
+                    found = self.apply_wrapped(*arguments)
                     if type(found) is tuple and found[-1] is None:  # operators return tensors
                         return *found[:-1], found[0].new_empty(0)
                     return found
         with below_autograd():
-            return operator(*arguments)
+            return self.dispatched(*arguments)
 
-    library.impl(name, dispatch, "Autograd")
+    def _without_derivative(self) -> type[torch.autograd.Function]:
+        """The formula of a gradient, which has no derivative, and says so where one is asked for."""
+        dispatched, name = self.dispatched, self.name
+
+        class Formula(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+                with below_autograd():
+                    return dispatched(*[_handle_of(each) for each in arguments])
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+                raise NotImplementedError(
+                    f"{name}: has no derivative when it is called by itself; differentiate the operator "
+                    "that it belongs to, whose gradients have gradients"
+                )
+
+        return Formula
+
+
+def _handle_of(argument: Any) -> Any:
+    return argument.handle if isinstance(argument, Adjacency) else argument
 
 
 def _refuse_tangents(name: str, arguments: tuple[Any, ...]) -> None:
@@ -213,54 +254,115 @@ def _refuse_tangents(name: str, arguments: tuple[Any, ...]) -> None:
             )
 
 
-def once(name: str) -> type[torch.autograd.Function]:
-    """Formula of the backward operator ``name``: it has no derivative, and says so where one is asked for."""
+# ---------------------------------------------------------------- kernels with gradients of their own
 
-    class Formula(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-            with below_autograd():
-                return OPERATORS[name].dispatched(*arguments)
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-            raise NotImplementedError(
-                f"{name}: has no derivative when it is called by itself; differentiate the operator "
-                "that it belongs to, whose gradients have gradients"
+class FusedOperator(Operator):
+    """An operator whose first result is differentiable twice, and that of its gradients.
+
+    The parameters' names say what a function is given. The first ones of the kernel are the tensors that have
+    gradients; its argument ``keep``, if there is one, is true where a backward pass may follow.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kernel: Callable[..., Any],
+        gradients: Callable[..., Any],
+        unfused: Callable[..., Tensor],
+        fake: Callable[[Any], Any],
+        results: Sequence[str] = ("out",),
+        *,
+        reads_out: Callable[..., bool] | None = None,
+    ) -> None:
+        """Registers both.
+
+        Args:
+            name: of the operator; that of its gradients is ``name_backward``.
+            kernel: results from the structure and the arguments of a call.
+            gradients: those of the first tensors, None where not wanted, from the structure, ``grad``, all of
+                these tensors, other arguments and results of the kernel, and ``x_wanted``: whether ``x``
+                needs its own.
+            unfused: the first result, by operators that have gradients again, from the structure, the tensors
+                and other arguments of the kernel.
+            fake: of the kernel's results, as `Operator` takes it.
+            results: names of the kernel's results.
+            reads_out: whether the gradients of a call need its result ``out``, from the kernel's arguments;
+                None: they always do.
+        """
+        names, read = _parameters(on_handle(kernel)), _parameters(on_handle(gradients))[1:]
+        annotations = inspect.get_annotations(kernel)
+        tensors = [each for each in names if annotations.get(each, "int").startswith("Tensor")]
+        inputs = [each for each in tensors if each != "seed"]
+        others = [each for each in names if each not in tensors]
+        kept = [each for each in results if each in read]
+        asked = [each for each in _parameters(unfused)[1:] if each not in inputs]
+        rest = (None,) * (len(names) - len(inputs))
+        count, keeps, place = len(inputs), names[-1] == "keep", others.index("adjacency")
+        # Where things stand: a dictionary in every call would take the host longer.
+        in_forward = [*names, *results]
+        saved_of, others_of = _picker(in_forward, [*tensors, *kept]), _picker(in_forward, others)
+        in_backward = [*tensors, *kept, *others, *(f"{each}_wanted" for each in inputs)]
+        arguments_of, read_of = _picker(in_backward, names), _picker(in_backward, read)
+        inputs_of, asked_of = _picker(in_backward, inputs), _picker(in_backward, asked)
+        out_at = in_backward.index("out") if "out" in kept else None
+        below = self.below
+
+        class Formula(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+                if keeps:
+                    arguments = (*arguments[:-1], True)
+                found = below(*arguments)
+                others = found[1:] if found[-1] is not None else found[1:-1]
+                ctx.mark_non_differentiable(*others)
+                ctx.set_materialize_grads(False)  # else the backward pass fills zeros for the other results
+                ctx.written = None
+                out = found[0]
+                if out_at is not None:
+                    out = alias_of(ctx, out) if reads_out is None or reads_out(*arguments) else None
+                given = (*arguments, out, *found[1:])
+                ctx.save_for_backward(*saved_of(given))
+                ctx.others = others_of(given)
+                ctx.keep_alive = keep_alive(ctx.others[place])
+                return found
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+                if grad is None:
+                    return (None,) * len(names)
+                needed = ctx.needs_input_grad[:count]
+                given = [*ctx.saved_tensors, *ctx.others, *needed]
+                if torch.is_grad_enabled():
+                    options = asked_of(given)
+
+                    def compute(*operands: Tensor | None) -> Tensor:
+                        return unfused(ctx.keep_alive, *operands, *options)
+
+                    return *unfused_gradients(compute, grad, inputs_of(given), needed), *rest
+                if out_at is not None and was_written(ctx):
+                    given[out_at] = below(*arguments_of(given))[0]
+                found = (of_inputs.kernel if is_plain_eager(grad) else of_inputs)(grad, *read_of(given))
+                return *[each if needs else None for each, needs in zip(found, needed, strict=True)], *rest
+
+        def gradients_fake(of: Any) -> tuple[Tensor, ...]:
+            wanted = [(getattr(of, each), getattr(of, f"{each}_wanted", True)) for each in inputs]
+            return tuple(
+                of.grad.new_empty(0) if x is None or not needs else x.new_empty(x.shape)
+                for x, needs in wanted
             )
 
-    return Formula
+        of_inputs = Operator(on_handle(gradients), gradients_fake, name=f"{name}_backward")
+        super().__init__(on_handle(kernel), fake, Formula, name)
 
 
-# ---------------------------------------------------------------- calls
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
 
 
-def call(name: str, v: Tensor, *arguments: Any) -> Tensor:
-    """First result of the operator ``name``."""
-    return results(name, v, *arguments)[0]
-
-
-def results(name: str, v: Tensor, *arguments: Any) -> Any:
-    """Results of the operator ``name``; in plain eager mode, which ``v`` tells, without the dispatcher."""
-    if not is_plain_eager(v):
-        return OPERATORS[name].dispatched(*arguments)
-    if torch.is_grad_enabled() and any(
-        isinstance(argument, Tensor) and argument.requires_grad for argument in arguments
-    ):
-        return OPERATORS[name].formula.apply(*arguments)
-    return OPERATORS[name].kernel(*arguments)
-
-
-def run(name: str, watched: Tensor, *arguments: Any) -> Any:
-    """The operator below autograd, for the ``forward`` of its formula."""
-    if is_plain_eager(watched):
-        return OPERATORS[name].kernel(*arguments)
-    with below_autograd():
-        return OPERATORS[name].dispatched(*arguments)
-
-
-def differentiate(name: str, grad: Tensor, *arguments: Any) -> Any:
-    """The backward operator, for the ``backward`` of a formula."""
-    if is_first_derivative(grad):
-        return OPERATORS[name].kernel(grad, *arguments)
-    return OPERATORS[name].dispatched(grad, *arguments)
+def _picker(names: Sequence[str], wanted: Sequence[str]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A function that takes the values of some names out of those of all."""
+    places = [names.index(each) for each in wanted]
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda values: [values[each] for each in places]

@@ -162,7 +162,7 @@ class _SegmentReduce(torch.autograd.Function):
         reduce: str,
         find: _Find | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, extra = reduce_op.below(src, src, index, rowptr, num_segments, reduce, find=find)
+        out, extra = reduce_op.below(src, index, rowptr, num_segments, reduce, find=find)
         ctx.reduce, ctx.num_segments, ctx.num_rows, ctx.find = reduce, num_segments, src.size(0), find
         ctx.mark_non_differentiable(extra)
         needs_src = reduce in ("mul", *MOMENTS)
@@ -279,7 +279,7 @@ class _SegmentGather(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(index, rowptr)
         ctx.num_segments, ctx.find = src.size(0), find
-        return cast("Tensor", gather_op.below(src, src, index, rowptr, num_rows, find=find))
+        return cast("Tensor", gather_op.below(src, index, rowptr, num_rows, find=find))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -328,7 +328,7 @@ class _SegmentSoftmax(torch.autograd.Function):
         num_segments: int,
         find: _Find | None = None,
     ) -> Tensor:
-        weight = softmax_op.below(src, src, index, rowptr, num_segments, find=find)
+        weight = softmax_op.below(src, index, rowptr, num_segments, find=find)
         ctx.save_for_backward(weight, index, rowptr)
         ctx.num_segments, ctx.find = num_segments, find
         return cast("Tensor", weight)
@@ -359,7 +359,7 @@ class _SegmentSoftmaxBackward(torch.autograd.Function):
         ctx.save_for_backward(weight, grad, index, rowptr)
         ctx.num_segments, ctx.find = num_segments, find
         return cast(
-            "Tensor", _softmax_backward_op.below(weight, weight, grad, index, rowptr, num_segments, find=find)
+            "Tensor", _softmax_backward_op.below(weight, grad, index, rowptr, num_segments, find=find)
         )
 
     @staticmethod

@@ -10,12 +10,10 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._edge_values import num_heads
 from fastsparse_core.ops._facts import used_csr
-from fastsparse_core.ops._handles import keep_alive, structure
 from fastsparse_core.ops._operands import unit_stride
-from fastsparse_core.ops._registration import Operator, library, register
+from fastsparse_core.ops._registration import Operator, Structure, keep_alive, structure_of
 from fastsparse_core.structure.adjacency import Adjacency
 
 
@@ -49,7 +47,7 @@ def extremum(
         value = None if value is None else value.to(x.dtype)
     if scale_src is not None:
         x = x * scale_src[:, None]
-    out, _ = _spmm_extremum_op(x, value, adj.num_dst, adj.handle, False, minimum, False)
+    out, _ = _spmm_extremum_op(x, value, adj.num_dst, adj, False, minimum, False)
     if scale_dst is not None:
         out = out * scale_dst[:, None]
     if bias is not None:
@@ -69,18 +67,24 @@ def extremum_of_sums(adj: Adjacency, x: Tensor, value: Tensor, minimum: bool) ->
     Returns:
         (num_dst, heads * width) in the dtype of ``x``.
     """
-    out: Tensor = _spmm_extremum_op(x, value, adj.num_dst, adj.handle, False, minimum, True)[0]
+    out: Tensor = _spmm_extremum_op(x, value, adj.num_dst, adj, False, minimum, True)[0]
     return out
 
 
 def spmm_extremum(
-    x: Tensor, value: Tensor | None, num_dst: int, adjacency: int, transpose: bool, minimum: bool, adds: bool
+    x: Tensor,
+    value: Tensor | None,
+    num_dst: int,
+    adjacency: Structure,
+    transpose: bool,
+    minimum: bool,
+    adds: bool,
 ) -> tuple[Tensor, Tensor]:
     """The operator's kernel: results and the chosen edges' positions in the caller's order, -1: no edge.
 
     Values are factors of the features, or with ``adds`` terms beside them.
     """
-    adj = structure(adjacency, transpose)
+    adj = structure_of(adjacency, transpose)
     x = unit_stride(x)
     width = x.size(1)
     out = x.new_empty(num_dst, width)
@@ -117,8 +121,7 @@ class _SpmmExtremum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         x, value, _, adjacency, transpose, _, adds = arguments
-        with below_autograd():
-            out, arg = _spmm_extremum_op(*arguments)
+        out, arg = _spmm_extremum_op.below(*arguments)
         ctx.mark_non_differentiable(arg)
         ctx.save_for_backward(arg, None if value is None or adds else x, value)
         ctx.num_src, ctx.adjacency, ctx.transpose, ctx.adds = x.size(0), adjacency, transpose, adds
@@ -152,11 +155,11 @@ def _spmm_extremum_backward(
     x: Tensor | None,
     value: Tensor | None,
     num_src: int,
-    adjacency: int,
+    adjacency: Structure,
     transpose: bool,
 ) -> tuple[Tensor, Tensor]:
     """The gradients' kernel; ``x``: features that were multiplied by ``value``."""
-    adj = structure(adjacency, transpose)
+    adj = structure_of(adjacency, transpose)
     heads, width = num_heads(value), arg.size(1)
     grad_x, grad_value = _empty_gradients(grad, num_src, value)
     if adj.num_edges == 0 or width == 0:
@@ -203,11 +206,11 @@ def _gradient_formula(
     x: Tensor | None,
     value: Tensor | None,
     num_src: int,
-    adjacency: int,
+    adjacency: Structure,
     transpose: bool,
 ) -> tuple[Tensor, Tensor]:
     """`_spmm_extremum_backward` of PyTorch's operators, which have gradients themselves."""
-    adj = structure(adjacency, transpose)
+    adj = structure_of(adjacency, transpose)
     heads, width, dtype = num_heads(value), arg.size(1), accumulation_dtype(grad.dtype)
     grad_x, grad_value = _empty_gradients(grad, num_src, value)
     if adj.num_edges == 0 or width == 0:
@@ -249,18 +252,9 @@ def _spmm_extremum_fake(of: Any) -> tuple[Tensor, Tensor]:
     return out, out.new_empty(out.shape, dtype=torch.int32)
 
 
-_spmm_extremum_op = register(spmm_extremum, _spmm_extremum_fake, _SpmmExtremum)
+_spmm_extremum_op = Operator(spmm_extremum, _spmm_extremum_fake, _SpmmExtremum)
 _spmm_extremum_backward_op = Operator(
-    _spmm_extremum_backward, lambda of: _empty_gradients(of.grad, of.num_src, of.value)
-).dispatched
-
-
-def _differentiable_backward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    if torch.is_grad_enabled() and any(isinstance(it, Tensor) and it.requires_grad for it in arguments):
-        return _gradient_formula(*arguments)
-    with below_autograd():
-        out: tuple[Tensor, Tensor] = _spmm_extremum_backward_op(*arguments)
-    return out
-
-
-library.impl("spmm_extremum_backward", _differentiable_backward, "Autograd")
+    _spmm_extremum_backward,
+    lambda of: _empty_gradients(of.grad, of.num_src, of.value),
+    _gradient_formula,
+)

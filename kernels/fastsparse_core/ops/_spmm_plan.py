@@ -49,8 +49,8 @@ def launch_spmm(
         (num_dst, width) in the dtype of ``x``.
     """
     row_stride, column_stride = x.stride()
-    if column_stride != 1:
-        x = unit_stride(x)
+    if column_stride != 1 and x.shape[1] > 1:
+        x = x.contiguous()
         row_stride = x.stride(0)
     dtype, width = x.dtype, x.shape[1]
     if bias is not None and not (bias.dtype is dtype and bias.is_contiguous()):
@@ -380,7 +380,7 @@ def grad_of_features(
         total = grad.new_empty(adj.num_src, grad.size(1), dtype=torch.float32)
         total = add_transposed(adj, grad, value, scale_dst, scale_src, total).to(grad.dtype)
         return total if loop is None else with_loops(total, grad, scale_dst, scale_src, loop)
-    if is_dense(value):
+    if value is not None and is_dense(value):
         value = edges_from_dense(adj, value)
     transposed = adj.t(valued=value is not None)
     return launch_spmm(transposed, grad, value, scale_src, scale_dst, None, algorithm, loop=loop)

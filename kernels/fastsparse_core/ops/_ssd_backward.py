@@ -12,11 +12,9 @@ from fastsparse_core import _C, policy
 from fastsparse_core.device import device_index, place_of, queue
 from fastsparse_core.formats.row_panels import PanelLayout, RowPanels
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._eager import is_first_derivative
 from fastsparse_core.ops._facts import facts_of, used_csr
-from fastsparse_core.ops._handles import keep_alive, structure
 from fastsparse_core.ops._operands import unit_stride
-from fastsparse_core.ops._registration import register, run
+from fastsparse_core.ops._registration import OPERATORS, Operator, Structure, keep_alive, structure_of
 from fastsparse_core.structure.adjacency import Adjacency
 
 _logger = logging.getLogger("fastsparse_core")
@@ -28,7 +26,7 @@ def grad_of_values(
     value: Tensor | None,
     scale_dst: Tensor | None,
     scale_src: Tensor | None,
-    adjacency: int,
+    adjacency: Structure,
     transpose: bool,
 ) -> Tensor:
     r"""Gradient of the kept values of a product with sparse features (MaxK-GNN, section 3.2).
@@ -53,7 +51,7 @@ def grad_of_values(
     Returns:
         (num_src, k) in the dtype of ``grad``, accumulated in float32 or wider.
     """
-    adj = structure(adjacency, transpose)
+    adj = structure_of(adjacency, transpose)
     out = grad.new_empty(ids.shape)
     if out.numel() == 0:
         return out
@@ -69,7 +67,7 @@ def grad_of_values(
         )
         if windows is not None:
             return _launch_windows(adj, windows, grad, ids, value, scale_dst, scale_src, out)
-    _launch_rows(structure(adjacency, not transpose), grad, ids, value, scale_dst, scale_src, out)
+    _launch_rows(structure_of(adjacency, not transpose), grad, ids, value, scale_dst, scale_src, out)
     return out
 
 
@@ -192,7 +190,7 @@ def grad_of_edge_values(
     scale_dst: Tensor | None,
     scale_src: Tensor | None,
     num_values: int,
-    adjacency: int,
+    adjacency: Structure,
     transpose: bool,
 ) -> Tensor:
     r"""Gradient of the edge values of a product with sparse features.
@@ -215,7 +213,7 @@ def grad_of_edge_values(
         (num_values,) in the accumulation dtype, float32 or float64, in the caller's edge order; 0 for edges
         that self loops replaced.
     """
-    adj = structure(adjacency, transpose)
+    adj = structure_of(adjacency, transpose)
     every_value_is_written = num_values == adj.num_edges
     out = (torch.empty if every_value_is_written else torch.zeros)(
         num_values, dtype=accumulation_dtype(grad.dtype), device=grad.device
@@ -247,7 +245,7 @@ class _GradOfValues(torch.autograd.Function):
         ctx.shape, ctx.place = grad.shape, (adjacency, transpose)
         ctx.keep_alive = keep_alive(adjacency)
         ctx.save_for_backward(grad if value is not None else None, ids, value, scale_dst, scale_src)
-        return run("ssd_backward", grad, *arguments)
+        return ssd_backward_op.below(*arguments)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -255,7 +253,9 @@ class _GradOfValues(torch.autograd.Function):
         num_dst, width = ctx.shape
         of_grad = of_value = None
         if ctx.needs_input_grad[0]:
-            of_grad = _ssd_op()(upstream, ids, width, value, *scales, None, num_dst, *ctx.place, "auto")
+            of_grad = OPERATORS["ssd"](
+                upstream, ids, width, value, *scales, None, num_dst, *ctx.place, "auto"
+            )
         if ctx.needs_input_grad[2]:
             of_value = ssd_value_grad_op(grad, upstream, ids, *scales, value.size(0), *ctx.place)
             of_value = of_value.to(value.dtype)
@@ -271,7 +271,7 @@ class _GradOfEdgeValues(torch.autograd.Function):
         ctx.place = (adjacency, transpose)
         ctx.keep_alive = keep_alive(adjacency)
         ctx.save_for_backward(*tensors)
-        return run("ssd_value_grad", tensors[0], *arguments)
+        return ssd_value_grad_op.below(*arguments)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -279,28 +279,19 @@ class _GradOfEdgeValues(torch.autograd.Function):
         num_dst, width = grad.shape
         of_grad = of_values = None
         if ctx.needs_input_grad[0]:
-            of_grad = _ssd_op()(values, ids, width, upstream, *scales, None, num_dst, *ctx.place, "auto")
+            of_grad = OPERATORS["ssd"](
+                values, ids, width, upstream, *scales, None, num_dst, *ctx.place, "auto"
+            )
         if ctx.needs_input_grad[1]:
             of_values = ssd_backward_op(grad, ids, upstream, *scales, *ctx.place)
         return of_grad, of_values, None, None, None, None, None, None
-
-
-def _ssd_op() -> Any:
-    return torch.ops.fastsparse.ssd.default  # defined by the module that imports this one
-
-
-def derivatives(grad: Tensor) -> tuple[Any, Any]:
-    """The gradients of kept values and of edge values: kernels, or operators for those who watch."""
-    if is_first_derivative(grad):
-        return grad_of_values, grad_of_edge_values
-    return ssd_backward_op, ssd_value_grad_op
 
 
 def _edge_values_fake(of: Any) -> Tensor:
     return of.grad.new_empty(of.num_values, dtype=accumulation_dtype(of.grad.dtype))
 
 
-ssd_backward_op = register(
+ssd_backward_op = Operator(
     grad_of_values, lambda of: of.grad.new_empty(of.ids.shape), _GradOfValues, "ssd_backward"
 )
-ssd_value_grad_op = register(grad_of_edge_values, _edge_values_fake, _GradOfEdgeValues, "ssd_value_grad")
+ssd_value_grad_op = Operator(grad_of_edge_values, _edge_values_fake, _GradOfEdgeValues, "ssd_value_grad")

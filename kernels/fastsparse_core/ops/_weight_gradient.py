@@ -48,7 +48,8 @@ def weight_gradient(
         Of the weight's shape.
     """
     is_cuda = grad.is_cuda
-    if not once or (recorded.current() is not None and not is_cuda):  # a recorded step reads no number
+    # A recorded step reads no number.
+    if not once or (recorded.entered and not is_cuda and recorded.current() is not None):
         return _differentiable(grad, features, dtype, num_parts, part_width, out_by_in)
     left, right = (grad.t(), features) if out_by_in else (features.t(), grad)
     product = product_in(left, right, dtype)

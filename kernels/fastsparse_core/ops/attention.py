@@ -70,11 +70,11 @@ def attention(
             blocks, to which it converts the structure; ``"csr"``: one pass from the rows as they are, two
             numbers for every edge and head in the backward pass; ``"unfused"``: sddmm, edge_softmax, dropout,
             spmm; or ``"auto"``: csr while a structure on CUDA is new, fused3s where it is used often, and
-            unfused where neither can serve the call.
+            unfused if neither supports the call.
         edge_attr: :math:`\mathbf{a}`, (num_values, A) in the caller's edge order, or (num_values,) where A is
             1; a floating tensor, cast to the dtype of ``q``.
-        edge_weight: :math:`\mathbf{W}`, (H * D, A), the weight of a linear layer; goes with ``edge_attr``,
-            and then Dv is D.
+        edge_weight: :math:`\mathbf{W}`, (H * D, A), in the dtype of ``q``, the weight of a linear layer; goes
+            with ``edge_attr``, and then Dv is D.
 
     Returns:
         (num_dst, H, Dv), or (num_dst, H * Dv) for two dimensions; 0 in rows without edges. Accumulated in
@@ -83,6 +83,14 @@ def attention(
     Raises:
         TypeError: dtypes are not supported or differ.
         ValueError: a size, device or option does not fit.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, attention
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0]), (2, 2))
+        >>> q = k = v = torch.randn(2, 4, 8)  # 4 heads of width 8
+        >>> attention(adj, q, k, v).shape
+        torch.Size([2, 4, 8])
     """
     algorithm = policy.requested("attention", algorithm)
     if (
@@ -159,6 +167,14 @@ def additive_attention(
     Raises:
         TypeError: dtypes are not supported or differ.
         ValueError: a size, device or option does not fit.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, additive_attention
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0]), (2, 2))
+        >>> score = torch.zeros(2, 1)  # equal scores: the mean of the neighbours
+        >>> additive_attention(adj, score, score, torch.tensor([[[1.0]], [[3.0]]])).flatten()
+        tensor([2., 1.])
     """
     algorithm = policy.requested("attention", algorithm)
     if (
@@ -229,7 +245,7 @@ def gatv2_attention(
         algorithm: as for :func:`attention`.
         edge_attr: features :math:`\mathbf{e}_{ij}` of the edges, as for :func:`attention`: the sum inside the
             leaky ReLU has a third term, :math:`\mathbf{W} \mathbf{e}_{ij}`.
-        edge_weight: :math:`\mathbf{W}`, (H * D, A), with ``edge_attr``.
+        edge_weight: :math:`\mathbf{W}`, (H * D, A), in the dtype of ``x_dst``, with ``edge_attr``.
 
     Returns:
         (num_dst, H, D), or (num_dst, H * D) for two dimensions; 0 in rows without edges. Accumulated in
@@ -238,6 +254,14 @@ def gatv2_attention(
     Raises:
         TypeError: dtypes are not supported or differ.
         ValueError: a size, device or option does not fit.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, gatv2_attention
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0]), (2, 2))
+        >>> x = torch.randn(2, 4, 8)  # 4 heads of width 8
+        >>> gatv2_attention(adj, x, x, att=torch.randn(4, 8)).shape
+        torch.Size([2, 4, 8])
     """
     algorithm = policy.requested("attention", algorithm)
     if (
@@ -285,9 +309,24 @@ def attention_weights(
     edge_attr: Tensor | None = None,
     edge_weight: Tensor | None = None,
 ) -> Tensor:
-    """The weights of :func:`attention` before dropout, for inspection: (num_values, H) in the caller's order.
+    r"""The weights of :func:`attention` before dropout, for every edge.
 
-    Arguments and errors are those of :func:`attention`. Float32, or float64 for float64; differentiable.
+    .. math::
+        \alpha_{ij} = \operatorname{softmax}_j(s \langle \mathbf{q}_i, \mathbf{k}_j \rangle + b_{ij}) \quad
+        \text{for every head}
+
+    Arguments and errors are those of :func:`attention`, which names the source (Fused3S, section 3).
+
+    Returns:
+        (num_values, H) in the caller's edge order; float64 for float64, else float32. Differentiable.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, attention_weights
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0]), (2, 2))
+        >>> q = k = torch.ones(2, 1, 8)
+        >>> attention_weights(adj, q, k).flatten()
+        tensor([0.5000, 0.5000, 1.0000])
     """
     if is_partitioned(adj):
         (k,) = adj.sources(k)
@@ -304,10 +343,25 @@ def additive_attention_weights(
     negative_slope: float = 0.2,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The weights of :func:`additive_attention` before dropout: (num_values, H) in the caller's order.
+    r"""The weights of :func:`additive_attention` before dropout, for every edge.
 
-    Arguments and errors are those of :func:`additive_attention`. Float32, or float64 for float64;
-    differentiable.
+    .. math::
+        \alpha_{ij} = \operatorname{softmax}_j(\operatorname{leaky\_relu}(a_i + c_j + b_{ij})) \quad \text{for
+        every head}
+
+    Arguments and errors are those of :func:`additive_attention`, which names the source (Veličković et al.,
+    2018).
+
+    Returns:
+        (num_values, H) in the caller's edge order; float64 for float64, else float32. Differentiable.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, additive_attention_weights
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0]), (2, 2))
+        >>> score = torch.zeros(2, 1)
+        >>> additive_attention_weights(adj, score, score).flatten()
+        tensor([0.5000, 0.5000, 1.0000])
     """
     if is_partitioned(adj):
         (score_src,) = adj.sources(score_src, exact=True)
@@ -330,10 +384,24 @@ def gatv2_attention_weights(
     edge_attr: Tensor | None = None,
     edge_weight: Tensor | None = None,
 ) -> Tensor:
-    """The weights of :func:`gatv2_attention` before dropout: (num_values, H) in the caller's order.
+    r"""The weights of :func:`gatv2_attention` before dropout, for every edge.
 
-    Arguments and errors are those of :func:`gatv2_attention`. Float32, or float64 for float64;
-    differentiable.
+    .. math::
+        \alpha_{ij} = \operatorname{softmax}_j(\langle \mathbf{a}, \operatorname{leaky\_relu}(\mathbf{x}_i +
+        \mathbf{z}_j) \rangle) \quad \text{for every head}
+
+    Arguments and errors are those of :func:`gatv2_attention`, which names the source (Brody et al., 2022).
+
+    Returns:
+        (num_values, H) in the caller's edge order; float64 for float64, else float32. Differentiable.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, gatv2_attention_weights
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0]), (2, 2))
+        >>> x = torch.ones(2, 1, 8)
+        >>> gatv2_attention_weights(adj, x, x, torch.ones(1, 8)).flatten()
+        tensor([0.5000, 0.5000, 1.0000])
     """
     if is_partitioned(adj):
         (x_src,) = adj.sources(x_src)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fastsparse_core.log import warn_once
 from fastsparse_core.ops import _edge_messages_fused as formulas
-from fastsparse_core.ops import _registration as registration
 from fastsparse_core.ops._checks import check_features, check_structure, is_partitioned
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
@@ -40,8 +39,9 @@ def gine_aggregate(
         x: (num_src, F), float64, float32, float16 or bfloat16.
         edge_attr: :math:`\mathbf{e}`, (num_values, F), or :math:`\mathbf{a}`, (num_values, A), in the
             caller's edge order and the dtype of ``x``.
-        edge_weight: :math:`\mathbf{W}`, (F, A); None: ``edge_attr`` has the width of ``x``.
-        edge_bias: :math:`\mathbf{b}`, (F,), with ``edge_weight``; None: 0.
+        edge_weight: :math:`\mathbf{W}`, (F, A), in the dtype of ``x``; None: ``edge_attr`` has the width of
+            ``x``.
+        edge_bias: :math:`\mathbf{b}`, (F,), in the dtype of ``x``, with ``edge_weight``; None: 0.
 
     Returns:
         (num_dst, F); 0 in rows without edges. Accumulated in float32 or wider, deterministic. Differentiable
@@ -50,6 +50,14 @@ def gine_aggregate(
     Raises:
         TypeError: dtypes are not supported or differ.
         ValueError: a size or device does not fit.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, gine_aggregate
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0]), torch.tensor([0, 1]), (2, 2))
+        >>> gine_aggregate(adj, torch.tensor([[1.0], [2.0]]), torch.tensor([[-3.0], [1.0]]))
+        tensor([[3.],
+                [0.]])
     """
     check_structure(adj)
     if is_partitioned(adj):
@@ -70,7 +78,7 @@ def gine_aggregate(
     tensors = (x, edge_attr, edge_weight, edge_bias)
     if _has_no_kernel(adj):
         return formulas.unfused_gine(adj, *tensors)
-    return registration.call("gine_aggregate", x, *tensors, adj.num_dst, adj.handle, False)
+    return formulas.gine_op(*tensors, adj.num_dst, adj, False)[0]
 
 
 def gated_aggregate(
@@ -96,10 +104,11 @@ def gated_aggregate(
         adj: structure (num_dst, num_src).
         k: (num_dst, F), float64, float32, float16 or bfloat16.
         q: (num_src, F), in the dtype of ``k``.
-        v: (num_src, F), likewise.
-        edge_attr: :math:`\mathbf{a}`, (num_values, A), in the caller's edge order; None: no third terms.
-        gate_weight: :math:`\mathbf{G}`, (F, A), with ``edge_attr``.
-        value_weight: :math:`\mathbf{U}`, (F, A), with ``edge_attr``.
+        v: (num_src, F), in the dtype of ``k``.
+        edge_attr: :math:`\mathbf{a}`, (num_values, A), in the caller's edge order and the dtype of ``k``;
+            None: no third terms.
+        gate_weight: :math:`\mathbf{G}`, (F, A), in the dtype of ``k``, with ``edge_attr``.
+        value_weight: :math:`\mathbf{U}`, (F, A), in the dtype of ``k``, with ``edge_attr``.
 
     Returns:
         (num_dst, F); 0 in rows without edges. Accumulated in float32 or wider, deterministic. Differentiable
@@ -108,6 +117,15 @@ def gated_aggregate(
     Raises:
         TypeError: dtypes are not supported or differ.
         ValueError: a size or device does not fit.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, gated_aggregate
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0]), torch.tensor([0, 1]), (2, 2))
+        >>> zero = torch.zeros(2, 1)  # gates of 1/2
+        >>> gated_aggregate(adj, zero, zero, v=torch.tensor([[1.0], [2.0]]))
+        tensor([[1.5000],
+                [0.0000]])
     """
     check_structure(adj)
     if is_partitioned(adj):
@@ -126,7 +144,7 @@ def gated_aggregate(
     tensors = (k, q, v, edge_attr, gate_weight, value_weight)
     if _has_no_kernel(adj, features):
         return formulas.unfused_gated(adj, *tensors)
-    return registration.call("gated_aggregate", q, *tensors, adj.handle, False)
+    return formulas.gated_op(*tensors, adj, False)[0]
 
 
 def gated_edges(
@@ -145,8 +163,8 @@ def gated_edges(
         adj: structure (num_dst, num_src).
         k: (num_dst, F), float64, float32, float16 or bfloat16.
         q: (num_src, F), in the dtype of ``k``.
-        v: (num_src, F), likewise.
-        edge: :math:`\mathbf{e}`, (num_values, F), in the caller's edge order.
+        v: (num_src, F), in the dtype of ``k``.
+        edge: :math:`\mathbf{e}`, (num_values, F), in the caller's edge order and the dtype of ``k``.
 
     Returns:
         :math:`\mathbf{y}` and :math:`\mathbf{n}`, (num_dst, F), and :math:`\mathbf{z}`, (num_values, F), 0
@@ -156,6 +174,15 @@ def gated_edges(
     Raises:
         TypeError: dtypes are not supported or differ.
         ValueError: a size or device does not fit.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, gated_edges
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0]), torch.tensor([0, 1]), (2, 2))
+        >>> x = torch.randn(2, 8)
+        >>> sums, norms, state = gated_edges(adj, x, x, x, edge=torch.randn(2, 8))
+        >>> state.shape
+        torch.Size([2, 8])
     """
     check_structure(adj)
     if is_partitioned(adj):
@@ -165,7 +192,7 @@ def gated_edges(
     edge = _edge(adj, "edge", edge, q, q.size(1))
     if _has_no_kernel(adj):
         return formulas.unfused_gated_edges(adj, k, q, v, edge)
-    total, gates, state = registration.results("gated_edges", q, k, q, v, edge, adj.handle)
+    total, gates, state = formulas.gated_edges_op(k, q, v, edge, adj)
     return total, gates, state
 
 

@@ -9,15 +9,13 @@ from torch import Tensor
 
 from fastsparse_core.ops._checks import check_heads, check_structure, is_partitioned
 from fastsparse_core.ops._dtypes import DTYPE_CODE
-from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._edge_values import empty_values
 from fastsparse_core.ops._facts import used_csr
-from fastsparse_core.ops._handles import keep_alive
-from fastsparse_core.ops._registration import register
+from fastsparse_core.ops._registration import Operator, Structure, keep_alive, structure_of
 from fastsparse_core.ops._segment_launch import softmax_of_rows
 from fastsparse_core.ops.sddmm import sddmm
 from fastsparse_core.ops.spmm import spmm
-from fastsparse_core.structure.adjacency import Adjacency, from_handle
+from fastsparse_core.structure.adjacency import Adjacency
 
 
 def edge_softmax(adj: Adjacency, score: Tensor) -> Tensor:
@@ -38,6 +36,13 @@ def edge_softmax(adj: Adjacency, score: Tensor) -> Tensor:
     Raises:
         TypeError: the dtype is not supported.
         ValueError: the shape or the device does not fit, or there are more than 65535 heads on CUDA.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, edge_softmax
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 2]), torch.tensor([1, 2, 0]), (3, 3))
+        >>> edge_softmax(adj, torch.tensor([1.0, 1.0, 7.0]))
+        tensor([0.5000, 0.5000, 1.0000])
     """
     check_structure(adj)
     if not isinstance(score, Tensor) or score.dtype not in DTYPE_CODE:
@@ -56,7 +61,8 @@ def edge_softmax(adj: Adjacency, score: Tensor) -> Tensor:
         adj = adj.rows
     matrix = score[:, None] if score.dim() == 1 else score
     check_heads(matrix.size(1), score.device)
-    return torch.ops.fastsparse.edge_softmax.default(matrix, adj.handle).reshape(score.shape)
+    weight: Tensor = _softmax_op(matrix, adj)
+    return weight.reshape(score.shape)
 
 
 def _launch(adj: Adjacency, matrix: Tensor, grad: Tensor | None) -> Tensor:
@@ -69,21 +75,20 @@ def _launch(adj: Adjacency, matrix: Tensor, grad: Tensor | None) -> Tensor:
     return softmax_of_rows(adj, used_csr(adj), matrix, grad, out)
 
 
-def _edge_softmax(score: Tensor, adjacency: int) -> Tensor:
-    return _launch(from_handle(adjacency), score, None)
+def _edge_softmax(score: Tensor, adjacency: Structure) -> Tensor:
+    return _launch(structure_of(adjacency), score, None)
 
 
-def _edge_softmax_backward(weight: Tensor, grad: Tensor, adjacency: int) -> Tensor:
-    return _launch(from_handle(adjacency), weight, grad)
+def _edge_softmax_backward(weight: Tensor, grad: Tensor, adjacency: Structure) -> Tensor:
+    return _launch(structure_of(adjacency), weight, grad)
 
 
 class _EdgeSoftmax(torch.autograd.Function):
     """ds = p (g - sum over the row of p g)."""
 
     @staticmethod
-    def forward(ctx: Any, score: Tensor, adjacency: int) -> Tensor:
-        with below_autograd():
-            weight = torch.ops.fastsparse.edge_softmax.default(score, adjacency)
+    def forward(ctx: Any, score: Tensor, adjacency: Structure) -> Tensor:
+        weight: Tensor = _softmax_op.below(score, adjacency)
         ctx.save_for_backward(weight)
         ctx.adjacency = adjacency
         ctx.keep_alive = keep_alive(adjacency)
@@ -92,7 +97,7 @@ class _EdgeSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
-        return torch.ops.fastsparse.edge_softmax_backward.default(weight, grad, ctx.adjacency), None
+        return _gradient_op(weight, grad, ctx.adjacency), None
 
 
 class _EdgeSoftmaxBackward(torch.autograd.Function):
@@ -102,17 +107,16 @@ class _EdgeSoftmaxBackward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, grad: Tensor, adjacency: int) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, grad: Tensor, adjacency: Structure) -> Tensor:
         ctx.save_for_backward(weight, grad)
         ctx.adjacency = adjacency
         ctx.keep_alive = keep_alive(adjacency)
-        with below_autograd():
-            return torch.ops.fastsparse.edge_softmax_backward.default(weight, grad, adjacency)
+        return _gradient_op.below(weight, grad, adjacency)
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         weight, grad = ctx.saved_tensors
-        adj = from_handle(ctx.adjacency)
+        adj = structure_of(ctx.adjacency)
 
         def row_sums(value: Tensor) -> Tensor:
             ones = value.new_ones(adj.num_src, value.size(1))
@@ -121,12 +125,10 @@ class _EdgeSoftmaxBackward(torch.autograd.Function):
 
         with torch.autocast(weight.device.type, enabled=False):
             grad_weight = outer * (grad - row_sums(weight * grad)) - grad * row_sums(weight * outer)
-        return (
-            grad_weight,
-            torch.ops.fastsparse.edge_softmax_backward.default(weight, outer, ctx.adjacency),
-            None,
-        )
+        return grad_weight, _gradient_op(weight, outer, ctx.adjacency), None
 
 
-register(_edge_softmax, lambda of: of.score.new_empty(of.score.shape), _EdgeSoftmax)
-register(_edge_softmax_backward, lambda of: of.weight.new_empty(of.weight.shape), _EdgeSoftmaxBackward)
+_softmax_op = Operator(_edge_softmax, lambda of: of.score.new_empty(of.score.shape), _EdgeSoftmax)
+_gradient_op = Operator(
+    _edge_softmax_backward, lambda of: of.weight.new_empty(of.weight.shape), _EdgeSoftmaxBackward
+)

@@ -12,7 +12,7 @@ from fastsparse_core.device import place_of
 from fastsparse_core.formats.cbsr import CBSR, ids_dtype
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._operands import unit_stride
-from fastsparse_core.ops._registration import call, differentiate, register, results, run
+from fastsparse_core.ops._registration import Operator
 
 
 def maxk(x: Tensor, k: int) -> CBSR:
@@ -39,12 +39,14 @@ def maxk(x: Tensor, k: int) -> CBSR:
         ValueError: ``x`` is not a matrix or too wide, or ``k`` is not from 1 to D.
 
     Examples:
+        >>> import torch
+        >>> from fastsparse_core import maxk
         >>> kept = maxk(torch.tensor([[1.0, 5.0, -2.0, 3.0], [0.0, 0.0, 0.0, -1.0]]), 2)
         >>> kept.ids.tolist(), kept.values.tolist()
         ([[1, 3], [0, 1]], [[5.0, 3.0], [0.0, 0.0]])
     """
     _check(x, k)
-    values, ids = results("maxk", x, x, k)
+    values, ids = _maxk_op(x, k)
     return CBSR(values, ids, x.size(1))
 
 
@@ -60,7 +62,8 @@ def maxk_dense(x: Tensor, k: int) -> Tensor:
         ValueError: as :func:`maxk`.
     """
     _check(x, k)
-    return call("maxk_dense", x, x, k)
+    out: Tensor = _maxk_dense_op(x, k)[0]
+    return out
 
 
 def _check(x: Tensor, k: int) -> None:
@@ -152,7 +155,7 @@ class _MaxK(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        values, ids = run("maxk", x, x, k)
+        values, ids = _maxk_op.below(x, k)
         ctx.mark_non_differentiable(ids)
         ctx.save_for_backward(ids)
         ctx.width = x.size(1)
@@ -160,7 +163,7 @@ class _MaxK(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        return differentiate("cbsr_to_dense", grad, *ctx.saved_tensors, ctx.width), None
+        return to_dense_op(grad, *ctx.saved_tensors, ctx.width), None
 
 
 class _MaxKDense(torch.autograd.Function):
@@ -168,14 +171,14 @@ class _MaxKDense(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        out, kept = run("maxk_dense", x, x, k)
+        out, kept = _maxk_dense_op.below(x, k)
         ctx.mark_non_differentiable(kept)
         ctx.save_for_backward(kept)
         return out, kept
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        return differentiate("mask_rows", grad, *ctx.saved_tensors), None
+        return _mask_rows_op(grad, *ctx.saved_tensors), None
 
 
 class _MaskRows(torch.autograd.Function):
@@ -184,11 +187,11 @@ class _MaskRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dense: Tensor, kept: Tensor) -> Tensor:
         ctx.save_for_backward(kept)
-        return run("mask_rows", dense, dense, kept)
+        return _mask_rows_op.below(dense, kept)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return differentiate("mask_rows", grad, *ctx.saved_tensors), None
+        return _mask_rows_op(grad, *ctx.saved_tensors), None
 
 
 class _CbsrToDense(torch.autograd.Function):
@@ -197,11 +200,11 @@ class _CbsrToDense(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, ids: Tensor, width: int) -> Tensor:
         ctx.save_for_backward(ids)
-        return run("cbsr_to_dense", values, values, ids, width)
+        return to_dense_op.below(values, ids, width)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return differentiate("cbsr_gather", grad, *ctx.saved_tensors), None, None
+        return gather_op(grad, *ctx.saved_tensors), None, None
 
 
 class _CbsrGather(torch.autograd.Function):
@@ -211,11 +214,11 @@ class _CbsrGather(torch.autograd.Function):
     def forward(ctx: Any, dense: Tensor, ids: Tensor) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.width = dense.size(1)
-        return run("cbsr_gather", dense, dense, ids)
+        return gather_op.below(dense, ids)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return differentiate("cbsr_to_dense", grad, *ctx.saved_tensors, ctx.width), None
+        return to_dense_op(grad, *ctx.saved_tensors, ctx.width), None
 
 
 def _maxk_fake(of: Any) -> tuple[Tensor, Tensor]:
@@ -228,10 +231,10 @@ def _maxk_dense_fake(of: Any) -> tuple[Tensor, Tensor]:
     return of.x.new_empty(num_rows, width), of.x.new_empty(num_rows, _num_words(width), dtype=torch.int32)
 
 
-register(_maxk, _maxk_fake, _MaxK)
-register(_maxk_dense, _maxk_dense_fake, _MaxKDense)
-register(_mask_rows, lambda of: of.dense.new_empty(of.dense.shape), _MaskRows)
-register(
+_maxk_op = Operator(_maxk, _maxk_fake, _MaxK)
+_maxk_dense_op = Operator(_maxk_dense, _maxk_dense_fake, _MaxKDense)
+_mask_rows_op = Operator(_mask_rows, lambda of: of.dense.new_empty(of.dense.shape), _MaskRows)
+to_dense_op = Operator(
     write_out, lambda of: of.values.new_empty(of.values.size(0), of.width), _CbsrToDense, "cbsr_to_dense"
 )
-register(gather, lambda of: of.dense.new_empty(of.ids.shape), _CbsrGather, "cbsr_gather")
+gather_op = Operator(gather, lambda of: of.dense.new_empty(of.ids.shape), _CbsrGather, "cbsr_gather")

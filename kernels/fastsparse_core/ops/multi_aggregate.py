@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch.nn.functional as F
@@ -12,7 +13,6 @@ from fastsparse_core.ops import _multi_aggregate_fused as kernels
 from fastsparse_core.ops._autocast import autocast
 from fastsparse_core.ops._checks import check_features, check_structure, is_partitioned
 from fastsparse_core.ops._dtypes import cast
-from fastsparse_core.ops._registration import call
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: The aggregations, in the order in which kernels number them.
@@ -49,12 +49,12 @@ def multi_aggregate(
         adj: structure (num_dst, num_src).
         x_src: :math:`\mathbf{x}_j`, (num_src, F), float64, float32, float16 or bfloat16.
         aggregations: names, each at most once; results come in their order.
-        x_dst: :math:`\mathbf{x}_i`, (num_dst, F), None: 0.
-        edge_attr: without ``edge_weight`` the rows that edges add, (num_values, F); with it
-            :math:`\mathbf{a}_{ij}`, (num_values, A), in the caller's edge order. More than 32 features are
-            projected to rows first.
-        edge_weight: :math:`\mathbf{W}`, (F, A).
-        groups: equal groups of features; the results of a group lie side by side.
+        x_dst: :math:`\mathbf{x}_i`, (num_dst, F), in the dtype of ``x_src``; None: 0.
+        edge_attr: in the dtype of ``x_src``; without ``edge_weight`` the rows that edges add, (num_values,
+            F); with it :math:`\mathbf{a}_{ij}`, (num_values, A), in the caller's edge order. More than 32
+            features are projected to rows first.
+        edge_weight: :math:`\mathbf{W}`, (F, A), in the dtype of ``x_src``.
+        groups: equal groups of features; the results of a group are adjacent.
         min_variance: up to which the standard deviation is 0 and has no gradient.
 
     Returns:
@@ -66,6 +66,15 @@ def multi_aggregate(
         TypeError: a dtype is not supported.
         ValueError: an unknown or repeated aggregation, shapes or devices that do not fit, or a structure of
             one of several processes.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, multi_aggregate
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 2]), torch.tensor([1, 2, 0]), (3, 3))
+        >>> multi_aggregate(adj, torch.tensor([[1.0], [2.0], [4.0]]), ["sum", "max"])
+        tensor([[6., 4.],
+                [0., 0.],
+                [1., 1.]])
     """
     check_structure(adj)
     if is_partitioned(adj):
@@ -95,15 +104,21 @@ def multi_aggregate(
             "to fewer first"
         )
         edge, weight = F.linear(edge, weight), None
-    slots = [names.index(name) if name in names else -1 for name in AGGREGATIONS]
+    slots = slots_of(tuple(names))
     if adj.num_values >= 2**32:
         warn_once(
             "multi_aggregate stores every message, which takes time and memory: the graph has "
             f"{adj.num_values} edges, and the fused kernel takes fewer than 2^32"
         )
         return kernels.unfused(adj, x, x_dst, edge, weight, slots, groups, min_variance)
-    options = (slots, groups, float(min_variance), adj.num_dst, adj.handle, False)
-    return call("multi_aggregate", x, x, x_dst, edge, weight, *options)
+    options = (slots, groups, float(min_variance), adj.num_dst, adj, False)
+    return kernels.aggregate_op(x, x_dst, edge, weight, *options)[0]
+
+
+@functools.cache
+def slots_of(names: tuple[str, ...]) -> list[int]:
+    """Where the results of each of `AGGREGATIONS` go, -1 for nowhere; shared: not to be changed."""
+    return [names.index(name) if name in names else -1 for name in AGGREGATIONS]
 
 
 def _check_edges(adj: Adjacency, width: int, edge_attr: Tensor | None, edge_weight: Tensor | None) -> None:

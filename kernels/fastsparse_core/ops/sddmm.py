@@ -18,13 +18,11 @@ from fastsparse_core.ops._checks import (
     check_structure,
     is_partitioned,
 )
-from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._edge_values import dense_from_edges
 from fastsparse_core.ops._facts import facts_of, follow, used_csr
-from fastsparse_core.ops._handles import keep_alive
 from fastsparse_core.ops._operands import unit_stride
-from fastsparse_core.ops._registration import register
-from fastsparse_core.structure.adjacency import Adjacency, from_handle
+from fastsparse_core.ops._registration import OPERATORS, Operator, Structure, keep_alive, structure_of
+from fastsparse_core.structure.adjacency import Adjacency
 
 
 def sddmm(
@@ -44,19 +42,24 @@ def sddmm(
 
     Args:
         adj: structure (num_dst, num_src).
-        x_dst: features of the destinations, (num_dst, F) or (num_dst, H, D).
+        x_dst: features of the destinations, (num_dst, F) or (num_dst, H, D), float64, float32, float16 or
+            bfloat16.
         x_src: features of the sources, (num_src, F) or (num_src, H, D), in the dtype of ``x_dst``.
-        scale_dst: constant :math:`s`, (num_dst,).
-        scale_src: constant :math:`t`, (num_src,).
-        algorithm: ``"csr"`` (on CUDA cores); ``"flashsparse"`` (8x1 vectors on tensor cores, FlashSparse 3.5,
-            in float32 with two TF32 terms, or one where ``torch.set_float32_matmul_precision`` allows TF32;
-            on CUDA and where rows and heads are multiples of 16 bytes, else csr); or ``"auto"``: flashsparse
-            for one head of 16-bit features of more than 64 bytes, once the structure was prepared, or used
-            often enough to repay its conversion, and unless it is small; else csr.
+        scale_dst: constant :math:`s`, floating (num_dst,).
+        scale_src: constant :math:`t`, floating (num_src,).
+        algorithm: which kernel runs. If it does not support the call, ``"csr"`` runs:
+
+            - ``"csr"``: on CUDA cores.
+            - ``"flashsparse"``: 8x1 vectors on tensor cores (FlashSparse 3.5), on CUDA and for rows and heads
+              of multiples of 16 bytes. Float32 uses two TF32 terms, or one if
+              ``torch.set_float32_matmul_precision`` allows TF32.
+            - ``"auto"``: flashsparse for one head of 16-bit features of more than 64 bytes, once the
+              structure was prepared, or was used often enough to repay its conversion, unless it is small.
+              Else csr.
         layout: ``"edges"``, or ``"me_bcrs"``: all values of the non-zero vectors in the order of
             ``adj.bsb``, without padding, and zeros where the structure has no entry (FlashSparse, figure 9):
             what ``spmm(value_layout="me_bcrs")`` takes. The tensor cores write it, so ``"auto"`` takes them
-            wherever they can serve the call; csr's values of the edges are copied.
+            if they support the call. The values of csr are copied into it.
 
     Returns:
         (num_values,) or, with heads, (num_values, H), in the caller's edge order and the dtype of the
@@ -66,6 +69,14 @@ def sddmm(
     Raises:
         TypeError: dtypes are not supported or differ.
         ValueError: a size, device or option does not fit, or there are more than 65535 heads on CUDA.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, sddmm
+        >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 2]), torch.tensor([1, 2, 0]), (3, 3))
+        >>> x = torch.tensor([[1.0, 0.0], [2.0, 1.0], [3.0, 5.0]])
+        >>> sddmm(adj, x, x)
+        tensor([2., 3., 3.])
     """
     algorithm = policy.requested("sddmm", algorithm)
     policy.check_algorithm(layout, ("edges", "me_bcrs"), "layout")
@@ -92,7 +103,7 @@ def sddmm(
     features = (x_dst.flatten(1), x_src.flatten(1), scale_dst, scale_src)
     dense = layout == "me_bcrs"
     length = adj.bsb.num_vectors if dense else adj.num_values
-    out = _sddmm_op(*features, length, heads, x_dst.dtype, adj.handle, algorithm, dense)
+    out = sddmm_op(*features, length, heads, x_dst.dtype, adj, algorithm, dense)
     return out if x_dst.dim() == 3 else out.squeeze(-1)
 
 
@@ -104,12 +115,12 @@ def sddmm_kernel(
     length: int,
     heads: int,
     dtype: torch.dtype,
-    adjacency: int,
+    adjacency: Structure,
     algorithm: str,
     dense: bool,
 ) -> Tensor:
     """The operator below autograd: (length, heads), or where `dense` the vectors (length, 8, heads)."""
-    adj, x_dst, x_src = from_handle(adjacency), unit_stride(x_dst), unit_stride(x_src)
+    adj, x_dst, x_src = structure_of(adjacency), unit_stride(x_dst), unit_stride(x_src)
     size = (length, HEIGHT, heads) if dense else (length, heads)
     if length == 0 or heads == 0 or adj.num_edges == 0:
         return x_dst.new_zeros(size, dtype=dtype)
@@ -195,13 +206,12 @@ class _Sddmm(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.adjacency, ctx.algorithm = adjacency, algorithm
         ctx.keep_alive = keep_alive(adjacency)
-        with below_autograd():
-            return _sddmm_op(*arguments)
+        return sddmm_op.below(*arguments)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_dst, x_src, scale_dst, scale_src = ctx.saved_tensors
-        spmm = torch.ops.fastsparse.spmm.default
+        spmm = OPERATORS["spmm"]
         grad_dst = grad_src = None
         if ctx.needs_input_grad[0]:
             place = (x_dst.size(0), ctx.adjacency, False, ctx.algorithm, False)
@@ -217,4 +227,4 @@ def _fake(of: Any) -> Tensor:
     return of.x_dst.new_empty(size, dtype=of.dtype)
 
 
-_sddmm_op = register(sddmm_kernel, _fake, _Sddmm, "sddmm")
+sddmm_op = Operator(sddmm_kernel, _fake, _Sddmm, "sddmm")

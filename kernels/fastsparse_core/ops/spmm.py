@@ -19,17 +19,16 @@ from fastsparse_core.ops._checks import (
     widened_value,
 )
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
-from fastsparse_core.ops._eager import direct, is_first_derivative, is_plain_eager, is_wrapped
+from fastsparse_core.ops._eager import is_first_derivative, is_plain_eager, is_wrapped
 from fastsparse_core.ops._edge_values import edges_from_dense, is_dense, num_heads
-from fastsparse_core.ops._handles import keep_alive
 from fastsparse_core.ops._kept_results import with_cure
 from fastsparse_core.ops._operands import unit_stride
-from fastsparse_core.ops._registration import register, run
+from fastsparse_core.ops._registration import Operator, Structure, keep_alive, structure_of
 from fastsparse_core.ops._spmm_extremum import extremum
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
-from fastsparse_core.ops.sddmm import sddmm_kernel
-from fastsparse_core.structure.adjacency import Adjacency, from_handle
+from fastsparse_core.ops.sddmm import sddmm_op
+from fastsparse_core.structure.adjacency import Adjacency
 
 Reduce = Literal["sum", "mean", "max", "min"]
 
@@ -54,9 +53,9 @@ def spmm(
 
     with :math:`\bigoplus` a sum, mean, maximum or minimum. Rows without edges give 0 (plus the bias). Sums
     are accumulated in float32 (float64 for float64 features) in a fixed order: results are bitwise
-    reproducible. So are gradients, but for those of ``x`` that the first products with a structure that came
-    sorted add by atomics on CUDA, instead of a transpose (`policy.scatters`); where
-    ``torch.use_deterministic_algorithms(True)`` is set they are too.
+    reproducible. So are gradients, with one exception: on CUDA, the first gradients of ``x`` for a structure
+    whose edges were given in sorted order are added by atomics, which saves the transpose
+    (`policy.scatters`). ``torch.use_deterministic_algorithms(True)`` turns that off.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -67,24 +66,28 @@ def spmm(
             for each. None: 1.
         reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. Ties of max and min go to the first entry of a
             row, and so does their gradient.
-        scale_dst: constant :math:`s`, (num_dst,).
-        scale_src: constant :math:`t`, (num_src,).
-        bias: :math:`\mathbf{b}`, as many entries as features per node.
+        scale_dst: constant :math:`s`, floating (num_dst,).
+        scale_src: constant :math:`t`, floating (num_src,).
+        bias: :math:`\mathbf{b}`, floating (F,) with F features per node.
         relu: whether negative results become 0, which saves a pass over them.
-        algorithm: ``"csr"`` (rows cut into slices of bounded length on CUDA cores, after HR-SpMM 4.1 and
-            RoDe, or gathered from shared memory where all sources fit there); ``"flashsparse"`` (8x1 vectors
-            on tensor cores, FlashSparse 3.2-3.4, in float32 with two TF32 terms, or one where
-            ``torch.set_float32_matmul_precision`` allows TF32; on CUDA and where the width allows 16-byte
-            accesses, else csr); ``"tca"`` (matricised dot products on tensor cores, from CSR as it lies,
-            TCA-SpMM 4.1-4.2) or ``"hr"`` (those for multiples of 64 entries of a row, CUDA cores for the
-            rest, HR-SpMM 4.1-4.3), both for float16 and bfloat16 on CUDA, weights rounded to the dtype of
-            ``x``, and csr where they cannot serve; or ``"auto"``: csr until the structure was prepared, or
-            used often enough to repay its conversion, and where there are few sources or few rows.
+        algorithm: which kernel runs. If it does not support the call, ``"csr"`` runs:
+
+            - ``"csr"``: rows, cut into slices of bounded length, on CUDA cores (HR-SpMM 4.1, RoDe). If all
+              sources fit shared memory, they are gathered from there.
+            - ``"flashsparse"``: 8x1 vectors on tensor cores (FlashSparse 3.2-3.4), on CUDA and for widths
+              that allow 16-byte accesses. Float32 uses two TF32 terms, or one if
+              ``torch.set_float32_matmul_precision`` allows TF32.
+            - ``"tca"``: matricised dot products on tensor cores, read from CSR (TCA-SpMM 4.1-4.2), for
+              float16 and bfloat16 on CUDA. Weights are rounded to the dtype of ``x``.
+            - ``"hr"``: as ``"tca"`` for multiples of 64 entries of a row; CUDA cores for the rest (HR-SpMM
+              4.1-4.3).
+            - ``"auto"``: flashsparse once the structure was prepared, or was used often enough to repay its
+              conversion. Csr before that, and if there are few sources or few rows.
         value_layout: ``"edges"``, or ``"me_bcrs"``: ``value`` is (num_vectors, 8) or (num_vectors, 8, H),
-            as ``sddmm(layout="me_bcrs")`` gives it, and so is its gradient (FlashSparse, figure 9). What it
-            holds where the structure has no entry is ignored, and gets the gradient 0. The tensor cores read
-            it as it lies, so ``"auto"`` takes them wherever they can serve the call; csr, and the gradient of
-            ``x``, need the values of the edges first, which are copied. Sums and means only.
+            as ``sddmm(layout="me_bcrs")`` returns it, and so is its gradient (FlashSparse, figure 9). Values
+            at places without an entry are ignored, and their gradient is 0. The tensor cores read this
+            layout, so ``"auto"`` takes them if they support the call. Csr and the gradient of ``x`` copy the
+            values of the edges first. Sums and means only.
 
     Returns:
         (num_dst, ...) in the dtype of ``x``; differentiable in ``x``, ``value`` and ``bias``, twice for sum
@@ -95,6 +98,8 @@ def spmm(
         ValueError: a size, device or option does not fit.
 
     Examples:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, spmm
         >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 2]), torch.tensor([1, 2, 0]), (3, 3))
         >>> spmm(adj, torch.eye(3)).tolist()
         [[0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
@@ -133,22 +138,14 @@ def spmm(
         mean = adj.inv_degree(accumulation_dtype(x.dtype))
         scale_dst = mean if scale_dst is None else scale_dst * mean
     elif reduce in ("max", "min"):
-        out = extremum(adj, features, value, reduce == "min", scale_dst, scale_src, bias)
+        out: Tensor = extremum(adj, features, value, reduce == "min", scale_dst, scale_src, bias)
         if relu:
             out = out.relu()
         return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
     elif reduce != "sum":
         raise ValueError(f"reduce: expected 'sum', 'mean', 'max' or 'min', got {reduce!r}")
     operands = (features, value, scale_dst, scale_src, bias)
-    if not is_plain_eager(features):
-        out = _spmm_op(*operands, adj.num_dst, adj.handle, False, algorithm, relu)
-    elif torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (features, value, bias)
-    ):
-        apply = _Spmm.apply if is_wrapped(features) else _apply
-        out = apply(*operands, adj.num_dst, adj, False, algorithm, relu)
-    else:
-        out = launch_spmm(adj, *operands, algorithm, relu)
+    out = _spmm_op(*operands, adj.num_dst, adj, False, algorithm, relu)
     return out if x.dim() == 2 else out.reshape(adj.num_dst, *trailing)
 
 
@@ -183,7 +180,8 @@ def plain_spmm(
     needs_grad = x.requires_grad or (value is not None and value.requires_grad)
     if not (needs_grad and torch.is_grad_enabled()):
         return launch_spmm(adj, x, value, scale, scale_src, None, algorithm, relu)
-    apply = _Spmm.apply if is_wrapped(x) or (value is not None and is_wrapped(value)) else _apply
+    wrapped = is_wrapped(x) or (value is not None and is_wrapped(value))
+    apply = _spmm_op.apply_wrapped if wrapped else _spmm_op.apply
     out: Tensor = apply(x, value, scale, scale_src, None, adj.num_dst, adj, False, algorithm, relu)
     return out
 
@@ -233,7 +231,7 @@ def _spmm(
     scale_src: Tensor | None,
     bias: Tensor | None,
     num_dst: int,
-    adjacency: int,
+    adjacency: Structure,
     transpose: bool,
     algorithm: str,
     relu: bool,
@@ -243,7 +241,7 @@ def _spmm(
     Values of three dimensions are dense vectors, (num_vectors, 8, heads), of the structure as it is before
     `transpose`.
     """
-    adj = from_handle(adjacency)
+    adj = structure_of(adjacency)
     if transpose:
         value = edges_from_dense(adj, value) if is_dense(value) else value
         adj = adj.t(valued=value is not None)
@@ -256,12 +254,11 @@ class _Spmm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         x, value, scale_dst, scale_src, bias, _, adjacency, transpose, algorithm, relu = arguments
-        if isinstance(adjacency, Adjacency):  # where `spmm` calls without the dispatcher, it asked everything
-            ctx.keep_alive, ctx.adjacency = adjacency, adjacency.handle
+        ctx.keep_alive, ctx.adjacency = keep_alive(adjacency), adjacency
+        if isinstance(adjacency, Adjacency) and not transpose:  # the shortest way
             out = launch_spmm(adjacency, x, value, scale_dst, scale_src, bias, algorithm, relu)
         else:
-            ctx.keep_alive, ctx.adjacency = keep_alive(adjacency), adjacency
-            out = run("spmm", x, *arguments)
+            out = _spmm_op.below(*arguments)
         ctx.num_src, ctx.transpose, ctx.algorithm = x.shape[0], transpose, algorithm
         ctx.bias_dtype = None if bias is None else bias.dtype
         # Of what no gradient reads x may be written, and autograd holds none of it.
@@ -285,7 +282,7 @@ class _Spmm(torch.autograd.Function):
             if plain and not ctx.transpose:
                 grad_x = grad_of_features(ctx.keep_alive, grad, value, scale_dst, scale_src, ctx.algorithm)
             else:
-                grad_x = (_spmm if plain else _spmm_op)(
+                grad_x = _spmm_op(
                     grad,
                     value,
                     scale_src,
@@ -302,7 +299,7 @@ class _Spmm(torch.autograd.Function):
             scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)
             algorithm = ctx.algorithm if ctx.algorithm in policy.SDDMM_ALGORITHMS else "csr"
             of_values = (value.shape[0], num_heads(value), value.dtype)
-            operator: Any = sddmm_kernel if plain else torch.ops.fastsparse.sddmm.default
+            operator = sddmm_op.kernel if plain else sddmm_op
             grad_value = operator(dst, src, *scales, *of_values, ctx.adjacency, algorithm, is_dense(value))
             if grad_value.shape != value.shape:
                 grad_value = grad_value.reshape(value.shape)
@@ -311,6 +308,5 @@ class _Spmm(torch.autograd.Function):
         return grad_x, grad_value, None, None, grad_bias, None, None, None, None, None
 
 
-_apply = direct(_Spmm)
 # `num_dst` repeats what the structure says, for traces, which have none.
-_spmm_op = register(_spmm, lambda of: of.x.new_empty(of.num_dst, of.x.size(1)), _Spmm)
+_spmm_op = Operator(_spmm, lambda of: of.x.new_empty(of.num_dst, of.x.size(1)), _Spmm)

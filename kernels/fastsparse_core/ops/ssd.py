@@ -7,7 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fastsparse_core import policy
+from fastsparse_core import _C, policy
+from fastsparse_core.device import device_index, queue
+from fastsparse_core.formats import lengths
 from fastsparse_core.formats.cbsr import CBSR, ids_dtype
 from fastsparse_core.ops._autocast import autocast
 from fastsparse_core.ops._checks import (
@@ -19,11 +21,12 @@ from fastsparse_core.ops._checks import (
     widened_value,
 )
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._handles import keep_alive
-from fastsparse_core.ops._registration import register, results, run
-from fastsparse_core.ops._ssd_backward import derivatives
-from fastsparse_core.ops._ssd_launch import launch_ssd
+from fastsparse_core.ops._facts import facts_of
+from fastsparse_core.ops._registration import Operator, Structure, keep_alive, structure_of
+from fastsparse_core.ops._spmm_plan import launch_spmm
+from fastsparse_core.ops._ssd_backward import ssd_backward_op, ssd_value_grad_op
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
+from fastsparse_core.ops.maxk import write_out
 from fastsparse_core.structure.adjacency import Adjacency
 
 SumOrMean = Literal["sum", "mean"]
@@ -56,9 +59,9 @@ def ssd(
         value: :math:`v`, (num_values,) in the caller's edge order, in the dtype of the values or in its
             accumulation dtype. None: 1.
         reduce: ``"sum"`` or ``"mean"``.
-        scale_dst: constant :math:`s`, (num_dst,).
-        scale_src: constant :math:`t`, (num_src,).
-        bias: :math:`\mathbf{b}`, (width,).
+        scale_dst: constant :math:`s`, floating (num_dst,).
+        scale_src: constant :math:`t`, floating (num_src,).
+        bias: :math:`\mathbf{b}`, floating (width,).
         algorithm: ``"decoupled"`` (edge groups summed in shared memory; on CUDA in fixed point, see below);
             ``"densify"`` (:func:`spmm` of the dense rows); or ``"auto"``: decoupled where few of the features
             are kept, else densify.
@@ -73,11 +76,13 @@ def ssd(
 
     Note:
         On CUDA ``"decoupled"`` sums 128 entries of a row at a time in fixed point, with 24 bits for the
-        greatest of them: results have float32's accuracy relative to the greatest entry among the neighbours,
-        not relative to each feature's own size. Features of very different scales keep that with
+        greatest of them. Results have float32's accuracy relative to the greatest entry among the neighbours,
+        not relative to the size of each feature. Features of very different scales keep that with
         ``algorithm="densify"``. Infinities, NaN and float64 are summed as floats.
 
     Examples:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, maxk, ssd
         >>> adj = Adjacency.from_coo(torch.tensor([0, 0, 2]), torch.tensor([1, 2, 0]), (3, 3))
         >>> ssd(adj, maxk(torch.eye(3), 1)).tolist()
         [[0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
@@ -89,8 +94,8 @@ def ssd(
         assert bias is not None
         bias = check_bias(bias, values, cbsr.width, "cbsr").to(values.dtype)
     arguments = (values, cbsr.ids, cbsr.width, value, scale_dst, scale_src, bias)
-    place = (adj.num_dst, adj.handle, False, algorithm)
-    return results("ssd", values, *arguments, *place)
+    out: Tensor = ssd_op(*arguments, adj.num_dst, adj, False, algorithm)
+    return out
 
 
 def operands(
@@ -144,6 +149,67 @@ def _check_cbsr(cbsr: CBSR, adj: Adjacency) -> None:
         raise ValueError(f"cbsr: expected ids on {cbsr.device} like the values, got {cbsr.ids.device}")
 
 
+def launch_ssd(
+    values: Tensor,
+    ids: Tensor,
+    width: int,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    bias: Tensor | None,
+    num_dst: int,
+    adjacency: Structure,
+    transpose: bool,
+    algorithm: str,
+) -> Tensor:
+    """The kernels of ``ssd``; arguments as those of the operator, checked."""
+    adj = structure_of(adjacency, transpose)
+    values, ids = values.contiguous(), ids.contiguous()
+    out = values.new_empty(num_dst, width)
+    if out.numel() == 0:
+        return out
+    if value is not None:
+        value = value.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
+    chosen = policy.ssd_algorithm(algorithm, values.device, values.dtype, values.size(1), width)
+    if chosen == "densify":
+        if transpose:
+            adj = structure_of(adjacency).t(valued=value is not None)
+        return launch_spmm(adj, write_out(values, ids, width), value, scale_dst, scale_src, bias, "auto")
+    index = device_index(values.device)
+    longest = lengths.edge_group_length(adj.num_edges, adj.num_dst, adj.gpu)
+    groups = adj.edge_groups(longest) if index >= 0 else None
+    partial = None
+    if groups is not None and groups.num_slots:
+        partial = values.new_empty(groups.num_slots, width, dtype=accumulation_dtype(values.dtype))
+    packed = None
+    if index >= 0 and policy.packs_ssd_rows(facts_of(adj), adj.gpu, values.dtype, values.size(1), width):
+        packed = ids.new_empty(ids.shape, dtype=torch.int32)
+    num_long, few_entries = 0, False
+    if groups is not None:
+        num_long, few_entries = policy.long_edge_groups(groups, adj.num_edges, values.size(1), adj.gpu)
+    _C.ssd(
+        structure=adj.edge_group_structure(longest),
+        width=width,
+        values=values,
+        ids=ids,
+        value=value,
+        scale_dst=scale_dst,
+        scale_src=scale_src,
+        bias=bias,
+        out=out,
+        partial=partial,
+        packed=packed,
+        longest_group=0 if groups is None else groups.longest,
+        num_long=num_long,
+        few_entries=few_entries,
+        device=index,
+        queue=queue(index),
+    )
+    return out
+
+
 class _Ssd(torch.autograd.Function):
     """The gradients of the values, of the edge values and of the bias."""
 
@@ -153,22 +219,21 @@ class _Ssd(torch.autograd.Function):
         ctx.adjacency, ctx.transpose = adjacency, transpose
         ctx.keep_alive = keep_alive(adjacency)
         ctx.save_for_backward(values if value is not None else None, ids, value, scale_dst, scale_src)
-        return run("ssd", values, *arguments)
+        return ssd_op.below(*arguments)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         values, ids, value, scale_dst, scale_src = ctx.saved_tensors
-        of_values, of_edge_values = derivatives(grad)
         grad_values = grad_value = grad_bias = None
         place = (ctx.adjacency, ctx.transpose)
         if ctx.needs_input_grad[0]:
-            grad_values = of_values(grad, ids, value, scale_dst, scale_src, *place)
+            grad_values = ssd_backward_op(grad, ids, value, scale_dst, scale_src, *place)
         if ctx.needs_input_grad[3]:
-            grad_value = of_edge_values(grad, values, ids, scale_dst, scale_src, value.size(0), *place)
+            grad_value = ssd_value_grad_op(grad, values, ids, scale_dst, scale_src, value.size(0), *place)
             grad_value = grad_value.to(value.dtype)
         if ctx.needs_input_grad[6]:
             grad_bias = sum_of_rows(grad, grad.dtype)
         return grad_values, None, None, grad_value, None, None, grad_bias, None, None, None, None
 
 
-register(launch_ssd, lambda of: of.values.new_empty(of.num_dst, of.width), _Ssd, "ssd")
+ssd_op = Operator(launch_ssd, lambda of: of.values.new_empty(of.num_dst, of.width), _Ssd, "ssd")

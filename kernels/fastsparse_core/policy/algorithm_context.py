@@ -63,10 +63,15 @@ def algorithms(
         attention: one of `ATTENTION_ALGORITHMS`; None: as outside.
         ssd: one of `SSD_ALGORITHMS`; None: as outside.
 
+    Returns:
+        A context manager, also usable as a decorator.
+
     Raises:
         ValueError: There is no algorithm of that name.
 
     Examples:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, algorithms, spmm
         >>> adj = Adjacency.from_coo(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 2))
         >>> with algorithms(spmm="csr"):
         ...     y = spmm(adj, torch.eye(2))

@@ -28,6 +28,14 @@ class Draw:
         layout: how.
         seeds: of every node type.
         seed: of the random numbers.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, NeighborSampler
+        >>> ring = Adjacency.from_coo(torch.arange(6), torch.arange(6).roll(1), (6, 6))
+        >>> draw = NeighborSampler(ring, [2]).start(torch.tensor([3]))
+        >>> draw.finish().nodes
+        tensor([3, 2])
     """
 
     def __init__(self, graph: Graph, layout: Layout, seeds: list[Tensor], seed: int) -> None:

@@ -43,20 +43,29 @@ class FeatureTable:
 
     A table on the CPU whose batches are wanted on a GPU is copied there once, if it takes no more than half
     of the free memory. Rows of a larger one are gathered by the host's threads and sent, or read by the GPU
-    over PCIe from page-locked memory, of a copy where the table is not page-locked: what is faster, tried
-    once. All tables of one tensor share the copy, which lives as long as the tensor; it is made anew when the
-    tensor was written to through PyTorch, which does not count that of tensors made in inference mode.
+    over PCIe from page-locked memory: whichever one trial finds faster. If the table
+    is not page-locked, the GPU reads a page-locked copy. All tables of one tensor share the copy, which lives
+    as long as the tensor. A write to the tensor through PyTorch makes a new copy, except in inference mode,
+    where PyTorch does not count writes.
 
     Args:
-        table: (N, ...).
+        table: (N, ...), any dtype.
         device: where rows are wanted.
         aligned: whether rows of 16-bit numbers that a GPU gathers begin at multiples of 16 bytes, with zeros
-            between them: what is given then is a view, not contiguous, that GraphSAGE sums and multiplies
-            without a copy. Those that the host's threads gather are contiguous all the same.
+            between them. The result is then a view that is not contiguous, which GraphSAGE sums and
+            multiplies without a copy. Rows that the host's threads gather are always contiguous.
 
     Raises:
         TypeError: ``table`` is no tensor, or ``device`` no device.
-        ValueError: ``table`` lies on another GPU than ``device``.
+        ValueError: ``table`` is on another GPU than ``device``.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core.sampling import FeatureTable
+        >>> features = FeatureTable(torch.eye(3), torch.device("cpu"))
+        >>> features[torch.tensor([2, 0])]
+        tensor([[0., 0., 1.],
+                [1., 0., 0.]])
     """
 
     def __init__(self, table: Tensor, device: torch.device, *, aligned: bool = False) -> None:
@@ -78,7 +87,7 @@ class FeatureTable:
         All tables of the tensor share them. They take 4 bytes more for every row of the table.
 
         Args:
-            rows: int64, distinct.
+            rows: int64 (num_rows,), distinct.
         """
         if self._table.device == self._device:
             return

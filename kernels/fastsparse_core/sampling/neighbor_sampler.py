@@ -21,11 +21,11 @@ class NeighborSampler:
     r"""Draws neighbours of seeds, of those, and so on, hop by hop; on the GPU or in C++ threads.
 
     Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
-    section 3.1. Sources are drawn for destinations, from rows of the structure. Every node draws once, in
-    the hop after the one that met it. Without replacement all sets of neighbours are equally likely (by
-    weight: as if drawn one after the other, each with a chance in proportion to its weight among those left).
-    One seed gives one batch, the same on the CPU and on GPUs, but for weights, where logarithms may differ in
-    a last bit.
+    section 3.1. Sources are drawn for destinations, from rows of the structure. Every node draws once, in the
+    hop after the one that met it. Without replacement all sets of neighbours are equally likely (by weight:
+    as if drawn one after the other, each with a chance in proportion to its weight among those left). A seed
+    gives the same batch on the CPU and on GPUs, except with weights, whose logarithms may differ in the last
+    bit.
 
     On a GPU the sizes of a batch are read once, when it is done. Batches of more than 2^23 possible edges,
     and those of all neighbours of many nodes, are drawn in parts, with a read or two for each.
@@ -40,7 +40,7 @@ class NeighborSampler:
             drawn in proportion to it, those of weight 0 never.
         disjoint: whether every seed gets a subgraph of its own, that shares no nodes with others.
         induced: return all edges between the batch's nodes, not only those that were drawn.
-        blocks: return a block per hop, in which all nodes of the hops before draw anew.
+        blocks: return a block per hop, in which all nodes of the hops before sample again.
         num_nodes: by node type; for types that no edge type has.
 
     Raises:
@@ -48,6 +48,8 @@ class NeighborSampler:
         ValueError: fan-outs, weights or sizes are not as above.
 
     Examples:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, NeighborSampler
         >>> ring = Adjacency.from_coo(torch.arange(6), torch.arange(6).roll(1), (6, 6))
         >>> sampler = NeighborSampler(ring, [2, 2])
         >>> sampler.sample(torch.tensor([3])).nodes
@@ -75,7 +77,7 @@ class NeighborSampler:
 
     @property
     def device(self) -> torch.device:
-        """Where the graph lies and batches are drawn."""
+        """Device of the graph, on which batches are drawn."""
         return self.graph.device
 
     def sample(self, seeds: Tensor | Mapping[str, Tensor], *, seed: int | None = None) -> Sample:
@@ -94,7 +96,10 @@ class NeighborSampler:
         return self.start(seeds, seed=seed).finish()
 
     def start(self, seeds: Tensor | Mapping[str, Tensor], *, seed: int | None = None) -> Draw:
-        """As :meth:`sample`, but does not wait for a GPU; ``finish()`` of the result does."""
+        """Begins to draw a batch without waiting for the GPU; ``finish()`` of the result waits.
+
+        Arguments as in :meth:`NeighborSampler.sample`.
+        """
         if seed is None:
             seed = int(torch.randint(2**63 - 1, ()))
         by_type = self._check_seeds(seeds)
@@ -104,6 +109,9 @@ class NeighborSampler:
         """The nodes of every type from which most edges start, ``count`` at most; they are drawn most often.
 
         A graph without types has one, ``""``.
+
+        Args:
+            count: how many of each type, at most.
         """
         graph = self.graph
         edges = [torch.zeros(size, dtype=torch.int32, device=self.device) for size in graph.num_nodes]

@@ -38,7 +38,20 @@ def prefetched(
         finish: completes it.
         stream: where both run; None: where the caller is, one batch at a time.
         reads_rows: whether ``finish`` does anything with the rows of a `FeatureTable` but hand them on. If
-            not, the host's threads gather them beside the step too.
+            not, the host's threads gather them during the step, too.
+
+    Returns:
+        An iterator over the batches, in the order of ``items``.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, NeighborSampler
+        >>> ring = Adjacency.from_coo(torch.arange(6), torch.arange(6).roll(1), (6, 6))
+        >>> from fastsparse_core.sampling import prefetched
+        >>> sampler = NeighborSampler(ring, [1])
+        >>> seeds = torch.arange(6).split(2)
+        >>> [len(batch.nodes) for batch in prefetched(seeds, sampler.start, lambda draw: draw.finish(), None)]
+        [3, 3, 3]
     """
     if stream is None:
         for item in items:

@@ -26,6 +26,15 @@ class Edges:
         counts: number of edges of every hop; those of the first hop come first.
         shape: (num_dst, num_src), nodes that the edges may have as destinations and as sources.
         most_entries: bound of the number of edges of a destination, known without reading the device.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, NeighborSampler
+        >>> ring = Adjacency.from_coo(torch.arange(6), torch.arange(6).roll(1), (6, 6))
+        >>> edges = NeighborSampler(ring, [2, 2]).sample(torch.tensor([3])).edges
+        >>> edges.edge_index
+        tensor([[1, 2],
+                [0, 1]])
     """
 
     edge_index: Tensor
@@ -81,7 +90,12 @@ class Edges:
         return self.adjacency.rowptr
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Edges:
-        """The same edges on another device, and their structure."""
+        """The same edges on another device, and their structure.
+
+        Args:
+            device: the target.
+            non_blocking: as in :meth:`torch.Tensor.to`.
+        """
         moved = {
             name: getattr(self, name).to(device, non_blocking=non_blocking)
             for name in ("edge_index", "col", "edge_id")
@@ -106,6 +120,14 @@ class Sample:
         edges: :class:`Edges` between these nodes; of ``blocks``, None.
         blocks: of ``blocks``, :class:`Edges` of every hop, the seeds' first; else None. Destinations are the
             nodes of the hops before, sources those and the nodes that the hop added.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency, NeighborSampler
+        >>> ring = Adjacency.from_coo(torch.arange(6), torch.arange(6).roll(1), (6, 6))
+        >>> sample = NeighborSampler(ring, [2, 2]).sample(torch.tensor([3]))
+        >>> sample.nodes, sample.num_nodes
+        (tensor([3, 2, 1]), [1, 1, 1])
     """
 
     nodes: Any

@@ -42,6 +42,14 @@ class Adjacency(Storage):
 
     Build one with :meth:`from_coo`, :meth:`from_csr` or :meth:`from_csc`.
 
+    Args:
+        rowptr, col, shape, group_rows: see the attributes. The constructor takes them as they are, unchecked.
+        edge_id: position of every entry in the caller's edge order, int64 (num_edges,); None: the identity.
+        num_values: see the attributes; None: one per entry.
+        num_given: number of edges that the caller gave; None: ``num_values``.
+        loop_edge: for inserted self loops, the edges that they replaced.
+        merge: for merged edges, which edge went into which.
+
     Attributes:
         rowptr: int64 (num_dst + 1,), the range of entries of every row.
         col: int32 (num_edges,), the source of every entry.
@@ -55,6 +63,13 @@ class Adjacency(Storage):
             saves at least 10 % of the vectors. Only the blocks know of it: features, edge values and results
             keep their order.
         handle: number by which the operators know this object.
+
+    Example:
+        >>> import torch
+        >>> from fastsparse_core import Adjacency
+        >>> adj = Adjacency.from_coo(row=torch.tensor([0, 0, 2]), col=torch.tensor([1, 2, 0]), shape=(3, 3))
+        >>> adj.rowptr, adj.col
+        (tensor([0, 2, 2, 3]), tensor([1, 2, 0], dtype=torch.int32))
     """
 
     #: Whether it is one rank's part of a graph (:class:`fastsparse_core.distributed.PartitionedAdjacency`).
@@ -135,7 +150,7 @@ class Adjacency(Storage):
 
         Raises:
             TypeError: an argument is not an integer tensor.
-            ValueError: lengths or devices differ, an index lies outside ``shape``, or an option is unknown.
+            ValueError: lengths or devices differ, an index is outside ``shape``, or an option is unknown.
         """
         shape = check_shape(shape)
         check_method(group_rows)
@@ -230,8 +245,8 @@ class Adjacency(Storage):
             rowptr: int32 or int64 (num_dst + 1,), ascending from 0 to the number of edges.
             col: sources, int32 or int64 (num_edges,).
             shape: (num_dst, num_src).
-            edge_id: position of every entry in the caller's edge order, a permutation; None: the stored
-                order.
+            edge_id: int32 or int64 (num_edges,), position of every entry in the caller's edge order, a
+                permutation; None: the stored order.
             group_rows: ``"auto"``, ``"none"`` or ``"minhash"``, see :class:`Adjacency`.
             copy: False: ``rowptr`` is taken itself where it is int64 and contiguous, and ``col`` where it is
                 int32 and contiguous, which saves half of the memory of a large graph. Then nobody may write
@@ -257,7 +272,16 @@ class Adjacency(Storage):
         group_rows: Method = "auto",
         copy: bool = True,
     ) -> Adjacency:
-        """Builds the structure of compressed columns: :meth:`from_csr`, transposed."""
+        """Builds the structure of compressed columns: :meth:`from_csr`, transposed.
+
+        Args:
+            colptr: int32 or int64 (num_src + 1,), ascending from 0 to the number of edges.
+            row: destinations, int32 or int64 (num_edges,).
+            shape: (num_dst, num_src).
+            edge_id: as in :meth:`from_csr`.
+            group_rows: as in :meth:`from_csr`.
+            copy: as in :meth:`from_csr`.
+        """
         num_dst, num_src = check_shape(shape)
         options: dict[str, Any] = {"edge_id": edge_id, "group_rows": group_rows, "copy": copy}
         columns = cls.from_csr(colptr, row, (num_src, num_dst), **options)
@@ -280,10 +304,15 @@ class Adjacency(Storage):
                 reads it, and it takes 4 bytes an edge; where it is read after all, edges are sorted again.
         """
         parent = self._parent() if self._parent is not None else None
-        return parent if parent is not None else self._built.get("t", lambda: self._transpose(valued))
+        found: Adjacency | None = parent or self._built.results.get("t")  # asked here: `get` is one call more
+        return found or self._built.get("t", lambda: self._transpose(valued))
 
     def keep_transpose(self, transposed: Adjacency) -> None:
-        """Takes a structure, which nobody else has, as the transposed one."""
+        """Takes a structure, which nobody else has, as the transposed one.
+
+        Args:
+            transposed: the structure.
+        """
         # One owns the other, not the other way round: owning both ways would be a cycle.
         self._parent = None
         self._built.results["t"] = transposed
@@ -376,7 +405,12 @@ class Adjacency(Storage):
     # ---------------------------------------------------------------- devices
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Adjacency:
-        """The same structure on another device (self where it is there); derived structures are rebuilt."""
+        """The same structure on another device (self where it is there); derived structures are rebuilt.
+
+        Args:
+            device: the target.
+            non_blocking: as in :meth:`torch.Tensor.to`.
+        """
         target = torch.empty(0, device=device).device
         if target == self.device:
             return self
@@ -391,7 +425,12 @@ class Adjacency(Storage):
         return self.to("cpu")
 
     def cuda(self, device: torch.device | str = "cuda", non_blocking: bool = False) -> Adjacency:
-        """The same structure on a CUDA device."""
+        """The same structure on a CUDA device.
+
+        Args:
+            device: the target.
+            non_blocking: as in :meth:`torch.Tensor.to`.
+        """
         return self.to(device, non_blocking=non_blocking)
 
     def __repr__(self) -> str:

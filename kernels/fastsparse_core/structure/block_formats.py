@@ -207,7 +207,11 @@ class BlockFormats(Degrees):
         )
 
     def vector_scale(self, scale_src: Tensor) -> Tensor:
-        """Factor of every vector's column, float32 (num_quads, 4); kept for the last ``scale_src``."""
+        """Factor of every vector's column, float32 (num_quads, 4); kept for the last ``scale_src``.
+
+        Args:
+            scale_src: floating (num_src,), a factor for every source.
+        """
         kept = self._built.results.get("vector_scale")
         # Inference tensors have no version, and cannot be written outside inference mode either.
         version = 0 if scale_src.is_inference() else scale_src._version

@@ -56,8 +56,17 @@ class Degrees(RowFormats):
         return _power(self.in_degree(), -0.5, dtype)
 
     def inv_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        r""":math:`d_i^{-1}` of the in-degrees, 0 where :math:`d_i = 0`; (num_dst,)."""
-        return self._of_rows.get(("inv_degree", dtype), lambda: self._inv_degree(dtype))
+        r""":math:`d_i^{-1}` of the in-degrees, 0 where :math:`d_i = 0`; (num_dst,).
+
+        Args:
+            dtype: of the result.
+        """
+        found: Tensor | None = self._of_rows.results.get(("inv_degree", dtype))  # one call less
+        return (
+            self._of_rows.get(("inv_degree", dtype), lambda: self._inv_degree(dtype))
+            if found is None
+            else found
+        )
 
     def _inv_degree(self, dtype: torch.dtype) -> Tensor:
         if dtype == torch.float32 and self._finds_inv_degree():
@@ -72,11 +81,19 @@ class Degrees(RowFormats):
         return ("inv_degree", torch.float32) in self._of_rows.results
 
     def inv_sqrt_out_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        r""":math:`d_j^{-1/2}` of the out-degrees, 0 where :math:`d_j = 0`; (num_src,)."""
+        r""":math:`d_j^{-1/2}` of the out-degrees, 0 where :math:`d_j = 0`; (num_src,).
+
+        Args:
+            dtype: of the result.
+        """
         return self._built.get(("inv_sqrt_out_degree", dtype), lambda: _power(self.out_degree(), -0.5, dtype))
 
     def inv_out_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        r""":math:`d_j^{-1}` of the out-degrees, 0 where :math:`d_j = 0`; (num_src,)."""
+        r""":math:`d_j^{-1}` of the out-degrees, 0 where :math:`d_j = 0`; (num_src,).
+
+        Args:
+            dtype: of the result.
+        """
         return self._built.get(("inv_out_degree", dtype), lambda: _power(self.out_degree(), -1.0, dtype))
 
 

@@ -34,13 +34,17 @@ class EdgeValues:
         """Appends values of the inserted self loops to the caller's edge values; differentiable.
 
         Args:
-            value: (E, ...) in the caller's edge order.
+            value: floating (E, ...), in the caller's edge order.
             fill_value: value of a loop, a number or (min(shape), ...).
             keep_existing: a loop that replaced one of the caller's keeps that edge's value (of several, the
                 last), as PyG's ``add_remaining_self_loops``.
 
         Returns:
             (num_values, ...).
+
+        Raises:
+            ValueError: no self loops were inserted, or the number of values is not that of the caller's
+                edges.
         """
         count = min(self.shape)
         if self._loop_edge is None:
@@ -62,10 +66,13 @@ class EdgeValues:
         """Sums the caller's edge values onto the merged edges of ``duplicates="sum"``; differentiable.
 
         Args:
-            value: (E, ...) in the caller's edge order; None: ones, which gives multiplicities.
+            value: floating (E, ...), in the caller's edge order; None: ones, which gives multiplicities.
 
         Returns:
             (num_values, ...), sorted by (row, col).
+
+        Raises:
+            ValueError: edges were not merged, or the number of values is not that of the caller's edges.
         """
         if self._merge is None:
             raise ValueError("coalesce_value: expected an Adjacency built with duplicates='sum'")

@@ -136,7 +136,8 @@ class RowFormats:
             key: name of the result; take one that no other module uses. Results must not be None.
             build: called at most once, under a lock.
         """
-        return self._built.get(("user", key), build)
+        found: _T | None = self._built.results.get(("user", key))
+        return self._built.get(("user", key), build) if found is None else found
 
     # ---------------------------------------------------------------- CSR
 
@@ -262,11 +263,19 @@ class RowFormats:
         return self._of_rows.get("hybrid_rows", lambda: HybridRows.from_rowptr(self.rowptr, self.num_edges))
 
     def edge_groups(self, longest: int) -> RowSplit:
-        """Work list of ssd: the entries of a row in groups of at most ``longest``, and who shares a row."""
+        """Work list of ssd: the entries of a row in groups of at most ``longest``, and who shares a row.
+
+        Args:
+            longest: most entries of a group.
+        """
         return self._of_rows.get(("edge_groups", longest), lambda: RowSplit.from_rowptr(self.rowptr, longest))
 
     def edge_group_structure(self, longest: int) -> Any:
-        """The structure as the compiled ssd takes it; on the CPU there are no groups."""
+        """The structure as the compiled ssd takes it; on the CPU there are no groups.
+
+        Args:
+            longest: most entries of a group.
+        """
         return self._built.get(
             ("edge_group_structure", longest),
             lambda: self._rows(self.edge_groups(longest) if self.device.type == "cuda" else None),

@@ -1,0 +1,303 @@
+"""Structures within a trace of `torch.compile` or `torch.export`.
+
+A trace knows tensors and sizes, not what a cache keeps for a tensor. `TracedAdjacency` stands for the
+structure of plain edges there: an operator, ``fastsparse::structure``, looks the structure up when the
+compiled code runs and returns its handle, which the other operators take as they take that of an `Adjacency`.
+The handle is a number, so CUDA graphs of ``mode="reduce-overhead"`` are recorded once per structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from fastsparse_core.cache import AdjacencyCache
+from fastsparse_core.ops._eager import below_autograd
+from fastsparse_core.ops._handles import EdgesOfHandle
+from fastsparse_core.ops._registration import library
+from fastsparse_core.structure.adjacency import Adjacency, from_handle
+from fastsparse_core.structure.construction import SelfLoops
+from fastsparse_core.structure.loops import without_self_loops
+
+Loops = SelfLoops | Literal["remove"]
+_PLACE = "Tensor edges, SymInt num_dst, SymInt num_src, bool reverse, str self_loops"
+# CUDA graphs cannot record what reads the cache. PyTorch 2.8 and newer leaves tagged operators out of them.
+_tag = getattr(torch.Tag, "cudagraph_unsafe", None)
+_tags = () if _tag is None else (_tag,)
+library.define(f"structure({_PLACE}) -> SymInt", tags=_tags)
+library.define(f"structure_backward(Tensor grad, {_PLACE}) -> SymInt", tags=_tags)
+library.define("structure_num_edges(Tensor edges, SymInt adjacency) -> SymInt", tags=_tags)
+library.define(
+    "structure_part(Tensor edges, SymInt adjacency, str name, SymInt size, ScalarType dtype) -> Tensor",
+    tags=_tags,
+)
+
+
+class TracedAdjacency(Adjacency):
+    """The structure of edges within a trace; its attributes are results of operators.
+
+    Args:
+        edges: (2, num_edges), sources and destinations.
+        num_dst: number of destinations.
+        num_src: number of sources.
+        reverse: whether the rows of ``edges`` are swapped.
+        self_loops: as :meth:`Adjacency.from_coo` takes them, or "remove".
+    """
+
+    is_padded = True  # how many entries there are is known when it runs
+
+    def __init__(
+        self, edges: Tensor, num_dst: int, num_src: int, reverse: bool = False, self_loops: Loops = "keep"
+    ) -> None:
+        self.edges, self.reverse, self.self_loops = edges, reverse, self_loops
+        self.num_dst, self.num_src = num_dst, num_src
+        self.shape = (num_dst, num_src)
+        self._num_given: int = edges.size(1)
+        self._inserts = self_loops not in ("keep", "remove")
+        self.num_values = self._num_given + min(num_dst, num_src) if self._inserts else self._num_given
+        self._num_entries: int | None = self._num_given if self_loops == "keep" else None
+        self._merge = None
+        self.group_rows = "auto"
+        self.plans = {}
+        self.handle: int = torch.ops.fastsparse.structure.default(
+            edges, num_dst, num_src, reverse, self_loops
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the structure lies."""
+        return self.edges.device
+
+    @property
+    def num_edges(self) -> int:
+        """Number of entries, which is a number of its own where loops are replaced or removed."""
+        if self._num_entries is None:
+            found = torch.ops.fastsparse.structure_num_edges.default(self.edges, self.handle)
+            torch._check(found >= 0)
+            self._num_entries = found
+        return self._num_entries
+
+    @property
+    def has_inserted_loops(self) -> bool:
+        """Whether self loops are inserted."""
+        return self._inserts
+
+    @property
+    def rowptr(self) -> Tensor:  # type: ignore[override]
+        """int64 (num_dst + 1,), the range of entries of every row."""
+        return self._part("rowptr", self.num_dst + 1, torch.int64)
+
+    @property
+    def col(self) -> Tensor:  # type: ignore[override]
+        """int32 (num_edges,), the source of every entry."""
+        return self._part("col", self.num_edges, torch.int32)
+
+    @property
+    def edge_id(self) -> Tensor:
+        """int64 (num_edges,), position of every entry in the caller's edge order."""
+        return self._part("edge_id", self.num_edges, torch.int64)
+
+    @property
+    def _loop_edge(self) -> Tensor | None:  # type: ignore[override]
+        return self._part("loop_edge", min(self.shape), torch.int64) if self.has_inserted_loops else None
+
+    def row(self) -> Tensor:
+        """Destination of every entry, int32 (num_edges,)."""
+        return self._part("row", self.num_edges, torch.int32)
+
+    def t(self, *, valued: bool = True) -> TracedAdjacency:
+        """The transposed structure, in the same caller's edge order."""
+        return TracedAdjacency(self.edges, self.num_src, self.num_dst, not self.reverse, self.self_loops)
+
+    def without_self_loops(self) -> TracedAdjacency:
+        """The structure without its self loops; edge values keep the order and the number that they had."""
+        return TracedAdjacency(self.edges, *self.shape, self.reverse, "remove")
+
+    def derived(self, key: Any, build: Callable[[], Any]) -> Any:
+        """Result of ``build()``, for the trace."""
+        return build()
+
+    def in_degree(self) -> Tensor:
+        """Number of entries per row, int64 (num_dst,)."""
+        return self._part("in_degree", self.num_dst, torch.int64)
+
+    def out_degree(self) -> Tensor:
+        """Number of entries per column, int64 (num_src,)."""
+        return self._part("out_degree", self.num_src, torch.int64)
+
+    def is_empty_row(self) -> Tensor:
+        """Which destinations have no edge, bool (num_dst,)."""
+        return self.in_degree() == 0
+
+    def inv_sqrt_degree(self, dtype: torch.dtype = torch.float32, *, loops: int = 0) -> Tensor:
+        """As :meth:`Adjacency.inv_sqrt_degree`."""
+        if loops:
+            return (self.in_degree() + loops).to(dtype).rsqrt()
+        return self._part("inv_sqrt_degree", self.num_dst, dtype)
+
+    def inv_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """As :meth:`Adjacency.inv_degree`."""
+        return self._part("inv_degree", self.num_dst, dtype)
+
+    def inv_sqrt_out_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """As :meth:`Adjacency.inv_sqrt_out_degree`."""
+        return self._part("inv_sqrt_out_degree", self.num_src, dtype)
+
+    def inv_out_degree(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """As :meth:`Adjacency.inv_out_degree`."""
+        return self._part("inv_out_degree", self.num_src, dtype)
+
+    def _part(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        found: Tensor = torch.ops.fastsparse.structure_part.default(
+            self.edges, self.handle, name, size, dtype
+        )
+        return found
+
+    def __repr__(self) -> str:
+        return f"TracedAdjacency(shape={self.shape}, self_loops={self.self_loops!r})"
+
+
+# ---------------------------------------------------------------- when the trace runs
+
+_cache = AdjacencyCache("fastsparse_core.traced")
+
+
+def _find(edges: Tensor, num_dst: int, num_src: int, reverse: bool, self_loops: SelfLoops) -> Adjacency:
+    """The structure of edges, from a cache of this module."""
+    dst, src = (0, 1) if reverse else (1, 0)
+
+    def build() -> Adjacency:
+        if edges.dim() != 2 or edges.size(0) != 2:
+            raise ValueError(f"edges: expected shape (2, num_edges), got {tuple(edges.shape)}")
+        ends = edges.unbind(0)
+        return Adjacency.from_coo(ends[dst], ends[src], (num_dst, num_src), self_loops=self_loops)
+
+    stamp = (edges.data_ptr(), edges.stride(), edges._version, edges.shape, edges.dtype)
+    return _cache.lookup(edges, stamp, (num_dst, num_src, reverse, self_loops), build)
+
+
+#: Who finds the structure: a plugin whose layers have a cache puts its own function here, and shares it so.
+find: Callable[[Tensor, int, int, bool, SelfLoops], Adjacency] = _find
+
+
+def _structure(edges: Tensor, *place: Any) -> int:
+    """Handle of the structure of edges.
+
+    Raises:
+        RuntimeError: a CUDA graph is captured.
+    """
+    if edges.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "edge_index: expected an Adjacency where CUDA graphs are captured (mode='reduce-overhead' of "
+            "PyTorch before 2.8), whose replays would not see other edges; pass "
+            "fastsparse_pyg.prepare(edge_index)"
+        )
+    *sizes, self_loops = place
+    with torch.no_grad():
+        if self_loops == "remove":
+            return without_self_loops(find(edges, *sizes, "keep")).handle
+        return find(edges, *sizes, self_loops).handle
+
+
+def _structure_backward(grad: Tensor, edges: Tensor, *place: Any) -> int:
+    """The same for a backward pass, which gets the edges: so they, and their structure, live until then."""
+    return _structure(edges, *place)
+
+
+def _structure_num_edges(edges: Tensor, adjacency: int) -> int:
+    return from_handle(adjacency).num_edges
+
+
+def _structure_part(edges: Tensor, adjacency: int, name: str, size: int, dtype: torch.dtype) -> Tensor:
+    adj = from_handle(adjacency)
+    with torch.no_grad():
+        if name.startswith("inv_"):
+            found = getattr(adj, name)(dtype)
+        elif name == "loop_edge":
+            known = adj._loop_edge
+            found = known if isinstance(known, Tensor) else edges.new_full((size,), -1, dtype=dtype)
+        elif name == "edge_id":
+            found = torch.arange(size, device=edges.device) if adj.edge_id is None else adj.edge_id
+        else:
+            found = getattr(adj, name)
+            found = found if isinstance(found, Tensor) else found()
+        return found.to(dtype, copy=True)  # compiled code may write into it
+
+
+def _number(edges: Tensor) -> torch.SymInt:
+    """A number that a trace does not know."""
+    return cast("Any", edges).fake_mode.shape_env.create_unbacked_symint()
+
+
+def _traced(edges: Tensor, *place: Any) -> Any:
+    """The operator ``structure``, whose symbolic handle remembers its edges for the backward pass."""
+    with below_autograd():
+        handle = torch.ops.fastsparse.structure.default(edges, *place)
+    if isinstance(handle, torch.SymInt):
+        handle.node.edges_of_handle = EdgesOfHandle(edges, place, edges._version)
+    return handle
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("structure", _structure, _key)
+    library.impl("structure_backward", _structure_backward, _key)
+    library.impl("structure_num_edges", _structure_num_edges, _key)
+    library.impl("structure_part", _structure_part, _key)
+library.impl("structure", _traced, "Autograd")
+torch.library.register_fake("fastsparse::structure", lambda edges, *place: _number(edges), lib=library)
+torch.library.register_fake("fastsparse::structure_num_edges", lambda edges, _: _number(edges), lib=library)
+torch.library.register_fake(
+    "fastsparse::structure_backward", lambda grad, edges, *place: _number(edges), lib=library
+)
+torch.library.register_fake(
+    "fastsparse::structure_part",
+    lambda edges, adjacency, name, size, dtype: edges.new_empty(size, dtype=dtype),
+    lib=library,
+)
+
+
+# ---------------------------------------------------------------- which edges a trace may take
+
+
+class _Seen:
+    from_outside = False
+
+
+_seen = _Seen()
+
+
+def come_from_outside(edges: Tensor) -> bool:
+    """Whether edges are an input of the trace that is being made, as they were when it was entered.
+
+    The cache goes by the tensor and its version. Inductor writes other edges into the memory, and the very
+    tensor object, of some that compiled code has made and needs no more, and counts no version up.
+    ``torch.export`` makes new tensors in every run.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return True
+    from torch._dynamo.comptime import comptime
+
+    comptime(_look)
+    return _take()
+
+
+def _look(trace: Any) -> None:
+    """Called by the compiler while it reads :func:`come_from_outside`."""
+    try:
+        edges = trace.get_local("edges")
+        has_source = edges._i_will_not_complain_if_bc_breaks_VariableTracker().source is not None
+        _seen.from_outside = has_source and edges.as_fake()._version == 0
+    except Exception:  # another PyTorch, whose compiler says it in another way
+        _seen.from_outside = False
+
+
+def _take() -> bool:
+    found, _seen.from_outside = _seen.from_outside, False
+    return found
+
+
+# What torch.compiler.assume_constant_result does; that one imports the compiler, which takes a second.
+_take._dynamo_marked_constant = True  # type: ignore[attr-defined]
