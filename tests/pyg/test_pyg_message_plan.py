@@ -19,6 +19,7 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import scatter, softmax
 
 from fastsparse_pyg import accelerate
+from fastsparse_pyg.layer_swap import kernel_of
 from fastsparse_pyg.nn import any_layer
 from fastsparse_pyg.nn.any_layer import AnyLayer
 
@@ -463,7 +464,24 @@ def check(layer: nn.Module, fast: nn.Module, edge_index: Tensor, inputs: dict[st
 
 def gains_of(fast: Any) -> list[tuple[str, ...]]:
     patterns = [pattern for known in type(fast)._patterns.values() for pattern in known]
-    return [plan.gains if plan else () for pattern in patterns for plan in pattern.plans.values()]
+    plans = [plan for pattern in patterns for plan in pattern.plans.values()]
+    return [() if isinstance(plan, str) else plan.gains for plan in plans]
+
+
+def test_reports_name_what_became_of_each_layers_message():
+    edge_index, inputs = problem()
+    for message, before, after in (
+        (gat_heads, "w * h_j: spmm (sum)", "scores per node + additive_attention"),
+        (cosine, "w * x_j: spmm (sum)", "w * x_j: spmm (sum)"),
+        (where, "message() per edge: segment sum", "linear maps per node; the rest per edge, because of gt"),
+        (gen, "message() per edge: segment sum", "message() per edge, because of relu: segment sum"),
+    ):
+        _, fast = make(message)
+        other = copy.deepcopy(fast)
+        assert kernel_of(fast) == before
+        fast(edge_index, inputs)
+        assert kernel_of(fast) == after
+        assert kernel_of(other) == before
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -52,6 +52,7 @@ class Plan(NamedTuple):
         names: of the arguments.
         modules: paths of modules that are taken apart, and what they were like.
         gains: what it does better than the message, for reports.
+        stopped_by: the first operator that it computes per edge; "" if there is none.
         dtype: of the result under autocast; None: as it comes.
     """
 
@@ -59,7 +60,12 @@ class Plan(NamedTuple):
     names: tuple[str, ...]
     modules: tuple[tuple[str, tuple[Any, ...]], ...]
     gains: tuple[str, ...]
+    stopped_by: str = ""
     dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        rest = f"; the rest per edge, because of {self.stopped_by}" if self.stopped_by else ""
+        return f"{' + '.join(self.gains)}{rest}"
 
     def reduce(self, layer: Any, found: Edges) -> Any:
         """The reduced messages, with the attributes set that the body sets; None: a module has changed."""
@@ -74,7 +80,7 @@ class Plan(NamedTuple):
 
 
 class NoPlan(Exception):
-    """Nothing would be gained, or a value is of a kind that plans do not know."""
+    """Nothing would be gained, or a value is of a kind that plans do not know; names the operator."""
 
 
 # ---------------------------------------------------------------- values of a trace
@@ -334,7 +340,7 @@ class Planner:
     def _finished(self, result: Any) -> Plan:
         """The plan whose function gives that result of nodes."""
         if not self.gains:
-            raise NoPlan
+            raise NoPlan(self._stopped_by())
         self.graph.output(result)
         for node in reversed(list(self.graph.nodes)):
             is_ours = node.op == "output" or node in (self.layer_node, self.found_node)
@@ -345,7 +351,17 @@ class Planner:
         exec(code.src, namespace)
         kept = set(self.graph.nodes)
         names = tuple(name for name, node in self.arguments.items() if node in kept)
-        return Plan(namespace["forward"], names, tuple(self.modules.items()), tuple(self.gains))
+        return Plan(
+            namespace["forward"], names, tuple(self.modules.items()), tuple(self.gains), self._stopped_by()
+        )
+
+    def _stopped_by(self) -> str:
+        """The first operator on features of nodes per edge; "" if there is none."""
+        for node in self.graph.nodes:
+            if node.target is terms.per_edge:
+                user = next(iter(node.users))
+                return str(user.target) if isinstance(user.target, str) else user.target.__name__
+        return ""
 
     # ---- leaves
 
