@@ -891,8 +891,8 @@ class Planner:
         if isinstance(value, (int, float)):
             return value
         if isinstance(value, _Whole):
-            size = value.meta.shape if isinstance(value.meta, Tensor) else (0,)
-            if value.special or size.numel() not in (1, leaves.width) or math.prod(size[:-1]) != 1:
+            size = tuple(value.meta.shape) if isinstance(value.meta, Tensor) else (0,)
+            if value.special or math.prod(size) not in (1, leaves.width) or math.prod(size[:-1]) != 1:
                 raise NoPlan
             return leaves.add("whole", self.method("reshape", (value.node, (-1,))))
         if _is(value, "mapped") and _has_kernel(*value.options):
