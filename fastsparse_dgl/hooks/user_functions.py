@@ -24,7 +24,6 @@ from fastsparse_core.message_plans.ends import EdgeEnd, gather
 from fastsparse_core.message_plans.mailbox import MailboxPlanner, edge_batch, node_batch, results_of
 from fastsparse_core.message_plans.plan import Plan
 from fastsparse_core.message_plans.trace import Function, Untraceable, holds, trace_function
-from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_dgl.caching import adjacency_of_index
@@ -227,8 +226,9 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
     device = g.device
     if not has_own_reduction and num_edges < FEW_EDGES.get(device.type, 0):
         raise Untraceable(_FEW.message)
-    if is_any_autocast_enabled():
-        raise Untraceable("autocast is on")
+    mixed = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    if mixed is not None and device.type == "cuda" and core.is_builtin(mfunc):
+        raise Untraceable("autocast is on")  # DGL casts what its own message functions read
     layer, captured = None, dict[str, dict[str, Any]]()
     if core.is_builtin(mfunc):
         trace = _trace_of_built_in(mfunc)
@@ -247,7 +247,7 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
         if each.reason:
             raise Untraceable(each.reason)
     found = _Edges(g, _adjacency(g._graph, device), captured)
-    key: tuple[Any, ...] = (_kind_of(found, traces), device.type)
+    key: tuple[Any, ...] = (_kind_of(found, traces), device.type, mixed)
     if has_own_reduction:
         key += (traces[1],)
     elif is_passing:
@@ -261,7 +261,7 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
     else:
         if len(plans) == _MOST_PLANS or len(trace.plans) > _MOST_PLANS or None in plans:
             raise Untraceable("has no plan")
-        plan = _find_plan(layer, found, traces, rfunc if is_passing else None)
+        plan = _find_plan(layer, found, traces, rfunc if is_passing else None, mixed)
         plans.append(plan)
         if plan is None:
             raise Untraceable("has no plan")
@@ -274,8 +274,14 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
     return results, plan.gains
 
 
-def _find_plan(layer: nn.Module | None, found: _Edges, traces: list[_Trace], rfunc: Any) -> Plan | None:
-    planner, trace = MailboxPlanner(layer, found), traces[0]
+def _find_plan(
+    layer: nn.Module | None,
+    found: _Edges,
+    traces: list[_Trace],
+    rfunc: Any,
+    mixed: torch.dtype | None,
+) -> Plan | None:
+    planner, trace = MailboxPlanner(layer, found, mixed), traces[0]
     try:
         if len(traces) == 2:
             return planner.plan_mailbox(trace.graph, trace.written, traces[1].graph)

@@ -93,7 +93,9 @@ def _find_plan(
         plan = planner.plan(graph, how, assigned)
         if mixed is None:
             return plan
-        return "autocast" if assigned else plan._replace(dtype=planner.dtype_of(graph))
+        values = planner.without_edges(graph)
+        own = {name: values[node].dtype for name, node in (assigned or {}).items()}
+        return plan._replace(dtypes=(values[list(graph.nodes)[-1].args[0]].dtype, own))
     except NoPlan as reason:
         return str(reason)
     except Exception:  # whatever an operator cannot do with tensors without content

@@ -14,6 +14,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, Interpreter, Node
 
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
@@ -53,7 +54,7 @@ class Plan(NamedTuple):
         modules: paths of modules that are taken apart, and what they were like.
         gains: what it does better than the message, for reports.
         stopped_by: the first operator that it computes per edge; "" if there is none.
-        dtype: of the result under autocast; None: as it comes.
+        dtypes: of what it gives under autocast, in the same tuples and dictionaries; None: as it comes.
     """
 
     run: Callable[..., tuple[Any, dict[str, Any]]]
@@ -61,7 +62,7 @@ class Plan(NamedTuple):
     modules: tuple[tuple[str, tuple[Any, ...]], ...]
     gains: tuple[str, ...]
     stopped_by: str = ""
-    dtype: torch.dtype | None = None
+    dtypes: Any = None
 
     def __str__(self) -> str:
         rest = f"; the rest per edge, because of {self.stopped_by}" if self.stopped_by else ""
@@ -73,10 +74,19 @@ class Plan(NamedTuple):
             module = operator.attrgetter(path)(layer)
             if _likeness(module) != known or not _is_plain(module):
                 return None
-        result, assigned = self.run(layer, layer, found, *[found.placed(name)[0] for name in self.names])
+        made = self.run(layer, layer, found, *[found.placed(name)[0] for name in self.names])
+        result, assigned = made if self.dtypes is None else _in_dtypes(made, self.dtypes)
         for name, item in assigned.items():
             setattr(layer, name, item)
-        return result if self.dtype is None else result.to(self.dtype)
+        return result
+
+
+def _in_dtypes(found: Any, dtypes: Any) -> Any:
+    if isinstance(dtypes, dict):
+        return {name: _in_dtypes(found[name], each) for name, each in dtypes.items()}
+    if isinstance(dtypes, tuple):
+        return tuple(itertools.starmap(_in_dtypes, zip(found, dtypes, strict=True)))
+    return found.to(dtypes)
 
 
 class NoPlan(Exception):
@@ -394,35 +404,43 @@ class Planner:
         meta = _meta(x, rows)
         return meta.float() if self.mixed is not None and x.is_floating_point() else meta
 
-    def dtype_of(self, graph: Graph) -> torch.dtype:
-        """The dtype that a body has under autocast, found by running its trace without edges.
+    def without_edges(self, graph: Graph, mail: Mapping[str, Tensor] | None = None) -> dict[Node, Any]:
+        """What every node of a trace is if there are no edges: the dtypes that autocast gives them.
 
-        Autocast's rules depend on operator and device; modules that might keep what they see have no plan.
+        Autocast's rules depend on operator and device. Modules might keep what they see, so few are called.
+
+        Args:
+            graph: the trace.
+            mail: the arguments ``mail.NAME``, by name.
 
         Raises:
-            NoPlan: the trace calls such a module.
+            NoPlan: the trace calls another module.
         """
         given, found = [], self.found
-        kinds = (nn.Sequential, *self.linears, *_ACTIVATIONS, nn.Identity, nn.Dropout)
+        stateless = (nn.Identity, nn.Dropout, nn.LayerNorm, nn.Embedding, nn.Sequential)
         for node in graph.nodes:
+            name = str(node.target)
             if node.op == "call_module":
-                parts = operator.attrgetter(str(node.target))(self.layer).modules()
-                if not all(type(each) in kinds and _is_plain(each) for each in parts):
-                    raise NoPlan
+                for each in operator.attrgetter(name)(self.layer).modules():
+                    if type(each) not in (*stateless, *self.linears, *_ACTIVATIONS) or not _is_plain(each):
+                        raise NoPlan(type(each).__name__)
             if node.op == "placeholder":
-                name = str(node.target)
-                value, is_edge = found.special.get(name), name in INDICES
+                value, has_rows = found.special.get(name), name in INDICES
                 if name == "ptr" and isinstance(value, Tensor):
                     value = torch.zeros_like(value)
-                elif is_edge:
+                elif has_rows:
                     value = found[name]
+                elif name.startswith("mail."):
+                    value = (mail or {})[name[5:]]
                 elif name not in found.special:
                     value, place = found.placed(name)
-                    is_edge = bool(place)
-                given.append(value[:0] if is_edge and isinstance(value, Tensor) else value)
+                    has_rows = bool(place)
+                given.append(value[:0] if has_rows and isinstance(value, Tensor) else value)
+        module: Any = nn.Module() if self.layer is None else self.layer
+        interpreter = Interpreter(module, garbage_collect_values=False, graph=graph)
         with torch.no_grad():
-            dtype: torch.dtype = Interpreter(GraphModule(self.layer, graph)).run(*given).dtype
-        return dtype
+            interpreter.run(*given)
+        return interpreter.env
 
     def _check_dtype(self, x: Tensor) -> None:
         """All floating tensors have one dtype, so that the order of operators decides none."""
