@@ -573,7 +573,7 @@ class Planner:
         """A sum and a constant, which is kept apart until a term or a kernel takes it."""
         if added is None:
             return x
-        made = {name: self._expanded(x, term, meta) for name, term in x.terms.items()}
+        made: dict[str, Any] = {name: self._expanded(x, term, meta) for name, term in x.terms.items()}
         mapping = x.mapping if x.row == tuple(meta.shape[1:]) else None
         if x.bias is not None:
             both = self.call(operator.add, (x.bias.node, added.node))
@@ -767,7 +767,9 @@ class Planner:
             bias = _Whole(bias.meta.reshape(row), node=self.method("reshape", (bias.node, row)))
         elif bias is not None:
             x, bias = self._settled(x), None
-        made = {name: self.method("reshape", (term, (-1, *row))) for name, term in x.terms.items()}
+        made: dict[str, Any] = {
+            name: self.method("reshape", (term, (-1, *row))) for name, term in x.terms.items()
+        }
         return _Sum(meta, **made, mapping=x.mapping, bias=bias)
 
     def _view(self, x: Any, *sizes: Any) -> _Value | None:
