@@ -73,10 +73,10 @@ TOPICS = {
     ),
     "layers": Topic(
         "All layers of PyG and DGL's operators",
-        "Every PyG layer that needs no other package, with and without `accelerate`; layers with typed"
-        " edges; and DGL's operators after `fastsparse_dgl.enable()`. Times are for forward and backward in"
-        " float32.",
-        ("any_layer", "typed", "dgl_operators"),
+        "Every PyG layer that needs no other package, with and without `accelerate`; messages written by"
+        " hand; layers with typed edges; and DGL's operators after `fastsparse_dgl.enable()`. Times are for"
+        " forward and backward.",
+        ("any_layer", "messages", "typed", "dgl_operators"),
         chart=Chart(
             "nvidia-h200/any_layer",
             "Layers of PyG, forward and backward, ogbn-arxiv",

@@ -35,6 +35,8 @@ ABOUT = {
     " large graph and on batches of 512 molecules whose structures are new each time.",
     "any_layer": "Every layer of PyG that needs no other package, under `accelerate` and as it is: a step is"
     " forward and backward with all gradients in float32, the host's work included.",
+    "messages": "Messages written by hand and PyG's layers without a drop-in, under `accelerate`, against"
+    " PyG, `torch.compile` of PyG's layer, and the drop-in of the layer that computes the same.",
     "dgl_operators": "DGL's operators after `fastsparse_dgl.enable()`, forward and backward, against ours on"
     " the same structure, PyG's gather and scatter, and DGL's own on the CPU.",
     "enabled": "Calls as scripts make them, plain and under `fastsparse_pyg.enable()`: products of"
@@ -118,6 +120,7 @@ CHAPTERS = {
     "edges": Chapter("Edge features", TABLES["edges"]),
     "pna": Chapter("Several aggregations (PNA)", TABLES["pna"]),
     "any_layer": Chapter("All layers of PyG", TABLES["any_layer"]),
+    "messages": Chapter("Messages written by hand", TABLES["messages"]),
     "dgl_operators": Chapter("DGL's operators", TABLES["dgl_operators"]),
     "enabled": Chapter("Scripts without changes", TABLES["enabled"]),
     "segments": Chapter("Segments and scatter", TABLES["segments"]),

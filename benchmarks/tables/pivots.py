@@ -131,6 +131,26 @@ def any_layer(result: Record) -> list[Table]:
     return pivot(result["cells"], title, ("layer",), columns, split=("graph",), last="geometric mean")
 
 
+def messages(result: Record) -> list[Table]:
+    """A table per graph and dtype; the last line of each is the geometric mean."""
+
+    def memory(row: Row) -> str:
+        return ratio(quotient(*((row[name] or {}).get("peak_bytes") for name in ("pyg", "fastsparse"))))
+
+    names = {**_BOTH, "compiled": "compiled ms", "named": "named ms"}
+    columns = [
+        value("message"),
+        *time_columns(names),
+        _PYG_OVER_OURS,
+        speedup("compiled/ours", "compiled", "fastsparse"),
+        speedup("ours/named", "fastsparse", "named"),
+        *memory_columns({"pyg": "PyG MB", "compiled": "compiled MB", "fastsparse": "our MB"}, 1e6),
+        Column("PyG/ours memory", memory),
+    ]
+    title, split = "Messages, forward and backward, {graph}, {dtype}", ("graph", "dtype")
+    return pivot(result["cells"], title, ("message",), columns, split=split, last="geometric mean")
+
+
 def segments(result: Record) -> list[Table]:
     """One table without and one with the gradient."""
 

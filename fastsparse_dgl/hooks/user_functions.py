@@ -22,9 +22,8 @@ from fastsparse_core.call_report import record
 from fastsparse_core.fallback import Reason
 from fastsparse_core.message_plans.ends import EdgeEnd, gather, reduce
 from fastsparse_core.message_plans.mailbox import MailboxPlanner, edge_batch, node_batch, results_of
-from fastsparse_core.message_plans.plan import Plan, by_plan
+from fastsparse_core.message_plans.plan import NoPlan, Plan, by_plan
 from fastsparse_core.message_plans.trace import Function, Untraceable, holds, trace_function
-from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_dgl.caching import adjacency_of_index
@@ -87,7 +86,7 @@ class _Trace:
     graph: Graph = field(default_factory=Graph)
     written: dict[str, Node] = field(default_factory=dict)
     reason: str = ""
-    plans: dict[Any, list[Plan | None]] = field(default_factory=dict)
+    plans: dict[Any, list[Plan | str]] = field(default_factory=dict)
 
 
 #: Code of a function -> what it is called with -> its traces.
@@ -228,13 +227,14 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
     device = g.device
     if not has_own_reduction and num_edges < FEW_EDGES.get(device.type, 0):
         raise Untraceable(_FEW.message)
-    if is_any_autocast_enabled():
-        raise Untraceable("autocast is on")
     if has_own_reduction:
         _, destination = g._graph.metagraph.find_edge(0)
         frame = g._node_frames[destination]
         if frame._initializers or frame._default_initializer not in (None, dgl.init.zero_initializer):
             raise Untraceable("nodes without messages have an initial value of the user's")
+    mixed = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    if mixed is not None and device.type == "cuda" and core.is_builtin(mfunc):
+        raise Untraceable("autocast is on")  # DGL casts what its own message functions read
     layer, captured = None, dict[str, dict[str, Any]]()
     if core.is_builtin(mfunc):
         trace = _trace_of_built_in(mfunc)
@@ -257,15 +257,15 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
     num_operands = len(trace.graph.find_nodes(op="placeholder"))
     if core.is_builtin(mfunc) and len({len(shape) for _, _, shape in kind[:num_operands]}) > 1:
         raise Untraceable("features differ in their number of dimensions, which DGL aligns")
-    key: tuple[Any, ...] = (kind, device.type)
+    key: tuple[Any, ...] = (kind, device.type, mixed)
     if has_own_reduction:
         key += (traces[1],)
     elif is_passing:
         key += (rfunc.name, rfunc.msg_field)
-    make = lambda: _find_plan(layer, found, traces, rfunc if is_passing else None)  # noqa: E731
+    make = lambda: _find_plan(layer, found, traces, rfunc if is_passing else None, mixed)  # noqa: E731
     result, plan = by_plan(trace.plans, key, layer, found, make)
-    if plan is None:
-        raise Untraceable("no plan computes its operators")
+    if isinstance(plan, str):
+        raise Untraceable(f"no plan computes {plan or 'its operators'}")
     results, written = result
     for name, value in written.items():
         g._edge_frames[0][name] = value
@@ -283,16 +283,24 @@ class _Planner(MailboxPlanner):
         return reduce(x, found.dst, how)
 
 
-def _find_plan(layer: nn.Module | None, found: _Edges, traces: list[_Trace], rfunc: Any) -> Plan | None:
-    planner, trace = _Planner(layer, found), traces[0]
+def _find_plan(
+    layer: nn.Module | None,
+    found: _Edges,
+    traces: list[_Trace],
+    rfunc: Any,
+    mixed: torch.dtype | None,
+) -> Plan | str:
+    planner, trace = _Planner(layer, found, mixed), traces[0]
     try:
         if len(traces) == 2:
             return planner.plan_mailbox(trace.graph, trace.written, traces[1].graph)
         if rfunc is None:
             return planner.plan_edges(trace.graph, trace.written)
         return planner.plan_reduction(trace.graph, trace.written, rfunc.msg_field, rfunc.name)
+    except NoPlan as reason:
+        return str(reason)
     except Exception:  # whatever an operator cannot do with tensors without content
-        return None
+        return ""
 
 
 def _adjacency(index: Any, device: torch.device) -> Adjacency:

@@ -25,7 +25,7 @@ from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, h
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
 from fastsparse_pyg.nn.message_kernels import Copies, evaluate, kernel_of, reduce_by_kernel
 from fastsparse_pyg.nn.message_pattern import Pattern, find_pattern
-from fastsparse_pyg.nn.message_planner import reduce_by_plan
+from fastsparse_pyg.nn.message_planner import planned, reduce_by_plan
 from fastsparse_pyg.nn.segments import aggregate, reduction_of
 
 #: Patterns kept of one class; a layer whose attributes change with every call is not traced for ever.
@@ -311,13 +311,16 @@ class AnyLayer(MessagePassing):
     # ---------------------------------------------------------------- what it is, and what it was
 
     def _shown(self) -> str:
-        """What a report says: message and kernel."""
+        """What a report says: what computed the messages, or will if no plan does."""
+        plan = planned.get(self, "")
+        if plan and not isinstance(plan, str):
+            return str(plan)
         how = self._kernel_reduce()
         pattern = self._pattern_without("message", ()) if "message" not in self.__dict__ else _ANY
         kernel = kernel_of(pattern, how)
         if kernel:
             return f"{pattern}: {kernel} ({how})"
-        where = "message() per edge"
+        where = "message() per edge" + (f", because of {plan}" if plan else "")
         if how:
             return f"{where}: segment {how}"
         reduction = "its own aggregate()" if self._has_own_aggregate() else f"aggr={self.aggr!r}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,8 +9,9 @@ import torch
 from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 
-from fastsparse_core import gine_aggregate, policy, spmm
+from fastsparse_core import policy, spmm
 from fastsparse_core.message_plans.plan import PRODUCTS
+from fastsparse_core.message_plans.terms import without_autocast
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops.spmm import plain_spmm
@@ -22,9 +22,7 @@ from fastsparse_pyg.nn.message_pattern import Pattern
 
 def kernel_of(pattern: Pattern, how: str) -> str:
     """The kernel that reduces such messages, "" where they have to be made."""
-    if pattern.kind == "product" and how in PRODUCTS:
-        return "spmm"
-    return "gine_aggregate" if pattern.kind == "relu" and how == "sum" else ""
+    return "spmm" if pattern.kind == "product" and how in PRODUCTS else ""
 
 
 class Copies(NamedTuple):
@@ -132,21 +130,6 @@ def reduce_by_kernel(layer: Any, pattern: Pattern, found: Arguments, how: str) -
     dim = layer.node_dim
     if at_dst or type(x) is not Tensor or not x.is_floating_point() or not -x.dim() <= dim < x.dim():
         return None
-    return (_product if pattern.kind == "product" else _rectified_sum)(layer, pattern, found, how, x)
-
-
-def evaluate(layer: Any, pattern: Pattern, found: Arguments) -> Any:
-    """What a traced body computes per edge; sets the attributes that it sets."""
-    if pattern.compute is None:
-        return None
-    found.lift(pattern.names)
-    result, assigned = pattern.compute(layer, *[found[name] for name in pattern.names])
-    for name, item in assigned.items():
-        setattr(layer, name, item)
-    return result
-
-
-def _product(layer: Any, pattern: Pattern, found: Arguments, how: str, x: Tensor) -> Tensor | None:
     dim = layer.node_dim % x.dim()
     rest = x.shape[dim + 1 :] if pattern.shape is None else _fit(pattern.shape, x)
     num_dims = dim + 1 + len(rest or ())
@@ -177,30 +160,22 @@ def _product(layer: Any, pattern: Pattern, found: Arguments, how: str, x: Tensor
             x, value = x.to(dtype), value.to(dtype)
     rows = x.movedim(dim, 0) if dim else x
     flat = rows if rows.dim() == 2 else rows.reshape(rows.size(0), rows.shape[1:].numel())
-    with _without_autocast(x):
+    with without_autocast(x):
         out = spmm(found.special["adj"], flat, value, how)  # type: ignore[arg-type]  # one of PRODUCTS
     if dim:
         return out.reshape(out.size(0), *rows.shape[1:]).movedim(0, dim).contiguous()
     return out if len(out_rest) == 1 else out.reshape(out.size(0), *out_rest)
 
 
-def _rectified_sum(layer: Any, pattern: Pattern, found: Arguments, how: str, x: Tensor) -> Tensor | None:
-    if x.dim() != 2 or layer.node_dim not in (-2, 0):
+def evaluate(layer: Any, pattern: Pattern, found: Arguments) -> Any:
+    """What a traced body computes per edge; sets the attributes that it sets."""
+    if pattern.compute is None:
         return None
-    terms = evaluate(layer, pattern, found)
-    if type(terms) is Tensor and terms.shape == (found.dst.num_edges, x.size(1)) and terms.dtype == x.dtype:
-        with _without_autocast(x):
-            return gine_aggregate(found.special["adj"], x, terms)
-    return layer._reduced((found[pattern.feature] + terms).relu(), found, how)
-
-
-_AS_IT_IS = contextlib.nullcontext()
-
-
-def _without_autocast(x: Tensor) -> Any:
-    """Context of kernels whose results have the dtype of their terms, as PyTorch's sums."""
-    device = "cuda" if x.is_cuda else x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS
+    found.lift(pattern.names)
+    result, assigned = pattern.compute(layer, *[found[name] for name in pattern.names])
+    for name, item in assigned.items():
+        setattr(layer, name, item)
+    return result
 
 
 def _fit(shape: tuple[int, ...], x: Tensor) -> torch.Size | None:

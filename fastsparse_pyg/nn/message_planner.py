@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 import torch_geometric.utils
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.nn.dense import Linear as PygLinear
 
-from fastsparse_core.message_plans.plan import INDICES, NoPlan, Plan, Planner, by_plan
-from fastsparse_core.ops._autocast import is_any_autocast_enabled
+from fastsparse_core.message_plans.plan import INDICES, PER_EDGE, NoPlan, Plan, Planner, by_plan
+from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
+from fastsparse_pyg.nn.base import are_few_on_gpu
 from fastsparse_pyg.nn.layer_arguments import Arguments
 from fastsparse_pyg.nn.message_pattern import Pattern
+from fastsparse_pyg.nn.segments import is_softmax_of_messages
+
+#: Layer -> the plan that computed its messages when it was last called, or what stopped one.
+planned: Any = WeakIdKeyDictionary()
 
 
 def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str) -> Any:
@@ -26,14 +33,26 @@ def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str) -> 
     """
     is_copy = pattern.kind == "product" and pattern.compute is None
     is_left = bool(pattern.assigned) and pattern.kind != "any"
-    if pattern.graph is None or not how or is_copy or is_left or is_any_autocast_enabled():
+    if pattern.graph is None or not how or is_copy or is_left:
+        return None
+    if how == "softmax" and not is_softmax_of_messages(layer._modules["aggr_module"]):
         return None
     kind = _kind_of(found, pattern)
     if kind is None:
         return None
-    return by_plan(pattern.plans, (how, kind), layer, found, lambda: _find_plan(layer, pattern, found, how))[
-        0
-    ]
+    mixed = autocast_dtype(found.dst.index) if is_any_autocast_enabled() else None
+    if mixed is not None and are_few_on_gpu(found.special["edge_index"]):
+        return None  # the host needs longer for a plan than for the message; without autocast PyG's code runs
+
+    def make() -> Plan | str:
+        plan = _find_plan(layer, pattern, found, how, mixed)
+        is_same = pattern.kind == "product" and isinstance(plan, Plan) and plan.gains == ("spmm",)
+        return "" if is_same else plan
+
+    out, plan = by_plan(pattern.plans, (how, kind, mixed), layer, found, make)
+    if how != PER_EDGE:
+        planned[layer] = plan
+    return out
 
 
 def _kind_of(found: Arguments, pattern: Pattern) -> tuple[Any, ...] | None:
@@ -63,14 +82,24 @@ def _kind_of(found: Arguments, pattern: Pattern) -> tuple[Any, ...] | None:
     return tuple(kind)
 
 
-def _find_plan(layer: nn.Module, pattern: Pattern, found: Arguments, how: str) -> Plan | None:
-    """The plan of a traced message; None: there is none that is better than the message itself."""
-    assert pattern.graph is not None
+def _find_plan(
+    layer: nn.Module, pattern: Pattern, found: Arguments, how: str, mixed: torch.dtype | None
+) -> Plan | str:
+    """The plan of a traced message, or what stopped one that is better than the message itself."""
+    graph, assigned = pattern.graph, pattern.assigned
+    assert graph is not None
     try:
-        plan = _Planner(layer, found).plan(pattern.graph, how, pattern.assigned)
+        planner = _Planner(layer, found, mixed)
+        plan = planner.plan(graph, how, assigned)
+        if mixed is None:
+            return plan
+        values = planner.without_edges(graph)
+        own = {name: values[node].dtype for name, node in (assigned or {}).items()}
+        return plan._replace(dtypes=(values[list(graph.nodes)[-1].args[0]].dtype, own))
+    except NoPlan as reason:
+        return str(reason)
     except Exception:  # whatever an operator cannot do with tensors without content
-        return None
-    return None if pattern.kind == "product" and plan.gains == ("spmm",) else plan
+        return ""
 
 
 class _Planner(Planner):

@@ -65,6 +65,12 @@ def reduction_of(module: Any) -> str:
     return how
 
 
+def is_softmax_of_messages(module: Any) -> bool:
+    """Whether a softmax aggregation takes the messages themselves as scores, with all of their gradient."""
+    is_unscaled = isinstance(module.t, (int, float)) and module.t == 1
+    return is_unscaled and not module.semi_grad and module.channels == 1
+
+
 def aggregate(messages: Tensor, end: EdgeEnd, how: str, module: Any, dim: int) -> Tensor | None:
     """What an aggregation of PyG's computes; None: its own code has to.
 

@@ -60,6 +60,37 @@ def test_edges_compares_gine_and_gated_layers(tmp_path: Path, monkeypatch: pytes
     assert title.startswith("GINE and gated layers")
 
 
+def test_messages_compare_layers_with_named_and_compiled_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = pytest.importorskip("benchmarks.messages")
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: module)
+    monkeypatch.setattr(messages, "WIDTH", 8)
+    monkeypatch.setattr("benchmarks.any_layer.ROUNDS", 1)
+    messages.draw_graph.cache_clear()
+    arguments = "--graphs ogbn-arxiv --dtypes float32 --budget-ms 1 --limit-s 1000"
+    result = result_of(tmp_path, "messages", arguments)
+    assert [cell for cell in result["cells"] if cell["status"] != "ok"] == []
+    count = Counter(cell["implementation"] for cell in result["cells"])
+    assert count["pyg"] == count["fastsparse"] == count["compiled"] == len(messages.MESSAGES)
+    assert count["named"] == 3
+    (found,) = tables.TABLES["messages"](result)
+    assert [row[0] for row in found.rows] == [*messages.MESSAGES, "geometric mean"]
+
+
+def test_quick_messages_until_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = pytest.importorskip("benchmarks.messages")
+    monkeypatch.setattr("benchmarks.edge_messages.MOLECULES", 4)
+    messages.draw_graph.cache_clear()
+    arguments = "--quick --messages GAT --dtypes bfloat16 --budget-ms 1"
+    cells = result_of(tmp_path, "messages", arguments)["cells"]
+    assert [cell["status"] for cell in cells] == ["ok"] * 6
+    assert [cell["graph"] for cell in cells] == 3 * ["ogbn-arxiv"] + 3 * ["molecules"]
+    assert [cell["implementation"] for cell in cells] == 2 * ["pyg", "fastsparse", "named"]
+    cells = result_of(tmp_path, "messages", arguments, "--limit-s 0")["cells"]
+    assert {cell["status"] for cell in cells} == {"skipped: --limit-s had passed"}
+
+
 def test_dlmc_ratios_use_the_stored_baselines_of_the_gpu() -> None:
     from benchmarks.roofline import peers
 
@@ -641,8 +672,8 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(command_line, "run", pretend)
     cuda = (
-        "programs attention edges pna any_layer dgl_operators segments enabled typed train small epochs"
-        " breakdown ssd accuracy maxk spmm sddmm spmm formats adjacency host minibatch sampling regret"
+        "programs attention edges pna any_layer messages dgl_operators segments enabled typed train small"
+        " epochs breakdown ssd accuracy maxk spmm sddmm spmm formats adjacency host minibatch sampling regret"
         " accuracy"
     )
     for device, expected in (("cpu", "cpu dgl_operators formats accuracy"), ("cuda", cuda)):

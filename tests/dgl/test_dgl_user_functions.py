@@ -308,15 +308,20 @@ def bound(function: Any, model: Model) -> Any:
 
 
 def run(
-    call: Callable[[Any, Model], Any], device: str = "cpu", g: Any = None, given: Any = None
+    call: Callable[[Any, Model], Any],
+    device: str = "cpu",
+    g: Any = None,
+    given: Any = None,
+    autocast: torch.dtype | None = None,
 ) -> list[Tensor]:
     """Results by name, and the gradients of everything."""
-    model = Model().double().to(device)
+    model = Model().to(device, torch.float64 if autocast is None else torch.float32)
     given = moved(inputs() if given is None else given, device)
     g = (graph() if g is None else g).to(device)
     g.ndata.update(given["n"])
     g.edata.update(given["e"])
-    call(g, model)
+    with torch.autocast(torch.device(device).type, autocast, enabled=autocast is not None):
+        call(g, model)
     known = {id(each) for each in tensors_of(given)}
     results = [x for frame in (g.ndata, g.edata) for _, x in sorted(frame.items()) if id(x) not in known]
     seeds = [
@@ -354,6 +359,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
     monkeypatch.setattr(user_functions, "_by_plan", recorded)
     monkeypatch.setattr(user_functions, "FEW_EDGES", {})
+    user_functions._traces.clear()
+    user_functions._built_in.clear()
     return found
 
 
@@ -745,3 +752,29 @@ def test_features_that_dgl_aligns(plans: list[tuple[str, ...]]) -> None:
 
     check(call)
     assert not plans
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", [case for case in CASES if case.is_planned], ids=lambda case: case.name)
+def test_autocast(case: Case, device: str, plans: list[tuple[str, ...]]) -> None:
+    exact = run(called(case))
+    given = {
+        place: {name: x.float() if x.is_floating_point() else x for name, x in each.items()}
+        for place, each in inputs().items()
+    }
+
+    def mixed(device: str) -> list[Tensor]:
+        return run(called(case), device, given=given, autocast=torch.bfloat16)
+
+    with enabled_for(device):
+        found = mixed(device)
+        if plans == [] and device != "cpu":
+            assert dgl.core.is_builtin(case.message)
+            return
+        assert len(plans) == 1
+    expected = mixed("cpu")
+    for got, want, best in zip(found, expected, exact, strict=True):
+        if device == "cpu":
+            assert got.dtype == want.dtype
+        errors = [(each.double() - best).norm() / best.norm().clamp(min=1e-2) for each in (got, want)]
+        assert errors[0] <= 0.03 + 2 * errors[1]

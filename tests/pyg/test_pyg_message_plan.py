@@ -19,6 +19,7 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import scatter, softmax
 
 from fastsparse_pyg import accelerate
+from fastsparse_pyg.layer_swap import kernel_of
 from fastsparse_pyg.nn import any_layer
 from fastsparse_pyg.nn.any_layer import AnyLayer
 
@@ -399,6 +400,13 @@ MESSAGES: dict[Message, tuple[str, ...]] = {
     copies: (),
     weighted_copies: (),
 }
+GENERATED = "one generated kernel"
+#: Those whose sums a kernel is generated for on a GPU.
+GENERATING = (
+    *(softmax_of_features, edge_mlp, mlp_of_difference, map_of_pyg, map_of_both, slices_of_map),
+    *(maps_twice, gine_with_both, gen, filtered, coordinates, embedded_distance, concatenated_with_norm),
+    *(chunks,),
+)
 #: Their second derivatives exist everywhere.
 SMOOTH = (
     attention_with_edges,
@@ -475,7 +483,23 @@ def check(layer: nn.Module, fast: nn.Module, edge_index: Tensor, inputs: dict[st
 def gains_of(fast: Any) -> list[tuple[str, ...]]:
     patterns = [pattern for known in type(fast)._patterns.values() for pattern in known]
     plans = [plan for pattern in patterns for known in pattern.plans.values() for plan in known]
-    return [plan.gains if plan else () for plan in plans]
+    return [() if isinstance(plan, str) else plan.gains for plan in plans]
+
+
+def test_reports_name_what_became_of_each_layers_message():
+    edge_index, inputs = problem()
+    for message, before, after in (
+        (gat_heads, "w * h_j: spmm (sum)", "scores per node + additive_attention"),
+        (cosine, "w * x_j: spmm (sum)", "w * x_j: spmm (sum)"),
+        (where, "message() per edge: segment sum", "linear maps per node; the rest per edge, because of gt"),
+        (gen, "message() per edge: segment sum", "message() per edge, because of relu: segment sum"),
+    ):
+        _, fast = make(message)
+        other = copy.deepcopy(fast)
+        assert kernel_of(fast) == before
+        fast(edge_index, inputs)
+        assert kernel_of(fast) == after
+        assert kernel_of(other) == before
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -492,12 +516,15 @@ def test_messages(message: Message, aggr: str, device: str):
     check(layer, fast, edge_index, inputs)  # by what was cached
     if aggr == "sum" and device == "cpu":
         assert gains_of(fast) in ([MESSAGES[message]], [] if not MESSAGES[message] else None)
+    elif aggr == "sum":
+        assert (GENERATED in {gain for gains in gains_of(fast) for gain in gains}) == (message in GENERATING)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("message", SMOOTH, ids=lambda message: message.__name__)
-def test_second_derivatives(message: Message):
-    _, fast = make(message)
-    edge_index, inputs = problem(nodes=10, edges=24)
+def test_second_derivatives(message: Message, device: str):
+    _, fast = make(message, "sum", device)
+    edge_index, inputs = problem(device, nodes=10, edges=24)
     names = [
         name
         for name in inspect.signature(message).parameters
@@ -512,7 +539,8 @@ def test_second_derivatives(message: Message):
     fast_edges = [wanting_gradients(inputs)[name] for name in names]
     with small_graphs():
         assert torch.autograd.gradgradcheck(run, fast_edges, atol=1e-6)
-    assert gains_of(fast) == [MESSAGES[message]]
+    assert set(MESSAGES[message]) <= set(gains_of(fast)[0])
+    assert (GENERATED in gains_of(fast)[0]) == (device == "cuda" and message in GENERATING)
 
 
 @contextlib.contextmanager
@@ -600,18 +628,62 @@ def test_more_nodes_than_edges_run_the_message_itself():
     assert gains_of(fast) == []
 
 
-def test_autocast_runs_the_message_itself():
-    layer, fast = (each.float() for each in make(map_of_both))
-    edge_index, inputs = problem()
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
+def test_autocast(message: Message, device: str):
+    layer, fast = make(message, "sum", device)
+    edge_index, inputs = problem(device)
+    inputs |= {"w": None, "scale": 2.0} if message is keyword_defaults else {}
+    exact = results(layer, edge_index, inputs)
+    layer, fast = layer.float(), fast.float()
     inputs = {
         name: item.float() if isinstance(item, Tensor) and item.is_floating_point() else item
         for name, item in inputs.items()
     }
-    with torch.autocast("cpu", torch.bfloat16):
-        expected, got = layer(edge_index, inputs), fast(edge_index, inputs)
-    assert got.dtype == expected.dtype
-    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
-    assert gains_of(fast) == []
+    with torch.autocast(device, torch.bfloat16):
+        expected, got = (results(each, edge_index, inputs) for each in (layer, fast))
+    for name, want in expected.items():
+        have, best = got[name], exact[name]
+        if want is None or have is None or best is None:
+            assert not any(each is not None and each.any() for each in (want, have)), name
+            continue
+        assert have.dtype == want.dtype, name
+        errors = [(each.double() - best).norm() / best.norm().clamp(min=1e-2) for each in (want, have)]
+        assert errors[1] <= 0.03 + 2 * errors[0], (name, errors)
+    if message in (gat_heads, attention_with_edges, gatv2_with_edges, gated_with_edges, gine, edge_mlp):
+        gains = gains_of(fast)
+        assert gains
+        assert set(MESSAGES[message]) <= set(gains[0])
+
+
+#: pytest rewrites assertions of this file, which a trace cannot follow then.
+exec("""
+def with_assertions(self, x_i, x_j, ea):
+    if hasattr(self, "missing"):
+        x_j = self.missing(x_j)
+    assert x_i.size(-1) == x_j.size(-1)
+    return self.all(torch.cat([x_i, x_j, ea], -1)).relu()
+
+
+def with_assertion_of_data(self, x_i, x_j, ea):
+    assert x_j.max() < 100
+    return self.all(torch.cat([x_i, x_j, ea], -1)).relu()
+""")
+
+
+def test_assertions_of_shapes_have_plans_and_others_are_made():
+    edge_index, inputs = problem()
+    layer, fast = make(globals()["with_assertions"])
+    check(layer, fast, edge_index, inputs)
+    assert gains_of(fast) == [(PER_NODE,)]
+    for each in (layer, fast):
+        each.missing = nn.Tanh()
+    check(layer, fast, edge_index, inputs)
+    layer, fast = make(globals()["with_assertion_of_data"])
+    check(layer, fast, edge_index, inputs)
+    assert gains_of(fast) in ([], [()])
+    with pytest.raises(AssertionError):
+        fast(edge_index, inputs | {"x": inputs["x"] + 1000})
 
 
 # ---------------------------------------------------------------- layers of molecules and atoms

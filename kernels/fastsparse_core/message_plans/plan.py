@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +24,15 @@ from typing import Any, ClassVar, NamedTuple, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import Graph, Node
+from torch.fx import Graph, Interpreter, Node
 
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.message_plans import terms
 from fastsparse_core.message_plans.terms import Edges
 from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._edge_kernels import OPERATORS
+from fastsparse_core.ops.edge_expression import HOW, can_generate
 
 #: Edges of the tensors on the meta device that shapes are found with: a number that no other size has.
 _EDGES = 1_000_003
@@ -51,12 +55,20 @@ class Plan(NamedTuple):
         names: of the arguments.
         modules: paths of modules that are taken apart, and of parameters, with what they were like.
         gains: what it does better than the message, for reports.
+        stopped_by: the first operator that it computes per edge; "" if there is none.
+        dtypes: of what it gives under autocast, in the same tuples and dictionaries; None: as it comes.
     """
 
     run: Callable[..., tuple[Any, dict[str, Any]]]
     names: tuple[str, ...]
     modules: tuple[tuple[str, tuple[Any, ...]], ...]
     gains: tuple[str, ...]
+    stopped_by: str = ""
+    dtypes: Any = None
+
+    def __str__(self) -> str:
+        rest = f"; the rest per edge, because of {self.stopped_by}" if self.stopped_by else ""
+        return f"{' + '.join(self.gains)}{rest}"
 
     def reduce(self, layer: Any, found: Edges) -> Any:
         """The reduced messages, with the attributes set that the body sets; None: a module has changed."""
@@ -64,39 +76,48 @@ class Plan(NamedTuple):
             module = operator.attrgetter(path)(layer)
             if _likeness(module) != known or not _is_plain(module):
                 return None
-        result, assigned = self.run(layer, layer, found, *[found.placed(name)[0] for name in self.names])
+        made = self.run(layer, layer, found, *[found.placed(name)[0] for name in self.names])
+        result, assigned = made if self.dtypes is None else _in_dtypes(made, self.dtypes)
         for name, item in assigned.items():
             setattr(layer, name, item)
         return result
 
 
 def by_plan(
-    plans: dict[Any, list[Plan | None]], key: Any, layer: Any, found: Edges, make: Callable[[], Plan | None]
-) -> tuple[Any, Plan | None]:
-    """What a plan computes, and the plan; None and None: there is none.
+    plans: dict[Any, list[Plan | str]], key: Any, layer: Any, found: Edges, make: Callable[[], Plan | str]
+) -> tuple[Any, Plan | str]:
+    """What a plan computes, and the plan; None, and what stopped one.
 
     Args:
         plans: of one trace, by what they depend on; layers of one class may need several of a kind.
         key: what the plan depends on.
         layer: whose messages they are.
         found: the edges and arguments.
-        make: a plan for this layer, or None.
+        make: a plan for this layer, or what stopped one.
     """
     known = plans.setdefault(key, [])
     for plan in known:
-        result = None if plan is None else plan.reduce(layer, found)
-        if plan is None or result is not None:
+        result = plan.reduce(layer, found) if isinstance(plan, Plan) else None
+        if result is not None or not isinstance(plan, Plan):
             return result, plan
     if max(len(known), len(plans)) > _MOST_PLANS:
-        return None, None
+        return None, ""
     made = make()
     known.append(made)
-    result = None if made is None else made.reduce(layer, found)
-    return result, None if result is None else made
+    result = made.reduce(layer, found) if isinstance(made, Plan) else None
+    return result, "" if result is None and isinstance(made, Plan) else made
+
+
+def _in_dtypes(found: Any, dtypes: Any) -> Any:
+    if isinstance(dtypes, dict):
+        return {name: _in_dtypes(found[name], each) for name, each in dtypes.items()}
+    if isinstance(dtypes, tuple):
+        return tuple(itertools.starmap(_in_dtypes, zip(found, dtypes, strict=True)))
+    return found.to(dtypes)
 
 
 class NoPlan(Exception):
-    """Nothing would be gained, or a value is of a kind that plans do not know."""
+    """Nothing would be gained, or a value is of a kind that plans do not know; names the operator."""
 
 
 # ---------------------------------------------------------------- values of a trace
@@ -158,7 +179,7 @@ class _Of(_Value):
     """Of other values.
 
     - joined (sums): side by side in the last dimension.
-    - product (two values).
+    - product, plus, quotient (two values, of which one may be a number).
     - dot (two values; scale, bias): their product summed over the last dimension,
       times a number, plus a bias.
     - mapped (a value; function, its options): elementwise.
@@ -227,6 +248,14 @@ _ELEMENTWISE: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "elu": (F.elu, {"alpha": 1.0}),
     "gelu": (F.gelu, {"approximate": "none"}),
     "softplus": (F.softplus, {"beta": 1.0, "threshold": 20.0}),
+    "exp": (torch.exp, {}),
+    "square": (torch.square, {}),
+}
+#: Kinds of values made of two: the function, and its name in generated kernels.
+_PAIRS = {
+    "product": (operator.mul, "mul"),
+    "plus": (operator.add, "add"),
+    "quotient": (operator.truediv, "div"),
 }
 #: Those that leave a gradient of 0 alone, whatever their argument.
 _PER_NODE = ("relu", "leaky_relu")
@@ -295,8 +324,15 @@ class Planner:
     #: The framework's classes of linear maps, of weight and bias alone.
     linears: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
 
-    def __init__(self, layer: Any, found: Edges) -> None:
-        self.layer, self.found = layer, found
+    def __init__(self, layer: Any, found: Edges, mixed: torch.dtype | None = None) -> None:
+        """Begins a plan.
+
+        Args:
+            layer: whose body is planned.
+            found: the arguments.
+            mixed: the dtype of autocast, None where that is off.
+        """
+        self.layer, self.found, self.mixed = layer, found, mixed
         self.graph = Graph()
         self.call, self.method = self.graph.call_function, self.graph.call_method
         self.layer_node, self.found_node = map(self.graph.placeholder, ("layer", "found"))
@@ -304,6 +340,7 @@ class Planner:
         self.modules: dict[str, tuple[Any, ...]] = {}
         self.gains: dict[str, None] = {}
         self.dtype: torch.dtype | None = None
+        self.generates = found.special["adj"].device.type == "cuda" and can_generate()
 
     def plan(self, trace: Graph, how: str, assigned: Mapping[str, Node] | None = None) -> Plan:
         """The plan of a traced body.
@@ -346,7 +383,7 @@ class Planner:
     def _finished(self, result: Any) -> Plan:
         """The plan whose function gives that result of nodes."""
         if not self.gains:
-            raise NoPlan
+            raise NoPlan(self._stopped_by())
         self.graph.output(result)
         for node in reversed(list(self.graph.nodes)):
             is_ours = node.op == "output" or node in (self.layer_node, self.found_node)
@@ -357,7 +394,17 @@ class Planner:
         exec(code.src, namespace)
         kept = set(self.graph.nodes)
         names = tuple(name for name, node in self.arguments.items() if node in kept)
-        return Plan(namespace["forward"], names, tuple(self.modules.items()), tuple(self.gains))
+        return Plan(
+            namespace["forward"], names, tuple(self.modules.items()), tuple(self.gains), self._stopped_by()
+        )
+
+    def _stopped_by(self) -> str:
+        """The first operator on features of nodes per edge; "" if there is none."""
+        for node in self.graph.nodes:
+            if node.target is terms.per_edge:
+                user = next(iter(node.users))
+                return str(user.target) if isinstance(user.target, str) else user.target.__name__
+        return ""
 
     # ---- leaves
 
@@ -367,30 +414,74 @@ class Planner:
             return _Whole(torch.empty(_EDGES, dtype=torch.int64, device="meta"), special=name)
         if name in found.special:
             value = found.special[name]
-            return _Whole(_meta(value) if isinstance(value, Tensor) else value, special=name)
+            return _Whole(self._meta(value) if isinstance(value, Tensor) else value, special=name)
         value, place = found.placed(name)
         if not isinstance(value, Tensor):
             return _Whole(value, node=value)
         self._check_dtype(value)
         node = self.arguments[name] = self.graph.placeholder(f"given_{len(self.arguments)}")
         if not place:
-            return _Whole(_meta(value), node=node)
+            return _Whole(self._meta(value), node=node)
         own: dict[str, Any] = {place: node}
-        return _Sum(_meta(value, _EDGES), **own)
+        return _Sum(self._meta(value, _EDGES), **own)
 
     def _parameter(self, path: str) -> _Whole:
         value = operator.attrgetter(path)(self.layer)
         if not isinstance(value, Tensor):
             raise NoPlan
         self._check_dtype(value)
-        return _Whole(_meta(value), node=self.graph.create_node("get_attr", path))
+        return _Whole(self._meta(value), node=self.graph.create_node("get_attr", path))
+
+    def _meta(self, x: Tensor, rows: int | None = None) -> Tensor:
+        """A tensor like one of the arguments, without content; under autocast shapes alone count."""
+        meta = _meta(x, rows)
+        return meta.float() if self.mixed is not None and x.is_floating_point() else meta
+
+    def without_edges(self, graph: Graph, mail: Mapping[str, Tensor] | None = None) -> dict[Node, Any]:
+        """What every node of a trace is if there are no edges: the dtypes that autocast gives them.
+
+        Autocast's rules depend on operator and device. Modules might keep what they see, so few are called.
+
+        Args:
+            graph: the trace.
+            mail: the arguments ``mail.NAME``, by name.
+
+        Raises:
+            NoPlan: the trace calls another module.
+        """
+        given, found = [], self.found
+        stateless = (nn.Identity, nn.Dropout, nn.LayerNorm, nn.Embedding, nn.Sequential)
+        for node in graph.nodes:
+            name = str(node.target)
+            if node.op == "call_module":
+                for each in operator.attrgetter(name)(self.layer).modules():
+                    if type(each) not in (*stateless, *self.linears, *_ACTIVATIONS) or not _is_plain(each):
+                        raise NoPlan(type(each).__name__)
+            if node.op == "placeholder":
+                value, has_rows = found.special.get(name), name in INDICES
+                if name == "ptr" and isinstance(value, Tensor):
+                    value = torch.zeros_like(value)
+                elif has_rows:
+                    value = found[name]
+                elif name.startswith("mail."):
+                    value = (mail or {})[name[5:]]
+                elif name not in found.special:
+                    value, place = found.placed(name)
+                    has_rows = bool(place)
+                given.append(value[:0] if has_rows and isinstance(value, Tensor) else value)
+        module: Any = nn.Module() if self.layer is None else self.layer
+        interpreter = Interpreter(module, garbage_collect_values=False, graph=graph)
+        with torch.no_grad():
+            interpreter.run(*given)
+        return interpreter.env
 
     def _check_dtype(self, x: Tensor) -> None:
         """All floating tensors have one dtype, so that the order of operators decides none."""
-        if x.is_floating_point():
-            if self.dtype not in (None, x.dtype):
-                raise NoPlan
-            self.dtype = x.dtype
+        if not x.is_floating_point() or (self.mixed is not None and x.dtype in (torch.float32, self.mixed)):
+            return
+        if self.mixed is not None or self.dtype not in (None, x.dtype):
+            raise NoPlan
+        self.dtype = x.dtype
 
     # ---- operators
 
@@ -418,6 +509,8 @@ class Planner:
     def _as_written(self, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> _Value:
         """An operator of the trace, on values per edge."""
         metas, options = _mapped((args, kwargs), _meta_of)
+        if node.target is torch._assert and metas[0] is not True:  # not one of shapes, or it fails
+            raise NoPlan
         if node.op == "call_method":
             meta = getattr(metas[0], str(node.target))(*metas[1:], **options)
         else:
@@ -516,7 +609,7 @@ class Planner:
         """A sum and a constant, which is kept apart until a term or a kernel takes it."""
         if added is None:
             return x
-        made = {name: self._expanded(x, term, meta) for name, term in x.terms.items()}
+        made: dict[str, Any] = {name: self._expanded(x, term, meta) for name, term in x.terms.items()}
         mapping = x.mapping if x.row == tuple(meta.shape[1:]) else None
         if x.bias is not None:
             both = self.call(operator.add, (x.bias.node, added.node))
@@ -555,7 +648,11 @@ class Planner:
                 if edge is None
                 else _Of(meta, kind="dot", parts=dot.parts, options=(dot.options[0], edge))
             )
-        if not isinstance(left, _Sum) or left.meta.dim() != meta.dim():
+        if _is(left, "joined") or _is(right, "joined"):
+            return None
+        if isinstance(left, _Of) or isinstance(right, _Of):
+            return self._pair("plus", left, right, meta)
+        if left.meta.dim() != meta.dim():
             return None
         if isinstance(right, _Sum):
             return self._added(left, right, meta) if right.meta.dim() == meta.dim() else None
@@ -575,7 +672,20 @@ class Planner:
         return self._mul(x, -1.0)
 
     def _div(self, left: Any, right: Any) -> _Value | None:
-        return self._mul(left, 1 / right) if isinstance(right, (int, float)) and right else None
+        if isinstance(right, (int, float)):
+            return self._mul(left, 1 / right) if right else None
+        if not (isinstance(left, (_Sum, _Of)) or isinstance(right, (_Sum, _Of))):
+            return None
+        return self._pair("quotient", left, right, torch.div(_meta_of(left), _meta_of(right)))
+
+    def _pair(self, kind: str, left: Any, right: Any, meta: Tensor) -> _Value | None:
+        """An operator of two values that nothing takes apart but a generated kernel."""
+        parts = [
+            item.meta if isinstance(item, _Whole) and not isinstance(item.meta, Tensor) else item
+            for item in (left, right)
+        ]
+        is_known = all(isinstance(item, (_Value, int, float)) for item in parts)
+        return _Of(meta, kind=kind, parts=parts) if is_known and meta.shape[:1] == (_EDGES,) else None
 
     def _mul(self, left: Any, right: Any) -> _Value | None:
         if not isinstance(left, (_Sum, _Of)):
@@ -596,7 +706,7 @@ class Planner:
             inner = self._scaled(x.parts[0], factor)
             return inner and _Of(x.meta, kind="shaped", parts=(inner,))
         if not isinstance(x, _Sum):
-            return None
+            return None if _is(x, "joined") else self._pair("product", x, factor, x.meta * factor)
         return self._each_term(x, x.meta * factor, operator.mul, factor)
 
     def _sum(self, x: Any, dim: Any = None, keepdim: bool = False) -> _Value | None:
@@ -693,7 +803,9 @@ class Planner:
             bias = _Whole(bias.meta.reshape(row), node=self.method("reshape", (bias.node, row)))
         elif bias is not None:
             x, bias = self._settled(x), None
-        made = {name: self.method("reshape", (term, (-1, *row))) for name, term in x.terms.items()}
+        made: dict[str, Any] = {
+            name: self.method("reshape", (term, (-1, *row))) for name, term in x.terms.items()
+        }
         return _Sum(meta, **made, mapping=x.mapping, bias=bias)
 
     def _view(self, x: Any, *sizes: Any) -> _Value | None:
@@ -769,8 +881,8 @@ class Planner:
         parts, options = [self._at_edges(part) for part in value.parts], value.options
         if value.kind == "joined":
             return self.call(torch.cat, (parts, -1))
-        if value.kind == "product":
-            return self.call(operator.mul, tuple(parts))
+        if value.kind in _PAIRS:
+            return self.call(_PAIRS[value.kind][0], tuple(parts))
         if value.kind == "dot":
             total = self.method("sum", (self.call(operator.mul, tuple(parts)), -1))
             total = total if options[0] == 1 else self.call(operator.mul, (total, options[0]))
@@ -802,12 +914,60 @@ class Planner:
             made = self._weighted(value, how)
         if made is None and isinstance(value, _Sum) and how in PRODUCTS:
             made = self._reduced_terms(value, how)
+        if made is None and self.generates and how in HOW and len(value.row) == 1:
+            made = self._generated(value, how)
         return made or self.call(self.reduce, (self.layer_node, self.found_node, self._at_edges(value), how))
 
     @staticmethod
     def reduce(layer: Any, found: Edges, messages: Tensor, how: str) -> Any:
         """Messages that were made, reduced."""
         return terms.reduce(messages, found.dst, how)
+
+    def _generated(self, value: Any, how: str) -> Node | None:
+        """One kernel for an elementwise expression."""
+        if value.made is not None:
+            return None
+        leaves = _Leaves(value.row[0])
+        try:
+            expression = self._expression(value, leaves)
+        except NoPlan:
+            return None
+        if expression[0] == "leaf" or not {"dst", "src"} & set(leaves.places):
+            return None
+        self.gains["one generated kernel"] = None
+        operands = (self.found_node, expression, tuple(leaves.places), how, *leaves.nodes)
+        return self.call(terms.by_expression, operands)
+
+    def _expression(self, value: Any, leaves: _Leaves) -> Any:
+        """What a kernel computes of a value and the leaves that it reads; anything else becomes a leaf.
+
+        Raises:
+            NoPlan: a constant is neither a number nor a row.
+        """
+        if isinstance(value, (int, float)):
+            return value
+        if isinstance(value, _Whole):
+            size = tuple(value.meta.shape) if isinstance(value.meta, Tensor) else (0,)
+            if value.special or math.prod(size) not in (1, leaves.width) or math.prod(size[:-1]) != 1:
+                raise NoPlan
+            return leaves.add("whole", self.method("reshape", (value.node, (-1,))))
+        if _is(value, "mapped") and _has_kernel(*value.options):
+            name, *options = value.options
+            options = [] if name == "softplus" else options
+            return (name, self._expression(value.parts[0], leaves), *options)
+        if isinstance(value, _Of) and value.kind in _PAIRS:
+            return (_PAIRS[value.kind][1], *[self._expression(part, leaves) for part in value.parts])
+        if not isinstance(value, _Sum) or value.row not in ((leaves.width,), (1,)):
+            return leaves.add("edge", self._at_edges(value))
+        found: list[Any] = [leaves.add(place, node) for place, node in value.terms.items() if place != "edge"]
+        mapping = value.mapping
+        if mapping is not None and mapping.width <= _MOST_FEATURES and value.row != (1,):
+            found.append(leaves.add_mapped(mapping.features, mapping.weight))
+        elif value.edge is not None:
+            found.append(leaves.add("edge", value.edge))
+        if value.bias is not None:
+            found.append(self._expression(value.bias, leaves))
+        return functools.reduce(lambda left, right: ("add", left, right), found)
 
     def _reduced_terms(self, value: _Sum, how: str) -> Node | None:
         x = self._settled(value)
@@ -952,6 +1112,35 @@ class Planner:
             operands = (x.dst, x.src, *edge, att.node, mapped.options[1], p, heads)
             return self._kernel("gatv2_attention", terms.by_gatv2_attention, *operands)
         return None
+
+
+class _Leaves:
+    """Tensors that a generated kernel reads, each once."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.places: list[str] = []
+        self.nodes: list[Any] = []
+
+    def add(self, place: str, node: Any) -> tuple[str, int]:
+        """The leaf of a node of the plan."""
+        for n, known in enumerate(zip(self.places, self.nodes, strict=True)):
+            if known == (place, node):
+                return ("leaf", n)
+        self.places.append(place)
+        self.nodes.append(node)
+        return ("leaf", len(self.nodes) - 1)
+
+    def add_mapped(self, features: Any, weight: Any) -> tuple[str, int]:
+        """The leaf of mapped features, which the weight follows."""
+        self.places += ["mapped", "weight"]
+        self.nodes += [features, weight]
+        return ("leaf", len(self.nodes) - 2)
+
+
+def _has_kernel(name: str, *options: Any) -> bool:
+    """Whether generated kernels know an elementwise function."""
+    return name in OPERATORS and (name != "softplus" or options == (1.0, 20.0))
 
 
 def _share_features(mappings: Sequence[_Mapping | None]) -> bool:

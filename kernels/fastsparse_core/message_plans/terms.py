@@ -5,6 +5,7 @@ A term is a tensor with a row per destination, per source or per edge. Arguments
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from typing import Any, Protocol
@@ -14,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core.message_plans.ends import EdgeEnd, fits_softmax, gather, reduce, softmax_of_edges
+from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
 from fastsparse_core.ops._edge_rows import lift
 from fastsparse_core.ops.attention import additive_attention, attention, gatv2_attention
+from fastsparse_core.ops.edge_expression import edge_expression
 from fastsparse_core.ops.edge_messages import gated_aggregate, gine_aggregate
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.policy import MOST_HEADS
@@ -69,8 +72,9 @@ def reduce_terms(
 
 def weighted(found: Edges, weight: Tensor | None, x: Tensor, heads: int, how: str) -> Tensor:
     """The sources' rows, weighted per edge and head, reduced."""
-    weight = None if weight is None else weight.reshape(-1, heads)
-    out = spmm(_adjacency(found), x.flatten(1), weight, how)  # type: ignore[arg-type]  # one of PRODUCTS
+    x, weight = _alike(x, None if weight is None else weight.reshape(-1, heads))
+    with without_autocast(x):
+        out = spmm(_adjacency(found), x.flatten(1), weight, how)  # type: ignore[arg-type]  # one of PRODUCTS
     return out.reshape(-1, *x.shape[1:])
 
 
@@ -185,6 +189,8 @@ def by_gated_aggregate(
     if edge is not None:
         gate_weight = torch.zeros_like(value_weight) if gate_weight is None else gate_weight  # type: ignore[arg-type]
         value_weight = torch.zeros_like(gate_weight) if value_weight is None else value_weight
+    k, q, v = _alike(k, q, v)
+    edge, gate_weight, value_weight = _cast(v.dtype, edge, gate_weight, value_weight)
     maps = {"gate_weight": gate_weight, "value_weight": value_weight}
     return gated_aggregate(_adjacency(found), k, q, v, edge_attr=edge, **maps)
 
@@ -193,7 +199,43 @@ def by_gine_aggregate(
     found: Edges, x: Tensor, edge: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """Sum of rectified sums."""
+    if weight is None:
+        x, edge = _alike(x, edge)
+    else:
+        edge, weight, bias = _cast(x.dtype, edge, weight, bias)
     return gine_aggregate(_adjacency(found), x, edge, edge_weight=weight, edge_bias=bias)
+
+
+def by_expression(found: Edges, expression: Any, places: Any, how: str, *tensors: Tensor) -> Tensor:
+    """An elementwise expression, by a kernel that was written for it."""
+    dtype = autocast_dtype(tensors[0]) if is_any_autocast_enabled() else None
+    if dtype is not None:  # of linear maps
+        tensors = tuple(
+            x.to(dtype) if place in ("mapped", "weight") else x
+            for x, place in zip(tensors, places, strict=True)
+        )
+    return edge_expression(_adjacency(found), expression, places, tensors, how)
+
+
+def without_autocast(x: Tensor) -> Any:
+    """Context of kernels whose results have the dtype of their terms, as PyTorch's sums."""
+    device = "cuda" if x.is_cuda else x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple(x if x is None or x.dtype is dtype else x.to(dtype) for x in tensors)
+
+
+def _alike(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """In one dtype, as PyTorch's operators promote them: under autocast they may differ."""
+    dtypes = [x.dtype for x in tensors if x is not None]
+    return (
+        tensors if len(set(dtypes)) == 1 else _cast(functools.reduce(torch.promote_types, dtypes), *tensors)
+    )
 
 
 def present(found: Edges, x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from torch.fx import Graph, Node, Proxy
 
 #: What a body may name: modules whose functions a trace records.
 _MODULES = (torch, F, math)
+_BUILTINS = (hasattr,)
 #: Instructions of a body that does more than compute.
 _FORBIDDEN = (
     "STORE_GLOBAL",
@@ -82,6 +83,16 @@ class Untraceable(Exception):
 class _Tracer(torch.fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
+
+    def to_bool(self, obj: Proxy) -> bool:
+        """Assertions become a step of the graph; any other branch on a symbol is an error."""
+        frame = sys._getframe(2)
+        steps = dis.get_instructions(frame.f_code)
+        following = [step for step in steps if step.offset >= frame.f_lasti][:3]
+        if any("ASSERT" in f"{step.opname}{step.argrepr}".upper() for step in following):
+            self.create_proxy("call_function", torch._assert, (obj, ""), {})
+            return True
+        return super().to_bool(obj)
 
 
 def trace(
@@ -228,7 +239,8 @@ def _probe(
         try:
             value = object.__getattribute__(probe, name)
         except AttributeError:  # a module or parameter, by nn.Module.__getattr__
-            guards[name] = None if getattr(layer, name, ABSENT) is None else PRESENT
+            value = getattr(layer, name, ABSENT)
+            guards[name] = value if value is None or value is ABSENT else PRESENT
             raise
         if isinstance(value, Proxy):  # assigned by the body before
             return value
@@ -350,7 +362,7 @@ def _check_code(
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             value = its_globals.get(step.argval, getattr(builtins, step.argval, ABSENT))
             is_error = isinstance(value, type) and issubclass(value, Exception)
-            if is_error or any(value is allowed for allowed in (*_MODULES, *functions)):
+            if is_error or any(value is allowed for allowed in (*_MODULES, *_BUILTINS, *functions)):
                 continue
             if not isinstance(value, _PLAIN):
                 raise Untraceable(f"uses {step.argval}")

@@ -1,0 +1,377 @@
+"""Messages written by hand under `accelerate`, against PyG, PyG compiled, and the same as a named layer.
+
+A step is forward and backward of one layer 128 wide with 16 features per edge, which want no gradient. On
+molecules it has five layers, and the edges of the batch are a new tensor in every step. Large graphs have
+their edges in random order. bfloat16 is autocast's. Errors are against PyG in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import softmax
+
+from fastsparse_core.layer_swap import Row
+from fastsparse_pyg import (
+    FastGATConv,
+    FastResGatedGraphConv,
+    FastTransformerConv,
+    accelerate,
+    clear_cache,
+)
+
+from . import any_layer, edge_messages
+from .edge_messages import Edges
+from .runner import Benchmark, Cell, Job, Run, attempt, check, option, peak_bytes, relative_error, release
+from .timing import step_time
+
+WIDTH, FEATURES = 128, 16
+GRAPHS = ("ogbn-arxiv", "molecules", "cora", "yelp")
+#: What of them `--quick` measures.
+QUICK = ("ogbn-arxiv", "molecules")
+IMPLEMENTATIONS = ("pyg", "fastsparse", "named", "compiled")
+#: Of graphs on which PyG's layer is also compiled: that takes ten seconds for each layer and dtype.
+COMPILED = ("ogbn-arxiv",)
+#: Relative, of outputs and gradients, on top of twice PyG's own error in that dtype; in float32 sums of up
+#: to 13,161 terms in another order.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
+
+
+class Gat(MessagePassing):
+    """GAT's attention (Velickovic et al., 2018, equation 3) with one vector for both ends."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum")
+        self.lin, self.att = nn.Linear(WIDTH, WIDTH, bias=False), nn.Parameter(torch.randn(2 * WIDTH) / 16)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=self.lin(x))
+        return out
+
+    def message(self, x_i: Tensor, x_j: Tensor, index: Tensor, size_i: int | None) -> Tensor:
+        score = F.leaky_relu((torch.cat([x_i, x_j], dim=-1) * self.att).sum(dim=-1), 0.2)
+        return softmax(score, index, num_nodes=size_i).unsqueeze(-1) * x_j
+
+
+class Attention(MessagePassing):
+    """Dot-product attention, keys and values with the edges' features (Shi et al., 2021)."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum")
+        self.width = WIDTH
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.of_edge = nn.Linear(FEATURES, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, q=self.q(x), k=self.k(x), v=self.v(x), edge_attr=edge_attr)
+        return out
+
+    def message(
+        self, q_i: Tensor, k_j: Tensor, v_j: Tensor, edge_attr: Tensor, index: Tensor, size_i: int | None
+    ) -> Tensor:
+        edge = self.of_edge(edge_attr)
+        score = (q_i * (k_j + edge)).sum(dim=-1) / math.sqrt(self.width)
+        return softmax(score, index, num_nodes=size_i).unsqueeze(-1) * (v_j + edge)
+
+
+class Gated(MessagePassing):
+    """Sum of the sources' values behind gates of both ends and the edge (Bresson and Laurent, 2017)."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum")
+        self.a, self.b, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.of_edge = nn.Linear(FEATURES, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, a=self.a(x), b=self.b(x), v=self.v(x), edge_attr=edge_attr)
+        return out
+
+    def message(self, a_i: Tensor, b_j: Tensor, v_j: Tensor, edge_attr: Tensor) -> Tensor:
+        return torch.sigmoid(a_i + b_j + self.of_edge(edge_attr)) * v_j
+
+
+class EdgeMlp(MessagePassing):
+    """Two maps of both ends and the edge."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum")
+        self.mlp = _mlp(2 * WIDTH + FEATURES)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=x, edge_attr=edge_attr)
+        return out
+
+    def message(self, x_i: Tensor, x_j: Tensor, edge_attr: Tensor) -> Tensor:
+        out: Tensor = self.mlp(torch.cat([x_i, x_j, edge_attr], dim=-1))
+        return out
+
+
+class Filter(MessagePassing):
+    """A weight per edge and feature; SchNet's comes from two maps (Schütt et al., 2017)."""
+
+    def __init__(self, weight: nn.Module) -> None:
+        super().__init__(aggr="sum")
+        self.lin, self.weight = nn.Linear(WIDTH, WIDTH, bias=False), weight
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=self.lin(x), edge_attr=edge_attr)
+        return out
+
+    def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
+        out: Tensor = x_j * self.weight(edge_attr)
+        return out
+
+
+class WithoutEdges(nn.Module):
+    """A layer that takes no features of edges, called as the others are."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        out: Tensor = self.layer(x, edge_index)
+        return out
+
+
+def _mlp(width: int, activation: type[nn.Module] = nn.ReLU) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, WIDTH), activation(), nn.Linear(WIDTH, WIDTH))
+
+
+def _one_map() -> nn.Module:
+    return nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), nn.Tanh())
+
+
+def _edge_conv(mlp: nn.Module, aggr: str) -> nn.Module:
+    return WithoutEdges(pyg.EdgeConv(mlp, aggr=aggr))
+
+
+class Message(NamedTuple):
+    """A layer, and the drop-in of PyG's layer that computes the same or more."""
+
+    make: Callable[[], nn.Module]
+    make_named: Callable[[], nn.Module] | None = None
+
+
+MESSAGES = {
+    "GAT": Message(Gat, lambda: WithoutEdges(FastGATConv(WIDTH, WIDTH, add_self_loops=False))),
+    "attention": Message(
+        Attention, lambda: FastTransformerConv(WIDTH, WIDTH, edge_dim=FEATURES, root_weight=False)
+    ),
+    "gated": Message(
+        Gated, lambda: FastResGatedGraphConv(WIDTH, WIDTH, edge_dim=FEATURES, root_weight=False)
+    ),
+    "edge_mlp": Message(EdgeMlp),
+    "filter": Message(lambda: Filter(nn.Linear(FEATURES, WIDTH))),
+    "SchNet": Message(lambda: Filter(_mlp(FEATURES, nn.Softplus))),
+    "CGConv": Message(lambda: pyg.CGConv(WIDTH, dim=FEATURES)),
+    "GENConv": Message(lambda: pyg.GENConv(WIDTH, WIDTH, edge_dim=FEATURES)),
+    "EdgeConv_sum": Message(lambda: _edge_conv(_mlp(2 * WIDTH), "sum")),
+    "EdgeConv_max": Message(lambda: _edge_conv(_one_map(), "max")),
+    "EdgeConv_max_mlp": Message(lambda: _edge_conv(_mlp(2 * WIDTH), "max")),
+}
+
+
+class Model(nn.Module):
+    """Some layers of one kind."""
+
+    def __init__(self, make: Callable[[], nn.Module], depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(depth))
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x.relu() if number else x, edge_index, edge_attr)
+        return x
+
+
+@lru_cache(maxsize=1)
+def draw_graph(name: str, device: torch.device) -> Edges:
+    """One of `GRAPHS`."""
+    if name == "cora":
+        edge_index, num_nodes = any_layer.draw_graph(name, device)
+        return Edges(name, num_nodes, edge_index, 1)
+    graph = edge_messages.draw_graph(name, device)
+    if name == "molecules":
+        return graph
+    order = torch.randperm(graph.edge_index.size(1), generator=torch.Generator().manual_seed(0))
+    return graph._replace(edge_index=graph.edge_index[:, order.to(device)])
+
+
+class Case(NamedTuple):
+    """Messages on a graph, in a dtype; PyG's layer compiled, or everything else."""
+
+    graph: str
+    dtype: str
+    message: str
+    is_compiled: bool
+
+
+def cases(options: Any) -> list[Case]:
+    """All that runs at once, then what is compiled, until the time is over."""
+    graphs = options.drawn or (QUICK if options.quick else GRAPHS)
+    all_of = [
+        Case(*each, is_compiled)
+        for is_compiled in (False, True)
+        for each in itertools.product(graphs, options.dtypes, options.messages)
+    ]
+    has_plain = set(options.implementations) != {"compiled"}
+    compiles = "compiled" in options.implementations and not options.quick
+    return [
+        case
+        for case in all_of
+        if (compiles and case.graph in options.compiled if case.is_compiled else has_plain)
+    ]
+
+
+def cells(run: Run, case: Case) -> Iterator[Job | Cell]:
+    """The cells of one case; short steps are timed again, in turn."""
+    graph = draw_graph(case.graph, run.device)
+    what = {
+        "graph": case.graph,
+        "edges": graph.edge_index.size(1),
+        "dtype": case.dtype,
+        "message": case.message,
+    }
+    names = ("compiled",) if case.is_compiled else IMPLEMENTATIONS[:-1]
+    made: dict[str, Cell] = {}
+    steps: dict[str, Callable[[], Any]] = {}
+    expected = None
+    torch.manual_seed(0)
+    message = MESSAGES[case.message]
+    original = Model(message.make, graph.depth).to(run.device)
+    inputs = _inputs(graph, run.device)
+    for name in names:
+        if name not in run.options.implementations or (name == "named" and message.make_named is None):
+            continue
+        if run.is_late:
+            made[name] = {"status": "skipped: --limit-s had passed"}
+            continue
+        module, row = copy.deepcopy(original), Row((), "", "", "")
+        if name == "fastsparse":
+            row = accelerate(module, show=False).rows[0]
+        elif name == "named":
+            module = Model(message.make_named, graph.depth).to(run.device)  # type: ignore[arg-type]
+        elif name == "compiled":
+            module.compile()
+        if expected is None and "pyg" in run.options.implementations and name == "pyg":
+            expected = attempt(lambda: {"results": _results(original, graph, inputs, "float32")}).get(
+                "results"
+            )
+        steps[name] = partial(_step, module, graph, inputs, case.dtype)
+        results = None if name == "named" else partial(_results, module, graph, inputs, case.dtype)
+        limit = TOLERANCE[case.dtype] + 2 * (made.get("pyg", {}).get("error") or 0.0)
+        limit = math.inf if name == "pyg" else limit
+        cell = attempt(partial(_measure, run, steps[name], results, expected, limit))
+        made[name] = {"by": row.kernel or row.reason, **cell}
+    any_layer.time_in_turn(run, {name: made[name] for name in steps}, steps)
+    for name, cell in made.items():
+        yield {**what, "implementation": name, **cell}
+    if case.is_compiled:
+        torch._dynamo.reset()
+    clear_cache()
+    release()
+
+
+class Inputs(NamedTuple):
+    """Features of nodes and edges, and the gradient of the output."""
+
+    x: Tensor
+    edge_attr: Tensor
+    upstream: Tensor
+
+
+def _inputs(graph: Edges, device: torch.device) -> Inputs:
+    def normal(rows: int, width: int) -> Tensor:
+        return torch.randn(rows, width, device=device)
+
+    x = normal(graph.num_nodes, WIDTH).requires_grad_()
+    return Inputs(x, normal(graph.edge_index.size(1), FEATURES), normal(graph.num_nodes, WIDTH))
+
+
+def _forward(module: nn.Module, graph: Edges, inputs: Inputs, dtype: str) -> Tensor:
+    # A batch's edges are another tensor each time: whatever a layer remembers of them is new.
+    edge_index = graph.edge_index if graph.depth == 1 else graph.edge_index.clone()
+    device = graph.edge_index.device.type
+    is_mixed = dtype != "float32"
+    with torch.autocast(device, torch.bfloat16) if is_mixed else contextlib.nullcontext():
+        out: Tensor = module(inputs.x, edge_index, inputs.edge_attr)
+    return out
+
+
+def _step(module: nn.Module, graph: Edges, inputs: Inputs, dtype: str) -> Tensor:
+    """Forward and backward."""
+    out = _forward(module, graph, inputs, dtype)
+    out.backward(inputs.upstream.to(out.dtype))
+    inputs.x.grad = None
+    module.zero_grad()
+    return out.detach()
+
+
+def _results(module: nn.Module, graph: Edges, inputs: Inputs, dtype: str) -> list[Tensor]:
+    """Output and gradients."""
+    out = _forward(module, graph, inputs, dtype)
+    wanted = [inputs.x, *module.parameters()]
+    return [out.detach(), *torch.autograd.grad(out, wanted, inputs.upstream.to(out.dtype))]
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    """Relative error; of a gradient that is zero but for rounding, the absolute one."""
+    return min(relative_error(found, expected), (found - expected).abs().max().item())
+
+
+def _measure(
+    run: Run,
+    step: Callable[[], Tensor],
+    results: Callable[[], list[Tensor]] | None,
+    expected: list[Tensor] | None,
+    limit: float,
+) -> Cell:
+    """Error, seconds of the first call, peak memory and time of a step."""
+    begin = time.perf_counter()
+    found = (results or step)()
+    cell: Cell = {"error": None, "first_s": round(time.perf_counter() - begin, 3)}
+    if results is not None and expected is not None:
+        cell["error"] = max(itertools.starmap(_error, zip(found, expected, strict=True)))
+        check(cell["error"], limit)
+    del found
+    cell["peak_bytes"] = peak_bytes(step, run.device, above=True)
+    budget_ms = run.options.budget_ms / (4 if run.options.quick else 1)
+    return {**cell, **step_time(step, run.device, budget_ms=budget_ms, warm_up=2, least=3).as_cell()}
+
+
+BENCHMARK = Benchmark(
+    "messages",
+    cells,
+    cases,
+    budget_ms=100.0,
+    options={
+        "graphs": option(choices=GRAPHS, dest="drawn", default=()),
+        "messages": option(choices=tuple(MESSAGES)),
+        "dtypes": option(list(TOLERANCE), choices=tuple(TOLERANCE)),
+        "implementations": option(list(IMPLEMENTATIONS), choices=IMPLEMENTATIONS),
+        "compiled": option(list(COMPILED), "graphs on which PyG's layer is compiled, too", choices=GRAPHS),
+        "quick": option(False, f"{' and '.join(QUICK)} only, without compiled layers, short timings"),
+        "limit_s": option(250.0, "no cell begins after this time"),
+    },
+    notes=(
+        f"a step is forward and backward of one layer, {WIDTH} wide, {FEATURES} features per edge without a"
+        " gradient; on molecules of five layers, with new edges in every step; bfloat16: autocast",
+        "named: the drop-in of PyG's layer that computes the same (the gated one also maps edges to values)",
+        "filter: one linear map of an edge's features; SchNet: two; EdgeConv_max: one map and tanh; the other"
+        " EdgeConv: two maps",
+        "peak memory is that of a step beyond what lay on the device before it",
+    ),
+)
