@@ -15,6 +15,7 @@ from dgl_cases import dgl
 from hook_cases import assert_same, enabled, enabled_for, moved, tensors_of
 from torch import Tensor, nn
 
+from fastsparse_core import call_report
 from fastsparse_dgl.hooks import user_functions
 
 fn = dgl.function
@@ -354,6 +355,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
     monkeypatch.setattr(user_functions, "_by_plan", recorded)
     monkeypatch.setattr(user_functions, "FEW_EDGES", {})
+    user_functions._traces.clear()
+    user_functions._built_in.clear()
     return found
 
 
@@ -745,3 +748,18 @@ def test_features_that_dgl_aligns(plans: list[tuple[str, ...]]) -> None:
 
     check(call)
     assert not plans
+
+
+def test_the_report_names_plans_and_reasons() -> None:
+    call_report.start_recording()
+    try:
+        with enabled():
+            for reduce in (total, sorted_messages):
+                run(called(Case(mapped, reduce)))
+        rows = {(row.call, row.reason): row.by for row, _ in call_report.report().rows}
+    finally:
+        call_report.stop_recording()
+    assert PER_NODE in rows["update_all", ""]
+    assert GROUPS in rows["update_all", ""]
+    assert PER_NODE in rows["apply_edges", ""]  # the messages alone
+    assert [by for (call, reason), by in rows.items() if call == "update_all" and reason] == ["DGL"]
