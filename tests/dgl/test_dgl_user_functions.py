@@ -15,6 +15,7 @@ from dgl_cases import dgl
 from hook_cases import assert_same, enabled, enabled_for, moved, tensors_of
 from torch import Tensor, nn
 
+from fastsparse_core import call_report
 from fastsparse_dgl.hooks import user_functions
 
 fn = dgl.function
@@ -778,3 +779,18 @@ def test_autocast(case: Case, device: str, plans: list[tuple[str, ...]]) -> None
             assert got.dtype == want.dtype
         errors = [(each.double() - best).norm() / best.norm().clamp(min=1e-2) for each in (got, want)]
         assert errors[0] <= 0.03 + 2 * errors[1]
+
+
+def test_the_report_names_plans_and_reasons() -> None:
+    call_report.start_recording()
+    try:
+        with enabled():
+            for reduce in (total, sorted_messages):
+                run(called(Case(mapped, reduce)))
+        rows = {(row.call, row.reason): row.by for row, _ in call_report.report().rows}
+    finally:
+        call_report.stop_recording()
+    assert PER_NODE in rows["update_all", ""]
+    assert GROUPS in rows["update_all", ""]
+    assert PER_NODE in rows["apply_edges", ""]  # the messages alone
+    assert [by for (call, reason), by in rows.items() if call == "update_all" and reason] == ["DGL"]
