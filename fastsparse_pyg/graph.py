@@ -188,11 +188,13 @@ def gcn_factors(adj: Adjacency, dtype: torch.dtype, loops: bool = False) -> tupl
     Returns:
         the factors; whether the kernel has to add the loops.
     """
-    found: tuple[Tensor, bool] | None = adj.plans.get(("GCN", dtype, loops))
+    is_traced = torch.compiler.is_compiling()  # a trace would depend on what the plans hold
+    found: tuple[Tensor, bool] | None = None if is_traced else adj.plans.get(("GCN", dtype, loops))
     if found is None:
         adds = loops and not adj.has_inserted_loops
         found = adj.inv_sqrt_degree(accumulation_dtype(dtype), loops=int(adds)), adds
-        adj.plans["GCN", dtype, loops] = found
+        if not is_traced:
+            adj.plans["GCN", dtype, loops] = found
     return found
 
 

@@ -203,7 +203,7 @@ def per_head(bias: Tensor | None, heads: int) -> Tensor | None:
 def _check_number(name: str, number: float) -> float:
     if isinstance(number, Tensor) or not isinstance(number, (int, float)):
         raise TypeError(f"{name}: expected a number, got {type(number).__name__}")
-    if not math.isfinite(number):
+    if not torch.compiler.is_compiling() and not math.isfinite(number):  # a trace may hold it as a symbol
         raise ValueError(f"{name}: expected a finite number, got {number}")
     return float(number)
 
