@@ -252,8 +252,8 @@ def _sizes(data: Any) -> Sizes:
 
 def _starts_of_graphs(data: Any) -> Tensor | None:
     """Where the nodes of every graph of a batch begin, as its loader noted on the CPU."""
-    slices = getattr(data, "_slice_dict", None)
-    if isinstance(data, HeteroData) or not slices:
+    slices = None if isinstance(data, HeteroData) else getattr(data, "_slice_dict", None)
+    if not slices:
         return None
     starts = slices.get("x")
     return starts if isinstance(starts, Tensor) and starts.device.type == "cpu" else None

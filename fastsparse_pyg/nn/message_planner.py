@@ -13,7 +13,6 @@ from torch_geometric.nn.dense import Linear as PygLinear
 
 from fastsparse_core.message_plans.plan import INDICES, PER_EDGE, NoPlan, Plan, Planner, by_plan
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
-from fastsparse_pyg.nn.base import are_few_on_gpu
 from fastsparse_pyg.nn.layer_arguments import Arguments
 from fastsparse_pyg.nn.message_pattern import Pattern
 from fastsparse_pyg.nn.segments import is_softmax_of_messages
@@ -41,8 +40,6 @@ def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str) -> 
     if kind is None:
         return None
     mixed = autocast_dtype(found.dst.index) if is_any_autocast_enabled() else None
-    if mixed is not None and are_few_on_gpu(found.special["edge_index"]):
-        return None  # the host needs longer for a plan than for the message; without autocast PyG's code runs
 
     def make() -> Plan | str:
         plan = _find_plan(layer, pattern, found, how, mixed)

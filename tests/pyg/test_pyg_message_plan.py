@@ -405,7 +405,7 @@ GENERATED = "one generated kernel"
 GENERATING = (
     *(softmax_of_features, edge_mlp, mlp_of_difference, map_of_pyg, map_of_both, slices_of_map),
     *(maps_twice, gine_with_both, gen, filtered, coordinates, embedded_distance, concatenated_with_norm),
-    *(chunks,),
+    *(chunks, gated_with_edges, gated_values_with_edges),
 )
 #: Their second derivatives exist everywhere.
 SMOOTH = (
@@ -538,8 +538,9 @@ def test_second_derivatives(message: Message, device: str):
 
     fast_edges = [wanting_gradients(inputs)[name] for name in names]
     with small_graphs():
-        assert torch.autograd.gradgradcheck(run, fast_edges, atol=1e-6)
-    assert set(MESSAGES[message]) <= set(gains_of(fast)[0])
+        # PyTorch's sums of gradients on CUDA are rounded in another order every time.
+        assert torch.autograd.gradgradcheck(run, fast_edges, atol=1e-6, nondet_tol=1e-10)
+    assert set(MESSAGES[message]) <= {*gains_of(fast)[0], *(["gated_aggregate"] if device == "cuda" else [])}
     assert (GENERATED in gains_of(fast)[0]) == (device == "cuda" and message in GENERATING)
 
 
