@@ -109,7 +109,9 @@ def _called(part: Callable[..., Any], *arguments: Any) -> Any:
 class Entries(EdgeValues):
     """The entries of a structure in the order of the edges, in the place of an `Adjacency`."""
 
-    def __init__(self, edges: Tensor, num_dst: int, num_src: int, reverse: bool, self_loops: str) -> None:
+    def __init__(
+        self, edges: Tensor, num_dst: int, num_src: int, reverse: bool, self_loops: str, site: str
+    ) -> None:
         src, dst = edges.long().flip(0) if reverse else edges.long()
         count, self.num_given = min(num_dst, num_src), edges.size(1)
         self.num_dst, self.num_src, self.device = num_dst, num_src, edges.device
