@@ -72,7 +72,7 @@ def cells(run: Run, case: tuple[str, str, str]) -> Iterator[Job]:
             model.zero_grad()
 
         found = run.time(step, step_time)
-        return {**found, "error": error, "compilations": counters["stats"]["unique_graphs"]}
+        return {**found, "error": error, "compilations": counters["stats"].get("unique_graphs", 0)}
 
     yield cell, measure
     torch._dynamo.reset()

@@ -99,8 +99,10 @@ class FastChebConv(PropagatingConv, ChebConv):
         out = self.lins[0](x)
         if len(self.lins) > 1:
             weight = self._value(adj, x, edge_index, edge_weight)
-            is_traced = isinstance(adj, TracedAdjacency)
-            plain = adj.without_self_loops() if is_traced else without_self_loops(adj)
+            if isinstance(adj, TracedAdjacency):
+                plain: Adjacency = adj.without_self_loops()
+            else:
+                plain = without_self_loops(adj)
             laplacian = self._laplacian(plain, x, weight, batch, lambda_max)
             before, last = x, laplacian.times(x, 1.0)
             out = out + self.lins[1](last)

@@ -185,12 +185,14 @@ def _find(edges: Tensor, num_dst: int, num_src: int, reverse: bool, self_loops: 
         ends = edges.unbind(0)
         return Adjacency.from_coo(ends[dst], ends[src], (num_dst, num_src), self_loops=self_loops)
 
+    if edges.is_inference():  # which counts no versions
+        return build()
     stamp = (edges.data_ptr(), edges.stride(), edges._version, edges.shape, edges.dtype)
     return _cache.lookup(edges, stamp, (num_dst, num_src, reverse, self_loops), build)
 
 
 class _Held(threading.local):
-    """The last structure of every site: compiled code drops its edges, and with them a cache, before it ends."""
+    """The last structure of every site: compiled code frees its edges, and a cache's entry, before it ends."""
 
     def __init__(self) -> None:
         self.structures: dict[tuple[bool, str, str], Adjacency] = {}

@@ -116,10 +116,14 @@ def scores_of_rows(rows: Tensor, vectors: Sequence[Tensor]) -> tuple[Sequence[Te
         _C.head_scores(args=_arguments(rows, operands, scores), threads=queue(-1))
         return scores, None
     matrix = _block_diagonal(vectors, dtype)
-    # Autocast leaves products with `out` alone.
-    out = matrix.new_empty(len(vectors), rows.size(0), heads)
     blocks = matrix.view(len(vectors), heads, rows.size(1)).transpose(1, 2)
-    torch.bmm(cast(rows, dtype).expand(len(vectors), -1, -1), blocks, out=out)
+    factors = cast(rows, dtype).expand(len(vectors), -1, -1), blocks
+    if is_plain_eager(rows):
+        # Autocast leaves products with `out` alone, and costs the host less so.
+        out = torch.bmm(*factors, out=matrix.new_empty(len(vectors), rows.size(0), heads))
+    else:  # exported programs have gradients, and may not write
+        with torch.autocast(rows.device.type, enabled=False):
+            out = torch.bmm(*factors)
     return out.unbind(), matrix
 
 
