@@ -39,7 +39,14 @@ def head_scores(feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
     Returns:
         One contiguous tensor (N, ..., H) for each vector, float32, or float64 for float64 features.
     """
-    return _HeadScores.apply(feat, *vectors)
+    if torch.is_grad_enabled():
+        return _HeadScores.apply(feat, *vectors)
+    return _scores(feat, vectors)[0]
+
+
+def _scores(feat: Tensor, vectors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    scores, matrix = scores_of_rows(feat.reshape(-1, vectors[0][0].numel()), vectors)
+    return tuple(item.view(*feat.shape[:-1], vectors[0].size(1)) for item in scores), matrix
 
 
 class _HeadScores(torch.autograd.Function):
@@ -47,10 +54,9 @@ class _HeadScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
-        rows = feat.reshape(-1, vectors[0][0].numel())
-        scores, matrix = scores_of_rows(rows, vectors)
+        scores, matrix = _scores(feat, vectors)
         ctx.save_for_backward(feat, matrix, *vectors)
-        return tuple(item.view(*feat.shape[:-1], vectors[0].size(1)) for item in scores)
+        return scores
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
