@@ -145,6 +145,10 @@ def check_compiled(row: Row, device: str, mode: str | None = None) -> list[list[
             compare(
                 compiled(layer, *arguments), row.run(layer, *arguments), [*arguments, *layer.parameters()]
             )
+    torch._dynamo.reset()
+    with torch.no_grad():
+        inference = torch.compile(row.run, backend="eager", fullgraph=True)(layer, *arguments)
+        compare(inference, row.run(layer, *arguments), [])
     return traced
 
 

@@ -183,8 +183,8 @@ class FastConv(MessagePassing):
                 if _is_compiling():
                     place = (num_src if num_dst is None else num_dst, num_src)
                     reverse = flow == "target_to_source"
-                    loops_kind = "replace" if loops else "keep"
-                    return TracedAdjacency(edge_index, *place, reverse, loops_kind, site_of(edge_index))
+                    site = site_of(edge_index)
+                    return TracedAdjacency(edge_index, *place, reverse, "replace" if loops else "keep", site)
                 adj = known(edge_index, (num_src if num_dst is None else num_dst, num_src, flow, loops))
                 if adj is not None:
                     return adj

@@ -192,7 +192,7 @@ def _find(edges: Tensor, num_dst: int, num_src: int, reverse: bool, self_loops: 
 
 
 class _Held(threading.local):
-    """The last structure of every site: compiled code frees its edges, and a cache's entry, before it ends."""
+    """The last structure of every site, as compiled code frees its edges, and a cache's entry, early."""
 
     def __init__(self) -> None:
         self.structures: dict[tuple[bool, str, str], Adjacency] = {}
@@ -223,9 +223,9 @@ def _structure(edges: Tensor, *place: Any) -> int:
             "PyTorch before 2.8), whose replays would not see other edges; pass "
             "fastsparse_pyg.prepare(edge_index)"
         )
-    *sizes, reverse, self_loops, site = place
+    num_dst, num_src, reverse, self_loops, site = place
     with torch.no_grad():
-        adj = find(edges, *sizes, reverse, "keep" if self_loops == "remove" else self_loops)
+        adj = find(edges, num_dst, num_src, reverse, "keep" if self_loops == "remove" else self_loops)
         adj = without_self_loops(adj) if self_loops == "remove" else adj
     _held.structures[reverse, self_loops, site] = adj
     return adj.handle

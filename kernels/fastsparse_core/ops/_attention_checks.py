@@ -203,7 +203,7 @@ def per_head(bias: Tensor | None, heads: int) -> Tensor | None:
 def _check_number(name: str, number: float) -> float:
     if isinstance(number, Tensor) or not isinstance(number, (int, float)):
         raise TypeError(f"{name}: expected a number, got {type(number).__name__}")
-    if not math.isfinite(number):
+    if not -math.inf < number < math.inf:  # `isfinite` takes no symbolic number
         raise ValueError(f"{name}: expected a finite number, got {number}")
     return float(number)
 
