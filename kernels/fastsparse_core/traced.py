@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core.cache import AdjacencyCache
+from fastsparse_core.gpu import GpuProfile, profile_of
 from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._handles import EdgesOfHandle
 from fastsparse_core.ops._registration import library
@@ -79,6 +80,11 @@ class TracedAdjacency(Adjacency):
     def device(self) -> torch.device:
         """Where the structure lies."""
         return self.edges.device
+
+    @property
+    def gpu(self) -> GpuProfile:
+        """What is known of the GPU that it lies on."""
+        return profile_of(self.edges.device)
 
     @property
     def num_edges(self) -> int:

@@ -321,7 +321,7 @@ def test_what_falls_back_says_why(message, reasons):
     layer, more = CALLS[message]
     x, edge_index = torch.randn(40, 6), random_graph()
     got = torch.compile(layer, backend="eager")(x, edge_index, **more)
-    assert message in reasons.records[0].message
+    assert [record for record in reasons.records if message in record.message]
     expected = layer(x, edge_index, **more)
     close(*(each[0] if more else each for each in (got, expected)), 2e-5)
 
