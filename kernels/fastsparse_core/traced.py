@@ -22,7 +22,6 @@ from fastsparse_core.ops._handles import EdgesOfHandle
 from fastsparse_core.ops._registration import library
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 from fastsparse_core.structure.construction import SelfLoops
-from fastsparse_core.structure.loops import without_self_loops
 
 Loops = SelfLoops | Literal["remove"]
 _PLACE = "Tensor edges, SymInt num_dst, SymInt num_src, bool reverse, str self_loops, str site"
@@ -232,7 +231,7 @@ def _structure(edges: Tensor, *place: Any) -> int:
     num_dst, num_src, reverse, self_loops, site = place
     with torch.no_grad():
         adj = find(edges, num_dst, num_src, reverse, "keep" if self_loops == "remove" else self_loops)
-        adj = without_self_loops(adj) if self_loops == "remove" else adj
+        adj = adj.without_self_loops() if self_loops == "remove" else adj
     _held.structures[reverse, self_loops, site] = adj
     return adj.handle
 

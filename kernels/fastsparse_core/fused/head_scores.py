@@ -41,12 +41,9 @@ def head_scores(feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
     """
     if torch.is_grad_enabled():
         return _HeadScores.apply(feat, *vectors)
-    return _scores(feat, vectors)[0]
-
-
-def _scores(feat: Tensor, vectors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    scores, matrix = scores_of_rows(feat.reshape(-1, vectors[0][0].numel()), vectors)
-    return tuple(item.view(*feat.shape[:-1], vectors[0].size(1)) for item in scores), matrix
+    # A trace without gradients cannot read a node of autograd's graph whose inputs are several vectors.
+    scores, _ = scores_of_rows(feat.reshape(-1, vectors[0][0].numel()), vectors)
+    return tuple(item.view(*feat.shape[:-1], vectors[0].size(1)) for item in scores)
 
 
 class _HeadScores(torch.autograd.Function):
@@ -54,9 +51,9 @@ class _HeadScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
-        scores, matrix = _scores(feat, vectors)
+        scores, matrix = scores_of_rows(feat.reshape(-1, vectors[0][0].numel()), vectors)
         ctx.save_for_backward(feat, matrix, *vectors)
-        return scores
+        return tuple(item.view(*feat.shape[:-1], vectors[0].size(1)) for item in scores)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

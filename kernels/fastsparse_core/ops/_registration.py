@@ -194,7 +194,8 @@ def register_autograd(name: str, formula: type[torch.autograd.Function]) -> None
     def dispatch(*arguments: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, arguments)
-        arguments = in_backward(arguments)
+        if torch.SymInt in map(type, arguments):
+            arguments = in_backward(arguments)
         if torch.is_grad_enabled():
             for argument in arguments:
                 if isinstance(argument, Tensor) and argument.requires_grad:
