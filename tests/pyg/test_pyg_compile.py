@@ -127,7 +127,7 @@ def test_every_layer_compiles_with_edges(device, row, reasons):
     """As the table of docs/compile.md says."""
     if row.is_fallback:
         torch.compile(row.run, backend="eager")(row.make().to(device), *moved(row.draw(40), device))
-        assert "torch.compile" in reasons.records[0].message
+        assert [record for record in reasons.records if "torch.compile" in record.message]
         assert written()[row.name][0].startswith("PyG's code")
         return
     assert all(map(is_ours, check_compiled(row, device)))
@@ -139,7 +139,7 @@ def test_every_layer_compiles_with_edges(device, row, reasons):
 
 def test_the_page_lists_every_layer_that_compiles():
     assert list(written()) == [row.name for row in ROWS]
-    assert {drop_in.__name__ for drop_in in DROP_INS} <= {row.name for row in ROWS}
+    assert {drop_in.__name__ for drop_in in DROP_INS} <= {row.name.split()[0] for row in ROWS}
 
 
 @pytest.mark.gpu
