@@ -17,6 +17,7 @@ from typing import Any
 VARIABLE = "FASTSPARSE_RUN"
 #: Process that `fastsparse run` became.
 MAIN_PROCESS = "FASTSPARSE_RUN_PID"
+#: "1", or "time" to measure times too.
 REPORT = "FASTSPARSE_REPORT"
 REPORT_FILE = "FASTSPARSE_REPORT_JSON"
 
@@ -160,7 +161,8 @@ def start(actions: str) -> None:
         if action.root != package:
             after_import(action.root, action.call_if_due)
     if os.environ.get(REPORT) or os.environ.get(REPORT_FILE):
-        after_import("fastsparse_core", _Named("fastsparse_core.call_report:start_recording").call)
+        start = "start_timing" if os.environ.get(REPORT) == "time" else "start_recording"
+        after_import("fastsparse_core", _Named(f"fastsparse_core.call_report:{start}").call)
         atexit.register(_report)
 
 

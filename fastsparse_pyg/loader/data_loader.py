@@ -16,7 +16,7 @@ from torch_geometric.loader import DataLoader as PygDataLoader
 from fastsparse_core.graph_store import NothingToStore, NotStored, Outline, StoredBatches, same_outline
 from fastsparse_core.log import info_once, warn_once
 from fastsparse_pyg.caching import logger
-from fastsparse_pyg.loader.base import OF_WORKERS, choose_device
+from fastsparse_pyg.loader.base import OF_WORKERS, choose_device, follows_script, script_uses_gpu
 from fastsparse_pyg.loader.stored_graphs import StoredGraphs
 
 
@@ -96,7 +96,8 @@ class DataLoader(PygDataLoader):
         self._source: _Source | None = None
         self._graphs: StoredGraphs | None = None
         self.device = choose_device(None, device)
-        self._moves = device is not None or self.device.type != "cpu"
+        self._follows = follows_script(device)
+        self._moves = device is not None or (self.device.type != "cpu" and not self._follows)
         try:
             if batch_size is None and kwargs.get("batch_sampler") is None:
                 raise NotStored("batch_size is None")
@@ -124,6 +125,11 @@ class DataLoader(PygDataLoader):
         return StoredBatches(self, lambda index: graphs.batch(index, graph_at))
 
     def __iter__(self) -> Iterator[Any]:
+        if self._follows and self._source is not None and self.device.type == "cpu" and script_uses_gpu():
+            self.device = choose_device(self._source.example(), None)
+            self._graphs = None
+            if self._is_stored:
+                self.pin_memory = False
         batches = super().__iter__()
         if isinstance(batches, StoredBatches) or not self._moves:
             return batches

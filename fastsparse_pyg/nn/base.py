@@ -242,9 +242,10 @@ class FastConv(MessagePassing):
             return fallback.wrong_dimensions(dim, state["node_dim"])
         if x_src.layout is not torch.strided and not self._takes_sparse_features:
             return Reason("features that are not a dense matrix", fallback.PLAIN_FEATURES)
-        if not self._takes_matrices and is_sparse_matrix(edge_index):
+        is_list = type(edge_index) is Tensor and edge_index.layout is torch.strided
+        if not is_list and not self._takes_matrices and is_sparse_matrix(edge_index):
             return fallback.SPARSE_MATRIX
-        if self._fusible and not state["fuse"] and is_sparse_matrix(edge_index):
+        if not is_list and self._fusible and not state["fuse"] and is_sparse_matrix(edge_index):
             return Reason("a sparse matrix with fuse=False", fallback.PLAIN_EDGES)
         is_turned = x_dst is not x_src and state["flow"] == "target_to_source"
         if is_turned and not isinstance(edge_index, Adjacency):
@@ -305,12 +306,13 @@ class FastConv(MessagePassing):
         """Sum, mean, maximum or minimum over neighbours, along `node_dim`, of features of any dimension."""
         if value is not None and not value.is_floating_point():
             value = value.to(x.dtype)
-        reduce = self._reduce()
-        dim = self.node_dim
+        reduce, dim = REDUCE[type(self._modules["aggr_module"])], self.__dict__["node_dim"]
         if x.dim() == 2 and (dim == -2 or dim == 0):
             return spmm(adj, x, value, reduce, scale_dst=scales[0], scale_src=scales[1], bias=bias)
-        out = spmm(adj, x.movedim(dim, 0), value, reduce, scale_dst=scales[0], scale_src=scales[1])
-        out = out.movedim(0, dim).contiguous()
+        by_node = x.movedim(dim, 0)
+        shape = by_node.shape[1:]
+        out = spmm(adj, by_node.flatten(1), value, reduce, scale_dst=scales[0], scale_src=scales[1])
+        out = out.unflatten(1, shape).movedim(0, dim).contiguous()
         return out if bias is None else out + bias
 
     def _neighbours_and_root(

@@ -115,18 +115,21 @@ class FastChebConv(PropagatingConv, ChebConv):
     def _laplacian(
         self, adj: Adjacency, x: Tensor, weight: Tensor | None, batch: Tensor | None, lambda_max: Any
     ) -> _Laplacian:
-        dtype = accumulation_dtype(x.dtype)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         # PyG's degrees are those of the first row of the edges, whatever the flow is.
         at_source = self.flow == "source_to_target"
         kind = self.normalization
+        largest: Any = 1.0
         if weight is None:
             scale = (
                 (adj.inv_sqrt_out_degree if at_source else adj.inv_sqrt_degree)
                 if kind == "sym"
                 else (adj.inv_out_degree if at_source else adj.inv_degree)
             )(dtype)
-            degree = (adj.out_degree() if at_source else adj.in_degree()).to(dtype)[:, None]
-            value, largest = None, degree.max() if kind is None else 1.0
+            value = None
+            if kind is None:
+                degree = (adj.out_degree() if at_source else adj.in_degree()).to(dtype)[:, None]
+                largest = degree.max()
         else:
             with torch.autocast(x.device.type, enabled=False):
                 ones = torch.ones(adj.num_dst, 1, dtype=dtype, device=x.device)

@@ -23,8 +23,13 @@ from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, multi_aggregate
 from fastsparse_core.fallback import Reason
-from fastsparse_core.fused.bias import linear
-from fastsparse_core.fused.principal_aggregation import Scaled, add_scaled, joined_maps, scaled_aggregation
+from fastsparse_core.fused.principal_aggregation import (
+    Scaled,
+    add_scaled,
+    joined_maps,
+    node_parts,
+    scaled_aggregation,
+)
 from fastsparse_core.structure.incidence import incidence
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix, num_caller_values, to_edge_index
@@ -126,7 +131,8 @@ class FastPNAConv(FastConv, PNAConv):
             own_biases.append(nn[0].bias)
         factors = self._factors(adj, x.dtype, scaler)
         if stores:
-            own = linear(x, *joined_maps([], [], of_own, [], own_biases, shared))
+            maps = joined_maps([], [], of_own, [], own_biases, shared)
+            own = node_parts(x, *maps, len(of_own) * self.F_out)[2]
             rows = self._messages(x, edge_index, adj, edge_attr)
             aggregated = multi_aggregate(incidence(adj), rows, names, groups=self.towers)
             out = add_scaled(own, aggregated, weights, factors)

@@ -540,7 +540,6 @@ class FirstNodes:
 class SampleStep:
     def __init__(
         self,
-        *,
         structure: CsrStructure,
         weight: _Memory,
         weight_sum: _Memory,
@@ -559,6 +558,7 @@ class SampleStep:
         place: _Memory,
         row: _Memory,
         edge_id: _Memory,
+        *,
         most_rows: int,
         most_slots: int,
         slot_ptr: _Memory,
@@ -662,7 +662,6 @@ def edge_messages(
     queue: int,
 ) -> None: ...
 def edge_messages_backward(
-    *,
     structure: CsrStructure,
     transposed: CsrStructure,
     input: EdgeMessageInput,
@@ -679,6 +678,7 @@ def edge_messages_backward(
     grad_edge: _Memory,
     grad_features: _Memory,
     grad_weight: _Memory,
+    *,
     grad_of_value: _Memory,
     groups: int,
     maps: EdgeMapGradients,
@@ -783,7 +783,6 @@ def multi_aggregate(
     queue: int,
 ) -> None: ...
 def multi_aggregate_backward(
-    *,
     structure: CsrStructure,
     transposed: CsrStructure,
     input: MultiAggregateInput,
@@ -794,6 +793,7 @@ def multi_aggregate_backward(
     base: _Memory,
     slope: _Memory,
     share: _Memory,
+    *,
     marks: _Memory,
     grad_src: _Memory,
     grad_dst: _Memory,
@@ -898,9 +898,9 @@ def spmm_extremum_backward(
     queue: int,
 ) -> None: ...
 def ssd(
-    *,
     structure: CsrStructure,
     width: int,
+    *,
     values: _Rows,
     ids: _Memory,
     value: _Rows,
@@ -1034,9 +1034,9 @@ def attention_bsb_backward(
     queue: int,
 ) -> None: ...
 def batch_norm(
-    *,
     x: _Rows,
     mask: _Memory,
+    *,
     count: _Memory,
     partial: _Memory,
     num_parts: int,
@@ -1201,11 +1201,11 @@ def row_split_fill(
     queue: int,
 ) -> None: ...
 def sddmm_bsb(
-    *,
     structure: BsbStructure,
     rowptr: _Memory,
     slot_window: _Memory,
     slot_entry: _Memory,
+    *,
     quad_vector: _Memory,
     edge_id: _Memory,
     edge_id_is_64bit: bool,
@@ -1221,13 +1221,13 @@ def sddmm_bsb(
     queue: int,
 ) -> None: ...
 def spmm_bsb(
-    *,
     structure: BsbStructure,
     x: _Rows,
     value: _Rows,
     heads: int,
     quad_vector: _Memory,
     vector_scale: _Memory,
+    *,
     scale_dst: _Memory,
     scale_src: _Memory,
     loop: _Memory,

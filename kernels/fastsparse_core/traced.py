@@ -19,7 +19,7 @@ from fastsparse_core.cache import AdjacencyCache
 from fastsparse_core.gpu import GpuProfile, profile_of
 from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._handles import EdgesOfHandle
-from fastsparse_core.ops._registration import library
+from fastsparse_core.ops._registration import library, tell_inspect
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 from fastsparse_core.structure.construction import SelfLoops
 
@@ -281,6 +281,7 @@ for _key in ("CPU", "CUDA"):
     library.impl("structure_num_edges", _structure_num_edges, _key)
     library.impl("structure_part", _structure_part, _key)
 library.impl("structure", _traced, "Autograd")
+tell_inspect(__name__)
 torch.library.register_fake("fastsparse::structure", lambda edges, *place: _number(edges), lib=library)
 torch.library.register_fake("fastsparse::structure_num_edges", lambda edges, _: _number(edges), lib=library)
 torch.library.register_fake(

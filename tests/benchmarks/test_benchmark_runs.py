@@ -275,6 +275,13 @@ def test_tensor_cores_gather_a_row_per_vector() -> None:
         ("segments", "--graphs pubmed --widths 3 --budget-ms 1", 2 * 2 * 4 * 2 * 3, [2 * 2 * 4] * 2),
         ("typed", "--scale 0.0001 --budget-ms 1", 16, [8]),
         (
+            "masks",
+            "--masks lengths-20 --tokens 200 --heads 2 --width 16 --dtypes float32 --budget-ms 1"
+            " --implementations FastSparse dense nested",
+            2 * 3,
+            [1, 1],
+        ),
+        (
             "enabled",
             "--graphs molecules --dtypes float32 --width 3 --starts 1 --budget-ms 1",
             2 * 2 * (2 + 7) + 2,
@@ -682,9 +689,9 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(command_line, "run", pretend)
     cuda = (
-        "programs attention edges pna any_layer messages dgl_operators segments enabled typed train small"
-        " epochs breakdown ssd accuracy maxk spmm sddmm spmm formats adjacency host minibatch sampling regret"
-        " accuracy"
+        "programs attention masks edges pna any_layer messages dgl_operators segments enabled typed train"
+        " small epochs breakdown ssd accuracy maxk spmm sddmm spmm formats adjacency host minibatch sampling"
+        " regret accuracy"
     )
     for device, expected in (("cpu", "cpu dgl_operators formats accuracy"), ("cuda", cuda)):
         ran.clear()

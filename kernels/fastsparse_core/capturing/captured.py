@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import operator
 import os.path
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -153,7 +154,8 @@ class Captured:
             self._forget()
             self._changes += 1
             form.calls = 0  # which tensors stay is to be seen again
-        chosen = next((item for item in form.records if item.fits(call)), None)
+        fitting = (item for item in form.records if item.fits(call))
+        chosen = min(fitting, key=operator.attrgetter("size"), default=None)
         if chosen is not None:
             changed = chosen.changed(call)
             if not changed:

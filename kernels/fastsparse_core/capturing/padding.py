@@ -71,7 +71,7 @@ class Capacity(Sizes):
     Attributes:
         spare: of every node type, how many nodes of every hop, the last ones, are always padding: edges of
             padding connect them.
-        largest: nodes of the largest graph, a power of two; 0: not known.
+        largest: nodes of the largest graph, two or three times a power of two; 0: not known.
     """
 
     spare: tuple[tuple[int, ...], ...] = ()
@@ -128,8 +128,13 @@ def capacity_for(seen: Sequence[Sizes]) -> Capacity:
         for hops, mores in zip(edges, more_edges, strict=True)
     ]
     graphs = [sizes.largest_graph for sizes in seen]
-    largest = 1 << (max(graphs) - 1).bit_length() if all(graphs) else 0
+    largest = _rounded_up(max(graphs)) if all(graphs) else 0
     return _capacity(capacities, more_capacities, ends, tuple(spare), largest)
+
+
+def _rounded_up(size: int) -> int:
+    power = 1 << (size - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and size <= power * 3 // 4 else power
 
 
 def _columns(kinds: Sequence[tuple[tuple[int, ...], ...]]) -> list[list[tuple[int, ...]]]:

@@ -81,9 +81,14 @@ def edge_scores(features: Tensor, weight: Tensor, vector: Tensor) -> Tensor:
     Returns:
         (E, H).
     """
-    heads, width = vector.shape[1:]
-    of_heads = (weight.view(heads, width, -1) * vector.view(heads, width, 1)).sum(1)
+    of_heads = map_to_scores(weight, vector)
     return F.linear(features, of_heads) if features.is_cuda else _LinearInParts.apply(features, of_heads)
+
+
+def map_to_scores(weight: Tensor, vector: Tensor) -> Tensor:
+    """The linear map (H, A) of edges' features to what each head's vector sees of them (`edge_scores`)."""
+    heads, width = vector.shape[1:]
+    return (weight.view(heads, width, -1) * vector.view(heads, width, 1)).sum(1)
 
 
 class _LinearInParts(torch.autograd.Function):
@@ -100,10 +105,17 @@ class _LinearInParts(torch.autograd.Function):
         grad_features = grad @ weight if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return grad_features, None
-        whole = features.size(0) // _PART * _PART
-        parts = (x[:whole].unflatten(0, (whole // _PART, _PART)) for x in (grad, features))
-        total = torch.bmm(next(parts).transpose(1, 2), next(parts)).sum(0)
-        return grad_features, total + grad[whole:].t() @ features[whole:]
+        return grad_features, product_in_parts(grad, features)
+
+
+def product_in_parts(left: Tensor, right: Tensor) -> Tensor:
+    """``left.t() @ right`` of tall matrices, products of `_PART` rows each added up."""
+    whole = left.shape[0] // _PART * _PART
+    rest = left[whole:].t() @ right[whole:]
+    if not whole:
+        return rest
+    parts = left[:whole].unflatten(0, (-1, _PART)).transpose(1, 2), right[:whole].unflatten(0, (-1, _PART))
+    return torch.bmm(*parts).sum(0) + rest
 
 
 def scores_of_rows(rows: Tensor, vectors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:

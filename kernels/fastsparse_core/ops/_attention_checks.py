@@ -15,11 +15,13 @@ from fastsparse_core.ops._eager import PLAIN, is_plain_eager
 from fastsparse_core.ops._operands import written_out
 from fastsparse_core.structure.adjacency import Adjacency
 
+_STRIDED = torch.strided
+
 
 def is_plain(adj: Adjacency, dropout_p: float, *matrices: Tensor) -> bool:
     """Whether a call hides nothing: plain matrices on the structure's device, no dropout, no autocast."""
     if (
-        torch.compiler.is_compiling()
+        not is_plain_eager(matrices[-2])
         or type(adj) is not Adjacency
         or type(dropout_p) is not float
         or dropout_p != 0.0
@@ -32,11 +34,10 @@ def is_plain(adj: Adjacency, dropout_p: float, *matrices: Tensor) -> bool:
             or matrix.dim() != 2
             or matrix.device != device
             or matrix.is_neg()
-            or matrix.layout is not torch.strided
+            or matrix.layout is not _STRIDED
         ):
             return False
-    device_type = "cuda" if matrices[0].is_cuda else "cpu"
-    return is_plain_eager(matrices[-2]) and not torch.is_autocast_enabled(device_type)
+    return not torch.is_autocast_enabled("cuda" if matrices[0].is_cuda else "cpu")
 
 
 def default_scale(width: int) -> float:

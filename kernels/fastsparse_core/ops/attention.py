@@ -23,7 +23,7 @@ from fastsparse_core.ops._attention_launch import ADDITIVE, DOT_PRODUCT, GATV2, 
 from fastsparse_core.ops._autocast import autocast
 from fastsparse_core.ops._checks import check_features, is_partitioned
 from fastsparse_core.ops._eager import PLAIN
-from fastsparse_core.ops._edge_values import num_heads
+from fastsparse_core.ops._operands import num_heads
 from fastsparse_core.ops.edge_softmax import edge_softmax
 from fastsparse_core.structure.adjacency import Adjacency
 
