@@ -24,7 +24,7 @@ from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.layer_swap import restore
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
 from fastsparse_core.ops.spmm import Reduce
-from fastsparse_core.traced import TracedAdjacency
+from fastsparse_core.traced import TracedAdjacency, site_of
 from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import layer_cache, stamp_attributes
 from fastsparse_pyg.graph import for_pyg, is_sparse_matrix, resolve, to_edge_index
@@ -171,7 +171,7 @@ class FastConv(MessagePassing):
         dim, flow = state["node_dim"], state["flow"]
         num_src = x_src.size(dim)
         num_dst = None if x_dst is None else num_src if x_dst is x_src else x_dst.size(dim)
-        if type(edge_index) is Tensor:
+        if type(edge_index) is Tensor or (_is_compiling() and fallback.is_edge_list(edge_index)):
             if size is not None:
                 for name, expected, got in (("source", size[0], num_src), ("destination", size[1], num_dst)):
                     if expected is not None and got is not None and expected != got:
@@ -183,7 +183,8 @@ class FastConv(MessagePassing):
                 if _is_compiling():
                     place = (num_src if num_dst is None else num_dst, num_src)
                     reverse = flow == "target_to_source"
-                    return TracedAdjacency(edge_index, *place, reverse, "replace" if loops else "keep")
+                    site = site_of(edge_index)
+                    return TracedAdjacency(edge_index, *place, reverse, "replace" if loops else "keep", site)
                 adj = known(edge_index, (num_src if num_dst is None else num_dst, num_src, flow, loops))
                 if adj is not None:
                     return adj

@@ -12,8 +12,6 @@ from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, sddmm, spmm
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.structure.loops import without_self_loops
-from fastsparse_core.traced import TracedAdjacency
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.propagation import PropagatingConv
 
@@ -106,9 +104,7 @@ class FastChebConv(PropagatingConv, ChebConv):
         out = self.lins[0](x)
         if len(self.lins) > 1:
             weight = self._value(adj, x, edge_index, edge_weight)
-            is_traced = isinstance(adj, TracedAdjacency)
-            plain = adj.without_self_loops() if is_traced else without_self_loops(adj)
-            laplacian = self._laplacian(plain, x, weight, batch, lambda_max)
+            laplacian = self._laplacian(adj.without_self_loops(), x, weight, batch, lambda_max)
             before, last = x, laplacian.times(x, 1.0)
             out = out + self.lins[1](last)
             for lin in list(self.lins)[2:]:

@@ -13,7 +13,7 @@ from torch_geometric.typing import OptTensor
 from fastsparse_core import Adjacency, edge_softmax, spmm
 from fastsparse_core.fallback import Reason
 from fastsparse_core.message_plans.ends import EdgeEnd, gather
-from fastsparse_core.traced import TracedAdjacency
+from fastsparse_core.traced import TracedAdjacency, site_of
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import is_sparse_matrix, raise_graph, resolve
 from fastsparse_pyg.nn.base import FastConv
@@ -72,7 +72,9 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         if num_edges is None:
             num_edges = int(hyperedge_index[1].max()) + 1 if hyperedge_index.numel() else 0
         if is_traced:
-            to_edges: Adjacency = TracedAdjacency(hyperedge_index, num_edges, x.size(0))
+            to_edges: Adjacency = TracedAdjacency(
+                hyperedge_index, num_edges, x.size(0), site=site_of(hyperedge_index)
+            )
         else:
             to_edges = resolve(hyperedge_index, x.size(0), num_edges, x.device)
         to_nodes = to_edges.t()

@@ -91,6 +91,16 @@ def test_quick_messages_until_the_time_is_over(tmp_path: Path, monkeypatch: pyte
     assert {cell["status"] for cell in cells} == {"skipped: --limit-s had passed"}
 
 
+def test_compile_compares_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch_geometric")
+    monkeypatch.setattr("benchmarks.compile.MOLECULES", 2)
+    arguments = "--graphs molecules pubmed --implementations FastSparse PyG --budget-ms 1"
+    result = result_of(tmp_path, "compile", arguments)
+    assert len(result["cells"]) == 2 * 2 * 7
+    assert all(cell["status"] == "ok" and cell["compilations"] == 0 for cell in result["cells"])
+    assert len(tables.TABLES["compile"](result)) == 2
+
+
 def test_dlmc_ratios_use_the_stored_baselines_of_the_gpu() -> None:
     from benchmarks.roofline import peers
 

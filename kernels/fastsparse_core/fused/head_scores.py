@@ -39,7 +39,11 @@ def head_scores(feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
     Returns:
         One contiguous tensor (N, ..., H) for each vector, float32, or float64 for float64 features.
     """
-    return _HeadScores.apply(feat, *vectors)
+    if torch.is_grad_enabled():
+        return _HeadScores.apply(feat, *vectors)
+    # A trace without gradients cannot read a node of autograd's graph whose inputs are several vectors.
+    scores, _ = scores_of_rows(feat.reshape(-1, vectors[0][0].numel()), vectors)
+    return tuple(item.view(*feat.shape[:-1], vectors[0].size(1)) for item in scores)
 
 
 class _HeadScores(torch.autograd.Function):
@@ -47,8 +51,7 @@ class _HeadScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
-        rows = feat.reshape(-1, vectors[0][0].numel())
-        scores, matrix = scores_of_rows(rows, vectors)
+        scores, matrix = scores_of_rows(feat.reshape(-1, vectors[0][0].numel()), vectors)
         ctx.save_for_backward(feat, matrix, *vectors)
         return tuple(item.view(*feat.shape[:-1], vectors[0].size(1)) for item in scores)
 
@@ -128,10 +131,14 @@ def scores_of_rows(rows: Tensor, vectors: Sequence[Tensor]) -> tuple[Sequence[Te
         _C.head_scores(args=_arguments(rows, operands, scores), threads=queue(-1))
         return scores, None
     matrix = _block_diagonal(vectors, dtype)
-    # Autocast leaves products with `out` alone.
-    out = matrix.new_empty(len(vectors), rows.size(0), heads)
     blocks = matrix.view(len(vectors), heads, rows.size(1)).transpose(1, 2)
-    torch.bmm(cast(rows, dtype).expand(len(vectors), -1, -1), blocks, out=out)
+    factors = cast(rows, dtype).expand(len(vectors), -1, -1), blocks
+    if is_plain_eager(rows):
+        # Autocast leaves products with `out` alone, and costs the host less so.
+        out = torch.bmm(*factors, out=matrix.new_empty(len(vectors), rows.size(0), heads))
+    else:  # exported programs have gradients, and may not write
+        with torch.autocast(rows.device.type, enabled=False):
+            out = torch.bmm(*factors)
     return out.unbind(), matrix
 
 

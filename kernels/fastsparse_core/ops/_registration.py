@@ -260,7 +260,8 @@ class Operator:
         """What PyTorch's dispatcher runs where a tensor may want a gradient."""
         if forward_ad._current_level >= 0:
             _refuse_tangents(self.name, arguments)
-        arguments = in_backward(arguments)
+        if torch.SymInt in map(type, arguments):
+            arguments = in_backward(arguments)
         if torch.is_grad_enabled():
             for argument in arguments:
                 if isinstance(argument, Tensor) and argument.requires_grad:

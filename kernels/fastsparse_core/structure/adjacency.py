@@ -367,6 +367,18 @@ class Adjacency(Storage):
         other._of_rows = self._of_rows  # cut into the same slices
         return other
 
+    def without_self_loops(self) -> Adjacency:
+        """The structure without its self loops; edge values keep the order and the number that they had."""
+        return self.derived("without_self_loops", self._without_self_loops)
+
+    def _without_self_loops(self) -> Adjacency:
+        row, col = self.row(), self.col
+        kept = torch.nonzero(row != col).flatten()
+        rowptr = torch.zeros_like(self.rowptr)
+        torch.cumsum(torch.bincount(row[kept], minlength=self.num_dst), 0, out=rowptr[1:])
+        edge_id = kept.to(torch.int32) if self.edge_id is None else self.edge_id[kept]
+        return Adjacency(rowptr, col[kept], self.shape, edge_id=edge_id, num_values=self.num_values)
+
     @property
     def is_symmetric(self) -> bool:
         """Whether A equals its transpose. Builds it; rows with unsorted columns count as not symmetric."""
