@@ -177,10 +177,14 @@ class FastPNAConv(FastConv, PNAConv):
             if name != "identity":
                 divides, of_degree = _OF_DEGREE[name]
 
-                def build(of_degree: Callable[[Tensor], Tensor] = of_degree) -> Tensor:
-                    return of_degree(adj.in_degree().to(dtype))
+                if torch.compiler.is_compiling():  # a trace would depend on what the structure keeps
+                    factor = of_degree(adj.rowptr.diff().to(dtype))
+                else:
 
-                factor = adj.derived(("pna", name, dtype), build)  # what layers of one graph share
+                    def build(of_degree: Callable[[Tensor], Tensor] = of_degree) -> Tensor:
+                        return of_degree(adj.in_degree().to(dtype))
+
+                    factor = adj.derived(("pna", name, dtype), build)  # what layers of one graph share
                 average = scaler.avg_deg_lin if "linear" in name else scaler.avg_deg_log
                 factor = average / factor if divides else factor / average
             factors.append(factor)
