@@ -25,15 +25,20 @@ from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, h
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
 from fastsparse_pyg.nn.message_kernels import Copies, evaluate, kernel_of, reduce_by_kernel
 from fastsparse_pyg.nn.message_pattern import Pattern, find_pattern
-from fastsparse_pyg.nn.message_planner import reduce_by_plan
+from fastsparse_pyg.nn.message_planner import planned, reduce_by_plan
 from fastsparse_pyg.nn.segments import aggregate, reduction_of
 
 #: Patterns kept of one class; a layer whose attributes change with every call is not traced for ever.
 _MOST_PATTERNS = 8
 #: On the CPU, edges below which the host's work for a call counts more than the edges'.
 FEW_EDGES = 4096
+#: Few edges are so many times `FEW_EDGES_ON_GPU`, that is 131,072: the host bounds PyG's steps on fewer, and
+#: plans take it longer. Measured with a loaded host, forward and backward, PyG's code and a plan: an edge MLP
+#: in bfloat16 on 10,556 edges 1.06 and 2.17 ms, five on batches of 26,000 new edges 5.7 and 13.2 ms
+#: (H100); FAConv on 41,000 new edges 2.06 and 2.38 ms (H200). Copied features take one kernel on any number.
+_TIMES_FEW = 4
 _FEW_ON_GPU = Reason(
-    f"no one kernel for the whole message, and at most {FEW_EDGES_ON_GPU} edges on a GPU", ""
+    f"no one kernel for the whole message, and at most {_TIMES_FEW * FEW_EDGES_ON_GPU} edges on a GPU", ""
 )
 _FEW_ON_CPU = Reason(f"fewer than {FEW_EDGES} edges on the CPU", "")
 #: Of pairs PyG documents that the second is the sources' there; what it generates reads the first.
@@ -43,10 +48,6 @@ _TURNED_PAIR = Reason(
 )
 _POSITIONAL = Reason("propagate() with positional arguments", "Pass its arguments by name")
 _SIZE = "Pass `size=(num_src, num_dst)` to propagate()"
-#: Of new edges more are few, for a structure pays when they have come several times: those that a layer makes
-#: anew never do (FAConv on 41 thousand edges, on an H200: a step of 2.06 ms by PyG's code, 2.38 by kernels
-#: whose structure was recognised), and those of a batch as often as there are layers.
-_TIMES_IF_NEW = 4
 _16_BITS = (torch.float16, torch.bfloat16)
 _ANY = Pattern(reason="its attributes change")
 _is_tracing = torch._C._is_tracing
@@ -87,7 +88,7 @@ class AnyLayer(MessagePassing):
                     is_left = self._left[aggregation] = self._takes_more_kernels()
                     if is_left or not count:
                         fallback.tell(type(self).__name__, _FEW_ON_GPU if count else _FEW_ON_CPU)
-                if not count or (is_left and count <= FEW_EDGES_ON_GPU) or is_new(edge_index):
+                if not count or is_left or is_new(edge_index):
                     edge_index = edge_index if edge_index.dtype is torch.int64 else for_pyg(edge_index)
                     return super().propagate(edge_index, size=size, **kwargs)
             # A call for each of them would take as long as the rest of this.
@@ -311,13 +312,16 @@ class AnyLayer(MessagePassing):
     # ---------------------------------------------------------------- what it is, and what it was
 
     def _shown(self) -> str:
-        """What a report says: message and kernel."""
+        """What a report says: what computed the messages, or will if no plan does."""
+        plan = planned.get(self, "")
+        if plan and not isinstance(plan, str):
+            return str(plan)
         how = self._kernel_reduce()
         pattern = self._pattern_without("message", ()) if "message" not in self.__dict__ else _ANY
         kernel = kernel_of(pattern, how)
         if kernel:
             return f"{pattern}: {kernel} ({how})"
-        where = "message() per edge"
+        where = "message() per edge" + (f", because of {plan}" if plan else "")
         if how:
             return f"{where}: segment {how}"
         reduction = "its own aggregate()" if self._has_own_aggregate() else f"aggr={self.aggr!r}"
@@ -353,19 +357,20 @@ def _few_edges(edge_index: Any, given: dict[str, Any]) -> int | None:
     """How many edges there are if PyG's code may take less time for so few; 0 where it does, on the CPU.
 
     None: the kernels serve them, as they do where features have 16 bits, which PyTorch does not sum in
-    float32. Its other sums on the CPU have the same bits every time too, for one thread adds in order.
+    float32, and under autocast on the CPU. Its other sums on the CPU have the same bits every time too, for
+    one thread adds in order.
     """
-    if type(edge_index) is not Tensor or is_any_autocast_enabled():
+    if type(edge_index) is not Tensor:
         return None
-    count = edge_index.numel() // 2
-    if edge_index.is_cpu and count < FEW_EDGES:
+    count, is_mixed = edge_index.numel() // 2, is_any_autocast_enabled()
+    if edge_index.is_cpu and count < FEW_EDGES and not is_mixed:
         count = 0
-    elif not are_few_on_gpu(edge_index, _TIMES_IF_NEW):
+    elif not are_few_on_gpu(edge_index, _TIMES_FEW):
         return None
     for value in given.values():
         item = value[0] if isinstance(value, (tuple, list)) and value else value
         if isinstance(item, Tensor):
-            return None if item.dtype in _16_BITS else count
+            return None if item.dtype in _16_BITS and not is_mixed else count
     return count
 
 

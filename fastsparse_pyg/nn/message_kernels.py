@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 
-from fastsparse_core import gine_aggregate, policy, spmm
+from fastsparse_core import policy, spmm
 from fastsparse_core.message_plans.plan import PRODUCTS
 from fastsparse_core.message_plans.terms import without_autocast
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
@@ -22,9 +22,7 @@ from fastsparse_pyg.nn.message_pattern import Pattern
 
 def kernel_of(pattern: Pattern, how: str) -> str:
     """The kernel that reduces such messages, "" where they have to be made."""
-    if pattern.kind == "product" and how in PRODUCTS:
-        return "spmm"
-    return "gine_aggregate" if pattern.kind == "relu" and how == "sum" else ""
+    return "spmm" if pattern.kind == "product" and how in PRODUCTS else ""
 
 
 class Copies(NamedTuple):
@@ -132,21 +130,6 @@ def reduce_by_kernel(layer: Any, pattern: Pattern, found: Arguments, how: str) -
     dim = layer.node_dim
     if at_dst or type(x) is not Tensor or not x.is_floating_point() or not -x.dim() <= dim < x.dim():
         return None
-    return (_product if pattern.kind == "product" else _rectified_sum)(layer, pattern, found, how, x)
-
-
-def evaluate(layer: Any, pattern: Pattern, found: Arguments) -> Any:
-    """What a traced body computes per edge; sets the attributes that it sets."""
-    if pattern.compute is None:
-        return None
-    found.lift(pattern.names)
-    result, assigned = pattern.compute(layer, *[found[name] for name in pattern.names])
-    for name, item in assigned.items():
-        setattr(layer, name, item)
-    return result
-
-
-def _product(layer: Any, pattern: Pattern, found: Arguments, how: str, x: Tensor) -> Tensor | None:
     dim = layer.node_dim % x.dim()
     rest = x.shape[dim + 1 :] if pattern.shape is None else _fit(pattern.shape, x)
     num_dims = dim + 1 + len(rest or ())
@@ -166,6 +149,7 @@ def _product(layer: Any, pattern: Pattern, found: Arguments, how: str, x: Tensor
     elif weight is not None:
         value = _as_value(weight, rest, dim, num_dims, found.dst.num_edges)
         if value is None:  # not one per edge or head
+            type(layer)._left[type(layer._modules.get("aggr_module"))] = True
             x_j = found[pattern.feature]
             x_j = x_j if pattern.shape is None else x_j.view(-1, *pattern.shape)
             messages = weight * x_j
@@ -184,14 +168,15 @@ def _product(layer: Any, pattern: Pattern, found: Arguments, how: str, x: Tensor
     return out if len(out_rest) == 1 else out.reshape(out.size(0), *out_rest)
 
 
-def _rectified_sum(layer: Any, pattern: Pattern, found: Arguments, how: str, x: Tensor) -> Tensor | None:
-    if x.dim() != 2 or layer.node_dim not in (-2, 0):
+def evaluate(layer: Any, pattern: Pattern, found: Arguments) -> Any:
+    """What a traced body computes per edge; sets the attributes that it sets."""
+    if pattern.compute is None:
         return None
-    terms = evaluate(layer, pattern, found)
-    if type(terms) is Tensor and terms.shape == (found.dst.num_edges, x.size(1)) and terms.dtype == x.dtype:
-        with without_autocast(x):
-            return gine_aggregate(found.special["adj"], x, terms)
-    return layer._reduced((found[pattern.feature] + terms).relu(), found, how)
+    found.lift(pattern.names)
+    result, assigned = pattern.compute(layer, *[found[name] for name in pattern.names])
+    for name, item in assigned.items():
+        setattr(layer, name, item)
+    return result
 
 
 def _fit(shape: tuple[int, ...], x: Tensor) -> torch.Size | None:

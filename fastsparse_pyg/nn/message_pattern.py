@@ -1,6 +1,6 @@
 """What `message()` computes, found by tracing it once.
 
-A copy of the source's features, weighted or not, or their sum with terms of the edge behind a rectifier.
+A copy of the source's features, weighted or not, or anything else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 import torch_geometric.utils
 from torch import Tensor, nn
 from torch.fx import Graph, Node
@@ -28,7 +27,6 @@ _DIV = (operator.truediv, torch.div, torch.true_divide, "div")
 _ADD = (operator.add, torch.add, "add")
 #: A factor of a message, and whether it divides.
 Factor = tuple[Node | float, bool]
-_RELU = (F.relu, torch.relu, "relu")
 
 
 @dataclass(frozen=True)
@@ -36,12 +34,11 @@ class Pattern:
     """What a body is found to compute.
 
     Attributes:
-        kind: ``"product"``: features of the sources, weighted or not; ``"relu"``: relu(features + terms of
-            the edge); ``"any"``: anything.
+        kind: ``"product"``: features of the sources, weighted or not; ``"any"``: anything.
         feature: argument whose rows are copied, "x_j".
         shape: trailing shape in which the body views it; None: as it is.
         out_shape: trailing shape in which the body views the product; None: as it is.
-        compute: gives (weights or terms per edge, or the whole result, and attributes that the body sets), as
+        compute: gives (weights per edge, or the whole result, and attributes that the body sets), as
             a method of the layer; None: there are none and nothing is set, or the body itself has to run.
         names: arguments of ``compute``.
         is_weighted: whether there are weights.
@@ -52,7 +49,7 @@ class Pattern:
         plans: what was made of it, by reduction and kind of arguments (`message_plan`).
     """
 
-    kind: Literal["product", "relu", "any"] = "any"
+    kind: Literal["product", "any"] = "any"
     feature: str = ""
     shape: tuple[int, ...] | None = None
     out_shape: tuple[int, ...] | None = None
@@ -63,7 +60,7 @@ class Pattern:
     reason: str = ""
     graph: Graph | None = None
     assigned: Mapping[str, Node] = field(default_factory=dict)
-    plans: dict[Any, Any] = field(default_factory=dict)
+    plans: dict[Any, list[Any]] = field(default_factory=dict)
 
     def holds_for(self, layer: nn.Module) -> bool:
         """Whether the layer's attributes are those of the trace."""
@@ -72,8 +69,6 @@ class Pattern:
     def __str__(self) -> str:
         if self.kind == "any":
             return f"any: {self.reason}" if self.reason else "any"
-        if self.kind == "relu":
-            return f"relu({self.feature} + e)"
         return f"w * {self.feature}" if self.is_weighted else self.feature
 
 
@@ -102,7 +97,7 @@ def _recognise(graph: Graph, assigned: dict[str, Node], guards: dict[str, Any]) 
         raise Untraceable("gives something else than a tensor")
     if any(node.target is torch._assert for node in graph.nodes):  # plans check shapes, nothing else would
         return Pattern(guards=guards, reason="checks its arguments")
-    found = _rectified(graph, out, assigned, guards) or _product(graph, out, assigned, guards)
+    found = _product(graph, out, assigned, guards)
     if found is not None:
         return found
     compute: Callable[..., Any] | None = None
@@ -132,20 +127,6 @@ def _product(graph: Graph, out: Node, assigned: dict[str, Node], guards: dict[st
         return Pattern("product", argument, shape, out_shape, guards=guards)
     compute, names = _compile(graph, factors, assigned)
     return Pattern("product", argument, shape, out_shape, compute, names, bool(factors), guards)
-
-
-def _rectified(graph: Graph, out: Node, assigned: dict[str, Node], guards: dict[str, Any]) -> Pattern | None:
-    if out.target not in _RELU or len(out.args) != 1 or out.kwargs.get("inplace"):
-        return None
-    total = out.args[0]
-    if not isinstance(total, Node) or total.target not in _ADD or len(total.args) != 2 or total.kwargs:
-        return None
-    for one, other in (total.args, total.args[::-1]):
-        found = _feature(one) if isinstance(one, Node) and one.op == "placeholder" else None
-        if found and isinstance(other, Node):
-            compute, names = _compile(graph, [(other, False)], assigned)
-            return Pattern("relu", found[0], compute=compute, names=names, guards=guards)
-    return None
 
 
 def _factors(node: Any, inverse: bool, found: list[Factor]) -> bool:

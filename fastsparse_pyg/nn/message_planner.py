@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, ClassVar
 
 import torch
 import torch_geometric.utils
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.nn.dense import Linear as PygLinear
 
-from fastsparse_core.message_plans.plan import INDICES, NoPlan, Plan, Planner
+from fastsparse_core.message_plans.plan import INDICES, PER_EDGE, NoPlan, Plan, Planner, by_plan
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
 from fastsparse_pyg.nn.layer_arguments import Arguments
 from fastsparse_pyg.nn.message_pattern import Pattern
 from fastsparse_pyg.nn.segments import is_softmax_of_messages
 
-#: Plans kept of one message.
-_MOST_PLANS = 16
+#: Layer -> the plan that computed its messages when it was last called, or what stopped one.
+planned: Any = WeakIdKeyDictionary()
 
 
 def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str) -> Any:
@@ -40,15 +40,16 @@ def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str) -> 
     if kind is None:
         return None
     mixed = autocast_dtype(found.dst.index) if is_any_autocast_enabled() else None
-    plans, key = pattern.plans, (how, kind, mixed)
-    if key not in plans:
-        if len(plans) == _MOST_PLANS:
-            return None
+
+    def make() -> Plan | str:
         plan = _find_plan(layer, pattern, found, how, mixed)
-        is_better = plan is not None and (pattern.kind != "product" or plan.gains != ("spmm",))
-        plans[key] = plan if is_better else None
-    plan = plans[key]
-    return None if plan is None else plan.reduce(layer, found)
+        is_same = pattern.kind == "product" and isinstance(plan, Plan) and plan.gains == ("spmm",)
+        return "" if is_same else plan
+
+    out, plan = by_plan(pattern.plans, (how, kind, mixed), layer, found, make)
+    if how != PER_EDGE:
+        planned[layer] = plan
+    return out
 
 
 def _kind_of(found: Arguments, pattern: Pattern) -> tuple[Any, ...] | None:
@@ -80,17 +81,22 @@ def _kind_of(found: Arguments, pattern: Pattern) -> tuple[Any, ...] | None:
 
 def _find_plan(
     layer: nn.Module, pattern: Pattern, found: Arguments, how: str, mixed: torch.dtype | None
-) -> Plan | None:
-    """The plan of a traced message; None: there is none that is better than the message itself."""
+) -> Plan | str:
+    """The plan of a traced message, or what stopped one that is better than the message itself."""
     graph, assigned = pattern.graph, pattern.assigned
     assert graph is not None
-    with contextlib.suppress(Exception):  # whatever an operator cannot do with tensors without content
+    try:
         planner = _Planner(layer, found, mixed)
         plan = planner.plan(graph, how, assigned)
         if mixed is None:
             return plan
-        return None if assigned else plan._replace(dtype=planner.dtype_of(graph))
-    return None
+        values = planner.without_edges(graph)
+        own = {name: values[node].dtype for name, node in (assigned or {}).items()}
+        return plan._replace(dtypes=(values[list(graph.nodes)[-1].args[0]].dtype, own))
+    except NoPlan as reason:
+        return str(reason)
+    except Exception:  # whatever an operator cannot do with tensors without content
+        return ""
 
 
 class _Planner(Planner):

@@ -356,6 +356,7 @@ class AttentionLayer:
         second_vector: _Memory,
         edge: _Rows,
         edge_weight: _Rows,
+        edge_scores: _Memory,
         bias: _Memory,
         out: _Memory,
         state: _Memory,
@@ -371,6 +372,7 @@ class AttentionLayer:
         second_vector: _Memory,
         edge: _Rows,
         edge_weight: _Rows,
+        edge_scores: _Memory,
         state: _Memory,
         grad: _Rows,
         grad_joint: _Memory,
@@ -1149,6 +1151,7 @@ def gatv2_attention_backward(
     queue: int,
 ) -> None: ...
 def head_outer(
+    structure: CsrStructure,
     x: _Rows,
     y: _Rows,
     x_edge: _Memory,

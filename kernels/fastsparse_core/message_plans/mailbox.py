@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +29,9 @@ from fastsparse_core.message_plans.plan import (
     _leaves,
     _likeness,
     _mapped,
-    _meta,
     _meta_of,
     _name_of,
+    _Of,
     _Sum,
     _Whole,
 )
@@ -181,8 +181,8 @@ _REDUCTIONS = ("sum", "mean", "max", "min")
 class MailboxPlanner(Planner):
     """Plans a message function, and a reduce function behind it."""
 
-    def __init__(self, layer: Any, found: Edges) -> None:
-        super().__init__(layer, found)
+    def __init__(self, layer: Any, found: Edges, mixed: torch.dtype | None = None) -> None:
+        super().__init__(layer, found, mixed)
         self.gains["no atomics"] = None
         self._read: frozenset[str] | None = None  # results of the message function that a reduction reads
 
@@ -191,7 +191,8 @@ class MailboxPlanner(Planner):
         values, out = self._walk(trace)
         self._check(out)
         kept = {name: self._at_edges(values[node]) for name, node in written.items()}
-        return self._finished((({name: self._at_edges(x) for name, x in out.items()}, kept), {}))
+        plan = self._finished((({name: self._at_edges(x) for name, x in out.items()}, kept), {}))
+        return self._with_dtypes(plan, trace, written, _dtypes)
 
     def plan_reduction(self, trace: Graph, written: Mapping[str, Node], field: str, how: str) -> Plan:
         """The plan of a message function whose result ``field`` is reduced."""
@@ -199,7 +200,11 @@ class MailboxPlanner(Planner):
         values, out = self._walk(trace)
         self._check(out)
         kept = {name: self._at_edges(values[node]) for name, node in written.items()}
-        return self._finished(((self._reduced(out[field], how), kept), {}))
+        plan = self._finished(((self._reduced(out[field], how), kept), {}))
+        is_cast = self.found.special["adj"].device.type == "cuda"  # as DGL's own sums
+        return self._with_dtypes(
+            plan, trace, written, lambda messages: self.mixed if is_cast else messages[field].dtype
+        )
 
     def plan_mailbox(self, trace: Graph, written: Mapping[str, Node], reduce_trace: Graph) -> Plan:
         """The plan of a message function and a reduce function; its result is (rows by name, written)."""
@@ -210,7 +215,29 @@ class MailboxPlanner(Planner):
         kept = {name: self._at_edges(values[node]) for name, node in written.items()}
         self.gains["no groups by degree"] = None
         rows = {name: self._complete(x) for name, x in self._walk_mailbox(reduce_trace, out).items()}
-        return self._finished(((rows, kept), {}))
+        plan = self._finished(((rows, kept), {}))
+
+        def of_rows(messages: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+            mail = {name: x.unsqueeze(1) for name, x in messages.items()}
+            values = self.without_edges(reduce_trace, mail)
+            return _dtypes({name: values[node] for name, node in results_of(reduce_trace).items()})
+
+        return self._with_dtypes(plan, trace, written, of_rows)
+
+    def _with_dtypes(
+        self,
+        plan: Plan,
+        trace: Graph,
+        written: Mapping[str, Node],
+        of_messages: Callable[[Mapping[str, Tensor]], Any],
+    ) -> Plan:
+        """The plan with the dtypes that its results have under autocast."""
+        if self.mixed is None:
+            return plan
+        values = self.without_edges(trace)
+        found = of_messages({name: values[node] for name, node in results_of(trace).items()})
+        kept = _dtypes({name: values[node] for name, node in written.items()})
+        return plan._replace(dtypes=((found, kept), {}))
 
     def _num_uses(self, node: Node) -> int:
         uses = [user for user in node.users if user.op != "output"]
@@ -246,7 +273,7 @@ class MailboxPlanner(Planner):
             else:
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 value = values[node] = self._of_mailbox(node, list(args), dict(kwargs))
-                if isinstance(value, _Mail):
+                if isinstance(value, _Mail) and isinstance(value.value, _Of):
                     value.value.is_shared = len(node.users) > 1
         raise NoPlan
 
@@ -256,7 +283,7 @@ class MailboxPlanner(Planner):
         node = self.arguments.get(name)
         if node is None:
             node = self.arguments[name] = self.graph.placeholder(f"given_{len(self.arguments)}")
-        return _Rows(_meta(value, _NODES), node, "all")
+        return _Rows(self._meta(value, _NODES), node, "all")
 
     # ---- operators
 
@@ -385,7 +412,7 @@ class MailboxPlanner(Planner):
         if node.op == "call_module":
             module = self._module_of_rows(node, args, kwargs)
             with torch.no_grad():
-                meta = copy.deepcopy(module).to("meta")(first.meta)
+                meta = copy.deepcopy(module).to("meta")(args[0].meta)
             return _Rows(meta, self.graph.create_node(node.op, node.target, tuple(given)), "some")
         name = _name_of(node)
         if name == "unsqueeze" and isinstance(first, _Rows) and (args[1:] or list(kwargs.values())) == [1]:
@@ -437,6 +464,10 @@ class MailboxPlanner(Planner):
                 raise NoPlan
             self.modules[name] = _likeness(each)
         return module
+
+
+def _dtypes(tensors: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    return {name: x.dtype for name, x in tensors.items()}
 
 
 def _is_tensor(item: Any) -> bool:

@@ -14,6 +14,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, Interpreter, Node
 
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
@@ -37,6 +38,8 @@ from fastsparse_core.ops.edge_expression import HOW, can_generate
 _EDGES = 1_000_003
 #: Features of an edge that the kernels map themselves.
 _MOST_FEATURES = 32
+#: Plans kept of one trace.
+_MOST_PLANS = 16
 #: Reductions that a sparse product knows.
 PRODUCTS = ("sum", "mean", "max", "min")
 #: In place of a reduction: what a body gives per edge.
@@ -50,16 +53,22 @@ class Plan(NamedTuple):
     Attributes:
         run: (the layer twice, found arguments, arguments) -> the reduced messages, and attributes to set.
         names: of the arguments.
-        modules: paths of modules that are taken apart, and what they were like.
+        modules: paths of modules that are taken apart, and of parameters, with what they were like.
         gains: what it does better than the message, for reports.
-        dtype: of the result under autocast; None: as it comes.
+        stopped_by: the first operator that it computes per edge; "" if there is none.
+        dtypes: of what it gives under autocast, in the same tuples and dictionaries; None: as it comes.
     """
 
     run: Callable[..., tuple[Any, dict[str, Any]]]
     names: tuple[str, ...]
     modules: tuple[tuple[str, tuple[Any, ...]], ...]
     gains: tuple[str, ...]
-    dtype: torch.dtype | None = None
+    stopped_by: str = ""
+    dtypes: Any = None
+
+    def __str__(self) -> str:
+        rest = f"; the rest per edge, because of {self.stopped_by}" if self.stopped_by else ""
+        return f"{' + '.join(self.gains)}{rest}"
 
     def reduce(self, layer: Any, found: Edges) -> Any:
         """The reduced messages, with the attributes set that the body sets; None: a module has changed."""
@@ -67,14 +76,48 @@ class Plan(NamedTuple):
             module = operator.attrgetter(path)(layer)
             if _likeness(module) != known or not _is_plain(module):
                 return None
-        result, assigned = self.run(layer, layer, found, *[found.placed(name)[0] for name in self.names])
+        made = self.run(layer, layer, found, *[found.placed(name)[0] for name in self.names])
+        result, assigned = made if self.dtypes is None else _in_dtypes(made, self.dtypes)
         for name, item in assigned.items():
             setattr(layer, name, item)
-        return result if self.dtype is None else result.to(self.dtype)
+        return result
+
+
+def by_plan(
+    plans: dict[Any, list[Plan | str]], key: Any, layer: Any, found: Edges, make: Callable[[], Plan | str]
+) -> tuple[Any, Plan | str]:
+    """What a plan computes, and the plan; None, and what stopped one.
+
+    Args:
+        plans: of one trace, by what they depend on; layers of one class may need several of a kind.
+        key: what the plan depends on.
+        layer: whose messages they are.
+        found: the edges and arguments.
+        make: a plan for this layer, or what stopped one.
+    """
+    known = plans.setdefault(key, [])
+    for plan in known:
+        result = plan.reduce(layer, found) if isinstance(plan, Plan) else None
+        if result is not None or not isinstance(plan, Plan):
+            return result, plan
+    if max(len(known), len(plans)) > _MOST_PLANS:
+        return None, ""
+    made = make()
+    known.append(made)
+    result = made.reduce(layer, found) if isinstance(made, Plan) else None
+    return result, "" if result is None and isinstance(made, Plan) else made
+
+
+def _in_dtypes(found: Any, dtypes: Any) -> Any:
+    if isinstance(dtypes, dict):
+        return {name: _in_dtypes(found[name], each) for name, each in dtypes.items()}
+    if isinstance(dtypes, tuple):
+        return tuple(itertools.starmap(_in_dtypes, zip(found, dtypes, strict=True)))
+    return found.to(dtypes)
 
 
 class NoPlan(Exception):
-    """Nothing would be gained, or a value is of a kind that plans do not know."""
+    """Nothing would be gained, or a value is of a kind that plans do not know; names the operator."""
 
 
 # ---------------------------------------------------------------- values of a trace
@@ -87,12 +130,10 @@ class _Value:
     Attributes:
         meta: a tensor of its dtype and shape without content, edges first, or the value itself if it is none.
         made: the plan's node that has it per edge, once there is one.
-        is_shared: whether it is read more than once.
     """
 
     meta: Any
     made: Any = None
-    is_shared: bool = False
 
     @property
     def row(self) -> tuple[int, ...]:
@@ -146,11 +187,15 @@ class _Of(_Value):
     - softmax (scores): over the edges of a destination.
     - dropped (a value; p).
     - shaped (a value): in another shape, edges first.
+
+    Attributes:
+        is_shared: whether it is read more than once.
     """
 
     kind: str = ""
     parts: Sequence[Any] = ()
     options: tuple[Any, ...] = ()
+    is_shared: bool = False
 
 
 def _is(value: Any, kind: str) -> TypeGuard[_Of]:
@@ -246,8 +291,10 @@ def _name_of(node: Node) -> str:
     return _SYNONYMS.get(name, name)
 
 
-def _likeness(module: nn.Module) -> tuple[Any, ...]:
-    """What of a module a plan was made for."""
+def _likeness(module: Any) -> tuple[Any, ...]:
+    """What of a module, or of a parameter, a plan was made for."""
+    if isinstance(module, Tensor):
+        return type(module), module.shape
     state = vars(module)
     if isinstance(module, nn.Sequential):
         return type(module), len(module)
@@ -257,8 +304,10 @@ def _likeness(module: nn.Module) -> tuple[Any, ...]:
     return type(module), *[state[name] for name in names if name in state]
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _is_plain(module: Any) -> bool:
     """Whether a call of a module is its formula alone."""
+    if isinstance(module, Tensor):
+        return True
     state = vars(module)
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if isinstance(module, nn.Linear) or "weight" in state["_parameters"]:
@@ -334,7 +383,7 @@ class Planner:
     def _finished(self, result: Any) -> Plan:
         """The plan whose function gives that result of nodes."""
         if not self.gains:
-            raise NoPlan
+            raise NoPlan(self._stopped_by())
         self.graph.output(result)
         for node in reversed(list(self.graph.nodes)):
             is_ours = node.op == "output" or node in (self.layer_node, self.found_node)
@@ -345,7 +394,17 @@ class Planner:
         exec(code.src, namespace)
         kept = set(self.graph.nodes)
         names = tuple(name for name, node in self.arguments.items() if node in kept)
-        return Plan(namespace["forward"], names, tuple(self.modules.items()), tuple(self.gains))
+        return Plan(
+            namespace["forward"], names, tuple(self.modules.items()), tuple(self.gains), self._stopped_by()
+        )
+
+    def _stopped_by(self) -> str:
+        """The first operator on features of nodes per edge; "" if there is none."""
+        for node in self.graph.nodes:
+            if node.target is terms.per_edge:
+                user = next(iter(node.users))
+                return str(user.target) if isinstance(user.target, str) else user.target.__name__
+        return ""
 
     # ---- leaves
 
@@ -378,35 +437,43 @@ class Planner:
         meta = _meta(x, rows)
         return meta.float() if self.mixed is not None and x.is_floating_point() else meta
 
-    def dtype_of(self, graph: Graph) -> torch.dtype:
-        """The dtype that a body has under autocast, found by running its trace without edges.
+    def without_edges(self, graph: Graph, mail: Mapping[str, Tensor] | None = None) -> dict[Node, Any]:
+        """What every node of a trace is if there are no edges: the dtypes that autocast gives them.
 
-        Autocast's rules depend on operator and device; modules that might keep what they see have no plan.
+        Autocast's rules depend on operator and device. Modules might keep what they see, so few are called.
+
+        Args:
+            graph: the trace.
+            mail: the arguments ``mail.NAME``, by name.
 
         Raises:
-            NoPlan: the trace calls such a module.
+            NoPlan: the trace calls another module.
         """
         given, found = [], self.found
-        kinds = (nn.Sequential, *self.linears, *_ACTIVATIONS, nn.Identity, nn.Dropout)
+        stateless = (nn.Identity, nn.Dropout, nn.LayerNorm, nn.Embedding, nn.Sequential)
         for node in graph.nodes:
+            name = str(node.target)
             if node.op == "call_module":
-                parts = operator.attrgetter(str(node.target))(self.layer).modules()
-                if not all(type(each) in kinds and _is_plain(each) for each in parts):
-                    raise NoPlan
+                for each in operator.attrgetter(name)(self.layer).modules():
+                    if type(each) not in (*stateless, *self.linears, *_ACTIVATIONS) or not _is_plain(each):
+                        raise NoPlan(type(each).__name__)
             if node.op == "placeholder":
-                name = str(node.target)
-                value, is_edge = found.special.get(name), name in INDICES
+                value, has_rows = found.special.get(name), name in INDICES
                 if name == "ptr" and isinstance(value, Tensor):
                     value = torch.zeros_like(value)
-                elif is_edge:
+                elif has_rows:
                     value = found[name]
+                elif name.startswith("mail."):
+                    value = (mail or {})[name[5:]]
                 elif name not in found.special:
                     value, place = found.placed(name)
-                    is_edge = bool(place)
-                given.append(value[:0] if is_edge and isinstance(value, Tensor) else value)
+                    has_rows = bool(place)
+                given.append(value[:0] if has_rows and isinstance(value, Tensor) else value)
+        module: Any = nn.Module() if self.layer is None else self.layer
+        interpreter = Interpreter(module, garbage_collect_values=False, graph=graph)
         with torch.no_grad():
-            dtype: torch.dtype = Interpreter(GraphModule(self.layer, graph)).run(*given).dtype
-        return dtype
+            interpreter.run(*given)
+        return interpreter.env
 
     def _check_dtype(self, x: Tensor) -> None:
         """All floating tensors have one dtype, so that the order of operators decides none."""
@@ -420,7 +487,9 @@ class Planner:
 
     def _value(self, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if node.op == "get_attr":
-            return self._parameter(str(node.target))
+            found = self._parameter(str(node.target))
+            self.modules[str(node.target)] = _likeness(operator.attrgetter(str(node.target))(self.layer))
+            return found
         if node.op == "call_module":
             path = str(node.target)
             if kwargs or len(args) != 1 or not isinstance(args[0], _Value):
@@ -478,9 +547,10 @@ class Planner:
             self.modules[path] = _likeness(module)
             return value
         if any(
-            not type(each).__module__.startswith(("torch.", "torch_geometric.")) for each in module.modules()
+            not (type(each).__module__.startswith(("torch.", "torch_geometric.")) and _is_plain(each))
+            for each in module.modules()
         ):
-            raise NoPlan  # its code would run once more, to find a shape
+            raise NoPlan  # its code, or its hooks, would run once more, to find a shape
         with torch.no_grad():
             meta = copy.deepcopy(module).to("meta")(x.meta)
         made = self.graph.create_node("call_module", path, (self._at_edges(x),))
@@ -539,7 +609,7 @@ class Planner:
         """A sum and a constant, which is kept apart until a term or a kernel takes it."""
         if added is None:
             return x
-        made = {name: self._expanded(x, term, meta) for name, term in x.terms.items()}
+        made: dict[str, Any] = {name: self._expanded(x, term, meta) for name, term in x.terms.items()}
         mapping = x.mapping if x.row == tuple(meta.shape[1:]) else None
         if x.bias is not None:
             both = self.call(operator.add, (x.bias.node, added.node))
@@ -733,7 +803,9 @@ class Planner:
             bias = _Whole(bias.meta.reshape(row), node=self.method("reshape", (bias.node, row)))
         elif bias is not None:
             x, bias = self._settled(x), None
-        made = {name: self.method("reshape", (term, (-1, *row))) for name, term in x.terms.items()}
+        made: dict[str, Any] = {
+            name: self.method("reshape", (term, (-1, *row))) for name, term in x.terms.items()
+        }
         return _Sum(meta, **made, mapping=x.mapping, bias=bias)
 
     def _view(self, x: Any, *sizes: Any) -> _Value | None:
@@ -875,8 +947,8 @@ class Planner:
         if isinstance(value, (int, float)):
             return value
         if isinstance(value, _Whole):
-            size = value.meta.shape if isinstance(value.meta, Tensor) else (0,)
-            if value.special or size.numel() not in (1, leaves.width) or math.prod(size[:-1]) != 1:
+            size = tuple(value.meta.shape) if isinstance(value.meta, Tensor) else (0,)
+            if value.special or math.prod(size) not in (1, leaves.width) or math.prod(size[:-1]) != 1:
                 raise NoPlan
             return leaves.add("whole", self.method("reshape", (value.node, (-1,))))
         if _is(value, "mapped") and _has_kernel(*value.options):
@@ -965,6 +1037,8 @@ class Planner:
             return None
         if not self.found.dst.index.is_cuda and (mappings or gates.is_shared):
             return None  # gates that are kept are made anyway; mapping edges takes the CPU's kernel longer
+        if self.generates and mappings:
+            return None  # on ogbn-arxiv's edges gated_aggregate takes an H100 11 ms, a generated kernel 8
         weights = [x.mapping.weight if x.mapping is not None else None for x in both]
         edge = (mappings[0].features, *weights) if mappings else (None, None, None)  # type: ignore[union-attr]
         operands = (both[0].dst, both[0].src, both[1].src, *edge)

@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import os
 import tempfile
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from fastsparse_core.log import info_once
+
+_logger = logging.getLogger("fastsparse_core")
 
 #: Name -> (value of the arguments {0} and {1}, gradient of each argument from that of the result, {g}, and
 #: the result, {y}).
@@ -100,6 +105,9 @@ def kernel_of(
     name = hashlib.sha256(source.encode()).hexdigest()[:24]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastsparse" / "edge_kernels"
     path = home / f"{name}.py"
+    info_once(
+        _logger, f"Compiling generated kernels of a message, which takes about a second each: {expression}"
+    )
     if not path.exists():
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=home, suffix=".part", delete=False) as file:

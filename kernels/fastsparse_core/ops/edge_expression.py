@@ -277,7 +277,7 @@ class _Call(NamedTuple):
                 tl.float64 if self.acc == torch.float64 else tl.float32,
                 order is not None,
                 split.num_slots > 0,
-                "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+                "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",
                 num_warps=4 if self.width <= 128 else 8,
             )
         return parts if split.num_slots else None
