@@ -204,11 +204,10 @@ class FastPNAConv(FastConv, PNAConv):
             raise_features(x_src)
         if (edge_attr is None) != (self.edge_dim is None):
             return fallback.EDGE_FEATURES_OR_NOT
-        if edge_attr is not None:
-            if not isinstance(edge_attr, Tensor) or edge_attr.dim() != 2:
-                return fallback.EDGES_NOT_A_MATRIX
-            if stores and torch.compiler.is_compiling():
-                return fallback.COMPILED_MESSAGES
+        if edge_attr is not None and (not isinstance(edge_attr, Tensor) or edge_attr.dim() != 2):
+            return fallback.EDGES_NOT_A_MATRIX
+        if stores and torch.compiler.is_compiling():
+            return fallback.COMPILED_MESSAGES
         is_plain = type(edge_index) is Tensor and edge_index.layout is torch.strided
         if not is_plain and is_sparse_matrix(edge_index):
             if edge_attr is not None:

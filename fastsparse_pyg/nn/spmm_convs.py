@@ -520,7 +520,9 @@ def _gru(cell: torch.nn.GRUCell, x: Tensor, hidden: Tensor) -> Tensor:
     reset, update, new = F.linear(x, cell.weight_ih, cell.bias_ih).chunk(3, dim=1)
     of_hidden = F.linear(hidden, cell.weight_hh, cell.bias_hh).chunk(3, dim=1)
     new = torch.tanh(new + torch.sigmoid(reset + of_hidden[0]) * of_hidden[2])
-    return new + torch.sigmoid(update + of_hidden[1]) * (hidden.to(new.dtype) - new)  # autocast lowers it
+    if hidden.is_cuda:
+        hidden = hidden.to(new.dtype)  # as autocast does there
+    return new + torch.sigmoid(update + of_hidden[1]) * (hidden - new)
 
 
 def _values_of(matrix: Propagation, dtype: torch.dtype) -> Tensor:
