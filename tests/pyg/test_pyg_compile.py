@@ -20,6 +20,7 @@ from fastsparse_core.export import decompose
 from fastsparse_pyg import (
     FastChebConv,
     FastGATConv,
+    FastGatedGraphConv,
     FastGCNConv,
     FastGINConv,
     FastGINEConv,
@@ -272,6 +273,17 @@ def test_edge_index_under_autocast(device):
             got, expected = compiled(x, edge_index), layer(x, edge_index)
         assert got.dtype == expected.dtype == torch.bfloat16
         close(got.float(), expected.float(), 2e-2)
+
+
+def test_gated_graphs_under_autocast(device):
+    """A trace takes other operators than the recurrent cell's, whose fused one on CUDA cannot be traced."""
+    layer = FastGatedGraphConv(6, 1).to(device)
+    x, edge_index = torch.randn(40, 6, device=device), random_graph(device=device)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.autocast(device, torch.bfloat16):
+        got, expected = compiled(x, edge_index), layer(x, edge_index)
+    assert got.dtype == expected.dtype
+    close(got.float(), expected.float(), 3e-2)
 
 
 OPTIONS = {
