@@ -9,8 +9,9 @@ The handle is a number, so CUDA graphs of ``mode="reduce-overhead"`` are recorde
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -196,11 +197,17 @@ def _find(edges: Tensor, num_dst: int, num_src: int, reverse: bool, self_loops: 
     return _cache.lookup(edges, stamp, (num_dst, num_src, reverse, self_loops), build)
 
 
-class _Held(threading.local):
+class _Structures(dict[tuple[bool, str, str], Adjacency]):
     """The last structure of every site, as compiled code frees its edges, and a cache's entry, early."""
 
+
+class _Held(threading.local):
+    """The structures of a thread; autograd has threads of its own for backward passes on GPUs."""
+
+    of_threads: ClassVar[weakref.WeakValueDictionary[int, _Structures]] = weakref.WeakValueDictionary()
+
     def __init__(self) -> None:
-        self.structures: dict[tuple[bool, str, str], Adjacency] = {}
+        self.structures = self.of_threads[threading.get_ident()] = _Structures()
 
 
 _held = _Held()
@@ -209,7 +216,8 @@ _held = _Held()
 def clear() -> None:
     """Forgets the structures of this module."""
     _cache.clear()
-    _held.structures.clear()
+    for structures in list(_Held.of_threads.values()):
+        structures.clear()
 
 
 #: Who finds the structure: a plugin whose layers have a cache puts its own function here, and shares it so.

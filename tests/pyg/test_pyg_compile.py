@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch_geometric import nn as pyg
 
 from fastsparse_core.export import decompose
+from fastsparse_core.structure import adjacency
 from fastsparse_pyg import (
     FastChebConv,
     FastGATConv,
@@ -200,6 +202,21 @@ def test_edges_may_go_before_the_backward_pass(device):
     gc.collect()
     clear_cache()
     close(gradients(got, [x])[0], wanted[0])
+
+
+def test_structures_of_other_threads_are_freed():
+    """As of autograd's thread on CUDA."""
+    layer, edge_index = FastSAGEConv(6, 4), random_graph()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    clear_cache()
+    gc.collect()
+    before = len(adjacency._registry)
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(compiled, torch.randn(40, 6), edge_index).result()
+        assert len(adjacency._registry) > before
+        clear_cache()
+        gc.collect()
+        assert len(adjacency._registry) <= before
 
 
 def test_a_model_of_edges_trains_by_inductor(device):
