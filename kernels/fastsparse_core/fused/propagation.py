@@ -201,7 +201,7 @@ class _SumOfEdges(torch.autograd.Function):
         ones, adj = ctx.ones, ctx.adj
         width = ones.shape[1]
         if not torch.is_grad_enabled():
-            call: Any = (adj.num_values, width, grad.dtype, adj.handle, "csr", False)
+            call: Any = (adj.num_values, width, grad.dtype, adj, "csr", False)
             return sddmm_kernel(grad, ones, None, None, *call), None, None
         return sddmm(adj, grad.unflatten(1, (width, 1)), ones.unflatten(1, (width, 1))), None, None
 

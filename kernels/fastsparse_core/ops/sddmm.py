@@ -119,7 +119,9 @@ def sddmm_kernel(
     dense: bool,
 ) -> Tensor:
     """The operator below autograd: (length, heads), or where `dense` the vectors (length, 8, heads)."""
-    adj, x_dst, x_src = structure_of(adjacency), unit_stride(x_dst), unit_stride(x_src)
+    # A call of `structure_of` is one frame more in every backward pass.
+    adj = adjacency if isinstance(adjacency, Adjacency) else structure_of(adjacency)
+    x_dst, x_src = unit_stride(x_dst), unit_stride(x_src)
     size = (length, HEIGHT, heads) if dense else (length, heads)
     num_edges = adj.col.numel()
     if length == 0 or heads == 0 or num_edges == 0:
