@@ -39,7 +39,8 @@ __device__ __forceinline__ float tl_where(bool c, float a, float b) { return c ?
 __device__ __forceinline__ float tl_exp(float v) { return __expf(v); }
 __device__ __forceinline__ float tl_log(float v) { return __logf(v); }
 template <int M, typename T> struct alignas(M * sizeof(T)) Pack { T lane[M]; };
-template <int M, typename T> __device__ __forceinline__ void get(const T* p, int left, float (&v)[M]) {
+template <int M, typename T>
+__device__ __forceinline__ void get(const T* p, int left, float (&v)[M]) {
   if (IS_WHOLE) {
     const Pack<M, T> pack = *reinterpret_cast<const Pack<M, T>*>(p);
 #pragma unroll
@@ -49,7 +50,8 @@ template <int M, typename T> __device__ __forceinline__ void get(const T* p, int
     for (int c = 0; c < M; ++c) v[c] = c < left ? widen(p[c]) : 0.f;
   }
 }
-template <int M, typename T, typename V> __device__ __forceinline__ void set(T* p, int left, const V (&v)[M]) {
+template <int M, typename T, typename V>
+__device__ __forceinline__ void set(T* p, int left, const V (&v)[M]) {
 #pragma unroll
   for (int c = 0; c < M; ++c) if (c < left) put(p + c, v[c]);
 }
