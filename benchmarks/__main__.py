@@ -21,6 +21,7 @@ COMMANDS = {
     "sddmm": "dot products per edge, csr and flashsparse",
     "ssd": "sparse rows times a structure against stored baselines, the papers' ablations, and maxk",
     "attention": "attention forward and backward: time and memory, against stored baselines",
+    "masks": "attention with sparse masks against dense masks, FlexAttention and nested tensors",
     "edges": "layers with edge features against PyG and a Triton kernel",
     "pna": "principal neighbourhood aggregation, a layer on a large graph and on molecules, against PyG",
     "any_layer": "every layer of PyG under accelerate, against itself",
@@ -56,6 +57,7 @@ COMMANDS = {
 ON_CUDA = (
     "programs --parts programs forms",
     "attention",
+    "masks",
     "edges",
     "pna",
     "any_layer",

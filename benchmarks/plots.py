@@ -70,8 +70,9 @@ def roofline_plots(result: dict[str, Any], record_path: Path) -> list[Path]:
     sizes = [2**power for power in range(20, 33)]
     bound = [gather_bandwidth(size) for size in sizes]
     megabytes = [size / 1e6 for size in sizes]
-    axes.plot(megabytes, bound, "k-", label="measured gather roofline")
-    axes.plot(megabytes, [TARGET * rate for rate in bound], "k--", linewidth=0.8, label=f"{TARGET:.0%} of it")
+    axes.plot(megabytes, bound, color=INK, label="measured gather roofline")
+    target = [TARGET * rate for rate in bound]
+    axes.plot(megabytes, target, color=INK, linestyle="--", linewidth=0.8, label=f"{TARGET:.0%} of it")
     for place, name in enumerate(dict.fromkeys(cell["implementation"] for cell in cells)):
         for is_large in (True, False):
             group = [cell for cell in cells if cell["implementation"] == name and _is_large(cell) == is_large]

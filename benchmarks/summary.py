@@ -63,7 +63,7 @@ TOPICS = {
         "Attention",
         "Softmax attention over neighbors as single operators: dot products, GAT (additive) and GATv2. Cases"
         " are named by heads x width.",
-        ("attention",),
+        ("attention", "masks"),
     ),
     "edge_features": Topic(
         "Edge features",

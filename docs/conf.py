@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import os
@@ -52,6 +53,7 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["dollarmath", "strikethrough"]
 # Drawn in a lexer's colours where a language is named, plainly elsewhere.
 highlight_language = "text"
+pygments_dark_style = "github-dark"  # furo's own underlines imports
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
@@ -186,11 +188,22 @@ def write_formula(writer: Any, node: nodes.math | nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+def with_layers(text: str) -> str:
+    """A page with an entry for every layer of the plugin that a comment in it names."""
+
+    def entries(found: re.Match[str]) -> str:
+        names = importlib.import_module(f"{found[1]}.nn").__all__
+        blocks = (f"```{{eval-rst}}\n.. autoclass:: {found[1]}.{name}\n```\n" for name in names)
+        return "\n".join(blocks)
+
+    return re.sub(r"<!-- layers of (\w+) -->", entries, text)
+
+
 def setup(app: Any) -> None:
     """Registers the writer of formulas; hooks the functions above into reading."""
 
     def on_page(app: Any, page: str, text: list[str]) -> None:
-        text[0] = between_pages(text[0], f"docs/{page}.md")
+        text[0] = with_layers(between_pages(text[0], f"docs/{page}.md"))
 
     def on_include(app: Any, path: Path, page: str, text: list[str]) -> None:
         text[0] = between_pages(

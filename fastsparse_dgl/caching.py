@@ -227,7 +227,7 @@ def cache_info() -> CacheInfo:
 
 
 def clear_cache() -> None:
-    """Forgets every remembered structure; the layers build them again when needed.
+    """Frees every cached structure; layers rebuild what they need.
 
     Example:
         >>> from fastsparse_dgl import cache_info, clear_cache

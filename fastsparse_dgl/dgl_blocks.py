@@ -28,7 +28,7 @@ def dgl_block(
         edges: by edge type.
         num_src: number of sources by node type.
         num_dst: number of destinations by node type.
-        device: where the edges lie.
+        device: where the edges are.
         idtype: dtype of ids.
         frames: data of nodes and edges.
     """
@@ -47,7 +47,7 @@ def dgl_block(
 
 
 def dgl_can_hold(device: torch.device) -> bool:
-    """Whether DGL can hold graphs on a device: pip's knows the CPU alone, but for `enable`."""
+    """Whether DGL can hold graphs on a device: pip's knows the CPU alone, except for `enable`."""
     if device.type == "cpu" or device_graph.serves(device):
         return True
     if device not in _can_hold:

@@ -29,7 +29,7 @@ def adjacency_from_graph(graph: GraphLike, device: torch.device) -> Adjacency:
 
     Args:
         graph: DGLGraph; homogeneous, block, bipartite or batched.
-        device: where the result lies.
+        device: where the result is.
 
     Raises:
         DGLError: the graph has several edge types.
@@ -42,11 +42,11 @@ def adjacency_from_index(index: Any, device: torch.device) -> Adjacency:
     """Builds the Adjacency of what DGL keeps of a graph with one edge type, its ``HeteroGraphIndex``.
 
     The tensors are those that DGL holds, in its ``idtype``. They are moved to ``device`` first where the
-    graph lies elsewhere, which is how a CPU-only build of DGL serves layers on a GPU.
+    graph is elsewhere, which is how a CPU-only build of DGL supports layers on a GPU.
 
     Args:
         index: ``graph._graph``.
-        device: where the result lies.
+        device: where the result is.
     """
     source_type, target_type = index.metagraph.find_edge(0)
     shape = (index.num_nodes(target_type), index.num_nodes(source_type))

@@ -16,7 +16,7 @@ from fastsparse_dgl.sampled_block import SampledBlock
 
 
 class HeldEdges(Edges):
-    """Edges whose structure is made anew in every run of the step."""
+    """Edges whose structure is made again in every run of the step."""
 
     is_sorted = False
 

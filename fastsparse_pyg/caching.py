@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric import EdgeIndex
 
-from fastsparse_core import Adjacency, recorded
+from fastsparse_core import Adjacency, recorded, traced
 from fastsparse_core.cache import AdjacencyCache, CacheInfo, Sightings
 from fastsparse_core.graph_store import BatchEdges
 from fastsparse_core.log import warn_once
@@ -194,6 +194,7 @@ def clear_cache() -> None:
         0
     """
     layer_cache.clear()
+    traced.clear()
     _strangers.clear()
     _met.clear()
     _unit_values.clear()

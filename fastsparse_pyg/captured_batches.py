@@ -270,7 +270,7 @@ def _hops(stores: list[Any], name: str, counts: list[int]) -> tuple[tuple[int, .
 
 
 def _is_of_one_batch(name: str, item: Any, num_graphs: int) -> bool:
-    """Whether a value is another one in every batch; lists of the graphs' names and the like are."""
+    """Whether a value is another one in every batch; lists of the graphs' names and similar are."""
     is_list = isinstance(item, list) and len(item) == num_graphs > 0
     return name in _OF_ONE_BATCH or (is_list and not any(isinstance(part, Tensor) for part in item))
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
+from torch_geometric import EdgeIndex
 
 from fastsparse_core import fallback
 from fastsparse_core.fallback import Reason
-from fastsparse_core.traced import come_from_outside
+from fastsparse_core.traced import site_of
 from fastsparse_pyg.caching import logger
 
 #: Says once that PyG's implementation ran: ``tell(class name, reason)``.
@@ -31,7 +33,7 @@ DECOMPOSED = Reason("decomposed_layers > 1", "Use decomposed_layers=1")
 COMPILED = Reason("torch.compile", NOT_COMPILED)
 COMPILED_MESSAGES = Reason("torch.compile with stored messages", NOT_COMPILED)
 SPARSE_MATRIX = Reason("a sparse matrix", PLAIN_EDGES)
-EDGE_FEATURES_BESIDE = Reason("a sparse matrix with edge features beside it", PLAIN_EDGES)
+EDGE_FEATURES_BESIDE = Reason("a sparse matrix together with edge features", PLAIN_EDGES)
 EDGE_FEATURES_WITHIN = Reason("a sparse matrix that carries edge features", PLAIN_EDGES)
 TURNED_BIPARTITE = Reason("a bipartite graph with flow='target_to_source'", USUAL_FLOW)
 NO_DESTINATIONS = Reason("no features of destinations")
@@ -54,13 +56,18 @@ def wrong_dimensions(dim: int, node_dim: int) -> Reason:
     return Reason(f"features of {dim} dimensions with node_dim={node_dim}", PLAIN_FEATURES)
 
 
+def is_edge_list(edges: object) -> TypeGuard[Tensor]:
+    """Whether edges are a dense tensor, of which `torch.export` makes objects of another class."""
+    return isinstance(edges, Tensor) and not isinstance(edges, EdgeIndex) and edges.layout is torch.strided
+
+
 def of_traced_edges(edges: object) -> Reason | None:
     """Why the kernels cannot take edges within a trace of ``torch.compile``; None if they can."""
-    if type(edges) is not Tensor or edges.layout is not torch.strided:
+    if not is_edge_list(edges):
         return Reason("torch.compile with a sparse matrix or an EdgeIndex", PLAIN_EDGES)
     if edges.dim() != 2 or edges.size(0) != 2 or edges.is_floating_point():
         return Reason("torch.compile with edges that are not integers of shape (2, num_edges)", PLAIN_EDGES)
-    return None if come_from_outside(edges) else EDGES_MADE_IN_TRACE
+    return None if site_of(edges) else EDGES_MADE_IN_TRACE
 
 
 def watched(why: str) -> Reason | None:

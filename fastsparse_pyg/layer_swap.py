@@ -13,6 +13,7 @@ from fastsparse_core import layer_swap as core
 from fastsparse_pyg.nn import DROP_INS, FastPNAConv
 from fastsparse_pyg.nn.any_layer import AnyLayer, accelerated_class
 from fastsparse_pyg.nn.base import MESSAGE_METHODS, FastConv
+from fastsparse_pyg.nn.by_hand import ByHand, by_hand_class, gathers_by_hand
 from fastsparse_pyg.nn.pna_conv import why_no_kernel
 from fastsparse_pyg.verification import forget_verification, verify_first_calls
 
@@ -112,13 +113,17 @@ def restore(model: Module) -> None:
 
 def is_accelerated(module: Module) -> bool:
     """Whether a layer is one of ours: a drop-in, or a class that :func:`accelerate` made."""
-    return isinstance(module, (AnyLayer, FastConv))
+    return isinstance(module, (AnyLayer, ByHand, FastConv))
 
 
 def _any_layer(layer: Any) -> type[Module] | str:
     """The class for a layer that has no drop-in, or why PyG's own code has to run whatever it is given."""
     if isinstance(layer, FastConv):
         return "is a drop-in already"
+    if not isinstance(layer, MessagePassing):
+        return (
+            "forward is replaced on the instance" if "forward" in vars(layer) else by_hand_class(type(layer))
+        )
     for klass in type(layer).__mro__[: type(layer).__mro__.index(MessagePassing)]:
         own = [name for name in _MACHINERY if name in vars(klass) and not _is_generated(klass, name)]
         if own:
@@ -181,11 +186,11 @@ def restore_automatic() -> None:
 
 def kernel_of(layer: Any) -> str:
     """What computes a layer that is a drop-in."""
-    return layer._shown() if isinstance(layer, AnyLayer) else layer._kernel
+    return layer._shown() if isinstance(layer, (AnyLayer, ByHand)) else layer._kernel
 
 
 def _is_graph_layer(module: Module) -> bool:
-    return isinstance(module, MessagePassing)
+    return isinstance(module, MessagePassing) or gathers_by_hand(module)
 
 
 def _why_not(layer: Any, drop_in: Any) -> str:

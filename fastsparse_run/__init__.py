@@ -20,13 +20,14 @@ from fastsparse_run import watch
 
 GROUP = "fastsparse.enable"
 USAGE = """\
-usage: fastsparse run [--report] [--report-json FILE] script.py [arguments]
-       fastsparse run [--report] [--report-json FILE] -m module [arguments]
+usage: fastsparse run [--report[=time]] [--report-json FILE] script.py [arguments]
+       fastsparse run [--report[=time]] [--report-json FILE] -m module [arguments]
        fastsparse doctor
        fastsparse tune [--device DEVICE] [--out FILE]
 
 run     run a script as Python would, with FastSparse in place of the slow parts of PyG, DGL and torch.sparse
         --report            print what was computed by FastSparse, and why the rest was not, at the end
+        --report=time       measure the time of these calls, and of waiting for batches, too
         --report-json FILE  write that to a file
 doctor  say what is installed and whether it works
 tune    measure this GPU
@@ -36,7 +37,22 @@ FASTSPARSE_DISABLE=scatter,sparse_mm switches parts off: layers, scatter, pool, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code where no other program takes the place of this one."""
+    """Runs the command line ``fastsparse``.
+
+    ``run``, ``doctor`` and ``tune`` replace this process by a Python of their own.
+
+    Args:
+        arguments: the command and its options; None: those of this process.
+
+    Returns:
+        The exit code, if no other program replaced this one: 0 after ``--help``, 2 after a mistake.
+
+    Example:
+        >>> import fastsparse_run
+        >>> fastsparse_run.main(["--help"])  # doctest: +ELLIPSIS
+        usage: fastsparse run ...
+        0
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = given.pop(0) if given else ""
     if command in ("-h", "--help"):
@@ -60,8 +76,8 @@ def _run(given: list[str]) -> int:
             if not value and not given:
                 return _refuse("--report-json: expected a file")
             environment[watch.REPORT_FILE] = os.path.abspath(value or given.pop(0))
-        elif option == "--report" and not value:
-            environment[watch.REPORT] = "1"
+        elif option == "--report" and value in ("", "time"):
+            environment[watch.REPORT] = value or "1"
         else:
             return _refuse(f"unknown option {option}; options of the script come after its name")
     if not given or given == ["-m"]:

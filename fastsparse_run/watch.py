@@ -17,6 +17,7 @@ from typing import Any
 VARIABLE = "FASTSPARSE_RUN"
 #: Process that `fastsparse run` became.
 MAIN_PROCESS = "FASTSPARSE_RUN_PID"
+#: "1", or "time" to measure times too.
 REPORT = "FASTSPARSE_REPORT"
 REPORT_FILE = "FASTSPARSE_REPORT_JSON"
 
@@ -95,9 +96,18 @@ _watcher = _Watcher()
 
 
 def after_import(package: str, action: Callable[[], Any]) -> None:
-    """Calls a function once when a package has been imported, at once if it was.
+    """Calls a function once when a package has been imported, or at once if it has been.
 
-    If it raises, a line on stderr says so, and the import goes on.
+    If the function raises, a line on stderr says so, and the import continues.
+
+    Args:
+        package: name of the package.
+        action: the function, without arguments.
+
+    Example:
+        >>> from fastsparse_run.watch import after_import
+        >>> after_import("json", lambda: print("json is there"))
+        json is there
     """
     if package in sys.modules:
         _call(package, [action])
@@ -107,13 +117,36 @@ def after_import(package: str, action: Callable[[], Any]) -> None:
 
 
 def in_place_of(package: str, action: Callable[[], Any]) -> None:
-    """Calls a function when a package that is missing is imported; it has to put it into `sys.modules`."""
+    """Calls a function when a missing package is imported; it must put a module into ``sys.modules``.
+
+    Args:
+        package: name of the package.
+        action: the function, without arguments.
+
+    Example:
+        >>> import sys, types
+        >>> from fastsparse_run.watch import forget, in_place_of
+        >>> def stand_in():
+        ...     sys.modules["not_installed"] = types.ModuleType("not_installed")
+        >>> in_place_of("not_installed", stand_in)
+        >>> import not_installed
+        >>> forget("not_installed")
+    """
     _watcher.instead[package] = action
     _watch()
 
 
 def forget(package: str) -> None:
-    """Undoes :func:`in_place_of`."""
+    """Undoes :func:`in_place_of`.
+
+    Args:
+        package: name of the package.
+
+    Example:
+        >>> from fastsparse_run.watch import forget, in_place_of
+        >>> in_place_of("not_installed", lambda: None)
+        >>> forget("not_installed")
+    """
     _watcher.instead.pop(package, None)
     if not (_watcher.after or _watcher.instead) and _watcher in sys.meta_path:
         sys.meta_path.remove(_watcher)
@@ -128,7 +161,8 @@ def start(actions: str) -> None:
         if action.root != package:
             after_import(action.root, action.call_if_due)
     if os.environ.get(REPORT) or os.environ.get(REPORT_FILE):
-        after_import("fastsparse_core", _Named("fastsparse_core.call_report:start_recording").call)
+        start = "start_timing" if os.environ.get(REPORT) == "time" else "start_recording"
+        after_import("fastsparse_core", _Named(f"fastsparse_core.call_report:{start}").call)
         atexit.register(_report)
 
 

@@ -130,6 +130,8 @@ def check_compiled(row: Row, device: str, mode: str | None = None) -> list[list[
         mode: of `torch.compile`; None: AOTAutograd alone.
     """
     torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
     torch.manual_seed(0)
     layer, traced = row.make().to(device), []
 
@@ -145,6 +147,11 @@ def check_compiled(row: Row, device: str, mode: str | None = None) -> list[list[
             compare(
                 compiled(layer, *arguments), row.run(layer, *arguments), [*arguments, *layer.parameters()]
             )
+    assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+    with torch.no_grad():
+        inference = torch.compile(row.run, backend="eager", fullgraph=True)(layer, *arguments)
+        compare(inference, row.run(layer, *arguments), [])
     return traced
 
 

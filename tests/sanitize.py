@@ -381,9 +381,9 @@ def dot_product_backward(dtype: torch.dtype, one_term: bool = False) -> None:
                 k, v = (features(cols, heads * width, dtype=dtype) for _ in range(2))
                 lse = draw(rows, heads, dtype=F64 if DEVICE == "cuda" else F32)
                 bias, seed = (draw(adj.num_edges, heads), torch.tensor(1)) if biased else (None, None)
-                options = (0.1, 0.3 if biased else 0.0, seed, _DOT_PRODUCT, heads, "fused3s", adj.handle)
-                operands = (q, k, v, None, None, None, bias)
-                _ops.attention_backward(grad, *operands, out, lse, None, *options, False, False, biased)
+                options = (0.1, 0.3 if biased else 0.0, seed, _DOT_PRODUCT, heads, "fused3s")
+                call = (q, k, v, None, None, None, bias, *options)
+                _ops.attention_backward(grad, *call, out, lse, None, adj.handle, False, False, biased)
 
 
 #: Widths of heads that 4, 8, 16 and 32 lanes hold, and one that they read by single elements.
@@ -399,20 +399,10 @@ def additive(dtype: torch.dtype) -> None:
         additive_attention(adj, dst, src, v, 0.2, bias, 0.3, algorithm="fused3s")
         additive_attention(adj, dst, src, v, algorithm="fused3s")
         for given, dropout_p, seed in ((bias, 0.3, torch.tensor(1)), (None, 0.0, None)):
-            options = (
-                0.2,
-                dropout_p,
-                seed,
-                _ADDITIVE,
-                2,
-                "fused3s",
-                adj.handle,
-                False,
-                False,
-                given is not None,
-            )
-            operands = (dst, src, v, None, None, None, given)
-            _ops.attention_backward(grad, *operands, None, draw(adj.num_dst, 2), None, *options)
+            options = (0.2, dropout_p, seed, _ADDITIVE, 2, "fused3s")
+            call = (dst, src, v, None, None, None, given, *options)
+            rest = (None, draw(adj.num_dst, 2), None, adj.handle, False, False, given is not None)
+            _ops.attention_backward(grad, *call, *rest)
 
 
 def gatv2(dtype: torch.dtype) -> None:
@@ -422,20 +412,23 @@ def gatv2(dtype: torch.dtype) -> None:
         dst, out, grad = (features(adj.num_dst, 2 * width, dtype=dtype) for _ in range(3))
         src, att = features(adj.num_src, 2 * width, dtype=dtype), draw(2, width)
         gatv2_attention(adj, dst, src, att, 0.2, 0.3, algorithm="fused3s")
-        lse = draw(adj.num_dst, 2)
-        options = (0.2, 0.3, torch.tensor(1), _GATV2, 2, "fused3s", adj.handle, False, False, False)
-        _ops.attention_backward(grad, dst, src, None, att, None, None, None, out, lse, None, *options)
+        lse = 20 * draw(adj.num_dst, 2)  # some so large that the backward pass goes over the row twice
+        call = (dst, src, None, att, None, None, None, 0.2, 0.3, torch.tensor(1), _GATV2, 2, "fused3s")
+        _ops.attention_backward(grad, *call, out, lse, None, adj.handle, False, False, False)
 
 
 def with_edge_features(dtype: torch.dtype) -> None:
-    """Attention and GATv2 with edge features, forward and backward: many lanes, one, slices, many heads."""
+    """Attention and GATv2 with edge features, forward and backward: many lanes, one, slices, many heads.
+
+    Some scores are so large that backward passes go over their rows twice.
+    """
     for heads, width, edge_width in ((2, 16, 8), (3, 64, 3), (1, 5, 32), (16, 24, 8)):
         for adj in (heavy(), sparse()):
             q, k, v = (
                 features(rows, heads * width, dtype=dtype).requires_grad_()
                 for rows in (adj.num_dst, adj.num_src, adj.num_src)
             )
-            att = draw(heads, width).requires_grad_()
+            att = (30 * draw(heads, width)).requires_grad_()
             edges = {
                 "edge_attr": draw(adj.num_edges, edge_width, dtype=dtype).requires_grad_(),
                 "edge_weight": draw(heads * width, edge_width, dtype=dtype).requires_grad_(),
@@ -443,7 +436,7 @@ def with_edge_features(dtype: torch.dtype) -> None:
             bias = draw(adj.num_edges, heads).requires_grad_()
             with torch.enable_grad():
                 attention(adj, q, k, v, 0.5, bias, 0.3, heads=heads, **edges).sum().backward()
-                attention(adj, q, k, v, 0.5, heads=heads, **edges).sum().backward()
+                attention(adj, q, k, v, 50.0, heads=heads, **edges).sum().backward()
                 gatv2_attention(adj, q, k, att, 0.2, 0.3, **edges).sum().backward()
 
 

@@ -33,22 +33,27 @@ _Dtype: TypeAlias = torch.dtype | int
 
 #: What may yet be called by position.
 _BY_POSITION = re.compile("attention|head_outer|stack_maps", re.IGNORECASE)
+#: CPython collects the arguments of a call in a dictionary, which takes 0.6 us, where those by position and
+#: twice those by name are more.
+_MOST_OF_A_CALL = 30
 
 
 def declaration(doc: str, *, of: str = "", name: str = "", owner: str = "") -> str:
     """A function from its signature; ``of``: what comes before the arguments."""
     given, result = doc.rsplit(" -> ", 1)
     found, _, inside = given.removesuffix(")").partition("(")
-    arguments = [of] if of else []
+    arguments = []
     if inside:
-        if not _BY_POSITION.search(owner or found):
-            arguments.append("*")
         depth, start = 0, 0
         for at, character in enumerate(inside + ","):
             depth += (character == "[") - (character == "]")
             if character == "," and depth == 0:
                 arguments.append(inside[start:at].strip())
                 start = at + 1
+        if not _BY_POSITION.search(owner or found):
+            arguments.insert(max(2 * len(arguments) - _MOST_OF_A_CALL, 0), "*")
+    if of:
+        arguments.insert(0, of)
     lines = "".join(f"    {argument},\n" for argument in arguments)
     return (
         f"def {name or found}(\n{lines}) -> {result}: ...\n" if lines else f"def {found}() -> {result}: ...\n"

@@ -28,6 +28,8 @@ ABOUT = {
     "attention": "Softmax attention over neighbours: dot products, GAT (additive) and GATv2, named by heads x"
     " width, against stored baselines. 'Of the results' is the extra memory over that of the results: it"
     " stays small, whatever the number of edges, if nothing has their size.",
+    "masks": "Attention with a sparse mask (`fastsparse_core.attention`) against PyTorch's attention with a"
+    " dense mask, compiled FlexAttention, and nested tensors; 8 heads of 64 features.",
     "edges": "Layers 256 wide with 8 features per edge, forward and backward with all gradients, and the"
     " attention operator alone, against PyG and a weather model's Triton kernel. GINE and residual gated"
     " layers 128 wide against PyG: one on a large graph, five on molecules whose edges are new every step.",
@@ -117,6 +119,7 @@ CHAPTERS = {
     "dlmc": Chapter("Pruned weight matrices", TABLES["dlmc"]),
     "sddmm": Chapter("Dot products of edges (sddmm)", pivots.sddmm_in_short),
     "attention": Chapter("Attention", attention.attention_in_short, ("forward_float16", "backward_float16")),
+    "masks": Chapter("Attention with a sparse mask", TABLES["masks"]),
     "edges": Chapter("Edge features", TABLES["edges"]),
     "pna": Chapter("Several aggregations (PNA)", TABLES["pna"]),
     "any_layer": Chapter("All layers of PyG", TABLES["any_layer"]),

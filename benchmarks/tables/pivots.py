@@ -174,6 +174,26 @@ def segments(result: Record) -> list[Table]:
     return pivot(cells, title, rows, columns, split=("backward",))
 
 
+def masks(result: Record) -> list[Table]:
+    """A table for each direction and dtype, with times and what a call takes of memory."""
+    names = {"FastSparse": "ours", "dense": "dense mask", "flex": "FlexAttention", "nested": "nested"}
+    others = [name for name in names if name != "FastSparse"]
+    columns = [
+        value("mask"),
+        value("tokens", form=_count),
+        value("kept", form=lambda share: f"{share:.2%}"),
+        *time_columns({name: f"{title} ms" for name, title in names.items()}),
+        *(speedup(f"{names[name]}/ours", name, "FastSparse") for name in others),
+        *memory_columns({name: f"{title} MB" for name, title in names.items()}, 1e6),
+    ]
+
+    def title(rows: list[Row]) -> str:
+        cell = rows[0].cell
+        return f"{'forward and backward' if cell['backward'] else 'forward'}, {cell['dtype']}"
+
+    return pivot(result["cells"], title, ("mask", "tokens", "kept"), columns, split=("backward", "dtype"))
+
+
 def enabled(result: Record) -> list[Table]:
     """A table per kind of graph; the start of a script is a row of its own."""
     columns = [

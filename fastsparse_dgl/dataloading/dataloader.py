@@ -40,8 +40,8 @@ class DataLoader(dgl.dataloading.DataLoader):
     blocks)``. The blocks' ``srcdata``, ``dstdata`` and ``edata`` have all data of the graph: the sampler's
     ``prefetch_node_feats``, ``prefetch_labels`` and ``prefetch_edge_feats`` are gathered with the batch,
     other data on the GPU when they are first read. Features that take more than half of the free memory stay
-    with the host and are sent row by row; with ``gpu_cache={"node": {"feat": count}}`` the GPU has those of
-    the nodes that most edges start from. If DGL was built without CUDA, blocks are
+    on the host and are sent row by row. With ``gpu_cache={"node": {"feat": count}}`` the GPU also keeps those
+    of the nodes with the most outgoing edges. If DGL was built without CUDA, blocks are
     :class:`fastsparse_dgl.SampledBlock`, which drop-in layers take.
 
     In all other cases it is DGL's.
@@ -102,7 +102,8 @@ class DataLoader(dgl.dataloading.DataLoader):
             ignored.append("gpu_cache of edges")
         if ignored:
             info_once(
-                _logger, f"{', '.join(ignored)}: ignored, for {target} samples and gathers beside the step"
+                _logger,
+                f"{', '.join(ignored)}: ignored, because {target} samples and gathers during the step",
             )
         super().__init__(graph, _on_cpu(indices), graph_sampler, device="cpu", **kwargs)
         self.device = self._target

@@ -33,9 +33,10 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
     """:class:`dgl.dataloading.GraphDataLoader` without a loop over the graphs of a batch.
 
     The graphs and labels are stored once, as contiguous tensors with pointers, and gathered for every batch.
-    A batch is what `dgl.batch` makes of the same graphs: structure, edge ids, data, `batch_num_nodes` and
-    `batch_num_edges`. Labels and containers are collated as DGL does it. Samples come in the order in which
-    DGL's loader draws them from the same seed. Layers of this package find the structure of a batch ready.
+    A batch is the same as `dgl.batch` makes from the same graphs: structure, edge ids, data,
+    `batch_num_nodes` and `batch_num_edges`. Labels and containers are collated as DGL does it. Samples come
+    in the order in which DGL's loader draws them from the same seed. Layers of this package reuse the
+    structure of a batch.
 
     These datasets are stored:
 
@@ -46,8 +47,8 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
     In all other cases DGL's loader makes the batches, and a ``SlowPathWarning`` says why. For a dataset of
     your own pass ``[dataset[i] for i in range(len(dataset))]``.
 
-    Every epoch begins with a look at the dataset, and graphs that have changed are stored again. In-place
-    writes to single tensors of a long list may be missed.
+    At the beginning of every epoch the loader checks the dataset, and stores changed graphs again. It may
+    miss in-place writes to single tensors of a long list.
 
     Args:
         dataset: as in DGL.
@@ -56,8 +57,8 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         ddp_seed: as in DGL.
         device: where batches are; None: on the CPU, as in DGL. Graphs on a GPU need a DGL with CUDA, or
             :func:`fastsparse_dgl.enable`.
-        kwargs: as in PyTorch's loader. Stored graphs need no worker processes: ``num_workers`` and what
-            belongs to it are ignored for them.
+        kwargs: as in PyTorch's loader. Stored graphs need no worker processes, so ``num_workers`` and related
+            arguments are ignored.
 
     Attributes:
         device: where batches are.

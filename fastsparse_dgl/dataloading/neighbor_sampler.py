@@ -24,7 +24,7 @@ from fastsparse_dgl.sampled_block import SampledBlock
 
 _logger = logging.getLogger("fastsparse_dgl")
 #: Why DGL samples graphs on a GPU, which it does there as fast.
-ON_GPU = "the graph lies on a GPU, where DGL can sample"
+ON_GPU = "the graph is on a GPU, where DGL can sample"
 
 
 def tell_fallback(message: str, reason: str) -> None:
@@ -39,11 +39,12 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
     r"""Drop-in replacement of :class:`dgl.dataloading.NeighborSampler` that samples on GPUs with any DGL.
 
     Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
-    section 3.1. With :class:`fastsparse_dgl.DataLoader` and a GPU it samples there; else in C++ threads, with
-    DGL's ``DataLoader`` and worker processes too. The nodes of every block sample again, as in DGL. Random
-    numbers come from PyTorch's generator: ``torch.manual_seed`` repeats batches.
+    section 3.1. With :class:`fastsparse_dgl.DataLoader` and a GPU, it samples on the GPU. Else it samples in
+    C++ threads, which also works with DGL's ``DataLoader`` and worker processes. The nodes of every block
+    sample again, as in DGL. Random numbers come from PyTorch's generator: ``torch.manual_seed`` repeats
+    batches.
 
-    ``edge_dir="out"`` and excluded edges are left to DGL's own code.
+    DGL's own code runs for ``edge_dir="out"`` and for excluded edges.
 
     Args:
         fanouts: neighbours per layer, the first layer's first; -1 for all. Also dicts by edge type.
@@ -82,7 +83,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         return self.finish(g, self.start(g, seed_nodes, torch.device("cpu")), seed_nodes)
 
     def why_not(self, g: GraphLike, exclude_eids: Any = None) -> str:
-        """Why DGL's own code has to sample, "" where it has not.
+        """The reason why DGL's own code must sample; "" if it need not.
 
         Args:
             g: the graph to sample from.

@@ -47,7 +47,7 @@ def enable(*, _devices: tuple[str, ...] | None = None) -> None:
 
 
 def disable() -> None:
-    """Gives DGL its own operators back: the inverse of :func:`enable`.
+    """Restores DGL's own operators: the inverse of :func:`enable`.
 
     Graphs that are on the GPU by FastSparse alone cannot be used until it is enabled again; every use says
     so.

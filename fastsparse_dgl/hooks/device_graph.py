@@ -3,9 +3,9 @@
 A DGLGraph is Python over one handle of DGL's C++ library, ``graph._graph``. That of a graph which was moved
 to a GPU is a :class:`DeviceIndex`: another handle of the structure on the host, which knows the device on
 which all that comes of it has to appear. Everything else of DGL stays as it is and believes that the graph
-lies there, since all its ways to the C++ library go through three hooks:
+is there, since all its ways to the C++ library go through three hooks:
 
-- tensors on their way in (:func:`to_library`) are copied to the host if they lie on the device;
+- tensors on their way in (:func:`to_library`) are copied to the host if they are on the device;
 - calls (:func:`call`) mark what comes of a DeviceIndex, or of a tensor from the device, with that device:
   graph indices become DeviceIndex;
 - arrays on their way out (:func:`from_library`) are copied to the device that they are marked with.
@@ -152,7 +152,7 @@ class StrandedIndex(_IndexClass):
         if name.startswith("__") or name in ("host", "device", "_kept", "_cache"):
             return super().__getattribute__(name)
         raise DGLError(
-            f"this graph lies on {self.device}, where fastsparse_dgl alone can use it, and "
+            f"this graph is on {self.device}, where fastsparse_dgl alone can use it, and "
             "fastsparse_dgl.disable() was called: call fastsparse_dgl.enable() again, and take graph.cpu() "
             "before the next disable()"
         )
@@ -185,9 +185,9 @@ def place(host: Any, device: torch.device) -> Any:
         _in_use = True
         if torch.cuda._is_in_bad_fork() or torch.utils.data.get_worker_info() is not None:
             raise DGLError(
-                f"graphs on {device} cannot be used in a forked process, where CUDA does not work, or in a "
-                "loader's worker, which would need a CUDA context of its own: give the loader graphs on the "
-                "CPU and move its batches, batch.to(device), or leave num_workers out"
+                f"graphs on {device} cannot be used in a forked process or in a loader's worker, because "
+                "CUDA does not work there. Give the loader graphs on the CPU and move its batches with "
+                "batch.to(device), or leave num_workers out"
             )
         index = dgl._ffi.object_generic.convert_to_object([host])[0]  # another reference, counted by DGL
         index.__class__ = DeviceIndex

@@ -39,7 +39,7 @@ def structure(gidx: Any, *features: Tensor | None) -> Adjacency:
     """The Adjacency of a graph index with one edge type, on the device of the features.
 
     Raises:
-        DGLError: features are no floating tensors of one dtype, or do not lie where the graph does.
+        DGLError: features are no floating tensors of one dtype, or are not on the device of the graph.
     """
     first = next(it for it in features if it is not None)
     for feature in features:

@@ -20,9 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fastsparse_core import Adjacency
 from fastsparse_core.call_report import record
 from fastsparse_core.fallback import Reason
-from fastsparse_core.message_plans.ends import EdgeEnd, gather
+from fastsparse_core.message_plans.ends import EdgeEnd, gather, reduce
 from fastsparse_core.message_plans.mailbox import MailboxPlanner, edge_batch, node_batch, results_of
-from fastsparse_core.message_plans.plan import Plan
+from fastsparse_core.message_plans.plan import NoPlan, Plan, by_plan
 from fastsparse_core.message_plans.trace import Function, Untraceable, holds, trace_function
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import is_plain_eager
@@ -33,8 +33,8 @@ from fastsparse_dgl.hooks.device_graph import DeviceIndex
 from fastsparse_dgl.nn.base import tell
 
 ALL = dgl.base.ALL
-#: Traces kept of one function, and plans of one trace.
-_MOST_TRACES, _MOST_PLANS = 8, 16
+#: Traces kept of one function.
+_MOST_TRACES = 8
 #: Edges below which DGL's own code takes less time than the host needs to find a plan, by kind of device.
 #: Reduce functions of the user are planned for any number: DGL calls them once per degree.
 FEW_EDGES = {"cpu": 4096, "cuda": 32_768}
@@ -86,7 +86,7 @@ class _Trace:
     graph: Graph = field(default_factory=Graph)
     written: dict[str, Node] = field(default_factory=dict)
     reason: str = ""
-    plans: dict[Any, list[Plan | None]] = field(default_factory=dict)
+    plans: dict[Any, list[Plan | str]] = field(default_factory=dict)
 
 
 #: Code of a function -> what it is called with -> its traces.
@@ -134,12 +134,13 @@ def _trace_of_built_in(function: Any) -> _Trace:
         found.graph.placeholder(f"{_PLACES[target]}.{each}")
         for target, each in zip(targets, fields, strict=True)
     ]
-    if not is_copy and name[2:-2] not in _OPERATORS:
-        found.reason = f"is {name}"
-    message = (
-        operands[0] if is_copy else found.graph.call_function(_OPERATORS.get(name[2:-2]), tuple(operands))
-    )  # type: ignore[arg-type]
-    found.graph.output({function.out_field: message})
+    if is_copy:
+        found.graph.output({function.out_field: operands[0]})
+    elif name[2:-2] in _OPERATORS:
+        message = found.graph.call_function(_OPERATORS[name[2:-2]], tuple(operands))
+        found.graph.output({function.out_field: message})
+    else:
+        found.reason = f"no plan computes {name}"
     return found
 
 
@@ -166,8 +167,9 @@ class _Edges:
 
     def __init__(self, g: Any, adj: Adjacency, captured: dict[str, dict[str, Any]]) -> None:
         source, destination = g._graph.metagraph.find_edge(0)
-        self.dst, self.src = _End(adj, "v"), _End(adj, "u")
-        self.special = {"adj": adj}
+        self.dst: EdgeEnd = _End(adj, "v")
+        self.src: EdgeEnd = _End(adj, "u")
+        self.special: dict[str, Any] = {"adj": adj}
         self._of_nodes = {"src": (g._node_frames[source], self.src)}
         self._of_nodes |= dict.fromkeys(("dst", "node"), (g._node_frames[destination], self.dst))
         self._of_edges, self._captured = g._edge_frames[0], captured
@@ -211,8 +213,7 @@ def _planned(call: str, g: Any, mfunc: Any, rfunc: Any) -> dict[str, Tensor] | N
         result = _by_plan(g, mfunc, rfunc, is_passing)
     except Untraceable as error:
         names = [getattr(each, "__qualname__", "") for each in (mfunc, rfunc) if not core.is_builtin(each)]
-        names = ", ".join(name for name in names if name)
-        tell(f"{call} with {names}" if names else call, Reason(str(error), ""))
+        tell(", ".join(filter(None, names)) or call, Reason(str(error), ""))
         record(call, "DGL", str(error))
         return None
     record(call, ", ".join(result[1]))
@@ -226,6 +227,11 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
     device = g.device
     if not has_own_reduction and num_edges < FEW_EDGES.get(device.type, 0):
         raise Untraceable(_FEW.message)
+    if has_own_reduction:
+        _, destination = g._graph.metagraph.find_edge(0)
+        frame = g._node_frames[destination]
+        if frame._initializers or frame._default_initializer not in (None, dgl.init.zero_initializer):
+            raise Untraceable("nodes without messages have an initial value of the user's")
     mixed = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     if mixed is not None and device.type == "cuda" and core.is_builtin(mfunc):
         raise Untraceable("autocast is on")  # DGL casts what its own message functions read
@@ -247,25 +253,19 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
         if each.reason:
             raise Untraceable(each.reason)
     found = _Edges(g, _adjacency(g._graph, device), captured)
-    key: tuple[Any, ...] = (_kind_of(found, traces), device.type, mixed)
+    kind = _kind_of(found, traces)
+    num_operands = len(trace.graph.find_nodes(op="placeholder"))
+    if core.is_builtin(mfunc) and len({len(shape) for _, _, shape in kind[:num_operands]}) > 1:
+        raise Untraceable("features differ in their number of dimensions, which DGL aligns")
+    key: tuple[Any, ...] = (kind, device.type, mixed)
     if has_own_reduction:
         key += (traces[1],)
     elif is_passing:
         key += (rfunc.name, rfunc.msg_field)
-    plans = trace.plans.setdefault(key, [])
-    result = None
-    for plan in plans:
-        result = None if plan is None else plan.reduce(layer, found)
-        if result is not None:
-            break
-    else:
-        if len(plans) == _MOST_PLANS or len(trace.plans) > _MOST_PLANS or None in plans:
-            raise Untraceable("has no plan")
-        plan = _find_plan(layer, found, traces, rfunc if is_passing else None, mixed)
-        plans.append(plan)
-        if plan is None:
-            raise Untraceable("has no plan")
-        result = plan.reduce(layer, found)
+    make = lambda: _find_plan(layer, found, traces, rfunc if is_passing else None, mixed)  # noqa: E731
+    result, plan = by_plan(trace.plans, key, layer, found, make)
+    if isinstance(plan, str):
+        raise Untraceable(f"no plan computes {plan or 'its operators'}")
     results, written = result
     for name, value in written.items():
         g._edge_frames[0][name] = value
@@ -274,22 +274,33 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
     return results, plan.gains
 
 
+class _Planner(MailboxPlanner):
+    @staticmethod
+    def reduce(layer: Any, found: Any, x: Tensor, how: Any) -> Tensor:
+        """Of equal messages the first in the order of edge ids gets the gradient, as in a mailbox."""
+        if how in ("max", "min"):
+            return messages.extremum_edges(found.special["adj"], x, how)
+        return reduce(x, found.dst, how)
+
+
 def _find_plan(
     layer: nn.Module | None,
     found: _Edges,
     traces: list[_Trace],
     rfunc: Any,
     mixed: torch.dtype | None,
-) -> Plan | None:
-    planner, trace = MailboxPlanner(layer, found, mixed), traces[0]
+) -> Plan | str:
+    planner, trace = _Planner(layer, found, mixed), traces[0]
     try:
         if len(traces) == 2:
             return planner.plan_mailbox(trace.graph, trace.written, traces[1].graph)
         if rfunc is None:
             return planner.plan_edges(trace.graph, trace.written)
         return planner.plan_reduction(trace.graph, trace.written, rfunc.msg_field, rfunc.name)
+    except NoPlan as reason:
+        return str(reason)
     except Exception:  # whatever an operator cannot do with tensors without content
-        return None
+        return ""
 
 
 def _adjacency(index: Any, device: torch.device) -> Adjacency:

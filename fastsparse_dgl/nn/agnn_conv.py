@@ -60,7 +60,7 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
         destination = self._destination(graph, adjacency, source, given)
         if destination.shape[1:] != source.shape[1:]:
             raise DGLError(
-                "feat: expected source and destination features of one shape but for the rows, "
+                "feat: expected source and destination features whose shapes differ only in the rows, "
                 f"got {tuple(source.shape)} and {tuple(destination.shape)}"
             )
         if destination is source and source.dim() == 2:

@@ -48,7 +48,7 @@ def check_edges(name: str, feat: Any, adjacency: Adjacency, width: int) -> Tenso
             f"{name}: expected shape ({adjacency.num_values}, {width}), one row per edge, "
             f"got {tuple(feat.shape)}"
         )
-    if feat.device != adjacency.device:
+    if feat.device != adjacency.col.device:
         raise DGLError(f"{name}: expected device {adjacency.device} like the features, got {feat.device}")
     return feat
 

@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core import Adjacency, attention, edge_softmax, scatter, spmm
+from fastsparse_core.fused.attention_layer import ADDITIVE, attention_layer
 from fastsparse_core.fused.bias import add_bias
-from fastsparse_core.fused.head_scores import edge_scores, head_scores
+from fastsparse_core.fused.head_scores import edge_scores, head_scores, map_to_scores
+from fastsparse_core.fused.joint_linear import is_plain_linear
+from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.segment import rows_of
 from fastsparse_core.structure.incidence import edge_ends
 from fastsparse_dgl.compat import dgl
@@ -98,8 +101,13 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
 
         heads = (self._num_heads, self._out_feats)
         source = self.feat_drop(source)
+        p = dropout_p(self.attn_drop)
         if given is None:
             destination = self._destination(graph, adjacency, source, None)
+            if destination is source and not get_attention and p < 1:
+                whole = self._as_one_node(adjacency, source, edge_feat, p)
+                if whole is not None:
+                    return self._finished(whole, destination)
             x_src = self.fc(source)
             score_src, score_dst = head_scores(x_src, self.attn_l, self.attn_r)
             score_dst = self._destination(graph, adjacency, score_dst, None)
@@ -115,7 +123,6 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
             _on_edges(adjacency, score_src, score_dst) + score_edge, self.leaky_relu.negative_slope
         )
 
-        p = dropout_p(self.attn_drop)
         alpha = None
         if get_attention or p == 1:
             alpha = self.attn_drop(edge_softmax(adjacency, score))
@@ -130,13 +137,29 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
             out = attention(adjacency, query, x_src, x_src, 1.0, score, p, heads=heads[0], **edges)
         out = out.unflatten(1, heads)
 
-        if self.res_fc is not None:
-            out = out + self.res_fc(destination).unflatten(1, heads)
         if self.bias is not None:
             out = add_bias(out, self.bias.view(heads))
-        if self.activation:
-            out = self.activation(out)
+        out = self._finished(out, destination)
         return (out, alpha[:, :, None].to(source.dtype)) if get_attention and alpha is not None else out
+
+    def _finished(self, out: Tensor, destination: Tensor) -> Tensor:
+        """Residual and activation."""
+        if self.res_fc is not None:
+            out = out + self.res_fc(destination).unflatten(1, (self._num_heads, self._out_feats))
+        return self.activation(out) if self.activation else out
+
+    def _as_one_node(
+        self, adjacency: Adjacency, source: Tensor, edge_feat: Tensor, p: float
+    ) -> Tensor | None:
+        """The layer as one node of autograd's graph; None: operator by operator."""
+        lin = self.fc_edge
+        if edge_feat.is_cuda or is_any_autocast_enabled() or not is_plain_linear(lin):
+            return None
+        edges = (edge_feat, lin, map_to_scores(lin.weight, self.attn_edge))
+        vectors, heads = (self.attn_l, self.attn_r), self._num_heads
+        options = {"heads": heads, "scale": self.leaky_relu.negative_slope, "dropout_p": p, "edges": edges}
+        out = attention_layer(ADDITIVE, adjacency, source, (self.fc,), vectors, self.bias, **options)
+        return None if out is None else out.view(-1, heads, self._out_feats)
 
 
 class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):

@@ -84,40 +84,39 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         heads = (self._num_heads, self._out_feats)
         source = self.feat_drop(source)
         p = dropout_p(self.attn_drop)
-        if given is None:
-            destination = self._destination(graph, adjacency, source, None)
-            if destination is source and not get_attention and edge_weight is None and p < 1:
-                out = self._as_one_node(adjacency, source, p)
-                if out is not None:
-                    if self.res_fc is not None:
-                        out = out + self.res_fc(destination).unflatten(-1, heads)
-                    return self.activation(out) if self.activation else out
-            x_src = self.fc(source)
-            score_src, score_dst = head_scores(x_src, self.attn_l, self.attn_r)
-            score_dst = self._destination(graph, adjacency, score_dst, None)
-        else:
-            destination = self._destination(graph, adjacency, source, self.feat_drop(given))
-            fc_src, fc_dst = (self.fc_src, self.fc_dst) if hasattr(self, "fc_src") else (self.fc, self.fc)
-            x_src = fc_src(source)
-            (score_src,) = head_scores(x_src, self.attn_l)
-            (score_dst,) = head_scores(fc_dst(destination), self.attn_r)
-        # The recipe counts what stands between the nodes and the heads as more heads.
-        out, weight = recipes.gat(
-            adjacency,
-            score_dst.flatten(1),
-            score_src.flatten(1),
-            x_src.flatten(1),
-            self.leaky_relu.negative_slope,
-            p=p,
-            drop=self.attn_drop,
-            factor=None if edge_weight is None else edge_factor(adjacency, x_src, edge_weight),
-            wants_weights=get_attention,
+        destination = self._destination(
+            graph, adjacency, source, None if given is None else self.feat_drop(given)
         )
-        out = out.reshape(adjacency.num_dst, *x_src.shape[1:-1], *heads)
+        out = weight = None
+        is_plain = given is None and destination is source  # a layer made for pairs has two maps
+        if is_plain and not get_attention and edge_weight is None and p < 1:
+            out = self._as_one_node(adjacency, source, p)
+        if out is None:
+            if given is None:
+                x_src = self.fc(source)
+                score_src, score_dst = head_scores(x_src, self.attn_l, self.attn_r)
+                score_dst = self._destination(graph, adjacency, score_dst, None)
+            else:
+                fc_src, fc_dst = (self.fc_src, self.fc_dst) if hasattr(self, "fc_src") else (self.fc, self.fc)
+                x_src = fc_src(source)
+                (score_src,) = head_scores(x_src, self.attn_l)
+                (score_dst,) = head_scores(fc_dst(destination), self.attn_r)
+            # The recipe counts what stands between the nodes and the heads as more heads.
+            out, weight = recipes.gat(
+                adjacency,
+                score_dst.flatten(1),
+                score_src.flatten(1),
+                x_src.flatten(1),
+                self.leaky_relu.negative_slope,
+                p=p,
+                drop=self.attn_drop,
+                factor=None if edge_weight is None else edge_factor(adjacency, x_src, edge_weight),
+                wants_weights=get_attention,
+            )
+            out = out.reshape(adjacency.num_dst, *x_src.shape[1:-1], *heads)
+            out = out if self.bias is None else add_bias(out, self.bias.view(heads))
         if self.res_fc is not None:
             out = out + self.res_fc(destination).unflatten(-1, heads)
-        if self.bias is not None:
-            out = add_bias(out, self.bias.view(heads))
         if self.activation:
             out = self.activation(out)
         if weight is None or not get_attention:

@@ -77,33 +77,30 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
             graph, adjacency, source, None if given is None else self.feat_drop(given)
         )
         p = dropout_p(self.attn_drop)
+        out = weight = None
         if destination is source and not get_attention and p < 1:
             out = self._as_one_node(adjacency, source, p)
-            if out is not None:
-                if self.res_fc is not None:
-                    out = out + self.res_fc(destination).unflatten(-1, heads)
-                return self.activation(out) if self.activation else out
-        if given is None and self.share_weights:
-            x_src = self.fc_src(source)
-            x_dst = self._destination(graph, adjacency, x_src, None)
-        elif destination is source:
-            x_src, x_dst = joint_linear(source, (self.fc_src, self.fc_dst))
-        else:
-            x_src, x_dst = self.fc_src(source), self.fc_dst(destination)
-        # The recipe counts what stands between the nodes and the heads as more heads.
-        between = x_src.shape[1:-1]
-        out, weight = recipes.gatv2(
-            adjacency,
-            x_dst.flatten(1),
-            x_src.flatten(1),
-            self.attn.expand(between.numel(), -1, -1).flatten(0, 1),
-            self.leaky_relu.negative_slope,
-            p=p,
-            drop=self.attn_drop,
-            wants_weights=get_attention,
-        )
-        out = out.reshape(adjacency.num_dst, *between, *heads)
-
+        if out is None:
+            if given is None and self.share_weights:
+                x_src = self.fc_src(source)
+                x_dst = self._destination(graph, adjacency, x_src, None)
+            elif destination is source:
+                x_src, x_dst = joint_linear(source, (self.fc_src, self.fc_dst))
+            else:
+                x_src, x_dst = self.fc_src(source), self.fc_dst(destination)
+            # The recipe counts what stands between the nodes and the heads as more heads.
+            between = x_src.shape[1:-1]
+            out, weight = recipes.gatv2(
+                adjacency,
+                x_dst.flatten(1),
+                x_src.flatten(1),
+                self.attn.expand(between.numel(), -1, -1).flatten(0, 1),
+                self.leaky_relu.negative_slope,
+                p=p,
+                drop=self.attn_drop,
+                wants_weights=get_attention,
+            )
+            out = out.reshape(adjacency.num_dst, *between, *heads)
         if self.res_fc is not None:
             out = out + self.res_fc(destination).unflatten(-1, heads)
         if self.activation:

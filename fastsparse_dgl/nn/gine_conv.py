@@ -63,14 +63,15 @@ class FastGINEConv(AggregationMixin, dgl.nn.pytorch.GINEConv):
         destination = self._destination(graph, adjacency, source, given)
         eps = self._buffers.get("eps")
         if (
-            eps is not None
-            and destination is source
+            destination is source
             and type(edge_feat) is Tensor
             and edge_feat.shape[1:] == source.shape[1:]
             and is_plain_eager(source)
-            and can_pass_messages(adjacency, source, edge_feat, eps)
+            and can_pass_messages(adjacency, source, edge_feat, self.eps)
         ):
             out = gine_layer(adjacency, source, edge_feat, None, None, eps)
+            if eps is None:  # it learns
+                out = torch.addcmul(out, 1 + self.eps, source)
         else:
             out = torch.addcmul(_sum_of_messages(adjacency, source, edge_feat), 1 + self.eps, destination)
         return out if self.apply_func is None else self.apply_func(out)

@@ -67,9 +67,8 @@ class FastMaxKGraphConv(FastGraphConv):
 
     After `MaxK-GNN <https://arxiv.org/abs/2312.08656>`_, section 3: ``FastMaxKGraphConv(F, G, k)`` gives what
     ``GraphConv(F, G)`` gives for ``MaxK(k)(feat)``, so that in a stack of layers MaxK takes the place of the
-    activation; let a linear layer go before the first. The k kept entries of each row are all that is
-    gathered (:func:`fastsparse_core.ssd`). Parameters and state_dict are those of
-    :class:`dgl.nn.pytorch.GraphConv`.
+    activation; let a linear layer go before the first. Only the k kept entries of each row are gathered
+    (:func:`fastsparse_core.ssd`). Parameters and state_dict are those of :class:`dgl.nn.pytorch.GraphConv`.
 
     Args:
         in_feats: width of the input.

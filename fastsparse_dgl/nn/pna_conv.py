@@ -147,9 +147,9 @@ def why_no_kernel(layer: Any) -> Reason | None:
     first = layer.towers[0]
     names = list(first.aggregators)
     if not names or not set(names) <= set(AGGREGATIONS) or len(set(names)) < len(names):
-        return Reason(f"aggregators {names}, of which some have no kernel")
+        return Reason(f"aggregators {names}, some without a kernel")
     if not first.scalers or not set(first.scalers) <= set(_SCALERS):
-        return Reason(f"scalers {list(first.scalers)}, of which some have no kernel")
+        return Reason(f"scalers {list(first.scalers)}, some without a kernel")
     for tower in layer.towers:
         if (
             not is_plain_linear(tower.M)

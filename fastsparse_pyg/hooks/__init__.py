@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterable
+from types import FunctionType
 
 from fastsparse_core import call_report, replacement, sparse_products
 from fastsparse_core.locks import ForkSafeLock
 from fastsparse_pyg.hooks import layers, table
+from fastsparse_pyg.loader.base import Script
 from fastsparse_run import watch
 
 __all__ = ["disable", "enable", "is_enabled"]
@@ -23,7 +26,7 @@ _installed: list[replacement.Change] = []
 _enabled: set[str] = set()
 
 
-def enable(parts: Iterable[str] | None = None, *, report: bool = False) -> None:
+def enable(parts: Iterable[str] | None = None, *, report: bool | str = False) -> None:
     """Runs PyG and products of ``torch.sparse`` matrices on FastSparse, whatever imported them before.
 
     - ``"layers"``: each `MessagePassing` layer becomes a drop-in when it is first called, as
@@ -32,7 +35,8 @@ def enable(parts: Iterable[str] | None = None, *, report: bool = False) -> None:
     - ``"scatter"``: ``scatter``, ``softmax``, ``segment``, ``degree`` and ``spmm`` of
       ``torch_geometric.utils``.
     - ``"pool"``: the same functions within PyG's aggregations, global pools and normalisations.
-    - ``"loaders"``: ``NeighborLoader``, ``LinkNeighborLoader`` and ``DataLoader``.
+    - ``"loaders"``: ``NeighborLoader``, ``LinkNeighborLoader`` and ``DataLoader``. Batches are on the GPU if
+      the script has used it when an epoch begins.
     - ``"sparse_mm"``: ``torch.sparse.mm``, ``A @ x``, ``torch.mm`` and ``torch.addmm`` of COO, CSR and CSC
       matrices.
     - ``"shims"``: modules in place of ``torch_scatter`` and ``torch_sparse`` if the script imports them and
@@ -45,10 +49,11 @@ def enable(parts: Iterable[str] | None = None, *, report: bool = False) -> None:
     Args:
         parts: the names of parts; None: all. Those that the environment variable ``FASTSPARSE_DISABLE``
             names, separated by commas, stay off.
-        report: whether to record which calls ran on FastSparse, for :func:`fastsparse_core.report`.
+        report: whether to record which calls ran on FastSparse, for :func:`fastsparse_core.report`. With
+            ``"time"``, it also measures how long calls take, if nothing is enabled yet.
 
     Raises:
-        ValueError: there is no such part.
+        ValueError: there is no such part, or no such report.
         RuntimeError: the functions of the installed PyG are not those that FastSparse knows; the message says
             which, and nothing was changed.
 
@@ -61,6 +66,8 @@ def enable(parts: Iterable[str] | None = None, *, report: bool = False) -> None:
     for part in wanted:
         if part not in PARTS:
             raise ValueError(f"parts: expected some of {', '.join(PARTS)}, got {part!r}")
+    if report not in (False, True, "time"):
+        raise ValueError(f"report: expected True, False or 'time', got {report!r}")
     with _lock:
         new = [part for part in replacement.enabled_parts(wanted) if part not in _enabled]
         hooks = [hook for part in new for hook in table.HOOKS.get(part, ())]
@@ -69,19 +76,26 @@ def enable(parts: Iterable[str] | None = None, *, report: bool = False) -> None:
                 f"fastsparse_pyg.enable() does not know this PyG: {'; '.join(found)}. Nothing was changed. "
                 "Name the parts that you need, or use the drop-in layers"
             )
-        _installed.extend(replacement.install(hooks))
+        if report:
+            call_report.start_recording(times=report == "time")
+        timed = [
+            dataclasses.replace(hook, function=call_report.timed(hook.function))
+            if isinstance(hook.function, FunctionType)
+            else hook
+            for hook in hooks
+        ]
+        _installed.extend(replacement.install(timed))
+        Script.decides |= "loaders" in new
         if "sparse_mm" in new:
             sparse_products.enable()
         if "shims" in new:
             for package in _MISSING:
                 watch.in_place_of(package, _stand_in)
         _enabled.update(new)
-        if report:
-            call_report.start_recording()
 
 
 def disable() -> None:
-    """Gives PyG and PyTorch their own code back: the inverse of :func:`enable`.
+    """Restores PyG's and PyTorch's own code: the inverse of :func:`enable`.
 
     Layers that became drop-ins when they were called are PyG's again; those of
     :func:`~fastsparse_pyg.accelerate` stay.
@@ -96,6 +110,7 @@ def disable() -> None:
     with _lock:
         replacement.remove(_installed)
         layers.restore_all()
+        Script.decides = False
         if "sparse_mm" in _enabled:
             sparse_products.disable()
         if "shims" in _enabled:

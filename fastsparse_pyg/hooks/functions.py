@@ -6,6 +6,7 @@ refuse: errors are PyG's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,38 @@ _is_tracing = torch._C._is_tracing
 _is_compiling = torch.compiler.is_compiling
 
 
+def _few_first(place: int) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Lets PyG's own function run at once if there are so few rows that it is faster.
+
+    Molecules' batches call these functions often, so a frame of Python counts. Calls that are recorded go on,
+    to be in the report.
+
+    Args:
+        place: of the index among the arguments.
+    """
+
+    def bind(function: Callable[..., Tensor], original: _Original) -> Callable[..., Tensor]:
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Tensor:
+            if (
+                len(args) > place
+                and type(args[place]) is Tensor
+                and not (_is_tracing() or is_recording())
+                and args[place].numel() < FEW_EDGES
+            ):
+                return original(*args, **kwargs)
+            return function(original, *args, **kwargs)
+
+        return replaced
+
+    def decorate(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        function.bind = bind  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+@_few_first(1)
 def scatter(
     original: _Original,
     src: Tensor,
@@ -56,8 +89,6 @@ def scatter(
     reduce: str = "sum",
 ) -> Tensor:
     """PyG's ``scatter``."""
-    if _are_few(index):
-        return original(src, index, dim, dim_size, reduce)
     how = _REDUCTIONS.get(reduce)
     reason = f"reduce={reduce!r}" if how is None else _why_not(src, index, dim) or _why_new(index, how)
     if how is not None and not reason:
@@ -69,6 +100,7 @@ def scatter(
     return original(src, index, dim, dim_size, reduce)
 
 
+@_few_first(1)
 def softmax(
     original: _Original,
     src: Tensor,
@@ -78,8 +110,6 @@ def softmax(
     dim: int = 0,
 ) -> Tensor:
     """PyG's ``softmax``."""
-    if _are_few(index):
-        return original(src, index, ptr, num_nodes, dim)
     reason = _why_not(src, index, dim) if ptr is None else _why_no_segments(src, ptr, dim)
     if not reason and src.numel() > src.size(0) * MOST_HEADS:
         reason = f"more than {MOST_HEADS} columns"
@@ -108,6 +138,7 @@ def segment(original: _Original, src: Tensor, ptr: Tensor, reduce: str = "sum") 
     return original(src, ptr, reduce)
 
 
+@_few_first(0)
 def degree(
     original: _Original, index: Tensor, num_nodes: int | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -147,11 +178,6 @@ def _served(name: str, call: Callable[[], Any]) -> Any:
         return None
     record(name, "segments")
     return out
-
-
-def _are_few(index: Any) -> bool:
-    """Whether there are so few rows that PyG's code is faster; not asked while calls are recorded."""
-    return type(index) is Tensor and not (_is_tracing() or is_recording()) and index.numel() < FEW_EDGES
 
 
 def _why_not(src: Any, index: Any, dim: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from numbers import Integral
 from typing import Any
 
@@ -33,6 +33,27 @@ OF_WORKERS = (
 )
 
 
+class Script:
+    """What is known of the script, under `enable()`.
+
+    Attributes:
+        decides: whether loaders without a device stay on the CPU until the script uses the GPU. A script that
+            trains on the CPU would otherwise get batches on the GPU of the machine.
+    """
+
+    decides = False
+
+
+def follows_script(device: torch.device | str | int | None) -> bool:
+    """Whether a loader that was given this device may still go to the GPU when an epoch begins."""
+    return device is None and Script.decides
+
+
+def script_uses_gpu() -> bool:
+    """Whether the script has used a GPU that the kernels can use."""
+    return torch.cuda.is_initialized() and bool(_C.build_info()["cuda"])
+
+
 def choose_device(data: Any, device: torch.device | str | int | None) -> torch.device:
     """Where to sample: as told, else where the data lies, else on the GPU if there is one."""
     if device is not None:
@@ -42,7 +63,8 @@ def choose_device(data: Any, device: torch.device | str | int | None) -> torch.d
         on_gpu = next((item.device for item in tensors if item.is_cuda), None)
         if on_gpu is not None:
             return on_gpu
-    if torch.cuda.is_available() and _C.build_info()["cuda"]:
+    has_gpu = torch.cuda.is_available() and _C.build_info()["cuda"]
+    if has_gpu and (script_uses_gpu() or not Script.decides):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
@@ -88,9 +110,15 @@ class LoaderMixin:
     transform: Any
     data: Any
 
+    num_workers: int
+    pin_memory: bool
+    filter_per_worker: Any
+    node_sampler: Any
+
     _sampler: Any
     _device: torch.device
     _stream: torch.cuda.Stream | None = None
+    _on_gpu: Callable[[torch.device], Any] | None = None
 
     def _prepare(self, sampler: Any, device: torch.device, filter_per_worker: Any, kwargs: Any) -> None:
         """Before PyTorch's loader is made: what it must not be told on a GPU."""
@@ -104,8 +132,8 @@ class LoaderMixin:
         if ignored:
             info_once(
                 logger,
-                f"{', '.join(ignored)}: ignored, for {device} samples and gathers beside the step, without "
-                "worker processes",
+                f"{', '.join(ignored)}: ignored, because {device} samples and gathers during the step, "
+                "without worker processes",
             )
 
     def _keep_rows(self, count: int) -> None:
@@ -129,8 +157,21 @@ class LoaderMixin:
             return super().__call__(index)  # type: ignore[misc]
         return self._end(self._begin(index))
 
+    def _go_to(self, sampler: GraphSampler, device: torch.device) -> None:
+        """Samples there from here on."""
+        self.node_sampler = self._sampler = sampler
+        self._device, self._on_gpu = device, None
+        self.num_workers, self.pin_memory, self.filter_per_worker = 0, False, False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._on_gpu is not None and script_uses_gpu():
+            device = choose_device(self.data, None)
+            self._go_to(self._on_gpu(device), device)
+        return super().__iter__()  # type: ignore[misc]
+
     def _get_iterator(self) -> Iterator[Any]:
-        if self._sampler is None or self._device.type == "cpu" or self.batch_sampler is None:
+        is_own = type(self).collate_fn is not _base_of(type(self)).collate_fn  # type: ignore[attr-defined]
+        if self._sampler is None or self._device.type == "cpu" or self.batch_sampler is None or is_own:
             return super()._get_iterator()  # type: ignore[misc]
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
@@ -161,7 +202,12 @@ class LoaderMixin:
         return iter(positions.to(self._device).split(size))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: item for name, item in self.__dict__.items() if name != "_stream"}
+        return {name: item for name, item in self.__dict__.items() if name not in ("_stream", "_on_gpu")}
+
+
+def _base_of(kind: type) -> Any:
+    """PyG's loader that a loader of this class is made of."""
+    return kind.__mro__[kind.__mro__.index(LoaderMixin) + 1]
 
 
 def as_index(index: Any, device: torch.device) -> Tensor:

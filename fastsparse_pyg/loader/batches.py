@@ -1,7 +1,7 @@
 """From a sampler's output to a batch with features, on the device where it was sampled.
 
 The fields are those of PyG's loaders (`torch_geometric.loader.utils`), which move them to where the features
-lie; here the features come to where the batch is.
+are; here the features come to where the batch is.
 """
 
 from __future__ import annotations

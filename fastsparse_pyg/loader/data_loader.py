@@ -16,7 +16,7 @@ from torch_geometric.loader import DataLoader as PygDataLoader
 from fastsparse_core.graph_store import NothingToStore, NotStored, Outline, StoredBatches, same_outline
 from fastsparse_core.log import info_once, warn_once
 from fastsparse_pyg.caching import logger
-from fastsparse_pyg.loader.base import OF_WORKERS, choose_device
+from fastsparse_pyg.loader.base import OF_WORKERS, choose_device, follows_script, script_uses_gpu
 from fastsparse_pyg.loader.stored_graphs import StoredGraphs
 
 
@@ -33,7 +33,7 @@ class DataLoader(PygDataLoader):
     The graphs are stored once, as contiguous tensors with pointers, and one kernel gathers a batch. It has
     the fields, values and slices of `Batch.from_data_list`, so ``batch.to_data_list()`` and ``batch[i]`` work
     as before. Samples come in the order in which PyG's loader draws them from the same seed. Layers of this
-    package find the structure of ``batch.edge_index`` ready, so they sort nothing.
+    package reuse the structure of ``batch.edge_index``, so they sort nothing.
 
     These datasets are stored:
 
@@ -47,9 +47,9 @@ class DataLoader(PygDataLoader):
     as well.
 
     Storing takes as much memory as the graphs, except for an `InMemoryDataset` on the CPU, whose storage is
-    read in place. Every epoch begins with a look at the dataset, and graphs that have changed are stored
-    again. A replaced graph or attribute is always noticed, a write in place if it concerns many graphs or a
-    dataset of few tensors: 4,096 tensors are looked at, spread over the dataset.
+    read in place. At the beginning of every epoch the loader checks the dataset, and stores changed graphs
+    again. It always detects a replaced graph or attribute. To detect in-place writes it checks 4,096 tensors,
+    spread over the dataset: it may miss a write to a few tensors of a large dataset.
 
     Args:
         dataset: as in PyG.
@@ -61,8 +61,8 @@ class DataLoader(PygDataLoader):
             else the CPU, as in :class:`NeighborLoader`. ``batch.to(device)`` copies nothing then. On a GPU
             the graphs are stored in its memory if they take at most half of what is free, else in
             page-locked memory of the host.
-        kwargs: as in PyTorch's loader. Stored graphs need no worker processes: ``num_workers`` and what
-            belongs to it are ignored for them.
+        kwargs: as in PyTorch's loader. Stored graphs need no worker processes, so ``num_workers`` and related
+            arguments are ignored.
 
     Attributes:
         device: where batches are.
@@ -96,7 +96,8 @@ class DataLoader(PygDataLoader):
         self._source: _Source | None = None
         self._graphs: StoredGraphs | None = None
         self.device = choose_device(None, device)
-        self._moves = device is not None or self.device.type != "cpu"
+        self._follows = follows_script(device)
+        self._moves = device is not None or (self.device.type != "cpu" and not self._follows)
         try:
             if batch_size is None and kwargs.get("batch_sampler") is None:
                 raise NotStored("batch_size is None")
@@ -124,6 +125,11 @@ class DataLoader(PygDataLoader):
         return StoredBatches(self, lambda index: graphs.batch(index, graph_at))
 
     def __iter__(self) -> Iterator[Any]:
+        if self._follows and self._source is not None and self.device.type == "cpu" and script_uses_gpu():
+            self.device = choose_device(self._source.example(), None)
+            self._graphs = None
+            if self._is_stored:
+                self.pin_memory = False
         batches = super().__iter__()
         if isinstance(batches, StoredBatches) or not self._moves:
             return batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch_geometric.loader
 from torch import Tensor
 
 from fastsparse_pyg.loader.arguments import checked_links
-from fastsparse_pyg.loader.base import LoaderMixin, choose_device, make_sampler
+from fastsparse_pyg.loader.base import LoaderMixin, choose_device, follows_script, make_sampler
 from fastsparse_pyg.loader.batches import make_batch
 
 
@@ -76,7 +77,8 @@ class LinkNeighborLoader(LoaderMixin, torch_geometric.loader.LinkNeighborLoader)
             "weight_attr": weight_attr,
             "directed": directed,
         }
-        sampler = make_sampler(data, num_neighbors, target, given=neighbor_sampler, **options)
+        make = partial(make_sampler, data, num_neighbors, given=neighbor_sampler, **options)
+        sampler = make(device=target)
         self._prepare(sampler, target, filter_per_worker, kwargs)
         if self._sampler is not None:
             edge_label_index = checked_links(edge_label_index, data, sampler.num_nodes)
@@ -104,6 +106,8 @@ class LinkNeighborLoader(LoaderMixin, torch_geometric.loader.LinkNeighborLoader)
             **kwargs,
         )
         self._keep_rows(gpu_cache)
+        if self._sampler is not None and target.type == "cpu" and follows_script(device):
+            self._on_gpu = lambda device: make(device=device)
 
     def _begin(self, index: Any) -> Any:
         return index.cpu() if isinstance(index, Tensor) else index

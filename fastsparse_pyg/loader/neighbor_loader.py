@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NodeSamplerInput
 
 from fastsparse_pyg.loader.arguments import checked_input_nodes
-from fastsparse_pyg.loader.base import LoaderMixin, as_index, choose_device, make_sampler
+from fastsparse_pyg.loader.base import LoaderMixin, as_index, choose_device, follows_script, make_sampler
 from fastsparse_pyg.loader.batches import make_batch
 
 
@@ -26,8 +27,8 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
 
     If there is a GPU, it samples and gathers there, on a separate stream, two batches ahead. Batches are on
     the GPU. Features that take more than half of its free memory stay on the host and are sent row by row.
-    ``num_workers`` and what belongs to it are ignored then. Elsewhere it samples in C++ threads, in worker
-    processes if told.
+    ``num_workers`` and what belongs to it are ignored then. Without a GPU it samples in C++ threads, with
+    ``num_workers`` in worker processes.
 
     PyG's own sampler, which needs pyg-lib or torch-sparse, runs for ``time_attr``, a ``neighbor_sampler`` of
     the caller's, and graphs stored as ``adj_t``.
@@ -40,8 +41,8 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
             all.
         device: where to sample, and the device of the batches; None: where the data is on a GPU, there, else
             on the GPU if there is one.
-        gpu_cache: number of nodes whose features a GPU keeps too, where they stay with the host: those that
-            most edges start from, of every node type.
+        gpu_cache: if the features stay on the host, the number of nodes of each type whose features the GPU
+            also keeps: those with the most outgoing edges.
         others: as in PyG.
 
     Raises:
@@ -90,7 +91,8 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
             "weight_attr": weight_attr,
             "directed": directed,
         }
-        sampler = make_sampler(data, num_neighbors, target, given=neighbor_sampler, **options)
+        make = partial(make_sampler, data, num_neighbors, given=neighbor_sampler, **options)
+        sampler = make(device=target)
         self._prepare(sampler, target, filter_per_worker, kwargs)
         if self._sampler is not None:
             is_data = isinstance(data, (Data, HeteroData))
@@ -110,10 +112,17 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
             **kwargs,
         )
         self._keep_rows(gpu_cache)
+        if self._sampler is not None and target.type == "cpu" and follows_script(device):
+            self._on_gpu = lambda device: make(device=device)
         if self._sampler is not None:
             given: NodeSamplerInput = self.input_data
             self._seeds = given.node.to(target)
             self._input_id = None if given.input_id is None else given.input_id.to(target)
+
+    def _go_to(self, sampler: Any, device: torch.device) -> None:
+        super()._go_to(sampler, device)
+        self._seeds = self._seeds.to(device)
+        self._input_id = None if self._input_id is None else self._input_id.to(device)
 
     def _begin(self, index: Any) -> Any:
         index = as_index(index, self._device)

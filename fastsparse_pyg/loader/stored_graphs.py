@@ -315,7 +315,7 @@ class StoredGraphs:
         added: tuple[int, ...] | None,
         shape: tuple[int, ...] = (),
     ) -> _Part:
-        """An attribute whose graphs lie one behind the other in a tensor.
+        """An attribute whose graphs are one behind the other in a tensor.
 
         Args:
             tensor: of all graphs.

@@ -11,13 +11,14 @@ from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 from torch_geometric.utils.loop import compute_loop_attr
 
-from fastsparse_core import Adjacency, spmm
+from fastsparse_core import Adjacency
 from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.attention_layer import Score, attention_layer
 from fastsparse_core.fused.bias import add_bias
+from fastsparse_core.fused.propagation import sum_of_edges
 from fastsparse_core.log import warn_once
 from fastsparse_pyg import fallback
-from fastsparse_pyg.graph import is_sparse_matrix, num_caller_values, to_edge_index
+from fastsparse_pyg.graph import is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FastConv, is_plain_linear
 
 #: Reductions over edge features, for those of self loops, that are a product with the structure.
@@ -137,18 +138,19 @@ class AttentionConv(FastConv):
         Raises:
             ValueError: not one row per edge, or another device than the graph's.
         """
-        expected = num_caller_values(adj)
+        adds_loops = adj.has_inserted_loops
+        expected = adj.num_values - min(adj.shape) if adds_loops else adj.num_values
         if edge_attr.size(0) != expected:
             raise ValueError(
                 f"edge_attr: expected one row per edge, {expected}, got shape {tuple(edge_attr.shape)}"
             )
-        if edge_attr.device != adj.device:
+        if edge_attr.device != adj.col.device:
             raise ValueError(
                 f"edge_attr: expected device {adj.device} like the graph, got {edge_attr.device}; move it "
                 f"with .to('{adj.device}')"
             )
         features = edge_attr if edge_attr.dim() == 2 else edge_attr[:, None]
-        if not adj.has_inserted_loops:
+        if not adds_loops:
             return features
         loops = self._loop_features(adj, features)
         if not features.is_floating_point():
@@ -173,16 +175,16 @@ class AttentionConv(FastConv):
             )
         # PyG aggregates over the second row of edge_index: the destinations unless the flow is reversed.
         by_row = adj if self.flow == "source_to_target" else adj.t()
-        with torch.autocast(adj.device.type, enabled=False):
+        with torch.autocast(edge_attr.device.type, enabled=False):
             values = edge_attr if edge_attr.is_floating_point() else edge_attr.double()
-            ones = values.new_ones(by_row.num_src, values.size(1))
-            total = spmm(by_row, ones, adj.extend_value(values, 0.0, keep_existing=False))[:count]
+            total = sum_of_edges(by_row, adj.extend_value(values, 0.0, keep_existing=False))[:count]
             if values is not edge_attr:
                 total = total.long().to(edge_attr.dtype)  # in which PyG adds: of bool that is "any"
             if fill_value != "mean":
                 return total
-            others = (by_row.in_degree()[:count] - 1).clamp(min=1)
-            return total / others[:, None].to(total.dtype)
+            key, dtype = ("fastsparse_pyg.edges_of_loops", total.dtype), total.dtype
+            degree = by_row.derived(key, lambda: (by_row.in_degree() - 1).clamp(min=1).to(dtype)[:, None])
+            return total / degree[:count]
 
     def _operands_of_edges(self, features: Tensor | None) -> dict[str, Any]:
         """Arguments of the recipes for edges with features and the layer's ``lin_edge``."""

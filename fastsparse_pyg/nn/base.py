@@ -24,7 +24,7 @@ from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.layer_swap import restore
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
 from fastsparse_core.ops.spmm import Reduce
-from fastsparse_core.traced import TracedAdjacency
+from fastsparse_core.traced import TracedAdjacency, site_of
 from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import layer_cache, stamp_attributes
 from fastsparse_pyg.graph import for_pyg, is_sparse_matrix, resolve, to_edge_index
@@ -171,7 +171,7 @@ class FastConv(MessagePassing):
         dim, flow = state["node_dim"], state["flow"]
         num_src = x_src.size(dim)
         num_dst = None if x_dst is None else num_src if x_dst is x_src else x_dst.size(dim)
-        if type(edge_index) is Tensor:
+        if type(edge_index) is Tensor or (_is_compiling() and fallback.is_edge_list(edge_index)):
             if size is not None:
                 for name, expected, got in (("source", size[0], num_src), ("destination", size[1], num_dst)):
                     if expected is not None and got is not None and expected != got:
@@ -183,7 +183,8 @@ class FastConv(MessagePassing):
                 if _is_compiling():
                     place = (num_src if num_dst is None else num_dst, num_src)
                     reverse = flow == "target_to_source"
-                    return TracedAdjacency(edge_index, *place, reverse, "replace" if loops else "keep")
+                    site = site_of(edge_index)
+                    return TracedAdjacency(edge_index, *place, reverse, "replace" if loops else "keep", site)
                 adj = known(edge_index, (num_src if num_dst is None else num_dst, num_src, flow, loops))
                 if adj is not None:
                     return adj
@@ -241,9 +242,10 @@ class FastConv(MessagePassing):
             return fallback.wrong_dimensions(dim, state["node_dim"])
         if x_src.layout is not torch.strided and not self._takes_sparse_features:
             return Reason("features that are not a dense matrix", fallback.PLAIN_FEATURES)
-        if not self._takes_matrices and is_sparse_matrix(edge_index):
+        is_list = type(edge_index) is Tensor and edge_index.layout is torch.strided
+        if not is_list and not self._takes_matrices and is_sparse_matrix(edge_index):
             return fallback.SPARSE_MATRIX
-        if self._fusible and not state["fuse"] and is_sparse_matrix(edge_index):
+        if not is_list and self._fusible and not state["fuse"] and is_sparse_matrix(edge_index):
             return Reason("a sparse matrix with fuse=False", fallback.PLAIN_EDGES)
         is_turned = x_dst is not x_src and state["flow"] == "target_to_source"
         if is_turned and not isinstance(edge_index, Adjacency):
@@ -304,12 +306,13 @@ class FastConv(MessagePassing):
         """Sum, mean, maximum or minimum over neighbours, along `node_dim`, of features of any dimension."""
         if value is not None and not value.is_floating_point():
             value = value.to(x.dtype)
-        reduce = self._reduce()
-        dim = self.node_dim
+        reduce, dim = REDUCE[type(self._modules["aggr_module"])], self.__dict__["node_dim"]
         if x.dim() == 2 and (dim == -2 or dim == 0):
             return spmm(adj, x, value, reduce, scale_dst=scales[0], scale_src=scales[1], bias=bias)
-        out = spmm(adj, x.movedim(dim, 0), value, reduce, scale_dst=scales[0], scale_src=scales[1])
-        out = out.movedim(0, dim).contiguous()
+        by_node = x.movedim(dim, 0)
+        shape = by_node.shape[1:]
+        out = spmm(adj, by_node.flatten(1), value, reduce, scale_dst=scales[0], scale_src=scales[1])
+        out = out.unflatten(1, shape).movedim(0, dim).contiguous()
         return out if bias is None else out + bias
 
     def _neighbours_and_root(

@@ -12,8 +12,6 @@ from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, sddmm, spmm
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.structure.loops import without_self_loops
-from fastsparse_core.traced import TracedAdjacency
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.propagation import PropagatingConv
 
@@ -106,9 +104,7 @@ class FastChebConv(PropagatingConv, ChebConv):
         out = self.lins[0](x)
         if len(self.lins) > 1:
             weight = self._value(adj, x, edge_index, edge_weight)
-            is_traced = isinstance(adj, TracedAdjacency)
-            plain = adj.without_self_loops() if is_traced else without_self_loops(adj)
-            laplacian = self._laplacian(plain, x, weight, batch, lambda_max)
+            laplacian = self._laplacian(adj.without_self_loops(), x, weight, batch, lambda_max)
             before, last = x, laplacian.times(x, 1.0)
             out = out + self.lins[1](last)
             for lin in list(self.lins)[2:]:
@@ -119,18 +115,21 @@ class FastChebConv(PropagatingConv, ChebConv):
     def _laplacian(
         self, adj: Adjacency, x: Tensor, weight: Tensor | None, batch: Tensor | None, lambda_max: Any
     ) -> _Laplacian:
-        dtype = accumulation_dtype(x.dtype)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         # PyG's degrees are those of the first row of the edges, whatever the flow is.
         at_source = self.flow == "source_to_target"
         kind = self.normalization
+        largest: Any = 1.0
         if weight is None:
             scale = (
                 (adj.inv_sqrt_out_degree if at_source else adj.inv_sqrt_degree)
                 if kind == "sym"
                 else (adj.inv_out_degree if at_source else adj.inv_degree)
             )(dtype)
-            degree = (adj.out_degree() if at_source else adj.in_degree()).to(dtype)[:, None]
-            value, largest = None, degree.max() if kind is None else 1.0
+            value = None
+            if kind is None:
+                degree = (adj.out_degree() if at_source else adj.in_degree()).to(dtype)[:, None]
+                largest = degree.max()
         else:
             with torch.autocast(x.device.type, enabled=False):
                 ones = torch.ones(adj.num_dst, 1, dtype=dtype, device=x.device)

@@ -12,7 +12,8 @@ from torch_geometric.typing import OptPairTensor, OptTensor, Size
 from fastsparse_core import Adjacency, additive_attention_weights
 from fastsparse_core.fused import attention_recipes as recipes
 from fastsparse_core.fused.attention_layer import ADDITIVE
-from fastsparse_core.fused.head_scores import edge_scores, head_scores
+from fastsparse_core.fused.head_scores import edge_scores, head_scores, map_to_scores
+from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear, size_for_pyg
@@ -85,8 +86,11 @@ class FastGATConv(AttentionConv, GATConv):
         state = self.__dict__
         dropout = state["dropout"] if state["training"] else 0.0
         lin, whole = state["_modules"].get("lin"), None
-        if edge_attr is None and lin is not None and not (wants_weights and dropout):
-            whole = self._attention_layer(ADDITIVE, adj, x, (lin,), ("att_src", "att_dst"))
+        features = None if edge_attr is None else self._edge_features(adj, edge_attr)
+        if lin is not None and not (wants_weights and (dropout or features is not None)):
+            edges = None if features is None else self._edges_for_scores(features)
+            if features is None or edges is not None:
+                whole = self._attention_layer(ADDITIVE, adj, x, (lin,), ("att_src", "att_dst"), edges)
             if whole is not None and not wants_weights:
                 return whole
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
@@ -99,7 +103,7 @@ class FastGATConv(AttentionConv, GATConv):
             alpha: Tensor | None = weights.to(self.att_src.dtype)
         else:
             residual = None if self.res is None or x_dst is None else self.res(x_dst)
-            of_edges = None if edge_attr is None else self._edge_scores(self._edge_features(adj, edge_attr))
+            of_edges = None if features is None else self._edge_scores(features)
             operands = (adj, score_dst, score_src, value, self.negative_slope, of_edges)
             dtype = self.att_src.dtype
             out, alpha = recipes.gat(*operands, p=dropout, wants_weights=wants_weights, dtype=dtype)
@@ -121,6 +125,13 @@ class FastGATConv(AttentionConv, GATConv):
             return value, None, score_src
         (score_dst,) = head_scores(lin_dst(x_dst), self.att_dst)
         return value, score_dst, score_src
+
+    def _edges_for_scores(self, features: Tensor) -> tuple[Any, ...] | None:
+        """Features of edges as `attention_layer` takes them; None: they are the operators'."""
+        lin, att = self.__dict__["_modules"]["lin_edge"], self._own_parameters("att_edge")[0]
+        if features.is_cuda or is_any_autocast_enabled() or not is_plain_linear(lin):
+            return None
+        return features, None, map_to_scores(lin._parameters["weight"], att)
 
     def _edge_scores(self, features: Tensor) -> Tensor:
         """Scores (num_values, heads) of edge features (num_values, D)."""

@@ -29,9 +29,9 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
     after "How Attentive are Graph Attention Networks?" (https://arxiv.org/abs/2105.14491), section 3.
     Arguments, parameters, ``state_dict`` and results are the original's. Scores, softmax, dropout and sum are
     one operator (:func:`fastsparse_core.gatv2_attention`) that stores nothing of the size of the edges. Edge
-    features stand inside the non-linearity: up to 32 of them are projected inside the operator, more run the
-    unfused operators. Attention dropout draws a different mask than the original. Under autocast the result
-    has the autocast dtype.
+    features are inside the non-linearity. Up to 32 of them are projected inside the operator; with more, the
+    unfused operators run. Attention dropout draws a different mask than the original. Under autocast the
+    result has the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or

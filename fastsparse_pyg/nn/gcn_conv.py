@@ -31,10 +31,10 @@ class FastGCNConv(PropagatingConv, GCNConv):
 
     after "Semi-Supervised Classification with Graph Convolutional Networks"
     (https://arxiv.org/abs/1609.02907). Arguments, parameters, ``state_dict`` and results are the original's.
-    Without edge weights no value per edge exists: the normalisation is a scaling of rows inside the kernel.
-    The product with the weight comes before or after the aggregation, whichever gathers less; results agree
-    up to rounding. Under autocast the aggregation runs, and returns, in the autocast dtype. Message hooks,
-    explain mode and aggregations other than the sum run PyG's own code.
+    Without edge weights, the kernel normalises by scaling rows, so no value per edge is stored. The product
+    with the weight comes before or after the aggregation, whichever gathers less; results agree up to
+    rounding. Under autocast the aggregation runs, and returns, in the autocast dtype. Message hooks, explain
+    mode and aggregations other than the sum run PyG's own code.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or :math:`(B, |\mathcal{V}|, F_{in})`,

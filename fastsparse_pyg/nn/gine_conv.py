@@ -103,7 +103,8 @@ class FastGINEConv(AttentionConv, GINEConv):
         """The layer as one node of autograd's graph; None: look closer."""
         state = self.__dict__
         lin, eps = state["_modules"].get("lin"), state["_buffers"].get("eps")
-        if type(edge_attr) is not Tensor or eps is None or eps.numel() != 1 or not is_plain_eager(x):
+        learned = self._own_parameters("eps")[0] if eps is None else None
+        if type(edge_attr) is not Tensor or (eps is not None and eps.numel() != 1) or not is_plain_eager(x):
             return None
         weight = bias = None
         expected = x.shape[1:]
@@ -117,7 +118,7 @@ class FastGINEConv(AttentionConv, GINEConv):
         if edge_attr.shape[1:] != expected:
             return None
         network = self.nn
-        first, rest = first_linear(network)
+        first, rest = first_linear(network) if learned is None else (None, ())
         after = after_bias = None
         if first is not None:
             after, after_bias = first._parameters["weight"], first._parameters["bias"]
@@ -132,9 +133,12 @@ class FastGINEConv(AttentionConv, GINEConv):
             or (lin is None and edge_attr.dtype is not x.dtype)
         ):
             return None
-        if not can_pass_messages(adj, x, edge_attr, weight, bias, eps, after, after_bias, under=under):
+        others = (weight, bias, learned if eps is None else eps, after, after_bias)
+        if not can_pass_messages(adj, x, edge_attr, *others, under=under):
             return None
         out = gine_layer(adj, x, edge_attr, weight, bias, eps, after, after_bias, under)
+        if learned is not None:
+            out = torch.addcmul(out, 1 + learned, x)
         if first is None:
             out = network(out)
         for module in rest:

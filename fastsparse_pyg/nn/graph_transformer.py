@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency
 from fastsparse_core.fused.graph_transformer import NORMS, GraphTransformer
-from fastsparse_core.traced import TracedAdjacency
+from fastsparse_core.traced import TracedAdjacency, site_of
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike, resolve
 
@@ -119,7 +119,8 @@ class GraphTransformerLayer(GraphTransformer):
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         num_src, num_dst = x_src.size(0), x_dst.size(0)
         if torch.compiler.is_compiling() and fallback.of_traced_edges(edge_index) is None:
-            adj: Adjacency = TracedAdjacency(edge_index, num_dst, num_src, self.flow == "target_to_source")
+            reverse, site = self.flow == "target_to_source", site_of(edge_index)
+            adj: Adjacency = TracedAdjacency(edge_index, num_dst, num_src, reverse, site=site)
         else:
             to_structure = resolve if isinstance(edge_index, Adjacency) else _resolve_uncompiled
             adj = to_structure(edge_index, num_src, num_dst, x_src.device, flow=self.flow)

@@ -13,8 +13,7 @@ from torch_geometric.typing import OptTensor
 from fastsparse_core import Adjacency, edge_softmax, spmm
 from fastsparse_core.fallback import Reason
 from fastsparse_core.message_plans.ends import EdgeEnd, gather
-from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.traced import TracedAdjacency
+from fastsparse_core.traced import TracedAdjacency, site_of
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import is_sparse_matrix, raise_graph, resolve
 from fastsparse_pyg.nn.base import FastConv
@@ -73,7 +72,9 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         if num_edges is None:
             num_edges = int(hyperedge_index[1].max()) + 1 if hyperedge_index.numel() else 0
         if is_traced:
-            to_edges: Adjacency = TracedAdjacency(hyperedge_index, num_edges, x.size(0))
+            to_edges: Adjacency = TracedAdjacency(
+                hyperedge_index, num_edges, x.size(0), site=site_of(hyperedge_index)
+            )
         else:
             to_edges = resolve(hyperedge_index, x.size(0), num_edges, x.device)
         to_nodes = to_edges.t()
@@ -83,7 +84,7 @@ class FastHypergraphConv(FastConv, HypergraphConv):
             assert hyperedge_attr is not None
             attr = _rows_of_hyperedges("hyperedge_attr", hyperedge_attr, num_edges, hyperedge_index)
             alpha = self._attention(to_edges, x, self.lin(attr), hyperedge_index)
-        dtype = accumulation_dtype(x.dtype)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         out = spmm(to_edges, x, alpha, scale_dst=to_edges.inv_degree(dtype))
         if hyperedge_weight is None:
             out = spmm(to_nodes, out, alpha, scale_dst=to_nodes.inv_degree(dtype))
@@ -101,7 +102,8 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         reason = super()._reason(x_src, x_dst, edge_index)
         if reason is not None:
             return reason
-        if is_sparse_matrix(edge_index) or isinstance(edge_index, Adjacency):
+        is_list = type(edge_index) is Tensor and edge_index.layout is torch.strided
+        if not is_list and (is_sparse_matrix(edge_index) or isinstance(edge_index, Adjacency)):
             return Reason("a hypergraph that is no (2, num_entries) tensor")
         if not isinstance(edge_index, Tensor):
             raise_graph(edge_index, "hyperedge_index")

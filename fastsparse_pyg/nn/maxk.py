@@ -60,10 +60,9 @@ class FastMaxKGCNConv(FastGCNConv):
 
     after MaxK-GNN (arXiv:2312.08656, section 3): ``FastMaxKGCNConv(F, G, k=k)`` gives what ``GCNConv(F,
     G)(MaxK(k)(x), ...)`` gives, so that in a stack of layers MaxK takes the place of ReLU; let a linear layer
-    go before the first. The k kept entries of each row are all that is gathered
-    (:func:`fastsparse_core.ssd`). Parameters and ``state_dict`` are those of
-    :class:`~torch_geometric.nn.conv.GCNConv`. If PyG's own code must run (message hooks, explain mode), it
-    gets the dense MaxK features.
+    go before the first. Only the k kept entries of each row are gathered (:func:`fastsparse_core.ssd`).
+    Parameters and ``state_dict`` are those of :class:`~torch_geometric.nn.conv.GCNConv`. If PyG's own code
+    must run (message hooks, explain mode), it gets the dense MaxK features.
 
     Args:
         in_channels: width of the input; -1: taken from the first call.

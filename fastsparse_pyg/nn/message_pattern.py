@@ -60,7 +60,7 @@ class Pattern:
     reason: str = ""
     graph: Graph | None = None
     assigned: Mapping[str, Node] = field(default_factory=dict)
-    plans: dict[Any, Any] = field(default_factory=dict)
+    plans: dict[Any, list[Any]] = field(default_factory=dict)
 
     def holds_for(self, layer: nn.Module) -> bool:
         """Whether the layer's attributes are those of the trace."""

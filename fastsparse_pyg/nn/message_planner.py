@@ -11,14 +11,12 @@ from torch.fx import Node
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.nn.dense import Linear as PygLinear
 
-from fastsparse_core.message_plans.plan import INDICES, PER_EDGE, NoPlan, Plan, Planner
+from fastsparse_core.message_plans.plan import INDICES, PER_EDGE, NoPlan, Plan, Planner, by_plan
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
 from fastsparse_pyg.nn.layer_arguments import Arguments
 from fastsparse_pyg.nn.message_pattern import Pattern
 from fastsparse_pyg.nn.segments import is_softmax_of_messages
 
-#: Plans kept of one message.
-_MOST_PLANS = 16
 #: Layer -> the plan that computed its messages when it was last called, or what stopped one.
 planned: Any = WeakIdKeyDictionary()
 
@@ -42,17 +40,16 @@ def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str) -> 
     if kind is None:
         return None
     mixed = autocast_dtype(found.dst.index) if is_any_autocast_enabled() else None
-    plans, key = pattern.plans, (how, kind, mixed)
-    if key not in plans:
-        if len(plans) == _MOST_PLANS:
-            return None
+
+    def make() -> Plan | str:
         plan = _find_plan(layer, pattern, found, how, mixed)
         is_same = pattern.kind == "product" and isinstance(plan, Plan) and plan.gains == ("spmm",)
-        plans[key] = "" if is_same else plan
-    plan = plans[key]
+        return "" if is_same else plan
+
+    out, plan = by_plan(pattern.plans, (how, kind, mixed), layer, found, make)
     if how != PER_EDGE:
         planned[layer] = plan
-    return plan.reduce(layer, found) if isinstance(plan, Plan) else None
+    return out
 
 
 def _kind_of(found: Arguments, pattern: Pattern) -> tuple[Any, ...] | None:

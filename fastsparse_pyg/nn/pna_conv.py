@@ -23,8 +23,13 @@ from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, multi_aggregate
 from fastsparse_core.fallback import Reason
-from fastsparse_core.fused.bias import linear
-from fastsparse_core.fused.principal_aggregation import Scaled, add_scaled, joined_maps, scaled_aggregation
+from fastsparse_core.fused.principal_aggregation import (
+    Scaled,
+    add_scaled,
+    joined_maps,
+    node_parts,
+    scaled_aggregation,
+)
 from fastsparse_core.structure.incidence import incidence
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix, num_caller_values, to_edge_index
@@ -60,12 +65,12 @@ class FastPNAConv(FastConv, PNAConv):
     parameters, ``state_dict`` and results are the original's. With ``pre_layers=1`` the message is
     :math:`\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} + \mathbf{b}`. The
     products with nodes are computed once per node. :func:`fastsparse_core.multi_aggregate` adds the edge's
-    part (of up to 32 features) and computes all aggregations in one pass. No message is stored. Scalers stand
-    behind the update's linear map, so scaled aggregations are not stored either. With more ``pre_layers``
-    messages are PyG's and stored, their aggregation is the kernel's. The variance is that of deviations from
-    the mean: more accurate than the original's difference of squares. Entries that share a minimum or maximum
-    share its gradient. If the extremum is exactly 0, PyTorch's ``scatter_reduce`` drops a part of the
-    gradient; this layer does not.
+    part (of up to 32 features) and computes all aggregations in one pass. No message is stored. Scalers are
+    applied after the update's linear map, so scaled aggregations are not stored either. With more
+    ``pre_layers``, PyG's code computes and stores the messages, and the kernel aggregates them. The variance
+    is that of deviations from the mean: more accurate than the original's difference of squares. Entries that
+    share a minimum or maximum share its gradient. If the extremum is exactly 0, PyTorch's ``scatter_reduce``
+    drops a part of the gradient; this layer does not.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, float64, float32, float16 or bfloat16;
@@ -126,7 +131,8 @@ class FastPNAConv(FastConv, PNAConv):
             own_biases.append(nn[0].bias)
         factors = self._factors(adj, x.dtype, scaler)
         if stores:
-            own = linear(x, *joined_maps([], [], of_own, [], own_biases, shared))
+            maps = joined_maps([], [], of_own, [], own_biases, shared)
+            own = node_parts(x, *maps, len(of_own) * self.F_out)[2]
             rows = self._messages(x, edge_index, adj, edge_attr)
             aggregated = multi_aggregate(incidence(adj), rows, names, groups=self.towers)
             out = add_scaled(own, aggregated, weights, factors)

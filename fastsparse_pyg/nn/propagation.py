@@ -318,7 +318,8 @@ def _has_no_outgoing(adj: Adjacency) -> Tensor:
 def _check_weight(edge_weight: Any, num_edges: int, x: Tensor) -> Tensor:
     if not isinstance(edge_weight, Tensor):
         raise TypeError(f"edge_weight: expected a tensor or None, got {type(edge_weight).__name__}")
-    if edge_weight.shape not in ((num_edges,), (num_edges, 1)):
+    # Not `shape in (...)`, which torch.compile answers wrongly where one of the sizes is symbolic.
+    if not (edge_weight.dim() in (1, 2) and edge_weight.size(0) == num_edges == edge_weight.numel()):
         raise ValueError(
             f"edge_weight: expected one weight per edge, shape ({num_edges},), got {tuple(edge_weight.shape)}"
         )

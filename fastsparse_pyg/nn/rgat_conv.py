@@ -40,10 +40,10 @@ class FastRGATConv(AttentionConv, RGATConv):
 
     with additive or multiplicative scores, normalised within or across relations, after "Relational Graph
     Attention Networks" (https://arxiv.org/abs/1904.05811), section 2. Arguments, parameters, ``state_dict``
-    and results are the original's. :math:`\mathbf{W}_r \mathbf{x}_j` is computed once for every pair of a
-    source and a relation that have edges, not for every edge, and the same goes for scores of destinations.
-    Additive scores without ``mod`` run the fused kernel; the other options keep one number for every edge and
-    head. Attention dropout draws a different mask than the original.
+    and results are the original's. :math:`\mathbf{W}_r \mathbf{x}_j` is computed once for each pair of a
+    source and a relation that has edges, not once per edge. So are the scores of destinations. Additive
+    scores without ``mod`` run the fused kernel; the other options keep one number for every edge and head.
+    Attention dropout draws a different mask than the original.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`; edges :math:`(2, |\mathcal{E}|)`; types

@@ -111,7 +111,9 @@ class NodeIndex(Tensor):
     @classmethod
     def of(cls, end: EdgeEnd) -> NodeIndex:
         """The index of that end, in int64 as PyG hands it to messages (`for_pyg`)."""
-        return _marked(end.index.long(), end, 0)
+        index = end.index.long().as_subclass(cls)
+        index.end, index.along = end, 0
+        return index
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -198,6 +200,16 @@ def _scatter_reduce(
 _reduce = reduce
 
 
+def _index_add(func: Any, out: Tensor, dim: int, index: Any, src: Any, *, alpha: Any = 1) -> Any:
+    fits = isinstance(index, NodeIndex) and isinstance(src, Tensor) and index.dim() == 1
+    if not fits or not src.is_floating_point() or out.dtype != src.dtype or out.dim() != src.dim():
+        return NotImplemented
+    end = index.end
+    if out.size(dim) != end.num_nodes or src.size(dim) != end.num_edges or not end.is_current():
+        return NotImplemented
+    return (out.add_ if func is Tensor.index_add_ else out.add)(_reduce(src, end, "sum", dim), alpha=alpha)
+
+
 def _index_select(func: Any, x: Any, dim: int, index: Any) -> Any:
     if not isinstance(index, NodeIndex) or index.dim() != 1 or x.size(dim) != index.end.num_nodes:
         return NotImplemented
@@ -219,6 +231,9 @@ _TAKEN_OVER: dict[Any, Callable[..., Any]] = {
     Tensor.scatter_add: _scatter_add,
     Tensor.scatter_reduce_: _scatter_reduce,
     Tensor.scatter_reduce: _scatter_reduce,
+    Tensor.index_add_: _index_add,
+    Tensor.index_add: _index_add,
+    torch.index_add: _index_add,
     Tensor.index_select: _index_select,
     torch.index_select: _index_select,
     Tensor.__getitem__: _getitem,

@@ -29,7 +29,7 @@ FASTSPARSE_INLINE void attend_rows(const AttentionCsrArgs& args, const std::vect
   const std::int64_t last = args.a.rowptr[row_end];
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     widen_row(args.dst, score_dtype(args), row, left.size(), left.data());
-    edges.map(left, edges.of_left);
+    if (edges.in_scores) edges.map(left, edges.of_left);
     out.clear();
     out_edge.clear();
     std::fill(maximum.begin(), maximum.end(), -kInfinity);

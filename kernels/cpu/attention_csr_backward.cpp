@@ -134,7 +134,7 @@ struct EdgeGradients {
   const AttentionCsrArgs& forward = args.forward;
   Edges<A>& edges;
   const A scale = static_cast<A>(forward.scale);
-  Sums<A> of_scores, of_values;  // dot products: (heads, stride), sums over a row of ds a and of w a
+  Sums<A> of_scores, of_values;  // but with GATv2: (heads, stride), sums over a row of ds a and of w a
   // The same, the first times the scale, for up to kRowsPerTask rows: (heads, edge_width, kRowsPerTask).
   std::vector<A> score_sums, value_sums;
   std::int32_t kept[kRowsPerTask];  // those rows
@@ -164,7 +164,7 @@ struct EdgeGradients {
     if (!edges.in_values) return;
     const int lanes = padded<A>(block.count);
     const std::int64_t place = head * edges.stride;
-    edges.add_sums(terms.grad, lanes, of_scores.from(place));
+    if (edges.in_scores) edges.add_sums(terms.grad, lanes, of_scores.from(place));
     edges.add_sums(terms.weight, lanes, of_values.from(place));
     if (args.grad_edge == nullptr) return;
     for (std::int64_t a = 0; a < edges.width; ++a) {
@@ -193,12 +193,12 @@ struct EdgeGradients {
     }
   }
 
-  // Dot products: keeps the sums of a row. Rows without entries are none of those: what their dst holds, NaN
+  // Keeps the sums of a row. Rows without entries are none of those: what their dst holds, NaN
   // perhaps, has no part in dW.
   FASTSPARSE_INLINE void end_row(std::int64_t row, Sums<A>& grad_dst) {
     for (std::int64_t head = 0; head < forward.heads; ++head) {
       const std::int64_t place = head * edges.stride, first = head * edges.head_width;
-      edges.add_mapped(&of_scores.total[place], first, grad_dst.from(first));
+      if (edges.in_scores) edges.add_mapped(&of_scores.total[place], first, grad_dst.from(first));
       for (std::int64_t a = 0; a < edges.width; ++a) {
         const std::int64_t at = (head * edges.width + a) * kRowsPerTask + num_kept;
         score_sums[at] = scale * of_scores.total[place + a];
@@ -208,7 +208,7 @@ struct EdgeGradients {
     kept[num_kept++] = static_cast<std::int32_t>(row);
   }
 
-  // Dot products: dW_h += sum over the rows that are kept of dst_h (scale ds a)^T + dO_h (w a)^T.
+  // dW_h += sum over the rows that are kept of dO_h (w a)^T and, with dot products, dst_h (scale ds a)^T.
   FASTSPARSE_INLINE void add_rows() {
     const int count = std::exchange(num_kept, 0);
     if (args.grad_weight == nullptr || count == 0) return;
@@ -219,7 +219,7 @@ struct EdgeGradients {
       for (std::int64_t a = 0; a < edges.width; ++a) {
         const std::int64_t at = (head * edges.width + a) * kRowsPerTask;
         const Sum<A> sum = weight.from(a * edges.row_width + first);
-        accumulate(Term::kFeatures, &score_sums[at], {}, dst, edges.head_width, sum);
+        if (edges.in_scores) accumulate(Term::kFeatures, &score_sums[at], {}, dst, edges.head_width, sum);
         accumulate(Term::kFeatures, &value_sums[at], {}, grad, edges.head_width, sum);
       }
     }
@@ -244,7 +244,7 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args, 
     widen_row(forward.dst, score_dtype(forward), row, left.size(), left.data());
     widen_row(args.grad, forward.dtype, row, grad.size(), grad.data());
     grad_dst.clear();
-    edges.map(left, edges.of_left);
+    if (edges.in_scores) edges.map(left, edges.of_left);
     edges.map(grad, edges.of_value);
     edge_gradients.begin_row();
     const A* lse = static_cast<const A*>(forward.lse) + row * heads;
@@ -395,7 +395,8 @@ void attention_csr_backward(const AttentionCsrBackwardArgs& args, const Gradient
     const std::int64_t tasks = (num_rows + row_step - 1) / row_step;
     const std::int64_t width = forward.heads * forward.head_width;
     const std::int64_t att_width = args.grad_att != nullptr ? width : 0;
-    const std::int64_t weight_width = args.grad_weight != nullptr ? forward.edge_width * width : 0;
+    const std::int64_t value_width = forward.heads * forward.value_width;
+    const std::int64_t weight_width = args.grad_weight != nullptr ? forward.edge_width * value_width : 0;
     std::vector<RowState<A>> row_states(num_rows * forward.heads);
     std::vector<A> grad_att(tasks * att_width), grad_weight(tasks * weight_width);
     const std::vector<A> weight = transposed_weight<A>(forward);
@@ -423,7 +424,7 @@ void attention_csr_backward(const AttentionCsrBackwardArgs& args, const Gradient
       static_cast<A*>(args.grad_att)[f] = sum_of_tasks(grad_att, att_width, f);
     }
     for (std::int64_t at = 0; at < weight_width; ++at) {
-      const std::int64_t a = at / width, f = at % width;
+      const std::int64_t a = at / value_width, f = at % value_width;
       set_number(args.grad_weight, forward.dtype, f * forward.edge_width + a,
                  sum_of_tasks(grad_weight, weight_width, at));
     }

@@ -66,6 +66,8 @@ struct Places {
     args.bias.heads = layer.heads;
     args.lse = state(layer.kind == AttentionScore::kAdditive ? 2 : 0);
     if (layer.kind == AttentionScore::kAdditive) {
+      args.bias.data = call.edge_scores;
+      args.bias.dtype = layer.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32;
       args.v = features(0);
       args.src = {state(0), layer.heads};
       args.dst = {state(1), layer.heads};

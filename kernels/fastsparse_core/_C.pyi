@@ -356,6 +356,7 @@ class AttentionLayer:
         second_vector: _Memory,
         edge: _Rows,
         edge_weight: _Rows,
+        edge_scores: _Memory,
         bias: _Memory,
         out: _Memory,
         state: _Memory,
@@ -371,6 +372,7 @@ class AttentionLayer:
         second_vector: _Memory,
         edge: _Rows,
         edge_weight: _Rows,
+        edge_scores: _Memory,
         state: _Memory,
         grad: _Rows,
         grad_joint: _Memory,
@@ -540,7 +542,6 @@ class FirstNodes:
 class SampleStep:
     def __init__(
         self,
-        *,
         structure: CsrStructure,
         weight: _Memory,
         weight_sum: _Memory,
@@ -559,6 +560,7 @@ class SampleStep:
         place: _Memory,
         row: _Memory,
         edge_id: _Memory,
+        *,
         most_rows: int,
         most_slots: int,
         slot_ptr: _Memory,
@@ -662,7 +664,6 @@ def edge_messages(
     queue: int,
 ) -> None: ...
 def edge_messages_backward(
-    *,
     structure: CsrStructure,
     transposed: CsrStructure,
     input: EdgeMessageInput,
@@ -679,6 +680,7 @@ def edge_messages_backward(
     grad_edge: _Memory,
     grad_features: _Memory,
     grad_weight: _Memory,
+    *,
     grad_of_value: _Memory,
     groups: int,
     maps: EdgeMapGradients,
@@ -783,7 +785,6 @@ def multi_aggregate(
     queue: int,
 ) -> None: ...
 def multi_aggregate_backward(
-    *,
     structure: CsrStructure,
     transposed: CsrStructure,
     input: MultiAggregateInput,
@@ -794,6 +795,7 @@ def multi_aggregate_backward(
     base: _Memory,
     slope: _Memory,
     share: _Memory,
+    *,
     marks: _Memory,
     grad_src: _Memory,
     grad_dst: _Memory,
@@ -898,9 +900,9 @@ def spmm_extremum_backward(
     queue: int,
 ) -> None: ...
 def ssd(
-    *,
     structure: CsrStructure,
     width: int,
+    *,
     values: _Rows,
     ids: _Memory,
     value: _Rows,
@@ -1034,9 +1036,9 @@ def attention_bsb_backward(
     queue: int,
 ) -> None: ...
 def batch_norm(
-    *,
     x: _Rows,
     mask: _Memory,
+    *,
     count: _Memory,
     partial: _Memory,
     num_parts: int,
@@ -1149,6 +1151,7 @@ def gatv2_attention_backward(
     queue: int,
 ) -> None: ...
 def head_outer(
+    structure: CsrStructure,
     x: _Rows,
     y: _Rows,
     x_edge: _Memory,
@@ -1201,11 +1204,11 @@ def row_split_fill(
     queue: int,
 ) -> None: ...
 def sddmm_bsb(
-    *,
     structure: BsbStructure,
     rowptr: _Memory,
     slot_window: _Memory,
     slot_entry: _Memory,
+    *,
     quad_vector: _Memory,
     edge_id: _Memory,
     edge_id_is_64bit: bool,
@@ -1221,13 +1224,13 @@ def sddmm_bsb(
     queue: int,
 ) -> None: ...
 def spmm_bsb(
-    *,
     structure: BsbStructure,
     x: _Rows,
     value: _Rows,
     heads: int,
     quad_vector: _Memory,
     vector_scale: _Memory,
+    *,
     scale_dst: _Memory,
     scale_src: _Memory,
     loop: _Memory,

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections import Counter
-from dataclasses import asdict, dataclass
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.utils.data
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fastsparse_core.log import current_line, table_text
 
 #: Sentences of advice that a report gives at most.
 MOST_ADVICE = 3
+#: Share of the time from which loading is worth a sentence.
+_MUCH_LOADING = 0.3
+#: Events that are kept before those that have passed are read.
+_MOST_EVENTS = 512
 
 _counts: Counter[Row] = Counter()
 _is_recording = False
@@ -39,12 +52,33 @@ class Row:
     cure: str = ""
 
 
+@dataclass
+class Times:
+    """What a report with times measures.
+
+    Attributes:
+        host_ms: row -> milliseconds of the host in its calls.
+        gpu_ms: row -> milliseconds between an event before and one after its calls.
+        steps: steps of optimizers.
+        loading: seconds in which the script waited for batches.
+        since, until: seconds by the host's clock at the first and at the last thing that was measured.
+    """
+
+    host_ms: dict[Row, float] = field(default_factory=lambda: defaultdict(float))
+    gpu_ms: dict[Row, float] = field(default_factory=lambda: defaultdict(float))
+    steps: int = 0
+    loading: float = 0.0
+    since: float = 0.0
+    until: float = 0.0
+
+
 @dataclass(frozen=True)
 class CallReport:
     """What was recorded; ``print`` shows it as a table.
 
     Attributes:
         rows: kinds of calls and how many there were, the most frequent first.
+        times: what was measured besides; None: nothing. The time of a layer includes that of the calls in it.
 
     Example:
         >>> import fastsparse_core
@@ -53,6 +87,7 @@ class CallReport:
     """
 
     rows: tuple[tuple[Row, int], ...]
+    times: Times | None = None
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -64,16 +99,46 @@ class CallReport:
         for row, count in self.rows:
             if not row.reason:
                 served[row.place, row.call] += count
-        return tuple(
+        found = [
             f"{row.call} at {row.place} ran {count} times without a kernel: {row.reason}. {row.cure}."
             for row, count in self.rows
             if row.cure and count > served[row.place, row.call]
-        )[:MOST_ADVICE]
+        ]
+        return tuple([*self._advice_of_times(), *found][:MOST_ADVICE])
+
+    def _advice_of_times(self) -> Iterator[str]:
+        times = self.times
+        if times is None:
+            return
+        total = times.until - times.since
+        if total and times.loading > _MUCH_LOADING * total:
+            yield (
+                f"The script waits for batches in {times.loading / total:.0%} of the time "
+                f"({times.loading:.1f} of {total:.1f} s): use the loaders of FastSparse, or more num_workers."
+            )
+        host, gpu = sum(times.host_ms.values()), sum(times.gpu_ms.values())
+        if times.steps and gpu and host > 0.8 * gpu:
+            calls = sum(count for _, count in self.rows)
+            yield (
+                f"The GPU waits for Python: the {calls / times.steps:.0f} calls of a training step take the "
+                f"host {host / times.steps:.2f} ms. Decorate the step with `fastsparse_core.capture`."
+            )
 
     def to_json(self) -> str:
-        """The report as JSON: ``rows``, with the fields of :class:`Row` and ``calls``; ``advice``."""
-        rows = [{**asdict(row), "calls": count} for row, count in self.rows]
-        return json.dumps({"rows": rows, "advice": self.advice}, indent=2) + "\n"
+        """The report as JSON: ``rows``, with the fields of :class:`Row` and ``calls``; ``advice``.
+
+        With times, a row has ``host_ms`` and ``gpu_ms`` (None without a GPU), and ``steps``,
+        ``loading_s`` and ``total_s`` follow.
+        """
+        rows: list[dict[str, Any]] = [{**asdict(row), "calls": count} for row, count in self.rows]
+        page: dict[str, Any] = {"rows": rows, "advice": self.advice}
+        if self.times is not None:
+            times = self.times
+            for (row, _), entry in zip(self.rows, rows, strict=True):
+                entry |= {"host_ms": times.host_ms.get(row), "gpu_ms": times.gpu_ms.get(row)}
+            total = times.until - times.since
+            page |= {"steps": times.steps, "loading_s": times.loading, "total_s": total}
+        return json.dumps(page, indent=2) + "\n"
 
     def __str__(self) -> str:
         from rich.table import Table
@@ -90,8 +155,15 @@ class CallReport:
         for title in ("line", "call", "computed by", "because"):
             table.add_column(title, overflow="fold")
         table.add_column("calls", justify="right")
+        measured: dict[str, dict[Row, float]] = {}
+        if self.times is not None:
+            measured = {"host ms": self.times.host_ms}
+            measured |= {"GPU ms": self.times.gpu_ms} if self.times.gpu_ms else {}
+        for title in measured:
+            table.add_column(title, justify="right")
         for row, count in self.rows:
-            cells = (row.place, row.call, row.by, row.reason, str(count))
+            cells = [row.place, row.call, row.by, row.reason, str(count)]
+            cells += [f"{found[row]:.1f}" if row in found else "-" for found in measured.values()]
             table.add_row(*(Text(cell) for cell in cells))
         return "\n".join([table_text(table), *self.advice])
 
@@ -107,20 +179,33 @@ def report() -> CallReport:
         >>> isinstance(str(fastsparse_core.report()), str)
         True
     """
-    return CallReport(tuple(_counts.most_common()))
+    return CallReport(tuple(_counts.most_common()), _clock.read() if _clock is not None else None)
 
 
-def start_recording() -> None:
-    """Forgets what was recorded, and records from here on; a call then takes some microseconds more."""
-    global _is_recording
+def start_recording(*, times: bool = False) -> None:
+    """Forgets what was recorded, and records from here on; a call then takes some microseconds more.
+
+    Args:
+        times: whether to measure times too, of functions that :func:`timed` was called with after this.
+    """
+    global _is_recording, _clock
+    stop_recording()
     _counts.clear()
+    _clock = _Clock() if times else None
     _is_recording = True
+
+
+def start_timing() -> None:
+    """:func:`start_recording` with times."""
+    start_recording(times=True)
 
 
 def stop_recording() -> None:
     """Stops recording; :func:`report` still returns what was recorded."""
     global _is_recording
     _is_recording = False
+    if _clock is not None:
+        _clock.stop()
 
 
 def is_recording() -> bool:
@@ -131,4 +216,112 @@ def is_recording() -> bool:
 def record(call: str, by: str, reason: str = "", cure: str = "") -> None:
     """Counts a call if calls are recorded; the arguments are those of :class:`Row`."""
     if _is_recording:
-        _counts[Row(current_line(), call, by, reason, cure)] += 1
+        row = Row(current_line(), call, by, reason, cure)
+        _counts[row] += 1
+        if _clock is not None:
+            _clock.note(row)
+
+
+def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose calls are measured if times are: each counts for the row that it records last."""
+    if _clock is None or not _is_recording:
+        return function
+    return functools.wraps(function)(_clock.around(function))
+
+
+class _Clock:
+    """Measures calls, and waits for batches; nothing waits for a GPU before the report does."""
+
+    def __init__(self) -> None:
+        self.times = Times()
+        self._open = threading.local()  # rows of the calls that a thread is in
+        self._events: deque[tuple[Row, Any, Any]] = deque()
+        self._is_on = True
+        self._steps = register_optimizer_step_post_hook(self._step)
+        clock, iterate = self, torch.utils.data.DataLoader.__iter__
+        self._iterate = iterate
+
+        def iterated(loader: Any) -> Any:
+            return clock._waits(iterate(loader))
+
+        torch.utils.data.DataLoader.__iter__ = iterated  # type: ignore[method-assign]
+
+    def stop(self) -> None:
+        """Ends measuring, and puts PyTorch's loader back."""
+        if self._is_on:
+            self._is_on = False
+            self._steps.remove()
+            torch.utils.data.DataLoader.__iter__ = self._iterate  # type: ignore[method-assign]
+
+    def read(self) -> Times:
+        """What was measured; waits for the GPU."""
+        self._take(wait=True)
+        return self.times
+
+    def note(self, row: Row) -> None:
+        """Says which row the innermost call is of."""
+        rows = getattr(self._open, "rows", None)
+        if rows:
+            rows[-1] = row
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with its time measured."""
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_on:
+                return function(*args, **kwargs)
+            rows = self._open.__dict__.setdefault("rows", [])
+            rows.append(None)
+            begin, event = self._now(), _event()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                row = rows.pop()
+                if row is not None:
+                    self.times.host_ms[row] += (self._now() - begin) * 1e3
+                    after = None if event is None else _event()
+                    if after is not None:
+                        self._events.append((row, event, after))
+                        if len(self._events) > _MOST_EVENTS:
+                            self._take(wait=False)
+
+        return measured
+
+    def _take(self, *, wait: bool) -> None:
+        while self._events and (wait or self._events[0][2].query()):
+            row, before, after = self._events.popleft()
+            after.synchronize()
+            self.times.gpu_ms[row] += before.elapsed_time(after)
+
+    def _waits(self, batches: Any) -> Iterator[Any]:
+        while True:
+            begin = self._now()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self.times.loading += self._now() - begin
+            yield batch
+
+    def _step(self, *_: Any) -> None:
+        self.times.steps += 1
+        self._now()
+
+    def _now(self) -> float:
+        now = time.perf_counter()
+        self.times.since = self.times.since or now
+        self.times.until = now
+        return now
+
+
+_clock: _Clock | None = None
+
+
+def _event() -> Any:
+    """An event on the current stream; None without a GPU in use, and while a graph is captured."""
+    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -1,4 +1,4 @@
-"""The guard between tensors and the extension, which takes addresses and cannot know what lies there."""
+"""The guard between tensors and the extension, which takes addresses and cannot know what is there."""
 
 from __future__ import annotations
 

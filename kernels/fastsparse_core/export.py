@@ -109,7 +109,9 @@ def _called(part: Callable[..., Any], *arguments: Any) -> Any:
 class Entries(EdgeValues):
     """The entries of a structure in the order of the edges, in the place of an `Adjacency`."""
 
-    def __init__(self, edges: Tensor, num_dst: int, num_src: int, reverse: bool, self_loops: str) -> None:
+    def __init__(
+        self, edges: Tensor, num_dst: int, num_src: int, reverse: bool, self_loops: str, site: str
+    ) -> None:
         src, dst = edges.long().flip(0) if reverse else edges.long()
         count, self.num_given = min(num_dst, num_src), edges.size(1)
         self.num_dst, self.num_src, self.device = num_dst, num_src, edges.device
@@ -197,7 +199,7 @@ def spmm(
 ) -> Tensor:
     """``fastsparse::spmm``."""
     with _in(x.dtype):
-        scales = {"scale_dst": scale_dst, "scale_src": scale_src}
+        scales: dict[str, Any] = {"scale_dst": scale_dst, "scale_src": scale_src}
         return reference.spmm(adj, x, value, bias=bias, relu=relu, **scales).to(x.dtype)
 
 
@@ -259,7 +261,7 @@ def attention(
         )
     values = src if v is None else v
     q, k, by_head = (x.unflatten(1, (heads, -1)) for x in (dst, src, values))
-    of_edges = {"edge_attr": edge, "edge_weight": edge_weight}
+    of_edges: dict[str, Any] = {"edge_attr": edge, "edge_weight": edge_weight}
     with _in(values.dtype):
         if kind == ADDITIVE:
             out = reference.additive_attention(adj, dst, src, by_head, scale, bias)
@@ -309,7 +311,7 @@ def multi_aggregate(
 ) -> tuple[Tensor, ...]:
     """``fastsparse::multi_aggregate``."""
     names = {slot: name for name, slot in zip(AGGREGATIONS, slots, strict=True) if slot >= 0}
-    options = {"x_dst": x_dst, "edge_attr": edge, "edge_weight": weight, "groups": groups}
+    options: dict[str, Any] = {"x_dst": x_dst, "edge_attr": edge, "edge_weight": weight, "groups": groups}
     with _in(x_src.dtype):
         wanted = [names[slot] for slot in sorted(names)]
         out = reference.multi_aggregate(adj, x_src, wanted, min_variance=min_variance, **options).to(
@@ -345,7 +347,7 @@ def ssd(
     algorithm: str,
 ) -> Tensor:
     """``fastsparse::ssd``."""
-    scales = {"scale_dst": scale_dst, "scale_src": scale_src}
+    scales: dict[str, Any] = {"scale_dst": scale_dst, "scale_src": scale_src}
     with _in(values.dtype):
         return reference.ssd(adj, values, ids, width, value, bias=bias, **scales).to(values.dtype)
 

@@ -120,7 +120,7 @@ def file_name(gpu: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Where profiles of this user's machines lie."""
+    """Where profiles of this user's machines are."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "fastsparse" / "gpu_profiles"
 

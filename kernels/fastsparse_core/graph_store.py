@@ -564,9 +564,9 @@ def same_outline(one: Outline, two: Outline) -> bool:
 
 
 class Content:
-    """What was stored of a dataset, so that later changes of it are noticed.
+    """What was stored of a dataset, so that later changes of it are detected.
 
-    Another object in one of the dictionaries is always noticed. Writes in place are noticed if they concern
+    Another object in one of the dictionaries is always detected. Writes in place are detected if they concern
     one of at most `_MOST_VERSIONS` tensors spread over the dataset.
 
     Args:

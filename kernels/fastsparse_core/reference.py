@@ -66,8 +66,8 @@ def spmm(
     if value is not None:
         weight = _matrix(_wide(value))[position]
         heads = weight.size(1)
-        message = message.reshape(len(col), heads, width // heads) * weight[:, :, None]
-        message = message.reshape(len(col), width)
+        message = message.reshape(col.size(0), heads, width // heads) * weight[:, :, None]
+        message = message.reshape(col.size(0), width)
     if scale_src is not None:
         message = message * _wide(scale_src)[col, None]
     index = row[:, None].expand_as(message)

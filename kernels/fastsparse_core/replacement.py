@@ -115,13 +115,19 @@ def _references(objects: list[Any]) -> dict[int, list[tuple[ModuleType, str]]]:
 
 
 def _around(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return function(original, *args, **kwargs)
+    """What takes the original's place: a function's own `bind` makes it, if it has one."""
+    bind = getattr(function, "bind", None)
+    if bind is not None:
+        replaced = bind(function, original)
+    else:
+
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
 
     # With these, torch.jit.script compiles the original.
-    replaced.__script_if_tracing_wrapper = True  # type: ignore[attr-defined]
-    replaced.__original_fn = original  # type: ignore[attr-defined]
+    replaced.__script_if_tracing_wrapper = True
+    replaced.__original_fn = original
     return replaced
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastsparse_core.cache import AdjacencyCache, CacheInfo, Sightings
-from fastsparse_core.call_report import record
+from fastsparse_core.call_report import record, timed
 from fastsparse_core.locks import ForkSafeLock
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import PLAIN, is_plain_eager
@@ -102,7 +102,7 @@ def structures_info() -> CacheInfo:
 def _register(library: Any, name: str, function: Callable[..., Any], key: str) -> None:
     with warnings.catch_warnings():  # of the override, which is what is meant
         warnings.simplefilter("ignore")
-        library.impl(name, function, key)
+        library.impl(name, timed(function), key)
 
 
 # ---------------------------------------------------------------- structures
@@ -289,8 +289,9 @@ def _sparse_mm(matrix: Tensor, x: Tensor) -> Tensor:
     PyTorch's adds the product to zeros, transposes a copy of a COO matrix in every backward pass, and makes
     the gradient of its values from that of a dense matrix.
     """
+    is_cast = torch.is_autocast_enabled(x.device.type)
     is_recorded = torch.is_grad_enabled() and (matrix.requires_grad or x.requires_grad)
-    if not is_recorded:
+    if not (is_recorded or is_cast):
         out = _product(matrix, x)
         if out is not None:
             return out
@@ -306,7 +307,7 @@ def _sparse_mm(matrix: Tensor, x: Tensor) -> Tensor:
                 adj, values = known
                 if needs_values and is_coo:
                     values = matrix.values()  # `_values` has no gradient
-                out = plain_spmm(adj, x, values, "sum", None, None, "auto")
+                out = None if is_cast else plain_spmm(adj, x, values, "sum", None, None, "auto")
                 return spmm(adj, x, values) if out is None else out
     original: Tensor = torch.ops.aten._sparse_mm.default.decompose(matrix, x)
     return original

@@ -8,6 +8,7 @@ The handle is a number, so CUDA graphs of ``mode="reduce-overhead"`` are recorde
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
@@ -15,15 +16,15 @@ import torch
 from torch import Tensor
 
 from fastsparse_core.cache import AdjacencyCache
+from fastsparse_core.gpu import GpuProfile, profile_of
 from fastsparse_core.ops._eager import below_autograd
 from fastsparse_core.ops._handles import EdgesOfHandle
-from fastsparse_core.ops._registration import library
+from fastsparse_core.ops._registration import library, tell_inspect
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
 from fastsparse_core.structure.construction import SelfLoops
-from fastsparse_core.structure.loops import without_self_loops
 
 Loops = SelfLoops | Literal["remove"]
-_PLACE = "Tensor edges, SymInt num_dst, SymInt num_src, bool reverse, str self_loops"
+_PLACE = "Tensor edges, SymInt num_dst, SymInt num_src, bool reverse, str self_loops, str site"
 # CUDA graphs cannot record what reads the cache. PyTorch 2.8 and newer leaves tagged operators out of them.
 _tag = getattr(torch.Tag, "cudagraph_unsafe", None)
 _tags = () if _tag is None else (_tag,)
@@ -45,12 +46,19 @@ class TracedAdjacency(Adjacency):
         num_src: number of sources.
         reverse: whether the rows of ``edges`` are swapped.
         self_loops: as :meth:`Adjacency.from_coo` takes them, or "remove".
+        site: what the edges are in the trace, from :func:`site_of`.
     """
 
     is_padded = True  # how many entries there are is known when it runs
 
     def __init__(
-        self, edges: Tensor, num_dst: int, num_src: int, reverse: bool = False, self_loops: Loops = "keep"
+        self,
+        edges: Tensor,
+        num_dst: int,
+        num_src: int,
+        reverse: bool = False,
+        self_loops: Loops = "keep",
+        site: str = "input",
     ) -> None:
         self.edges, self.reverse, self.self_loops = edges, reverse, self_loops
         self.num_dst, self.num_src = num_dst, num_src
@@ -62,14 +70,20 @@ class TracedAdjacency(Adjacency):
         self._merge = None
         self.group_rows = "auto"
         self.plans = {}
+        self.site = site
         self.handle: int = torch.ops.fastsparse.structure.default(
-            edges, num_dst, num_src, reverse, self_loops
+            edges, num_dst, num_src, reverse, self_loops, site
         )
 
     @property
     def device(self) -> torch.device:
         """Where the structure lies."""
         return self.edges.device
+
+    @property
+    def gpu(self) -> GpuProfile:
+        """What is known of the GPU that it lies on."""
+        return profile_of(self.edges.device)
 
     @property
     def num_edges(self) -> int:
@@ -110,11 +124,12 @@ class TracedAdjacency(Adjacency):
 
     def t(self, *, valued: bool = True) -> TracedAdjacency:
         """The transposed structure, in the same caller's edge order."""
-        return TracedAdjacency(self.edges, self.num_src, self.num_dst, not self.reverse, self.self_loops)
+        shape = self.num_src, self.num_dst
+        return TracedAdjacency(self.edges, *shape, not self.reverse, self.self_loops, self.site)
 
     def without_self_loops(self) -> TracedAdjacency:
         """The structure without its self loops; edge values keep the order and the number that they had."""
-        return TracedAdjacency(self.edges, *self.shape, self.reverse, "remove")
+        return TracedAdjacency(self.edges, *self.shape, self.reverse, "remove", self.site)
 
     def derived(self, key: Any, build: Callable[[], Any]) -> Any:
         """Result of ``build()``, for the trace."""
@@ -175,8 +190,26 @@ def _find(edges: Tensor, num_dst: int, num_src: int, reverse: bool, self_loops: 
         ends = edges.unbind(0)
         return Adjacency.from_coo(ends[dst], ends[src], (num_dst, num_src), self_loops=self_loops)
 
+    if edges.is_inference():  # which counts no versions
+        return build()
     stamp = (edges.data_ptr(), edges.stride(), edges._version, edges.shape, edges.dtype)
     return _cache.lookup(edges, stamp, (num_dst, num_src, reverse, self_loops), build)
+
+
+class _Held(threading.local):
+    """The last structure of every site, as compiled code frees its edges, and a cache's entry, early."""
+
+    def __init__(self) -> None:
+        self.structures: dict[tuple[bool, str, str], Adjacency] = {}
+
+
+_held = _Held()
+
+
+def clear() -> None:
+    """Forgets the structures of this module."""
+    _cache.clear()
+    _held.structures.clear()
 
 
 #: Who finds the structure: a plugin whose layers have a cache puts its own function here, and shares it so.
@@ -195,11 +228,12 @@ def _structure(edges: Tensor, *place: Any) -> int:
             "PyTorch before 2.8), whose replays would not see other edges; pass "
             "fastsparse_pyg.prepare(edge_index)"
         )
-    *sizes, self_loops = place
+    num_dst, num_src, reverse, self_loops, site = place
     with torch.no_grad():
-        if self_loops == "remove":
-            return without_self_loops(find(edges, *sizes, "keep")).handle
-        return find(edges, *sizes, self_loops).handle
+        adj = find(edges, num_dst, num_src, reverse, "keep" if self_loops == "remove" else self_loops)
+        adj = adj.without_self_loops() if self_loops == "remove" else adj
+    _held.structures[reverse, self_loops, site] = adj
+    return adj.handle
 
 
 def _structure_backward(grad: Tensor, edges: Tensor, *place: Any) -> int:
@@ -247,6 +281,7 @@ for _key in ("CPU", "CUDA"):
     library.impl("structure_num_edges", _structure_num_edges, _key)
     library.impl("structure_part", _structure_part, _key)
 library.impl("structure", _traced, "Autograd")
+tell_inspect(__name__)
 torch.library.register_fake("fastsparse::structure", lambda edges, *place: _number(edges), lib=library)
 torch.library.register_fake("fastsparse::structure_num_edges", lambda edges, _: _number(edges), lib=library)
 torch.library.register_fake(
@@ -263,21 +298,21 @@ torch.library.register_fake(
 
 
 class _Seen:
-    from_outside = False
+    site = ""
 
 
 _seen = _Seen()
 
 
-def come_from_outside(edges: Tensor) -> bool:
-    """Whether edges are an input of the trace that is being made, as they were when it was entered.
+def site_of(edges: Tensor) -> str:
+    """What an input of the trace is called there; "" for edges that the traced code makes or changes.
 
     The cache goes by the tensor and its version. Inductor writes other edges into the memory, and the very
     tensor object, of some that compiled code has made and needs no more, and counts no version up.
     ``torch.export`` makes new tensors in every run.
     """
     if not torch.compiler.is_dynamo_compiling():
-        return True
+        return "input"
     from torch._dynamo.comptime import comptime
 
     comptime(_look)
@@ -285,17 +320,18 @@ def come_from_outside(edges: Tensor) -> bool:
 
 
 def _look(trace: Any) -> None:
-    """Called by the compiler while it reads :func:`come_from_outside`."""
+    """Called by the compiler while it reads :func:`site_of`."""
     try:
         edges = trace.get_local("edges")
-        has_source = edges._i_will_not_complain_if_bc_breaks_VariableTracker().source is not None
-        _seen.from_outside = has_source and edges.as_fake()._version == 0
+        source = edges._i_will_not_complain_if_bc_breaks_VariableTracker().source
+        is_unchanged = source is not None and edges.as_fake()._version == 0
+        _seen.site = str(edges.as_proxy().node.name) if is_unchanged else ""
     except Exception:  # another PyTorch, whose compiler says it in another way
-        _seen.from_outside = False
+        _seen.site = ""
 
 
-def _take() -> bool:
-    found, _seen.from_outside = _seen.from_outside, False
+def _take() -> str:
+    found, _seen.site = _seen.site, ""
     return found
 
 

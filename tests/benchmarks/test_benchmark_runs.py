@@ -91,6 +91,16 @@ def test_quick_messages_until_the_time_is_over(tmp_path: Path, monkeypatch: pyte
     assert {cell["status"] for cell in cells} == {"skipped: --limit-s had passed"}
 
 
+def test_compile_compares_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch_geometric")
+    monkeypatch.setattr("benchmarks.compile.MOLECULES", 2)
+    arguments = "--graphs molecules pubmed --implementations FastSparse PyG --budget-ms 1"
+    result = result_of(tmp_path, "compile", arguments)
+    assert len(result["cells"]) == 2 * 2 * 7
+    assert all(cell["status"] == "ok" and cell["compilations"] == 0 for cell in result["cells"])
+    assert len(tables.TABLES["compile"](result)) == 2
+
+
 def test_dlmc_ratios_use_the_stored_baselines_of_the_gpu() -> None:
     from benchmarks.roofline import peers
 
@@ -264,6 +274,13 @@ def test_tensor_cores_gather_a_row_per_vector() -> None:
         ("pna", "--width 16 --budget-ms 1", 8, [4]),
         ("segments", "--graphs pubmed --widths 3 --budget-ms 1", 2 * 2 * 4 * 2 * 3, [2 * 2 * 4] * 2),
         ("typed", "--scale 0.0001 --budget-ms 1", 16, [8]),
+        (
+            "masks",
+            "--masks lengths-20 --tokens 200 --heads 2 --width 16 --dtypes float32 --budget-ms 1"
+            " --implementations FastSparse dense nested",
+            2 * 3,
+            [1, 1],
+        ),
         (
             "enabled",
             "--graphs molecules --dtypes float32 --width 3 --starts 1 --budget-ms 1",
@@ -672,9 +689,9 @@ def test_all_runs_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(command_line, "run", pretend)
     cuda = (
-        "programs attention edges pna any_layer messages dgl_operators segments enabled typed train small"
-        " epochs breakdown ssd accuracy maxk spmm sddmm spmm formats adjacency host minibatch sampling regret"
-        " accuracy"
+        "programs attention masks edges pna any_layer messages dgl_operators segments enabled typed train"
+        " small epochs breakdown ssd accuracy maxk spmm sddmm spmm formats adjacency host minibatch sampling"
+        " regret accuracy"
     )
     for device, expected in (("cpu", "cpu dgl_operators formats accuracy"), ("cuda", cuda)):
         ran.clear()

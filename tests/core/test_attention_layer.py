@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from fastsparse_core import Adjacency, additive_attention, attention, gatv2_attention, policy, reference
 from fastsparse_core.fused.attention_layer import ADDITIVE, DOT_PRODUCT, GATV2, attention_layer
 from fastsparse_core.fused.attention_on_cuda import stacked
-from fastsparse_core.fused.head_scores import head_scores
+from fastsparse_core.fused.head_scores import edge_scores, head_scores, map_to_scores
+from fastsparse_core.structure.incidence import edge_ends
 
 KINDS = ("gat", "gatv2", "gatv2 shared", "dot", "dot with skip")
-MAPS = dict(zip(KINDS, (1, 2, 1, 3, 4), strict=True))
+MAPS = dict(zip(KINDS, (1, 2, 1, 3, 4), strict=True)) | {"edge gat": 1}
 #: Kinds, and kernels of dot products on CUDA: structures that are new are read by rows.
 CALLS = [(kind, "") for kind in KINDS] + [("dot", "blocks"), ("dot with skip", "blocks")]
 calls = pytest.mark.parametrize(("kind", "kernel"), CALLS)
@@ -37,17 +38,18 @@ class Layer:
     def __init__(self, kind, heads, width, dtype, device, *, mean=False, bias=True, dropout_p=0.0):
         torch.manual_seed(1)
         options = {"dtype": dtype, "device": device}
-        map_bias = kind not in ("gat", "dot")
+        map_bias = kind not in ("gat", "edge gat", "dot")
         self.kind, self.heads, self.width = kind, heads, width
         self.options = {"heads": heads, "mean": mean, "dropout_p": dropout_p}
         self.options["scale"] = width**-0.5 if kind.startswith("dot") else 0.2
         self.maps = [nn.Linear(F_IN, heads * width, bias=map_bias, **options) for _ in range(MAPS[kind])]
-        count = {"gat": 2, "gatv2": 1, "gatv2 shared": 1}.get(kind, 0)
+        count = {"gat": 2, "edge gat": 2, "gatv2": 1, "gatv2 shared": 1}.get(kind, 0)
         self.vectors = [torch.randn(1, heads, width, **options).requires_grad_() for _ in range(count)]
         columns = width if mean else heads * width
         self.bias = torch.randn(columns, **options).requires_grad_() if bias else None
 
         self.edges = None
+        self.edge_vector = torch.randn(1, heads, width, **options).requires_grad_()
 
     def with_edges(self, adj: Adjacency, edge_width: int, *, wanted: bool) -> Layer:
         """The same with features of edges in the dtype of the parameters."""
@@ -62,11 +64,18 @@ class Layer:
         if self.edges is not None:
             features, edge_map = self.edges
             found += [edge_map.weight, *([features] if features.requires_grad else [])]
+            found += [self.edge_vector] if self.kind in ("gat", "edge gat") else []
         return found if self.bias is None else [*found, self.bias]
 
     def as_one(self, adj: Adjacency, x: Tensor) -> Tensor:
-        score = {"gat": ADDITIVE, "gatv2": GATV2, "gatv2 shared": GATV2}.get(self.kind, DOT_PRODUCT)
-        options = self.options | {"edges": self.edges}
+        scores = {"gat": ADDITIVE, "edge gat": ADDITIVE, "gatv2": GATV2, "gatv2 shared": GATV2}
+        score, edges = scores.get(self.kind, DOT_PRODUCT), self.edges
+        if edges is not None and score is ADDITIVE:
+            features, edge_map = edges
+            edges = features, edge_map, map_to_scores(edge_map.weight, self.edge_vector)
+            if self.kind == "gat":
+                edges = features, None, edges[2]
+        options = self.options | {"edges": edges}
         out = attention_layer(score, adj, x, self.maps, self.vectors, self.bias, **options)
         assert out is not None
         return out
@@ -79,7 +88,17 @@ class Layer:
             edges = {"edge_attr": self.edges[0], "edge_weight": self.edges[1].weight}
         if self.kind == "gat":
             src, dst = head_scores(ends[0], *self.vectors)
-            out = additive_attention(adj, dst, src, ends[0], scale, None, p)
+            of_edges = None
+            if self.edges is not None:
+                features, edge_map = self.edges
+                of_edges = edge_scores(features, edge_map.weight, self.edge_vector)
+            out = additive_attention(adj, dst, src, ends[0], scale, of_edges, p)
+        elif self.kind == "edge gat":
+            (src, dst), (source, target) = head_scores(ends[0], *self.vectors), edge_ends(adj)
+            of_edges = edge_scores(edges["edge_attr"], edges["edge_weight"], self.edge_vector)
+            score = torch.nn.functional.leaky_relu(src[source] + dst[target] + of_edges, scale)
+            zeros = torch.zeros_like(ends[0])
+            out = attention(adj, zeros, ends[0], ends[0], 1.0, score, p, heads=self.heads, **edges)
         elif self.kind.startswith("gatv2"):
             att = self.vectors[0].view(self.heads, self.width)
             out = gatv2_attention(adj, ends[-1], ends[0], att, scale, p, **edges)
@@ -154,7 +173,7 @@ def test_equals_the_operators(device, poisoned_memory, edges, call, heads, width
     assert_close(both(layer, adj, x, one_row), tolerance, floor=1.0)
 
 
-@pytest.mark.parametrize("kind", ["gatv2", "dot", "dot with skip"])
+@pytest.mark.parametrize("kind", ["gat", "edge gat", "gatv2", "dot", "dot with skip"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wanted", [False, True])
 def test_features_of_edges_join_on_the_cpu(poisoned_memory, kind, dtype, wanted):
@@ -167,7 +186,7 @@ def test_features_of_edges_join_on_the_cpu(poisoned_memory, kind, dtype, wanted)
         assert_close(both(layer, adj, x), 30 * TOLERANCE[dtype], floor=1.0)
 
 
-@pytest.mark.parametrize("kind", ["gatv2", "dot with skip"])
+@pytest.mark.parametrize("kind", ["gat", "edge gat", "gatv2", "dot with skip"])
 def test_second_derivatives_with_features_of_edges(kind):
     adj = structure("cpu", 5, 12)
     layer = Layer(kind, 2, 3, torch.float64, "cpu").with_edges(adj, 2, wanted=True)
@@ -331,6 +350,8 @@ def test_what_runs_operator_by_operator():
     assert joins("dot", features, edge_map) is not None
     for kind in ("gat", "gatv2 shared"):
         assert joins(kind, features, edge_map) is None
+    assert joins("gat", features, edge_map, torch.randn(2, 3)) is not None
+    assert joins("gat", features, None, torch.randn(3, 3)) is None
     for edges in (
         (features[1:], edge_map),
         (features.double(), edge_map),

@@ -52,7 +52,9 @@ def test_opcheck(device, kind, biased):
     torch.library.opcheck(operator, (*leaves, *rest))
     out, lse, out_edge = operator(*flat, *rest)
     result = None if kind == "additive" else out
-    arguments = (torch.randn_like(out), *flat, result, lse, out_edge, *rest, False, False, biased)
+    *options, handle = rest
+    results = (result, lse, out_edge)
+    arguments = (torch.randn_like(out), *flat, *options, *results, handle, False, False, biased)
     torch.library.opcheck(backward, arguments)
 
 

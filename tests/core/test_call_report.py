@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import torch
 
 import fastsparse_core
 from fastsparse_core import call_report
@@ -46,3 +47,88 @@ def test_nothing_is_recorded_unless_asked_for():
     call_report.record("scatter", "segments")
     assert fastsparse_core.report().rows == ()
     assert "Recording starts with" in str(fastsparse_core.report())
+
+
+def timed_calls(monkeypatch, seconds):
+    """Records two nested calls on a clock that goes on by some seconds each time it is read."""
+    now = iter(range(100, 10**6, seconds))
+    monkeypatch.setattr(call_report.time, "perf_counter", lambda: next(now))
+    call_report.start_timing()
+
+    @call_report.timed
+    def inner():
+        call_report.record("scatter", "segments")
+        return "result"
+
+    @call_report.timed
+    def outer():
+        out = inner()
+        call_report.record("GCNConv", "spmm")
+        return out
+
+    return outer
+
+
+def test_times_are_those_of_the_row_that_a_call_records(monkeypatch):
+    assert timed_calls(monkeypatch, 2)() == "result"
+    found = fastsparse_core.report()
+    times = {row.call: found.times.host_ms[row] for row, _ in found.rows}
+    assert times == {"scatter": 2000, "GCNConv": 6000}
+    assert "host ms" in str(found)
+    assert "GPU ms" not in str(found)
+    page = json.loads(found.to_json())
+    assert [row["host_ms"] for row in page["rows"]] == [2000, 6000]
+    assert page["total_s"] == 6
+
+
+def test_a_script_that_waits_for_batches_is_told(monkeypatch):
+    original = torch.utils.data.DataLoader.__iter__
+    call = timed_calls(monkeypatch, 1)
+    for _ in torch.utils.data.DataLoader([1, 2, 3]):
+        call()
+    found = fastsparse_core.report()
+    assert found.times.loading == 4
+    assert found.advice == ()
+    for _ in range(20):
+        list(torch.utils.data.DataLoader([1, 2, 3]))
+    (advice,) = fastsparse_core.report().advice
+    assert advice.startswith("The script waits for batches in ")
+    assert advice.endswith(": use the loaders of FastSparse, or more num_workers.")
+    call_report.stop_recording()
+    assert torch.utils.data.DataLoader.__iter__ is original
+
+
+def test_a_gpu_that_waits_for_python_is_told(monkeypatch):
+    timed_calls(monkeypatch, 1)()
+    (row, _), *_ = fastsparse_core.report().rows
+    times = call_report.Times(host_ms={row: 90.0}, gpu_ms={row: 100.0}, steps=10)
+    (advice,) = call_report.CallReport(((row, 200),), times).advice
+    assert "the 20 calls of a training step take the host 9.00 ms" in advice
+    times.host_ms[row] = 20.0
+    assert call_report.CallReport(((row, 200),), times).advice == ()
+
+
+def test_optimizer_steps_are_counted_until_recording_stops():
+    call_report.start_timing()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.step()
+    call_report.stop_recording()
+    optimizer.step()
+    assert fastsparse_core.report().times.steps == 1
+
+
+@pytest.mark.gpu
+def test_events_are_read_when_the_report_is_made():
+    call_report.start_timing()
+    x = torch.rand(4000, 4000, device="cuda")
+
+    @call_report.timed
+    def product():
+        call_report.record("product", "mm")
+        return x @ x
+
+    for _ in range(1000):
+        product()
+    ((row, count),) = fastsparse_core.report().rows
+    assert count == 1000
+    assert fastsparse_core.report().times.gpu_ms[row] > fastsparse_core.report().times.host_ms[row] > 0

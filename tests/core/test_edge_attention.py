@@ -53,6 +53,7 @@ def test_special_scores(op, shape, dtype, device, poisoned_memory):
         for row, number in ((2, "nan"), (4, "inf"), (6, "-inf"), (14, "nan"), (16, "inf"), (20, "-inf")):
             tensors["x_dst"][row, 0, 0] = float(number)
         tensors["x_src"][[900, 930], 0, 0] = -torch.inf
+        tensors["x_src"][960, 0, 0] = torch.inf
     op.compare(adj, tensors, 4)
 
 
@@ -86,11 +87,33 @@ def test_weights_of_edges_match_the_reference(device):
     ("num_rows", "heads", "width", "edge_width"), [(500, 3, 4, 4), (1, 1, 8, 12), (20_000, 16, 16, 8)]
 )
 def test_weight_gradient_is_that_of_every_head(num_rows, heads, width, edge_width):
+    """Rows without entries add nothing: with edge features of 0, NaN in their features would be NaN."""
+    has_entries = torch.arange(num_rows) % 5 != 3
+    rows = has_entries.nonzero()[:, 0]
+    adj = Adjacency.from_coo(rows, rows, (num_rows, num_rows)).to("cuda")
     x, y = (torch.randn(num_rows, heads * width, device="cuda") for _ in range(2))
     e, f = (torch.randn(num_rows, heads, edge_width, device="cuda") for _ in range(2))
     expected = sum(
-        torch.einsum("nhd,nha->hda", left.view(num_rows, heads, width).double(), right.double())
+        torch.einsum("nhd,nha->hda", left.view(num_rows, heads, width).double()[rows], right.double()[rows])
         for left, right in ((x, e), (y, f))
     )
-    found = _attention_launch._weight_gradient(x, e, y, f, heads)
+    x[~has_entries], y[~has_entries], e[~has_entries], f[~has_entries] = torch.nan, torch.inf, 0, 0
+    found = _attention_launch._weight_gradient(adj, x, e, y, f, heads)
     assert relative_error(found, expected.reshape(heads * width, edge_width)) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_constant_weight_costs_no_gradient(monkeypatch, wanted):
+    adj = ragged(400, "cuda")
+    tensors = DOT.make(adj, (2, 8, 4), torch.float32)
+    tensors["edge_attr"].requires_grad_()
+    tensors["edge_weight"].requires_grad_(wanted)
+    calls = []
+    original = _attention_launch._weight_gradient
+    monkeypatch.setattr(
+        _attention_launch, "_weight_gradient", lambda *given: calls.append(1) or original(*given)
+    )
+    attention(adj, **tensors).sum().backward()
+    assert len(calls) == wanted
+    assert tensors["edge_attr"].grad is not None

@@ -95,7 +95,7 @@ def test_derivatives(op: Operator, device: str) -> None:
     def call(*given: Tensor) -> tuple[Tensor, ...]:
         return op.results(op.call, adj, dict(zip(names, given, strict=True)))
 
-    assert torch.autograd.gradcheck(call, values)
+    assert torch.autograd.gradcheck(call, values, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(call, values)
 
 

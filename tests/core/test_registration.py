@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -55,6 +56,28 @@ def test_a_function_of_a_structure_becomes_a_kernel_of_its_handle():
         first, second = registration.without_none(kernel)(torch.ones(2), 2.0, adj.handle, wanted)
         assert first.tolist() == [6.0, 6.0]
         assert second.tolist() == [1.0] * (2 * wanted)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor | None = None
+
+
+def test_a_named_tuple_stands_for_its_fields():
+    def gradients(adj: Adjacency, grad: Tensor, pair: Pair, *, wanted: Pair) -> Pair:
+        assert wanted == (True, False)
+        return Pair(grad * adj.num_edges, pair.x)
+
+    kernel = registration.on_handle(gradients)
+    assert registration.schema_of(kernel) == (
+        "(Tensor grad, Tensor x, Tensor? y, SymInt adjacency, Tensor x_wanted, Tensor? y_wanted)"
+        " -> (Tensor, Tensor)"
+    )
+    adj = Adjacency.from_coo(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]), (2, 2))
+    for structure in (adj, adj.handle):
+        first, second = kernel(torch.ones(2), torch.zeros(1), None, structure, True, False)
+        assert first.tolist() == [3.0, 3.0]
+        assert second.tolist() == [0.0]
 
 
 WITHOUT_DERIVATIVE = [

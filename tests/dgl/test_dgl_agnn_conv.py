@@ -76,7 +76,7 @@ def test_result_has_the_features_dtype(layer_dtype, feat_dtype, device):
 def test_source_and_destination_of_different_shapes(shapes, device):
     fast, _ = layer_pair(FastAGNNConv)
     feat = tuple(torch.ones(shape, device=device) for shape in shapes)
-    with pytest.raises(DGLError, match="of one shape but for the rows"):
+    with pytest.raises(DGLError, match="whose shapes differ only in the rows"):
         fast.to(device)(bipartite(), feat)
 
 

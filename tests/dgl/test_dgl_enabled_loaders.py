@@ -194,7 +194,7 @@ def check_loaders(start: str, device: str) -> None:
     if device != "meta":
         assert "neighbours: right batches" in printed, errors[-2000:]
     if device != "cpu":
-        assert "give the loader graphs on the CPU" in printed.replace("\n", " "), errors[-2000:]
+        assert "Give the loader graphs on the CPU" in printed.replace("\n", " "), errors[-2000:]
         assert "on the device: a batch" not in printed
 
 
@@ -234,7 +234,7 @@ def test_graphs_on_the_device_in_forked_processes(device: str, monkeypatch: pyte
     """CUDA does not work there; the error says so before PyTorch's."""
     graphs = [graph_with_data().to(device) for _ in range(2)]
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    with pytest.raises(DGLError, match="give the loader graphs on the CPU"):
+    with pytest.raises(DGLError, match="Give the loader graphs on the CPU"):
         dgl.batch(graphs)
 
 

@@ -56,6 +56,15 @@ def test_residual_of_a_pair(layer_class, widths, graph_name, device):
     check(layers, graph, pair(graph, *widths), device)
 
 
+@both
+def test_one_tensor_twice_is_a_pair(layer_class, device):
+    """A layer made for pairs has a linear map for either end."""
+    graph = homogeneous()
+    x = features(graph, 7)
+    layers = [layer.eval() for layer in made((7, 7), 4, 3, layer_class=layer_class)]
+    check(layers, graph, (x, x), device)
+
+
 @pytest.mark.parametrize("graph_name", ["wide", "homogeneous"])
 def test_one_matrix_for_a_pair(graph_name, device):
     """A layer made with one width transforms both of a pair with it."""

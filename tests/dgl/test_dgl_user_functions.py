@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import types
 from collections.abc import Callable
@@ -11,9 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dgl_cases import dgl
-from hook_cases import assert_same, enabled_for, moved, tensors_of
+from hook_cases import assert_same, enabled, enabled_for, moved, tensors_of
 from torch import Tensor, nn
 
+from fastsparse_core import call_report
 from fastsparse_dgl.hooks import user_functions
 
 fn = dgl.function
@@ -327,7 +329,9 @@ def run(
         torch.randn(x.shape, generator=torch.Generator().manual_seed(3), dtype=x.dtype).to(x) for x in results
     ]
     wanted = [x for x in tensors_of(given) if x.requires_grad] + list(model.parameters())
-    sum((x * seed).sum() for x, seed in zip(results, seeds, strict=True)).backward()
+    pairs = [(x, seed) for x, seed in zip(results, seeds, strict=True) if x.requires_grad]
+    if pairs:
+        torch.autograd.backward(*zip(*pairs, strict=True))
     grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in wanted]
     return [x.detach().cpu() for x in results + grads]
 
@@ -356,6 +360,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
     monkeypatch.setattr(user_functions, "_by_plan", recorded)
     monkeypatch.setattr(user_functions, "FEW_EDGES", {})
+    user_functions._traces.clear()
+    user_functions._built_in.clear()
     return found
 
 
@@ -370,6 +376,383 @@ def test_functions(case: Case, device: str, plans: list[tuple[str, ...]]) -> Non
     for gains in plans:
         assert set(case.gains) <= set(gains)
         assert case.is_planned or GROUPS not in gains  # the message alone
+
+
+def check(
+    call: Callable[[Any, Model], Any], make: Callable[[], Any] = graph, given: Any = None, times: int = 2
+) -> None:
+    """The same on DGL's code and enabled."""
+    expected = run(call, g=make(), given=given)
+    with enabled():
+        for _ in range(times):
+            assert_same(run(call, g=make(), given=given), expected, 1e-10)
+
+
+# ---------------------------------------------------------------- what functions close over
+
+
+def closes_over_a_layer(g: Any, model: Model) -> None:
+    weight, scale, missing = g.ndata["norm"][:, None].mean(0), 0.5, None
+
+    def message(edges):
+        out = model.square(edges.src["h"]) * weight * scale
+        return {"m": out if missing is None else missing}
+
+    g.update_all(message, lambda nodes: {"out": nodes.mailbox["m"].sum(1) * weight + model.att.sum()})
+
+
+def test_closures(plans: list[tuple[str, ...]]) -> None:
+    check(closes_over_a_layer)
+    assert len(plans) == 2
+    assert {PER_NODE, GROUPS} <= set(plans[0])
+
+
+@pytest.mark.parametrize(
+    "values", [[1.0, 2.0, 3], [torch.tensor(2.0), torch.tensor([3.0]), 4.0, None], [True, 1, 1.0]], ids=str
+)
+def test_closures_that_change(values: list[Any], plans: list[tuple[str, ...]]) -> None:
+    def with_factor(factor: Any) -> Callable[[Any, Model], Any]:
+        def call(g: Any, model: Model) -> None:
+            g.update_all(
+                lambda edges: {"m": edges.src["h"] if factor is None else edges.src["h"] * factor},
+                lambda nodes: {"out": nodes.mailbox["m"].sum(1)},
+            )
+
+        return call
+
+    for value in values * 2:
+        check(with_factor(value.double() if isinstance(value, Tensor) else value), times=1)
+    assert len(plans) == 2 * len(values)
+
+
+def test_attributes_and_numbers_that_change(
+    plans: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for slope, width in ((0.1, 6), (0.4, 6), (0.1, 4)):
+        monkeypatch.setattr(Model, "slope", slope)
+        monkeypatch.setitem(globals(), "SCALE", width)
+        check(called(Case(gat_scores, fn.sum("s", "out"))))
+        check(called(Case(scaled, total)))
+    monkeypatch.setattr(Model, "activated", lambda self, x: x.tanh())
+    check(called(Case(gat_scores, fn.sum("s", "out"))))
+    assert len(plans) == 14
+
+
+SCALE = 6
+
+
+def scaled(edges):
+    return {"m": edges.src["h"] / SCALE}
+
+
+def test_layers_of_one_class_and_several_shapes(plans: list[tuple[str, ...]]) -> None:
+    def call(g: Any, model: Model) -> None:
+        for nth, width in enumerate((3, 5, 3)):
+            model.square = nn.Linear(WIDTH, width).double()
+            torch.nn.init.constant_(model.square.weight, 0.1 * nth)
+            model.att = nn.Parameter(torch.ones(2, width).double())
+            g.update_all(types.MethodType(of_shape, model), fn.sum("m", f"out{nth}"))
+
+    check(call)
+    assert len(plans) == 6
+
+
+def of_shape(self, edges):
+    return {"m": (self.square(edges.src["h"]).unsqueeze(1) * self.att).tanh()}
+
+
+# ---------------------------------------------------------------- functions that do more than compute
+
+
+def prints(edges):
+    print("called")
+    return {"m": edges.src["h"]}
+
+
+def writes_in_place(edges):
+    edges.src["h"].mul_(2)
+    return {"m": edges.src["h"]}
+
+
+def rectifies_in_place(edges):
+    F.relu(edges.src["h"], inplace=True)
+    return {"m": edges.src["h"]}
+
+
+def branches(edges):
+    if edges.src["h"].sum() > 0:
+        return {"m": edges.src["h"]}
+    return {"m": -edges.src["h"]}
+
+
+def loops(edges):
+    out = edges.src["h"]
+    for row in range(len(edges.data["w"]) % 5):
+        out = out + row
+    return {"m": out}
+
+
+def asks_for_ids(edges):
+    source, _, ids = edges.edges()
+    return {"m": edges.src["h"] * (source + ids)[:, None]}
+
+
+def asks_for_size(edges):
+    return {"m": edges.src["h"] * edges.batch_size()}
+
+
+def writes_sources(edges):
+    edges.src["h"] = 2 * edges.src["h"]
+    return {"m": edges.src["h"]}
+
+
+def gives_a_constant(edges):
+    return {"m": torch.ones(EDGES, 2, dtype=torch.float64), "n": edges.src["h"]}
+
+
+def counts(self, edges):
+    self.calls = getattr(self, "calls", 0) + 1
+    return {"m": edges.src["h"] * self.calls}
+
+
+def without_gradient(edges):
+    with torch.no_grad():
+        out = 2 * edges.src["h"]
+    return {"m": out + edges.src["h"]}
+
+
+def detached(edges):
+    return {"m": edges.src["h"].detach() * edges.dst["h"]}
+
+
+HOSTILE = [
+    *(
+        prints,
+        writes_in_place,
+        rectifies_in_place,
+        branches,
+        loops,
+        asks_for_ids,
+        asks_for_size,
+        writes_sources,
+    ),
+    *(gives_a_constant, counts, without_gradient),
+]
+
+
+@pytest.mark.parametrize("message", [*HOSTILE, detached], ids=lambda message: message.__name__)
+def test_hostile_functions(
+    message: Function, plans: list[tuple[str, ...]], reasons: pytest.LogCaptureFixture
+) -> None:
+    check(called(Case(message, fn.sum("m", "out"))))
+    assert bool(plans) == (message is detached)
+    assert len(reasons.messages) == (message is not detached)
+    assert all(message.__name__ in said for said in reasons.messages)
+
+
+def test_side_effects_happen_in_every_call(capsys: pytest.CaptureFixture[str]) -> None:
+    model, seen = Model().double(), []
+
+    def remembers(edges):
+        seen.append(1)
+        return {"m": edges.src["h"]}
+
+    g = graph()
+    g.ndata["h"] = torch.ones(NODES, 2)
+    with enabled():
+        for _ in range(3):
+            for each in (prints, remembers, types.MethodType(counts, model)):
+                g.update_all(each, fn.sum("m", "out"))
+    assert capsys.readouterr().out == 3 * "called\n"
+    assert (len(seen), model.calls) == (3, 3)
+
+
+# ---------------------------------------------------------------- graphs, calls and features
+
+
+def test_blocks_and_bipartite_graphs(plans: list[tuple[str, ...]]) -> None:
+    whole = graph()
+    given = inputs()
+    block = dgl.to_block(dgl.in_subgraph(whole, torch.arange(40)), torch.arange(40))
+    pairs = dgl.heterograph({("a", "to", "b"): whole.edges()}, num_nodes_dict={"a": NODES, "b": NODES})
+    for g in (block, pairs):
+        results = []
+        for is_enabled in (False, True):
+            source = given["n"]["h"][: g.num_src_nodes()].clone().requires_grad_()
+            destination = given["n"]["a"][: g.num_dst_nodes()].clone().requires_grad_()
+            g.srcdata["h"], g.dstdata["h"], g.edata["w"] = (
+                source,
+                destination,
+                given["e"]["w"][: g.num_edges()],
+            )
+            g.dstdata["a"] = destination
+            with enabled() if is_enabled else contextlib.nullcontext():
+                for reduce in (total, beside_the_node, fn.sum("m", "out")):
+                    g.update_all(summed, reduce)
+                    loss = g.dstdata.pop("out").square().sum()
+                    results += [
+                        loss.detach(),
+                        *torch.autograd.grad(loss, (source, destination), materialize_grads=True),
+                    ]
+        assert_same(results[9:], results[:9], 1e-10)
+    assert len(plans) == 6
+
+
+def passes_of_types(g: Any, model: Model) -> None:
+    both = (copied, total), (types.MethodType(of_square, model), fn.mean("m", "out"))
+    g.multi_update_all(dict(zip(g.etypes, both, strict=True)), "sum")
+    g.update_all(copied, average, lambda nodes: {"out": nodes.data["out"] + nodes.data["h"]}, etype="likes")
+    g.apply_edges(lambda edges: {"m": edges.src["h"] - edges.dst["h"]}, etype="knows")
+
+
+def of_square(self, edges):
+    return {"m": self.square(edges.src["h"])}
+
+
+def test_graphs_of_several_types(plans: list[tuple[str, ...]]) -> None:
+    source, destination = graph().edges()
+    g = dgl.heterograph(
+        {("n", "likes", "n"): (source, destination), ("n", "knows", "n"): (destination, source)},
+        num_nodes_dict={"n": NODES},
+    )
+    results = []
+    for is_enabled in (False, True):
+        model, h = Model().double(), inputs()["n"]["h"].requires_grad_()
+        g.ndata["h"] = h
+        with enabled() if is_enabled else contextlib.nullcontext():
+            passes_of_types(g, model)
+        loss = g.ndata["out"].tanh().sum() + g.edges["knows"].data["m"].tanh().sum()
+        results.append(
+            [loss.detach(), *torch.autograd.grad(loss, (h, model.square.weight), materialize_grads=True)]
+        )
+    assert_same(results[1], results[0], 1e-10)
+    assert len(plans) == 4
+
+
+def test_other_calls(plans: list[tuple[str, ...]]) -> None:
+    def call(g: Any, model: Model) -> None:
+        g.ndata["out"] = g.ndata["h"] * 1
+        g.send_and_recv(torch.arange(100), copied, total)
+        g.pull([1, 2, 3], copied, average)
+        g.push([5, 4], types.MethodType(of_square, model), total)
+        g.update_all(fn.u_dot_v("h", "a", "m"), total_rows)
+        g.apply_edges(summed, torch.arange(20))
+
+    check(call)
+
+
+def total_rows(nodes):
+    return {"sums": nodes.mailbox["m"].sum(1)}
+
+
+def test_apply_node_function_sees_all_features() -> None:
+    def call(g: Any, model: Model) -> None:
+        g.update_all(
+            copied, total, lambda nodes: {"out": nodes.data["out"] + nodes.data["a"], "b": nodes.data["h"]}
+        )
+
+    check(call)
+
+
+def test_initial_values_of_nodes_without_messages(plans: list[tuple[str, ...]]) -> None:
+    def call(g: Any, model: Model) -> None:
+        g.set_n_initializer(
+            lambda shape, dtype, device, ids: torch.full(shape, 7.0, dtype=dtype, device=device)
+        )
+        g.update_all(copied, total)
+
+    check(call)
+    assert all(GROUPS not in gains for gains in plans)
+
+
+def test_nodes_without_edges_may_hold_nan() -> None:
+    given = inputs()
+    touched = torch.cat(graph().edges()).unique()
+    for x in given["n"].values():
+        x[torch.ones(NODES, dtype=torch.bool).index_fill(0, touched, False)] = math.nan
+    messages = {copied: "m", summed: "m", mapped: "m", gated: "gate"}
+    for message, name in messages.items():
+        for reduce in (fn.sum(name, "out"), fn.mean(name, "out")):
+            check(called(Case(message, reduce)), given=given)
+    for message, reduce in (
+        (copied, quotient),
+        (gated, normalised),
+        (copied, query_of_node),
+        (copied, mapped_rows),
+    ):
+        check(called(Case(message, reduce)), given=given)
+
+
+def test_of_equal_messages_the_first_gets_the_gradient() -> None:
+    given = inputs()
+    given["n"] = {name: x.round() for name, x in given["n"].items()}
+    given["e"]["w"] = given["e"]["w"].round()
+    for reduce in (largest, smallest):
+        for message in (copied, summed):
+            check(called(Case(message, reduce)), given=given)
+
+
+def test_second_derivatives(plans: list[tuple[str, ...]]) -> None:
+    g = dgl.graph(([0, 1, 2, 2, 3, 0, 1], [1, 1, 0, 1, 0, 0, 4]), num_nodes=6)
+    model = Model().double()
+
+    def call(h: Tensor, e: Tensor, a: Tensor) -> Tensor:
+        with g.local_scope():
+            g.ndata["h"], g.ndata["a"], g.ndata["b"], g.edata["e"] = h, a, h, e
+            g.update_all(types.MethodType(gated, model), normalised)
+            first = g.ndata.pop("out")
+            g.update_all(copied, types.MethodType(query_of_node, model))
+            return first.tanh() + g.ndata["out"]
+
+    given = [torch.randn(*size, dtype=torch.float64) for size in ((6, WIDTH), (7, EDGE_WIDTH), (6, WIDTH))]
+    with enabled():
+        assert torch.autograd.gradgradcheck(call, [x.requires_grad_() for x in given], atol=1e-6)
+    assert all(GROUPS in gains for gains in plans)
+
+
+def test_errors_are_those_of_dgl() -> None:
+    g = graph()
+    g.ndata["h"] = torch.ones(NODES, WIDTH)
+    wrong: list[Callable[[], Any]] = [
+        lambda: g.update_all(lambda edges: {"m": edges.src["nothing"]}, fn.sum("m", "out")),
+        lambda: g.update_all(copied, fn.sum("other", "out")),
+        lambda: g.update_all(copied, lambda nodes: {"out": nodes.mailbox["other"].sum(1)}),
+        lambda: g.apply_edges(lambda edges: {"m": edges.src["h"] @ torch.ones(2, 2)}),
+        lambda: g.apply_edges(lambda edges: {"m": edges.src["h"][:5]}),
+        lambda: g.apply_edges(lambda edges: {"m": 1}),
+    ]
+    for call in wrong:
+        with pytest.raises(Exception) as expected:  # noqa: PT011
+            call()
+        with enabled(), pytest.raises(expected.type) as got:
+            call()
+        assert str(got.value) == str(expected.value)
+
+
+def test_graphs_without_edges_and_few_edges(
+    reasons: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, plans: list[tuple[str, ...]]
+) -> None:
+    empty = dgl.graph(([], []), num_nodes=3)
+    empty.ndata["h"] = torch.ones(3, 2)
+    with enabled(), pytest.warns(UserWarning, match="does not contain valid edges"):
+        empty.update_all(copied, fn.sum("m", "out"))
+    assert not empty.ndata["out"].any()
+    assert not plans
+    monkeypatch.setattr(user_functions, "FEW_EDGES", {"cpu": EDGES + 1})
+    check(called(Case(copied, fn.sum("m", "out"))))
+    assert not plans
+    assert any("few edges" in said for said in reasons.messages)
+    check(called(Case(copied, total)))
+    assert len(plans) == 2
+
+
+def test_features_that_dgl_aligns(plans: list[tuple[str, ...]]) -> None:
+    def call(g: Any, model: Model) -> None:
+        g.edata["flat"] = g.edata["w"][:, 0] * 1
+        g.update_all(fn.u_mul_e("h", "flat", "m"), total)
+
+    check(call)
+    assert not plans
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -396,3 +779,18 @@ def test_autocast(case: Case, device: str, plans: list[tuple[str, ...]]) -> None
             assert got.dtype == want.dtype
         errors = [(each.double() - best).norm() / best.norm().clamp(min=1e-2) for each in (got, want)]
         assert errors[0] <= 0.03 + 2 * errors[1]
+
+
+def test_the_report_names_plans_and_reasons() -> None:
+    call_report.start_recording()
+    try:
+        with enabled():
+            for reduce in (total, sorted_messages):
+                run(called(Case(mapped, reduce)))
+        rows = {(row.call, row.reason): row.by for row, _ in call_report.report().rows}
+    finally:
+        call_report.stop_recording()
+    assert PER_NODE in rows["update_all", ""]
+    assert GROUPS in rows["update_all", ""]
+    assert PER_NODE in rows["apply_edges", ""]  # the messages alone
+    assert [by for (call, reason), by in rows.items() if call == "update_all" and reason] == ["DGL"]

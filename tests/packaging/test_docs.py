@@ -56,6 +56,9 @@ def test_the_reference_has_every_public_name(package):
     module = pytest.importorskip(package, exc_type=ImportError)
     page = (CHECKOUT / "docs" / "api" / f"{package}.md").read_text()
     documented = re.findall(rf"^\.\. auto(?:class|function):: {package}\.(\w+)$", page, re.MULTILINE)
+    if package != "fastsparse_core":
+        assert f"\n<!-- layers of {package} -->\n" in page  # which `docs/conf.py` replaces with all of them
+        documented += importlib.import_module(f"{package}.nn").__all__
     public = {name for name in module.__all__ if not name.startswith("__")}
     if package != "fastsparse_core":
         public -= set(importlib.import_module("fastsparse_core").__all__)

@@ -1,10 +1,11 @@
-"""Sentences on the pages and titles of commits: short, and in the words that the field uses.
+"""Sentences on the pages, messages and titles of commits: short, and in the words that the field uses.
 
 As a script it checks the titles of the commits in a range, as `main..HEAD`.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -94,6 +95,37 @@ def test_page(page: str) -> None:
     assert faults(PAGES[page].read_text()) == []
 
 
+def messages(code: str) -> list[str]:
+    """The texts in a file that are no docstrings: error messages, warnings, reasons, log lines."""
+    tree = ast.parse(code)
+    left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            left_out |= {id(part) for part in node.values}
+            found.append(
+                "".join(
+                    getattr(part, "value", "") if isinstance(part, ast.Constant) else "X"
+                    for part in node.values
+                )
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in left_out:
+            found.append(node.value)
+    return [text for text in found if len(text.split()) > 4 and "\n" not in text]
+
+
+@pytest.mark.parametrize(
+    "package", ["kernels/fastsparse_core", "fastsparse_pyg", "fastsparse_dgl", "fastsparse_run"]
+)
+def test_messages(package: str) -> None:
+    paths = sorted((CHECKOUT / package).rglob("*.py"))
+    assert {
+        path.name: found
+        for path in paths
+        if (found := [fault for text in messages(path.read_text()) for fault in faults(text)])
+    } == {}
+
+
 def test_faults_are_found() -> None:
     long = " ".join(["Word"] * (LONGEST + 1)) + "."
     table = "| the rival | ok |\n|---|---|\n"
@@ -102,6 +134,9 @@ def test_faults_are_found() -> None:
         f"{LONGEST + 1} words",
         "'rival', write 'baseline'",
         "'What no kernel covers runs PyG.', write 'subject, verb, object'",
+    ]
+    assert messages('"""The rival."""\nraise ValueError(f"{name}: the rival of all {names} is faster")') == [
+        "X: the rival of all X is faster"
     ]
     assert faults("What is it? `rival`\n\n```python\nrival = 1\n```\n") == []
 
@@ -116,7 +151,12 @@ def test_faults_of_titles_are_found() -> None:
     assert len(title_faults("fixup! Add a test")) == len(title_faults("Add a test.")) == 1
 
 
+@pytest.mark.skipif(not (CHECKOUT / ".git").exists(), reason="needs the repository")
+def test_a_range_without_commits_passes() -> None:
+    assert subprocess.run([sys.executable, __file__, "HEAD..HEAD"], cwd=CHECKOUT).returncode == 0
+
+
 if __name__ == "__main__":
     log = ["git", "log", "--no-merges", "--format=%s", sys.argv[1]]
     titles = subprocess.run(log, text=True, capture_output=True, check=True).stdout.splitlines()
-    sys.exit("\n".join(fault for title in titles for fault in title_faults(title)))
+    sys.exit("\n".join(fault for title in titles for fault in title_faults(title)) or None)

@@ -20,7 +20,7 @@ from test_prose import faults
 import fastsparse_core
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-PACKAGES = ["fastsparse_core", "fastsparse_dgl", "fastsparse_pyg"]
+PACKAGES = ["fastsparse_core", "fastsparse_dgl", "fastsparse_pyg", "fastsparse_run"]
 ENTRY = re.compile(
     r"^\.\. auto(?:class|function|exception):: ([\w.]+)$|^\.\. automodule:: ([\w.]+)\n +:members: (.+)$", re.M
 )

@@ -196,12 +196,55 @@ print(type(layer).__name__, layer(x, torch.randint(100, (2, 50))).shape)
 def test_the_real_thing_with_a_report(folder):
     register(folder, REAL)
     (folder / "work/real.py").write_text(REAL_SCRIPT)
-    done = run(folder, "--report", "--report-json", "report.json", "real.py")
+    done = run(folder, "--report=time", "--report-json", "report.json", "real.py")
     assert done.stdout == "FastGCNConv torch.Size([100, 4])\n", done.stderr
     assert "FastSparse computed" in done.stderr
     assert '"call": "torch.sparse product"' in (folder / "work/report.json").read_text()
+    assert '"host_ms": ' in (folder / "work/report.json").read_text()
     off = run(folder, "real.py", FASTSPARSE_DISABLE="layers,sparse_mm")
     assert off.stdout == "GCNConv torch.Size([100, 4])\n", off.stderr
+
+
+RANKS = """
+import os, torch, torch.distributed
+from torch_geometric.nn import GCNConv
+from torch.nn.parallel import DistributedDataParallel
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
+layer = GCNConv(4, 4)
+model = DistributedDataParallel(layer)
+model(torch.rand(100, 4), torch.randint(100, (2, 5000))).sum().backward()
+total = layer.lin.weight.grad.clone()
+torch.distributed.all_reduce(total)
+same = torch.allclose(total, 2 * layer.lin.weight.grad)
+with open(f"rank{os.environ['RANK']}", "w") as file:
+    file.write(f"{type(layer).__name__} {same}")
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_with_two_ranks(folder):
+    register(folder, REAL)
+    (folder / "work/ranks.py").write_text(RANKS)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "ranks.py")
+    done = run(folder, "--report", *launcher, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert [(folder / f"work/rank{rank}").read_text() for rank in (0, 1)] == ["FastGCNConv True"] * 2
+    assert done.stderr.count("FastSparse computed 1 of 1 calls") == 1
+
+
+def test_registering_operators_looks_through_no_modules(folder):
+    """`inspect` would resolve the file of every loaded module when PyTorch asks who registers: 0.1 s."""
+    code = """
+import inspect, torch, torch_geometric
+original, seen = inspect.getabsfile, []
+inspect.getabsfile = lambda *arguments: seen.append(1) or original(*arguments)
+import fastsparse_pyg
+print(len(seen) < 200)
+"""
+    pytest.importorskip("torch_geometric")
+    assert python(folder, "-c", code).stdout == "True\n"
 
 
 # ---------------------------------------------------------------- imports that are watched

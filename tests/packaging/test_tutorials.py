@@ -26,12 +26,17 @@ def sources(path: Path, kind: str) -> str:
     return "\n\n".join("".join(cell["source"]) for cell in cells(path, kind))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["dgl", "pyg"])
-def test_notebooks_run(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_notebooks_run(framework: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a kernel of Jupyter, all side by side: starting one takes longer than most of them."""
     pytest.importorskip(f"fastsparse_{framework}", exc_type=ImportError)
+    pytest.importorskip("matplotlib")
     monkeypatch.setenv("MPLBACKEND", "Agg")
+    if device == "cpu":  # they take a GPU if there is one
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     blocks = [(path.name, sources(path, "code")) for path in NOTEBOOKS]
     chosen = [block for block in blocks if ("import dgl" in block[1]) == (framework == "dgl")]
     assert chosen

@@ -210,7 +210,7 @@ def test_larger_batches_and_a_second_epoch(device):
 
 
 def test_dense_batches_of_larger_graphs(device):
-    """Capacity for the largest graph is a power of two: 16, then 32."""
+    """Capacity for the largest graph is 12, then 32."""
     batches = draw([9] * 14) + draw([9] * 4, least=17, most=30) + draw([9] * 3)
     assert len(check(device, on(device, batches) * 2, conv="dense")) == 2
 

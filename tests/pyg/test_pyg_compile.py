@@ -127,11 +127,10 @@ def test_every_layer_compiles_with_edges(device, row, reasons):
     """As the table of docs/compile.md says."""
     if row.is_fallback:
         torch.compile(row.run, backend="eager")(row.make().to(device), *moved(row.draw(40), device))
-        assert "torch.compile" in reasons.records[0].message
+        assert [record for record in reasons.records if "torch.compile" in record.message]
         assert written()[row.name][0].startswith("PyG's code")
         return
-    (operators,) = check_compiled(row, device)
-    assert is_ours(operators)
+    assert all(map(is_ours, check_compiled(row, device)))
     assert is_ours(check_exported(row, device))
     assert not reasons.records
     assert written()[row.name][:2] == ("yes", "yes")
@@ -140,7 +139,7 @@ def test_every_layer_compiles_with_edges(device, row, reasons):
 
 def test_the_page_lists_every_layer_that_compiles():
     assert list(written()) == [row.name for row in ROWS]
-    assert {drop_in.__name__ for drop_in in DROP_INS} <= {row.name for row in ROWS}
+    assert {drop_in.__name__ for drop_in in DROP_INS} <= {row.name.split()[0] for row in ROWS}
 
 
 @pytest.mark.gpu
@@ -321,7 +320,7 @@ def test_what_falls_back_says_why(message, reasons):
     layer, more = CALLS[message]
     x, edge_index = torch.randn(40, 6), random_graph()
     got = torch.compile(layer, backend="eager")(x, edge_index, **more)
-    assert message in reasons.records[0].message
+    assert [record for record in reasons.records if message in record.message]
     expected = layer(x, edge_index, **more)
     close(*(each[0] if more else each for each in (got, expected)), 2e-5)
 

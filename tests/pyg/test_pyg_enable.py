@@ -13,6 +13,7 @@ import torch
 import torch_geometric.loader
 import torch_geometric.utils
 from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader, LinkNeighborLoader, NeighborLoader
 from torch_geometric.nn import (
     GATConv,
     GCNConv,
@@ -138,6 +139,26 @@ def test_the_variable_switches_parts_off(monkeypatch, part, graph):
         assert hasattr(of_pools, "__wrapped__") == (part != "pool")
         assert (torch_geometric.loader.DataLoader is fastsparse_pyg.DataLoader) == (part != "loaders")
         assert sparse_products.is_enabled() == (part != "sparse_mm")
+    finally:
+        fastsparse_pyg.disable()
+
+
+def test_a_report_with_times(graph):
+    with pytest.raises(ValueError, match="report: expected True, False or 'time', got 'times'"):
+        fastsparse_pyg.enable(report="times")
+    assert not fastsparse_pyg.is_enabled()
+    fastsparse_pyg.enable(report="time")
+    try:
+        layer, matrix = GCNConv(8, 4), torch.rand(300, 300).to_sparse()
+        index = torch.randint(SEGMENTS, (ROWS,))
+        for _ in range(3):
+            layer(*graph)
+            matrix @ graph[0]
+            scatter(torch.rand(ROWS, 2), index, reduce="max")
+        found = fastsparse_core.report()
+        measured = {row.call: found.times.host_ms[row] for row, _ in found.rows}
+        assert measured.keys() == {"GCNConv", "torch.sparse product", "scatter"}
+        assert min(measured.values()) > 0
     finally:
         fastsparse_pyg.disable()
 
@@ -426,6 +447,108 @@ def test_loaders(enabled, graph):
     assert sum(batch.batch_size for batch in loader) == 300
 
 
+def loaders_of(x, edge_index, **options):
+    """One of each, by the names that the script imported before."""
+    graphs = [Data(x=torch.randn(5, 3), edge_index=torch.randint(5, (2, 8))) for _ in range(12)]
+    data = Data(x=x, edge_index=edge_index)
+    links = edge_index[:, :200]
+    return [
+        NeighborLoader(data, [3, 2], batch_size=50, **options),
+        LinkNeighborLoader(data, [3], edge_label_index=links, batch_size=50, **options),
+        DataLoader(graphs, batch_size=2, **options),
+    ]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_loaders_of_worker_processes(enabled, graph, method):
+    for loader in loaders_of(*graph, num_workers=1, multiprocessing_context=method):
+        assert type(loader).__module__.startswith("fastsparse_pyg")
+        assert len(list(loader)) == len(loader)
+
+
+def test_loaders_can_be_pickled_and_are_the_originals_too(enabled, graph):
+    loaders = loaders_of(*graph)
+    fastsparse_pyg.disable()
+    kinds = [torch_geometric.loader.NeighborLoader, torch_geometric.loader.LinkNeighborLoader]
+    for loader, kind in zip(loaders, [*kinds, torch_geometric.loader.DataLoader], strict=True):
+        assert isinstance(loader, kind)
+        assert len(list(pickle.loads(pickle.dumps(loader)))) == len(loader)
+
+
+def test_loaders_can_be_subclassed(enabled, graph, monkeypatch):
+    class Mine(torch_geometric.loader.NeighborLoader):
+        def __init__(self, *arguments, tag, **options):
+            super().__init__(*arguments, **options)
+            self.tag, self.seen = tag, 0
+
+        def collate_fn(self, index):
+            self.seen += 1
+            return super().collate_fn(index)
+
+        def filter_fn(self, out):
+            batch = super().filter_fn(out)
+            batch.tag = self.tag
+            return batch
+
+    loader = Mine(Data(x=graph[0], edge_index=graph[1]), [3], batch_size=100, tag="mine")
+    assert [batch.tag for batch in loader] == ["mine"] * 3
+    assert loader.seen == 3
+    loader._device = torch.device("cuda")  # where batches are prepared ahead, unless a method says how
+    monkeypatch.setattr("fastsparse_pyg.loader.base.prefetched", lambda *_, **__: pytest.fail("not called"))
+    loader._get_iterator()
+
+
+def test_loaders_are_on_the_gpu_only_if_the_script_uses_it(monkeypatch, graph):
+    from fastsparse_pyg.loader import base, data_loader
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(base._C, "build_info", lambda: {"cuda": True})
+    assert base.choose_device(None, None).type == "cuda"
+    fastsparse_pyg.enable()
+    try:
+        assert base.choose_device(None, None).type == "cpu"
+        loaders = loaders_of(*graph, num_workers=2)
+        assert [len(list(loader)) for loader in loaders] == [6, 4, 6]
+        for module in (base, data_loader):
+            monkeypatch.setattr(module, "script_uses_gpu", lambda: True)
+        assert base.choose_device(None, None).type == "cuda"
+        chosen = []
+        for module in (base, data_loader):
+            choose = lambda *_: chosen.append(1) or torch.device("cpu")  # noqa: E731
+            monkeypatch.setattr(module, "choose_device", choose)
+        assert [len(list(loader)) for loader in loaders] == [6, 4, 6]
+        assert len(chosen) == 3
+        assert [loader.num_workers for loader in loaders] == [0, 0, 0]
+    finally:
+        fastsparse_pyg.disable()
+    assert not base.Script.decides
+
+
+@pytest.mark.gpu
+def test_loaders_go_to_the_gpu_with_the_script(graph):
+    code = """
+import torch, fastsparse_pyg
+fastsparse_pyg.enable()
+from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader, LinkNeighborLoader, NeighborLoader
+x, edge_index = torch.randn(300, 8), torch.randint(300, (2, 5000))
+data = Data(x=x, edge_index=edge_index)
+graphs = [Data(x=torch.randn(5, 3), edge_index=torch.randint(5, (2, 8))) for _ in range(12)]
+loaders = [
+    NeighborLoader(data, [3, 2], batch_size=50, num_workers=2, persistent_workers=True, pin_memory=True),
+    LinkNeighborLoader(data, [3], edge_label_index=edge_index[:, :200], batch_size=50),
+    DataLoader(graphs, batch_size=2, pin_memory=True),
+]
+where = lambda: [{batch.x.device.type for batch in loader} for loader in loaders]
+print(where())
+torch.ones(1, device="cuda")
+print(where(), where())
+"""
+    done = run_python(code)
+    assert done.stdout == f"{[{'cpu'}] * 3}\n{[{'cuda'}] * 3} {[{'cuda'}] * 3}\n", done.stderr
+
+
 def run_python(code, **environment):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
@@ -461,3 +584,102 @@ def test_every_hook_fits_this_pyg():
     from fastsparse_core.replacement import problems
 
     assert problems(hook for hooks in table.HOOKS.values() for hook in hooks) == []
+
+
+# ---------------------------------------------------------------- whoever else watches calls
+
+
+class Named(torch.Tensor):
+    """A subclass whose class results have too."""
+
+
+def outcome(call):
+    """Class, dtype, shape and values of a result, or class and message of an error."""
+    try:
+        out = call()
+    except Exception as error:
+        return type(error), str(error).partition("\n")[0]
+    values = out.detach().as_subclass(torch.Tensor).double()
+    return type(out), out.dtype, out.requires_grad, values
+
+
+def watched_calls():
+    """Calls by name; each is made several times, so that structures are kept."""
+    torch.manual_seed(0)
+    index, edge_index = torch.randint(SEGMENTS, (ROWS,)), torch.randint(300, (2, 5000))
+    rows, x = torch.randn(ROWS, 4), torch.randn(300, 8)
+    coo = torch.sparse_coo_tensor(edge_index, torch.rand(5000), (300, 300)).coalesce()
+    csr, layer, attention = coo.to_sparse_csr(), GCNConv(8, 4), GATConv(8, 4)
+    return {
+        "scatter": (lambda rows: scatter(rows, index, 0, SEGMENTS, "max"), rows),
+        "softmax": (lambda rows: softmax(rows, index), rows),
+        "pool": (lambda rows: global_mean_pool(rows, index, SEGMENTS), rows),
+        "GCNConv": (lambda x: layer(x, edge_index), x),
+        "GATConv": (lambda x: attention(x, edge_index), x),
+        "coo": (lambda x: torch.sparse.mm(coo, x), x),
+        "coo @": (lambda x: coo @ x, x),
+        "csr @": (lambda x: csr @ x, x),
+    }
+
+
+WATCHERS = {
+    "autocast": lambda call, x: torch.autocast("cpu", torch.bfloat16)(call)(x),
+    "subclass": lambda call, x: call(x.as_subclass(Named)),
+    "compile": lambda call, x: torch.compile(call, backend="eager")(x),
+    "vmap": lambda call, x: torch.func.vmap(call)(torch.stack([x, 2 * x])),
+    "grad": lambda call, x: torch.func.grad(lambda x: call(x).square().sum())(x),
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,))[1],
+    "inference": lambda call, x: torch.inference_mode()(call)(x),
+    "parameter": lambda call, x: call(torch.nn.Parameter(x)),
+    "float64": lambda call, x: call(x.double()),
+    "checkpoint": lambda call, x: torch.utils.checkpoint.checkpoint(
+        call, x.clone().requires_grad_(), use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("watcher", WATCHERS)
+@pytest.mark.parametrize("name", watched_calls())
+def test_watched_calls_give_what_they_give_without(name, watcher):
+    results = []
+    for is_enabled in (False, True):
+        if is_enabled:
+            fastsparse_pyg.enable()
+        try:
+            call, x = watched_calls()[name]
+            for _ in range(3):
+                found = outcome(lambda call=call, x=x: WATCHERS[watcher](call, x))
+            results.append(found)
+        finally:
+            fastsparse_pyg.disable()
+            torch.compiler.reset()
+    plain, ours = results
+    if watcher == "autocast" and plain[0] is NotImplementedError:
+        return  # of 16 bits, which FastSparse has
+    if watcher == "autocast" and name in ("GCNConv", "GATConv"):
+        plain = plain[0], torch.bfloat16, *plain[2:]  # docs/precision_determinism.md
+    assert ours[:-1] == plain[:-1]
+    if isinstance(plain[-1], torch.Tensor):
+        bound = {"rtol": 0.05, "atol": 0.05} if watcher == "autocast" else {"rtol": 1e-4, "atol": 1e-4}
+        torch.testing.assert_close(ours[-1], plain[-1], **bound)
+
+
+def test_notebooks():
+    """Cells share names, and are compiled one by one."""
+    interactive = pytest.importorskip("IPython.core.interactiveshell")
+    shell = interactive.InteractiveShell.instance()
+    cells = (
+        "import torch, fastsparse_pyg\nfrom torch_geometric.utils import scatter",
+        "fastsparse_pyg.enable(report=True)",
+        "index = torch.randint(500, (6000,))\nfor _ in range(3): scatter(torch.rand(6000, 2), index)",
+        "import fastsparse_core\nfound = str(fastsparse_core.report())",
+    )
+    try:
+        for cell in cells:
+            assert shell.run_cell(cell).success
+        assert hasattr(shell.user_ns["scatter"], "__wrapped__")
+        assert "computed 2 of 3 calls" in shell.user_ns["found"]
+    finally:
+        fastsparse_pyg.disable()
+        interactive.InteractiveShell.clear_instance()

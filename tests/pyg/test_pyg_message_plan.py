@@ -48,6 +48,7 @@ class Layer(MessagePassing):
         self.plain_mlp = nn.Sequential(nn.Linear(ALL, 8), nn.LeakyReLU(0.3), nn.Dropout(0.0), nn.Linear(8, 5))
         self.normed = nn.Sequential(nn.Linear(2 * ALL, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
         self.filter = nn.Sequential(nn.Linear(EDGE_WIDTH, 8), nn.Softplus(), nn.Linear(8, ALL))
+        self.in_place = nn.Sequential(nn.ELU(inplace=True), nn.Tanh())
         self.pyg_lin = gnn.Linear(ALL, 6)
         self.kinds = nn.Embedding(4, ALL)
         self.att = nn.Parameter(torch.randn(1, HEADS, WIDTH))
@@ -313,6 +314,20 @@ def chunks(self, x_i, x_j):
     return first.sigmoid() * second
 
 
+def rectified_in_place(self, x_i, x_j):
+    F.relu(x_j, True)
+    return self.square(x_j) + x_i
+
+
+def rectified_in_place_by_module(self, x_i, x_j):
+    y = self.in_place(x_j)
+    return self.square(x_j) + y - x_i
+
+
+def map_rectified_in_place(self, x_i, x_j):
+    return F.leaky_relu(self.both(torch.cat([x_i, x_j], -1)), 0.2, inplace=True)
+
+
 def copies(self, x_j):
     return x_j
 
@@ -379,6 +394,9 @@ MESSAGES: dict[Message, tuple[str, ...]] = {
     exponential: (PER_NODE,),
     keyword_defaults: (PER_NODE, "sum term by term"),
     chunks: (PER_NODE,),
+    rectified_in_place: (),
+    rectified_in_place_by_module: (),
+    map_rectified_in_place: (PER_NODE,),
     copies: (),
     weighted_copies: (),
 }
@@ -464,7 +482,7 @@ def check(layer: nn.Module, fast: nn.Module, edge_index: Tensor, inputs: dict[st
 
 def gains_of(fast: Any) -> list[tuple[str, ...]]:
     patterns = [pattern for known in type(fast)._patterns.values() for pattern in known]
-    plans = [plan for pattern in patterns for plan in pattern.plans.values()]
+    plans = [plan for pattern in patterns for known in pattern.plans.values() for plan in known]
     return [() if isinstance(plan, str) else plan.gains for plan in plans]
 
 
@@ -579,6 +597,29 @@ def test_plans_follow_changed_layers():
     wide = {name: item.float() if isinstance(item, Tensor) else item for name, item in inputs.items()}
     with pytest.raises(RuntimeError, match="dtype"):
         fast(edge_index, wide)
+
+
+def test_layers_of_one_class_and_several_shapes():
+    edge_index, inputs = problem()
+    layers = [make(attribute_reshaped) for _ in range(2)]
+    kind = type(layers[0][1])
+    for width, (layer, fast) in zip((5, 7), layers, strict=True):
+        for each in (layer, fast):
+            torch.manual_seed(3)
+            each.both = nn.Linear(2 * ALL, width).double()
+            each.bias = nn.Parameter(torch.randn(width, 2).double())
+        fast.__class__ = kind  # as of two layers of a model
+        check(layer, fast, edge_index, inputs)
+    for layer, fast in layers:
+        check(layer, fast, edge_index, inputs)
+        for each in (layer, fast):
+            each.bias = nn.Parameter(each.bias.data[:, :1])
+        check(layer, fast, edge_index, inputs)
+    assert gains_of(layers[0][1]) == 4 * [(PER_NODE,)]
+
+
+def attribute_reshaped(self, x_i, x_j):
+    return torch.tanh(self.both(torch.cat([x_i, x_j], -1)).unsqueeze(-1) + self.bias).flatten(1)
 
 
 def test_more_nodes_than_edges_run_the_message_itself():
@@ -886,3 +927,51 @@ def test_edge_updates_of_changed_layers():
         each.all.register_forward_hook(lambda module, args, out: seen.append(out.size(0)) or 2 * out)
     check(layer, fast, edge_index, inputs)
     assert seen == [EDGES, EDGES]
+
+
+# ---------------------------------------------------------------- what bodies read and write
+
+
+SCALE = 3.0
+
+
+def scaled_by_global(self, x_i, x_j):
+    return torch.tanh(self.both(torch.cat([x_i, x_j], -1)) * SCALE)
+
+
+def test_global_numbers_that_change(monkeypatch: pytest.MonkeyPatch):
+    layer, fast = make(scaled_by_global)
+    edge_index, inputs = problem()
+    for scale in (SCALE, 5.0, 5, SCALE):
+        monkeypatch.setitem(globals(), "SCALE", scale)
+        check(layer, fast, edge_index, inputs)
+    assert gains_of(fast) == 3 * [(PER_NODE,)]
+
+
+def test_methods_that_change(monkeypatch: pytest.MonkeyPatch):
+    layer, fast = make_passes(HelperMethods)
+    edge_index, inputs = problem()
+    check(layer, fast, edge_index, inputs)
+    monkeypatch.setattr(
+        type(layer), "joined", lambda self, x_i, x_j: torch.cat([x_j, x_i - 1], -1), raising=False
+    )
+    check(layer, fast, edge_index, inputs)
+
+
+def test_names_of_outer_functions_are_written_in_every_call():
+    calls = 0
+
+    class Counting(Layer):
+        def message(self, x_j):
+            nonlocal calls
+            calls = 7
+            return self.square(x_j)
+
+    layer, fast = make_passes(Counting)
+    edge_index, inputs = problem()
+    check(layer, fast, edge_index, inputs)
+    for _ in range(2):
+        calls = 0
+        fast(edge_index, inputs)
+        assert calls == 7
+    assert gains_of(fast) == []

@@ -17,10 +17,9 @@ from fastsparse_pyg import accelerate
 from fastsparse_pyg.nn import DROP_INS, FastRGATConv
 
 WIDE, NARROW = 12, 4
-#: Options that change nothing for such rows; towers that divide the features share what is not finite.
+#: Options that change nothing for such rows.
 LEFT_OUT = {
     "aggr": ("add", "min"),
-    "divide_input": (True,),
     "heads": (3,),
     "post_layers": (2,),
     "improved": (True,),
@@ -42,11 +41,12 @@ def results(layer: nn.Module, case: Case, x: Any, edges: Tensor) -> dict[str, Te
     """The output and all gradients by name."""
     xs = [each.clone().requires_grad_() for each in ([x] if isinstance(x, Tensor) else x)]
     torch.manual_seed(2)
-    rest = case.rest(edges, torch.float64)
+    rest = case.rest(edges, xs[0].dtype)
     out = case.run(layer, xs[0] if isinstance(x, Tensor) else tuple(xs), edges, *rest)
     if not out.requires_grad:
         return {"out": out}
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=out.dtype)
+    upstream = upstream.to(out.device)
     named = {
         **{f"x {at}": each for at, each in enumerate(xs)},
         **{f"edges {at}": each for at, each in enumerate(rest)},
@@ -70,6 +70,24 @@ def compare(case: Case, widths: tuple[int, int], x: Any, edges: Tensor, special:
 @each_case(distinct())
 def test_rows_that_no_edge_reads(case, widths, where, special):
     compare(case, widths, features_with(special, widths[0], where), torch.stack(edges_of_some()), special)
+
+
+@pytest.mark.gpu
+@each_case(distinct())
+def test_rows_that_no_edge_reads_on_a_gpu(case):
+    """In float32, which all kernels take; other tests compare the numbers."""
+    case = case._replace(widths=(WIDE, NARROW))
+    x = features_with(math.nan, WIDE).float().cuda()
+    torch.manual_seed(0)
+    expected, got = (
+        results(each, case, x, torch.stack(edges_of_some()).cuda()) for each in case.pair("cuda")
+    )
+    for name, value in got.items():
+        right = expected[name]
+        if value is None or right is None:
+            assert value is right, name
+        else:
+            assert not (right.isfinite() & ~value.isfinite()).any(), name
 
 
 @pytest.mark.parametrize("options", [{}, {"attention_mechanism": "within-relation"}], ids=str)

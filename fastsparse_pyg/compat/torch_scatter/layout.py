@@ -14,8 +14,8 @@ class Rows(NamedTuple):
     Attributes:
         src: (E, ...).
         segment: (E,), that of every row.
-        factor: segments for each value of the caller's index: the elements beside it, where the index differs
-            among them and every element is a row of its own.
+        factor: segments for each value of the caller's index: the elements next to it, where the index
+            differs among them and every element is a row of its own.
         inner: shape of the elements beside the dimension.
         dim: the dimension.
     """

@@ -200,7 +200,7 @@ class SparseStorage:
         return self._sparse_sizes[dim]
 
     def sparse_resize(self, sparse_sizes: tuple[int, int]) -> SparseStorage:
-        """The same entries in a matrix of other sizes, which must have room for them."""
+        """The same entries in a matrix of other sizes, which must have space for them."""
         rows, cols = sparse_sizes
         other = SparseStorage(
             self.row(), None, self._col, self._value, (rows, cols), is_sorted=True, trust_data=False

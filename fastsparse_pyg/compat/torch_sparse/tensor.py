@@ -433,7 +433,7 @@ class SparseTensor:
         return self.from_storage(self.storage.apply(lambda tensor: tensor.pin_memory()))
 
     def is_pinned(self) -> bool:
-        """Whether it lies there."""
+        """Whether it is there."""
         return self.storage.col().is_pinned()
 
     def share_memory_(self) -> SparseTensor:
@@ -442,7 +442,7 @@ class SparseTensor:
         return self
 
     def is_shared(self) -> bool:
-        """Whether it lies there."""
+        """Whether it is there."""
         return self.storage.col().is_shared()
 
     # ---------------------------------------------------------------- operators

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import operator
 import os.path
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -143,7 +144,7 @@ class Captured:
             return self.step(*args, **kwargs)
         self._refusals = 0
         if self._optimizers and not all(item.is_as_recorded() for item in self._optimizers):
-            logger.info("capture: an optimiser has changed; %s is recorded anew", self._name)
+            logger.info("capture: an optimiser has changed; %s is recorded again", self._name)
             self._forget()
             self._changes += 1
         if not self.observed.masks.are_unchanged():
@@ -153,7 +154,8 @@ class Captured:
             self._forget()
             self._changes += 1
             form.calls = 0  # which tensors stay is to be seen again
-        chosen = next((item for item in form.records if item.fits(call)), None)
+        fitting = (item for item in form.records if item.fits(call))
+        chosen = min(fitting, key=operator.attrgetter("size"), default=None)
         if chosen is not None:
             changed = chosen.changed(call)
             if not changed:
@@ -216,7 +218,7 @@ class Captured:
         )
 
     def _place(self) -> int:
-        """Where the first parameter lies: all move with it (``model.to``)."""
+        """Where the first parameter is: all move with it (``model.to``)."""
         parameters = self.observed.parameters
         return 0 if not parameters or is_lazy(parameters[0]) else parameters[0].data_ptr()
 

@@ -22,34 +22,35 @@ def capture(step: _F) -> _F: ...
 def capture(step: Any) -> Any:
     """Makes a step of a training loop, or a model, run as CUDA graphs; the loop stays as it is.
 
-    A step on a small graph or batch is dozens of short kernels, which the host launches more slowly than the
-    GPU runs them. A CUDA graph is one launch.
+    A step on a small graph or batch consists of dozens of short kernels. Launching them takes the host longer
+    than running them takes the GPU. A CUDA graph needs one launch.
 
     When what happens:
 
     - The first 20 calls run as they are, on batches the first 8. Meanwhile, `capture` records what the step
       uses.
-    - Then the step is recorded, and later calls replay the record. Training and evaluation are recorded
-      apart, and so are calls of other sizes, dtypes or numbers, and those that add to gradients.
-    - Arguments that are the same tensors and graphs in every call are read where they are, as is all that the
-      step uses besides. Others are copied to memory of the record. So are batches (PyG's ``Batch``, batches
-      of neighbour loaders, DGL's batches of graphs, lists of its blocks), padded to a recorded size, by node
-      type, edge type and hop. Normalisation over nodes, readouts and losses leave the padding out. A batch
-      larger than all before is recorded for its size too, four sizes at most.
-    - Before a record is used it is tried, and the trial is undone: the padded step and the first replay must
-      give the results and gradients of the step as it is.
+    - Then the step is recorded, and later calls replay the recorded graph. Training and evaluation are
+      recorded separately. So are calls with other sizes, dtypes or numbers, and calls that accumulate
+      gradients.
+    - Arguments that are the same tensors and graphs in every call are read in place, and so are other tensors
+      that the step uses. All other arguments are copied into the recorded graph's memory. Batches (PyG's
+      ``Batch``, batches of neighbour loaders, DGL's batches of graphs, lists of its blocks) are padded to a
+      recorded size, by node type, edge type and hop. Normalisation over nodes, readouts and losses ignore the
+      padding. A batch that is larger than all recorded sizes adds a size, four at most.
+    - Before a recorded graph is used, `capture` compares it: the padded step and the first replay must give
+      the same results and gradients as the plain step. The effects of this trial are undone.
 
-    Dropout and other random numbers of the GPU stay random. Learning rates are kept in tensors, which
-    schedulers outside of the step change as before; Adam, AdamW and SGD take their fused kernel. Results are
-    copies without gradient. Numbers that the step only returns are read after the replay:
-    ``return loss.item()``, ``return int(correct.sum()) / n``.
+    Dropout and other random numbers of the GPU stay random. Learning rates are kept in tensors, so schedulers
+    outside the step change them as before. Adam, AdamW and SGD use their fused kernels. Results are copies
+    without gradient. A number that the step only returns is read after the replay: ``return loss.item()``,
+    ``return int(correct.sum()) / n``.
 
     A step that cannot be recorded runs as it is. A :class:`SlowPathWarning` says why, once, with the line
     where that is known. ``captured.status`` of the function says it at any time. It is ``"replaying"``, or
     ``"refused: "`` and the reason, or ``"watching (3 of 20 calls)"``. Reasons:
 
-    - there is no GPU, or an argument that changes is not on it;
-    - the step goes on to use a number of the GPU (``total += loss.item()``, ``print``, ``if loss > 1``);
+    - there is no GPU, or an argument that changes is on the CPU;
+    - the step continues with a number from the GPU (``total += loss.item()``, ``print``, ``if loss > 1``);
     - a size is known only on the GPU (``dropout_edge``, ``negative_sampling``, ``x[x > 0]``). Sizes that
       follow from tensors of integers which stay, such as ``edge_index`` and masks, are known from earlier
       calls;

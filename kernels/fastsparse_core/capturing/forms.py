@@ -119,6 +119,8 @@ class Record:
 
     def __init__(self, call: Call, varies: list[bool], capacity: Capacity | None) -> None:
         self.capacity = capacity
+        #: To choose the cheapest of those that fit.
+        self.size = (0, 0) if capacity is None else (capacity.largest, sum(map(sum, capacity.kinds)))
         self.held = [
             argument.hold(capacity) if changes else Constant(argument)
             for argument, changes in zip(call.arguments, varies, strict=True)
@@ -150,7 +152,7 @@ class Record:
         ]
 
     def fits(self, call: Call) -> bool:
-        """Whether there is room for the call's batch."""
+        """Whether there is space for the call's batch."""
         capacity, sizes = self.capacity, call.sizes
         if capacity is None or sizes is None:
             return True

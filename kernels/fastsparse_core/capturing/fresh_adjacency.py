@@ -1,4 +1,4 @@
-"""Structures that are made anew by every replay of a CUDA graph: nothing of them is read from the device."""
+"""Structures that are made again by every replay of a CUDA graph: nothing of them is read from the device."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class FreshAdjacency(Adjacency):
     def of_edges(
         cls, run: StepRun, row: Tensor, col: Tensor, shape: tuple[int, int], duplicates: str, self_loops: str
     ) -> Adjacency:
-        """As :meth:`Adjacency.from_coo`, whose arguments were checked, but for the indices.
+        """As :meth:`Adjacency.from_coo`, whose arguments were checked, except for the indices.
 
         Loops that are to be dropped become entries of the last row, which is padding.
 

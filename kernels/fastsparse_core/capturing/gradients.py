@@ -40,7 +40,7 @@ class GradientBuffers:
 
     @contextlib.contextmanager
     def held(self, parameters: Sequence[Tensor]) -> Iterator[RecordedGradients]:
-        """While a step is recorded in this context: gradients that are there lie in the buffers.
+        """While a step is recorded in this context: gradients that are there are in the buffers.
 
         They are there again after it, for a recording computes nothing.
 

@@ -67,8 +67,8 @@ def _clean_up(stream: torch.cuda.Stream, pool: Any) -> None:
 class CudaGraphs:
     """Where a function is recorded: one stream, and memory that all of its graphs share.
 
-    A graph overwrites what those recorded later keep there, and they what it leaves: nothing that lies there
-    outlives a replay, but for what the caller copies right after it.
+    A graph overwrites what those recorded later keep there, and they what it leaves: nothing that is there
+    outlives a replay, except for what the caller copies right after it.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ def capture_model(model: _M) -> _M:
 
 
 class CapturedModel(Captured):
-    """A model's forward method; its backward pass is recorded beside it.
+    """A model's forward method; its backward pass is recorded next to it.
 
     Args:
         model: whose ``forward`` it calls.

@@ -81,7 +81,7 @@ class RecordedOptimizer:
                 self._moved.append((state, name))
 
     def restore(self) -> None:
-        """Gives back the settings that it had, but for what was changed since."""
+        """Gives back the settings that it had, except for what was changed since."""
         self.optimizer._step_supports_amp_scaling = self._scales  # type: ignore[attr-defined]
         for group, before, rate in zip(self.optimizer.param_groups, self._before, self._rates, strict=False):
             for name in _CHANGED:

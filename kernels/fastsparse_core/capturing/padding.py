@@ -5,7 +5,7 @@ whatever a layer does per node, edge or graph has a meaning there too, and reach
 all rows has a masked version that leaves them out (`masked_functions`).
 
 Of sampled neighbours every hop is padded by itself, so that layers may leave hops out, as PyG's
-``trim_to_layer`` does. Rows of two seeds and three neighbours, with room for four and five:
+``trim_to_layer`` does. Rows of two seeds and three neighbours, with space for four and five:
 
     hop    0  0  0  0  1  1  1  1  1
     taken  0  1  0  0  2  3  4  0  0
@@ -66,12 +66,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Capacity(Sizes):
-    """How many nodes and edges there is room for. No two sums of the first hops are equal, and all are odd.
+    """How many nodes and edges there is space for. No two sums of the first hops are equal, and all are odd.
 
     Attributes:
         spare: of every node type, how many nodes of every hop, the last ones, are always padding: edges of
             padding connect them.
-        largest: nodes of the largest graph, a power of two; 0: not known.
+        largest: nodes of the largest graph, two or three times a power of two; 0: not known.
     """
 
     spare: tuple[tuple[int, ...], ...] = ()
@@ -128,8 +128,13 @@ def capacity_for(seen: Sequence[Sizes]) -> Capacity:
         for hops, mores in zip(edges, more_edges, strict=True)
     ]
     graphs = [sizes.largest_graph for sizes in seen]
-    largest = 1 << (max(graphs) - 1).bit_length() if all(graphs) else 0
+    largest = _rounded_up(max(graphs)) if all(graphs) else 0
     return _capacity(capacities, more_capacities, ends, tuple(spare), largest)
+
+
+def _rounded_up(size: int) -> int:
+    power = 1 << (size - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and size <= power * 3 // 4 else power
 
 
 def _columns(kinds: Sequence[tuple[tuple[int, ...], ...]]) -> list[list[tuple[int, ...]]]:
@@ -180,7 +185,7 @@ class Rows:
 
 
 class Places:
-    """Where the rows of a batch are in memory with room for more.
+    """Where the rows of a batch are in memory with space for more.
 
     Args:
         capacity: number of rows, by hop.
@@ -237,10 +242,10 @@ class BatchPlaces:
 
         Args:
             sizes: how many there are of everything.
-            edges: of every edge type, where they come to lie and the batch's, (2, E) int32 or int64, between
+            edges: of every edge type, the padded ones and the batch's, (2, E) int32 or int64, between
                 nodes as numbered in the batch; those of padding connect padding.
-            rows: tensors with a row per node or per edge, of all hops or of the first ones: where they come
-                to lie, the batch's, and their places. Rows of padding copy the first one.
+            rows: tensors with a row per node or per edge, of all hops or of the first ones: the padded
+                one, the batch's, and their places. Rows of padding copy the first one.
         """
         nodes, of_edges = (
             [

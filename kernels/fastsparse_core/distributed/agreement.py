@@ -16,7 +16,7 @@ def check_agreement(
 
     Args:
         options: name -> value.
-        device: where the group's messages lie.
+        device: where the group's messages are.
         rank: of this process in the group.
         group: the processes; None: all.
 

@@ -55,7 +55,7 @@ class PartitionedAdjacency(Adjacency):
         halo_dtype: dtype of features and gradients on the way; None: their own.
         overlap: whether spmm computes with local columns while the others' features travel.
         tiles: in how many tiles of columns they travel then; None: :meth:`num_tiles` chooses.
-        cache_inputs: whether the others' rows of features that need no gradient travel once.
+        cache_inputs: whether rows of other ranks are received only once, if the features need no gradient.
         statistics: how well the graph is divided.
 
     Example:
@@ -491,7 +491,7 @@ class PartitionedAdjacency(Adjacency):
         """
         if torch.empty(0, device=device).device == self.device:
             return self
-        _unsupported("a move to another device (build it from edges that lie there)")
+        _unsupported("a move to another device (build it from edges on that device)")
 
     def __getstate__(self) -> dict[str, Any]:
         _unsupported("pickling (build it on every rank)")
@@ -510,6 +510,7 @@ class PartitionedAdjacency(Adjacency):
 
 def _unsupported(what: str) -> NoReturn:
     raise NotImplementedError(
-        f"a PartitionedAdjacency has no {what}: it serves spmm, sddmm, edge_softmax and attention, and the "
-        "layers made of them. PyG's and DGL's own code, ssd (MaxK layers), explanations: they need all of it"
+        f"a PartitionedAdjacency has no {what}: it supports spmm, sddmm, edge_softmax and attention, and "
+        "layers made of them. PyG's and DGL's own code, ssd (MaxK layers) and explanations need the whole "
+        "graph"
     )

@@ -193,10 +193,10 @@ def partition(
         graph: square structure, or edges (2, E): sources, destinations.
         num_parts: number of ranks.
         method: ``"contiguous"``: consecutive nodes, about as many edges each (a row counts as 16 edges
-            besides). Features need no other order then. ``"metis"``: few edges between ranks (Karypis and
-            Kumar, 1998), through pymetis 2025.2 or later, which balances edges too, pyg-lib or torch-sparse,
-            which balance nodes: the first that is installed. ``"auto"``: METIS where one is and the graph has
-            at most 20 million edges.
+            besides). Features keep their order. ``"metis"``: few edges between ranks (Karypis and Kumar,
+            1998), through pymetis 2025.2 or later, which balances edges too, pyg-lib or torch-sparse, which
+            balance nodes: the first that is installed. ``"auto"``: METIS where one is and the graph has at
+            most 20 million edges.
         num_nodes: number of nodes, needed for edges.
 
     Returns:

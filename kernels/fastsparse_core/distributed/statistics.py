@@ -22,7 +22,7 @@ class PartitionStatistics:
         rows: nodes.
         edges: edges of those nodes' rows.
         halo_edges: of them, edges from nodes of other ranks.
-        halo_rows: nodes of other ranks whose features come.
+        halo_rows: nodes of other ranks whose features are received.
 
     Example:
         >>> from fastsparse_core.distributed import PartitionStatistics

@@ -45,7 +45,7 @@ def compress_pairs(major: Tensor, minor: Tensor, num_major: int, num_minor: int)
 def sort_rows(major: Tensor, num_major: int) -> tuple[Tensor, Tensor]:
     """As :func:`compress` without a minor index: ``(major_ptr, order)``, equal ones in their order.
 
-    On a GPU ``major`` may be anything: what lies outside [0, num_major) comes after ``major_ptr[-1]``.
+    On a GPU ``major`` may be anything: what is outside [0, num_major) comes after ``major_ptr[-1]``.
     """
     order = _empty_order(major.numel(), major.device)
     return _compress(major, None, num_major, num_major, order)[0], order
@@ -89,14 +89,14 @@ def _compress(
 
 
 def _empty_rows(num_rows: int, num_edges: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for compressed rows: pointers and columns."""
+    """Space for compressed rows: pointers and columns."""
     return torch.empty(num_rows + 1, dtype=torch.int64, device=device), torch.empty(
         num_edges, dtype=torch.int32, device=device
     )
 
 
 def _empty_order(num_edges: int, device: torch.device) -> Tensor:
-    """Room for the position of every edge."""
+    """Space for the position of every edge."""
     return torch.empty(num_edges, dtype=torch.int64 if num_edges > INT32_MAX else torch.int32, device=device)
 
 

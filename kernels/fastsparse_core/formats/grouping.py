@@ -68,7 +68,7 @@ def group_rows(adj: Rows, method: Method = "minhash") -> Tensor | None:
     their columns, estimates the Jaccard similarity of their column sets. Rows sorted by one hash have their
     most similar rows nearby, so every row is compared with its neighbours in several sorted orders and linked
     to the most similar. Trees of links are clusters. Clusters follow each other by the least hashes of their
-    members; by their first rows where the links show that similar rows lie near each other already.
+    members; by their first rows where the links show that similar rows are near each other already.
 
     Takes one pass over the edges (a minimum of 16 features) and sorts of at most ``num_edges`` keys.
     Deterministic, and the same on every device.
@@ -205,7 +205,7 @@ def _similar_order(adj: Rows) -> Tensor:
         device=index,
         queue=queue(index),
     )
-    # Rows by cluster, inside a cluster by hash; where similar rows lie near each other, in natural order.
+    # Rows by cluster, inside a cluster by hash; where similar rows are near each other, in natural order.
     num_linked, num_near = counts
     row = torch.arange(num_rows, dtype=torch.int32, device=device)
     key = torch.where(2 * num_near > num_linked, row, keys[0])

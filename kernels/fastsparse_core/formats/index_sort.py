@@ -32,7 +32,7 @@ class IndexSort:
     Attributes:
         rowptr: int64 (num_segments + 1,), the range of entries of every segment.
         order: int32 (num_rows,), position of every sorted entry in the index; what is no segment comes last.
-        workspace: work list of the segments, but with room for all slices and cut segments that there can be.
+        workspace: work list of the segments, with space for as many slices and cut segments as there can be.
         facts_address: where the device knows how many there are.
     """
 
@@ -71,7 +71,7 @@ def sort_index(index: Tensor, num_segments: int, longest: int) -> IndexSort:
     order = torch.empty(num_rows, dtype=torch.int32, device=device)
     slices = torch.empty(num_segments + most_cut, 2, dtype=torch.int64, device=device)
     split_row = torch.empty(most_cut, dtype=torch.int32, device=device)
-    # Behind the pointers is room for the facts.
+    # Behind the pointers is space for the facts.
     split_ptr = torch.empty(most_cut + 1 + _C.NUM_SEGMENT_FACTS, dtype=torch.int64, device=device)
     facts = split_ptr[most_cut + 1 :]
     where = device_index(device)

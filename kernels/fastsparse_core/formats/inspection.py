@@ -149,7 +149,7 @@ def _inspect(
     inv_degree = _empty_for_autograd(num_rows, device)
     check_content("edges", row, col, edge_id, rowptr, col_out)  # a mode may give fake memory to real edges
     index = device_index(device)
-    # Two words for every row's slice, and behind them room for the facts.
+    # Two words for every row's slice, and behind them space for the facts.
     rows = num_rows + (NUM_FACTS + 1) // 2
     workspace = torch.empty(rows, 2, dtype=torch.int64, device=device) if index >= 0 else None
     slices = 0 if workspace is None else workspace.data_ptr()

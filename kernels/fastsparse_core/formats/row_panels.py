@@ -2,7 +2,7 @@
 
 What a kernel adds to a source's result from one window, it adds at once: the taller the windows, the fewer
 additions to memory. The 8 rows of the windows in :mod:`fastsparse_core.formats.bsb` are what tensor cores ask
-for; these windows are as tall as shared memory has room for their features.
+for; these windows are as tall as shared memory has space for their features.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastsparse_core.formats.compress import compress, compress_pairs
 
-#: Rows of a window at most; an entry has room for as many.
+#: Rows of a window at most; an entry has space for as many.
 HEIGHT = 64
 #: Source nodes that an entry can name.
 MOST_SOURCES = (2**31 - 1) // HEIGHT
@@ -43,7 +43,7 @@ class RowPanels(NamedTuple):
 
     Attributes:
         entry: int32 (num_edges,), by window, source and row: ``64 * source + row in the window``; the highest
-            bit says that all entries of the source lie in this strip, so that its sum is its result.
+            bit says that all entries of the source are in this strip, so that its sum is its result.
         other_source: int32, ascending, the sources without that bit and those without entries: their results
             must start from 0.
         slices: int64 (num_slices, 2), the segments cut into slices, block by block, as those of a

@@ -167,7 +167,7 @@ def _no_split_rows(device: torch.device) -> tuple[Tensor, Tensor]:
 def split_rows(rowptr: Tensor, longest: int, *, is_cut: bool = True) -> RowSplit:
     """The work list of rows: on CUDA in few launches and one read from the device.
 
-    As `RowSplit.from_rowptr`, but for the order: full slices of split rows come first.
+    As `RowSplit.from_rowptr`, except for the order: full slices of split rows come first.
 
     Args:
         rowptr: int64 (num_rows + 1,).

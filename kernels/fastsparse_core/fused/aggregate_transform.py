@@ -748,7 +748,7 @@ def _of_value(
     if not once:
         return sddmm(adj, at_dst, at_src, scale_dst=scales[0], scale_src=scales[1])
     algorithm = plan.algorithm if plan.algorithm in policy.SDDMM_ALGORITHMS else "csr"
-    of_values: Any = (value.shape[0], 1, value.dtype, adj.handle, algorithm, False)
+    of_values: Any = (value.shape[0], 1, value.dtype, adj, algorithm, False)
     return sddmm_kernel(at_dst, at_src, *scales, *of_values).view(-1)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core.fused.head_scores import gradients_of_scores, head_scores, scores_of_rows
@@ -13,7 +14,6 @@ from fastsparse_core.ops import _attention_launch as launch
 from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops._attention import unsupported_reason
 from fastsparse_core.ops._attention_launch import Call
-from fastsparse_core.ops._attention_unfused import Edges
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -22,6 +22,9 @@ Flags = Sequence[bool]
 #: Of all heads, and what the backward pass needs.
 Result = tuple[Tensor, tuple[Any, ...]]
 Gradients = tuple[Tensor, Sequence[Tensor | None]]
+#: Features of the edges, the weight of their linear map to the heads' features, or None, and additive
+#: attention's to the scores.
+LayerEdges = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class LayerCall(NamedTuple):
@@ -54,8 +57,6 @@ class Score:
     code: ClassVar[int]
     #: Linear maps from which the CPU's plan serves.
     least_maps: ClassVar[int]
-    #: Whether features of edges may join.
-    takes_edges: ClassVar[bool] = True
 
     @staticmethod
     def adds(widths: tuple[int, ...]) -> bool:
@@ -85,7 +86,7 @@ class Score:
         raise NotImplementedError
 
     @staticmethod
-    def formula(call: LayerCall, joint: Tensor, vectors: Tensors, edges: Edges) -> Tensor:
+    def formula(call: LayerCall, joint: Tensor, vectors: Tensors, edges: LayerEdges | None) -> Tensor:
         """The result by operators that are differentiable twice."""
         raise NotImplementedError
 
@@ -93,7 +94,7 @@ class Score:
 class _Additive(Score):
     """GAT: a linear map gives the values, two vectors of every head the scores of both ends."""
 
-    reads_result, code, least_maps, takes_edges = False, 1, 1, False
+    reads_result, code, least_maps = False, 1, 1
 
     @staticmethod
     def has_kernel(
@@ -122,9 +123,17 @@ class _Additive(Score):
         return grad_v, grad_vectors
 
     @staticmethod
-    def formula(call: LayerCall, joint: Tensor, vectors: Tensors, edges: Edges) -> Tensor:
-        src, dst = head_scores(joint, *vectors)
-        return unfused.attention(call.adj, *_operands(call, dst, src, joint))
+    def formula(call: LayerCall, joint: Tensor, vectors: Tensors, edges: LayerEdges | None) -> Tensor:
+        (src, dst), bias = head_scores(joint, *vectors), None
+        features, weight, of_scores = edges or (None, None, None)
+        if features is not None and of_scores is not None:
+            bias = F.linear(features, of_scores)
+        if weight is None:
+            return unfused.attention(call.adj, *_operands(call, dst, src, joint, bias=bias))
+        # Queries of zeros leave the scores to the bias, and dot products add edges to the values.
+        score = unfused.additive_scores(call.adj, dst, src, call.scale, bias)
+        operands = _operands(call, torch.zeros_like(joint), joint, joint, edges=edges, bias=score)
+        return unfused.attention(call.adj, *operands._replace(scale=1.0, kind=launch.DOT_PRODUCT))
 
 
 class _Gatv2(Score):
@@ -162,7 +171,7 @@ class _Gatv2(Score):
         return torch.cat((grad_src, grad_dst), dim=1), (grad_vector,)
 
     @staticmethod
-    def formula(call: LayerCall, joint: Tensor, vectors: Tensors, edges: Edges) -> Tensor:
+    def formula(call: LayerCall, joint: Tensor, vectors: Tensors, edges: LayerEdges | None) -> Tensor:
         src, dst = _ends(call, joint)
         att = _vectors_of_heads(call, vectors)
         return unfused.attention(call.adj, *_operands(call, dst, src, att=att, edges=edges))
@@ -208,7 +217,7 @@ class _DotProduct(Score):
         return torch.cat(grads, dim=1), ()
 
     @staticmethod
-    def formula(call: LayerCall, joint: Tensor, vectors: Tensors, edges: Edges) -> Tensor:
+    def formula(call: LayerCall, joint: Tensor, vectors: Tensors, edges: LayerEdges | None) -> Tensor:
         key, value, query, *skips = joint.split(call.widths, dim=1)
         out = unfused.attention(call.adj, *_operands(call, query, key, value, edges=edges))
         return out + skips[0] if skips else out
@@ -224,12 +233,13 @@ def _operands(
     v: Tensor | None = None,
     *,
     att: Tensor | None = None,
-    edges: Edges = None,
+    edges: LayerEdges | None = None,
+    bias: Tensor | None = None,
 ) -> Call:
     """The call as an operator's."""
-    edge, edge_weight = edges or (None, None)
+    edge, edge_weight, _ = edges or (None, None, None)
     options = (call.scale, call.dropout_p, call.seed, call.score.code, call.heads)
-    return Call(dst, src, v, att, edge, edge_weight, None, *options)
+    return Call(dst, src, v, att, edge, edge_weight, bias, *options)
 
 
 def _vectors_of_heads(call: LayerCall, vectors: Tensors) -> Tensor:

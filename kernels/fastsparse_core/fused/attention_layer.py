@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastsparse_core import _C, policy
-from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2, LayerCall, Score
+from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2, LayerCall, LayerEdges, Score
 from fastsparse_core.fused.attention_on_cuda import attend, differentiate, plan_of, stacked
+from fastsparse_core.fused.head_scores import product_in_parts
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._attention_checks import draw_seed, drawn_by_replays
-from fastsparse_core.ops._attention_unfused import Edges
 from fastsparse_core.ops._autocast import (
     CAST,
     autocast_dtype,
@@ -26,10 +26,8 @@ from fastsparse_core.ops._autocast import (
 )
 from fastsparse_core.ops._dtypes import DTYPE_CODE, cast
 from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
-from fastsparse_core.ops._edge_values import edge_workspace, empty_values
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._kept_results import unfused_gradients
-from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -49,7 +47,7 @@ def attention_layer(
     dropout_p: float = 0.0,
     mean: bool = False,
     kind: type[nn.Module] = nn.Linear,
-    edges: tuple[Tensor, Any] | None = None,
+    edges: tuple[Any, ...] | None = None,
 ) -> Tensor | None:
     r"""Attention between the rows of linear maps of the same features.
 
@@ -70,8 +68,10 @@ def attention_layer(
         dropout_p: probability with which a weight is dropped.
         mean: whether the result is the mean of the heads.
         kind: the class of linear layers that the framework has.
-        edges: features (num_values, A) in the caller's edge order and their linear layer, without bias, to
-            (num_values, heads * D). On the CPU alone.
+        edges: features (num_values, A) in the caller's edge order, and their linear layer, without bias, to
+            (num_values, heads * D). Additive attention adds the result to the values, with None for the layer
+            nothing, and has a third: (heads, A), whose product with the features adds to the scores. On the
+            CPU alone.
 
     Returns:
         (N, heads * D), or (N, D) for the mean, in the autocast dtype where that is on; differentiable, twice
@@ -99,9 +99,9 @@ def attention_layer(
             biases.append(map_bias)
     if biases and len(biases) < len(weights):
         return None
-    of_edges = None
+    of_edges: Any = ()
     if edges is not None:
-        of_edges = _edges(score, adj, *edges, sizes[0], kind)
+        of_edges = _edges(score, adj, edges, heads, sizes[0], kind)
         if of_edges is None:
             return None
     tensors = [*vectors, *weights, *biases]
@@ -109,8 +109,8 @@ def attention_layer(
     for vector in vectors:
         if vector.numel() != sizes[0]:
             return None
-    for tensor in [*tensors, *(of_edges or ()), *(() if bias is None else (bias,))]:
-        if (
+    for tensor in (*tensors, *of_edges, bias):
+        if tensor is not None and (
             type(tensor) not in PLAIN
             or tensor.device != device
             or tensor.dtype != weight_dtype
@@ -124,7 +124,7 @@ def attention_layer(
     for weight in weights:
         learns &= weight.requires_grad
     if records and not learns:
-        given = [each for each in (x, bias, *tensors, *(of_edges or ())) if each is not None]
+        given = [each for each in (x, bias, *tensors, *of_edges) if each is not None]
         if True in [each.requires_grad for each in given]:
             return None  # features that no weight's gradient needs may be written before the backward pass
         records = False
@@ -154,34 +154,52 @@ def attention_layer(
             return None
         dropout_p, seed = draw_seed(dropout_p)
     plan = _plan(adj, x, score, dtype, widths, heads, scale, algorithm, records)
-    if of_edges is not None:
+    if of_edges:
         if plan is None:
             return None
-        of_edges = unit_stride(of_edges[0].to(dtype)), unit_stride(of_edges[1].to(dtype))
+        if of_edges[1] is not None:
+            features, weight, of_scores = of_edges
+            features = features.to(dtype)
+            features = features if features.stride(1) == 1 else features.contiguous()
+            of_edges = features, weight.to(dtype).contiguous(), of_scores
     how = (dropout_p, seed, dtype, widths, mean, len(vectors), keeps_result, plan)
     call = LayerCall(score, adj, heads, scale, *how)
     if records:
         apply = _AttentionLayer.apply if is_wrapped(x) else _apply
-        result: Tensor = apply(call, x, bias, *(of_edges or (None, None)), *tensors)
+        result: Tensor = apply(call, x, bias, *(of_edges or (None, None, None)), *tensors)
         return result
-    return _attend(call, x, bias, of_edges, tuple(tensors))[0]
+    return _attend(call, x, bias, of_edges or None, tuple(tensors))[0]
 
 
 def _edges(
-    score: type[Score], adj: Adjacency, features: Tensor, module: Any, width: int, kind: type[nn.Module]
-) -> tuple[Tensor, Tensor] | None:
-    """Features of the edges and their linear map's weight; None where they have to be operators' operands."""
-    weight = module._parameters.get("weight") if is_plain_linear(module, kind) else None
+    score: type[Score],
+    adj: Adjacency,
+    edges: tuple[Any, ...],
+    heads: int,
+    width: int,
+    kind: type[nn.Module],
+) -> LayerEdges | None:
+    """What the node takes of edges; None where they have to be operators' operands."""
+    features, module, *rest = edges
+    of_scores: Tensor | None = rest[0] if rest else None
+    weight = None
+    if module is not None:
+        weight = module._parameters.get("weight") if is_plain_linear(module, kind) else None
+        if (
+            weight is None
+            or module._parameters.get("bias") is not None
+            or weight.shape != (width, features.shape[1])
+        ):
+            return None
     if (
         adj.col.is_cuda
-        or not score.takes_edges
-        or weight is None
-        or module._parameters.get("bias") is not None
-        or features.shape != (adj.num_values, weight.shape[1])
-        or weight.shape[0] != width
+        or (score is ADDITIVE) != (of_scores is not None)
+        or features.dim() != 2
+        or features.shape[0] != adj.num_values
+        or (of_scores is not None and of_scores.shape != (heads, features.shape[1]))
     ):
         return None
-    return features, weight
+    return features, weight, of_scores
 
 
 def _plan(
@@ -211,7 +229,7 @@ def _plan(
 
 
 def _attend(
-    call: LayerCall, x: Tensor, bias: Tensor | None, edges: Edges, tensors: tuple[Tensor, ...]
+    call: LayerCall, x: Tensor, bias: Tensor | None, edges: LayerEdges | None, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Any, ...]]:
     """The result; features and weight as they were multiplied, and their product; more to keep."""
     vectors, features = tensors[: call.num_vectors], x if x.dtype == call.dtype else x.to(call.dtype)
@@ -231,7 +249,11 @@ def _attend(
 
 
 def _attend_at_once(
-    call: LayerCall, joint: Tensor, vectors: Sequence[Tensor], bias: Tensor | None, edges: Edges
+    call: LayerCall,
+    joint: Tensor,
+    vectors: Sequence[Tensor],
+    bias: Tensor | None,
+    edges: LayerEdges | None,
 ) -> tuple[Tensor, tuple[Any, ...]]:
     num_nodes, dtype = joint.shape[0], call.dtype
     precise = torch.float64 if dtype == torch.float64 else torch.float32
@@ -242,7 +264,12 @@ def _attend_at_once(
     for vector in vectors:
         operands.append(vector.to(precise).contiguous())
     bias = None if bias is None else bias.to(dtype).contiguous()
-    edge_attr, edge_weight = edges or (None, None)
+    edge_attr, edge_weight, of_scores = edges or (None, None, None)
+    scores = None
+    if of_scores is not None and edge_attr is not None:
+        scores = F.linear(edge_attr, of_scores).to(precise).contiguous()
+    if edge_weight is None:
+        edge_attr = None  # which the values take no part of
     assert call.plan is not None
     call.plan.forward(
         joint,
@@ -250,6 +277,7 @@ def _attend_at_once(
         operands[1] if len(operands) > 1 else None,
         edge_attr,
         edge_weight,
+        scores,
         bias,
         out,
         state,
@@ -257,7 +285,7 @@ def _attend_at_once(
         0 if call.seed is None else int(call.seed),
         torch.get_num_threads(),
     )
-    return out, (state,)
+    return out, (state, scores)
 
 
 def _project(call: LayerCall, features: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -288,16 +316,17 @@ class _AttentionLayer(torch.autograd.Function):
         bias: Tensor | None,
         edge_attr: Tensor | None,
         edge_weight: Tensor | None,
+        of_scores: Tensor | None,
         *tensors: Tensor,
     ) -> Tensor:
-        edges = None if edge_attr is None or edge_weight is None else (edge_attr, edge_weight)
+        edges = None if edge_attr is None else (edge_attr, edge_weight, of_scores)
         out, features, matrix, joint, kept = _attend(call, x, bias, edges, tensors)
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
         vectors, maps = tensors[: call.num_vectors], tensors[call.num_vectors :]
         # Second derivatives alone need them, so they may be written before the backward pass.
         ctx.maps = maps, versions_of(maps)
         factor = matrix if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(features, factor, joint, edge_attr, edge_weight, *vectors, *kept)
+        ctx.save_for_backward(features, factor, joint, edge_attr, edge_weight, of_scores, *vectors, *kept)
         return out
 
     @staticmethod
@@ -311,9 +340,10 @@ _apply = direct(_AttentionLayer)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    call, (features, matrix, joint, edge_attr, edge_weight, *rest) = ctx.call, ctx.saved_tensors
-    _, needs_x, needs_bias, needs_edges, needs_edge_weight, *needed = ctx.needs_input_grad
-    edges = None if edge_attr is None else (edge_attr, edge_weight)
+    call, (features, matrix, joint, edge_attr, edge_weight, of_scores, *rest) = ctx.call, ctx.saved_tensors
+    _, needs_x, needs_bias, *needs_edges = ctx.needs_input_grad[:6]
+    needed = ctx.needs_input_grad[6:]
+    edges = None if edge_attr is None else (edge_attr, edge_weight, of_scores)
     num_vectors, num_maps = call.num_vectors, len(call.widths)
     vectors, kept = rest[:num_vectors], rest[num_vectors:]
     maps, _ = ctx.maps
@@ -321,7 +351,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if not is_first_derivative(grad):
         of_bias = sum_of_rows(grad, ctx.bias_dtype) if needs_bias else None
         return _second_gradients(ctx, grad, features, edges, vectors, of_bias)
-    of_edges: tuple[Tensor | None, Tensor | None] = (None, None)
+    of_edges: Sequence[Tensor | None] = (None, None, None)
     grad_bias: Tensor | None = None
     sums: Sequence[Tensor] = ()
     if needs_bias and (call.mean or call.plan is None):
@@ -336,13 +366,15 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         bias_dtype = ctx.bias_dtype if needs_bias and not call.mean else None
         operands = (call, grad, joint, vectors, kept, bias_dtype, weight_dtype if has_biases else None)
         if type(call.plan) is _C.AttentionLayer:
-            found, of_edges = _differentiate_at_once(*operands, edges, (needs_edges, needs_edge_weight))
+            found, of_edges = _differentiate_at_once(*operands, edges, needs_edges)
         else:
             found = differentiate(*operands)
         grad, grad_vectors, sum_of_grad, sums = found
         grad_bias = grad_bias if sum_of_grad is None else sum_of_grad
     grad_x = torch.mm(grad, matrix) if needs_x else None
-    grad_weight = product_in(grad.t(), features, weight_dtype)
+    left = grad.t()
+    is_same = grad.dtype == weight_dtype
+    grad_weight = torch.mm(left, features) if is_same else product_in(left, features, weight_dtype)
     # Nobody sees what is split, so that its parts need not be known as views.
     grads = grad_weight.unsafe_split_with_sizes(call.widths) if num_maps > 1 else (grad_weight,)
     return grad_x, grad_bias, *of_edges, *grad_vectors, *grads, *sums
@@ -356,39 +388,45 @@ def _differentiate_at_once(
     kept: Sequence[Tensor],
     bias_dtype: torch.dtype | None,
     map_bias_dtype: torch.dtype | None,
-    edges: Edges,
-    edges_wanted: tuple[bool, bool],
-) -> tuple[tuple[Tensor, list[Tensor], Tensor | None, Sequence[Tensor]], tuple[Tensor | None, Tensor | None]]:
+    edges: LayerEdges | None,
+    edges_wanted: Sequence[bool],
+) -> tuple[tuple[Tensor, list[Tensor], Tensor | None, Sequence[Tensor]], Sequence[Tensor | None]]:
     """Gradients of the linear maps' results, of the vectors and, where they have a dtype, of the biases.
 
-    And those of the edges' features and of their weight.
+    And those of the edges' features and of both that they are multiplied by.
     """
-    (state,) = kept
+    state, scores = kept
     precise = state.dtype
     operands, grads = [], []  # a comprehension is one more call in Python 3.11
     for vector in vectors:
         operands.append(vector.to(precise).contiguous())
         grads.append(torch.empty_like(operands[-1]))
-    grad = grad if grad.stride(1) == 1 else unit_stride(grad)
+    grad = grad if grad.stride(1) == 1 else grad.contiguous()
     grad_joint = torch.empty_like(joint)
     grad_bias = None if bias_dtype is None else state.new_empty(grad.shape[1])
     sums = None if map_bias_dtype is None else state.new_empty(joint.shape[1])
     transposed, two = call.adj.t(), len(vectors) > 1
     structure = transposed.plans.get("csr")
-    edge_attr, edge_weight = edges or (None, None)
-    work = grad_edge = grad_weight = None
-    if edges is not None:
-        work = edge_workspace(call.adj, call.adj.num_values, call.heads, 2, dtype=precise)
-        grad_edge = empty_values(call.adj, edges[0]) if edges_wanted[0] else None
-        grad_weight = edges[1].new_empty(edges[1].shape) if edges_wanted[1] else None
+    edge_attr, edge_weight, of_scores = edges or (None, None, None)
+    work = grad_edge = grad_weight = grad_of_scores = None
+    if edge_attr is not None:
+        adj, num_values = call.adj, call.adj.num_values
+        # Zeros where not every value has an entry that is written.
+        is_whole = num_values == adj.col.numel() and not adj.is_padded
+        make = edge_attr.new_empty if is_whole else edge_attr.new_zeros
+        work = make((num_values, call.heads, 2), dtype=precise)
+        if edge_weight is not None:
+            grad_edge = make(edge_attr.shape) if edges_wanted[0] else None
+            grad_weight = edge_weight.new_empty(edge_weight.shape) if edges_wanted[1] else None
     assert call.plan is not None
     call.plan.backward(
         used_csr(transposed) if structure is None else structure,
         joint,
         operands[0] if operands else None,
         operands[1] if two else None,
-        edge_attr,
+        None if edge_weight is None else edge_attr,
         edge_weight,
+        scores,
         state,
         grad,
         grad_joint,
@@ -410,14 +448,21 @@ def _differentiate_at_once(
     if vectors and vectors[0].dtype != precise:
         grads = [grad.to(vector.dtype) for grad, vector in zip(grads, vectors, strict=True)]
     parts = () if sums is None else sums.unsafe_split_with_sizes(call.widths)
-    return (grad_joint, grads, grad_bias, parts), (grad_edge, grad_weight)
+    if of_scores is not None and edge_attr is not None and work is not None:
+        grad_scores = work[:, :, 1].to(of_scores.dtype)
+        if edges_wanted[0]:
+            more = torch.mm(grad_scores, of_scores)
+            grad_edge = more if grad_edge is None else grad_edge.add_(more)
+        if edges_wanted[2]:
+            grad_of_scores = product_in_parts(grad_scores, edge_attr)
+    return (grad_joint, grads, grad_bias, parts), (grad_edge, grad_weight, grad_of_scores)
 
 
 def _second_gradients(
     ctx: Any,
     grad: Tensor,
     features: Tensor,
-    edges: Edges,
+    edges: LayerEdges | None,
     vectors: Sequence[Tensor],
     grad_bias: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
@@ -426,15 +471,19 @@ def _second_gradients(
     check_versions(maps, versions)
 
     def compute(
-        features: Tensor, edge_attr: Tensor | None, edge_weight: Tensor | None, *tensors: Tensor
+        features: Tensor,
+        edge_attr: Tensor | None,
+        edge_weight: Tensor | None,
+        of_scores: Tensor | None,
+        *tensors: Tensor,
     ) -> Tensor:
         joint, _ = _project(call, features, tensors)
-        edges = None if edge_attr is None or edge_weight is None else (edge_attr, edge_weight)
+        edges = None if edge_attr is None else (edge_attr, edge_weight, of_scores)
         out = call.score.formula(call, joint, tensors[: call.num_vectors], edges)
         return out.unflatten(1, (call.heads, -1)).mean(dim=1) if call.mean else out
 
     _, needs_x, _, *needed = ctx.needs_input_grad
-    inputs = (features, *(edges or (None, None)), *vectors, *maps)
+    inputs = (features, *(edges or (None, None, None)), *vectors, *maps)
     with torch.enable_grad():
         grad_x, *grads = unfused_gradients(compute, grad, inputs, (needs_x, *needed))
     return grad_x, grad_bias, *grads

@@ -116,7 +116,7 @@ def _plan(
     backward: bool,
     on_blocks: bool,
 ) -> Plan:
-    # Pairs of numbers for every edge lie in the caller's order; the others read nothing of edges.
+    # Pairs of numbers for every edge are in the caller's order; the others read nothing of edges.
     valued = score is DOT_PRODUCT and not on_blocks
     transposed = adj.t(valued=valued) if backward else None
     structure = structure_t = blocks = blocks_t = None
@@ -200,7 +200,7 @@ def attend(
         bias = contiguous_floats(bias) if is_float else bias.contiguous()
     result = joint.new_empty(num_nodes, width)
     # Bias and what a fourth map gives are added in place where the backward pass does not read the result:
-    # else what attention gave lies behind the state.
+    # else what attention gave is behind the state.
     in_place = not call.keeps_result or (bias is None and len(call.widths) < 4)
     numbers = plan.state
     if not in_place:
@@ -246,7 +246,7 @@ def differentiate(
     first, second, operands = _operands(vectors)
     found = [torch.empty_like(operand) for operand in operands]
     grad_joint = torch.empty_like(joint)
-    # Those of the biases lie behind each other: their dtype is the same.
+    # Those of the biases are behind each other: their dtype is the same.
     dtype, widths = bias_dtype or map_bias_dtype, call.widths if map_bias_dtype is not None else ()
     if bias_dtype is not None:
         widths = (call.widths[0], *widths)

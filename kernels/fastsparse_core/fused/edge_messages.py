@@ -88,7 +88,7 @@ def gine_layer(
     edge: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: Tensor,
+    eps: Tensor | None,
     after: Tensor | None = None,
     after_bias: Tensor | None = None,
     under: torch.dtype | None = None,
@@ -106,7 +106,7 @@ def gine_layer(
         edge: :math:`\mathbf{a}`, (num_values, A), A up to 32; without ``weight`` the rows that edges add.
         weight: :math:`\mathbf{W}`, (F, A), or None.
         bias: :math:`\mathbf{b}`, (F,), with ``weight``, or None.
-        eps: :math:`\epsilon`, one number without gradient.
+        eps: :math:`\epsilon`, one number without gradient; None: the sum alone.
         after: :math:`\mathbf{U}`, (out width, F), or None: then the result is :math:`\mathbf{y}`.
         after_bias: :math:`\mathbf{c}`, (out width,), with ``after``, or None.
         under: autocast's dtype, that of the last product, where it is on. Messages are in the dtype of ``x``.
@@ -120,7 +120,8 @@ def gine_layer(
         out: Tensor = found[0] if type(found) is tuple else found
         return out
     operands = Operands.of(launch.RELU, None, x, None, cast(edge, x.dtype), weight, None, bias)
-    out = launch.forward(adj, operands, x.shape[1], False, operands.q, cast(eps, x.dtype))[0]
+    root = (None, None) if eps is None else (operands.q, cast(eps, x.dtype))
+    out = launch.forward(adj, operands, x.shape[1], False, *root)[0]
     return out if after is None else _linear(out, after, after_bias, under or x.dtype)
 
 
@@ -151,16 +152,18 @@ class _Gine(torch.autograd.Function):
         bias: Tensor | None,
         after: Tensor | None,
         after_bias: Tensor | None,
-        eps: Tensor,
+        eps: Tensor | None,
         adj: Adjacency,
         under: torch.dtype | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         given, needs = edge, ctx.needs_input_grad
         if under is not None:
-            edge, eps = cast(edge, x.dtype), cast(eps, x.dtype)
+            edge, eps = cast(edge, x.dtype), None if eps is None else cast(eps, x.dtype)
         operands = Operands.of(launch.RELU, None, x, None, edge, weight, None, bias)
-        out, _, _, kept = launch.forward(adj, operands, x.shape[1], True in needs, operands.q, eps)
+        root = None if eps is None else operands.q
+        out, _, _, kept = launch.forward(adj, operands, x.shape[1], True in needs, root, eps)
         ctx.set_materialize_grads(False)
+        ctx.has_root = eps is not None
         ctx.adj, ctx.uncast, ctx.edge_width = adj, None, edge.shape[1]
         ctx.dtypes = dtypes = []
         for each in (x, given, weight, bias, after_bias):  # a comprehension is one more call in Python 3.11
@@ -220,11 +223,12 @@ def _gine_gradients(ctx: Any, grad: Tensor | None, of_summed: Tensor | None) -> 
     if not first:
         found = gine_gradients_again(adj, grad, kept, edge, weight, maps is not None)
         of_x, *others = found
-        own = grad.to(of_x.dtype) * launch.scale_of(kept, dtype).to(of_x.dtype)
+        if ctx.has_root:
+            of_x = of_x + grad.to(of_x.dtype) * launch.scale_of(kept, dtype).to(of_x.dtype)
         dtypes = (dtype, edge_dtype, map_dtype, bias_dtype)
         again = [
             each.to(of) if need and each is not None else None
-            for each, need, of in zip((of_x + own, *others), needs, dtypes, strict=False)
+            for each, need, of in zip((of_x, *others), needs, dtypes, strict=False)
         ]
         return (*again, grad_after, grad_after_bias)
     is_read = not grad.is_cuda and grad.stride(1) == 1
@@ -234,7 +238,7 @@ def _gine_gradients(ctx: Any, grad: Tensor | None, of_summed: Tensor | None) -> 
         grad,
         ctx.edge_width,
         kept=kept,
-        has_scale=True,
+        has_scale=ctx.has_root,
         source_wanted=needs[0],
         edge_wanted=needs[1],
         weight_wanted=needs[2],

@@ -39,7 +39,11 @@ def head_scores(feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
     Returns:
         One contiguous tensor (N, ..., H) for each vector, float32, or float64 for float64 features.
     """
-    return _HeadScores.apply(feat, *vectors)
+    if torch.is_grad_enabled():
+        return _HeadScores.apply(feat, *vectors)
+    # A trace without gradients cannot read a node of autograd's graph whose inputs are several vectors.
+    scores, _ = scores_of_rows(feat.reshape(-1, vectors[0][0].numel()), vectors)
+    return tuple(item.view(*feat.shape[:-1], vectors[0].size(1)) for item in scores)
 
 
 class _HeadScores(torch.autograd.Function):
@@ -47,8 +51,7 @@ class _HeadScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
-        rows = feat.reshape(-1, vectors[0][0].numel())
-        scores, matrix = scores_of_rows(rows, vectors)
+        scores, matrix = scores_of_rows(feat.reshape(-1, vectors[0][0].numel()), vectors)
         ctx.save_for_backward(feat, matrix, *vectors)
         return tuple(item.view(*feat.shape[:-1], vectors[0].size(1)) for item in scores)
 
@@ -78,9 +81,14 @@ def edge_scores(features: Tensor, weight: Tensor, vector: Tensor) -> Tensor:
     Returns:
         (E, H).
     """
-    heads, width = vector.shape[1:]
-    of_heads = (weight.view(heads, width, -1) * vector.view(heads, width, 1)).sum(1)
+    of_heads = map_to_scores(weight, vector)
     return F.linear(features, of_heads) if features.is_cuda else _LinearInParts.apply(features, of_heads)
+
+
+def map_to_scores(weight: Tensor, vector: Tensor) -> Tensor:
+    """The linear map (H, A) of edges' features to what each head's vector sees of them (`edge_scores`)."""
+    heads, width = vector.shape[1:]
+    return (weight.view(heads, width, -1) * vector.view(heads, width, 1)).sum(1)
 
 
 class _LinearInParts(torch.autograd.Function):
@@ -97,10 +105,17 @@ class _LinearInParts(torch.autograd.Function):
         grad_features = grad @ weight if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return grad_features, None
-        whole = features.size(0) // _PART * _PART
-        parts = (x[:whole].unflatten(0, (whole // _PART, _PART)) for x in (grad, features))
-        total = torch.bmm(next(parts).transpose(1, 2), next(parts)).sum(0)
-        return grad_features, total + grad[whole:].t() @ features[whole:]
+        return grad_features, product_in_parts(grad, features)
+
+
+def product_in_parts(left: Tensor, right: Tensor) -> Tensor:
+    """``left.t() @ right`` of tall matrices, products of `_PART` rows each added up."""
+    whole = left.shape[0] // _PART * _PART
+    rest = left[whole:].t() @ right[whole:]
+    if not whole:
+        return rest
+    parts = left[:whole].unflatten(0, (-1, _PART)).transpose(1, 2), right[:whole].unflatten(0, (-1, _PART))
+    return torch.bmm(*parts).sum(0) + rest
 
 
 def scores_of_rows(rows: Tensor, vectors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
@@ -116,10 +131,14 @@ def scores_of_rows(rows: Tensor, vectors: Sequence[Tensor]) -> tuple[Sequence[Te
         _C.head_scores(args=_arguments(rows, operands, scores), threads=queue(-1))
         return scores, None
     matrix = _block_diagonal(vectors, dtype)
-    # Autocast leaves products with `out` alone.
-    out = matrix.new_empty(len(vectors), rows.size(0), heads)
     blocks = matrix.view(len(vectors), heads, rows.size(1)).transpose(1, 2)
-    torch.bmm(cast(rows, dtype).expand(len(vectors), -1, -1), blocks, out=out)
+    factors = cast(rows, dtype).expand(len(vectors), -1, -1), blocks
+    if is_plain_eager(rows):
+        # Autocast leaves products with `out` alone, and costs the host less so.
+        out = torch.bmm(*factors, out=matrix.new_empty(len(vectors), rows.size(0), heads))
+    else:  # exported programs have gradients, and may not write
+        with torch.autocast(rows.device.type, enabled=False):
+            out = torch.bmm(*factors)
     return out.unbind(), matrix
 
 

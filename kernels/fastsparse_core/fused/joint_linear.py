@@ -117,7 +117,8 @@ def add_linear(
         out.dim() == x.dim() == 2
         and out.dtype == x.dtype
         and is_plain_eager(x)
-        and is_plain_eager(out)
+        and type(out) is Tensor
+        and not out.is_neg()
         and not is_any_autocast_enabled()
     )
     for x, module in zip(features, modules, strict=True):

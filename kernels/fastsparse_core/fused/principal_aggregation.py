@@ -52,7 +52,7 @@ def joined_maps(
     own_biases: Sequence[Any],
     shared: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    r"""The linear maps of all towers that read features of nodes, as that of one product, and its bias.
+    r"""The linear maps of all towers that read features of nodes, and their biases.
 
     A message :math:`\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} +
     \mathbf{b}` of an edge is a sum of rows of its ends, of which there are as many as nodes.
@@ -67,19 +67,49 @@ def joined_maps(
         shared: whether every tower reads all features, and not its own part of them.
 
     Returns:
-        (towers * (2 * width + out width), F): those of destinations, sources and update below each other.
+        Those of destinations, sources and update below each other: (towers * (2 * width + out width), F), and
+        (towers, 2 * width + out width, F / towers) unless ``shared``, for zeros beside the blocks of one
+        block-diagonal matrix would carry NaN from tower to tower. Their biases, without the last dimension.
     """
     if shared or len(of_own) == 1:
+        count = 1
         matrix = torch.cat((*of_dst, *of_src, *of_own))
     else:
-        matrix = torch.cat([torch.block_diag(*each) for each in (of_dst, of_src, of_own) if each])
+        count, groups = len(of_own), [each for each in (of_dst, of_src, of_own) if each]
+        matrix = torch.stack([torch.cat(of_tower) for of_tower in zip(*groups, strict=True)])
     if own_biases[0] is None and (not message_biases or message_biases[0] is None):
         return matrix, None
     num_own = len(of_own) * of_own[0].shape[0]
-    zeros = matrix.new_zeros((matrix.shape[0] - num_own) // 2)
+    zeros = matrix.new_zeros((matrix.shape[-2] * count - num_own) // 2)
     of_messages = (zeros,) if not message_biases or message_biases[0] is None else message_biases
     of_update = (matrix.new_zeros(num_own),) if own_biases[0] is None else own_biases
-    return matrix, torch.cat((*of_messages, zeros, *of_update))
+    if count == 1:
+        return matrix, torch.cat((*of_messages, zeros, *of_update))
+    parts = [torch.cat(tuple(each)).view(count, -1) for each in (of_messages, (zeros,), of_update)]
+    return matrix, torch.cat(parts, 1)
+
+
+def node_parts(x: Tensor, matrix: Tensor, bias: Tensor | None, num_own: int) -> Sequence[Tensor]:
+    """Rows of destinations, sources and update from the maps of `joined_maps`.
+
+    Args:
+        x: (N, F).
+        matrix: the maps.
+        bias: their biases.
+        num_own: features of the update, those of all towers.
+    """
+    if matrix.dim() == 2:
+        width = (matrix.size(0) - num_own) // 2
+        return linear_before_sum(x, matrix, bias, 2, width).split((width, width, num_own), dim=1)
+    count = matrix.size(0)
+    num_own //= count
+    width = (matrix.size(1) - num_own) // 2
+    biases = [None] * count if bias is None else bias.unbind()
+    found = [
+        linear_before_sum(part, own, of_own, 2, width).split((width, width, num_own), dim=1)
+        for part, own, of_own in zip(x.chunk(count, 1), matrix.unbind(), biases, strict=True)
+    ]
+    return [torch.cat(each, 1) for each in zip(*found, strict=True)]
 
 
 def scaled_aggregation(
@@ -96,7 +126,8 @@ def scaled_aggregation(
         \mathbf{y}_i = \mathbf{V} \mathbf{x}_i + \mathbf{c} + \sum_k s_{ik} \mathbf{U}_k \bigoplus_j
         (\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} + \mathbf{b})
 
-    One node of autograd's graph where nobody but autograd watches; else operator by operator.
+    One node of autograd's graph where nobody but autograd watches, and towers share the features; else
+    operator by operator.
 
     Args:
         of: the aggregations.
@@ -120,7 +151,7 @@ def scaled_aggregation(
         is_plain_eager(x)
         and not is_any_autocast_enabled()
         and can_pass_messages(of.adj, x, edge, matrix, bias, edge_weight, *weights)
-        and matrix.shape[1] == x.shape[1]
+        and matrix.shape[1:] == x.shape[1:]
         and (edge_weight is None or edge.shape[1] == edge_weight.shape[1] <= MOST_EDGE_FEATURES)
         and not learns_factors
     ):
@@ -189,9 +220,7 @@ def _by_operators(
     *weights: Tensor,
 ) -> Tensor:
     """`scaled_aggregation` by operators that have gradients again."""
-    num_own = of.towers * weights[0].size(0)
-    width = (matrix.size(0) - num_own) // 2
-    dst, src, own = linear_before_sum(x, matrix, bias, 2, width).split((width, width, num_own), dim=1)
+    dst, src, own = node_parts(x, matrix, bias, of.towers * weights[0].size(0))
     aggregated = multi_aggregate(
         of.adj,
         src,

@@ -1,4 +1,4 @@
-"""Several products with one matrix (SG, TAG, APPNP) as one node of autograd's graph."""
+"""Several products with one matrix (SG, TAG, APPNP), and sums of edges, as one node of autograd's graph."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fastsparse_core.ops._autocast import is_any_autocast_enabled, without_autoc
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
+from fastsparse_core.ops.sddmm import sddmm, sddmm_kernel
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -157,3 +158,52 @@ def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             columns = adj.t(valued=value is not None)
             total = spmm(columns, total, value, scale_dst=scale_src, scale_src=scale_dst, algorithm=algorithm)
     return None, None, total if needs[2] else None, None, *of_terms
+
+
+def sum_of_edges(adj: Adjacency, features: Tensor) -> Tensor:
+    r"""Sums the features of each destination's edges.
+
+    .. math::
+        \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)} \mathbf{a}_{ij}
+
+    Args:
+        adj: structure (num_dst, num_src).
+        features: :math:`\mathbf{a}`, (num_values, A) in the caller's edge order, of a floating dtype.
+
+    Returns:
+        (num_dst, A); differentiable, twice too.
+    """
+    ones = features.new_ones(adj.num_src, features.shape[1])
+    if (
+        is_plain_eager(features)
+        and not is_any_autocast_enabled()
+        and type(adj) is Adjacency
+        and features.shape[0] == adj.num_values
+        and features.dtype in DTYPE_CODE
+        and features.device == adj.col.device
+        and not is_wrapped(features)
+    ):
+        found: Tensor = _apply_sum(features, ones, adj)
+        return found
+    return spmm(adj, ones, features)
+
+
+class _SumOfEdges(torch.autograd.Function):
+    """The product with ones, of which only the edges' values have a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, ones: Tensor, adj: Adjacency) -> Tensor:
+        ctx.ones, ctx.adj = ones, adj
+        return launch_spmm(adj, ones, features, None, None, None, "auto")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ones, adj = ctx.ones, ctx.adj
+        width = ones.shape[1]
+        if not torch.is_grad_enabled():
+            call: Any = (adj.num_values, width, grad.dtype, adj.handle, "csr", False)
+            return sddmm_kernel(grad, ones, None, None, *call), None, None
+        return sddmm(adj, grad.unflatten(1, (width, 1)), ones.unflatten(1, (width, 1))), None, None
+
+
+_apply_sum = direct(_SumOfEdges)

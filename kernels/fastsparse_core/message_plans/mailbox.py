@@ -31,6 +31,7 @@ from fastsparse_core.message_plans.plan import (
     _mapped,
     _meta_of,
     _name_of,
+    _Of,
     _Sum,
     _Whole,
 )
@@ -272,7 +273,7 @@ class MailboxPlanner(Planner):
             else:
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 value = values[node] = self._of_mailbox(node, list(args), dict(kwargs))
-                if isinstance(value, _Mail):
+                if isinstance(value, _Mail) and isinstance(value.value, _Of):
                     value.value.is_shared = len(node.users) > 1
         raise NoPlan
 
@@ -411,7 +412,7 @@ class MailboxPlanner(Planner):
         if node.op == "call_module":
             module = self._module_of_rows(node, args, kwargs)
             with torch.no_grad():
-                meta = copy.deepcopy(module).to("meta")(first.meta)
+                meta = copy.deepcopy(module).to("meta")(args[0].meta)
             return _Rows(meta, self.graph.create_node(node.op, node.target, tuple(given)), "some")
         name = _name_of(node)
         if name == "unsqueeze" and isinstance(first, _Rows) and (args[1:] or list(kwargs.values())) == [1]:

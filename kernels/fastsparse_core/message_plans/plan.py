@@ -38,6 +38,8 @@ from fastsparse_core.ops.edge_expression import HOW, can_generate
 _EDGES = 1_000_003
 #: Features of an edge that the kernels map themselves.
 _MOST_FEATURES = 32
+#: Plans kept of one trace.
+_MOST_PLANS = 16
 #: Reductions that a sparse product knows.
 PRODUCTS = ("sum", "mean", "max", "min")
 #: In place of a reduction: what a body gives per edge.
@@ -51,7 +53,7 @@ class Plan(NamedTuple):
     Attributes:
         run: (the layer twice, found arguments, arguments) -> the reduced messages, and attributes to set.
         names: of the arguments.
-        modules: paths of modules that are taken apart, and what they were like.
+        modules: paths of modules that are taken apart, and of parameters, with what they were like.
         gains: what it does better than the message, for reports.
         stopped_by: the first operator that it computes per edge; "" if there is none.
         dtypes: of what it gives under autocast, in the same tuples and dictionaries; None: as it comes.
@@ -81,6 +83,31 @@ class Plan(NamedTuple):
         return result
 
 
+def by_plan(
+    plans: dict[Any, list[Plan | str]], key: Any, layer: Any, found: Edges, make: Callable[[], Plan | str]
+) -> tuple[Any, Plan | str]:
+    """What a plan computes, and the plan; None, and what stopped one.
+
+    Args:
+        plans: of one trace, by what they depend on; layers of one class may need several of a kind.
+        key: what the plan depends on.
+        layer: whose messages they are.
+        found: the edges and arguments.
+        make: a plan for this layer, or what stopped one.
+    """
+    known = plans.setdefault(key, [])
+    for plan in known:
+        result = plan.reduce(layer, found) if isinstance(plan, Plan) else None
+        if result is not None or not isinstance(plan, Plan):
+            return result, plan
+    if max(len(known), len(plans)) > _MOST_PLANS:
+        return None, ""
+    made = make()
+    known.append(made)
+    result = made.reduce(layer, found) if isinstance(made, Plan) else None
+    return result, "" if result is None and isinstance(made, Plan) else made
+
+
 def _in_dtypes(found: Any, dtypes: Any) -> Any:
     if isinstance(dtypes, dict):
         return {name: _in_dtypes(found[name], each) for name, each in dtypes.items()}
@@ -103,12 +130,10 @@ class _Value:
     Attributes:
         meta: a tensor of its dtype and shape without content, edges first, or the value itself if it is none.
         made: the plan's node that has it per edge, once there is one.
-        is_shared: whether it is read more than once.
     """
 
     meta: Any
     made: Any = None
-    is_shared: bool = False
 
     @property
     def row(self) -> tuple[int, ...]:
@@ -162,11 +187,15 @@ class _Of(_Value):
     - softmax (scores): over the edges of a destination.
     - dropped (a value; p).
     - shaped (a value): in another shape, edges first.
+
+    Attributes:
+        is_shared: whether it is read more than once.
     """
 
     kind: str = ""
     parts: Sequence[Any] = ()
     options: tuple[Any, ...] = ()
+    is_shared: bool = False
 
 
 def _is(value: Any, kind: str) -> TypeGuard[_Of]:
@@ -262,8 +291,10 @@ def _name_of(node: Node) -> str:
     return _SYNONYMS.get(name, name)
 
 
-def _likeness(module: nn.Module) -> tuple[Any, ...]:
-    """What of a module a plan was made for."""
+def _likeness(module: Any) -> tuple[Any, ...]:
+    """What of a module, or of a parameter, a plan was made for."""
+    if isinstance(module, Tensor):
+        return type(module), module.shape
     state = vars(module)
     if isinstance(module, nn.Sequential):
         return type(module), len(module)
@@ -273,8 +304,10 @@ def _likeness(module: nn.Module) -> tuple[Any, ...]:
     return type(module), *[state[name] for name in names if name in state]
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _is_plain(module: Any) -> bool:
     """Whether a call of a module is its formula alone."""
+    if isinstance(module, Tensor):
+        return True
     state = vars(module)
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if isinstance(module, nn.Linear) or "weight" in state["_parameters"]:
@@ -454,7 +487,9 @@ class Planner:
 
     def _value(self, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if node.op == "get_attr":
-            return self._parameter(str(node.target))
+            found = self._parameter(str(node.target))
+            self.modules[str(node.target)] = _likeness(operator.attrgetter(str(node.target))(self.layer))
+            return found
         if node.op == "call_module":
             path = str(node.target)
             if kwargs or len(args) != 1 or not isinstance(args[0], _Value):
@@ -512,9 +547,10 @@ class Planner:
             self.modules[path] = _likeness(module)
             return value
         if any(
-            not type(each).__module__.startswith(("torch.", "torch_geometric.")) for each in module.modules()
+            not (type(each).__module__.startswith(("torch.", "torch_geometric.")) and _is_plain(each))
+            for each in module.modules()
         ):
-            raise NoPlan  # its code would run once more, to find a shape
+            raise NoPlan  # its code, or its hooks, would run once more, to find a shape
         with torch.no_grad():
             meta = copy.deepcopy(module).to("meta")(x.meta)
         made = self.graph.create_node("call_module", path, (self._at_edges(x),))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import builtins
 import dis
+import inspect
 import math
+import operator
 import sys
 import types
 from collections.abc import Callable, Container, Mapping
@@ -122,7 +124,7 @@ def trace(
     tracer = _Tracer(autowrap_functions=functions)
     tracer.traced_func_name = body.__name__
     graph = tracer.trace(probe, concrete_args=concrete or None)
-    _check_graph(graph)
+    _check_graph(graph, layer)
     return graph, _assigned(probe, state)
 
 
@@ -136,7 +138,7 @@ class Function(NamedTuple):
         captured: what it closes over, by name, but for that module.
     """
 
-    body: types.FunctionType
+    body: Any
     layer: nn.Module | None
     is_method: bool
     captured: dict[str, Any]
@@ -148,12 +150,12 @@ class Function(NamedTuple):
         Raises:
             Untraceable: it is something else, or reads what may change without notice.
         """
-        layer = None
-        if type(function) is types.MethodType:
+        layer: Any = None
+        if isinstance(function, types.MethodType):
             layer, function = function.__self__, function.__func__
             if not isinstance(layer, nn.Module):
                 raise Untraceable("is a method of something else than a module")
-        if type(function) is not types.FunctionType:
+        if not isinstance(function, types.FunctionType):
             raise Untraceable("is no function")
         is_method, captured = layer is not None, dict[str, Any]()
         code = function.__code__
@@ -212,7 +214,7 @@ def trace_function(
         layer, type(layer), body, guards, (), (), {tracer.traced_func_name: _fastsparse_call}
     )
     graph = tracer.trace(probe)
-    _check_graph(graph)
+    _check_graph(graph, layer)
     for name in _assigned(probe, state):
         raise Untraceable(f"writes self.{name}")
     return graph, given[0]
@@ -296,7 +298,37 @@ def holds(guards: Mapping[str, Any], layer: Any) -> bool:
     return True
 
 
-def _check_graph(graph: Graph) -> None:
+#: Functions whose results nobody else holds.
+_FRESH = ("linear", "add", "sub", "mul", "truediv", "div", "cat", "matmul", "neg")
+
+
+def _writes_in_place(node: Node, layer: Any) -> bool:
+    """Whether a call writes into a tensor that is read elsewhere, too."""
+    if node.kwargs.get("out") is not None:
+        return True
+    if node.op == "call_module":
+        each = operator.attrgetter(str(node.target))(layer).modules()
+        parts = [module for module in each if not module._modules]
+        if all("weight" in part._parameters for part in parts[:1]):
+            return False
+        is_in_place = any(getattr(part, "inplace", False) for part in parts)
+    else:
+        try:
+            bound = inspect.signature(node.target).bind_partial(*node.args, **node.kwargs)  # type: ignore[arg-type]
+            is_in_place = bool(bound.arguments.get("inplace"))
+        except (TypeError, ValueError):  # of PyTorch's own, which take no `inplace`
+            return False
+    operand = node.args[0] if node.args else None
+    if not is_in_place or not isinstance(operand, Node):
+        return is_in_place
+    name = getattr(operand.target, "__name__", operand.target)
+    is_fresh = operand.op in ("call_function", "call_method") and name in _FRESH
+    if operand.op == "call_module":
+        is_fresh = "weight" in operator.attrgetter(str(operand.target))(layer)._parameters
+    return len(operand.users) > 1 or not is_fresh
+
+
+def _check_graph(graph: Graph, layer: Any) -> None:
     """Rejects what happens once in a trace, and in every call of the body."""
     for node in graph.nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -306,7 +338,8 @@ def _check_graph(graph: Graph) -> None:
             raise Untraceable(f"reads .{node.args[1]}")
         is_check = node.op == "call_function" and name == "_assert_is_none"
         is_call = node.op in ("call_function", "call_method") and not is_check
-        if is_call and name.endswith("_") and not name.endswith("__"):
+        writes = is_call and name.endswith("_") and not name.endswith("__")
+        if writes or (node.op.startswith("call_") and not is_check and _writes_in_place(node, layer)):
             raise Untraceable(f"writes in place ({name})")
 
 

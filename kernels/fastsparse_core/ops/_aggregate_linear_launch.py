@@ -46,7 +46,7 @@ def aggregate_and_transform(
     algorithm: str,
     keeps_sums: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The result of `aggregate_linear` where the launch can serve it.
+    """The result of `aggregate_linear` where the launch supports it.
 
     That is where `policy.transforms_on_tensor_cores` and `is_laid_out` say so, of plain tensors.
 

@@ -18,9 +18,17 @@ from fastsparse_core.formats.bsb import MOST_COLUMNS
 from fastsparse_core.ops import _attention_launch as launch
 from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops._attention_checks import drawn_by_replays, per_head
-from fastsparse_core.ops._attention_launch import ADDITIVE, DOT_PRODUCT, GATV2, LOAD_BYTES, Call, Wanted
+from fastsparse_core.ops._attention_launch import (
+    ADDITIVE,
+    DOT_PRODUCT,
+    GATV2,
+    LOAD_BYTES,
+    Call,
+    Gradients,
+    Wanted,
+)
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._eager import is_wrapped
+from fastsparse_core.ops._eager import is_plain_eager, is_wrapped
 from fastsparse_core.ops._facts import facts_of, follow
 from fastsparse_core.ops._registration import FusedOperator
 from fastsparse_core.policy import MOST_HEADS
@@ -57,16 +65,20 @@ def run(adj: Adjacency, call: Call, plan: tuple[Any, ...]) -> Tensor:
         )
     ):
         adj.plans[plan] = True
-    bias = per_head(call.bias, call.heads)
-    return _attention_op(*call[:6], bias, *call[7:-1], algorithm, adj)[0]
+    call = Call(*call[:6], per_head(call.bias, call.heads), *call[7:-1], algorithm)
+    return plain(adj, call) if is_plain_eager(v) else _attention_op.dispatched(*call, adj.handle)[0]
 
 
 def plain(adj: Adjacency, call: Call) -> Tensor:
-    """:func:`run` in plain eager mode, without bias and dropout, of operands that were checked."""
-    tensors = [each for each in call[:4] if each is not None]
-    if torch.is_grad_enabled() and True in [each.requires_grad for each in tensors]:
-        apply = _attention_op.apply_wrapped if True in map(is_wrapped, tensors) else _attention_op.apply
-        return apply(*call, adj)[0]
+    """The result in plain eager mode by the kernel, whose algorithm and bias are as it takes them."""
+    if torch.is_grad_enabled():
+        needs_grad, apply = False, _attention_op.apply
+        for each in call[:7]:
+            if each is not None:
+                needs_grad = needs_grad or each.requires_grad
+                apply = _attention_op.apply_wrapped if is_wrapped(each) else apply
+        if needs_grad:
+            return apply(*call, adj)[0]
     return launch.forward(adj, call)[0]
 
 
@@ -213,52 +225,16 @@ def _choice(adj: Adjacency, algorithm: str, no_blocks: str, no_csr: str, *, back
 # ---------------------------------------------------------------- registration
 
 
-def _attention(
-    adj: Adjacency,
-    dst: Tensor,
-    src: Tensor,
-    v: Tensor | None,
-    att: Tensor | None,
-    edge: Tensor | None,
-    edge_weight: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    kind: int,
-    heads: int,
-    algorithm: str,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    operands = (dst, src, v, att, edge, edge_weight, bias)
-    return launch.forward(adj, Call(*operands, scale, dropout_p, seed, kind, heads, algorithm))
-
-
-def _attention_backward(
+def _gradients(
     adj: Adjacency,
     grad: Tensor,
-    dst: Tensor,
-    src: Tensor,
-    v: Tensor | None,
-    att: Tensor | None,
-    edge: Tensor | None,
-    edge_weight: Tensor | None,
-    bias: Tensor | None,
+    call: Call,
     out: Tensor | None,
     lse: Tensor,
     out_edge: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    kind: int,
-    heads: int,
-    algorithm: str,
     *,
-    edge_wanted: bool,
-    edge_weight_wanted: bool,
-    bias_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    call = Call(dst, src, v, att, edge, edge_weight, bias, scale, dropout_p, seed, kind, heads, algorithm)
-    wanted = Wanted(edge_wanted, edge_weight_wanted, bias_wanted)
+    wanted: Wanted,
+) -> Gradients:
     return launch.backward(adj, call, grad, out, lse, out_edge, wanted)
 
 
@@ -283,8 +259,8 @@ def _reads_out(*arguments: Any) -> bool:
 _KIND = Call._fields.index("kind")
 _attention_op = FusedOperator(
     "attention",
-    _attention,
-    _attention_backward,
+    launch.forward,
+    _gradients,
     unfused.attention,
     _fake,
     ("out", "lse", "out_edge"),

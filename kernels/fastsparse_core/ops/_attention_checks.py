@@ -15,11 +15,13 @@ from fastsparse_core.ops._eager import PLAIN, is_plain_eager
 from fastsparse_core.ops._operands import written_out
 from fastsparse_core.structure.adjacency import Adjacency
 
+_STRIDED = torch.strided
+
 
 def is_plain(adj: Adjacency, dropout_p: float, *matrices: Tensor) -> bool:
     """Whether a call hides nothing: plain matrices on the structure's device, no dropout, no autocast."""
     if (
-        torch.compiler.is_compiling()
+        not is_plain_eager(matrices[-2])
         or type(adj) is not Adjacency
         or type(dropout_p) is not float
         or dropout_p != 0.0
@@ -32,11 +34,10 @@ def is_plain(adj: Adjacency, dropout_p: float, *matrices: Tensor) -> bool:
             or matrix.dim() != 2
             or matrix.device != device
             or matrix.is_neg()
-            or matrix.layout is not torch.strided
+            or matrix.layout is not _STRIDED
         ):
             return False
-    device_type = "cuda" if matrices[0].is_cuda else "cpu"
-    return is_plain_eager(matrices[-2]) and not torch.is_autocast_enabled(device_type)
+    return not torch.is_autocast_enabled("cuda" if matrices[0].is_cuda else "cpu")
 
 
 def default_scale(width: int) -> float:
@@ -183,7 +184,8 @@ def _check_bias(adj: Adjacency, bias: Tensor | None, heads: int, dtype: torch.dt
     if not isinstance(bias, Tensor) or bias.dtype not in DTYPE_CODE:
         kind = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
         raise TypeError(f"bias: expected a floating tensor, got {kind}")
-    if bias.shape not in ((adj.num_values,), (adj.num_values, 1), (adj.num_values, heads)):
+    # Not `shape in (...)`, which torch.compile answers wrongly where one of the sizes is symbolic.
+    if bias.dim() not in (1, 2) or bias.size(0) != adj.num_values or bias.shape[1:].numel() not in (1, heads):
         raise ValueError(
             f"bias: expected shape ({adj.num_values},) or ({adj.num_values}, {heads}), "
             f"got {tuple(bias.shape)}"
@@ -203,7 +205,7 @@ def per_head(bias: Tensor | None, heads: int) -> Tensor | None:
 def _check_number(name: str, number: float) -> float:
     if isinstance(number, Tensor) or not isinstance(number, (int, float)):
         raise TypeError(f"{name}: expected a number, got {type(number).__name__}")
-    if not torch.compiler.is_compiling() and not math.isfinite(number):  # a trace may hold it as a symbol
+    if not -math.inf < number < math.inf:  # `isfinite` takes no symbolic number
         raise ValueError(f"{name}: expected a finite number, got {number}")
     return float(number)
 

@@ -24,9 +24,14 @@ from fastsparse_core.device import place_of, queue
 from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.gpu import multiprocessors
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
-from fastsparse_core.ops._edge_values import edge_workspace, empty_values
 from fastsparse_core.ops._facts import scatters, used_csr
-from fastsparse_core.ops._operands import contiguous_floats, scratch, unit_stride
+from fastsparse_core.ops._operands import (
+    contiguous_floats,
+    edge_workspace,
+    empty_values,
+    scratch,
+    unit_stride,
+)
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -122,7 +127,7 @@ class Wanted(NamedTuple):
     bias: bool = False
 
 
-def forward(adj: Adjacency, call: Call) -> Results:
+def forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     """Softmax of the scores over every row, times the values, for every head."""
     if not call.src.is_cuda:
         return _forward_on_cpu(adj, call)
@@ -157,47 +162,33 @@ def backward(
 
 def _laid_out_on_cpu(call: Call) -> Call:
     """The same as kernels read it: rows of unit stride, the rest contiguous."""
-    dst, src, v, att, edge, edge_weight, bias, scale, dropout_p, seed, kind, heads, algorithm = call
-    if v is None:
-        v = src
-    if not dst.stride(1) == src.stride(1) == v.stride(1) == 1:
-        dst, src, v = unit_stride(dst), unit_stride(src), unit_stride(v)
-    att = None if att is None else att.contiguous()
-    bias = None if bias is None else bias.contiguous()
+    dst, src, v, att, edge, edge_weight, bias, *_ = call
+    are_rows = dst.stride(1) == src.stride(1) == (src if v is None else v).stride(1) == 1
     if edge is not None and edge_weight is not None:
         edge, edge_weight = (unit_stride(edge), unit_stride(edge_weight)) if edge.size(1) else (None, None)
-    operands = (dst, src, v, att, edge, edge_weight, bias)
-    return Call(*operands, scale, dropout_p, seed, kind, heads, algorithm)
+    elif are_rows and bias is None and (att is None or att.is_contiguous()):
+        return call  # as most are
+    if not are_rows:
+        dst, src, v = unit_stride(dst), unit_stride(src), None if v is None else unit_stride(v)
+    att = None if att is None else att.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    return Call(dst, src, v, att, edge, edge_weight, bias, *call[7:])
 
 
 def _cpu_arguments(call: Call, adj: Adjacency, out: Tensor | None, lse: Tensor) -> _C.AttentionCsrArgs:
-    dst, src, v, att, edge, edge_weight, bias, scale, dropout_p, _, kind, heads, _ = call
-    assert v is not None
-    structure = adj.plans.get("csr")
+    dst, src, v, att, edge, edge_weight, bias, scale, dropout_p, seed, kind, heads, _ = call
+    structure, features = adj.plans.get("csr") or used_csr(adj), (dst, src, src if v is None else v, att)
+    of_edges = (bias, 0 if bias is None else bias.dtype, edge, edge_weight)
+    drawn = 0 if seed is None else int(seed)
     return _C.AttentionCsrArgs(
-        used_csr(adj) if structure is None else structure,
-        kind,
-        heads,
-        dst,
-        src,
-        v,
-        att,
-        bias,
-        0 if bias is None else bias.dtype,
-        edge,
-        edge_weight,
-        scale,
-        dropout_p,
-        call.drawn,
-        out,
-        lse,
+        structure, kind, heads, *features, *of_edges, scale, dropout_p, drawn, out, lse
     )
 
 
 def _forward_on_cpu(adj: Adjacency, call: Call) -> Results:
     call = _laid_out_on_cpu(call)
     v = call.values
-    out = v.new_empty(adj.num_dst, v.size(1))
+    out = v.new_empty(adj.num_dst, v.shape[1])
     lse = v.new_empty(adj.num_dst, call.heads, dtype=accumulation_dtype(v.dtype))
     _C.attention_csr(_cpu_arguments(call, adj, out, lse), torch.get_num_threads())
     return out, lse, None
@@ -218,19 +209,10 @@ def _backward_on_cpu(adj: Adjacency, call: Call, grad: Tensor, lse: Tensor, want
     grad_weight = None
     if edge_weight is not None and wanted.edge_weight:
         grad_weight = edge_weight.new_empty(edge_weight.shape)
-    _C.attention_csr_backward(
-        _cpu_arguments(call, adj, None, lse),
-        used_csr(adj.t()),
-        grad,
-        grad_dst,
-        grad_src,
-        grad_v,
-        grad_att,
-        work,
-        grad_edge,
-        grad_weight,
-        queue(-1),
-    )
+    transposed = adj.t()
+    structure = transposed.plans.get("csr") or used_csr(transposed)
+    gradients = (grad_dst, grad_src, grad_v, grad_att, work, grad_edge, grad_weight)
+    _C.attention_csr_backward(_cpu_arguments(call, adj, None, lse), structure, grad, *gradients, queue(-1))
     grad_bias = None
     if bias is not None and wanted.bias and work is not None:
         grad_bias = cast(work[:, :, 1].contiguous(), bias.dtype)
@@ -293,19 +275,9 @@ def _laid_out_on_blocks(call: Call) -> Call:
 
 
 def _blocks_input(call: Call) -> _C.AttentionBsbInput:
-    bias = call.bias
-    return _C.AttentionBsbInput(
-        call.heads,
-        call.dst,
-        call.src,
-        call.values,
-        bias,
-        0 if bias is None else bias.dtype,
-        call.scale,
-        call.dropout_p,
-        call.drawn,
-        policy.allows_tf32(),
-    )
+    bias = (call.bias, 0 if call.bias is None else call.bias.dtype)
+    rest = (*bias, call.scale, call.dropout_p, call.drawn, policy.allows_tf32())
+    return _C.AttentionBsbInput(call.heads, call.dst, call.src, call.values, *rest)
 
 
 def _forward_on_blocks(adj: Adjacency, call: Call) -> Results:
@@ -323,15 +295,8 @@ def _forward_on_blocks(adj: Adjacency, call: Call) -> Results:
     rows = adj.bsb_split.num_slots * HEIGHT
     partial = torch.empty(rows, v.size(1), dtype=torch.float32, device=v.device)
     partial_state = partial.new_empty(rows, heads, 2)
-    _C.attention_bsb(
-        adj.bsb_structure(valued=call.bias is not None),
-        _blocks_input(call),
-        out,
-        lse,
-        partial,
-        partial_state,
-        *place_of(v.device),
-    )
+    structure, results = adj.bsb_structure(valued=call.bias is not None), (out, lse, partial, partial_state)
+    _C.attention_bsb(structure, _blocks_input(call), *results, *place_of(v.device))
     return out, lse, None
 
 
@@ -352,23 +317,13 @@ def _backward_on_blocks(
     row_state = torch.empty(adj.num_dst, heads, numbers, dtype=torch.float32, device=v.device)
     partial_q = row_state.new_empty(rows, q.size(1))
     partial_k, partial_v = row_state.new_empty(rows_t, k.size(1)), row_state.new_empty(rows_t, v.size(1))
-    _C.attention_bsb_backward(
+    structures = (
         adj.bsb_structure(valued=bias is not None),
         transposed.bsb_structure(valued=bias is not None),
-        _blocks_input(call),
-        out,
-        lse,
-        grad,
-        grad_q,
-        grad_k,
-        grad_v,
-        grad_bias,
-        row_state,
-        partial_q,
-        partial_k,
-        partial_v,
-        *place_of(v.device),
     )
+    written = (grad_q, grad_k, grad_v, grad_bias, row_state, partial_q, partial_k, partial_v)
+    arguments = (_blocks_input(call), out, lse, grad, *written, *place_of(v.device))
+    _C.attention_bsb_backward(structures[0], structures[1], *arguments)
     return Gradients(grad_q, grad_k, grad_v, bias=grad_bias)
 
 
@@ -387,18 +342,9 @@ def _laid_out_on_rows(call: Call) -> Call:
 
 
 def _additive_input(call: Call) -> _C.AdditiveAttentionInput:
-    bias = call.bias
-    return _C.AdditiveAttentionInput(
-        call.heads,
-        call.dst,
-        call.src,
-        call.values,
-        bias,
-        0 if bias is None else bias.dtype,
-        call.scale,
-        call.dropout_p,
-        call.drawn,
-    )
+    bias = (call.bias, 0 if call.bias is None else call.bias.dtype)
+    rest = (*bias, call.scale, call.dropout_p, call.drawn)
+    return _C.AdditiveAttentionInput(call.heads, call.dst, call.src, call.values, *rest)
 
 
 def _gatv2_input(call: Call) -> _C.Gatv2AttentionInput:
@@ -441,22 +387,9 @@ def _backward_on_rows(
     _workspace, (row_state, partial_row, partial_v, partial_score) = scratch(
         v.device, adj.num_dst * heads * 4, slots * heads * 4, slots_t * v.size(1), slots_t * heads
     )
-    _C.additive_attention_backward(
-        used_csr(adj),
-        used_csr(transposed),
-        _additive_input(call),
-        grad,
-        lse,
-        grad_dst,
-        grad_src,
-        grad_v,
-        grad_bias,
-        row_state,
-        partial_row,
-        partial_v,
-        partial_score,
-        *place_of(v.device),
-    )
+    written = (grad_dst, grad_src, grad_v, grad_bias, row_state, partial_row, partial_v, partial_score)
+    arguments = (_additive_input(call), grad, lse, *written, *place_of(v.device))
+    _C.additive_attention_backward(used_csr(adj), used_csr(transposed), *arguments)
     return Gradients(grad_dst, grad_src, grad_v, bias=grad_bias)
 
 
@@ -470,24 +403,11 @@ def _gatv2_backward(adj: Adjacency, call: Call, grad: Tensor, out: Tensor, lse: 
     grad_att = att.new_empty(att_rows, width)
     slots, slots_t = adj.row_split.num_slots, transposed.row_split.num_slots
     _workspace, (row_state, partial_dst, partial_src) = scratch(
-        x_src.device, adj.num_dst * heads * 2, slots * width, slots_t * width
+        x_src.device, adj.num_dst * heads * 3, slots * width, slots_t * width
     )
-    _C.gatv2_attention_backward(
-        used_csr(adj),
-        used_csr(transposed),
-        _gatv2_input(call),
-        out,
-        grad,
-        lse,
-        grad_dst,
-        grad_src,
-        grad_att,
-        att_rows,
-        row_state,
-        partial_dst,
-        partial_src,
-        *place_of(x_src.device),
-    )
+    written = (grad_dst, grad_src, grad_att, att_rows, row_state, partial_dst, partial_src)
+    arguments = (_gatv2_input(call), out, grad, lse, *written, *place_of(x_src.device))
+    _C.gatv2_attention_backward(used_csr(adj), used_csr(transposed), *arguments)
     return Gradients(grad_dst, grad_src, att=sum_of_rows(grad_att, att.dtype, True).reshape(att.shape))
 
 
@@ -553,27 +473,13 @@ def _laid_out_with_edges(adj: Adjacency, call: Call) -> Call:
         att = F.pad(att.to(dtype), (0, src.size(1) // max(heads, 1) - att.size(1))).contiguous()
         edge_weight = edge_weight.to(dtype).t().contiguous()
     bias = None if bias is None else bias.contiguous()
-    return call._replace(dst=dst, src=src, v=v, att=att, edge=edge, edge_weight=edge_weight, bias=bias)
+    return Call(dst, src, v, att, edge, edge_weight, bias, *call[7:])
 
 
 def _edges_input(call: Call) -> _C.EdgeAttentionInput:
-    assert call.edge is not None
-    bias = call.bias
-    return _C.EdgeAttentionInput(
-        call.att is not None,
-        call.heads,
-        call.dst,
-        call.src,
-        call.values,
-        call.edge,
-        call.att,
-        call.edge_weight,
-        bias,
-        call.src.dtype if bias is None else bias.dtype,
-        call.scale,
-        call.dropout_p,
-        call.drawn,
-    )
+    bias = (call.bias, (call.src if call.bias is None else call.bias).dtype)
+    rest = (call.edge, call.att, call.edge_weight, *bias, call.scale, call.dropout_p, call.drawn)
+    return _C.EdgeAttentionInput(call.att is not None, call.heads, call.dst, call.src, call.values, *rest)
 
 
 def _forward_with_edges(adj: Adjacency, given: Call) -> Results:
@@ -624,9 +530,8 @@ def _backward_with_edges(
     else:
         assert out_edge is not None
         lanes = _head_lanes(head_width, edge_width)
-        if v.numel() and scatters(
-            adj, algorithm, v.dtype, None
-        ):  # the address of no numbers is that of no sums
+        # The address of no numbers is that of no sums.
+        if v.numel() and scatters(adj, algorithm, v.dtype, None):
             sums = torch.zeros(2, *v.shape, dtype=lse.dtype, device=v.device)
         grad_v = v.new_empty(v.shape if sums is None else 0)
         grad_dst_edge = torch.empty_like(out_edge)
@@ -638,46 +543,20 @@ def _backward_with_edges(
         transposed = adj.t()
         slots_t = transposed.row_split.num_slots
     slots = adj.row_split.num_slots
-    _workspace, (partial_dst, partial_dst_edge, partial_src, partial_v) = scratch(
-        out.device,
-        slots * width,
-        0 if grad_dst_edge is None else slots * heads * grad_dst_edge.size(2),
-        slots_t * width,
-        0 if grad_v is None else slots_t * width,
-    )
-    _C.edge_attention_backward(
-        used_csr(adj),
-        used_csr(transposed),
-        _edges_input(call),
-        out,
-        grad,
-        lse,
-        work,
-        positive,
-        0 if positive is None else positive.size(2),
-        adj.num_values,
-        grad_dst,
-        grad_src,
-        grad_v,
-        grad_dst_edge,
-        features,
-        grad_att,
-        grad_weight,
-        parts[0],
-        parts[1],
-        partial_dst,
-        partial_dst_edge,
-        partial_src,
-        partial_v,
-        None if sums is None else sums[0],
-        None if sums is None else sums[1],
-        *place_of(out.device),
-    )
+    of_edges = 0 if grad_dst_edge is None else slots * heads * grad_dst_edge.size(2)
+    lengths = (slots * width, of_edges, slots_t * width, 0 if grad_v is None else slots_t * width)
+    _workspace, (partial_dst, partial_dst_edge, partial_src, partial_v) = scratch(out.device, *lengths)
+    of_entries = (work, positive, 0 if positive is None else positive.size(2), adj.num_values)
+    gradients = (grad_dst, grad_src, grad_v, grad_dst_edge, features, grad_att, grad_weight)
+    partials = (*parts, partial_dst, partial_dst_edge, partial_src, partial_v)
+    added = (None, None) if sums is None else (sums[0], sums[1])
+    arguments = (out, grad, lse, *of_entries, *gradients, *partials, *added, *place_of(out.device))
+    _C.edge_attention_backward(used_csr(adj), used_csr(transposed), _edges_input(call), *arguments)
     if sums is not None and v is not None:
         grad_src, grad_v = sums.to(v.dtype).unbind()
     of_weight = None
-    if grad_dst_edge is not None and out_edge is not None:
-        of_weight = _weight_gradient(dst, grad_dst_edge, grad, out_edge, heads)
+    if grad_dst_edge is not None and out_edge is not None and wanted.edge_weight:
+        of_weight = _weight_gradient(adj, dst, grad_dst_edge, grad, out_edge, heads)
     elif grad_weight is not None:
         of_weight = grad_weight.sum(0).t()
     of_edge = None
@@ -703,8 +582,13 @@ def _backward_with_edges(
     )
 
 
-def _weight_gradient(x: Tensor, x_edge: Tensor, y: Tensor, y_edge: Tensor, heads: int) -> Tensor:
-    """``sum_i x_i,h e_i,h^T + y_i,h f_i,h^T``: x, y (n, heads * D), e, f (n, heads, A), (heads * D, A)."""
+def _weight_gradient(
+    adj: Adjacency, x: Tensor, x_edge: Tensor, y: Tensor, y_edge: Tensor, heads: int
+) -> Tensor:
+    """``sum_i x_i,h e_i,h^T + y_i,h f_i,h^T``: x, y (n, heads * D), e, f (n, heads, A), (heads * D, A).
+
+    Over the rows that have entries: the others may hold NaN.
+    """
     num_rows, width, edge_width = *x.shape, x_edge.size(2)
     if not edge_width:
         return x.new_empty(width, 0)
@@ -712,7 +596,9 @@ def _weight_gradient(x: Tensor, x_edge: Tensor, y: Tensor, y_edge: Tensor, heads
         return x.new_zeros(width, edge_width)
     num_parts = min(_PARTS * multiprocessors(x.device), -(-num_rows // _PART_ROWS))
     partial = x.new_empty(num_parts, width, edge_width, dtype=torch.float32)
-    _C.head_outer(x, y, x_edge, y_edge, heads, edge_width, partial, num_parts, *place_of(x.device))
+    _C.head_outer(
+        used_csr(adj), x, y, x_edge, y_edge, heads, edge_width, partial, num_parts, *place_of(x.device)
+    )
     return partial.sum(0).to(x.dtype)
 
 

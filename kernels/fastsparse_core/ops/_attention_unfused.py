@@ -1,6 +1,6 @@
 """Attention step by step: scores, softmax and dropout of every edge in memory, then a weighted sum.
 
-What the fused operators cannot serve runs here, and what needs the weights themselves.
+What the fused operators do not support runs here, and what needs the weights themselves.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def dropped_weights(adj: Adjacency, score: Tensor, dropout_p: float, seed: Tenso
     if seed is not None:
         keep = reference.dropout_keep(adj, weight.size(1), dropout_p, seed)
         weight = weight * _to_caller_order(adj, keep.to(weight.dtype)) / (1 - dropout_p)
-    elif dropout_p:  # of a recorded step: PyTorch draws anew in every replay
+    elif dropout_p:  # of a recorded step: PyTorch draws again in every replay
         weight = F.dropout(weight, dropout_p)
     return weight
 

@@ -51,7 +51,7 @@ def check_features(name: str, x: Tensor, rows: int, rows_name: str, adj: Adjacen
 
 
 def check_heads(heads: int, device: torch.device) -> None:
-    """Rejects more heads than the grid of a CUDA kernel has room for."""
+    """Rejects more heads than the grid of a CUDA kernel has space for."""
     if device.type == "cuda" and heads > MOST_HEADS:
         raise ValueError(
             f"expected at most {MOST_HEADS} heads on CUDA, got {heads}; pass them in several calls"

@@ -24,7 +24,8 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_functional = torch._is_functional_tensor
 _num_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
+#: Whether a tensor is many, as gradients are with is_grads_batched=True.
+is_batched = torch._C._functorch.is_legacy_batchedtensor
 #: Whether a tensor has outlived a transform of torch.func, or is within one.
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -56,7 +57,7 @@ def is_plain_eager(x: Tensor) -> bool:
         and not _is_functional(x)
         and not (_num_modes() and _modes_watch())
         and _transform() is None
-        and not _is_batched(x)  # of is_grads_batched=True
+        and not is_batched(x)
         and forward_ad._current_level < 0
         and not x.is_neg()
     )

@@ -158,16 +158,8 @@ def _positive(adj: Adjacency, kept: Tensor, width: int, dtype: torch.dtype) -> T
 
 class _GineAggregate(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        edge: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        num_dst: int,
-        adjacency: Structure,
-        keep: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        x, edge, weight, bias, num_dst, adjacency, _ = arguments
         out, kept = gine_op.below(x, edge, weight, bias, num_dst, adjacency, True)
         ctx.mark_non_differentiable(kept)
         ctx.set_materialize_grads(False)
@@ -268,14 +260,7 @@ def _gated_edges_backward(
     adj = structure_of(adjacency)
     operands = Operands.of(launch.GATE_AND_STATE, None, v, v, None)
     found = launch.backward(
-        adj,
-        operands,
-        grad,
-        0,
-        grad_side=grad_gates,
-        state=state,
-        grad_state=grad_state,
-        edge_wanted=True,
+        adj, operands, grad, 0, grad_side=grad_gates, state=state, grad_state=grad_state, edge_wanted=True
     )
     assert found.q is not None
     assert found.edge is not None

@@ -61,7 +61,7 @@ def built_outside_of_graphs(kernel: Callable[..., Any], place: int) -> Callable[
 
     PyTorch runs such a graph once before it records it, and that run allocates from the graph's own memory,
     where nothing may stay. What the kernel keeps, such as formats and plans, is therefore made before, by
-    another thread, because PyTorch redirects the allocations of the calling thread only.
+    another thread on another stream, because PyTorch redirects the allocations of one thread or one stream.
 
     Args:
         kernel: takes the handle of a structure.
@@ -74,13 +74,25 @@ def built_outside_of_graphs(kernel: Callable[..., Any], place: int) -> Callable[
             kernel(*arguments, **options)
 
     def run(*arguments: Any, **options: Any) -> Any:
-        trees = sys.modules.get("torch._inductor.cudagraph_trees")
-        if trees is not None and torch.cuda.is_available():
-            manager = trees.get_manager(arguments[0].device.index, create_if_none_exists=False)
-            if manager is not None and manager.in_warmup:
-                stream = torch.cuda.current_stream()
-                with ThreadPoolExecutor(1) as executor:
-                    executor.submit(prepare, stream, arguments, options).result()
+        device = arguments[0].device
+        if _precedes_recording(device.index):
+            graphs, others = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+            others.wait_stream(graphs)
+            with ThreadPoolExecutor(1) as executor:
+                executor.submit(prepare, others, arguments, options).result()
+            graphs.wait_stream(others)
         return kernel(*arguments, **options)
 
     return run
+
+
+def _precedes_recording(device: int) -> bool:
+    """Whether PyTorch's compiler runs a graph that it records next."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return False
+    try:
+        manager = trees.get_manager(device, create_if_none_exists=False)
+    except AssertionError:  # of a thread that has run no such graph
+        return False
+    return manager is not None and bool(manager.in_warmup)

@@ -28,7 +28,7 @@ def alias_of(ctx: Any, out: Tensor) -> Tensor:
     """A result that may be written to before the backward pass, as by ``relu_(conv(x, graph))``.
 
     Saved as it is, autograd would refuse the backward pass. Saved is an alias with a version counter of its
-    own instead, which autograd frees like any saved tensor, and beside it an empty tensor that shares the
+    own instead, which autograd frees like any saved tensor, and next to it an empty tensor that shares the
     result's counter: where that has moved, the backward pass computes the result again.
     """
     ctx.written = None

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import os
+import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType, SimpleNamespace
 from typing import Any, TypeAlias
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastsparse_core.ops._eager import below_autograd, direct, is_plain_eager, is_wrapped
+from fastsparse_core.ops._eager import below_autograd, direct, is_batched, is_plain_eager, is_wrapped
 from fastsparse_core.ops._handles import built_outside_of_graphs, in_backward
 from fastsparse_core.ops._kept_results import alias_of, unfused_gradients, was_written
 from fastsparse_core.structure.adjacency import Adjacency, from_handle
@@ -46,6 +48,19 @@ _TYPES = {
 }
 
 
+def tell_inspect(module: str) -> None:
+    """Tells `inspect` which file a module is from.
+
+    PyTorch asks that of each module that registers what a trace needs. `inspect` would look through all
+    modules that are loaded, which takes 0.1 s.
+    """
+    file = os.path.normcase(os.path.abspath(sys.modules[module].__file__ or ""))
+    getattr(inspect, "modulesbyfile", {})[file] = module
+
+
+tell_inspect(__name__)
+
+
 def structure_of(adjacency: Structure, transpose: bool = False) -> Adjacency:
     """The structure that a kernel was given, or its transpose."""
     adj = adjacency if isinstance(adjacency, Adjacency) else from_handle(adjacency)
@@ -57,7 +72,9 @@ def keep_alive(adjacency: Structure) -> Adjacency | None:
 
     None for the symbolic handle of a trace, which stands for no object.
     """
-    return structure_of(adjacency) if isinstance(adjacency, (Adjacency, int)) else None
+    if isinstance(adjacency, Adjacency):
+        return adjacency
+    return from_handle(adjacency) if isinstance(adjacency, int) else None
 
 
 def schema_of(kernel: Callable[..., Any]) -> str:
@@ -79,28 +96,61 @@ def schema_of(kernel: Callable[..., Any]) -> str:
     return f"({', '.join(parameters)}) -> ({', '.join(results)})"
 
 
+def _fields(function: Callable[..., Any], annotation: str) -> dict[str, str]:
+    """Annotations of the fields of a NamedTuple, by their names; of no other type are there any."""
+    kind: Any = function.__globals__.get(annotation)
+    if not hasattr(kind, "_fields"):
+        return {}
+    annotations: dict[str, Any] = inspect.get_annotations(kind)
+    return {name: getattr(of, "__forward_arg__", of) for name, of in annotations.items()}
+
+
 def on_handle(function: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel from a function whose first argument is the structure, which the kernel takes later.
 
-    It comes after the other arguments, and what the function takes by name alone after that.
+    It comes after the other arguments, and what the function takes by name alone after that. In place of a
+    NamedTuple the kernel takes its fields; those of one that is called ``wanted`` are ``x_wanted`` there.
     """
     signature = inspect.signature(function)
-    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    _, *positional = [each for each in signature.parameters.values() if each.kind == kinds[0]]
-    named = [each for each in signature.parameters.values() if each.kind == kinds[1]]
-    count, names = len(positional), [each.name for each in named]
+    _, *given = signature.parameters.values()
+    taken: list[inspect.Parameter] = []
+
+    def place(parameter: inspect.Parameter) -> tuple[int | slice, Callable[[Any], Any] | None]:
+        """Where an argument of the function is among those of the kernel; what makes one of several."""
+        at, fields = len(taken), _fields(function, parameter.annotation)
+        suffix = "_wanted" if parameter.name == "wanted" else ""
+        names = {name + suffix: of for name, of in fields.items()} or {parameter.name: parameter.annotation}
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        taken.extend(inspect.Parameter(name, kind, annotation=of) for name, of in names.items())
+        if not fields:
+            return at, None
+        return slice(at, len(taken)), functools.partial(
+            tuple.__new__, function.__globals__[parameter.annotation]
+        )
+
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    positional = [place(each) for each in given if each.kind != by_name]
+    are_same = len(positional) == len(taken)
+    count = len(taken)
+    taken.append(inspect.Parameter("adjacency", taken[0].kind, annotation="Structure"))
+    named = [(each.name, *place(each)) for each in given if each.kind == by_name]
 
     def kernel(*arguments: Any) -> Any:
-        adj = structure_of(arguments[count])
-        if names:
-            return function(adj, *arguments[:count], **dict(zip(names, arguments[count + 1 :], strict=True)))
-        return function(adj, *arguments[:count])
+        adj = arguments[count]
+        if not isinstance(adj, Adjacency):
+            adj = from_handle(adj)
+        values, options = arguments[:count], {}
+        if not are_same:
+            values = ()
+            for at, make in positional:
+                values += (arguments[at] if make is None else make(arguments[at]),)
+        for name, at, make in named:
+            options[name] = arguments[at] if make is None else make(arguments[at])
+        return function(adj, *values, **options)
 
-    handle = inspect.Parameter("adjacency", kinds[0], annotation="Structure")
-    required = [each.replace(kind=kinds[0], default=inspect.Parameter.empty) for each in named]
-    kernel.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*positional, handle, *required]
-    )
+    results = ", ".join(_fields(function, signature.return_annotation).values())
+    result = f"tuple[{results}]" if results else signature.return_annotation
+    kernel.__signature__ = inspect.Signature(taken, return_annotation=result)  # type: ignore[attr-defined]
     return kernel
 
 
@@ -161,10 +211,8 @@ class Operator:
         torch.library.register_fake(f"fastsparse::{name}", fake_of, lib=library)
         self.kernel = kernel
         # Where things stand: looking at every argument would take the host longer.
-        is_tensor = [parameters[each].annotation.startswith("Tensor") for each in names]
-        self._tensors_of = _picker(
-            names, [each for each, holds in zip(names, is_tensor, strict=True) if holds]
-        )
+        others = [each for each in names[1:] if parameters[each].annotation.startswith("Tensor")]
+        self._other_tensors = _picker(names[1:], others)
         self._structure_at = names.index("adjacency") if "adjacency" in names else None
         self.dispatched = getattr(torch.ops.fastsparse, name).default
         self.formula = formula = self._without_derivative() if formula is None else formula
@@ -177,25 +225,28 @@ class Operator:
         OPERATORS[name] = self
 
     def __call__(self, first: Tensor, *arguments: Any, **eager: Any) -> Any:
-        """The results; in plain eager mode, which the first argument tells, without the dispatcher.
+        """The results; in plain eager mode, which its tensors tell, without the dispatcher.
 
         Args:
             first: the first argument.
             arguments: the others; the structure itself, or its handle.
             eager: what kernel and formula take besides, at the end, in plain eager mode.
         """
-        if is_plain_eager(first):
-            return self.eagerly(first, *arguments, **eager)
-        return self.dispatched(first, *[_handle_of(each) for each in arguments])
-
-    def eagerly(self, *arguments: Any, **eager: Any) -> Any:
-        """The same for callers who know that `is_plain_eager`."""
+        if not is_plain_eager(first):
+            return self.dispatched(first, *[_handle_of(each) for each in arguments])
+        others = self._other_tensors(arguments)
+        for each in others:
+            if each is not None and is_batched(each):  # as gradients may be where no operand is
+                return self.dispatched(first, *[_handle_of(each) for each in arguments])
         if torch.is_grad_enabled():
-            tensors = [each for each in self._tensors_of(arguments) if each is not None]
-            if True in [each.requires_grad for each in tensors]:
-                apply = self.apply_wrapped if True in map(is_wrapped, tensors) else self.apply
-                return apply(*arguments, *eager.values())
-        return self.kernel(*arguments, **eager)
+            needs_grad, apply = first.requires_grad, self.apply_wrapped if is_wrapped(first) else self.apply
+            for each in others:
+                if each is not None:
+                    needs_grad = needs_grad or each.requires_grad
+                    apply = self.apply_wrapped if is_wrapped(each) else apply
+            if needs_grad:
+                return apply(first, *arguments, *eager.values())
+        return self.kernel(first, *arguments, **eager)
 
     def below(self, *arguments: Any, **eager: Any) -> Any:
         """The results below autograd, for the operator's own formula, with what that was given."""
@@ -209,7 +260,8 @@ class Operator:
         """What PyTorch's dispatcher runs where a tensor may want a gradient."""
         if forward_ad._current_level >= 0:
             _refuse_tangents(self.name, arguments)
-        arguments = in_backward(arguments)
+        if torch.SymInt in map(type, arguments):
+            arguments = in_backward(arguments)
         if torch.is_grad_enabled():
             for argument in arguments:
                 if isinstance(argument, Tensor) and argument.requires_grad:
@@ -290,9 +342,10 @@ class FusedOperator(Operator):
             reads_out: whether the gradients of a call need its result ``out``, from the kernel's arguments;
                 None: they always do.
         """
-        names, read = _parameters(on_handle(kernel)), _parameters(on_handle(gradients))[1:]
-        annotations = inspect.get_annotations(kernel)
-        tensors = [each for each in names if annotations.get(each, "int").startswith("Tensor")]
+        of_results, of_gradients = on_handle(kernel), on_handle(gradients)
+        names, read = _parameters(of_results), _parameters(of_gradients)[1:]
+        parameters = inspect.signature(of_results).parameters
+        tensors = [each for each in names if parameters[each].annotation.startswith("Tensor")]
         inputs = [each for each in tensors if each != "seed"]
         others = [each for each in names if each not in tensors]
         kept = [each for each in results if each in read]
@@ -352,8 +405,8 @@ class FusedOperator(Operator):
                 for x, needs in wanted
             )
 
-        of_inputs = Operator(on_handle(gradients), gradients_fake, name=f"{name}_backward")
-        super().__init__(on_handle(kernel), fake, Formula, name)
+        of_inputs = Operator(of_gradients, gradients_fake, name=f"{name}_backward")
+        super().__init__(of_results, fake, Formula, name)
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
@@ -362,7 +415,7 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 
 def _picker(names: Sequence[str], wanted: Sequence[str]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """A function that takes the values of some names out of those of all."""
-    places = [names.index(each) for each in wanted]
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return lambda values: [values[each] for each in places]
+    places: list[Any] = [names.index(each) for each in wanted]
+    if len(places) < 2:  # slices: of one place alone `itemgetter` gives no sequence
+        return operator.itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
+    return operator.itemgetter(*places)

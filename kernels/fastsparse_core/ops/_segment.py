@@ -149,20 +149,16 @@ def _empty_results(src: Tensor, num_segments: int, reduce: str) -> tuple[Tensor,
     return out, src.new_empty(0) if dtype is None else torch.empty_like(out, dtype=dtype)
 
 
+# The last argument, how segments are found, is not there where PyTorch's dispatcher calls.
+
+
 class _SegmentReduce(torch.autograd.Function):
     """Sums give every row the gradient of its segment, extrema give it to the row that was chosen."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        src: Tensor,
-        index: Tensor | None,
-        rowptr: Tensor | None,
-        num_segments: int,
-        reduce: str,
-        find: _Find | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        out, extra = reduce_op.below(src, index, rowptr, num_segments, reduce, find=find)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        src, index, rowptr, num_segments, reduce, find = (*arguments, None)[:6]
+        out, extra = reduce_op.below(*arguments)
         ctx.reduce, ctx.num_segments, ctx.num_rows, ctx.find = reduce, num_segments, src.size(0), find
         ctx.mark_non_differentiable(extra)
         needs_src = reduce in ("mul", *MOMENTS)
@@ -237,11 +233,7 @@ def _gradient_of_product(
 
 
 def _segment_counts(
-    index: Tensor | None,
-    rowptr: Tensor | None,
-    num_segments: int,
-    num_rows: int,
-    find: _Find | None = None,
+    index: Tensor | None, rowptr: Tensor | None, num_segments: int, num_rows: int, find: _Find | None = None
 ) -> Tensor:
     """Number of rows of every segment, at least 1, int64 (num_segments, 1)."""
     # A copy, for results of operators may be written.
@@ -249,11 +241,7 @@ def _segment_counts(
 
 
 def _segment_gather(
-    src: Tensor,
-    index: Tensor | None,
-    rowptr: Tensor | None,
-    num_rows: int,
-    find: _Find | None = None,
+    src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_rows: int, find: _Find | None = None
 ) -> Tensor:
     if index is None:
         assert rowptr is not None
@@ -269,17 +257,11 @@ class _SegmentGather(torch.autograd.Function):
     """Its gradient sums over each segment."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        src: Tensor,
-        index: Tensor | None,
-        rowptr: Tensor | None,
-        num_rows: int,
-        find: _Find | None = None,
-    ) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        src, index, rowptr, _, ctx.find = (*arguments, None)[:5]
         ctx.save_for_backward(index, rowptr)
-        ctx.num_segments, ctx.find = src.size(0), find
-        return cast("Tensor", gather_op.below(src, index, rowptr, num_rows, find=find))
+        ctx.num_segments = src.size(0)
+        return cast("Tensor", gather_op.below(*arguments))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -292,11 +274,7 @@ class _SegmentGather(torch.autograd.Function):
 
 
 def _segment_softmax(
-    src: Tensor,
-    index: Tensor | None,
-    rowptr: Tensor | None,
-    num_segments: int,
-    find: _Find | None = None,
+    src: Tensor, index: Tensor | None, rowptr: Tensor | None, num_segments: int, find: _Find | None = None
 ) -> Tensor:
     return launch_softmax(
         src, None, lambda: (find or find_segments)(index, rowptr, num_segments, src.size(0))
@@ -320,17 +298,10 @@ class _SegmentSoftmax(torch.autograd.Function):
     """ds = p (g - sum over the segment of p g)."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        src: Tensor,
-        index: Tensor | None,
-        rowptr: Tensor | None,
-        num_segments: int,
-        find: _Find | None = None,
-    ) -> Tensor:
-        weight = softmax_op.below(src, index, rowptr, num_segments, find=find)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        _, index, rowptr, ctx.num_segments, ctx.find = (*arguments, None)[:5]
+        weight = softmax_op.below(*arguments)
         ctx.save_for_backward(weight, index, rowptr)
-        ctx.num_segments, ctx.find = num_segments, find
         return cast("Tensor", weight)
 
     @staticmethod
@@ -347,20 +318,10 @@ class _SegmentSoftmaxBackward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        weight: Tensor,
-        grad: Tensor,
-        index: Tensor | None,
-        rowptr: Tensor | None,
-        num_segments: int,
-        find: _Find | None = None,
-    ) -> Tensor:
-        ctx.save_for_backward(weight, grad, index, rowptr)
-        ctx.num_segments, ctx.find = num_segments, find
-        return cast(
-            "Tensor", _softmax_backward_op.below(weight, grad, index, rowptr, num_segments, find=find)
-        )
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *tensors, ctx.num_segments, ctx.find = (*arguments, None)[:6]
+        ctx.save_for_backward(*tensors)
+        return cast("Tensor", _softmax_backward_op.below(*arguments))
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:

@@ -10,9 +10,8 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._edge_values import num_heads
 from fastsparse_core.ops._facts import used_csr
-from fastsparse_core.ops._operands import unit_stride
+from fastsparse_core.ops._operands import num_heads, unit_stride
 from fastsparse_core.ops._registration import Operator, Structure, keep_alive, structure_of
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -254,7 +253,5 @@ def _spmm_extremum_fake(of: Any) -> tuple[Tensor, Tensor]:
 
 _spmm_extremum_op = Operator(spmm_extremum, _spmm_extremum_fake, _SpmmExtremum)
 _spmm_extremum_backward_op = Operator(
-    _spmm_extremum_backward,
-    lambda of: _empty_gradients(of.grad, of.num_src, of.value),
-    _gradient_formula,
+    _spmm_extremum_backward, lambda of: _empty_gradients(of.grad, of.num_src, of.value), _gradient_formula
 )

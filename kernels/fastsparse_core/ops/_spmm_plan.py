@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,9 +11,8 @@ from fastsparse_core import _C, policy
 from fastsparse_core.device import current_stream, device_index, place_of
 from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._edge_values import edges_from_dense, is_dense, num_heads
 from fastsparse_core.ops._facts import count_csr_use, facts_of, follow, scatters, used_csr
-from fastsparse_core.ops._operands import unit_stride
+from fastsparse_core.ops._operands import edges_from_dense, is_dense, num_heads, unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: SpmmKernel in kernels/binding.cpp; those named "resident" gather from shared memory.
@@ -105,26 +104,6 @@ def _plan(
         plan = _DensePlan(plan)
     adj.plans[key] = plan if choice.is_final else _CountedPlan(plan, algorithm, aligned, key)
     return plan
-
-
-class SpmmPlan(Protocol):
-    """A kernel of spmm with what it reads of a structure, for calls of one dtype, width and layout.
-
-    It does not keep the structure, which keeps it.
-    """
-
-    def run(
-        self,
-        adj: Adjacency,
-        x: Tensor,
-        value: Tensor | None,
-        scale_dst: Tensor | None,
-        scale_src: Tensor | None,
-        bias: Tensor | None,
-        relu: bool,
-        loop: Tensor | None,
-    ) -> Tensor:
-        """The product; arguments as of `launch_spmm`, with columns of ``x`` next to each other."""
 
 
 class _CsrPlan:
@@ -275,12 +254,12 @@ class _BsbPlan:
         partial = x.new_empty(self.num_partial, width, dtype=torch.float32) if self.num_partial else None
         index = x.get_device()
         _C.spmm_bsb(
-            structure=self.structure,
-            x=x,
-            value=value,
-            heads=self.heads,
-            quad_vector=self.quad_vector,
-            vector_scale=vector_scale,
+            self.structure,
+            x,
+            value,
+            self.heads,
+            self.quad_vector,
+            vector_scale,
             scale_dst=scale_dst,
             scale_src=scale_src,
             loop=loop,
@@ -306,6 +285,11 @@ class _DensePlan:
     def run(self, adj: Adjacency, x: Tensor, value: Tensor | None, *rest: Any) -> Tensor:
         assert value is not None
         return self.plan.run(adj, x, edges_from_dense(adj, value), *rest)
+
+
+#: A kernel of spmm with what it reads of a structure, for calls of one dtype, width and layout. It does not
+#: keep the structure, which keeps it. `run` takes the arguments of `launch_spmm`, but ``x`` of unit stride.
+SpmmPlan: TypeAlias = _CsrPlan | _CountedPlan | _BsbPlan | _DensePlan
 
 
 def add_transposed(
@@ -380,7 +364,7 @@ def grad_of_features(
         total = grad.new_empty(adj.num_src, grad.size(1), dtype=torch.float32)
         total = add_transposed(adj, grad, value, scale_dst, scale_src, total).to(grad.dtype)
         return total if loop is None else with_loops(total, grad, scale_dst, scale_src, loop)
-    if value is not None and is_dense(value):
+    if value is not None and value.dim() == 3:  # `is_dense`, without the call
         value = edges_from_dense(adj, value)
     transposed = adj.t(valued=value is not None)
     return launch_spmm(transposed, grad, value, scale_src, scale_dst, None, algorithm, loop=loop)

@@ -57,17 +57,42 @@ def grad_of_values(
         return out
     grad, ids = unit_stride(grad), ids.contiguous()
     value = None if value is None else value.contiguous()
-    if (
-        policy.ssd_backward_algorithm(facts_of(adj), adj.gpu, grad.dtype, grad.size(1), ids.size(1))
-        == "windows"
-    ):
-        row_bytes = grad.size(1) * grad.dtype.itemsize
-        windows = _windows(
-            adj, policy.panel_layout(adj.shape, adj.num_edges, row_bytes, ids.size(1), adj.gpu)
+    width, k, index = grad.size(1), ids.size(1), device_index(grad.device)
+    windows = None
+    if policy.ssd_backward_algorithm(facts_of(adj), adj.gpu, grad.dtype, width, k) == "windows":
+        row_bytes = width * grad.dtype.itemsize
+        windows = _windows(adj, policy.panel_layout(adj.shape, adj.num_edges, row_bytes, k, adj.gpu))
+    if windows is not None:
+        total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        panels = _windows_structure(adj, windows, valued=value is not None)
+        _C.ssd_backward_windows(
+            structure=panels,
+            grad=grad,
+            value=value,
+            ids=ids,
+            scale_dst=scale_dst,
+            scale_src=scale_src,
+            sum=total,
+            out=out,
+            device=index,
+            queue=queue(index),
         )
-        if windows is not None:
-            return _launch_windows(adj, windows, grad, ids, value, scale_dst, scale_src, out)
-    _launch_rows(structure_of(adjacency, not transpose), grad, ids, value, scale_dst, scale_src, out)
+        return out
+    transposed, partial = structure_of(adjacency, not transpose), None
+    if index >= 0 and transposed.row_split.num_slots:
+        partial = out.new_empty(transposed.row_split.num_slots, k, dtype=accumulation_dtype(grad.dtype))
+    _C.ssd_backward(
+        transposed=used_csr(transposed),
+        grad=grad,
+        value=value,
+        ids=ids,
+        scale_dst=scale_dst,
+        scale_src=scale_src,
+        out=out,
+        partial=partial,
+        device=index,
+        queue=queue(index),
+    )
     return out
 
 
@@ -125,62 +150,6 @@ def _windows_structure(adj: Adjacency, windows: RowPanels, *, valued: bool) -> A
         )
 
     return adj.derived(("tall_windows_structure", *layout, valued), build)
-
-
-def _launch_windows(
-    adj: Adjacency,
-    windows: RowPanels,
-    grad: Tensor,
-    ids: Tensor,
-    value: Tensor | None,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    out: Tensor,
-) -> Tensor:
-    total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-    device, stream = place_of(grad.device)
-    _C.ssd_backward_windows(
-        structure=_windows_structure(adj, windows, valued=value is not None),
-        grad=grad,
-        value=value,
-        ids=ids,
-        scale_dst=scale_dst,
-        scale_src=scale_src,
-        sum=total,
-        out=out,
-        device=device,
-        queue=stream,
-    )
-    return out
-
-
-def _launch_rows(
-    transposed: Adjacency,
-    grad: Tensor,
-    ids: Tensor,
-    value: Tensor | None,
-    scale_dst: Tensor | None,
-    scale_src: Tensor | None,
-    out: Tensor,
-) -> None:
-    index = device_index(grad.device)
-    partial = None
-    if index >= 0 and transposed.row_split.num_slots:
-        partial = out.new_empty(
-            transposed.row_split.num_slots, ids.size(1), dtype=accumulation_dtype(grad.dtype)
-        )
-    _C.ssd_backward(
-        transposed=used_csr(transposed),
-        grad=grad,
-        value=value,
-        ids=ids,
-        scale_dst=scale_dst,
-        scale_src=scale_src,
-        out=out,
-        partial=partial,
-        device=index,
-        queue=queue(index),
-    )
 
 
 def grad_of_edge_values(

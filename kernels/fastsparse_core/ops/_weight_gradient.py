@@ -52,7 +52,7 @@ def weight_gradient(
     if not once or (recorded.entered and not is_cuda and recorded.current() is not None):
         return _differentiable(grad, features, dtype, num_parts, part_width, out_by_in)
     left, right = (grad.t(), features) if out_by_in else (features.t(), grad)
-    product = product_in(left, right, dtype)
+    product = torch.mm(left, right) if left.dtype == dtype else product_in(left, right, dtype)
     if not is_cuda and math.isfinite(product.sum(dtype=None if dtype != torch.float16 else torch.float32)):
         return product  # a sum that overflows is computed again, too
     width = grad.shape[1] if part_width is None else part_width

@@ -23,7 +23,7 @@ from fastsparse_core.ops._attention_launch import ADDITIVE, DOT_PRODUCT, GATV2, 
 from fastsparse_core.ops._autocast import autocast
 from fastsparse_core.ops._checks import check_features, is_partitioned
 from fastsparse_core.ops._eager import PLAIN
-from fastsparse_core.ops._edge_values import num_heads
+from fastsparse_core.ops._operands import num_heads
 from fastsparse_core.ops.edge_softmax import edge_softmax
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -78,7 +78,7 @@ def attention(
 
     Returns:
         (num_dst, H, Dv), or (num_dst, H * Dv) for two dimensions; 0 in rows without edges. Accumulated in
-        float32 or wider, deterministic. Differentiable in ``q``, ``k``, ``v`` and ``bias``, twice too.
+        float32 or wider, deterministic. Differentiable twice in ``q``, ``k``, ``v`` and ``bias``.
 
     Raises:
         TypeError: dtypes are not supported or differ.
@@ -162,7 +162,7 @@ def additive_attention(
 
     Returns:
         (num_dst, H, Dv), or (num_dst, H * Dv) for two dimensions; 0 in rows without edges. Accumulated in
-        float32 or wider, deterministic. Differentiable in all tensors, twice too.
+        float32 or wider, deterministic. Differentiable twice in all tensors.
 
     Raises:
         TypeError: dtypes are not supported or differ.
@@ -249,7 +249,7 @@ def gatv2_attention(
 
     Returns:
         (num_dst, H, D), or (num_dst, H * D) for two dimensions; 0 in rows without edges. Accumulated in
-        float32 or wider, deterministic. Differentiable in all tensors, twice too.
+        float32 or wider, deterministic. Differentiable twice in all tensors.
 
     Raises:
         TypeError: dtypes are not supported or differ.

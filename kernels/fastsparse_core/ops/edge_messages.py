@@ -45,7 +45,7 @@ def gine_aggregate(
 
     Returns:
         (num_dst, F); 0 in rows without edges. Accumulated in float32 or wider, deterministic. Differentiable
-        in all tensors, twice too.
+        twice in all tensors.
 
     Raises:
         TypeError: dtypes are not supported or differ.
@@ -112,7 +112,7 @@ def gated_aggregate(
 
     Returns:
         (num_dst, F); 0 in rows without edges. Accumulated in float32 or wider, deterministic. Differentiable
-        in all tensors, twice too.
+        twice in all tensors.
 
     Raises:
         TypeError: dtypes are not supported or differ.
@@ -168,8 +168,8 @@ def gated_edges(
 
     Returns:
         :math:`\mathbf{y}` and :math:`\mathbf{n}`, (num_dst, F), and :math:`\mathbf{z}`, (num_values, F), 0
-        for edges that self loops replaced. Accumulated in float32 or wider, deterministic. Differentiable in
-        all tensors, twice too.
+        for edges that self loops replaced. Accumulated in float32 or wider, deterministic. Differentiable
+        twice in all tensors.
 
     Raises:
         TypeError: dtypes are not supported or differ.

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fastsparse_core.ops._checks import check_heads, check_structure, is_partitioned
 from fastsparse_core.ops._dtypes import DTYPE_CODE
-from fastsparse_core.ops._edge_values import empty_values
 from fastsparse_core.ops._facts import used_csr
+from fastsparse_core.ops._operands import empty_values
 from fastsparse_core.ops._registration import Operator, Structure, keep_alive, structure_of
 from fastsparse_core.ops._segment_launch import softmax_of_rows
 from fastsparse_core.ops.sddmm import sddmm

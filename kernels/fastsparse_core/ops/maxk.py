@@ -22,8 +22,8 @@ def maxk(x: Tensor, k: int) -> CBSR:
         \mathrm{MaxK}(\mathbf{X})_{ic} = \begin{cases} x_{ic} & c \in \operatorname{top}_k(\mathbf{x}_i) \\
         0 & \text{else} \end{cases}
 
-    The nonlinearity of MaxK-GNN (section 3.1), in the place of ReLU. The selection is exact: of equal
-    entries those in lower columns are kept, and NaN counts as largest, as in :func:`torch.topk`.
+    The nonlinearity of MaxK-GNN (section 3.1), in the place of ReLU. The selection is exact. Among equal
+    entries, those in lower columns are kept. NaN counts as the largest, as in :func:`torch.topk`.
 
     Args:
         x: (n, D), float64, float32, float16 or bfloat16, any row stride, D at most 65,536 (up to 1024 a row

@@ -55,7 +55,7 @@ def multi_aggregate(
             features are projected to rows first.
         edge_weight: :math:`\mathbf{W}`, (F, A), in the dtype of ``x_src``.
         groups: equal groups of features; the results of a group are adjacent.
-        min_variance: up to which the standard deviation is 0 and has no gradient.
+        min_variance: largest variance for which the standard deviation is 0 and has no gradient.
 
     Returns:
         (num_dst, len(aggregations) * F) in the dtype of ``x_src``: for every group the aggregations, each of

@@ -18,9 +18,8 @@ from fastsparse_core.ops._checks import (
     check_structure,
     is_partitioned,
 )
-from fastsparse_core.ops._edge_values import dense_from_edges
 from fastsparse_core.ops._facts import facts_of, follow, used_csr
-from fastsparse_core.ops._operands import unit_stride
+from fastsparse_core.ops._operands import dense_from_edges, unit_stride
 from fastsparse_core.ops._registration import OPERATORS, Operator, Structure, keep_alive, structure_of
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -122,25 +121,26 @@ def sddmm_kernel(
     """The operator below autograd: (length, heads), or where `dense` the vectors (length, 8, heads)."""
     adj, x_dst, x_src = structure_of(adjacency), unit_stride(x_dst), unit_stride(x_src)
     size = (length, HEIGHT, heads) if dense else (length, heads)
-    if length == 0 or heads == 0 or adj.num_edges == 0:
+    num_edges = adj.col.numel()
+    if length == 0 or heads == 0 or num_edges == 0:
         return x_dst.new_zeros(size, dtype=dtype)
-    aligned = _is_aligned(x_dst, x_src, heads)
+    aligned = x_dst.is_cuda and _is_aligned(x_dst, x_src, heads)  # no kernel of the CPU asks for it
     # Most calls repeat an earlier one.
     key = ("sddmm", x_dst.dtype, x_dst.shape[1], heads, algorithm, aligned, dense)
     kernel, by_entry = adj.plans.get(key) or _plan(adj, algorithm, x_dst, heads, aligned, dense, key)
     if dense and kernel == "csr":
         of_edges = (adj.num_values, heads, dtype, adjacency, kernel, False)
         return dense_from_edges(adj, sddmm_kernel(x_dst, x_src, scale_dst, scale_src, *of_edges))
-    every_value_is_written = dense or length == adj.num_edges
+    every_value_is_written = dense or length == num_edges
     out = (x_dst.new_empty if every_value_is_written else x_dst.new_zeros)(size, dtype=dtype)
-    device, stream = place_of(x_dst.device)
+    device, stream = place_of(x_dst.device) if x_dst.is_cuda else (-1, torch.get_num_threads())
     if kernel == "flashsparse":
         structure, slot_window, slot_entry, edge_id = adj.sddmm_structure()
         _C.sddmm_bsb(
-            structure=structure,
-            rowptr=adj.rowptr,
-            slot_window=slot_window,
-            slot_entry=slot_entry,
+            structure,
+            adj.rowptr,
+            slot_window,
+            slot_entry,
             quad_vector=adj.quad_vector() if dense else None,
             edge_id=edge_id,
             edge_id_is_64bit=edge_id is not None and edge_id.dtype == torch.int64,
@@ -187,8 +187,6 @@ def _plan(
 
 def _is_aligned(x_dst: Tensor, x_src: Tensor, heads: int) -> bool:
     """Whether every head of every node starts at a multiple of 16 bytes, and a row's stride fits 32 bits."""
-    if not x_dst.is_cuda:
-        return False  # which no kernel of the CPU asks for
     size = x_dst.element_size()
     dst_stride, src_stride = x_dst.stride(0) * size, x_src.stride(0) * size
     if max(dst_stride, src_stride) >= 1 << 32:

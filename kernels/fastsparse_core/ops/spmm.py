@@ -19,10 +19,9 @@ from fastsparse_core.ops._checks import (
     widened_value,
 )
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
-from fastsparse_core.ops._eager import is_first_derivative, is_plain_eager, is_wrapped
-from fastsparse_core.ops._edge_values import edges_from_dense, is_dense, num_heads
+from fastsparse_core.ops._eager import PLAIN, is_first_derivative, is_plain_eager, is_wrapped
 from fastsparse_core.ops._kept_results import with_cure
-from fastsparse_core.ops._operands import unit_stride
+from fastsparse_core.ops._operands import edges_from_dense, is_dense, num_heads, unit_stride
 from fastsparse_core.ops._registration import Operator, Structure, keep_alive, structure_of
 from fastsparse_core.ops._spmm_extremum import extremum
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
@@ -106,12 +105,11 @@ def spmm(
     """
     algorithm = policy.requested("spmm", algorithm)
     if (
-        bias is None
-        and value_layout == "edges"
+        value_layout == "edges"
         and is_plain_eager(x)
         and not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
     ):
-        plain = plain_spmm(adj, x, value, reduce, scale_dst, scale_src, algorithm, relu)
+        plain = plain_spmm(adj, x, value, reduce, scale_dst, scale_src, algorithm, relu, bias)
         if plain is not None:
             return plain
     policy.check_algorithm(value_layout, ("edges", "me_bcrs"), "value_layout")
@@ -158,6 +156,7 @@ def plain_spmm(
     scale_src: Tensor | None,
     algorithm: str,
     relu: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor | None:
     """What :func:`spmm` gives where there is nothing to cast or reshape, as in most calls of layers.
 
@@ -165,7 +164,7 @@ def plain_spmm(
     another kind, or wrong.
     """
     if not (
-        (reduce == "sum" or (reduce == "mean" and scale_dst is None))
+        (reduce in ("sum", "max", "min") or (reduce == "mean" and scale_dst is None))
         and type(adj) is Adjacency
         and x.dim() == 2
         and x.shape[0] == adj.num_src
@@ -176,13 +175,25 @@ def plain_spmm(
         and (scale_src is None or _is_plain_scale(scale_src, adj.num_src, x))
     ):
         return None
+    if bias is not None and not (
+        type(bias) in PLAIN
+        and bias.shape == x.shape[1:]
+        and bias.dtype == x.dtype
+        and bias.device == x.device
+        and not bias.is_neg()
+    ):
+        return None
+    if reduce in ("max", "min"):
+        found: Tensor = extremum(adj, x, value, reduce == "min", scale_dst, scale_src, bias)
+        return found.relu() if relu else found
     scale = scale_dst if reduce == "sum" else adj.inv_degree(accumulation_dtype(x.dtype))
     needs_grad = x.requires_grad or (value is not None and value.requires_grad)
+    needs_grad = needs_grad or (bias is not None and bias.requires_grad)
     if not (needs_grad and torch.is_grad_enabled()):
-        return launch_spmm(adj, x, value, scale, scale_src, None, algorithm, relu)
+        return launch_spmm(adj, x, value, scale, scale_src, bias, algorithm, relu)
     wrapped = is_wrapped(x) or (value is not None and is_wrapped(value))
     apply = _spmm_op.apply_wrapped if wrapped else _spmm_op.apply
-    out: Tensor = apply(x, value, scale, scale_src, None, adj.num_dst, adj, False, algorithm, relu)
+    out: Tensor = apply(x, value, scale, scale_src, bias, adj.num_dst, adj, False, algorithm, relu)
     return out
 
 
@@ -201,7 +212,7 @@ def _is_plain_scale(scale: Any, rows: int, x: Tensor) -> bool:
     return (
         type(scale) is Tensor
         and scale.shape == (rows,)
-        and scale.dtype is accumulation_dtype(x.dtype)
+        and scale.dtype is (torch.float64 if x.dtype == torch.float64 else torch.float32)
         and scale.device == x.device
         and scale.is_contiguous()
         and not (scale.requires_grad or scale.is_neg())
@@ -254,10 +265,12 @@ class _Spmm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         x, value, scale_dst, scale_src, bias, _, adjacency, transpose, algorithm, relu = arguments
-        ctx.keep_alive, ctx.adjacency = keep_alive(adjacency), adjacency
+        ctx.adjacency = adjacency
         if isinstance(adjacency, Adjacency) and not transpose:  # the shortest way
+            ctx.keep_alive = adjacency
             out = launch_spmm(adjacency, x, value, scale_dst, scale_src, bias, algorithm, relu)
         else:
+            ctx.keep_alive = keep_alive(adjacency)
             out = _spmm_op.below(*arguments)
         ctx.num_src, ctx.transpose, ctx.algorithm = x.shape[0], transpose, algorithm
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -276,24 +289,14 @@ class _Spmm(torch.autograd.Function):
         if rectified is not None:
             grad = grad.masked_fill(rectified <= 0, 0)
         plain = is_first_derivative(grad)
-        if plain:
+        if plain and grad.stride(1) != 1:
             grad = unit_stride(grad)  # once: that of a sum is expanded
         if ctx.needs_input_grad[0]:
             if plain and not ctx.transpose:
                 grad_x = grad_of_features(ctx.keep_alive, grad, value, scale_dst, scale_src, ctx.algorithm)
             else:
-                grad_x = _spmm_op(
-                    grad,
-                    value,
-                    scale_src,
-                    scale_dst,
-                    None,
-                    ctx.num_src,
-                    ctx.adjacency,
-                    not ctx.transpose,
-                    ctx.algorithm,
-                    False,
-                )
+                place = (ctx.num_src, ctx.adjacency, not ctx.transpose, ctx.algorithm, False)
+                grad_x = _spmm_op(grad, value, scale_src, scale_dst, None, *place)
         if ctx.needs_input_grad[1]:
             dst, src = (x, grad) if ctx.transpose else (grad, x)
             scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)

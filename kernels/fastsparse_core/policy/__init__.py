@@ -1,4 +1,4 @@
-"""Which kernel serves a call, how it cuts its work, and when another form of a structure is worth building.
+"""Which kernel supports a call, how it cuts its work, and when another form of a structure is worth building.
 
 Every rule is a function of numbers: `Facts` of the structure and its use, a `GpuProfile`, and what the call
 asks for. `algorithm_context` says by which name it asks. The measurements behind the numbers are in

@@ -13,11 +13,11 @@ _TAKE_AUTO = "Pass algorithm='auto' to let FastSparse choose"
 
 
 def attention_algorithm(algorithm: str, unsupported_reason: str) -> str:
-    """Resolves ``"auto"``, and a request that this call cannot serve, to ``"fused3s"`` or ``"unfused"``.
+    """Resolves ``"auto"``, and a request that this call does not support, to ``"fused3s"`` or ``"unfused"``.
 
     Args:
         algorithm: as the caller asked; of scores that have one fused kernel, ``"csr"`` means that one too.
-        unsupported_reason: why the fused kernels cannot serve the call, "" if they can.
+        unsupported_reason: why the fused kernels do not support the call, "" if they can.
     """
     if algorithm == "unfused":
         return algorithm
@@ -32,7 +32,7 @@ def attention_algorithm(algorithm: str, unsupported_reason: str) -> str:
 
 
 def dot_product_algorithm(facts: Facts, algorithm: str, no_blocks: str, no_csr: str) -> Choice:
-    """Resolves ``"auto"``, and a request that this call cannot serve, to the name of a kernel.
+    """Resolves ``"auto"``, and a request that this call does not support, to the name of a kernel.
 
     ``"fused3s"`` is faster once a structure is converted to blocks, ``"csr"`` reads it as it is. So
     ``"auto"`` takes csr until a structure is used often, and always under deterministic algorithms, where the
@@ -41,7 +41,7 @@ def dot_product_algorithm(facts: Facts, algorithm: str, no_blocks: str, no_csr: 
     Args:
         facts: of the structure.
         algorithm: as the caller asked.
-        no_blocks: why ``"fused3s"`` cannot serve the call, "" if it can.
+        no_blocks: why ``"fused3s"`` does not support the call, "" if it can.
         no_csr: the same of ``"csr"``.
     """
     if algorithm == "unfused" or (no_blocks and no_csr):

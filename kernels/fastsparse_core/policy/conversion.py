@@ -9,7 +9,7 @@ from fastsparse_core.policy.facts import Facts
 
 #: Products with a structure before `auto` converts it: a conversion costs about as much as 5 to 10 products.
 REUSE = 16
-#: Products with a structure whose slices lie in row order, as they do at first, before they are sorted; and
+#: Products with a structure whose slices are in row order, as they do at first, before they are sorted; and
 #: with one of few edges, which a batch has: each of its layers makes two products, and then it is gone.
 UNSORTED_USES, UNSORTED_USES_OF_FEW = 8, 16
 #: Gradients of a new structure that are added by atomics before its transpose is built: a structure that is
@@ -27,7 +27,7 @@ _LEAST_COUNTED_BYTES = 16 << 20
 
 
 def sorts_slices(uses: int, num_edges: int) -> bool:
-    """Whether slices that lie in row order are sorted by length now.
+    """Whether slices that are in row order are sorted by length now.
 
     Args:
         uses: of the structure so far.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-#: Heads that a grid has room for.
+#: Heads that a grid has space for.
 MOST_HEADS = 65_535
 
 
@@ -12,7 +12,7 @@ class Facts(NamedTuple):
     """A structure and its use so far, as far as the rules ask.
 
     Attributes:
-        is_cuda: whether it lies on a GPU.
+        is_cuda: whether it is on a GPU.
         num_dst: rows.
         num_src: columns.
         num_edges: entries.
@@ -23,7 +23,7 @@ class Facts(NamedTuple):
         num_vectors: of the blocks.
         has_sddmm_structure: whether that of sddmm on blocks was.
         has_transpose: whether the transpose was built.
-        is_padded: whether there is room for more entries.
+        is_padded: whether there is space for more entries.
         deterministic: whether PyTorch is told to use deterministic algorithms.
         capturing: whether a CUDA graph is being captured.
     """

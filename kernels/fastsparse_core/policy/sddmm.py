@@ -27,7 +27,7 @@ def sddmm_algorithm(
     aligned: bool,
     dense: bool = False,
 ) -> Choice:
-    """Resolves ``"auto"``, and a request that this call cannot serve, to ``"csr"`` or ``"flashsparse"``.
+    """Resolves ``"auto"``, and a request that this call does not support, to ``"csr"`` or ``"flashsparse"``.
 
     Args:
         facts: of the structure.

@@ -40,7 +40,7 @@ def spmm_algorithm(
     aligned: bool,
     dense: bool = False,
 ) -> Choice:
-    """Resolves ``"auto"``, and a request that this call cannot serve, to the name of a kernel.
+    """Resolves ``"auto"``, and a request that this call does not support, to the name of a kernel.
 
     Args:
         facts: of the structure.
@@ -87,12 +87,11 @@ def spmm_resident(
 ) -> bool:
     """Whether csr or tca gathers from a tile of all sources in shared memory (spmm_resident.cu).
 
-    That takes a GPU whose blocks have room for the tile, sources that rows gather several times, and features
-    that fill half a tile in float32, in 16 bits more: tca gathers rows of 128 bytes from the L2 as fast (9.0
-    us against 13.6 on 512 x 512, half of it kept; 12.4 against 13.0 on 2048 x 512, a fifth). On pruned
-    matrices with four times as many rows as sources both gain 1.1 to 1.9 times; with as many rows csr gains
-    up to 1.3 times, tca 1.05 to 1.15 but for rows of 256 entries
-    (docs/dev/choosing.md).
+    That takes a GPU whose blocks have space for the tile, sources that rows gather several times, and
+    features that fill half a tile in float32, in 16 bits more: tca gathers rows of 128 bytes from the L2 as
+    fast (9.0 us against 13.6 on 512 x 512, half of it kept; 12.4 against 13.0 on 2048 x 512, a fifth). On
+    pruned matrices with four times as many rows as sources both gain 1.1 to 1.9 times; with as many rows csr
+    gains up to 1.3 times, tca 1.05 to 1.15 except for rows of 256 entries (docs/dev/choosing.md).
 
     Args:
         facts: of the structure.

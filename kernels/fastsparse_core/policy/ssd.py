@@ -68,7 +68,7 @@ def packs_ssd_rows(facts: Facts, gpu: GpuProfile, dtype: torch.dtype, k: int, wi
 
     The pass moves 9 k bytes per source in float32 and is a launch more, so a source should be gathered often,
     and from far: on the H200 at k = 32, with edge groups of 128, igb-small takes 0.92 ms without it and 0.81
-    with, yelp 0.80 and 0.72, ogbn-products 5.25 and 4.60; ppi, whose rows lie in the L2, 0.079 and 0.086,
+    with, yelp 0.80 and 0.72, ogbn-products 5.25 and 4.60; ppi, whose rows are in the L2, 0.079 and 0.086,
     reddit 3.93 and 4.05.
     """
     often = facts.num_edges >= gpu.gathered_often * facts.num_src and facts.num_src >= gpu.many_sources

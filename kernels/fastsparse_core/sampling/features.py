@@ -82,7 +82,7 @@ class FeatureTable:
         self._aligned = aligned
 
     def keep(self, rows: Tensor) -> None:
-        """Keeps some rows on the device too where the table stays with the host.
+        """Keeps some rows on the device, too, if the table stays on the host.
 
         All tables of the tensor share them. They take 4 bytes more for every row of the table.
 

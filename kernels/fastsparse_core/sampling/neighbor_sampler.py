@@ -28,7 +28,7 @@ class NeighborSampler:
     bit.
 
     On a GPU the sizes of a batch are read once, when it is done. Batches of more than 2^23 possible edges,
-    and those of all neighbours of many nodes, are drawn in parts, with a read or two for each.
+    and those of all neighbours of many nodes, are drawn in parts, with one or two reads for each.
 
     Args:
         graph: in-edges: an :class:`Adjacency` whose rows are destinations, square; or a dict of them by edge
@@ -41,7 +41,7 @@ class NeighborSampler:
         disjoint: whether every seed gets a subgraph of its own, that shares no nodes with others.
         induced: return all edges between the batch's nodes, not only those that were drawn.
         blocks: return a block per hop, in which all nodes of the hops before sample again.
-        num_nodes: by node type; for types that no edge type has.
+        num_nodes: number of nodes by node type, for types without edges.
 
     Raises:
         TypeError: an argument is of another type.

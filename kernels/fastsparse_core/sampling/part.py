@@ -37,7 +37,7 @@ class Size(NamedTuple):
 
 
 class Output:
-    """Edges of steps that come to lie one behind the other."""
+    """Edges of steps, one after the other."""
 
     def __init__(self, zero: Size) -> None:
         self.end = zero  # number of edges so far

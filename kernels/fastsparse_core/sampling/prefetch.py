@@ -37,8 +37,8 @@ def prefetched(
         start: begins to draw a batch; must not wait for the device.
         finish: completes it.
         stream: where both run; None: where the caller is, one batch at a time.
-        reads_rows: whether ``finish`` does anything with the rows of a `FeatureTable` but hand them on. If
-            not, the host's threads gather them during the step, too.
+        reads_rows: whether ``finish`` reads the rows of a `FeatureTable`. If it only passes them on, the
+            host's threads gather them during the step, too.
 
     Returns:
         An iterator over the batches, in the order of ``items``.

@@ -65,7 +65,7 @@ class Graph:
         num_nodes: of every type.
         is_hetero: whether the caller gave types.
         num_hops: number of fan-outs.
-        device: where the graph lies.
+        device: where the graph is.
     """
 
     relations: list[Relation]

@@ -38,7 +38,7 @@ class Adjacency(Storage):
 
     A message flows from column to row, so aggregation is :math:`A X`. The structure is immutable; whatever is
     derived from it (transpose, work lists, degrees) is built on first use on its device and kept. Edge values
-    are separate tensors in the caller's edge order, so that trainable weights never rebuild anything.
+    are separate tensors in the caller's edge order, so a change of weights rebuilds nothing.
 
     Build one with :meth:`from_coo`, :meth:`from_csr` or :meth:`from_csc`.
 
@@ -60,9 +60,9 @@ class Adjacency(Storage):
             inserted or replaced (:meth:`extend_value`).
         group_rows: which rows share a window of the binary sparse blocks: ``"none"``, consecutive ones;
             ``"minhash"``, similar ones; ``"auto"``, similar ones where rows have 8 entries or more and that
-            saves at least 10 % of the vectors. Only the blocks know of it: features, edge values and results
-            keep their order.
-        handle: number by which the operators know this object.
+            saves at least 10 % of the vectors. It changes only the order inside the blocks: features, edge
+            values and results keep theirs.
+        handle: number by which operators find this object.
 
     Example:
         >>> import torch
@@ -297,7 +297,7 @@ class Adjacency(Storage):
         return "t" in self._built.results or (self._parent is not None and self._parent() is not None)
 
     def t(self, *, valued: bool = True) -> Adjacency:
-        """The transposed structure, in the same caller's edge order; shares tensors where A is symmetric.
+        """The transposed structure, with edge values in the same order; shares tensors if A is symmetric.
 
         Args:
             valued: whether its `edge_id` is kept from the sort that makes it. Without edge values nothing
@@ -308,7 +308,7 @@ class Adjacency(Storage):
         return found or self._built.get("t", lambda: self._transpose(valued))
 
     def keep_transpose(self, transposed: Adjacency) -> None:
-        """Takes a structure, which nobody else has, as the transposed one.
+        """Takes a structure that nobody else uses as the transposed one.
 
         Args:
             transposed: the structure.
@@ -366,6 +366,18 @@ class Adjacency(Storage):
         )
         other._of_rows = self._of_rows  # cut into the same slices
         return other
+
+    def without_self_loops(self) -> Adjacency:
+        """The structure without its self loops; edge values keep the order and the number that they had."""
+        return self.derived("without_self_loops", self._without_self_loops)
+
+    def _without_self_loops(self) -> Adjacency:
+        row, col = self.row(), self.col
+        kept = torch.nonzero(row != col).flatten()
+        rowptr = torch.zeros_like(self.rowptr)
+        torch.cumsum(torch.bincount(row[kept], minlength=self.num_dst), 0, out=rowptr[1:])
+        edge_id = kept.to(torch.int32) if self.edge_id is None else self.edge_id[kept]
+        return Adjacency(rowptr, col[kept], self.shape, edge_id=edge_id, num_values=self.num_values)
 
     @property
     def is_symmetric(self) -> bool:

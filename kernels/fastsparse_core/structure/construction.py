@@ -58,7 +58,7 @@ def rows_of_edges(
     """CompressedRows of edges that :func:`check_edges` has seen, for :meth:`Adjacency.from_coo`.
 
     Raises:
-        ValueError: an index lies outside ``shape``.
+        ValueError: an index is outside ``shape``.
     """
     row, col = row.contiguous(), col.contiguous()
     square = shape[0] == shape[1]
@@ -228,7 +228,7 @@ def rows_of_pointers(
 
 
 def check_edges(row: Tensor, col: Tensor, duplicates: str, self_loops: str) -> None:
-    """Rejects what `rows_of_edges` takes for granted, but for indices beyond the shape.
+    """Rejects what `rows_of_edges` takes for granted, except for indices beyond the shape.
 
     Raises:
         TypeError: an argument is not an integer tensor.

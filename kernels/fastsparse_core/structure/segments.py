@@ -32,7 +32,7 @@ class Segments:
         num_segments: number of segments.
         num_rows: number of the matrix's rows, of which each belongs to one segment.
         facts: address of what the device knows of segments that the host has yet to look at, whose
-            `row_split` has room for all that there can be; 0 for all others.
+            `row_split` has space for all that there can be; 0 for all others.
     """
 
     facts = 0

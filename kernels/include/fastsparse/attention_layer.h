@@ -28,6 +28,7 @@ struct AttentionLayerCall {
   DenseView edge;
   DenseView edge_weight;
   std::int64_t edge_width;
+  const void* edge_scores;  // additive: (num_values, heads) in the accumulation type; null: 0
   void* state;  // (num_nodes, heads) in the accumulation type: additive: scores of sources and destinations,
                 // then, as for the others, log-sum-exp
   Dropout dropout;
@@ -41,8 +42,8 @@ struct AttentionLayerForward {
   void* out;
 };
 FASTSPARSE_ARGUMENTS(AttentionLayerForward, IN(call, joint, first_vector, second_vector, edge),
-                     WIDTH(call.edge_width), IN(call, edge_weight), FIELDS(bias, out), IN(call, state),
-                     DROPOUT(call.dropout), KEEP_SCALE(call.keep_scale));
+                     WIDTH(call.edge_width), IN(call, edge_weight, edge_scores), FIELDS(bias, out),
+                     IN(call, state), DROPOUT(call.dropout), KEEP_SCALE(call.keep_scale));
 
 struct AttentionLayerBackward {
   AttentionLayer layer;
@@ -60,7 +61,7 @@ struct AttentionLayerBackward {
 };
 FASTSPARSE_ARGUMENTS(AttentionLayerBackward, AS(transposed, a_t),
                      IN(call, joint, first_vector, second_vector, edge), WIDTH(call.edge_width),
-                     IN(call, edge_weight, state),
+                     IN(call, edge_weight, edge_scores, state),
                      FIELDS(grad, grad_joint, grad_first, grad_second, work, grad_edge, grad_edge_weight,
                             grad_bias, grad_map_bias),
                      DROPOUT(call.dropout), KEEP_SCALE(call.keep_scale));

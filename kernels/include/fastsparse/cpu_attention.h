@@ -252,10 +252,10 @@ FASTSPARSE_INLINE void write_row(const A* from, std::int64_t width, void* to, Dt
 
 // ---------------------------------------------------------------- features of edges
 
-// W transposed, (edge_width, heads * head_width), in the type of sums; empty without features.
+// W transposed, (edge_width, heads * value_width), in the type of sums; empty without features.
 template <typename A>
 std::vector<A> transposed_weight(const AttentionCsrArgs& args) {
-  const std::int64_t rows = args.edge_width > 0 ? args.heads * args.head_width : 0;
+  const std::int64_t rows = args.edge_width > 0 ? args.heads * args.value_width : 0;
   std::vector<A> row(args.edge_width), transposed(rows * args.edge_width);
   for (std::int64_t f = 0; f < rows; ++f) {
     widen_row(args.weight, args.dtype, f, args.edge_width, row.data());
@@ -265,26 +265,29 @@ std::vector<A> transposed_weight(const AttentionCsrArgs& args) {
 }
 
 // What a pass reads of the features of edges. With dot products W moves to the nodes: <q_h, W_h a> is
-// <W_h^T q_h, a>, and sums over edges of W_h a are W_h times sums of a. GATv2 projects each block's features.
+// <W_h^T q_h, a>, and sums over edges of W_h a are W_h times sums of a; with additive attention the latter
+// alone. GATv2 projects each block's features.
 template <typename A>
 struct Edges {
   const std::int64_t width;   // of the features; 0: there are none
   const std::int64_t stride;  // the same in whole vectors
   const std::int64_t head_width;
   const std::int64_t row_width;  // of all heads
-  const bool in_values;          // whether W a joins the values, as it does with dot products
+  const bool in_values;          // whether W a joins the values, as it does but with GATv2
+  const bool in_scores;          // whether it joins the keys of dot products
   const A* const weight;         // W transposed, (width, row_width)
   std::vector<A> columns;        // (width, kBlock): a feature of all entries, 0 beyond the block's end
   std::vector<A> rows;           // GATv2: (kBlock, row_width), what is gathered plus W a
-  std::vector<A> of_left;        // dot products: (heads, stride), W_h^T times the row on the left
+  std::vector<A> of_left;        // (heads, stride), W_h^T times the row on the left; dot products
   std::vector<A> of_value;       // the same of the value on the left, backward only
 
   Edges(const AttentionCsrArgs& args, const std::vector<A>& weight)
       : width(args.edge_width),
         stride((width + kVectorWidth<A> - 1) / kVectorWidth<A> * kVectorWidth<A>),
-        head_width(args.head_width),
+        head_width(args.value_width),
         row_width(args.heads * head_width),
-        in_values(width > 0 && args.kind == AttentionScore::kDotProduct),
+        in_values(width > 0 && args.kind != AttentionScore::kGatv2),
+        in_scores(width > 0 && args.kind == AttentionScore::kDotProduct),
         weight(weight.data()),
         columns(width * kBlock),
         rows(width > 0 && !in_values ? kBlock * row_width : 0),
@@ -412,7 +415,7 @@ FASTSPARSE_INLINE void block_scores(const AttentionCsrArgs& args, const CsrView&
     const A* att = args.kind == AttentionScore::kGatv2 ? static_cast<const A*>(args.att) + first : nullptr;
     products({left + first, att, slope}, score_rows(args, block, head, right, edges), args.head_width,
              scores.score);
-    if (edges.in_values) {
+    if (edges.in_scores) {
       edges.add_products(edges.of_left.data() + head * edges.stride, padded<A>(block.count), scores.score);
     }
     if (att == nullptr) {

@@ -364,7 +364,8 @@ class Parameters {
  private:
   static constexpr std::uint8_t kMissing = 255;
 
-  // Where a call has every argument. The names are a constant of the calling code: one object.
+  // Where a call has every argument. The names are constants of the calling code, and so is their tuple,
+  // unless the call has more than 15 of them or a starred argument: then Python makes one for every call.
   struct CallSite {
     PyObject* keywords = nullptr;
     Py_ssize_t count = -1;
@@ -382,9 +383,18 @@ class Parameters {
     return next;
   }
 
+  static bool are_same(PyObject* known, PyObject* keywords) {
+    if (known == keywords) return true;
+    if (known == nullptr || keywords == nullptr || PyTuple_GET_SIZE(known) != PyTuple_GET_SIZE(keywords)) {
+      return false;
+    }
+    PyObject** const begin = PySequence_Fast_ITEMS(known);
+    return std::equal(begin, begin + PyTuple_GET_SIZE(known), PySequence_Fast_ITEMS(keywords));
+  }
+
   const CallSite& call_site(Py_ssize_t count, PyObject* keywords) {
     for (const CallSite& site : sites_) {
-      if (site.keywords == keywords && site.count == count) return site;
+      if (site.count == count && are_same(site.keywords, keywords)) return site;
     }
     CallSite learnt = place_arguments(count, keywords);
     CallSite& site = sites_[next_site_++ % kNumSites];

@@ -245,6 +245,7 @@ FASTSPARSE_ARGUMENTS(WeightGradientArgs, MATRIX(grad), STRIDE(grad_stride), MATR
 
 // Sums over rows of the outer products of every head's features with its edges' features. CUDA only.
 struct HeadOuterArgs {
+  CsrView a;      // rows without entries add nothing, whatever x and y hold there
   const void* x;  // (num_rows, heads * head_width), widths that are multiples of 4
   std::int64_t x_stride;
   const void* y;  // likewise
@@ -259,9 +260,10 @@ struct HeadOuterArgs {
   std::int64_t num_parts;
   Dtype dtype;
 };
-FASTSPARSE_ARGUMENTS(HeadOuterArgs, MATRIX(x), STRIDE(x_stride), NUM_ROWS(num_rows), WIDTH(head_width),
-                     DTYPE(dtype), MATRIX(y), STRIDE(y_stride), FIELDS(x_edge, y_edge, heads),
-                     PER(head_width, heads), FIELDS(edge_width, partial, num_parts));
+FASTSPARSE_ARGUMENTS(HeadOuterArgs, AS(structure, a), MATRIX(x), STRIDE(x_stride), NUM_ROWS(num_rows),
+                     WIDTH(head_width), DTYPE(dtype), MATRIX(y), STRIDE(y_stride),
+                     FIELDS(x_edge, y_edge, heads), PER(head_width, heads),
+                     FIELDS(edge_width, partial, num_parts));
 
 // What rows add to the work list of spmm_hr.
 struct HybridRowsCounts {
@@ -448,7 +450,7 @@ struct Gatv2AttentionBackwardArgs {
   void* grad_x_src;       // (num_cols, heads * head_width)
   float* grad_att;        // (att_rows, heads * head_width): the gradient is the sum of its rows
   std::int64_t att_rows;  // groups of lanes of the row pass
-  float* row_state;       // (num_rows, heads, 2)
+  float* row_state;       // (num_rows, heads, 2), then (num_rows, heads)
   float* partial_dst;     // (num_slots, heads * head_width)
   float* partial_src;     // (num_slots of the transposed structure, heads * head_width)
 };
@@ -514,8 +516,8 @@ enum class AttentionScore : int {
   kAdditive = 1,    // leaky_relu(dst_i,h + src_j,h + bias_ij,h)
   kGatv2 = 2,       // <att_h , leaky_relu(dst_i,h + src_j,h)>
 };
-// Features a_ij of the edges add W_h a_ij to src_j,h and, with dot products, to v_j,h. Additive attention
-// takes none.
+// Features a_ij of the edges add W_h a_ij to src_j,h and, with dot products, to v_j,h. With additive
+// attention they add it to v_j,h alone.
 
 struct AttentionCsrArgs {
   CsrView a;
@@ -526,7 +528,7 @@ struct AttentionCsrArgs {
   const void* att;     // (heads, head_width) in the accumulation type; GATv2 only
   EdgeValueView bias;  // null data: 0
   DenseView edge;      // (num_values, edge_width) in the caller's edge order
-  DenseView weight;    // W, (heads * head_width, edge_width)
+  DenseView weight;    // W, (heads * value_width, edge_width)
   double scale;        // of dot products; else the slope of the leaky ReLU
   Dropout dropout;
   double keep_scale;  // 1 / (1 - dropout probability)
@@ -557,7 +559,7 @@ struct AttentionCsrBackwardArgs {
   // without bias and edge features. It and grad_edge are zeros where not every value has an entry.
   void* work;
   void* grad_edge;    // (num_values, edge_width); null: not wanted
-  void* grad_weight;  // (heads * head_width, edge_width); null: not wanted
+  void* grad_weight;  // (heads * value_width, edge_width); null: not wanted
 };
 FASTSPARSE_ARGUMENTS(AttentionCsrBackwardArgs, FIELDS(forward), AS(transposed, a_t),
                      FIELDS(grad, grad_dst, grad_src, grad_v, grad_att, work, grad_edge, grad_weight));
