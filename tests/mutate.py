@@ -412,10 +412,10 @@ FAULTS = (
         ("tests/core/test_attention_layer.py::test_features_of_edges_join_on_the_cpu",),
     ),
     Fault(
-        "additive attention adds W to the sums of scores",
-        "kernels/cpu/attention_csr_backward.cpp",
-        "if (edges.in_scores) accumulate(Term::kFeatures, &score_sums[at], {}, dst, edges.head_width, sum);",
-        "accumulate(Term::kFeatures, &value_sums[at], {}, grad, edges.head_width, sum);",
+        "features of edges join no values of additive attention",
+        "kernels/include/fastsparse/cpu_attention.h",
+        "in_values(width > 0 && args.kind != AttentionScore::kGatv2)",
+        "in_values(width > 0 && args.kind == AttentionScore::kDotProduct)",
         ("tests/core/test_attention_layer.py::test_features_of_edges_join_on_the_cpu",),
     ),
     Fault(

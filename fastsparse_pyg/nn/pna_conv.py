@@ -177,10 +177,14 @@ class FastPNAConv(FastConv, PNAConv):
             if name != "identity":
                 divides, of_degree = _OF_DEGREE[name]
 
-                def build(of_degree: Callable[[Tensor], Tensor] = of_degree) -> Tensor:
-                    return of_degree(adj.in_degree().to(dtype))
+                if torch.compiler.is_compiling():  # a trace would depend on what the structure keeps
+                    factor = of_degree(adj.rowptr.diff().to(dtype))
+                else:
 
-                factor = adj.derived(("pna", name, dtype), build)  # what layers of one graph share
+                    def build(of_degree: Callable[[Tensor], Tensor] = of_degree) -> Tensor:
+                        return of_degree(adj.in_degree().to(dtype))
+
+                    factor = adj.derived(("pna", name, dtype), build)  # what layers of one graph share
                 average = scaler.avg_deg_lin if "linear" in name else scaler.avg_deg_log
                 factor = average / factor if divides else factor / average
             factors.append(factor)
@@ -200,11 +204,10 @@ class FastPNAConv(FastConv, PNAConv):
             raise_features(x_src)
         if (edge_attr is None) != (self.edge_dim is None):
             return fallback.EDGE_FEATURES_OR_NOT
-        if edge_attr is not None:
-            if not isinstance(edge_attr, Tensor) or edge_attr.dim() != 2:
-                return fallback.EDGES_NOT_A_MATRIX
-            if stores and torch.compiler.is_compiling():
-                return fallback.COMPILED_MESSAGES
+        if edge_attr is not None and (not isinstance(edge_attr, Tensor) or edge_attr.dim() != 2):
+            return fallback.EDGES_NOT_A_MATRIX
+        if stores and torch.compiler.is_compiling():
+            return fallback.COMPILED_MESSAGES
         is_plain = type(edge_index) is Tensor and edge_index.layout is torch.strided
         if not is_plain and is_sparse_matrix(edge_index):
             if edge_attr is not None:

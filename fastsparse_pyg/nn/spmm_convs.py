@@ -16,6 +16,7 @@ from fastsparse_core import Adjacency, sddmm
 from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.aggregate_transform import weighted_linear
 from fastsparse_core.fused.joint_linear import add_linear
+from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain_linear_of
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._dtypes import accumulation_dtype
@@ -506,9 +507,22 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
             return self._original_forward(matrix, x, edge_index, edge_weight)
         if x.size(-1) < self.out_channels:
             x = F.pad(x, (0, self.out_channels - x.size(-1)))
+        # PyTorch's compiler cannot trace the fused cell that CUDA has.
+        is_traced = torch.compiler.is_compiling() and is_plain_linear_of(self.rnn, torch.nn.GRUCell)
         for weight in self.weight:
-            x = self.rnn(self._multiply(matrix, x @ weight), x)
+            message = self._multiply(matrix, x @ weight)
+            x = _gru(self.rnn, message, x) if is_traced else self.rnn(message, x)
         return x
+
+
+def _gru(cell: torch.nn.GRUCell, x: Tensor, hidden: Tensor) -> Tensor:
+    """A gated recurrent cell by operators that can be traced on all devices."""
+    reset, update, new = F.linear(x, cell.weight_ih, cell.bias_ih).chunk(3, dim=1)
+    of_hidden = F.linear(hidden, cell.weight_hh, cell.bias_hh).chunk(3, dim=1)
+    new = torch.tanh(new + torch.sigmoid(reset + of_hidden[0]) * of_hidden[2])
+    if hidden.is_cuda:
+        hidden = hidden.to(new.dtype)  # as autocast does there
+    return new + torch.sigmoid(update + of_hidden[1]) * (hidden - new)
 
 
 def _values_of(matrix: Propagation, dtype: torch.dtype) -> Tensor:

@@ -44,6 +44,8 @@ LAYERS = {
     "sage_max": SAGE._replace(options={"aggr": "max"}),
     "gin": first(pyg.GINConv),
     "gated": first(pyg.ResGatedGraphConv),
+    "pna": first(pyg.PNAConv),
+    "gated_graph": first(pyg.GatedGraphConv),
     **{case.name: case for case in ATTENTION},
 }
 FEATURED = [first(original, 3) for original in (pyg.GATConv, pyg.GATv2Conv, pyg.TransformerConv)]
