@@ -84,7 +84,8 @@ def edge_expression(
         )
         for x, place in zip(tensors, places, strict=True)
     )
-    out: Tensor = _EdgeExpression.apply(adj, expression, leaves, how, width, *tensors)
+    given = [x.contiguous() for x in tensors]  # here, for second derivatives go through the copies
+    out: Tensor = _EdgeExpression.apply(adj, expression, leaves, how, width, *given)
     return out
 
 
@@ -144,7 +145,6 @@ class _EdgeExpression(torch.autograd.Function):
     def forward(
         ctx: Any, adj: Adjacency, expression: Any, leaves: Any, how: str, width: int, *tensors: Tensor
     ) -> Tensor:
-        tensors = tuple(x.contiguous() for x in tensors)
         dtypes = [x.dtype for x, leaf in zip(tensors, leaves, strict=True) if leaf.place != "weight"]
         dtype = functools.reduce(torch.promote_types, dtypes)
         acc = accumulation_dtype(dtype)
