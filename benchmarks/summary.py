@@ -76,7 +76,7 @@ TOPICS = {
         "Every PyG layer that needs no other package, with and without `accelerate`; messages written by"
         " hand; layers with typed edges; and DGL's operators after `fastsparse_dgl.enable()`. Times are for"
         " forward and backward.",
-        ("any_layer", "messages", "typed", "dgl_operators"),
+        ("any_layer", "messages", "compile", "typed", "dgl_operators"),
         chart=Chart(
             "nvidia-h200/any_layer",
             "Layers of PyG, forward and backward, ogbn-arxiv",

@@ -31,12 +31,11 @@ class Problem(NamedTuple):
     call: Callable[[Any, Sequence[Tensor], str], Tensor]
 
 
-def check_digits(make: Callable[[int], Problem], device: str, ignore: Sequence[str] = ()) -> None:
+def check_digits(make: Callable[[int], Problem], ignore: Sequence[str] = ()) -> None:
     """Result and gradients are as close to float64 as the original's.
 
     Args:
         make: a problem from a seed.
-        device: of the layer; the original's are computed on the CPU.
         ignore: parameters whose gradient is 0 but for rounding.
     """
     ratios = defaultdict(list)
@@ -45,7 +44,7 @@ def check_digits(make: Callable[[int], Problem], device: str, ignore: Sequence[s
         problem = make(seed)
         exact = _results(problem, problem.original, torch.float64)
         theirs = _results(problem, problem.original, torch.float32)
-        ours = _results(problem, problem.layer, torch.float32, device)
+        ours = _results(problem, problem.layer, torch.float32)
         largest = max(tensor.norm().item() for tensor in exact.values())
         for name in exact.keys() - set(ignore):
             # Rounding of the result, and numbers that underflow in float32.

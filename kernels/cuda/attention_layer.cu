@@ -181,7 +181,7 @@ struct Layer {
       found.second = workspace.take(items);
       found.sums = workspace.take(std::min<std::int64_t>(score_blocks(), args.num_nodes) * 3 * width);
     } else if (is(AttentionScore::kGatv2)) {
-      found.row_state = workspace.take(items * 3);
+      found.row_state = workspace.take(items * 2);
       found.partial_row = workspace.take(args.num_slots * width);
       found.partial_column = workspace.take(args.num_slots_t * width);
       found.sums = workspace.take(args.att_rows * width);

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kHeadThreads,
   next.read(of_slice, 0);
 
   float q[kLaneFeatures], att[kLaneFeatures], q_edge[kPart];
-  lane.load<T>(q, input.q, row);
+  lane.load<T>(q, input.q, row, kGatv2 ? 1.0f : scale);
   if constexpr (kGatv2) {
     lane.load_vector<T>(att, static_cast<const float*>(input.att));
   } else {
@@ -116,8 +116,10 @@ __global__ void __launch_bounds__(kHeadThreads,
     float new_max = max;
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
-      if constexpr (!kGatv2)
-        score[u] = whole_score<T, kPlain>(input, score[u], entries.position[u], lane.head, has[u]);
+      if (!kPlain && !kGatv2 && input.bias.data != nullptr && has[u]) {
+        score[u] += load_value<T>(input.bias, input.bias.dtype == input.dtype,
+                                  static_cast<std::int64_t>(entries.position[u]) * input.heads + lane.head);
+      }
       if (!has[u]) score[u] = -kInfinity;
       new_max = fmaxf(new_max, score[u]);
     }

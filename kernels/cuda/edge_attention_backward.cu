@@ -160,14 +160,13 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
   }
   sum_over(delta, lane.lanes);
   const float lse = finite_lse(static_cast<const float*>(args.lse)[row_head]);
-  float inverse = 1;
 
-  // Weights, with and without dropout, and gradients of the scores of the entries from `base` on.
-  const auto compute = [&](auto whole, const auto& entries, int base, auto& has, auto& k, auto& edge, auto& p,
-                           auto& weight, auto& grad_score) {
+  const auto add = [&](auto whole, const auto& entries, int base) {
     constexpr bool kWhole = decltype(whole)::value != 0;
     constexpr int kCount = sizeof(entries.col) / sizeof(entries.col[0]);
-    LaneFeatures<T> v[kCount];
+    bool has[kCount];
+    LaneFeatures<T> k[kCount], v[kCount];
+    EdgePart<T, kEdge> edge[kCount];
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
       has[u] = kWhole || base + u < slice.length;
@@ -199,47 +198,21 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
       k[u].stay_packed();
       edge[u].stay_packed();
     }
+    float weight[kCount], grad_score[kCount];
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
-      const float score = whole_score<T, kPlain>(input, products[u], entries.position[u], lane.head, has[u]);
-      p[u] = has[u] && lane.live ? exp_or_zero(score - lse) * inverse : 0.0f;
-      const float factor = kPlain || input.dropout.threshold == 0
-                               ? 1.0f
-                               : dropout_factor(input.dropout, row, entries.col[u], lane.head);
-      weight[u] = p[u] * factor;
-      // By fma, which instances of this loop would else contract in two ways; 0 where all weight is one
-      // entry's.
-      grad_score[u] = p[u] * __fmaf_rn(factor, products[kCount + u], -delta[0]);
-    }
-  };
-  const bool is_large = is_there && has_large_scores(slice, lse);
-  if (__any_sync(kFullWarp, is_large)) {
-    float sum = 0, sum_grad = 0;
-#pragma unroll 1
-    for (int nth = 0; nth < length.longest; ++nth) {
-      Entries<1> entry;
-      entry.read(of_slice, nth);
-      bool has[1];
-      LaneFeatures<T> k[1];
-      EdgePart<T, kEdge> edge[1];
-      float p[1], weight[1], grad_score[1];
-      compute(Constant<0>{}, entry, nth, has, k, edge, p, weight, grad_score);
-      sum += p[0];
-      sum_grad += grad_score[0];
-    }
-    if (is_large) correct_row(sum, sum_grad, delta[0], inverse);
-    next.read(of_slice, 0);
-  }
-
-  const auto add = [&](auto whole, const auto& entries, int base) {
-    constexpr int kCount = sizeof(entries.col) / sizeof(entries.col[0]);
-    bool has[kCount];
-    LaneFeatures<T> k[kCount];
-    EdgePart<T, kEdge> edge[kCount];
-    float p[kCount], weight[kCount], grad_score[kCount];
-    compute(whole, entries, base, has, k, edge, p, weight, grad_score);
-#pragma unroll
-    for (int u = 0; u < kCount; ++u) {
+      float reference = lse;
+      if (!kPlain && input.bias.data != nullptr && has[u]) {
+        reference -= load_value<T>(input.bias, input.bias.dtype == input.dtype,
+                                   static_cast<std::int64_t>(entries.position[u]) * input.heads + lane.head);
+      }
+      const float p = has[u] && lane.live ? exp_or_zero(__fmaf_rn(scale, products[u], -reference)) : 0.0f;
+      weight[u] = p;
+      if (!kPlain && input.dropout.threshold != 0) {
+        weight[u] *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
+      }
+      // By fma, which instances of this loop would else contract in two ways.
+      grad_score[u] = __fmaf_rn(weight[u], products[kCount + u], -(p * delta[0]));
       if (has[u] && lane.live && lane.sub == 0) {
         *pair_at(args.work, entries.position[u], input.heads, lane.head) =
             make_float2(weight[u], grad_score[u]);
@@ -477,69 +450,46 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
     sum_over(delta, lane.lanes);
     const float lse = finite_lse(static_cast<const float*>(args.lse)[row_head]);
 
-    // What the leaky ReLU sees of the entries from `base` on; their scores, then dP.
-    const auto compute = [&](const auto& entries, int base, auto& has, auto& z, auto& products) {
-      constexpr int kCount = sizeof(entries.col) / sizeof(entries.col[0]);
-      LaneFeatures<T> x_src[kCount];
-      [[maybe_unused]] Words<T, 4> edge[kCount][kKeptWeight / 4];
+    for (int base = 0; base < longest; base += kInFlight) {
+      const Entries<kInFlight> entries = next;
+      bool has[kInFlight];
+      LaneFeatures<T> x_src[kInFlight];
+      Words<T, 4> edge[kInFlight][kKeptWeight / 4];
+      float z[kInFlight][kLaneFeatures];
 #pragma unroll
-      for (int u = 0; u < kCount; ++u) {
+      for (int u = 0; u < kInFlight; ++u) {
         has[u] = base + u < slice.length;
         x_src[u] = rows.load(entries.col[u], has[u]);
         if constexpr (kKept) load_edge<T>(edge[u], lane, input.edge, entries.position[u], has[u]);
       }
-      next.read(args.a, slice, base + kCount);
+      next.read(args.a, slice, base + kInFlight);
+      float products[2 * kInFlight] = {};  // scores, then dP
 #pragma unroll
-      for (int u = 0; u < kCount; ++u) {
+      for (int u = 0; u < kInFlight; ++u) {
 #pragma unroll
         for (int i = 0; i < kLaneFeatures; ++i) {
           z[u][i] = x_dst[i] + x_src[u][i];
-          products[kCount + u] += grad[i] * x_src[u][i];
+          products[kInFlight + u] += grad[i] * x_src[u][i];
         }
         if constexpr (kKept) kept.add_to(z[u], edge[u]);
       }
       if constexpr (!kKept) add_projected<T>(z, lane, input, entries.position, has);
 #pragma unroll
-      for (int u = 0; u < kCount; ++u) {
+      for (int u = 0; u < kInFlight; ++u) {
 #pragma unroll
         for (int i = 0; i < kLaneFeatures; ++i) {
           products[u] += att[i] * leaky_relu_up_to_1(z[u][i], slope);
         }
       }
       sum_over(products, lane.lanes);
-    };
-    const auto factor_of = [&](std::uint32_t col) {
-      return input.dropout.threshold == 0 ? 1.0f : dropout_factor(input.dropout, row, col, lane.head);
-    };
-    float inverse = 1;
-    const bool is_large = has_large_scores(slice, lse);
-    if (__any_sync(kFullWarp, is_large)) {
-      float sum = 0, sum_grad = 0;
-#pragma unroll 1
-      for (int nth = 0; nth < longest; ++nth) {
-        Entries<1> entry;
-        entry.read(args.a, slice, nth);
-        bool has[1];
-        float z[1][kLaneFeatures], products[2] = {};
-        compute(entry, nth, has, z, products);
-        const float p = has[0] ? exp_or_zero(products[0] - lse) : 0.0f;
-        sum += p;
-        sum_grad += p * (factor_of(entry.col[0]) * products[1] - delta[0]);
-      }
-      if (is_large) correct_row(sum, sum_grad, delta[0], inverse);
-      next.read(args.a, slice, 0);
-    }
-
-    for (int base = 0; base < longest; base += kInFlight) {
-      const Entries<kInFlight> entries = next;
-      bool has[kInFlight];
-      float z[kInFlight][kLaneFeatures], products[2 * kInFlight] = {};
-      compute(entries, base, has, z, products);
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
-        const float p = has[u] ? exp_or_zero(products[u] - lse) * inverse : 0.0f;
-        const float factor = factor_of(entries.col[u]), weight = p * factor;
-        float grad_score = p * (factor * products[kInFlight + u] - delta[0]);
+        const float p = has[u] ? exp_or_zero(products[u] - lse) : 0.0f;
+        float weight = p;
+        if (input.dropout.threshold != 0) {
+          weight *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
+        }
+        float grad_score = weight * products[kInFlight + u] - p * delta[0];
         if (!lane.live) grad_score = 0;
         unsigned positive = 0;
 #pragma unroll

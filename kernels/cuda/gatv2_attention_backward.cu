@@ -23,11 +23,6 @@
 namespace fastsparse::cuda {
 namespace gatv2_attention_backward_detail {
 
-// Behind the pairs of row_state: what p is to be multiplied by. Only rows with large scores are asked for it.
-__device__ __forceinline__ float* inverses(const Gatv2AttentionBackwardArgs& args) {
-  return args.row_state + 2 * args.a.num_rows * args.input.heads;
-}
-
 template <typename T, int kVec, int kHeadLanes>
 __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
     gatv2_row_kernel(const __grid_constant__ Gatv2AttentionBackwardArgs args, int heads_per_group) {
@@ -49,38 +44,10 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
     lane.load(grad, args.grad, row);
     lane.load(out, args.out, row);
     const float lse = finite_lse(args.lse[row_head]);
-    float delta = 0, inverse = 1;
+    float delta = 0;
 #pragma unroll
     for (int i = 0; i < kLaneFeatures; ++i) delta += grad[i] * out[i];
     delta = sum_lanes<kHeadLanes>(delta);
-
-    // The score of an entry and its dP.
-    const auto products = [&](const Features<T, kVec>& x_src, float (&activated)[kLaneFeatures]) {
-      float score = 0, dot = 0;
-#pragma unroll
-      for (int i = 0; i < kLaneFeatures; ++i) {
-        const float x = x_src[i];
-        activated[i] = leaky_relu_up_to_1(x_dst[i] + x, input.negative_slope);
-        score += att[i] * activated[i];
-        dot += grad[i] * x;
-      }
-      return make_float2(sum_lanes<kHeadLanes>(score), sum_lanes<kHeadLanes>(dot));
-    };
-    const bool is_large = has_large_scores(slice, lse);
-    if (__any_sync(kFullWarp, is_large)) {
-      float sum = 0, sum_grad = 0;
-#pragma unroll 1
-      for (int entry = 0; entry < length.longest; ++entry) {
-        const bool has = entry < slice.length;
-        const int source = has ? __ldg(args.a.col + slice.begin + entry) : 0;
-        float activated[kLaneFeatures];
-        const float2 of_entry = products(rows.load(source, has), activated);
-        const float p = has ? __expf(of_entry.x - lse) : 0.0f;
-        sum += p;
-        sum_grad += p * (dropout_factor(input.dropout, row, source, lane.head) * of_entry.y - delta);
-      }
-      if (is_large) correct_row(sum, sum_grad, delta, inverse);
-    }
 
     float score_sum = 0;
     const auto column = [&](int entry) {
@@ -102,10 +69,18 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
 #pragma unroll
         for (int u = 0; u < kInFlight; ++u) {
           float activated[kLaneFeatures];
-          const float2 of_entry = products(x_src[u], activated);
-          const float p = has(u) ? __expf(of_entry.x - lse) * inverse : 0.0f;
-          const float grad_score =
-              p * (__shfl_sync(kFullWarp, factor, step + u, kHeadLanes) * of_entry.y - delta);
+          float score = 0, dot = 0;
+#pragma unroll
+          for (int i = 0; i < kLaneFeatures; ++i) {
+            const float x = x_src[u][i];
+            activated[i] = leaky_relu_up_to_1(x_dst[i] + x, input.negative_slope);
+            score += att[i] * activated[i];
+            dot += grad[i] * x;
+          }
+          score = sum_lanes<kHeadLanes>(score);
+          dot = sum_lanes<kHeadLanes>(dot);
+          const float p = has(u) ? __expf(score - lse) : 0.0f;
+          const float grad_score = p * (__shfl_sync(kFullWarp, factor, step + u, kHeadLanes) * dot - delta);
           score_sum += grad_score;
 #pragma unroll
           for (int i = 0; i < kLaneFeatures; ++i) {
@@ -129,8 +104,7 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
       lane.template store<T>(args.grad_x_dst, row, width, grad_x);
     }
     if (lane.sub == 0 && slice.begin == args.a.rowptr[row]) {  // of the row's slices, the first
-      reinterpret_cast<float2*>(args.row_state)[row_head] = make_float2(lse, delta * inverse);
-      inverses(args)[row_head] = inverse;
+      reinterpret_cast<float2*>(args.row_state)[row_head] = make_float2(lse, delta);
     }
   }
   if (lane.live) lane.template store<float>(args.grad_att, lane.group, width, grad_att);
@@ -165,10 +139,7 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(5))
   for (int base = 0; base < length.longest; base += kHeadLanes) {
     const int row = next_row;
     const float2 state = next_state;
-    float factor = dropout_factor(input.dropout, row, source, lane.head);
-    if (base + lane.sub < slice.length && fabsf(state.x) > kLargeScore) {
-      factor *= __ldg(inverses(args) + lane.at(row));
-    }
+    const float factor = dropout_factor(input.dropout, row, source, lane.head);
     next_row = far_row;
     next_state = row_state(base + kHeadLanes + lane.sub, next_row);
     far_row = column(base + 2 * kHeadLanes + lane.sub);
@@ -195,11 +166,9 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(5))
         dot = sum_lanes<kHeadLanes>(dot);
         const float lse = __shfl_sync(kFullWarp, state.x, step + u, kHeadLanes);
         const float delta = __shfl_sync(kFullWarp, state.y, step + u, kHeadLanes);
-        const float of_entry = __shfl_sync(kFullWarp, factor, step + u, kHeadLanes);
         const float p = has(u) ? __expf(score - lse) : 0.0f;
-        const float weight = p * of_entry;
-        // Not by fma: 0 where all weight is one entry's, whose dP is the row's delta.
-        const float grad_score = p * (__fmul_rn(of_entry, dot) - delta);
+        const float weight = p * __shfl_sync(kFullWarp, factor, step + u, kHeadLanes);
+        const float grad_score = weight * dot - p * delta;
         score_sum += grad_score;
 #pragma unroll
         for (int i = 0; i < kLaneFeatures; ++i) {

@@ -264,7 +264,6 @@ def test_special_scores_of_gatv2(device, poisoned_memory, dtype, algorithm, head
         for row, number in ((2, "nan"), (4, "inf"), (6, "-inf"), (14, "nan"), (16, "inf"), (20, "-inf")):
             x_dst[row, 0, 0] = float(number)
         x_src[[900, 930], 0, 0] = -torch.inf
-        x_src[960, 0, 0] = torch.inf
     _assert_equals_reference(case, adj, 4 * TOLERANCE[dtype], algorithm)
 
 

@@ -144,6 +144,14 @@ def test_dtypes_and_widths(dtype: torch.dtype, tolerance: float, width: int, how
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_float32_on_a_gpu(name: str):
+    adj = graph("cuda", 3000)
+    for how in HOW:
+        check(name, how, adj, 128, torch.float32, 2e-5)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("how", HOW)
 def test_same_bits_every_time(how: str):
     adj = graph("cuda", 50_000)

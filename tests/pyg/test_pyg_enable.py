@@ -536,9 +536,9 @@ x, edge_index = torch.randn(300, 8), torch.randint(300, (2, 5000))
 data = Data(x=x, edge_index=edge_index)
 graphs = [Data(x=torch.randn(5, 3), edge_index=torch.randint(5, (2, 8))) for _ in range(12)]
 loaders = [
-    NeighborLoader(data, [3, 2], batch_size=50, num_workers=2, persistent_workers=True, pin_memory=True),
+    NeighborLoader(data, [3, 2], batch_size=50, num_workers=2, persistent_workers=True),
     LinkNeighborLoader(data, [3], edge_label_index=edge_index[:, :200], batch_size=50),
-    DataLoader(graphs, batch_size=2, pin_memory=True),
+    DataLoader(graphs, batch_size=2),
 ]
 where = lambda: [{batch.x.device.type for batch in loader} for loader in loaders]
 print(where())

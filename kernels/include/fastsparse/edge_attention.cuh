@@ -536,17 +536,6 @@ __device__ __forceinline__ float exp_or_zero(float x) {
   return result;
 }
 
-// The score of an entry from its dot product. Rounded step by step, not by fma: the backward pass has to find
-// the same number as the forward pass, for an error of 1e-7 of a score of 1e8 is 10.
-template <typename T, bool kPlain>
-__device__ __forceinline__ float whole_score(const EdgeAttentionInput& input, float product,
-                                             std::uint32_t position, int head, bool has) {
-  const float score = __fmul_rn(static_cast<float>(input.scale), product);
-  if (kPlain || input.bias.data == nullptr || !has) return score;
-  return __fadd_rn(score, load_value<T>(input.bias, input.bias.dtype == input.dtype,
-                                        static_cast<std::int64_t>(position) * input.heads + head));
-}
-
 // Edge features that a lane has room for, with dot products.
 constexpr int kMostEdge = 16;
 

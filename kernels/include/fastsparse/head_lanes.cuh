@@ -196,25 +196,6 @@ __device__ __forceinline__ float reference_score(float max) { return max == -kIn
 // The log-sum-exp that backward passes subtract: rows whose scores are all -inf have no weights, not NaN.
 __device__ __forceinline__ float finite_lse(float lse) { return lse == -kInfinity ? kInfinity : lse; }
 
-// From this log-sum-exp on a backward pass goes over a row twice, as the CPU's does for every row. Its
-// rounding grows with the scores, and so do features, which multiply the gradients of scores: where one entry
-// has almost all weight these are differences of nearly equal numbers, and the result, which delta = <grad,
-// out> comes from, is rounded too coarsely for them.
-constexpr float kLargeScore = 16;
-
-// Whether the row of a slice is one of those. Slices of longer rows know only a part of what would be summed.
-__device__ __forceinline__ bool has_large_scores(const RowSlice& slice, float lse) {
-  return slice.target >= 0 && fabsf(lse) > kLargeScore && fabsf(lse) < kInfinity;
-}
-
-// Makes weights sum to 1 and gradients of scores to 0, from the row's sums of p = exp(score - lse) and of p
-// (m dP - delta), m being the dropout's factor.
-__device__ __forceinline__ void correct_row(float sum, float sum_grad, float& delta, float& inverse) {
-  if (!(sum > 0)) return;
-  inverse = 1.0f / sum;
-  delta += sum_grad * inverse;
-}
-
 // Factor that makes weights sum to 1; no weights: 0.
 __device__ __forceinline__ float normaliser(float sum) { return sum == 0 ? 0.0f : 1.0f / sum; }
 

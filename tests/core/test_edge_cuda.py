@@ -1,0 +1,128 @@
+"""Generated CUDA C++ of edge expressions, compiled for the CPU with a loop over its threads."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_edge_expression import CASES, HOW, graph, leaves_of, tensors_of
+
+from fastsparse_core.ops import _edge_cuda, edge_expression
+
+SHIM = """
+#include <cmath>
+#include <cstring>
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(n)
+#define __expf expf
+#define __logf logf
+struct Place { int x, y; };
+static Place threadIdx, blockIdx, blockDim, gridDim;
+template <typename A, typename B> static A bits_as(B b) { A a; std::memcpy(&a, &b, sizeof a); return a; }
+#define __uint_as_float bits_as<float, unsigned>
+#define __float_as_uint bits_as<unsigned, float>
+#define __int_as_float bits_as<float, int>
+"""
+
+
+class Compiled:
+    """A kernel that is launched as PyTorch launches those that NVRTC has compiled."""
+
+    def __init__(self, source: str, folder: Path) -> None:
+        (signature,) = re.findall(r"void __launch_bounds__\(128\) kernel\((.*)\) \{", source)
+        kinds = [item.rsplit(" ", 1)[0] for item in signature.split(", ")]
+        given = ", ".join(
+            f"({kind})a[{n}]" if kind.endswith("*") else f"*(int*)a[{n}]" for n, kind in enumerate(kinds)
+        )
+        driver = f"""
+extern "C" void run(int grid_x, int grid_y, int block, void** a) {{
+  gridDim = {{grid_x, grid_y}}; blockDim = {{block, 1}};
+  for (blockIdx.y = 0; blockIdx.y < grid_y; ++blockIdx.y)
+    for (blockIdx.x = 0; blockIdx.x < grid_x; ++blockIdx.x)
+      for (threadIdx.x = 0; threadIdx.x < block; ++threadIdx.x) kernel({given});
+}}
+"""
+        path = folder / f"k{abs(hash(source))}.cpp"
+        path.write_text(SHIM + source + driver)
+        library = path.with_suffix(".so")
+        command = ["g++", "-std=c++17", "-O0", "-w", "-shared", "-fPIC", str(path), "-o", str(library)]
+        subprocess.run(command, check=True)
+        self.library = ctypes.CDLL(str(library))
+
+    def __call__(self, grid: Any, block: Any, args: list[Any]) -> None:
+        numbers = [ctypes.c_int(arg) for arg in args if isinstance(arg, int)]
+        rest = iter(numbers)
+        values = [
+            arg.data_ptr() if isinstance(arg, torch.Tensor) else ctypes.addressof(next(rest)) for arg in args
+        ]
+        self.library.run(grid[0], grid[1], block[0], (ctypes.c_void_p * len(values))(*values))
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    known: dict[str, Compiled] = {}
+
+    def compiled(source: str, device: int) -> Compiled:
+        return (
+            known.setdefault(source, None)
+            or known.update({source: Compiled(source, tmp_path)})
+            or known[source]
+        )  # type: ignore[func-returns-value, arg-type]
+
+    monkeypatch.setattr(_edge_cuda, "kernel_of", compiled)
+    monkeypatch.setattr(
+        edge_expression._Call,
+        "_has_cuda_source",
+        lambda self, wanted, tensors: _edge_cuda.supports(self.leaves, wanted, [x.dtype for x in tensors]),
+    )
+    monkeypatch.setattr(edge_expression, "_num_warps", lambda *_: 8)
+
+
+def check(name: str, how: str, width: int, dtype: torch.dtype, tolerance: float) -> None:
+    expression, places = CASES[name]
+    adj = graph("cpu")
+    tensors = tensors_of(places, adj, width, dtype)
+    for x, place in zip(tensors, places, strict=True):  # of the others other kernels compute the gradients
+        x.requires_grad_(not (place == "mapped" or place.endswith("one")))
+    exact = [x.detach().double().requires_grad_(x.requires_grad) for x in tensors]
+    kinds = tuple(place.split()[0] for place in places)
+    out = edge_expression.edge_expression(adj, expression, kinds, tensors, how)
+    want = edge_expression.unfused(adj, expression, leaves_of(places, tensors, width), how, exact)
+    grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
+    wanted = [n for n, x in enumerate(tensors) if x.requires_grad]
+    found = [out, *torch.autograd.grad(out, [tensors[n] for n in wanted], grad)]
+    expected = [want, *torch.autograd.grad(want, [exact[n] for n in wanted], grad.double())]
+    for got, best in zip(found, expected, strict=True):
+        assert got.dtype == dtype
+        assert (got.double() - best).norm() <= tolerance * best.norm().clamp(min=1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sources_compute_what_operators_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On rows that are cut, some of a width that no lane fills."""
+    monkeypatch.setattr("fastsparse_core.formats.lengths.slice_length", lambda *_: 4)
+    for how in HOW if name in ("mlp", "crystal") else ("sum", "max"):
+        check(name, how, 70, torch.float32, 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "tolerance"),
+    [
+        (1, torch.float32, 2e-5),
+        (40, torch.float32, 2e-5),
+        (132, torch.float32, 2e-5),
+        (68, torch.bfloat16, 3e-2),
+    ],
+)
+def test_widths_and_dtypes(width: int, dtype: torch.dtype, tolerance: float) -> None:
+    check("mlp", "sum", width, dtype, tolerance)
