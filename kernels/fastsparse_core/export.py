@@ -21,14 +21,14 @@ _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """The same program in PyTorch's operators alone, for inference.
 
-    It runs where FastSparse is not installed, and :func:`torch.onnx.export` takes it. Each operator becomes a
+    It runs where FastSparse is not installed, and ``torch.onnx.export`` takes it. Each operator becomes a
     gather, the formula and a scatter, with a row of features for every edge: slower, and with more memory.
 
     Args:
-        program: of :func:`torch.export.export`, of a model in evaluation.
+        program: of ``torch.export.export``, of a model in evaluation.
 
     Returns:
-        A program with the same inputs, of which any size may change that may change in ``program``.
+        A program with the same inputs, whose sizes may change as those of ``program`` do.
 
     Raises:
         ValueError: the program has no example inputs, or drops attention weights, which only training does.

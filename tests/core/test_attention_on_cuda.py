@@ -34,7 +34,7 @@ class Plan:
     ):
         assert (self.backward_pass, out is result, is_float, stream) == (False, True, False, 7)
         assert scratch is not None
-        edges = (None, None)
+        edges = (None, None, None)
         self.layer.forward(joint, first, second, *edges, bias, out, state, dropout_p, seed, 1)
 
     def backward(
@@ -45,7 +45,7 @@ class Plan:
         assert scratch is not None
         assert grad_bias is None or bias_dtype == torch.float32
         assert sums is None or sums_dtype == torch.float32
-        edges, of_edges = (None, None), (None, None, None)
+        edges, of_edges = (None, None, None), (None, None, None)
         gradients = (grad, grad_joint, grad_first, grad_second, *of_edges, grad_bias, sums)
         self.layer.backward(
             used_csr(self.adj.t()), joint, first, second, *edges, state, *gradients, dropout_p, seed, 1

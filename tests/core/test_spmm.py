@@ -438,7 +438,7 @@ def test_factors_live_until_the_launch(monkeypatch):
     monkeypatch.setattr(adj, "vector_scale", gather, raising=False)
     monkeypatch.setattr(adj, "bsb_structure", lambda valued: None, raising=False)
     monkeypatch.setattr(policy, "spmm_algorithm", lambda *_, **__: policy.Choice("flashsparse"))
-    compiled = SimpleNamespace(spmm_bsb=lambda **_: alive.append(gathered[-1]() is not None))
+    compiled = SimpleNamespace(spmm_bsb=lambda *_, **__: alive.append(gathered[-1]() is not None))
     monkeypatch.setattr(launch, "_C", compiled)
     monkeypatch.setattr(launch, "current_stream", lambda index: 0)
     x = features(adj.num_src, 64, torch.float16, "contiguous", "cpu")

@@ -149,7 +149,7 @@ def test_commands():
                 case ["python", "-m", "fastsparse_core.doctor"]:
                     pass  # tests/core/test_doctor.py runs it
                 case ["fastsparse", "run", *options]:  # test_run.py runs it
-                    own = [option for option in options[: options.index("train.py")] if option[:2] == "--"]
+                    own = [option.split("=")[0] for option in options[: options.index("train.py")] if option[:2] == "--"]
                     assert set(own) <= {"--report", "--report-json"}, (page, command)
                 case ["python", "-m", "benchmarks", *options]:
                     chosen.append(["benchmarks", *options])
