@@ -149,8 +149,9 @@ def test_commands():
                 case ["python", "-m", "fastsparse_core.doctor"]:
                     pass  # tests/core/test_doctor.py runs it
                 case ["fastsparse", "run", *options]:  # test_run.py runs it
-                    own = [option.split("=")[0] for option in options[: options.index("train.py")] if option[:2] == "--"]
-                    assert set(own) <= {"--report", "--report-json"}, (page, command)
+                    names = {option.split("=")[0] for option in options[: options.index("train.py")]}
+                    own = {name for name in names if name[:2] == "--"}
+                    assert own <= {"--report", "--report-json"}, (page, command)
                 case ["python", "-m", "benchmarks", *options]:
                     chosen.append(["benchmarks", *options])
                 case ["torchrun", "--nproc-per-node", _, script, *options] | ["python", script, *options]:
