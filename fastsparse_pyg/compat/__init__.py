@@ -117,12 +117,8 @@ def _tell_pyg(name: str, module: ModuleType) -> int:
         for kind in ("SparseTensor", "SparseStorage"):
             stand_ins[kind] = (getattr(pyg_typing, kind), getattr(module, kind))
     replaced = 0
-    for holder in list(sys.modules.values()):
-        if (
-            holder is None
-            or holder.__name__.partition(".")[0] not in _HOLDERS
-            or holder is sys.modules[__name__]
-        ):
+    for title, holder in list(sys.modules.items()):  # some modules have no name of their own
+        if holder is None or title.partition(".")[0] not in _HOLDERS or holder is sys.modules[__name__]:
             continue
         held = vars(holder)
         names = [key for key, (old, _) in stand_ins.items() if held.get(key) is old]

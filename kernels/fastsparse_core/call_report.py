@@ -82,8 +82,9 @@ class CallReport:
 
     Example:
         >>> import fastsparse_core
-        >>> fastsparse_core.report().rows  # recording starts with enable(report=True)
-        ()
+        >>> rows = fastsparse_core.report().rows  # recording starts with enable(report=True)
+        >>> sum(count for _, count in rows) >= len(rows)
+        True
     """
 
     rows: tuple[tuple[Row, int], ...]
