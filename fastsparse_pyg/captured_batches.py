@@ -148,7 +148,7 @@ class _HeldBatch(Held):
 
         Rows of padding go to an entry behind all graphs, which is cut off.
         """
-        self.asks_largest = True
+        self.needs_largest = True
         (batch, _), width, starts = self.batches[0], self._capacity.largest, self._starts
         assert starts is not None
         count = self.num_graphs * width

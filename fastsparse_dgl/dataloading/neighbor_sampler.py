@@ -121,7 +121,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
             return core.start({name: torch.as_tensor(ids) for name, ids in seed_nodes.items()})
 
     def finish(self, g: GraphLike, draw: Draw, seed_nodes: Any) -> tuple[Any, Any, list[Any]]:
-        """Input nodes, output nodes and blocks, on the device where they were drawn.
+        """Input nodes, output nodes and blocks, on the device where they were sampled.
 
         Args:
             g: the graph to sample from.

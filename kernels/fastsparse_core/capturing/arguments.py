@@ -61,10 +61,10 @@ class Held:
         rows: which rows are padding, where there is some.
         greatest: see `MaskedFunctions`.
         sorted: see `StepRun`.
-        asks_largest: whether the step asked for the capacity of the largest graph.
+        needs_largest: whether the largest graph has to fit too, as in dense batches.
     """
 
-    asks_largest = False
+    needs_largest = False
 
     def __init__(self, like: Argument) -> None:
         self.tensors = [tensor.detach().clone() for tensor in like.tensors]

@@ -156,7 +156,7 @@ class Record:
         capacity, sizes = self.capacity, call.sizes
         if capacity is None or sizes is None:
             return True
-        if any(held.asks_largest for held in self.held) and not 0 < sizes.largest_graph <= capacity.largest:
+        if any(held.needs_largest for held in self.held) and not 0 < sizes.largest_graph <= capacity.largest:
             return False
         return capacity.holds(sizes)
 

@@ -21,14 +21,14 @@ class NeighborSampler:
     r"""Draws neighbours of seeds, of those, and so on, hop by hop; on the GPU or in C++ threads.
 
     Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
-    section 3.1. Sources are drawn for destinations, from rows of the structure. Every node draws once, in the
+    section 3.1. Sources are sampled for destinations, from rows of the structure. A node draws once, in the
     hop after the one that met it. Without replacement all sets of neighbours are equally likely (by weight:
     as if drawn one after the other, each with a chance in proportion to its weight among those left). A seed
     gives the same batch on the CPU and on GPUs, except with weights, whose logarithms may differ in the last
     bit.
 
     On a GPU the sizes of a batch are read once, when it is done. Batches of more than 2^23 possible edges,
-    and those of all neighbours of many nodes, are drawn in parts, with one or two reads for each.
+    and those of all neighbours of many nodes, are sampled in parts, with one or two reads for each.
 
     Args:
         graph: in-edges: an :class:`Adjacency` whose rows are destinations, square; or a dict of them by edge
@@ -39,7 +39,7 @@ class NeighborSampler:
         weight: one number per edge in the caller's order, a tensor or a dict by edge type: neighbours are
             drawn in proportion to it, those of weight 0 never.
         disjoint: whether every seed gets a subgraph of its own, that shares no nodes with others.
-        induced: return all edges between the batch's nodes, not only those that were drawn.
+        induced: return all edges between the batch's nodes, not only the sampled ones.
         blocks: return a block per hop, in which all nodes of the hops before sample again.
         num_nodes: number of nodes by node type, for types without edges.
 
@@ -77,7 +77,7 @@ class NeighborSampler:
 
     @property
     def device(self) -> torch.device:
-        """Device of the graph, on which batches are drawn."""
+        """Device of the graph, on which batches are sampled."""
         return self.graph.device
 
     def sample(self, seeds: Tensor | Mapping[str, Tensor], *, seed: int | None = None) -> Sample:
@@ -106,7 +106,7 @@ class NeighborSampler:
         return Draw(self.graph, self.layout, by_type, seed % 2**64)
 
     def most_drawn(self, count: int) -> dict[str, Tensor]:
-        """The nodes of every type from which most edges start, ``count`` at most; they are drawn most often.
+        """The nodes of every type from which most edges start, ``count`` at most: those sampled most often.
 
         A graph without types has one, ``""``.
 
