@@ -22,6 +22,7 @@ SHIM = """
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(n)
+#define __fdividef(a, b) ((a) / (b))
 struct Place { int x, y; };
 static Place threadIdx, blockIdx, blockDim, gridDim;
 template <typename A, typename B> static A bits_as(B b) { A a; std::memcpy(&a, &b, sizeof a); return a; }
@@ -105,7 +106,7 @@ def check(name: str, how: str, width: int, dtype: torch.dtype, tolerance: float)
 def test_sources_compute_what_operators_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On rows that are cut, some of a width that no lane fills."""
     monkeypatch.setattr("fastsparse_core.formats.lengths.slice_length", lambda *_: 4)
-    for how in HOW if name in ("mlp", "crystal") else ("sum", "max"):
+    for how in HOW if name in ("mlp", "crystal") else ("sum", "max", "none"):
         check(name, how, 70, torch.float32, 2e-5)
 
 
@@ -145,3 +146,11 @@ def test_softmax_has_kernels_of_one_language(name: str, how: str, monkeypatch: p
     assert len(languages) == 3
     assert languages[0] == (name == "mlp" or how != "softmax")
     assert how != "softmax" or len(set(languages)) == 1
+
+
+def test_lanes_have_fewer_features_where_these_have_many_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_edge_cuda, "_MOST_WEIGHTS", 40)
+    leaves = leaves_of(CASES["two maps"][1], tensors_of(CASES["two maps"][1], graph("cpu"), 132, torch.float32), 132)
+    assert _edge_cuda.features_per_lane(leaves, (), 132) == 4
+    assert _edge_cuda.features_per_lane(leaves, (0, 2, 4), 132) == 2
+    check("two maps", "sum", 132, torch.float32, 2e-5)

@@ -14,7 +14,7 @@ from fastsparse_core.ops._edge_kernels import Expression, Leaf
 
 NUM_DST, NUM_SRC, EDGES, FEATURES = 17, 13, 60, 5
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-HOW = ("sum", "mean", "max", "min", "softmax")
+HOW = ("sum", "mean", "max", "min", "softmax", "none")
 
 
 def leaf(n: int) -> Expression:
@@ -180,7 +180,7 @@ def test_nan_is_the_extremum(how: str, device: str):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("how", ["sum", "mean", "softmax"])
+@pytest.mark.parametrize("how", ["sum", "mean", "softmax", "none"])
 def test_second_derivatives(how: str, device: str):
     expression, places = CASES["crystal"]
     adj = graph(device)

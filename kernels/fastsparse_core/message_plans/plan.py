@@ -38,6 +38,10 @@ from fastsparse_core.ops.edge_expression import HOW, can_generate
 _EDGES = 1_000_003
 #: Features of an edge that the kernels map themselves.
 _MOST_FEATURES = 32
+#: What operators of ours take of the host, in launches of PyTorch's: they and their gradients are called in
+#: Python. A generated kernel is launched through three layers of it, and its weights' gradients are summed.
+_CALL, _GENERATED_CALL, _SOFTMAX, _REDUCTION = 5, 10, 8, 3
+_VIEWS = ("getitem", "view", "reshape", "expand", "unsqueeze", "squeeze", "flatten", "chunk", "split")
 #: Plans kept of one trace.
 _MOST_PLANS = 16
 #: Reductions that a sparse product knows.
@@ -57,6 +61,7 @@ class Plan(NamedTuple):
         gains: what it does better than the message, for reports.
         stopped_by: the first operator that it computes per edge; "" if there is none.
         dtypes: of what it gives under autocast, in the same tuples and dictionaries; None: as it comes.
+        is_short: whether the host takes less time for it than for the message per edge.
     """
 
     run: Callable[..., tuple[Any, dict[str, Any]]]
@@ -65,6 +70,7 @@ class Plan(NamedTuple):
     gains: tuple[str, ...]
     stopped_by: str = ""
     dtypes: Any = None
+    is_short: bool = False
 
     def __str__(self) -> str:
         rest = f"; the rest per edge, because of {self.stopped_by}" if self.stopped_by else ""
@@ -359,7 +365,27 @@ class Planner:
             raise NoPlan
         # First, for the reduction to find them made.
         kept = {name: self._at_edges(values[node]) for name, node in (assigned or {}).items()}
-        return self._finished((self._at_edges(out) if how == PER_EDGE else self._reduced(out, how), kept))
+        plan = self._finished((self._at_edges(out) if how == PER_EDGE else self._reduced(out, how), kept))
+        gathers = sum(name.endswith(("_i", "_j")) for name in self.arguments)
+        return plan._replace(is_short=self._launches(self.graph) < gathers + self._launches(trace) + _REDUCTION)
+
+    def _launches(self, graph: Graph) -> int:
+        """About how many launches of PyTorch's take the host as long as a graph."""
+        total = 0
+        for node in graph.nodes:
+            name = _name_of(node)
+            if node.op == "call_module":
+                module = operator.attrgetter(str(node.target))(self.layer)
+                total += sum(not each._modules for each in module.modules())
+            elif node.op not in ("call_function", "call_method") or name in _VIEWS:
+                continue
+            elif node.target is terms.by_expression:
+                total += _GENERATED_CALL
+            elif getattr(node.target, "__module__", "").startswith("fastsparse_core."):
+                total += _CALL
+            else:
+                total += _SOFTMAX if name == "softmax" else 1
+        return total
 
     def _walk(self, trace: Graph) -> tuple[dict[Node, Any], Any]:
         """What every node of a trace is, and what the trace gives."""
@@ -878,6 +904,10 @@ class Planner:
             if x.dst is None and x.src is None:
                 return x.edge
             return self.call(terms.per_edge, (self.found_node, x.dst, x.src, x.edge))
+        if self.generates and value.kind in ("mapped", *_PAIRS) and len(value.row) == 1:
+            made = self._generated(value, "none")
+            if made is not None:
+                return made
         parts, options = [self._at_edges(part) for part in value.parts], value.options
         if value.kind == "joined":
             return self.call(torch.cat, (parts, -1))
@@ -932,9 +962,10 @@ class Planner:
             expression = self._expression(value, leaves)
         except NoPlan:
             return None
-        if expression[0] == "leaf" or not {"dst", "src"} & set(leaves.places):
+        reads = {"dst", "src", "mapped"} if how == "none" else {"dst", "src"}
+        if expression[0] == "leaf" or not reads & set(leaves.places):
             return None
-        self.gains["one generated kernel"] = None
+        self.gains["one generated kernel" if how != "none" else "rows per edge by a generated kernel"] = None
         operands = (self.found_node, expression, tuple(leaves.places), how, *leaves.nodes)
         return self.call(terms.by_expression, operands)
 

@@ -98,7 +98,8 @@ def kernel_of(
         part: ``"forward"``, ``"rows"`` or ``"columns"``: gradients by rows or by rows of the transpose.
         expression: what to compute.
         leaves: its tensors.
-        how: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"softmax"``: the mean by softmax weights.
+        how: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"softmax"``: the mean by softmax weights;
+            ``"none"``: nothing is reduced.
         wanted: leaves whose gradients the kernel computes.
     """
     source = source_of(part, expression, leaves, how, wanted)
@@ -242,6 +243,9 @@ _DIVIDED = "{0} = {0} / tl.maximum(tl.load(degree + {1}, mask={2}, other=1), 1).
 
 def _reduction(value: str, how: str) -> tuple[list[str], list[str], list[str]]:
     """Lines before, in and after the loop over the tiles of a slice."""
+    if how == "none":
+        at = "out + q[:, None] * W + f[None, :]"
+        return [], [f"tl.store({at}, {value} + tl.zeros((BE, WP), ACC), mask=mm)"], []
     if how in ("max", "min"):
         least, sign = ('-float("inf")', ">") if how == "max" else ('float("inf")', "<")
         begin = [f"total = tl.full((WP,), {least}, ACC)", "at = tl.full((WP,), -1, tl.int32)"]
@@ -305,7 +309,9 @@ def _gradients(
 ) -> tuple[list[str], list[str], list[str]]:
     """Lines before, in and after the loop: gradients at this end and, by rows, of edges and constants."""
     kept = ("grad", *KEEPS.get(how, ()))
-    if own == "dst":
+    if how == "none":
+        begin, tile = [], ["t_grad = tl.load(grad + q[:, None] * W + f[None, :], mask=mm, other=0)"]
+    elif own == "dst":
         begin = [f"r_{name} = tl.load({name} + i * W + f, mask=fm, other=0)" for name in kept]
         tile = [f"t_{name} = r_{name}[None, :]" for name in kept]
     else:

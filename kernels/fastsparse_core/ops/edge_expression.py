@@ -67,9 +67,11 @@ def edge_expression(
             one number in place of F; (F,) for ``"whole"``; (num_values, K) and (F, K) for ``"mapped"`` and
             ``"weight"``.
         how: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"softmax"``: the mean by softmax weights.
+            ``"none"``: nothing is reduced.
 
     Returns:
         (num_dst, F); 0 in rows without edges. Sums are kept in float32 or wider, in the structure's order.
+        For ``"none"`` (num_values, F) in the caller's edge order.
     """
     width = max(
         x.size(0) if place == "weight" else x.shape[-1]
@@ -111,6 +113,8 @@ def unfused(
         return rows[args[0]] if name == "leaf" else _TORCH[name](*[value(arg) for arg in args])
 
     messages = value(expression)
+    if how == "none":
+        return messages
     end = _End(adj, True)
     if how == "softmax":
         weights = softmax_op(messages, end.index, None, adj.num_dst, find=end.find)
@@ -149,7 +153,8 @@ class _EdgeExpression(torch.autograd.Function):
         dtype = functools.reduce(torch.promote_types, dtypes)
         acc = accumulation_dtype(dtype)
         call = _Call(adj, expression, leaves, how, width, acc)
-        outs = [tensors[0].new_empty((adj.num_dst, width), dtype=dtype)]
+        num_rows = adj.num_values if how == "none" else adj.num_dst
+        outs = [tensors[0].new_empty((num_rows, width), dtype=dtype)]
         if how in KEEPS:
             outs.append(outs[0].new_empty(outs[0].shape, dtype=acc if how == "softmax" else torch.int32))
         # Softmax's backward pass recomputes messages: another compiler's exp would change large ones by more
@@ -157,7 +162,7 @@ class _EdgeExpression(torch.autograd.Function):
         same = [n for n, needs in enumerate(ctx.needs_input_grad[5:]) if needs] if how == "softmax" else []
         ctx.call = call = call._replace(same=tuple(same))
         parts = call.launch("forward", adj, tensors, outs)
-        if parts is not None:
+        if parts is not None and how != "none":
             _combine(how, adj, outs, parts)
         kept = {"out": outs[0], "aux": outs[-1]}
         ctx.save_for_backward(*tensors, *(kept[name] for name in KEEPS.get(how, ())))
@@ -328,7 +333,7 @@ class _Call(NamedTuple):
             all(x.data_ptr() % 16 == 0 for x in (*tensors, out)),
         )
         kernel = _edge_cuda.kernel_of(source, tensors[0].get_device())
-        tiles = -(-self.width // (32 * _edge_cuda.features_per_lane(self.width)))
+        tiles = -(-self.width // (32 * _edge_cuda.features_per_lane(self.leaves, wanted, self.width)))
         with torch.cuda.device_of(tensors[0]):
             kernel(
                 grid=((warps or _num_warps(rows, False)) // _WARPS, tiles, 1),
