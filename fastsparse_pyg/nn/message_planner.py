@@ -25,9 +25,7 @@ planned: Any = WeakIdKeyDictionary()
 FEW = "few edges"
 
 
-def reduce_by_plan(
-    layer: Any, pattern: Pattern, found: Arguments, how: str, are_few: bool = False
-) -> Any:
+def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str, are_few: bool = False) -> Any:
     """The reduced messages of a pattern that has a plan; None: it has none; `FEW`: it takes the host longer.
 
     Args:

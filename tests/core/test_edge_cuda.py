@@ -150,7 +150,29 @@ def test_softmax_has_kernels_of_one_language(name: str, how: str, monkeypatch: p
 
 def test_lanes_have_fewer_features_where_these_have_many_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_edge_cuda, "_MOST_WEIGHTS", 40)
-    leaves = leaves_of(CASES["two maps"][1], tensors_of(CASES["two maps"][1], graph("cpu"), 132, torch.float32), 132)
+    leaves = leaves_of(
+        CASES["two maps"][1], tensors_of(CASES["two maps"][1], graph("cpu"), 132, torch.float32), 132
+    )
     assert _edge_cuda.features_per_lane(leaves, (), 132) == 4
     assert _edge_cuda.features_per_lane(leaves, (0, 2, 4), 132) == 2
     check("two maps", "sum", 132, torch.float32, 2e-5)
+
+
+@pytest.mark.parametrize("name", ["two maps", "mlp"])
+def test_second_derivatives_are_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of mapped features, too, whose gradients are products of rows per edge."""
+    expression, places = CASES[name]
+    adj = graph("cpu")
+    tensors = tensors_of(places, adj, 40, torch.float32)
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    leaves, found = leaves_of(places, tensors, 40), []
+    want = edge_expression.unfused(adj, expression, leaves, "sum", exact)
+    refused = lambda *_: pytest.fail("ran by PyTorch's operators")  # noqa: E731
+    monkeypatch.setattr(edge_expression, "unfused", refused)
+    out = edge_expression.edge_expression(adj, expression, places, tensors, "sum")
+    for run, given in ((out, tensors), (want, exact)):
+        grads = torch.autograd.grad(run.square().sum(), given, create_graph=True)
+        second = torch.autograd.grad(sum(grad.square().sum() for grad in grads), given)
+        found.append([*grads, *second])
+    for got, best in zip(*found, strict=True):
+        assert (got.double() - best).norm() <= 2e-5 * best.norm().clamp(min=1)

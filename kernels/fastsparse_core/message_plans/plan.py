@@ -42,6 +42,8 @@ _MOST_FEATURES = 32
 #: Python. A generated kernel is launched through three layers of it, and its weights' gradients are summed.
 _CALL, _GENERATED_CALL, _SOFTMAX, _REDUCTION = 5, 10, 8, 3
 _VIEWS = ("getitem", "view", "reshape", "expand", "unsqueeze", "squeeze", "flatten", "chunk", "split")
+#: Features from which a generated kernel makes rows per edge: a warp has one edge at a time.
+_LEAST_WIDTH = 32
 #: Plans kept of one trace.
 _MOST_PLANS = 16
 #: Reductions that a sparse product knows.
@@ -367,7 +369,9 @@ class Planner:
         kept = {name: self._at_edges(values[node]) for name, node in (assigned or {}).items()}
         plan = self._finished((self._at_edges(out) if how == PER_EDGE else self._reduced(out, how), kept))
         gathers = sum(name.endswith(("_i", "_j")) for name in self.arguments)
-        return plan._replace(is_short=self._launches(self.graph) < gathers + self._launches(trace) + _REDUCTION)
+        return plan._replace(
+            is_short=self._launches(self.graph) < gathers + self._launches(trace) + _REDUCTION
+        )
 
     def _launches(self, graph: Graph) -> int:
         """About how many launches of PyTorch's take the host as long as a graph."""
@@ -904,7 +908,8 @@ class Planner:
             if x.dst is None and x.src is None:
                 return x.edge
             return self.call(terms.per_edge, (self.found_node, x.dst, x.src, x.edge))
-        if self.generates and value.kind in ("mapped", *_PAIRS) and len(value.row) == 1:
+        is_wide = len(value.row) == 1 and value.row[0] >= _LEAST_WIDTH
+        if self.generates and value.kind in ("mapped", *_PAIRS) and is_wide:
             made = self._generated(value, "none")
             if made is not None:
                 return made
@@ -937,6 +942,12 @@ class Planner:
             self.gains[f"a linear map behind the {how}"] = None
             inner = self._reduced(value.parts[0], how)
             return self.call(terms.linear_of_reduced, (self.found_node, inner, *value.options, how))
+        if _is(value, "linear") and how in ("max", "min") and value.options[1] and value.made is None:
+            # The gradient of the bias is then a sum over nodes.
+            self.gains[f"a bias behind the {how}"] = None
+            map_ = _Of(value.meta, kind="linear", parts=value.parts, options=(value.options[0], None))
+            inner = self._reduced(map_, how)
+            return self.call(terms.plus_bias_of_reduced, (self.found_node, inner, value.options[1], how))
         made = None
         if how == "sum" and value.meta.dtype in DTYPE_CODE:
             made = self._by_kernel(value)
@@ -988,6 +999,10 @@ class Planner:
             return (name, self._expression(value.parts[0], leaves), *options)
         if isinstance(value, _Of) and value.kind in _PAIRS:
             return (_PAIRS[value.kind][1], *[self._expression(part, leaves) for part in value.parts])
+        if _is(value, "linear") and value.options[1] and value.row == (leaves.width,) and value.made is None:
+            weight, bias = value.options  # whose gradient the kernel then sums
+            map_ = self.call(F.linear, (self._at_edges(value.parts[0]), weight))
+            return ("add", leaves.add("edge", map_), leaves.add("whole", bias))
         if not isinstance(value, _Sum) or value.row not in ((leaves.width,), (1,)):
             return leaves.add("edge", self._at_edges(value))
         found: list[Any] = [leaves.add(place, node) for place, node in value.terms.items() if place != "edge"]

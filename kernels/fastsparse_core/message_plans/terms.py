@@ -82,7 +82,12 @@ def weighted(found: Edges, weight: Tensor | None, x: Tensor, heads: int, how: st
 def linear_of_reduced(found: Edges, x: Tensor, weight: Tensor, bias: Tensor | None, how: str) -> Tensor:
     """A linear map of reduced rows, which gave its bias to every edge."""
     out = F.linear(x, weight)
-    return out if bias is None else out + bias * _times(found.dst, out, how)
+    return out if bias is None else plus_bias_of_reduced(found, out, bias, how)
+
+
+def plus_bias_of_reduced(found: Edges, x: Tensor, bias: Tensor, how: str) -> Tensor:
+    """Reduced rows, and a bias that was every edge's."""
+    return x + bias * _times(found.dst, x, how)
 
 
 def scores(x: Tensor, vector: Tensor) -> Tensor:

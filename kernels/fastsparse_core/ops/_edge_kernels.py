@@ -47,6 +47,12 @@ OPERATORS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("tl.where({0} > 20.0, {g}, {g} / (1 + tl.exp(-{0})))",),
     ),
     "square": ("{0} * {0}", ("2 * {g} * {0}",)),
+    # Gradients of rectifiers, from those of the results; they are constant in the arguments.
+    "relu_gradient": ("tl.where({1} <= 0, 0.0, {0})", ("tl.where({1} <= 0, 0.0, {g})",)),
+    "leaky_relu_gradient": (
+        "tl.where({1} > 0, {0}, {0} * {2})",
+        ("tl.where({1} > 0, {g}, {g} * {2})",),
+    ),
 }
 
 

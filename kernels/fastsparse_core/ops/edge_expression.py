@@ -14,6 +14,7 @@ from torch import Tensor
 from fastsparse_core.ops import _edge_cuda
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import is_first_derivative
+from fastsparse_core.ops._edge_derivatives import gradients_of, leaves_in, with_leaves
 from fastsparse_core.ops._edge_kernels import KEEPS, Expression, Leaf, kernel_of
 from fastsparse_core.ops._edge_rows import lift
 from fastsparse_core.ops._segment import reduce_op, softmax_op
@@ -45,6 +46,8 @@ _TORCH: dict[str, Callable[..., Tensor]] = {
     "elu": F.elu,
     "softplus": F.softplus,
     "square": torch.square,
+    "relu_gradient": lambda grad, x: torch.where(x <= 0, 0.0, grad),
+    "leaky_relu_gradient": lambda grad, x, slope: torch.where(x > 0, grad, grad * slope),
 }
 
 
@@ -176,6 +179,9 @@ class _EdgeExpression(torch.autograd.Function):
         needs = ctx.needs_input_grad[5:]
         found: list[Tensor | None] = [None] * count
         if not is_first_derivative(grad):
+            again = _gradients_by_expressions(call, tensors, grad, needs)
+            if again is not None:
+                return (None,) * 5 + tuple(again)
             with torch.enable_grad():
                 out = unfused(call.adj, call.expression, call.leaves, call.how, tensors)
             wanted = [n for n in range(count) if needs[n]]
@@ -185,6 +191,15 @@ class _EdgeExpression(torch.autograd.Function):
             for n, each in zip(wanted, grads, strict=True):
                 found[n] = each
             return (None,) * 5 + tuple(found)
+        # Triton's products of tiles take longer than rows per edge that PyTorch multiplies.
+        mapped = [n for n in range(count) if needs[n] and call.leaves[n].place == "mapped"]
+        if mapped and call._has_cuda_source((), (*tensors, grad)):
+            both = [n in mapped or n - 1 in mapped for n in range(count)]
+            made = _gradients_by_expressions(
+                call, tensors, grad, [need and here for need, here in zip(needs, both, strict=True)]
+            )
+            if made is not None:
+                found, needs = made, [need and not here for need, here in zip(needs, both, strict=True)]
         for part in ("rows", "columns"):
             own = "dst" if part == "rows" else "src"
             wanted = [
@@ -197,6 +212,59 @@ class _EdgeExpression(torch.autograd.Function):
                 for n, each in zip(wanted, made, strict=True):
                     found[n] = each
         return (None,) * 5 + tuple(found)
+
+
+def _gradients_by_expressions(
+    call: _Call, tensors: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]
+) -> list[Tensor | None] | None:
+    """Gradients that have gradients, by kernels: each is an expression again. None: it has no such form."""
+    count, leaves = len(tensors), call.leaves
+    wanted = [n for n in range(count) if needs[n]]
+    if call.how not in ("sum", "mean", "none"):
+        return None
+    numbers = {n: n - (leaves[n].place == "weight") for n in wanted}
+    formulas = gradients_of(call.expression, set(numbers.values()), ("leaf", count))
+    if formulas is None:
+        return None
+    if call.how == "mean":
+        grad = grad / call.adj.in_degree().clamp(min=1).to(grad.dtype).unsqueeze(1)
+    given = [*tensors, grad]
+    places = [*(leaf.place for leaf in leaves), "edge" if call.how == "none" else "dst"]
+
+    @functools.cache
+    def reduced(n: int, at: str) -> Tensor:
+        """The gradient of a leaf's value, summed over the edges of an end, or for every edge."""
+        formula = formulas[n]
+        used: list[int] = []
+        for each in sorted(leaves_in(formula)):
+            used += [each, each + 1] if places[each] == "mapped" else [each]
+        swapped = {"dst": "src", "src": "dst"} if at == "src" else {}
+        return edge_expression(
+            call.adj.t() if at == "src" else call.adj,
+            with_leaves(formula, {each: nth for nth, each in enumerate(used)}),
+            [swapped.get(places[each], places[each]) for each in used],
+            [given[each] for each in used],
+            "none" if at == "none" else "sum",
+        )
+
+    found: list[Tensor | None] = [None] * count
+    for n in wanted:
+        leaf, number = leaves[n], numbers[n]
+        if number not in formulas:
+            found[n] = torch.zeros_like(tensors[n])
+            continue
+        if leaf.place == "mapped":
+            out = reduced(number, "none") @ tensors[n + 1]
+        elif leaf.place == "weight":
+            out = reduced(number, "none").t() @ tensors[n - 1]
+        elif leaf.place == "whole":
+            out = reduced(number, "dst").sum(0)
+        else:
+            out = reduced(number, "none" if leaf.place == "edge" else leaf.place)
+        if leaf.is_scalar:
+            out = out.sum(-1, keepdim=True)
+        found[n] = out.to(tensors[n].dtype)
+    return found
 
 
 class _Call(NamedTuple):
