@@ -443,8 +443,8 @@ BENCHMARK = Benchmark(
         "named: the drop-in of PyG's layer that computes the same (the gated one also maps edges to values)",
         "filter: one linear map of an edge's features; SchNet: two; EdgeConv_max: one map and tanh; the other"
         " EdgeConv: two maps",
-        f"forces: {ATOMS} atoms with {NEIGHBORS} neighbors, two blocks of SchNet or one of PaiNN; energy, forces,"
-        " and the gradients of a loss of both",
+        f"forces: {ATOMS} atoms with {NEIGHBORS} neighbors, two blocks of SchNet or one of PaiNN; energy,"
+        " forces, and the gradients of a loss of both",
         "peak memory is that of a step beyond what lay on the device before it",
     ),
 )
