@@ -23,6 +23,7 @@ SHIM = """
 #define __forceinline__ inline
 #define __launch_bounds__(n)
 #define __fdividef(a, b) ((a) / (b))
+#define __fsub_rn(a, b) ((a) - (b))
 struct Place { int x, y; };
 static Place threadIdx, blockIdx, blockDim, gridDim;
 template <typename A, typename B> static A bits_as(B b) { A a; std::memcpy(&a, &b, sizeof a); return a; }

@@ -40,7 +40,7 @@ _EDGES = 1_000_003
 _MOST_FEATURES = 32
 #: What operators of ours take of the host, in launches of PyTorch's: they and their gradients are called in
 #: Python. A generated kernel is launched through three layers of it, and its weights' gradients are summed.
-_CALL, _GENERATED_CALL, _SOFTMAX, _REDUCTION = 5, 10, 8, 3
+_CALL, _GENERATED_CALL, _SOFTMAX, _REDUCTION = 5, 14, 8, 3
 _VIEWS = ("getitem", "view", "reshape", "expand", "unsqueeze", "squeeze", "flatten", "chunk", "split")
 #: Features from which a generated kernel makes rows per edge: a warp has one edge at a time.
 _LEAST_WIDTH = 32
@@ -369,9 +369,8 @@ class Planner:
         kept = {name: self._at_edges(values[node]) for name, node in (assigned or {}).items()}
         plan = self._finished((self._at_edges(out) if how == PER_EDGE else self._reduced(out, how), kept))
         gathers = sum(name.endswith(("_i", "_j")) for name in self.arguments)
-        return plan._replace(
-            is_short=self._launches(self.graph) < gathers + self._launches(trace) + _REDUCTION
-        )
+        of_message = gathers + self._launches(trace) + _REDUCTION
+        return plan._replace(is_short=self._launches(self.graph) < of_message)
 
     def _launches(self, graph: Graph) -> int:
         """About how many launches of PyTorch's take the host as long as a graph."""

@@ -173,7 +173,19 @@ def _without_isolated(adj: Adjacency, x: Tensor) -> Tensor:
     find = lambda: adj.is_empty_row() & (adj.out_degree() == 0)  # noqa: E731
     is_isolated = adj.derived("fastsparse_core.isolated", find)
     has_some = adj.derived("fastsparse_core.has_isolated", lambda: (bool(is_isolated.any()),))[0]
-    return x.masked_fill(is_isolated.unsqueeze(1), 0.0) if has_some else x
+    return _WithoutRows.apply(x, is_isolated) if has_some else x
+
+
+class _WithoutRows(torch.autograd.Function):
+    """Zeros in rows whose gradients are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, is_left_out: Tensor) -> Tensor:
+        return torch.where(is_left_out.unsqueeze(1), 0.0, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def by_attention(

@@ -39,6 +39,8 @@ __device__ __forceinline__ float tl_where(bool c, float a, float b) { return c ?
 // __expf is off by a unit in the last place for each unit of its argument, __logf of 1 to 2 by 3e-7.
 __device__ __forceinline__ float tl_exp(float v) { return expf(v); }
 __device__ __forceinline__ float tl_log(float v) { return logf(v); }
+// Never part of a fused multiply-add: softmax needs the same rounded message in all kernels.
+__device__ __forceinline__ float minus(float a, float b) { return __fsub_rn(a, b); }
 template <int M, typename T> struct alignas(M * sizeof(T)) Pack { T lane[M]; };
 template <int M, typename T>
 __device__ __forceinline__ void get(const T* p, int left, float (&v)[M]) {
@@ -250,7 +252,7 @@ def _reduction(value: str, how: str) -> tuple[list[str], tuple[list[str], ...], 
         ]
         tile = [
             f"const float z = {value}, higher = z > most[u] || z != z ? z : most[u];",
-            "const float less = tl_exp(most[u] - higher), e = tl_exp(z - higher);",
+            "const float less = tl_exp(most[u] - higher), e = tl_exp(minus(z, higher));",
             "share[u] = share[u] * less + e; total[u] = total[u] * less + e * z; most[u] = higher;",
         ]
         end = [
@@ -307,7 +309,7 @@ def _gradients(
     begin = _kept_rows(how, "i") if own == "dst" and how != "none" else []
     go = {
         "mean": "t_grad[u] * share",
-        "softmax": f"t_grad[u] * tl_exp({_c(value)} - t_aux[u]) * (1.f + {_c(value)} - t_out[u])",
+        "softmax": f"t_grad[u] * tl_exp(minus({_c(value)}, t_aux[u])) * (1.f + minus({_c(value)}, t_out[u]))",
         "max": "t_aux[u] == int(q) ? t_grad[u] : 0.f",
         "min": "t_aux[u] == int(q) ? t_grad[u] : 0.f",
     }.get(how, "t_grad[u]")

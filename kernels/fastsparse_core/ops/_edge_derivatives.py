@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 from fastsparse_core.ops._edge_kernels import Expression, Writer
 
-#: Name -> gradients of the arguments from that of the result, the result and the arguments, which may have more.
+#: Name -> gradients of the arguments from that of the result, the result and the arguments; some have none.
 _GRADIENTS: dict[str, Callable[..., tuple[Expression, ...]]] = {
     "add": lambda g, y, a, b: (g, g),
     "sub": lambda g, y, a, b: (g, ("neg", g)),

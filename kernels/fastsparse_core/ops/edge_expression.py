@@ -160,8 +160,8 @@ class _EdgeExpression(torch.autograd.Function):
         outs = [tensors[0].new_empty((num_rows, width), dtype=dtype)]
         if how in KEEPS:
             outs.append(outs[0].new_empty(outs[0].shape, dtype=acc if how == "softmax" else torch.int32))
-        # Softmax's backward pass recomputes messages: another compiler's exp would change large ones by more
-        # than 1, so that the weights would be others.
+        # Softmax's backward pass recomputes messages: the last bits of another compiler's exp would change
+        # the weights of messages in the thousands.
         same = [n for n, needs in enumerate(ctx.needs_input_grad[5:]) if needs] if how == "softmax" else []
         ctx.call = call = call._replace(same=tuple(same))
         parts = call.launch("forward", adj, tensors, outs)
@@ -364,6 +364,7 @@ class _Call(NamedTuple):
                 split.num_slots > 0,
                 "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",
                 num_warps=4 if self.width <= 128 else 8,
+                enable_fp_fusion=self.how != "softmax",  # all kernels subtract from the same rounded message
             )
         return parts if split.num_slots else None
 
