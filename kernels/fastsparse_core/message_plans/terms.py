@@ -157,8 +157,11 @@ def by_attention_layer(
     adj = _adjacency(found)
     if x_dst is x_src is v and type(adj) is Adjacency and adj.num_dst == adj.num_src:
         rows = _without_isolated(adj, v.flatten(1))
-        width = rows.size(1) // heads
-        vectors = [att.reshape(-1, width).expand(heads, width).unsqueeze(0) for att in (att_src, att_dst)]
+        shape = (1, heads, rows.size(1) // heads)
+        vectors = [  # of all heads, or one for all
+            (att if att.numel() == rows.size(1) else att.flatten().expand(shape)).reshape(shape)
+            for att in (att_src, att_dst)
+        ]
         out = attention_layer(ADDITIVE, adj, rows, (), vectors, None, heads=heads, scale=slope, dropout_p=p)
         if out is not None:
             return out.reshape(-1, *v.shape[1:])

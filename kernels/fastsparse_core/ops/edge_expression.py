@@ -157,7 +157,9 @@ class _EdgeExpression(torch.autograd.Function):
         acc = accumulation_dtype(dtype)
         call = _Call(adj, expression, leaves, how, width, acc)
         num_rows = adj.num_values if how == "none" else adj.num_dst
-        outs = [tensors[0].new_empty((num_rows, width), dtype=dtype)]
+        has_all = how != "none" or adj.num_values == adj.num_edges
+        make = tensors[0].new_empty if has_all else tensors[0].new_zeros
+        outs = [make((num_rows, width), dtype=dtype)]
         if how in KEEPS:
             outs.append(outs[0].new_empty(outs[0].shape, dtype=acc if how == "softmax" else torch.int32))
         # Softmax's backward pass recomputes messages: the last bits of another compiler's exp would change
