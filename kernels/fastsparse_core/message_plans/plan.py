@@ -1107,8 +1107,8 @@ class Planner:
         if not isinstance(scores, _Sum) or rows.edge is not None:
             return None
         scores, v = self._settled(scores), self._settled(rows).src
-        ends = [scores.dst, scores.src]
-        if scores.edge is None and all(end is not None and end.target is terms.scores for end in ends):
+        ends = [end for end in (scores.dst, scores.src) if end is not None and end.target is terms.scores]
+        if scores.edge is None and len(ends) == 2:
             operands = (*[part for end in ends for part in end.args], v, slope, p, heads)
             return self._kernel("additive_attention", terms.by_attention_layer, *operands)
         operands = (scores.dst, scores.src, scores.edge, v, slope, p, heads)

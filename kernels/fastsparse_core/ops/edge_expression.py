@@ -197,11 +197,11 @@ class _EdgeExpression(torch.autograd.Function):
         mapped = [n for n in range(count) if needs[n] and call.leaves[n].place == "mapped"]
         if mapped and call._has_cuda_source((), (*tensors, grad)):
             both = [n in mapped or n - 1 in mapped for n in range(count)]
-            made = _gradients_by_expressions(
+            again = _gradients_by_expressions(
                 call, tensors, grad, [need and here for need, here in zip(needs, both, strict=True)]
             )
-            if made is not None:
-                found, needs = made, [need and not here for need, here in zip(needs, both, strict=True)]
+            if again is not None:
+                found, needs = again, [need and not here for need, here in zip(needs, both, strict=True)]
         for part in ("rows", "columns"):
             own = "dst" if part == "rows" else "src"
             wanted = [
