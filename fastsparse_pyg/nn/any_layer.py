@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from fastsparse_pyg.caching import is_new, lookup
 from fastsparse_pyg.graph import edges_made_anew, for_pyg, is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
-from fastsparse_pyg.nn.message_kernels import Copies, evaluate, kernel_of, reduce_by_kernel
+from fastsparse_pyg.nn.message_kernels import NO_COPIES, Copies, evaluate, kernel_of, reduce_by_kernel
 from fastsparse_pyg.nn.message_pattern import Pattern, find_pattern
 from fastsparse_pyg.nn.message_planner import FEW, planned, reduce_by_plan
 from fastsparse_pyg.nn.segments import aggregate, reduction_of
@@ -67,8 +67,8 @@ class AnyLayer(MessagePassing):
     _original: ClassVar[type[MessagePassing]]
     _patterns: ClassVar[dict[Any, list[Pattern]]]
     _signature: ClassVar[Signature | None]
-    #: Kind of a call (aggregation, names and dtypes of arguments) -> what serves it at once.
-    _served: ClassVar[dict[Any, Copies]]
+    #: Kind of a call (aggregation, names and dtypes of arguments) -> what serves it at once; False: nothing.
+    _served: ClassVar[dict[Any, Copies | Literal[False]]]
     #: Aggregation -> whether few edges on a GPU are left to PyG, because its code takes the host less time
     #: than the plan; None: no one kernel serves them, and the plan is not known yet.
     _left: ClassVar[dict[type, bool | None]]
@@ -99,9 +99,11 @@ class AnyLayer(MessagePassing):
                 *[item.dtype if type(item) is Tensor else _kind_of(item) for item in kwargs.values()],
             )
             served = self._served.get(kind)
-            if served is not None and size is None:
+            if served and size is None:
                 out = served.reduce(self, edge_index, kwargs)
-                if out is not None:
+                if out is NO_COPIES:
+                    self._served[kind] = False
+                elif out is not None:
                     return out
         reason = _POSITIONAL if args else self._reason(edge_index)
         if reason is None:
@@ -112,7 +114,7 @@ class AnyLayer(MessagePassing):
                 how, pattern = self._kernel_reduce(), self._pattern("message", found)
                 copies = Copies.of(self, pattern, how, self._names(), kwargs)
                 if copies is not None:
-                    self._served[kind] = copies
+                    self._served.setdefault(kind, copies)
                 out = self._propagate_lazily(found, pattern, how, count is not None)
                 if out is not FEW:
                     return out

@@ -749,6 +749,28 @@ class Painn(MessagePassing):
         return torch.cat([first.unsqueeze(1), vectors], 1)
 
 
+class Counting(nn.Linear):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_weights_per_feature_are_computed_once():
+    layer = SchNet()
+    layer.filter = Counting(6, ALL)
+    accelerate(layer, show=False)
+    edge_index, _ = problem()
+    x, basis = torch.randn(NODES, ALL), torch.randn(EDGES, 6)
+    for nth in range(5):
+        layer.filter.calls = 0
+        layer.propagate(edge_index, x=x, basis=basis)
+        assert layer.filter.calls == 1 or nth == 1, nth
+
+
 @pytest.mark.parametrize("message", [gat_one_head, gat_heads, gat_two_vectors])
 def test_attention_of_one_tensor_is_one_node(message: Message):
     edge_index, inputs = problem()
