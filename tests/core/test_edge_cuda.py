@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_edge_expression import CASES, HOW, graph, leaves_of, tensors_of
+from test_edge_expression import CASES, HOW, NUM_DST, NUM_SRC, graph, leaves_of, tensors_of
 
 from fastsparse_core.ops import _edge_cuda, edge_expression
 
@@ -177,3 +177,15 @@ def test_second_derivatives_are_kernels(name: str, monkeypatch: pytest.MonkeyPat
         found.append([*grads, *second])
     for got, best in zip(*found, strict=True):
         assert (got.double() - best).norm() <= 2e-5 * best.norm().clamp(min=1)
+
+
+@pytest.mark.parametrize("name", ["tanh", "softplus", "elu"])
+def test_functions_of_small_numbers(name: str) -> None:
+    """Whose formulas by exp would round to 0."""
+    adj, options = graph("cpu"), [1.0] if name == "elu" else []
+    x = torch.full((NUM_SRC, 33), -17.0 if name == "softplus" else -1e-6)
+    y = torch.zeros(NUM_DST, 33)
+    expression = (name, ("add", ("leaf", 0), ("leaf", 1)), *options)
+    out = edge_expression.edge_expression(adj, expression, ["src", "dst"], [x, y], "none")
+    want = getattr(torch.nn.functional, name)(x.double()[:1])
+    torch.testing.assert_close(out.double(), want.expand(adj.num_edges, -1), rtol=1e-5, atol=0)
