@@ -19,8 +19,8 @@ def tiled(model: Module, *, tile_rows: int | None = None, offload: bool = False)
 
     The model must be a chain: layers :class:`FastGCNConv`, :class:`FastSAGEConv`, :class:`FastGraphConv` or
     :class:`FastGINConv` with sums or means, and between them functions that treat every node alone, such as
-    activations, dropout, linear layers and ``LayerNorm``. Batch normalisation in training mode and connections
-    that skip a layer raise an error.
+    activations, dropout, linear layers and ``LayerNorm``. Batch normalisation in training mode and
+    connections that skip a layer raise an error.
 
     The edges decide where it computes. The features (N, F) may be in host memory, best page-locked: with
     ``offload`` they take GPU memory during the first layer only. An :class:`~fastsparse_core.Adjacency` from

@@ -394,8 +394,8 @@ def raise_untiled(layer: FastConv, reason: str) -> NoReturn:
         ValueError: always.
     """
     raise ValueError(
-        f"tiled() does not support {type(layer).__name__} with {reason}; it needs sums or means over neighbours "
-        "without weights"
+        f"tiled() does not support {type(layer).__name__} with {reason}; it needs sums or means over "
+        "neighbours without weights"
     )
 
 

@@ -134,6 +134,8 @@ class FastGCNConv(PropagatingConv, GCNConv):
 
     def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
         """See :class:`fastsparse_core.tiling.TiledLayer`."""
+        if is_plain_linear(self.lin, Linear):
+            return F.linear(sums, self.lin.weight, self.bias)
         out: Tensor = self.lin(sums)
         return out if self.bias is None else out + self.bias
 

@@ -1,7 +1,7 @@
 """Full-graph training in tiles of rows: a model's activations need not fit beside each other.
 
-Between two neighbour sums a model works row by row, so that part runs for one tile of rows at a time. Only the
-inputs of the sums are whole matrices. The backward pass computes everything else again.
+Between two neighbour sums a model works row by row, so that part runs for one tile of rows at a time. Only
+the inputs of the sums are whole matrices. The backward pass computes everything else again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _ROUNDING = 0.02
 
 
 class NeighbourSum(NamedTuple):
-    r"""A weighted sum over neighbours, :math:`\mathrm{diag}(s) (\mathbf{A} + l\,\mathbf{I})\,\mathrm{diag}(t)`.
+    r"""A weighted sum over neighbours.
+
+    .. math::
+        \mathrm{diag}(s) \, (\mathbf{A} + l \, \mathbf{I}) \, \mathrm{diag}(t)
 
     Attributes:
         adj: structure (num_dst, num_src) of A.
@@ -53,17 +56,22 @@ class NeighbourSum(NamedTuple):
         scale_dst = None if self.scale_dst is None else self.scale_dst[begin:end]
         # A tile is used once: it is not worth converting for the tensor cores.
         out = launch_spmm(rows, x, None, scale_dst, self.scale_src, None, "csr")
+        return self.with_own(out, x[begin:end], slice(begin, end))
+
+    def with_own(self, out: Tensor, x: Tensor, rows: slice | Tensor) -> Tensor:
+        """Adds the loops of some rows, of their own features ``x``, to ``out``."""
         if self.loop is None:
             return out
-        scale_src = None if self.scale_src is None else self.scale_src[begin:end]
-        return with_loops(out, x[begin:end], scale_dst, scale_src, self.loop)
+        scale_dst = None if self.scale_dst is None else self.scale_dst[rows]
+        scale_src = None if self.scale_src is None else self.scale_src[rows]
+        return with_loops(out, x, scale_dst, scale_src, self.loop)
 
     def transposed(self) -> NeighbourSum:
         """The sum that takes gradients back."""
         return NeighbourSum(self.adj.t(valued=False), self.scale_src, self.scale_dst, self.loop)
 
     def of_rows(self, rows: Tensor) -> NeighbourSum:
-        """The same for some of the rows, int64 (num_rows,). Loops are left to the caller."""
+        """The same for some of the rows, int64 (num_rows,), without loops."""
         adj = self.adj
         begin = adj.rowptr[rows]
         rowptr = torch.zeros(rows.numel() + 1, dtype=torch.int64, device=rows.device)
@@ -91,7 +99,7 @@ class TiledLayer(Protocol):
     """What a layer has to know to run in tiles."""
 
     def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """The sum that the layer begins with; ``x`` has the shape and dtype of its features, not their values.
+        """The sum that the layer begins with. Of ``x`` only shape and dtype are those of its features.
 
         Raises:
             ValueError: the layer begins with something else.
@@ -192,7 +200,9 @@ class _Run:
         kind = self.device.type
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self.called: list[Any] = []
-        self.begins_with_layer = False
+        self._inputs: list[Tensor] = []
+        self._part = self._count = 0
+        self._records = False
         with self.in_its_state(), torch.no_grad():
             few = x[:1].to(self.device)
             reached = self._first_part(few)
@@ -253,7 +263,9 @@ class _Run:
         except _Reached as reached:
             found = reached.x
         if not isinstance(found, Tensor) or found.dim() != 2:
-            raise ValueError(f"model: tiled() needs matrices between layers and as result, got {_kind(found)}")
+            raise ValueError(
+                f"model: tiled() needs matrices between layers and as result, got {_kind(found)}"
+            )
         return found
 
     def _first_part(self, x: Tensor) -> Tensor:
@@ -261,7 +273,6 @@ class _Run:
         return self._call(x)
 
     def _inputs_of_layers(self, none: Tensor) -> list[Tensor]:
-        self._inputs: list[Tensor] = []
         self._call(none, records=True)
         if not self.called:
             raise ValueError("model: expected a model that calls at least one of its layers, got none")
@@ -310,18 +321,16 @@ class _Run:
         try:
             with self.in_its_state(), torch.no_grad():
                 for nth in range(len(self.sums) + 1):
-                    width = self._none.size(1) if nth == 0 else self._inputs[nth - 1].size(1)
-                    dtype = self._none.dtype if nth == 0 else self._inputs[nth - 1].dtype
-                    like = {"dtype": dtype, "device": self.device}
-                    sums, own = (torch.randn(_ROWS_CHECKED, width, **like) for _ in range(2))
+                    like = self._none if nth == 0 else self._inputs[nth - 1]
+                    sums, own = (like.new_empty(_ROWS_CHECKED, like.size(1)).normal_() for _ in range(2))
                     half = _ROWS_CHECKED // 2
                     try:
                         whole = self.part(nth, 0, sums, own)[:half].float()
                     except RuntimeError as error:
                         raise ValueError(
-                            f"model: tiled() needs a chain of layers, and what follows layer {nth} failed with "
-                            f"the result of that layer alone ({error}). Connections that skip a layer are not "
-                            "supported"
+                            f"model: tiled() needs a chain of layers, and what follows layer {nth} failed "
+                            f"with the result of that layer alone ({error}). Connections that skip a layer "
+                            "are not supported"
                         ) from error
                     alone = self.part(nth, 0, sums[:half], own[:half]).float()
                     if (whole - alone).abs().max() > _ROUNDING * whole.abs().max():
@@ -336,131 +345,120 @@ class _Run:
 
     # ---------------------------------------------------------------- forward
 
-    def forward(self, x: Tensor, kept: list[Any] | None = None) -> Tensor:
+    def forward(self, x: Tensor, kept: list[_Kept] | None = None) -> Tensor:
         """The result; ``kept`` gets what the backward pass reads, an item per layer."""
         features = self._first_input(x)
-        out: Tensor
-        for nth, sums_of in enumerate(self.sums, 1):
-            is_some = nth == len(self.sums) and self.rows is not None
-            if is_some:
-                layer = _LastRows(self, sums_of, features, self.rows)
-            elif self.offload and kept is not None:
-                layer = _Offloaded(self, sums_of, features, x if nth == 1 and self.begins_with_layer else None)
-            else:
-                source = None if nth > 1 or self.begins_with_layer else lambda: self._first_input(x)
-                layer = _Recomputed(self, sums_of, features, source)
-            num_rows = self.rows.numel() if is_some and self.rows is not None else self.num_nodes
-            whole = None
-            for number, (begin, end) in enumerate(_tiles(num_rows, self.tile_rows)):
+        for nth in range(1, len(self.sums) + 1):
+            layer = self._layer(nth, features, x, needs_gradients=kept is not None)
+            whole: Tensor | None = None
+            for number, (begin, end) in enumerate(_tiles(layer.num_rows, self.tile_rows)):
                 tile = self.part(nth, number, *layer.compute(begin, end))
                 if whole is None:
-                    whole = tile.new_empty(num_rows, tile.size(1))
+                    whole = tile.new_empty(layer.num_rows, tile.size(1))
                 whole[begin:end] = tile
                 del tile
-            if whole is None:
-                whole = self.part(nth, 0, *layer.compute(0, 0))
+            features = self.part(nth, 0, *layer.compute(0, 0)) if whole is None else whole
             layer.finish()
             if kept is not None:
                 kept.append(layer)
-            features = out = whole
-            del layer
-        return out
+            del layer, whole
+        return features
+
+    def _layer(self, nth: int, features: Tensor, x: Tensor, *, needs_gradients: bool) -> _Kept:
+        """A layer and what is kept of it."""
+        sums, is_first = self.sums[nth - 1], nth == 1
+        if nth == len(self.sums) and self.rows is not None:
+            return _LastRows(sums, features, self.rows, self.tile_rows)
+        if self.offload and needs_gradients:
+            given = x.detach() if is_first and self.begins_with_layer else None
+            return _Offloaded(sums, features, self.tile_rows, given)
+        again = (lambda: self._first_input(x)) if is_first and not self.begins_with_layer else None
+        return _Recomputed(sums, features, self.tile_rows, again)
 
     def _first_input(self, x: Tensor) -> Tensor:
         """What the first layer takes, on the device."""
         if self.begins_with_layer:
             return x.detach().to(self.device, non_blocking=True)
-        whole = None
+        like = self._inputs[0]
+        whole = like.new_empty(self.num_nodes, like.size(1))
         for number, (begin, end) in enumerate(_tiles(self.num_nodes, self.tile_rows)):
             given = x[begin:end].detach().to(self.device, non_blocking=True)
-            tile = self.part(0, number, given, given)
-            if whole is None:
-                whole = tile.new_empty(self.num_nodes, tile.size(1))
-            whole[begin:end] = tile
-        return self._inputs[0].new_empty(0, self._inputs[0].size(1)) if whole is None else whole
+            whole[begin:end] = self.part(0, number, given, given)
+        return whole
 
     # ---------------------------------------------------------------- backward
 
     def backward(
-        self, grad: Tensor, x: Tensor, parameters: Sequence[Tensor], kept: list[Any]
+        self, grad: Tensor, x: Tensor, parameters: Sequence[Tensor], kept: list[_Kept]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Gradients of the input and the parameters. ``kept`` is emptied, so that memory is free early."""
         totals = _Totals(parameters)
-        is_ours = False
-        continues = True
+        gradients = [grad]  # the list alone holds them: one that was read is overwritten or freed
+        del grad
         for nth in range(len(self.sums), 0, -1):
-            layer = kept.pop()
-            is_some = isinstance(layer, _LastRows)
             continues = nth > 1 or x.requires_grad or not self.begins_with_layer
-            of_sums = of_own = None
-            for number, (begin, end, sums, own) in enumerate(layer.tiles()):
-                sums, own = sums.detach(), own.detach()
-                with torch.enable_grad():
-                    out = self.part(
-                        nth, number, sums.requires_grad_(continues), own.requires_grad_(continues)
-                    )
-                given = [sums, own] if continues else []
-                found = totals.add(out, given, grad[begin:end])
-                del out
-                if not continues:
-                    continue
-                if of_sums is None:
-                    fits = is_ours and grad.shape[1] == sums.shape[1] and grad.dtype == sums.dtype
-                    of_sums = grad if fits else sums.new_empty(grad.size(0), sums.size(1))
-                    of_own = None if found[1] is None else own.new_empty(grad.size(0), own.size(1))
-                _put(of_sums[begin:end], found[0])
-                if of_own is not None:
-                    _put(of_own[begin:end], found[1])
-                del found, sums, own, given
-            if not continues:
-                break
-            del grad
-            width, dtype = layer.width, layer.dtype
-            sums_of = layer.sums.transposed()
-            del layer
-            if of_sums is None:  # of no rows
-                of_sums = torch.zeros(0, width, dtype=dtype, device=self.device)
-            if is_some or of_own is None:
-                grad = torch.empty(self.num_nodes, width, dtype=dtype, device=self.device)
-            else:
-                grad = of_own
-            for begin, end in _tiles(self.num_nodes, self.tile_rows):
-                tile = sums_of.tile(of_sums, begin, end)
-                if grad is of_own:
-                    grad[begin:end] += tile
-                else:
-                    grad[begin:end] = tile
-            if is_some:
-                assert self.rows is not None
-                loop = self.sums[nth - 1].loop
-                if loop is not None:
-                    full = self.sums[nth - 1]
-                    own_part = with_loops(
-                        torch.zeros_like(of_sums),
-                        of_sums,
-                        None if full.scale_dst is None else full.scale_dst[self.rows],
-                        None if full.scale_src is None else full.scale_src[self.rows],
-                        loop,
-                    )
-                    of_own = own_part if of_own is None else of_own.add_(own_part)
-                if of_own is not None:
-                    grad.index_add_(0, self.rows, of_own.to(grad.dtype))
-            is_ours = True
-            del of_sums, of_own, sums_of
-        if not continues:
-            return None, totals.result()
+            self._back(nth, kept, gradients, totals, continues=continues)
         if not self.begins_with_layer:
-            of_x = torch.empty(x.shape, dtype=x.dtype, device=self.device) if x.requires_grad else None
-            for number, (begin, end) in enumerate(_tiles(self.num_nodes, self.tile_rows)):
-                given_x = x[begin:end].detach().to(self.device, non_blocking=True)
-                with torch.enable_grad():
-                    given_x.requires_grad_(x.requires_grad)
-                    out = self.part(0, number, given_x, given_x)
-                found = totals.add(out, [given_x] if x.requires_grad else [], grad[begin:end])
-                if of_x is not None:
-                    _put(of_x[begin:end], found[0])
-            return None if of_x is None else of_x.to(x.device), totals.result()
-        return (grad.to(x.device) if x.requires_grad else None), totals.result()
+            self._back_to_x(x, gradients, totals)
+        of_x = gradients.pop().to(x.device) if x.requires_grad else None
+        return of_x, totals.result()
+
+    def _back(
+        self, nth: int, kept: list[_Kept], gradients: list[Tensor], totals: _Totals, *, continues: bool
+    ) -> None:
+        """Replaces the gradient of a layer's part by that of the layer's input, if it ``continues``."""
+        grad, layer = gradients.pop(), kept.pop()
+        of_sums: Tensor | None = None
+        of_own: Tensor | None = None
+        for number, (begin, end, sums, own) in enumerate(layer.tiles()):
+            given = [each.detach().requires_grad_(continues) for each in (sums, own)]
+            with torch.enable_grad():
+                out = self.part(nth, number, *given)
+            found = totals.add(out, given if continues else [], grad[begin:end])
+            del out, given
+            if not continues:
+                continue
+            if of_sums is None:
+                # The first gradient is the caller's, the others may be overwritten.
+                fits = nth < len(self.sums) and grad.shape[1] == sums.shape[1] and grad.dtype == sums.dtype
+                of_sums = grad if fits else sums.new_empty(layer.num_rows, sums.size(1))
+                of_own = None if found[1] is None else own.new_empty(layer.num_rows, own.size(1))
+            _put(of_sums[begin:end], found[0])
+            if of_own is not None:
+                _put(of_own[begin:end], found[1])
+            del sums, own, found
+        if not continues:
+            return
+        like = layer.like
+        of_sums = like.new_empty(0, like.size(1)) if of_sums is None else of_sums
+        back, rows = layer.sums.transposed(), layer.rows
+        del grad, layer
+        total = like.new_empty(self.num_nodes, like.size(1)) if of_own is None or rows is not None else of_own
+        for begin, end in _tiles(self.num_nodes, self.tile_rows):
+            tile = back.tile(of_sums, begin, end)
+            if total is of_own:
+                total[begin:end] += tile
+            else:
+                total[begin:end] = tile
+            del tile
+        if rows is not None:
+            loops = self.sums[nth - 1].with_own(torch.zeros_like(of_sums), of_sums, rows)
+            total.index_add_(0, rows, (loops if of_own is None else loops.add_(of_own)).to(total.dtype))
+        gradients.append(total)
+
+    def _back_to_x(self, x: Tensor, gradients: list[Tensor], totals: _Totals) -> None:
+        """Replaces the gradient of the first layer's input by that of the model's."""
+        grad = gradients.pop()
+        of_x = torch.empty(x.shape, dtype=x.dtype, device=self.device) if x.requires_grad else None
+        for number, (begin, end) in enumerate(_tiles(self.num_nodes, self.tile_rows)):
+            given = x[begin:end].detach().to(self.device, non_blocking=True).requires_grad_(x.requires_grad)
+            with torch.enable_grad():
+                out = self.part(0, number, given, given)
+            found = totals.add(out, [given] if of_x is not None else [], grad[begin:end])
+            if of_x is not None:
+                _put(of_x[begin:end], found[0])
+        if of_x is not None:
+            gradients.append(of_x)
 
 
 class _Totals:
@@ -493,13 +491,14 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: _Run, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.run, ctx.kept = run, []
+        kept: list[_Kept] = []
+        ctx.run, ctx.kept = run, kept
         ctx.save_for_backward(x, *parameters)
         with run.in_its_state():
-            return run.forward(x, ctx.kept)
+            return run.forward(x, kept)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *parameters = ctx.saved_tensors
         if not ctx.kept:
@@ -515,80 +514,97 @@ class _Tiled(torch.autograd.Function):
 # ---------------------------------------------------------------- what a layer keeps for the backward pass
 
 
-class _Recomputed:
-    """The layer's input, from which the backward pass computes the sums again.
+class _Kept:
+    """A layer's sums and own features by tiles, in the forward pass and again in the backward pass.
 
-    Args:
-        run: the call.
+    Attributes:
         sums: of the layer.
-        features: (num_nodes, width), its input.
-        source: computes the input again; None: it is kept.
+        rows: which nodes it computes, int64; None: all.
+        num_rows: how many.
+        tile_rows: rows of a tile.
+        like: (0, width), with the dtype and device of its input.
     """
 
     def __init__(
-        self, run: _Run, sums: NeighbourSum, features: Tensor, source: Callable[[], Tensor] | None
+        self, sums: NeighbourSum, features: Tensor, tile_rows: int, rows: Tensor | None = None
     ) -> None:
-        self.run, self.sums, self.features, self.source = run, sums, features, source
-        self.width, self.dtype = features.size(1), features.dtype
+        self.sums, self.rows, self.tile_rows = sums, rows, tile_rows
+        self.num_rows = features.size(0) if rows is None else rows.numel()
+        self.like = features.new_empty(0, features.size(1))
 
     def compute(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Sums and own features of a tile."""
-        return self.sums.tile(self.features, begin, end), self.features[begin:end]
+        """Sums and own features of a tile, in the forward pass."""
+        raise NotImplementedError
 
     def finish(self) -> None:
         """Ends the forward pass."""
-        if self.source is not None:
-            del self.features
 
     def tiles(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         """Begin, end, sums and own features of every tile, in the order of the forward pass."""
-        if self.source is not None:
-            self.features = self.source()
-        for begin, end in _tiles(self.run.num_nodes, self.run.tile_rows):
+        for begin, end in _tiles(self.num_rows, self.tile_rows):
             yield begin, end, *self.compute(begin, end)
 
 
-class _LastRows:
-    """Sums and own features of the rows that are wanted of the last layer; they are few."""
+class _Recomputed(_Kept):
+    """Keeps the layer's input, from which the backward pass computes the sums again.
 
-    def __init__(self, run: _Run, sums: NeighbourSum, features: Tensor, rows: Tensor) -> None:
-        self.run, self.sums = run, sums.of_rows(rows)
-        self.width, self.dtype = features.size(1), features.dtype
+    Args:
+        sums: of the layer.
+        features: (num_nodes, width), its input.
+        tile_rows: rows of a tile.
+        again: computes the input again; None: it is kept.
+    """
+
+    def __init__(
+        self, sums: NeighbourSum, features: Tensor, tile_rows: int, again: Callable[[], Tensor] | None
+    ) -> None:
+        super().__init__(sums, features, tile_rows)
+        self.features: Tensor | None = features
+        self.again = again
+
+    def compute(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        if self.features is None:
+            assert self.again is not None
+            self.features = self.again()
+        return self.sums.tile(self.features, begin, end), self.features[begin:end]
+
+    def finish(self) -> None:
+        if self.again is not None:
+            self.features = None
+
+
+class _LastRows(_Kept):
+    """Keeps the sums and own features of the rows that are wanted of the last layer; they are few."""
+
+    def __init__(self, sums: NeighbourSum, features: Tensor, rows: Tensor, tile_rows: int) -> None:
+        of_rows = sums.of_rows(rows)
+        super().__init__(of_rows, features, tile_rows, rows)
         self.own = features[rows]
-        pieces = [self.sums.tile(features, *each) for each in _tiles(rows.numel(), run.tile_rows)]
-        self.sum = torch.cat(pieces) if pieces else torch.zeros_like(self.own)
-        if sums.loop is not None:
-            scales = (None if each is None else each[rows] for each in (sums.scale_dst, sums.scale_src))
-            self.sum = with_loops(self.sum, self.own, *scales, sums.loop)
+        pieces = [of_rows.tile(features, *each) for each in _tiles(rows.numel(), tile_rows)]
+        self.sum = sums.with_own(torch.cat([self.like, *pieces]), self.own, rows)
 
     def compute(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         return self.sum[begin:end], self.own[begin:end]
 
-    def finish(self) -> None:
-        pass
 
-    def tiles(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        for begin, end in _tiles(self.own.size(0), self.run.tile_rows):
-            yield begin, end, *self.compute(begin, end)
-
-
-class _Offloaded:
-    """Sums and own features in host memory, copied there and back while other tiles are computed.
+class _Offloaded(_Kept):
+    """Keeps sums and own features in host memory, copied there and back while other tiles are computed.
 
     Args:
-        run: the call.
         sums: of the layer.
         features: (num_nodes, width), its input.
+        tile_rows: rows of a tile.
         given: the same where the caller keeps it; None: it is copied.
     """
 
-    def __init__(self, run: _Run, sums: NeighbourSum, features: Tensor, given: Tensor | None) -> None:
-        self.run, self.sums, self.features = run, sums, features
-        self.width, self.dtype = features.size(1), features.dtype
-        self.of_sums, self.of_own = _HostTiles(run.device), _HostTiles(run.device)
+    def __init__(self, sums: NeighbourSum, features: Tensor, tile_rows: int, given: Tensor | None) -> None:
+        super().__init__(sums, features, tile_rows)
+        self.features: Tensor | None = features
         self.given = given
+        self.of_sums, self.of_own = _HostTiles(features.device), _HostTiles(features.device)
 
     def compute(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        assert self.features is not None
         sums, own = self.sums.tile(self.features, begin, end), self.features[begin:end]
         self.of_sums.append(sums)
         if self.sums.reads_own and self.given is None:
@@ -597,14 +613,14 @@ class _Offloaded:
 
     def finish(self) -> None:
         if self.given is not None:
-            self.of_own.tiles = list(self.given.detach().split(self.run.tile_rows))
+            self.of_own.tiles = list(self.given.split(self.tile_rows))
         self.of_sums.finish()
         self.of_own.finish()
-        del self.features
+        self.features = None
 
     def tiles(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         own = self.of_own.read() if self.sums.reads_own else None
-        places = _tiles(self.run.num_nodes, self.run.tile_rows)
+        places = _tiles(self.num_rows, self.tile_rows)
         for (begin, end), sums in zip(places, self.of_sums.read(), strict=True):
             yield begin, end, sums, sums if own is None else next(own)
 
