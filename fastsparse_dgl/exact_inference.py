@@ -73,7 +73,7 @@ def inference(
         >>> inference(layers, graph, torch.randn(4, 8)).shape
         torch.Size([4, 3])
     """
-    adj = adjacency_of(graph, graph.device)
+    adj = adjacency_of(graph, getattr(graph, "device", torch.device("cpu")))
     options: dict[str, Any] = {"device": device, "rows": rows, "out": out, "memory": memory, "tile": tile}
     return infer(model, _FRAMEWORK, adj, feat, "feat", group=group, **options)
 
@@ -99,7 +99,9 @@ def _stage(name: str, layer: Any) -> Stage:
 
     def compute(tile: Tile) -> Tensor:
         # Destinations that come first among the sources are not computed twice.
-        features = tile.sources if tile.own.data_ptr() == tile.sources.data_ptr() else (tile.sources, tile.own)
+        features = (
+            tile.sources if tile.own.data_ptr() == tile.sources.data_ptr() else (tile.sources, tile.own)
+        )
         result: Tensor = fast(tile.adj, features)
         return result
 

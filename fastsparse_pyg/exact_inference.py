@@ -14,7 +14,8 @@ from torch_geometric.nn import GCNConv, MessagePassing
 
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.exact_inference import Framework, Stage, Tile, infer, small_graph
-from fastsparse_pyg.graph import resolve, to_edge_index
+from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_pyg.graph import resolve, to_edge_index, values_of
 from fastsparse_pyg.layer_swap import as_drop_in
 from fastsparse_pyg.nn import FastGINConv, FastGraphConv, FastSAGEConv
 from fastsparse_pyg.nn.base import REDUCE, FastConv
@@ -45,7 +46,8 @@ def inference(
     Args:
         model: module, or list of graph layers and functions.
         data: object with ``x``, floating (N, F) tensor or NumPy array, on ``device`` or on the CPU, possibly
-            a memory-mapped file; and ``edge_index`` or ``adj_t``, as layers take them, or an ``Adjacency``.
+            a memory-mapped file; and ``edge_index`` or ``adj_t``: edges (2, E), int32 or int64, a matrix
+            without values, which stands for its edges, or an ``Adjacency``.
         device: where layers are computed; None: where the model is.
         rows: nodes whose results are wanted, int64 (R,) or a bool mask (N,); None: all.
         out: floating tensor or NumPy array (R, ...) that takes the results, possibly a memory-mapped file;
@@ -78,7 +80,11 @@ def inference(
     x = getattr(data, "x", None)
     if edges is None or x is None:
         missing = "x" if x is None else "edge_index or adj_t"
-        raise ValueError(f"data: expected features x and edges, got a {type(data).__name__} without {missing}")
+        raise ValueError(
+            f"data: expected features x and edges, got a {type(data).__name__} without {missing}"
+        )
+    if values_of(edges) is not None:
+        raise ValueError("data.adj_t: expected a matrix without edge weights; inference() takes none")
     place = edges.device() if callable(edges.device) else edges.device
     adj = resolve(edges, len(x), len(x), place)
     options: dict[str, Any] = {"device": device, "rows": rows, "out": out, "memory": memory, "tile": tile}
@@ -142,21 +148,20 @@ def _gcn_stage(name: str, layer: Any) -> Stage:
 
     .. math:: s_i \sum_{j \in N(i)} s_j x_j + c_i s_i^2 x_i
 
-    with :math:`c_i` the weight of the loop that :math:`i` has to have, less the loops that it has.
+    with :math:`c_i` 1 less the number of loops that :math:`i` has. Without edge weights, PyG's loops weigh 1
+    with ``improved=True``, too.
     """
-    fill = 2 if layer.improved else 1
-    key = ("GCN", layer.normalize, layer.add_self_loops, fill)
+    key = ("GCN", layer.normalize, layer.add_self_loops)
     has_factors, adds_loops = layer.normalize, layer.normalize and layer.add_self_loops
 
     def missing_loops(adj: Adjacency) -> Tensor:
-        count = adj.loop_count()
-        return torch.where(count > 0, 1 - count, fill)
+        return 1 - adj.loop_count()
 
-    def factors(adj: Adjacency) -> Tensor:
+    def factors(adj: Adjacency, dtype: torch.dtype) -> Tensor:
         degree = adj.in_degree()
         if adds_loops:
             degree = degree + missing_loops(adj)
-        return degree.float().pow_(-0.5).nan_to_num_(posinf=0.0)
+        return degree.to(dtype).pow_(-0.5).nan_to_num_(posinf=0.0)
 
     transforms_first = layer.out_channels < layer.in_channels
 
@@ -167,7 +172,8 @@ def _gcn_stage(name: str, layer: Any) -> Stage:
             own = sources[: own.size(0)]
         scales = {}
         if has_factors:
-            scale = tile.graph.numbers((*key, "scale"), factors)
+            dtype = accumulation_dtype(sources.dtype)
+            scale = tile.graph.numbers((*key, dtype), lambda adj: factors(adj, dtype))
             scales = {"scale_dst": scale[tile.ids], "scale_src": tile.of_sources(scale)}
         out = spmm(tile.adj, sources, **scales)
         if adds_loops:

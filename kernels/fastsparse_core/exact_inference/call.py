@@ -51,9 +51,7 @@ def infer(
         A tensor, or ``out``.
     """
     if not isinstance(model, (Module, list, tuple)):
-        raise TypeError(
-            f"model: expected a torch.nn.Module or a list of layers, got {type(model).__name__}"
-        )
+        raise TypeError(f"model: expected a torch.nn.Module or a list of layers, got {type(model).__name__}")
     if adj.num_dst != adj.num_src:
         raise ValueError(f"graph: expected as many destinations as sources, got shape {adj.shape}")
     if adj.is_partitioned:
@@ -109,15 +107,23 @@ def _device_of(model: Any, device: torch.device | str | None) -> torch.device:
     place = usable_device(device)
     if found - {place}:
         others = ", ".join(sorted(map(str, found - {place})))
-        raise ValueError(f"model: expected parameters on {place}, got some on {others}; move it with .to({str(place)!r})")
+        raise ValueError(
+            f"model: expected parameters on {place}, got some on {others}; move it with .to({str(place)!r})"
+        )
     return place
 
 
 def _checked_rows(rows: Any, num_nodes: int) -> Tensor | None:
     if rows is None:
         return None
-    if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype not in (torch.int64, torch.int32, torch.bool):
-        got = f"{rows.dtype} of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+    if (
+        not isinstance(rows, Tensor)
+        or rows.dim() != 1
+        or rows.dtype not in (torch.int64, torch.int32, torch.bool)
+    ):
+        got = (
+            f"{rows.dtype} of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+        )
         raise TypeError(f"rows: expected node ids, int64 (num_rows,), or a bool mask (num_nodes,), got {got}")
     if rows.dtype == torch.bool:
         if rows.numel() != num_nodes:
@@ -126,5 +132,7 @@ def _checked_rows(rows: Any, num_nodes: int) -> Tensor | None:
     if rows.numel():
         low, high = (int(end) for end in torch.aminmax(rows))
         if low < 0 or high >= num_nodes:
-            raise ValueError(f"rows: expected nodes from 0 to {num_nodes - 1}, got values from {low} to {high}")
+            raise ValueError(
+                f"rows: expected nodes from 0 to {num_nodes - 1}, got values from {low} to {high}"
+            )
     return rows.long()

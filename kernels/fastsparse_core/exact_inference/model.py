@@ -232,9 +232,7 @@ def _is_linear(module: Module) -> bool:
 # ---------------------------------------------------------------- comparison
 
 
-def _checked(
-    parts: Sequence[_Part], framework: Framework, x: Tensor, small: Adjacency
-) -> Iterator[Stage]:
+def _checked(parts: Sequence[_Part], framework: Framework, x: Tensor, small: Adjacency) -> Iterator[Stage]:
     placement = Placement(x.device, tile=max(small.num_dst // 2 - 1, 1))
     for part in parts:
         stage = _stage_of(part, framework)

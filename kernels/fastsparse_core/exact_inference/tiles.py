@@ -163,6 +163,18 @@ class _Rows:
     place: Tensor | None = None
 
 
+@dataclass
+class _Size:
+    """How much of a tile there is, or what each part of it takes."""
+
+    rows: int
+    entries: int
+    sources: int
+
+    def bytes(self, costs: _Size) -> int:
+        return self.rows * costs.rows + self.entries * costs.entries + self.sources * costs.sources
+
+
 def run(
     adj: Adjacency,
     x: Tensor,
@@ -217,6 +229,7 @@ class _Tiles:
             self.rowptr, self.col = self.rowptr.to(self._device), _copied(self.col, self._device)
         self._graph = Graph(adj, self._device)
         self._host: HostRows | None = None
+        self._size = _Size(0, 0, 0)  # of the latest tile
 
     # ---------------------------------------------------------------- nodes that are needed
 
@@ -274,8 +287,12 @@ class _Tiles:
             place = self._device if placement.fits(size) else torch.device("cpu")
             target = torch.empty(shape, dtype=dtype, device=place)
         elif target.shape != shape:
-            raise ValueError(f"out: expected shape {shape}, as the last layer gives, got {tuple(target.shape)}")
-        entries, most_rows = self._limits(stage, stored, first)
+            raise ValueError(
+                f"out: expected shape {shape}, as the last layer gives, got {tuple(target.shape)}"
+            )
+        budget = _TILE_SHARE * placement.free()
+        costs = self._costs(stage, stored, first)
+        entries, most_rows = self._limits(budget, costs)
         writer = _Writer(target, self._device)
         ranks, start = placement.num_ranks, 0
         rank = 0 if ranks == 1 else dist.get_rank(placement.group)
@@ -298,30 +315,42 @@ class _Tiles:
                 for place, piece in zip(bounds, self._exchanged(part, bounds), strict=False):
                     writer.write(place, piece)
             start = bounds[-1]
+            if placement.tile is None:
+                growth = self._agreed([budget / max(self._size.bytes(costs), 1)])[0]
+                growth = min(max(growth, 0.5), 2.0)
+                entries = min(int(entries * growth) + 1, _MOST_ENTRIES)
+                most_rows = int(most_rows * growth) + 1
         writer.finish()
         return self._rows(target, ids)
 
-    def _limits(self, stage: Stage, stored: _Rows, first: Tensor) -> tuple[int, int]:
-        """Most entries, and most rows, of a tile."""
-        placement, is_here = self._placement, stored.data.device == self._device
-        budget = _TILE_SHARE * placement.free()
+    def _costs(self, stage: Stage, stored: _Rows, first: Tensor) -> _Size:
+        """Bytes that each row, entry and source of a tile takes, roughly."""
         source, result = stored.data[:1].nbytes, first[:1].nbytes
-        per_row, per_entry = 32 + 3 * source + 4 * result, 4
-        if self._is_gathered(stage, is_here):
-            per_source = 32 + 3 * source + 2 * result
-            budget -= 5 * self.num_nodes
-            per_entry = 24 if self.num_nodes * per_source <= budget / 3 else 24 + per_source
+        costs = _Size(rows=32 + 2 * source + 4 * result, entries=4, sources=0)
+        if self._is_gathered(stage, stored.data.device == self._device):
+            is_transformed = stage.reads == "sources"
+            costs.entries = 64 if stage.adds_loops else 24
+            costs.sources = 32 + source + is_transformed * (source + 3 * result)
         elif stored.place is not None:
-            per_entry = 16
-        entries, rows = int(budget / (2 * per_entry)), int(budget / (2 * per_row))
-        if placement.tile is not None:
-            entries, rows = _MOST_ENTRIES, placement.tile
-        entries, rows = min(max(entries, 1), _MOST_ENTRIES), max(rows, 1)
-        if placement.num_ranks > 1:
-            limits = torch.tensor([entries, rows], device=self._wire)
-            dist.all_reduce(limits, dist.ReduceOp.MIN, group=placement.group)
-            entries, rows = limits.tolist()
-        return entries, rows
+            costs.entries = 16
+        return costs
+
+    def _limits(self, budget: float, costs: _Size) -> tuple[int, int]:
+        """Most entries, and most rows, of the first tile, as if every entry had a source of its own."""
+        entries = budget / (4 * (costs.entries + costs.sources))
+        rows = budget / (4 * costs.rows)
+        if self._placement.tile is not None:
+            return _MOST_ENTRIES, self._placement.tile
+        entries, rows = self._agreed([entries, rows])
+        return min(max(int(entries), 1), _MOST_ENTRIES), max(int(rows), 1)
+
+    def _agreed(self, numbers: list[float]) -> list[float]:
+        """The least of each number among the processes."""
+        if self._placement.num_ranks == 1:
+            return numbers
+        least = torch.tensor(numbers, dtype=torch.float64, device=self._wire)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._placement.group)
+        return least.tolist()
 
     @property
     def _wire(self) -> torch.device:
@@ -351,6 +380,7 @@ class _Tiles:
         numbers = torch.arange(start, stop, device=self._device) if ids is None else ids[start:stop]
         numbers = numbers.to(self._device)
         is_here = stored.data.device == self._device
+        self._size = _Size(stop - start, 0, 0)
         if stage.reads == "own":
             rowptr = torch.zeros(stop - start + 1, dtype=torch.int64, device=self._device)
             if stored.ids is None and ids is None:
@@ -366,11 +396,14 @@ class _Tiles:
                 assert stored.place is not None
                 col = stored.place[col.long()]
             source_ids, sources = stored.ids, stored.data
-            own = stored.data[nodes] if stored.ids is None and ids is None else self._features(stored, numbers)
+            own = (
+                stored.data[nodes] if stored.ids is None and ids is None else self._features(stored, numbers)
+            )
         else:
             source_ids, col = self._renumbered(numbers, col)
             sources = self._features(stored, source_ids)
             own = sources[: stop - start]
+        self._size = _Size(stop - start, col.numel(), sources.size(0))
         adj = self._structure(stage, rowptr, col, sources.size(0), source_ids)
         return stage.compute(Tile(adj, sources, own, numbers, source_ids, self._graph))
 
@@ -478,7 +511,7 @@ def _copied(data: Tensor, device: torch.device) -> Tensor:
         return data.to(device)
     out = torch.empty_like(data, device=device)
     rows = max(_PIECE_BYTES // data[:1].nbytes, 1)
-    buffers = _Buffers(data[:rows])
+    buffers = _Buffers((rows, *data.shape[1:]), data.dtype)
     for source, target in zip(data.split(rows), out.split(rows), strict=True):
         buffer = buffers.next(source.size(0))
         buffer.copy_(source)
@@ -491,8 +524,8 @@ def _copied(data: Tensor, device: torch.device) -> Tensor:
 class _Buffers:
     """Page-locked memory for pieces, in turn; each is waited for before it is used again."""
 
-    def __init__(self, like: Tensor) -> None:
-        self._memory = [torch.empty_like(like, device="cpu", pin_memory=True) for _ in range(_NUM_BUFFERS)]
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._memory = [torch.empty(shape, dtype=dtype, pin_memory=True) for _ in range(_NUM_BUFFERS)]
         self._free: list[torch.cuda.Event | Future[None] | None] = [None] * _NUM_BUFFERS
         self._turn = 0
 
@@ -539,7 +572,7 @@ class _Writer:
             return
         for source, piece in zip(part.split(self._num_rows), target.split(self._num_rows), strict=True):
             if self._buffers is None:
-                self._buffers = _Buffers(part.new_empty(self._num_rows, *part.shape[1:]))
+                self._buffers = _Buffers((self._num_rows, *part.shape[1:]), part.dtype)
             buffer = self._buffers.next(source.size(0))
             buffer.copy_(source, non_blocking=True)
             arrived = torch.cuda.Event()
