@@ -10,6 +10,7 @@ from fastsparse_dgl import captured_graphs as _captured_graphs  # noqa: F401  (r
 from fastsparse_dgl import nn as _nn
 from fastsparse_dgl.caching import cache_info, clear_cache, prepare
 from fastsparse_dgl.dataloading import DataLoader, GraphDataLoader, NeighborSampler
+from fastsparse_dgl.exact_inference import inference
 from fastsparse_dgl.explanation import Explanation, Explanations, why
 from fastsparse_dgl.hooks import disable, enable, is_enabled
 from fastsparse_dgl.layer_swap import accelerate, restore
@@ -33,6 +34,7 @@ __all__ = [
     "clear_cache",
     "disable",
     "enable",
+    "inference",
     "is_enabled",
     "prepare",
     "restore",
