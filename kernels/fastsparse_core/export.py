@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,8 @@ def for_cpp(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
 
     Sums, maxima and attention call operators of a library that :func:`cpp_library` finds. Other operators
     become PyTorch's own, as :func:`decompose` writes them. On CUDA that includes attention with features of
-    the edges and of dot products. A program builds the structure of its edges once per call.
+    the edges and of dot products. A program builds the structure of its edges once per call, or once and for
+    all if edges are a buffer of the model, and sizes of its other inputs are fixed.
 
     Args:
         program: of ``torch.export.export``, of a model in evaluation.
@@ -156,6 +157,8 @@ def _replace_operators(module: GraphModule, formulas: dict[str, Callable[..., An
                 known = structures.setdefault(node.args, node)
                 if known is not node:
                     node.replace_all_uses_with(known)
+                elif formulas[operator] is cpp_structure and _is_constant(node):
+                    _keep_rows(module, node)
             if operator not in formulas:
                 raise NotImplementedError(
                     f"program: expected operators of inference, got fastsparse::{operator}; export the "
@@ -163,6 +166,29 @@ def _replace_operators(module: GraphModule, formulas: dict[str, Callable[..., An
                 )
             node.target = formulas[operator]
     module.recompile()
+
+
+def _is_constant(structure: torch.fx.Node) -> bool:
+    """Whether the edges, and the numbers of nodes, are parts of the program."""
+    edges, *place = structure.args
+    is_part = isinstance(edges, torch.fx.Node) and edges.op == "get_attr"
+    return is_part and not any(isinstance(each, torch.fx.Node) for each in place)
+
+
+def _keep_rows(module: GraphModule, structure: torch.fx.Node) -> None:
+    """Makes the rows of constant edges parts of the program."""
+    edges, *place = structure.args
+    assert isinstance(edges, torch.fx.Node)
+    given = module
+    for name in str(edges.target).split("."):
+        given = getattr(given, name)
+    kept = []
+    with module.graph.inserting_before(structure):
+        for number, tensor in enumerate(Rows(cast("Any", given), *cast("Any", place)).tensors):
+            name = f"{structure.name}_rows_{number}"
+            module.register_buffer(name, tensor)
+            kept.append(module.graph.get_attr(name))
+    structure.args = (*structure.args, tuple(kept))
 
 
 def _called(part: Callable[..., Any], *arguments: Any) -> Any:
@@ -484,9 +510,20 @@ FORMULAS: dict[str, Callable[..., Any]] = {
 # ---------------------------------------------------------------- operators as those of the library
 
 
-def cpp_structure(edges: Tensor, *place: Any) -> Rows:
-    """``fastsparse::structure``."""
-    return Rows(edges, *place)
+def cpp_structure(
+    edges: Tensor,
+    num_dst: int,
+    num_src: int,
+    reverse: bool,
+    self_loops: str,
+    site: str,
+    kept: tuple[Tensor, ...] | None = None,
+) -> Rows:
+    """``fastsparse::structure``; ``kept``: its rows, of edges that are parts of the program."""
+    rows = Rows(edges, num_dst, num_src, reverse, self_loops, site)
+    if kept is not None:
+        rows.tensors = kept
+    return rows
 
 
 def cpp_spmm(
