@@ -520,6 +520,19 @@ def test_messages(message: Message, aggr: str, device: str):
         assert (GENERATED in {gain for gains in gains_of(fast) for gain in gains}) == (message in GENERATING)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("aggr", ["sum", "max"])
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
+def test_narrow_rows_per_edge_by_kernels(message: Message, aggr: str, monkeypatch: pytest.MonkeyPatch):
+    """As those of wide rows are."""
+    monkeypatch.setattr("fastsparse_core.message_plans.plan._LEAST_WIDTH", 1)
+    layer, fast = make(message, aggr, "cuda")
+    edge_index, inputs = problem("cuda")
+    check(
+        layer, fast, edge_index, inputs | ({"w": None, "scale": 2.0} if message is keyword_defaults else {})
+    )
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("message", SMOOTH, ids=lambda message: message.__name__)
 def test_second_derivatives(message: Message, device: str):
