@@ -121,6 +121,8 @@ class AnyLayer(MessagePassing):
                 reason = _FEW_ON_GPU
             else:
                 reason = found
+                if count is not None and self._left.get(aggregation) is None:
+                    self._left[aggregation] = True
         call, edge_index = super().propagate, for_pyg(edge_index)
         return fallback.run(type(self).__name__, reason, call, edge_index, *args, size=size, **kwargs)
 

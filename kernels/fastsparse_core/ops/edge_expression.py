@@ -309,9 +309,7 @@ class _Call(NamedTuple):
         parts = self.launch(part, rows, tensors, outs, (*rest, grad, *kept), tuple(wanted), programs)
         if parts is not None:
             for out, each in zip(outs, parts, strict=True):
-                out.index_copy_(
-                    0, rows.first_row_split.split_row.long(), _sum_slots(rows, each).to(out.dtype)
-                )
+                out.index_copy_(0, _cut_rows(rows), _sum_slots(rows, each).to(out.dtype))
         for n in sums:
             made[n] = made[n].sum(0).to(tensors[n].dtype)
         return [made[n] for n in wanted]
@@ -454,19 +452,32 @@ def _row_of_slot(rows: Adjacency) -> Tensor:
     return rows.derived("fastsparse_core.ops.edge_expression.row_of_slot", build)
 
 
+def _cut_rows(rows: Adjacency) -> Tensor:
+    """The rows that are split, int64."""
+    return rows.derived(
+        "fastsparse_core.ops.edge_expression.cut_rows", lambda: rows.first_row_split.split_row.long()
+    )
+
+
+def _cut_row_of_slot(rows: Adjacency) -> Tensor:
+    """For every slot, which of the rows that are split it belongs to."""
+
+    def build() -> Tensor:
+        split = rows.first_row_split
+        count = torch.arange(split.split_row.numel(), device=split.split_row.device)
+        return count.repeat_interleave(split.split_ptr.diff(), output_size=split.num_slots)
+
+    return rows.derived("fastsparse_core.ops.edge_expression.cut_row_of_slot", build)
+
+
 def _sum_slots(rows: Adjacency, part: Tensor) -> Tensor:
     return sum_rows(part, _slots(rows), "sum")
 
 
 def _combine(how: str, adj: Adjacency, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
     """Puts together what slices of the same row give."""
-    split, slots = adj.first_row_split, _slots(adj)
-    row = split.split_row.long()
-    count = row.numel()
-    nth = torch.arange(count, device=row.device).repeat_interleave(
-        split.split_ptr.diff(), output_size=split.num_slots
-    )
-    part = parts[0]
+    slots, row, part = _slots(adj), _cut_rows(adj), parts[0]
+    count, nth = row.numel(), _cut_row_of_slot(adj) if how in KEEPS else row
     if how in ("max", "min"):
         total, chosen = reduce_op(part, nth, None, count, how, find=lambda *_: slots)
         outs[1].index_copy_(0, row, parts[1].gather(0, chosen.long()))
