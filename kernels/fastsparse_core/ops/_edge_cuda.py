@@ -55,8 +55,15 @@ __device__ __forceinline__ void get(const T* p, int left, float (&v)[M]) {
 }
 template <int M, typename T, typename V>
 __device__ __forceinline__ void set(T* p, int left, const V (&v)[M]) {
+  if (IS_WHOLE) {
+    Pack<M, T> pack;
 #pragma unroll
-  for (int c = 0; c < M; ++c) if (c < left) put(p + c, v[c]);
+    for (int c = 0; c < M; ++c) put(&pack.lane[c], v[c]);
+    *reinterpret_cast<Pack<M, T>*>(p) = pack;
+  } else {
+#pragma unroll
+    for (int c = 0; c < M; ++c) if (c < left) put(p + c, v[c]);
+  }
 }
 """
 
