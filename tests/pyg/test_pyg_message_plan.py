@@ -750,6 +750,20 @@ class Painn(MessagePassing):
         return torch.cat([first.unsqueeze(1), vectors], 1)
 
 
+@pytest.mark.parametrize("message", [gat_one_head, gat_heads, gat_two_vectors])
+def test_attention_of_one_tensor_is_one_node(message: Message):
+    edge_index, inputs = problem()
+    _, fast = make(message)
+    out = fast(edge_index, inputs)
+    names, nodes = set(), [out.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        names.add(type(node).__name__)
+        nodes += [each for each, _ in node.next_functions if each is not None]
+    assert "_AttentionLayerBackward" in names
+    assert "_ScoresBackward" not in names
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("block", [Egnn, SchNet, Painn])
 def test_energies_forces_and_their_gradients(block: type[MessagePassing], device: str):
