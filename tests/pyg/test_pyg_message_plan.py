@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import scatter, softmax
 
+from fastsparse_core.message_plans.plan import Plan
 from fastsparse_pyg import accelerate
 from fastsparse_pyg.layer_swap import kernel_of
 from fastsparse_pyg.nn import any_layer
 from fastsparse_pyg.nn.any_layer import AnyLayer
+from fastsparse_pyg.nn.message_planner import planned
 
 NODES, EDGES, HEADS, WIDTH, EDGE_WIDTH = 300, 5000, 3, 4, 5
 ALL = HEADS * WIDTH
@@ -761,6 +763,18 @@ class Painn(MessagePassing):
         first, second, third = (phi_j * self.filter(torch.sin(distance))).split(self.width, -1)
         vectors = v_j * second.unsqueeze(1) + third.unsqueeze(1) * direction.unsqueeze(-1)
         return torch.cat([first.unsqueeze(1), vectors], 1)
+
+
+def test_few_edges_take_what_launches_less(monkeypatch: pytest.MonkeyPatch):
+    """Attention is one node each way; an edge MLP has as many products as before, and more around them."""
+    monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda *_: True)
+    for message, is_planned in ((gat_one_head, True), (gat_heads, True), (edge_mlp, False)):
+        layer, fast = make(message)
+        edge_index, inputs = problem()
+        for _ in range(5):  # the edges are new at first
+            check(layer, fast, edge_index, inputs)
+        assert isinstance(planned.get(fast), Plan) == is_planned, message
+        assert type(fast)._left[type(fast.aggr_module)] != is_planned, message
 
 
 class Counting(nn.Linear):
