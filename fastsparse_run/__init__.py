@@ -22,14 +22,14 @@ GROUP = "fastsparse.enable"
 USAGE = """\
 usage: fastsparse run [--report[=time]] [--report-json FILE] script.py [arguments]
        fastsparse run [--report[=time]] [--report-json FILE] -m module [arguments]
-       fastsparse doctor
+       fastsparse doctor [--json]
        fastsparse tune [--device DEVICE] [--out FILE]
 
 run     run a script as Python would, with FastSparse in place of the slow parts of PyG, DGL and torch.sparse
         --report            print what was computed by FastSparse, and why the rest was not, at the end
         --report=time       measure the time of these calls, and of waiting for batches, too
         --report-json FILE  write that to a file
-doctor  say what is installed and whether it works
+doctor  say what is installed and whether it works; --json says it to programs
 tune    measure this GPU
 
 FASTSPARSE_DISABLE=scatter,sparse_mm switches parts off: layers, scatter, pool, loaders, sparse_mm, shims, dgl

@@ -120,7 +120,7 @@ PyObject* raised(const Parameters& parameters) {
   } catch (py::error_already_set& error) {
     error.restore();
   } catch (const CudaError& error) {
-    PyErr_Format(PyExc_RuntimeError, "%s failed: %s", parameters.name(), text_of(error));
+    PyErr_Format(PyExc_RuntimeError, "%s failed: %s", parameters.name(), text_of(error).c_str());
   } catch (const std::invalid_argument& error) {
     PyErr_Format(PyExc_ValueError, "%s: %s", parameters.name(), error.what());
   } catch (const std::exception& error) {
@@ -999,8 +999,10 @@ void know_dtypes(const KnowDtypesCall& call, const Nothing&) {
 PyObject* build_info(const Nothing&, const Nothing&) {
 #ifdef FASTSPARSE_WITH_CUDA
   const char* archs = FASTSPARSE_CUDA_ARCHS;
+  const int version = CUDART_VERSION;
 #else
   const char* archs = "";
+  const int version = 0;
 #endif
 #ifdef _OPENMP
   PyObject* openmp = Py_True;
@@ -1012,8 +1014,8 @@ PyObject* build_info(const Nothing&, const Nothing&) {
 #else
   const char* compiler = "unknown";
 #endif
-  return Py_BuildValue("{s:O,s:s,s:O,s:s}", "cuda", archs[0] != '\0' ? Py_True : Py_False, "cuda_archs",
-                       archs, "openmp", openmp, "compiler", compiler);
+  return Py_BuildValue("{s:O,s:s,s:i,s:O,s:s}", "cuda", archs[0] != '\0' ? Py_True : Py_False, "cuda_archs",
+                       archs, "cuda_version", version, "openmp", openmp, "compiler", compiler);
 }
 
 // ---------------------------------------------------------------- the module
@@ -1036,7 +1038,7 @@ void define_all(PyObject* m) {
   define<Args, on_cuda<Args, FASTSPARSE_OF_CUDA(name)>, Place>(m, #name);
 
   define<KnowDtypesCall, know_dtypes>(m, "know_dtypes");
-  define<Nothing, build_info>(m, "build_info", "dict[str, bool | str]");
+  define<Nothing, build_info>(m, "build_info", "dict[str, bool | int | str]");
   define<PreferHugePagesCall, prefer_huge_pages>(m, "prefer_huge_pages");
 
   define_class<CsrStructure>(m);

@@ -359,7 +359,7 @@ void edge_messages(const EdgeMessageArgs& args, int threads) {
 }
 
 void edge_messages_backward(const EdgeMessageBackwardArgs& args, int threads) {
-  const std::int64_t count = args.a.num_rows, groups = groups_of(args);
+  const std::int64_t groups = groups_of(args);
   const std::int64_t size = size_of_group(args.input);
   with_sum_type(args.input.dtype, [&](auto type) {
     using A = decltype(type);
@@ -375,8 +375,8 @@ void edge_messages_backward(const EdgeMessageBackwardArgs& args, int threads) {
 #pragma omp for schedule(dynamic)
       for (std::int64_t group = 0; group < groups; ++group) {
         for_this_machine([&]() FASTSPARSE_INLINED {
-          differentiate_weights<A>(args, parts.data() + group * size, count * group / groups,
-                                   count * (group + 1) / groups);
+          differentiate_weights<A>(args, parts.data() + group * size, args.a.num_rows * group / groups,
+                                   args.a.num_rows * (group + 1) / groups);
         });
       }
     }

@@ -31,7 +31,7 @@ FASTSPARSE_INLINE void normalise_heads(const EdgeSoftmaxArgs& args, std::int64_t
       const T* scores = input + edge_position(args.a, begin + i) * heads;
       for (std::int64_t h = 0; h < heads; ++h) {
         const A score = widen(scores[h]), so_far = highest[h];
-        highest[h] = (score > so_far) | (score != score) ? score : so_far;  // NaN stays
+        highest[h] = ((score > so_far) | (score != score)) ? score : so_far;  // NaN stays
       }
     }
     for (std::int64_t i = 0; i < count; ++i) {

@@ -1,8 +1,8 @@
 """``python -m fastsparse_core.doctor``: what is installed, what was built, whether it computes right.
 
 Prints the versions of everything that takes part, the GPUs, the two halves of the extension and a self-check
-of every operator on every device, and for each problem one line on how to cure it. Exit code 0: usable; 1:
-broken.
+of every operator on every device, and for each problem one line on how to cure it. ``--json`` prints the
+same for programs. Exit code 0: usable; 1: broken.
 
 Nothing here may fail because something else is missing or broken: PyTorch is imported under guard, PyG, DGL
 and the others in a process of their own.
@@ -10,6 +10,7 @@ and the others in a process of their own.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
 import os
@@ -18,14 +19,18 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from fastsparse_core.doctor_report import Key, Problem, Report, print_tables
+from fastsparse_core.doctor_report import Key, Problem, Report, as_json, print_tables
 from fastsparse_core.self_check import Check, check_operators, first_line
 
 _OLDEST_ARCH = 80
+#: The first driver of each major version of CUDA. It runs programs of all minor versions. The errors of the
+#: extension name it too (`old_driver_text` in kernels/include/fastsparse/on_device.h).
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 _REBUILD = "python -m pip install --force-reinstall --no-deps fastsparse-gnn (or, in a checkout, -e .)"
 
 
@@ -81,13 +86,24 @@ COMPONENTS = (
 )
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Examines this environment and prints the report.
+
+    Args:
+        arguments: Of the command line; None: those of this process.
 
     Returns:
         The exit code.
     """
+    parser = argparse.ArgumentParser(
+        prog="fastsparse doctor", description="Says what is installed and whether it works."
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    wants_json = parser.parse_args(arguments).json
     report = examine()
+    if wants_json:
+        print(as_json(report))
+        return 0 if report.usable else 1
     try:
         print_tables(report)
     except ImportError:
@@ -227,9 +243,11 @@ def _examine_extension(report: Report, torch: Any | None) -> dict[str, Any] | No
         return None
     threads = "OpenMP" if info["openmp"] else "one thread: its compiler had no OpenMP"
     report.build.append(("CPU half", f"built ({info['compiler']}, {threads})"))
-    report.build.append(
-        ("CUDA half", f"built for architectures {info['cuda_archs']}" if info["cuda"] else "not built")
-    )
+    built = "not built"
+    if info["cuda"]:
+        major, minor = divmod(info["cuda_version"] // 10, 100)
+        built = f"built with CUDA {major}.{minor} for architectures {info['cuda_archs']}"
+    report.build.append(("CUDA half", built))
     return info
 
 
@@ -254,26 +272,36 @@ def covers(built: str, arch: str) -> bool:
     return False
 
 
-def _gpus_of_driver() -> list[tuple[str, str]]:
-    """Name and architecture of the GPUs that the driver knows, whatever PyTorch thinks."""
+def _gpus_of_driver() -> list[tuple[str, str, str]]:
+    """Name, architecture and driver version of the GPUs that the driver knows, whatever PyTorch thinks."""
     if not shutil.which("nvidia-smi"):
         return []
-    command = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
     try:
         printed = subprocess.run(command, text=True, capture_output=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return [
-        (name, major + minor) for name, major, minor in re.findall(r"^(.+), (\d+)\.(\d+)\s*$", printed, re.M)
-    ]
+    found = re.findall(r"^(.+), (\d+)\.(\d+), ([\d.]+)\s*$", printed, re.M)
+    return [(name, major + minor, driver) for name, major, minor, driver in found]
+
+
+def _drivers() -> str:
+    """The drivers that the versions of CUDA need."""
+    return ", ".join(f"CUDA {major} needs {driver} or newer" for major, driver in OLDEST_DRIVER.items())
 
 
 def _examine_gpus(report: Report, torch: Any, build_info: dict[str, Any] | None) -> None:
     """Reports the GPUs and whether PyTorch and this build can use them."""
     if not torch.cuda.is_available():
-        for name, arch in _gpus_of_driver():
-            report.gpus.append((name, arch, "-", "not usable by this PyTorch"))
-        if report.gpus:
+        needed = OLDEST_DRIVER.get(int((torch.version.cuda or "0").partition(".")[0]), 0)
+        found = _gpus_of_driver()
+        report.gpus += [(name, arch, "-", "not usable by this PyTorch") for name, arch, _ in found]
+        driver = found[0][2] if found else ""
+        if found and int(driver.partition(".")[0]) < needed:
+            cure = f"update the driver, or install a PyTorch that is built for an older CUDA: {_drivers()}"
+            what = f"PyTorch (CUDA {torch.version.cuda}) needs driver {needed} or newer, not {driver}"
+            report.problems.append(Problem("driver-old", what, cure))
+        elif found:
             cure = "install a PyTorch built for CUDA that this driver supports (nvidia-smi shows the version)"
             what = "there is a GPU, but torch.cuda.is_available() is False"
             report.problems.append(Problem("gpu-unusable", what, cure))
@@ -347,14 +375,15 @@ def _examine_operators(report: Report, torch: Any, build_info: dict[str, Any]) -
         else:
             what += f"differs from the reference by {check.error:.1e}"
         key, cure = _kind_of_failure(check)
+        if key == "driver-old" and any(problem.key == key for problem in report.problems):
+            continue  # one driver is the reason for all of them
         report.problems.append(Problem(key, what, cure, breaks=True))
 
 
 def _kind_of_failure(check: Check) -> tuple[Key, str]:
     """Kind of problem that a failed self-check is, and one line on what to do about it."""
-    if "driver version is insufficient" in check.message:
-        cure = "update the NVIDIA driver, or rebuild with an nvcc that is no newer than the driver"
-        return "driver-old", cure
+    if "needs driver" in check.message:
+        return "driver-old", f"update the driver, or build with the nvcc of an older CUDA: {_drivers()}"
     if "no kernel image" in check.message:
         return "no-kernel-image", f"FASTSPARSE_CUDA_ARCHS= (this GPU's architecture) {_REBUILD}"
     if "out of memory" in check.message:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from fastsparse_core.self_check import Check
@@ -45,6 +47,15 @@ class Problem:
     breaks: bool = False
 
 
+#: Columns of the tables that are fields of a report.
+_COLUMNS = {
+    "versions": ("component", "version", "status"),
+    "gpus": ("GPU", "architecture", "memory", "status"),
+    "profiles": ("GPU", "constants", "sizes"),
+    "build": ("half", "status"),
+}
+
+
 @dataclass
 class Report:
     """All that the doctor found; each row is what the table of that name shows."""
@@ -62,6 +73,20 @@ class Report:
         return not any(problem.breaks for problem in self.problems)
 
 
+def as_json(report: Report) -> str:
+    """The report for programs: ``usable``, the rows of every table by column, the checks and the problems."""
+    tables = {
+        name: [dict(zip(map(str.lower, columns), row, strict=True)) for row in getattr(report, name)]
+        for name, columns in _COLUMNS.items()
+    }
+    checks = [asdict(check) | {"passed": check.passed} for check in report.checks]
+    for check in checks:
+        if check["error"] is not None and not math.isfinite(check["error"]):
+            check["error"] = None  # JSON has no NaN
+    problems = [asdict(problem) for problem in report.problems]
+    return json.dumps({"usable": report.usable, **tables, "checks": checks, "problems": problems}, indent=2)
+
+
 def print_tables(report: Report) -> None:
     """Prints the report with rich."""
     from rich.console import Console
@@ -76,14 +101,14 @@ def print_tables(report: Report) -> None:
             grid.add_row(*map(escape, row))
         console.print(grid)
 
-    table("Versions", ("component", "version", "status"), report.versions)
+    table("Versions", _COLUMNS["versions"], report.versions)
     if report.gpus:
-        table("GPUs", ("GPU", "architecture", "memory", "status"), report.gpus)
+        table("GPUs", _COLUMNS["gpus"], report.gpus)
     else:
         console.print("GPUs: none")
     if report.profiles:
-        table("Choice of kernels (GPU profile)", ("GPU", "constants", "sizes"), report.profiles)
-    table("Extension fastsparse_core._C", ("half", "status"), report.build)
+        table("Choice of kernels (GPU profile)", _COLUMNS["profiles"], report.profiles)
+    table("Extension fastsparse_core._C", _COLUMNS["build"], report.build)
     if report.checks:
         rows = [
             (

@@ -1,5 +1,6 @@
 """The doctor: right results pass, what is missing or broken is named with its cure, nothing crashes it."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import torch
 
 import fastsparse_core
 from fastsparse_core import doctor
+from fastsparse_core.self_check import Check
 
 PACKAGE = Path(fastsparse_core.__file__).parent
 OPERATORS = [
@@ -65,7 +67,7 @@ def report():
 @pytest.mark.slow
 def test_a_healthy_environment_is_usable(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "160")
-    assert doctor.main() == 0
+    assert doctor.main([]) == 0
     printed, complaints = capsys.readouterr()
     assert printed.rstrip().endswith("usable")
     assert "Traceback" not in complaints
@@ -142,7 +144,7 @@ def test_a_wrong_gradient_is_found(report, monkeypatch):
 @pytest.mark.parametrize(
     ("message", "key", "cure"),
     [
-        ("CUDA driver version is insufficient for CUDA runtime version", "driver-old", "update the NVIDIA"),
+        ("this build needs driver 580 or newer", "driver-old", "CUDA 12 needs 525 or newer"),
         ("no kernel image is available for execution on the device", "no-kernel-image", "FASTSPARSE_CUDA_"),
         ("out of memory", "out-of-memory", "free some GPU memory"),
         ("something else", "check-failed", "force-reinstall"),
@@ -230,12 +232,13 @@ def torch_with(*gpus):
     properties = [
         SimpleNamespace(name="H200", major=major, minor=minor, total_memory=2**37) for major, minor in gpus
     ]
+    version = SimpleNamespace(cuda="13.0")
     cuda = SimpleNamespace(
         is_available=lambda: bool(gpus),
         device_count=lambda: len(gpus),
         get_device_properties=lambda index: properties[index],
     )
-    return SimpleNamespace(cuda=cuda)
+    return SimpleNamespace(cuda=cuda, version=version)
 
 
 def test_gpus_that_the_build_covers(report):
@@ -269,19 +272,61 @@ def test_a_gpu_and_no_cuda_half(report):
 
 
 def test_a_gpu_that_torch_cannot_use(report, monkeypatch):
-    monkeypatch.setattr(doctor, "_gpus_of_driver", lambda: [("H200", "90")])
+    monkeypatch.setattr(doctor, "_gpus_of_driver", lambda: [("H200", "90", "580.65.06")])
     doctor._examine_gpus(report, torch_with(), {"cuda": False, "cuda_archs": ""})
     assert report.gpus == [("H200", "90", "-", "not usable by this PyTorch")]
     assert "torch.cuda.is_available() is False" in report.problems[0].what
     assert report.usable
 
 
+@pytest.mark.parametrize(("cuda", "needed"), [("12.8", None), ("13.0", 580)])
+def test_a_driver_that_is_too_old_for_pytorch(report, monkeypatch, cuda, needed):
+    monkeypatch.setattr(doctor, "_gpus_of_driver", lambda: [("H200", "90", "535.104.05")])
+    torch = torch_with()
+    torch.version.cuda = cuda
+    doctor._examine_gpus(report, torch, {"cuda": False, "cuda_archs": ""})
+    (problem,) = report.problems
+    assert problem.key == ("driver-old" if needed else "gpu-unusable")
+    if needed:
+        assert problem.what == "PyTorch (CUDA 13.0) needs driver 580 or newer, not 535.104.05"
+        assert "CUDA 12 needs 525 or newer" in problem.cure
+
+
+def test_a_driver_that_is_too_old_for_this_build_is_one_problem(report, monkeypatch):
+    def fail(*args, **options):
+        raise RuntimeError("failed: the NVIDIA driver is too old: this build needs driver 580 or newer")
+
+    for name in ("spmm", "sddmm"):
+        monkeypatch.setattr(fastsparse_core, name, fail)
+    doctor._examine_operators(report, torch, {"cuda": False})
+    assert [problem.key for problem in report.problems] == ["driver-old"]
+    assert not report.usable
+
+
+def test_the_report_for_programs(monkeypatch, capsys):
+    report = doctor.Report(versions=[("Python", "3.11", "ok")], gpus=[("H200", "90", "-", "ok")])
+    report.checks.append(Check("spmm sum", "cpu", float("nan"), 1.5))
+    report.problems.append(doctor.Problem("check-failed", "spmm differs", "build again", breaks=True))
+    monkeypatch.setattr(doctor, "examine", lambda: report)
+    assert doctor.main(["--json"]) == 1
+    printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert printed["usable"] is False
+    assert printed["versions"] == [{"component": "Python", "version": "3.11", "status": "ok"}]
+    assert printed["gpus"][0]["gpu"] == "H200"
+    assert printed["checks"][0]["passed"] is False
+    assert printed["problems"][0]["cure"] == "build again"
+    assert {"profiles", "build"} <= set(printed)
+
+
 def test_gpus_of_driver(monkeypatch, tmp_path):
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 9.0'\necho 'NVIDIA L4, 8.9'\n")
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 9.0, 580.95.05'\necho 'NVIDIA L4, 8.9, 535.1'\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert doctor._gpus_of_driver() == [("NVIDIA H200", "90"), ("NVIDIA L4", "89")]
+    assert doctor._gpus_of_driver() == [
+        ("NVIDIA H200", "90", "580.95.05"),
+        ("NVIDIA L4", "89", "535.1"),
+    ]
     smi.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
     assert doctor._gpus_of_driver() == []
 
@@ -356,5 +401,5 @@ def test_torch_too_old(report, monkeypatch):
 def test_rich_missing(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "examine", doctor.Report)
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert doctor.main() == 1
+    assert doctor.main([]) == 1
     assert "rich is missing [rich-missing]\n    cure: python -m pip install rich" in capsys.readouterr().out

@@ -29,7 +29,8 @@ def checkout_copy(tmp_path_factory):
     copy = tmp_path_factory.mktemp("copy") / "fastsparse"
     copy.mkdir()
     unwanted = shutil.ignore_patterns("*.so", "__pycache__")
-    for name in ("kernels", "fastsparse_pyg", "fastsparse_dgl", "examples", "benchmarks", "tests", "docs"):
+    packages = ("kernels", "fastsparse_pyg", "fastsparse_dgl", "fastsparse_run")
+    for name in (*packages, "examples", "benchmarks", "tests", "docs"):
         if (CHECKOUT / name).is_dir():
             shutil.copytree(CHECKOUT / name, copy / name, ignore=unwanted)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from fastsparse_core import doctor
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files")
 VERSION = re.search(r'^version = "(.+)"$', (CHECKOUT / "pyproject.toml").read_text(), re.MULTILINE)[1]
@@ -90,6 +92,67 @@ def test_build_in_place_says_that_it_is_cpu_only_and_compiles_nothing_twice(chec
     assert "fastsparse-gnn: 0 files compiled" in second
 
 
+OLD_DRIVER = """
+#include <iostream>
+#include "fastsparse/on_device.h"
+int main() {
+#ifdef FASTSPARSE_WITH_CUDA
+  try {
+    fastsparse::on_device(0, [] { return 0; });
+  } catch (const fastsparse::CudaError& error) {
+    std::cout << fastsparse::text_of(error) << std::endl;
+  }
+#else
+  for (int version : {11080, 12090, 13000})
+    std::cout << fastsparse::old_driver_text(version, 12020) << std::endl;
+#endif
+}
+"""
+
+
+@pytest.fixture
+def old_driver(tmp_path):
+    """Compiles and runs OLD_DRIVER beside a driver that is one of CUDA 12.2 by its own words; its lines."""
+
+    def run(*options):
+        source, driver = tmp_path / "old_driver.cpp", tmp_path / "driver.c"
+        source.write_text(OLD_DRIVER)
+        include = CHECKOUT / "kernels" / "include"
+        command = ["c++", "-std=c++17", f"-I{include}", source, *options, "-o", tmp_path / "old_driver"]
+        subprocess.run(command, check=True)
+        driver.write_text("int cuDriverGetVersion(int* version) { *version = 12020; return 0; }\n")
+        command = ["cc", "-shared", "-fPIC", driver, "-o", tmp_path / "libcuda.so.1"]
+        subprocess.run(command, check=True)
+        env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+        return subprocess.run(
+            [tmp_path / "old_driver"], env=env, text=True, capture_output=True, check=True
+        ).stdout.splitlines()
+
+    return run
+
+
+def test_the_error_of_an_old_driver_names_the_one_that_is_needed(old_driver):
+    versions = {11: "11.8", 12: "12.9", 13: "13.0"}
+    assert versions.keys() == doctor.OLDEST_DRIVER.keys()
+    assert old_driver() == [
+        "the NVIDIA driver is too old: it supports CUDA 12.2, and this build of FastSparse (CUDA "
+        f"{versions[major]}) needs driver {driver} or newer; update the driver, or build FastSparse with an "
+        "older nvcc"
+        for major, driver in doctor.OLDEST_DRIVER.items()
+    ]
+
+
+def test_the_first_call_of_cuda_under_an_old_driver(old_driver, setup_py):
+    cuda = setup_py.find_cuda({**os.environ, "FASTSPARSE_CUDA_ARCHS": "90"})
+    if not isinstance(cuda, setup_py.Cuda) or "release 13" not in cuda.version:
+        pytest.skip("needs CUDA 13")
+    include_dirs = [f"-I{folder}" for folder in cuda.include_dirs]
+    libraries = [str(cuda.static_runtime), "-ldl", "-lrt", "-lpthread"]
+    (said,) = old_driver("-DFASTSPARSE_WITH_CUDA", *include_dirs, *libraries)
+    assert said.startswith("the NVIDIA driver is too old: it supports CUDA 12.2, and this build")
+    assert "needs driver 580 or newer" in said
+
+
 @pytest.fixture(scope="module")
 def wheel(checkout_copy, run_build, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
@@ -102,7 +165,8 @@ def wheel(checkout_copy, run_build, tmp_path_factory):
 def test_wheel_holds_the_three_packages_and_nothing_else(wheel, checkout_copy):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
-    plugins = {name for name in ("fastsparse_pyg", "fastsparse_dgl") if (checkout_copy / name).is_dir()}
+    plugins = ("fastsparse_pyg", "fastsparse_dgl", "fastsparse_run")
+    plugins = {name for name in plugins if (checkout_copy / name).is_dir()}
     assert tops == {"fastsparse_core", f"fastsparse_gnn-{VERSION}.dist-info"} | plugins
     assert f"fastsparse_core/_C{SUFFIX}" in names
     for package, source in {

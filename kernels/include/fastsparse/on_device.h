@@ -2,6 +2,7 @@
 #pragma once
 
 #include <stdexcept>
+#include <string>
 
 #ifdef FASTSPARSE_WITH_CUDA
 #include <cuda_runtime_api.h>
@@ -17,6 +18,21 @@ struct CudaError {
   throw std::runtime_error("fastsparse_core was built without CUDA: see doctor");
 }
 
+// Says which driver a build needs. CUDA versions are as in CUDART_VERSION; `supported` is the driver's, 0
+// without one.
+inline std::string old_driver_text(int built_for, int supported) {
+  const auto version = [](int of) {
+    return std::to_string(of / 1000) + "." + std::to_string(of % 1000 / 10);
+  };
+  // Programs of a CUDA version run with the first driver of the same major version.
+  const int oldest = built_for < 12000 ? 450 : built_for < 13000 ? 525 : 580;
+  const std::string found = supported == 0
+                                ? "there is no NVIDIA driver"
+                                : "the NVIDIA driver is too old: it supports CUDA " + version(supported);
+  return found + ", and this build of FastSparse (CUDA " + version(built_for) + ") needs driver " +
+         std::to_string(oldest) + " or newer; update the driver, or build FastSparse with an older nvcc";
+}
+
 #ifdef FASTSPARSE_WITH_CUDA
 #define FASTSPARSE_OF_CUDA(name) &cuda::name
 
@@ -24,8 +40,12 @@ inline void check(int code) {
   if (code != cudaSuccess) throw CudaError{code};
 }
 
-inline const char* text_of(const CudaError& error) {
-  return cudaGetErrorString(static_cast<cudaError_t>(error.code));
+inline std::string text_of(const CudaError& error) {
+  if (error.code != cudaErrorInsufficientDriver)
+    return cudaGetErrorString(static_cast<cudaError_t>(error.code));
+  int supported = 0;
+  cudaDriverGetVersion(&supported);
+  return old_driver_text(CUDART_VERSION, supported);
 }
 
 // Launches go to the tensors' device whatever device is current: with a statically linked runtime a launch
@@ -57,7 +77,7 @@ void on_device(int device, const Run& run) {
 #else
 #define FASTSPARSE_OF_CUDA(name) nullptr
 
-inline const char* text_of(const CudaError&) { return ""; }
+inline std::string text_of(const CudaError&) { return {}; }
 
 template <typename Run>
 void on_device(int, const Run&) {
