@@ -1,7 +1,7 @@
 # FastSparse with PyG and DGL, in two stages: the first compiles, the second has neither compiler nor sources.
 #
 #   docker build -t fastsparse .                                          # CPU
-#   docker build -t fastsparse --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 \
+#   docker build -t fastsparse --build-arg BASE=nvidia/cuda:12.9.1-devel-ubuntu24.04 \
 #       --build-arg CUDA_ARCHS="80;90" .                                  # CUDA: name the GPUs' architectures
 #   docker run --rm fastsparse                                            # the doctor; --gpus all for CUDA
 #
@@ -15,13 +15,17 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 RUN python3 -m venv /opt/build && /opt/build/bin/pip install --no-cache-dir "setuptools>=77" "pybind11>=2.13"
-# Without docs, tests and examples: an edit of those keeps the layers below.
-COPY pyproject.toml setup.py README.md LICENSE /src/
-COPY kernels /src/kernels
-COPY fastsparse_pyg /src/fastsparse_pyg
-COPY fastsparse_dgl /src/fastsparse_dgl
-RUN cd /src && FASTSPARSE_CUDA_ARCHS="${CUDA_ARCHS}" \
-    /opt/build/bin/pip wheel . --no-deps --no-build-isolation --wheel-dir /wheels
+WORKDIR /src
+ENV FASTSPARSE_CUDA_ARCHS=${CUDA_ARCHS}
+# What takes minutes is compiled from the kernels alone, so an edit of the README or of a plugin keeps this layer.
+COPY pyproject.toml setup.py LICENSE ./
+COPY kernels kernels
+RUN touch README.md && /opt/build/bin/python setup.py --quiet build_ext
+COPY README.md ./
+COPY fastsparse_pyg fastsparse_pyg
+COPY fastsparse_dgl fastsparse_dgl
+COPY fastsparse_run fastsparse_run
+RUN /opt/build/bin/pip wheel . --no-deps --no-build-isolation --wheel-dir /wheels
 
 FROM ${RUNTIME}
 ARG TORCH=torch==2.13.0
@@ -36,4 +40,4 @@ RUN --mount=from=build,source=/wheels,target=/wheels \
 RUN useradd --create-home user
 USER user
 ENV PATH=/opt/venv/bin:$PATH
-CMD ["python", "-m", "fastsparse_core.doctor"]
+CMD ["fastsparse", "doctor"]

@@ -40,6 +40,7 @@ try:
     from fastsparse_core import traced as _traced  # noqa: F401  (operators of compiled and exported programs)
     from fastsparse_core.call_report import report
     from fastsparse_core.capturing.decorator import capture
+    from fastsparse_core.capturing.decorator import captured_step as _captured_step
     from fastsparse_core.device import unusable_gpu as _unusable_gpu
     from fastsparse_core.formats import CBSR
     from fastsparse_core.log import SlowPathWarning
@@ -88,3 +89,18 @@ except (ImportError, OSError) as error:
 else:
     if _unusable_gpu():
         _warn_once(_unusable_gpu())
+
+    #: Old names, what they give, what to use, and the version that drops them (CONTRIBUTING.md).
+    _RENAMED = {"CapturedStep": (_captured_step, "capture", "0.4")}
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(name: str) -> Any:
+            if name not in _RENAMED:
+                raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            import warnings
+
+            given, new, last = _RENAMED[name]
+            message = f"{__name__}.{name} is now {__name__}.{new}; version {last} drops the old name"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            return given

@@ -135,3 +135,24 @@ def test_the_import_warns_and_leaves_cuda_alone(cpu_half_beside_a_gpu, tmp_path)
         "assert not torch.cuda.is_initialized()\n"
     )
     assert run(script) == [f"{script}:9: SlowPathWarning: {device.unusable_gpu()}"]
+
+
+def test_an_old_name_works_and_warns_at_the_users_line():
+    with pytest.warns(
+        DeprecationWarning, match="CapturedStep is now fastsparse_core.capture; version"
+    ) as said:
+        from fastsparse_core import CapturedStep
+    assert {warning.filename for warning in said} == {__file__}
+    counter = torch.zeros(())
+    step = CapturedStep(lambda: counter.add_(1), warm_up=2, stream=None)
+    assert [float(step()) for _ in range(3)] == [1.0, 2.0, 3.0]
+    with pytest.raises(AttributeError, match="module 'fastsparse_core' has no attribute 'CapturedSteps'"):
+        fastsparse_core.CapturedSteps  # noqa: B018
+
+
+def test_old_names_go_with_the_version_that_they_name():
+    now = tuple(map(int, fastsparse_core.__version__.split(".")[:2]))
+    for name, (_, new, last) in fastsparse_core._RENAMED.items():
+        assert name not in fastsparse_core.__all__
+        assert new in fastsparse_core.__all__
+        assert now < tuple(map(int, last.split(".")))

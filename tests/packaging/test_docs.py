@@ -92,20 +92,16 @@ def test_the_table_of_accelerate_names_drop_ins():
 def test_every_environment_variable_has_a_line():
     page = (CHECKOUT / "docs" / "environment.md").read_text()
     named = set()
-    for path in CHECKOUT.rglob("*.py"):
-        if path.relative_to(CHECKOUT).parts[0] in (
-            *PACKAGES,
-            "kernels",
-            "examples",
-            "benchmarks",
-            "tests",
-            "setup.py",
-        ):
-            named |= set(re.findall(r"\bFASTSPARSE_[A-Z_]*[A-Z]\b", path.read_text()))
-    # A test's own, which it sets itself, and a macro of C++.
+    folders = (*PACKAGES, "fastsparse_run", "examples", "benchmarks", "tests")
+    files = [path for folder in folders for path in (CHECKOUT / folder).rglob("*.py")]
+    files += [CHECKOUT / name for name in ("setup.py", "Makefile", "Dockerfile", "recipe/meta.yaml")]
+    files += [*CHECKOUT.glob(".ci/*"), *CHECKOUT.glob(".github/workflows/*")]
+    for path in files:
+        named |= set(re.findall(r"\bFASTSPARSE_[A-Z0-9_]*[A-Z0-9]\b", path.read_text()))
+    # A test's own, which it sets itself, and macros of C++.
     assert {
         name
-        for name in named - {"FASTSPARSE_NOT_IN_WORKERS", "FASTSPARSE_ARGUMENTS"}
+        for name in named - {"FASTSPARSE_NOT_IN_WORKERS", "FASTSPARSE_ARGUMENTS", "FASTSPARSE_WITH_CUDA"}
         if f"`{name}`" not in page
     } == set()
 

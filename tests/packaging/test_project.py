@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+import support
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
@@ -23,6 +26,7 @@ def test_one_version():
     assert re.findall(r"^version: (.+)$", text("CITATION.cff"), re.MULTILINE) == [version]
     headings = re.findall(r"^## \[(.+?)\](?: - \d{4}-\d\d-\d\d)?$", text("CHANGELOG.md"), re.MULTILINE)
     assert headings[:2] == ["Unreleased", version]
+    assert f"version = {{{version}}}" in text("docs/citing.md")
 
 
 def test_the_changelog_is_short():
@@ -60,8 +64,57 @@ def test_actions_are_pinned():
 
 
 def test_files_for_contributors():
-    for name in ("Dockerfile", ".pre-commit-config.yaml", "docs/dev/releasing.md"):
+    files = (".pre-commit-config.yaml", "docs/dev/releasing.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
+    for name in (*files, ".github/PULL_REQUEST_TEMPLATE.md"):
         assert text(name).strip()
     assert "fastsparse_core.doctor" in text(".github/ISSUE_TEMPLATE/bug.yml")
     assert "another" in text("CONTRIBUTING.md").partition("## Licence")[2].partition("##")[0]
     assert re.search(r'^license-files = \["LICENSE"\]$', text("pyproject.toml"), re.MULTILINE)
+
+
+def instructions(stage):
+    """(instruction, rest) of a stage of the Dockerfile."""
+    lines = re.sub(r"^#.*\n", "", stage, flags=re.MULTILINE).replace("\\\n", " ").splitlines()[1:]
+    return [tuple(line.split(maxsplit=1)) for line in lines if line]
+
+
+def copied(stage):
+    return {name for kind, rest in stage if kind == "COPY" for name in rest.split()[:-1]}
+
+
+def test_the_image():
+    """An edit of a page or a plugin compiles nothing again; the result has no compiler and is not root's."""
+    stages = re.split(r"^FROM ", text("Dockerfile"), flags=re.MULTILINE)[1:]
+    build, runtime = map(instructions, stages)
+    (compiled,) = (index for index, (_, rest) in enumerate(build) if "build_ext" in rest)
+    assert copied(build[:compiled]) == {"pyproject.toml", "setup.py", "LICENSE", "kernels"}
+    packages = {path.parent.name for path in CHECKOUT.glob("fastsparse_*/__init__.py")}
+    assert copied(build[compiled:]) == {"README.md", *packages}
+
+    assert "g++" not in str(runtime)
+    kinds = [kind for kind, _ in runtime]
+    assert "RUN" not in kinds[kinds.index("USER") :]
+    assert ("USER", "user") in runtime
+    (torch,) = re.findall(r"^TORCH \?= (.+)$", text("Makefile"), re.MULTILINE)
+    assert {("ARG", f"TORCH={torch}"), ("ARG", "TORCH_INDEX=")} <= set(runtime)
+
+
+def test_the_conda_recipe():
+    """Rendered with stand-ins for conda-build's functions, on Linux: what pip needs is what conda needs."""
+    jinja2, yaml = pytest.importorskip("jinja2"), pytest.importorskip("yaml")
+    linux = re.sub(r"^.*# \[win\]\n", "", text("recipe/meta.yaml"), flags=re.MULTILINE)
+    rendered = jinja2.Template(linux, undefined=jinja2.StrictUndefined).render(
+        compiler=lambda language: f"{language}-compiler",
+        load_file_data=lambda name, from_recipe_dir: support.pyproject(),
+        PYTHON="python",
+    )
+    recipe, project = yaml.safe_load(rendered), support.pyproject()
+    assert recipe["package"] == {key: project["project"][key] for key in ("name", "version")}
+
+    def packages(needed):
+        return {need.replace(" ", "").replace("pytorch", "torch") for need in needed} - {"python", "pip"}
+
+    assert packages(recipe["requirements"]["run"]) == set(project["project"]["dependencies"])
+    assert packages(recipe["requirements"]["host"]) == set(project["build-system"]["requires"])
+    assert recipe["test"]["commands"] == ["fastsparse doctor"]
+    assert "skip" not in recipe["build"]

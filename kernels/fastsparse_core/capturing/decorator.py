@@ -95,3 +95,8 @@ def capture(step: Any) -> Any:
 
     run.captured = captured  # type: ignore[attr-defined]
     return run
+
+
+def captured_step(step: Callable[[], Any], *, warm_up: int = 0, stream: Any = None) -> Callable[[], Any]:
+    """``CapturedStep`` of version 0.2: `capture`, which chooses the warm-up calls and the stream itself."""
+    return capture(step)
