@@ -15,8 +15,8 @@ from fastsparse_core import _C
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
 
 _HAS_CUDA_KERNELS = bool(_C.build_info()["cuda"])
-#: Where Linux has a file for every NVIDIA GPU of the machine, or of the container.
-_GPU_FILES = "/dev/nvidia[0-9]*"
+#: Where Linux has a file for every NVIDIA GPU of the machine, or of the container; and WSL the driver.
+_GPU_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libcuda.so*")
 
 
 def unusable_gpu() -> str:
@@ -27,11 +27,12 @@ def unusable_gpu() -> str:
     if _HAS_CUDA_KERNELS or torch.version.cuda is None:
         return ""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-    if not torch.cuda.is_initialized() and (is_hidden or not glob.glob(_GPU_FILES)):
+    if not torch.cuda.is_initialized() and (is_hidden or not any(map(glob.glob, _GPU_FILES))):
         return ""
     return (
         "this build of FastSparse has no CUDA kernels, so operators and layers reject tensors on the GPU. "
-        "Get nvcc (`python -m pip install nvidia-cuda-nvcc nvidia-cuda-cccl`) and install FastSparse again; "
+        "Get nvcc (`python -m pip install nvidia-cuda-nvcc nvidia-cuda-cccl`) and install FastSparse again "
+        "(`python -m pip install --force-reinstall --no-deps --no-cache-dir fastsparse-gnn`); "
         "`python -m fastsparse_core.doctor` has the details"
     )
 

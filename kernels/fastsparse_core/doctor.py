@@ -31,7 +31,9 @@ _OLDEST_ARCH = 80
 #: The first driver of each major version of CUDA. It runs programs of all minor versions. The errors of the
 #: extension name it too (`old_driver_text` in kernels/include/fastsparse/on_device.h).
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
-_REBUILD = "python -m pip install --force-reinstall --no-deps fastsparse-gnn (or, in a checkout, -e .)"
+#: Without the cache, where pip keeps what it built from the sources: a build without the CUDA half, too.
+_REBUILD = "python -m pip install --force-reinstall --no-deps --no-cache-dir fastsparse-gnn"
+_REBUILD += " (or, in a checkout, -e .)"
 
 
 @dataclass(frozen=True)

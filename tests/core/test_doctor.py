@@ -378,7 +378,9 @@ def test_extension_missing(tmp_path):
     done = run_doctor(tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"the extension fastsparse_core._C cannot be imported: {reason}" in done.stdout
-    assert "cure: python -m pip install --force-reinstall --no-deps fastsparse-gnn" in done.stdout
+    assert (
+        "cure: python -m pip install --force-reinstall --no-deps --no-cache-dir fastsparse-gnn" in done.stdout
+    )
 
 
 @pytest.mark.slow

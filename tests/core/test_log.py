@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,15 +96,21 @@ def test_a_trace_warns_and_the_compiled_code_does_not(fresh_compiler):
 def cpu_half_beside_a_gpu(monkeypatch, tmp_path):
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(device, "_HAS_CUDA_KERNELS", False)
-    monkeypatch.setattr(device, "_GPU_FILES", str(tmp_path / "nvidia[0-9]*"))
+    files = tuple(str(tmp_path / Path(pattern).name) for pattern in device._GPU_FILES)
+    monkeypatch.setattr(device, "_GPU_FILES", files)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
 
 
-def test_a_gpu_without_kernels_is_named(cpu_half_beside_a_gpu):
+@pytest.mark.parametrize("file", ["nvidia0", "nvidia12", "libcuda.so.1"])  # the last: WSL's
+def test_a_gpu_without_kernels_is_named(cpu_half_beside_a_gpu, file):
+    (cpu_half_beside_a_gpu / "nvidia0").rename(cpu_half_beside_a_gpu / file)
     assert "has no CUDA kernels" in device.unusable_gpu()
     assert "python -m pip install nvidia-cuda-nvcc" in device.unusable_gpu()
+    assert (
+        "--no-cache-dir fastsparse-gnn" in device.unusable_gpu()
+    )  # where pip keeps the build without kernels
 
 
 @pytest.mark.skipif(torch.cuda.is_initialized(), reason="CUDA is in use, so there is a GPU")
