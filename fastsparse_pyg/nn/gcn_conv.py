@@ -17,7 +17,7 @@ from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.aggregate_transform import graph_convolution
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._eager import is_plain_eager
-from fastsparse_pyg.graph import BY_KERNEL, EdgesLike, edges_for_loops, gcn_factors
+from fastsparse_pyg.graph import BY_KERNEL, EdgesLike, edges_for_loops, gcn_factors, resolve
 from fastsparse_pyg.nn.base import known
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
 
@@ -77,7 +77,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
                 f"'{type(self).__name__}' does not support bipartite graphs; use for example FastSAGEConv"
             )
         found: Propagation | Reason | None = None
-        if edge_weight is None and type(edge_index) is Tensor:
+        if edge_weight is None and (type(edge_index) is Tensor or isinstance(edge_index, Adjacency)):
             found = self._with_loops_by_kernel(x, edge_index)
         if found is None:
             found = self._propagation(x, edge_index, edge_weight)
@@ -99,21 +99,23 @@ class FastGCNConv(PropagatingConv, GCNConv):
             )
             if out is not None:
                 return out
-        if adds_loops:  # which no other operator can
+        if adds_loops and not isinstance(edge_index, Adjacency):  # which no other operator can
             with_loops = self._structure((x, x), edge_index, None, True)
             assert isinstance(with_loops, Adjacency)
-            adj, value, scale_dst, scale_src, _ = self._normalised(with_loops, x, edge_index, None)
+            adj, value, scale_dst, scale_src, adds_loops = self._normalised(with_loops, x, edge_index, None)
         scales = (scale_dst, scale_src)
         dtype = x.dtype if value is None else message_dtype(x, value)
         if aggregate_first and plain and x.layout is torch.strided and dtype == x.dtype:
-            return F.linear(self._aggregate_neighbours(adj, x, value, scales=scales), lin.weight, bias)
+            out = self._aggregate_neighbours(adj, x, value, scales=scales)
+            return F.linear(_plus_own(out, x, *scales) if adds_loops else out, lin.weight, bias)
         x = lin(x)
         if value is not None and dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             x = x.to(dtype)
-        return self._aggregate_neighbours(adj, x, value, scales=scales, bias=bias)
+        out = self._aggregate_neighbours(adj, x, value, scales=scales, bias=bias)
+        return _plus_own(out, x, *scales) if adds_loops else out
 
-    def _with_loops_by_kernel(self, x: Any, edge_index: Tensor) -> Propagation | Reason | None:
-        """GCN's matrix of plain edges whose loops the kernel may add; None where it may not."""
+    def _with_loops_by_kernel(self, x: Any, edge_index: Tensor | Adjacency) -> Propagation | Reason | None:
+        """GCN's matrix of edges whose loops the kernel may add; None where it may not."""
         state = self.__dict__
         if (
             not (state["normalize"] and state["add_self_loops"])
@@ -124,6 +126,8 @@ class FastGCNConv(PropagatingConv, GCNConv):
         reason = self._reason(x, x, edge_index)
         if reason is not None:
             return reason
+        if isinstance(edge_index, Adjacency):
+            return self._of_adjacency(x, edge_index)
         if (
             x.dim() != 2
             or not (x.layout is edge_index.layout is torch.strided)
@@ -140,3 +144,20 @@ class FastGCNConv(PropagatingConv, GCNConv):
             adj = edges_for_loops(edge_index, num_nodes, flow)
         scale, adds = gcn_factors(adj, x.dtype, True)
         return Propagation(adj, None, scale, scale, adds)
+
+    def _of_adjacency(self, x: Tensor, adj: Adjacency) -> Propagation | None:
+        """The same of a structure, where no loop is in it."""
+        if adj.is_partitioned or adj.is_padded or x.dim() != 2 or x.layout is not torch.strided:
+            return None
+        if adj.has_inserted_loops or not adj.is_free_of_loops():
+            return None
+        resolve(adj, x.shape[0], x.shape[0], x.device)
+        scale, adds = gcn_factors(adj, x.dtype, True)
+        return Propagation(adj, None, scale, scale, adds)
+
+
+def _plus_own(out: Tensor, x: Tensor, scale_dst: Tensor | None, scale_src: Tensor | None) -> Tensor:
+    """Adds what loops would: a second structure that has them would take as much memory as the first."""
+    assert scale_dst is not None
+    assert scale_src is not None
+    return torch.addcmul(out, x.to(out.dtype), (scale_dst * scale_src).to(out.dtype).unsqueeze(1))

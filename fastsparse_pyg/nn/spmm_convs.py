@@ -508,7 +508,9 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
         if x.size(-1) < self.out_channels:
             x = F.pad(x, (0, self.out_channels - x.size(-1)))
         # PyTorch's compiler cannot trace the fused cell that CUDA has.
-        is_traced = torch.compiler.is_compiling() and is_plain_linear_of(self.rnn, torch.nn.GRUCell)
+        is_traced = torch.compiler.is_compiling() and is_plain_linear_of(
+            self.rnn, torch.nn.GRUCell, "weight_ih"
+        )
         for weight in self.weight:
             message = self._multiply(matrix, x @ weight)
             x = _gru(self.rnn, message, x) if is_traced else self.rnn(message, x)
