@@ -71,6 +71,7 @@ ABOUT = {
     "accuracy": "As FlashSparse's table 8: no precision may lose more than one standard deviation.",
     "choice": "Which algorithm wins where, and what `auto` picks; see docs/dev/choosing.md.",
     "minibatch": "Structure, forward and backward of batches whose structures are new each time.",
+    "inference": "Exact results of all nodes of a large graph, layer by layer.",
     "sampling": "Batches of sampled neighbours drawn on the GPU and the CPU, and epochs from the loader.",
     "regret": "What the picks of `auto` cost; the better algorithm in brackets where it is another.",
     "sanitizer": "Every kernel on small structures under compute-sanitizer; the parts are those of"
@@ -133,6 +134,7 @@ CHAPTERS = {
     "scaling": Chapter("Several GPUs", TABLES["scaling"], ("speedup",)),
     "choice": Chapter("Choice of the algorithm", pivots.choice_in_short, ("choice",)),
     "minibatch": Chapter("Mini-batches", TABLES["minibatch"]),
+    "inference": Chapter("Exact inference", TABLES["inference"]),
     "sampling": Chapter("Neighbour sampling", TABLES["sampling"]),
     "regret": Chapter("Choice of the algorithm, by number of uses", TABLES["regret"]),
     "accuracy": Chapter("Accuracy of trained models", TABLES["accuracy"]),
