@@ -121,7 +121,7 @@ def features(nodes: int, device: torch.device, *, on_host: bool) -> Tensor:
     x = torch.empty(nodes, FEATURES, dtype=torch.bfloat16, device="cpu" if on_host else device)
     if on_host and device.type == "cuda":  # `pin_memory` would round the size up to a power of two
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(x.data_ptr(), x.nbytes, 0)))
-        weakref.finalize(x.untyped_storage(), torch.cuda.cudart().cudaHostUnregister, x.data_ptr())
+        weakref.finalize(x, torch.cuda.cudart().cudaHostUnregister, x.data_ptr())
     for part in progress(x.split(_CHUNK // FEATURES), f"drawing features, {x.device.type}"):
         part.copy_(torch.randn(part.shape, dtype=part.dtype, device=device, generator=generator))
     return x
