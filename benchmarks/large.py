@@ -109,17 +109,22 @@ def draw_symmetric(spec: suite.Spec, device: torch.device) -> Adjacency:
     return adj
 
 
-def features(nodes: int, device: torch.device, *, on_host: bool) -> Tensor:
+def features(nodes: int, device: torch.device, *, on_host: bool, out: Tensor | None = None) -> Tensor:
     """Normally distributed bfloat16 (nodes, FEATURES), drawn on the device.
 
     Args:
         nodes: number of rows.
         device: where they are drawn.
         on_host: whether they come to lie on the host; then in page-locked memory where the device is a GPU.
+        out: where they come to lie instead.
     """
     generator = torch.Generator(device=device).manual_seed(0)
-    x = torch.empty(nodes, FEATURES, dtype=torch.bfloat16, device="cpu" if on_host else device)
-    if on_host and device.type == "cuda":  # `pin_memory` would round the size up to a power of two
+    x = out
+    if x is None:
+        x = torch.empty(nodes, FEATURES, dtype=torch.bfloat16, device="cpu" if on_host else device)
+    if (
+        on_host and out is None and device.type == "cuda"
+    ):  # `pin_memory` would round the size up to a power of two
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(x.data_ptr(), x.nbytes, 0)))
         weakref.finalize(x, torch.cuda.cudart().cudaHostUnregister, x.data_ptr())
     for part in progress(x.split(_CHUNK // FEATURES), f"drawing features, {x.device.type}"):

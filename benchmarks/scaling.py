@@ -11,6 +11,8 @@ One command starts a process per GPU. All graphs are drawn once, by the first pr
 - ``ddp``: sage3-256 on batches of 1024 and of 8192 nodes for each GPU with 15, 10 and 5 neighbours, drawn on
   the GPU by PyTorch's operators, with replacement; throughput with sampling, which is a batch ahead of
   training, and of batches that were drawn before.
+- ``papers``: an epoch of sage3-256 from the loader on the graph of `benchmarks/large.py`, with captured
+  steps; every GPU has all features, or its share of them and reads those of the others.
 
 Where NVLink multicast must stay off, say so in the command:
 ``NCCL_NVLS_ENABLE=0 python -m benchmarks scaling``.
@@ -35,22 +37,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch_geometric.data import Data
 
 from fastsparse_core import Adjacency, policy
+from fastsparse_core.capturing import graphs
 from fastsparse_core.distributed import PartitionedAdjacency, all_reduce_gradients, exchange_group, partition
 from fastsparse_core.distributed.exchange import HaloFeatures
-from fastsparse_pyg import FastGCNConv
+from fastsparse_core.sampling import FeatureTable
+from fastsparse_pyg import FastGCNConv, NeighborLoader
 
-from . import suite
+from . import large, suite
 from .record import Recorder
 from .runner import add_common, recorder, release
-from .sampling import Sage
+from .sampling import Sage, train_batches
 from .timing import summarise
 from .train import DTYPES, Stack, autocast
 
 GRAPHS = ("ogbn-products", "amazonproducts")
 DDP_GRAPH = "ogbn-products"
-PARTS = ("full", "ddp")
+PARTS = ("full", "ddp", "papers")
 #: What each variant of full-graph training asks of its PartitionedAdjacency.
 VARIANTS: dict[str, dict[str, Any]] = {
     "overlap": {},
@@ -82,7 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     here = torch.cuda.device_count()
     default = [count for count in (1, 2, 4, 8) if count <= here] or [1, 2]
     parser.add_argument("--gpus", nargs="+", type=int, default=default, help="numbers of GPUs, or processes")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:2]))
+    parser.add_argument("--scale", type=float, default=1.0, help="share of papers' nodes and entries")
     parser.add_argument("--graphs", nargs="+", default=list(GRAPHS), help="of full-graph training")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument(
@@ -208,6 +214,8 @@ def _process(
         release()
     if "ddp" in options.parts:
         _ddp(teams, options, out)
+    if "papers" in options.parts:
+        _papers(teams, options, out, folder)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -578,3 +586,60 @@ def _train_batches(
         "seeds_per_s": team.size * batch / cell["median_ms"] * 1e3,
         "seeds_per_s_without_sampling": team.size * batch / train_ms * 1e3,
     }
+
+
+# ---------------------------------------------------------------- a graph of billions of entries
+
+
+def _papers(teams: Sequence[Team], options: argparse.Namespace, out: Recorder | None, folder: str) -> None:
+    """Epochs with the features on every GPU, and on several with the features divided over all of them."""
+    device, spec = teams[-1].device, large.scaled(options.scale)
+    adj = large.draw(spec, device)
+    generator = torch.Generator(device).manual_seed(0)
+    y = torch.randint(large.CLASSES, (spec.nodes,), device=device, generator=generator)
+    train = torch.randperm(spec.nodes, device=device, generator=generator)
+    train = train[: max(int(large.TRAIN_NODES * options.scale), 1)].clone()
+    size = spec.nodes * large.FEATURES
+    file = torch.from_file(str(Path(folder, "features")), shared=True, size=size, dtype=torch.bfloat16)
+    x = file.view(spec.nodes, large.FEATURES)
+    if teams[-1].rank == 0:
+        large.features(spec.nodes, device, on_host=True, out=x)
+    dist.barrier()
+    facts = {"kind": "papers", "graph": "ogbn-papers100M", "nodes": spec.nodes, "edges": adj.num_edges}
+    for batch, team in itertools.product(options.batches, teams):
+        for divided in (False, True)[: 1 + (team is teams[-1] and team.size > 1)]:
+            if team.rank < team.size:
+                name = "features divided" if divided else "features on every GPU"
+                seconds = _epoch(adj, x.view_as(x), y, train, team, batch, divided=divided)
+                cell = {"median_ms": statistics.median(seconds) * 1e3, "epochs_s": seconds}
+                cell |= {"variant": name, "batch": batch, "dtype": "bf16-amp", "seeds": train.numel()}
+                _add(out, **facts, gpus=team.size, **cell)
+            release()
+            dist.barrier()
+
+
+def _epoch(
+    adj: Adjacency, x: Tensor, y: Tensor, train: Tensor, team: Team, batch: int, *, divided: bool
+) -> list[float]:
+    """Seconds of epochs, of the slowest process."""
+    device = team.device
+    if divided:
+        FeatureTable(x, device, shared=True)
+    data = Data(x=x, y=y, edge_index=adj)
+    share = train[team.rank :: team.size][: train.numel() // team.size]
+    loader = NeighborLoader(data, list(FANOUTS), share, batch_size=batch, shuffle=True, device=device)
+    torch.manual_seed(0)
+    model = Sage(large.FEATURES, HIDDEN, large.CLASSES, len(FANOUTS)).to(device)
+
+    def reduce(model: nn.Module) -> None:
+        all_reduce_gradients(model, team.group)
+
+    passes = train_batches(
+        model,
+        loader,
+        torch.bfloat16,
+        graphs.CudaGraphs.supports(device),
+        [len(loader)] * 3,
+        reduce=reduce if team.size > 1 else None,
+    )
+    return team.largest([each["seconds"] for each in passes[1:]])

@@ -509,7 +509,11 @@ def scaling(result: Record) -> list[Table]:
 
         columns += [value(name, field, number), Column("speed-up", more)]
     title = "mini-batches of {batch}, sage3-256, {graph}, {dtype}"
-    return tables + pivot(batches, title, (), columns, split=("batch", "dtype"))
+    tables += pivot(batches, title, (), columns, split=("batch", "dtype"))
+    columns = [value("variant"), value("GPUs", "gpus"), Column("epoch ms", lambda row: shown(row.cell))]
+    columns += [Column("speed-up", faster)]
+    title = "an epoch of {graph}, mini-batches of {batch}, sage3-256"
+    return tables + pivot(by(result["cells"], kind="papers"), title, (), columns, split=("graph", "batch"))
 
 
 def minibatch(result: Record) -> list[Table]:
