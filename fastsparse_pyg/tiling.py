@@ -22,6 +22,9 @@ def tiled(model: Module, *, tile_rows: int | None = None, offload: bool = False)
     activations, dropout, linear layers and ``LayerNorm``. Batch normalisation in training mode and
     connections that skip a layer raise an error.
 
+    With a :class:`~fastsparse_core.distributed.PartitionedAdjacency` in place of ``edge_index``, features,
+    ``rows`` and results are those of the process's own nodes, and all processes must make the same calls.
+
     The edges decide where it computes. The features (N, F) may be in host memory, best page-locked: with
     ``offload`` they take GPU memory during the first layer only. An :class:`~fastsparse_core.Adjacency` from
     ``from_csr(copy=False)`` saves memory. Parameters may be changed between calls, the list of layers not.

@@ -513,7 +513,15 @@ def scaling(result: Record) -> list[Table]:
     columns = [value("variant"), value("GPUs", "gpus"), Column("epoch ms", lambda row: shown(row.cell))]
     columns += [Column("speed-up", faster)]
     title = "an epoch of {graph}, mini-batches of {batch}, sage3-256"
-    return tables + pivot(by(result["cells"], kind="papers"), title, (), columns, split=("graph", "batch"))
+    tables += pivot(by(result["cells"], kind="papers"), title, (), columns, split=("graph", "batch"))
+    columns = [
+        value("model", "variant"),
+        value("GPUs", "gpus"),
+        Column("step ms", lambda row: shown(row.cell)),
+    ]
+    columns += [value("peak GB", "peak_gb", number)]
+    title = "all nodes of {graph}, 3 x 128"
+    return tables + pivot(by(result["cells"], kind="large"), title, (), columns, split=("graph",))
 
 
 def minibatch(result: Record) -> list[Table]:

@@ -121,7 +121,8 @@ class FastGCNConv(PropagatingConv, GCNConv):
         if isinstance(edges, Adjacency) and state["normalize"] and state["add_self_loops"]:
             # An Adjacency with loops would take as much memory again.
             if not edges.has_inserted_loops and not has_loops(edges):
-                scale, adds = gcn_factors(edges, x.dtype, True)
+                rows: Any = edges
+                scale, adds = gcn_factors(rows.rows if edges.is_partitioned else rows, x.dtype, True)
                 found = self._reason(x, x, edges) or Propagation(edges, None, scale, scale, adds)
         elif type(edges) is Tensor:
             found = self._with_loops_by_kernel(x, edges)
