@@ -18,7 +18,7 @@ from torch.nn import Module
 
 from fastsparse_core.formats.compress import expand_rows
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._spmm_plan import launch_spmm, with_loops
+from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: Bytes of a tile's features. Some ten such matrices exist at a time in the backward pass.
@@ -87,12 +87,13 @@ class NeighbourSum(NamedTuple):
         return self.with_own(out, x[begin:end], slice(begin, end))
 
     def with_own(self, out: Tensor, x: Tensor, rows: slice | Tensor) -> Tensor:
-        """Adds the loops of some rows, of their own features ``x``, to ``out``."""
+        """Adds the loops of some rows, of their own features ``x``, to ``out``, in place."""
         if self.loop is None:
             return out
-        scale_dst = None if self.scale_dst is None else self.scale_dst[rows]
-        scale_src = None if self.scale_src is None else self.scale_src[rows]
-        return with_loops(out, x, scale_dst, scale_src, self.loop)
+        weight = self.loop
+        for scale in (self.scale_dst, self.scale_src):
+            weight = weight if scale is None else weight * scale[rows, None]
+        return torch.addcmul(out, x, weight, out=out)  # in the weight's dtype, rounded once
 
     def transposed(self) -> NeighbourSum:
         """The sum that takes gradients back."""

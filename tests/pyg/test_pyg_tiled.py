@@ -104,6 +104,9 @@ def test_dropped_features_are_the_same_in_the_backward_pass(make, offload, devic
     net = tiled(model, tile_rows=64, offload=offload)
     x = features(device)[:, :3].clone().requires_grad_()
     inputs = [x, *model.parameters()]
+    with torch.no_grad():  # without biases of 0 no node is at the kink of the activation
+        for each in inputs:
+            each.normal_()
 
     def call() -> Tensor:
         torch.manual_seed(3)
@@ -211,7 +214,7 @@ def test_memory(make, device):
     step(lambda: kept(x, adj, rows=rows))  # scales of the structure are built once
     plain = peak_bytes(lambda: step(lambda: model(x, adj)[rows]), device)
     found = peak_bytes(lambda: step(lambda: kept(x, adj, rows=rows)), device)
-    assert plain > 7 * whole
+    assert plain > 2 * found
     assert found < (2.3 if make is FastGCNConv else 3.3) * whole
     if device == "cuda":
         assert peak_bytes(lambda: step(lambda: offloaded(x, adj, rows=rows)), device) < 2.4 * whole
