@@ -272,13 +272,9 @@ class FastConv(MessagePassing):
         return REDUCE[type(self._modules["aggr_module"])]
 
     def _original_forward(self, reason: Reason, x: Any, edge_index: Any, *args: Any) -> Tensor:
-        """PyG's forward; an Adjacency is written back as an edge list for it.
-
-        The user is told afterwards: of a call that PyG refuses, its error says all.
-        """
+        """PyG's forward; an Adjacency is written back as an edge list for it."""
         edges = self._written_back(edge_index) if isinstance(edge_index, Adjacency) else edge_index
-        out: Tensor = super().forward(x, for_pyg(edges), *args)
-        fallback.tell(type(self).__name__, reason)
+        out: Tensor = fallback.run(type(self).__name__, reason, super().forward, x, for_pyg(edges), *args)
         return out
 
     def _written_back(self, adj: Adjacency) -> Tensor:
