@@ -86,9 +86,9 @@ def _call(layer: Any, x: Tensor) -> Tensor:
         result: Tensor = layer(graph, x)
         return result
     try:
-        return layer(graph, x)  # type: ignore[no-any-return]
+        return layer(graph, x)
     except Exception:
-        return layer(x, graph)  # type: ignore[no-any-return]
+        return layer(x, graph)
 
 
 def _stage(name: str, layer: Any) -> Stage:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -170,7 +169,7 @@ def _gcn_stage(name: str, layer: Any) -> Stage:
         if transforms_first:
             sources = layer.lin(sources)
             own = sources[: own.size(0)]
-        scales = {}
+        scales: dict[str, Any] = {}
         if has_factors:
             dtype = accumulation_dtype(sources.dtype)
             scale = tile.graph.numbers((*key, dtype), lambda adj: factors(adj, dtype))

@@ -652,6 +652,20 @@ def sampling(result: Record) -> list[Table]:
     return tables + pivot(papers, title, (), columns, split=("graph",))
 
 
+def inference(result: Record) -> list[Table]:
+    """One pass over all nodes, by where features are."""
+    columns = [
+        value("layers", "model"),
+        value("features on", "features_on"),
+        value("limit of GPU memory, GB", "memory_gb", lambda gb: "-" if gb is None else f"{gb:g}"),
+        Column("seconds", lambda row: shown(row.cell, "seconds")),
+        value("peak of GPU memory, GB", "peak_gb", number),
+        value("results on", "result_on"),
+    ]
+    title = "{num_nodes:,} nodes, {entries:,} entries, {where}"
+    return pivot(result["cells"], title, (), columns, split=("num_nodes",))
+
+
 def host(result: Record) -> list[Table]:
     cells = result["cells"]
     title = "Host time on a tiny cached graph"

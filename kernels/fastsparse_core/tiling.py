@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Module
 
-from fastsparse_core.formats.compress import expand_rows
+from fastsparse_core.formats.compress import expand_rows, row_pieces
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency
@@ -113,21 +113,19 @@ class NeighbourSum(NamedTuple):
         return NeighbourSum(some, scale_dst, self.scale_src, part=self.part)
 
 
-def has_loops(adj: Adjacency) -> bool:
-    """Whether some edge of a square structure is a loop, found in little memory and remembered."""
-    if adj.is_partitioned:
-        part: Any = adj
-        some = torch.tensor([has_loops(part.rows)], dtype=torch.int32, device=adj.device)
-        dist.all_reduce(some, dist.ReduceOp.MAX, group=part.exchange.group)
-        return bool(some)
-    if adj.has_loops is None:
-        found = torch.zeros((), dtype=torch.bool, device=adj.device)
-        for begin, end in _tiles(adj.num_dst, max(adj.num_dst * 2**24 // max(adj.num_edges, 1), 1)):
-            first, last = adj.rowptr[[begin, end]].tolist()
-            row = expand_rows(adj.rowptr[begin : end + 1] - first, last - first)
-            found |= (row.add_(begin) == adj.col[first:last]).any()
-        adj.has_loops = bool(found)
-    return adj.has_loops
+def is_free_of_loops(part: Any) -> bool:
+    """Whether no edge of a graph is a loop. Collective.
+
+    Args:
+        part: :class:`fastsparse_core.distributed.PartitionedAdjacency`.
+    """
+    rows = part.rows
+    found = torch.full((1,), int(part.has_inserted_loops), dtype=torch.int32, device=part.device)
+    for first, last, col in row_pieces(rows.rowptr, rows.col):
+        row = expand_rows(rows.rowptr[first : last + 1] - rows.rowptr[first], col.numel()).add_(first)
+        found |= (row == col).any()
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=part.exchange.group)
+    return not bool(found)
 
 
 class TiledLayer(Protocol):
