@@ -35,6 +35,10 @@ def tiled(model: Module, *, tile_rows: int | None = None, offload: bool = False)
         offload: whether the sums are copied to host memory during the forward pass and back during the
             backward pass, which then does not compute them again.
 
+    Returns:
+        A function ``net(x, edge_index, rows=None)``: features (N, F) to results (N, C) of all nodes, or
+        (num_rows, C) of the nodes ``rows``, int64 (num_rows,).
+
     Raises:
         TypeError: ``model`` is no module, or has a graph layer that cannot run in tiles.
         ValueError: ``tile_rows`` is below 1, or the model has no graph layers.

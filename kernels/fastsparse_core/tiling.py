@@ -369,9 +369,9 @@ class _Run:
                     alone = self.part(nth, 0, sums[:half], own[:half]).float()
                     if (whole - alone).abs().max() > _ROUNDING * whole.abs().max():
                         raise ValueError(
-                            f"model: tiled() needs functions between layers that work row by row, and part "
-                            f"{nth} of the model gives a row another result if other rows come with it, as "
-                            "a normalisation over nodes does; use torch.nn.LayerNorm"
+                            "model: tiled() needs functions between layers that work row by row. In part "
+                            f"{nth} of the model the result of a row depends on other rows, as in a "
+                            "normalisation over nodes; use torch.nn.LayerNorm"
                         )
         finally:
             for module, mode in modes:

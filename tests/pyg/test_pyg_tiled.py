@@ -262,7 +262,7 @@ def test_models_that_are_no_chain():
         (Skips(FastGCNConv), "a chain of layers, and what follows layer 2 failed"),
         (Weighs(FastGCNConv), r"called as layer\(x, edges\)"),
         (Pools(FastGCNConv), "a row for every node between layers, and part 1 of the model made 1 rows"),
-        (Chain(FastGCNConv, between=Centres()), "part 1 of the model gives a row another result"),
+        (Chain(FastGCNConv, between=Centres()), "In part 1 of the model the result of a row depends on other rows"),
         (Chain(FastGCNConv, between=nn.BatchNorm1d(16)), "BatchNorm1d in training mode"),
         (Chain(lambda a, b: FastSAGEConv(a, b, aggr="max")), "FastSAGEConv with aggr='max'"),
         (Chain(lambda a, b: FastSAGEConv(a, b, project=True)), "FastSAGEConv with project=True"),
