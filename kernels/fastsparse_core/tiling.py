@@ -79,7 +79,9 @@ class NeighbourSum(NamedTuple):
     def tile(self, x: Tensor, begin: int, end: int) -> Tensor:
         """The sums of the rows from ``begin`` to ``end``."""
         adj = self.adj
-        first, last = adj.rowptr[[begin, end]].tolist()
+        # Read from the device once: the host goes ahead of it in later passes.
+        place = ("fastsparse_core.tiling", begin, end)
+        first, last = adj.derived(place, lambda: adj.rowptr[[begin, end]].tolist())
         rows = Adjacency(adj.rowptr[begin : end + 1] - first, adj.col[first:last], (end - begin, adj.num_src))
         scale_dst = None if self.scale_dst is None else self.scale_dst[begin:end]
         # A tile is used once: it is not worth converting for the tensor cores.
