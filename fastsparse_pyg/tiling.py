@@ -31,7 +31,7 @@ def tiled(model: Module, *, tile_rows: int | None = None, offload: bool = False)
 
     Args:
         model: a module, called as ``model(x, edge_index)``.
-        tile_rows: rows of a tile; None: as many as take 256 MiB of features.
+        tile_rows: rows of a tile; None: as many as take 256 MiB where the model is widest.
         offload: whether the sums are copied to host memory during the forward pass and back during the
             backward pass, which then does not compute them again.
 

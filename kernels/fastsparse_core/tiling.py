@@ -152,7 +152,7 @@ class TiledModel:
     Args:
         model: called as ``model(x, edges)``.
         layers: its layers, each with the methods of `TiledLayer`.
-        tile_rows: rows of a tile; None: as many as have 256 MiB of features.
+        tile_rows: rows of a tile; None: as many as take 256 MiB where the model is widest.
         offload: whether the backward pass reads the sums from host memory.
     """
 
@@ -170,19 +170,22 @@ class TiledModel:
 
         Args:
             x: node features (N, F), on the device of the edges or on the host.
-            edges: what the model takes as its second argument.
+            edges: what the model takes as its second argument: edge_index (2, E), or an Adjacency.
             rows: int64 (num_rows,), the nodes whose results are wanted; None: all, in their order.
 
         Returns:
             (num_rows, C), differentiable once in the parameters and in ``x``.
 
         Raises:
-            TypeError: ``x`` is no matrix of floating-point numbers, or ``rows`` are not int64.
+            TypeError: ``x`` is no matrix of floating-point numbers, ``edges`` are of another kind, or
+                ``rows`` are not int64.
             ValueError: the model is not a chain of layers with row-wise functions between them.
             IndexError: a row is outside the graph.
         """
         if not (isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()):
             raise TypeError(f"x: expected a floating-point matrix (num_nodes, width), got {_kind(x)}")
+        if not isinstance(edges, (Tensor, Adjacency)):
+            raise TypeError(f"edge_index: expected a tensor or an Adjacency, got {_kind(edges)}")
         if rows is not None:
             if not (isinstance(rows, Tensor) and rows.dtype == torch.int64 and rows.dim() == 1):
                 raise TypeError(f"rows: expected int64 node indices of one dimension, got {_kind(rows)}")
@@ -229,7 +232,6 @@ class _Run:
         self.edges, self.num_nodes = edges, x.size(0)
         self.device: torch.device = edges.device
         self.rows = None if rows is None else rows.to(self.device)
-        self.tile_rows = tiled.tile_rows or max(_TILE_BYTES // max(x.size(1) * x.itemsize, 1), 1)
         # Random numbers of a tile depend on this seed and its place, so that they can be drawn again.
         self.seed = int(torch.randint(2**62, ()))
         kind = self.device.type
@@ -240,10 +242,14 @@ class _Run:
         self._records = False
         with self.in_its_state(), torch.no_grad():
             few = x[:1].to(self.device)
-            reached = self._first_part(few)
-            self.begins_with_layer = reached.data_ptr() == few.data_ptr() and reached.shape == few.shape
-            inputs = self._inputs_of_layers(x[:0].to(self.device))
-        shapes = [each.new_empty(1, 1).expand(self.num_nodes, each.size(1)) for each in inputs]
+            self.begins_with_layer = self._first_part(few) is few
+            self._none = x[:0].to(self.device)
+            out = self._call(self._none, records=True)
+        if not self.called:
+            raise ValueError("model: expected a model that calls at least one of its layers, got none")
+        row_bytes = max(each.size(1) * each.itemsize for each in (x, out, *self._inputs))
+        self.tile_rows = tiled.tile_rows or max(_TILE_BYTES // max(row_bytes, 1), 1)
+        shapes = [each.new_empty(1, 1).expand(self.num_nodes, each.size(1)) for each in self._inputs]
         self.sums: list[NeighbourSum] = [
             layer.neighbour_sum(like, edges).of_this_process(like)
             for layer, like in zip(self.called, shapes, strict=True)
@@ -307,13 +313,6 @@ class _Run:
     def _first_part(self, x: Tensor) -> Tensor:
         self._part = 0
         return self._call(x)
-
-    def _inputs_of_layers(self, none: Tensor) -> list[Tensor]:
-        self._call(none, records=True)
-        if not self.called:
-            raise ValueError("model: expected a model that calls at least one of its layers, got none")
-        self._none = none
-        return self._inputs
 
     def part(self, nth: int, number: int, sums: Tensor, own: Tensor) -> Tensor:
         """A part of the model for a tile.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import models
 
-from fastsparse_core import Adjacency
+from fastsparse_core import Adjacency, tiling
 from fastsparse_pyg import (
     FastGATConv,
     FastGCNConv,
@@ -220,6 +220,20 @@ def test_memory(make, device):
         assert peak_bytes(lambda: step(lambda: offloaded(x, adj, rows=rows)), device) < 2.4 * whole
 
 
+def test_tiles_are_small_where_the_model_is_wide(monkeypatch):
+    monkeypatch.setattr(tiling, "_TILE_BYTES", 64 * 4 * 10)
+    model = Chain(FastGCNConv, (12, 64, 64, 5))
+    seen = []
+    model.between.register_forward_hook(lambda module, given, out: seen.append(out.size(0)))
+    adj, x = graph("cpu"), features("cpu", dtype=torch.float32)
+    net = tiled(model)
+    net(x, adj)
+    del seen[:]  # of the first call, which checks the model on more rows
+    out = net(x, adj)
+    assert max(seen) == 10
+    torch.testing.assert_close(out, model(x, adj))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("offload", [False, True])
 def test_features_on_the_host(offload):
@@ -262,7 +276,10 @@ def test_models_that_are_no_chain():
         (Skips(FastGCNConv), "a chain of layers, and what follows layer 2 failed"),
         (Weighs(FastGCNConv), r"called as layer\(x, edges\)"),
         (Pools(FastGCNConv), "a row for every node between layers, and part 1 of the model made 1 rows"),
-        (Chain(FastGCNConv, between=Centres()), "In part 1 of the model the result of a row depends on other rows"),
+        (
+            Chain(FastGCNConv, between=Centres()),
+            "In part 1 of the model the result of a row depends on other rows",
+        ),
         (Chain(FastGCNConv, between=nn.BatchNorm1d(16)), "BatchNorm1d in training mode"),
         (Chain(lambda a, b: FastSAGEConv(a, b, aggr="max")), "FastSAGEConv with aggr='max'"),
         (Chain(lambda a, b: FastSAGEConv(a, b, project=True)), "FastSAGEConv with project=True"),
@@ -290,6 +307,8 @@ def test_wrong_arguments():
     net = tiled(Chain(FastGCNConv))
     with pytest.raises(TypeError, match="x: expected a floating-point matrix"):
         net(x.long(), adj)
+    with pytest.raises(TypeError, match="edge_index: expected a tensor or an Adjacency, got list"):
+        net(x, [adj])
     with pytest.raises(TypeError, match="rows: expected int64"):
         net(x, adj, rows=torch.ones(NODES, dtype=torch.bool))
     with pytest.raises(IndexError, match="rows: expected node indices from 0 to 199, got 0 to 200"):
