@@ -44,6 +44,7 @@ COMMANDS = {
     "minibatch": "GraphSAGE on sampled blocks that are seen once, against the frameworks' own layers",
     "inference": "exact inference over all nodes of a large graph: time and peak memory",
     "sampling": "neighbour sampling against plain PyTorch, and an epoch of GraphSAGE from the loader",
+    "large": "training on all nodes of a graph of billions of entries",
     "accuracy": "test accuracy of the examples in several precisions, original against drop-in",
     "maxk": "MaxK against ReLU in training: accuracy, stored activations, time",
     "regret": "what auto costs against the best algorithm, for structures seen once and often",

@@ -21,6 +21,7 @@ from fastsparse_pyg.layer_swap import accelerate, restore
 from fastsparse_pyg.loader import DataLoader, LinkNeighborLoader, NeighborLoader
 from fastsparse_pyg.nn import *  # noqa: F403
 from fastsparse_pyg.preparation import prepare
+from fastsparse_pyg.tiling import tiled
 from fastsparse_pyg.verification import VerificationError
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "is_enabled",
     "prepare",
     "restore",
+    "tiled",
     "why",
 ]
 __all__ += _nn.__all__

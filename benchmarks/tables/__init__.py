@@ -73,6 +73,7 @@ ABOUT = {
     "minibatch": "Structure, forward and backward of batches whose structures are new each time.",
     "inference": "Exact results of all nodes of a large graph, layer by layer.",
     "sampling": "Batches of sampled neighbours drawn on the GPU and the CPU, and epochs from the loader.",
+    "large": "Training steps on all nodes of a random graph of the size of ogbn-papers100M.",
     "regret": "What the picks of `auto` cost; the better algorithm in brackets where it is another.",
     "sanitizer": "Every kernel on small structures under compute-sanitizer; the parts are those of"
     " `tests/sanitize.py`.",
@@ -136,6 +137,7 @@ CHAPTERS = {
     "minibatch": Chapter("Mini-batches", TABLES["minibatch"]),
     "inference": Chapter("Exact inference", TABLES["inference"]),
     "sampling": Chapter("Neighbour sampling", TABLES["sampling"]),
+    "large": Chapter("Full-graph training beyond the GPU's memory", TABLES["large"]),
     "regret": Chapter("Choice of the algorithm, by number of uses", TABLES["regret"]),
     "accuracy": Chapter("Accuracy of trained models", TABLES["accuracy"]),
     "adjacency": Chapter("Building a structure", pivots.adjacency_in_short),

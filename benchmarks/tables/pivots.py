@@ -100,6 +100,15 @@ def adjacency_in_short(result: Record) -> list[Table]:
     return adjacency({**result, "cells": large or result["cells"]})
 
 
+def large(result: Record) -> list[Table]:
+    """Seconds and memory of a step."""
+    columns = [value("model"), value("activations in memory of the", "activations")]
+    columns += [value("nodes", "num_nodes", _count), value("entries", form=_count)]
+    columns += [value("seconds per step", "step_s", number), value("peak GB", "peak_gb", number)]
+    columns += [value("status")]
+    return pivot(result["cells"], "Forward, backward and Adam", (), columns)
+
+
 def typed(result: Record) -> list[Table]:
     """Times and peaks of PyG's layers and ours."""
 
@@ -500,7 +509,19 @@ def scaling(result: Record) -> list[Table]:
 
         columns += [value(name, field, number), Column("speed-up", more)]
     title = "mini-batches of {batch}, sage3-256, {graph}, {dtype}"
-    return tables + pivot(batches, title, (), columns, split=("batch", "dtype"))
+    tables += pivot(batches, title, (), columns, split=("batch", "dtype"))
+    columns = [value("variant"), value("GPUs", "gpus"), Column("epoch ms", lambda row: shown(row.cell))]
+    columns += [Column("speed-up", faster)]
+    title = "an epoch of {graph}, mini-batches of {batch}, sage3-256"
+    tables += pivot(by(result["cells"], kind="papers"), title, (), columns, split=("graph", "batch"))
+    columns = [
+        value("model", "variant"),
+        value("GPUs", "gpus"),
+        Column("step ms", lambda row: shown(row.cell)),
+    ]
+    columns += [value("peak GB", "peak_gb", number)]
+    title = "all nodes of {graph}, 3 x 128"
+    return tables + pivot(by(result["cells"], kind="large"), title, (), columns, split=("graph",))
 
 
 def minibatch(result: Record) -> list[Table]:

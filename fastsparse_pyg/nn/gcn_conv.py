@@ -14,11 +14,13 @@ from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, recorded
 from fastsparse_core.fallback import Reason
-from fastsparse_core.fused.aggregate_transform import graph_convolution
+from fastsparse_core.fused.aggregate_transform import graph_convolution, one
 from fastsparse_core.fused.joint_linear import is_plain_linear
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_core.tiling import NeighbourSum, is_free_of_loops
 from fastsparse_pyg.graph import BY_KERNEL, EdgesLike, edges_for_loops, gcn_factors, resolve
-from fastsparse_pyg.nn.base import known
+from fastsparse_pyg.nn.base import known, raise_untiled
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
 
 
@@ -113,6 +115,30 @@ class FastGCNConv(PropagatingConv, GCNConv):
             x = x.to(dtype)
         out = self._aggregate_neighbours(adj, x, value, scales=scales, bias=bias)
         return _plus_own(out, x, *scales) if adds_loops else out
+
+    def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
+        """See :class:`fastsparse_core.tiling.TiledLayer`."""
+        state = self.__dict__
+        found: Propagation | Reason | None = None
+        part: Any = edges if isinstance(edges, Adjacency) and edges.is_partitioned else None
+        if part is None and type(edges) in (Tensor, Adjacency):
+            found = self._with_loops_by_kernel(x, edges)
+        elif part is not None and state["normalize"] and state["add_self_loops"] and is_free_of_loops(part):
+            scale, adds = gcn_factors(part.rows, x.dtype, True)
+            found = self._reason(x, x, part) or Propagation(part, None, scale, scale, adds)
+        if found is None:
+            found = self._propagation(x, edges, None)
+        if isinstance(found, Reason) or found.value is not None:
+            raise_untiled(self, found.message if isinstance(found, Reason) else "weights of edges")
+        loop = one(x.device, accumulation_dtype(x.dtype)) if found.adds_loops else None
+        return NeighbourSum(found.adj, found.scale_dst, found.scale_src, loop, reads_own=False)
+
+    def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
+        """See :class:`fastsparse_core.tiling.TiledLayer`."""
+        if is_plain_linear(self.lin, Linear):
+            return F.linear(sums, self.lin.weight, self.bias)
+        out: Tensor = self.lin(sums)
+        return out if self.bias is None else out + self.bias
 
     def _with_loops_by_kernel(self, x: Any, edge_index: Tensor | Adjacency) -> Propagation | Reason | None:
         """GCN's matrix of edges whose loops the kernel may add; None where it may not."""
