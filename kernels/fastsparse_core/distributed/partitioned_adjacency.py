@@ -235,6 +235,7 @@ class PartitionedAdjacency(Adjacency):
             **options: further ones of :meth:`from_coo`.
 
         Raises:
+            TypeError: an option is none of :meth:`from_coo`.
             ValueError: sizes do not fit.
         """
         if rowptr.numel() != partition.num_nodes + 1:
