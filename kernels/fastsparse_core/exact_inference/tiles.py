@@ -336,7 +336,9 @@ class _Tiles:
     def _costs(self, stage: Stage, stored: _Rows, first: Tensor) -> _Size:
         """Bytes that each row, entry and source of a tile takes, roughly."""
         source, result = stored.data[:1].nbytes, first[:1].nbytes
-        costs = _Size(rows=32 + 2 * source + 4 * result, entries=4, sources=0)
+        ranks = self._placement.num_ranks
+        pieces = 4 if ranks == 1 else 6 + ranks  # a tile of each process, and what is sent
+        costs = _Size(rows=32 + 2 * source + pieces * result, entries=4, sources=0)
         if self._is_gathered(stage, stored.data.device == self._device):
             is_transformed = stage.reads == "sources"
             costs.entries = 64 if stage.adds_loops else 24
