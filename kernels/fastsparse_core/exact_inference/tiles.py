@@ -259,6 +259,7 @@ class _Tiles:
 
     def stored(self, x: Tensor, ids: Tensor | None) -> _Rows:
         """The features that the first layer reads, gathered where only some are needed of another device."""
+        x = x.contiguous()
         if x.device == self._device or ids is None:
             return _Rows(x, is_given=True)
         if not self._placement.fits(ids.numel() * x[:1].nbytes):
@@ -402,15 +403,16 @@ class _Tiles:
             adj = self._structure(stage, rowptr, rowptr[:0].int(), stop - start, numbers)
             return stage.compute(Tile(adj, own, own, numbers, numbers, self._graph))
         rowptr, col = self._entries(nodes)
-        rowptr, col = rowptr.to(self._device), col.to(self._device)
+        rowptr, col = rowptr.to(self._device), _aligned(col.to(self._device))
         if not self._is_gathered(stage, is_here):
             if stored.ids is not None:
                 assert stored.place is not None
                 col = stored.place[col.long()]
             source_ids, sources = stored.ids, stored.data
-            own = (
-                stored.data[nodes] if stored.ids is None and ids is None else self._features(stored, numbers)
-            )
+            if stored.ids is None and ids is None:
+                own = _aligned(stored.data[nodes])
+            else:
+                own = self._features(stored, numbers)
         else:
             source_ids, col = self._renumbered(numbers, col)
             sources = self._features(stored, source_ids)
@@ -452,7 +454,6 @@ class _Tiles:
         """Rows of a table on the device."""
         if self._device.type != "cuda":
             return table.index_select(0, index)
-        table = table if table.is_contiguous() else table.contiguous()
         if table.is_cuda:
             return gather_on_cuda(table, index)
         out = torch.empty(index.numel(), *table.shape[1:], dtype=table.dtype, device=self._device)
@@ -514,6 +515,11 @@ def _with_loops(rowptr: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
     merged[torch.arange(col.numel(), device=col.device) + row] = col
     merged[rowptr[1:] - 1] = torch.arange(num_rows, dtype=torch.int32, device=col.device)
     return rowptr, merged
+
+
+def _aligned(part: Tensor) -> Tensor:
+    """A part of a tensor as kernels want it, which read 16 bytes at a time."""
+    return part.clone() if part.data_ptr() % 16 else part
 
 
 def _copied(data: Tensor, device: torch.device) -> Tensor:
