@@ -88,8 +88,8 @@ BENCHMARK = Benchmark(
         "memory_gb": option(16.0, "limit of the GPU's memory with features on the host, at scale 1"),
     },
     notes=(
-        "seconds: one exact pass of three layers over all nodes of a random graph, in bfloat16; 'host': features"
-        " and graph in pageable memory of the host; error: against a pass for 64 nodes alone; peak: of all memory"
-        " of the GPU that PyTorch gave, graph and features included",
+        "seconds: one exact pass of three layers over all nodes of a random graph, in bfloat16; 'host':"
+        " features and graph are in pageable host memory; error: against a pass for 64 nodes; peak: of all"
+        " memory that PyTorch took of the GPU, graph and features included",
     ),
 )

@@ -56,8 +56,8 @@ def infer(
         raise ValueError(f"graph: expected as many destinations as sources, got shape {adj.shape}")
     if adj.is_partitioned:
         raise ValueError(
-            "graph: expected a whole graph, got a PartitionedAdjacency; give every process the whole graph and "
-            "group=torch.distributed.group.WORLD"
+            "graph: expected a whole graph, got a PartitionedAdjacency; give every process the whole graph "
+            "and group=torch.distributed.group.WORLD"
         )
     features = _as_tensor(x, name)
     if not features.is_floating_point() or features.dim() < 2 or features.size(0) != adj.num_dst:

@@ -251,9 +251,9 @@ def _checked(parts: Sequence[_Part], framework: Framework, x: Tensor, small: Adj
         loose = {torch.float64: 1e-8, torch.float32: 1e-4}.get(expected.dtype, 5e-2)
         if not _is_close(found, expected, loose):
             raise ValueError(
-                f"model: {part.name}, with the functions behind it, gives other results when it is computed from "
-                "a node and its neighbours alone, as layers of several hops and normalisation over all nodes do. "
-                "Compute these outside of inference()"
+                f"model: {part.name}, with the functions behind it, gives other results when it is computed "
+                "from a node and its neighbours alone, as layers of several hops and normalisation over all "
+                "nodes do. Compute these outside of inference()"
             )
         yield stage
         x = expected
