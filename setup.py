@@ -12,6 +12,8 @@ What can be set from outside:
 - ``FASTSPARSE_PROGRESS``: a file that the lines about the build go to as well, for pip hides what is printed.
 - ``FASTSPARSE_LINKER``: what links, if not the C++ compiler: one that can aim at an older glibc than the
   machine's, as ``.ci/wheel`` does. ``LDFLAGS`` then names the libraries of C++.
+- ``FASTSPARSE_CPP=1``: builds the library for C++ programs as well, ``libfastsparse_cpp.so`` beside the
+  extension. That needs an installed PyTorch, 2.10 or newer, and ``pip install --no-build-isolation``.
 - ``CUDA_HOME``, ``CXX``, ``CXXFLAGS``, ``LDFLAGS``, ``NVCC_APPEND_FLAGS``, ``MAX_JOBS``: as everywhere.
 """
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import itertools
 import os
 import re
@@ -111,7 +114,10 @@ CPU_SECONDS = {
     "multi_aggregate": 2,
     "segment_reduce": 2,
 }
+COMMON = ["-DNDEBUG", "-Ikernels/include"]
 HEADER_SUFFIXES = {".h", ".hpp", ".cuh"}
+#: The operators for C++ programs, and the library that has them.
+CPP_SOURCE, CPP_LIBRARY = KERNELS / "torch_operators.cpp", "libfastsparse_cpp.so"
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
 
@@ -491,6 +497,43 @@ def openmp_flags(cxx: Sequence[str]) -> list[str]:
             ) from error
 
 
+def host_command(cxx: Sequence[str]) -> list[str]:
+    """Returns the C++ compiler with what all files have in common."""
+    # No -march: the CPU kernels exist for AVX2 and for every machine and choose at run time. Nobody reads
+    # errno or the flags of floating point: loops that choose between results become vectors then.
+    host = [*cxx, "-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", *COMMON]
+    return [*host, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", *openmp_flags(cxx)]
+
+
+def find_torch() -> Path:
+    """Returns the folder of the installed PyTorch.
+
+    Raises:
+        CompileError: There is none, or one without the headers of the stable ABI.
+    """
+    spec = importlib.util.find_spec("torch")
+    folder = Path(spec.origin).parent if spec and spec.origin else Path()
+    if not (folder / "include" / "torch" / "csrc" / "stable" / "ops.h").is_file():
+        raise CompileError(
+            "FASTSPARSE_CPP: install PyTorch 2.10 or newer and build with --no-build-isolation"
+        )
+    return folder
+
+
+def plan_cpp(cxx: Sequence[str], cuda: Cuda | None, env: Mapping[str, str]) -> Job:
+    """Returns the compilation of the operators for C++ programs."""
+    # The headers of PyTorch 2.13 are written in C++20.
+    command = [*host_command(cxx), "-std=c++20", "-O1", *shlex.split(env.get("CXXFLAGS", ""))]
+    torch = find_torch()
+    include_dirs = [str(torch / "include")]
+    versions = [output_of(*cxx, "--version"), (torch / "version.py").read_text(encoding="utf-8")]
+    if cuda:
+        command.append("-DFASTSPARSE_WITH_CUDA")
+        include_dirs += cuda.include_dirs
+        versions.append(cuda.version)
+    return Job(CPP_SOURCE, command, include_dirs, versions, seconds=4)
+
+
 def plan(cxx: Sequence[str], cuda: Cuda | None, env: Mapping[str, str]) -> list[Job]:
     """Lists the compilations.
 
@@ -504,12 +547,7 @@ def plan(cxx: Sequence[str], cuda: Cuda | None, env: Mapping[str, str]) -> list[
     """
     import pybind11
 
-    common = ["-DNDEBUG", "-Ikernels/include"]
-    # No -march: the CPU kernels exist for AVX2 and for every machine and choose at run time. Nobody reads
-    # errno or the flags of floating point: loops that choose between results become vectors then.
-    host = [*cxx, "-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", *common]
-    host += ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
-    host += openmp_flags(cxx)
+    host = host_command(cxx)
     # The binding only fills in structures: -O1 saves a third of its compilation and costs 0.05 us per call.
     binding = [*host, "-O1"]
     cxx_flags = shlex.split(env.get("CXXFLAGS", ""))
@@ -520,7 +558,7 @@ def plan(cxx: Sequence[str], cuda: Cuda | None, env: Mapping[str, str]) -> list[
         if source.suffix == ".cu":
             assert cuda is not None
             host_compiler = ["-ccbin", cxx[0]] if len(cxx) == 1 else []  # nvcc wants a bare name
-            command = [str(cuda.nvcc), *host_compiler, "-std=c++17", *common, "--expt-relaxed-constexpr"]
+            command = [str(cuda.nvcc), *host_compiler, "-std=c++17", *COMMON, "--expt-relaxed-constexpr"]
             # nvcc's own -O is for the host's half, which only launches; kernels are compiled with -O3 anyway.
             command += [*cuda.gencode, "-O1"]
             command += ["-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", "-Wno-deprecated-gpu-targets"]
@@ -542,9 +580,14 @@ def plan(cxx: Sequence[str], cuda: Cuda | None, env: Mapping[str, str]) -> list[
 
 
 def link(
-    cxx: Sequence[str], objects: Sequence[Path], cuda: Cuda | None, target: Path, env: Mapping[str, str]
+    cxx: Sequence[str],
+    objects: Sequence[Path],
+    cuda: Cuda | None,
+    target: Path,
+    env: Mapping[str, str],
+    torch: Path | None = None,
 ) -> None:
-    """Links the objects to the extension module.
+    """Links the objects to the extension module, or to a library beside PyTorch's, whose folder is ``torch``.
 
     Raises:
         CompileError: The linker failed; the message has its output.
@@ -562,8 +605,10 @@ def link(
         else:
             # Nothing but the entry: the static CUDA runtime's symbols shall not meet those of torch's own.
             exports = Path(folder, "exports")
-            exports.write_text("{ global: PyInit_*; local: *; };\n")
+            exports.write_text("{ global: PyInit_*; local: *; };\n" if torch is None else "{ local: *; };\n")
             command += ["-shared", f"-Wl,--version-script={exports}", "-Wl,--as-needed"]
+        if torch is not None:
+            command += [f"-L{torch / 'lib'}", "-ltorch_cpu"]
         if cuda:
             command += [str(cuda.static_runtime), "-ldl", "-lrt", "-lpthread"]
         command += shlex.split(env.get("LDFLAGS", ""))
@@ -578,6 +623,13 @@ def link(
 class BuildExt(build_ext):
     """Builds the extension with the functions above."""
 
+    def copy_extensions_to_source(self) -> None:
+        """Copies what an editable installation needs beside the sources, the library included."""
+        super().copy_extensions_to_source()
+        library = Path(self.build_lib, "fastsparse_core", CPP_LIBRARY)
+        if library.is_file():
+            shutil.copy2(library, KERNELS / "fastsparse_core")
+
     def build_extension(self, ext: Extension) -> None:
         """Builds one extension module (there is only one)."""
         if sys.platform == "win32":
@@ -591,8 +643,18 @@ class BuildExt(build_ext):
         else:
             report(f"building the CPU half only: {found}")
         workers = int(env.get("MAX_JOBS") or os.cpu_count() or 1)
-        objects = compile_all(plan(cxx, cuda, env), ROOT / "build" / "objects", workers)
-        link(cxx, objects, cuda, Path(self.get_ext_fullpath(ext.name)), env)
+        jobs, target = plan(cxx, cuda, env), Path(self.get_ext_fullpath(ext.name))
+        wants_cpp = env.get("FASTSPARSE_CPP", "") not in ("", "0")
+        if wants_cpp:
+            jobs.append(plan_cpp(cxx, cuda, env))
+        objects = compile_all(jobs, ROOT / "build" / "objects", workers)
+        of_jobs = list(zip(jobs, objects, strict=True))
+        extension = [made for job, made in of_jobs if job.source != CPP_SOURCE]
+        link(cxx, extension, cuda, target, env)
+        if wants_cpp:
+            library = [made for job, made in of_jobs if job.source.stem != "binding"]
+            link(cxx, library, cuda, target.parent / CPP_LIBRARY, env, find_torch())
+            report(f"built {CPP_LIBRARY} for C++ programs")
 
 
 def repository(env: Mapping[str, str]) -> str:
@@ -642,7 +704,9 @@ if __name__ == "__main__":
         ],
         package_dir={"fastsparse_core": "kernels/fastsparse_core"},
         ext_modules=[
-            Extension("fastsparse_core._C", relative(sources(cuda=True)), depends=relative(headers())),
+            Extension(
+                "fastsparse_core._C", relative(sources(cuda=True)), depends=relative([*headers(), CPP_SOURCE])
+            ),
         ],
         cmdclass={"build_ext": BuildExt},
         long_description=readme(os.environ),

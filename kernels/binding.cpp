@@ -16,10 +16,6 @@
 #include <utility>
 #include <vector>
 
-#ifdef FASTSPARSE_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
 #include "fastsparse/attention_layer.h"
 #include "fastsparse/batch_norm.h"
 #include "fastsparse/cpu_pages.h"
@@ -28,6 +24,7 @@
 #include "fastsparse/group_rows.h"
 #include "fastsparse/head_scores.h"
 #include "fastsparse/launchers.h"
+#include "fastsparse/on_device.h"
 #include "fastsparse/packing.h"
 #include "fastsparse/place_batch.h"
 #include "fastsparse/sample_neighbors.h"
@@ -65,66 +62,10 @@ struct Nothing {};
 
 // ---------------------------------------------------------------- launches
 
-struct CudaError {
-  int code;
-};
-
 template <typename Args>
 using CpuLauncher = void (*)(const Args& args, int threads);
 template <typename Args>
 using CudaLauncher = int (*)(const Args& args, void* stream);
-
-[[noreturn]] void throw_without_cuda() {
-  throw std::runtime_error("fastsparse_core was built without CUDA: see doctor");
-}
-
-#ifdef FASTSPARSE_WITH_CUDA
-#define FASTSPARSE_OF_CUDA(name) &cuda::name
-
-void check(int code) {
-  if (code != cudaSuccess) throw CudaError{code};
-}
-
-const char* text_of(const CudaError& error) {
-  return cudaGetErrorString(static_cast<cudaError_t>(error.code));
-}
-
-// Launches go to the tensors' device whatever device is current: with a statically linked runtime a launch
-// for another device would otherwise report success and write nothing.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    check(cudaGetDevice(&previous_));
-    if (device != previous_) check(cudaSetDevice(device));
-    changed_ = device != previous_;
-  }
-  ~DeviceGuard() {
-    if (changed_) cudaSetDevice(previous_);
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int previous_ = 0;
-  bool changed_ = false;
-};
-
-// Calls `run` where `device` is current; it returns an error code.
-template <typename Run>
-void on_device(int device, const Run& run) {
-  const DeviceGuard guard(device);
-  check(run());
-}
-#else
-#define FASTSPARSE_OF_CUDA(name) nullptr
-
-const char* text_of(const CudaError&) { return ""; }
-
-template <typename Run>
-void on_device(int, const Run&) {
-  throw_without_cuda();
-}
-#endif
 
 void* stream_of(std::uintptr_t queue) { return reinterpret_cast<void*>(queue); }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,11 +29,12 @@ from torch_geometric import nn as pyg
 from torch_geometric.nn.models import LabelPropagation
 
 from fastsparse_core import SlowPathWarning
+from fastsparse_core.export import for_cpp
 from fastsparse_core.log import seen
 from fastsparse_pyg import nn as fast
 
 PAGE = Path(__file__).parents[1] / "docs" / "compile.md"
-COLUMNS = ("compile", "other sizes", "reduce-overhead", "export")
+COLUMNS = ("compile", "other sizes", "reduce-overhead", "export", "AOTInductor")
 #: Layers, or calls of them, of which PyG's code is traced, and the message that says so.
 _TYPED = "typed edges"
 FALLBACKS: dict[str, str] = {
@@ -167,8 +169,21 @@ def compare(got: Tensor, expected: Tensor, inputs: list[Any]) -> None:
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * max(1.0, float(other.abs().max())))
 
 
-def check_exported(row: Row, device: str) -> list[str]:
-    """Compares an exported layer with itself on a graph of another size; returns its operators."""
+class Exported(NamedTuple):
+    """A layer's program, made from one graph, and another graph with what the layer gives for it."""
+
+    program: torch.export.ExportedProgram
+    arguments: tuple[Any, ...]
+    expected: Tensor
+
+    def compare(self, call: Callable[..., Any]) -> None:
+        """Checks a form of the program on the other graph."""
+        with torch.no_grad():
+            compare(call(*self.arguments), self.expected, [])
+
+
+def export(row: Row, device: str) -> Exported:
+    """Exports a layer for graphs of any size."""
     torch.manual_seed(0)
     layer = row.make().to(device).eval()
 
@@ -191,9 +206,38 @@ def check_exported(row: Row, device: str) -> list[str]:
     ]
     program = torch.export.export(Model(), first, dynamic_shapes=(tuple(sizes),))
     with torch.no_grad():
-        compare(program.module()(*second), row.run(layer, *second), [])
+        return Exported(program, second, row.run(layer, *second))
+
+
+def operators(program: torch.export.ExportedProgram) -> list[str]:
+    """The names of a program's operators."""
     parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
     return [str(node.target) for part in parts for node in part.graph.nodes]
+
+
+def check_exported(row: Row, device: str) -> None:
+    """Compares an exported layer with itself on a graph of another size."""
+    exported = export(row, device)
+    exported.compare(exported.program.module())
+    assert is_ours(operators(exported.program)), row.name
+
+
+def check_for_cpp(row: Row, device: str, folder: Path | None = None) -> str:
+    """Compares what C++ programs load with the layer; says as the page whose operators it calls.
+
+    Args:
+        row: the layer.
+        device: where.
+        folder: where AOTInductor's package is written, which takes half a minute; None: there is none.
+    """
+    exported = export(row, device)
+    program = for_cpp(exported.program)
+    exported.compare(program.module())
+    if folder is not None:
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "model.pt2"))
+        exported.compare(torch._inductor.aoti_load_package(path))
+    names = {each.split(".")[1] for each in operators(program) if each.startswith("fastsparse_cpp.")}
+    return "yes" if names - {"compress"} else "in PyTorch's operators"
 
 
 def is_ours(operators: list[str]) -> bool:
@@ -231,15 +275,17 @@ def main() -> None:
     for row in ROWS:
         seen.clear()
         if row.is_fallback:
-            cells[row.name] = (f"PyG's code: {FALLBACKS[row.name]}",) + ("no",) * 3
+            cells[row.name] = (f"PyG's code: {FALLBACKS[row.name]}",) + ("no",) * 4
             continue
         assert all(map(is_ours, check_compiled(row, device))), row.name
-        assert is_ours(check_exported(row, device)), row.name
-        recorded = known.get(row.name, ("", "", "not checked", ""))[2]
+        check_exported(row, device)
+        with tempfile.TemporaryDirectory() as folder:
+            packaged = check_for_cpp(row, device, Path(folder))
+        recorded = known.get(row.name, ("", "", "not checked"))[2]
         if device == "cuda":
             check_compiled(row, device, "reduce-overhead")
             recorded = "yes"
-        cells[row.name] = ("yes", "yes", recorded, "yes")
+        cells[row.name] = ("yes", "yes", recorded, "yes", packaged)
         print(row.name, cells[row.name], flush=True)
     page = PAGE.read_text()
     before, after = page.split("<!-- table -->\n")[0], page.split("<!-- end of the table -->")[1]

@@ -437,8 +437,9 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
     const std::int64_t row = row_of(args.split, slice), row_head = row * input.heads + lane.head;
     Entries<kInFlight> next;
     next.read(args.a, slice, 0);
-    float x_dst[kLaneFeatures], grad[kLaneFeatures], grad_x[kLaneFeatures] = {};
-    lane.load<T>(x_dst, input.q, row);
+    float x_dst[kLaneFeatures] = {}, grad[kLaneFeatures], grad_x[kLaneFeatures] = {};
+    // Not of a row without entries, which may be NaN: lanes go on to the longest slice of their warp.
+    if (slice.length > 0) lane.load<T>(x_dst, input.q, row);
     lane.load<T>(grad, args.grad, row);
     float delta[1] = {};
     {

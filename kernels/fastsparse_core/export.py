@@ -1,9 +1,11 @@
-"""Exported programs without our operators, for places where FastSparse is not installed and for ONNX."""
+"""Exported programs for other places: without FastSparse, for ONNX, and for C++ programs without Python."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +41,63 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
         >>> program = torch.export.export(model.eval(), (x, edge_index))  # doctest: +SKIP
         >>> torch.onnx.export(decompose(program), f="model.onnx")  # doctest: +SKIP
     """
+    return _rewritten(program, FORMULAS)
+
+
+def for_cpp(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The same program for AOTInductor, whose packages C++ programs load without Python.
+
+    Sums, maxima and attention call operators of a library that :func:`cpp_library` finds. Other operators
+    become PyTorch's own, as :func:`decompose` writes them. On CUDA that includes attention with features of
+    the edges and of dot products. A program builds the structure of its edges once per call, or once and for
+    all if edges are a buffer of the model, and sizes of its other inputs are fixed.
+
+    Args:
+        program: of ``torch.export.export``, of a model in evaluation.
+
+    Returns:
+        A program with the same inputs, for ``torch._inductor.aoti_compile_and_package``.
+
+    Raises:
+        FileNotFoundError: the library was not built.
+        ValueError: as of :func:`decompose`.
+        NotImplementedError: as of :func:`decompose`.
+
+    Example:
+        >>> program = torch.export.export(model.eval(), (x, edge_index))  # doctest: +SKIP
+        >>> torch._inductor.aoti_compile_and_package(  # doctest: +SKIP
+        ...     for_cpp(program), package_path="model.pt2"
+        ... )
+    """
+    _load_operators()
+    return _rewritten(program, FORMULAS | {each.__name__.removeprefix("cpp_"): each for each in _OF_LIBRARY})
+
+
+def cpp_library() -> Path:
+    """The library that C++ programs load before a package of :func:`for_cpp`.
+
+    Returns:
+        Its path.
+
+    Raises:
+        FileNotFoundError: it was not built.
+
+    Example:
+        >>> torch.ops.load_library(cpp_library())  # doctest: +SKIP
+    """
+    path = Path(__file__).with_name("libfastsparse_cpp.so")
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path}: expected the library for C++ programs, but it was not built; install FastSparse from "
+            "its sources with FASTSPARSE_CPP=1 and pip install --no-build-isolation"
+        )
+    return path
+
+
+def _rewritten(
+    program: torch.export.ExportedProgram, formulas: dict[str, Callable[..., Any]]
+) -> torch.export.ExportedProgram:
+    """The program with formulas in the place of operators."""
     if program.example_inputs is None:
         raise ValueError(
             "program: expected one with example inputs, got none; take what torch.export.export returned"
@@ -46,7 +105,7 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
     module = program.module()
     for part in list(module.modules()):
         if isinstance(part, GraphModule):
-            _replace_operators(part)
+            _replace_operators(part, formulas)
     inputs, named = program.example_inputs
     shapes = _free_sizes(program)
     with torch.no_grad():
@@ -84,8 +143,9 @@ def _free_sizes(program: torch.export.ExportedProgram) -> Any:
     return {"inputs": inputs, "named": named} if named else {"inputs": inputs}
 
 
-def _replace_operators(module: GraphModule) -> None:
+def _replace_operators(module: GraphModule, formulas: dict[str, Callable[..., Any]]) -> None:
     """Puts formulas in the place of operators, and the parts of regions in that of the regions."""
+    structures: dict[Any, torch.fx.Node] = {}
     for node in module.graph.nodes:
         name = getattr(node.target, "__name__", str(node.target))
         if name in _REGIONS and node.op == "call_function":
@@ -94,13 +154,42 @@ def _replace_operators(module: GraphModule) -> None:
             node.target, node.args = _called, node.args[at:]
         elif isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fastsparse":
             operator = node.target._schema.name.removeprefix("fastsparse::")
-            if operator not in FORMULAS:
+            if operator == "structure":  # that of several layers is built once
+                known = structures.setdefault(node.args, node)
+                if known is not node:
+                    node.replace_all_uses_with(known)
+                elif formulas[operator] is cpp_structure and _is_constant(node):
+                    _keep_rows(module, node)
+            if operator not in formulas:
                 raise NotImplementedError(
                     f"program: expected operators of inference, got fastsparse::{operator}; export the "
                     "model in evaluation, without gradients"
                 )
-            node.target = FORMULAS[operator]
+            node.target = formulas[operator]
     module.recompile()
+
+
+def _is_constant(structure: torch.fx.Node) -> bool:
+    """Whether the edges, and the numbers of nodes, are parts of the program."""
+    edges, *place = structure.args
+    is_part = isinstance(edges, torch.fx.Node) and edges.op == "get_attr"
+    return is_part and not any(isinstance(each, torch.fx.Node) for each in place)
+
+
+def _keep_rows(module: GraphModule, structure: torch.fx.Node) -> None:
+    """Makes the rows of constant edges parts of the program."""
+    edges, *place = structure.args
+    assert isinstance(edges, torch.fx.Node)
+    given = module
+    for name in str(edges.target).split("."):
+        given = getattr(given, name)
+    kept = []
+    with module.graph.inserting_before(structure):
+        for number, tensor in enumerate(Rows(cast("Any", given), *cast("Any", place)).tensors):
+            name = f"{structure.name}_rows_{number}"
+            module.register_buffer(name, tensor)
+            kept.append(module.graph.get_attr(name))
+    structure.args = (*structure.args, tuple(kept))
 
 
 def _called(part: Callable[..., Any], *arguments: Any) -> Any:
@@ -113,40 +202,58 @@ class Entries(EdgeValues):
     def __init__(
         self, edges: Tensor, num_dst: int, num_src: int, reverse: bool, self_loops: str, site: str
     ) -> None:
-        src, dst = edges.long().flip(0) if reverse else edges.long()
-        count, self.num_given = min(num_dst, num_src), edges.size(1)
+        self.src, self.dst = edges.flip(0) if reverse else edges
         self.num_dst, self.num_src, self.device = num_dst, num_src, edges.device
-        self.num_values = self.num_given
-        position = torch.arange(self.num_given, device=edges.device)
-        self.loop_edge = edges.new_full((count,), -1, dtype=torch.int64)
-        if self_loops in ("replace", "remove"):
-            is_loop = dst == src
-            if self_loops == "replace":
-                # The last of several; the others go to a row that is cut off.
-                node = torch.where(is_loop, dst, num_dst)
-                last = edges.new_full((num_dst + 1,), -1, dtype=torch.int64)
-                self.loop_edge = last.scatter_reduce(0, node, position, "amax")[:count]
-            kept = (~is_loop).nonzero().flatten()
-            src, dst, position = src[kept], dst[kept], kept
-        if self_loops in ("replace", "append"):
-            loops = torch.arange(count, device=edges.device)
+        self.num_given, self.num_loops, self.self_loops = edges.size(1), min(num_dst, num_src), self_loops
+        self.inserts = self_loops in ("replace", "append")
+        self.num_values = self.num_given + (self.num_loops if self.inserts else 0)
+
+    @cached_property
+    def loop_edge(self) -> Tensor:
+        """The edge that was each node's loop, the last of several; -1: none."""
+        # Those that are no loops go to a row that is cut off.
+        last = self.dst.new_full((self.num_dst + 1,), -1, dtype=torch.int64)
+        if self.self_loops == "replace":
+            node = torch.where(self.dst == self.src, self.dst.long(), self.num_dst)
+            last = last.scatter_reduce(0, node, torch.arange(self.num_given, device=self.device), "amax")
+        return last[: self.num_loops]
+
+    @cached_property
+    def _entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Destination, source and position of every entry."""
+        src, dst = self.src.long(), self.dst.long()
+        position = torch.arange(self.num_given, device=self.device)
+        if self.self_loops in ("replace", "remove"):
+            position = (dst != src).nonzero().flatten()
+            src, dst = src[position], dst[position]
+        if self.inserts:
+            loops = torch.arange(self.num_loops, device=self.device)
             src, dst = torch.cat([src, loops]), torch.cat([dst, loops])
             position = torch.cat([position, loops + self.num_given])
-            self.num_values = self.num_given + count
-        self.dst, self.col, self.edge_id = dst, src, position
+        return dst, src, position
+
+    @property
+    def col(self) -> Tensor:
+        """Source of every entry."""
+        return self._entries[1]
+
+    @property
+    def edge_id(self) -> Tensor:
+        """Position of every entry in the caller's edge order."""
+        return self._entries[2]
 
     @property
     def num_edges(self) -> int:
         """Number of entries."""
-        return self.dst.size(0)
+        return self._entries[0].size(0)
 
     def row(self) -> Tensor:
         """Destination of every entry."""
-        return self.dst
+        return self._entries[0]
 
     def in_degree(self) -> Tensor:
         """Number of entries per row."""
-        return self._counts(self.dst, self.num_dst)
+        return self._counts(self.row(), self.num_dst)
 
     def out_degree(self) -> Tensor:
         """Number of entries per column."""
@@ -154,6 +261,32 @@ class Entries(EdgeValues):
 
     def _counts(self, node: Tensor, size: int) -> Tensor:
         return node.new_zeros(size).index_add(0, node, torch.ones_like(node))
+
+
+class Rows(Entries):
+    """The same, with the rows that the library's operators take."""
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Row pointers, columns, positions and slices, as ``fastsparse_cpp::compress`` returns them."""
+        row, col = self.dst, self.src
+        left_out = row == col if self.self_loops in ("replace", "remove") else None
+        if self.device.type == "cuda":  # where nothing waits for a check of what kernels use as addresses
+            is_none = (row < 0) | (row >= self.num_dst) | (col < 0) | (col >= self.num_src)
+            left_out = is_none if left_out is None else left_out | is_none
+        if left_out is not None:
+            row, col = torch.where(left_out, self.num_dst, row), torch.where(left_out, 0, col)
+        if self.inserts:
+            loops = torch.arange(self.num_loops, device=self.device, dtype=row.dtype)
+            row, col = torch.cat([row, loops]), torch.cat([col, loops])
+        found: tuple[Tensor, ...] = torch.ops.fastsparse_cpp.compress(
+            row.contiguous(), col.contiguous(), self.num_dst, self.num_src
+        )
+        return found
+
+    def in_degree(self) -> Tensor:
+        """Number of entries per row."""
+        return self.tensors[0][:-1].diff()
 
 
 # ---------------------------------------------------------------- operators as their formulas
@@ -337,3 +470,107 @@ FORMULAS: dict[str, Callable[..., Any]] = {
 FORMULAS["gine_aggregate"] = _unfused(unfused_gine, 4, 2)
 FORMULAS["gated_aggregate"] = _unfused(unfused_gated, 6, 2)
 FORMULAS["multi_aggregate"] = _unfused(unfused_aggregates, 7, 3)
+
+
+# ---------------------------------------------------------------- operators as those of the library
+
+
+def cpp_structure(
+    edges: Tensor,
+    num_dst: int,
+    num_src: int,
+    reverse: bool,
+    self_loops: str,
+    site: str,
+    kept: tuple[Tensor, ...] | None = None,
+) -> Rows:
+    """``fastsparse::structure``; ``kept``: its rows, of edges that are parts of the program."""
+    rows = Rows(edges, num_dst, num_src, reverse, self_loops, site)
+    if kept is not None:
+        rows.tensors = kept
+    return rows
+
+
+def cpp_spmm(
+    x: Tensor,
+    value: Tensor | None,
+    scale_dst: Tensor | None,
+    scale_src: Tensor | None,
+    bias: Tensor | None,
+    num_dst: int,
+    adj: Rows,
+    transpose: bool,
+    algorithm: str,
+    relu: bool,
+) -> Tensor:
+    """``fastsparse::spmm``."""
+    operands = map(_contiguous, (x, value, scale_dst, scale_src, None if bias is None else bias.to(x.dtype)))
+    found: Tensor = torch.ops.fastsparse_cpp.spmm(*operands, *adj.tensors, relu)
+    return found
+
+
+def cpp_spmm_extremum(
+    x: Tensor, value: Tensor | None, num_dst: int, adj: Rows, transpose: bool, minimum: bool, adds: bool
+) -> tuple[Tensor, Tensor]:
+    """``fastsparse::spmm_extremum``."""
+    operands = map(_contiguous, (x, value))
+    found = torch.ops.fastsparse_cpp.spmm_extremum(*operands, *adj.tensors, minimum, adds)
+    return found, found
+
+
+def cpp_attention(
+    dst: Tensor,
+    src: Tensor,
+    v: Tensor | None,
+    att: Tensor | None,
+    edge: Tensor | None,
+    edge_weight: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    kind: int,
+    heads: int,
+    algorithm: str,
+    adj: Rows,
+) -> tuple[Tensor, ...]:
+    """``fastsparse::attention``."""
+    tensors = (dst, src, v, att, edge, edge_weight, bias)
+    if dropout_p or (src.is_cuda and (edge is not None or kind not in (ADDITIVE, GATV2))):
+        return attention(*tensors, scale, dropout_p, seed, kind, heads, algorithm, adj)
+    sums = torch.float64 if src.dtype == torch.float64 else torch.float32
+    if kind == ADDITIVE:
+        dst, src = dst.to(sums), src.to(sums)
+    att = None if att is None else att.to(sums)
+    operands = map(_contiguous, (dst, src, v, att, edge, edge_weight, bias))
+    found = torch.ops.fastsparse_cpp.attention(*operands, scale, kind, heads, *adj.tensors)
+    return found, found, found
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+_OF_LIBRARY = (cpp_structure, cpp_spmm, cpp_spmm_extremum, cpp_attention)
+
+
+@cache
+def _load_operators() -> None:
+    """Loads the library, and says what traces get for its operators."""
+    torch.ops.load_library(cpp_library())
+
+    def compressed(row: Tensor, col: Tensor, num_rows: int, num_cols: int) -> tuple[Tensor, ...]:
+        ids = (row.new_empty(row.size(0), dtype=torch.int32) for _ in range(2))
+        slices = row.new_empty(num_rows if row.is_cuda else 0, 2, dtype=torch.int64)
+        return row.new_empty(num_rows + 2, dtype=torch.int64), *ids, slices
+
+    def summed(x: Tensor, *arguments: Any) -> Tensor:
+        rowptr = next(each for each in arguments if isinstance(each, Tensor) and each.dtype == torch.int64)
+        return x.new_empty(rowptr.size(0) - 2, x.size(1))
+
+    def attended(dst: Tensor, src: Tensor, v: Tensor | None, *arguments: Any) -> Tensor:
+        return summed(src if v is None else v, *arguments)
+
+    fakes = {"compress": compressed, "spmm": summed, "spmm_extremum": summed, "attention": attended}
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"fastsparse_cpp::{name}", fake)

@@ -1,0 +1,368 @@
+// Operators of inference at PyTorch's dispatcher, for C++ programs without Python: AOTInductor's packages of
+// `fastsparse_core.export.for_cpp` call them. A layer over the launchers, in PyTorch's stable ABI: one build
+// serves PyTorch 2.10 and newer. A structure is what `compress` returns, four tensors.
+#define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 10) << 48))
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "fastsparse/launchers.h"
+#include "fastsparse/on_device.h"
+#include "fastsparse/spmm_extremum.h"
+
+#ifdef FASTSPARSE_WITH_CUDA
+// The headers of a PyTorch without CUDA do not declare it, and its libraries do not have it.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(std::int32_t device,
+                                                                                   void** stream);
+#endif
+
+namespace fastsparse {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+// ---------------------------------------------------------------- tensors as launchers take them
+
+Tensor empty(const Tensor& like, std::initializer_list<std::int64_t> sizes, std::int32_t dtype) {
+  std::vector<std::int64_t> strides(sizes.size(), 1);
+  for (std::size_t k = sizes.size() - 1; k-- > 0;) strides[k] = strides[k + 1] * sizes.begin()[k + 1];
+  std::int32_t device;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  AtenTensorHandle made;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides.data(), dtype, device,
+                                                  like.get_device_index(), &made));
+  return Tensor(made);
+}
+
+std::int32_t type_of(const Tensor& tensor) {
+  std::int32_t dtype;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  return dtype;
+}
+
+Dtype dtype_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Double:
+      return Dtype::kFloat64;
+    case ScalarType::Float:
+      return Dtype::kFloat32;
+    case ScalarType::Half:
+      return Dtype::kFloat16;
+    case ScalarType::BFloat16:
+      return Dtype::kBFloat16;
+    default:
+      STD_TORCH_CHECK(false, "fastsparse: expected float64, float32, float16 or bfloat16");
+  }
+}
+
+// What sums over features of this dtype are kept in.
+std::int32_t sum_type(Dtype dtype) {
+  return dtype == Dtype::kFloat64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
+}
+
+DenseView rows_of(const Tensor& x) {
+  STD_TORCH_CHECK(x.dim() == 2 && (x.stride(1) == 1 || x.size(1) <= 1),
+                  "fastsparse: expected features (num_nodes, width) whose rows are contiguous");
+  return {x.data_ptr(), x.stride(0)};
+}
+
+DenseView rows_of(const MaybeTensor& x) { return x ? rows_of(*x) : DenseView{}; }
+
+const void* data_of(const MaybeTensor& tensor) {
+  if (!tensor) return nullptr;
+  STD_TORCH_CHECK(tensor->is_contiguous(), "fastsparse: expected contiguous tensors");
+  return tensor->data_ptr();
+}
+
+EdgeValueView values_of(const MaybeTensor& value, Dtype otherwise) {
+  if (!value) return {nullptr, otherwise, 1};
+  return {data_of(value), dtype_of(*value), value->dim() > 1 ? value->size(1) : 1};
+}
+
+// A structure as `compress` returns it, and the number of its columns.
+struct Rows {
+  const Tensor& rowptr;
+  const Tensor& col;
+  const Tensor& order;
+  const Tensor& slices;
+  std::int64_t num_cols;
+
+  std::int64_t num_rows() const { return rowptr.size(0) - 2; }
+
+  CsrView view() const {
+    const auto* pointers = static_cast<const std::int64_t*>(rowptr.data_ptr());
+    const std::int64_t num_edges = rowptr.is_cuda() ? col.size(0) : pointers[num_rows()];
+    return {pointers,         static_cast<const std::int32_t*>(col.data_ptr()),
+            order.data_ptr(), false,
+            num_rows(),       num_cols,
+            num_edges};
+  }
+
+  RowSplitView split() const {
+    return {static_cast<const RowSlice*>(slices.data_ptr()), slices.size(0), nullptr, nullptr, 0};
+  }
+};
+
+template <typename Run>
+void in_cuda(const Tensor& like, const Run& run) {
+#ifdef FASTSPARSE_WITH_CUDA
+  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "fastsparse: this PyTorch has no CUDA");
+  void* stream;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(like.get_device_index(), &stream));
+  try {
+    on_device(like.get_device_index(), [&] { return run(stream); });
+  } catch (const CudaError& error) {
+    STD_TORCH_CHECK(false, "fastsparse: ", text_of(error));
+  }
+#else
+  (void)like, (void)run;
+  STD_TORCH_CHECK(false, "fastsparse: this library was built without CUDA");
+#endif
+}
+
+template <typename Args>
+void launch(const Tensor& like, const Args& args, void (*cpu)(const Args&, int),
+            int (*cuda)(const Args&, void*)) {
+  if (like.is_cuda()) return in_cuda(like, [&](void* stream) { return cuda(args, stream); });
+  cpu(args, static_cast<int>(torch::stable::get_num_threads()));
+}
+
+// ---------------------------------------------------------------- operators
+
+// `at_most`: beyond the last index where there is one that means something.
+template <typename Index>
+void check_range(const Tensor& index, std::int64_t at_most, std::int64_t size, const char* name) {
+  const auto* begin = static_cast<const Index*>(index.data_ptr());
+  for (std::int64_t k = 0; k < index.size(0); ++k) {
+    STD_TORCH_CHECK(begin[k] >= 0 && begin[k] <= at_most, "edge_index: expected ", name, " from 0 to ",
+                    size - 1, ", got ", static_cast<std::int64_t>(begin[k]));
+  }
+}
+
+// On CUDA no row is cut, so that nothing is read from the device: launchers get a slice for every row.
+void slice_rows(const Tensor& rowptr, const Tensor& slices, std::int64_t num_rows) {
+#ifdef FASTSPARSE_WITH_CUDA
+  constexpr std::int64_t kUncut = std::int64_t{1} << 31;
+  const std::int64_t num_counts = cuda::num_row_split_counts(num_rows);
+  const Tensor counts = empty(rowptr, {num_counts + 3}, aoti_torch_dtype_int64());
+  auto* begin = static_cast<std::int64_t*>(counts.data_ptr());
+  const RowSplitArgs args{static_cast<const std::int64_t*>(rowptr.data_ptr()),
+                          num_rows,
+                          kUncut,
+                          begin,
+                          begin + num_counts,
+                          static_cast<RowSlice*>(slices.data_ptr()),
+                          nullptr,
+                          begin + num_counts + 2};
+  in_cuda(rowptr, [&](void* stream) {
+    const int error = cuda::row_split_count(args, stream);
+    return error != cudaSuccess ? error : cuda::row_split_fill(args, stream);
+  });
+#else
+  (void)rowptr, (void)slices, (void)num_rows;
+#endif
+}
+
+// Edges sorted by row, those of a row in their order. `row`: from 0 to num_rows, where num_rows stands for
+// edges that are left out; they come last.
+std::tuple<Tensor, Tensor, Tensor, Tensor> compress(Tensor row, Tensor col, std::int64_t num_rows,
+                                                    std::int64_t num_cols) {
+  const std::int64_t num_edges = row.size(0);
+  const bool is_long = row.scalar_type() == ScalarType::Long;
+  STD_TORCH_CHECK(row.is_contiguous() && col.is_contiguous() && row.scalar_type() == col.scalar_type() &&
+                      (is_long || row.scalar_type() == ScalarType::Int) && col.size(0) == num_edges,
+                  "edge_index: expected contiguous int64 or int32 rows of equal length");
+  STD_TORCH_CHECK(num_edges <= std::numeric_limits<std::int32_t>::max(),
+                  "edge_index: expected at most 2^31 - 1 edges, got ", num_edges);
+  const Tensor rowptr = empty(row, {num_rows + 2}, aoti_torch_dtype_int64());
+  const Tensor col_out = empty(row, {num_edges}, aoti_torch_dtype_int32());
+  const Tensor order = empty(row, {num_edges}, aoti_torch_dtype_int32());
+  const Tensor slices = empty(row, {row.is_cuda() ? num_rows : 0, 2}, aoti_torch_dtype_int64());
+  const CompressArgs args{row.data_ptr(),
+                          col.data_ptr(),
+                          is_long,
+                          num_edges,
+                          num_rows + 1,
+                          num_cols,
+                          false,
+                          static_cast<std::int64_t*>(rowptr.data_ptr()),
+                          static_cast<std::int32_t*>(col_out.data_ptr()),
+                          order.data_ptr(),
+                          false};
+  if (!row.is_cuda()) {
+    is_long ? check_range<std::int64_t>(row, num_rows, num_rows, "destinations")
+            : check_range<std::int32_t>(row, num_rows, num_rows, "destinations");
+    is_long ? check_range<std::int64_t>(col, num_cols - 1, num_cols, "sources")
+            : check_range<std::int32_t>(col, num_cols - 1, num_cols, "sources");
+    cpu::compress(args);
+    return {rowptr, col_out, order, slices};
+  }
+#ifdef FASTSPARSE_WITH_CUDA
+  if (num_edges == 0) {
+    in_cuda(row, [&](void* stream) {
+      return cudaMemsetAsync(args.major_ptr, 0, (num_rows + 2) * sizeof(std::int64_t),
+                             static_cast<cudaStream_t>(stream));
+    });
+  } else {
+    const auto size = cuda::compress_scratch_bytes(args);
+    const Tensor scratch = empty(row, {static_cast<std::int64_t>(size)}, aoti_torch_dtype_uint8());
+    in_cuda(row, [&](void* stream) { return cuda::compress(args, scratch.data_ptr(), size, stream); });
+  }
+#endif
+  slice_rows(rowptr, slices, num_rows);
+  return {rowptr, col_out, order, slices};
+}
+
+Tensor spmm(Tensor x, MaybeTensor value, MaybeTensor scale_dst, MaybeTensor scale_src, MaybeTensor bias,
+            Tensor rowptr, Tensor col, Tensor order, Tensor slices, bool relu) {
+  const Rows rows{rowptr, col, order, slices, x.size(0)};
+  const Tensor out = empty(x, {rows.num_rows(), x.size(1)}, type_of(x));
+  if (rows.num_rows() == 0 || x.size(1) == 0) return out;
+  SpmmArgs args{};
+  args.a = rows.view();
+  args.split = rows.split();
+  args.dtype = dtype_of(x);
+  args.value = values_of(value, args.dtype);
+  args.x = rows_of(x);
+  args.scale_dst = data_of(scale_dst);
+  args.scale_src = data_of(scale_src);
+  args.bias = data_of(bias);
+  args.relu = relu;
+  args.out = out.data_ptr();
+  args.width = x.size(1);
+  const bool is_weighted = value || scale_src;  // as policy.csr_tile
+  args.tile = args.dtype == Dtype::kFloat32   ? (is_weighted ? 64 : 32)
+              : args.dtype == Dtype::kFloat64 ? 16
+                                              : 64;
+  launch<SpmmArgs>(x, args, &cpu::spmm_csr, FASTSPARSE_OF_CUDA(spmm_csr));
+  return out;
+}
+
+Tensor spmm_extremum(Tensor x, MaybeTensor value, Tensor rowptr, Tensor col, Tensor order, Tensor slices,
+                     bool minimum, bool adds) {
+  const Rows rows{rowptr, col, order, slices, x.size(0)};
+  const Tensor out = empty(x, {rows.num_rows(), x.size(1)}, type_of(x));
+  if (rows.num_rows() == 0 || x.size(1) == 0) return out;
+  const Tensor arg = empty(x, {rows.num_rows(), x.size(1)}, aoti_torch_dtype_int32());
+  SpmmExtremumArgs args{};
+  args.a = rows.view();
+  args.split = rows.split();
+  args.dtype = dtype_of(x);
+  args.value = values_of(value, args.dtype);
+  args.x = rows_of(x);
+  args.out = out.data_ptr();
+  args.arg = static_cast<std::int32_t*>(arg.data_ptr());
+  args.width = x.size(1);
+  args.minimum = minimum;
+  args.adds = adds;
+  launch<SpmmExtremumArgs>(x, args, &cpu::spmm_extremum, FASTSPARSE_OF_CUDA(spmm_extremum));
+  return out;
+}
+
+#ifdef FASTSPARSE_WITH_CUDA
+float* floats_of(const Tensor& tensor) { return static_cast<float*>(tensor.data_ptr()); }
+
+// GAT and GATv2 without features of the edges; what else there is, `for_cpp` keeps from CUDA.
+void attention_on_cuda(const AttentionCsrArgs& args, const Rows& rows, const Tensor& out, const Tensor& lse) {
+  const float slope = static_cast<float>(args.scale);
+  if (args.kind == AttentionScore::kAdditive) {
+    const AdditiveAttentionInput input{static_cast<const float*>(args.dst.data),
+                                       static_cast<const float*>(args.src.data),
+                                       args.v,
+                                       args.bias,
+                                       slope,
+                                       args.dropout,
+                                       args.heads,
+                                       args.value_width,
+                                       args.dtype};
+    const AdditiveAttentionArgs call{args.a,         rows.split(), input,  out.data_ptr(),
+                                     floats_of(lse), nullptr,      nullptr};
+    return in_cuda(out, [&](void* stream) { return cuda::additive_attention(call, stream); });
+  }
+  STD_TORCH_CHECK(args.kind == AttentionScore::kGatv2 && args.edge_width == 0,
+                  "fastsparse: expected attention of GAT or GATv2 without edge features on CUDA");
+  const Gatv2AttentionInput input{args.dst,        args.src,     static_cast<const float*>(args.att),
+                                  slope,           args.dropout, args.heads,
+                                  args.head_width, args.dtype};
+  const Gatv2AttentionArgs call{args.a,         rows.split(), input,  out.data_ptr(),
+                                floats_of(lse), nullptr,      nullptr};
+  in_cuda(out, [&](void* stream) { return cuda::gatv2_attention(call, stream); });
+}
+#else
+void attention_on_cuda(const AttentionCsrArgs&, const Rows&, const Tensor& out, const Tensor&) {
+  in_cuda(out, [](void*) { return 0; });
+}
+#endif
+
+Tensor attention(Tensor dst, Tensor src, MaybeTensor v, MaybeTensor att, MaybeTensor edge,
+                 MaybeTensor edge_weight, MaybeTensor bias, double scale, std::int64_t kind,
+                 std::int64_t heads, Tensor rowptr, Tensor col, Tensor order, Tensor slices) {
+  const Rows rows{rowptr, col, order, slices, src.size(0)};
+  const Tensor& values = v ? *v : src;
+  const Tensor out = empty(src, {rows.num_rows(), values.size(1)}, type_of(values));
+  if (rows.num_rows() == 0 || values.size(1) == 0) return out;
+  AttentionCsrArgs args{};
+  args.a = rows.view();
+  args.kind = static_cast<AttentionScore>(kind);
+  args.dtype = dtype_of(values);
+  args.dst = rows_of(dst);
+  args.src = rows_of(src);
+  args.v = rows_of(values);
+  args.att = data_of(att);
+  args.bias = values_of(bias, args.dtype);
+  args.bias.heads = heads;
+  args.edge = rows_of(edge);
+  args.weight = rows_of(edge_weight);
+  args.scale = scale;
+  args.dropout = make_dropout(0, 0);
+  args.keep_scale = 1;
+  args.heads = heads;
+  args.head_width = dst.size(1) / heads;
+  args.value_width = values.size(1) / heads;
+  args.edge_width = edge ? edge->size(1) : 0;
+  args.out = out.data_ptr();
+  const Tensor lse = empty(src, {rows.num_rows(), heads}, sum_type(args.dtype));
+  args.lse = lse.data_ptr();
+  if (src.is_cuda()) {
+    attention_on_cuda(args, rows, out, lse);
+  } else {
+    cpu::attention_csr(args, static_cast<int>(torch::stable::get_num_threads()));
+  }
+  return out;
+}
+
+}  // namespace
+
+#define FASTSPARSE_ROWS "Tensor rowptr, Tensor col, Tensor order, Tensor slices"
+
+STABLE_TORCH_LIBRARY(fastsparse_cpp, m) {
+  m.def("compress(Tensor row, Tensor col, SymInt num_rows, SymInt num_cols) -> (" FASTSPARSE_ROWS ")");
+  m.def("spmm(Tensor x, Tensor? value, Tensor? scale_dst, Tensor? scale_src, Tensor? bias, " FASTSPARSE_ROWS
+        ", bool relu) -> Tensor");
+  m.def("spmm_extremum(Tensor x, Tensor? value, " FASTSPARSE_ROWS ", bool minimum, bool adds) -> Tensor");
+  m.def(
+      "attention(Tensor dst, Tensor src, Tensor? v, Tensor? att, Tensor? edge, Tensor? edge_weight, "
+      "Tensor? bias, float scale, int kind, int heads, " FASTSPARSE_ROWS ") -> Tensor");
+}
+
+void implement(torch::stable::detail::StableLibrary& m) {
+  m.impl("compress", TORCH_BOX(&compress));
+  m.impl("spmm", TORCH_BOX(&spmm));
+  m.impl("spmm_extremum", TORCH_BOX(&spmm_extremum));
+  m.impl("attention", TORCH_BOX(&attention));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastsparse_cpp, CPU, m) { implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(fastsparse_cpp, CUDA, m) { implement(m); }
+
+}  // namespace fastsparse
