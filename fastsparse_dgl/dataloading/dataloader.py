@@ -24,6 +24,8 @@ _IGNORED = (
     "persistent_workers",
     "prefetch_factor",
     "worker_init_fn",
+    "multiprocessing_context",
+    "timeout",
     "pin_memory",
     "use_uva",
     "use_prefetch_thread",
