@@ -606,6 +606,11 @@ def _load_operators() -> None:
     def attended(dst: Tensor, src: Tensor, v: Tensor | None, *arguments: Any) -> Tensor:
         return summed(src if v is None else v, *arguments)
 
-    fakes = {"compress": compressed, "spmm": summed, "spmm_extremum": summed, "attention": attended}
+    fakes: dict[str, Callable[..., Any]] = {
+        "compress": compressed,
+        "spmm": summed,
+        "spmm_extremum": summed,
+        "attention": attended,
+    }
     for name, fake in fakes.items():
         torch.library.register_fake(f"fastsparse_cpp::{name}", fake)
