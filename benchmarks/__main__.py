@@ -43,6 +43,7 @@ COMMANDS = {
     "cpu": "one layer on the CPU against PyG and torch.sparse",
     "minibatch": "GraphSAGE on sampled blocks that are seen once, against the frameworks' own layers",
     "sampling": "neighbour sampling against plain PyTorch, and an epoch of GraphSAGE from the loader",
+    "large": "training on all nodes of a graph of billions of entries",
     "accuracy": "test accuracy of the examples in several precisions, original against drop-in",
     "maxk": "MaxK against ReLU in training: accuracy, stored activations, time",
     "regret": "what auto costs against the best algorithm, for structures seen once and often",

@@ -87,7 +87,10 @@ def _step(
         forward = lambda: torch_geometric.utils.softmax(x, edges[1], num_nodes=nodes)  # noqa: E731
     generator = torch.Generator(device=edges.device).manual_seed(0)
     x = torch.randn(rows, width, device=edges.device, generator=generator).to(dtype).requires_grad_(backward)
-    upstream = torch.randn_like(forward()) if backward else None
+    upstream = None
+    if backward:  # the same numbers for both
+        given = forward()
+        upstream = torch.randn(given.shape, device=given.device, generator=generator).to(given.dtype)
 
     def step() -> Tensor:
         out: Tensor = forward()

@@ -3,6 +3,8 @@
 A step is forward and backward of one layer 128 wide with 16 features per edge, which want no gradient. On
 molecules it has five layers, and the edges of the batch are a new tensor in every step. Large graphs have
 their edges in random order. bfloat16 is autocast's. Errors are against PyG in float32.
+
+The step of a force field on the graph "atoms" is energy, forces, and the gradients of a loss of both.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ from .runner import Benchmark, Cell, Job, Run, attempt, check, option, peak_byte
 from .timing import step_time
 
 WIDTH, FEATURES = 128, 16
-GRAPHS = ("ogbn-arxiv", "molecules", "cora", "yelp")
+GRAPHS = ("ogbn-arxiv", "molecules", "cora", "yelp", "atoms")
+#: Atoms, neighbors of each, Gaussians of a distance.
+ATOMS, NEIGHBORS, GAUSSIANS = 20_000, 40, 20
 #: What of them `--quick` measures.
 QUICK = ("ogbn-arxiv", "molecules")
 IMPLEMENTATIONS = ("pyg", "fastsparse", "named", "compiled")
@@ -134,6 +138,50 @@ class Filter(MessagePassing):
         return out
 
 
+class Painn(MessagePassing):
+    """Message block of PaiNN (Schütt et al., 2021, equations 7 and 8): scalars, and vectors of three rows."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum", node_dim=0)
+        self.width = WIDTH
+        self.phi = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, 3 * WIDTH))
+        self.filter = nn.Linear(GAUSSIANS, 3 * WIDTH)
+
+    def forward(self, h: Tensor, edge_index: Tensor, basis: Tensor, direction: Tensor) -> Tensor:
+        x, v = h[:, 0], h[:, 1:]
+        out: Tensor = self.propagate(edge_index, phi=self.phi(x), v=v, basis=basis, direction=direction)
+        return h + out
+
+    def message(self, phi_j: Tensor, v_j: Tensor, basis: Tensor, direction: Tensor) -> Tensor:
+        first, second, third = (phi_j * self.filter(basis)).split(self.width, -1)
+        vectors = v_j * second.unsqueeze(1) + third.unsqueeze(1) * direction.unsqueeze(-1)
+        return torch.cat([first.unsqueeze(1), vectors], 1)
+
+
+class ForceField(nn.Module):
+    """Energies of atoms by two blocks of SchNet or one of PaiNN, from the distances of neighbors."""
+
+    def __init__(self, make: Callable[[], nn.Module], rows: int) -> None:
+        super().__init__()
+        self.rows, self.blocks = rows, nn.ModuleList(make() for _ in range(2 if rows == 1 else 1))
+        self.last = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor, edge_index: Tensor, place: Tensor) -> Tensor:
+        direction = place[edge_index[0]] - place[edge_index[1]]
+        distance = direction.norm(dim=-1, keepdim=True)
+        basis = torch.exp(-((distance - torch.linspace(0, 2, GAUSSIANS, device=x.device)) ** 2))
+        if self.rows == 1:
+            for block in self.blocks:
+                x = x + block(x, edge_index, basis)
+        else:
+            h = F.pad(x.unsqueeze(1), (0, 0, 0, self.rows - 1))
+            for block in self.blocks:
+                h = block(h, edge_index, basis, direction / distance)
+            x = h[:, 0] + (h[:, 1:] ** 2).sum(1)
+        out: Tensor = self.last(x)
+        return out
+
+
 class WithoutEdges(nn.Module):
     """A layer that takes no features of edges, called as the others are."""
 
@@ -163,6 +211,8 @@ class Message(NamedTuple):
 
     make: Callable[[], nn.Module]
     make_named: Callable[[], nn.Module] | None = None
+    #: Whether it is a force field.
+    has_forces: bool = False
 
 
 MESSAGES = {
@@ -181,6 +231,10 @@ MESSAGES = {
     "EdgeConv_sum": Message(lambda: _edge_conv(_mlp(2 * WIDTH), "sum")),
     "EdgeConv_max": Message(lambda: _edge_conv(_one_map(), "max")),
     "EdgeConv_max_mlp": Message(lambda: _edge_conv(_mlp(2 * WIDTH), "max")),
+    "SchNet_forces": Message(
+        lambda: ForceField(lambda: Filter(_mlp(GAUSSIANS, nn.Softplus)), 1), has_forces=True
+    ),
+    "PaiNN_forces": Message(lambda: ForceField(Painn, 4), has_forces=True),
 }
 
 
@@ -200,6 +254,10 @@ class Model(nn.Module):
 @lru_cache(maxsize=1)
 def draw_graph(name: str, device: torch.device) -> Edges:
     """One of `GRAPHS`."""
+    if name == "atoms":
+        dst = torch.arange(ATOMS, device=device).repeat_interleave(NEIGHBORS)
+        near = torch.randint(1, 2 * NEIGHBORS, dst.shape, generator=torch.Generator().manual_seed(0))
+        return Edges(name, ATOMS, torch.stack([(dst + near.to(device)) % ATOMS, dst]), 1)
     if name == "cora":
         edge_index, num_nodes = any_layer.draw_graph(name, device)
         return Edges(name, num_nodes, edge_index, 1)
@@ -226,6 +284,7 @@ def cases(options: Any) -> list[Case]:
         Case(*each, is_compiled)
         for is_compiled in (False, True)
         for each in itertools.product(graphs, options.dtypes, options.messages)
+        if MESSAGES[each[2]].has_forces == (each[0] == "atoms") and each[:2] != ("atoms", "bfloat16")
     ]
     has_plain = set(options.implementations) != {"compiled"}
     compiles = "compiled" in options.implementations and not options.quick
@@ -286,11 +345,11 @@ def cells(run: Run, case: Case) -> Iterator[Job | Cell]:
 
 
 class Inputs(NamedTuple):
-    """Features of nodes and edges, and the gradient of the output."""
+    """Features of nodes and edges, or places of atoms, and the gradient of the output."""
 
     x: Tensor
     edge_attr: Tensor
-    upstream: Tensor
+    upstream: Tensor | None
 
 
 def _inputs(graph: Edges, device: torch.device) -> Inputs:
@@ -298,6 +357,8 @@ def _inputs(graph: Edges, device: torch.device) -> Inputs:
         return torch.randn(rows, width, device=device)
 
     x = normal(graph.num_nodes, WIDTH).requires_grad_()
+    if graph.name == "atoms":
+        return Inputs(x, normal(graph.num_nodes, 3).requires_grad_(), None)
     return Inputs(x, normal(graph.edge_index.size(1), FEATURES), normal(graph.num_nodes, WIDTH))
 
 
@@ -311,20 +372,30 @@ def _forward(module: nn.Module, graph: Edges, inputs: Inputs, dtype: str) -> Ten
     return out
 
 
+def _loss(module: nn.Module, graph: Edges, inputs: Inputs, dtype: str) -> Tensor:
+    """The output; of a force field what it is trained with."""
+    out = _forward(module, graph, inputs, dtype)
+    if inputs.upstream is not None:
+        return out
+    (forces,) = torch.autograd.grad(out.sum(), inputs.edge_attr, create_graph=True)
+    return forces.square().sum() + out.sum()
+
+
 def _step(module: nn.Module, graph: Edges, inputs: Inputs, dtype: str) -> Tensor:
     """Forward and backward."""
-    out = _forward(module, graph, inputs, dtype)
-    out.backward(inputs.upstream.to(out.dtype))
-    inputs.x.grad = None
+    out = _loss(module, graph, inputs, dtype)
+    out.backward(None if inputs.upstream is None else inputs.upstream.to(out.dtype))
+    inputs.x.grad = inputs.edge_attr.grad = None
     module.zero_grad()
     return out.detach()
 
 
 def _results(module: nn.Module, graph: Edges, inputs: Inputs, dtype: str) -> list[Tensor]:
     """Output and gradients."""
-    out = _forward(module, graph, inputs, dtype)
+    out = _loss(module, graph, inputs, dtype)
     wanted = [inputs.x, *module.parameters()]
-    return [out.detach(), *torch.autograd.grad(out, wanted, inputs.upstream.to(out.dtype))]
+    upstream = None if inputs.upstream is None else inputs.upstream.to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, wanted, upstream)]
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
@@ -372,6 +443,8 @@ BENCHMARK = Benchmark(
         "named: the drop-in of PyG's layer that computes the same (the gated one also maps edges to values)",
         "filter: one linear map of an edge's features; SchNet: two; EdgeConv_max: one map and tanh; the other"
         " EdgeConv: two maps",
+        f"forces: {ATOMS} atoms with {NEIGHBORS} neighbors, two blocks of SchNet or one of PaiNN; energy, forces,"
+        " and the gradients of a loss of both",
         "peak memory is that of a step beyond what lay on the device before it",
     ),
 )

@@ -9,7 +9,13 @@ from fastsparse_core import CBSR, Adjacency, MaxK, __version__, capture
 from fastsparse_dgl import captured_graphs as _captured_graphs  # noqa: F401  (registers DGL's objects)
 from fastsparse_dgl import nn as _nn
 from fastsparse_dgl.caching import cache_info, clear_cache, prepare
-from fastsparse_dgl.dataloading import DataLoader, GraphDataLoader, NeighborSampler
+from fastsparse_dgl.dataloading import (
+    DataLoader,
+    GraphDataLoader,
+    MultiLayerFullNeighborSampler,
+    NeighborSampler,
+)
+from fastsparse_dgl.exact_inference import inference
 from fastsparse_dgl.explanation import Explanation, Explanations, why
 from fastsparse_dgl.hooks import disable, enable, is_enabled
 from fastsparse_dgl.layer_swap import accelerate, restore
@@ -24,6 +30,7 @@ __all__ = [
     "Explanations",
     "GraphDataLoader",
     "MaxK",
+    "MultiLayerFullNeighborSampler",
     "NeighborSampler",
     "SampledBlock",
     "__version__",
@@ -33,6 +40,7 @@ __all__ = [
     "clear_cache",
     "disable",
     "enable",
+    "inference",
     "is_enabled",
     "prepare",
     "restore",

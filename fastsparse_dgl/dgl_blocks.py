@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from fastsparse_core.sampling import Edges
+from fastsparse_dgl import device_graph
 from fastsparse_dgl.block_data import Frames, set_frames
 from fastsparse_dgl.caching import remember
 from fastsparse_dgl.compat import dgl
-from fastsparse_dgl.hooks import device_graph
 
 
 def dgl_block(

@@ -14,12 +14,14 @@ from fastsparse_core import CBSR, Adjacency, MaxK, __version__, capture
 from fastsparse_pyg import captured_batches as _captured_batches  # noqa: F401  (registers PyG's objects)
 from fastsparse_pyg import nn as _nn
 from fastsparse_pyg.caching import cache_info, clear_cache
+from fastsparse_pyg.exact_inference import inference
 from fastsparse_pyg.explanation import Explanation, Explanations, why
 from fastsparse_pyg.hooks import disable, enable, is_enabled
 from fastsparse_pyg.layer_swap import accelerate, restore
 from fastsparse_pyg.loader import DataLoader, LinkNeighborLoader, NeighborLoader
 from fastsparse_pyg.nn import *  # noqa: F403
 from fastsparse_pyg.preparation import prepare
+from fastsparse_pyg.tiling import tiled
 from fastsparse_pyg.verification import VerificationError
 
 __all__ = [
@@ -39,9 +41,11 @@ __all__ = [
     "clear_cache",
     "disable",
     "enable",
+    "inference",
     "is_enabled",
     "prepare",
     "restore",
+    "tiled",
     "why",
 ]
 __all__ += _nn.__all__

@@ -16,6 +16,8 @@ from fastsparse_pyg.caching import logger
 
 #: Says once that PyG's implementation ran: ``tell(class name, reason)``.
 tell = functools.partial(fallback.tell, logger, "PyG")
+#: Calls PyG's implementation and says so: ``run(class name, reason, call, *args)``.
+run = functools.partial(fallback.run, tell)
 
 #: What to do.
 PLAIN_EDGES = "Pass `edge_index` as one int64 tensor of shape (2, num_edges)"

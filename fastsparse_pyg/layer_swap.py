@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -162,11 +161,15 @@ def is_automatic(layer: Module) -> bool:
 
 def as_original(layer: Module) -> Module:
     """A second object of a layer, of the original's class, with the same parameters and buffers."""
-    twin = object.__new__(type(layer))
-    twin.__dict__ = {
-        name: copy.copy(value) if type(value) is dict else value for name, value in vars(layer).items()
-    }
+    twin = core.second_object(layer)
     core.restore_layer(twin, _ORIGINALS)
+    return twin
+
+
+def as_drop_in(layer: Module) -> Module:
+    """The same, of the drop-in's class where the layer has a drop-in, else of its own."""
+    twin = core.second_object(layer)
+    core.swap(twin, DROP_INS, **_RULES | {"any_layer": None})
     return twin
 
 

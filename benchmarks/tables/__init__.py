@@ -72,6 +72,7 @@ ABOUT = {
     "choice": "Which algorithm wins where, and what `auto` picks; see docs/dev/choosing.md.",
     "minibatch": "Structure, forward and backward of batches whose structures are new each time.",
     "sampling": "Batches of sampled neighbours drawn on the GPU and the CPU, and epochs from the loader.",
+    "large": "Training steps on all nodes of a random graph of the size of ogbn-papers100M.",
     "regret": "What the picks of `auto` cost; the better algorithm in brackets where it is another.",
     "sanitizer": "Every kernel on small structures under compute-sanitizer; the parts are those of"
     " `tests/sanitize.py`.",
@@ -134,6 +135,7 @@ CHAPTERS = {
     "choice": Chapter("Choice of the algorithm", pivots.choice_in_short, ("choice",)),
     "minibatch": Chapter("Mini-batches", TABLES["minibatch"]),
     "sampling": Chapter("Neighbour sampling", TABLES["sampling"]),
+    "large": Chapter("Full-graph training beyond the GPU's memory", TABLES["large"]),
     "regret": Chapter("Choice of the algorithm, by number of uses", TABLES["regret"]),
     "accuracy": Chapter("Accuracy of trained models", TABLES["accuracy"]),
     "adjacency": Chapter("Building a structure", pivots.adjacency_in_short),

@@ -100,6 +100,15 @@ def adjacency_in_short(result: Record) -> list[Table]:
     return adjacency({**result, "cells": large or result["cells"]})
 
 
+def large(result: Record) -> list[Table]:
+    """Seconds and memory of a step."""
+    columns = [value("model"), value("activations in memory of the", "activations")]
+    columns += [value("nodes", "num_nodes", _count), value("entries", form=_count)]
+    columns += [value("seconds per step", "step_s", number), value("peak GB", "peak_gb", number)]
+    columns += [value("status")]
+    return pivot(result["cells"], "Forward, backward and Adam", (), columns)
+
+
 def typed(result: Record) -> list[Table]:
     """Times and peaks of PyG's layers and ours."""
 

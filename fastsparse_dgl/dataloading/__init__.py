@@ -2,6 +2,6 @@
 
 from fastsparse_dgl.dataloading.dataloader import DataLoader
 from fastsparse_dgl.dataloading.graph_data_loader import GraphDataLoader
-from fastsparse_dgl.dataloading.neighbor_sampler import NeighborSampler
+from fastsparse_dgl.dataloading.neighbor_sampler import MultiLayerFullNeighborSampler, NeighborSampler
 
-__all__ = ["DataLoader", "GraphDataLoader", "NeighborSampler"]
+__all__ = ["DataLoader", "GraphDataLoader", "MultiLayerFullNeighborSampler", "NeighborSampler"]

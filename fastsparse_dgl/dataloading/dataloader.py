@@ -13,7 +13,7 @@ from fastsparse_core.device import usable_device
 from fastsparse_core.log import info_once
 from fastsparse_core.sampling import Draw, FeatureTable, prefetched
 from fastsparse_dgl.compat import dgl
-from fastsparse_dgl.dataloading.neighbor_sampler import NeighborSampler, tell_fallback
+from fastsparse_dgl.dataloading.neighbor_sampler import NeighborSampler, is_held_on_gpu, tell_fallback
 from fastsparse_dgl.graph import GraphLike
 
 _logger = logging.getLogger("fastsparse_dgl")
@@ -35,8 +35,9 @@ _IGNORED = (
 class DataLoader(dgl.dataloading.DataLoader):
     """Drop-in replacement of :class:`dgl.dataloading.DataLoader` that samples on a GPU with pip's DGL.
 
-    With :class:`fastsparse_dgl.NeighborSampler`, a graph on the CPU and ``device`` a GPU, neighbours are
-    drawn on that GPU, on a separate stream, two batches ahead. It yields ``(input_nodes, output_nodes,
+    With :class:`fastsparse_dgl.NeighborSampler` and ``device`` a GPU, neighbours are drawn on that GPU, on a
+    separate stream, two batches ahead. The graph may be on the CPU, or where
+    :func:`fastsparse_dgl.enable` puts it on a GPU. It yields ``(input_nodes, output_nodes,
     blocks)``. The blocks' ``srcdata``, ``dstdata`` and ``edata`` have all data of the graph: the sampler's
     ``prefetch_node_feats``, ``prefetch_labels`` and ``prefetch_edge_feats`` are gathered with the batch,
     other data on the GPU when they are first read. Features that take more than half of the free memory stay
@@ -73,16 +74,13 @@ class DataLoader(dgl.dataloading.DataLoader):
         device: torch.device | str | int | None = None,
         **kwargs: Any,
     ) -> None:
+        is_on_gpu = isinstance(graph, dgl.DGLGraph) and is_held_on_gpu(graph)
+        if device is None and (is_on_gpu or kwargs.get("use_uva")):  # as in DGL
+            device = graph.device if is_on_gpu else "cuda"
         target = None if device is None else usable_device(device)
         self._target: torch.device | None = None
         if target is not None and target.type == "cuda":
-            kind = type(graph_sampler).__name__
-            reason = (
-                f"graph_sampler is DGL's {kind}; only fastsparse_dgl.NeighborSampler samples on a GPU, with "
-                "fanouts of -1 for all neighbours"
-            )
-            if isinstance(graph_sampler, NeighborSampler):
-                reason = graph_sampler.why_not(graph)
+            reason = _why_not(graph, indices, graph_sampler)
             if reason:
                 tell_fallback("DataLoader falls back to DGL's loader", reason)
             else:
@@ -95,7 +93,8 @@ class DataLoader(dgl.dataloading.DataLoader):
             if isinstance(graph_sampler, NeighborSampler) and not graph_sampler.why_not(graph):
                 graph_sampler.prepare(graph, torch.device("cpu"))  # before worker processes are forked
             return
-        ignored = [name for name in _IGNORED if kwargs.pop(name, None)]
+        # Of a graph on the GPU DGL refuses them.
+        ignored = [] if is_on_gpu else [name for name in _IGNORED if kwargs.pop(name, None)]
         gpu_cache = kwargs.pop("gpu_cache", None) or {}
         of_nodes = _rows_to_keep(gpu_cache)
         if "edge" in gpu_cache:
@@ -105,7 +104,9 @@ class DataLoader(dgl.dataloading.DataLoader):
                 _logger,
                 f"{', '.join(ignored)}: ignored, because {target} samples and gathers during the step",
             )
-        super().__init__(graph, _on_cpu(indices), graph_sampler, device="cpu", **kwargs)
+        if not is_on_gpu:
+            indices = _on_cpu(indices)
+        super().__init__(graph, indices, graph_sampler, device="cpu", **kwargs)
         self.device = self._target
         core = graph_sampler.prepare(graph, self._target)
         self._stream = torch.cuda.Stream(self._target)
@@ -133,6 +134,25 @@ class DataLoader(dgl.dataloading.DataLoader):
         for block in blocks:
             _read("prefetch_edge_feats", sampler.prefetch_edge_feats, graph.canonical_etypes, block.edges)
         return inputs, outputs, blocks
+
+
+def _why_not(graph: GraphLike, indices: Any, sampler: Any) -> str:
+    """The reason why DGL's loader must make the batches; "" if it need not."""
+    kind = type(sampler)
+    if not isinstance(sampler, NeighborSampler):
+        return (
+            f"graph_sampler is a {kind.__name__}; only fastsparse_dgl.NeighborSampler samples on a GPU, with "
+            "fanouts of -1 for all neighbours"
+        )
+    for name in ("sample", "sample_blocks", "assign_lazy_features"):
+        if getattr(kind, name) is not getattr(NeighborSampler, name):
+            return f"{kind.__name__} has a method {name} of its own. Read the batches that the loader yields"
+    for item in indices.values() if isinstance(indices, Mapping) else [indices]:
+        try:
+            torch.as_tensor(item)
+        except (TypeError, ValueError, RuntimeError):
+            return f"indices is a {type(item).__name__}. Pass a tensor of ids, or a dict of them by node type"
+    return sampler.why_not(graph)
 
 
 def _read(argument: str, names: Any, types: list[Any], views: Any) -> None:

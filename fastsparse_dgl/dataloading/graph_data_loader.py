@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
-from fastsparse_core.device import usable_device
+from fastsparse_core.device import script_uses_gpu, usable_device
 from fastsparse_core.graph_store import NothingToStore, NotStored, Outline, StoredBatches, same_outline
 from fastsparse_core.log import info_once, warn_once
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.dataloading.stored_graphs import StoredGraphs
+from fastsparse_dgl.dgl_blocks import dgl_can_hold
 
 _logger = logging.getLogger("fastsparse_dgl")
 
@@ -56,7 +57,8 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         use_ddp: as in DGL.
         ddp_seed: as in DGL.
         device: where batches are; None: on the CPU, as in DGL. Graphs on a GPU need a DGL with CUDA, or
-            :func:`fastsparse_dgl.enable`.
+            :func:`fastsparse_dgl.enable`. After that call, None means the GPU for epochs that begin when
+            the script has used it.
         kwargs: as in PyTorch's loader. Stored graphs need no worker processes, so ``num_workers`` and related
             arguments are ignored.
 
@@ -72,6 +74,9 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         [4, 2]
     """
 
+    #: Whether loaders without a device give batches on the GPU once the script has used it: under `enable()`.
+    _follows_script = False
+
     def __init__(
         self,
         dataset: Any,
@@ -82,6 +87,7 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         **kwargs: Any,
     ) -> None:
         self.device = usable_device("cpu" if device is None else device)
+        self._follows_script = device is None and self._follows_script
         self._graphs: StoredGraphs | None = None
         self._outline: Outline = ([], [])
         try:
@@ -103,6 +109,10 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         super().__init__(dataset, collate_fn, use_ddp, ddp_seed, **kwargs)
 
     def _get_iterator(self) -> Any:
+        if self._is_stored and self._follows_script and self.device.type == "cpu" and script_uses_gpu():
+            device = torch.device("cuda", torch.cuda.current_device())
+            if dgl_can_hold(device):
+                self.device, self._graphs, self.pin_memory = device, None, False
         graphs = self._current()
         return super()._get_iterator() if graphs is None else StoredBatches(self, graphs.batch)
 

@@ -15,6 +15,7 @@ from fastsparse_core.log import info_once, warn_once
 from fastsparse_core.ops._autocast import version_of
 from fastsparse_core.sampling import Draw, Edges, Sample
 from fastsparse_core.sampling import NeighborSampler as CoreSampler
+from fastsparse_dgl import device_graph
 from fastsparse_dgl.block_data import gathered
 from fastsparse_dgl.caching import adjacency_of, relation
 from fastsparse_dgl.compat import dgl
@@ -25,6 +26,11 @@ from fastsparse_dgl.sampled_block import SampledBlock
 _logger = logging.getLogger("fastsparse_dgl")
 #: Why DGL samples graphs on a GPU, which it does there as fast.
 ON_GPU = "the graph is on a GPU, where DGL can sample"
+
+
+def is_held_on_gpu(g: GraphLike) -> bool:
+    """Whether `enable()` holds the graph on a GPU that DGL itself cannot use."""
+    return g.device.type == "cuda" and device_graph.serves(g.device)
 
 
 def tell_fallback(message: str, reason: str) -> None:
@@ -80,7 +86,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         if reason:
             tell_fallback("NeighborSampler falls back to DGL's sampler", reason)
             return super().sample_blocks(g, seed_nodes, exclude_eids)
-        return self.finish(g, self.start(g, seed_nodes, torch.device("cpu")), seed_nodes)
+        return self.finish(g, self.start(g, seed_nodes, g.device), seed_nodes)
 
     def why_not(self, g: GraphLike, exclude_eids: Any = None) -> str:
         """The reason why DGL's own code must sample; "" if it need not.
@@ -91,7 +97,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         """
         if not isinstance(g, dgl.DGLGraph):
             return f"the graph is a {type(g).__name__}. Pass a DGLGraph"
-        if g.device.type != "cpu":
+        if g.device.type != "cpu" and not is_held_on_gpu(g):
             return ON_GPU
         if self.edge_dir != "in":
             return f"edge_dir={self.edge_dir!r} is not supported. Use edge_dir='in'"
@@ -247,3 +253,24 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: item for name, item in self.__dict__.items() if name not in ("_cores", "_reads")}
+
+
+class MultiLayerFullNeighborSampler(NeighborSampler, dgl.dataloading.MultiLayerFullNeighborSampler):
+    """:class:`NeighborSampler` of all neighbours, as :class:`dgl.dataloading.MultiLayerFullNeighborSampler`.
+
+    Args:
+        num_layers: number of blocks.
+        kwargs: as for :class:`NeighborSampler`.
+
+    Example:
+        >>> import dgl, torch
+        >>> from fastsparse_dgl import MultiLayerFullNeighborSampler
+        >>> graph = dgl.graph((torch.arange(6), torch.arange(6).roll(1)))
+        >>> sampler = MultiLayerFullNeighborSampler(2)
+        >>> inputs, outputs, blocks = sampler.sample_blocks(graph, torch.tensor([3]))
+        >>> inputs
+        tensor([3, 4, 5])
+    """
+
+    def __init__(self, num_layers: int, **kwargs: Any) -> None:
+        super().__init__(num_layers, **kwargs)

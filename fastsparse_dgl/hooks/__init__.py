@@ -6,8 +6,10 @@ import torch
 
 from fastsparse_core import replacement
 from fastsparse_core.locks import ForkSafeLock
+from fastsparse_dgl import device_graph
 from fastsparse_dgl.compat import dgl
-from fastsparse_dgl.hooks import device_graph, table
+from fastsparse_dgl.dataloading import GraphDataLoader
+from fastsparse_dgl.hooks import table
 
 _lock = ForkSafeLock()
 _installed: list[replacement.Change] = []
@@ -19,12 +21,15 @@ def enable(*, _devices: tuple[str, ...] | None = None) -> None:
     From here on ``update_all``, ``apply_edges``, ``edge_softmax``, the readouts and every layer of ``dgl.nn``
     run on FastSparse's operators, on the CPU and on CUDA. With pip's DGL, which has no CUDA,
     ``graph.to("cuda")`` works, too. The structure stays on the host for DGL's functions, and a copy is on the
-    GPU for the operators. Node and edge data are on the GPU. If DGL has CUDA, only the operators are
-    replaced.
+    GPU for the operators. Node and edge data are on the GPU. If DGL has CUDA, only the operators
+    and loaders are replaced.
+
+    ``DataLoader``, ``GraphDataLoader``, ``NeighborSampler`` and ``MultiLayerFullNeighborSampler`` of
+    ``dgl.dataloading`` are those of this package, also where they were imported before.
 
     Calling it again changes nothing. :func:`disable` undoes it. The environment variable
-    ``FASTSPARSE_DISABLE=dgl`` keeps it from doing anything. Processes that are spawned have to call it
-    themselves; forked ones inherit it.
+    ``FASTSPARSE_DISABLE=dgl`` keeps it from doing anything, and ``FASTSPARSE_DISABLE=loaders`` keeps DGL's
+    loaders. Processes that are spawned have to call it themselves; forked ones inherit it.
 
     Raises:
         DGLError: the internals of the installed DGL are not those of a version that FastSparse knows;
@@ -40,10 +45,12 @@ def enable(*, _devices: tuple[str, ...] | None = None) -> None:
             return
         if _devices is None:
             _devices = () if _dgl_has_cuda() else ("cuda",)
-        hooks = table.OPERATORS + (table.DEVICES if _devices else ())
+        loaders = table.LOADERS if replacement.enabled_parts(["loaders"]) else ()
+        hooks = table.OPERATORS + (table.DEVICES if _devices else ()) + loaders
         table.check(hooks, dgl.__version__)
         _installed.extend(replacement.install(hooks))
         device_graph.serve(_devices)
+        GraphDataLoader._follows_script = bool(loaders)
 
 
 def disable() -> None:
@@ -62,6 +69,7 @@ def disable() -> None:
     with _lock:
         replacement.remove(_installed)
         device_graph.serve(())
+        GraphDataLoader._follows_script = False
 
 
 def is_enabled() -> bool:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fastsparse_dgl.caching import adjacency_of_index, first_relation
 from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.device_graph import DeviceIndex, is_one_relation
 from fastsparse_dgl.hooks import operators
-from fastsparse_dgl.hooks.device_graph import DeviceIndex, is_one_relation
 
 ALL = dgl.base.ALL
 

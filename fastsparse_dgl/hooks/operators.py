@@ -24,9 +24,9 @@ from fastsparse_core.segment import scatter
 from fastsparse_core.segment import segment_reduce as core_segment_reduce
 from fastsparse_dgl.caching import adjacency_of_index
 from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.device_graph import DeviceIndex
 from fastsparse_dgl.graph import DGLError
 from fastsparse_dgl.hooks import messages, products
-from fastsparse_dgl.hooks.device_graph import DeviceIndex
 from fastsparse_dgl.hooks.joint import joint, relations
 
 ALL = dgl.base.ALL

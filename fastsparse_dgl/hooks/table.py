@@ -6,8 +6,9 @@ The names are those of DGL 2.1.0 and 1.1.3, which are alike in these parts.
 from __future__ import annotations
 
 from fastsparse_core.replacement import Hook, problems
+from fastsparse_dgl import dataloading, device_graph
 from fastsparse_dgl.graph import DGLError
-from fastsparse_dgl.hooks import degrees, device_graph, operators, user_functions
+from fastsparse_dgl.hooks import degrees, operators, user_functions
 
 #: Versions of DGL that the table was made for and is tested with.
 VERSIONS = ("2.1.0", "1.1.3")
@@ -98,6 +99,17 @@ def _is_of_dgl(module: str) -> bool:
 
 DEVICES += tuple(
     Hook(place, name, None, device_graph.on_host, wraps=True, holders=_is_of_dgl) for place, name in ON_HOST
+)
+
+
+def _is_foreign(module: str) -> bool:
+    return not module.startswith("fastsparse_")
+
+
+#: Loaders and samplers, wherever they were imported before.
+LOADERS = tuple(
+    Hook("dgl.dataloading", name, None, getattr(dataloading, name), holders=_is_foreign)
+    for name in dataloading.__all__
 )
 
 

@@ -23,6 +23,8 @@ _ZERO_IN_DEGREE = (
 
 #: Says once that DGL's implementation ran: ``tell(class name, reason)``.
 tell = functools.partial(fallback.tell, logging.getLogger("fastsparse_dgl"), "DGL")
+#: Calls DGL's implementation and says so: ``run(class name, reason, call, *args)``.
+run = functools.partial(fallback.run, tell)
 
 
 def scale_dtype(feat: Tensor) -> torch.dtype:

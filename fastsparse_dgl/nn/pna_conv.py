@@ -14,7 +14,7 @@ from fastsparse_core.fused.principal_aggregation import Scaled, joined_maps, sca
 from fastsparse_core.ops.multi_aggregate import AGGREGATIONS
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
-from fastsparse_dgl.nn.base import AggregationMixin, check_edges, tell
+from fastsparse_dgl.nn.base import AggregationMixin, check_edges, run
 
 _SCALERS = ("identity", "amplification", "attenuation")
 
@@ -77,8 +77,8 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         if reason is not None:
             if isinstance(graph, Adjacency):
                 raise DGLError(f"graph: {reason.message} needs a DGLGraph, got an Adjacency")
-            out: Tensor = super().forward(graph, node_feat, edge_feat)
-            tell(type(self).__name__, reason)
+            name, forward = type(self).__name__, super().forward
+            out: Tensor = run(name, reason, forward, graph, node_feat, edge_feat)
             return out
         adjacency, node_feat, _ = self._structure(graph, node_feat, "node_feat")
         if adjacency.num_dst != adjacency.num_src or not (

@@ -13,7 +13,7 @@ from fastsparse_core.fused.joint_linear import add_linear, is_plain_linear
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
-from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype, tell
+from fastsparse_dgl.nn.base import AggregationMixin, run, scale_dtype
 
 NO_LSTM = Reason("aggregator_type='lstm' has no kernel")
 
@@ -74,8 +74,8 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
         if self._aggre_type == "lstm":
             if isinstance(graph, Adjacency):
                 raise DGLError("graph: aggregator_type='lstm' needs a DGLGraph, got Adjacency")
-            result: Tensor = super().forward(graph, feat, edge_weight)
-            tell(type(self).__name__, NO_LSTM)
+            name, forward = type(self).__name__, super().forward
+            result: Tensor = run(name, NO_LSTM, forward, graph, feat, edge_weight)
             return result
 
         adjacency, source, given = self._structure(graph, feat)

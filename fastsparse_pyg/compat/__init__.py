@@ -41,7 +41,7 @@ _PARTS = {
         "diagonal": "diag",
         "elementwise": "add mul reduce",
         "functions": "cat coalesce convert eye spadd spmm spspmm transpose",
-        "missing": "bandwidth metis rw saint sample",
+        "missing": "bandwidth metis rw saint sample utils",
         "products": "matmul",
         "selection": "index_select masked_select narrow permute select",
         "storage": "storage",
@@ -96,8 +96,10 @@ def _install(name: str, module: ModuleType) -> bool:
     _added.append(name)
     for part, theirs in _PARTS[name].items():
         for their in theirs.split():
-            sys.modules[f"{name}.{their}"] = importlib.import_module(f"{module.__name__}.{part}")
+            sys.modules[f"{name}.{their}"] = ours = importlib.import_module(f"{module.__name__}.{part}")
             _added.append(f"{name}.{their}")
+            if name == "torch_sparse":
+                vars(ours).setdefault("__getattr__", torch_sparse.__getattr__)
     if name == "torch_sparse":
         operators.provide()
     replaced = _tell_pyg(name, module)

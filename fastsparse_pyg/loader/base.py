@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch_geometric.data import Data, HeteroData
 
 from fastsparse_core import _C
-from fastsparse_core.device import usable_device
+from fastsparse_core.device import script_uses_gpu, usable_device
 from fastsparse_core.log import info_once, warn_once
 from fastsparse_core.sampling import prefetched
 from fastsparse_pyg.caching import logger
@@ -47,11 +47,6 @@ class Script:
 def follows_script(device: torch.device | str | int | None) -> bool:
     """Whether a loader that was given this device may still go to the GPU when an epoch begins."""
     return device is None and Script.decides
-
-
-def script_uses_gpu() -> bool:
-    """Whether the script has used a GPU that the kernels can use."""
-    return torch.cuda.is_initialized() and bool(_C.build_info()["cuda"])
 
 
 def choose_device(data: Any, device: torch.device | str | int | None) -> torch.device:

@@ -13,10 +13,11 @@ from torch_geometric.data import Dataset, InMemoryDataset
 from torch_geometric.data.data import BaseData
 from torch_geometric.loader import DataLoader as PygDataLoader
 
+from fastsparse_core.device import script_uses_gpu
 from fastsparse_core.graph_store import NothingToStore, NotStored, Outline, StoredBatches, same_outline
 from fastsparse_core.log import info_once, warn_once
 from fastsparse_pyg.caching import logger
-from fastsparse_pyg.loader.base import OF_WORKERS, choose_device, follows_script, script_uses_gpu
+from fastsparse_pyg.loader.base import OF_WORKERS, choose_device, follows_script
 from fastsparse_pyg.loader.stored_graphs import StoredGraphs
 
 

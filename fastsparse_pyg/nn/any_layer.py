@@ -114,9 +114,8 @@ class AnyLayer(MessagePassing):
                     self._served[kind] = copies
                 return self._propagate_lazily(found, pattern, how)
             reason = found
-        out = super().propagate(for_pyg(edge_index), *args, size=size, **kwargs)
-        fallback.tell(type(self).__name__, reason)  # not before: of what PyG refuses, its error says all
-        return out
+        call, edge_index = super().propagate, for_pyg(edge_index)
+        return fallback.run(type(self).__name__, reason, call, edge_index, *args, size=size, **kwargs)
 
     def edge_updater(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""

@@ -22,8 +22,10 @@ from fastsparse_core.fused.joint_linear import add_linear, joint_linear
 from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain_linear_of
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.layer_swap import restore
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
 from fastsparse_core.ops.spmm import Reduce
+from fastsparse_core.tiling import NeighbourSum
 from fastsparse_core.traced import TracedAdjacency, site_of
 from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import layer_cache, stamp_attributes
@@ -270,13 +272,9 @@ class FastConv(MessagePassing):
         return REDUCE[type(self._modules["aggr_module"])]
 
     def _original_forward(self, reason: Reason, x: Any, edge_index: Any, *args: Any) -> Tensor:
-        """PyG's forward; an Adjacency is written back as an edge list for it.
-
-        The user is told afterwards: of a call that PyG refuses, its error says all.
-        """
+        """PyG's forward; an Adjacency is written back as an edge list for it."""
         edges = self._written_back(edge_index) if isinstance(edge_index, Adjacency) else edge_index
-        out: Tensor = super().forward(x, for_pyg(edges), *args)
-        fallback.tell(type(self).__name__, reason)
+        out: Tensor = fallback.run(type(self).__name__, reason, super().forward, x, for_pyg(edges), *args)
         return out
 
     def _written_back(self, adj: Adjacency) -> Tensor:
@@ -314,6 +312,20 @@ class FastConv(MessagePassing):
         out = spmm(adj, by_node.flatten(1), value, reduce, scale_dst=scales[0], scale_src=scales[1])
         out = out.unflatten(1, shape).movedim(0, dim).contiguous()
         return out if bias is None else out + bias
+
+    def _plain_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
+        """The sum, or mean, of neighbours without weights, see `TiledLayer.neighbour_sum`."""
+        adj = self._structure(x, edges)
+        reason = adj.message if isinstance(adj, Reason) else ""
+        if not reason and self._reduce() not in ("sum", "mean"):
+            reason = f"aggr={self._reduce()!r}"
+        if not reason and is_sparse_matrix(edges):
+            reason = "a sparse matrix with values"
+        if reason:
+            raise_untiled(self, reason)
+        assert isinstance(adj, Adjacency)
+        scale = adj.inv_degree(accumulation_dtype(x.dtype)) if self._reduce() == "mean" else None
+        return NeighbourSum(adj, scale)
 
     def _neighbours_and_root(
         self,
@@ -365,6 +377,22 @@ class FastConv(MessagePassing):
         return (
             add_linear(out, (x_dst,), (lin_root,), Linear) if is_plain_linear(lin) else out + lin_root(x_dst)
         )
+
+
+def raise_untiled(layer: FastConv, reason: str) -> NoReturn:
+    """Says why a layer cannot run in tiles.
+
+    Args:
+        layer: the layer.
+        reason: what about it or its edges.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"tiled() does not support {type(layer).__name__} with {reason}; it needs sums or means over "
+        "neighbours without weights"
+    )
 
 
 def checked_pair(x: Any) -> tuple[Any, Any]:

@@ -14,11 +14,13 @@ from torch_geometric.typing import OptTensor
 
 from fastsparse_core import Adjacency, recorded
 from fastsparse_core.fallback import Reason
-from fastsparse_core.fused.aggregate_transform import graph_convolution
+from fastsparse_core.fused.aggregate_transform import graph_convolution, one
 from fastsparse_core.fused.joint_linear import is_plain_linear
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_core.tiling import NeighbourSum, has_loops
 from fastsparse_pyg.graph import BY_KERNEL, EdgesLike, edges_for_loops, gcn_factors
-from fastsparse_pyg.nn.base import known
+from fastsparse_pyg.nn.base import known, raise_untiled
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
 
 
@@ -111,6 +113,31 @@ class FastGCNConv(PropagatingConv, GCNConv):
         if value is not None and dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             x = x.to(dtype)
         return self._aggregate_neighbours(adj, x, value, scales=scales, bias=bias)
+
+    def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
+        """See :class:`fastsparse_core.tiling.TiledLayer`."""
+        state = self.__dict__
+        found: Propagation | Reason | None = None
+        if isinstance(edges, Adjacency) and state["normalize"] and state["add_self_loops"]:
+            # An Adjacency with loops would take as much memory again.
+            if not edges.has_inserted_loops and not has_loops(edges):
+                scale, adds = gcn_factors(edges, x.dtype, True)
+                found = self._reason(x, x, edges) or Propagation(edges, None, scale, scale, adds)
+        elif type(edges) is Tensor:
+            found = self._with_loops_by_kernel(x, edges)
+        if found is None:
+            found = self._propagation(x, edges, None)
+        if isinstance(found, Reason) or found.value is not None:
+            raise_untiled(self, found.message if isinstance(found, Reason) else "weights of edges")
+        loop = one(x.device, accumulation_dtype(x.dtype)) if found.adds_loops else None
+        return NeighbourSum(found.adj, found.scale_dst, found.scale_src, loop, reads_own=False)
+
+    def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
+        """See :class:`fastsparse_core.tiling.TiledLayer`."""
+        if is_plain_linear(self.lin, Linear):
+            return F.linear(sums, self.lin.weight, self.bias)
+        out: Tensor = self.lin(sums)
+        return out if self.bias is None else out + self.bias
 
     def _with_loops_by_kernel(self, x: Any, edge_index: Tensor) -> Propagation | Reason | None:
         """GCN's matrix of plain edges whose loops the kernel may add; None where it may not."""

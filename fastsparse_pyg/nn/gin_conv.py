@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch_geometric.nn import GINConv
@@ -13,6 +15,7 @@ from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.aggregate_transform import aggregate_and_self
 from fastsparse_core.fused.joint_linear import may_be_cast
 from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_core.tiling import NeighbourSum
 from fastsparse_pyg.graph import EdgesLike, values_of
 from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv, size_for_pyg
 
@@ -77,3 +80,12 @@ class FastGINConv(FastConv, GINConv):
         if x_dst is not None:
             out = torch.addcmul(out, 1 + eps, x_dst)
         return network(out)
+
+    def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
+        """See :class:`fastsparse_core.tiling.TiledLayer`."""
+        return self._plain_sum(x, edges)
+
+    def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
+        """See :class:`fastsparse_core.tiling.TiledLayer`."""
+        out: Tensor = self.nn(torch.addcmul(sums, 1 + self.eps, x))
+        return out

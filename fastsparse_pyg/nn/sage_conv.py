@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,8 +11,9 @@ from torch_geometric.nn import SAGEConv
 from torch_geometric.typing import OptPairTensor, Size
 
 from fastsparse_core.fallback import Reason
+from fastsparse_core.tiling import NeighbourSum
 from fastsparse_pyg.graph import EdgesLike, values_of
-from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv, size_for_pyg
+from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv, raise_untiled, size_for_pyg
 
 
 class FastSAGEConv(FastConv, SAGEConv):
@@ -70,3 +73,16 @@ class FastSAGEConv(FastConv, SAGEConv):
         lin_root = modules["lin_r"] if state["root_weight"] else None
         out = self._neighbours_and_root(adj, x_src, x_dst, value, modules["lin_l"], lin_root)
         return F.normalize(out, p=2.0, dim=-1) if state["normalize"] else out
+
+    def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
+        """See :class:`fastsparse_core.tiling.TiledLayer`."""
+        if self.project and hasattr(self, "lin"):
+            raise_untiled(self, "project=True")
+        return self._plain_sum(x, edges)._replace(reads_own=self.root_weight)
+
+    def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
+        """See :class:`fastsparse_core.tiling.TiledLayer`."""
+        out: Tensor = self.lin_l(sums)
+        if self.root_weight:
+            out = out + self.lin_r(x)
+        return F.normalize(out, p=2.0, dim=-1) if self.normalize else out

@@ -21,6 +21,7 @@ from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_core.tiling import NeighbourSum
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike, for_pyg, is_sparse_matrix
 from fastsparse_pyg.nn.base import is_plain_linear, size_for_pyg
@@ -83,6 +84,15 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
         if value is not None and not torch.is_autocast_enabled(x_src.device.type):
             x_src = x_src.to(message_dtype(x_src, value))
         return self._neighbours_and_root(adj, x_src, x_dst, value, *both)
+
+    def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
+        """See :class:`fastsparse_core.tiling.TiledLayer`."""
+        return self._plain_sum(x, edges)
+
+    def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
+        """See :class:`fastsparse_core.tiling.TiledLayer`."""
+        out: Tensor = self.lin_rel(sums) + self.lin_root(x)
+        return out
 
     def _weighted(self, adj: Adjacency, x: Tensor, value: Tensor, lin: Any, lin_root: Any) -> Tensor | None:
         """The layer by one node of autograd's graph; None: sums and linear maps one by one."""
@@ -508,7 +518,9 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
         if x.size(-1) < self.out_channels:
             x = F.pad(x, (0, self.out_channels - x.size(-1)))
         # PyTorch's compiler cannot trace the fused cell that CUDA has.
-        is_traced = torch.compiler.is_compiling() and is_plain_linear_of(self.rnn, torch.nn.GRUCell)
+        is_traced = torch.compiler.is_compiling() and is_plain_linear_of(
+            self.rnn, torch.nn.GRUCell, "weight_ih"
+        )
         for weight in self.weight:
             message = self._multiply(matrix, x @ weight)
             x = _gru(self.rnn, message, x) if is_traced else self.rnn(message, x)

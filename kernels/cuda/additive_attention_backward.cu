@@ -49,8 +49,9 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
   const WarpLength length(slice.length);
   const std::int64_t row = row_of(args.split, slice), row_head = lane.at(row);
   const float score_dst = input.score_dst[row_head], lse = finite_lse(args.lse[row_head]);
-  float grad[kLaneFeatures];
-  lane.load(grad, args.grad, row);
+  // Not of a row without entries, which may be NaN: lanes go on to the longest slice of their warp.
+  float grad[kLaneFeatures] = {};
+  if (slice.length > 0) lane.load(grad, args.grad, row);
   const auto rows = lane.gather(input.v);
 
   const auto column = [&](int entry) {
@@ -147,8 +148,9 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
   const WarpLength length(slice.length);
   const std::int64_t source = row_of(args.split_t, slice), source_head = lane.at(source);
   const float score_src = input.score_src[source_head];
-  float v[kLaneFeatures];
-  lane.load(v, input.v, source);
+  // Not of a source without entries, which may be NaN: lanes go on to the longest slice of their warp.
+  float v[kLaneFeatures] = {};
+  if (slice.length > 0) lane.load(v, input.v, source);
   const auto rows = lane.gather(args.grad);
 
   const auto column = [&](int entry) {

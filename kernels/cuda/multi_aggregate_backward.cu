@@ -336,7 +336,8 @@ __global__ void __launch_bounds__(kQuadThreads)
   }
 
   const std::int64_t col = row_of(args.split_t, slice);
-  if (kEdges != EdgeTerm::kRow && args.slope != nullptr) {
+  // Nothing multiplies the features of a source without entries: they may be NaN.
+  if (kEdges != EdgeTerm::kRow && args.slope != nullptr && slice.length > 0) {
     A x[kQuad];
     quad.load(static_cast<const T*>(input.x_src.data) + col * input.x_src.stride, x);
 #pragma unroll

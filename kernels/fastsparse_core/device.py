@@ -36,6 +36,11 @@ def unusable_gpu() -> str:
     )
 
 
+def script_uses_gpu() -> bool:
+    """Whether this process has used a GPU that the kernels can use."""
+    return _HAS_CUDA_KERNELS and torch.cuda.is_initialized()
+
+
 def usable_device(device: torch.device | str | int) -> torch.device:
     """The device that an argument ``device`` names, with its index.
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,3 +62,35 @@ def tell(logger: logging.Logger, framework: str, layer: str, reason: Reason) -> 
         warn_once(f"{message}, which is slower: {reason.message}. {reason.cure}")
     else:
         info_once(logger, f"{message}: {reason.message}")
+
+
+def run(
+    tell: Callable[[str, Reason], None],
+    layer: str,
+    reason: Reason,
+    call: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Calls the framework's implementation, then tells the user.
+
+    If the call raises, its error is enough. A call that runs out of memory is told nevertheless: the kernels
+    may need less.
+
+    Args:
+        tell: :func:`tell` of a plugin.
+        layer: name of the layer's class.
+        reason: why the kernels do not run.
+        call: the framework's implementation.
+        args: its arguments.
+        kwargs: its arguments by name.
+    """
+    try:
+        out = call(*args, **kwargs)
+    except (MemoryError, RuntimeError) as error:
+        is_out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if is_out_of_memory or "allocate memory" in str(error):  # on the CPU it is a RuntimeError
+            tell(layer, reason)
+        raise
+    tell(layer, reason)
+    return out

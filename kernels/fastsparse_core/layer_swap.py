@@ -7,6 +7,7 @@ second place in the model.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -194,6 +195,15 @@ def swap(
         module.__class__ = found
         return ""
     return reason
+
+
+def second_object(layer: Module) -> Module:
+    """Another object of a layer, of its class and with the same parameters and buffers."""
+    twin = object.__new__(type(layer))
+    twin.__dict__ = {
+        name: copy.copy(value) if type(value) is dict else value for name, value in vars(layer).items()
+    }
+    return twin
 
 
 def restore(model: Module, drop_ins: DropIns) -> None:

@@ -272,6 +272,7 @@ def test_tensor_cores_gather_a_row_per_vector() -> None:
         ("adjacency", "--graphs pubmed --budget-ms 1", 4, [4]),
         ("cpu", "--graphs pubmed --width 16 --rounds 2", 6, [6]),
         ("pna", "--width 16 --budget-ms 1", 8, [4]),
+        ("large", "--scale 0.00002 --width 8 --steps 1", 4, [4]),
         ("segments", "--graphs pubmed --widths 3 --budget-ms 1", 2 * 2 * 4 * 2 * 3, [2 * 2 * 4] * 2),
         ("typed", "--scale 0.0001 --budget-ms 1", 16, [8]),
         (
@@ -292,7 +293,7 @@ def test_tensor_cores_gather_a_row_per_vector() -> None:
 def test_every_cell_is_right_and_in_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, arguments: str, cells: int, rows: list[int]
 ) -> None:
-    if name in ("cpu", "pna", "typed", "enabled"):
+    if name in ("cpu", "pna", "large", "typed", "enabled"):
         pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
     from benchmarks import pna
 

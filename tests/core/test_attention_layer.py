@@ -458,3 +458,30 @@ def test_weights_of_maps_are_stacked(given, features, bias):
     call = SimpleNamespace(dtype=given, widths=(24,) * 2)
     assert stacked(call, [weights[0].t().contiguous().t(), weights[1]]) is None or features == 1
     assert stacked(call, [weights[0], weights[1][:, 1:]]) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("heads", "dtype"), [(1, torch.float64), (3, torch.float64), (4, torch.float32)])
+def test_features_as_they_are(heads: int, dtype: torch.dtype, device: str):
+    """Without linear maps, as in a message that someone wrote by hand."""
+    if device == "cuda" and dtype == torch.float64:
+        pytest.skip("the kernel has no float64")
+    adj, options = structure(device), {"dtype": dtype, "device": device}
+    torch.manual_seed(0)
+    leaves = [torch.randn(70, 4 * heads, **options), *(torch.randn(1, heads, 4, **options) for _ in "12")]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    found = []
+    for is_one in (True, False):
+        x, *vectors = leaves
+        if is_one:
+            out = attention_layer(ADDITIVE, adj, x, (), vectors, None, heads=heads, scale=0.2)
+            assert out is not None
+            assert "AttentionLayer" in str(out.grad_fn)
+        else:
+            src, dst = head_scores(x, *vectors)
+            out = additive_attention(adj, dst, src, x, 0.2)
+        first = torch.autograd.grad(out.sin().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(grad.cos().sum() for grad in first), leaves)
+        found.append([out, *first, *second])
+    for one, other in zip(*found, strict=True):
+        assert relative_error(one, other) <= (1e-11 if dtype == torch.float64 else 1e-5)

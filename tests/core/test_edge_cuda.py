@@ -22,8 +22,6 @@ SHIM = """
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(n)
-#define __expf expf
-#define __logf logf
 struct Place { int x, y; };
 static Place threadIdx, blockIdx, blockDim, gridDim;
 template <typename A, typename B> static A bits_as(B b) { A a; std::memcpy(&a, &b, sizeof a); return a; }
@@ -80,11 +78,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         )  # type: ignore[func-returns-value, arg-type]
 
     monkeypatch.setattr(_edge_cuda, "kernel_of", compiled)
-    monkeypatch.setattr(
-        edge_expression._Call,
-        "_has_cuda_source",
-        lambda self, wanted, tensors: _edge_cuda.supports(self.leaves, wanted, [x.dtype for x in tensors]),
-    )
+    monkeypatch.setattr(edge_expression, "_are_on_gpu", lambda _: True)
     monkeypatch.setattr(edge_expression, "_num_warps", lambda *_: 8)
 
 
@@ -126,3 +120,28 @@ def test_sources_compute_what_operators_do(name: str, monkeypatch: pytest.Monkey
 )
 def test_widths_and_dtypes(width: int, dtype: torch.dtype, tolerance: float) -> None:
     check("mlp", "sum", width, dtype, tolerance)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", ["scalars", "mlp"])
+def test_softmax_has_kernels_of_one_language(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of numbers come from Triton, whose exp differs in its last bits."""
+    expression, places = CASES[name]
+    adj = graph("cpu")
+    tensors = tensors_of(places, adj, 128, torch.float32)
+    languages: list[bool] = []
+
+    def launch(call: Any, part: str, rows: Any, tensors: Any, outs: Any, *rest: Any) -> None:
+        wanted = rest[1] if len(rest) > 1 else ()
+        languages.append(call._has_cuda_source(wanted, tensors))
+
+    monkeypatch.setattr(edge_expression._Call, "launch", launch)
+    kinds = tuple(place.split()[0] for place in places)
+    edge_expression.edge_expression(adj, expression, kinds, tensors, how).sum().backward()
+    if name == "mlp":
+        tensors[2].requires_grad_(False)  # nor of mapped features
+        languages.clear()
+        edge_expression.edge_expression(adj, expression, kinds, tensors, how).sum().backward()
+    assert len(languages) == 3
+    assert languages[0] == (name == "mlp" or how != "softmax")
+    assert how != "softmax" or len(set(languages)) == 1

@@ -90,7 +90,7 @@ def in_use(graph: Any, device: str) -> Any:
     """The structure on the device; where there is memory this process has used it."""
     graph.ndata.pop("h")
     if device == "meta":
-        graph._graph = fastsparse_dgl.hooks.device_graph.place(graph._graph, torch.device(device))
+        graph._graph = fastsparse_dgl.device_graph.place(graph._graph, torch.device(device))
         return graph
     graph = graph.to(device)
     graph.ndata["x"] = torch.ones(30, 4, device=device)

@@ -77,6 +77,112 @@ def test_blocks_arrive_on_the_device(sampler: str, place: str, device: str) -> N
     assert count == 3
 
 
+LOADERS = ("DataLoader", "GraphDataLoader", "NeighborSampler", "MultiLayerFullNeighborSampler")
+
+
+def test_loaders_are_replaced_wherever_they_were_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[__name__]
+    before = {name: getattr(dgl.dataloading, name) for name in LOADERS}
+    for name, original in before.items():
+        monkeypatch.setattr(module, f"imported_{name}", original, raising=False)
+    with enabled():
+        for name in LOADERS:
+            assert getattr(dgl.dataloading, name) is getattr(fastsparse_dgl, name)
+            assert vars(module)[f"imported_{name}"] is getattr(fastsparse_dgl, name)
+        assert dgl.dataloading.MultiLayerNeighborSampler is fastsparse_dgl.NeighborSampler
+        assert fastsparse_dgl.NeighborSampler.__mro__[1] is before["NeighborSampler"]
+    for name, original in before.items():
+        assert getattr(dgl.dataloading, name) is vars(module)[f"imported_{name}"] is original
+    monkeypatch.setenv("FASTSPARSE_DISABLE", "loaders")
+    with enabled():
+        assert fastsparse_dgl.is_enabled()
+        assert {name: getattr(dgl.dataloading, name) for name in LOADERS} == before
+
+
+def test_all_neighbours_are_those_of_dgl() -> None:
+    graph = graph_with_data()
+    seeds = torch.tensor([3, 17, 4])
+    original = dgl.dataloading.MultiLayerFullNeighborSampler(2, prefetch_node_feats=["h"])
+    with enabled():
+        sampler = dgl.dataloading.MultiLayerFullNeighborSampler(2, prefetch_node_feats=["h"])
+        assert type(sampler) is not type(original)
+        assert isinstance(sampler, type(original))
+        found = sampler.sample(graph, seeds)
+    expected = original.sample(graph, seeds)
+    assert torch.equal(found[0].sort().values, expected[0].sort().values)
+    assert torch.equal(found[1], expected[1])
+    for mine, theirs in zip(found[2], expected[2], strict=True):
+        assert mine.num_dst_nodes() == theirs.num_dst_nodes()
+        assert torch.equal(mine.edata[dgl.EID].sort().values, theirs.edata[dgl.EID].sort().values)
+
+
+def test_samplers_of_the_script_keep_their_methods(monkeypatch: pytest.MonkeyPatch, reasons: Any) -> None:
+    """Also where batches would be drawn on a GPU, which calls none of them."""
+    graph = graph_with_data()
+    with enabled():
+
+        class Counting(dgl.dataloading.NeighborSampler):  # type: ignore[misc, name-defined]
+            calls = 0
+
+            def sample_blocks(self, *args: Any, **kwargs: Any) -> Any:
+                self.calls += 1
+                return super().sample_blocks(*args, **kwargs)
+
+        monkeypatch.setattr(
+            "fastsparse_dgl.dataloading.dataloader.usable_device", lambda _: torch.device("cuda", 0)
+        )
+        monkeypatch.setattr(dgl.dataloading.dataloader, "_get_device", lambda _: torch.device("cpu"))
+        sampler = Counting([2])
+        loader = dgl.dataloading.DataLoader(graph, torch.arange(12), sampler, device="cuda", batch_size=5)
+        assert len(list(loader)) == sampler.calls == 3
+        assert "Counting has a method sample_blocks of its own" in reasons.text
+        sampler = dgl.dataloading.NeighborSampler([2])
+        loader = dgl.dataloading.DataLoader(graph, Seeds(), sampler, device="cuda")
+        assert [len(outputs) for _, outputs, _ in loader] == [3, 2]
+        assert "indices is a Seeds" in reasons.text
+
+
+class Seeds(list):  # type: ignore[type-arg]
+    """A dataset of seeds, which DGL takes as it is."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        super().__init__([torch.arange(3), torch.arange(2)])
+
+
+def test_graphs_are_stored_and_follow_the_script_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = [graph_with_data() for _ in range(5)]
+    module = "fastsparse_dgl.dataloading.graph_data_loader"
+    with enabled():
+        loader = dgl.dataloading.GraphDataLoader(graphs, batch_size=2, num_workers=2)
+        assert loader._graphs is not None
+        assert [batch.batch_size for batch in loader] == [2, 2, 1]
+        monkeypatch.setattr(f"{module}.script_uses_gpu", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        held = [False, True]
+        monkeypatch.setattr(f"{module}.dgl_can_hold", lambda device: held.pop(0))
+        assert str(next(iter(loader)).device) == "cpu"
+        loader._current = lambda: None
+        next(iter(loader))
+        assert loader.device == torch.device("cuda", 0)
+        assert loader._graphs is None
+        kept = dgl.dataloading.GraphDataLoader(graphs, batch_size=2, device="cpu")
+        assert str(next(iter(kept)).device) == "cpu"
+    outside = fastsparse_dgl.GraphDataLoader(graphs, batch_size=2)
+    assert str(next(iter(outside)).device) == "cpu"
+
+
+@pytest.mark.gpu
+def test_graphs_follow_the_script_to_the_gpu() -> None:
+    torch.ones(1, device="cuda")
+    with enabled_for("cuda:0"):
+        loader = dgl.dataloading.GraphDataLoader([graph_with_data() for _ in range(4)], batch_size=2)
+        for batch in loader:
+            assert batch.device.type == batch.ndata["h"].device.type == "cuda"
+            assert batch.to("cuda") is not None
+
+
 def test_loader_of_edges(device: str) -> None:
     graph = graph_with_data().to(device)
     sampler = dgl.dataloading.as_edge_prediction_sampler(
@@ -148,7 +254,7 @@ def test_spawned_processes_enable_it_themselves(enables: bool) -> None:
     dgl.ndarray.DGLContext.STR2MASK.setdefault("meta", 2)
     with enabled(_devices=("meta",)):
         graph = homogeneous()
-        index = fastsparse_dgl.hooks.device_graph.place(graph._graph, torch.device("meta"))
+        index = fastsparse_dgl.device_graph.place(graph._graph, torch.device("meta"))
         pickled = pickle.dumps(index)
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()

@@ -469,6 +469,27 @@ def test_values_that_nobody_gave_have_the_default_dtype(device):
         torch.set_default_dtype(before)
 
 
+def test_moves_and_casts_of_the_storage(device):
+    matrix = example(device)
+    storage = matrix.storage
+    halves = storage.type(torch.float16)
+    assert isinstance(halves, torch_sparse.SparseStorage)
+    assert halves.value().dtype == torch.float16
+    assert storage.type_as(halves.value()).value().dtype == torch.float16
+    for moved in (
+        storage.to_device("cpu"),
+        storage.device_as(torch.ones(1)),
+        matrix.to_device("cpu").storage,
+    ):
+        assert moved.device.type == "cpu"
+        assert torch.equal(moved.col(), storage.col().cpu())
+    shared = example("cpu").storage
+    assert not shared.is_shared()
+    assert shared.share_memory_() is shared
+    assert shared.is_shared()
+    assert not shared.is_pinned()
+
+
 def test_parts(device):
     matrix = example(device)
     dense = matrix.to_dense()
@@ -595,12 +616,24 @@ from torch_sparse import SparseTensor, matmul
 from torch_sparse.matmul import matmul as of_submodule, spmm
 from torch_sparse.mul import mul_nnz
 from torch_sparse.spmm import spmm as of_entries
-try:
-    from torch_sparse.sample import sample_adj
-except ImportError as error:
-    assert "torch_sparse.sample_adj: fastsparse_pyg.compat does not provide it" in str(error)
-else:
-    raise AssertionError("sample_adj")
+for name, use in {
+    "sample.sample_adj": "install pyg-lib",
+    "metis.weight2metis": "install pyg-lib",
+    "matmul.spmm_sum": "use torch_sparse.matmul(src, other, reduce='sum')",
+    "matmul.spspmm_add": "use torch_sparse.matmul(src, other, reduce='add')",
+    "cat.cat_first": "use torch_sparse.cat(tensors, dim=0)",
+    "narrow.__narrow_diag__": "use torch_sparse.narrow",
+    "storage.get_layout": "pass layout=",
+    "tensor.to_scipy": "use the method SparseTensor.to_scipy",
+    "utils.index_sort": "use torch_geometric.utils.index_sort",
+}.items():
+    module, _, function = name.partition(".")
+    try:
+        exec(f"from torch_sparse.{module} import {function}")
+    except ImportError as error:
+        assert f"{function}: fastsparse_pyg.compat does not provide it; {use}" in str(error), error
+    else:
+        raise AssertionError(name)
 
 from fastsparse_pyg import FastGCNConv, FastSAGEConv, prepare
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 from torch_geometric.nn import GCNConv, GINConv, SAGEConv
-from torch_geometric.nn.aggr import SumAggregation
+from torch_geometric.nn.aggr import MedianAggregation, SumAggregation
 
 from fastsparse_core import Adjacency
 from fastsparse_pyg import (
@@ -153,6 +153,30 @@ def test_unsupported_aggregations(aggr, reasons):
     assert "has no kernel. The page 'Layers' of the documentation lists" in record.message
     adj = Adjacency.from_coo(edge_index[1], edge_index[0], (20, 20))
     close(layer(x, adj), reference(x, edge_index))
+
+
+def _refuses():
+    raise RuntimeError("expected something else")
+
+
+def _needs_a_full_gpu():
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_told"),
+    [(_refuses, False), (_needs_a_full_gpu, True), (lambda: torch.empty(1 << 50, dtype=torch.uint8), True)],
+    ids=["refused", "GPU", "CPU"],
+)
+def test_calls_that_run_out_of_memory_say_that_a_kernel_is_missing(fault, is_told, reasons):
+    class Median(MedianAggregation):
+        def forward(self, *args, **kwargs):
+            return fault()
+
+    layer = FastSAGEConv(4, 6, aggr=Median())
+    with pytest.raises(RuntimeError):
+        layer(torch.randn(20, 4), random_graph(20, num_edges=50))
+    assert ("FastSAGEConv falls back to PyG's implementation" in reasons.text) == is_told
 
 
 @pytest.mark.parametrize("aggr", ["mean", "max"])

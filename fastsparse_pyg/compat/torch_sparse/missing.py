@@ -1,4 +1,4 @@
-"""Samplers and partitioners of torch_sparse, which are not there: they say so when they are asked for."""
+"""Names of torch_sparse that are not there: they say so, and what to use, when they are asked for."""
 
 from __future__ import annotations
 
@@ -22,17 +22,38 @@ OPERATORS = (
     "neighbor_sample",
     "temporal_neighbor_sample",
 )
+_SAMPLERS = (
+    "install pyg-lib, whose samplers and partitioners PyG takes before torch-sparse's, or torch-sparse itself"
+)
+#: Functions of submodules that have no name in torch_sparse, and what to use.
+_SUBSTITUTES = {
+    "cat.cat_first": "use torch_sparse.cat(tensors, dim=0)",
+    "cat.cat_second": "use torch_sparse.cat(tensors, dim=1)",
+    **{
+        f"matmul.{product}_{reduce}": f"use torch_sparse.matmul(src, other, reduce={reduce!r})"
+        for product, reduces in (("spmm", "sum add mean min max"), ("spspmm", "sum add"))
+        for reduce in reduces.split()
+    },
+    "metis.weight2metis": _SAMPLERS,
+    "narrow.__narrow_diag__": "use torch_sparse.narrow, one dimension after the other",
+    "storage.get_layout": "pass layout='coo', 'csr' or 'csc'",
+    **{
+        f"tensor.{method}": f"use the method SparseTensor.{method}"
+        for method in ["cpu", "cuda", "from_scipy", "is_shared", "share_memory_", "to", "to_scipy"]
+    },
+    "utils.index_sort": "use torch_geometric.utils.index_sort",
+    "utils.is_scalar": "use isinstance(value, (int, float))",
+}
+_BY_NAME = {full.partition(".")[2]: full for full in _SUBSTITUTES}
 
 
 def refuse(name: str) -> NoReturn:
-    """Raises ImportError: samplers and partitioners have to come from another package."""
-    raise ImportError(
-        f"torch_sparse.{name}: fastsparse_pyg.compat does not provide it; install pyg-lib, whose samplers "
-        "and partitioners PyG takes before torch-sparse's, or torch-sparse itself"
-    )
+    """Raises ImportError that says what to use."""
+    use = _SUBSTITUTES.get(name, _SAMPLERS)
+    raise ImportError(f"torch_sparse.{name}: fastsparse_pyg.compat does not provide it; {use}")
 
 
 def __getattr__(name: str) -> NoReturn:
-    if name in (*METHODS, *OPERATORS):
-        refuse(name)
+    if name in (*METHODS, *OPERATORS, *_BY_NAME):
+        refuse(_BY_NAME.get(name, name))
     raise AttributeError(f"module 'torch_sparse' has no attribute {name!r}")

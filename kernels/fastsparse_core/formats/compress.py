@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -9,6 +12,10 @@ from fastsparse_core import _C
 from fastsparse_core.device import device_index, place_of, queue
 
 INT32_MAX = 2**31 - 1
+#: Entries that are looked at, or sorted, at a time where all at once would take too much memory.
+_PIECE_ENTRIES = 2**26
+#: Bytes of scratch up to which a sort is one.
+_MOST_SCRATCH = 2**32
 
 
 def compress(
@@ -169,6 +176,27 @@ def reverse_entries(rowptr: Tensor, col: Tensor, edge_id: Tensor | None) -> Tens
         queue=stream,
     )
     return out
+
+
+def row_pieces(rowptr: Tensor, col: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """Compressed rows in pieces of some tens of millions of entries.
+
+    Args:
+        rowptr: int64 (num_rows + 1,), ascending from 0 to the number of entries.
+        col: (num_edges,).
+
+    Yields:
+        the first row of a piece, the row behind its last, the columns of its entries.
+    """
+    num_rows, num_edges = rowptr.numel() - 1, col.numel()
+    wanted = torch.tensor(range(_PIECE_ENTRIES, num_edges, _PIECE_ENTRIES), device=rowptr.device)
+    cuts = torch.searchsorted(rowptr, wanted.long()).tolist()
+    first, ends = 0, sorted({*cuts, num_rows})
+    starts = rowptr[torch.tensor([0, *ends], device=rowptr.device)].tolist()
+    for end, (start, stop) in zip(ends, pairwise(starts), strict=True):
+        if end > first:
+            yield first, end, col[start:stop]
+        first = end
 
 
 def expand_rows(rowptr: Tensor, num_edges: int) -> Tensor:

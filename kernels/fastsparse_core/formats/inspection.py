@@ -10,6 +10,7 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.content import check_content
 from fastsparse_core.device import device_index, queue
+from fastsparse_core.formats.compress import expand_rows, row_pieces
 from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 
 #: Words that the kernels write, in the order of EdgeFact in kernels/include/fastsparse/views.h.
@@ -67,6 +68,8 @@ class IndexFacts(NamedTuple):
     most_row: int
     most_col: int
     checksum: int
+    cols_descend: bool = False
+    has_loops: bool = False
 
 
 def inspect_indices(row: Tensor, col: Tensor, *, square: bool) -> IndexFacts:
@@ -101,7 +104,33 @@ def inspect_indices(row: Tensor, col: Tensor, *, square: bool) -> IndexFacts:
         device=index,
         queue=queue(index),
     )
-    return IndexFacts(words[0] % _SIGNED_TO_UNSIGNED, words[1] % _SIGNED_TO_UNSIGNED, words[5])
+    return IndexFacts(
+        words[0] % _SIGNED_TO_UNSIGNED,
+        words[1] % _SIGNED_TO_UNSIGNED,
+        words[5],
+        bool(words[4]),
+        bool(words[10]),
+    )
+
+
+def inspect_square_rows(rowptr: Tensor, col: Tensor) -> IndexFacts:
+    """Looks at the entries of valid compressed rows of a square structure, in pieces.
+
+    Its checksum, 0 of a structure that equals its transpose, is a sum of 64-bit hashes: it is 0 with a chance
+    of 2^-64 for another one.
+
+    Args:
+        rowptr: int64 (num_rows + 1,), contiguous.
+        col: int32 (num_edges,), contiguous.
+    """
+    most_row, most_col, checksum, descend, loops = 0, 0, 0, False, False
+    for first, last, part in row_pieces(rowptr, col):
+        rows = rowptr[first : last + 1] - rowptr[first]
+        found = inspect_indices(expand_rows(rows, part.numel()).add_(first), part, square=True)
+        most_row, most_col = max(most_row, found.most_row), max(most_col, found.most_col)
+        checksum += found.checksum
+        descend, loops = descend or found.cols_descend, loops or found.has_loops
+    return IndexFacts(most_row, most_col, checksum % _SIGNED_TO_UNSIGNED, descend, loops)
 
 
 def inspect_edges(row: Tensor, col: Tensor, num_rows: int, longest: int, *, square: bool) -> Inspection:

@@ -60,7 +60,7 @@ def attention_layer(
         score: :data:`ADDITIVE`, :data:`GATV2` or :data:`DOT_PRODUCT`.
         adj: square structure.
         x: features (N, F) of sources and destinations.
-        maps: linear layers, as `score` says.
+        maps: linear layers, as `score` says; none: additive attention between the features as they are.
         vectors: learned vectors of the heads, as `score` says.
         bias: of the result; None: 0.
         heads: number of heads.
@@ -99,13 +99,15 @@ def attention_layer(
             biases.append(map_bias)
     if biases and len(biases) < len(weights):
         return None
+    if not maps:
+        sizes = [x.shape[1]]
     of_edges: Any = ()
     if edges is not None:
         of_edges = _edges(score, adj, edges, heads, sizes[0], kind)
         if of_edges is None:
             return None
     tensors = [*vectors, *weights, *biases]
-    device, dtype, weight_dtype = x.device, x.dtype, weights[0].dtype
+    device, dtype, weight_dtype = x.device, x.dtype, tensors[len(vectors) if weights else 0].dtype
     for vector in vectors:
         if vector.numel() != sizes[0]:
             return None
@@ -120,6 +122,8 @@ def attention_layer(
     if device != adj.col.device:
         return None
     records = torch.is_grad_enabled()
+    if records and not maps:
+        records = x.requires_grad or any(vector.requires_grad for vector in vectors)
     learns = True
     for weight in weights:
         learns &= weight.requires_grad
@@ -230,7 +234,7 @@ def _plan(
 
 def _attend(
     call: LayerCall, x: Tensor, bias: Tensor | None, edges: LayerEdges | None, tensors: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Any, ...]]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, tuple[Any, ...]]:
     """The result; features and weight as they were multiplied, and their product; more to keep."""
     vectors, features = tensors[: call.num_vectors], x if x.dtype == call.dtype else x.to(call.dtype)
     joint, matrix = _project(call, features, tensors)
@@ -288,9 +292,11 @@ def _attend_at_once(
     return out, (state, scores)
 
 
-def _project(call: LayerCall, features: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """The linear maps' results side by side, and the weight of the one product that gives them."""
+def _project(call: LayerCall, features: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
+    """The linear maps' results side by side, and the weight of the one product that gives them, if any."""
     maps, count = tensors[call.num_vectors :], len(call.widths)
+    if not maps:
+        return features, None
     if count > 1 and features.is_cuda and not torch.is_grad_enabled():
         joined = stacked(call, maps)
         if joined is not None:
@@ -347,7 +353,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     num_vectors, num_maps = call.num_vectors, len(call.widths)
     vectors, kept = rest[:num_vectors], rest[num_vectors:]
     maps, _ = ctx.maps
-    has_biases, weight_dtype = len(maps) > num_maps, maps[0].dtype
+    has_biases, weight_dtype = len(maps) > num_maps, (maps or vectors)[0].dtype
     if not is_first_derivative(grad):
         of_bias = sum_of_rows(grad, ctx.bias_dtype) if needs_bias else None
         return _second_gradients(ctx, grad, features, edges, vectors, of_bias)
@@ -371,6 +377,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             found = differentiate(*operands)
         grad, grad_vectors, sum_of_grad, sums = found
         grad_bias = grad_bias if sum_of_grad is None else sum_of_grad
+    if not maps:
+        return grad if needs_x else None, grad_bias, *of_edges, *grad_vectors
     grad_x = torch.mm(grad, matrix) if needs_x else None
     left = grad.t()
     is_same = grad.dtype == weight_dtype

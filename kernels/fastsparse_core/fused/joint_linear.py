@@ -22,12 +22,13 @@ _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 )
 
 
-def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
+def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear, weight: str = "weight") -> bool:
     """Whether a linear layer is its weight and bias alone, so that its product may be taken elsewhere.
 
     Args:
         module: the layer.
         kind: the class of linear layers that the framework has.
+        weight: name of the layer's weight.
     """
     state = module.__dict__  # attributes of a module take four times as long
     return type(module) is kind and not (
@@ -37,7 +38,7 @@ def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> boo
         or state["_backward_pre_hooks"]
         or "forward" in state
         or any(_GLOBAL_HOOKS)
-        or "weight" not in module._parameters  # of replicas of DataParallel: a plain attribute
+        or weight not in module._parameters  # of replicas of DataParallel: a plain attribute
     )
 
 

@@ -1062,6 +1062,10 @@ class Planner:
         if not isinstance(scores, _Sum) or rows.edge is not None:
             return None
         scores, v = self._settled(scores), self._settled(rows).src
+        ends = [scores.dst, scores.src]
+        if scores.edge is None and all(end is not None and end.target is terms.scores for end in ends):
+            operands = (*[part for end in ends for part in end.args], v, slope, p, heads)
+            return self._kernel("additive_attention", terms.by_attention_layer, *operands)
         operands = (scores.dst, scores.src, scores.edge, v, slope, p, heads)
         return self._kernel("additive_attention", terms.by_additive_attention, *operands)
 

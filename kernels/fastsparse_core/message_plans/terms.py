@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastsparse_core.fused.attention_layer import ADDITIVE, attention_layer
 from fastsparse_core.message_plans.ends import EdgeEnd, fits_softmax, gather, reduce, softmax_of_edges
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
 from fastsparse_core.ops._edge_rows import lift
@@ -134,6 +135,40 @@ def by_additive_attention(
     rows = v.reshape(v.size(0), heads, v.shape[1:].numel() // heads)
     out = additive_attention(_adjacency(found), score_dst, score_src, rows, slope, bias, p)
     return out.reshape(-1, *v.shape[1:])
+
+
+def by_attention_layer(
+    found: Edges,
+    x_dst: Tensor,
+    att_dst: Tensor,
+    x_src: Tensor,
+    att_src: Tensor,
+    v: Tensor,
+    slope: float,
+    p: float,
+    heads: int,
+) -> Tensor:
+    """GAT's attention, whose scores are :func:`scores` of both ends, as one node of autograd's graph."""
+    adj = _adjacency(found)
+    if x_dst is x_src is v and type(adj) is Adjacency and adj.num_dst == adj.num_src:
+        rows = _without_isolated(adj, v.flatten(1))
+        width = rows.size(1) // heads
+        vectors = [att.reshape(-1, width).expand(heads, width).unsqueeze(0) for att in (att_src, att_dst)]
+        out = attention_layer(ADDITIVE, adj, rows, (), vectors, None, heads=heads, scale=slope, dropout_p=p)
+        if out is not None:
+            return out.reshape(-1, *v.shape[1:])
+    of_ends = (scores(x_dst, att_dst), scores(x_src, att_src))
+    return by_additive_attention(found, *of_ends, None, v, slope, p, heads)
+
+
+def _without_isolated(adj: Adjacency, x: Tensor) -> Tensor:
+    """The rows, 0 where a node has no edges: whatever such rows hold must not reach a vector's gradient."""
+    if not adj.has_empty_rows():
+        return x
+    find = lambda: adj.is_empty_row() & (adj.out_degree() == 0)  # noqa: E731
+    is_isolated = adj.derived("fastsparse_core.isolated", find)
+    has_some = adj.derived("fastsparse_core.has_isolated", lambda: (bool(is_isolated.any()),))[0]
+    return x.masked_fill(is_isolated.unsqueeze(1), 0.0) if has_some else x
 
 
 def by_attention(

@@ -152,10 +152,13 @@ class _EdgeExpression(torch.autograd.Function):
         outs = [tensors[0].new_empty((adj.num_dst, width), dtype=dtype)]
         if how in KEEPS:
             outs.append(outs[0].new_empty(outs[0].shape, dtype=acc if how == "softmax" else torch.int32))
+        # Softmax's backward pass recomputes messages: another compiler's exp would change large ones by more
+        # than 1, so that the weights would be others.
+        same = [n for n, needs in enumerate(ctx.needs_input_grad[5:]) if needs] if how == "softmax" else []
+        ctx.call = call = call._replace(same=tuple(same))
         parts = call.launch("forward", adj, tensors, outs)
         if parts is not None:
             _combine(how, adj, outs, parts)
-        ctx.call = call
         kept = {"out": outs[0], "aux": outs[-1]}
         ctx.save_for_backward(*tensors, *(kept[name] for name in KEEPS.get(how, ())))
         return outs[0]
@@ -200,6 +203,8 @@ class _Call(NamedTuple):
     how: str
     width: int
     acc: torch.dtype
+    #: Leaves whose gradients come from kernels of the same language as the result.
+    same: tuple[int, ...] = ()
 
     def gradients(
         self,
@@ -290,7 +295,10 @@ class _Call(NamedTuple):
         return parts if split.num_slots else None
 
     def _has_cuda_source(self, wanted: Sequence[int], tensors: Sequence[Tensor]) -> bool:
-        return tensors[0].is_cuda and _edge_cuda.supports(self.leaves, wanted, [x.dtype for x in tensors])
+        all_wanted = sorted({*wanted, *self.same})
+        return _are_on_gpu(tensors) and _edge_cuda.supports(
+            self.leaves, all_wanted, [x.dtype for x in tensors]
+        )
 
     def _launch_cuda(
         self,
@@ -340,6 +348,10 @@ class _Call(NamedTuple):
     def _programs(self, rows: Adjacency, has_sums: bool) -> int:
         most = _PROGRAMS_WITH_SUMS if has_sums else _PROGRAMS
         return max(min(rows.first_row_split.slices.size(0), most * rows.gpu.num_sms), 1)
+
+
+def _are_on_gpu(tensors: Sequence[Tensor]) -> bool:
+    return tensors[0].is_cuda
 
 
 def _num_warps(rows: Adjacency, has_sums: bool) -> int:

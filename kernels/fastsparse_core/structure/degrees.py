@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastsparse_core.formats.compress import expand_rows, row_pieces
 from fastsparse_core.structure.row_formats import RowFormats
 
 
@@ -37,6 +38,18 @@ class Degrees(RowFormats):
     def is_empty_row(self) -> Tensor:
         """Which destinations have no edge, bool (num_dst,)."""
         return self._of_rows.get("is_empty_row", lambda: self.in_degree() == 0)
+
+    def loop_count(self) -> Tensor:
+        """Number of entries of every row whose column is the row itself, int64 (num_dst,)."""
+        return self._built.get("loop_count", self._loop_count)
+
+    def _loop_count(self) -> Tensor:
+        count = torch.zeros(self.num_dst, dtype=torch.int64, device=self.device)
+        for first, last, col in row_pieces(self.rowptr, self.col):
+            row = expand_rows(self.rowptr[first : last + 1] - self.rowptr[first], col.numel()).add_(first)
+            loops = row[row == col].long()
+            count.index_add_(0, loops, torch.ones_like(loops))
+        return count
 
     def inv_sqrt_degree(self, dtype: torch.dtype = torch.float32, *, loops: int = 0) -> Tensor:
         r""":math:`d_i^{-1/2}` of the in-degrees, 0 where :math:`d_i = 0`; (num_dst,).

@@ -1,0 +1,138 @@
+"""Exact inference over all nodes of a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from fastsparse_core.exact_inference import Framework, Stage, Tile, infer, small_graph
+from fastsparse_dgl.caching import adjacency_of
+from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.graph import GraphLike
+from fastsparse_dgl.layer_swap import as_drop_in, is_graph_layer
+from fastsparse_dgl.nn import FastGINConv, FastGraphConv, FastSAGEConv
+from fastsparse_dgl.nn.base import AggregationMixin
+
+
+def inference(
+    model: Module | list[Any] | tuple[Any, ...],
+    graph: GraphLike,
+    feat: Any,
+    *,
+    device: torch.device | str | None = None,
+    rows: Tensor | None = None,
+    out: Any = None,
+    memory: int | None = None,
+    tile: int | None = None,
+    group: Any = None,
+) -> Any:
+    """Computes ``model(graph, feat)`` in evaluation mode for graphs that are too large for that.
+
+    Each layer is computed for all nodes, or for all that the wanted ones need, before the next: nothing is
+    sampled, and the results are those of the full forward pass up to rounding. Destinations come in tiles
+    that fit into the memory. Features and results of layers stay on the device where they fit, else on the
+    host. No gradients are recorded.
+
+    The model has to be a loop over its graph layers with normalisation, activation and dropout between them,
+    heads of attention being concatenated, and averaged or concatenated behind the last layer. What it
+    computes there is found out on a small graph. For others give the layers as a list, with functions of rows
+    between them.
+
+    Args:
+        model: module, or list of graph layers and functions.
+        graph: DGLGraph with one node type and one edge type, or an ``Adjacency``, on ``device`` or on the
+            CPU.
+        feat: floating (N, F) tensor or NumPy array, likewise, possibly a memory-mapped file.
+        device: where layers are computed; None: where the model is.
+        rows: nodes whose results are wanted, int64 (R,) or a bool mask (N,); None: all.
+        out: floating tensor or NumPy array (R, ...) that takes the results, possibly a memory-mapped file;
+            None: a new tensor.
+        memory: bytes of the GPU's memory that may be in use, including what is there already; None: all.
+        tile: most destinations of a tile; None: as many as fit.
+        group: processes among which destinations are divided, for instance
+            ``torch.distributed.group.WORLD`` under ``torchrun``. Each gives the same arguments and gets all
+            results. None: this process alone.
+
+    Returns:
+        The results, (R, ...), on the device if they fit there, else on the CPU; ``out`` if it was given.
+
+    Raises:
+        DGLError: the graph is none, or has several edge types.
+        TypeError: an argument has another type.
+        ValueError: sizes or devices do not fit, or the model cannot be computed layer by layer.
+
+    Example:
+        >>> import dgl, torch
+        >>> from dgl.nn import SAGEConv
+        >>> from fastsparse_dgl import inference
+        >>> layers = [SAGEConv(8, 16, "mean"), torch.relu, SAGEConv(16, 3, "mean")]
+        >>> graph = dgl.graph(([0, 1, 2, 3], [1, 2, 3, 0]))
+        >>> inference(layers, graph, torch.randn(4, 8)).shape
+        torch.Size([4, 3])
+    """
+    adj = adjacency_of(graph, getattr(graph, "device", torch.device("cpu")))
+    options: dict[str, Any] = {"device": device, "rows": rows, "out": out, "memory": memory, "tile": tile}
+    return infer(model, _FRAMEWORK, adj, feat, "feat", group=group, **options)
+
+
+def _call(layer: Any, x: Tensor) -> Tensor:
+    edges, num_nodes = small_graph()
+    small = dgl.graph((edges[0], edges[1]), num_nodes=num_nodes)
+    graph: Any = adjacency_of(small, x.device) if isinstance(layer, AggregationMixin) else small.to(x.device)
+    if is_graph_layer(layer):
+        result: Tensor = layer(graph, x)
+        return result
+    try:
+        return layer(graph, x)  # type: ignore[no-any-return]
+    except Exception:
+        return layer(x, graph)  # type: ignore[no-any-return]
+
+
+def _stage(name: str, layer: Any) -> Stage:
+    fast = as_drop_in(layer)
+    if not isinstance(fast, AggregationMixin):
+        raise ValueError(f"model: expected layers that FastSparse has, got {name}")
+    only_sums = _only_sums(fast)
+
+    def compute(tile: Tile) -> Tensor:
+        # Destinations that come first among the sources are not computed twice.
+        features = (
+            tile.sources if tile.own.data_ptr() == tile.sources.data_ptr() else (tile.sources, tile.own)
+        )
+        result: Tensor = fast(tile.adj, features)
+        return result
+
+    return Stage(name, compute, "columns" if only_sums else "sources", reads_out_degree=True)
+
+
+def _only_sums(layer: Any) -> bool:
+    """Whether a layer sums sources before it does anything else with them."""
+    if isinstance(layer, FastSAGEConv):
+        return layer._aggre_type == "mean" and not layer._transform_first
+    if isinstance(layer, FastGraphConv):
+        return layer._in_feats <= layer._out_feats
+    return isinstance(layer, FastGINConv)
+
+
+def _heads_together(x: Tensor) -> Tensor:
+    return x.flatten(1)
+
+
+def _mean_of_heads(x: Tensor) -> Tensor:
+    return x.mean(1)
+
+
+_FRAMEWORK = Framework(
+    is_layer=lambda item: isinstance(item, Module) and is_graph_layer(item),
+    stage=_stage,
+    call=_call,
+    reshapes=(
+        (None, None),
+        (_heads_together, _mean_of_heads),
+        (_heads_together, _heads_together),
+        (_heads_together, None),
+    ),
+)

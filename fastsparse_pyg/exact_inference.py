@@ -1,0 +1,195 @@
+"""Exact inference over all nodes of a graph."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch_geometric.nn import GCNConv, MessagePassing
+
+from fastsparse_core import Adjacency, spmm
+from fastsparse_core.exact_inference import Framework, Stage, Tile, infer, small_graph
+from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_pyg.graph import resolve, to_edge_index, values_of
+from fastsparse_pyg.layer_swap import as_drop_in
+from fastsparse_pyg.nn import FastGINConv, FastGraphConv, FastSAGEConv
+from fastsparse_pyg.nn.base import REDUCE, FastConv
+
+
+def inference(
+    model: Module | list[Any] | tuple[Any, ...],
+    data: Any,
+    *,
+    device: torch.device | str | None = None,
+    rows: Tensor | None = None,
+    out: Any = None,
+    memory: int | None = None,
+    tile: int | None = None,
+    group: Any = None,
+) -> Any:
+    """Computes ``model(data.x, data.edge_index)`` in evaluation mode for graphs that are too large for that.
+
+    Each layer is computed for all nodes, or for all that the wanted ones need, before the next: nothing is
+    sampled, and the results are those of the full forward pass up to rounding. Destinations come in tiles
+    that fit into the memory. Features and results of layers stay on the device where they fit, else on the
+    host. No gradients are recorded.
+
+    The model has to be a loop over its graph layers with normalisation, activation and dropout between them,
+    such as PyG's ``GraphSAGE``, ``GCN`` and ``GAT`` without jumping knowledge. What it computes there is
+    found out on a small graph. For others give the layers as a list, with functions of rows between them.
+
+    Args:
+        model: module, or list of graph layers and functions.
+        data: object with ``x``, floating (N, F) tensor or NumPy array, on ``device`` or on the CPU, possibly
+            a memory-mapped file; and ``edge_index`` or ``adj_t``: edges (2, E), int32 or int64, a matrix
+            without values, which stands for its edges, or an ``Adjacency``.
+        device: where layers are computed; None: where the model is.
+        rows: nodes whose results are wanted, int64 (R,) or a bool mask (N,); None: all.
+        out: floating tensor or NumPy array (R, ...) that takes the results, possibly a memory-mapped file;
+            None: a new tensor.
+        memory: bytes of the GPU's memory that may be in use, including what is there already; None: all.
+        tile: most destinations of a tile; None: as many as fit.
+        group: processes among which destinations are divided, for instance
+            ``torch.distributed.group.WORLD`` under ``torchrun``. Each gives the same arguments and gets all
+            results. None: this process alone.
+
+    Returns:
+        The results, (R, ...), on the device if they fit there, else on the CPU; ``out`` if it was given.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: sizes or devices do not fit, or the model cannot be computed layer by layer.
+
+    Example:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from torch_geometric.nn.models import GraphSAGE
+        >>> from fastsparse_pyg import inference
+        >>> data = Data(x=torch.randn(4, 8), edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]))
+        >>> inference(GraphSAGE(8, 16, num_layers=2, out_channels=3), data).shape
+        torch.Size([4, 3])
+    """
+    edges = getattr(data, "edge_index", None)
+    if edges is None:
+        edges = getattr(data, "adj_t", None)
+    x = getattr(data, "x", None)
+    if edges is None or x is None:
+        missing = "x" if x is None else "edge_index or adj_t"
+        raise ValueError(
+            f"data: expected features x and edges, got a {type(data).__name__} without {missing}"
+        )
+    if values_of(edges) is not None:
+        raise ValueError("data.adj_t: expected a matrix without edge weights; inference() takes none")
+    place = edges.device() if callable(edges.device) else edges.device
+    adj = resolve(edges, len(x), len(x), place)
+    options: dict[str, Any] = {"device": device, "rows": rows, "out": out, "memory": memory, "tile": tile}
+    return infer(model, _FRAMEWORK, adj, x, "data.x", group=group, **options)
+
+
+def _call(layer: Any, x: Tensor) -> Tensor:
+    edges, _ = small_graph()
+    result: Tensor = layer(x, edges.to(x.device))
+    return result
+
+
+@contextlib.contextmanager
+def _without_caches(modules: Iterable[Module]) -> Iterator[None]:
+    """Layers with ``cached=True`` neither use nor replace what they keep of a graph."""
+    kept = [(module, dict(vars(module))) for module in modules if vars(module).get("cached") is True]
+    try:
+        for module, state in kept:
+            vars(module).update({name: None for name in state if "_cached" in name}, cached=False)
+        yield
+    finally:
+        for module, state in kept:
+            vars(module).clear()
+            vars(module).update(state)
+
+
+def _stage(name: str, layer: Any) -> Stage:
+    if layer.flow != "source_to_target":
+        raise ValueError(f"model: expected flow='source_to_target', got {layer.flow!r} of {name}")
+    if isinstance(layer, GCNConv):
+        return _gcn_stage(name, layer)
+    fast = as_drop_in(layer)
+    if not isinstance(fast, FastConv):
+
+        def by_pyg(tile: Tile) -> Tensor:
+            result: Tensor = layer((tile.sources, tile.own), to_edge_index(tile.adj, layer.flow))
+            return result
+
+        return Stage(name, by_pyg)
+
+    def compute(tile: Tile) -> Tensor:
+        result: Tensor = fast((tile.sources, tile.own), tile.adj)
+        return result
+
+    loops = bool(vars(fast).get("add_self_loops", False))
+    return Stage(name, compute, "columns" if _only_sums(fast) else "sources", adds_loops=loops)
+
+
+def _only_sums(layer: Any) -> bool:
+    """Whether a layer sums sources before it does anything else with them."""
+    if isinstance(layer, FastGINConv):
+        return True
+    if not isinstance(layer, (FastSAGEConv, FastGraphConv)) or type(layer.aggr_module) not in REDUCE:
+        return False
+    width = layer.in_channels[0] if isinstance(layer.in_channels, tuple) else layer.in_channels
+    return not getattr(layer, "project", False) and 0 < width <= layer.out_channels
+
+
+def _gcn_stage(name: str, layer: Any) -> Stage:
+    r"""GCN, which normalises by degrees that a tile does not know, and has loops.
+
+    .. math:: s_i \sum_{j \in N(i)} s_j x_j + c_i s_i^2 x_i
+
+    with :math:`c_i` 1 less the number of loops that :math:`i` has. Without edge weights, PyG's loops weigh 1
+    with ``improved=True``, too.
+    """
+    key = ("GCN", layer.normalize, layer.add_self_loops)
+    has_factors, adds_loops = layer.normalize, layer.normalize and layer.add_self_loops
+
+    def missing_loops(adj: Adjacency) -> Tensor:
+        return 1 - adj.loop_count()
+
+    def factors(adj: Adjacency, dtype: torch.dtype) -> Tensor:
+        degree = adj.in_degree()
+        if adds_loops:
+            degree = degree + missing_loops(adj)
+        return degree.to(dtype).pow_(-0.5).nan_to_num_(posinf=0.0)
+
+    transforms_first = layer.out_channels < layer.in_channels
+
+    def compute(tile: Tile) -> Tensor:
+        sources, own = tile.sources, tile.own
+        if transforms_first:
+            sources = layer.lin(sources)
+            own = sources[: own.size(0)]
+        scales = {}
+        if has_factors:
+            dtype = accumulation_dtype(sources.dtype)
+            scale = tile.graph.numbers((*key, dtype), lambda adj: factors(adj, dtype))
+            scales = {"scale_dst": scale[tile.ids], "scale_src": tile.of_sources(scale)}
+        out = spmm(tile.adj, sources, **scales)
+        if adds_loops:
+            loops = tile.graph.numbers((*key, "loops"), missing_loops)[tile.ids]
+            weight = loops * scales["scale_dst"].square()
+            out = torch.addcmul(out, own.to(out.dtype), weight.to(out.dtype).unsqueeze(1))
+        if not transforms_first:
+            out = layer.lin(out)
+        return out if layer.bias is None else out + layer.bias
+
+    return Stage(name, compute, "sources" if transforms_first else "columns")
+
+
+_FRAMEWORK = Framework(
+    is_layer=lambda item: isinstance(item, MessagePassing),
+    stage=_stage,
+    call=_call,
+    preserved=_without_caches,
+)

@@ -1,0 +1,60 @@
+"""Full-graph training in tiles of rows, of PyG's models."""
+
+from __future__ import annotations
+
+from torch.nn import Module
+from torch_geometric.nn.conv import MessagePassing
+
+from fastsparse_core.tiling import TiledModel
+
+
+def tiled(model: Module, *, tile_rows: int | None = None, offload: bool = False) -> TiledModel:
+    """Prepares full-graph training of a graph whose activations do not fit on the GPU.
+
+    The result is called as ``net(x, edge_index)``, and its gradients are those of ``model(x, edge_index)`` up
+    to rounding. It computes everything but the neighbours' sums for a tile of nodes at a time, and in the
+    backward pass again, with the same random numbers. Of every layer only the input is kept, or with
+    ``offload`` the sums, in page-locked host memory. ``net(x, edge_index, rows=train)`` computes the last
+    layer for these nodes only.
+
+    The model must be a chain: layers :class:`FastGCNConv`, :class:`FastSAGEConv`, :class:`FastGraphConv` or
+    :class:`FastGINConv` with sums or means, and between them functions that treat every node alone, such as
+    activations, dropout, linear layers and ``LayerNorm``. Batch normalisation in training mode and
+    connections that skip a layer raise an error.
+
+    The edges decide where it computes. The features (N, F) may be in host memory, best page-locked: with
+    ``offload`` they take GPU memory during the first layer only. An :class:`~fastsparse_core.Adjacency` from
+    ``from_csr(copy=False)`` saves memory. Parameters may be changed between calls, the list of layers not.
+
+    Args:
+        model: a module, called as ``model(x, edge_index)``.
+        tile_rows: rows of a tile; None: as many as take 256 MiB of features.
+        offload: whether the sums are copied to host memory during the forward pass and back during the
+            backward pass, which then does not compute them again.
+
+    Raises:
+        TypeError: ``model`` is no module, or has a graph layer that cannot run in tiles.
+        ValueError: ``tile_rows`` is below 1, or the model has no graph layers.
+
+    Example:
+        >>> import torch
+        >>> from torch_geometric.nn.models import GCN
+        >>> from fastsparse_pyg import accelerate, tiled
+        >>> model = GCN(8, 16, num_layers=2, out_channels=3, dropout=0.5)
+        >>> _ = accelerate(model, show=False)
+        >>> net = tiled(model, tile_rows=2)
+        >>> x, edge_index = torch.randn(5, 8), torch.tensor([[0, 1, 2, 3, 4], [1, 2, 3, 4, 0]])
+        >>> net(x, edge_index, rows=torch.tensor([0, 4])).sum().backward()
+    """
+    if not isinstance(model, Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    layers = [module for module in model.modules() if isinstance(module, MessagePassing)]
+    for layer in layers:
+        if not hasattr(layer, "after_sum"):
+            raise TypeError(
+                "model: tiled() supports FastGCNConv, FastSAGEConv, FastGraphConv and FastGINConv, got a "
+                f"{type(layer).__name__}; call fastsparse_pyg.accelerate(model) first if it is PyG's"
+            )
+    if not layers:
+        raise ValueError("model: expected a model with graph layers, got none")
+    return TiledModel(model, layers, tile_rows=tile_rows, offload=offload)

@@ -1,0 +1,138 @@
+"""A call of inference: its arguments, the model's stages, the run."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+from fastsparse_core.device import usable_device
+from fastsparse_core.exact_inference.model import Framework, evaluating, small_graph, split
+from fastsparse_core.exact_inference.tiles import Placement, run
+from fastsparse_core.structure.adjacency import Adjacency
+
+
+def infer(
+    model: Any,
+    framework: Framework,
+    adj: Adjacency,
+    x: Any,
+    name: str,
+    *,
+    device: torch.device | str | None,
+    rows: Tensor | None,
+    out: Any,
+    memory: int | None,
+    tile: int | None,
+    group: Any,
+) -> Any:
+    """What both plugins' ``inference`` does, whose arguments these are.
+
+    Args:
+        model: module, or list of layers and functions.
+        framework: the plugin's.
+        adj: structure of the graph.
+        x: (num_nodes, ...).
+        name: of the features, for messages.
+        device: likewise.
+        rows: likewise.
+        out: likewise.
+        memory: likewise.
+        tile: likewise.
+        group: likewise.
+
+    Returns:
+        A tensor, or ``out``.
+    """
+    if not isinstance(model, (Module, list, tuple)):
+        raise TypeError(f"model: expected a torch.nn.Module or a list of layers, got {type(model).__name__}")
+    if adj.num_dst != adj.num_src:
+        raise ValueError(f"graph: expected as many destinations as sources, got shape {adj.shape}")
+    if adj.is_partitioned:
+        raise ValueError(
+            "graph: expected a whole graph, got a PartitionedAdjacency; give the whole graph to every process, "
+            "and group=torch.distributed.group.WORLD"
+        )
+    features = _as_tensor(x, name)
+    if not features.is_floating_point() or features.dim() < 2 or features.size(0) != adj.num_dst:
+        raise ValueError(
+            f"{name}: expected floating features with a row for each of {adj.num_dst} nodes, got "
+            f"{features.dtype} of shape {tuple(features.shape)}"
+        )
+    place = _device_of(model, device)
+    for what, tensor in ((name, features), ("graph", adj.col)):
+        if tensor.device not in (place, torch.device("cpu")):
+            raise ValueError(f"{what}: expected device {place} or cpu, got {tensor.device}")
+    for what, number in (("memory", memory), ("tile", tile)):
+        if number is not None and operator.index(number) < 1:
+            raise ValueError(f"{what}: expected a positive number or None, got {number}")
+    if group is not None and not dist.is_initialized():
+        raise ValueError("group: expected None without processes; call torch.distributed.init_process_group")
+    rows = _checked_rows(rows, adj.num_dst)
+    target = None if out is None else _as_tensor(out, "out")
+    edges, num_nodes = small_graph()
+    small = Adjacency.from_coo(edges[1].to(place), edges[0].to(place), (num_nodes, num_nodes))
+    with evaluating(model):
+        stages = split(model, framework, features, place, small)
+        result = run(adj, features, stages, Placement(place, memory, tile, group), rows=rows, out=target)
+    return result if out is None else out
+
+
+def _as_tensor(x: Any, name: str) -> Tensor:
+    """A tensor on the memory of an array, which may be a mapped file."""
+    if isinstance(x, np.ndarray):
+        with warnings.catch_warnings():
+            # Of arrays that may not be written, such as files mapped for reading: nobody writes to features.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(x)
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{name}: expected a tensor or a NumPy array with a row per node, got {type(x).__name__}"
+        )
+    return x.detach()
+
+
+def _device_of(model: Any, device: torch.device | str | None) -> torch.device:
+    """The device that was asked for, or the model's, which must be the same."""
+    roots = [model] if isinstance(model, Module) else [item for item in model if isinstance(item, Module)]
+    found = {tensor.device for root in roots for tensor in (*root.parameters(), *root.buffers())}
+    if device is None:
+        return next(iter(found), torch.device("cpu"))
+    place = usable_device(device)
+    if found - {place}:
+        others = ", ".join(sorted(map(str, found - {place})))
+        raise ValueError(
+            f"model: expected parameters on {place}, got some on {others}; move it with .to({str(place)!r})"
+        )
+    return place
+
+
+def _checked_rows(rows: Any, num_nodes: int) -> Tensor | None:
+    if rows is None:
+        return None
+    if (
+        not isinstance(rows, Tensor)
+        or rows.dim() != 1
+        or rows.dtype not in (torch.int64, torch.int32, torch.bool)
+    ):
+        got = (
+            f"{rows.dtype} of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+        )
+        raise TypeError(f"rows: expected node ids, int64 (num_rows,), or a bool mask (num_nodes,), got {got}")
+    if rows.dtype == torch.bool:
+        if rows.numel() != num_nodes:
+            raise ValueError(f"rows: expected a mask of {num_nodes} nodes, got {rows.numel()}")
+        return rows.nonzero().flatten()
+    if rows.numel():
+        low, high = (int(end) for end in torch.aminmax(rows))
+        if low < 0 or high >= num_nodes:
+            raise ValueError(
+                f"rows: expected nodes from 0 to {num_nodes - 1}, got values from {low} to {high}"
+            )
+    return rows.long()

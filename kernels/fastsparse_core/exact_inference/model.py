@@ -1,0 +1,296 @@
+"""Which layers a model consists of, and what it computes between them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module, ModuleList
+
+from fastsparse_core.exact_inference.tiles import Placement, Stage, Tile, run
+from fastsparse_core.structure.adjacency import Adjacency
+
+_Function = Callable[[Tensor], Tensor]
+_ACTIVATION_NAMES = ("act", "activation", "act_fn", "nonlinearity")
+_ACTIVATIONS: tuple[_Function, ...] = (
+    F.relu,
+    F.elu,
+    F.leaky_relu,
+    F.gelu,
+    F.silu,
+    F.selu,
+    torch.tanh,
+    lambda x: x,
+)
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What a plugin knows of its layers.
+
+    Attributes:
+        is_layer: whether a module is a graph layer.
+        stage: a graph layer, with its name, as tiles compute it.
+        call: a graph layer, or a model, on the small graph and features of its nodes.
+        reshapes: what models do with a layer's result, for all layers but the last, and the last.
+        preserved: context in which calls leave nothing in layers.
+    """
+
+    is_layer: Callable[[Any], bool]
+    stage: Callable[[str, Any], Stage]
+    call: Callable[[Any, Tensor], Tensor]
+    reshapes: Sequence[tuple[_Function | None, _Function | None]] = ((None, None),)
+    preserved: Callable[[Iterable[Module]], contextlib.AbstractContextManager[None]] = field(
+        default=lambda modules: contextlib.nullcontext()
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A graph layer, or none, and functions of rows behind it."""
+
+    name: str
+    layer: Any
+    functions: tuple[_Function, ...] = ()
+
+    def finish(self, x: Tensor) -> Tensor:
+        for function in self.functions:
+            x = function(x)
+        return x
+
+
+def split(
+    model: Any, framework: Framework, like: Tensor, device: torch.device, small: Adjacency
+) -> list[Stage]:
+    """The stages of a model, or of a list of layers and functions.
+
+    The model's own result on a small graph says what it computes between its layers. Each stage is compared
+    with its layer there, too.
+
+    Args:
+        model: module, list or tuple.
+        framework: the plugin's.
+        like: (N, ...) features, of whose shape and dtype the small graph's are.
+        device: where the model is.
+        small: structure of the small graph, on which ``framework.call`` computes.
+
+    Raises:
+        TypeError: an item of the list is no layer and cannot be called.
+        ValueError: the model does something else than its layers one after the other, or a layer cannot be
+            computed in tiles.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(small.num_dst, *like.shape[1:], generator=generator)
+    # Of several magnitudes, so that functions with a kink differ.
+    size = torch.logspace(-1, 1, small.num_dst).view(-1, *([1] * (like.dim() - 1)))
+    x = (x * size).to(like.dtype).to(device)
+    modules = model.modules() if isinstance(model, Module) else (m for m in model if isinstance(m, Module))
+    with torch.no_grad(), framework.preserved(list(modules)):
+        if not isinstance(model, Module) or isinstance(model, (torch.nn.Sequential, ModuleList)):
+            parts = _of_list(model, framework)
+        elif framework.is_layer(model):
+            parts = [_Part("model", model)]
+        else:
+            parts = _of_model(model, framework, x)
+        return [stage for stage in _checked(parts, framework, x, small)]
+
+
+@contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Puts a model, or the modules of a list, into evaluation mode, and back.
+
+    Args:
+        model: module or iterable.
+    """
+    roots = [model] if isinstance(model, Module) else [item for item in model if isinstance(item, Module)]
+    modules = [module for root in roots for module in root.modules()]
+    before = [module.training for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, training in zip(modules, before, strict=True):
+            module.training = training
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _of_list(items: Any, framework: Framework) -> list[_Part]:
+    parts: list[_Part] = []
+    for number, item in enumerate(items):
+        if framework.is_layer(item):
+            parts.append(_Part(f"layers[{number}] ({type(item).__name__})", item))
+        elif not callable(item):
+            raise TypeError(
+                f"layers[{number}]: expected a graph layer or a function of features, got "
+                f"{type(item).__name__}"
+            )
+        elif parts:
+            parts[-1] = replace(parts[-1], functions=(*parts[-1].functions, item))
+        else:
+            name = getattr(item, "__name__", type(item).__name__)
+            parts.append(_Part(f"layers[{number}] ({name})", None, (item,)))
+    if not parts:
+        raise ValueError("model: expected layers, got an empty list")
+    return parts
+
+
+def _of_model(model: Module, framework: Framework, x: Tensor) -> list[_Part]:
+    layers = _layers_of(model, framework)
+    shown = ", ".join(part.name for part in layers) or "none"
+    cure = (
+        f"graph layers found in {type(model).__name__}: {shown}. Pass a list of its layers and of the "
+        "functions between them, such as [model.conv1, torch.relu, model.conv2]"
+    )
+    if not layers:
+        raise ValueError(f"model: expected graph layers that follow each other; {cure}")
+    try:
+        expected = framework.call(model, x)
+    except Exception as error:
+        raise ValueError(
+            f"model: expected a forward() of features and graph alone, but it raised {type(error).__name__} "
+            f"({error}); {cure}"
+        ) from error
+    for parts in _forms(model, layers, framework):
+        try:
+            found = x
+            for part in parts:
+                found = part.finish(framework.call(part.layer, found))
+        except Exception:  # other functions may fit
+            continue
+        if isinstance(expected, Tensor) and _is_close(found, expected, 1e-5):
+            return parts
+    raise ValueError(
+        "model: its forward() computes something else than its graph layers one after the other, with "
+        f"normalisation and activation between them; {cure}"
+    )
+
+
+def _layers_of(model: Module, framework: Framework) -> list[_Part]:
+    """Graph layers that are attributes of a model, or in its lists."""
+    found = []
+    for name, child in model.named_children():
+        items = child.named_children() if isinstance(child, ModuleList) else [("", child)]
+        for number, item in items:
+            if framework.is_layer(item):
+                path = f"{name}.{number}" if number else name
+                found.append(_Part(f"{path} ({type(item).__name__})", item))
+    return found
+
+
+def _forms(model: Module, layers: list[_Part], framework: Framework) -> Iterator[list[_Part]]:
+    """What a model may compute between its layers, the usual first."""
+    own = [getattr(model, name, None) for name in _ACTIVATION_NAMES]
+    activations = [act for act in own if callable(act)] + list(_ACTIVATIONS)
+    norms = _norms_of(model, len(layers), framework)
+    heads = [child for child in model.children() if isinstance(child, torch.nn.Linear) or _is_linear(child)]
+    log_softmax = (lambda x: F.log_softmax(x, dim=-1),)
+    ends: list[tuple[_Function, ...]] = [(), log_softmax]
+    ends += [(head, *end) for head in heads[-1:] for end in ends]
+    orders: list[tuple[bool, bool]] = [(True, True), (True, False)] if norms else [(False, True)]
+    if norms:
+        orders.append((False, True))
+    choices = itertools.product(framework.reshapes, activations, orders, (False, True), ends)
+    for (reshape, last_reshape), act, (has_norms, norm_first), is_behind_last, end in choices:
+        parts = []
+        for number, part in enumerate(layers):
+            is_last = number == len(layers) - 1
+            functions = [last_reshape if is_last else reshape]
+            if not is_last or is_behind_last:
+                norm = norms[number] if has_norms and number < len(norms) else None
+                functions += [norm, act] if norm_first else [act, norm]
+            functions += end if is_last else ()
+            parts.append(replace(part, functions=tuple(f for f in functions if f is not None)))
+        yield parts
+
+
+def _norms_of(model: Module, count: int, framework: Framework) -> list[Module]:
+    """Normalisation layers, in the order of the graph layers."""
+    for child in model.children():
+        if (
+            isinstance(child, ModuleList)
+            and len(child) >= count - 1
+            and not any(framework.is_layer(item) for item in child)
+            and any("Norm" in type(item).__name__ for item in child)
+        ):
+            return list(child)
+    return [child for child in model.children() if "Norm" in type(child).__name__]
+
+
+def _is_linear(module: Module) -> bool:
+    return type(module).__name__ == "Linear"
+
+
+# ---------------------------------------------------------------- comparison
+
+
+def _checked(parts: Sequence[_Part], framework: Framework, x: Tensor, small: Adjacency) -> Iterator[Stage]:
+    placement = Placement(x.device, tile=max(small.num_dst // 2 - 1, 1))
+    for part in parts:
+        stage = _stage_of(part, framework)
+        expected = x if part.layer is None else framework.call(part.layer, x)
+        if not isinstance(expected, Tensor):
+            raise ValueError(
+                f"model: expected layers that return one tensor, got {type(expected).__name__} of {part.name}"
+            )
+        expected = part.finish(expected)
+        try:
+            found = run(small, x, [stage], placement)
+        except Exception as error:
+            raise ValueError(
+                f"model: {part.name} cannot be computed for some destinations and their neighbours alone: {error}"
+            ) from error
+        loose = {torch.float64: 1e-8, torch.float32: 1e-4}.get(expected.dtype, 5e-2)
+        if not _is_close(found, expected, loose):
+            raise ValueError(
+                f"model: {part.name}, with the functions behind it, gives other results for some destinations "
+                "and their neighbours than for the whole graph: it needs more than the neighbours' features, "
+                "as layers of several hops or normalisation over all nodes do. Apply these outside of inference()"
+            )
+        yield stage
+        x = expected
+
+
+def _stage_of(part: _Part, framework: Framework) -> Stage:
+    if part.layer is None:
+        return Stage(part.name, lambda tile: part.finish(tile.own), "own")
+    stage = framework.stage(part.name, part.layer)
+
+    def compute(tile: Tile) -> Tensor:
+        return part.finish(stage.compute(tile))
+
+    return replace(stage, compute=compute)
+
+
+def _is_close(found: Tensor, expected: Tensor, loose: float) -> bool:
+    """Whether rows are the same up to a share of their largest number."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    a, b = found.double().flatten(1), expected.double().flatten(1)
+    if not b.numel():
+        return True
+    size = b.abs().nan_to_num().amax(1, keepdim=True)
+    is_same = (a - b).abs() <= loose * (size + size.max() / 50)
+    return bool((is_same | (a == b) | (a.isnan() & b.isnan())).all())
+
+
+def small_graph() -> tuple[Tensor, int]:
+    """Edges (2, E) of the small graph, sources and destinations, and its number of nodes.
+
+    Every node has incoming edges. There are loops, repeated edges and edges of one direction only.
+    """
+    generator = torch.Generator().manual_seed(0)
+    num_nodes = 12
+    ring = torch.arange(num_nodes)
+    ends = torch.randint(num_nodes, (2, 30), generator=generator)
+    src = torch.cat([ring, ends[0], ring[:3]])
+    dst = torch.cat([(ring + 1) % num_nodes, ends[1], ring[:3]])
+    return torch.stack([src, dst]), num_nodes

@@ -1,0 +1,595 @@
+"""Layers of a model over all nodes of a graph, one after the other, in tiles of destinations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastsparse_core.formats.compress import expand_rows
+from fastsparse_core.sampling.features import gather_on_cuda
+from fastsparse_core.sampling.host_rows import HostRows, deferred
+from fastsparse_core.structure.adjacency import Adjacency
+
+#: Share of the free memory that a tile may take by the estimate, which leaves out what the allocator rounds.
+_TILE_SHARE = 0.6
+#: Share of the free memory that stays for tiles when features or results are placed on the device.
+_KEPT_FOR_TILES = 0.15
+#: Memory of a tile on the CPU, where nobody said how much there is.
+_CPU_BYTES = 2**30
+#: Entries of a tile: positions among them are int32.
+_MOST_ENTRIES = 2**30
+#: Bytes that are copied between the host and a GPU, or gathered for it, at a time.
+_PIECE_BYTES = 2**26
+_NUM_BUFFERS = 4
+#: The share of a GPU's memory that `torch.cuda.set_per_process_memory_fraction` left; older versions keep it.
+_memory_share: Callable[[torch.device], float] = getattr(
+    torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0
+)
+
+
+class Graph:
+    """A whole graph, and numbers per node of which tiles take theirs.
+
+    Args:
+        adj: structure, square.
+        device: where the numbers are wanted.
+    """
+
+    def __init__(self, adj: Adjacency, device: torch.device) -> None:
+        self.adj, self._device = adj, device
+        self._found: dict[Hashable, Tensor] = {}
+
+    def numbers(self, key: Hashable, build: Callable[[Adjacency], Tensor]) -> Tensor:
+        """What ``build`` makes of the structure, on the device; made once.
+
+        Args:
+            key: name of it.
+            build: called at most once.
+        """
+        if key not in self._found:
+            self._found[key] = build(self.adj).to(self._device)
+        return self._found[key]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some destinations and all of their neighbours.
+
+    Attributes:
+        adj: structure, (num_dst, num_src).
+        sources: (num_src, ...) features of the columns. Where ``source_ids`` is given, the destinations are
+            the first ones.
+        own: (num_dst, ...) features of the destinations.
+        ids: int64 (num_dst,), the destinations.
+        source_ids: int64 (num_src,), the columns; None: all nodes.
+        graph: that it was cut from.
+    """
+
+    adj: Adjacency
+    sources: Tensor
+    own: Tensor
+    ids: Tensor
+    source_ids: Tensor | None
+    graph: Graph
+
+    def of_sources(self, factor: Tensor) -> Tensor:
+        """The factors of the columns.
+
+        Args:
+            factor: (num_nodes,), one per node of the graph.
+        """
+        return factor if self.source_ids is None else factor[self.source_ids]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A layer of a model as tiles compute it.
+
+    Attributes:
+        name: for messages.
+        compute: what it makes of a tile, (num_dst, ...).
+        reads: ``"own"``: only the features of the destinations. ``"sources"``: it works on every source of
+            a tile, which are gathered first. ``"columns"``: it only sums sources, and a tile may
+            have the features of all nodes.
+        adds_loops: whether the structure has a loop on every destination in place of its own loops.
+        reads_out_degree: whether out-degrees of a tile's structure are read: they are the whole graph's.
+    """
+
+    name: str
+    compute: Callable[[Tile], Tensor]
+    reads: Literal["own", "sources", "columns"] = "sources"
+    adds_loops: bool = False
+    reads_out_degree: bool = False
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where inference runs, and what it may take.
+
+    Attributes:
+        device: where layers are computed.
+        memory: bytes of the device's memory that may be in use; None: what is free.
+        tile: destinations of a tile; None: as many as fit.
+        group: processes that divide the destinations; None: this one alone.
+    """
+
+    device: torch.device
+    memory: int | None = None
+    tile: int | None = None
+    group: Any = None
+
+    def free(self) -> int:
+        """Bytes that may still be taken."""
+        if self.device.type != "cuda":
+            return _CPU_BYTES if self.memory is None else self.memory
+        taken = torch.cuda.memory_allocated(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        share = _memory_share(self.device)
+        free = min(free + torch.cuda.memory_reserved(self.device), int(share * total)) - taken
+        return free if self.memory is None else min(free, self.memory - taken)
+
+    def fits(self, size: int) -> bool:
+        """Whether the device has space for that many bytes, and for tiles.
+
+        Args:
+            size: in bytes.
+        """
+        return self.device.type != "cuda" or size <= (1 - _KEPT_FOR_TILES) * self.free()
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+
+@dataclass
+class _Rows:
+    """Features of some nodes.
+
+    Attributes:
+        data: (num_rows, ...).
+        ids: int64, ascending, whose they are; None: those of all nodes.
+        place: int32 (num_nodes,), the row of each of them; None: its number.
+    """
+
+    data: Tensor
+    ids: Tensor | None = None
+    place: Tensor | None = None
+
+
+@dataclass
+class _Size:
+    """How much of a tile there is, or what each part of it takes."""
+
+    rows: int
+    entries: int
+    sources: int
+
+    def bytes(self, costs: _Size) -> int:
+        return self.rows * costs.rows + self.entries * costs.entries + self.sources * costs.sources
+
+
+def run(
+    adj: Adjacency,
+    x: Tensor,
+    stages: Sequence[Stage],
+    placement: Placement,
+    *,
+    rows: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Computes the last stage's result for some or all nodes.
+
+    Args:
+        adj: structure, square, on the device or on the CPU.
+        x: (num_nodes, ...), likewise; a memory-mapped one, too.
+        stages: the layers.
+        placement: where it runs.
+        rows: int64 (num_rows,), nodes whose results are wanted; None: all.
+        out: (num_rows, ...), where they go; None: a new tensor on the device, or on the host where the
+            device has no space.
+    """
+    order: Tensor | None = None
+    if rows is not None:
+        rows, order = rows.unique(return_inverse=True)
+        if order.numel() == rows.numel() and bool((order[1:] > order[:-1]).all()):
+            order = None
+    with torch.no_grad():
+        tiles = _Tiles(adj, placement)
+        wanted = [None if rows is None else rows.to(tiles.col.device)]
+        for stage in reversed(stages):
+            wanted.append(wanted[-1] if stage.reads == "own" else tiles.with_sources(wanted[-1]))
+        wanted.reverse()
+        stored = tiles.stored(x, wanted[0])
+        for number, (stage, ids) in enumerate(zip(stages, wanted[1:], strict=True), 1):
+            target = out if number == len(stages) and order is None else None
+            stored = tiles.layer(stage, stored, ids, target)
+        result = stored.data
+        if order is not None:
+            result = result[order.to(result.device)]
+            if out is not None:
+                result = out.copy_(result)
+    return result
+
+
+class _Tiles:
+    """Cuts a graph into tiles and computes layers on them."""
+
+    def __init__(self, adj: Adjacency, placement: Placement) -> None:
+        self._placement, self._device = placement, placement.device
+        self.num_nodes = adj.num_dst
+        self.rowptr, self.col = adj.rowptr, adj.col
+        if self.col.device != self._device and placement.fits(2 * (self.rowptr.nbytes + self.col.nbytes)):
+            self.rowptr, self.col = self.rowptr.to(self._device), _copied(self.col, self._device)
+        self._graph = Graph(adj, self._device)
+        self._host: HostRows | None = None
+        self._size = _Size(0, 0, 0)  # of the latest tile
+
+    # ---------------------------------------------------------------- nodes that are needed
+
+    def with_sources(self, ids: Tensor | None) -> Tensor | None:
+        """Nodes with all of their sources, ascending; None: all nodes."""
+        if ids is None:
+            return None
+        is_needed = torch.zeros(self.num_nodes, dtype=torch.bool, device=self.col.device)
+        is_needed[ids] = True
+        upto = self._upto(ids)
+        start = 0
+        while start < ids.numel():
+            stop = self._end(upto, start, _MOST_ENTRIES // 16, ids.numel())
+            is_needed[self._entries(ids[start:stop])[1].long()] = True
+            start = stop
+        found = is_needed.nonzero().flatten()
+        return None if found.numel() == self.num_nodes else found
+
+    def stored(self, x: Tensor, ids: Tensor | None) -> _Rows:
+        """The features that the first layer reads, gathered where only some are needed of another device."""
+        if x.device == self._device or ids is None:
+            return _Rows(x)
+        if not self._placement.fits(ids.numel() * x[:1].nbytes):
+            return _Rows(x)  # which tiles gather
+        return self._rows(self._gathered(x, ids.to(self._device)), ids)
+
+    def _rows(self, data: Tensor, ids: Tensor | None) -> _Rows:
+        if ids is None:
+            return _Rows(data)
+        place = torch.full((self.num_nodes,), -1, dtype=torch.int32, device=self._device)
+        ids = ids.to(self._device)
+        place[ids] = torch.arange(ids.numel(), dtype=torch.int32, device=self._device)
+        return _Rows(data, ids, place)
+
+    # ---------------------------------------------------------------- a layer
+
+    def layer(self, stage: Stage, stored: _Rows, ids: Tensor | None, target: Tensor | None) -> _Rows:
+        """The results of a stage for some nodes.
+
+        Args:
+            stage: the layer.
+            stored: what it reads.
+            ids: int64, ascending, of the structure's device; None: all nodes.
+            target: where they go; None: to a new tensor.
+        """
+        data, placement = stored.data, self._placement
+        if data.device != self._device and placement.fits(data.nbytes):
+            stored = _Rows(_copied(data, self._device), stored.ids, stored.place)
+        count = self.num_nodes if ids is None else ids.numel()
+        upto = self._upto(ids)
+        first = self._compute(stage, stored, ids, 0, min(count, 1))
+        shape, dtype = (count, *first.shape[1:]), first.dtype
+        if target is None:
+            size = count * first[:1].nbytes
+            place = self._device if placement.fits(size) else torch.device("cpu")
+            target = torch.empty(shape, dtype=dtype, device=place)
+        elif target.shape != shape:
+            raise ValueError(
+                f"out: expected shape {shape}, as the last layer gives, got {tuple(target.shape)}"
+            )
+        budget = _TILE_SHARE * placement.free()
+        costs = self._costs(stage, stored, first)
+        entries, most_rows = self._limits(budget, costs)
+        writer = _Writer(target, self._device)
+        ranks, start = placement.num_ranks, 0
+        rank = 0 if ranks == 1 else dist.get_rank(placement.group)
+        while start < count:
+            bounds = [start]
+            while len(bounds) <= ranks:
+                bounds.append(self._end(upto, bounds[-1], entries, min(bounds[-1] + most_rows, count)))
+            begin, end = bounds[rank], bounds[rank + 1]
+            try:
+                part = self._compute(stage, stored, ids, begin, end) if end > begin else first[:0]
+            except torch.OutOfMemoryError:
+                if ranks > 1 or end - begin <= 1:
+                    raise
+                entries, most_rows = max(entries // 2, 1), max((end - begin) // 2, 1)
+                torch.cuda.empty_cache()
+                continue
+            if ranks == 1:
+                writer.write(start, part)
+            else:
+                for place, piece in zip(bounds, self._exchanged(part, bounds), strict=False):
+                    writer.write(place, piece)
+            start = bounds[-1]
+            if placement.tile is None:
+                growth = self._agreed([budget / max(self._size.bytes(costs), 1)])[0]
+                growth = min(max(growth, 0.5), 2.0)
+                entries = min(int(entries * growth) + 1, _MOST_ENTRIES)
+                most_rows = int(most_rows * growth) + 1
+        writer.finish()
+        return self._rows(target, ids)
+
+    def _costs(self, stage: Stage, stored: _Rows, first: Tensor) -> _Size:
+        """Bytes that each row, entry and source of a tile takes, roughly."""
+        source, result = stored.data[:1].nbytes, first[:1].nbytes
+        costs = _Size(rows=32 + 2 * source + 4 * result, entries=4, sources=0)
+        if self._is_gathered(stage, stored.data.device == self._device):
+            is_transformed = stage.reads == "sources"
+            costs.entries = 64 if stage.adds_loops else 24
+            costs.sources = 32 + source + is_transformed * (source + 3 * result)
+        elif stored.place is not None:
+            costs.entries = 16
+        return costs
+
+    def _limits(self, budget: float, costs: _Size) -> tuple[int, int]:
+        """Most entries, and most rows, of the first tile, as if every entry had a source of its own."""
+        entries = budget / (4 * (costs.entries + costs.sources))
+        rows = budget / (4 * costs.rows)
+        if self._placement.tile is not None:
+            return _MOST_ENTRIES, self._placement.tile
+        entries, rows = self._agreed([entries, rows])
+        return min(max(int(entries), 1), _MOST_ENTRIES), max(int(rows), 1)
+
+    def _agreed(self, numbers: list[float]) -> list[float]:
+        """The least of each number among the processes."""
+        if self._placement.num_ranks == 1:
+            return numbers
+        least = torch.tensor(numbers, dtype=torch.float64, device=self._wire)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._placement.group)
+        return least.tolist()
+
+    @property
+    def _wire(self) -> torch.device:
+        """Where what processes exchange lies."""
+        return torch.device("cpu") if dist.get_backend(self._placement.group) == "gloo" else self._device
+
+    def _exchanged(self, part: Tensor, bounds: list[int]) -> list[Tensor]:
+        """The tiles of all processes."""
+        sizes = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+        padded = part.new_zeros(max(sizes), *part.shape[1:])
+        padded[: part.size(0)] = part
+        whole = padded.flatten().view(torch.uint8).to(self._wire)  # gloo does not know every dtype
+        pieces = [torch.empty_like(whole) for _ in sizes]
+        dist.all_gather(pieces, whole, group=self._placement.group)
+        found = [piece.view(part.dtype).view(padded.shape) for piece in pieces]
+        return [piece[:size] for piece, size in zip(found, sizes, strict=True)]
+
+    # ---------------------------------------------------------------- a tile
+
+    @staticmethod
+    def _is_gathered(stage: Stage, is_here: bool) -> bool:
+        return stage.reads == "sources" or (stage.reads == "columns" and not is_here)
+
+    def _compute(self, stage: Stage, stored: _Rows, ids: Tensor | None, start: int, stop: int) -> Tensor:
+        """A stage's results for the destinations from ``start`` to ``stop``."""
+        nodes: Tensor | slice = slice(start, stop) if ids is None else ids[start:stop]
+        numbers = torch.arange(start, stop, device=self._device) if ids is None else ids[start:stop]
+        numbers = numbers.to(self._device)
+        is_here = stored.data.device == self._device
+        self._size = _Size(stop - start, 0, 0)
+        if stage.reads == "own":
+            rowptr = torch.zeros(stop - start + 1, dtype=torch.int64, device=self._device)
+            if stored.ids is None and ids is None:
+                own = _copied(stored.data[nodes], self._device)
+            else:
+                own = self._features(stored, numbers)
+            adj = self._structure(stage, rowptr, rowptr[:0].int(), stop - start, numbers)
+            return stage.compute(Tile(adj, own, own, numbers, numbers, self._graph))
+        rowptr, col = self._entries(nodes)
+        rowptr, col = rowptr.to(self._device), col.to(self._device)
+        if not self._is_gathered(stage, is_here):
+            if stored.ids is not None:
+                assert stored.place is not None
+                col = stored.place[col.long()]
+            source_ids, sources = stored.ids, stored.data
+            own = (
+                stored.data[nodes] if stored.ids is None and ids is None else self._features(stored, numbers)
+            )
+        else:
+            source_ids, col = self._renumbered(numbers, col)
+            sources = self._features(stored, source_ids)
+            own = sources[: stop - start]
+        self._size = _Size(stop - start, col.numel(), sources.size(0))
+        adj = self._structure(stage, rowptr, col, sources.size(0), source_ids)
+        return stage.compute(Tile(adj, sources, own, numbers, source_ids, self._graph))
+
+    def _structure(
+        self, stage: Stage, rowptr: Tensor, col: Tensor, num_src: int, source_ids: Tensor | None
+    ) -> Adjacency:
+        num_dst = rowptr.numel() - 1
+        if stage.adds_loops:
+            rowptr, col = _with_loops(rowptr, col)
+        loops = () if stage.adds_loops else None
+        adj = Adjacency(rowptr, col, (num_dst, num_src), loop_edge=loops, group_rows="none")
+        adj.has_sorted_slices = not col.is_cuda
+        if stage.reads_out_degree:
+            degree = self._graph.numbers("out_degree", lambda whole: whole.out_degree())
+            adj._built.results["out_degree"] = degree if source_ids is None else degree[source_ids]
+        return adj
+
+    def _renumbered(self, numbers: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
+        """The nodes of a tile, destinations first, and its columns as positions among them."""
+        column = col.long()
+        is_source = torch.zeros(self.num_nodes, dtype=torch.bool, device=self._device)
+        is_source[column] = True
+        is_source[numbers] = False
+        source_ids = torch.cat([numbers, is_source.nonzero().flatten()])
+        del is_source
+        number = torch.empty(self.num_nodes, dtype=torch.int32, device=self._device)
+        number[source_ids] = torch.arange(source_ids.numel(), dtype=torch.int32, device=self._device)
+        return source_ids, number[column]
+
+    def _features(self, stored: _Rows, nodes: Tensor) -> Tensor:
+        return self._gathered(stored.data, nodes if stored.place is None else stored.place[nodes].long())
+
+    def _gathered(self, table: Tensor, index: Tensor) -> Tensor:
+        """Rows of a table on the device."""
+        if self._device.type != "cuda":
+            return table.index_select(0, index)
+        table = table if table.is_contiguous() else table.contiguous()
+        if table.is_cuda:
+            return gather_on_cuda(table, index)
+        out = torch.empty(index.numel(), *table.shape[1:], dtype=table.dtype, device=self._device)
+        if not out.numel():
+            return out
+        if self._host is None:
+            self._host = HostRows(self._device)
+        rows = max(_PIECE_BYTES // out[0].nbytes, 1)
+        with deferred() as gathers:
+            for part, numbers in zip(out.split(rows), index.split(rows), strict=True):
+                self._host.complete(table, numbers, part, None)
+        for gather in gathers:
+            gather.wait()
+        return out
+
+    # ---------------------------------------------------------------- rows
+
+    def _upto(self, ids: Tensor | None) -> Tensor:
+        """Number of entries before every one of some nodes, int64, and that of all."""
+        if ids is None:
+            return self.rowptr
+        upto = torch.zeros(ids.numel() + 1, dtype=torch.int64, device=ids.device)
+        torch.cumsum(self.rowptr[ids + 1] - self.rowptr[ids], 0, out=upto[1:])
+        return upto
+
+    @staticmethod
+    def _end(upto: Tensor, start: int, entries: int, last: int) -> int:
+        """Where a tile ends that begins at ``start``: behind one row at least."""
+        if start >= last:
+            return start
+        end = int(torch.searchsorted(upto, upto[start] + entries, right=True)) - 1
+        return min(max(end, start + 1), last)
+
+    def _entries(self, nodes: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Pointers and columns of some nodes' rows, on the structure's device."""
+        if isinstance(nodes, slice):
+            rowptr = self.rowptr[nodes.start : nodes.stop + 1]
+            first, last = int(rowptr[0]), int(rowptr[-1])
+            return rowptr - first, self.col[first:last]
+        begin = self.rowptr[nodes]
+        rowptr = self._upto(nodes)
+        total = int(rowptr[-1])
+        entry = torch.arange(total, device=nodes.device)
+        entry += (begin - rowptr[:-1]).repeat_interleave(rowptr.diff(), output_size=total)
+        return rowptr, self.col[entry]
+
+
+def _with_loops(rowptr: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows whose column of the same number is removed, and then added once, behind the others."""
+    num_rows = rowptr.numel() - 1
+    row = expand_rows(rowptr, col.numel())
+    is_kept = col != row
+    row, col = row[is_kept], col[is_kept]
+    counts = torch.bincount(row, minlength=num_rows).add_(1)
+    rowptr = torch.zeros_like(rowptr)
+    torch.cumsum(counts, 0, out=rowptr[1:])
+    merged = torch.empty(col.numel() + num_rows, dtype=torch.int32, device=col.device)
+    # Before an entry there are as many loops as rows.
+    merged[torch.arange(col.numel(), device=col.device) + row] = col
+    merged[rowptr[1:] - 1] = torch.arange(num_rows, dtype=torch.int32, device=col.device)
+    return rowptr, merged
+
+
+def _copied(data: Tensor, device: torch.device) -> Tensor:
+    """A copy on a GPU of data on the host; while one piece is sent, the host copies the next."""
+    data = data.contiguous()
+    if device.type != "cuda" or data.is_cuda or data.is_pinned() or data.nbytes <= _PIECE_BYTES:
+        return data.to(device)
+    out = torch.empty_like(data, device=device)
+    rows = max(_PIECE_BYTES // data[:1].nbytes, 1)
+    buffers = _Buffers((rows, *data.shape[1:]), data.dtype)
+    for source, target in zip(data.split(rows), out.split(rows), strict=True):
+        buffer = buffers.next(source.size(0))
+        buffer.copy_(source)
+        target.copy_(buffer, non_blocking=True)
+        buffers.used()
+    torch.cuda.current_stream(device).synchronize()
+    return out
+
+
+class _Buffers:
+    """Page-locked memory for pieces, in turn; each is waited for before it is used again."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._memory = [torch.empty(shape, dtype=dtype, pin_memory=True) for _ in range(_NUM_BUFFERS)]
+        self._free: list[torch.cuda.Event | Future[None] | None] = [None] * _NUM_BUFFERS
+        self._turn = 0
+
+    def next(self, num_rows: int) -> Tensor:
+        free = self._free[self._turn]
+        if isinstance(free, Future):
+            free.result()
+        elif free is not None:
+            free.synchronize()
+        return self._memory[self._turn][:num_rows]
+
+    def used(self, until: Future[None] | None = None) -> None:
+        """The last piece is under way: until the stream has come here, or until that is done."""
+        if until is None:
+            event = torch.cuda.Event()
+            event.record()
+            self._free[self._turn] = event
+        else:
+            self._free[self._turn] = until
+        self._turn = (self._turn + 1) % _NUM_BUFFERS
+
+
+class _Writer:
+    """Puts tiles into a result; into one on the host while the GPU computes the next tile."""
+
+    def __init__(self, target: Tensor, device: torch.device) -> None:
+        self._target = target
+        self._buffers: _Buffers | None = None
+        if device.type == "cuda" and not target.is_cuda and target.numel():
+            self._num_rows = max(_PIECE_BYTES // target[:1].nbytes, 1)
+            self._worker = ThreadPoolExecutor(1, "fastsparse-results")
+            self._jobs: list[Future[None]] = []
+
+    def write(self, start: int, part: Tensor) -> None:
+        """Writes some rows.
+
+        Args:
+            start: the first.
+            part: (num_rows, ...).
+        """
+        target = self._target[start : start + part.size(0)]
+        if target.device == part.device or target.is_cuda or not target.numel():
+            target.copy_(part)
+            return
+        for source, piece in zip(part.split(self._num_rows), target.split(self._num_rows), strict=True):
+            if self._buffers is None:
+                self._buffers = _Buffers((self._num_rows, *part.shape[1:]), part.dtype)
+            buffer = self._buffers.next(source.size(0))
+            buffer.copy_(source, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+            job = self._worker.submit(_store, piece, buffer, arrived)
+            self._buffers.used(job)
+            self._jobs = [job]  # done in order
+
+    def finish(self) -> None:
+        """Waits until everything is written."""
+        if self._buffers is not None:
+            for job in self._jobs:
+                job.result()
+            self._worker.shutdown()
+
+
+def _store(target: Tensor, buffer: Tensor, arrived: torch.cuda.Event) -> None:
+    arrived.synchronize()
+    with torch.no_grad():
+        target.copy_(buffer)

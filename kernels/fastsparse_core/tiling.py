@@ -1,0 +1,711 @@
+"""Full-graph training in tiles of rows: a model's activations need not fit beside each other.
+
+Between two neighbour sums a model works row by row, so that part runs for one tile of rows at a time. Only
+the inputs of the sums are whole matrices. The backward pass computes everything else again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import Module
+
+from fastsparse_core.formats.compress import expand_rows
+from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_core.ops._spmm_plan import launch_spmm, with_loops
+from fastsparse_core.structure.adjacency import Adjacency
+
+#: Bytes of a tile's features. Some ten such matrices exist at a time in the backward pass.
+_TILE_BYTES = 2**28
+#: Rows of the check whether the model works row by row.
+_ROWS_CHECKED = 64
+#: Relative difference up to which two results of the check are the same but for rounding.
+_ROUNDING = 0.02
+
+
+class NeighbourSum(NamedTuple):
+    r"""A weighted sum over neighbours.
+
+    .. math::
+        \mathrm{diag}(s) \, (\mathbf{A} + l \, \mathbf{I}) \, \mathrm{diag}(t)
+
+    Attributes:
+        adj: structure (num_dst, num_src) of A.
+        scale_dst: s, (num_dst,) in the accumulation dtype; None: 1.
+        scale_src: t, (num_src,) likewise; None: 1.
+        loop: l, one number in the accumulation dtype, of a square structure; None: 0.
+        reads_own: whether the layer reads a node's own features after the sum.
+    """
+
+    adj: Adjacency
+    scale_dst: Tensor | None = None
+    scale_src: Tensor | None = None
+    loop: Tensor | None = None
+    reads_own: bool = True
+
+    def tile(self, x: Tensor, begin: int, end: int) -> Tensor:
+        """The sums of the rows from ``begin`` to ``end``."""
+        adj = self.adj
+        first, last = adj.rowptr[[begin, end]].tolist()
+        rows = Adjacency(adj.rowptr[begin : end + 1] - first, adj.col[first:last], (end - begin, adj.num_src))
+        scale_dst = None if self.scale_dst is None else self.scale_dst[begin:end]
+        # A tile is used once: it is not worth converting for the tensor cores.
+        out = launch_spmm(rows, x, None, scale_dst, self.scale_src, None, "csr")
+        return self.with_own(out, x[begin:end], slice(begin, end))
+
+    def with_own(self, out: Tensor, x: Tensor, rows: slice | Tensor) -> Tensor:
+        """Adds the loops of some rows, of their own features ``x``, to ``out``."""
+        if self.loop is None:
+            return out
+        scale_dst = None if self.scale_dst is None else self.scale_dst[rows]
+        scale_src = None if self.scale_src is None else self.scale_src[rows]
+        return with_loops(out, x, scale_dst, scale_src, self.loop)
+
+    def transposed(self) -> NeighbourSum:
+        """The sum that takes gradients back."""
+        return NeighbourSum(self.adj.t(valued=False), self.scale_src, self.scale_dst, self.loop)
+
+    def of_rows(self, rows: Tensor) -> NeighbourSum:
+        """The same for some of the rows, int64 (num_rows,), without loops."""
+        adj = self.adj
+        begin = adj.rowptr[rows]
+        rowptr = torch.zeros(rows.numel() + 1, dtype=torch.int64, device=rows.device)
+        torch.cumsum(adj.rowptr[rows + 1] - begin, 0, out=rowptr[1:])
+        num_edges = int(rowptr[-1])
+        shift = (begin - rowptr[:-1]).repeat_interleave(rowptr.diff(), output_size=num_edges)
+        col = adj.col[shift.add_(torch.arange(num_edges, device=rows.device))]
+        scale_dst = None if self.scale_dst is None else self.scale_dst[rows]
+        return NeighbourSum(Adjacency(rowptr, col, (rows.numel(), adj.num_src)), scale_dst, self.scale_src)
+
+
+def has_loops(adj: Adjacency) -> bool:
+    """Whether some edge of a square structure is a loop, found in little memory and remembered."""
+    if adj.has_loops is None:
+        found = torch.zeros((), dtype=torch.bool, device=adj.device)
+        for begin, end in _tiles(adj.num_dst, max(adj.num_dst * 2**24 // max(adj.num_edges, 1), 1)):
+            first, last = adj.rowptr[[begin, end]].tolist()
+            row = expand_rows(adj.rowptr[begin : end + 1] - first, last - first)
+            found |= (row.add_(begin) == adj.col[first:last]).any()
+        adj.has_loops = bool(found)
+    return adj.has_loops
+
+
+class TiledLayer(Protocol):
+    """What a layer has to know to run in tiles."""
+
+    def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
+        """The sum that the layer begins with. Of ``x`` only shape and dtype are those of its features.
+
+        Raises:
+            ValueError: the layer begins with something else.
+        """
+        ...
+
+    def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
+        """The layer's result for some rows, of their sums and their own features."""
+        ...
+
+
+class TiledModel:
+    """A model whose calls run in tiles of rows; a plugin's ``tiled`` makes it.
+
+    Args:
+        model: called as ``model(x, edges)``.
+        layers: its layers, each with the methods of `TiledLayer`.
+        tile_rows: rows of a tile; None: as many as have 256 MiB of features.
+        offload: whether the backward pass reads the sums from host memory.
+    """
+
+    def __init__(
+        self, model: Module, layers: Sequence[Any], *, tile_rows: int | None = None, offload: bool = False
+    ) -> None:
+        if tile_rows is not None and tile_rows < 1:
+            raise ValueError(f"tile_rows: expected at least 1 row or None, got {tile_rows}")
+        self.model, self.layers = model, layers
+        self.tile_rows, self.offload = tile_rows, offload
+        self._is_checked = False
+
+    def __call__(self, x: Tensor, edges: Any, *, rows: Tensor | None = None) -> Tensor:
+        """Computes the model's result for all nodes, or for some of them.
+
+        Args:
+            x: node features (N, F), on the device of the edges or on the host.
+            edges: what the model takes as its second argument.
+            rows: int64 (num_rows,), the nodes whose results are wanted; None: all, in their order.
+
+        Returns:
+            (num_rows, C), differentiable once in the parameters and in ``x``.
+
+        Raises:
+            TypeError: ``x`` is no matrix of floating-point numbers, or ``rows`` are not int64.
+            ValueError: the model is not a chain of layers with row-wise functions between them.
+            IndexError: a row is outside the graph.
+        """
+        if not (isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()):
+            raise TypeError(f"x: expected a floating-point matrix (num_nodes, width), got {_kind(x)}")
+        if rows is not None:
+            if not (isinstance(rows, Tensor) and rows.dtype == torch.int64 and rows.dim() == 1):
+                raise TypeError(f"rows: expected int64 node indices of one dimension, got {_kind(rows)}")
+            if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < x.size(0):
+                raise IndexError(
+                    f"rows: expected node indices from 0 to {x.size(0) - 1}, got "
+                    f"{int(rows.min())} to {int(rows.max())}"
+                )
+        for module in self.model.modules():
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training:
+                raise ValueError(
+                    f"model: {type(module).__name__} in training mode needs the statistics of all rows, and "
+                    "tiled() computes a tile of rows at a time; use torch.nn.LayerNorm"
+                )
+        run = _Run(self, x, edges, rows)
+        if not self._is_checked:
+            run.check()
+            self._is_checked = True
+        parameters = [each for each in self.model.parameters() if each.requires_grad]
+        if torch.is_grad_enabled() and (parameters or x.requires_grad):
+            out: Tensor = _Tiled.apply(run, x, *parameters)
+            return out
+        with run.in_its_state(), torch.no_grad():
+            return run.forward(x)
+
+
+class _Reached(BaseException):
+    """The model has come to the layer where the current part ends."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.x = x
+
+
+class _Run:
+    """One call of a `TiledModel`, forward and backward.
+
+    Part 0 of the model goes from its input to the first layer's; part k begins with the sums of layer k and
+    ends before those of the next layer, or with the result.
+    """
+
+    def __init__(self, tiled: TiledModel, x: Tensor, edges: Any, rows: Tensor | None) -> None:
+        self.model, self.layers, self.offload = tiled.model, tiled.layers, tiled.offload
+        self.edges, self.num_nodes = edges, x.size(0)
+        self.device: torch.device = edges.device
+        self.rows = None if rows is None else rows.to(self.device)
+        self.tile_rows = tiled.tile_rows or max(_TILE_BYTES // max(x.size(1) * x.itemsize, 1), 1)
+        # Random numbers of a tile depend on this seed and its place, so that they can be drawn again.
+        self.seed = int(torch.randint(2**62, ()))
+        kind = self.device.type
+        self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self.called: list[Any] = []
+        self._inputs: list[Tensor] = []
+        self._part = self._count = 0
+        self._records = False
+        with self.in_its_state(), torch.no_grad():
+            few = x[:1].to(self.device)
+            reached = self._first_part(few)
+            self.begins_with_layer = reached.data_ptr() == few.data_ptr() and reached.shape == few.shape
+            inputs = self._inputs_of_layers(x[:0].to(self.device))
+        shapes = [each.new_empty(1, 1).expand(self.num_nodes, each.size(1)) for each in inputs]
+        self.sums: list[NeighbourSum] = [
+            layer.neighbour_sum(like, edges) for layer, like in zip(self.called, shapes, strict=True)
+        ]
+
+    # ---------------------------------------------------------------- the model, part by part
+
+    @contextlib.contextmanager
+    def in_its_state(self) -> Iterator[None]:
+        """Random numbers and autocast of the call; layers are replaced by parts of them."""
+        cuda = [self.device] if self.device.type == "cuda" else []
+        is_on, dtype = self.autocast
+        # A cast that is cached without gradients would hide the parameter from those who need them.
+        precision = torch.autocast(self.device.type, dtype, enabled=is_on, cache_enabled=False)
+        given = {layer: layer.__dict__.get("forward") for layer in self.layers}
+        with torch.random.fork_rng(cuda), precision:
+            try:
+                for layer in self.layers:
+                    layer.__dict__["forward"] = self._forward_of(layer)
+                yield
+            finally:
+                for layer, forward in given.items():
+                    layer.__dict__.pop("forward", None)
+                    if forward is not None:
+                        layer.__dict__["forward"] = forward
+
+    def _forward_of(self, layer: Any) -> Callable[..., Tensor]:
+        def forward(x: Tensor, edges: Any, *args: Any, **kwargs: Any) -> Tensor:
+            if edges is not self.edges or any(each is not None for each in (*args, *kwargs.values())):
+                raise ValueError(
+                    f"model: tiled() needs layers that are called as layer(x, edges) with the edges of the "
+                    f"call, and {type(layer).__name__} got other arguments"
+                )
+            nth = self._count = self._count + 1
+            if self._records:
+                self.called.append(layer)
+                self._inputs.append(x)
+            elif nth == self._part + 1:
+                raise _Reached(x)
+            elif nth == self._part:
+                own: Tensor = layer.after_sum(self._sums, self._own)
+                return own
+            # Before the current part nothing is computed: its tensors have no rows.
+            empty: Tensor = layer.after_sum(x, x)
+            return empty
+
+        return forward
+
+    def _call(self, x: Tensor, *, records: bool = False) -> Tensor:
+        self._count, self._records = 0, records
+        try:
+            found = self.model(x, self.edges)
+        except _Reached as reached:
+            found = reached.x
+        if not isinstance(found, Tensor) or found.dim() != 2:
+            raise ValueError(
+                f"model: tiled() needs matrices between layers and as result, got {_kind(found)}"
+            )
+        return found
+
+    def _first_part(self, x: Tensor) -> Tensor:
+        self._part = 0
+        return self._call(x)
+
+    def _inputs_of_layers(self, none: Tensor) -> list[Tensor]:
+        self._call(none, records=True)
+        if not self.called:
+            raise ValueError("model: expected a model that calls at least one of its layers, got none")
+        self._none = none
+        return self._inputs
+
+    def part(self, nth: int, number: int, sums: Tensor, own: Tensor) -> Tensor:
+        """A part of the model for a tile.
+
+        Args:
+            nth: which part, from 0.
+            number: of the tile, for its random numbers.
+            sums: (tile rows, width) neighbour sums; of part 0 the model's input.
+            own: (tile rows, width) of the layer's input.
+
+        Raises:
+            ValueError: it does not keep the rows.
+        """
+        seed = (self.seed + (nth << 32) + number) % 2**63
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index].manual_seed(seed)
+        if nth == 0:
+            found = self._first_part(sums)
+        else:
+            self._part, self._sums, self._own = nth, sums, own
+            try:
+                found = self._call(self._none)
+            finally:
+                del self._sums, self._own
+        if found.size(0) != sums.size(0):
+            raise ValueError(
+                f"model: tiled() needs a row for every node between layers, and part {nth} of the model made "
+                f"{found.size(0)} rows of {sums.size(0)}"
+            )
+        return found
+
+    def check(self) -> None:
+        """Runs the parts on a few rows, and on half of them.
+
+        Raises:
+            ValueError: a part needs more than the sums of its layer, or a row's result depends on other rows.
+        """
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()  # dropped features would differ
+        try:
+            with self.in_its_state(), torch.no_grad():
+                for nth in range(len(self.sums) + 1):
+                    like = self._none if nth == 0 else self._inputs[nth - 1]
+                    sums, own = (like.new_empty(_ROWS_CHECKED, like.size(1)).normal_() for _ in range(2))
+                    half = _ROWS_CHECKED // 2
+                    try:
+                        whole = self.part(nth, 0, sums, own)[:half].float()
+                    except RuntimeError as error:
+                        raise ValueError(
+                            f"model: tiled() needs a chain of layers, and what follows layer {nth} failed "
+                            f"with the result of that layer alone ({error}). Connections that skip a layer "
+                            "are not supported"
+                        ) from error
+                    alone = self.part(nth, 0, sums[:half], own[:half]).float()
+                    if (whole - alone).abs().max() > _ROUNDING * whole.abs().max():
+                        raise ValueError(
+                            f"model: tiled() needs functions between layers that work row by row, and part "
+                            f"{nth} of the model gives a row another result if other rows come with it, as "
+                            "a normalisation over nodes does; use torch.nn.LayerNorm"
+                        )
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    # ---------------------------------------------------------------- forward
+
+    def forward(self, x: Tensor, kept: list[_Kept] | None = None) -> Tensor:
+        """The result; ``kept`` gets what the backward pass reads, an item per layer."""
+        features = self._first_input(x)
+        for nth in range(1, len(self.sums) + 1):
+            layer = self._layer(nth, features, x, needs_gradients=kept is not None)
+            whole: Tensor | None = None
+            for number, (begin, end) in enumerate(_tiles(layer.num_rows, self.tile_rows)):
+                tile = self.part(nth, number, *layer.compute(begin, end))
+                if whole is None:
+                    whole = tile.new_empty(layer.num_rows, tile.size(1))
+                whole[begin:end] = tile
+                del tile
+            features = self.part(nth, 0, *layer.compute(0, 0)) if whole is None else whole
+            layer.finish()
+            if kept is not None:
+                kept.append(layer)
+            del layer, whole
+        return features
+
+    def _layer(self, nth: int, features: Tensor, x: Tensor, *, needs_gradients: bool) -> _Kept:
+        """A layer and what is kept of it."""
+        sums, is_first = self.sums[nth - 1], nth == 1
+        if nth == len(self.sums) and self.rows is not None:
+            return _LastRows(sums, features, self.rows, self.tile_rows)
+        if self.offload and needs_gradients:
+            given = x.detach() if is_first and self.begins_with_layer else None
+            return _Offloaded(sums, features, self.tile_rows, given)
+        again = (lambda: self._first_input(x)) if is_first and not self.begins_with_layer else None
+        return _Recomputed(sums, features, self.tile_rows, again)
+
+    def _first_input(self, x: Tensor) -> Tensor:
+        """What the first layer takes, on the device."""
+        if self.begins_with_layer:
+            return x.detach().to(self.device, non_blocking=True)
+        like = self._inputs[0]
+        whole = like.new_empty(self.num_nodes, like.size(1))
+        for number, (begin, end) in enumerate(_tiles(self.num_nodes, self.tile_rows)):
+            given = x[begin:end].detach().to(self.device, non_blocking=True)
+            whole[begin:end] = self.part(0, number, given, given)
+        return whole
+
+    # ---------------------------------------------------------------- backward
+
+    def backward(
+        self, grad: Tensor, x: Tensor, parameters: Sequence[Tensor], kept: list[_Kept]
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Gradients of the input and the parameters. ``kept`` is emptied, so that memory is free early."""
+        totals = _Totals(parameters)
+        gradients = [grad]  # the list alone holds them: one that was read is overwritten or freed
+        del grad
+        for nth in range(len(self.sums), 0, -1):
+            continues = nth > 1 or x.requires_grad or not self.begins_with_layer
+            self._back(nth, kept, gradients, totals, continues=continues)
+        if not self.begins_with_layer:
+            self._back_to_x(x, gradients, totals)
+        of_x = gradients.pop().to(x.device) if x.requires_grad else None
+        return of_x, totals.result()
+
+    def _back(
+        self, nth: int, kept: list[_Kept], gradients: list[Tensor], totals: _Totals, *, continues: bool
+    ) -> None:
+        """Replaces the gradient of a layer's part by that of the layer's input, if it ``continues``."""
+        grad, layer = gradients.pop(), kept.pop()
+        of_sums: Tensor | None = None
+        of_own: Tensor | None = None
+        for number, (begin, end, sums, own) in enumerate(layer.tiles()):
+            given = [each.detach().requires_grad_(continues) for each in (sums, own)]
+            with torch.enable_grad():
+                out = self.part(nth, number, *given)
+            found = totals.add(out, given if continues else [], grad[begin:end])
+            del out, given
+            if not continues:
+                continue
+            if of_sums is None:
+                # The first gradient is the caller's, the others may be overwritten.
+                fits = nth < len(self.sums) and grad.shape[1] == sums.shape[1] and grad.dtype == sums.dtype
+                of_sums = grad if fits else sums.new_empty(layer.num_rows, sums.size(1))
+                of_own = None if found[1] is None else own.new_empty(layer.num_rows, own.size(1))
+            _put(of_sums[begin:end], found[0])
+            if of_own is not None:
+                _put(of_own[begin:end], found[1])
+            del sums, own, found
+        if not continues:
+            return
+        like = layer.like
+        of_sums = like.new_empty(0, like.size(1)) if of_sums is None else of_sums
+        back, rows = layer.sums.transposed(), layer.rows
+        del grad, layer
+        total = like.new_empty(self.num_nodes, like.size(1)) if of_own is None or rows is not None else of_own
+        for begin, end in _tiles(self.num_nodes, self.tile_rows):
+            tile = back.tile(of_sums, begin, end)
+            if total is of_own:
+                total[begin:end] += tile
+            else:
+                total[begin:end] = tile
+            del tile
+        if rows is not None:
+            loops = self.sums[nth - 1].with_own(torch.zeros_like(of_sums), of_sums, rows)
+            total.index_add_(0, rows, (loops if of_own is None else loops.add_(of_own)).to(total.dtype))
+        gradients.append(total)
+
+    def _back_to_x(self, x: Tensor, gradients: list[Tensor], totals: _Totals) -> None:
+        """Replaces the gradient of the first layer's input by that of the model's."""
+        grad = gradients.pop()
+        of_x = torch.empty(x.shape, dtype=x.dtype, device=self.device) if x.requires_grad else None
+        for number, (begin, end) in enumerate(_tiles(self.num_nodes, self.tile_rows)):
+            given = x[begin:end].detach().to(self.device, non_blocking=True).requires_grad_(x.requires_grad)
+            with torch.enable_grad():
+                out = self.part(0, number, given, given)
+            found = totals.add(out, [given] if of_x is not None else [], grad[begin:end])
+            if of_x is not None:
+                _put(of_x[begin:end], found[0])
+        if of_x is not None:
+            gradients.append(of_x)
+
+
+class _Totals:
+    """Gradients of parameters, added over tiles in the accumulation dtype."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = parameters
+        self.sums: list[Tensor | None] = [None] * len(parameters)
+
+    def add(self, out: Tensor, inputs: list[Tensor], grad: Tensor) -> list[Tensor | None]:
+        """Adds those of a tile; returns those of the inputs."""
+        if not out.requires_grad:
+            return [None] * len(inputs)
+        found = torch.autograd.grad(out, [*inputs, *self.parameters], grad, allow_unused=True)
+        for nth, each in enumerate(found[len(inputs) :]):
+            if each is not None:
+                each = each.to(accumulation_dtype(each.dtype))
+                total = self.sums[nth]
+                self.sums[nth] = each if total is None else total.add_(each)
+        return list(found[: len(inputs)])
+
+    def result(self) -> list[Tensor | None]:
+        """In the parameters' dtypes."""
+        pairs = zip(self.sums, self.parameters, strict=True)
+        return [None if total is None else total.to(of.dtype) for total, of in pairs]
+
+
+class _Tiled(torch.autograd.Function):
+    """A call in tiles as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, x: Tensor, *parameters: Tensor) -> Tensor:
+        kept: list[_Kept] = []
+        ctx.run, ctx.kept = run, kept
+        ctx.save_for_backward(x, *parameters)
+        with run.in_its_state():
+            return run.forward(x, kept)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *parameters = ctx.saved_tensors
+        if not ctx.kept:
+            raise RuntimeError(
+                "tiled(): the backward pass of this call has run already and has freed what it needs; call "
+                "the model again"
+            )
+        with ctx.run.in_its_state():
+            of_x, of_parameters = ctx.run.backward(grad.contiguous(), x, parameters, ctx.kept)
+        return None, of_x, *of_parameters
+
+
+# ---------------------------------------------------------------- what a layer keeps for the backward pass
+
+
+class _Kept:
+    """A layer's sums and own features by tiles, in the forward pass and again in the backward pass.
+
+    Attributes:
+        sums: of the layer.
+        rows: which nodes it computes, int64; None: all.
+        num_rows: how many.
+        tile_rows: rows of a tile.
+        like: (0, width), with the dtype and device of its input.
+    """
+
+    def __init__(
+        self, sums: NeighbourSum, features: Tensor, tile_rows: int, rows: Tensor | None = None
+    ) -> None:
+        self.sums, self.rows, self.tile_rows = sums, rows, tile_rows
+        self.num_rows = features.size(0) if rows is None else rows.numel()
+        self.like = features.new_empty(0, features.size(1))
+
+    def compute(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Sums and own features of a tile, in the forward pass."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Ends the forward pass."""
+
+    def tiles(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        """Begin, end, sums and own features of every tile, in the order of the forward pass."""
+        for begin, end in _tiles(self.num_rows, self.tile_rows):
+            yield begin, end, *self.compute(begin, end)
+
+
+class _Recomputed(_Kept):
+    """Keeps the layer's input, from which the backward pass computes the sums again.
+
+    Args:
+        sums: of the layer.
+        features: (num_nodes, width), its input.
+        tile_rows: rows of a tile.
+        again: computes the input again; None: it is kept.
+    """
+
+    def __init__(
+        self, sums: NeighbourSum, features: Tensor, tile_rows: int, again: Callable[[], Tensor] | None
+    ) -> None:
+        super().__init__(sums, features, tile_rows)
+        self.features: Tensor | None = features
+        self.again = again
+
+    def compute(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        if self.features is None:
+            assert self.again is not None
+            self.features = self.again()
+        return self.sums.tile(self.features, begin, end), self.features[begin:end]
+
+    def finish(self) -> None:
+        if self.again is not None:
+            self.features = None
+
+
+class _LastRows(_Kept):
+    """Keeps the sums and own features of the rows that are wanted of the last layer; they are few."""
+
+    def __init__(self, sums: NeighbourSum, features: Tensor, rows: Tensor, tile_rows: int) -> None:
+        of_rows = sums.of_rows(rows)
+        super().__init__(of_rows, features, tile_rows, rows)
+        self.own = features[rows]
+        pieces = [of_rows.tile(features, *each) for each in _tiles(rows.numel(), tile_rows)]
+        self.sum = sums.with_own(torch.cat([self.like, *pieces]), self.own, rows)
+
+    def compute(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        return self.sum[begin:end], self.own[begin:end]
+
+
+class _Offloaded(_Kept):
+    """Keeps sums and own features in host memory, copied there and back while other tiles are computed.
+
+    Args:
+        sums: of the layer.
+        features: (num_nodes, width), its input.
+        tile_rows: rows of a tile.
+        given: the same where the caller keeps it; None: it is copied.
+    """
+
+    def __init__(self, sums: NeighbourSum, features: Tensor, tile_rows: int, given: Tensor | None) -> None:
+        super().__init__(sums, features, tile_rows)
+        self.features: Tensor | None = features
+        self.given = given
+        self.of_sums, self.of_own = _HostTiles(features.device), _HostTiles(features.device)
+
+    def compute(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        assert self.features is not None
+        sums, own = self.sums.tile(self.features, begin, end), self.features[begin:end]
+        self.of_sums.append(sums)
+        if self.sums.reads_own and self.given is None:
+            self.of_own.append(own)
+        return sums, own
+
+    def finish(self) -> None:
+        if self.given is not None:
+            self.of_own.tiles = list(self.given.split(self.tile_rows))
+        self.of_sums.finish()
+        self.of_own.finish()
+        self.features = None
+
+    def tiles(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        own = self.of_own.read() if self.sums.reads_own else None
+        places = _tiles(self.num_rows, self.tile_rows)
+        for (begin, end), sums in zip(places, self.of_sums.read(), strict=True):
+            yield begin, end, sums, sums if own is None else next(own)
+
+
+class _HostTiles:
+    """Tiles of a matrix in page-locked memory, behind two buffers on the GPU in turn.
+
+    A copy runs on a stream of its own, so that it takes no time from the computation. Tiles of 256 MiB waste
+    nothing where PyTorch rounds page-locked memory up to powers of two.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.tiles: list[Tensor] = []
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.buffers: list[Tensor] = []
+        self.copied: list[torch.cuda.Event] = []
+
+    def append(self, tile: Tensor) -> None:
+        """Copies a tile to the host."""
+        if self.stream is None:
+            self.tiles.append(tile.clone())
+            return
+        kept = torch.empty(tile.shape, dtype=tile.dtype, pin_memory=True)
+        nth, stream = len(self.tiles), self.stream
+        current = torch.cuda.current_stream(self.device)
+        if nth < 2:
+            self.buffers.append(torch.empty_like(tile, memory_format=torch.contiguous_format))
+        else:
+            current.wait_event(self.copied[nth - 2])
+        buffer = self.buffers[nth % 2][: tile.size(0)]
+        buffer.copy_(tile)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            kept.copy_(buffer, non_blocking=True)
+            self.copied.append(stream.record_event())
+        self.tiles.append(kept)
+
+    def finish(self) -> None:
+        """Frees the buffers as soon as they are copied."""
+        for event in self.copied[-2:]:
+            torch.cuda.current_stream(self.device).wait_event(event)
+        self.buffers = []
+
+    def read(self) -> Iterator[Tensor]:
+        """The tiles on the device, each until the next is asked for."""
+        if self.stream is None:
+            yield from self.tiles
+            return
+        current = torch.cuda.current_stream(self.device)
+        arrived: list[torch.cuda.Event] = []
+        for nth in range(len(self.tiles) + 1):
+            if nth < len(self.tiles):
+                arrived.append(self._fetch(nth))
+            if nth:
+                current.wait_event(arrived[nth - 1])
+                yield self.buffers[(nth - 1) % 2][: self.tiles[nth - 1].size(0)]
+
+    def _fetch(self, nth: int) -> torch.cuda.Event:
+        """Begins to copy a tile into the buffer that the one before last has left."""
+        assert self.stream is not None
+        tile = self.tiles[nth]
+        if nth < 2:
+            self.buffers.append(torch.empty(tile.shape, dtype=tile.dtype, device=self.device))
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            self.buffers[nth % 2][: tile.size(0)].copy_(tile, non_blocking=True)
+            return self.stream.record_event()
+
+
+def _tiles(num_rows: int, tile_rows: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of every tile."""
+    for begin in range(0, num_rows, tile_rows):
+        yield begin, min(begin + tile_rows, num_rows)
+
+
+def _put(to: Tensor, found: Tensor | None) -> None:
+    """Copies a gradient, which is None where there is none."""
+    if found is None:
+        to.zero_()
+    else:
+        to.copy_(found)
+
+
+def _kind(thing: object) -> str:
+    if isinstance(thing, Tensor):
+        return f"a tensor of shape {tuple(thing.shape)} and dtype {thing.dtype}"
+    return type(thing).__name__
