@@ -50,6 +50,7 @@ from fastsparse_core import (
     spmm,
     ssd,
 )
+from fastsparse_core.capturing.batch_norm import masked_batch_norm
 from fastsparse_core.capturing.padding import BatchPlaces, Sizes, capacity_for
 from fastsparse_core.formats import bsb, lengths
 from fastsparse_core.formats.compress import compress, compress_pairs, sort_rows
@@ -58,18 +59,17 @@ from fastsparse_core.formats.hybrid_rows import HybridRows
 from fastsparse_core.formats.row_panels import PanelLayout
 from fastsparse_core.formats.row_split import split_rows
 from fastsparse_core.fused import aggregate_transform
+from fastsparse_core.fused.aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
 from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2
 from fastsparse_core.fused.attention_layer import attention_layer
+from fastsparse_core.fused.weight_gradient import weight_gradient
 from fastsparse_core.graph_store import BatchEdges, Field, FieldKind, Fields, GraphStore, StoredEdges
-from fastsparse_core.ops._aggregate_linear_launch import aggregate_and_transform, gradients_of_parameters
 from fastsparse_core.ops._attention_launch import ADDITIVE as _ADDITIVE
 from fastsparse_core.ops._attention_launch import DOT_PRODUCT as _DOT_PRODUCT
 from fastsparse_core.ops._attention_launch import GATV2 as _GATV2
-from fastsparse_core.ops._batch_norm import masked_batch_norm
 from fastsparse_core.ops._spmm_extremum import extremum_of_sums
 from fastsparse_core.ops._spmm_plan import add_transposed
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
-from fastsparse_core.ops._weight_gradient import weight_gradient
 from fastsparse_core.sampling import NeighborSampler
 from fastsparse_core.sampling.features import gather_on_cuda
 

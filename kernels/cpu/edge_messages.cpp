@@ -117,26 +117,26 @@ struct Message {
   const EdgeMessageInput& input;
   const std::int64_t width = input.width;
   const bool gated = input.message != EdgeMessage::kRelu, raw = input.weight != nullptr;
-  std::vector<A> workspace, row_workspace, features_workspace, z, value;
+  std::vector<A> memory;  // of all rows: an allocation each would take as long as the edges of a small graph
+  A *z = memory.data(), *value = z + width, *workspace = value + width, *row_workspace = workspace + width;
+  A *features_workspace = row_workspace + width, *rows = features_workspace + (raw ? input.edge_width : 0);
   const A* of_row;  // k, or the bias, or zeros
   const A* features = nullptr;
 
-  explicit Message(const EdgeMessageInput& of)
-      : input(of),
-        workspace(width),
-        row_workspace(width),
-        features_workspace(raw ? of.edge_width : 0),
-        z(width),
-        value(width) {
-    of_row = !gated && of.bias != nullptr ? static_cast<const A*>(of.bias) : row_workspace.data();
+  // With `count` rows of zeros for the caller.
+  Message(const EdgeMessageInput& of, std::int64_t count)
+      : input(of), memory((4 + count) * width + (raw ? of.edge_width : 0)) {
+    of_row = !gated && of.bias != nullptr ? static_cast<const A*>(of.bias) : row_workspace;
   }
 
+  A* row(std::int64_t nth) const { return rows + nth * width; }
+
   FASTSPARSE_INLINE const A* read(const DenseView& matrix, std::int64_t row) {
-    return read_row(matrix, input.dtype, row, width, workspace.data());
+    return read_row(matrix, input.dtype, row, width, workspace);
   }
 
   FASTSPARSE_INLINE void set_row(std::int64_t row) {
-    if (gated) of_row = read_row(input.k, input.dtype, row, width, row_workspace.data());
+    if (gated) of_row = read_row(input.k, input.dtype, row, width, row_workspace);
   }
 
   FASTSPARSE_INLINE void add_projected(const void* weight, A* to) const {
@@ -146,20 +146,19 @@ struct Message {
   }
 
   FASTSPARSE_INLINE void set_features(std::int64_t position) {
-    if (raw)
-      features = read_row(input.edge, input.dtype, position, input.edge_width, features_workspace.data());
+    if (raw) features = read_row(input.edge, input.dtype, position, input.edge_width, features_workspace);
   }
 
   // z and v_ij of an entry of the row that is set.
   FASTSPARSE_INLINE void set_entry(std::int64_t col, std::int64_t position) {
-    set_sum(of_row, read(input.q, col), z.data(), width);
-    if (gated) std::copy_n(read(input.v, col), width, value.data());
+    set_sum(of_row, read(input.q, col), z, width);
+    if (gated) std::copy_n(read(input.v, col), width, value);
     set_features(position);
     if (raw) {
-      add_projected(input.weight, z.data());
-      if (gated) add_projected(input.of_value, value.data());
+      add_projected(input.weight, z);
+      if (gated) add_projected(input.of_value, value);
     } else if (input.edge.data != nullptr) {
-      add_row(read(input.edge, position), z.data(), width);
+      add_row(read(input.edge, position), z, width);
     }
   }
 };
@@ -169,10 +168,9 @@ FASTSPARSE_INLINE void send(const EdgeMessageArgs& args, std::int64_t row_begin,
   const EdgeMessageInput& input = args.input;
   const std::int64_t width = input.width;
   const bool with_state = input.message == EdgeMessage::kGateAndState;
-  Message<A> message(input);
-  std::vector<A> sums(width), sides(width);
-  A *sum = sums.data(), *side = sides.data();
-  const A *z = message.z.data(), *value = message.value.data();
+  Message<A> message(input, 2);
+  A *sum = message.row(0), *side = message.row(1);
+  const A *z = message.z, *value = message.value;
   const A scale = args.eps == nullptr ? A{1} : one_plus<A>(args.eps, input.dtype);
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     std::fill_n(sum, width, A{0});
@@ -204,28 +202,26 @@ FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args
   const Dtype dtype = input.dtype;
   const std::int64_t width = input.width, edge_width = input.edge_width;
   const bool with_state = input.message == EdgeMessage::kGateAndState;
-  Message<A> message(input);
-  std::vector<A> grads(width), sides(width), of_state(width), of_q(width), of_v(width), q_workspace(width),
-      v_workspace(width);
-  A *z = message.z.data(), *value = message.value.data(), *grad_q = of_q.data(), *grad_v = of_v.data();
-  const A *side = sides.data(), *grad_state = of_state.data();
+  Message<A> message(input, 7);
+  A *z = message.z, *value = message.value, *grad_q = message.row(0), *grad_v = message.row(1);
+  const A *side = message.row(2), *grad_state = message.row(3);
   const A scale = args.scale == nullptr ? A{0} : number_at<A>(args.scale, dtype, 0);
   for (std::int64_t source = begin; source < end; ++source) {
     std::fill_n(grad_q, width, A{0});
     std::fill_n(grad_v, width, A{0});
-    const A* v = message.gated ? read_row(input.v, dtype, source, width, v_workspace.data()) : nullptr;
+    const A* v = message.gated ? read_row(input.v, dtype, source, width, message.row(4)) : nullptr;
     const A* q =
-        message.gated && !with_state ? read_row(input.q, dtype, source, width, q_workspace.data()) : nullptr;
+        message.gated && !with_state ? read_row(input.q, dtype, source, width, message.row(5)) : nullptr;
     for (std::int64_t entry = args.a_t.rowptr[source]; entry < args.a_t.rowptr[source + 1]; ++entry) {
       const std::int64_t row = args.a_t.col[entry], position = edge_position(args.a_t, entry);
-      const A* grad = read_row(args.grad, dtype, row, width, grads.data());
+      const A* grad = read_row(args.grad, dtype, row, width, message.row(6));
       if (message.gated) {
         std::copy_n(v, width, value);
         if (with_state) {
           std::copy_n(message.read(args.state, position), width, z);
-          side = read_row(args.grad_side, dtype, row, width, sides.data());
+          side = read_row(args.grad_side, dtype, row, width, message.row(2));
           if (args.grad_state.data != nullptr) {
-            grad_state = read_row(args.grad_state, dtype, position, width, of_state.data());
+            grad_state = read_row(args.grad_state, dtype, position, width, message.row(3));
           }
         } else {
           set_sum(q, message.read(input.k, row), z, width);
@@ -258,42 +254,43 @@ FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args
   }
 }
 
-// Rows that a group has for dW, and for dbias beside it, which relu's terms give.
-std::int64_t rows_of_group(const EdgeMessageInput& input) {
-  return input.edge_width + (input.message == EdgeMessage::kRelu ? 1 : 0);
+// Numbers of a group: rows of dW, and behind them dbias of relu, rows of dU of gates.
+std::int64_t size_of_group(const EdgeMessageInput& input) {
+  return (input.edge_width + (input.message == EdgeMessage::kRelu ? 1 : input.edge_width)) * input.width;
 }
 
-// dW and dU of a group of rows.
+// Groups of rows for dW and dU; how many is a matter of the graph alone, not of threads.
+std::int64_t groups_of(const EdgeMessageBackwardArgs& args) {
+  const EdgeMapGradients& maps = args.maps;
+  if (maps.weight == nullptr && maps.of_value == nullptr && maps.bias == nullptr) return 0;
+  return std::clamp<std::int64_t>(args.a.num_rows / 32, 1, 64);
+}
+
+// What a group of rows adds to dW and what is behind it.
 template <typename A>
-FASTSPARSE_INLINE void differentiate_weights(const EdgeMessageBackwardArgs& args, std::int64_t group,
+FASTSPARSE_INLINE void differentiate_weights(const EdgeMessageBackwardArgs& args, A* grad_weight,
                                              std::int64_t row_begin, std::int64_t row_end) {
   const EdgeMessageInput& input = args.input;
   const std::int64_t width = input.width, edge_width = input.edge_width;
-  Message<A> message(input);
-  const std::int64_t size = rows_of_group(input) * width;
-  A* grad_weight = static_cast<A*>(args.grad_weight) + group * size;
-  A* grad_of_value = message.gated ? static_cast<A*>(args.grad_of_value) + group * size : nullptr;
-  std::fill(grad_weight, grad_weight + size, A{0});
-  if (message.gated) std::fill(grad_of_value, grad_of_value + size, A{0});
-  std::vector<A> grads(width);
-  const std::vector<A> zeros(width);
-  A *z = message.z.data(), *value = message.value.data();
+  Message<A> message(input, 2);
+  A* behind = grad_weight + edge_width * width;
+  A *z = message.z, *value = message.value;
   for (std::int64_t row = row_begin; row < row_end; ++row) {
-    const A* grad = read_row(args.grad, input.dtype, row, width, grads.data());
+    const A* grad = read_row(args.grad, input.dtype, row, width, message.row(0));
     message.set_row(row);
     for (std::int64_t entry = args.a.rowptr[row]; entry < args.a.rowptr[row + 1]; ++entry) {
       const std::int64_t position = edge_position(args.a, entry);
       if (message.gated) {
         message.set_entry(args.a.col[entry], position);
-        differentiate_gated(grad, zeros.data(), zeros.data(), z, value, width);
+        differentiate_gated<A>(grad, message.row(1), message.row(1), z, value, width);
       } else {
         message.set_features(position);
         where_positive(args.positive + position * args.sign_bytes, grad, z, width);
-        add_row<A>(z, grad_weight + edge_width * width, width);
+        add_row<A>(z, behind, width);
       }
       for (std::int64_t a = 0; a < edge_width; ++a) {
         add_scaled<A>(message.features[a], z, grad_weight + a * width, width);
-        if (message.gated) add_scaled<A>(message.features[a], value, grad_of_value + a * width, width);
+        if (message.gated) add_scaled<A>(message.features[a], value, behind + a * width, width);
       }
     }
   }
@@ -301,35 +298,26 @@ FASTSPARSE_INLINE void differentiate_weights(const EdgeMessageBackwardArgs& args
 
 // The groups' parts of dW, dbias and dU added up, in float64 as on CUDA, and transposed.
 template <typename A>
-void sum_groups(const EdgeMessageBackwardArgs& args) {
-  const std::int64_t width = args.input.width, size = rows_of_group(args.input) * width;
+void sum_groups(const EdgeMessageBackwardArgs& args, const std::vector<A>& parts) {
   const EdgeMapGradients& to = args.maps;
+  const std::int64_t width = args.input.width, size = size_of_group(args.input);
   std::vector<double> sums(size);
-  const auto add = [&](const void* parts) {
-    std::fill(sums.begin(), sums.end(), 0.0);
-    for (std::int64_t group = 0; group < args.groups; ++group) {
-      const A* part = static_cast<const A*>(parts) + group * size;
-      for (std::int64_t i = 0; i < size; ++i) sums[i] += part[i];
-    }
-  };
-  const auto store_one = [&](void* map, std::int64_t at, double sum) {
-    to.dtype == Dtype::kFloat64 ? set_number(map, to.dtype, at, sum)
-                                : set_number(map, to.dtype, at, static_cast<float>(sum));
-  };
-  const auto store = [&](void* map) {
-    for (std::int64_t f = 0; map != nullptr && f < to.width; ++f) {
-      for (std::int64_t a = 0; a < to.edge_width; ++a)
-        store_one(map, f * to.edge_width + a, sums[a * width + f]);
-    }
-  };
-  add(args.grad_weight);
-  store(to.weight);
-  for (std::int64_t f = 0; to.bias != nullptr && f < to.width; ++f) {
-    store_one(to.bias, f, sums[args.input.edge_width * width + f]);
+  const double* behind = sums.data() + args.input.edge_width * width;
+  for (std::size_t i = 0; i < parts.size(); i += size) {
+    for (std::int64_t k = 0; k < size; ++k) sums[k] += parts[i + k];
   }
-  if (args.grad_of_value == nullptr) return;
-  add(args.grad_of_value);
-  store(to.of_value);
+  const auto store = [&](void* map, std::int64_t columns, const double* rows) {
+    for (std::int64_t f = 0; map != nullptr && f < to.width; ++f) {
+      for (std::int64_t a = 0; a < columns; ++a) {
+        const double sum = rows[a * width + f];
+        to.dtype == Dtype::kFloat64 ? set_number(map, to.dtype, f * columns + a, sum)
+                                    : set_number(map, to.dtype, f * columns + a, static_cast<float>(sum));
+      }
+    }
+  };
+  store(to.weight, to.edge_width, sums.data());
+  store(to.bias, 1, behind);
+  store(to.of_value, to.edge_width, behind);
 }
 
 template <typename T>
@@ -371,9 +359,11 @@ void edge_messages(const EdgeMessageArgs& args, int threads) {
 }
 
 void edge_messages_backward(const EdgeMessageBackwardArgs& args, int threads) {
-  const std::int64_t count = args.a.num_rows, groups = args.grad_weight == nullptr ? 0 : args.groups;
+  const std::int64_t count = args.a.num_rows, groups = groups_of(args);
+  const std::int64_t size = size_of_group(args.input);
   with_sum_type(args.input.dtype, [&](auto type) {
     using A = decltype(type);
+    std::vector<A> parts(groups * size);
 #pragma omp parallel num_threads(threads) if (work(args.a, args.input) > kSerialWork)
     {
 #pragma omp for schedule(dynamic)
@@ -385,7 +375,8 @@ void edge_messages_backward(const EdgeMessageBackwardArgs& args, int threads) {
 #pragma omp for schedule(dynamic)
       for (std::int64_t group = 0; group < groups; ++group) {
         for_this_machine([&]() FASTSPARSE_INLINED {
-          differentiate_weights<A>(args, group, count * group / groups, count * (group + 1) / groups);
+          differentiate_weights<A>(args, parts.data() + group * size, count * group / groups,
+                                   count * (group + 1) / groups);
         });
       }
     }
@@ -393,7 +384,7 @@ void edge_messages_backward(const EdgeMessageBackwardArgs& args, int threads) {
       narrow_row(static_cast<const A*>(args.grad_features), A{1}, args.num_values * args.maps.edge_width,
                  args.maps.features, args.input.dtype, 0);
     }
-    if (groups > 0) sum_groups<A>(args);
+    if (groups > 0) sum_groups<A>(args, parts);
   });
 }
 

@@ -13,7 +13,8 @@ from torch.fx import GraphModule
 
 from fastsparse_core import reference
 from fastsparse_core.ops._attention_launch import ADDITIVE, GATV2
-from fastsparse_core.ops.multi_aggregate import AGGREGATIONS
+from fastsparse_core.ops._edge_messages_fused import unfused_gated, unfused_gine
+from fastsparse_core.ops._multi_aggregate_fused import unfused as unfused_aggregates
 from fastsparse_core.structure.edge_values import EdgeValues
 
 #: Steps of a trace that hold a part of it in a module of its own.
@@ -406,51 +407,15 @@ def attention(
     return out.flatten(1).to(values.dtype), out, out
 
 
-def gine_aggregate(
-    x: Tensor, edge: Tensor, weight: Tensor | None, bias: Tensor | None, num_dst: int, adj: Any, keep: bool
-) -> tuple[Tensor, Tensor]:
-    """``fastsparse::gine_aggregate``."""
-    out = reference.gine_aggregate(adj, x, edge, edge_weight=weight, edge_bias=bias, dtype=x.dtype)
-    return out, out
+def _unfused(formula: Callable[..., Tensor], count: int, results: int) -> Callable[..., tuple[Tensor, ...]]:
+    """An operator's unfused version in its place; of the results programs of inference read the first.
 
-
-def gated_aggregate(
-    k: Tensor,
-    q: Tensor,
-    v: Tensor,
-    edge: Tensor | None,
-    gate_weight: Tensor | None,
-    value_weight: Tensor | None,
-    adj: Any,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
-    """``fastsparse::gated_aggregate``."""
-    maps = {"edge_attr": edge, "gate_weight": gate_weight, "value_weight": value_weight}
-    out = reference.gated_aggregate(adj, k, q, v, dtype=v.dtype, **maps)
-    return out, out
-
-
-def multi_aggregate(
-    x_src: Tensor,
-    x_dst: Tensor | None,
-    edge: Tensor | None,
-    weight: Tensor | None,
-    slots: list[int],
-    groups: int,
-    min_variance: float,
-    num_dst: int,
-    adj: Any,
-    keep: bool,
-) -> tuple[Tensor, ...]:
-    """``fastsparse::multi_aggregate``."""
-    names = {slot: name for name, slot in zip(AGGREGATIONS, slots, strict=True) if slot >= 0}
-    options: dict[str, Any] = {"x_dst": x_dst, "edge_attr": edge, "edge_weight": weight, "groups": groups}
-    with _in(x_src.dtype):
-        wanted = [names[slot] for slot in sorted(names)]
-        out = reference.multi_aggregate(adj, x_src, wanted, min_variance=min_variance, **options).to(
-            x_src.dtype
-        )
-    return out, out, out
+    Args:
+        formula: from the structure and the operator's first arguments.
+        count: how many of these.
+        results: of the operator.
+    """
+    return lambda *given: (formula(given[-2], *given[:count]),) * results
 
 
 def maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -497,14 +462,14 @@ FORMULAS: dict[str, Callable[..., Any]] = {
         sddmm,
         edge_softmax,
         attention,
-        gine_aggregate,
-        gated_aggregate,
-        multi_aggregate,
         maxk,
         cbsr_to_dense,
         ssd,
     )
 }
+FORMULAS["gine_aggregate"] = _unfused(unfused_gine, 4, 2)
+FORMULAS["gated_aggregate"] = _unfused(unfused_gated, 6, 2)
+FORMULAS["multi_aggregate"] = _unfused(unfused_aggregates, 7, 3)
 
 
 # ---------------------------------------------------------------- operators as those of the library

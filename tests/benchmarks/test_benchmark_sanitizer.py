@@ -16,7 +16,7 @@ from rich.console import Console
 
 from benchmarks import record, sanitizer, tables
 from benchmarks.__main__ import run
-from fastsparse_core.ops._aggregate_linear_launch import gathers_neighbours
+from fastsparse_core.fused.aggregate_linear_launch import gathers_neighbours
 
 #: The part whose kernels other GPUs have not.
 HOPPER = "aggregate-linear"

@@ -28,14 +28,14 @@ from torch.utils.checkpoint import checkpoint
 
 from fastsparse_core import _C, Adjacency, algorithms, gpu, policy, reference, spmm
 from fastsparse_core.fused import aggregate_transform as module
-from fastsparse_core.fused.aggregate_transform import aggregate_linear, starts_with
-from fastsparse_core.ops import _spmm_plan
-from fastsparse_core.ops._aggregate_linear_launch import (
+from fastsparse_core.fused.aggregate_linear_launch import (
     aggregate_and_transform,
     gathers_neighbours,
     gradients_of_parameters,
     is_laid_out,
 )
+from fastsparse_core.fused.aggregate_transform import aggregate_linear, starts_with
+from fastsparse_core.ops import _spmm_plan
 from fastsparse_core.ops._facts import facts_of
 from fastsparse_core.ops._operands import with_zeros_behind
 from fastsparse_core.ops._spmm_plan import add_transposed

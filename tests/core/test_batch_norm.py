@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastsparse_core.ops._batch_norm import masked_batch_norm
+from fastsparse_core.capturing.batch_norm import masked_batch_norm
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 #: Rows and columns: few, more than a block of threads takes, and numbers that no load of 16 bytes divides.

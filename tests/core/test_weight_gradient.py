@@ -10,7 +10,7 @@ from cases import DTYPES
 from torch import Tensor
 
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
-from fastsparse_core.ops._weight_gradient import weight_gradient
+from fastsparse_core.fused.weight_gradient import weight_gradient
 
 ROWS = 60
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastsparse_core import recorded
+from fastsparse_core.capturing.batch_norm import masked_batch_norm
 from fastsparse_core.capturing.constants import Carried
 from fastsparse_core.capturing.device_reads import DeviceReads
 from fastsparse_core.capturing.padding import Rows
 from fastsparse_core.ops._autocast import autocast_dtype, version_of, without_autocast
-from fastsparse_core.ops._batch_norm import masked_batch_norm
 from fastsparse_core.ops._eager import PLAIN, is_plain_eager
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 

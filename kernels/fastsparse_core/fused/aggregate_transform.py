@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core import gpu, policy
-from fastsparse_core.ops._aggregate_linear_launch import (
+from fastsparse_core.fused.aggregate_linear_launch import (
     aggregate_and_transform,
     gradients_of_parameters,
     is_laid_out,
 )
+from fastsparse_core.fused.weight_gradient import weight_gradient
 from fastsparse_core.ops._autocast import (
     CAST,
     Uncast,
@@ -35,7 +36,6 @@ from fastsparse_core.ops._kept_results import saved_tensors
 from fastsparse_core.ops._operands import zero_padded
 from fastsparse_core.ops._spmm_plan import add_transposed, grad_of_features, launch_spmm, with_loops
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
-from fastsparse_core.ops._weight_gradient import weight_gradient
 from fastsparse_core.ops.sddmm import sddmm, sddmm_kernel
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.streams import fork

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
+from fastsparse_core.fused.weight_gradient import weight_gradient
 from fastsparse_core.ops import _edge_messages_launch as launch
 from fastsparse_core.ops._autocast import (
     CAST,
@@ -27,7 +28,6 @@ from fastsparse_core.ops._edge_messages_fused import gine_gradients_again, unfus
 from fastsparse_core.ops._edge_messages_launch import Operands
 from fastsparse_core.ops._kept_results import unfused_gradients, with_cure
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
-from fastsparse_core.ops._weight_gradient import weight_gradient
 from fastsparse_core.structure.adjacency import Adjacency
 
 

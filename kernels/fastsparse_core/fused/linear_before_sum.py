@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastsparse_core.fused.weight_gradient import weight_gradient
 from fastsparse_core.ops._autocast import autocast, is_any_autocast_enabled, without_autocast
 from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
-from fastsparse_core.ops._weight_gradient import weight_gradient
 
 
 def linear_before_sum(

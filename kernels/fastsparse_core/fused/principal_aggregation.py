@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastsparse_core.fused.edge_messages import can_pass_messages
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
+from fastsparse_core.fused.weight_gradient import weight_gradient
 from fastsparse_core.ops import _multi_aggregate_fused as kernels
 from fastsparse_core.ops._autocast import (
     check_versions,
@@ -21,7 +22,6 @@ from fastsparse_core.ops._autocast import (
 from fastsparse_core.ops._eager import direct, is_first_derivative, is_plain_eager, is_wrapped
 from fastsparse_core.ops._kept_results import unfused_gradients
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
-from fastsparse_core.ops._weight_gradient import weight_gradient
 from fastsparse_core.ops.multi_aggregate import MOST_EDGE_FEATURES, multi_aggregate, slots_of
 from fastsparse_core.structure.adjacency import Adjacency
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastsparse_core import policy
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
+from fastsparse_core.fused.weight_gradient import weight_gradient
 from fastsparse_core.ops import _attention_launch as launch
 from fastsparse_core.ops import _attention_unfused as unfused
 from fastsparse_core.ops._attention import unsupported_reason
@@ -24,7 +25,6 @@ from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
 from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
 from fastsparse_core.ops._edge_rows import End, lift, sum_edges
 from fastsparse_core.ops._kept_results import unfused_gradients
-from fastsparse_core.ops._weight_gradient import weight_gradient
 from fastsparse_core.structure.adjacency import Adjacency
 
 __all__ = ["relational_attention"]

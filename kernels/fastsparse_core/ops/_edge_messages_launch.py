@@ -25,7 +25,7 @@ RELU, GATE, GATE_AND_STATE = 0, 1, 2
 #: Most raw features of an edge that kernels project: more are projected to rows once.
 MOST_FEATURES = 32
 #: Groups of rows whose parts of the maps' gradients are kept apart: enough of them to fill a large GPU.
-_CUDA_GROUPS, _CPU_GROUPS = 4096, 64
+_CUDA_GROUPS = 4096
 #: Bytes in front of relu's signs: 1 + eps lies there, and the signs stay aligned.
 _SCALE_BYTES = 16
 #: A structure without rows, for a pass over them that nobody needs.
@@ -358,8 +358,9 @@ def backward(
     elif edge_wanted:
         grad_edge = _edge_rows(adj, adj.num_values, padded, like=grad)
     if raw and (weight_wanted or bias_wanted):
-        groups = min(max(count // 4, 1), _CUDA_GROUPS if is_cuda else _CPU_GROUPS)
-        size = groups * (features_read + (not both)) * padded
+        if is_cuda:
+            groups = min(max(count // 4, 1), _CUDA_GROUPS)
+            size = groups * (features_read + (not both)) * padded
         if weight_wanted:
             grad_weight = grad.new_empty(width, edge_width, dtype=map_dtype)
             grad_of_value = torch.empty_like(grad_weight) if both else None

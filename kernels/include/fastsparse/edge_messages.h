@@ -96,7 +96,7 @@ struct EdgeMessageBackwardArgs {
   void* grad_features;  // (tiles, num_values, edge_width) of raw features in the accumulation type: scratch,
                         // summed over the tiles of the width to maps.features; null: not wanted
   void* grad_weight;  // (groups, edge_width, width) in the accumulation type, relu: (groups, edge_width + 1,
-                      // width), with the bias: scratch, summed over the groups; null: not wanted
+                      // width), with the bias: scratch, summed over the groups; null: not wanted; CUDA only
   void* grad_of_value;  // (groups, edge_width, width): likewise; gates only
   std::int64_t groups;
   EdgeMapGradients maps;
