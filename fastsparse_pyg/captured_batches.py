@@ -407,7 +407,7 @@ def _call_dense_now(
     """Runs with the names of PyG's module."""
     import sys
 
-    dense_now: Any = sys.modules["fastsparse_pyg.captured_batches"]._dense_now  # type: ignore[attr-defined]
+    dense_now: Any = sys.modules["fastsparse_pyg.captured_batches"]._dense_now
     return dense_now(x, batch, fill_value, max_num_nodes, batch_size)
 
 

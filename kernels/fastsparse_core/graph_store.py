@@ -614,7 +614,7 @@ def drawn_batches(batch_sampler: Any, device: torch.device) -> Iterator[Any]:
         batch_sampler: of a loader.
         device: of the tensors.
     """
-    order = getattr(batch_sampler, "sampler", None)
+    order: Any = getattr(batch_sampler, "sampler", None)
     is_shuffled = type(order) is RandomSampler and not order.replacement
     count = len(order.data_source) if is_shuffled or type(order) is SequentialSampler else 0
     if not count or type(batch_sampler) is not BatchSampler or (is_shuffled and order.num_samples != count):
