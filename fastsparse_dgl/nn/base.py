@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,6 +61,9 @@ class AggregationMixin:
     A mixin before DGL's layer class: it adds methods only, so parameters, state_dict, repr and isinstance
     stay the original's.
     """
+
+    #: What computes the layer, for the reports of `accelerate` and `why`.
+    _kernel: ClassVar[str] = "spmm"
 
     def _structure(
         self, graph: GraphLike, feat: Any, name: str = "feat"

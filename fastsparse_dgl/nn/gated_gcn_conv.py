@@ -60,6 +60,8 @@ class FastGatedGCNConv(AggregationMixin, _GatedGCNConv):
         (torch.Size([3, 4]), torch.Size([3, 4]))
     """
 
+    _kernel = "gated_edges"
+
     def forward(self, graph: GraphLike, feat: Tensor, edge_feat: Tensor) -> tuple[Tensor, Tensor]:
         """Computes the layer.
 

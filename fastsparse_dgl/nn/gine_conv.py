@@ -41,6 +41,8 @@ class FastGINEConv(AggregationMixin, dgl.nn.pytorch.GINEConv):
         torch.Size([3, 4])
     """
 
+    _kernel = "gine_aggregate"
+
     def forward(
         self, graph: GraphLike, node_feat: Tensor | tuple[Tensor, Tensor], edge_feat: Tensor
     ) -> Tensor:

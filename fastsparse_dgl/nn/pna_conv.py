@@ -58,6 +58,8 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         torch.Size([3, 4])
     """
 
+    _kernel = "multi_aggregate"
+
     def forward(self, graph: GraphLike, node_feat: Tensor, edge_feat: Tensor | None = None) -> Tensor:
         """Computes the layer.
 

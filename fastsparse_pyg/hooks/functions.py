@@ -188,7 +188,7 @@ def _why_not(src: Any, index: Any, dim: int) -> str:
         return "an index that is not one plain tensor"
     few = FEW_EDGES_ON_GPU if index.is_cuda else FEW_EDGES
     if index.numel() < few:
-        return f"fewer than {few} rows"
+        return f"fewer than {few:,} rows: PyG is faster there"
     return _why_no_rows(src, dim, index.numel(), index.device)
 
 
@@ -201,7 +201,7 @@ def _why_no_segments(src: Any, ptr: Any, dim: int) -> str:
         return "pointers of inference mode, or none"
     few = FEW_EDGES_ON_GPU if ptr.is_cuda else FEW_EDGES
     if isinstance(src, Tensor) and src.dim() and src.size(0) < few:
-        return f"fewer than {few} rows"
+        return f"fewer than {few:,} rows: PyG is faster there"
     return _why_no_rows(src, dim, None, ptr.device)
 
 

@@ -38,9 +38,11 @@ FEW_EDGES = 4096
 #: (H100); FAConv on 41,000 new edges 2.06 and 2.38 ms (H200). Copied features take one kernel on any number.
 _TIMES_FEW = 4
 _FEW_ON_GPU = Reason(
-    f"no one kernel for the whole message, and at most {_TIMES_FEW * FEW_EDGES_ON_GPU} edges on a GPU", ""
+    f"no one kernel for the whole message, and at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU",
+    "",
+    "PyG",
 )
-_FEW_ON_CPU = Reason(f"fewer than {FEW_EDGES} edges on the CPU", "")
+FEW_ON_CPU = Reason(f"fewer than {FEW_EDGES:,} edges on the CPU", "", "PyG")
 #: Of pairs PyG documents that the second is the sources' there; what it generates reads the first.
 _TURNED_PAIR = Reason(
     "a pair of features with flow='target_to_source', which PyG reads in another order than it says",
@@ -87,7 +89,7 @@ class AnyLayer(MessagePassing):
                 if is_left is None:
                     is_left = self._left[aggregation] = self._takes_more_kernels()
                     if is_left or not count:
-                        fallback.tell(type(self).__name__, _FEW_ON_GPU if count else _FEW_ON_CPU)
+                        fallback.tell(type(self).__name__, _FEW_ON_GPU if count else FEW_ON_CPU)
                 if not count or is_left or is_new(edge_index):
                     edge_index = edge_index if edge_index.dtype is torch.int64 else for_pyg(edge_index)
                     return super().propagate(edge_index, size=size, **kwargs)
@@ -309,6 +311,11 @@ class AnyLayer(MessagePassing):
         return self.aggregate(messages, **{name: found[name] for name in self._names().aggregate})
 
     # ---------------------------------------------------------------- what it is, and what it was
+
+    @classmethod
+    def forget_reasons(cls) -> None:
+        """Lets the next call give its reason for small graphs, which is given once in a process else."""
+        cls._left.clear()
 
     def _shown(self) -> str:
         """What a report says: what computed the messages, or will if no plan does."""

@@ -53,6 +53,7 @@ MESSAGE_METHODS = (
 #: On a GPU, edges up to which several kernels of ours, launched from Python, take longer than PyTorch's:
 #: a batch of 512 molecules was measured, and a citation network of a third of its edges.
 FEW_EDGES_ON_GPU = 32_768
+FEW_ON_GPU = Reason(f"at most {FEW_EDGES_ON_GPU:,} edges on a GPU", "", "PyG")
 #: The hooks on the steps of message passing.
 _MESSAGE_HOOKS = tuple(
     f"_{step}_forward_{kind}"
@@ -80,7 +81,7 @@ class FastConv(MessagePassing):
     node_dim: int
     out_channels: int
 
-    #: What computes the layer, for the report of `accelerate`.
+    #: What computes the layer, for the reports of `accelerate` and `why`.
     _kernel: ClassVar[str] = "spmm"
 
     #: Whether sources and destinations may differ.

@@ -162,7 +162,7 @@ class FastHGTConv(AttentionConv, HGTConv):
         if torch.compiler.is_compiling():
             return fallback.COMPILED
         if not x_src or not edge_index:
-            return Reason("no nodes or no edges", "")
+            return Reason("no nodes or no edges", "", "PyG")
         if self.flow != "source_to_target":
             return Reason(f"flow={self.flow!r}", fallback.USUAL_FLOW)
         for node_type, x in x_src.items():
