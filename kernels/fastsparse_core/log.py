@@ -79,6 +79,12 @@ def _warn(message: str) -> None:
         warnings.warn(message, SlowPathWarning, stacklevel=_user_level())
 
 
+def warn_of_user(message: str) -> None:
+    """Issues a `UserWarning` about a mistake of the user's the first time, under ``fastsparse run`` too."""
+    if _is_first("", message):
+        warnings.warn(message, UserWarning, stacklevel=_user_level())
+
+
 def _warn_in_trace(message: str) -> bool:
     _warn(message)
     return True  # a constant, which the compiler puts in place of the call

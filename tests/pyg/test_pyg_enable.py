@@ -115,6 +115,8 @@ def test_enabling_twice_changes_nothing_and_parts_add_up():
 def test_unknown_parts_are_refused():
     with pytest.raises(ValueError, match="parts: expected some of layers, .*got 'scater'"):
         fastsparse_pyg.enable(["scater"])
+    with pytest.raises(ValueError, match="parts: .*got 'layer'"):
+        fastsparse_pyg.enable("layer")
     assert not fastsparse_pyg.is_enabled()
 
 
