@@ -23,7 +23,7 @@ def why(model: Module, *args: Any, **kwargs: Any) -> Explanations:
     Args:
         model: a layer or a model.
         *args: what it is called with.
-        **kwargs: likewise.
+        **kwargs: keyword arguments of the call.
 
     Returns:
         One explanation for each graph layer, in the order of the model. Print it to see a table.

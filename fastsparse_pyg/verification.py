@@ -82,8 +82,8 @@ class _FirstCall:
             if not self.has_told:
                 self.has_told = True
                 logger.warning(
-                    f"verify: nothing was compared yet in layer {self.name or '(the model)'!r}, because PyG's "
-                    f"code ran: {reasons[0]}. The first call that a kernel computes is compared"
+                    f"verify: nothing was compared yet in layer {self.name or '(the model)'!r}, because "
+                    f"PyG's code ran: {reasons[0]}. The first call that a kernel computes is compared"
                 )
             return
         forget_verification(layer)

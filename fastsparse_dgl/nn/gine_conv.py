@@ -92,7 +92,7 @@ def _sum_of_messages(adjacency: Adjacency, source: Tensor, edge_feat: Any) -> Te
         raise DGLError(
             f"edge_feat: expected device {source.device} like the features, got {edge_feat.device}"
         )
-    # Of other numbers of dimensions DGL's sum would broadcast edges against features.
+    # If the numbers of dimensions differ, DGL's sum would broadcast edges against features.
     if edge_feat.dim() != source.dim():
         raise DGLError(
             f"edge_feat: expected {source.dim()} dimensions as the features have, "

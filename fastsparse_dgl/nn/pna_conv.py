@@ -149,9 +149,11 @@ def why_no_kernel(layer: Any) -> Reason | None:
     first = layer.towers[0]
     names = list(first.aggregators)
     if not names or not set(names) <= set(AGGREGATIONS) or len(set(names)) < len(names):
-        return Reason(f"aggregators {names}, some without a kernel")
+        cure = f"Use each of {', '.join(AGGREGATIONS)} at most once"
+        return Reason(f"aggregators {names}, some without a kernel", cure)
     if not first.scalers or not set(first.scalers) <= set(_SCALERS):
-        return Reason(f"scalers {list(first.scalers)}, some without a kernel")
+        cure = f"Use {', '.join(_SCALERS)}"
+        return Reason(f"scalers {list(first.scalers)}, some without a kernel", cure)
     for tower in layer.towers:
         if (
             not is_plain_linear(tower.M)

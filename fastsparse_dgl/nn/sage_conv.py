@@ -15,7 +15,7 @@ from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
 from fastsparse_dgl.nn.base import AggregationMixin, run, scale_dtype
 
-NO_LSTM = Reason("aggregator_type='lstm' has no kernel")
+NO_LSTM = Reason("aggregator_type='lstm' has no kernel", "Use 'mean', 'gcn' or 'pool'")
 
 
 class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):

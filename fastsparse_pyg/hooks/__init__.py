@@ -47,8 +47,8 @@ def enable(parts: str | Iterable[str] | None = None, *, report: bool | str = Fal
     :func:`disable` undoes it. Processes that are spawned have to call it themselves; forked ones inherit it.
 
     Args:
-        parts: the names of parts, or one name; None: all. Those that the environment variable ``FASTSPARSE_DISABLE``
-            names, separated by commas, stay off.
+        parts: the names of parts, or one name; None: all. Those that the environment variable
+            ``FASTSPARSE_DISABLE`` names, separated by commas, stay off.
         report: whether to record which calls ran on FastSparse, for :func:`fastsparse_core.report`. With
             ``"time"``, it also measures how long calls take, if nothing is enabled yet.
 

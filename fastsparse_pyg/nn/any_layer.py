@@ -157,7 +157,9 @@ class AnyLayer(MessagePassing):
         if dim != 2 or dtype not in (torch.int64, torch.int32):
             return Reason(f"edges of dtype {dtype} and {dim} dimensions", fallback.PLAIN_EDGES)
         if not is_plain_eager(edge_index):
-            return fallback.watched(why_watched(edge_index)) or Reason("a subclass of Tensor")
+            return fallback.watched(why_watched(edge_index)) or Reason(
+                "a subclass of Tensor", fallback.PLAIN_EDGES
+            )
         return None
 
     # ---------------------------------------------------------------- arguments

@@ -89,7 +89,7 @@ def explain(
     Args:
         model: a layer or a model.
         args: what it is called with.
-        kwargs: likewise.
+        kwargs: keyword arguments of the call.
         framework: name of the framework.
         package: name of the plugin.
         is_graph_layer: whether a module is a layer to be explained.

@@ -24,7 +24,7 @@ class Reason(NamedTuple):
     """
 
     message: str
-    cure: str = "The page 'Layers' of the documentation lists what the kernels support"
+    cure: str
     faster: str = ""
 
     @property

@@ -47,6 +47,11 @@ def table_text(table: Any) -> str:
     return page.getvalue().rstrip()
 
 
+def range_text(low: int, high: int) -> str:
+    """What came, for errors: ``"got 5"`` or ``"got values from 0 to 5"``."""
+    return f"got {low}" if low == high else f"got values from {low} to {high}"
+
+
 def info_once(logger: logging.Logger, message: str) -> None:
     """Logs `message` at INFO the first time this logger emits it; later calls are silent.
 
