@@ -8,6 +8,7 @@ The forms follow PyG's and OGB's examples and public repositories.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -194,6 +195,28 @@ def inner_scheduler(problem: Problem) -> Step:
 
 
 # ---------------------------------------------------------------- models and layers
+
+
+@form
+def without_dropout(problem: Problem) -> Step:
+    model = problem.model(dropout=0.0)
+    return _training(problem, model, _adam(model))
+
+
+@form
+def data_as_argument(problem: Problem) -> Step:
+    model = problem.model()
+    optimizer = _adam(model)
+
+    def train(x: Tensor, edge_index: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        model.train()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x, edge_index)[mask], y[mask])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return functools.partial(train, problem.x, problem.edge_index, problem.y, problem.train_mask)
 
 
 @form

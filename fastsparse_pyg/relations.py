@@ -24,7 +24,9 @@ def reason_against_relations(edge_index: object, edge_type: object) -> Reason | 
         raise_graph(edge_index)
     if isinstance(edge_index, SparseTensor):
         edge_type = edge_index.storage.value()
-    elif is_sparse_matrix(edge_index):
+    elif (type(edge_index) is not Tensor or edge_index.layout is not torch.strided) and is_sparse_matrix(
+        edge_index
+    ):
         return fallback.SPARSE_MATRIX
     elif not isinstance(edge_index, Adjacency) and not (
         isinstance(edge_index, Tensor) and edge_index.dim() == 2 and edge_index.size(0) == 2

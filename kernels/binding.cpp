@@ -954,7 +954,11 @@ void gather_rows_of_host(const GatherRowsOfHostCall& call, const Place& place) {
                             sends ? call.staging : call.out,
                             call.num_rows,
                             call.row_bytes,
-                            call.row_bytes};
+                            call.row_bytes,
+                            nullptr,
+                            0,
+                            nullptr,
+                            nullptr};
   const py::gil_scoped_release released;
   if (!sends) {
     cpu::gather_rows(args, call.threads, call.piece, false, nullptr);

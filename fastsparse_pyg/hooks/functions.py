@@ -48,6 +48,11 @@ _is_tracing = torch._C._is_tracing
 _is_compiling = torch.compiler.is_compiling
 
 
+def _few(index: Tensor) -> int:
+    """Rows below which PyG's own function is faster."""
+    return FEW_EDGES_ON_GPU if index.is_cuda else FEW_EDGES
+
+
 def _few_first(place: int) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Lets PyG's own function run at once if there are so few rows that it is faster.
 
@@ -65,7 +70,7 @@ def _few_first(place: int) -> Callable[[Callable[..., Tensor]], Callable[..., Te
                 len(args) > place
                 and type(args[place]) is Tensor
                 and not (_is_tracing() or is_recording())
-                and args[place].numel() < FEW_EDGES
+                and args[place].numel() < _few(args[place])
             ):
                 return original(*args, **kwargs)
             return function(original, *args, **kwargs)
@@ -186,9 +191,8 @@ def _why_not(src: Any, index: Any, dim: int) -> str:
         return "a trace"
     if type(index) is not Tensor or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
         return "an index that is not one plain tensor"
-    few = FEW_EDGES_ON_GPU if index.is_cuda else FEW_EDGES
-    if index.numel() < few:
-        return f"fewer than {few:,} rows: PyG is faster there"
+    if index.numel() < _few(index):
+        return f"fewer than {_few(index):,} rows: PyG is faster there"
     return _why_no_rows(src, dim, index.numel(), index.device)
 
 
@@ -199,9 +203,8 @@ def _why_no_segments(src: Any, ptr: Any, dim: int) -> str:
         return "pointers that are not one plain tensor"
     if ptr.is_inference() or not ptr.numel():
         return "pointers of inference mode, or none"
-    few = FEW_EDGES_ON_GPU if ptr.is_cuda else FEW_EDGES
-    if isinstance(src, Tensor) and src.dim() and src.size(0) < few:
-        return f"fewer than {few:,} rows: PyG is faster there"
+    if isinstance(src, Tensor) and src.dim() and src.size(0) < _few(ptr):
+        return f"fewer than {_few(ptr):,} rows: PyG is faster there"
     return _why_no_rows(src, dim, None, ptr.device)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,28 +19,31 @@ from fastsparse_core.message_plans.plan import PER_EDGE
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
 from fastsparse_pyg import fallback
-from fastsparse_pyg.caching import is_new, layer_cache, lookup
+from fastsparse_pyg.caching import is_new, lookup
 from fastsparse_pyg.graph import edges_made_anew, for_pyg, is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
-from fastsparse_pyg.nn.message_kernels import Copies, evaluate, kernel_of, reduce_by_kernel
+from fastsparse_pyg.nn.message_kernels import NO_COPIES, Copies, evaluate, kernel_of, reduce_by_kernel
 from fastsparse_pyg.nn.message_pattern import Pattern, find_pattern
-from fastsparse_pyg.nn.message_planner import planned, reduce_by_plan
+from fastsparse_pyg.nn.message_planner import FEW, planned, reduce_by_plan
 from fastsparse_pyg.nn.segments import aggregate, reduction_of
 
 #: Patterns kept of one class; a layer whose attributes change with every call is not traced for ever.
 _MOST_PATTERNS = 8
 #: On the CPU, edges below which the host's work for a call counts more than the edges'.
 FEW_EDGES = 4096
-#: Few edges are so many times `FEW_EDGES_ON_GPU`, that is 131,072: the host bounds PyG's steps on fewer, and
-#: plans take it longer. Measured with a loaded host, forward and backward, PyG's code and a plan: an edge MLP
-#: in bfloat16 on 10,556 edges 1.06 and 2.17 ms, five on batches of 26,000 new edges 5.7 and 13.2 ms
-#: (H100); FAConv on 41,000 new edges 2.06 and 2.38 ms (H200). Copied features take one kernel on any number.
+#: Few edges are so many times `FEW_EDGES_ON_GPU`, that is 131,072: the host bounds PyG's steps on fewer. A
+#: plan is taken there if the host takes less time for it (`Plan.is_short`). Copied features take one kernel.
+#: Measured with a loaded host, forward and backward, PyG's code and a plan that is not short: an edge MLP in
+#: bfloat16 on 10,556 edges 1.06 and 2.17 ms, five on batches of 26,000 new edges 5.7 and 13.2 ms (H100).
 _TIMES_FEW = 4
 _FEW_ON_GPU = Reason(
-    f"no one kernel for the whole message, and at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU",
+    f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU, for which the plan takes longer to launch",
     "",
     "PyG",
+)
+_NEW_ON_GPU = Reason(
+    f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU, in a tensor that is new", "", "PyG"
 )
 FEW_ON_CPU = Reason(f"fewer than {FEW_EDGES:,} edges on the CPU", "", "PyG")
 #: Of pairs PyG documents that the second is the sources' there; what it generates reads the first.
@@ -69,28 +72,29 @@ class AnyLayer(MessagePassing):
     _original: ClassVar[type[MessagePassing]]
     _patterns: ClassVar[dict[Any, list[Pattern]]]
     _signature: ClassVar[Signature | None]
-    #: Kind of a call (aggregation, names and dtypes of arguments) -> what serves it at once.
-    _served: ClassVar[dict[Any, Copies]]
-    #: Aggregation -> whether that takes more than one kernel, so that few edges on a GPU are left to PyG.
-    _left: ClassVar[dict[type, bool]]
+    #: Kind of a call (aggregation, names and dtypes of arguments) -> what serves it at once; False: nothing.
+    _served: ClassVar[dict[Any, Copies | Literal[False]]]
+    #: Aggregation -> whether few edges on a GPU are left to PyG, because its code takes the host less time
+    #: than the plan; None: no one kernel serves them, and the plan is not known yet.
+    _left: ClassVar[dict[type, bool | None]]
 
     flow: str
     node_dim: int
 
     def propagate(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
         """As PyG's."""
-        kind = None
+        kind = count = None
         if not (args or _is_dynamo_compiling() or _is_tracing()):
             # Few checks: the host bounds steps on small graphs.
             aggregation = self.__dict__["_modules"].get("aggr_module").__class__
             count = _few_edges(edge_index, kwargs)
             if count is not None:
-                is_left = self._left.get(aggregation)
-                if is_left is None:
-                    is_left = self._left[aggregation] = self._takes_more_kernels()
-                    if is_left or not count:
-                        fallback.tell(type(self).__name__, _FEW_ON_GPU if count else FEW_ON_CPU)
-                if not count or is_left or is_new(edge_index):
+                is_first = aggregation not in self._left
+                if is_first:
+                    self._left[aggregation] = None if self._takes_more_kernels() else False
+                if not count or self._left[aggregation] or is_new(edge_index):
+                    if is_first:
+                        fallback.tell(type(self).__name__, _NEW_ON_GPU if count else FEW_ON_CPU)
                     edge_index = edge_index if edge_index.dtype is torch.int64 else for_pyg(edge_index)
                     return super().propagate(edge_index, size=size, **kwargs)
             # A call for each of them would take as long as the rest of this.
@@ -100,9 +104,11 @@ class AnyLayer(MessagePassing):
                 *[item.dtype if type(item) is Tensor else _kind_of(item) for item in kwargs.values()],
             )
             served = self._served.get(kind)
-            if served is not None and size is None:
+            if served and size is None:
                 out = served.reduce(self, edge_index, kwargs)
-                if out is not None:
+                if out is NO_COPIES:
+                    self._served[kind] = False
+                elif out is not None:
                     return out
         reason = _POSITIONAL if args else self._reason(edge_index)
         if reason is None:
@@ -113,9 +119,15 @@ class AnyLayer(MessagePassing):
                 how, pattern = self._kernel_reduce(), self._pattern("message", found)
                 copies = Copies.of(self, pattern, how, self._names(), kwargs)
                 if copies is not None:
-                    self._served[kind] = copies
-                return self._propagate_lazily(found, pattern, how)
-            reason = found
+                    self._served.setdefault(kind, copies)
+                out = self._propagate_lazily(found, pattern, how, count is not None)
+                if out is not FEW:
+                    return out
+                reason = _FEW_ON_GPU
+            else:
+                reason = found
+                if count is not None and self._left.get(aggregation) is None:
+                    self._left[aggregation] = True
         call, edge_index = super().propagate, for_pyg(edge_index)
         return fallback.run(type(self).__name__, reason, call, edge_index, *args, size=size, **kwargs)
 
@@ -123,9 +135,7 @@ class AnyLayer(MessagePassing):
         """As PyG's."""
         if args or _is_dynamo_compiling() or _is_tracing():
             return super().edge_updater(for_pyg(edge_index), *args, size=size, **kwargs)
-        count = _few_edges(edge_index, kwargs)
-        are_few = count is not None and (count <= FEW_EDGES_ON_GPU or not layer_cache.holds(edge_index))
-        if not are_few and self._reason(edge_index) is None:
+        if _few_edges(edge_index, kwargs) is None and self._reason(edge_index) is None:
             names = self._names()
             found = self._collect_lazily(edge_index, size, kwargs, names.edge_lifted, True)
             if isinstance(found, Arguments):
@@ -244,8 +254,14 @@ class AnyLayer(MessagePassing):
 
     # ---------------------------------------------------------------- messages
 
-    def _propagate_lazily(self, found: Arguments, pattern: Pattern, how: str) -> Any:
-        out = reduce_by_plan(self, pattern, found, how)
+    def _propagate_lazily(self, found: Arguments, pattern: Pattern, how: str, are_few: bool = False) -> Any:
+        out = reduce_by_plan(self, pattern, found, how, are_few)
+        if are_few:
+            aggregation = type(self._modules.get("aggr_module"))
+            if out is FEW or (out is None and self._left.get(aggregation) is None):
+                self._left[aggregation] = True
+                return FEW
+            self._left[aggregation] = False
         if out is None and kernel_of(pattern, how):
             out = reduce_by_kernel(self, pattern, found, how)
         names = self._names()

@@ -19,6 +19,9 @@ from fastsparse_pyg.nn.base import has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import Arguments, Signature
 from fastsparse_pyg.nn.message_pattern import Pattern
 
+#: Instead of a result: messages have a weight per edge and feature.
+NO_COPIES = "no copies"
+
 
 def kernel_of(pattern: Pattern, how: str) -> str:
     """The kernel that reduces such messages, "" where they have to be made."""
@@ -62,6 +65,8 @@ class Copies(NamedTuple):
 
     def reduce(self, layer: Any, edge_index: Any, given: dict[str, Any]) -> Any:
         """The result of `propagate` for edges that were looked up before; None: look closer.
+
+        `NO_COPIES`: the weights are not one per edge; they were computed in vain.
 
         Args:
             layer: whose messages they are.
@@ -107,7 +112,9 @@ class Copies(NamedTuple):
                 x = x * weight
             elif weight is not None:
                 value = _as_value(weight, x.shape[1:], 0, 2, edge_index.shape[1])
-                if value is None or value.dtype is not x.dtype:
+                if value is None:
+                    return NO_COPIES
+                if value.dtype is not x.dtype:
                     return None
         algorithm = policy.requested("spmm", "auto")
         out = plain_spmm(adj, x, value, self.how, None, None, algorithm)

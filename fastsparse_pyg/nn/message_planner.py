@@ -21,14 +21,19 @@ from fastsparse_pyg.nn.segments import is_softmax_of_messages
 planned: Any = WeakIdKeyDictionary()
 
 
-def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str) -> Any:
-    """The reduced messages of a pattern that has a plan; None: it has none.
+#: Instead of a plan for few edges, if that would take the host longer than PyG's code.
+FEW = "few edges"
+
+
+def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str, are_few: bool = False) -> Any:
+    """The reduced messages of a pattern that has a plan; None: it has none; `FEW`: it takes the host longer.
 
     Args:
         layer: whose messages they are.
         pattern: of its `message`, or of its `edge_update`.
         found: its arguments.
         how: the reduction, "" where it is the layer's own; `PER_EDGE` for messages that are not reduced.
+        are_few: whether edges are so few that the host's time counts.
     """
     is_copy = pattern.kind == "product" and pattern.compute is None
     is_left = bool(pattern.assigned) and pattern.kind != "any"
@@ -44,9 +49,13 @@ def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str) -> 
     def make() -> Plan | str:
         plan = _find_plan(layer, pattern, found, how, mixed)
         is_same = pattern.kind == "product" and isinstance(plan, Plan) and plan.gains == ("spmm",)
+        if are_few and isinstance(plan, Plan) and not is_same and not plan.is_short:
+            return FEW
         return "" if is_same else plan
 
-    out, plan = by_plan(pattern.plans, (how, kind, mixed), layer, found, make)
+    out, plan = by_plan(pattern.plans, (how, kind, mixed, are_few), layer, found, make)
+    if plan is FEW:
+        return FEW
     if how != PER_EDGE:
         planned[layer] = plan
     return out

@@ -49,8 +49,9 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
   const WarpLength length(slice.length);
   const std::int64_t row = row_of(args.split, slice), row_head = lane.at(row);
   const float score_dst = input.score_dst[row_head], lse = finite_lse(args.lse[row_head]);
-  float grad[kLaneFeatures];
-  lane.load(grad, args.grad, row);
+  // Not of a row without entries, which may be NaN: lanes go on to the longest slice of their warp.
+  float grad[kLaneFeatures] = {};
+  if (slice.length > 0) lane.load(grad, args.grad, row);
   const auto rows = lane.gather(input.v);
 
   const auto column = [&](int entry) {

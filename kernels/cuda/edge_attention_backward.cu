@@ -135,7 +135,12 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
   next.read(of_slice, 0);
 
   // As loaded, for registers are short in 16 bits.
-  LaneFeatures<T> q = lane.load_packed<T>(input.q, row), grad = lane.load_packed<T>(args.grad, row);
+  // Not of a row without entries, which may be NaN: lanes go on to the longest slice of their warp.
+  LaneFeatures<T> q = {}, grad = {};
+  if (slice.length > 0) {
+    q = lane.load_packed<T>(input.q, row);
+    grad = lane.load_packed<T>(args.grad, row);
+  }
   float grad_q[kLaneFeatures] = {}, q_edge[kEdge], grad_edge[kEdge], grad_q_edge[kEdge] = {};
   {
     float of_row[2][kEdge], x[2][kLaneFeatures];
@@ -437,10 +442,11 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
     const std::int64_t row = row_of(args.split, slice), row_head = row * input.heads + lane.head;
     Entries<kInFlight> next;
     next.read(args.a, slice, 0);
-    float x_dst[kLaneFeatures] = {}, grad[kLaneFeatures], grad_x[kLaneFeatures] = {};
-    // Not of a row without entries, which may be NaN: lanes go on to the longest slice of their warp.
-    if (slice.length > 0) lane.load<T>(x_dst, input.q, row);
-    lane.load<T>(grad, args.grad, row);
+    float x_dst[kLaneFeatures] = {}, grad[kLaneFeatures] = {}, grad_x[kLaneFeatures] = {};
+    if (slice.length > 0) {  // as above
+      lane.load<T>(x_dst, input.q, row);
+      lane.load<T>(grad, args.grad, row);
+    }
     float delta[1] = {};
     {
       float out[kLaneFeatures];

@@ -1120,6 +1120,10 @@ def gather_rows(
     num_rows: int,
     row_bytes: int,
     out_row_bytes: int,
+    parts: _Memory = ...,
+    num_parts: int = ...,
+    kept: _Memory = ...,
+    place: _Memory = ...,
     device: int,
     queue: int,
 ) -> None: ...

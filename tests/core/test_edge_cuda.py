@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_edge_expression import CASES, HOW, graph, leaves_of, tensors_of
+from test_edge_expression import CASES, HOW, NUM_DST, NUM_SRC, graph, leaves_of, tensors_of
 
 from fastsparse_core.ops import _edge_cuda, edge_expression
 
@@ -22,6 +22,8 @@ SHIM = """
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(n)
+#define __fdividef(a, b) ((a) / (b))
+#define __fsub_rn(a, b) ((a) - (b))
 struct Place { int x, y; };
 static Place threadIdx, blockIdx, blockDim, gridDim;
 template <typename A, typename B> static A bits_as(B b) { A a; std::memcpy(&a, &b, sizeof a); return a; }
@@ -105,7 +107,7 @@ def check(name: str, how: str, width: int, dtype: torch.dtype, tolerance: float)
 def test_sources_compute_what_operators_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On rows that are cut, some of a width that no lane fills."""
     monkeypatch.setattr("fastsparse_core.formats.lengths.slice_length", lambda *_: 4)
-    for how in HOW if name in ("mlp", "crystal") else ("sum", "max"):
+    for how in HOW if name in ("mlp", "crystal") else ("sum", "max", "none"):
         check(name, how, 70, torch.float32, 2e-5)
 
 
@@ -145,3 +147,45 @@ def test_softmax_has_kernels_of_one_language(name: str, how: str, monkeypatch: p
     assert len(languages) == 3
     assert languages[0] == (name == "mlp" or how != "softmax")
     assert how != "softmax" or len(set(languages)) == 1
+
+
+def test_lanes_have_fewer_features_where_these_have_many_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_edge_cuda, "_MOST_WEIGHTS", 40)
+    leaves = leaves_of(
+        CASES["two maps"][1], tensors_of(CASES["two maps"][1], graph("cpu"), 132, torch.float32), 132
+    )
+    assert _edge_cuda.features_per_lane(leaves, (), 132) == 4
+    assert _edge_cuda.features_per_lane(leaves, (0, 2, 4), 132) == 2
+    check("two maps", "sum", 132, torch.float32, 2e-5)
+
+
+@pytest.mark.parametrize("name", ["two maps", "mlp"])
+def test_second_derivatives_are_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of mapped features, too, whose gradients are products of rows per edge."""
+    expression, places = CASES[name]
+    adj = graph("cpu")
+    tensors = tensors_of(places, adj, 40, torch.float32)
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    leaves, found = leaves_of(places, tensors, 40), []
+    want = edge_expression.unfused(adj, expression, leaves, "sum", exact)
+    refused = lambda *_: pytest.fail("ran by PyTorch's operators")  # noqa: E731
+    monkeypatch.setattr(edge_expression, "unfused", refused)
+    out = edge_expression.edge_expression(adj, expression, places, tensors, "sum")
+    for run, given in ((out, tensors), (want, exact)):
+        grads = torch.autograd.grad(run.square().sum(), given, create_graph=True)
+        second = torch.autograd.grad(sum(grad.square().sum() for grad in grads), given)
+        found.append([*grads, *second])
+    for got, best in zip(*found, strict=True):
+        assert (got.double() - best).norm() <= 2e-5 * best.norm().clamp(min=1)
+
+
+@pytest.mark.parametrize("name", ["tanh", "softplus", "elu"])
+def test_functions_of_small_numbers(name: str) -> None:
+    """Whose formulas by exp would round to 0."""
+    adj, options = graph("cpu"), [1.0] if name == "elu" else []
+    x = torch.full((NUM_SRC, 33), -17.0 if name == "softplus" else -1e-6)
+    y = torch.zeros(NUM_DST, 33)
+    expression = (name, ("add", ("leaf", 0), ("leaf", 1)), *options)
+    out = edge_expression.edge_expression(adj, expression, ["src", "dst"], [x, y], "none")
+    want = getattr(torch.nn.functional, name)(x.double()[:1])
+    torch.testing.assert_close(out.double(), want.expand(adj.num_edges, -1), rtol=1e-5, atol=0)

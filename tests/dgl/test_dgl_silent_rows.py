@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ WIDTHS = [(WIDE, NARROW), (NARROW, WIDE)]
 def results(layer: nn.Module, case: Case, graph: Any, x: Any) -> dict[str, Tensor | None]:
     """Outputs and all gradients by name."""
     xs = [each.clone().requires_grad_() for each in ([x] if isinstance(x, Tensor) else x)]
-    rest = [each.detach().requires_grad_() for each in case.rest(graph, xs[0].size(1), torch.float64)]
+    edges = case.rest(graph, xs[0].size(1), xs[0].dtype)
+    rest = [each.detach().to(xs[0].device).requires_grad_() for each in edges]
     out = case.run(layer, graph, xs[0] if isinstance(x, Tensor) else tuple(xs), *rest)
     outs = out if isinstance(out, tuple) else (out,)
     named = {
@@ -27,9 +29,18 @@ def results(layer: nn.Module, case: Case, graph: Any, x: Any) -> dict[str, Tenso
         **{f"parameter {name}": each for name, each in layer.named_parameters() if each.requires_grad},
     }
     generator = torch.Generator().manual_seed(3)
-    upstream = [torch.randn(each.shape, generator=generator, dtype=each.dtype) for each in outs]
+    upstream = [
+        torch.randn(each.shape, generator=generator, dtype=each.dtype).to(each.device) for each in outs
+    ]
     grads = torch.autograd.grad(outs, list(named.values()), upstream, allow_unused=True)
     return {"out": outs[0].detach(), **dict(zip(named, grads, strict=True))}
+
+
+def graph_of(case: Case) -> Any:
+    src, dst = edges_of_some()
+    if case.name == "EGATConv":  # which wants every node to receive
+        src, dst = torch.cat([src, torch.arange(20, 34)]), torch.cat([dst, torch.arange(14)])
+    return dgl.graph((src, dst), num_nodes=NUM_NODES)
 
 
 def compare(case: Case, widths: tuple[int, int], graph: Any, x: Any, special: float) -> None:
@@ -43,11 +54,24 @@ def compare(case: Case, widths: tuple[int, int], graph: Any, x: Any, special: fl
 @pytest.mark.parametrize("widths", WIDTHS, ids=["narrower", "wider"])
 @each_case(CASES)
 def test_rows_that_no_edge_reads(case: Case, widths: tuple[int, int], special: float, where: str) -> None:
-    src, dst = edges_of_some()
-    if case.name == "EGATConv":  # which wants every node to receive
-        src, dst = torch.cat([src, torch.arange(20, 34)]), torch.cat([dst, torch.arange(14)])
-    graph = dgl.graph((src, dst), num_nodes=NUM_NODES)
-    compare(case, widths, graph, features_with(special, widths[0], where), special)
+    compare(case, widths, graph_of(case), features_with(special, widths[0], where), special)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["isolated", "silent"])
+@each_case(CASES)
+def test_rows_that_no_edge_reads_on_a_gpu(case: Case, where: str) -> None:
+    """In float32, which all kernels take, against DGL on the CPU; other tests compare the numbers."""
+    graph, x = graph_of(case), features_with(math.nan, WIDE, where).float()
+    torch.manual_seed(0)
+    original, layer = case.pair(WIDE, NARROW, torch.float32)
+    expected, got = results(original, case, graph, x), results(layer.cuda(), case, graph, x.cuda())
+    for name, value in got.items():
+        right = expected[name]
+        if value is None or right is None:
+            assert value is right, name
+        else:
+            assert not (right.isfinite() & ~value.isfinite().cpu()).any(), name
 
 
 BIPARTITE = [

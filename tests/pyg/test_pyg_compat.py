@@ -469,6 +469,27 @@ def test_values_that_nobody_gave_have_the_default_dtype(device):
         torch.set_default_dtype(before)
 
 
+def test_moves_and_casts_of_the_storage(device):
+    matrix = example(device)
+    storage = matrix.storage
+    halves = storage.type(torch.float16)
+    assert isinstance(halves, torch_sparse.SparseStorage)
+    assert halves.value().dtype == torch.float16
+    assert storage.type_as(halves.value()).value().dtype == torch.float16
+    for moved in (
+        storage.to_device("cpu"),
+        storage.device_as(torch.ones(1)),
+        matrix.to_device("cpu").storage,
+    ):
+        assert moved.device.type == "cpu"
+        assert torch.equal(moved.col(), storage.col().cpu())
+    shared = example("cpu").storage
+    assert not shared.is_shared()
+    assert shared.share_memory_() is shared
+    assert shared.is_shared()
+    assert not shared.is_pinned()
+
+
 def test_parts(device):
     matrix = example(device)
     dense = matrix.to_dense()

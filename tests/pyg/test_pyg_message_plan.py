@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import scatter, softmax
 
+from fastsparse_core.message_plans.plan import Plan
 from fastsparse_pyg import accelerate
 from fastsparse_pyg.layer_swap import kernel_of
 from fastsparse_pyg.nn import any_layer
 from fastsparse_pyg.nn.any_layer import AnyLayer
+from fastsparse_pyg.nn.message_planner import planned
 
 NODES, EDGES, HEADS, WIDTH, EDGE_WIDTH = 300, 5000, 3, 4, 5
 ALL = HEADS * WIDTH
@@ -520,6 +522,19 @@ def test_messages(message: Message, aggr: str, device: str):
         assert (GENERATED in {gain for gains in gains_of(fast) for gain in gains}) == (message in GENERATING)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("aggr", ["sum", "max"])
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
+def test_narrow_rows_per_edge_by_kernels(message: Message, aggr: str, monkeypatch: pytest.MonkeyPatch):
+    """As those of wide rows are."""
+    monkeypatch.setattr("fastsparse_core.message_plans.plan._LEAST_WIDTH", 1)
+    layer, fast = make(message, aggr, "cuda")
+    edge_index, inputs = problem("cuda")
+    check(
+        layer, fast, edge_index, inputs | ({"w": None, "scale": 2.0} if message is keyword_defaults else {})
+    )
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("message", SMOOTH, ids=lambda message: message.__name__)
 def test_second_derivatives(message: Message, device: str):
@@ -748,6 +763,40 @@ class Painn(MessagePassing):
         first, second, third = (phi_j * self.filter(torch.sin(distance))).split(self.width, -1)
         vectors = v_j * second.unsqueeze(1) + third.unsqueeze(1) * direction.unsqueeze(-1)
         return torch.cat([first.unsqueeze(1), vectors], 1)
+
+
+def test_few_edges_take_what_launches_less(monkeypatch: pytest.MonkeyPatch):
+    """Attention is one node each way; an edge MLP has as many products as before, and more around them."""
+    monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda *_: True)
+    for message, is_planned in ((gat_one_head, True), (gat_heads, True), (edge_mlp, False)):
+        layer, fast = make(message)
+        edge_index, inputs = problem()
+        for _ in range(5):  # the edges are new at first
+            check(layer, fast, edge_index, inputs)
+        assert isinstance(planned.get(fast), Plan) == is_planned, message
+        assert type(fast)._left[type(fast.aggr_module)] != is_planned, message
+
+
+class Counting(nn.Linear):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_weights_per_feature_are_computed_once():
+    layer = SchNet()
+    layer.filter = Counting(6, ALL)
+    accelerate(layer, show=False)
+    edge_index, _ = problem()
+    x, basis = torch.randn(NODES, ALL), torch.randn(EDGES, 6)
+    for nth in range(5):
+        layer.filter.calls = 0
+        layer.propagate(edge_index, x=x, basis=basis)
+        assert layer.filter.calls == 1 or nth == 1, nth
 
 
 @pytest.mark.parametrize("message", [gat_one_head, gat_heads, gat_two_vectors])

@@ -416,6 +416,10 @@ class SparseTensor:
         """Casts the values to another tensor's dtype."""
         return self.type(tensor.dtype)
 
+    def to_device(self, device: Any, non_blocking: bool = False) -> SparseTensor:
+        """Moves it to a device."""
+        return self.to(device, non_blocking=non_blocking)
+
     def device_as(self, tensor: Tensor, non_blocking: bool = False) -> SparseTensor:
         """Moves it to another tensor's device."""
         return self.to(tensor.device, non_blocking=non_blocking)
@@ -524,6 +528,19 @@ def _missing(name: str) -> Any:
     return lambda self, *args, **kwargs: missing.refuse(f"SparseTensor.{name}")
 
 
+def _of_storage(name: str) -> Any:
+    """A method of SparseTensor that torch_sparse's SparseStorage has too."""
+
+    def method(self: SparseStorage, *args: Any, **kwargs: Any) -> Any:
+        found = getattr(SparseTensor.from_storage(self), name)(*args, **kwargs)
+        return found.storage if isinstance(found, SparseTensor) else found
+
+    return method
+
+
+_MOVES = ("cuda", "device_as", "is_pinned", "is_shared", "pin_memory", "share_memory_", "to_device", "type")
+for _name in (*_MOVES, "type_as"):
+    setattr(SparseStorage, _name, _of_storage(_name))
 for _name in missing.METHODS:
     setattr(SparseTensor, _name, _missing(_name))
 for _name, _dtype in _CASTS.items():

@@ -56,7 +56,7 @@ def infer(
         raise ValueError(f"graph: expected as many destinations as sources, got shape {adj.shape}")
     if adj.is_partitioned:
         raise ValueError(
-            "graph: expected a whole graph, got a PartitionedAdjacency; give the whole graph to every process, "
+            "graph: expected a whole graph, got a PartitionedAdjacency; give every process the whole graph "
             "and group=torch.distributed.group.WORLD"
         )
     features = _as_tensor(x, name)

@@ -98,7 +98,7 @@ def split(
             parts = [_Part("model", model)]
         else:
             parts = _of_model(model, framework, x)
-        return [stage for stage in _checked(parts, framework, x, small)]
+        return list(_checked(parts, framework, x, small))
 
 
 @contextlib.contextmanager
@@ -246,14 +246,14 @@ def _checked(parts: Sequence[_Part], framework: Framework, x: Tensor, small: Adj
             found = run(small, x, [stage], placement)
         except Exception as error:
             raise ValueError(
-                f"model: {part.name} cannot be computed for some destinations and their neighbours alone: {error}"
+                f"model: {part.name} cannot be computed from a node and its neighbours alone: {error}"
             ) from error
         loose = {torch.float64: 1e-8, torch.float32: 1e-4}.get(expected.dtype, 5e-2)
         if not _is_close(found, expected, loose):
             raise ValueError(
-                f"model: {part.name}, with the functions behind it, gives other results for some destinations "
-                "and their neighbours than for the whole graph: it needs more than the neighbours' features, "
-                "as layers of several hops or normalisation over all nodes do. Apply these outside of inference()"
+                f"model: {part.name}, with the functions behind it, gives other results when it is computed "
+                "from a node and its neighbours alone, as layers of several hops and normalisation over all "
+                "nodes do. Compute these outside of inference()"
             )
         yield stage
         x = expected

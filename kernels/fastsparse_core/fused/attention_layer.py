@@ -148,7 +148,7 @@ def attention_layer(
         or (bias is not None and bias.shape != (width // heads if mean else width,))
     ):
         return None
-    algorithm = policy.requested("attention", "auto")
+    algorithm = policy.eager_requests().get("attention", "auto")
     if algorithm == "unfused" or not score.has_kernel(adj, dtype, widths, heads, scale, algorithm):
         return None
     keeps_result = records and x.is_cuda and score.reads_result

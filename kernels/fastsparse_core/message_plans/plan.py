@@ -38,6 +38,12 @@ from fastsparse_core.ops.edge_expression import HOW, can_generate
 _EDGES = 1_000_003
 #: Features of an edge that the kernels map themselves.
 _MOST_FEATURES = 32
+#: What operators of ours take of the host, in launches of PyTorch's: they and their gradients are called in
+#: Python. A generated kernel is launched through three layers of it, and its weights' gradients are summed.
+_CALL, _GENERATED_CALL, _SOFTMAX, _REDUCTION = 5, 14, 8, 3
+_VIEWS = ("getitem", "view", "reshape", "expand", "unsqueeze", "squeeze", "flatten", "chunk", "split")
+#: Features from which a generated kernel makes rows per edge: a warp has one edge at a time.
+_LEAST_WIDTH = 32
 #: Plans kept of one trace.
 _MOST_PLANS = 16
 #: Reductions that a sparse product knows.
@@ -57,6 +63,7 @@ class Plan(NamedTuple):
         gains: what it does better than the message, for reports.
         stopped_by: the first operator that it computes per edge; "" if there is none.
         dtypes: of what it gives under autocast, in the same tuples and dictionaries; None: as it comes.
+        is_short: whether the host takes less time for it than for the message per edge.
     """
 
     run: Callable[..., tuple[Any, dict[str, Any]]]
@@ -65,6 +72,7 @@ class Plan(NamedTuple):
     gains: tuple[str, ...]
     stopped_by: str = ""
     dtypes: Any = None
+    is_short: bool = False
 
     def __str__(self) -> str:
         rest = f"; the rest per edge, because of {self.stopped_by}" if self.stopped_by else ""
@@ -359,7 +367,28 @@ class Planner:
             raise NoPlan
         # First, for the reduction to find them made.
         kept = {name: self._at_edges(values[node]) for name, node in (assigned or {}).items()}
-        return self._finished((self._at_edges(out) if how == PER_EDGE else self._reduced(out, how), kept))
+        plan = self._finished((self._at_edges(out) if how == PER_EDGE else self._reduced(out, how), kept))
+        gathers = sum(name.endswith(("_i", "_j")) for name in self.arguments)
+        of_message = gathers + self._launches(trace) + _REDUCTION
+        return plan._replace(is_short=self._launches(self.graph) < of_message)
+
+    def _launches(self, graph: Graph) -> int:
+        """About how many launches of PyTorch's take the host as long as a graph."""
+        total = 0
+        for node in graph.nodes:
+            name = _name_of(node)
+            if node.op == "call_module":
+                module = operator.attrgetter(str(node.target))(self.layer)
+                total += sum(not each._modules for each in module.modules())
+            elif node.op not in ("call_function", "call_method") or name in _VIEWS:
+                continue
+            elif node.target is terms.by_expression:
+                total += _GENERATED_CALL
+            elif getattr(node.target, "__module__", "").startswith("fastsparse_core."):
+                total += _CALL
+            else:
+                total += _SOFTMAX if name == "softmax" else 1
+        return total
 
     def _walk(self, trace: Graph) -> tuple[dict[Node, Any], Any]:
         """What every node of a trace is, and what the trace gives."""
@@ -878,6 +907,11 @@ class Planner:
             if x.dst is None and x.src is None:
                 return x.edge
             return self.call(terms.per_edge, (self.found_node, x.dst, x.src, x.edge))
+        is_wide = len(value.row) == 1 and value.row[0] >= _LEAST_WIDTH
+        if self.generates and value.kind in ("mapped", *_PAIRS) and is_wide:
+            made = self._generated(value, "none")
+            if made is not None:
+                return made
         parts, options = [self._at_edges(part) for part in value.parts], value.options
         if value.kind == "joined":
             return self.call(torch.cat, (parts, -1))
@@ -907,6 +941,12 @@ class Planner:
             self.gains[f"a linear map behind the {how}"] = None
             inner = self._reduced(value.parts[0], how)
             return self.call(terms.linear_of_reduced, (self.found_node, inner, *value.options, how))
+        if _is(value, "linear") and how in ("max", "min") and value.options[1] and value.made is None:
+            # The gradient of the bias is then a sum over nodes.
+            self.gains[f"a bias behind the {how}"] = None
+            map_ = _Of(value.meta, kind="linear", parts=value.parts, options=(value.options[0], None))
+            inner = self._reduced(map_, how)
+            return self.call(terms.plus_bias_of_reduced, (self.found_node, inner, value.options[1], how))
         made = None
         if how == "sum" and value.meta.dtype in DTYPE_CODE:
             made = self._by_kernel(value)
@@ -932,9 +972,10 @@ class Planner:
             expression = self._expression(value, leaves)
         except NoPlan:
             return None
-        if expression[0] == "leaf" or not {"dst", "src"} & set(leaves.places):
+        reads = {"dst", "src", "mapped"} if how == "none" else {"dst", "src"}
+        if expression[0] == "leaf" or not reads & set(leaves.places):
             return None
-        self.gains["one generated kernel"] = None
+        self.gains["one generated kernel" if how != "none" else "rows per edge by a generated kernel"] = None
         operands = (self.found_node, expression, tuple(leaves.places), how, *leaves.nodes)
         return self.call(terms.by_expression, operands)
 
@@ -957,6 +998,10 @@ class Planner:
             return (name, self._expression(value.parts[0], leaves), *options)
         if isinstance(value, _Of) and value.kind in _PAIRS:
             return (_PAIRS[value.kind][1], *[self._expression(part, leaves) for part in value.parts])
+        if _is(value, "linear") and value.options[1] and value.row == (leaves.width,) and value.made is None:
+            weight, bias = value.options  # whose gradient the kernel then sums
+            map_ = self.call(F.linear, (self._at_edges(value.parts[0]), weight))
+            return ("add", leaves.add("edge", map_), leaves.add("whole", bias))
         if not isinstance(value, _Sum) or value.row not in ((leaves.width,), (1,)):
             return leaves.add("edge", self._at_edges(value))
         found: list[Any] = [leaves.add(place, node) for place, node in value.terms.items() if place != "edge"]
@@ -1062,8 +1107,8 @@ class Planner:
         if not isinstance(scores, _Sum) or rows.edge is not None:
             return None
         scores, v = self._settled(scores), self._settled(rows).src
-        ends = [scores.dst, scores.src]
-        if scores.edge is None and all(end is not None and end.target is terms.scores for end in ends):
+        ends = [end for end in (scores.dst, scores.src) if end is not None and end.target is terms.scores]
+        if scores.edge is None and len(ends) == 2:
             operands = (*[part for end in ends for part in end.args], v, slope, p, heads)
             return self._kernel("additive_attention", terms.by_attention_layer, *operands)
         operands = (scores.dst, scores.src, scores.edge, v, slope, p, heads)

@@ -82,7 +82,12 @@ def weighted(found: Edges, weight: Tensor | None, x: Tensor, heads: int, how: st
 def linear_of_reduced(found: Edges, x: Tensor, weight: Tensor, bias: Tensor | None, how: str) -> Tensor:
     """A linear map of reduced rows, which gave its bias to every edge."""
     out = F.linear(x, weight)
-    return out if bias is None else out + bias * _times(found.dst, out, how)
+    return out if bias is None else plus_bias_of_reduced(found, out, bias, how)
+
+
+def plus_bias_of_reduced(found: Edges, x: Tensor, bias: Tensor, how: str) -> Tensor:
+    """Reduced rows, and a bias that was every edge's."""
+    return x + bias * _times(found.dst, x, how)
 
 
 def scores(x: Tensor, vector: Tensor) -> Tensor:
@@ -152,8 +157,11 @@ def by_attention_layer(
     adj = _adjacency(found)
     if x_dst is x_src is v and type(adj) is Adjacency and adj.num_dst == adj.num_src:
         rows = _without_isolated(adj, v.flatten(1))
-        width = rows.size(1) // heads
-        vectors = [att.reshape(-1, width).expand(heads, width).unsqueeze(0) for att in (att_src, att_dst)]
+        shape = (1, heads, rows.size(1) // heads)
+        vectors = [  # of all heads, or one for all
+            (att if att.numel() == rows.size(1) else att.flatten().expand(shape)).reshape(shape)
+            for att in (att_src, att_dst)
+        ]
         out = attention_layer(ADDITIVE, adj, rows, (), vectors, None, heads=heads, scale=slope, dropout_p=p)
         if out is not None:
             return out.reshape(-1, *v.shape[1:])
@@ -168,7 +176,19 @@ def _without_isolated(adj: Adjacency, x: Tensor) -> Tensor:
     find = lambda: adj.is_empty_row() & (adj.out_degree() == 0)  # noqa: E731
     is_isolated = adj.derived("fastsparse_core.isolated", find)
     has_some = adj.derived("fastsparse_core.has_isolated", lambda: (bool(is_isolated.any()),))[0]
-    return x.masked_fill(is_isolated.unsqueeze(1), 0.0) if has_some else x
+    return _WithoutRows.apply(x, is_isolated) if has_some else x
+
+
+class _WithoutRows(torch.autograd.Function):
+    """Zeros in rows whose gradients are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, is_left_out: Tensor) -> Tensor:
+        return torch.where(is_left_out.unsqueeze(1), 0.0, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def by_attention(

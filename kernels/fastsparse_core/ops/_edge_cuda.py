@@ -39,6 +39,8 @@ __device__ __forceinline__ float tl_where(bool c, float a, float b) { return c ?
 // __expf is off by a unit in the last place for each unit of its argument, __logf of 1 to 2 by 3e-7.
 __device__ __forceinline__ float tl_exp(float v) { return expf(v); }
 __device__ __forceinline__ float tl_log(float v) { return logf(v); }
+// Never part of a fused multiply-add: softmax needs the same rounded message in all kernels.
+__device__ __forceinline__ float minus(float a, float b) { return __fsub_rn(a, b); }
 template <int M, typename T> struct alignas(M * sizeof(T)) Pack { T lane[M]; };
 template <int M, typename T>
 __device__ __forceinline__ void get(const T* p, int left, float (&v)[M]) {
@@ -53,19 +55,24 @@ __device__ __forceinline__ void get(const T* p, int left, float (&v)[M]) {
 }
 template <int M, typename T, typename V>
 __device__ __forceinline__ void set(T* p, int left, const V (&v)[M]) {
+  if (IS_WHOLE) {
+    Pack<M, T> pack;
 #pragma unroll
-  for (int c = 0; c < M; ++c) if (c < left) put(p + c, v[c]);
+    for (int c = 0; c < M; ++c) put(&pack.lane[c], v[c]);
+    *reinterpret_cast<Pack<M, T>*>(p) = pack;
+  } else {
+#pragma unroll
+    for (int c = 0; c < M; ++c) if (c < left) put(p + c, v[c]);
+  }
 }
 """
 
 
 def supports(leaves: Sequence[Leaf], wanted: Sequence[int], dtypes: Sequence[torch.dtype]) -> bool:
     """Whether there is such a kernel: gradients of numbers and of mapped features add up over lanes."""
-    mapped = sum(leaf.features for leaf in leaves if leaf.place == "mapped")
-    per_lane = 4 * (mapped + sum(leaves[n].features for n in wanted if leaves[n].place == "weight"))
     return (
         all(dtype in TYPES for dtype in dtypes)
-        and per_lane <= _MOST_WEIGHTS
+        and _weights(leaves, wanted) <= _MOST_WEIGHTS
         and not any(leaves[n].is_scalar or leaves[n].place == "mapped" for n in wanted)
     )
 
@@ -78,9 +85,18 @@ def kernel_of(source: str, device: int) -> Any:
         return compiler(source, "kernel")
 
 
-def features_per_lane(width: int) -> int:
-    """Features of a row that a lane has."""
-    return 4 if width > 64 else 2 if width > 32 else 1
+def features_per_lane(leaves: Sequence[Leaf], wanted: Sequence[int], width: int) -> int:
+    """Features of a row that a lane has, few where each brings many weights."""
+    count, weights = 4 if width > 64 else 2 if width > 32 else 1, _weights(leaves, wanted)
+    while count * weights > _MOST_WEIGHTS:
+        count //= 2
+    return count
+
+
+def _weights(leaves: Sequence[Leaf], wanted: Sequence[int]) -> int:
+    """Weights, and sums of their gradients, of each feature of a row."""
+    mapped = sum(leaf.features for leaf in leaves if leaf.place == "mapped")
+    return mapped + sum(leaves[n].features for n in wanted if leaves[n].place == "weight")
 
 
 @lru_cache(maxsize=512)
@@ -158,6 +174,7 @@ def source_of(
                         f"const i64 c = other[t], q = {'position[t]' if position else 't'};",
                         *_tile(leaves, own),
                         *(_kept(how, own) if part != "forward" else []),
+                        *(["float each[N];"] if part == "forward" and how == "none" else []),
                         "#pragma unroll",
                         "for (int u = 0; u < N; ++u) {",
                         *indent(
@@ -198,10 +215,11 @@ def source_of(
         else:
             lines += [f"  ({at})[f + u] = a{n}[0][u];"]
         lines += ["}"]
-    is_whole = is_aligned and width % features_per_lane(width) == 0
+    per_lane = features_per_lane(leaves, wanted, width)
+    is_whole = is_aligned and width % per_lane == 0
     head = [
         f"#define W {width}",
-        f"#define N {features_per_lane(width)}",
+        f"#define N {per_lane}",
         f"#define IS_WHOLE {int(is_whole)}",
         _PRELUDE,
         'extern "C" __global__ void __launch_bounds__(128) kernel('
@@ -211,14 +229,28 @@ def source_of(
     return "\n".join([*head, *indent(lines, 2), "}", ""])
 
 
+#: Formulas of Triton's -> CUDA's functions, which small numbers do not round to 0. A division by at least 1
+#: needs no special cases, and is off by two units in the last place.
+_BETTER = (
+    (r"2 / \(1 \+ tl_exp\(-2 \* ([^()]*)\)\) - 1", r"tanhf(\1)"),
+    (r"tl_log\(1 \+ tl_exp\(([^()]*)\)\)", r"log1pf(tl_exp(\1))"),
+    (r"\(tl_exp\(([^()]*)\) - 1\)", r"expm1f(\1)"),
+    (r"(?<![\w)])(\w+) / \((1 \+ tl_exp\([^()]*\))\)", r"__fdividef(\1, \2)"),
+)
+
+
 def _c(text: str) -> str:
     """A formula of Triton's in C++."""
     text = text.replace("tl.", "tl_").replace('float("inf")', "__int_as_float(0x7f800000)")
+    for pattern, better in _BETTER:
+        text = re.sub(pattern, better, text)
     return re.sub(r"(?<![\w.])(\d+\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+)(?![\w.])", r"\1f", text)
 
 
 def _reduction(value: str, how: str) -> tuple[list[str], tuple[list[str], ...], list[str]]:
     value, inf = _c(value), "__int_as_float(0x7f800000)"
+    if how == "none":
+        return [], ([f"each[u] = {value};"], [], ["set(out + q * W + f, left, each);"]), []
     stores = [*_stores("out", "total")]
     if how in ("max", "min"):
         least, sign = (f"-{inf}", ">") if how == "max" else (inf, "<")
@@ -237,7 +269,7 @@ def _reduction(value: str, how: str) -> tuple[list[str], tuple[list[str], ...], 
         ]
         tile = [
             f"const float z = {value}, higher = z > most[u] || z != z ? z : most[u];",
-            "const float less = tl_exp(most[u] - higher), e = tl_exp(z - higher);",
+            "const float less = tl_exp(most[u] - higher), e = tl_exp(minus(z, higher));",
             "share[u] = share[u] * less + e; total[u] = total[u] * less + e * z; most[u] = higher;",
         ]
         end = [
@@ -266,7 +298,9 @@ def _stores(out: str, value: str) -> list[str]:
 
 
 def _kept(how: str, own: str) -> list[str]:
-    """What of the other end the backward pass reads, by rows of the transpose."""
+    """What the backward pass reads for each edge: of the other end, by rows of the transpose."""
+    if how == "none":
+        return _kept_rows(how, "q")
     return [] if own == "dst" else _kept_rows(how, "c")
 
 
@@ -289,10 +323,10 @@ def _kept_rows(how: str, row: str) -> list[str]:
 def _gradients(
     leaves: Sequence[Leaf], how: str, wanted: Sequence[int], own: str, value: str, grads: dict[int, str]
 ) -> tuple[list[str], tuple[list[str], ...], list[str]]:
-    begin = _kept_rows(how, "i") if own == "dst" else []
+    begin = _kept_rows(how, "i") if own == "dst" and how != "none" else []
     go = {
         "mean": "t_grad[u] * share",
-        "softmax": f"t_grad[u] * tl_exp({_c(value)} - t_aux[u]) * (1.f + {_c(value)} - t_out[u])",
+        "softmax": f"t_grad[u] * tl_exp(minus({_c(value)}, t_aux[u])) * (1.f + minus({_c(value)}, t_out[u]))",
         "max": "t_aux[u] == int(q) ? t_grad[u] : 0.f",
         "min": "t_aux[u] == int(q) ? t_grad[u] : 0.f",
     }.get(how, "t_grad[u]")

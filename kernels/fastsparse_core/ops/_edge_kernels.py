@@ -47,6 +47,12 @@ OPERATORS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("tl.where({0} > 20.0, {g}, {g} / (1 + tl.exp(-{0})))",),
     ),
     "square": ("{0} * {0}", ("2 * {g} * {0}",)),
+    # Gradients of rectifiers, from those of the results; they are constant in the arguments.
+    "relu_gradient": ("tl.where({1} <= 0, 0.0, {0})", ("tl.where({1} <= 0, 0.0, {g})",)),
+    "leaky_relu_gradient": (
+        "tl.where({1} > 0, {0}, {0} * {2})",
+        ("tl.where({1} > 0, {g}, {g} * {2})",),
+    ),
 }
 
 
@@ -98,7 +104,8 @@ def kernel_of(
         part: ``"forward"``, ``"rows"`` or ``"columns"``: gradients by rows or by rows of the transpose.
         expression: what to compute.
         leaves: its tensors.
-        how: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"softmax"``: the mean by softmax weights.
+        how: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"softmax"``: the mean by softmax weights;
+            ``"none"``: nothing is reduced.
         wanted: leaves whose gradients the kernel computes.
     """
     source = source_of(part, expression, leaves, how, wanted)
@@ -242,6 +249,9 @@ _DIVIDED = "{0} = {0} / tl.maximum(tl.load(degree + {1}, mask={2}, other=1), 1).
 
 def _reduction(value: str, how: str) -> tuple[list[str], list[str], list[str]]:
     """Lines before, in and after the loop over the tiles of a slice."""
+    if how == "none":
+        at = "out + q[:, None] * W + f[None, :]"
+        return [], [f"tl.store({at}, {value} + tl.zeros((BE, WP), ACC), mask=mm)"], []
     if how in ("max", "min"):
         least, sign = ('-float("inf")', ">") if how == "max" else ('float("inf")', "<")
         begin = [f"total = tl.full((WP,), {least}, ACC)", "at = tl.full((WP,), -1, tl.int32)"]
@@ -305,7 +315,9 @@ def _gradients(
 ) -> tuple[list[str], list[str], list[str]]:
     """Lines before, in and after the loop: gradients at this end and, by rows, of edges and constants."""
     kept = ("grad", *KEEPS.get(how, ()))
-    if own == "dst":
+    if how == "none":
+        begin, tile = [], ["t_grad = tl.load(grad + q[:, None] * W + f[None, :], mask=mm, other=0)"]
+    elif own == "dst":
         begin = [f"r_{name} = tl.load({name} + i * W + f, mask=fm, other=0)" for name in kept]
         tile = [f"t_{name} = r_{name}[None, :]" for name in kept]
     else:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fastsparse_core.ops import _edge_cuda
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import is_first_derivative
+from fastsparse_core.ops._edge_derivatives import gradients_of, leaves_in, with_leaves
 from fastsparse_core.ops._edge_kernels import KEEPS, Expression, Leaf, kernel_of
 from fastsparse_core.ops._edge_rows import lift
 from fastsparse_core.ops._segment import reduce_op, softmax_op
@@ -45,6 +46,8 @@ _TORCH: dict[str, Callable[..., Tensor]] = {
     "elu": F.elu,
     "softplus": F.softplus,
     "square": torch.square,
+    "relu_gradient": lambda grad, x: torch.where(x <= 0, 0.0, grad),
+    "leaky_relu_gradient": lambda grad, x, slope: torch.where(x > 0, grad, grad * slope),
 }
 
 
@@ -67,9 +70,11 @@ def edge_expression(
             one number in place of F; (F,) for ``"whole"``; (num_values, K) and (F, K) for ``"mapped"`` and
             ``"weight"``.
         how: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"softmax"``: the mean by softmax weights.
+            ``"none"``: nothing is reduced.
 
     Returns:
         (num_dst, F); 0 in rows without edges. Sums are kept in float32 or wider, in the structure's order.
+        For ``"none"`` (num_values, F) in the caller's edge order.
     """
     width = max(
         x.size(0) if place == "weight" else x.shape[-1]
@@ -111,6 +116,8 @@ def unfused(
         return rows[args[0]] if name == "leaf" else _TORCH[name](*[value(arg) for arg in args])
 
     messages = value(expression)
+    if how == "none":
+        return messages
     end = _End(adj, True)
     if how == "softmax":
         weights = softmax_op(messages, end.index, None, adj.num_dst, find=end.find)
@@ -149,15 +156,18 @@ class _EdgeExpression(torch.autograd.Function):
         dtype = functools.reduce(torch.promote_types, dtypes)
         acc = accumulation_dtype(dtype)
         call = _Call(adj, expression, leaves, how, width, acc)
-        outs = [tensors[0].new_empty((adj.num_dst, width), dtype=dtype)]
+        num_rows = adj.num_values if how == "none" else adj.num_dst
+        has_all = how != "none" or adj.num_values == adj.num_edges
+        make = tensors[0].new_empty if has_all else tensors[0].new_zeros
+        outs = [make((num_rows, width), dtype=dtype)]
         if how in KEEPS:
             outs.append(outs[0].new_empty(outs[0].shape, dtype=acc if how == "softmax" else torch.int32))
-        # Softmax's backward pass recomputes messages: another compiler's exp would change large ones by more
-        # than 1, so that the weights would be others.
+        # Softmax's backward pass recomputes messages: the last bits of another compiler's exp would change
+        # the weights of messages in the thousands.
         same = [n for n, needs in enumerate(ctx.needs_input_grad[5:]) if needs] if how == "softmax" else []
         ctx.call = call = call._replace(same=tuple(same))
         parts = call.launch("forward", adj, tensors, outs)
-        if parts is not None:
+        if parts is not None and how != "none":
             _combine(how, adj, outs, parts)
         kept = {"out": outs[0], "aux": outs[-1]}
         ctx.save_for_backward(*tensors, *(kept[name] for name in KEEPS.get(how, ())))
@@ -171,6 +181,9 @@ class _EdgeExpression(torch.autograd.Function):
         needs = ctx.needs_input_grad[5:]
         found: list[Tensor | None] = [None] * count
         if not is_first_derivative(grad):
+            again = _gradients_by_expressions(call, tensors, grad, needs)
+            if again is not None:
+                return (None,) * 5 + tuple(again)
             with torch.enable_grad():
                 out = unfused(call.adj, call.expression, call.leaves, call.how, tensors)
             wanted = [n for n in range(count) if needs[n]]
@@ -180,6 +193,15 @@ class _EdgeExpression(torch.autograd.Function):
             for n, each in zip(wanted, grads, strict=True):
                 found[n] = each
             return (None,) * 5 + tuple(found)
+        # Triton's products of tiles take longer than rows per edge that PyTorch multiplies.
+        mapped = [n for n in range(count) if needs[n] and call.leaves[n].place == "mapped"]
+        if mapped and call._has_cuda_source((), (*tensors, grad)):
+            both = [n in mapped or n - 1 in mapped for n in range(count)]
+            again = _gradients_by_expressions(
+                call, tensors, grad, [need and here for need, here in zip(needs, both, strict=True)]
+            )
+            if again is not None:
+                found, needs = again, [need and not here for need, here in zip(needs, both, strict=True)]
         for part in ("rows", "columns"):
             own = "dst" if part == "rows" else "src"
             wanted = [
@@ -192,6 +214,59 @@ class _EdgeExpression(torch.autograd.Function):
                 for n, each in zip(wanted, made, strict=True):
                     found[n] = each
         return (None,) * 5 + tuple(found)
+
+
+def _gradients_by_expressions(
+    call: _Call, tensors: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]
+) -> list[Tensor | None] | None:
+    """Gradients that have gradients, by kernels: each is an expression again. None: it has no such form."""
+    count, leaves = len(tensors), call.leaves
+    wanted = [n for n in range(count) if needs[n]]
+    if call.how not in ("sum", "mean", "none"):
+        return None
+    numbers = {n: n - (leaves[n].place == "weight") for n in wanted}
+    formulas = gradients_of(call.expression, set(numbers.values()), ("leaf", count))
+    if formulas is None:
+        return None
+    if call.how == "mean":
+        grad = grad / call.adj.in_degree().clamp(min=1).to(grad.dtype).unsqueeze(1)
+    given = [*tensors, grad]
+    places = [*(leaf.place for leaf in leaves), "edge" if call.how == "none" else "dst"]
+
+    @functools.cache
+    def reduced(n: int, at: str) -> Tensor:
+        """The gradient of a leaf's value, summed over the edges of an end, or for every edge."""
+        formula = formulas[n]
+        used: list[int] = []
+        for each in sorted(leaves_in(formula)):
+            used += [each, each + 1] if places[each] == "mapped" else [each]
+        swapped = {"dst": "src", "src": "dst"} if at == "src" else {}
+        return edge_expression(
+            call.adj.t() if at == "src" else call.adj,
+            with_leaves(formula, {each: nth for nth, each in enumerate(used)}),
+            [swapped.get(places[each], places[each]) for each in used],
+            [given[each] for each in used],
+            "none" if at == "none" else "sum",
+        )
+
+    found: list[Tensor | None] = [None] * count
+    for n in wanted:
+        leaf, number = leaves[n], numbers[n]
+        if number not in formulas:
+            found[n] = torch.zeros_like(tensors[n])
+            continue
+        if leaf.place == "mapped":
+            out = reduced(number, "none") @ tensors[n + 1]
+        elif leaf.place == "weight":
+            out = reduced(number, "none").t() @ tensors[n - 1]
+        elif leaf.place == "whole":
+            out = reduced(number, "dst").sum(0)
+        else:
+            out = reduced(number, "none" if leaf.place == "edge" else leaf.place)
+        if leaf.is_scalar:
+            out = out.sum(-1, keepdim=True)
+        found[n] = out.to(tensors[n].dtype)
+    return found
 
 
 class _Call(NamedTuple):
@@ -234,9 +309,7 @@ class _Call(NamedTuple):
         parts = self.launch(part, rows, tensors, outs, (*rest, grad, *kept), tuple(wanted), programs)
         if parts is not None:
             for out, each in zip(outs, parts, strict=True):
-                out.index_copy_(
-                    0, rows.first_row_split.split_row.long(), _sum_slots(rows, each).to(out.dtype)
-                )
+                out.index_copy_(0, _cut_rows(rows), _sum_slots(rows, each).to(out.dtype))
         for n in sums:
             made[n] = made[n].sum(0).to(tensors[n].dtype)
         return [made[n] for n in wanted]
@@ -291,6 +364,7 @@ class _Call(NamedTuple):
                 split.num_slots > 0,
                 "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",
                 num_warps=4 if self.width <= 128 else 8,
+                enable_fp_fusion=self.how != "softmax",  # all kernels subtract from the same rounded message
             )
         return parts if split.num_slots else None
 
@@ -328,7 +402,7 @@ class _Call(NamedTuple):
             all(x.data_ptr() % 16 == 0 for x in (*tensors, out)),
         )
         kernel = _edge_cuda.kernel_of(source, tensors[0].get_device())
-        tiles = -(-self.width // (32 * _edge_cuda.features_per_lane(self.width)))
+        tiles = -(-self.width // (32 * _edge_cuda.features_per_lane(self.leaves, wanted, self.width)))
         with torch.cuda.device_of(tensors[0]):
             kernel(
                 grid=((warps or _num_warps(rows, False)) // _WARPS, tiles, 1),
@@ -378,19 +452,32 @@ def _row_of_slot(rows: Adjacency) -> Tensor:
     return rows.derived("fastsparse_core.ops.edge_expression.row_of_slot", build)
 
 
+def _cut_rows(rows: Adjacency) -> Tensor:
+    """The rows that are split, int64."""
+    return rows.derived(
+        "fastsparse_core.ops.edge_expression.cut_rows", lambda: rows.first_row_split.split_row.long()
+    )
+
+
+def _cut_row_of_slot(rows: Adjacency) -> Tensor:
+    """For every slot, which of the rows that are split it belongs to."""
+
+    def build() -> Tensor:
+        split = rows.first_row_split
+        count = torch.arange(split.split_row.numel(), device=split.split_row.device)
+        return count.repeat_interleave(split.split_ptr.diff(), output_size=split.num_slots)
+
+    return rows.derived("fastsparse_core.ops.edge_expression.cut_row_of_slot", build)
+
+
 def _sum_slots(rows: Adjacency, part: Tensor) -> Tensor:
     return sum_rows(part, _slots(rows), "sum")
 
 
 def _combine(how: str, adj: Adjacency, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
     """Puts together what slices of the same row give."""
-    split, slots = adj.first_row_split, _slots(adj)
-    row = split.split_row.long()
-    count = row.numel()
-    nth = torch.arange(count, device=row.device).repeat_interleave(
-        split.split_ptr.diff(), output_size=split.num_slots
-    )
-    part = parts[0]
+    slots, row, part = _slots(adj), _cut_rows(adj), parts[0]
+    count, nth = row.numel(), _cut_row_of_slot(adj) if how in KEEPS else row
     if how in ("max", "min"):
         total, chosen = reduce_op(part, nth, None, count, how, find=lambda *_: slots)
         outs[1].index_copy_(0, row, parts[1].gather(0, chosen.long()))
