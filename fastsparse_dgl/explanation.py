@@ -7,7 +7,7 @@ from typing import Any
 from torch.nn import Module
 
 from fastsparse_core.explanation import Explanation, Explanations, explain
-from fastsparse_core.layer_swap import NOT_FOUND
+from fastsparse_core.log import NOT_FOUND
 from fastsparse_dgl.layer_swap import is_accelerated, is_graph_layer, kernel_of
 from fastsparse_dgl.nn import DROP_INS
 

@@ -10,8 +10,7 @@ import torch
 from torch.nn import Module
 
 from fastsparse_core.fallback import Reason, listening
-from fastsparse_core.layer_swap import NOT_FOUND
-from fastsparse_core.log import table_text
+from fastsparse_core.log import NOT_FOUND, table_text
 
 _KERNELS = "FastSparse"
 

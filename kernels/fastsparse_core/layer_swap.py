@@ -39,9 +39,6 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 
-#: Why layers are perhaps not found, and what to do.
-NOT_FOUND = "Layers in a Python list or dict are not found: keep them in a torch.nn.ModuleList or ModuleDict"
-
 #: Attribute of a class that `any_layer` gives: the class that it replaces.
 REPLACED = "_original"
 
@@ -167,7 +164,7 @@ def accelerate(
     if not rows:
         log.warn_once(
             f"model: expected one with graph layers, but accelerate found none in {type(model).__name__}. "
-            f"{NOT_FOUND}"
+            f"{log.NOT_FOUND}"
         )
     return Report(tuple(rows))
 
