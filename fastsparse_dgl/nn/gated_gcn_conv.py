@@ -48,7 +48,7 @@ class FastGatedGCNConv(AggregationMixin, _GatedGCNConv):
         output_feats: width of both results.
         dropout: of both results.
         batch_norm: whether both are normalised over the batch.
-        residual: whether the input is added, where all three widths are equal.
+        residual: whether to add the input, if all three widths are equal.
         activation: applied to both; None: nothing.
 
     Example:

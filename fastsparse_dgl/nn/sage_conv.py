@@ -103,7 +103,7 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
     def _in_one_step(
         self, adjacency: Adjacency, source: Tensor, destination: Tensor, edge_weight: Tensor | None
     ) -> Tensor | None:
-        """The mean layer as one operator, or None where that cannot serve it."""
+        """The mean layer as one operator; None if that does not support the call."""
         own, neigh = self.fc_self, self.fc_neigh
         if (
             self._aggre_type == "mean"

@@ -56,8 +56,8 @@ def _few(index: Tensor) -> int:
 def _few_first(place: int) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Lets PyG's own function run at once if there are so few rows that it is faster.
 
-    Molecules' batches call these functions often, so a frame of Python counts. Calls that are recorded go on,
-    to be in the report.
+    Batches of molecules call these functions often, so one more Python frame is noticeable. Recorded calls
+    go on, to be in the report.
 
     Args:
         place: of the index among the arguments.

@@ -207,7 +207,7 @@ class _Source:
         return torch.tensor(indices, dtype=torch.int64, device="cpu")
 
     def example(self) -> Any:
-        """A graph, for the device where it lies; None: there is none."""
+        """A graph, which shows on which device the data are; None: there is none."""
         for root, _ in self._parts:
             if isinstance(root, InMemoryDataset):
                 return root._data

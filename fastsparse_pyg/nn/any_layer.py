@@ -85,7 +85,7 @@ class AnyLayer(MessagePassing):
         """As PyG's."""
         kind = count = None
         if not (args or _is_dynamo_compiling() or _is_tracing()):
-            # Few checks: the host bounds steps on small graphs.
+            # Keep checks few: the host limits how fast steps on small graphs are.
             aggregation = self.__dict__["_modules"].get("aggr_module").__class__
             count = _few_edges(edge_index, kwargs)
             if count is not None:

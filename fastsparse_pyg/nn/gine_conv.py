@@ -130,7 +130,7 @@ class FastGINEConv(AttentionConv, GINEConv):
         if under is not None and lin is None and x.dtype.itemsize == 2 and edge_attr.dtype is torch.float32:
             x = x.float()  # as the original's messages are: what a layer before gave has 16 bits
         if under is not None and (
-            # The original's sums are then float32, or its messages of two dtypes.
+            # The original would then sum in float32, or add messages of two dtypes.
             (first is None and x.dtype is not torch.float32)
             or (lin is None and edge_attr.dtype is not x.dtype)
         ):

@@ -160,7 +160,7 @@ class FastRGATConv(AttentionConv, RGATConv):
     def _fused(
         self, relations: Relations, rows: Tensor, key: Tensor, of_dst: Tensor, of_edge: Tensor | None
     ) -> Tensor:
-        """Additive attention without anything of the size of edges times features, (N, H, out)."""
+        """Additive attention without a tensor of edges times features; returns (N, H, out)."""
         values = rows.view(-1, self.heads, self.out_channels)
         dropout = self.dropout if self.training else 0.0
         if self.attention_mechanism == "within-relation":

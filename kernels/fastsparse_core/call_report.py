@@ -172,7 +172,7 @@ class CallReport:
 
 
 def report() -> CallReport:
-    """Returns what ran on FastSparse since recording started.
+    """Returns which calls ran on FastSparse since recording started.
 
     Returns:
         The calls by line, function and kernel; ``print`` shows them as a table.
