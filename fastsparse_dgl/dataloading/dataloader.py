@@ -25,6 +25,8 @@ _IGNORED = (
     "persistent_workers",
     "prefetch_factor",
     "worker_init_fn",
+    "multiprocessing_context",
+    "timeout",
     "pin_memory",
     "use_uva",
     "use_prefetch_thread",

@@ -49,8 +49,8 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
     In all other cases DGL's loader makes the batches, and a ``SlowPathWarning`` says why. For a dataset of
     your own pass ``[dataset[i] for i in range(len(dataset))]``.
 
-    At the beginning of every epoch the loader checks the dataset, and stores changed graphs again. It may
-    miss in-place writes to single tensors of a long list.
+    At the beginning of every epoch the loader checks the dataset, and stores changed graphs again. Of a long
+    list it checks 1,024 tensors for in-place writes, and other ones in the next epoch.
 
     Args:
         dataset: as in DGL.

@@ -96,6 +96,8 @@ def scatter(
     """PyG's ``scatter``."""
     how = _REDUCTIONS.get(reduce)
     reason = f"reduce={reduce!r}" if how is None else _why_not(src, index, dim) or _why_new(index, how)
+    if not reason and how in ("min", "max") and _is_faster_without_gradient(src, index):
+        reason = "an extremum without a gradient, of an index that does not ascend"
     if how is not None and not reason:
         out = _served("scatter", lambda: core_scatter(src, index, dim_size, how))  # type: ignore[call-overload]
         if out is not None:
@@ -219,6 +221,15 @@ def _why_no_rows(src: Any, dim: int, rows: int | None, device: torch.device) -> 
         return "sizes that differ, or no values"
     plain = src.detach() if type(src) is Parameter else src
     return "" if is_plain_eager(plain) else "a mode, a transform or a subclass of Tensor"
+
+
+def _is_faster_without_gradient(src: Tensor, index: Tensor) -> bool:
+    """Whether PyTorch's extremum takes less time: ours takes up to 1.6 times as long on a CPU.
+
+    PyTorch's reads the rows in their order, ours in that of the index.
+    """
+    wants = src.requires_grad and torch.is_grad_enabled()
+    return index.is_cpu and not wants and bool((index[1:] < index[:-1]).any())
 
 
 def _why_new(index: Tensor, how: str) -> str:

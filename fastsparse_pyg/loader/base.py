@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch_geometric.data import Data, HeteroData
 
 from fastsparse_core import _C
 from fastsparse_core.call_report import record
 from fastsparse_core.device import script_uses_gpu, usable_device
+from fastsparse_core.graph_store import drawn_batches
 from fastsparse_core.log import info_once, warn_once
 from fastsparse_core.sampling import prefetched
 from fastsparse_pyg.caching import logger
@@ -172,31 +172,9 @@ class LoaderMixin:
             return super()._get_iterator()  # type: ignore[misc]
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
-        return prefetched(
-            self._indices(), self._begin, self._end, self._stream, reads_rows=self.transform is not None
-        )
-
-    def _indices(self) -> Iterator[Any]:
-        """Positions of every batch: on the device where the order is PyTorch's own, else as lists."""
-        if type(self.batch_sampler) is not BatchSampler:
-            return iter(self.batch_sampler)
-        order, count = self.sampler, len(self.dataset)
-        if type(order) is SequentialSampler:
-            positions = torch.arange(count)
-        elif type(order) is RandomSampler and not order.replacement and order.num_samples == count:
-            generator = order.generator
-            if generator is None:  # as RandomSampler does: the same order from the same seed
-                generator = torch.Generator()
-                generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
-            positions = torch.randperm(count, generator=generator)
-        else:
-            return iter(self.batch_sampler)
-        size = self.batch_sampler.batch_size
-        if self.batch_sampler.drop_last:
-            positions = positions[: count // size * size]
-        if not positions.numel():
-            return iter(())
-        return iter(positions.to(self._device).split(size))
+        indices = drawn_batches(self.batch_sampler, self._device)
+        reads_rows = self.transform is not None
+        return prefetched(indices, self._begin, self._end, self._stream, reads_rows=reads_rows)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: item for name, item in self.__dict__.items() if name not in ("_stream", "_on_gpu")}

@@ -50,8 +50,9 @@ class DataLoader(PygDataLoader):
 
     Storing takes as much memory as the graphs, except for an `InMemoryDataset` on the CPU, whose storage is
     read in place. At the beginning of every epoch the loader checks the dataset, and stores changed graphs
-    again. It always detects a replaced graph or attribute. To detect in-place writes it checks 4,096 tensors,
-    spread over the dataset: it may miss a write to a few tensors of a large dataset.
+    again. It always detects a replaced graph or attribute. For in-place writes it checks 1,024 tensors, spread
+    over the dataset, and other ones in the next epoch: it detects a write to a few tensors of a large dataset
+    some epochs later.
 
     Args:
         dataset: as in PyG.

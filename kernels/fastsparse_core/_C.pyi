@@ -3,7 +3,7 @@
 # reads after it has returned, as structures and launches on a GPU do, is kept alive by the caller.
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -600,7 +600,9 @@ def place_batch(
 ) -> None: ...
 def plan_graphs(
     *,
-    index: Sequence[int],
+    index: Sequence[int] | None,
+    positions: _Memory,
+    num_graphs: int,
     graph_at: _Memory,
     num_positions: int,
     pointers: Sequence[Tensor],
@@ -616,6 +618,11 @@ def gather_graphs(
     device: int,
     queue: int,
 ) -> None: ...
+def hold_same(
+    *,
+    containers: Sequence[dict[Any, Any] | list[Any]],
+    values: list[Any],
+) -> bool: ...
 def gather_rows_of_host(
     *,
     table: _Memory,

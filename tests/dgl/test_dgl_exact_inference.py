@@ -75,6 +75,7 @@ def test_equals_the_full_pass(kind: str, tile: int | None) -> None:
 def test_equals_the_full_pass_on_a_gpu(kind: str) -> None:
     graph, x, model = homogeneous(), torch.randn(NODES, 8), Model(kind)
     expected = full(model, graph, x)
+    fastsparse_dgl.accelerate(model, show=False)  # pip's DGL knows no CUDA
     for features in (x, x.cuda()):
         found = inference(model.cuda(), graph, features, tile=7)
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-4)

@@ -457,6 +457,20 @@ def test_compiled_models_run_pygs_code(enabled, graph):
     torch.testing.assert_close(out, layer(*graph), rtol=1e-4, atol=1e-5)
 
 
+def test_extrema_run_on_the_kernels_where_they_are_faster(enabled):
+    """On the CPU PyTorch's is faster for an index that does not ascend, if nobody wants a gradient."""
+    src, index = torch.randn(ROWS, 8), torch.randint(SEGMENTS, (ROWS,))
+    for _ in range(3):
+        scatter(src, index, dim_size=SEGMENTS, reduce="max")
+    assert calls_of("scatter") == {"PyG": 3}
+    scatter(src.requires_grad_(), index, dim_size=SEGMENTS, reduce="max")
+    assert calls_of("scatter") == {"PyG": 3, "segments": 1}
+    with torch.no_grad():
+        scatter(src, index, dim_size=SEGMENTS, reduce="min")
+        scatter(src, index.sort().values, dim_size=SEGMENTS, reduce="max")
+    assert calls_of("scatter") == {"PyG": 4, "segments": 2}
+
+
 # ---------------------------------------------------------------- loaders and shims
 
 

@@ -270,6 +270,7 @@ class _Spmm(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         x, value, scale_dst, scale_src, bias, _, adjacency, transpose, algorithm, relu = arguments
         ctx.adjacency = adjacency
+        ctx.set_materialize_grads(False)
         if isinstance(adjacency, Adjacency) and not transpose:  # the shortest way
             ctx.keep_alive = adjacency
             out = launch_spmm(adjacency, x, value, scale_dst, scale_src, bias, algorithm, relu)
@@ -284,7 +285,9 @@ class _Spmm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 10
         try:
             x, value, scale_dst, scale_src, rectified = ctx.saved_tensors
         except RuntimeError as error:
