@@ -150,5 +150,5 @@ def enabled_parts(parts: Iterable[str]) -> list[str]:
     off = {each.strip() for each in os.environ.get(DISABLE_VARIABLE, "").split(",")}
     if unknown := sorted(off.difference(PARTS, {""})):
         names = ", ".join(map(repr, unknown))
-        warn_of_user(f"{DISABLE_VARIABLE}: expected some of {', '.join(PARTS)}, got {names}, which stay on")
+        warn_of_user(f"{DISABLE_VARIABLE}: expected some of {', '.join(PARTS)}, got {names}")
     return [part for part in parts if part not in off]
