@@ -71,3 +71,10 @@ def test_what_dgl_refuses_announces_no_slow_path(reasons):
     assert not reasons.records
     layer(homogeneous(), torch.randn(30, 6))
     assert len(reasons.records) == 1
+
+
+def test_the_graph_comes_first():
+    with pytest.raises(
+        dgl.DGLError, match=r"feat: expected a tensor .*the graph comes first: layer\(graph, feat\)"
+    ):
+        FastSAGEConv(6, 6, "mean")(torch.randn(30, 6), homogeneous())
