@@ -432,6 +432,12 @@ def maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values.to(x.dtype), ids
 
 
+def maxk_dense(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """``fastsparse::maxk_dense``; what only its gradient reads is not made."""
+    values, ids = maxk(x, k)
+    return cbsr_to_dense(values, ids, x.size(-1)), ids
+
+
 def cbsr_to_dense(values: Tensor, ids: Tensor, width: int) -> Tensor:
     """``fastsparse::cbsr_to_dense``."""
     with _in(values.dtype):
@@ -470,6 +476,7 @@ FORMULAS: dict[str, Callable[..., Any]] = {
         edge_softmax,
         attention,
         maxk,
+        maxk_dense,
         cbsr_to_dense,
         ssd,
     )

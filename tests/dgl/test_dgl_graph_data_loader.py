@@ -348,11 +348,12 @@ def test_memory_stays_flat():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["graphs", "tensor labels", "hetero"])
 def test_batches_on_the_gpu(name):
+    dataset = DATASETS[name]()
+    originals = list(OriginalLoader(dataset, batch_size=4))  # under enable() this name is ours
     with enabled():
-        dataset = DATASETS[name]()
         loader = GraphDataLoader(dataset, batch_size=4, device="cuda")
         conv = FastGraphConv(4, 4, allow_zero_in_degree=True).cuda()
-        for got, expected in zip(loader, OriginalLoader(dataset, batch_size=4), strict=True):
+        for got, expected in zip(loader, originals, strict=True):
             got, labels = got if isinstance(got, list) else (got, None)
             expected, expected_labels = expected if isinstance(expected, list) else (expected, None)
             assert got.device.type == "cuda"

@@ -380,10 +380,10 @@ def test_seeds_by_the_only_type():
 
 
 @pytest.mark.gpu
-def test_dgls_own_sampler_on_a_gpu_is_a_warning():
+def test_another_sampler_on_a_gpu_is_a_warning():
     graph = with_data()
     with (
         enabled(),
         pytest.warns(SlowPathWarning, match=r"only fastsparse_dgl\.NeighborSampler"),
     ):
-        loader(graph, dgl.dataloading.NeighborSampler([2]), "cuda")
+        loader(graph, dgl.dataloading.ShaDowKHopSampler([2]), "cuda")

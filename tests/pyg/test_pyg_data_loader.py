@@ -925,7 +925,7 @@ def test_an_epoch_reads_from_the_gpu_only_at_its_end():
 
     for _ in range(30):
         epoch()
-    assert all(step.captured.state == "replaying" for step in (train, test))
+    assert all(step.captured.status == "replaying" for step in (train, test))
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
