@@ -56,8 +56,8 @@ def _few(index: Tensor) -> int:
 def _few_first(place: int) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Lets PyG's own function run at once if there are so few rows that it is faster.
 
-    Molecules' batches call these functions often, so a frame of Python counts. Calls that are recorded go on,
-    to be in the report.
+    Batches of molecules call these functions often, so one more Python frame is noticeable. Recorded calls
+    go on, to be in the report.
 
     Args:
         place: of the index among the arguments.
@@ -194,7 +194,7 @@ def _why_not(src: Any, index: Any, dim: int) -> str:
     if type(index) is not Tensor or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
         return "an index that is not one plain tensor"
     if index.numel() < _few(index):
-        return f"fewer than {_few(index)} rows"
+        return f"fewer than {_few(index):,} rows: PyG is faster there"
     return _why_no_rows(src, dim, index.numel(), index.device)
 
 
@@ -206,7 +206,7 @@ def _why_no_segments(src: Any, ptr: Any, dim: int) -> str:
     if ptr.is_inference() or not ptr.numel():
         return "pointers of inference mode, or none"
     if isinstance(src, Tensor) and src.dim() and src.size(0) < _few(ptr):
-        return f"fewer than {_few(ptr)} rows"
+        return f"fewer than {_few(ptr):,} rows: PyG is faster there"
     return _why_no_rows(src, dim, None, ptr.device)
 
 

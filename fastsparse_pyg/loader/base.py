@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from fastsparse_core import _C
+from fastsparse_core.call_report import record
 from fastsparse_core.device import script_uses_gpu, usable_device
 from fastsparse_core.graph_store import drawn_batches
 from fastsparse_core.log import info_once, warn_once
@@ -69,6 +70,7 @@ def make_sampler(
     num_neighbors: Any,
     device: torch.device,
     *,
+    loader: str,
     given: Any,
     time_attr: str | None,
     directed: bool,
@@ -79,15 +81,13 @@ def make_sampler(
     message = "the loader falls back to PyG's sampler"
     if given is not None:
         info_once(logger, f"{message}: `neighbor_sampler` was given")
+        record(loader, "PyG", "`neighbor_sampler` was given")
         return given
-    if time_attr is not None:
-        warn_once(
-            f"{message}, which needs pyg-lib and samples on the CPU: only that one supports `time_attr`. To "
-            "sample with FastSparse, leave `time_attr` out"
-        )
-        return None
     reason = why_not(data)
+    if time_attr is not None:
+        reason = "only that one supports `time_attr`. To sample with FastSparse, leave `time_attr` out"
     if reason:
+        record(loader, "PyG", reason)
         warn_once(f"{message}, which needs pyg-lib and samples on the CPU: {reason}")
         return None
     if not directed:
@@ -162,6 +162,8 @@ class LoaderMixin:
         if self._on_gpu is not None and script_uses_gpu():
             device = choose_device(self.data, None)
             self._go_to(self._on_gpu(device), device)
+        if self._sampler is not None:
+            record(_base_of(type(self)).__name__, "FastSparse")
         return super().__iter__()  # type: ignore[misc]
 
     def _get_iterator(self) -> Iterator[Any]:

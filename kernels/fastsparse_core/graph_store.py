@@ -291,7 +291,7 @@ def _stamp(tensor: Tensor) -> Hashable:
     return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
-#: Edges and nodes of the graphs whose structures are sorted at a time.
+#: How many edges and nodes are sorted at a time.
 _ROWS_AT_ONCE = 2**24
 
 

@@ -13,6 +13,7 @@ from fastsparse_core.distributed.exchange import HaloExchange
 from fastsparse_core.distributed.partitions import Partition
 from fastsparse_core.formats.compress import expand_rows, row_pieces
 from fastsparse_core.formats.grouping import Method
+from fastsparse_core.log import range_text
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: Edges that are looked at at a time: 64-bit copies of them take 0.5 GB.
@@ -214,6 +215,4 @@ def check_range(name: str, index: Tensor, num_nodes: int) -> None:
     if index.numel():
         low, high = (int(end) for end in torch.aminmax(index))
         if low < 0 or high >= num_nodes:
-            raise ValueError(
-                f"{name}: expected nodes from 0 to {num_nodes - 1}, got values from {low} to {high}"
-            )
+            raise ValueError(f"{name}: expected nodes from 0 to {num_nodes - 1}, {range_text(low, high)}")

@@ -140,6 +140,8 @@ def attention_layer(
     elif dtype != weight_dtype or dtype not in DTYPE_CODE:
         return None
     widths, width = tuple(sizes), sizes[0]
+    if not heads:
+        raise ValueError("heads (of DGL's layers num_heads): expected at least 1, got 0")
     if (
         widths.count(width) < len(widths)
         or width % heads

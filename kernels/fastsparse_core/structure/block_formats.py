@@ -152,7 +152,7 @@ class BlockFormats(Degrees):
 
     @property
     def sddmm_split(self) -> RowSplit:
-        """As `bsb_split`, in the shorter slices that sddmm takes: it has no partial results to add."""
+        """Like `bsb_split`, with shorter slices. sddmm can use them because it adds no partial results."""
         return self._of_pattern.get(
             "sddmm_split",
             lambda: self._slices(lengths.sddmm_slice_blocks(self.bsb.num_blocks)),
