@@ -16,13 +16,14 @@ PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install -qq --disable-pip-version-check
 CXX_FILES := $(shell find kernels -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: help setup demo test test-quick lint format typecheck docs doctor wheel wheel-check clean
+.PHONY: help setup cpp demo test test-quick lint format typecheck docs doctor wheel wheel-check clean
 
 help:
 	@echo "make demo       train GCN with PyG's own layer and with FastGCNConv, print a table, save demo.png"
 	@echo "make test       run the tests; those for GPUs are left out where there is no GPU"
 	@echo "make test-quick the same of the core and both plugins, without what takes long"
 	@echo "make doctor     show versions, GPUs, what was built, and check every operator"
+	@echo "make cpp        build the library for C++ programs as well"
 	@echo "make lint       ruff, codespell, import-linter and clang-format, checking only; make format applies them"
 	@echo "make typecheck  mypy on the packages"
 	@echo "make docs       build the documentation as build/site/index.html (needs DGL, so no Python 3.13)"
@@ -45,6 +46,9 @@ $(VENV)/.stamp-installed: $(VENV)/.stamp-torch Makefile pyproject.toml setup.py 
 		$(INSTALL) --no-build-isolation $(PINS) -e ".[pyg,dgl,ogb,bench,docs,test]"
 	@$(PY) -c "import fastsparse_core._C as C; print('built:', C.build_info())"
 	@touch $@
+
+cpp: setup
+	FASTSPARSE_CPP=1 $(PY) setup.py build_ext --inplace
 
 demo: setup
 	$(PY) examples/gcn.py --framework pyg --conv both --dataset planted --plot demo.png

@@ -42,6 +42,7 @@ COMMANDS = {
     "host": "host time of a layer on a tiny graph",
     "cpu": "one layer on the CPU against PyG and torch.sparse",
     "minibatch": "GraphSAGE on sampled blocks that are seen once, against the frameworks' own layers",
+    "inference": "exact inference over all nodes of a large graph: time and peak memory",
     "sampling": "neighbour sampling against plain PyTorch, and an epoch of GraphSAGE from the loader",
     "large": "training on all nodes of a graph of billions of entries",
     "accuracy": "test accuracy of the examples in several precisions, original against drop-in",

@@ -9,20 +9,20 @@ structure, whose ends are drawn together (`draw_symmetric`).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import statistics
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastsparse_core import Adjacency
+from fastsparse_core.formats.compress import expand_rows, row_pieces
 from fastsparse_pyg import FastGCNConv, FastSAGEConv, tiled
 
 from . import suite
@@ -45,6 +45,11 @@ def scaled(scale: float) -> suite.Spec:
     nodes = int(PAPERS.nodes * scale)
     most = min(PAPERS.max_degree, nodes)
     return dataclasses.replace(PAPERS, nodes=nodes, edges=int(PAPERS.edges * scale), max_degree=most)
+
+
+def symmetric(scale: float) -> suite.Spec:
+    """The symmetric graph, with a share of its nodes and entries."""
+    return dataclasses.replace(scaled(scale), edges=int(_ENTRIES * scale), max_degree=_MOST_DEGREE)
 
 
 def draw(spec: suite.Spec, device: torch.device) -> Adjacency:
@@ -75,7 +80,7 @@ def draw_symmetric(spec: suite.Spec, device: torch.device) -> Adjacency:
     """A symmetric power-law graph of about `spec.edges` entries, without loops.
 
     Nodes are paired at random in rounds: a node of degree d is in the first d rounds. So a pair's two entries
-    are written at once, and nothing is sorted.
+    are written at once, and only rows are sorted.
 
     Args:
         spec: nodes, entries, largest degree, seed.
@@ -103,25 +108,31 @@ def draw_symmetric(spec: suite.Spec, device: torch.device) -> Adjacency:
         one, other = torch.randperm(2 * size, generator=generator, device=device).view(2, size)
         col[begin[one] + nth] = label[other]
         col[begin[other] + nth] = label[one]
-    adj = Adjacency.from_csr(rowptr, col, (n, n), copy=False)
-    # By construction. A comparison with the transpose would sort all entries.
-    adj.symmetric, adj.has_loops = True, False
-    return adj
+    del begin, label
+    for first, last, part in row_pieces(rowptr, col):  # only sorted columns are found to be symmetric
+        row = expand_rows(rowptr[first : last + 1] - rowptr[first], part.numel()).long()
+        part.copy_(row.mul_(n).add_(part).sort().values.remainder_(n))
+    return Adjacency.from_csr(rowptr, col, (n, n), copy=False)
 
 
-def features(nodes: int, device: torch.device, *, on_host: bool) -> Tensor:
+def features(nodes: int, device: torch.device, *, on_host: bool, out: Tensor | None = None) -> Tensor:
     """Normally distributed bfloat16 (nodes, FEATURES), drawn on the device.
 
     Args:
         nodes: number of rows.
         device: where they are drawn.
         on_host: whether they come to lie on the host; then in page-locked memory where the device is a GPU.
+        out: where they come to lie instead.
     """
     generator = torch.Generator(device=device).manual_seed(0)
-    x = torch.empty(nodes, FEATURES, dtype=torch.bfloat16, device="cpu" if on_host else device)
-    if on_host and device.type == "cuda":  # `pin_memory` would round the size up to a power of two
+    x = out
+    if x is None:
+        x = torch.empty(nodes, FEATURES, dtype=torch.bfloat16, device="cpu" if on_host else device)
+    if (
+        on_host and out is None and device.type == "cuda"
+    ):  # `pin_memory` would round the size up to a power of two
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(x.data_ptr(), x.nbytes, 0)))
-        weakref.finalize(x.untyped_storage(), torch.cuda.cudart().cudaHostUnregister, x.data_ptr())
+        weakref.finalize(x, torch.cuda.cudart().cudaHostUnregister, x.data_ptr())
     for part in progress(x.split(_CHUNK // FEATURES), f"drawing features, {x.device.type}"):
         part.copy_(torch.randn(part.shape, dtype=part.dtype, device=device, generator=generator))
     return x
@@ -134,8 +145,8 @@ LAYERS = {"GCN": FastGCNConv, "SAGE": FastSAGEConv}
 
 def cells(run: Run, kind: str) -> Iterator[Job]:
     """All cells of one kind of layer."""
-    options, device, spec = run.options, run.device, scaled(run.options.scale)
-    spec = dataclasses.replace(spec, edges=int(_ENTRIES * options.scale), max_degree=_MOST_DEGREE)
+    options, device = run.options, run.device
+    spec = symmetric(options.scale)
     adj = draw_symmetric(spec, device)
     generator = torch.Generator(device=device).manual_seed(0)
     train = torch.randperm(spec.nodes, device=device, generator=generator)
@@ -146,30 +157,54 @@ def cells(run: Run, kind: str) -> Iterator[Job]:
         x = features(spec.nodes, device, on_host=place == "host")
         cell = {"model": f"{kind} 3 x {options.width}", "activations": place, "where": device.type}
         cell |= {"num_nodes": spec.nodes, "entries": adj.num_edges, "train_nodes": train.numel()}
-        yield cell, partial(_train, LAYERS[kind], adj, x, y, train, place, options)
+        sizes = {"offload": place == "host", "width": options.width, "steps": options.steps}
+        yield cell, partial(train_steps, LAYERS[kind], adj, x, y, train, **sizes)
         del x
 
 
-def _train(
-    layer: type, adj: Adjacency, x: Tensor, y: Tensor, train: Tensor, place: str, options: argparse.Namespace
+def train_steps(
+    layer: type,
+    adj: Adjacency,
+    x: Tensor,
+    y: Tensor,
+    train: Tensor,
+    *,
+    offload: bool,
+    width: int,
+    steps: int,
+    reduce: Callable[[nn.Module], None] | None = None,
 ) -> Cell:
-    """Seconds and memory of training steps."""
+    """Seconds and memory of training steps of three layers.
+
+    Args:
+        layer: their class.
+        adj: the graph, or this process's part of it.
+        x: (num_nodes, FEATURES).
+        y: (num_train,), classes.
+        train: int64 (num_train,), the nodes that have them.
+        offload: see `tiled`.
+        width: of the layers.
+        steps: that are timed, after one that is not.
+        reduce: what processes do with the gradients of the model; None: there is one process.
+    """
     torch.manual_seed(0)
-    widths = (FEATURES, options.width, options.width, CLASSES)
+    widths = (FEATURES, width, width, CLASSES)
     model = Stack([layer(*pair) for pair in itertools.pairwise(widths)]).to(adj.device, x.dtype)
-    net = tiled(model, offload=place == "host")
+    net = tiled(model, offload=offload)
     optimizer = torch.optim.Adam(model.parameters())
 
     def step() -> Tensor:
         optimizer.zero_grad()
         loss = F.cross_entropy(net(x, adj, rows=train).float(), y)
         loss.backward()
+        if reduce is not None:
+            reduce(model)
         optimizer.step()
         return loss.detach()
 
     first = float(step())
     seconds = []
-    for _ in range(options.steps):
+    for _ in range(steps):
         synchronise(adj.device)
         begin = time.perf_counter()
         last = step()

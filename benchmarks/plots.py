@@ -268,7 +268,7 @@ def sparse_activation_plots(result: dict[str, Any], record_path: Path) -> list[P
 
 def scaling_curves(result: dict[str, Any], record_path: Path) -> list[Path]:
     """Speed-up against the number of GPUs, and what would be ideal."""
-    cells = [cell for cell in result["cells"] if cell["status"] == "ok"]
+    cells = [cell for cell in result["cells"] if cell["status"] == "ok" and cell["kind"] != "large"]
     most = max((cell["gpus"] for cell in cells), default=1)
     if most == 1:
         return []

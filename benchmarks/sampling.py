@@ -150,7 +150,7 @@ def _epochs(graph: suite.Graph, options: argparse.Namespace) -> Iterator[Job]:
             torch.manual_seed(0)
             model = Sage(options.features, options.width, classes, len(options.fanouts)).to(device)
             sizes = [len(loader)] * (options.epochs + 1)
-            passes = _train(model, loader, amp, captured, sizes, table=table)
+            passes = train_batches(model, loader, amp, captured, sizes, table=table)
             seconds = [round(item["seconds"], 4) for item in passes[1:]]
             return {"epoch_s": statistics.median(seconds), "epochs_s": seconds, "loss": passes[-1]["loss"]}
 
@@ -199,7 +199,7 @@ def _long_epoch(loader: Any, captured: bool, options: argparse.Namespace) -> dic
     name = f"papers, {'captured' if captured else 'loop'}"
     # Where there is room for them, the loader would copy the features to the GPU.
     with mock.patch.object(feature_tables, "_SHARE_OF_FREE", 0.0):
-        _, timed = _train(model, loader, torch.bfloat16, captured, passes, name)
+        _, timed = train_batches(model, loader, torch.bfloat16, captured, passes, name)
     seconds, batches = timed["seconds"], timed["batches"]
     cell = {
         "ms_per_batch": round(seconds / batches * 1e3, 4),
@@ -210,7 +210,7 @@ def _long_epoch(loader: Any, captured: bool, options: argparse.Namespace) -> dic
     return {**cell, "epoch_s": round(seconds, 3)} if batches == len(loader) else cell
 
 
-def _train(
+def train_batches(
     model: Sage,
     loader: Any,
     amp: torch.dtype | None,
@@ -218,6 +218,7 @@ def _train(
     passes: Sequence[int],
     description: str = "",
     table: FeatureTable | None = None,
+    reduce: Callable[[nn.Module], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Seconds, batches, nodes and mean loss of passes over so many batches each.
 
@@ -229,6 +230,8 @@ def _train(
         passes: numbers of batches.
         description: of a progress bar; "": none.
         table: of features that the step gathers; None: those of the batch.
+        reduce: what processes do with the gradients of the model before the optimiser's step, which is not
+            captured then; None: there is one process.
 
     Raises:
         RuntimeError: the step was to be captured, and runs as it is.
@@ -238,16 +241,28 @@ def _train(
 
     def step(batch: Any) -> Tensor:
         y = batch.y[: batch.batch_size]
-        optimizer.zero_grad()
+        if reduce is None:
+            optimizer.zero_grad()
         with torch.autocast(device.type, amp, enabled=amp is not None):
             structures = [Adjacency.from_coo(*edges) for edges in hops_of(batch)]
             x = batch.x if table is None else table[batch.n_id]
             loss = F.cross_entropy(model(structures, x)[: y.size(0)].float(), y)
         loss.backward()
-        optimizer.step()
+        if reduce is None:
+            optimizer.step()
         return loss.detach()
 
-    run: Any = capture(step) if captured else step
+    recorded: Any = capture(step) if captured else step
+
+    def run(batch: Any) -> Tensor:
+        if reduce is None:
+            return recorded(batch)
+        optimizer.zero_grad()
+        loss = recorded(batch)
+        reduce(model)
+        optimizer.step()
+        return loss
+
     done: list[dict[str, Any]] = []
     for count in passes:
         synchronise(device)
@@ -259,8 +274,8 @@ def _train(
             total += run(batch)
         mean = float(total) / count  # waits for the device
         done.append({"seconds": time.perf_counter() - begin, "batches": count, "nodes": nodes, "loss": mean})
-    if captured and not run.captured.is_recorded:
-        raise RuntimeError("not recorded: " + "; ".join(form.refusal for form in run.captured.forms))
+    if captured and not recorded.captured.is_recorded:
+        raise RuntimeError("not recorded: " + "; ".join(form.refusal for form in recorded.captured.forms))
     return done
 
 

@@ -11,6 +11,9 @@ One command starts a process per GPU. All graphs are drawn once, by the first pr
 - ``ddp``: sage3-256 on batches of 1024 and of 8192 nodes for each GPU with 15, 10 and 5 neighbours, drawn on
   the GPU by PyTorch's operators, with replacement; throughput with sampling, which is a batch ahead of
   training, and of batches that were drawn before.
+- ``papers``: an epoch of sage3-256 from the loader on the graph of `benchmarks/large.py`, with captured
+  steps; every GPU has all features, or its share of them and reads those of the others.
+- ``large``: training steps on all nodes of the symmetric graph of `benchmarks/large.py`.
 
 Where NVLink multicast must stay off, say so in the command:
 ``NCCL_NVLS_ENABLE=0 python -m benchmarks scaling``.
@@ -27,6 +30,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +39,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch_geometric.data import Data
 
 from fastsparse_core import Adjacency, policy
+from fastsparse_core.capturing import graphs
 from fastsparse_core.distributed import PartitionedAdjacency, all_reduce_gradients, exchange_group, partition
 from fastsparse_core.distributed.exchange import HaloFeatures
-from fastsparse_pyg import FastGCNConv
+from fastsparse_core.sampling import FeatureTable
+from fastsparse_pyg import FastGCNConv, NeighborLoader
 
-from . import suite
+from . import large, suite
 from .record import Recorder
 from .runner import add_common, recorder, release
-from .sampling import Sage
+from .sampling import Sage, train_batches
 from .timing import summarise
 from .train import DTYPES, Stack, autocast
 
 GRAPHS = ("ogbn-products", "amazonproducts")
 DDP_GRAPH = "ogbn-products"
-PARTS = ("full", "ddp")
+PARTS = ("full", "ddp", "papers", "large")
 #: What each variant of full-graph training asks of its PartitionedAdjacency.
 VARIANTS: dict[str, dict[str, Any]] = {
     "overlap": {},
@@ -82,7 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     here = torch.cuda.device_count()
     default = [count for count in (1, 2, 4, 8) if count <= here] or [1, 2]
     parser.add_argument("--gpus", nargs="+", type=int, default=default, help="numbers of GPUs, or processes")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:2]))
+    parser.add_argument("--scale", type=float, default=1.0, help="share of papers' nodes, and of large's")
+    parser.add_argument(
+        "--activations", nargs="+", choices=["GPU", "host"], default=["GPU"], help="where large keeps them"
+    )
     parser.add_argument("--graphs", nargs="+", default=list(GRAPHS), help="of full-graph training")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument(
@@ -198,7 +209,8 @@ def _process(
     patience = timedelta(minutes=10)
     dist.init_process_group(backend, store=store, rank=rank, world_size=counts[-1], timeout=patience)
     teams = [Team(rank, size, device, exchange_group(list(range(size)))) for size in counts]
-    out = recorder("scaling", options, device=device) if rank == 0 else None
+    variant = "" if {"full", "ddp"} & set(options.parts) else "large"
+    out = recorder("scaling", options, device=device, variant=variant) if rank == 0 else None
     if out is not None:
         Path(folder, "record").write_text(str(out.path))
         _explain(out)
@@ -208,6 +220,11 @@ def _process(
         release()
     if "ddp" in options.parts:
         _ddp(teams, options, out)
+    if "papers" in options.parts:
+        _papers(teams, options, out, folder)
+    for kind in large.LAYERS if "large" in options.parts else ():
+        _large(kind, teams, options, out)
+        release()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -221,6 +238,10 @@ def _explain(out: Recorder) -> None:
         "the stand-ins draw most edges across the whole graph, so that nearly every row is halo for every"
         " rank: 'cut' is the share of edges between ranks, 'halo' that of the rows that arrive, of all that"
         " could; exchange: features of width 256 to the halo and nothing else, and its bytes into a GPU"
+    )
+    out.note(
+        "papers: an epoch of all training nodes of a random graph, by the clock, of the slowest process;"
+        " large: forward, backward and Adam in bfloat16 under `tiled`"
     )
     out.note("error: relative Frobenius distance to one GPU, the larger of logits and gradients' of a step")
 
@@ -578,3 +599,89 @@ def _train_batches(
         "seeds_per_s": team.size * batch / cell["median_ms"] * 1e3,
         "seeds_per_s_without_sampling": team.size * batch / train_ms * 1e3,
     }
+
+
+# ---------------------------------------------------------------- a graph of billions of entries
+
+
+def _papers(teams: Sequence[Team], options: argparse.Namespace, out: Recorder | None, folder: str) -> None:
+    """Epochs with the features on every GPU, and on several with the features divided over all of them."""
+    device, spec = teams[-1].device, large.scaled(options.scale)
+    adj = large.draw(spec, device)
+    generator = torch.Generator(device).manual_seed(0)
+    y = torch.randint(large.CLASSES, (spec.nodes,), device=device, generator=generator)
+    train = torch.randperm(spec.nodes, device=device, generator=generator)
+    train = train[: max(int(large.TRAIN_NODES * options.scale), 1)].clone()
+    size = spec.nodes * large.FEATURES
+    file = torch.from_file(str(Path(folder, "features")), shared=True, size=size, dtype=torch.bfloat16)
+    x = file.view(spec.nodes, large.FEATURES)
+    if teams[-1].rank == 0:
+        large.features(spec.nodes, device, on_host=True, out=x)
+    dist.barrier()
+    facts = {"kind": "papers", "graph": "ogbn-papers100M", "nodes": spec.nodes, "edges": adj.num_edges}
+    for batch, team in itertools.product(options.batches, teams):
+        for divided in (False, True)[: 1 + (team is teams[-1] and team.size > 1)]:
+            if team.rank < team.size:
+                name = "features divided" if divided else "features on every GPU"
+                seconds = _epoch(adj, x.view_as(x), y, train, team, batch, divided=divided)
+                cell = {"median_ms": statistics.median(seconds) * 1e3, "epochs_s": seconds}
+                cell |= {"variant": name, "batch": batch, "dtype": "bf16-amp", "seeds": train.numel()}
+                _add(out, **facts, gpus=team.size, **cell)
+            release()
+            dist.barrier()
+
+
+def _epoch(
+    adj: Adjacency, x: Tensor, y: Tensor, train: Tensor, team: Team, batch: int, *, divided: bool
+) -> list[float]:
+    """Seconds of epochs, of the slowest process."""
+    device = team.device
+    if divided:
+        FeatureTable(x, device, shared=True)
+    data = Data(x=x, y=y, edge_index=adj)
+    share = train[team.rank :: team.size][: train.numel() // team.size]
+    loader = NeighborLoader(data, list(FANOUTS), share, batch_size=batch, shuffle=True, device=device)
+    torch.manual_seed(0)
+    model = Sage(large.FEATURES, HIDDEN, large.CLASSES, len(FANOUTS)).to(device)
+
+    def reduce(model: nn.Module) -> None:
+        all_reduce_gradients(model, team.group)
+
+    passes = train_batches(
+        model,
+        loader,
+        torch.bfloat16,
+        graphs.CudaGraphs.supports(device),
+        [len(loader)] * 3,
+        reduce=reduce if team.size > 1 else None,
+    )
+    return team.largest([each["seconds"] for each in passes[1:]])
+
+
+def _large(kind: str, teams: Sequence[Team], options: argparse.Namespace, out: Recorder | None) -> None:
+    """Training steps on all nodes, divided over several processes; one alone is `benchmarks/large.py`'s."""
+    device, spec = teams[-1].device, large.symmetric(options.scale)
+    facts = {"kind": "large", "graph": "ogbn-papers100M", "nodes": spec.nodes, "dtype": "bfloat16"}
+    for place, team in itertools.product(options.activations, teams[1:]):
+        if team.rank < team.size:
+            whole = large.draw_symmetric(spec, device)
+            parts = partition(whole, team.size, "contiguous")
+            adj = PartitionedAdjacency.from_csr(whole.rowptr, whole.col, parts, group=team.group)
+            del whole
+            release()
+            generator = torch.Generator(device).manual_seed(team.rank)
+            train = torch.randperm(adj.num_dst, device=device, generator=generator)
+            train = train[: max(int(large.TRAIN_NODES * options.scale / team.size), 1)].clone()
+            y = torch.randint(large.CLASSES, train.shape, device=device, generator=generator)
+            x = large.features(adj.num_dst, device, on_host=place == "host")
+            sizes = {"offload": place == "host", "width": 128, "steps": 3}
+            reduce = partial(all_reduce_gradients, group=team.group)
+            found = large.train_steps(large.LAYERS[kind], adj, x, y, train, reduce=reduce, **sizes)
+            seconds = team.largest(found["steps_s"])
+            cell = {"median_ms": statistics.median(seconds) * 1e3, "edges": adj.num_edges}
+            if "peak_gb" in found:
+                (cell["peak_gb"],) = team.largest([found["peak_gb"]])
+            _add(out, **facts, gpus=team.size, variant=f"{kind}, activations: {place}", **cell)
+            del adj, x, y, train
+        release()
+        dist.barrier()

@@ -89,7 +89,7 @@ TOPICS = {
     "sampling": Topic(
         "Sampled mini-batches",
         "Neighbor sampling, epochs of GraphSAGE from the loader, and training steps on sampled blocks.",
-        ("sampling", "minibatch"),
+        ("sampling", "minibatch", "inference"),
         chart=Chart(
             "nvidia-h200/sampling",
             "ogbn-products: an epoch",

@@ -37,9 +37,9 @@ def inference(
     host. No gradients are recorded.
 
     The model has to be a loop over its graph layers with normalisation, activation and dropout between them,
-    heads of attention being concatenated, and averaged or concatenated behind the last layer. What it
-    computes there is found out on a small graph. For others give the layers as a list, with functions of rows
-    between them.
+    which concatenates the heads of attention and averages or concatenates those of the last layer. A run on a
+    small graph tells which functions these are. For other models give the layers as a list, with functions of
+    rows between them.
 
     Args:
         model: module, or list of graph layers and functions.
@@ -86,9 +86,9 @@ def _call(layer: Any, x: Tensor) -> Tensor:
         result: Tensor = layer(graph, x)
         return result
     try:
-        return layer(graph, x)  # type: ignore[no-any-return]
+        return layer(graph, x)
     except Exception:
-        return layer(x, graph)  # type: ignore[no-any-return]
+        return layer(x, graph)
 
 
 def _stage(name: str, layer: Any) -> Stage:

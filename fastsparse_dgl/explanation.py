@@ -7,10 +7,16 @@ from typing import Any
 from torch.nn import Module
 
 from fastsparse_core.explanation import Explanation, Explanations, explain
-from fastsparse_dgl.layer_swap import is_accelerated, is_graph_layer
+from fastsparse_core.log import NOT_FOUND
+from fastsparse_dgl.layer_swap import is_accelerated, is_graph_layer, kernel_of
 from fastsparse_dgl.nn import DROP_INS
 
 __all__ = ["Explanation", "Explanations", "why"]
+
+_IF_EMPTY = (
+    f"{NOT_FOUND}. Calls of update_all and apply_edges are in fastsparse_core.report() after "
+    "fastsparse_dgl.enable(report=True), and in the report of `fastsparse run --report`"
+)
 
 
 def why(model: Module, *args: Any, **kwargs: Any) -> Explanations:
@@ -22,7 +28,7 @@ def why(model: Module, *args: Any, **kwargs: Any) -> Explanations:
     Args:
         model: a layer or a model.
         *args: what it is called with: for a layer the graph and its features.
-        **kwargs: likewise.
+        **kwargs: keyword arguments of the call.
 
     Returns:
         One explanation for each graph layer, in the order of the model. Print it to see a table.
@@ -46,5 +52,7 @@ def why(model: Module, *args: Any, **kwargs: Any) -> Explanations:
         package="fastsparse_dgl",
         is_graph_layer=is_graph_layer,
         is_ours=is_accelerated,
+        kernel=kernel_of,
+        if_empty=_IF_EMPTY,
         drop_ins=DROP_INS,
     )

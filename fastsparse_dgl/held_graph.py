@@ -114,5 +114,6 @@ class HeldGraph(SampledBlock):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"DGL's own layers do not take a padded batch, drop-in layers and readouts do: graph.{name}"
+            f"graph.{name} is not available on a padded batch: use drop-in layers and readouts instead of "
+            "DGL's own layers"
         )

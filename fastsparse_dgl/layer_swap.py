@@ -42,7 +42,9 @@ def accelerate(model: Module, *, show: bool = True) -> core.Report:
         >>> accelerate(model, show=False)
         Report(2 of 2 graph layers swapped)
     """
-    report = core.accelerate(model, DROP_INS, is_graph_layer=is_graph_layer, why_not=_why_not)
+    report = core.accelerate(
+        model, DROP_INS, is_graph_layer=is_graph_layer, why_not=_why_not, kernel=kernel_of
+    )
     if show:
         print(report)
     return report
@@ -80,6 +82,11 @@ def as_drop_in(layer: Module) -> Module:
 def is_accelerated(module: Module) -> bool:
     """Whether a layer is one of ours."""
     return isinstance(module, AggregationMixin)
+
+
+def kernel_of(layer: Module) -> str:
+    """What computes a layer that is a drop-in."""
+    return layer._kernel if isinstance(layer, AggregationMixin) else ""
 
 
 def is_graph_layer(module: Module) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import inspect
 from collections.abc import Hashable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,18 +15,26 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.data.storage import EdgeStorage, NodeStorage
 from torch_geometric.nn.aggr import Aggregation
-from torch_geometric.utils import scatter
+from torch_geometric.utils import scatter, to_dense_batch
 
 from fastsparse_core import recorded
 from fastsparse_core.capturing import forms
 from fastsparse_core.capturing.arguments import Argument, Held, mark_of, register, tensor_key
 from fastsparse_core.capturing.padding import MOST_HOPS, BatchPlaces, Capacity, Sizes
 from fastsparse_core.capturing.refused import cures
-from fastsparse_core.replacement import Hook, install, remove
 from fastsparse_pyg.caching import known_edges
 
 # The package has a function of that name too.
 _glob: Any = importlib.import_module("torch_geometric.nn.pool.glob")
+
+#: PyG's `to_dense_batch`, and a copy of it. Modules of users have the function by names that take 10 ms to
+#: find, so it gets other code while a step is recorded.
+_dense_function: Any = inspect.unwrap(to_dense_batch)
+_dense_of_pyg: Any = FunctionType(
+    _dense_function.__code__, _dense_function.__globals__, argdefs=_dense_function.__defaults__
+)
+#: What that code calls.
+_dense_now: Any = _dense_of_pyg
 
 #: Numbers that differ between batches. Where hops are padded, those of hops are the capacity's.
 _OF_ONE_BATCH = ("num_nodes", "num_sampled_nodes", "num_sampled_edges")
@@ -324,6 +334,7 @@ def _kind(store: Any, name: str, item: Tensor) -> str:
 @contextlib.contextmanager
 def _readouts(held: list[Held]) -> Iterator[None]:
     """Readouts over the nodes of graphs give the batch's graphs alone."""
+    global _dense_now
     known = {
         id(batch): item for item in held if isinstance(item, _HeldBatch) for batch, _ in item.batches
     }  # which live as long as the record
@@ -364,7 +375,6 @@ def _readouts(held: list[Held]) -> Iterator[None]:
         return outs if isinstance(out, list) else outs[0]  # type: ignore[return-value]
 
     def dense(
-        original: Any,
         x: Tensor,
         batch: Tensor | None = None,
         fill_value: Any = 0.0,
@@ -378,20 +388,27 @@ def _readouts(held: list[Held]) -> Iterator[None]:
             or batch_size not in (None, found.num_graphs)
             or not found.knows_largest
         ):
-            return original(x, batch, fill_value, max_num_nodes, batch_size)
+            return _dense_of_pyg(x, batch, fill_value, max_num_nodes, batch_size)
         return found.dense(x, fill_value)
 
     module: Any = _glob
-    original = module.scatter
-    done = install(
-        [Hook("torch_geometric.utils", "to_dense_batch", None, dense, wraps=True, holders=lambda name: True)]
-    )
-    module.scatter, Aggregation.__call__ = pool, aggregate
+    before = module.scatter, called, _dense_now, _dense_function.__code__
+    module.scatter, Aggregation.__call__, _dense_now = pool, aggregate, dense
+    _dense_function.__code__ = _call_dense_now.__code__
     try:
         yield
     finally:
-        module.scatter, Aggregation.__call__ = original, called
-        remove(done)
+        module.scatter, Aggregation.__call__, _dense_now, _dense_function.__code__ = before
+
+
+def _call_dense_now(
+    x: Any, batch: Any = None, fill_value: Any = 0.0, max_num_nodes: Any = None, batch_size: Any = None
+) -> Any:
+    """Runs with the names of PyG's module."""
+    import sys
+
+    dense_now: Any = sys.modules["fastsparse_pyg.captured_batches"]._dense_now
+    return dense_now(x, batch, fill_value, max_num_nodes, batch_size)
 
 
 #: What to do about functions of PyG whose results have sizes that are found in the call.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -40,14 +39,15 @@ def inference(
     host. No gradients are recorded.
 
     The model has to be a loop over its graph layers with normalisation, activation and dropout between them,
-    such as PyG's ``GraphSAGE``, ``GCN`` and ``GAT`` without jumping knowledge. What it computes there is
-    found out on a small graph. For others give the layers as a list, with functions of rows between them.
+    such as PyG's ``GraphSAGE``, ``GCN`` and ``GAT`` without jumping knowledge. A run on a small graph tells
+    which functions these are. For other models give the layers as a list, with functions of rows between
+    them.
 
     Args:
         model: module, or list of graph layers and functions.
-        data: object with ``x``, floating (N, F) tensor or NumPy array, on ``device`` or on the CPU, possibly
-            a memory-mapped file; and ``edge_index`` or ``adj_t``: edges (2, E), int32 or int64, a matrix
-            without values, which stands for its edges, or an ``Adjacency``.
+        data: object with ``x``, a floating (N, F) tensor or NumPy array on ``device`` or the CPU, possibly a
+            memory-mapped file. Its ``edge_index`` or ``adj_t`` is an int32 or int64 tensor (2, E), a matrix
+            without values or an ``Adjacency``.
         device: where layers are computed; None: where the model is.
         rows: nodes whose results are wanted, int64 (R,) or a bool mask (N,); None: all.
         out: floating tensor or NumPy array (R, ...) that takes the results, possibly a memory-mapped file;
@@ -170,7 +170,7 @@ def _gcn_stage(name: str, layer: Any) -> Stage:
         if transforms_first:
             sources = layer.lin(sources)
             own = sources[: own.size(0)]
-        scales = {}
+        scales: dict[str, Any] = {}
         if has_factors:
             dtype = accumulation_dtype(sources.dtype)
             scale = tile.graph.numbers((*key, dtype), lambda adj: factors(adj, dtype))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch.nn import Module
-from torch_geometric.nn.conv import MessagePassing
 
 from fastsparse_core.explanation import Explanation, Explanations, explain
-from fastsparse_pyg.layer_swap import is_accelerated
+from fastsparse_pyg.layer_swap import is_accelerated, is_graph_layer, kernel_of
 from fastsparse_pyg.nn import DROP_INS
 from fastsparse_pyg.nn.any_layer import AnyLayer
 
@@ -24,7 +23,7 @@ def why(model: Module, *args: Any, **kwargs: Any) -> Explanations:
     Args:
         model: a layer or a model.
         *args: what it is called with.
-        **kwargs: likewise.
+        **kwargs: keyword arguments of the call.
 
     Returns:
         One explanation for each graph layer, in the order of the model. Print it to see a table.
@@ -42,14 +41,15 @@ def why(model: Module, *args: Any, **kwargs: Any) -> Explanations:
     """
     for layer in model.modules() if isinstance(model, Module) else ():
         if isinstance(layer, AnyLayer):
-            type(layer)._left.clear()  # else the reason for small graphs is given only once in a process
+            type(layer).forget_reasons()
     return explain(
         model,
         args,
         kwargs,
         framework="PyG",
         package="fastsparse_pyg",
-        is_graph_layer=lambda module: isinstance(module, MessagePassing),
+        is_graph_layer=is_graph_layer,
         is_ours=is_accelerated,
+        kernel=kernel_of,
         drop_ins=DROP_INS,
     )

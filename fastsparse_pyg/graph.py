@@ -14,7 +14,7 @@ from torch_geometric.typing import SparseTensor
 from fastsparse_core import Adjacency, traced
 from fastsparse_core.distributed import PartitionedAdjacency
 from fastsparse_core.graph_store import BatchEdges
-from fastsparse_core.log import warn_once
+from fastsparse_core.log import range_text, warn_once
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.sampling import Edges
 from fastsparse_core.structure.construction import SelfLoops
@@ -126,7 +126,9 @@ def raise_graph(edge_index: object, name: str = "edge_index") -> NoReturn:
     """
     got = type(edge_index).__name__
     cure = "pass the edges of your graph"
-    if isinstance(edge_index, (np.ndarray, list, tuple)):
+    if isinstance(edge_index, (list, tuple)) and any(isinstance(each, Tensor) for each in edge_index):
+        cure = f"convert it with torch.stack({name})"
+    elif isinstance(edge_index, (np.ndarray, list, tuple)):
         cure = "convert it with torch.as_tensor"
     elif isinstance(edge_index, BaseData):
         cure = "pass its edge_index"
@@ -289,6 +291,13 @@ def _needs_no_loops(known: Edges | BatchEdges, add_self_loops: bool | str) -> bo
     return not add_self_loops or (add_self_loops == BY_KERNEL and known.has_loops is False)
 
 
+def cure_of_ids(low: int) -> str:
+    """What to do about ids of nodes that do not exist, of which the lowest is `low`."""
+    if low < 0:
+        return "ids must not be negative: keep edge_index[:, (edge_index >= 0).all(0)]"
+    return "check that x has a row for every node"
+
+
 def _raise_index_error(edges: Tensor, sizes: dict[int, int], cause: ValueError, name: str) -> None:
     """PyG's kind of exception for indices that point to no node."""
     for row, size in sizes.items():
@@ -297,8 +306,8 @@ def _raise_index_error(edges: Tensor, sizes: dict[int, int], cause: ValueError, 
             if low < 0 or high >= size:
                 expected = f"indices from 0 to {size - 1}" if size else "no edges"
                 raise IndexError(
-                    f"{name}: expected {expected} in row {row} for {size} nodes, got values from {low} "
-                    f"to {high}; check that x has a row for every node"
+                    f"{name}: expected {expected} in row {row} for {size} nodes, {range_text(low, high)}; "
+                    f"{cure_of_ids(low)}"
                 ) from cause
 
 

@@ -55,9 +55,10 @@ def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> cor
     Args:
         model: any module; a layer itself too.
         show: whether to print the report.
-        verify: whether every layer compares its first call with PyG's own code: outputs, and the gradients of
-            inputs and parameters for a random cotangent. A layer that differs is put back and the call
-            raises; another call then runs PyG's code.
+        verify: whether every layer compares the first call that a kernel computes with PyG's own code:
+            outputs, and the gradients of inputs and parameters for a random cotangent. A layer that differs
+            is put back and the call raises; another call then runs PyG's code. If PyG's code runs the first
+            calls, for example of small graphs, a log record says that nothing was compared yet.
 
     Returns:
         The report: one row per graph layer; ``print`` shows it as a table.
@@ -71,7 +72,7 @@ def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> cor
         >>> accelerate(GCN(8, 16, num_layers=2), show=False)
         Report(2 of 2 graph layers swapped)
     """
-    report = core.accelerate(model, DROP_INS, is_graph_layer=_is_graph_layer, kernel=kernel_of, **_RULES)
+    report = core.accelerate(model, DROP_INS, is_graph_layer=is_graph_layer, kernel=kernel_of, **_RULES)
     for module in model.modules():
         _automatic.discard(module)
         _left.pop(module, None)
@@ -192,7 +193,8 @@ def kernel_of(layer: Any) -> str:
     return layer._shown() if isinstance(layer, (AnyLayer, ByHand)) else layer._kernel
 
 
-def _is_graph_layer(module: Module) -> bool:
+def is_graph_layer(module: Module) -> bool:
+    """Whether a module is a layer of PyG's, the user's or ours, or one that gathers by hand."""
     return isinstance(module, MessagePassing) or gathers_by_hand(module)
 
 

@@ -11,10 +11,11 @@ from torch_geometric.typing import SparseTensor
 
 from fastsparse_core import Adjacency, recorded
 from fastsparse_core.fallback import Reason
+from fastsparse_core.log import range_text
 from fastsparse_core.relations import Relations
 from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import lookup
-from fastsparse_pyg.graph import caller_edges, is_sparse_matrix, raise_graph
+from fastsparse_pyg.graph import caller_edges, cure_of_ids, is_sparse_matrix, raise_graph
 
 
 def reason_against_relations(edge_index: object, edge_type: object) -> Reason | None:
@@ -23,7 +24,9 @@ def reason_against_relations(edge_index: object, edge_type: object) -> Reason | 
         raise_graph(edge_index)
     if isinstance(edge_index, SparseTensor):
         edge_type = edge_index.storage.value()
-    elif is_sparse_matrix(edge_index):
+    elif (type(edge_index) is not Tensor or edge_index.layout is not torch.strided) and is_sparse_matrix(
+        edge_index
+    ):
         return fallback.SPARSE_MATRIX
     elif not isinstance(edge_index, Adjacency) and not (
         isinstance(edge_index, Tensor) and edge_index.dim() == 2 and edge_index.size(0) == 2
@@ -36,7 +39,7 @@ def reason_against_relations(edge_index: object, edge_type: object) -> Reason | 
             f"edge_type: expected one integer per edge, int64 of shape (num_edges,), got {got}{cure}"
         )
     if edge_type.dim() != 1:
-        return Reason("edge types that are not one integer per edge")
+        return Reason("edge types that are not a vector", "Pass `edge_type` of shape (num_edges,)")
     return fallback.COMPILED if torch.compiler.is_compiling() else None
 
 
@@ -102,15 +105,15 @@ def relations_of(
                 low, high = (int(end) for end in torch.aminmax(nodes))
                 if low < 0 or high >= size:
                     raise IndexError(
-                        f"edge_index: expected {name} from 0 to {size - 1}, got values from {low} to {high}; "
-                        "check that x has a row for every node"
+                        f"edge_index: expected {name} from 0 to {size - 1}, {range_text(low, high)}; "
+                        f"{cure_of_ids(low)}"
                     )
         if not bool(known.all()):
             if not drops_unknown:
                 low, high = (int(end) for end in torch.aminmax(kind))
                 raise IndexError(
-                    f"edge_type: expected types from 0 to {num_relations - 1}, got values from {low} to "
-                    f"{high}; raise num_relations, or leave out edges of other types"
+                    f"edge_type: expected types from 0 to {num_relations - 1}, {range_text(low, high)}; "
+                    "raise num_relations, or leave out edges of other types"
                 )
             dst, src, kind = dst[known], src[known], kind[known]
         return made(dst, src, kind)

@@ -22,15 +22,22 @@ def tiled(model: Module, *, tile_rows: int | None = None, offload: bool = False)
     activations, dropout, linear layers and ``LayerNorm``. Batch normalisation in training mode and
     connections that skip a layer raise an error.
 
+    With a :class:`~fastsparse_core.distributed.PartitionedAdjacency` in place of ``edge_index``, features,
+    ``rows`` and results are those of the process's own nodes, and all processes must make the same calls.
+
     The edges decide where it computes. The features (N, F) may be in host memory, best page-locked: with
     ``offload`` they take GPU memory during the first layer only. An :class:`~fastsparse_core.Adjacency` from
     ``from_csr(copy=False)`` saves memory. Parameters may be changed between calls, the list of layers not.
 
     Args:
         model: a module, called as ``model(x, edge_index)``.
-        tile_rows: rows of a tile; None: as many as take 256 MiB of features.
+        tile_rows: rows of a tile; None: as many as take 256 MiB where the model is widest.
         offload: whether the sums are copied to host memory during the forward pass and back during the
             backward pass, which then does not compute them again.
+
+    Returns:
+        A function ``net(x, edge_index, rows=None)``: features (N, F) to results (N, C) of all nodes, or
+        (num_rows, C) of the nodes ``rows``, int64 (num_rows,).
 
     Raises:
         TypeError: ``model`` is no module, or has a graph layer that cannot run in tiles.

@@ -13,7 +13,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
-from fastsparse_pyg.caching import SIGHTS
+from fastsparse_core.fallback import Reason, listening
+from fastsparse_pyg.caching import SIGHTS, logger
+from fastsparse_pyg.nn.any_layer import AnyLayer
 
 #: Largest difference, relative to the largest number of the tensor. PyG counts degrees in float32 even where
 #: features are float64.
@@ -37,7 +39,7 @@ class VerificationError(RuntimeError):
 def verify_first_calls(
     model: Module, is_accelerated: Callable[[Module], bool], restore: Callable[[Module], None]
 ) -> None:
-    """Makes every accelerated layer of a model compare its next call.
+    """Makes every accelerated layer of a model compare the next call that a kernel computes.
 
     Args:
         model: any module.
@@ -59,21 +61,34 @@ def forget_verification(layer: Module) -> None:
 
 
 class _FirstCall:
-    """Forward hook that compares and takes itself away."""
+    """Forward hook that compares the first call that a kernel computes, and takes itself away."""
 
     def __init__(self, name: str, restore: Callable[[Module], None]) -> None:
         self.name = name
         self.restore = restore
+        self.has_told = False
 
     def __call__(self, layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.jit.is_tracing() or torch.compiler.is_compiling():  # a later call is compared
             return
-        forget_verification(layer)
         ours, pygs = _alone(layer), _alone(layer)
+        for _ in range(SIGHTS + 1):  # few edges on a GPU get the kernels when they are not new
+            reasons: list[Reason] = []
+            if isinstance(layer, AnyLayer):
+                type(layer).forget_reasons()
+            with listening(reasons.append):
+                got = _results(ours, args, kwargs)
+        if reasons:
+            if not self.has_told:
+                self.has_told = True
+                logger.warning(
+                    f"verify: nothing was compared yet in layer {self.name or '(the model)'!r}, because "
+                    f"PyG's code ran: {reasons[0]}. The first call that a kernel computes is compared"
+                )
+            return
+        forget_verification(layer)
         self.restore(pygs)
         expected = _results(pygs, args, kwargs)
-        for _ in range(SIGHTS + 1):  # few edges on a GPU get the kernels when they are not new
-            got = _results(ours, args, kwargs)
         for what, want in expected.items():
             difference = _difference(got.get(what), want)
             if difference:

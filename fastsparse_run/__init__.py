@@ -61,7 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command in ("doctor", "tune"):
         _become(["-m", f"fastsparse_core.{command}", *given], dict(os.environ))
     if command != "run":
-        return _refuse(f"expected one of run, doctor, tune, got {command!r}" if command else "no command")
+        if command:
+            return _refuse(f"expected one of run, doctor, tune, got {command!r}")
+        print(USAGE, end="", file=sys.stderr)
+        return 2
     return _run(given)
 
 
@@ -76,12 +79,20 @@ def _run(given: list[str]) -> int:
             if not value and not given:
                 return _refuse("--report-json: expected a file")
             environment[watch.REPORT_FILE] = os.path.abspath(value or given.pop(0))
-        elif option == "--report" and value in ("", "time"):
+        elif option == "--report":
+            if value not in ("", "time"):
+                return _refuse(f"--report: expected nothing or 'time', got {value!r}")
             environment[watch.REPORT] = value or "1"
         else:
             return _refuse(f"unknown option {option}; options of the script come after its name")
+    if (report := environment.get(watch.REPORT, "")) not in ("", "1", "time"):
+        return _refuse(f"{watch.REPORT}: expected '1' or 'time', got {report!r}")
+    if given and given[0] == "-c":
+        return _refuse("-c is not supported; write the code to a file and run that")
     if not given or given == ["-m"]:
         return _refuse("expected a script, or -m and a module")
+    if given[0] != "-m" and given[0].startswith("-"):
+        return _refuse(f"unknown option {given[0]}; options of the script come after its name")
     if given[0] != "-m" and not os.path.exists(given[0]):
         return _refuse(f"there is no file {given[0]!r}")
     if sys.flags.ignore_environment or sys.flags.no_site:
@@ -113,5 +124,5 @@ def _become(arguments: list[str], environment: dict[str, str]) -> None:
 
 
 def _refuse(what: str) -> int:
-    print(f"fastsparse: {what}\n\n{USAGE}", end="", file=sys.stderr)
+    print(f"fastsparse: {what}. See fastsparse --help", file=sys.stderr)
     return 2

@@ -219,7 +219,7 @@ def _report() -> None:
         return
     found = core.report()
     if os.environ.get(REPORT):
-        print(found, file=sys.stderr)
+        print(found if found.rows else "No call finished before the script ended.", file=sys.stderr)
     if path := os.environ.get(REPORT_FILE):
         with open(path, "w", encoding="utf-8") as file:
             file.write(found.to_json())

@@ -859,21 +859,26 @@ void place_batch(const PlaceBatchCall& call, const Place& place) {
   } while (done < tensors.size());
 }
 
-// index: positions of the batch's graphs, from the end where they are negative. graph_at: the graph at every
-// one of `num_positions` positions; null: their numbers. pointers: of every kind, on the host.
+// index: positions of the batch's graphs, from the end where they are negative; None: they are the
+// `num_graphs` numbers of `positions`. graph_at: the graph at every one of `num_positions` positions; null:
+// their numbers. pointers: of every kind, on the host.
 struct PlanGraphsCall {
   PyObject* index;
+  const std::int64_t* positions;
+  std::int64_t num_graphs;
   const std::int64_t* graph_at;
   std::int64_t num_positions;
   PyObject* pointers;
   std::int64_t* table;
 };
-FASTSPARSE_ARGUMENTS(PlanGraphsCall, OBJECT(index, "Sequence[int]"), FIELDS(graph_at, num_positions),
+FASTSPARSE_ARGUMENTS(PlanGraphsCall, OBJECT(index, "Sequence[int] | None"),
+                     FIELDS(positions, num_graphs, graph_at, num_positions),
                      OBJECT(pointers, "Sequence[Tensor]"), FIELDS(table));
 
 // Writes the table of a batch (gather_graphs.h), and returns how many rows it has of every kind.
 PyObject* plan_graphs(const PlanGraphsCall& call, const Nothing&) {
-  auto chosen = integers(call.index);
+  std::vector<std::int64_t> chosen(call.positions, call.positions + (call.positions ? call.num_graphs : 0));
+  if (call.positions == nullptr) chosen = integers(call.index);
   const auto num_graphs = static_cast<std::int64_t>(chosen.size());
   for (std::int64_t& position : chosen) {
     const std::int64_t from_start = position < 0 ? position + call.num_positions : position;
@@ -935,6 +940,49 @@ void gather_graphs(const GatherGraphsCall& call, const Place& place) {
   }
 }
 
+struct HoldSameCall {
+  PyObject *containers, *values;
+};
+FASTSPARSE_ARGUMENTS(HoldSameCall, OBJECT(containers, "Sequence[dict[Any, Any] | list[Any]]"),
+                     OBJECT(values, "list[Any]"));
+
+// Whether `values` are the objects in the containers, one container after the other. Those of a large dataset
+// are nowhere in the caches, so they are fetched ahead.
+PyObject* hold_same(const HoldSameCall& call, const Nothing&) {
+  constexpr Py_ssize_t kAhead = 8;
+  const auto containers = held(PySequence_Fast(call.containers, "expected a sequence"));
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(containers.ptr());
+  PyObject** items = PySequence_Fast_ITEMS(containers.ptr());
+  if (!PyList_Check(call.values)) throw std::invalid_argument("values: expected a list");
+  const Py_ssize_t num_values = PyList_GET_SIZE(call.values);
+  PyObject** values = PySequence_Fast_ITEMS(call.values);
+  Py_ssize_t at = 0;
+  for (Py_ssize_t nth = 0; nth < count; ++nth) {
+    if (nth + 2 * kAhead < count) __builtin_prefetch(items[nth + 2 * kAhead]);
+    if (nth + kAhead < count && PyDict_Check(items[nth + kAhead])) {
+      const void* entries = reinterpret_cast<PyDictObject*>(items[nth + kAhead])->ma_keys;
+      __builtin_prefetch(entries);
+      __builtin_prefetch(static_cast<const char*>(entries) + 64);
+    }
+    if (PyList_Check(items[nth])) {
+      const Py_ssize_t length = PyList_GET_SIZE(items[nth]);
+      if (length > num_values - at ||
+          !std::equal(values + at, values + at + length, PySequence_Fast_ITEMS(items[nth]))) {
+        return Py_NewRef(Py_False);
+      }
+      at += length;
+      continue;
+    }
+    PyObject *key, *value;
+    Py_ssize_t place = 0;
+    while (PyDict_Next(items[nth], &place, &key, &value)) {
+      if (at == num_values || value != values[at]) return Py_NewRef(Py_False);
+      ++at;
+    }
+  }
+  return PyBool_FromLong(at == num_values);
+}
+
 struct GatherRowsOfHostCall {
   const void *table, *index;
   char *staging, *out;
@@ -954,7 +1002,11 @@ void gather_rows_of_host(const GatherRowsOfHostCall& call, const Place& place) {
                             sends ? call.staging : call.out,
                             call.num_rows,
                             call.row_bytes,
-                            call.row_bytes};
+                            call.row_bytes,
+                            nullptr,
+                            0,
+                            nullptr,
+                            nullptr};
   const py::gil_scoped_release released;
   if (!sends) {
     cpu::gather_rows(args, call.threads, call.piece, false, nullptr);
@@ -1105,6 +1157,7 @@ void define_all(PyObject* m) {
   define<PlaceBatchCall, place_batch, Place>(m, "place_batch");
   define<PlanGraphsCall, plan_graphs>(m, "plan_graphs", "tuple[int, ...]");
   define<GatherGraphsCall, gather_graphs, Place>(m, "gather_graphs");
+  define<HoldSameCall, hold_same>(m, "hold_same", "bool");
   define<GatherRowsOfHostCall, gather_rows_of_host, Place>(m, "gather_rows_of_host");
 
   FASTSPARSE_OPERATORS(FASTSPARSE_DEFINE_BOTH, FASTSPARSE_DEFINE_CPU, FASTSPARSE_DEFINE_CUDA)

@@ -19,9 +19,7 @@
 #include "fastsparse/spmm_extremum.h"
 
 #ifdef FASTSPARSE_WITH_CUDA
-// The headers of a PyTorch without CUDA do not declare it, and its libraries do not have it.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(std::int32_t device,
-                                                                                   void** stream);
+#include <dlfcn.h>
 #endif
 
 namespace fastsparse {
@@ -113,22 +111,38 @@ struct Rows {
   }
 };
 
+#ifdef FASTSPARSE_WITH_CUDA
+// PyTorch's current stream. Only a PyTorch with CUDA has the function, in a library that this one does not
+// name, so that it loads without: Python keeps symbols of PyTorch's libraries to itself.
+void* current_stream(int device) {
+  using Function = AOTITorchError (*)(std::int32_t device, void** stream);
+  static const auto ask = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+    void* found = dlsym(library != nullptr ? library : RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream");
+    return reinterpret_cast<Function>(found);
+  }();
+  STD_TORCH_CHECK(ask != nullptr, "fastsparse: expected a PyTorch with CUDA");
+  void* stream;
+  TORCH_ERROR_CODE_CHECK(ask(device, &stream));
+  return stream;
+}
+
 template <typename Run>
 void in_cuda(const Tensor& like, const Run& run) {
-#ifdef FASTSPARSE_WITH_CUDA
-  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "fastsparse: this PyTorch has no CUDA");
-  void* stream;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(like.get_device_index(), &stream));
+  const int device = like.get_device_index();
+  void* stream = current_stream(device);
   try {
-    on_device(like.get_device_index(), [&] { return run(stream); });
+    on_device(device, [&] { return run(stream); });
   } catch (const CudaError& error) {
     STD_TORCH_CHECK(false, "fastsparse: ", text_of(error));
   }
-#else
-  (void)like, (void)run;
-  STD_TORCH_CHECK(false, "fastsparse: this library was built without CUDA");
-#endif
 }
+#else
+template <typename Run>
+void in_cuda(const Tensor&, const Run&) {
+  STD_TORCH_CHECK(false, "fastsparse: this library was built without CUDA");
+}
+#endif
 
 template <typename Args>
 void launch(const Tensor& like, const Args& args, void (*cpu)(const Args&, int),

@@ -183,6 +183,13 @@ FAULTS = (
         ("tests/core/test_adjacency.py::test_columns_of_more_than_16_bits",),
     ),
     Fault(
+        "the gradient of edges' maps leaves out all groups of rows but the first",
+        "kernels/cpu/edge_messages.cpp",
+        "i < parts.size(); i += size) {",
+        "i < static_cast<std::size_t>(size); i += size) {",
+        ("tests/core/test_operators.py::test_matches_the_reference_in_every_dtype",),
+    ),
+    Fault(
         "the slope of a gate forgets its other half",
         "kernels/cpu/edge_messages.cpp",
         "slope = gate * (A{1} - gate);",

@@ -19,7 +19,7 @@ HEADER = """\
 # reads after it has returned, as structures and launches on a GPU do, is kept alive by the caller.
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor

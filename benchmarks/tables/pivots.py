@@ -509,7 +509,19 @@ def scaling(result: Record) -> list[Table]:
 
         columns += [value(name, field, number), Column("speed-up", more)]
     title = "mini-batches of {batch}, sage3-256, {graph}, {dtype}"
-    return tables + pivot(batches, title, (), columns, split=("batch", "dtype"))
+    tables += pivot(batches, title, (), columns, split=("batch", "dtype"))
+    columns = [value("variant"), value("GPUs", "gpus"), Column("epoch ms", lambda row: shown(row.cell))]
+    columns += [Column("speed-up", faster)]
+    title = "an epoch of {graph}, mini-batches of {batch}, sage3-256"
+    tables += pivot(by(result["cells"], kind="papers"), title, (), columns, split=("graph", "batch"))
+    columns = [
+        value("model", "variant"),
+        value("GPUs", "gpus"),
+        Column("step ms", lambda row: shown(row.cell)),
+    ]
+    columns += [value("peak GB", "peak_gb", number)]
+    title = "all nodes of {graph}, 3 x 128"
+    return tables + pivot(by(result["cells"], kind="large"), title, (), columns, split=("graph",))
 
 
 def minibatch(result: Record) -> list[Table]:
@@ -638,6 +650,20 @@ def sampling(result: Record) -> list[Table]:
     ]
     title = "{graph}: {num_nodes:,} nodes, {entries:,} entries, {nodes:,} training nodes, {where}"
     return tables + pivot(papers, title, (), columns, split=("graph",))
+
+
+def inference(result: Record) -> list[Table]:
+    """One pass over all nodes, by where features are."""
+    columns = [
+        value("layers", "model"),
+        value("features on", "features_on"),
+        value("limit of GPU memory, GB", "memory_gb", lambda gb: "-" if gb is None else f"{gb:g}"),
+        Column("seconds", lambda row: shown(row.cell, "seconds")),
+        value("peak of GPU memory, GB", "peak_gb", number),
+        value("results on", "result_on"),
+    ]
+    title = "{num_nodes:,} nodes, {entries:,} entries, {where}"
+    return pivot(result["cells"], title, (), columns, split=("num_nodes",))
 
 
 def host(result: Record) -> list[Table]:

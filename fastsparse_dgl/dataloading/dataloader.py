@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fastsparse_core.call_report import is_recording, record
 from fastsparse_core.device import usable_device
 from fastsparse_core.log import info_once
 from fastsparse_core.sampling import Draw, FeatureTable, prefetched
@@ -24,6 +25,8 @@ _IGNORED = (
     "persistent_workers",
     "prefetch_factor",
     "worker_init_fn",
+    "multiprocessing_context",
+    "timeout",
     "pin_memory",
     "use_uva",
     "use_prefetch_thread",
@@ -117,6 +120,9 @@ class DataLoader(dgl.dataloading.DataLoader):
                     FeatureTable(data[name], self._target).keep(nodes)
 
     def __iter__(self) -> Iterator[Any]:
+        if is_recording():
+            reason = "" if self._target is not None else _why_not_sampled(self.graph, self.graph_sampler)
+            record("DataLoader", "DGL" if reason else "FastSparse", reason)
         if self._target is None:
             return super().__iter__()
         if self.shuffle:
@@ -136,14 +142,21 @@ class DataLoader(dgl.dataloading.DataLoader):
         return inputs, outputs, blocks
 
 
+def _why_not_sampled(graph: GraphLike, sampler: Any) -> str:
+    """The reason why DGL's sampler must run; "" if it need not."""
+    if isinstance(sampler, NeighborSampler):
+        return sampler.why_not(graph)
+    return (
+        f"graph_sampler is a {type(sampler).__name__}; of FastSparse only NeighborSampler samples, with "
+        "fanouts of -1 for all neighbours"
+    )
+
+
 def _why_not(graph: GraphLike, indices: Any, sampler: Any) -> str:
     """The reason why DGL's loader must make the batches; "" if it need not."""
     kind = type(sampler)
     if not isinstance(sampler, NeighborSampler):
-        return (
-            f"graph_sampler is a {kind.__name__}; only fastsparse_dgl.NeighborSampler samples on a GPU, with "
-            "fanouts of -1 for all neighbours"
-        )
+        return _why_not_sampled(graph, sampler)
     for name in ("sample", "sample_blocks", "assign_lazy_features"):
         if getattr(kind, name) is not getattr(NeighborSampler, name):
             return f"{kind.__name__} has a method {name} of its own. Read the batches that the loader yields"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
+from fastsparse_core.call_report import record
 from fastsparse_core.device import script_uses_gpu, usable_device
 from fastsparse_core.graph_store import NothingToStore, NotStored, Outline, StoredBatches, same_outline
 from fastsparse_core.log import info_once, warn_once
@@ -48,8 +49,8 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
     In all other cases DGL's loader makes the batches, and a ``SlowPathWarning`` says why. For a dataset of
     your own pass ``[dataset[i] for i in range(len(dataset))]``.
 
-    At the beginning of every epoch the loader checks the dataset, and stores changed graphs again. It may
-    miss in-place writes to single tensors of a long list.
+    At the beginning of every epoch the loader checks the dataset, and stores changed graphs again. Of a long
+    list it checks 1,024 tensors for in-place writes, and other ones in the next epoch.
 
     Args:
         dataset: as in DGL.
@@ -114,7 +115,10 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
             if dgl_can_hold(device):
                 self.device, self._graphs, self.pin_memory = device, None, False
         graphs = self._current()
-        return super()._get_iterator() if graphs is None else StoredBatches(self, graphs.batch)
+        if graphs is None:
+            return super()._get_iterator()
+        record("GraphDataLoader", "FastSparse")
+        return StoredBatches(self, graphs.batch)
 
     def _current(self) -> StoredGraphs | None:
         """The graphs as the dataset has them now; None: DGL's loader makes the batches."""
@@ -163,8 +167,12 @@ def _outline(dataset: Any) -> Outline:
 def _warn_original(reason: NotStored) -> None:
     if isinstance(reason, NothingToStore):
         return
-    warn_once(
-        f"fastsparse_dgl.GraphDataLoader: DGL's GraphDataLoader makes the batches, graph by graph, because "
-        f"{reason}. A kernel batches graphs with the same data in a list: "
+    cure = (
+        "A kernel batches graphs with the same data in a list: "
         "GraphDataLoader([dataset[i] for i in range(len(dataset))])"
     )
+    record("GraphDataLoader", "DGL", str(reason), cure)
+    message = (
+        "fastsparse_dgl.GraphDataLoader: DGL's GraphDataLoader makes the batches, graph by graph, because"
+    )
+    warn_once(f"{message} {reason}. {cure}")

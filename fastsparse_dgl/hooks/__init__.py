@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastsparse_core import replacement
+from fastsparse_core import call_report, replacement
 from fastsparse_core.locks import ForkSafeLock
 from fastsparse_dgl import device_graph
 from fastsparse_dgl.compat import dgl
@@ -15,7 +15,7 @@ _lock = ForkSafeLock()
 _installed: list[replacement.Change] = []
 
 
-def enable(*, _devices: tuple[str, ...] | None = None) -> None:
+def enable(*, report: bool = False, _devices: tuple[str, ...] | None = None) -> None:
     """Runs DGL's operators on FastSparse, and puts DGLGraphs on the GPU where DGL itself cannot.
 
     From here on ``update_all``, ``apply_edges``, ``edge_softmax``, the readouts and every layer of ``dgl.nn``
@@ -31,6 +31,9 @@ def enable(*, _devices: tuple[str, ...] | None = None) -> None:
     ``FASTSPARSE_DISABLE=dgl`` keeps it from doing anything, and ``FASTSPARSE_DISABLE=loaders`` keeps DGL's
     loaders. Processes that are spawned have to call it themselves; forked ones inherit it.
 
+    Args:
+        report: whether to record which calls ran on FastSparse, for :func:`fastsparse_core.report`.
+
     Raises:
         DGLError: the internals of the installed DGL are not those of a version that FastSparse knows;
             the message says which, and nothing was changed.
@@ -41,6 +44,8 @@ def enable(*, _devices: tuple[str, ...] | None = None) -> None:
         >>> fastsparse_dgl.disable()
     """
     with _lock:
+        if report:
+            call_report.start_recording()
         if _installed or not replacement.enabled_parts(["dgl"]):
             return
         if _devices is None:
@@ -68,6 +73,7 @@ def disable() -> None:
     """
     with _lock:
         replacement.remove(_installed)
+        call_report.stop_recording()
         device_graph.serve(())
         GraphDataLoader._follows_script = False
 

@@ -216,7 +216,7 @@ def combine(adj: Adjacency, op: str, x: Tensor, y: Tensor, x_at: str, y_at: str)
         both = x + y if op == "add" else x * y
         return both if x_at == "e" else to_edges(adj, both, x_at)
     if op == "mul" and "e" not in (x_at, y_at) and x.shape[1:] == y.shape[1:] and not x.is_cuda:
-        # Dots of one feature each, whose gradients are sums that need no messages.
+        # Dot products of width 1: their gradients are sums and need no message per edge.
         rows, columns = (x, y) if x_at == "v" else (y, x)
         if 0 < rows[:1].numel() <= MOST_HEADS and adj.num_edges == adj.num_values:
             products = sddmm(adj, rows.reshape(len(rows), -1, 1), columns.reshape(len(columns), -1, 1))

@@ -38,7 +38,7 @@ _MOST_TRACES = 8
 #: Edges below which DGL's own code takes less time than the host needs to find a plan, by kind of device.
 #: Reduce functions of the user are planned for any number: DGL calls them once per degree.
 FEW_EDGES = {"cpu": 4096, "cuda": 32_768}
-_FEW = Reason("few edges and a reduction of DGL's", "")
+_FEW = Reason("few edges and a reduction of DGL's", "", "DGL")
 #: DGL's message functions of two operands that are planned before a reduce function of the user.
 _OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
 _PLACES = {"u": "src", "v": "dst", "e": "edge"}
@@ -140,7 +140,7 @@ def _trace_of_built_in(function: Any) -> _Trace:
         message = found.graph.call_function(_OPERATORS[name[2:-2]], tuple(operands))
         found.graph.output({function.out_field: message})
     else:
-        found.reason = f"no plan computes {name}"
+        found.reason = f"FastSparse has no kernels for {name}"
     return found
 
 
@@ -226,7 +226,7 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
     num_edges = g._graph.number_of_edges(0)
     device = g.device
     if not has_own_reduction and num_edges < FEW_EDGES.get(device.type, 0):
-        raise Untraceable(_FEW.message)
+        raise Untraceable(_FEW.cause)
     if has_own_reduction:
         _, destination = g._graph.metagraph.find_edge(0)
         frame = g._node_frames[destination]
@@ -265,7 +265,7 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
     make = lambda: _find_plan(layer, found, traces, rfunc if is_passing else None, mixed)  # noqa: E731
     result, plan = by_plan(trace.plans, key, layer, found, make)
     if isinstance(plan, str):
-        raise Untraceable(f"no plan computes {plan or 'its operators'}")
+        raise Untraceable(f"FastSparse has no kernels for {plan or 'its operations'}")
     results, written = result
     for name, value in written.items():
         g._edge_frames[0][name] = value

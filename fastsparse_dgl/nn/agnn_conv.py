@@ -41,6 +41,8 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
         torch.Size([3, 8])
     """
 
+    _kernel = "fused attention"
+
     def forward(self, graph: GraphLike, feat: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Computes the AGNN layer.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -62,6 +62,9 @@ class AggregationMixin:
     stay the original's.
     """
 
+    #: What computes the layer, for the reports of `accelerate` and `why`.
+    _kernel: ClassVar[str] = "spmm"
+
     def _structure(
         self, graph: GraphLike, feat: Any, name: str = "feat"
     ) -> tuple[Adjacency, Tensor, Tensor | None]:
@@ -88,8 +91,9 @@ class AggregationMixin:
             source, given = feat
         if not isinstance(source, Tensor) or source.dim() == 0:
             kind = "a tensor without dimensions" if isinstance(source, Tensor) else type(source).__name__
+            cure = f"; the graph comes first: layer(graph, {name})" if isinstance(graph, Tensor) else ""
             raise DGLError(
-                f"{name}: expected a tensor with one row per node or a pair of such tensors, got {kind}"
+                f"{name}: expected a tensor with one row per node or a pair of such tensors, got {kind}{cure}"
             )
         if isinstance(feat, tuple) and (not isinstance(given, Tensor) or given.dim() == 0):
             raise DGLError(

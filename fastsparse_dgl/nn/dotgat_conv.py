@@ -43,6 +43,8 @@ class FastDotGatConv(AggregationMixin, dgl.nn.pytorch.DotGatConv):
         torch.Size([3, 2, 4])
     """
 
+    _kernel = "fused attention"
+
     def forward(
         self, graph: GraphLike, feat: Tensor | tuple[Tensor, Tensor], get_attention: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:

@@ -71,6 +71,8 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
         torch.Size([3, 2, 4])
     """
 
+    _kernel = "fused attention"
+
     def forward(
         self,
         graph: GraphLike,
@@ -194,6 +196,8 @@ class FastEGATConv(AggregationMixin, dgl.nn.pytorch.EGATConv):
         >>> nodes.shape, edges.shape
         (torch.Size([3, 2, 4]), torch.Size([3, 2, 6]))
     """
+
+    _kernel = "fused attention"
 
     def forward(
         self,

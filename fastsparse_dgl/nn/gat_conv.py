@@ -54,6 +54,8 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         torch.Size([3, 2, 4])
     """
 
+    _kernel = "fused attention"
+
     def forward(
         self,
         graph: GraphLike,

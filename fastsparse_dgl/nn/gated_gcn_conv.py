@@ -48,7 +48,7 @@ class FastGatedGCNConv(AggregationMixin, _GatedGCNConv):
         output_feats: width of both results.
         dropout: of both results.
         batch_norm: whether both are normalised over the batch.
-        residual: whether the input is added, where all three widths are equal.
+        residual: whether to add the input, if all three widths are equal.
         activation: applied to both; None: nothing.
 
     Example:
@@ -59,6 +59,8 @@ class FastGatedGCNConv(AggregationMixin, _GatedGCNConv):
         >>> nodes.shape, edges.shape
         (torch.Size([3, 4]), torch.Size([3, 4]))
     """
+
+    _kernel = "gated_edges"
 
     def forward(self, graph: GraphLike, feat: Tensor, edge_feat: Tensor) -> tuple[Tensor, Tensor]:
         """Computes the layer.

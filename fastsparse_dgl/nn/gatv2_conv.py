@@ -51,6 +51,8 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
         torch.Size([3, 2, 4])
     """
 
+    _kernel = "fused attention"
+
     def forward(
         self, graph: GraphLike, feat: Tensor | tuple[Tensor, Tensor], get_attention: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:

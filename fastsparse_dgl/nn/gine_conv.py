@@ -41,6 +41,8 @@ class FastGINEConv(AggregationMixin, dgl.nn.pytorch.GINEConv):
         torch.Size([3, 4])
     """
 
+    _kernel = "gine_aggregate"
+
     def forward(
         self, graph: GraphLike, node_feat: Tensor | tuple[Tensor, Tensor], edge_feat: Tensor
     ) -> Tensor:
@@ -90,7 +92,7 @@ def _sum_of_messages(adjacency: Adjacency, source: Tensor, edge_feat: Any) -> Te
         raise DGLError(
             f"edge_feat: expected device {source.device} like the features, got {edge_feat.device}"
         )
-    # Of other numbers of dimensions DGL's sum would broadcast edges against features.
+    # If the numbers of dimensions differ, DGL's sum would broadcast edges against features.
     if edge_feat.dim() != source.dim():
         raise DGLError(
             f"edge_feat: expected {source.dim()} dimensions as the features have, "

@@ -49,6 +49,8 @@ class GraphTransformerLayer(AggregationMixin, GraphTransformer):
         torch.Size([3, 8])
     """
 
+    _kernel = "fused attention"
+
     def __init__(
         self,
         in_feats: int,

@@ -58,6 +58,8 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         torch.Size([3, 4])
     """
 
+    _kernel = "multi_aggregate"
+
     def forward(self, graph: GraphLike, node_feat: Tensor, edge_feat: Tensor | None = None) -> Tensor:
         """Computes the layer.
 
@@ -147,9 +149,11 @@ def why_no_kernel(layer: Any) -> Reason | None:
     first = layer.towers[0]
     names = list(first.aggregators)
     if not names or not set(names) <= set(AGGREGATIONS) or len(set(names)) < len(names):
-        return Reason(f"aggregators {names}, some without a kernel")
+        cure = f"Use each of {', '.join(AGGREGATIONS)} at most once"
+        return Reason(f"aggregators {names}, some without a kernel", cure)
     if not first.scalers or not set(first.scalers) <= set(_SCALERS):
-        return Reason(f"scalers {list(first.scalers)}, some without a kernel")
+        cure = f"Use {', '.join(_SCALERS)}"
+        return Reason(f"scalers {list(first.scalers)}, some without a kernel", cure)
     for tower in layer.towers:
         if (
             not is_plain_linear(tower.M)

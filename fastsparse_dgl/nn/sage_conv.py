@@ -15,7 +15,7 @@ from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
 from fastsparse_dgl.nn.base import AggregationMixin, run, scale_dtype
 
-NO_LSTM = Reason("aggregator_type='lstm' has no kernel")
+NO_LSTM = Reason("aggregator_type='lstm' has no kernel", "Use 'mean', 'gcn' or 'pool'")
 
 
 class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
@@ -103,7 +103,7 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
     def _in_one_step(
         self, adjacency: Adjacency, source: Tensor, destination: Tensor, edge_weight: Tensor | None
     ) -> Tensor | None:
-        """The mean layer as one operator, or None where that cannot serve it."""
+        """The mean layer as one operator; None if that does not support the call."""
         own, neigh = self.fc_self, self.fc_neigh
         if (
             self._aggre_type == "mean"

@@ -16,7 +16,7 @@ from fastsparse_run import watch
 __all__ = ["disable", "enable", "is_enabled"]
 
 #: What can be switched on and off.
-PARTS = ("layers", "scatter", "pool", "loaders", "sparse_mm", "shims")
+PARTS = tuple(part for part in replacement.PARTS if part != "dgl")
 
 #: Packages that other modules stand in for if they are missing.
 _MISSING = ("torch_scatter", "torch_sparse")
@@ -26,7 +26,7 @@ _installed: list[replacement.Change] = []
 _enabled: set[str] = set()
 
 
-def enable(parts: Iterable[str] | None = None, *, report: bool | str = False) -> None:
+def enable(parts: str | Iterable[str] | None = None, *, report: bool | str = False) -> None:
     """Runs PyG and products of ``torch.sparse`` matrices on FastSparse, whatever imported them before.
 
     - ``"layers"``: each `MessagePassing` layer becomes a drop-in when it is first called, as
@@ -47,8 +47,8 @@ def enable(parts: Iterable[str] | None = None, *, report: bool | str = False) ->
     :func:`disable` undoes it. Processes that are spawned have to call it themselves; forked ones inherit it.
 
     Args:
-        parts: the names of parts; None: all. Those that the environment variable ``FASTSPARSE_DISABLE``
-            names, separated by commas, stay off.
+        parts: the names of parts, or one name; None: all. Those that the environment variable
+            ``FASTSPARSE_DISABLE`` names, separated by commas, stay off.
         report: whether to record which calls ran on FastSparse, for :func:`fastsparse_core.report`. With
             ``"time"``, it also measures how long calls take, if nothing is enabled yet.
 
@@ -62,7 +62,7 @@ def enable(parts: Iterable[str] | None = None, *, report: bool | str = False) ->
         >>> fastsparse_pyg.enable()
         >>> fastsparse_pyg.disable()
     """
-    wanted = PARTS if parts is None else tuple(parts)
+    wanted = PARTS if parts is None else (parts,) if isinstance(parts, str) else tuple(parts)
     for part in wanted:
         if part not in PARTS:
             raise ValueError(f"parts: expected some of {', '.join(PARTS)}, got {part!r}")

@@ -56,8 +56,8 @@ def _few(index: Tensor) -> int:
 def _few_first(place: int) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Lets PyG's own function run at once if there are so few rows that it is faster.
 
-    Molecules' batches call these functions often, so a frame of Python counts. Calls that are recorded go on,
-    to be in the report.
+    Batches of molecules call these functions often, so one more Python frame is noticeable. Recorded calls
+    go on, to be in the report.
 
     Args:
         place: of the index among the arguments.
@@ -96,6 +96,8 @@ def scatter(
     """PyG's ``scatter``."""
     how = _REDUCTIONS.get(reduce)
     reason = f"reduce={reduce!r}" if how is None else _why_not(src, index, dim) or _why_new(index, how)
+    if not reason and how in ("min", "max") and _is_faster_without_gradient(src, index):
+        reason = "an extremum without a gradient, of an index that does not ascend"
     if how is not None and not reason:
         out = _served("scatter", lambda: core_scatter(src, index, dim_size, how))  # type: ignore[call-overload]
         if out is not None:
@@ -192,7 +194,7 @@ def _why_not(src: Any, index: Any, dim: int) -> str:
     if type(index) is not Tensor or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
         return "an index that is not one plain tensor"
     if index.numel() < _few(index):
-        return f"fewer than {_few(index)} rows"
+        return f"fewer than {_few(index):,} rows: PyG is faster there"
     return _why_no_rows(src, dim, index.numel(), index.device)
 
 
@@ -204,7 +206,7 @@ def _why_no_segments(src: Any, ptr: Any, dim: int) -> str:
     if ptr.is_inference() or not ptr.numel():
         return "pointers of inference mode, or none"
     if isinstance(src, Tensor) and src.dim() and src.size(0) < _few(ptr):
-        return f"fewer than {_few(ptr)} rows"
+        return f"fewer than {_few(ptr):,} rows: PyG is faster there"
     return _why_no_rows(src, dim, None, ptr.device)
 
 
@@ -219,6 +221,15 @@ def _why_no_rows(src: Any, dim: int, rows: int | None, device: torch.device) -> 
         return "sizes that differ, or no values"
     plain = src.detach() if type(src) is Parameter else src
     return "" if is_plain_eager(plain) else "a mode, a transform or a subclass of Tensor"
+
+
+def _is_faster_without_gradient(src: Tensor, index: Tensor) -> bool:
+    """Whether PyTorch's extremum takes less time: ours takes up to 1.6 times as long on a CPU.
+
+    PyTorch's reads the rows in their order, ours in that of the index.
+    """
+    wants = src.requires_grad and torch.is_grad_enabled()
+    return index.is_cpu and not wants and bool((index[1:] < index[:-1]).any())
 
 
 def _why_new(index: Tensor, how: str) -> str:

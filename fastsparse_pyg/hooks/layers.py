@@ -35,12 +35,12 @@ def _recorded(layer: Any, reason: str, args: Any, kwargs: Any) -> Any:
     """The call, with an entry in the report for what computed it."""
     reasons = [Reason(reason, "")] if reason else []
     if isinstance(layer, AnyLayer):
-        type(layer)._left.clear()  # else the reason for small graphs is given once in a process
+        type(layer).forget_reasons()
     with listening(reasons.append):
         out = Module.__call__(layer, *args, **kwargs)
     name = layer_swap.original_class(layer).__name__
     if reasons:
-        record(name, "PyG", *reasons[0])
+        record(name, "PyG", reasons[0].cause, reasons[0].cure)
     else:
         record(name, layer_swap.kernel_of(layer))
     return out

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler.base import NumNeighbors
 
+from fastsparse_core.log import range_text
 from fastsparse_core.sampling.relations import ONLY_EDGES, EdgeType, checked_fanouts
 from fastsparse_pyg.graph import plain_edges
 
@@ -198,6 +199,6 @@ def _check_range(name: str, ids: Tensor, num_nodes: int) -> None:
     low, high = (int(end) for end in torch.aminmax(ids))
     if low < 0 or high >= num_nodes:
         raise ValueError(
-            f"{name}: expected ids of the graph's {num_nodes} nodes, 0 to {num_nodes - 1}, got ids from "
-            f"{low} to {high}"
+            f"{name}: expected ids of the graph's {num_nodes} nodes, 0 to {num_nodes - 1}, "
+            f"{range_text(low, high)}"
         )

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch_geometric.data import Data, HeteroData
 
 from fastsparse_core import _C
+from fastsparse_core.call_report import record
 from fastsparse_core.device import script_uses_gpu, usable_device
+from fastsparse_core.graph_store import drawn_batches
 from fastsparse_core.log import info_once, warn_once
 from fastsparse_core.sampling import prefetched
 from fastsparse_pyg.caching import logger
@@ -69,6 +70,7 @@ def make_sampler(
     num_neighbors: Any,
     device: torch.device,
     *,
+    loader: str,
     given: Any,
     time_attr: str | None,
     directed: bool,
@@ -79,15 +81,13 @@ def make_sampler(
     message = "the loader falls back to PyG's sampler"
     if given is not None:
         info_once(logger, f"{message}: `neighbor_sampler` was given")
+        record(loader, "PyG", "`neighbor_sampler` was given")
         return given
-    if time_attr is not None:
-        warn_once(
-            f"{message}, which needs pyg-lib and samples on the CPU: only that one supports `time_attr`. To "
-            "sample with FastSparse, leave `time_attr` out"
-        )
-        return None
     reason = why_not(data)
+    if time_attr is not None:
+        reason = "only that one supports `time_attr`. To sample with FastSparse, leave `time_attr` out"
     if reason:
+        record(loader, "PyG", reason)
         warn_once(f"{message}, which needs pyg-lib and samples on the CPU: {reason}")
         return None
     if not directed:
@@ -162,6 +162,8 @@ class LoaderMixin:
         if self._on_gpu is not None and script_uses_gpu():
             device = choose_device(self.data, None)
             self._go_to(self._on_gpu(device), device)
+        if self._sampler is not None:
+            record(_base_of(type(self)).__name__, "FastSparse")
         return super().__iter__()  # type: ignore[misc]
 
     def _get_iterator(self) -> Iterator[Any]:
@@ -170,31 +172,9 @@ class LoaderMixin:
             return super()._get_iterator()  # type: ignore[misc]
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
-        return prefetched(
-            self._indices(), self._begin, self._end, self._stream, reads_rows=self.transform is not None
-        )
-
-    def _indices(self) -> Iterator[Any]:
-        """Positions of every batch: on the device where the order is PyTorch's own, else as lists."""
-        if type(self.batch_sampler) is not BatchSampler:
-            return iter(self.batch_sampler)
-        order, count = self.sampler, len(self.dataset)
-        if type(order) is SequentialSampler:
-            positions = torch.arange(count)
-        elif type(order) is RandomSampler and not order.replacement and order.num_samples == count:
-            generator = order.generator
-            if generator is None:  # as RandomSampler does: the same order from the same seed
-                generator = torch.Generator()
-                generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
-            positions = torch.randperm(count, generator=generator)
-        else:
-            return iter(self.batch_sampler)
-        size = self.batch_sampler.batch_size
-        if self.batch_sampler.drop_last:
-            positions = positions[: count // size * size]
-        if not positions.numel():
-            return iter(())
-        return iter(positions.to(self._device).split(size))
+        indices = drawn_batches(self.batch_sampler, self._device)
+        reads_rows = self.transform is not None
+        return prefetched(indices, self._begin, self._end, self._stream, reads_rows=reads_rows)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: item for name, item in self.__dict__.items() if name not in ("_stream", "_on_gpu")}

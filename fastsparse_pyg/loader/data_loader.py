@@ -13,6 +13,7 @@ from torch_geometric.data import Dataset, InMemoryDataset
 from torch_geometric.data.data import BaseData
 from torch_geometric.loader import DataLoader as PygDataLoader
 
+from fastsparse_core.call_report import record
 from fastsparse_core.device import script_uses_gpu
 from fastsparse_core.graph_store import NothingToStore, NotStored, Outline, StoredBatches, same_outline
 from fastsparse_core.log import info_once, warn_once
@@ -49,8 +50,9 @@ class DataLoader(PygDataLoader):
 
     Storing takes as much memory as the graphs, except for an `InMemoryDataset` on the CPU, whose storage is
     read in place. At the beginning of every epoch the loader checks the dataset, and stores changed graphs
-    again. It always detects a replaced graph or attribute. To detect in-place writes it checks 4,096 tensors,
-    spread over the dataset: it may miss a write to a few tensors of a large dataset.
+    again. It always detects a replaced graph or attribute. For in-place writes it checks 1,024 tensors of the
+    dataset per epoch, and other ones in the next epoch: it detects a write to a few tensors of a large
+    dataset some epochs later.
 
     Args:
         dataset: as in PyG.
@@ -122,6 +124,7 @@ class DataLoader(PygDataLoader):
         current = self._current()
         if current is None:
             return super()._get_iterator()
+        record("DataLoader", "FastSparse")
         graphs, graph_at = current
         return StoredBatches(self, lambda index: graphs.batch(index, graph_at))
 
@@ -161,10 +164,12 @@ class DataLoader(PygDataLoader):
 def _warn_original(reason: NotStored) -> None:
     if isinstance(reason, NothingToStore):
         return
-    warn_once(
-        f"fastsparse_pyg.DataLoader: PyG's DataLoader makes the batches, graph by graph, because {reason}. "
+    cure = (
         "A kernel batches graphs with the same attributes in a list or an InMemoryDataset without transform"
     )
+    record("DataLoader", "PyG", str(reason), cure)
+    message = "fastsparse_pyg.DataLoader: PyG's DataLoader makes the batches, graph by graph, because"
+    warn_once(f"{message} {reason}. {cure}")
 
 
 def _moved(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
@@ -203,7 +208,7 @@ class _Source:
         return torch.tensor(indices, dtype=torch.int64, device="cpu")
 
     def example(self) -> Any:
-        """A graph, for the device where it lies; None: there is none."""
+        """A graph, which shows on which device the data are; None: there is none."""
         for root, _ in self._parts:
             if isinstance(root, InMemoryDataset):
                 return root._data

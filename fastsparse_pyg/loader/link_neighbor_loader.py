@@ -77,7 +77,9 @@ class LinkNeighborLoader(LoaderMixin, torch_geometric.loader.LinkNeighborLoader)
             "weight_attr": weight_attr,
             "directed": directed,
         }
-        make = partial(make_sampler, data, num_neighbors, given=neighbor_sampler, **options)
+        make = partial(
+            make_sampler, data, num_neighbors, loader="LinkNeighborLoader", given=neighbor_sampler, **options
+        )
         sampler = make(device=target)
         self._prepare(sampler, target, filter_per_worker, kwargs)
         if self._sampler is not None:

@@ -91,7 +91,9 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
             "weight_attr": weight_attr,
             "directed": directed,
         }
-        make = partial(make_sampler, data, num_neighbors, given=neighbor_sampler, **options)
+        make = partial(
+            make_sampler, data, num_neighbors, loader="NeighborLoader", given=neighbor_sampler, **options
+        )
         sampler = make(device=target)
         self._prepare(sampler, target, filter_per_worker, kwargs)
         if self._sampler is not None:

@@ -38,9 +38,14 @@ FEW_EDGES = 4096
 #: bfloat16 on 10,556 edges 1.06 and 2.17 ms, five on batches of 26,000 new edges 5.7 and 13.2 ms (H100).
 _TIMES_FEW = 4
 _FEW_ON_GPU = Reason(
-    f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU} edges on a GPU, for which the plan takes longer to launch", ""
+    f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU, for which the plan takes longer to launch",
+    "",
+    "PyG",
 )
-_FEW_ON_CPU = Reason(f"fewer than {FEW_EDGES} edges on the CPU", "")
+_NEW_ON_GPU = Reason(
+    f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU, in a tensor that is new", "", "PyG"
+)
+FEW_ON_CPU = Reason(f"fewer than {FEW_EDGES:,} edges on the CPU", "", "PyG")
 #: Of pairs PyG documents that the second is the sources' there; what it generates reads the first.
 _TURNED_PAIR = Reason(
     "a pair of features with flow='target_to_source', which PyG reads in another order than it says",
@@ -80,16 +85,16 @@ class AnyLayer(MessagePassing):
         """As PyG's."""
         kind = count = None
         if not (args or _is_dynamo_compiling() or _is_tracing()):
-            # Few checks: the host bounds steps on small graphs.
+            # Keep checks few: the host limits how fast steps on small graphs are.
             aggregation = self.__dict__["_modules"].get("aggr_module").__class__
             count = _few_edges(edge_index, kwargs)
             if count is not None:
-                if aggregation not in self._left:
-                    takes_more = self._takes_more_kernels()
-                    self._left[aggregation] = None if takes_more else False
-                    if takes_more or not count:
-                        fallback.tell(type(self).__name__, _FEW_ON_GPU if count else _FEW_ON_CPU)
+                is_first = aggregation not in self._left
+                if is_first:
+                    self._left[aggregation] = None if self._takes_more_kernels() else False
                 if not count or self._left[aggregation] or is_new(edge_index):
+                    if is_first:
+                        fallback.tell(type(self).__name__, _NEW_ON_GPU if count else FEW_ON_CPU)
                     edge_index = edge_index if edge_index.dtype is torch.int64 else for_pyg(edge_index)
                     return super().propagate(edge_index, size=size, **kwargs)
             # A call for each of them would take as long as the rest of this.
@@ -162,7 +167,9 @@ class AnyLayer(MessagePassing):
         if dim != 2 or dtype not in (torch.int64, torch.int32):
             return Reason(f"edges of dtype {dtype} and {dim} dimensions", fallback.PLAIN_EDGES)
         if not is_plain_eager(edge_index):
-            return fallback.watched(why_watched(edge_index)) or Reason("a subclass of Tensor")
+            return fallback.watched(why_watched(edge_index)) or Reason(
+                "a subclass of Tensor", fallback.PLAIN_EDGES
+            )
         return None
 
     # ---------------------------------------------------------------- arguments
@@ -322,6 +329,11 @@ class AnyLayer(MessagePassing):
         return self.aggregate(messages, **{name: found[name] for name in self._names().aggregate})
 
     # ---------------------------------------------------------------- what it is, and what it was
+
+    @classmethod
+    def forget_reasons(cls) -> None:
+        """Lets the next call give its reason for small graphs, which is given once in a process else."""
+        cls._left.clear()
 
     def _shown(self) -> str:
         """What a report says: what computed the messages, or will if no plan does."""

@@ -62,7 +62,7 @@ class AttentionConv(FastConv):
             return _WEIGHTS_OF_LOOPS
         dropout = state.get("dropout", 0.0)
         if not 0.0 <= dropout < 1.0:
-            return Reason(f"dropout={dropout}")
+            return Reason(f"dropout={dropout}", "Use 0 <= dropout < 1")
         if (type(edge_index) is not Tensor or edge_index.layout is not torch.strided) and is_sparse_matrix(
             edge_index
         ):

@@ -39,6 +39,8 @@ REDUCE: dict[type, Reduce] = {
 }
 #: Aggregations of layers whose kernels know them all.
 ANY_REDUCTION = tuple(REDUCE)
+#: What to do about a method of message passing that is the user's.
+OWN_MESSAGES = "Override it in a subclass of PyG's layer and call `fastsparse_pyg.accelerate(model)`"
 #: PyG's layers -> their drop-ins; `fastsparse_pyg.nn` fills it.
 DROP_INS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
 MESSAGE_METHODS = (
@@ -53,6 +55,7 @@ MESSAGE_METHODS = (
 #: On a GPU, edges up to which several kernels of ours, launched from Python, take longer than PyTorch's:
 #: a batch of 512 molecules was measured, and a citation network of a third of its edges.
 FEW_EDGES_ON_GPU = 32_768
+FEW_ON_GPU = Reason(f"at most {FEW_EDGES_ON_GPU:,} edges on a GPU", "", "PyG")
 #: The hooks on the steps of message passing.
 _MESSAGE_HOOKS = tuple(
     f"_{step}_forward_{kind}"
@@ -80,7 +83,7 @@ class FastConv(MessagePassing):
     node_dim: int
     out_channels: int
 
-    #: What computes the layer, for the report of `accelerate`.
+    #: What computes the layer, for the reports of `accelerate` and `why`.
     _kernel: ClassVar[str] = "spmm"
 
     #: Whether sources and destinations may differ.
@@ -217,8 +220,7 @@ class FastConv(MessagePassing):
         if any(map(state.__getitem__, _MESSAGE_HOOKS)):
             return fallback.MESSAGE_HOOK
         if self._overridden:
-            cure = "Override it in a subclass of PyG's layer and call `fastsparse_pyg.accelerate(model)`"
-            return Reason(f"{self._overridden}() is overridden", cure)
+            return Reason(f"{self._overridden}() is overridden", OWN_MESSAGES)
         if (
             "message" in state
             or "aggregate" in state
@@ -226,10 +228,11 @@ class FastConv(MessagePassing):
             or "message_and_aggregate" in state
             or "edge_update" in state
         ):
-            return Reason("a message passing method is replaced on the instance")
+            return Reason("a message passing method is replaced on the instance", OWN_MESSAGES)
         aggregation = state["_modules"].get("aggr_module")
         if type(aggregation) not in self._aggregations:
-            return Reason(f"aggr={self.aggr!r} has no kernel")
+            names = " or ".join(repr(REDUCE[each]) for each in self._aggregations)
+            return Reason(f"aggr={self.aggr!r} has no kernel", f"Use aggr={names}")
         if aggregation._forward_hooks or aggregation._forward_pre_hooks:
             return Reason("a hook on the aggregation", "")
         if state["_decomposed_layers"] > 1:
@@ -274,8 +277,41 @@ class FastConv(MessagePassing):
     def _original_forward(self, reason: Reason, x: Any, edge_index: Any, *args: Any) -> Tensor:
         """PyG's forward; an Adjacency is written back as an edge list for it."""
         edges = self._written_back(edge_index) if isinstance(edge_index, Adjacency) else edge_index
-        out: Tensor = fallback.run(type(self).__name__, reason, super().forward, x, for_pyg(edges), *args)
+        forward = super().forward
+        try:
+            out: Tensor = fallback.run(type(self).__name__, reason, forward, x, for_pyg(edges), *args)
+        except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            self._name_argument(error, x, edges, *args)
+            raise
         return out
+
+    def _name_argument(self, error: Exception, x: Any, edge_index: Any, *args: Any) -> None:
+        """Raises PyG's error again with a message that names the wrong argument, if it is clear which it is.
+
+        Args:
+            error: PyG's.
+            x: as the caller gave it.
+            edge_index: likewise.
+            *args: likewise; layers with more to say override this.
+        """
+        if not isinstance(x, Tensor):
+            return
+        message, shape = "", tuple(x.shape)
+        is_edges = shape[:1] == (2,) and not x.is_floating_point()
+        if is_edges and isinstance(edge_index, Tensor) and edge_index.is_floating_point():
+            message = (
+                f"x: expected floating-point features, got {x.dtype} of shape {shape}, and edge_index has "
+                f"{edge_index.dtype}; the arguments are swapped: call layer(x, edge_index)"
+            )
+        elif x.dim() < 2:
+            message = (
+                f"x: expected shape (num_nodes, num_features), got {shape}; for one feature per node pass "
+                "x.unsqueeze(-1)"
+            )
+        elif not x.is_floating_point() and not x.is_complex():
+            message = f"x: expected a floating-point dtype, got {x.dtype}; convert it with x.float()"
+        if message:
+            raise type(error)(message) from error
 
     def _written_back(self, adj: Adjacency) -> Tensor:
         if self.explain and adj.has_inserted_loops:

@@ -20,19 +20,22 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch_geometric.nn.conv import MessagePassing
 
+from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.message_plans.ends import EdgeEnd, gather, reduce
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._edge_rows import lift
+from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import is_new, lookup
 from fastsparse_pyg.graph import edges_made_anew
-from fastsparse_pyg.nn.any_layer import FEW_EDGES
-from fastsparse_pyg.nn.base import are_few_on_gpu, known
+from fastsparse_pyg.nn.any_layer import FEW_EDGES, FEW_ON_CPU
+from fastsparse_pyg.nn.base import FEW_ON_GPU, are_few_on_gpu, known
 from fastsparse_pyg.nn.segments import NodeIndex
 
 #: Names under which such modules take their edges.
 _EDGES = ("edge_index", "edges")
+_OTHER_EDGES = Reason("edges that are not int64 tensors of the features' nodes, or that are new", "")
 _classes: dict[type, type[ByHand]] = {}
 
 
@@ -121,9 +124,11 @@ def _with_known_edges(forward: Any, name: str, position: int) -> Any:
             given: tuple[Any, ...] = args[position : position + 1]
             edges = kwargs[name] if name in kwargs else given[0] if given else None
             found = _known_edges(edges, (*args, *kwargs.values()))
-            if found is not None and name in kwargs:
+            if isinstance(found, Reason):
+                fallback.tell(type(self).__name__, found)
+            elif name in kwargs:
                 kwargs[name] = found
-            elif found is not None:
+            else:
                 args = (*args[:position], found, *args[position + 1 :])
         return forward(self, *args, **kwargs)
 
@@ -131,23 +136,22 @@ def _with_known_edges(forward: Any, name: str, position: int) -> Any:
 
 
 def _known_edges(edges: Any, arguments: tuple[Any, ...]) -> Any:
-    """The edges with their structure, as what the caller gave; None: they are too few, or something else."""
+    """The edges with their structure, in the caller's form, or why the module's code runs unchanged."""
     is_pair = isinstance(edges, (list, tuple)) and len(edges) == 2
     parts: tuple[Any, ...] = (*edges,) if is_pair else (edges,)
     for part in parts:
         if type(part) is not Tensor or part.dtype is not torch.int64 or part.dim() != (1 if is_pair else 2):
-            return None
+            return _OTHER_EDGES
     first = parts[0]
     count = first.size(-1)
     if any(part.shape != first.shape for part in parts) or (not is_pair and first.size(0) != 2):
-        return None
-    if (
-        not is_plain_eager(first)
-        or (first.is_cpu and count < FEW_EDGES)
-        or are_few_on_gpu(first)
-        or is_new(first)
-    ):
-        return None
+        return _OTHER_EDGES
+    if first.is_cpu and count < FEW_EDGES:
+        return FEW_ON_CPU
+    if are_few_on_gpu(first):
+        return FEW_ON_GPU
+    if not is_plain_eager(first) or is_new(first):
+        return _OTHER_EDGES
     of_nodes = (
         item.size(0)
         for item in arguments
@@ -155,14 +159,14 @@ def _known_edges(edges: Any, arguments: tuple[Any, ...]) -> Any:
     )
     num_nodes = next(of_nodes, None)
     if num_nodes is None or num_nodes > count:
-        return None
+        return _OTHER_EDGES
     options = (num_nodes, num_nodes, "source_to_target", False)
     adj = None if is_pair else known(first, options)
     if adj is None:
         try:
             adj = lookup(first, parts, options, lambda: edges_made_anew(_stacked(parts), options))
         except (IndexError, ValueError):
-            return None  # of another number of nodes: the module's own code says what is wrong
+            return _OTHER_EDGES  # of another number of nodes: the module's own code says what is wrong
     whole = adj.derived("fastsparse_pyg.by_hand", lambda: _stacked(parts)) if is_pair else first
     ends = tuple(_Index.of(EdgeEnd(adj, whole, row, row == 1)) for row in (0, 1))
     if is_pair:

@@ -12,6 +12,7 @@ from fastsparse_core import Adjacency
 from fastsparse_core.fallback import Reason
 from fastsparse_core.fused import attention_recipes as recipes
 from fastsparse_core.fused.attention_layer import GATV2
+from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import project
@@ -102,5 +103,5 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
         self, x_src: Any, x_dst: Any, edge_index: Any, edge_attr: Any = None, *of_call: Any
     ) -> Reason | None:
         if edge_attr is not None and self.__dict__["_modules"].get("lin_edge") is None:
-            return Reason("edge features in a layer without edge_dim")
+            return Reason("edge features in a layer without edge_dim", fallback.EDGE_FEATURES_OR_NOT.cure)
         return super()._reason(x_src, x_dst, edge_index, edge_attr, *of_call)

@@ -18,8 +18,8 @@ from fastsparse_core.fused.aggregate_transform import graph_convolution, one
 from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import is_plain_eager
-from fastsparse_core.tiling import NeighbourSum, has_loops
-from fastsparse_pyg.graph import BY_KERNEL, EdgesLike, edges_for_loops, gcn_factors
+from fastsparse_core.tiling import NeighbourSum, is_free_of_loops
+from fastsparse_pyg.graph import BY_KERNEL, EdgesLike, edges_for_loops, gcn_factors, resolve
 from fastsparse_pyg.nn.base import known, raise_untiled
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
 
@@ -79,7 +79,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
                 f"'{type(self).__name__}' does not support bipartite graphs; use for example FastSAGEConv"
             )
         found: Propagation | Reason | None = None
-        if edge_weight is None and type(edge_index) is Tensor:
+        if edge_weight is None and (type(edge_index) is Tensor or isinstance(edge_index, Adjacency)):
             found = self._with_loops_by_kernel(x, edge_index)
         if found is None:
             found = self._propagation(x, edge_index, edge_weight)
@@ -101,30 +101,31 @@ class FastGCNConv(PropagatingConv, GCNConv):
             )
             if out is not None:
                 return out
-        if adds_loops:  # which no other operator can
+        if adds_loops and not isinstance(edge_index, Adjacency):  # which no other operator can
             with_loops = self._structure((x, x), edge_index, None, True)
             assert isinstance(with_loops, Adjacency)
-            adj, value, scale_dst, scale_src, _ = self._normalised(with_loops, x, edge_index, None)
+            adj, value, scale_dst, scale_src, adds_loops = self._normalised(with_loops, x, edge_index, None)
         scales = (scale_dst, scale_src)
         dtype = x.dtype if value is None else message_dtype(x, value)
         if aggregate_first and plain and x.layout is torch.strided and dtype == x.dtype:
-            return F.linear(self._aggregate_neighbours(adj, x, value, scales=scales), lin.weight, bias)
+            out = self._aggregate_neighbours(adj, x, value, scales=scales)
+            return F.linear(_plus_own(out, x, *scales) if adds_loops else out, lin.weight, bias)
         x = lin(x)
         if value is not None and dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             x = x.to(dtype)
-        return self._aggregate_neighbours(adj, x, value, scales=scales, bias=bias)
+        out = self._aggregate_neighbours(adj, x, value, scales=scales, bias=bias)
+        return _plus_own(out, x, *scales) if adds_loops else out
 
     def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
         """See :class:`fastsparse_core.tiling.TiledLayer`."""
         state = self.__dict__
         found: Propagation | Reason | None = None
-        if isinstance(edges, Adjacency) and state["normalize"] and state["add_self_loops"]:
-            # An Adjacency with loops would take as much memory again.
-            if not edges.has_inserted_loops and not has_loops(edges):
-                scale, adds = gcn_factors(edges, x.dtype, True)
-                found = self._reason(x, x, edges) or Propagation(edges, None, scale, scale, adds)
-        elif type(edges) is Tensor:
+        part: Any = edges if isinstance(edges, Adjacency) and edges.is_partitioned else None
+        if part is None and type(edges) in (Tensor, Adjacency):
             found = self._with_loops_by_kernel(x, edges)
+        elif part is not None and state["normalize"] and state["add_self_loops"] and is_free_of_loops(part):
+            scale, adds = gcn_factors(part.rows, x.dtype, True)
+            found = self._reason(x, x, part) or Propagation(part, None, scale, scale, adds)
         if found is None:
             found = self._propagation(x, edges, None)
         if isinstance(found, Reason) or found.value is not None:
@@ -139,8 +140,8 @@ class FastGCNConv(PropagatingConv, GCNConv):
         out: Tensor = self.lin(sums)
         return out if self.bias is None else out + self.bias
 
-    def _with_loops_by_kernel(self, x: Any, edge_index: Tensor) -> Propagation | Reason | None:
-        """GCN's matrix of plain edges whose loops the kernel may add; None where it may not."""
+    def _with_loops_by_kernel(self, x: Any, edge_index: Tensor | Adjacency) -> Propagation | Reason | None:
+        """GCN's matrix of edges whose loops the kernel may add; None where it may not."""
         state = self.__dict__
         if (
             not (state["normalize"] and state["add_self_loops"])
@@ -151,6 +152,8 @@ class FastGCNConv(PropagatingConv, GCNConv):
         reason = self._reason(x, x, edge_index)
         if reason is not None:
             return reason
+        if isinstance(edge_index, Adjacency):
+            return self._of_adjacency(x, edge_index)
         if (
             x.dim() != 2
             or not (x.layout is edge_index.layout is torch.strided)
@@ -167,3 +170,20 @@ class FastGCNConv(PropagatingConv, GCNConv):
             adj = edges_for_loops(edge_index, num_nodes, flow)
         scale, adds = gcn_factors(adj, x.dtype, True)
         return Propagation(adj, None, scale, scale, adds)
+
+    def _of_adjacency(self, x: Tensor, adj: Adjacency) -> Propagation | None:
+        """The same of a structure, where no loop is in it."""
+        if adj.is_partitioned or adj.is_padded or x.dim() != 2 or x.layout is not torch.strided:
+            return None
+        if adj.has_inserted_loops or not adj.is_free_of_loops():
+            return None
+        resolve(adj, x.shape[0], x.shape[0], x.device)
+        scale, adds = gcn_factors(adj, x.dtype, True)
+        return Propagation(adj, None, scale, scale, adds)
+
+
+def _plus_own(out: Tensor, x: Tensor, scale_dst: Tensor | None, scale_src: Tensor | None) -> Tensor:
+    """Adds what loops would: a second structure that has them would take as much memory as the first."""
+    assert scale_dst is not None
+    assert scale_src is not None
+    return torch.addcmul(out, x.to(out.dtype), (scale_dst * scale_src).to(out.dtype).unsqueeze(1))

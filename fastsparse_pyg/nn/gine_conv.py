@@ -21,6 +21,8 @@ from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear, size_for_pyg
 
+_EDGE_DIM = "Construct the layer with edge_dim=edge_attr.size(1)"
+
 
 class FastGINEConv(AttentionConv, GINEConv):
     r"""PyG's :class:`~torch_geometric.nn.conv.GINEConv` on FastSparse kernels.
@@ -128,7 +130,7 @@ class FastGINEConv(AttentionConv, GINEConv):
         if under is not None and lin is None and x.dtype.itemsize == 2 and edge_attr.dtype is torch.float32:
             x = x.float()  # as the original's messages are: what a layer before gave has 16 bits
         if under is not None and (
-            # The original's sums are then float32, or its messages of two dtypes.
+            # The original would then sum in float32, or add messages of two dtypes.
             (first is None and x.dtype is not torch.float32)
             or (lin is None and edge_attr.dtype is not x.dtype)
         ):
@@ -156,12 +158,20 @@ class FastGINEConv(AttentionConv, GINEConv):
         lin = self.__dict__["_modules"].get("lin")
         if lin is None:
             if edge_attr.size(1) != x_src.size(1):
-                return Reason("edge features of another width than the nodes'")
+                return Reason("edge features of another width than the nodes'", _EDGE_DIM)
             return None
         weight = lin._parameters.get("weight")  # lin.weight goes through nn.Module.__getattr__
         if (lin.weight if weight is None else weight).size(0) != x_src.size(1):
-            return Reason("a linear map of the edges to another width than the nodes'")
+            return Reason("a linear map of the edges to another width than the nodes'", _EDGE_DIM)
         return None
+
+    def _name_argument(self, error: Exception, x: Any, edge_index: Any, *args: Any) -> None:
+        if args and args[0] is None:
+            raise type(error)(
+                "edge_attr: expected features of shape (num_edges, num_features), got None; pass them, or "
+                "use FastGINConv, which takes none"
+            ) from error
+        super()._name_argument(error, x, edge_index, *args)
 
     def _fits_operator(self, x: Tensor, edge_attr: Tensor) -> bool:
         """Whether the operator adds features in the dtype in which the original does."""

@@ -15,9 +15,10 @@ from torch_geometric.typing import EdgeType, NodeType, SparseTensor
 from fastsparse_core import Adjacency, attention, recorded
 from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
+from fastsparse_core.log import range_text
 from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import lookup
-from fastsparse_pyg.graph import for_pyg, raise_graph
+from fastsparse_pyg.graph import cure_of_ids, for_pyg, raise_graph
 from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import is_plain_linear, raise_features
 
@@ -127,10 +128,10 @@ class FastHGTConv(AttentionConv, HGTConv):
                 ):
                     if run is not None:  # nothing is read from the device
                         run.check_capacity(index, size)
-                    elif index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
+                    elif index.numel() and not 0 <= (low := int(index.min())) <= int(index.max()) < size:
                         raise IndexError(
                             f"edge_index_dict: expected {name} indices from 0 to {size - 1} between {src!r} "
-                            f"and {dst!r}, got values from {int(index.min())} to {int(index.max())}"
+                            f"and {dst!r}, {range_text(low, int(index.max()))}; {cure_of_ids(low)}"
                         )
                 cols.append(edge_index[0] + num_src)
                 rows.append(edge_index[1] + first[dst])
@@ -162,7 +163,7 @@ class FastHGTConv(AttentionConv, HGTConv):
         if torch.compiler.is_compiling():
             return fallback.COMPILED
         if not x_src or not edge_index:
-            return Reason("no nodes or no edges", "")
+            return Reason("no nodes or no edges", "", "PyG")
         if self.flow != "source_to_target":
             return Reason(f"flow={self.flow!r}", fallback.USUAL_FLOW)
         for node_type, x in x_src.items():
@@ -176,7 +177,7 @@ class FastHGTConv(AttentionConv, HGTConv):
             if edges.dim() != 2 or edges.size(0) != 2 or edges.dtype not in (torch.int64, torch.int32):
                 return Reason("edges that are not integers of shape (2, num_edges)", fallback.PLAIN_EDGES)
             if edge_type not in self.edge_types_map or not {edge_type[0], edge_type[-1]} <= x_src.keys():
-                return Reason("edges between types that have no features")
+                return Reason("edges between types that have no features", "Pass features of all node types")
         features = list(x_src.values())
         if len({x.dtype for x in features}) != 1 or any(
             x.dim() != 2 or x.layout is not torch.strided for x in features
@@ -185,7 +186,7 @@ class FastHGTConv(AttentionConv, HGTConv):
         # Hooks may have to see keys and values; a lazy layer gets its sizes by one.
         modules = (self.kqv_lin, self.k_rel, self.v_rel)
         if tuple(map(type, modules)) != (HeteroDictLinear, HeteroLinear, HeteroLinear):
-            return Reason("a replaced linear layer")
+            return Reason("a replaced linear layer", "Keep the linear layers that HGTConv makes")
         maps = [self.kqv_lin.lins[node_type] for node_type in x_src if node_type in self.kqv_lin.lins]
         if any(is_uninitialized_parameter(linear.weight) for linear in maps):
             return Reason("a linear layer that has no sizes yet", "")

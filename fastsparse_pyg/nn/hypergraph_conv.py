@@ -104,7 +104,7 @@ class FastHypergraphConv(FastConv, HypergraphConv):
             return reason
         is_list = type(edge_index) is Tensor and edge_index.layout is torch.strided
         if not is_list and (is_sparse_matrix(edge_index) or isinstance(edge_index, Adjacency)):
-            return Reason("a hypergraph that is no (2, num_entries) tensor")
+            return Reason("a hypergraph that is no (2, num_entries) tensor", "Pass `hyperedge_index` as one")
         if not isinstance(edge_index, Tensor):
             raise_graph(edge_index, "hyperedge_index")
         if self.flow != "source_to_target":

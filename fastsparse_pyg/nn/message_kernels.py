@@ -50,7 +50,7 @@ class Copies(NamedTuple):
     def of(
         cls, layer: Any, pattern: Pattern, how: str, names: Signature, given: dict[str, Any]
     ) -> Copies | None:
-        """What calls like one at hand ask of a layer; None where they ask more than one product."""
+        """What calls of this form need; None if one product is not enough."""
         feature = pattern.feature[:-2]
         if (
             kernel_of(pattern, how) != "spmm"

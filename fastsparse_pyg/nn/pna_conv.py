@@ -50,6 +50,7 @@ _OF_DEGREE: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
     "linear": (False, lambda degree: degree),
     "inverse_linear": (True, lambda degree: degree.clamp(min=1)),
 }
+_OWN_MAPS = "Keep the linear maps that PNAConv makes, without hooks"
 _SCALERS = {"identity", *_OF_DEGREE}
 
 
@@ -259,15 +260,16 @@ def why_no_kernel(layer: PNAConv, names: Sequence[str] | None = None) -> Reason 
     """
     scaler = layer.aggr_module
     if type(scaler) is not DegreeScalerAggregation:
-        return Reason(f"aggr={layer.aggr!r} has no kernel")
+        return Reason(f"aggr={layer.aggr!r} has no kernel", "Leave `aggr_module` as PNAConv makes it")
     names = aggregation_names(scaler) if names is None else names
     if "" in names or len(set(names)) < len(names):
         several = getattr(scaler.aggr, "aggrs", [scaler.aggr])
-        return Reason(f"aggregators {[type(each).__name__ for each in several]}")
+        cure = f"Use each of {', '.join(sorted(_AGGREGATIONS.values()))} at most once"
+        return Reason(f"aggregators {[type(each).__name__ for each in several]}", cure)
     if not _SCALERS.issuperset(scaler.scaler):
-        return Reason(f"scalers {scaler.scaler}")
+        return Reason(f"scalers {scaler.scaler}", f"Use {', '.join(sorted(_SCALERS))}")
     if layer.edge_dim is not None and (layer.edge_dim < 1 or not is_plain_linear(layer.edge_encoder)):
-        return Reason("an edge encoder that is not a plain linear map")
+        return Reason("an edge encoder that is not a plain linear map", _OWN_MAPS)
     if not are_linear(layer.post_nns, begin=True):
-        return Reason("an update that does not begin with a plain linear map")
+        return Reason("an update that does not begin with a plain linear map", _OWN_MAPS)
     return None

@@ -159,22 +159,25 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         modules, edge_dim = state["_modules"], state["edge_dim"]
         act = modules.get("act", state.get("act"))
         if not _is_sigmoid(act):
-            return Reason(f"act={act!r} has no kernel")
+            return Reason(f"act={act!r} has no kernel", "Use act=torch.nn.Sigmoid()")
         if (edge_attr is None) != (edge_dim is None):
             return fallback.EDGE_FEATURES_OR_NOT
         if edge_attr is not None:
             if not isinstance(edge_attr, Tensor) or edge_attr.dim() != 2:
                 return fallback.EDGES_NOT_A_MATRIX
             if edge_attr.size(1) > MOST_FEATURES:
-                return Reason(f"{edge_attr.size(1)} features of an edge, more than {MOST_FEATURES}")
+                return Reason(
+                    f"{edge_attr.size(1)} features of an edge, more than {MOST_FEATURES}",
+                    f"Map them to {MOST_FEATURES} before the layer",
+                )
             if not (
                 is_plain_linear(modules["lin_key"])
                 and is_plain_linear(modules["lin_query"])
                 and is_plain_linear(modules["lin_value"])
             ):
-                return Reason("edge features of linear maps with hooks")
+                return Reason("edge features of linear maps with hooks", "Remove the hooks")
             if edge_attr.size(1) != edge_dim:
-                return Reason("edge features of another width than edge_dim")
+                return Reason("edge features of another width than edge_dim", fallback.EDGE_ROWS)
         return super()._reason(x_src, x_dst, edge_index, edge_attr)
 
 

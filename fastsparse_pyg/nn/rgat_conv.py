@@ -20,7 +20,7 @@ from fastsparse_core.segment import rows_of
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.attention import AttentionConv
-from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, are_few_on_gpu, raise_features
+from fastsparse_pyg.nn.base import FEW_ON_GPU, are_few_on_gpu, raise_features
 from fastsparse_pyg.relations import reason_against_relations, relations_of
 
 #: On a GPU, nodes times relations and nodes times output features up to which all nodes are multiplied by all
@@ -28,7 +28,6 @@ from fastsparse_pyg.relations import reason_against_relations, relations_of
 #: step on a hundredth of AM, 46 relations, takes an H200 1.5 ms, one by one 10.5; of MAG, 4 relations, 2.3
 #: and 5.0.
 _FEW_PAIRS, _FEW_FEATURES = 1 << 20, 1 << 21
-_FEW_ON_GPU = Reason(f"at most {FEW_EDGES_ON_GPU} edges on a GPU", "")
 
 
 class FastRGATConv(AttentionConv, RGATConv):
@@ -161,7 +160,7 @@ class FastRGATConv(AttentionConv, RGATConv):
     def _fused(
         self, relations: Relations, rows: Tensor, key: Tensor, of_dst: Tensor, of_edge: Tensor | None
     ) -> Tensor:
-        """Additive attention without anything of the size of edges times features, (N, H, out)."""
+        """Additive attention without a tensor of edges times features; returns (N, H, out)."""
         values = rows.view(-1, self.heads, self.out_channels)
         dropout = self.dropout if self.training else 0.0
         if self.attention_mechanism == "within-relation":
@@ -215,7 +214,7 @@ class FastRGATConv(AttentionConv, RGATConv):
         *of_call: Any,
     ) -> Reason | None:
         if are_few_on_gpu(edge_index):
-            return _FEW_ON_GPU
+            return FEW_ON_GPU
         reason = reason_against_relations(edge_index, edge_type)
         if reason is not None:
             return reason
@@ -224,7 +223,7 @@ class FastRGATConv(AttentionConv, RGATConv):
         if size is not None:
             return Reason("size is given", "Leave `size` out")
         if edge_index.size(1) == 0:
-            return Reason("no edges", "")
+            return Reason("no edges", "", "PyG")
         if (edge_attr is None) != (self.lin_edge is None):
             return fallback.EDGE_FEATURES_OR_NOT
         if isinstance(edge_attr, Tensor) and edge_attr.size(0) != edge_index.size(1):

@@ -153,9 +153,9 @@ class _RelationalConv(FastConv):
             if x_src.dtype != self.weight.dtype and not torch.is_autocast_enabled(x_src.device.type):
                 return Reason("features of another dtype than the weights", "Convert them to that dtype")
         elif self.num_blocks is not None:
-            return Reason("indices with a block-diagonal decomposition")
+            return Reason("indices with num_blocks", "Pass features, or use `num_bases`")
         elif self.num_relations * self.in_channels_l > _INT32_MAX:
-            return Reason("more rows of weights than a structure has columns")
+            return Reason("indices with too many relations", "Pass features in place of indices")
         if self.flow == "target_to_source" and isinstance(edge_index, Adjacency):
             return Reason("an Adjacency with flow='target_to_source'", fallback.PLAIN_EDGES)
         features = x_src if is_floating else self.weight
@@ -221,5 +221,5 @@ class FastFastRGCNConv(_RelationalConv, pyg.FastRGCNConv):
         self, x_src: Any, x_dst: Any, edge_index: Any, edge_type: Any = None, *of_call: Any
     ) -> Reason | None:
         if isinstance(x_src, Tensor) and not x_src.is_floating_point():
-            return Reason("features that are indices")  # which PyG's takes for the nodes' own
+            return Reason("features that are indices", "Use RGCNConv")  # which PyG's takes for the nodes' own
         return super()._reason(x_src, x_dst, edge_index, edge_type)

@@ -243,7 +243,9 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
         matrix = self._propagation(x, edge_index, edge_weight)
         drops = self.dropout > 0 and self.training
         if drops and not self.normalize and (edge_weight is None or is_sparse_matrix(edge_index)):
-            matrix = Reason("dropout of edges without a weight")
+            matrix = Reason(
+                "dropout of edges without a weight", "Pass `edge_weight`, such as ones, or normalize=True"
+            )
         if isinstance(matrix, Reason):
             return self._original_forward(matrix, x, edge_index, edge_weight)
         out, value = x, matrix.value
@@ -428,7 +430,7 @@ class FastARMAConv(PropagatingConv, pyg.ARMAConv):
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`."""
         matrix = self._propagation(x, edge_index, edge_weight)
         if self.node_dim != -2:
-            matrix = Reason(f"node_dim={self.node_dim}")
+            matrix = Reason(f"node_dim={self.node_dim}", "Use node_dim=-2")
         if isinstance(matrix, Reason):
             return self._original_forward(matrix, x, edge_index, edge_weight)
         x = x.unsqueeze(-3)

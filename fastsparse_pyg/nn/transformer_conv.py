@@ -112,8 +112,8 @@ class FastTransformerConv(AttentionConv, TransformerConv):
             query, *skips = project(pair[1], *lins[2:])
         ends = (query, key) if with_weights else None
         if with_weights and is_plain_linear(self.lin_query) and is_plain_linear(self.lin_key):
-            # Products of their own: a gradient of the weights alone does not reach values and skip.
-            # Layers with hooks have made them already, and run once.
+            # Separate products, so that a gradient of the attention weights alone does not flow into values
+            # and skip. Layers with hooks ran above and must not run again.
             ends = self.lin_query(pair[1]), self.lin_key(pair[0])
         of_edges = self._operands_of_edges(features)
         out, alpha = recipes.transformer(adj, query, key, value, self.heads, **of_edges, p=dropout, ends=ends)

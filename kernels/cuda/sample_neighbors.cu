@@ -476,11 +476,24 @@ __global__ void __launch_bounds__(kThreads) emit_rows_kernel(const EmitRowsArgs 
   args.slices[r] = {begin, static_cast<std::int32_t>(degree), static_cast<std::int32_t>(r)};
 }
 
+// Where a row of a table lies.
+template <typename Word>
+__device__ const Word* row_of_table(const GatherRowsArgs& args, std::int64_t row, std::int64_t words) {
+  if (args.parts == nullptr) return static_cast<const Word*>(args.table) + row * words;
+  if (args.kept != nullptr) {
+    const int place = __ldg(args.place + row);
+    if (place >= 0) return static_cast<const Word*>(args.kept) + place * words;
+  }
+  // Divisions of 32-bit numbers take a fraction of the time.
+  const auto number = static_cast<std::uint32_t>(row), parts = static_cast<std::uint32_t>(args.num_parts);
+  const std::uint32_t nth = number / parts;
+  return reinterpret_cast<const Word*>(__ldg(args.parts + (number - nth * parts))) + nth * words;
+}
+
 // Rows of a table by their numbers, a word per thread. `Number` holds the number of words.
 template <typename Word, typename Number>
 __global__ void __launch_bounds__(kThreads)
     gather_rows_kernel(const GatherRowsArgs args, Number words, Number out_words) {
-  const auto* table = static_cast<const Word*>(args.table);
   auto* out = static_cast<Word*>(args.out);
   const Number all = static_cast<Number>(args.num_rows) * out_words;
 #pragma unroll 4
@@ -488,7 +501,7 @@ __global__ void __launch_bounds__(kThreads)
        word += static_cast<Number>(gridDim.x) * kThreads) {
     const Number row = word / out_words, nth = word - row * out_words;
     Word value{};
-    if (nth < words) value = __ldg(table + __ldg(args.index + row) * static_cast<std::int64_t>(words) + nth);
+    if (nth < words) value = __ldg(row_of_table<Word>(args, __ldg(args.index + row), words) + nth);
     out[word] = value;
   }
 }

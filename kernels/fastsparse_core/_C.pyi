@@ -3,7 +3,7 @@
 # reads after it has returned, as structures and launches on a GPU do, is kept alive by the caller.
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -600,7 +600,9 @@ def place_batch(
 ) -> None: ...
 def plan_graphs(
     *,
-    index: Sequence[int],
+    index: Sequence[int] | None,
+    positions: _Memory,
+    num_graphs: int,
     graph_at: _Memory,
     num_positions: int,
     pointers: Sequence[Tensor],
@@ -616,6 +618,11 @@ def gather_graphs(
     device: int,
     queue: int,
 ) -> None: ...
+def hold_same(
+    *,
+    containers: Sequence[dict[Any, Any] | list[Any]],
+    values: list[Any],
+) -> bool: ...
 def gather_rows_of_host(
     *,
     table: _Memory,
@@ -1120,6 +1127,10 @@ def gather_rows(
     num_rows: int,
     row_bytes: int,
     out_row_bytes: int,
+    parts: _Memory = ...,
+    num_parts: int = ...,
+    kept: _Memory = ...,
+    place: _Memory = ...,
     device: int,
     queue: int,
 ) -> None: ...

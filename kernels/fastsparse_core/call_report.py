@@ -146,9 +146,11 @@ class CallReport:
         from rich.text import Text
 
         if not self.rows:
+            if _is_recording:
+                return "FastSparse recorded no calls: none has finished since recording started"
             return (
-                "FastSparse recorded no calls. Recording starts with fastsparse_pyg.enable(report=True) or "
-                "`fastsparse run --report`"
+                "FastSparse recorded no calls. Recording starts with `fastsparse run --report`, or with "
+                "enable(report=True) of fastsparse_pyg or fastsparse_dgl"
             )
         served = sum(count for row, count in self.rows if not row.reason)
         total = sum(count for _, count in self.rows)
@@ -170,7 +172,7 @@ class CallReport:
 
 
 def report() -> CallReport:
-    """Returns what ran on FastSparse since recording started.
+    """Returns which calls ran on FastSparse since recording started.
 
     Returns:
         The calls by line, function and kernel; ``print`` shows them as a table.

@@ -26,8 +26,7 @@ def unusable_gpu() -> str:
     """
     if _HAS_CUDA_KERNELS or torch.version.cuda is None:
         return ""
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-    if not torch.cuda.is_initialized() and (is_hidden or not any(map(glob.glob, _GPU_FILES))):
+    if not torch.cuda.is_initialized() and not machine_has_gpu():
         return ""
     return (
         "this build of FastSparse has no CUDA kernels, so operators and layers reject tensors on the GPU. "
@@ -35,6 +34,12 @@ def unusable_gpu() -> str:
         "(`python -m pip install --force-reinstall --no-deps --no-cache-dir fastsparse-gnn`); "
         "`python -m fastsparse_core.doctor` has the details"
     )
+
+
+def machine_has_gpu() -> bool:
+    """Whether the machine has a GPU that is not hidden, whatever PyTorch was built for."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    return not is_hidden and any(map(glob.glob, _GPU_FILES))
 
 
 def script_uses_gpu() -> bool:

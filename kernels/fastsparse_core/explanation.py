@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module
 
 from fastsparse_core.fallback import Reason, listening
-from fastsparse_core.log import table_text
+from fastsparse_core.log import NOT_FOUND, table_text
 
 _KERNELS = "FastSparse"
 
@@ -23,6 +23,7 @@ class Explanation:
         path: name of the layer in the model; "" if it is the model.
         layer: name of its class.
         by: ``"FastSparse"``, the name of the framework, or ``"not called"``.
+        kernel: what of FastSparse computed it, as the report of ``accelerate`` says; "" if nothing did.
         reason: why it was the framework, and what to do about it; "" if it was not.
 
     Example:
@@ -35,6 +36,7 @@ class Explanation:
     layer: str
     by: str
     reason: str = ""
+    kernel: str = ""
 
 
 class Explanations(tuple[Explanation, ...]):
@@ -50,17 +52,20 @@ class Explanations(tuple[Explanation, ...]):
         1
     """
 
+    _if_empty = NOT_FOUND
+
     def __str__(self) -> str:
         from rich.table import Table
         from rich.text import Text
 
         if not self:
-            return "no graph layers found"
+            return f"no graph layers found. {self._if_empty}"
         table = Table()
         for title in ("layer", "class", "computed by", "because"):
             table.add_column(title, overflow="fold")
         for item in self:
-            cells = (item.path or "(the model)", item.layer, item.by, item.reason)
+            by = f"{item.by}: {item.kernel}" if item.kernel else item.by
+            cells = (item.path or "(the model)", item.layer, by, item.reason)
             table.add_row(*(Text(cell) for cell in cells))
         return table_text(table)
 
@@ -74,19 +79,23 @@ def explain(
     package: str,
     is_graph_layer: Callable[[Module], bool],
     is_ours: Callable[[Module], bool],
+    kernel: Callable[[Module], str],
     drop_ins: Mapping[type[Module], type[Module]],
+    if_empty: str = NOT_FOUND,
 ) -> Explanations:
     """Runs a model once and tells which implementation computed each of its graph layers, and why.
 
     Args:
         model: a layer or a model.
         args: what it is called with.
-        kwargs: likewise.
+        kwargs: keyword arguments of the call.
         framework: name of the framework.
         package: name of the plugin.
         is_graph_layer: whether a module is a layer to be explained.
         is_ours: whether a layer is a drop-in or accelerated.
+        kernel: what computes such a layer.
         drop_ins: original -> drop-in.
+        if_empty: what the user is told if there is no graph layer.
 
     Raises:
         TypeError: `model` is not a module.
@@ -128,12 +137,15 @@ def explain(
         if found is None:
             return Explanation(path, name, "not called")
         if is_ours(layer):
-            by = framework if found else _KERNELS
-            return Explanation(path, name, by, "; ".join(dict.fromkeys(map(str, found))))
+            if not found:
+                return Explanation(path, name, _KERNELS, kernel=kernel(layer))
+            return Explanation(path, name, framework, "; ".join(dict.fromkeys(map(str, found))))
         drop_in = drop_ins.get(type(layer))
         cure = f"Use {package}.{drop_in.__name__}, or call" if drop_in else "Call"
         return Explanation(
             path, name, framework, f"it is {framework}'s layer. {cure} {package}.accelerate(model)"
         )
 
-    return Explanations(explanation(path, layer) for path, layer in layers.items())
+    explanations = Explanations(explanation(path, layer) for path, layer in layers.items())
+    explanations._if_empty = if_empty
+    return explanations

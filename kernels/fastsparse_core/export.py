@@ -34,7 +34,8 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
         A program with the same inputs, whose sizes may change as those of ``program`` do.
 
     Raises:
-        ValueError: the program has no example inputs, or drops attention weights, which only training does.
+        ValueError: the program has no example inputs, was exported with an `Adjacency`, or drops attention
+            weights, which only training does.
         NotImplementedError: an operator of the program is none that inference needs.
 
     Example:
@@ -165,6 +166,12 @@ def _replace_operators(module: GraphModule, formulas: dict[str, Callable[..., An
                     f"program: expected operators of inference, got fastsparse::{operator}; export the "
                     "model in evaluation, without gradients"
                 )
+            for argument, given in zip(node.target._schema.arguments, node.args, strict=False):
+                if argument.name == "adjacency" and not isinstance(given, torch.fx.Node):
+                    raise ValueError(
+                        "program: expected edges as a tensor, got an Adjacency, which only this process "
+                        "knows; export the model with edge_index, as an input or a buffer"
+                    )
             node.target = formulas[operator]
     module.recompile()
 
@@ -425,6 +432,12 @@ def maxk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values.to(x.dtype), ids
 
 
+def maxk_dense(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """``fastsparse::maxk_dense``; what only its gradient reads is not made."""
+    values, ids = maxk(x, k)
+    return cbsr_to_dense(values, ids, x.size(-1)), ids
+
+
 def cbsr_to_dense(values: Tensor, ids: Tensor, width: int) -> Tensor:
     """``fastsparse::cbsr_to_dense``."""
     with _in(values.dtype):
@@ -463,6 +476,7 @@ FORMULAS: dict[str, Callable[..., Any]] = {
         edge_softmax,
         attention,
         maxk,
+        maxk_dense,
         cbsr_to_dense,
         ssd,
     )
@@ -571,6 +585,11 @@ def _load_operators() -> None:
     def attended(dst: Tensor, src: Tensor, v: Tensor | None, *arguments: Any) -> Tensor:
         return summed(src if v is None else v, *arguments)
 
-    fakes = {"compress": compressed, "spmm": summed, "spmm_extremum": summed, "attention": attended}
+    fakes: dict[str, Callable[..., Any]] = {
+        "compress": compressed,
+        "spmm": summed,
+        "spmm_extremum": summed,
+        "attention": attended,
+    }
     for name, fake in fakes.items():
         torch.library.register_fake(f"fastsparse_cpp::{name}", fake)

@@ -20,15 +20,22 @@ class Reason(NamedTuple):
         message: the obstacle.
         cure: what the user can do about it; "" if nothing is lost, because the user asked for that
             implementation, or because it is faster there. Then there is no warning.
+        faster: name of the framework if its implementation is faster there, else "".
     """
 
     message: str
-    cure: str = "The page 'Layers' of the documentation lists what the kernels support"
+    cure: str
+    faster: str = ""
+
+    @property
+    def cause(self) -> str:
+        """The message, and that the framework is faster if so."""
+        return f"{self.message}: {self.faster} is faster there" if self.faster else self.message
 
     def __str__(self) -> str:
-        if self.cure:
-            return f"{self.message}. {self.cure}"
-        return f"{self.message} (as asked for, or because it is faster so)"
+        if self.cure or self.faster:
+            return f"{self.cause}. {self.cure}" if self.cure else self.cause
+        return f"{self.message} (as asked for)"
 
 
 #: Who is told instead of the user: see `listening`.
@@ -61,7 +68,7 @@ def tell(logger: logging.Logger, framework: str, layer: str, reason: Reason) -> 
     elif reason.cure:
         warn_once(f"{message}, which is slower: {reason.message}. {reason.cure}")
     else:
-        info_once(logger, f"{message}: {reason.message}")
+        info_once(logger, f"{message}: {reason.cause}")
 
 
 def run(

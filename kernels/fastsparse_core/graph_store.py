@@ -7,14 +7,16 @@ import logging
 import math
 import operator
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from torch.utils.weak import WeakIdKeyDictionary
@@ -32,9 +34,9 @@ _logger = logging.getLogger("fastsparse_core")
 _SHARE_OF_FREE = 0.5
 
 
-#: Tensors whose versions are compared. Each costs a few cache misses: 80,000 of them, those of 20,000 graphs,
-#: would take as long as a third of a captured epoch.
-_MOST_VERSIONS = 4096
+#: Tensors whose versions are compared at a time. Each costs a few cache misses: 80,000 of them, those of
+#: 20,000 graphs, would take as long as a third of a captured epoch.
+_MOST_VERSIONS = 1024
 
 
 class NotStored(Exception):
@@ -205,11 +207,11 @@ class GraphStore:
         """The number of rows of every graph, int64 (num_graphs,)."""
         return self.pointers[pointer].diff()
 
-    def choose(self, index: Sequence[int], graph_at: Tensor | None = None) -> Chosen:
+    def choose(self, index: Sequence[int] | Tensor, graph_at: Tensor | None = None) -> Chosen:
         """Some of the graphs.
 
         Args:
-            index: positions; negative ones count from the end.
+            index: positions, int64 on the CPU if they are a tensor; negative ones count from the end.
             graph_at: int64, the graph at every position; None: positions are graphs.
 
         Raises:
@@ -219,8 +221,15 @@ class GraphStore:
         on_gpu = self.device.type == "cuda"
         host = torch.empty((len(pointers), 2, count + 1), dtype=torch.int64, pin_memory=on_gpu, device="cpu")
         num_positions = self.num_graphs if graph_at is None else graph_at.numel()
+        is_tensor = type(index) is Tensor
         totals = _C.plan_graphs(
-            index=index, graph_at=graph_at, num_positions=num_positions, pointers=pointers, table=host
+            index=None if is_tensor else index,  # type: ignore[arg-type]
+            positions=index if is_tensor else None,  # type: ignore[arg-type]
+            num_graphs=count,
+            graph_at=graph_at,
+            num_positions=num_positions,
+            pointers=pointers,
+            table=host,
         )
         table = host.to(self.device, non_blocking=True) if on_gpu else host
         first, source = host.unbind(1)
@@ -282,7 +291,7 @@ def _stamp(tensor: Tensor) -> Hashable:
     return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
-#: Edges and nodes of the graphs whose structures are sorted at a time.
+#: How many edges and nodes are sorted at a time.
 _ROWS_AT_ONCE = 2**24
 
 
@@ -560,14 +569,14 @@ Outline = tuple[list[Any], list[list[int]]]
 
 def same_outline(one: Outline, two: Outline) -> bool:
     """Whether two outlines are of the same objects and positions."""
-    return len(one[0]) == len(two[0]) and all(map(operator.is_, one[0], two[0])) and one[1] == two[1]
+    return _C.hold_same(containers=[one[0]], values=two[0]) and one[1] == two[1]
 
 
 class Content:
     """What was stored of a dataset, so that later changes of it are detected.
 
-    Another object in one of the dictionaries is always detected. Writes in place are detected if they concern
-    one of at most `_MOST_VERSIONS` tensors spread over the dataset.
+    Another object in one of the dictionaries is always detected. Writes in place are detected when the tensor
+    that was written to is looked at: at most `_MOST_VERSIONS` of them are each time, all of them in turn.
 
     Args:
         mappings: dictionaries of the dataset.
@@ -580,21 +589,52 @@ class Content:
         tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         step = -(-len(tensors) // _MOST_VERSIONS)
         if step > 1:
-            step += 1 - step % 2  # odd, so that with few attributes it meets all of them
-        self._tensors = tensors[:: max(step, 1)]
-        self._versions = self._sum_of_versions()
-
-    def _sum_of_versions(self) -> int:
-        return sum(map(operator.attrgetter("_version"), self._tensors))
+            step += 1 - step % 2  # odd, so that with few attributes each part has tensors of all of them
+        parts = [tensors[nth::step] for nth in range(step)]
+        #: What is looked at together, and the sum of its versions, next first.
+        self._parts = deque((part, _sum_of_versions(part)) for part in parts)
 
     def is_as_it_was(self) -> bool:
-        """Whether the dictionaries hold the same objects, and no tensor was written to."""
-        now = chain.from_iterable(map(dict.values, self._mappings))
-        return (
-            sum(map(len, self._mappings)) == len(self._values)
-            and all(map(operator.is_, now, self._values))
-            and self._sum_of_versions() == self._versions
-        )
+        """Whether the dictionaries hold the same objects, and no tensor was found that was written to."""
+        self._parts.rotate(-1)
+        are_written = any(_sum_of_versions(part) != versions for part, versions in islice(self._parts, 1))
+        return _C.hold_same(containers=self._mappings, values=self._values) and not are_written
+
+
+def _sum_of_versions(tensors: list[Tensor]) -> int:
+    return sum(map(operator.attrgetter("_version"), tensors))
+
+
+def drawn_batches(batch_sampler: Any, device: torch.device) -> Iterator[Any]:
+    """The batches of a sampler: int64 tensors where the order is PyTorch's own, else as the sampler has them.
+
+    They are drawn as PyTorch's samplers draw them, without a loop over the positions.
+
+    Args:
+        batch_sampler: of a loader.
+        device: of the tensors.
+    """
+    order: Any = getattr(batch_sampler, "sampler", None)
+    is_shuffled = type(order) is RandomSampler and not order.replacement
+    count = len(order.data_source) if is_shuffled or type(order) is SequentialSampler else 0
+    if not count or type(batch_sampler) is not BatchSampler or (is_shuffled and order.num_samples != count):
+        yield from batch_sampler
+        return
+    if is_shuffled:
+        generator = order.generator
+        if generator is None:
+            generator = torch.Generator()
+            generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+        positions = torch.randperm(count, generator=generator)
+    else:
+        positions = torch.arange(count, device="cpu")
+    positions, size = positions.to(device), batch_sampler.batch_size
+    whole = count // size * size
+    yield from positions[:whole].split(size) if whole else ()
+    if is_shuffled:
+        torch.randperm(count, generator=generator)  # as RandomSampler does behind its last position
+    if whole < count and not batch_sampler.drop_last:
+        yield positions[whole:]
 
 
 class StoredBatches(_SingleProcessDataLoaderIter):
@@ -605,11 +645,12 @@ class StoredBatches(_SingleProcessDataLoaderIter):
         make: the batch of some positions.
     """
 
-    def __init__(self, loader: Any, make: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, loader: Any, make: Callable[[Any], Any]) -> None:
         super().__init__(loader)
+        self._sampler_iter = drawn_batches(loader.batch_sampler, torch.device("cpu"))
         self._make = make
 
     def _next_data(self) -> Any:
         index = self._next_index()
-        batch = self._make(index if type(index) is list else list(index))
+        batch = self._make(index if type(index) in (list, Tensor) else list(index))
         return pin_memory(batch) if self._pin_memory else batch

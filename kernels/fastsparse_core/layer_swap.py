@@ -164,7 +164,7 @@ def accelerate(
     if not rows:
         log.warn_once(
             f"model: expected one with graph layers, but accelerate found none in {type(model).__name__}. "
-            "Layers in a Python list or dict are not found: keep them in a torch.nn.ModuleList or ModuleDict"
+            f"{log.NOT_FOUND}"
         )
     return Report(tuple(rows))
 

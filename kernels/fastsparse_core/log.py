@@ -23,6 +23,8 @@ seen: set[tuple[str, str]] = set()
 _NOT_THE_USER = {"fastsparse_core", "fastsparse_dgl", "fastsparse_pyg", "torch", "torch_geometric", "dgl"}
 
 
+#: Why layers are perhaps not found, and what to do.
+NOT_FOUND = "Layers in a Python list or dict are not found: keep them in a torch.nn.ModuleList or ModuleDict"
 #: Set where `fastsparse run` started this process.
 _RUN_VARIABLE = "FASTSPARSE_RUN"
 
@@ -45,6 +47,11 @@ def table_text(table: Any) -> str:
     # In a notebook, rich would display the table at once. Notebooks also set FORCE_COLOR.
     Console(file=page, width=width, force_jupyter=False, force_terminal=False).print(table)
     return page.getvalue().rstrip()
+
+
+def range_text(low: int, high: int) -> str:
+    """What came, for errors: ``"got 5"`` or ``"got values from 0 to 5"``."""
+    return f"got {low}" if low == high else f"got values from {low} to {high}"
 
 
 def info_once(logger: logging.Logger, message: str) -> None:
@@ -77,6 +84,12 @@ def _warn(message: str) -> None:
         info_once(logging.getLogger("fastsparse_core"), message)
     elif _is_first("", message):
         warnings.warn(message, SlowPathWarning, stacklevel=_user_level())
+
+
+def warn_of_user(message: str) -> None:
+    """Issues a `UserWarning` about a mistake of the user's the first time, under ``fastsparse run`` too."""
+    if _is_first("", message):
+        warnings.warn(message, UserWarning, stacklevel=_user_level())
 
 
 def _warn_in_trace(message: str) -> bool:

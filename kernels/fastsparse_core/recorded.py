@@ -66,8 +66,8 @@ class StepRun:
         greatest = self._greatest_of(index)
         if greatest is not None and size <= greatest:
             raise RuntimeError(
-                f"{size} rows are indexed by a batch's nodes or edges, and there is none for padding; "
-                "readouts of the framework, and features in the batch, have"
+                f"a tensor of {size} rows is indexed by the batch's nodes or edges and has no row for padding"
+                ". Put it into the batch, or use the framework's readouts"
             )
 
     def structure(self, key: object, options: Hashable, build: Callable[[], Any]) -> Any:

@@ -16,11 +16,15 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from fastsparse_core.log import warn_of_user
+
 #: An owner, a name in it, and what it held before; :data:`ABSENT` where it held nothing of its own.
 Change = tuple[Any, str, Any]
 ABSENT = object()
 #: Parts of `enable()` that stay off, separated by commas.
 DISABLE_VARIABLE = "FASTSPARSE_DISABLE"
+#: All parts, of both plugins.
+PARTS = ("layers", "scatter", "pool", "loaders", "sparse_mm", "shims", "dgl")
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,9 @@ def remove(done: list[Change]) -> None:
 
 
 def enabled_parts(parts: Iterable[str]) -> list[str]:
-    """The parts that the environment variable does not switch off."""
+    """The parts that the environment variable does not switch off; warns of names that do not exist."""
     off = {each.strip() for each in os.environ.get(DISABLE_VARIABLE, "").split(",")}
+    if unknown := sorted(off.difference(PARTS, {""})):
+        names = ", ".join(map(repr, unknown))
+        warn_of_user(f"{DISABLE_VARIABLE}: expected some of {', '.join(PARTS)}, got {names}")
     return [part for part in parts if part not in off]

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Module
 
-from fastsparse_core.formats.compress import expand_rows
+from fastsparse_core.formats.compress import expand_rows, row_pieces
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._spmm_plan import launch_spmm, with_loops
+from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
 #: Bytes of a tile's features. Some ten such matrices exist at a time in the backward pass.
@@ -35,11 +36,13 @@ class NeighbourSum(NamedTuple):
         \mathrm{diag}(s) \, (\mathbf{A} + l \, \mathbf{I}) \, \mathrm{diag}(t)
 
     Attributes:
-        adj: structure (num_dst, num_src) of A.
+        adj: structure (num_dst, num_src) of A. With ``part`` its columns are the own nodes, then the halo.
         scale_dst: s, (num_dst,) in the accumulation dtype; None: 1.
         scale_src: t, (num_src,) likewise; None: 1.
         loop: l, one number in the accumulation dtype, of a square structure; None: 0.
         reads_own: whether the layer reads a node's own features after the sum.
+        part: the :class:`fastsparse_core.distributed.PartitionedAdjacency` whose rows ``adj`` has; None:
+            there is one process.
     """
 
     adj: Adjacency
@@ -47,11 +50,38 @@ class NeighbourSum(NamedTuple):
     scale_src: Tensor | None = None
     loop: Tensor | None = None
     reads_own: bool = True
+    part: Any = None
+
+    def of_this_process(self, like: Tensor) -> NeighbourSum:
+        """The same with the rows of a partitioned structure; ``like`` has the features' dtype. Collective."""
+        part: Any = self.adj
+        if not part.is_partitioned:
+            return self
+        scale_src = None if self.scale_src is None else part.scales(self.scale_src, like)[1]
+        return self._replace(adj=part.rows, scale_src=scale_src, part=part)
+
+    def sources(self, x: Tensor) -> Tensor:
+        """Features of all columns, of those of the own nodes, which come first. Collective."""
+        if self.part is None:
+            return x
+        found: Tensor = self.part.sources(x, exact=True)[0]
+        return found
+
+    def to_owners(self, grad: Tensor) -> Tensor:
+        """Gradients of the own nodes' features, of those of all columns. Collective."""
+        if self.part is None:
+            return grad
+        num_own, exchange = self.part.num_dst, self.part.exchange
+        received = exchange.from_halo(grad[num_own:].contiguous()).wait()
+        own: Tensor = exchange.add_up(received, grad.dtype)
+        return own.add_(grad[:num_own])
 
     def tile(self, x: Tensor, begin: int, end: int) -> Tensor:
         """The sums of the rows from ``begin`` to ``end``."""
         adj = self.adj
-        first, last = adj.rowptr[[begin, end]].tolist()
+        # Read from the device once: the host goes ahead of it in later passes.
+        place = ("fastsparse_core.tiling", begin, end)
+        first, last = adj.derived(place, lambda: adj.rowptr[[begin, end]].tolist())
         rows = Adjacency(adj.rowptr[begin : end + 1] - first, adj.col[first:last], (end - begin, adj.num_src))
         scale_dst = None if self.scale_dst is None else self.scale_dst[begin:end]
         # A tile is used once: it is not worth converting for the tensor cores.
@@ -59,16 +89,17 @@ class NeighbourSum(NamedTuple):
         return self.with_own(out, x[begin:end], slice(begin, end))
 
     def with_own(self, out: Tensor, x: Tensor, rows: slice | Tensor) -> Tensor:
-        """Adds the loops of some rows, of their own features ``x``, to ``out``."""
+        """Adds the loops of some rows, of their own features ``x``, to ``out``, in place."""
         if self.loop is None:
             return out
-        scale_dst = None if self.scale_dst is None else self.scale_dst[rows]
-        scale_src = None if self.scale_src is None else self.scale_src[rows]
-        return with_loops(out, x, scale_dst, scale_src, self.loop)
+        weight = self.loop
+        for scale in (self.scale_dst, self.scale_src):
+            weight = weight if scale is None else weight * scale[rows, None]
+        return torch.addcmul(out, x, weight, out=out)  # in the weight's dtype, rounded once
 
     def transposed(self) -> NeighbourSum:
         """The sum that takes gradients back."""
-        return NeighbourSum(self.adj.t(valued=False), self.scale_src, self.scale_dst, self.loop)
+        return NeighbourSum(self.adj.t(valued=False), self.scale_src, self.scale_dst)
 
     def of_rows(self, rows: Tensor) -> NeighbourSum:
         """The same for some of the rows, int64 (num_rows,), without loops."""
@@ -80,19 +111,23 @@ class NeighbourSum(NamedTuple):
         shift = (begin - rowptr[:-1]).repeat_interleave(rowptr.diff(), output_size=num_edges)
         col = adj.col[shift.add_(torch.arange(num_edges, device=rows.device))]
         scale_dst = None if self.scale_dst is None else self.scale_dst[rows]
-        return NeighbourSum(Adjacency(rowptr, col, (rows.numel(), adj.num_src)), scale_dst, self.scale_src)
+        some = Adjacency(rowptr, col, (rows.numel(), adj.num_src))
+        return NeighbourSum(some, scale_dst, self.scale_src, part=self.part)
 
 
-def has_loops(adj: Adjacency) -> bool:
-    """Whether some edge of a square structure is a loop, found in little memory and remembered."""
-    if adj.has_loops is None:
-        found = torch.zeros((), dtype=torch.bool, device=adj.device)
-        for begin, end in _tiles(adj.num_dst, max(adj.num_dst * 2**24 // max(adj.num_edges, 1), 1)):
-            first, last = adj.rowptr[[begin, end]].tolist()
-            row = expand_rows(adj.rowptr[begin : end + 1] - first, last - first)
-            found |= (row.add_(begin) == adj.col[first:last]).any()
-        adj.has_loops = bool(found)
-    return adj.has_loops
+def is_free_of_loops(part: Any) -> bool:
+    """Whether no edge of a graph is a loop. Collective.
+
+    Args:
+        part: :class:`fastsparse_core.distributed.PartitionedAdjacency`.
+    """
+    rows = part.rows
+    found = torch.full((1,), int(part.has_inserted_loops), dtype=torch.int32, device=part.device)
+    for first, last, col in row_pieces(rows.rowptr, rows.col):
+        row = expand_rows(rows.rowptr[first : last + 1] - rows.rowptr[first], col.numel()).add_(first)
+        found |= (row == col).any()
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=part.exchange.group)
+    return not bool(found)
 
 
 class TiledLayer(Protocol):
@@ -117,7 +152,7 @@ class TiledModel:
     Args:
         model: called as ``model(x, edges)``.
         layers: its layers, each with the methods of `TiledLayer`.
-        tile_rows: rows of a tile; None: as many as have 256 MiB of features.
+        tile_rows: rows of a tile; None: as many as take 256 MiB where the model is widest.
         offload: whether the backward pass reads the sums from host memory.
     """
 
@@ -135,19 +170,22 @@ class TiledModel:
 
         Args:
             x: node features (N, F), on the device of the edges or on the host.
-            edges: what the model takes as its second argument.
+            edges: what the model takes as its second argument: edge_index (2, E), or an Adjacency.
             rows: int64 (num_rows,), the nodes whose results are wanted; None: all, in their order.
 
         Returns:
             (num_rows, C), differentiable once in the parameters and in ``x``.
 
         Raises:
-            TypeError: ``x`` is no matrix of floating-point numbers, or ``rows`` are not int64.
+            TypeError: ``x`` is no matrix of floating-point numbers, ``edges`` are of another kind, or
+                ``rows`` are not int64.
             ValueError: the model is not a chain of layers with row-wise functions between them.
             IndexError: a row is outside the graph.
         """
         if not (isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()):
             raise TypeError(f"x: expected a floating-point matrix (num_nodes, width), got {_kind(x)}")
+        if not isinstance(edges, (Tensor, Adjacency)):
+            raise TypeError(f"edge_index: expected a tensor or an Adjacency, got {_kind(edges)}")
         if rows is not None:
             if not (isinstance(rows, Tensor) and rows.dtype == torch.int64 and rows.dim() == 1):
                 raise TypeError(f"rows: expected int64 node indices of one dimension, got {_kind(rows)}")
@@ -194,7 +232,6 @@ class _Run:
         self.edges, self.num_nodes = edges, x.size(0)
         self.device: torch.device = edges.device
         self.rows = None if rows is None else rows.to(self.device)
-        self.tile_rows = tiled.tile_rows or max(_TILE_BYTES // max(x.size(1) * x.itemsize, 1), 1)
         # Random numbers of a tile depend on this seed and its place, so that they can be drawn again.
         self.seed = int(torch.randint(2**62, ()))
         kind = self.device.type
@@ -205,12 +242,17 @@ class _Run:
         self._records = False
         with self.in_its_state(), torch.no_grad():
             few = x[:1].to(self.device)
-            reached = self._first_part(few)
-            self.begins_with_layer = reached.data_ptr() == few.data_ptr() and reached.shape == few.shape
-            inputs = self._inputs_of_layers(x[:0].to(self.device))
-        shapes = [each.new_empty(1, 1).expand(self.num_nodes, each.size(1)) for each in inputs]
+            self.begins_with_layer = self._first_part(few) is few
+            self._none = x[:0].to(self.device)
+            out = self._call(self._none, records=True)
+        if not self.called:
+            raise ValueError("model: expected a model that calls at least one of its layers, got none")
+        row_bytes = max(each.size(1) * each.itemsize for each in (x, out, *self._inputs))
+        self.tile_rows = tiled.tile_rows or max(_TILE_BYTES // max(row_bytes, 1), 1)
+        shapes = [each.new_empty(1, 1).expand(self.num_nodes, each.size(1)) for each in self._inputs]
         self.sums: list[NeighbourSum] = [
-            layer.neighbour_sum(like, edges) for layer, like in zip(self.called, shapes, strict=True)
+            layer.neighbour_sum(like, edges).of_this_process(like)
+            for layer, like in zip(self.called, shapes, strict=True)
         ]
 
     # ---------------------------------------------------------------- the model, part by part
@@ -272,13 +314,6 @@ class _Run:
         self._part = 0
         return self._call(x)
 
-    def _inputs_of_layers(self, none: Tensor) -> list[Tensor]:
-        self._call(none, records=True)
-        if not self.called:
-            raise ValueError("model: expected a model that calls at least one of its layers, got none")
-        self._none = none
-        return self._inputs
-
     def part(self, nth: int, number: int, sums: Tensor, own: Tensor) -> Tensor:
         """A part of the model for a tile.
 
@@ -335,9 +370,9 @@ class _Run:
                     alone = self.part(nth, 0, sums[:half], own[:half]).float()
                     if (whole - alone).abs().max() > _ROUNDING * whole.abs().max():
                         raise ValueError(
-                            f"model: tiled() needs functions between layers that work row by row, and part "
-                            f"{nth} of the model gives a row another result if other rows come with it, as "
-                            "a normalisation over nodes does; use torch.nn.LayerNorm"
+                            "model: tiled() needs functions between layers that work row by row. In part "
+                            f"{nth} of the model the result of a row depends on other rows, as in a "
+                            "normalisation over nodes; use torch.nn.LayerNorm"
                         )
         finally:
             for module, mode in modes:
@@ -429,22 +464,33 @@ class _Run:
             del sums, own, found
         if not continues:
             return
-        like = layer.like
-        of_sums = like.new_empty(0, like.size(1)) if of_sums is None else of_sums
-        back, rows = layer.sums.transposed(), layer.rows
+        like, rows, num_rows = layer.like, layer.rows, layer.num_rows
+        back, sums_of = layer.sums.transposed(), self.sums[nth - 1]
         del grad, layer
-        total = like.new_empty(self.num_nodes, like.size(1)) if of_own is None or rows is not None else of_own
-        for begin, end in _tiles(self.num_nodes, self.tile_rows):
+        of_sums = like.new_empty(0, like.size(1)) if of_sums is None else of_sums
+        is_added = of_own is not None and rows is None and sums_of.part is None
+        total = of_own if is_added else like.new_empty(back.adj.num_dst, like.size(1))
+        assert total is not None
+        for begin, end in _tiles(total.size(0), self.tile_rows):
             tile = back.tile(of_sums, begin, end)
-            if total is of_own:
-                total[begin:end] += tile
-            else:
-                total[begin:end] = tile
+            if is_added:
+                tile += total[begin:end]
+            total[begin:end] = tile
             del tile
-        if rows is not None:
-            loops = self.sums[nth - 1].with_own(torch.zeros_like(of_sums), of_sums, rows)
-            total.index_add_(0, rows, (loops if of_own is None else loops.add_(of_own)).to(total.dtype))
-        gradients.append(total)
+        grad = sums_of.to_owners(total)
+        del total
+        # What reaches the nodes' own features besides: by the layer, and by loops.
+        for begin, end in _tiles(num_rows, self.tile_rows):
+            if sums_of.loop is None and (of_own is None or is_added):
+                break
+            nodes = slice(begin, end) if rows is None else rows[begin:end]
+            own = torch.zeros_like(of_sums[begin:end]) if of_own is None or is_added else of_own[begin:end]
+            own = sums_of.with_own(own, of_sums[begin:end], nodes).to(grad.dtype)
+            if isinstance(nodes, slice):
+                grad[nodes] += own
+            else:
+                grad.index_add_(0, nodes, own)
+        gradients.append(grad)
 
     def _back_to_x(self, x: Tensor, gradients: list[Tensor], totals: _Totals) -> None:
         """Replaces the gradient of the first layer's input by that of the model's."""
@@ -559,18 +605,19 @@ class _Recomputed(_Kept):
         self, sums: NeighbourSum, features: Tensor, tile_rows: int, again: Callable[[], Tensor] | None
     ) -> None:
         super().__init__(sums, features, tile_rows)
-        self.features: Tensor | None = features
-        self.again = again
+        self.again = (lambda: features) if again is None else again
+        self.sources: Tensor | None = sums.sources(features)
 
     def compute(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        if self.features is None:
-            assert self.again is not None
-            self.features = self.again()
-        return self.sums.tile(self.features, begin, end), self.features[begin:end]
+        assert self.sources is not None
+        return self.sums.tile(self.sources, begin, end), self.sources[begin:end]
 
     def finish(self) -> None:
-        if self.again is not None:
-            self.features = None
+        self.sources = None
+
+    def tiles(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        self.sources = self.sums.sources(self.again())
+        yield from super().tiles()
 
 
 class _LastRows(_Kept):
@@ -580,7 +627,8 @@ class _LastRows(_Kept):
         of_rows = sums.of_rows(rows)
         super().__init__(of_rows, features, tile_rows, rows)
         self.own = features[rows]
-        pieces = [of_rows.tile(features, *each) for each in _tiles(rows.numel(), tile_rows)]
+        sources = sums.sources(features)
+        pieces = [of_rows.tile(sources, *each) for each in _tiles(rows.numel(), tile_rows)]
         self.sum = sums.with_own(torch.cat([self.like, *pieces]), self.own, rows)
 
     def compute(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
@@ -599,13 +647,13 @@ class _Offloaded(_Kept):
 
     def __init__(self, sums: NeighbourSum, features: Tensor, tile_rows: int, given: Tensor | None) -> None:
         super().__init__(sums, features, tile_rows)
-        self.features: Tensor | None = features
         self.given = given
+        self.sources: Tensor | None = sums.sources(features)
         self.of_sums, self.of_own = _HostTiles(features.device), _HostTiles(features.device)
 
     def compute(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        assert self.features is not None
-        sums, own = self.sums.tile(self.features, begin, end), self.features[begin:end]
+        assert self.sources is not None
+        sums, own = self.sums.tile(self.sources, begin, end), self.sources[begin:end]
         self.of_sums.append(sums)
         if self.sums.reads_own and self.given is None:
             self.of_own.append(own)
@@ -616,7 +664,7 @@ class _Offloaded(_Kept):
             self.of_own.tiles = list(self.given.split(self.tile_rows))
         self.of_sums.finish()
         self.of_own.finish()
-        self.features = None
+        self.sources = None
 
     def tiles(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         own = self.of_own.read() if self.sums.reads_own else None

@@ -59,6 +59,17 @@ def test_scaling_on_the_cpu(
         "full graph, gcn3-256, pubmed, float32",
         "mini-batches of 50, sage3-256, ogbn-products, float32",
     ]
+    options = ["--scale", "0.00003", "--parts", "papers", "large"]
+    run(["scaling", "--device", "cpu", "--out", str(tmp_path), *arguments, *options], Console(quiet=True))
+    result = record.load(next(tmp_path.glob("*/scaling_large.json")))
+    assert [(cell["kind"], cell["gpus"]) for cell in result["cells"]] == (
+        [("papers", gpus) for gpus in (1, 2, 2)] + [("large", 2)] * 2
+    )
+    titles = [(table.title, len(table.rows)) for table in tables.TABLES["scaling"](result)]
+    assert titles == [
+        ("an epoch of ogbn-papers100M, mini-batches of 50, sage3-256", 3),
+        ("all nodes of ogbn-papers100M, 3 x 128", 2),
+    ]
     main(["plots", "--results", str(tmp_path)])
     assert "scaling_speedup.png" in capsys.readouterr().out
     assert next(tmp_path.glob("*/scaling_speedup.png")).stat().st_size > 0

@@ -16,6 +16,7 @@ from torch import Tensor
 from fastsparse_core import (
     CBSR,
     Adjacency,
+    additive_attention,
     attention,
     edge_softmax,
     gated_aggregate,
@@ -321,6 +322,23 @@ def _ssd(adj: Adjacency, values: Tensor, value: Tensor, bias: Tensor, **how: str
     return ssd(adj, CBSR(values, _kept(adj), 5), value, bias=bias, **how, **_scales(adj))
 
 
+def _queries(adj: Adjacency, shape: Shape, dtype: torch.dtype) -> Tensors:
+    (heads, width, _), of = shape, _of(adj, dtype)
+    rows = {"q": of(adj.num_dst, heads, width, seed=0), "k": of(adj.num_src, heads, width, seed=1)}
+    return {**rows, "v": of(adj.num_src, heads, width, seed=2), "bias": of(adj.num_values, heads, seed=3)}
+
+
+def _scores(adj: Adjacency, shape: Shape, dtype: torch.dtype) -> Tensors:
+    (heads, *_), tensors = shape, _queries(adj, shape, dtype)
+    scores = _rows_of(score_dst="dst", score_src="src")(adj, (heads,), dtype)
+    return {**scores, "v": tensors["v"], "bias": tensors["bias"]}
+
+
+def _vector(adj: Adjacency, shape: Shape, dtype: torch.dtype) -> Tensors:
+    tensors = _gatv2_with_edges(adj, shape, dtype)
+    return {name: tensors[name] for name in ("x_dst", "x_src", "att")}
+
+
 def _spmm(adj: Adjacency, **tensors: Any) -> Tensor:
     return spmm(adj, **tensors, **_scales(adj))
 
@@ -342,8 +360,15 @@ def _gather(adj: Adjacency, x: Tensor) -> Tensor:
 
 
 def _others() -> Iterator[Operator]:
-    for heads in (0, 1, 2):
-        yield Operator(f"spmm {heads}", _spmm, _product(heads), (4,))
+    for heads, algorithm in ((0, "csr"), (1, "csr"), (2, "csr"), (0, "flashsparse"), (1, "flashsparse")):
+        call = partial(_spmm, algorithm=algorithm)
+        yield Operator(f"spmm {heads} {algorithm}", call, _product(heads), (4,))
+    for reduce in ("max", "min"):
+        yield Operator(f"spmm {reduce}", partial(spmm, reduce=reduce), _product(1), (4,))
+    for call, make in ((attention, _queries), (additive_attention, _scores), (gatv2_attention, _vector)):
+        for algorithm in ("fused3s", "unfused", *(("csr",) if call is attention else ())):
+            name, call_of = f"{call.__name__} {algorithm}", partial(call, algorithm=algorithm)
+            yield Operator(name, call_of, make, (2, 2, 2))
     for algorithm in ("csr", "flashsparse", "tca", "hr"):
         call = partial(_spmm_of_vectors, algorithm=algorithm)
         yield Operator(f"spmm of vectors {algorithm}", call, _vectors, (4,))

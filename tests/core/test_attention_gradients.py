@@ -85,16 +85,6 @@ def test_blocks_that_are_cut(device, poisoned_memory, stored_in_quads, heads, wi
         assert relative_error(actual, exact) <= bound
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_second_derivatives(device, kind, algorithm):
-    adj = with_loops(device)
-    case = problem(kind, adj, 1, 2, 2, torch.float64, biased=True, requires_grad=True)
-    assert torch.autograd.gradgradcheck(
-        lambda *tensors: case.run(adj, tensors, algorithm=algorithm), case.tensors
-    )
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_second_derivatives_see_the_dropout_of_the_forward_pass(device, kind):
     adj = with_loops(device)

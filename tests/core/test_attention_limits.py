@@ -30,64 +30,6 @@ KIND_CODES = {"dot_product": DOT_PRODUCT, "additive": ADDITIVE, "gatv2": GATV2}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("biased", [False, True])
-def test_opcheck(device, kind, biased):
-    adj = random_graph().adjacency(device)
-    case = problem(kind, adj, 2, 8, dtype=torch.float32, biased=biased, requires_grad=True)
-    tensors = [tensor.detach() for tensor in case.tensors]
-    bias = tensors.pop() if case.biased else None
-    rest = (0.3, 0.3, torch.tensor(3), KIND_CODES[kind], 2, "fused3s", adj.handle)
-    none = (None, None)
-    if kind == "gatv2":
-        flat = [tensors[0].flatten(1), tensors[1].flatten(1), None, tensors[2], *none, None]
-    elif kind == "additive":
-        flat = [*tensors[:2], tensors[2].flatten(1), None, *none, bias]
-    else:
-        flat = [*(tensor.flatten(1) for tensor in tensors), None, *none, bias]
-    if device == "cuda" and kind == "dot_product":
-        adj.prepare()
-    operators = torch.ops.fastsparse
-    operator, backward = operators.attention.default, operators.attention_backward.default
-    leaves = [tensor if tensor is None else tensor.clone().requires_grad_() for tensor in flat]
-    torch.library.opcheck(operator, (*leaves, *rest))
-    out, lse, out_edge = operator(*flat, *rest)
-    result = None if kind == "additive" else out
-    *options, handle = rest
-    results = (result, lse, out_edge)
-    arguments = (torch.randn_like(out), *flat, *options, *results, handle, False, False, biased)
-    torch.library.opcheck(backward, arguments)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_compiles_without_graph_breaks(device, kind, algorithm):
-    adj = random_graph().adjacency(device).prepare()
-    case = problem(kind, adj, 2, 16, biased=True, requires_grad=True)
-
-    def model(adj, *tensors):
-        return case.run(adj, [tensor * 1.5 for tensor in tensors], 0.3, algorithm=algorithm).tanh()
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    results = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        out = compiled(adj, *case.tensors)
-        torch.manual_seed(seed)
-        expected = model(adj, *case.tensors)
-        assert relative_error(out, expected) < 1e-6
-        for actual, wanted in zip(
-            torch.autograd.grad(out.square().sum(), case.tensors),
-            torch.autograd.grad(expected.square().sum(), case.tensors),
-            strict=True,
-        ):
-            assert relative_error(actual, wanted) < 1e-5
-        results.append(out)
-    assert not torch.equal(*results)  # a new mask each call
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_autocast(device, kind):
     adj = random_graph().adjacency(device)
     case = problem(kind, adj, biased=True, requires_grad=True)

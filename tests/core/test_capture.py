@@ -249,6 +249,18 @@ def test_steps_that_run_as_they_are_keep_their_optimiser(device, optimizer):
     assert after == before
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device")
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_slow_path_is_one_that_the_machine_could_avoid(has_gpu, monkeypatch, reasons):
+    monkeypatch.setattr(machinery, "machine_has_gpu", lambda: has_gpu)
+    step = capture(lambda x: 2 * x)
+    repeat(lambda: step(torch.ones(3)))
+    assert step.captured.status == "refused: there is no CUDA device"
+    (said,) = reasons.records
+    assert said.levelname == ("WARNING" if has_gpu else "INFO")
+    assert ("install a PyTorch" in said.message) == has_gpu
+
+
 def repeat(call, times=CALLS):
     """Results of calls."""
     return [call() for _ in range(times)]

@@ -87,24 +87,6 @@ def test_values_of_dropped_edges_get_no_gradient(device, poisoned_memory):
     compare(adj, operands(adj, 2, 8, torch.float32))
 
 
-def test_second_derivatives(device):
-    ends = torch.tensor([[0, 1, 1, 2, 0], [0, 0, 1, 1, 1]])
-    adj = Adjacency.from_coo(*ends, (3, 2)).to(device)
-    if device == "cuda":
-        tensors = operands(adj, 2, 8, torch.float32)
-        out = attention(adj, *tensors[:3], None, tensors[3], algorithm="csr")
-        (first,) = torch.autograd.grad(out.square().sum(), tensors[:1], create_graph=True)
-        assert all(x.isfinite().all() for x in torch.autograd.grad(first.square().sum(), tensors))
-        return
-
-    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        return attention(adj, q, k, v, None, bias, algorithm="csr")
-
-    tensors = operands(adj, 2, 3, torch.float64)
-    assert torch.autograd.gradcheck(call, tensors)
-    assert torch.autograd.gradgradcheck(call, tensors)
-
-
 def test_same_bits_every_time_and_nothing_of_edges_times_width(device):
     adj = ragged(4000, device)
     tensors = operands(adj, 4, 32, torch.float32, biased=False)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from fastsparse_core import Adjacency
+from fastsparse_core import Adjacency, graph_store
 from fastsparse_core.graph_store import (
     BatchEdges,
+    Content,
     Field,
     FieldKind,
     Fields,
     GraphStore,
     StoredEdges,
+    drawn_batches,
     place_tensors,
+    same_outline,
 )
 
 SIZES = torch.tensor([3, 0, 5, 1, 40, 2])
@@ -177,3 +181,81 @@ def test_edges_between_graphs_have_no_structure(store):
     stored = StoredEdges(store, field, nodes, nodes)
     assert not stored.has_structure
     assert not stored.is_sorted
+
+
+SAMPLERS = {
+    "in order": lambda items, generator: SequentialSampler(items),
+    "shuffled": lambda items, generator: RandomSampler(items, generator=generator),
+    "with replacement": lambda items, generator: RandomSampler(items, True, generator=generator),
+    "fewer": lambda items, generator: RandomSampler(items, num_samples=7, generator=generator),
+    "a subset": lambda items, generator: SubsetRandomSampler([3, 1, 2, 0, 8], generator=generator),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize(("count", "size"), [(10, 4), (12, 4), (3, 4), (9, 1)])
+@pytest.mark.parametrize("own_generator", [True, False])
+def test_batches_are_drawn_as_pytorch_draws_them(name, drop_last, count, size, own_generator):
+    """Epoch for epoch, with the generators left as PyTorch leaves them, also behind each batch."""
+    found = []
+    for draw in (iter, lambda batches: drawn_batches(batches, torch.device("cpu"))):
+        torch.manual_seed(1)
+        generator = torch.Generator().manual_seed(2) if own_generator else None
+        order = SAMPLERS[name](range(max(count, 9) if name == "a subset" else count), generator)
+        batches = BatchSampler(order, size, drop_last)
+        drawn = []
+        for _ in range(3):
+            drawn += [(list(map(int, batch)), torch.randint(99, (1,)).item()) for batch in draw(batches)]
+            drawn.append(torch.randint(99, (2,), generator=generator).tolist())
+        found.append(drawn)
+    assert found[0] == found[1]
+
+
+def test_samplers_of_other_kinds_draw_themselves():
+    assert list(drawn_batches([[1, 2], [0]], torch.device("cpu"))) == [[1, 2], [0]]
+    assert list(drawn_batches(BatchSampler([4, 2, 3], 2, False), torch.device("cpu"))) == [[4, 2], [3]]
+
+
+def test_positions_may_be_a_tensor(store):
+    nodes = store.add_counts(SIZES)
+    rows = torch.randn(int(SIZES.sum()), 3)
+    expected = gather(store, [4, 2, -1], Field(rows, nodes))
+    assert torch.equal(gather(store, torch.tensor([4, 2, -1]), Field(rows, nodes))[0], expected[0])
+    with pytest.raises(IndexError, match="below 6, got 6"):
+        store.choose(torch.tensor([0, 6]))
+
+
+def test_changes_of_a_dataset_are_detected(monkeypatch):
+    """Another object always; a write when its tensor's turn has come."""
+    monkeypatch.setattr(graph_store, "_MOST_VERSIONS", 4)
+    tensors = [torch.zeros(2) for _ in range(30)]
+    mappings = [{"x": tensor, "name": "a"} for tensor in tensors]
+    content = Content(mappings, tensors)
+    assert all(content.is_as_it_was() for _ in range(20))
+    for nth in range(30):
+        tensors[nth] += 1
+        content_now = [content.is_as_it_was() for _ in range(9)]
+        assert content_now.count(False) == 1, nth
+        content = Content(mappings, tensors)
+    for change in (
+        lambda: mappings[7].update(name="b"),
+        lambda: mappings[8].update(more=1),
+        lambda: mappings[29].pop("name"),
+        lambda: mappings[0].update(x=tensors[0].clone()),
+    ):
+        content = Content(mappings, tensors)
+        change()
+        assert not content.is_as_it_was()
+        assert not content.is_as_it_was()
+    assert Content([], []).is_as_it_was()
+
+
+def test_outlines_are_the_same_for_the_same_objects():
+    items = [object() for _ in range(3)]
+    assert same_outline((items, [[1]]), (list(items), [[1]]))
+    assert not same_outline((items, []), (items[:2], []))
+    assert not same_outline((items[:2], []), (items, []))
+    assert not same_outline(([*items[:2], object()], []), (items, []))
+    assert not same_outline((items, [[1]]), (items, [[2]]))
+    assert not same_outline(([[1]], []), ([[1]], []))

@@ -24,48 +24,6 @@ def graph(device: str, num_dst: int = 20, num_src: int = 30) -> Adjacency:
     return Adjacency.from_coo(row, col, (num_dst, num_src))
 
 
-@pytest.mark.parametrize("valued", [False, True])
-@pytest.mark.parametrize(
-    ("algorithm", "dtype"),
-    [("csr", torch.float32), ("flashsparse", torch.float32), ("tca", torch.float16), ("hr", torch.float16)],
-)
-def test_opcheck_spmm(device, valued, algorithm, dtype):
-    adj = graph(device)
-    x = torch.randn(30, 8, device=device, dtype=dtype, requires_grad=True)
-    value = torch.randn(200, device=device, requires_grad=True) if valued else None
-    scale = torch.rand(20, device=device)
-    arguments = (x, value, scale, None, None, 20, adj.handle, False, algorithm, valued)
-    torch.library.opcheck(torch.ops.fastsparse.spmm.default, arguments)
-    for adds in {False, valued}:
-        torch.library.opcheck(
-            torch.ops.fastsparse.spmm_extremum.default, (x, value, 20, adj.handle, False, False, adds)
-        )
-
-
-@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
-def test_compiles_without_graph_breaks(device, reduce):
-    adj = graph(device).prepare()
-
-    def model(adj, x, weight, value):
-        score = sddmm(adj, x[:20], x).tanh()
-        return spmm(adj, (x @ weight).relu(), value * score, reduce, scale_src=adj.inv_sqrt_out_degree())
-
-    x = torch.randn(30, 8, device=device, requires_grad=True)
-    weight = torch.randn(8, 4, device=device, requires_grad=True)
-    value = torch.randn(200, device=device, requires_grad=True)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for _ in range(2):
-        out, expected = compiled(adj, x, weight, value), model(adj, x, weight, value)
-        assert relative_error(out, expected) < 1e-6
-        for actual, wanted in zip(
-            torch.autograd.grad(out.square().sum(), (x, weight, value)),
-            torch.autograd.grad(expected.square().sum(), (x, weight, value)),
-            strict=True,
-        ):
-            assert relative_error(actual, wanted) < 1e-5
-
-
 def test_second_structure_reuses_or_recompiles_correctly(device):
     torch._dynamo.reset()
     compiled = torch.compile(lambda adj, x: spmm(adj, x), fullgraph=True, backend="aot_eager")

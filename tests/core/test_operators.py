@@ -177,7 +177,7 @@ def test_opcheck(op: Operator, device: str) -> None:
     adj = ragged(600, device).prepare()
     tensors = {name: x.requires_grad_() for name, x in op.make(adj, op.small, torch.float32).items()}
     with Called() as forward:
-        out = op.results(op.call, adj, tensors)
+        out = op.results(op.call, adj, tensors, **({"dropout_p": 0.3} if op in ATTENTION else {}))
     with Called() as backward:
         torch.autograd.grad(sum(x.square().sum() for x in out), list(tensors.values()))
     assert forward.calls

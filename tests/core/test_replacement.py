@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import warnings
 from types import ModuleType
 
 import pytest
@@ -103,6 +104,16 @@ def test_a_variable_switches_parts_off(monkeypatch):
     assert enabled_parts(["layers", "scatter", "pool", "sparse_mm"]) == ["layers", "pool"]
     monkeypatch.delenv("FASTSPARSE_DISABLE")
     assert enabled_parts(["layers", "scatter"]) == ["layers", "scatter"]
+
+
+def test_names_that_do_not_exist_are_told_once(monkeypatch):
+    monkeypatch.setattr("fastsparse_core.log.seen", set())
+    monkeypatch.setenv("FASTSPARSE_DISABLE", "scater, dgl,")
+    with pytest.warns(UserWarning, match="FASTSPARSE_DISABLE: expected some of layers, .*dgl, got .scater."):
+        assert enabled_parts(["scatter", "dgl"]) == ["scatter"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        enabled_parts(["scatter"])
 
 
 def test_importing_the_core_does_not_import_the_compiler():

@@ -106,6 +106,18 @@ def test_the_values_that_a_matrix_is_made_of_have_a_gradient(enabled, layout):
 
 
 @pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_an_undefined_gradient_stays_undefined(enabled, layout):
+    """As PyTorch's own, which gives no zeros for it."""
+    matrix = LAYOUTS[layout](random_matrix()).requires_grad_()
+    x = torch.randn(30, 4, dtype=torch.float64, requires_grad=True)
+    out = several_times(lambda: torch.sparse.mm(matrix, x))
+    assert served()[0]
+    out = torch._C._functions.UndefinedGrad()(out)
+    grads = torch.autograd.grad(out, (matrix, x), torch.ones_like(out), allow_unused=True)
+    assert grads == (None, None)
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
 def test_second_derivatives(enabled, layout):
     matrix = LAYOUTS[layout](random_matrix(8, 6))
     x = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)

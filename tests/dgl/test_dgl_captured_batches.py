@@ -172,7 +172,7 @@ def test_what_is_not_padded_says_why(device):
         graph.update_all(dgl.function.copy_u("feat", "m"), dgl.function.sum("m", "h"))
         return net.out(dgl.mean_nodes(graph, "h"))
 
-    with pytest.warns(SlowPathWarning, match="drop-in layers and readouts do: graph.update_all"):
+    with pytest.warns(SlowPathWarning, match="graph.update_all is not available on a padded batch"):
         assert not check(batches(device, [9] * 11), forward)
     typed = dgl.heterograph({("a", "x", "b"): ([0], [0]), ("b", "y", "a"): ([0], [0])})
     batch = dgl.batch([typed, typed]).to(device)

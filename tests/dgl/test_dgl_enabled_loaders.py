@@ -20,6 +20,8 @@ from hook_cases import AWAY, enabled, enabled_for, in_thread
 from test_dgl_operators import heterogeneous
 from torch import Tensor
 
+import fastsparse_core
+
 fn = dgl.function
 pytestmark = pytest.mark.filterwarnings("ignore:Dataloader CPU affinity", "ignore:.*pin_memory")
 
@@ -97,6 +99,27 @@ def test_loaders_are_replaced_wherever_they_were_imported(monkeypatch: pytest.Mo
     with enabled():
         assert fastsparse_dgl.is_enabled()
         assert {name: getattr(dgl.dataloading, name) for name in LOADERS} == before
+
+
+def test_loaders_are_in_the_report() -> None:
+    graph, seeds = graph_with_data(), torch.arange(6)
+    with enabled():
+        fastsparse_dgl.enable(report=True)
+        for sampler in (
+            dgl.dataloading.NeighborSampler([2]),
+            dgl.dataloading.ShaDowKHopSampler([2]),
+        ):
+            next(iter(dgl.dataloading.DataLoader(graph, seeds, sampler, batch_size=6)))
+        next(iter(dgl.dataloading.GraphDataLoader([graph, graph], batch_size=2)))
+    rows = [(row.call, row.by, row.reason) for row, _ in fastsparse_core.report().rows]
+    loaders = {row for row in rows if "Loader" in row[0]}
+    assert {row[:2] for row in loaders if not row[2]} == {
+        ("DataLoader", "FastSparse"),
+        ("GraphDataLoader", "FastSparse"),
+    }
+    (other,) = (row for row in loaders if row[2])
+    assert other[1] == "DGL"
+    assert "graph_sampler is a ShaDowKHopSampler" in other[2]
 
 
 def test_all_neighbours_are_those_of_dgl() -> None:

@@ -263,6 +263,22 @@ def test_batches_are_the_callers():
     assert_same(again, dgl.batch(graphs))
 
 
+def test_interrupted_epochs_and_two_at_once():
+    dataset = labelled(float)
+    loader, other = (GraphDataLoader(dataset, batch_size=4, shuffle=shuffle) for shuffle in (False, True))
+    for _ in range(5):
+        for _batch in loader:
+            break
+    with pytest.raises(KeyError, match="of the loop"):  # noqa: PT012
+        for _batch in loader:
+            raise KeyError("of the loop")
+    original = OriginalLoader(dataset, batch_size=4)
+    for one, two, mixed, expected in zip(loader, loader, other, original, strict=True):
+        assert_same(one, expected)
+        assert_same(two, expected)
+        assert mixed[0].batch_size == one[0].batch_size
+
+
 def test_a_sample_that_is_not_there():
     batches = iter(GraphDataLoader(molecules(5), batch_sampler=[[0, 9], [1]]))
     with pytest.raises(IndexError, match="positions below 5"):
@@ -321,7 +337,7 @@ def test_memory_stays_flat():
     conv = FastGraphConv(4, 4, allow_zero_in_degree=True)
     counts = []
     for _ in range(4):
-        for _ in range(3):
+        for _ in range(50):
             for graph, _label in loader:
                 conv(graph, graph.ndata["feat"])
         gc.collect()
@@ -332,11 +348,12 @@ def test_memory_stays_flat():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["graphs", "tensor labels", "hetero"])
 def test_batches_on_the_gpu(name):
+    dataset = DATASETS[name]()
+    originals = list(OriginalLoader(dataset, batch_size=4))  # under enable() this name is ours
     with enabled():
-        dataset = DATASETS[name]()
         loader = GraphDataLoader(dataset, batch_size=4, device="cuda")
         conv = FastGraphConv(4, 4, allow_zero_in_degree=True).cuda()
-        for got, expected in zip(loader, OriginalLoader(dataset, batch_size=4), strict=True):
+        for got, expected in zip(loader, originals, strict=True):
             got, labels = got if isinstance(got, list) else (got, None)
             expected, expected_labels = expected if isinstance(expected, list) else (expected, None)
             assert got.device.type == "cuda"
@@ -347,3 +364,31 @@ def test_batches_on_the_gpu(name):
             if name != "hetero":
                 out = conv(got, got.ndata["feat"])
                 torch.testing.assert_close(out, conv(expected.to("cuda"), expected.ndata["feat"].cuda()))
+
+
+@pytest.mark.gpu
+def test_graphs_that_do_not_fit(monkeypatch, reasons):
+    monkeypatch.setattr("fastsparse_core.graph_store._SHARE_OF_FREE", 0.0)
+    with enabled():
+        dataset = labelled(float)
+        loader = GraphDataLoader(dataset, batch_size=4, device="cuda")
+        assert "page-locked" in reasons.text
+        for (got, labels), (expected, _) in zip(loader, OriginalLoader(dataset, batch_size=4), strict=True):
+            assert labels.is_cuda
+            assert_same_graph(got.cpu(), expected)
+
+
+@pytest.mark.gpu
+def test_memory_on_the_gpu_stays_flat():
+    with enabled():
+        loader = GraphDataLoader(labelled(float), batch_size=4, shuffle=True, device="cuda")
+        conv = FastGraphConv(4, 4, allow_zero_in_degree=True).cuda()
+        used = []
+        for _ in range(200):
+            for graph, _label in loader:
+                conv(graph, graph.ndata["feat"])
+            del graph, _label
+            gc.collect()
+            torch.cuda.synchronize()
+            used.append(torch.cuda.memory_allocated())
+    assert used[-1] == used[5]

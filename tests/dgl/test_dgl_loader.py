@@ -343,8 +343,8 @@ def test_bad_options(make, message):
     ("seeds", "message"),
     [
         (torch.tensor([3]), r"seed_nodes: expected a dict by node type, as \{'author': ids\}"),
-        ({"paper": torch.tensor([12])}, "seed_nodes .*indices.* from 0 to 11 of type 'paper', got .* 12"),
-        ({"paper": torch.tensor([-1])}, "seed_nodes .*indices.* got .* -1"),
+        ({"paper": torch.tensor([12])}, "seed_nodes .*indices.* from 0 to 11 of type 'paper', got 12"),
+        ({"paper": torch.tensor([-1])}, "seed_nodes .*indices.*, got -1"),
         ({"papers": torch.tensor([1])}, "seed_nodes .*indices.* among .*'paper'.*, got 'papers'"),
     ],
 )
@@ -380,10 +380,10 @@ def test_seeds_by_the_only_type():
 
 
 @pytest.mark.gpu
-def test_dgls_own_sampler_on_a_gpu_is_a_warning():
+def test_another_sampler_on_a_gpu_is_a_warning():
     graph = with_data()
     with (
         enabled(),
         pytest.warns(SlowPathWarning, match=r"only fastsparse_dgl\.NeighborSampler"),
     ):
-        loader(graph, dgl.dataloading.NeighborSampler([2]), "cuda")
+        loader(graph, dgl.dataloading.ShaDowKHopSampler([2]), "cuda")

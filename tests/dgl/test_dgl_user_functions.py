@@ -794,3 +794,11 @@ def test_the_report_names_plans_and_reasons() -> None:
     assert GROUPS in rows["update_all", ""]
     assert PER_NODE in rows["apply_edges", ""]  # the messages alone
     assert [by for (call, reason), by in rows.items() if call == "update_all" and reason] == ["DGL"]
+
+
+def test_operations_without_kernels_are_named_in_plain_words(reasons: pytest.LogCaptureFixture) -> None:
+    check(called(Case(copied, sorted_messages)))
+    assert (
+        "sorted_messages falls back to DGL's implementation: FastSparse has no kernels for its"
+        in reasons.text
+    )

@@ -39,6 +39,8 @@ def test_each_layer_of_a_model():
     )
     model.unused = FastSAGEConv(6, 6, "mean")
     found = {item.path: item for item in why(model, homogeneous(), torch.randn(30, 6))}
+    assert "FastSparse: fused attention" in str(why(FastGATConv(6, 3, 2), homogeneous(), torch.randn(30, 6)))
+    assert "fastsparse_dgl.enable(report=True)" in str(why(nn.Linear(6, 3), torch.randn(3, 6)))
     assert [found[f"layers.{nth}"].by for nth in range(6)] == [
         "FastSparse",
         "DGL",
@@ -48,7 +50,7 @@ def test_each_layer_of_a_model():
         "DGL",
     ]
     assert found["unused"].by == "not called"
-    assert "aggregator_type='lstm' has no kernel. The page 'Layers'" in found["layers.1"].reason
+    assert "aggregator_type='lstm' has no kernel. Use 'mean', 'gcn' or 'pool'" in found["layers.1"].reason
     assert "Use fastsparse_dgl.FastGraphConv" in found["layers.2"].reason
     assert "it is DGL's layer. Call fastsparse_dgl.accelerate(model)" in found["layers.3"].reason
     assert "aggregators ['mean', 'moment3']" in found["layers.5"].reason
@@ -69,3 +71,10 @@ def test_what_dgl_refuses_announces_no_slow_path(reasons):
     assert not reasons.records
     layer(homogeneous(), torch.randn(30, 6))
     assert len(reasons.records) == 1
+
+
+def test_the_graph_comes_first():
+    with pytest.raises(
+        dgl.DGLError, match=r"feat: expected a tensor .*the graph comes first: layer\(graph, feat\)"
+    ):
+        FastSAGEConv(6, 6, "mean")(torch.randn(30, 6), homogeneous())

@@ -110,6 +110,16 @@ def test_processes_that_the_script_starts_are_enabled_too(folder):
     assert done.stdout == "fork [True]\nspawn [True]\nTrue False\n", done.stderr
 
 
+def test_a_script_without_calls_says_so(folder, monkeypatch, capsys):
+    monkeypatch.setenv("FASTSPARSE_REPORT", "tme")
+    assert fastsparse_run.main(["run", str(folder / "work/script.py")]) == 2
+    assert "FASTSPARSE_REPORT: expected '1' or 'time', got 'tme'" in capsys.readouterr().err
+    (folder / "work/early.py").write_text("import fastsparse_core\nraise SystemExit(3)")
+    done = run(folder, "--report", "early.py")
+    assert done.returncode == 3
+    assert without_first_line(done.stderr) == "No call finished before the script ended.\n"
+
+
 def test_the_users_own_sitecustomize_runs(folder):
     (folder / "site/sitecustomize.py").write_text("print('mine')")
     assert run(folder, "script.py", "0").stdout.count("mine") == 2  # that of the command, and the script's
@@ -138,17 +148,21 @@ def test_a_script_may_import_the_plugin_first(folder):
         (("missing.py",), "there is no file 'missing.py'"),
         (("--reprt", "script.py"), "unknown option --reprt; options of the script come after its name"),
         (("--report-json",), "--report-json: expected a file"),
+        (("--report=fast", "x.py"), "--report: expected nothing or 'time', got 'fast'"),
+        (("-c", "print()"), "-c is not supported; write the code to a file and run that"),
+        (("-i", "x.py"), "unknown option -i; options of the script come after its name"),
     ],
 )
 def test_wrong_commands_are_refused(capsys, arguments, message):
     assert fastsparse_run.main(["run", *arguments]) == 2
-    assert capsys.readouterr().err.startswith(f"fastsparse: {message}\n\nusage: fastsparse run")
+    assert capsys.readouterr().err == f"fastsparse: {message}. See fastsparse --help\n"
 
 
 def test_other_commands(capsys):
     assert fastsparse_run.main(["help"]) == 2
     assert "expected one of run, doctor, tune, got 'help'" in capsys.readouterr().err
     assert fastsparse_run.main([]) == 2
+    assert capsys.readouterr().err.startswith("usage: fastsparse run")
     assert fastsparse_run.main(["--help"]) == fastsparse_run.main(["run", "--help"]) == 0
 
 

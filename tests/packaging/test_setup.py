@@ -303,6 +303,27 @@ def test_plan_gives_each_source_what_it_needs(setup_py, tmp_path):
         assert (job.object_name() == jobs[job.source.name].object_name()) == (job.source != binding.source)
 
 
+def test_the_library_for_cpp_programs_needs_the_stable_headers(setup_py, tmp_path, monkeypatch):
+    cuda = setup_py.Cuda(Path("/x/nvcc"), "release 99", ["/x/include"], tmp_path, ["90"], [])
+    stable = tmp_path / "torch" / "include" / "torch" / "csrc" / "stable" / "ops.h"
+    (tmp_path / "torch").mkdir()
+    for name in ("__init__.py", "version.py"):
+        (tmp_path / "torch" / name).write_text("__version__ = '2.9.0'\n")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(CompileError, match="FASTSPARSE_CPP: install PyTorch 2.10 or newer"):
+        setup_py.plan_cpp(["c++"], None, {})
+    stable.parent.mkdir(parents=True)
+    stable.touch()
+    without, job = (setup_py.plan_cpp(["c++"], each, {"CXXFLAGS": "-Werror"}) for each in (None, cuda))
+    assert job.source.name == "torch_operators.cpp"
+    assert job.source not in setup_py.sources(cuda=True), "the extension contains no PyTorch code"
+    assert job.include_dirs == [str(tmp_path / "torch" / "include"), "/x/include"]
+    assert "-DFASTSPARSE_WITH_CUDA" in job.command
+    assert "-DFASTSPARSE_WITH_CUDA" not in without.command
+
+
 WORKFLOW = {"GITHUB_REPOSITORY": "someone/fastsparse", "GITHUB_REF_NAME": "v1.2.3"}
 
 

@@ -499,6 +499,33 @@ def test_verify_waits_for_the_kernels_of_few_edges(monkeypatch: pytest.MonkeyPat
         layer(torch.randn(N, 6), EDGES.clone())
 
 
+def test_verify_waits_for_a_call_that_a_kernel_computes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PyG's code runs small graphs, and calls that the kernels do not support: no check is spent on them."""
+    own, drop_in = pyg.SimpleConv(), pyg.GCNConv(6, 6)
+    for layer in (own, drop_in):
+        accelerate(layer, show=False, verify=True)
+    x, matrix = torch.randn(N, 6), torch.sparse_coo_tensor(EDGES, torch.ones(E), (N, N)).to_sparse_csr()
+    with monkeypatch.context() as small:
+        small.setattr(any_layer, "FEW_EDGES", E + N + 1)
+        own(x, EDGES)
+        own(x, EDGES)
+    drop_in.fuse = False
+    drop_in(x, matrix)
+    drop_in.fuse = True
+    said = [each for each in caplog.messages if "nothing was compared yet" in each]
+    assert len(said) == 2
+    assert "PyG is faster there. The first call" in said[0]
+    monkeypatch.setattr(message_kernels, "spmm", lambda adj, x, *_: torch.zeros_like(x))
+    monkeypatch.setattr(message_kernels, "plain_spmm", lambda *_: None)
+    with pytest.raises(VerificationError, match="verify: layer"):
+        own(x, EDGES)
+    assert drop_in._forward_pre_hooks
+    drop_in(x, EDGES)
+    assert not drop_in._forward_pre_hooks
+
+
 class Scaling(MessagePassing):
     """Writes into what it gets."""
 

@@ -13,12 +13,15 @@ from torch_geometric import nn as pyg
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 
+import fastsparse_pyg
 from benchmarks.pyg_layers import LAYERS as TABLE
 from benchmarks.pyg_layers import Inputs
 from fastsparse_core import Adjacency
 from fastsparse_pyg import (
+    FastGATConv,
     FastGCNConv,
     FastGINConv,
+    FastGINEConv,
     FastRGATConv,
     FastRGCNConv,
     FastSAGEConv,
@@ -28,7 +31,7 @@ from fastsparse_pyg.nn import DROP_INS
 
 
 def test_edges_between_no_nodes():
-    with pytest.raises(IndexError, match="expected no edges in row 0 for 0 nodes, got values from 0 to 0"):
+    with pytest.raises(IndexError, match="expected no edges in row 0 for 0 nodes, got 0"):
         FastGCNConv(3, 2)(torch.zeros(0, 3), torch.zeros(2, 1, dtype=torch.long))
 
 
@@ -81,6 +84,45 @@ def test_a_call_that_pyg_refuses_announces_no_slow_path(name, reasons):
     with pytest.raises(refused):
         layer(*given)
     assert not reasons.records
+
+
+@pytest.mark.parametrize(
+    ("x", "edge_index", "message"),
+    [
+        (torch.randn(12), _EDGES, r"x: expected shape \(num_nodes, .*got \(12,\); .* pass x.unsqueeze"),
+        (torch.ones(12, 4, dtype=torch.int64), _EDGES, r"x: expected a floating.*int64; .*x.float\(\)"),
+        (_EDGES, _X, r"x: .*the arguments are swapped: call layer\(x, edge_index\)"),
+    ],
+    ids=["one dimension", "integers", "swapped"],
+)
+@pytest.mark.parametrize(
+    "make", [lambda: FastGCNConv(4, 6), lambda: FastGATConv(4, 6), lambda: FastSAGEConv(4, 6)]
+)
+def test_errors_of_pyg_name_the_argument(make, x, edge_index, message):
+    with pytest.raises(Exception, match=message) as raised:
+        make()(x, edge_index)
+    assert type(raised.value) is type(raised.value.__cause__)
+
+
+@pytest.mark.parametrize("layer", ["GATConv", "GATv2Conv", "TransformerConv"])
+def test_no_heads(layer):
+    with pytest.raises(ValueError, match="heads .*expected at least 1, got 0"):
+        getattr(fastsparse_pyg, f"Fast{layer}")(4, 6, heads=0)(_X, _EDGES)
+
+
+def test_gine_names_the_missing_features():
+    with pytest.raises(AttributeError, match="edge_attr: expected features .*got None; .*FastGINConv"):
+        FastGINEConv(nn.Linear(4, 6))(_X, _EDGES)
+
+
+@pytest.mark.parametrize(
+    ("node", "message"), [(12, "got 12; check that x has"), (-1, "got -1; ids must not be negative")]
+)
+def test_ids_of_no_node(node, message):
+    with pytest.raises(IndexError, match=f"edge_index: .*in row 0 for 12 nodes, {message}"):
+        FastGCNConv(4, 6)(_X, torch.full((2, 30), node))
+    with pytest.raises(IndexError, match=f"edge_index: .*, {message}"):
+        FastRGCNConv(4, 6, 2)(_X, torch.full((2, 30), node), torch.zeros(30, dtype=torch.long))
 
 
 @pytest.mark.parametrize(
@@ -226,8 +268,9 @@ def test_zero_width(device, aggr):
         (torch.zeros(5, 5, dtype=torch.int64), r"got \(5, 5\); if it is a dense adjacency matrix"),
         (None, "got NoneType; pass the edges of your graph"),
         ([[0], [1]], "got list; convert it with torch.as_tensor"),
+        ((torch.tensor([0]), torch.tensor([1])), r"got tuple; convert it with torch.stack\(edge_index\)"),
     ],
-    ids=["transposed", "dense", "None", "list"],
+    ids=["transposed", "dense", "None", "list", "tuple of tensors"],
 )
 def test_edges_of_other_forms_name_the_cure(edge_index, cure):
     with pytest.raises(ValueError, match=f"edge_index: expected .*{cure}"):

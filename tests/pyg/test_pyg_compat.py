@@ -362,7 +362,7 @@ def test_other_forms_of_a_matrix(device):
     for sizes in ((2, 10), (10, -1), (-1, 4)):
         reshaped = matrix.sparse_reshape(*sizes)
         assert torch.equal(reshaped.to_dense(), matrix.to_dense().reshape(sizes))
-    with pytest.raises(ValueError, match="expected sizes with the product 20, as .5, 4., got 3 and -1"):
+    with pytest.raises(ValueError, match="must be 20 .now 5 x 4., got 3 x -1"):
         matrix.sparse_reshape(3, -1)
     assert matrix.avg_bandwidth() == pytest.approx(11 / 7)
     assert matrix.bandwidth_proportion(1) == 4 / 7

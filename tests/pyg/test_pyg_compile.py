@@ -10,14 +10,23 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from compiled_layers import ROWS, check_compiled, check_exported, check_for_cpp, is_ours, moved, written
+from compiled_layers import (
+    ROWS,
+    check_compiled,
+    check_exported,
+    check_for_cpp,
+    is_ours,
+    moved,
+    operators,
+    written,
+)
 from pyg_cases import close, gradients, random_graph
 from pyg_layer_cases import ATTENTION, each_case, first
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch_geometric import nn as pyg
 
-from fastsparse_core.export import cpp_library, decompose
+from fastsparse_core.export import cpp_library, decompose, for_cpp
 from fastsparse_core.structure import adjacency
 from fastsparse_pyg import (
     FastChebConv,
@@ -152,6 +161,41 @@ def test_programs_for_cpp_give_the_layers_numbers(device, row):
     """As the table says; what AOTInductor makes of them, `tests/examples/test_example_serve.py` checks."""
     found = check_for_cpp(row, device)
     assert device == "cuda" or written()[row.name][4] == found
+
+
+@pytest.mark.skipif(not HAS_CPP, reason="built without FASTSPARSE_CPP=1")
+def test_edges_that_are_a_buffer_are_converted_once(device):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = FastGATConv(6, 4, heads=2), FastGATConv(8, 3)
+            self.register_buffer("edge_index", random_graph())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x, self.edge_index).relu(), self.edge_index)
+
+    model, x = Model().to(device).eval(), torch.randn(40, 6, device=device)
+    program = for_cpp(torch.export.export(model, (x,)))
+    names = operators(program)
+    assert names.count("fastsparse_cpp.attention.default") == 2
+    assert "fastsparse_cpp.compress.default" not in names
+    close(program.module()(x), model(x))
+
+
+def test_programs_with_an_adjacency_stay_in_their_process():
+    layer, adj = FastGCNConv(6, 4).eval(), prepare(random_graph(), 40, add_self_loops=True)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x, adj)
+
+    program = torch.export.export(Model(), (torch.randn(40, 6),))
+    with pytest.raises(ValueError, match="expected edges as a tensor, got an Adjacency.*with edge_index"):
+        decompose(program)
 
 
 def test_the_page_lists_every_layer_that_compiles():

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler, Subset, WeightedRandomSampler
 from torch_geometric.data import Batch, Data, HeteroData, InMemoryDataset
 from torch_geometric.loader import DataLoader as PygDataLoader
+from torch_geometric.nn import global_mean_pool
 from torch_geometric.typing import SparseTensor
 
 import fastsparse_pyg
 from fastsparse_core.log import SlowPathWarning
-from fastsparse_pyg import DataLoader, FastGATConv, FastGCNConv, FastGINConv, FastSAGEConv
+from fastsparse_pyg import DataLoader, FastGATConv, FastGCNConv, FastGINConv, FastSAGEConv, capture
 from fastsparse_pyg.loader import stored_graphs
 
 #: Batches that the random datasets are compared in, at least, all tests together: 10,000 before a release.
@@ -663,7 +664,7 @@ def test_memory_stays_flat(name):
 
     counts = []
     for _ in range(4):
-        for _ in range(3):
+        for _ in range(50):
             epoch()
         gc.collect()
         counts.append(len(gc.get_objects()))
@@ -883,7 +884,7 @@ def test_memory_on_the_gpu_stays_flat():
     loader = DataLoader(molecules(), batch_size=4, shuffle=True, device="cuda")
     conv = FastGCNConv(4, 4).cuda()
     used = []
-    for _ in range(20):
+    for _ in range(200):
         for batch in loader:
             conv(batch.x, batch.edge_index)
         del batch
@@ -891,3 +892,45 @@ def test_memory_on_the_gpu_stays_flat():
         torch.cuda.synchronize()
         used.append(torch.cuda.memory_allocated())
     assert used[-1] == used[5]
+
+
+@pytest.mark.gpu
+def test_an_epoch_reads_from_the_gpu_only_at_its_end():
+    """Loading, captured training and captured validation; PyTorch raises where something else waits."""
+    loaders = [DataLoader(molecules(24), batch_size=8, shuffle=True, device="cuda") for _ in range(2)]
+    conv = FastGCNConv(4, 1).cuda()
+    optimizer = torch.optim.Adam(conv.parameters())
+
+    def out_of(batch):
+        return global_mean_pool(conv(batch.x, batch.edge_index), batch.batch, batch.num_graphs)
+
+    @capture
+    def train(batch):
+        optimizer.zero_grad()
+        loss = out_of(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    @capture
+    @torch.no_grad()
+    def test(batch):
+        return out_of(batch)
+
+    def epoch():
+        conv.train()
+        losses = [train(batch.to("cuda")) for batch in loaders[0]]
+        conv.eval()
+        return losses, [test(batch.to("cuda")) for batch in loaders[1]]
+
+    for _ in range(30):
+        epoch()
+    assert all(step.captured.status == "replaying" for step in (train, test))
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses, outs = epoch()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    assert torch.stack(losses).isfinite().all()
+    assert torch.cat(outs).shape == (24, 1)

@@ -115,6 +115,8 @@ def test_enabling_twice_changes_nothing_and_parts_add_up():
 def test_unknown_parts_are_refused():
     with pytest.raises(ValueError, match="parts: expected some of layers, .*got 'scater'"):
         fastsparse_pyg.enable(["scater"])
+    with pytest.raises(ValueError, match="parts: .*got 'layer'"):
+        fastsparse_pyg.enable("layer")
     assert not fastsparse_pyg.is_enabled()
 
 
@@ -161,6 +163,27 @@ def test_a_report_with_times(graph):
         assert min(measured.values()) > 0
     finally:
         fastsparse_pyg.disable()
+
+
+@pytest.mark.filterwarnings("ignore::fastsparse_core.SlowPathWarning")
+def test_loaders_are_in_the_report(graph):
+    x, edge_index = graph
+    data = Data(x=x, edge_index=edge_index)
+    fastsparse_pyg.enable(report=True)
+    try:
+        for _ in range(2):
+            for _ in fastsparse_pyg.NeighborLoader(data, num_neighbors=[2], batch_size=100):
+                pass
+            next(iter(fastsparse_pyg.DataLoader([data, data], batch_size=2)))
+        next(iter(fastsparse_pyg.DataLoader([x, x], batch_size=2)))
+        found = {(row.call, row.by, bool(row.reason)): count for row, count in fastsparse_core.report().rows}
+    finally:
+        fastsparse_pyg.disable()
+    assert found == {
+        ("NeighborLoader", "FastSparse", False): 2,
+        ("DataLoader", "FastSparse", False): 2,
+        ("DataLoader", "PyG", True): 1,
+    }
 
 
 # ---------------------------------------------------------------- functions
@@ -432,6 +455,20 @@ def test_compiled_models_run_pygs_code(enabled, graph):
     compiled = torch.compile(layer, backend="eager")
     out = compiled(*graph)
     torch.testing.assert_close(out, layer(*graph), rtol=1e-4, atol=1e-5)
+
+
+def test_extrema_run_on_the_kernels_where_they_are_faster(enabled):
+    """On the CPU PyTorch's is faster for an index that does not ascend, if nobody wants a gradient."""
+    src, index = torch.randn(ROWS, 8), torch.randint(SEGMENTS, (ROWS,))
+    for _ in range(3):
+        scatter(src, index, dim_size=SEGMENTS, reduce="max")
+    assert calls_of("scatter") == {"PyG": 3}
+    scatter(src.requires_grad_(), index, dim_size=SEGMENTS, reduce="max")
+    assert calls_of("scatter") == {"PyG": 3, "segments": 1}
+    with torch.no_grad():
+        scatter(src, index, dim_size=SEGMENTS, reduce="min")
+        scatter(src, index.sort().values, dim_size=SEGMENTS, reduce="max")
+    assert calls_of("scatter") == {"PyG": 4, "segments": 2}
 
 
 # ---------------------------------------------------------------- loaders and shims

@@ -485,7 +485,7 @@ def test_hooks_within_a_layer_are_called(case: Case) -> None:
 
 #: Options that no kernel serves, and what the user is told.
 FALL_BACK = [
-    *((case, {"aggr": aggr}, "aggr=") for case in ATTENTION for aggr in ("mean", "max")),
+    *((case, {"aggr": aggr}, f"aggr='{aggr}'") for case in ATTENTION for aggr in ("mean", "max")),
     *((case, {"edge_dim": 3, "fill_value": "max"}, "fill_value='max'") for case in ATTENTION[:2]),
     (first(pyg.GINEConv, -1), {"aggr": "mean"}, "aggr='mean'"),
     (first(pyg.ResGatedGraphConv), {"act": nn.Tanh()}, "act=Tanh() has no kernel"),

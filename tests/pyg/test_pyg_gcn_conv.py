@@ -208,6 +208,29 @@ def test_cached_form_filled_by_pyg_is_used(device):
 # ---------------------------------------------------------------- Adjacency
 
 
+@pytest.mark.usefixtures("kernels_only")
+def test_adjacency_without_loops_gets_no_second_structure(device, monkeypatch):
+    def refuse(*args):
+        raise AssertionError("a structure with loops is built")
+
+    monkeypatch.setattr("fastsparse_pyg.graph.with_self_loops", refuse)
+    edge_index = simple_graph(device=device)
+    edge_index = edge_index[:, edge_index[0] != edge_index[1]]
+    graph = Adjacency.from_coo(edge_index[1], edge_index[0], (40, 40))
+    graph = Adjacency.from_csr(graph.rowptr, graph.col, (40, 40))
+    reference, layer = GCNConv(6, 9).to(device), FastGCNConv(6, 9).to(device)
+    layer.load_state_dict(reference.state_dict())
+    results = []
+    for conv, edges in ((reference, edge_index), (layer, graph)):
+        x = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+        out = conv(x, edges)
+        results.append([out, *gradients(out, [x, conv.lin.weight, conv.bias])])
+    for got, expected in zip(*results, strict=True):
+        close(expected, got)
+    with pytest.raises(ValueError, match="expected 40 source"):
+        layer(x[:39], graph)
+
+
 def test_loops_are_added_to_an_adjacency_once(device):
     edge_index = random_graph(device=device)
     graph = Adjacency.from_coo(edge_index[1], edge_index[0], (40, 40))

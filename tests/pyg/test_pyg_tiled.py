@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import models
 
-from fastsparse_core import Adjacency
+from fastsparse_core import Adjacency, tiling
 from fastsparse_pyg import (
     FastGATConv,
     FastGCNConv,
@@ -104,6 +104,9 @@ def test_dropped_features_are_the_same_in_the_backward_pass(make, offload, devic
     net = tiled(model, tile_rows=64, offload=offload)
     x = features(device)[:, :3].clone().requires_grad_()
     inputs = [x, *model.parameters()]
+    with torch.no_grad():  # without biases of 0 no node is at the kink of the activation
+        for each in inputs:
+            each.copy_(torch.randn(each.shape))
 
     def call() -> Tensor:
         torch.manual_seed(3)
@@ -211,10 +214,24 @@ def test_memory(make, device):
     step(lambda: kept(x, adj, rows=rows))  # scales of the structure are built once
     plain = peak_bytes(lambda: step(lambda: model(x, adj)[rows]), device)
     found = peak_bytes(lambda: step(lambda: kept(x, adj, rows=rows)), device)
-    assert plain > 7 * whole
+    assert plain > 2 * found
     assert found < (2.3 if make is FastGCNConv else 3.3) * whole
     if device == "cuda":
         assert peak_bytes(lambda: step(lambda: offloaded(x, adj, rows=rows)), device) < 2.4 * whole
+
+
+def test_tiles_are_small_where_the_model_is_wide(monkeypatch):
+    monkeypatch.setattr(tiling, "_TILE_BYTES", 64 * 4 * 10)
+    model = Chain(FastGCNConv, (12, 64, 64, 5))
+    seen = []
+    model.between.register_forward_hook(lambda module, given, out: seen.append(out.size(0)))
+    adj, x = graph("cpu"), features("cpu", dtype=torch.float32)
+    net = tiled(model)
+    net(x, adj)
+    del seen[:]  # of the first call, which checks the model on more rows
+    out = net(x, adj)
+    assert max(seen) == 10
+    torch.testing.assert_close(out, model(x, adj))
 
 
 @pytest.mark.gpu
@@ -259,7 +276,10 @@ def test_models_that_are_no_chain():
         (Skips(FastGCNConv), "a chain of layers, and what follows layer 2 failed"),
         (Weighs(FastGCNConv), r"called as layer\(x, edges\)"),
         (Pools(FastGCNConv), "a row for every node between layers, and part 1 of the model made 1 rows"),
-        (Chain(FastGCNConv, between=Centres()), "part 1 of the model gives a row another result"),
+        (
+            Chain(FastGCNConv, between=Centres()),
+            "In part 1 of the model the result of a row depends on other rows",
+        ),
         (Chain(FastGCNConv, between=nn.BatchNorm1d(16)), "BatchNorm1d in training mode"),
         (Chain(lambda a, b: FastSAGEConv(a, b, aggr="max")), "FastSAGEConv with aggr='max'"),
         (Chain(lambda a, b: FastSAGEConv(a, b, project=True)), "FastSAGEConv with project=True"),
@@ -287,6 +307,8 @@ def test_wrong_arguments():
     net = tiled(Chain(FastGCNConv))
     with pytest.raises(TypeError, match="x: expected a floating-point matrix"):
         net(x.long(), adj)
+    with pytest.raises(TypeError, match="edge_index: expected a tensor or an Adjacency, got list"):
+        net(x, [adj])
     with pytest.raises(TypeError, match="rows: expected int64"):
         net(x, adj, rows=torch.ones(NODES, dtype=torch.bool))
     with pytest.raises(IndexError, match="rows: expected node indices from 0 to 199, got 0 to 200"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pyg_cases import random_graph
 from torch import nn
-from torch_geometric.nn import GATConv, GCNConv, MessagePassing
+from torch_geometric.nn import GATConv, GCNConv, MessagePassing, NNConv
 
 from fastsparse_pyg import FastGATConv, FastGCNConv, accelerate, why
 
@@ -59,7 +59,7 @@ def test_a_layer_alone_twice():
     for _ in range(2):
         (found,) = why(layer, torch.randn(40, 6), random_graph())
         assert (found.path, found.by) == ("", "PyG")
-        assert "fewer than 4096 edges" in found.reason
+        assert found.reason == "fewer than 4,096 edges on the CPU: PyG is faster there"
 
 
 def test_it_leaves_no_trace(device):
@@ -88,4 +88,43 @@ def test_layers_that_are_not_called_and_errors():
     with pytest.raises(TypeError, match="x: expected"):
         why(model, None, random_graph())
     assert not model.layers[0]._forward_hooks
-    assert str(why(nn.Linear(2, 2), torch.randn(1, 2))) == "no graph layers found"
+    assert str(why(nn.Linear(2, 2), torch.randn(1, 2))).startswith(
+        "no graph layers found. Layers in a Python"
+    )
+
+
+def test_reasons_that_lose_nothing_differ():
+    """A reason says that PyG is faster, or that the user asked for PyG's code."""
+    layer = FastGCNConv(6, 6)
+    layer.register_message_forward_hook(lambda *_: None)
+    assert (
+        why(layer, torch.randn(40, 6), random_graph())[0].reason == "a hook on message passing (as asked for)"
+    )
+
+
+class ByHand(nn.Module):
+    def forward(self, x, edge_index):
+        row, col = edge_index
+        return torch.zeros_like(x).index_add(0, col, x[row])
+
+
+def test_it_names_what_computes_a_layer():
+    """A drop-in, the user's own message, an edge network, and a module without `MessagePassing`."""
+    edges = torch.randint(40, (2, 5000))
+    network = NNConv(6, 6, nn.Linear(3, 36))
+    own = ByHand()
+    for layer in (doubled := Doubled(), network, own):
+        accelerate(layer, show=False)
+    x, edge_attr = torch.randn(40, 6), torch.randn(5000, 3)
+    for _ in range(4):  # edges that are new are left to the module's own code
+        own(x, edges)
+    (plain,) = why(FastGATConv(6, 6), x, edges)
+    (summed,) = why(doubled, x, edges)
+    (edgewise,) = why(network, x, edges, edge_attr)
+    found = why(own, x, edges)
+    kernels = [each.kernel for each in (plain, summed, edgewise, found[0])]
+    assert kernels[0] == "fused attention"
+    assert kernels[1] == "sum term by term"
+    assert "segment mean" in kernels[2] or "segment sum" in kernels[2]
+    assert "sums on segments" in kernels[3]
+    assert "FastSparse: its own code" in str(found)

@@ -218,8 +218,8 @@ class SparseStorage:
         ]
         if min(sizes) < 0 or sizes[0] * sizes[1] != total:
             raise ValueError(
-                f"num_rows, num_cols: expected sizes with the product {total}, as {self._sparse_sizes}, "
-                f"got {num_rows} and {num_cols}; give -1 for one of them"
+                f"num_rows * num_cols must be {total} (now {rows} x {cols}), got {num_rows} x {num_cols}; "
+                "pass -1 for one of them"
             )
         position = self.row() * cols + self._col
         row, col = position // max(sizes[1], 1), position % max(sizes[1], 1)

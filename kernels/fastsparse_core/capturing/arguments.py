@@ -34,7 +34,7 @@ class Argument:
         self.tensors = list(tensors)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
-        """The object with other tensors in the place of its own."""
+        """The object with its tensors replaced by others."""
         return self.value
 
     def is_as_given(self) -> bool:

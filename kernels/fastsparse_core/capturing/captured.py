@@ -35,7 +35,8 @@ from fastsparse_core.capturing.rollback import (
     set_modes,
     undone_if_it_fails,
 )
-from fastsparse_core.log import warn_once
+from fastsparse_core.device import machine_has_gpu
+from fastsparse_core.log import info_once, warn_once
 
 logger = logging.getLogger("fastsparse_core")
 
@@ -519,7 +520,11 @@ class Captured:
 
     def _say(self, reason: str) -> None:
         if reason == _NO_GPU:  # once for all steps
-            warn_once(f"capture: {reason}, so captured steps run as they are. They are replayed on a GPU")
+            message = f"capture: {reason}, so captured steps run as they are. They are replayed on a GPU"
+            if machine_has_gpu():
+                warn_once(f"{message}: install a PyTorch that is built with CUDA")
+            else:  # there is no faster way, so nothing to warn of
+                info_once(logger, message)
             return
         code = getattr(inspect.unwrap(self.step), "__code__", None)
         at = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""

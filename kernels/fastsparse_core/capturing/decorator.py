@@ -25,7 +25,7 @@ def capture(step: Any) -> Any:
     A step on a small graph or batch consists of dozens of short kernels. Launching them takes the host longer
     than running them takes the GPU. A CUDA graph needs one launch.
 
-    When what happens:
+    Calls run as follows:
 
     - The first 20 calls run as they are, on batches the first 8. Meanwhile, `capture` records what the step
       uses.
@@ -72,7 +72,7 @@ def capture(step: Any) -> Any:
 
     Raises:
         TypeError: ``step`` is neither.
-        RuntimeError: of a model: in ``backward()``, if the model was called again before.
+        RuntimeError: for a captured model, if it was called again before ``backward()``.
 
     Examples:
         >>> import fastsparse_core, torch

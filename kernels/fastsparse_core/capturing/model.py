@@ -89,7 +89,7 @@ class CapturedModel(Captured):
 def _replay_of(
     passes: _Passes, inputs: Sequence[Tensor], flat: Sequence[Any], spec: TreeSpec
 ) -> Callable[[], Any]:
-    """What replays the forward pass, and its backward pass when autograd comes to it.
+    """The function that replays the forward pass, and the backward pass when autograd reaches it.
 
     Args:
         passes: both.

@@ -160,7 +160,7 @@ def plain(item: Any) -> Any:
 
 
 def _following(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Arithmetic, whose result is as much a number of the GPU."""
+    """Arithmetic on a number of the GPU; the result is one too."""
 
     def follow(self: Any, *args: Any) -> Any:
         found = method(self, *args)

@@ -25,7 +25,7 @@ class Latest(Generic[T]):
         self.result: T | None = None
 
     def get(self, of: Tensor, key: Hashable, make: Callable[[], T]) -> T:
-        """The kept result, or a new one where ``of``, its version or ``key`` is another."""
+        """Returns the kept result; makes a new one if ``of``, its version or ``key`` has changed."""
         if of.is_inference():  # has no version: an edit could not be noticed
             return make()
         stamp = (of._version, key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -10,8 +11,13 @@ from torch import Tensor
 
 from fastsparse_core.distributed.exchange import HaloExchange
 from fastsparse_core.distributed.partitions import Partition
+from fastsparse_core.formats.compress import expand_rows, row_pieces
 from fastsparse_core.formats.grouping import Method
+from fastsparse_core.log import range_text
 from fastsparse_core.structure.adjacency import Adjacency
+
+#: Edges that are looked at at a time: 64-bit copies of them take 0.5 GB.
+PIECE_ENTRIES = 2**26
 
 
 def local_rows(
@@ -28,29 +34,108 @@ def local_rows(
 
     Arguments as of :meth:`PartitionedAdjacency.from_coo`, checked.
     """
-    mine = partition.owned_edges(row, rank)
-    if mine.numel() != row.numel():
-        row, col = row[mine], col[mine]
+    num_local = partition.size(rank)
+    count = torch.zeros(num_local, dtype=torch.int64, device=row.device)
+    ascends, latest = True, 0
+    for rows, _ in _owned(row, col, partition, rank):
+        if rows.numel():
+            count += torch.bincount(rows, minlength=num_local)
+            ascends = ascends and int(rows[0]) >= latest and not bool((rows[1:] < rows[:-1]).any())
+            latest = int(rows[-1])
+    rowptr = torch.zeros(num_local + 1, dtype=torch.int64, device=row.device)
+    torch.cumsum(count, 0, out=rowptr[1:])
+    del count
+    is_in_order = ascends and self_loops == "keep"  # then the rows themselves are not needed again
+    column = torch.empty(int(rowptr[-1]), dtype=torch.int32, device=row.device)
+    local_row = torch.empty_like(column) if not is_in_order else column
+    filled = 0
+    for rows, columns in _owned(row, col, partition, rank):
+        local_row[filled : filled + rows.numel()] = rows
+        column[filled : filled + rows.numel()] = columns
+        filled += rows.numel()
+    if is_in_order:
+        return rows_in_order(rowptr, column, partition, rank, group, send, group_rows)
+    exchange, num_columns = _renumber(column, partition, rank, group, send)
+    rows_and_halo = (num_local, num_columns)
+    made = Adjacency.from_coo(local_row, column, rows_and_halo, self_loops=self_loops, group_rows=group_rows)
+    return made, exchange
+
+
+def rows_in_order(
+    rowptr: Tensor,
+    column: Tensor,
+    partition: Partition,
+    rank: int,
+    group: dist.ProcessGroup | None,
+    send: Literal["auto", "needed", "all"],
+    group_rows: Method,
+    self_loops: Literal["keep", "append", "replace"] = "keep",
+) -> tuple[Adjacency, HaloExchange]:
+    """The same of compressed rows. Collective.
+
+    Args:
+        rowptr: int64 (local nodes + 1,).
+        column: int32 (num_edges,), positions, of which the structure is made, without a copy.
+        partition: owners of the nodes.
+        rank: of this process.
+        group: as of :meth:`PartitionedAdjacency.from_coo`.
+        send: likewise.
+        group_rows: likewise.
+        self_loops: likewise.
+    """
+    exchange, num_columns = _renumber(column, partition, rank, group, send)
+    shape = (partition.size(rank), num_columns)
+    if self_loops != "keep":
+        row = expand_rows(rowptr, column.numel())
+        return Adjacency.from_coo(row, column, shape, self_loops=self_loops, group_rows=group_rows), exchange
+    return Adjacency.from_csr(rowptr, column, shape, group_rows=group_rows, copy=False), exchange
+
+
+def _owned(row: Tensor, col: Tensor, partition: Partition, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of a rank, counted from its first, and positions of columns of its edges, int32, in pieces."""
+    first = partition.starts[rank]
+    for rows, columns in zip(row.split(PIECE_ENTRIES), col.split(PIECE_ENTRIES), strict=True):
+        mine = partition.owned_edges(rows, rank)
+        if mine.numel() != rows.numel():
+            rows, columns = rows[mine], columns[mine]
+        yield partition.position(rows).int() - first, partition.position(columns).int()
+
+
+def _renumber(
+    column: Tensor,
+    partition: Partition,
+    rank: int,
+    group: dist.ProcessGroup | None,
+    send: Literal["auto", "needed", "all"],
+) -> tuple[HaloExchange, int]:
+    """Numbers the columns of a rank's rows, own nodes and then the halo, in place. Collective.
+
+    Args:
+        column: int32 (num_edges,), positions.
+        partition: owners of the nodes.
+        rank: of this process.
+        group: as of :meth:`PartitionedAdjacency.from_coo`.
+        send: likewise.
+
+    Returns:
+        who sends which of the halo's rows; the number of columns.
+    """
     first, last = partition.starts[rank], partition.starts[rank + 1]
-    num_local = last - first
-    column = partition.position(col)
+    num_local, device = last - first, column.device
     # Marks instead of sorted ids: a pass over the nodes costs less than sorting the edges.
-    needed = torch.zeros(partition.num_nodes, dtype=torch.bool, device=row.device)
-    needed[column.long()] = True
+    needed = torch.zeros(partition.num_nodes, dtype=torch.bool, device=device)
+    for part in column.split(PIECE_ENTRIES):
+        needed[part.long()] = True
     needed[first:last] = False
     exchange = HaloExchange(needed, partition.starts, rank, group, send)
-    halo = exchange.halo
-    number = torch.empty(partition.num_nodes, dtype=torch.int64, device=row.device)
-    number[first:last] = torch.arange(num_local, device=row.device)
-    number[halo] = torch.arange(num_local, num_local + halo.numel(), device=row.device)
-    rows = Adjacency.from_coo(
-        partition.position(row).long() - first,
-        number[column.long()],
-        (num_local, num_local + halo.numel()),
-        self_loops=self_loops,
-        group_rows=group_rows,
-    )
-    return rows, exchange
+    del needed
+    num_columns = num_local + exchange.halo.numel()
+    number = torch.empty(partition.num_nodes, dtype=torch.int32, device=device)
+    number[first:last] = torch.arange(num_local, dtype=torch.int32, device=device)
+    number[exchange.halo] = torch.arange(num_local, num_columns, dtype=torch.int32, device=device)
+    for part in column.split(PIECE_ENTRIES):
+        part.copy_(number[part.long()])
+    return exchange, num_columns
 
 
 def columns_of(rows: Adjacency, *, own: bool) -> Adjacency:
@@ -73,23 +158,42 @@ def columns_of(rows: Adjacency, *, own: bool) -> Adjacency:
     )
 
 
-def edges_of_rank(
+def columns_of_rank(
     rowptr: Tensor, col: Tensor, partition: Partition, rank: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Destinations and sources of the rank's edges, on ``device``, of a whole graph in compressed rows."""
+    """Pointers of the rank's rows, and positions of their columns, int32, on ``device``.
+
+    Args:
+        rowptr: int32 or int64 (num_nodes + 1,), of the whole graph.
+        col: int32 or int64 (num_edges,).
+        partition: owners of the nodes.
+        rank: of this process.
+        device: where the results are.
+
+    Raises:
+        ValueError: a column is no node.
+    """
     node = partition.nodes(rank).to(rowptr.device)
-    begin, end = rowptr[node].long(), rowptr[node + 1].long()
-    count = end - begin
-    total = int(count.sum())
-    if partition.order is None:
-        start = int(begin[0]) if node.numel() else 0
-        part = col[start : start + total]
-    else:
-        before = torch.cumsum(count, 0) - count
-        entry = torch.arange(total, device=rowptr.device)
-        part = col[entry + torch.repeat_interleave(begin - before, count, output_size=total)]
-    row = torch.repeat_interleave(node.to(device), count.to(device), output_size=total)
-    return row.to(col.dtype), part.to(device)
+    begin = rowptr[node].long()
+    pointers = torch.zeros(node.numel() + 1, dtype=torch.int64, device=rowptr.device)
+    torch.cumsum(rowptr[node + 1].long() - begin, 0, out=pointers[1:])
+    columns = torch.empty(int(pointers[-1]), dtype=torch.int32, device=device)
+    start = int(begin[0]) if node.numel() else 0
+    for first, last, part in row_pieces(pointers, columns):
+        before = int(pointers[first])
+        if partition.order is None:
+            found = col[start + before : start + before + part.numel()]
+        else:
+            counts = pointers[first : last + 1].diff()
+            entry = torch.arange(before, before + part.numel(), device=rowptr.device)
+            entry += (begin[first:last] - pointers[first:last]).repeat_interleave(
+                counts, output_size=part.numel()
+            )
+            found = col[entry.to(col.device)]
+        found = found.to(device)
+        check_range("col", found, partition.num_nodes)
+        part.copy_(partition.position(found))
+    return pointers.to(device), columns
 
 
 def check_ends(row: Tensor, col: Tensor, num_nodes: int) -> None:
@@ -103,9 +207,12 @@ def check_ends(row: Tensor, col: Tensor, num_nodes: int) -> None:
                 f"{name}: expected {row.numel()} entries on {row.device} like row, got shape "
                 f"{tuple(index.shape)} on {index.device}"
             )
-        if index.numel():
-            low, high = (int(end) for end in torch.aminmax(index))
-            if low < 0 or high >= num_nodes:
-                raise ValueError(
-                    f"{name}: expected nodes from 0 to {num_nodes - 1}, got values from {low} to {high}"
-                )
+        check_range(name, index, num_nodes)
+
+
+def check_range(name: str, index: Tensor, num_nodes: int) -> None:
+    """Raises an error unless an index names nodes."""
+    if index.numel():
+        low, high = (int(end) for end in torch.aminmax(index))
+        if low < 0 or high >= num_nodes:
+            raise ValueError(f"{name}: expected nodes from 0 to {num_nodes - 1}, {range_text(low, high)}")

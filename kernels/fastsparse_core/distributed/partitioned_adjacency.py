@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Literal, NoReturn
 
@@ -12,7 +13,14 @@ from torch import Tensor
 from fastsparse_core.distributed.agreement import check_agreement
 from fastsparse_core.distributed.exchange import AddColumns, HaloExchange, HaloFeatures
 from fastsparse_core.distributed.latest import Latest
-from fastsparse_core.distributed.local_rows import check_ends, columns_of, edges_of_rank, local_rows
+from fastsparse_core.distributed.local_rows import (
+    PIECE_ENTRIES,
+    check_ends,
+    columns_of,
+    columns_of_rank,
+    local_rows,
+    rows_in_order,
+)
 from fastsparse_core.distributed.partitions import Partition
 from fastsparse_core.distributed.statistics import PartitionStatistics, tiles_that_pay
 from fastsparse_core.formats.grouping import Method
@@ -22,6 +30,16 @@ from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops.spmm import Reduce, spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
+#: Options of the constructors, and what they are where nobody gives them.
+_OPTIONS: dict[str, Any] = {
+    "self_loops": "keep",
+    "group_rows": "auto",
+    "halo_dtype": None,
+    "overlap": True,
+    "tiles": None,
+    "cache_inputs": False,
+    "send": "auto",
+}
 _HALO_DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -152,25 +170,44 @@ class PartitionedAdjacency(Adjacency):
             ValueError: lengths, devices or ranges do not fit, the group has another size, or an option is not
                 the same on all ranks.
         """
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        if size != partition.num_parts:
-            raise ValueError(f"partition: expected {size} parts, one per process, got {partition.num_parts}")
-        if send not in ("auto", "needed", "all"):
-            raise ValueError(f"send: expected 'auto', 'needed' or 'all', got {send!r}")
-        if halo_dtype not in _HALO_DTYPES:
-            raise ValueError(f"halo_dtype: expected a floating dtype or None, got {halo_dtype}")
-        if tiles is not None and tiles < 1:
-            raise ValueError(f"tiles: expected at least 1 or None, got {tiles}")
         check_ends(row, col, partition.num_nodes)
+
+        def rows_of(rank: int) -> tuple[Adjacency, HaloExchange]:
+            return local_rows(row, col, partition, rank, group, send, self_loops, group_rows)
+
         options: dict[str, Any] = {
             "halo_dtype": halo_dtype,
             "overlap": overlap,
             "tiles": tiles,
             "cache_inputs": cache_inputs,
         }
+        return cls._of_rank(rows_of, partition, row.device, group, send, self_loops, options)
+
+    @classmethod
+    def _of_rank(
+        cls,
+        rows_of: Callable[[int], tuple[Adjacency, HaloExchange]],
+        partition: Partition,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        send: str,
+        self_loops: str,
+        options: dict[str, Any],
+    ) -> PartitionedAdjacency:
+        """Checks options, and that they are the same on all ranks, and wraps what ``rows_of(rank)`` makes."""
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if size != partition.num_parts:
+            raise ValueError(f"partition: expected {size} parts, one per process, got {partition.num_parts}")
+        if send not in ("auto", "needed", "all"):
+            raise ValueError(f"send: expected 'auto', 'needed' or 'all', got {send!r}")
+        halo_dtype, tiles = options["halo_dtype"], options["tiles"]
+        if halo_dtype not in _HALO_DTYPES:
+            raise ValueError(f"halo_dtype: expected a floating dtype or None, got {halo_dtype}")
+        if tiles is not None and tiles < 1:
+            raise ValueError(f"tiles: expected at least 1 or None, got {tiles}")
         alike = {"partition.starts": partition.starts, "self_loops": self_loops, **options, "send": send}
-        check_agreement(alike, row.device, rank, group)
-        rows, exchange = local_rows(row, col, partition, rank, group, send, self_loops, group_rows)
+        check_agreement(alike, device, rank, group)
+        rows, exchange = rows_of(rank)
         return cls(rows, exchange, partition, rank, **options)
 
     @classmethod
@@ -198,16 +235,25 @@ class PartitionedAdjacency(Adjacency):
             **options: further ones of :meth:`from_coo`.
 
         Raises:
+            TypeError: an option is none of :meth:`from_coo`.
             ValueError: sizes do not fit.
         """
         if rowptr.numel() != partition.num_nodes + 1:
             raise ValueError(
                 f"rowptr: expected num_nodes + 1 = {partition.num_nodes + 1} entries, got {rowptr.numel()}"
             )
-        device = col.device if device is None else torch.empty(0, device=device).device
-        rank = dist.get_rank(group)
-        row, part = edges_of_rank(rowptr, col, partition, rank, device)
-        return cls.from_coo(row, part, partition, group=group, **options)
+        place = col.device if device is None else torch.empty(0, device=device).device
+        given = _OPTIONS | options
+        unknown = options.keys() - _OPTIONS.keys()
+        if unknown:
+            raise TypeError(f"from_csr: expected options of from_coo, got {', '.join(sorted(unknown))}")
+        send, self_loops, group_rows = (given.pop(name) for name in ("send", "self_loops", "group_rows"))
+
+        def rows_of(rank: int) -> tuple[Adjacency, HaloExchange]:
+            pointers, columns = columns_of_rank(rowptr, col, partition, rank, place)
+            return rows_in_order(pointers, columns, partition, rank, group, send, group_rows, self_loops)
+
+        return cls._of_rank(rows_of, partition, place, group, send, self_loops, given)
 
     def with_self_loops(self, kind: Literal["append", "replace"]) -> PartitionedAdjacency:
         """The same part with a self loop on every node, see :meth:`Adjacency.from_coo`. Collective.
@@ -294,7 +340,7 @@ class PartitionedAdjacency(Adjacency):
         return self._has_empty_rows
 
     def _survey(self) -> tuple[PartitionStatistics, bool]:
-        halo_edges = int((self.rows.col >= self.num_dst).sum())
+        halo_edges = sum(int((part >= self.num_dst).sum()) for part in self.rows.col.split(PIECE_ENTRIES))
         empty = int((self.in_degree() == 0).any()) if self.num_dst else 0
         own = torch.tensor(
             [self.num_dst, self.num_edges, halo_edges, self.num_halo, empty], device=self.device

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fastsparse_core.log import range_text
 from fastsparse_core.structure.adjacency import Adjacency
 
 Method = Literal["auto", "metis", "contiguous"]
@@ -98,8 +99,7 @@ class Partition:
             is_taken = torch.zeros(self.num_nodes, dtype=torch.bool, device=order.device)
             if low < 0 or high >= self.num_nodes or not is_taken.index_fill_(0, order, True).all():
                 raise ValueError(
-                    f"order: expected every node from 0 to {self.num_nodes - 1} once, got values from {low} "
-                    f"to {high}"
+                    f"order: expected every node from 0 to {self.num_nodes - 1} once, {range_text(low, high)}"
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from torch.nn import Module
 from fastsparse_core.device import usable_device
 from fastsparse_core.exact_inference.model import Framework, evaluating, small_graph, split
 from fastsparse_core.exact_inference.tiles import Placement, run
+from fastsparse_core.log import range_text
 from fastsparse_core.structure.adjacency import Adjacency
 
 
@@ -56,7 +57,7 @@ def infer(
         raise ValueError(f"graph: expected as many destinations as sources, got shape {adj.shape}")
     if adj.is_partitioned:
         raise ValueError(
-            "graph: expected a whole graph, got a PartitionedAdjacency; give the whole graph to every process, "
+            "graph: expected a whole graph, got a PartitionedAdjacency; give every process the whole graph "
             "and group=torch.distributed.group.WORLD"
         )
     features = _as_tensor(x, name)
@@ -132,7 +133,5 @@ def _checked_rows(rows: Any, num_nodes: int) -> Tensor | None:
     if rows.numel():
         low, high = (int(end) for end in torch.aminmax(rows))
         if low < 0 or high >= num_nodes:
-            raise ValueError(
-                f"rows: expected nodes from 0 to {num_nodes - 1}, got values from {low} to {high}"
-            )
+            raise ValueError(f"rows: expected nodes from 0 to {num_nodes - 1}, {range_text(low, high)}")
     return rows.long()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -20,6 +22,8 @@ from fastsparse_core.structure.adjacency import Adjacency
 _TILE_SHARE = 0.6
 #: Share of the free memory that stays for tiles when features or results are placed on the device.
 _KEPT_FOR_TILES = 0.15
+#: Share of the free memory that the first rows of a result take that does not fit beside its source.
+_SHARE_HERE = 0.7
 #: Memory of a tile on the CPU, where nobody said how much there is.
 _CPU_BYTES = 2**30
 #: Entries of a tile: positions among them are int32.
@@ -156,11 +160,13 @@ class _Rows:
         data: (num_rows, ...).
         ids: int64, ascending, whose they are; None: those of all nodes.
         place: int32 (num_nodes,), the row of each of them; None: its number.
+        is_given: whether the caller keeps them.
     """
 
     data: Tensor
     ids: Tensor | None = None
     place: Tensor | None = None
+    is_given: bool = False
 
 
 @dataclass
@@ -209,13 +215,16 @@ def run(
         stored = tiles.stored(x, wanted[0])
         for number, (stage, ids) in enumerate(zip(stages, wanted[1:], strict=True), 1):
             target = out if number == len(stages) and order is None else None
-            stored = tiles.layer(stage, stored, ids, target)
-        result = stored.data
+            result = tiles.layer(stage, stored, ids, target)
+            del stored  # before the whole result comes to lie in one place
+            stored = tiles.rows(result.whole(), ids)
+            del result
+        found = stored.data
         if order is not None:
-            result = result[order.to(result.device)]
+            found = found[order.to(found.device)]
             if out is not None:
-                result = out.copy_(result)
-    return result
+                found = out.copy_(found)
+    return found
 
 
 class _Tiles:
@@ -250,13 +259,15 @@ class _Tiles:
 
     def stored(self, x: Tensor, ids: Tensor | None) -> _Rows:
         """The features that the first layer reads, gathered where only some are needed of another device."""
+        x = x.contiguous()
         if x.device == self._device or ids is None:
-            return _Rows(x)
+            return _Rows(x, is_given=True)
         if not self._placement.fits(ids.numel() * x[:1].nbytes):
-            return _Rows(x)  # which tiles gather
-        return self._rows(self._gathered(x, ids.to(self._device)), ids)
+            return _Rows(x, is_given=True)  # which tiles gather
+        return self.rows(self._gathered(x, ids.to(self._device)), ids)
 
-    def _rows(self, data: Tensor, ids: Tensor | None) -> _Rows:
+    def rows(self, data: Tensor, ids: Tensor | None) -> _Rows:
+        """Features of those nodes, and where each is."""
         if ids is None:
             return _Rows(data)
         place = torch.full((self.num_nodes,), -1, dtype=torch.int32, device=self._device)
@@ -266,7 +277,7 @@ class _Tiles:
 
     # ---------------------------------------------------------------- a layer
 
-    def layer(self, stage: Stage, stored: _Rows, ids: Tensor | None, target: Tensor | None) -> _Rows:
+    def layer(self, stage: Stage, stored: _Rows, ids: Tensor | None, target: Tensor | None) -> _Result:
         """The results of a stage for some nodes.
 
         Args:
@@ -275,25 +286,24 @@ class _Tiles:
             ids: int64, ascending, of the structure's device; None: all nodes.
             target: where they go; None: to a new tensor.
         """
-        data, placement = stored.data, self._placement
-        if data.device != self._device and placement.fits(data.nbytes):
-            stored = _Rows(_copied(data, self._device), stored.ids, stored.place)
+        placement, is_given = self._placement, stored.is_given
+        if stored.data.device != self._device and placement.fits(stored.data.nbytes):
+            stored = _Rows(_copied(stored.data, self._device), stored.ids, stored.place)
+            is_given = False
         count = self.num_nodes if ids is None else ids.numel()
         upto = self._upto(ids)
         first = self._compute(stage, stored, ids, 0, min(count, 1))
-        shape, dtype = (count, *first.shape[1:]), first.dtype
-        if target is None:
-            size = count * first[:1].nbytes
-            place = self._device if placement.fits(size) else torch.device("cpu")
-            target = torch.empty(shape, dtype=dtype, device=place)
-        elif target.shape != shape:
+        shape = (count, *first.shape[1:])
+        if target is not None and target.shape != shape:
             raise ValueError(
                 f"out: expected shape {shape}, as the last layer gives, got {tuple(target.shape)}"
             )
+        is_freed = stored.data.is_cuda and not is_given
+        freed = stored.data.nbytes if is_freed else 0
+        result = _Result(shape, first.dtype, placement, target, freed)
         budget = _TILE_SHARE * placement.free()
         costs = self._costs(stage, stored, first)
         entries, most_rows = self._limits(budget, costs)
-        writer = _Writer(target, self._device)
         ranks, start = placement.num_ranks, 0
         rank = 0 if ranks == 1 else dist.get_rank(placement.group)
         while start < count:
@@ -310,23 +320,26 @@ class _Tiles:
                 torch.cuda.empty_cache()
                 continue
             if ranks == 1:
-                writer.write(start, part)
+                result.write(start, part)
             else:
                 for place, piece in zip(bounds, self._exchanged(part, bounds), strict=False):
-                    writer.write(place, piece)
+                    result.write(place, piece)
+            del part  # before the next tile takes as much
             start = bounds[-1]
             if placement.tile is None:
                 growth = self._agreed([budget / max(self._size.bytes(costs), 1)])[0]
                 growth = min(max(growth, 0.5), 2.0)
                 entries = min(int(entries * growth) + 1, _MOST_ENTRIES)
                 most_rows = int(most_rows * growth) + 1
-        writer.finish()
-        return self._rows(target, ids)
+        result.finish()
+        return result
 
     def _costs(self, stage: Stage, stored: _Rows, first: Tensor) -> _Size:
         """Bytes that each row, entry and source of a tile takes, roughly."""
         source, result = stored.data[:1].nbytes, first[:1].nbytes
-        costs = _Size(rows=32 + 2 * source + 4 * result, entries=4, sources=0)
+        ranks = self._placement.num_ranks
+        pieces = 4 if ranks == 1 else 6 + ranks  # a tile of each process, and what is sent
+        costs = _Size(rows=32 + 2 * source + pieces * result, entries=4, sources=0)
         if self._is_gathered(stage, stored.data.device == self._device):
             is_transformed = stage.reads == "sources"
             costs.entries = 64 if stage.adds_loops else 24
@@ -359,7 +372,7 @@ class _Tiles:
 
     def _exchanged(self, part: Tensor, bounds: list[int]) -> list[Tensor]:
         """The tiles of all processes."""
-        sizes = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+        sizes = [stop - start for start, stop in pairwise(bounds)]
         padded = part.new_zeros(max(sizes), *part.shape[1:])
         padded[: part.size(0)] = part
         whole = padded.flatten().view(torch.uint8).to(self._wire)  # gloo does not know every dtype
@@ -390,15 +403,16 @@ class _Tiles:
             adj = self._structure(stage, rowptr, rowptr[:0].int(), stop - start, numbers)
             return stage.compute(Tile(adj, own, own, numbers, numbers, self._graph))
         rowptr, col = self._entries(nodes)
-        rowptr, col = rowptr.to(self._device), col.to(self._device)
+        rowptr, col = rowptr.to(self._device), _aligned(col.to(self._device))
         if not self._is_gathered(stage, is_here):
             if stored.ids is not None:
                 assert stored.place is not None
                 col = stored.place[col.long()]
             source_ids, sources = stored.ids, stored.data
-            own = (
-                stored.data[nodes] if stored.ids is None and ids is None else self._features(stored, numbers)
-            )
+            if stored.ids is None and ids is None:
+                own = _aligned(stored.data[nodes])
+            else:
+                own = self._features(stored, numbers)
         else:
             source_ids, col = self._renumbered(numbers, col)
             sources = self._features(stored, source_ids)
@@ -440,7 +454,6 @@ class _Tiles:
         """Rows of a table on the device."""
         if self._device.type != "cuda":
             return table.index_select(0, index)
-        table = table if table.is_contiguous() else table.contiguous()
         if table.is_cuda:
             return gather_on_cuda(table, index)
         out = torch.empty(index.numel(), *table.shape[1:], dtype=table.dtype, device=self._device)
@@ -504,12 +517,25 @@ def _with_loops(rowptr: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
     return rowptr, merged
 
 
+def _aligned(part: Tensor) -> Tensor:
+    """A part of a tensor as kernels want it, which read 16 bytes at a time."""
+    return part.clone() if part.data_ptr() % 16 else part
+
+
 def _copied(data: Tensor, device: torch.device) -> Tensor:
-    """A copy on a GPU of data on the host; while one piece is sent, the host copies the next."""
+    """Data on a device."""
     data = data.contiguous()
     if device.type != "cuda" or data.is_cuda or data.is_pinned() or data.nbytes <= _PIECE_BYTES:
         return data.to(device)
     out = torch.empty_like(data, device=device)
+    _send(data, out)
+    return out
+
+
+def _send(data: Tensor, out: Tensor) -> None:
+    """Copies data of the host to a GPU; while one piece is sent, the host copies the next."""
+    if not data.numel():
+        return
     rows = max(_PIECE_BYTES // data[:1].nbytes, 1)
     buffers = _Buffers((rows, *data.shape[1:]), data.dtype)
     for source, target in zip(data.split(rows), out.split(rows), strict=True):
@@ -517,8 +543,7 @@ def _copied(data: Tensor, device: torch.device) -> Tensor:
         buffer.copy_(source)
         target.copy_(buffer, non_blocking=True)
         buffers.used()
-    torch.cuda.current_stream(device).synchronize()
-    return out
+    torch.cuda.current_stream(out.device).synchronize()
 
 
 class _Buffers:
@@ -548,16 +573,41 @@ class _Buffers:
         self._turn = (self._turn + 1) % _NUM_BUFFERS
 
 
-class _Writer:
-    """Puts tiles into a result; into one on the host while the GPU computes the next tile."""
+class _Result:
+    """Rows of a result, written tile by tile; on the host while the GPU computes the next tile.
 
-    def __init__(self, target: Tensor, device: torch.device) -> None:
-        self._target = target
+    A result that will fit on the device, but does not beside what it is computed from, has its first rows
+    there and the others on the host until :meth:`whole`.
+
+    Args:
+        shape: (num_rows, ...).
+        dtype: of the rows.
+        placement: where layers are computed.
+        target: where the rows go; None: where they fit.
+        freed: bytes on the device that are free before :meth:`whole` is called.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        placement: Placement,
+        target: Tensor | None,
+        freed: int,
+    ) -> None:
+        self._placement, self._device = placement, placement.device
+        self._num_here = 0
+        size = math.prod(shape) * dtype.itemsize
+        if target is None and not placement.fits(size):
+            target = torch.empty(shape, dtype=dtype)
+            here = int(_SHARE_HERE * placement.free())
+            if placement.free() + freed - here >= size:
+                self._num_here = here * shape[0] // size
+        self._target = torch.empty(shape, dtype=dtype, device=self._device) if target is None else target
+        self._here = torch.empty(self._num_here, *shape[1:], dtype=dtype, device=self._device)
         self._buffers: _Buffers | None = None
-        if device.type == "cuda" and not target.is_cuda and target.numel():
-            self._num_rows = max(_PIECE_BYTES // target[:1].nbytes, 1)
-            self._worker = ThreadPoolExecutor(1, "fastsparse-results")
-            self._jobs: list[Future[None]] = []
+        self._worker: ThreadPoolExecutor | None = None
+        self._latest: Future[None] | None = None
 
     def write(self, start: int, part: Tensor) -> None:
         """Writes some rows.
@@ -566,27 +616,47 @@ class _Writer:
             start: the first.
             part: (num_rows, ...).
         """
+        count = min(max(self._num_here - start, 0), part.size(0))
+        self._here[start : start + count] = part[:count]
+        start, part = start + count, part[count:]
         target = self._target[start : start + part.size(0)]
-        if target.device == part.device or target.is_cuda or not target.numel():
+        if target.device == part.device or target.is_cuda or not part.numel():
             target.copy_(part)
             return
-        for source, piece in zip(part.split(self._num_rows), target.split(self._num_rows), strict=True):
-            if self._buffers is None:
-                self._buffers = _Buffers((self._num_rows, *part.shape[1:]), part.dtype)
+        rows = max(_PIECE_BYTES // part[:1].nbytes, 1)
+        if self._buffers is None:
+            self._buffers = _Buffers((rows, *part.shape[1:]), part.dtype)
+            self._worker = ThreadPoolExecutor(1, "fastsparse-results")
+        assert self._worker is not None
+        for source, piece in zip(part.split(rows), target.split(rows), strict=True):
             buffer = self._buffers.next(source.size(0))
             buffer.copy_(source, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-            job = self._worker.submit(_store, piece, buffer, arrived)
-            self._buffers.used(job)
-            self._jobs = [job]  # done in order
+            self._latest = self._worker.submit(_store, piece, buffer, arrived)  # done in order
+            self._buffers.used(self._latest)
 
     def finish(self) -> None:
         """Waits until everything is written."""
-        if self._buffers is not None:
-            for job in self._jobs:
-                job.result()
+        if self._worker is not None and self._latest is not None:
+            self._latest.result()
             self._worker.shutdown()
+            self._buffers = self._worker = self._latest = None
+
+    def whole(self) -> Tensor:
+        """The rows in one tensor."""
+        count = self._num_here
+        if not count:
+            return self._target
+        if self._placement.free() >= self._target.nbytes:
+            data = torch.empty_like(self._target, device=self._device)
+            data[:count] = self._here
+            _send(self._target[count:], data[count:])
+            return data
+        self._num_here = 0
+        self.write(0, self._here)
+        self.finish()
+        return self._target
 
 
 def _store(target: Tensor, buffer: Tensor, arrived: torch.cuda.Event) -> None:

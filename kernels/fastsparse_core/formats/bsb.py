@@ -112,7 +112,8 @@ class Bsb:
         num_vectors = head_entry.numel() - 1
         num_windows = window_entry.numel() - 1
 
-        # A mask is the sum of its entries' bits: a difference of running sums, which may wrap.
+        # A mask is the sum of its bits, taken as the difference of two running sums. These may overflow; the
+        # difference is still right.
         bits_through = torch.cumsum(1 << (entry & (HEIGHT - 1)), 0, dtype=torch.uint8)
         mask = bits_through[head_entry[1:] - 1]
         mask = torch.diff(mask, prepend=mask.new_zeros(1)).int() << COLUMN_BITS
@@ -145,8 +146,8 @@ class Bsb:
         group = vector[:num_quads].view(num_groups, together)
         torch.take(packed, place, out=group)
         del packed, place
-        # A window's last group ran on into the next window. Padding repeats a column that is read anyway: a
-        # load from the cache is cheaper than a predicate.
+        # The last group of a window reached into the next one. Its padding now repeats a column that is read
+        # anyway, because a cached load is cheaper than a predicate.
         window = torch.nonzero(groups).flatten()
         last = first_group[window + 1] - 1
         stored = vectors[window] - together * (groups[window] - 1)

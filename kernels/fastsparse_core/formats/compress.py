@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
 import torch
@@ -65,6 +65,8 @@ def _compress(
     num_minor: int,
     order: Tensor | None,
     out: tuple[Tensor, Tensor] | None = None,
+    *,
+    may_cut: bool = True,
 ) -> tuple[Tensor, Tensor]:
     assert major.is_contiguous()
     assert minor is None or minor.is_contiguous()
@@ -90,9 +92,64 @@ def _compress(
     )
     index = device_index(device)
     size = _C.compress_scratch_bytes(args=args, device=index)
+    if minor is not None and may_cut and size > _MOST_SCRATCH:
+
+        def parts() -> Iterator[tuple[Tensor, Tensor]]:
+            return zip(major.split(_PIECE_ENTRIES), minor.split(_PIECE_ENTRIES), strict=True)
+
+        _sort_in_pieces(parts, num_major, num_minor, order, out)
+        return out
     scratch = torch.empty(size, dtype=torch.uint8, device=device) if size else None
     _C.compress(args=args, scratch=scratch, scratch_bytes=size, device=index, queue=queue(index))
     return major_ptr, minor_out
+
+
+def _sort_in_pieces(
+    parts: Callable[[], Iterable[tuple[Tensor, Tensor]]],
+    num_major: int,
+    num_minor: int,
+    order: Tensor | None,
+    out: tuple[Tensor, Tensor],
+) -> None:
+    """What one sort gives, range by range of the major index: each range is searched for in all edges.
+
+    That reads the edges once for every range of `_PIECE_ENTRIES`. One sort would need as much memory again as
+    its input and its result take together.
+
+    Args:
+        parts: gives all edges (major, minor) in their order, in pieces.
+        num_major: as of :func:`compress`.
+        num_minor: likewise.
+        order: where positions go, if anywhere.
+        out: where the other two results go.
+    """
+    major_ptr, minor_out = out
+    count = torch.zeros(num_major, dtype=torch.int64, device=major_ptr.device)
+    for major, _ in parts():
+        count += torch.bincount(major, minlength=num_major)
+    major_ptr[0] = 0
+    torch.cumsum(count, 0, out=major_ptr[1:])
+    del count
+    for first, last, minor_part in row_pieces(major_ptr, minor_out):
+        majors = torch.empty_like(minor_part)
+        minors = torch.empty_like(minor_part)
+        positions = None if order is None else torch.empty_like(minor_part, dtype=order.dtype)
+        filled = before = 0
+        for major, minor in parts():
+            found = ((major >= first) & (major < last)).nonzero().flatten()
+            end = filled + found.numel()
+            majors[filled:end] = major[found] - first
+            minors[filled:end] = minor[found]
+            if positions is not None:
+                positions[filled:end] = found + before
+            filled, before = end, before + major.numel()
+        sorted_order = None if order is None else _empty_order(filled, majors.device)
+        pointers = torch.empty(last - first + 1, dtype=torch.int64, device=majors.device)
+        place = (pointers, minor_part)
+        _compress(majors, minors, last - first, num_minor, sorted_order, place, may_cut=False)
+        if order is not None and positions is not None and sorted_order is not None:
+            begin = minor_part.storage_offset() - minor_out.storage_offset()
+            order[begin : begin + filled] = positions[sorted_order]
 
 
 def _empty_rows(num_rows: int, num_edges: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -136,6 +193,15 @@ def _transpose(rowptr: Tensor, col: Tensor, num_cols: int, order: Tensor | None)
     size = _C.transpose_scratch_bytes(
         num_rows=num_rows, num_cols=num_cols, num_edges=num_edges, keeps_order=order is not None, device=index
     )
+    if size > _MOST_SCRATCH:
+
+        def parts() -> Iterator[tuple[Tensor, Tensor]]:
+            for first, last, part in row_pieces(rowptr, col):
+                pointers = rowptr[first : last + 1] - rowptr[first]
+                yield part, expand_rows(pointers, part.numel()).add_(first)
+
+        _sort_in_pieces(parts, num_cols, num_rows, order, (colptr, row))
+        return colptr, row
     scratch = torch.empty(size, dtype=torch.uint8, device=device)
     _C.transpose(
         rowptr=rowptr,

@@ -16,7 +16,7 @@ _TILE = 128
 #: fill an H200 together.
 _SLAB_ROWS = 128
 _MOST_SLABS = 66
-#: Terms of bfloat16 that hold all digits of a float32 number; two where PyTorch may use fewer digits.
+#: bfloat16 terms that keep all digits of a float32 number; two if PyTorch allows fewer digits.
 _ALL_TERMS = 3
 
 
@@ -116,7 +116,7 @@ def gradients_of_parameters(
     width = own.shape[1]
     grad_weight, grad_root = grad.new_empty(out_width, width), grad.new_empty(out_width, width)
     grad_bias = grad.new_empty(out_width) if needs_bias else None
-    # The slabs' gradients of both weights, and behind them those of the bias.
+    # Gradients of both weights, slab by slab, followed by those of the bias.
     tiles = -(-width // _TILE) * -(-out_width // _TILE)
     num_slabs = min(-(-num_rows // _SLAB_ROWS), _MOST_SLABS // tiles)
     of_weights = num_slabs * 2 * out_width * width

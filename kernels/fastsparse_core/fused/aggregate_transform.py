@@ -379,7 +379,7 @@ def _in_one_node(
         None if bias is None else kind_of(bias),
         None if root_weight is None else kind_of(root_weight),
         autocast_dtype(x) if is_any_autocast_enabled() else None,
-        policy.requested_eagerly("spmm"),
+        policy.eager_requests().get("spmm", "auto"),
     )
     plan: _Plan | None = adj.plans.get(key)
     if plan is None or plan.given_dst is not scale_dst or plan.given_src is not scale_src:
@@ -481,7 +481,7 @@ def _plan(
         scale_dst,
         scale_src,
         one(x.device, accumulation_dtype(x.dtype)) if form.adds_loops else None,
-        policy.requested_eagerly("spmm"),
+        policy.eager_requests().get("spmm", "auto"),
         dtype,
         tuple(None if each is None else each.dtype for each in (x, weight, bias, root_weight)),
         adj.num_dst // weight.shape[0] if form.is_stacked and weight is not None else adj.num_dst,

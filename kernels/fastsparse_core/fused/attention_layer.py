@@ -140,13 +140,15 @@ def attention_layer(
     elif dtype != weight_dtype or dtype not in DTYPE_CODE:
         return None
     widths, width = tuple(sizes), sizes[0]
+    if not heads:
+        raise ValueError("heads (of DGL's layers num_heads): expected at least 1, got 0")
     if (
         widths.count(width) < len(widths)
         or width % heads
         or (bias is not None and bias.shape != (width // heads if mean else width,))
     ):
         return None
-    algorithm = policy.requested("attention", "auto")
+    algorithm = policy.eager_requests().get("attention", "auto")
     if algorithm == "unfused" or not score.has_kernel(adj, dtype, widths, heads, scale, algorithm):
         return None
     keeps_result = records and x.is_cuda and score.reads_result

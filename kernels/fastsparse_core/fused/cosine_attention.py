@@ -55,7 +55,7 @@ def cosine_attention(adj: Adjacency, x: Tensor, beta: Tensor) -> Tensor | None:
         and not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
     ):
         return None
-    width, algorithm = x.shape[1], policy.requested("attention", "auto")
+    width, algorithm = x.shape[1], policy.eager_requests().get("attention", "auto")
     # On CUDA the operator notes which structures have blocks.
     noted = ("attention", x.dtype, width, width, 1, algorithm) in adj.plans
     if not (noted if x.is_cuda else algorithm in ("auto", "fused3s")):

@@ -15,7 +15,6 @@ from fastsparse_core.ops import _edge_messages_launch as launch
 from fastsparse_core.ops._autocast import (
     CAST,
     Uncast,
-    autocast_dtype,
     check_versions,
     is_any_autocast_enabled,
     product_in,
@@ -61,7 +60,7 @@ def can_pass_messages(
         and device == adj.col.device
         and adj.num_values < 2**32
         and dtype in dtypes
-        and (under in CAST or autocast_dtype(x) is None)
+        and (under in CAST or not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"))
     ):
         return False
     if edge is not None and not (

@@ -89,7 +89,7 @@ def propagate(
     for term in terms:
         if type(term) not in PLAIN or term.shape != x.shape or term.dtype != x.dtype or term.is_neg():
             return None
-    of = _Steps(adj, scale_dst, scale_src, policy.requested_eagerly("spmm"), alpha)
+    of = _Steps(adj, scale_dst, scale_src, policy.eager_requests().get("spmm", "auto"), alpha)
     if not torch.is_grad_enabled():
         return _compute(of, count, x, value, terms)
     apply = _Propagation.apply if is_wrapped(x) else _apply

@@ -169,7 +169,7 @@ def _kernel_of(adj: Adjacency, call: Call, drawn: str) -> str:
     Args:
         adj: structure (num_dst, num_src), whose use may count.
         call: its algorithm as the caller asked.
-        drawn: why no kernel can serve its dropout; "" if one can.
+        drawn: why no kernel supports its dropout; "" if one can.
     """
     algorithm, v, heads = call.algorithm, call.values, call.heads
     no_csr = drawn

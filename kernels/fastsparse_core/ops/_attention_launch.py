@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsparse_core import _C, policy
-from fastsparse_core.device import place_of, queue
+from fastsparse_core.device import place_of
 from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.gpu import multiprocessors
 from fastsparse_core.ops._dtypes import accumulation_dtype, cast
@@ -195,7 +195,7 @@ def _forward_on_cpu(adj: Adjacency, call: Call) -> Results:
 
 
 def _backward_on_cpu(adj: Adjacency, call: Call, grad: Tensor, lse: Tensor, wanted: Wanted) -> Gradients:
-    given, grad, lse = call, unit_stride(grad), lse.contiguous()
+    given, grad, lse = call, grad if grad.stride(1) == 1 else grad.contiguous(), lse.contiguous()
     call = _laid_out_on_cpu(call)
     dst, src, _, att, edge, edge_weight, bias, *_ = call
     v = None if call.kind == GATV2 else call.values
@@ -212,7 +212,8 @@ def _backward_on_cpu(adj: Adjacency, call: Call, grad: Tensor, lse: Tensor, want
     transposed = adj.t()
     structure = transposed.plans.get("csr") or used_csr(transposed)
     gradients = (grad_dst, grad_src, grad_v, grad_att, work, grad_edge, grad_weight)
-    _C.attention_csr_backward(_cpu_arguments(call, adj, None, lse), structure, grad, *gradients, queue(-1))
+    arguments = _cpu_arguments(call, adj, None, lse)
+    _C.attention_csr_backward(arguments, structure, grad, *gradients, torch.get_num_threads())
     grad_bias = None
     if bias is not None and wanted.bias and work is not None:
         grad_bias = cast(work[:, :, 1].contiguous(), bias.dtype)

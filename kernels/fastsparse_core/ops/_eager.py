@@ -72,9 +72,9 @@ def _modes_watch() -> bool:
 def why_watched(x: Tensor) -> str:
     """Why a call on tensors like ``x`` is PyTorch's to run, operator by operator; "" if it is not.
 
-    Function transforms, forward-mode differentiation and traces of operators know PyTorch's own operators,
-    and there is no structure to look up, or to build, where tensors have no content. ``torch.compile`` traces
-    our operators with their structure as they are.
+    Function transforms, forward-mode differentiation and traces support PyTorch's own operators only. For
+    tensors without content, no structure can be looked up or built. ``torch.compile`` traces our operators
+    with their structure.
     """
     if torch.compiler.is_compiling():
         return ""

@@ -26,7 +26,7 @@ RELU, GATE, GATE_AND_STATE = 0, 1, 2
 MOST_FEATURES = 32
 #: Groups of rows whose parts of the maps' gradients are kept apart: enough of them to fill a large GPU.
 _CUDA_GROUPS = 4096
-#: Bytes in front of relu's signs: 1 + eps lies there, and the signs stay aligned.
+#: Bytes before relu's signs. They hold 1 + eps and keep the signs aligned.
 _SCALE_BYTES = 16
 #: A structure without rows, for a pass over them that nobody needs.
 _NO_ROWS = _C.CsrStructure(

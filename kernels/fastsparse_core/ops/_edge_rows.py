@@ -1,6 +1,6 @@
 """Between rows per node and rows per edge, for callers who have the sorted segments at hand.
 
-The same results as the segment operators give, with less of the host's time. Second derivatives are those
+Gives the segment operators' results in less host time. Second derivatives are those
 operators'.
 """
 

@@ -13,7 +13,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 
 def untouched(like: Tensor, *size: int) -> Tensor:
-    """``like.new_empty(size)``; large memory on the CPU comes in huge pages, as that of kernels' results."""
+    """``like.new_empty(size)``. On the CPU, large tensors use huge pages, as the kernels' results do."""
     out = like.new_empty(size)
     if out.device.type == "cpu":
         _C.prefer_huge_pages(out=out, bytes=out.nbytes, collapse=False)

@@ -116,7 +116,7 @@ def on_handle(function: Callable[..., Any]) -> Callable[..., Any]:
     taken: list[inspect.Parameter] = []
 
     def place(parameter: inspect.Parameter) -> tuple[int | slice, Callable[[Any], Any] | None]:
-        """Where an argument of the function is among those of the kernel; what makes one of several."""
+        """Position of the function's argument among the kernel's, and how several become one."""
         at, fields = len(taken), _fields(function, parameter.annotation)
         suffix = "_wanted" if parameter.name == "wanted" else ""
         names = {name + suffix: of for name, of in fields.items()} or {parameter.name: parameter.annotation}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.device import device_index, queue
+from fastsparse_core.device import current_stream
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import num_heads, unit_stride
@@ -92,13 +92,13 @@ def spmm_extremum(
         return out, arg
     if value is not None:
         value = value.contiguous()
-    index = device_index(x.device)
+    index = x.get_device()
     partial = partial_arg = None
     if index >= 0 and adj.row_split.num_slots:
         partial = x.new_empty(adj.row_split.num_slots, width, dtype=accumulation_dtype(x.dtype))
         partial_arg = torch.empty(partial.shape, dtype=torch.int32, device=x.device)
     _C.spmm_extremum(
-        structure=used_csr(adj),
+        structure=adj.plans.get("csr") or used_csr(adj),
         x=x,
         value=value,
         heads=num_heads(value),
@@ -109,7 +109,7 @@ def spmm_extremum(
         partial=partial,
         partial_arg=partial_arg,
         device=index,
-        queue=queue(index),
+        queue=torch.get_num_threads() if index < 0 else current_stream(index),
     )
     return out, arg
 
@@ -170,7 +170,7 @@ def _spmm_extremum_backward(
     grad, arg = unit_stride(grad), arg.contiguous()
     x = None if x is None else unit_stride(x)
     value = None if value is None else value.contiguous()
-    index, transposed, partial, of_value = device_index(grad.device), adj, None, None
+    index, transposed, partial, of_value = grad.get_device(), adj, None, None
     if index >= 0:
         transposed = adj.t()
         if transposed.row_split.num_slots:
@@ -181,7 +181,7 @@ def _spmm_extremum_backward(
         of_value = torch.zeros(adj.num_values, heads, dtype=dtype, device=grad.device)
     source = _source_of_edge(adj) if index < 0 or value is not None else None
     _C.spmm_extremum_backward(
-        transposed=used_csr(transposed),
+        transposed=transposed.plans.get("csr") or used_csr(transposed),
         grad=grad,
         x=x,
         value=None if x is None else value,
@@ -192,7 +192,7 @@ def _spmm_extremum_backward(
         grad_value=of_value,
         partial=partial,
         device=index,
-        queue=queue(index),
+        queue=torch.get_num_threads() if index < 0 else current_stream(index),
     )
     if value is not None and of_value is not None:
         grad_value = of_value.to(value.dtype).reshape(value.shape)

@@ -256,9 +256,11 @@ def _gradients_by_expressions(
             found[n] = torch.zeros_like(tensors[n])
             continue
         if leaf.place == "mapped":
-            out = reduced(number, "none") @ tensors[n + 1]
+            weight = tensors[n + 1]
+            out = reduced(number, "none").to(weight.dtype) @ weight
         elif leaf.place == "weight":
-            out = reduced(number, "none").t() @ tensors[n - 1]
+            rows = tensors[n - 1]
+            out = reduced(number, "none").t().to(rows.dtype) @ rows
         elif leaf.place == "whole":
             out = reduced(number, "dst").sum(0)
         else:

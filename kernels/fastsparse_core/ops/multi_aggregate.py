@@ -17,7 +17,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 #: The aggregations, in the order in which kernels number them.
 AGGREGATIONS = ("sum", "mean", "min", "max", "var", "std")
-#: Most features of an edge that the kernels multiply: more are projected to rows once.
+#: Most features of an edge that the kernels multiply. More are projected once, to a row per edge.
 MOST_EDGE_FEATURES = 32
 
 

@@ -121,7 +121,10 @@ def sddmm_kernel(
     """The operator below autograd: (length, heads), or where `dense` the vectors (length, 8, heads)."""
     # A call of `structure_of` is one frame more in every backward pass.
     adj = adjacency if isinstance(adjacency, Adjacency) else structure_of(adjacency)
-    x_dst, x_src = unit_stride(x_dst), unit_stride(x_src)
+    if x_dst.stride(1) != 1:
+        x_dst = unit_stride(x_dst)
+    if x_src.stride(1) != 1:
+        x_src = unit_stride(x_src)
     size = (length, HEIGHT, heads) if dense else (length, heads)
     num_edges = adj.col.numel()
     if length == 0 or heads == 0 or num_edges == 0:

@@ -21,7 +21,7 @@ from fastsparse_core.ops._checks import (
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
 from fastsparse_core.ops._eager import PLAIN, is_first_derivative, is_plain_eager, is_wrapped
 from fastsparse_core.ops._kept_results import with_cure
-from fastsparse_core.ops._operands import edges_from_dense, is_dense, num_heads, unit_stride
+from fastsparse_core.ops._operands import edges_from_dense, is_dense
 from fastsparse_core.ops._registration import Operator, Structure, keep_alive, structure_of
 from fastsparse_core.ops._spmm_extremum import extremum
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
@@ -30,6 +30,7 @@ from fastsparse_core.ops.sddmm import sddmm_op
 from fastsparse_core.structure.adjacency import Adjacency
 
 Reduce = Literal["sum", "mean", "max", "min"]
+_is_compiling = torch.compiler.is_compiling
 
 
 def spmm(
@@ -103,7 +104,10 @@ def spmm(
         >>> spmm(adj, torch.eye(3)).tolist()
         [[0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
     """
-    algorithm = policy.requested("spmm", algorithm)
+    if algorithm == "auto" and not _is_compiling():
+        algorithm = policy.eager_requests().get("spmm", "auto")
+    else:
+        algorithm = policy.requested("spmm", algorithm)
     if (
         value_layout == "edges"
         and is_plain_eager(x)
@@ -266,6 +270,7 @@ class _Spmm(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         x, value, scale_dst, scale_src, bias, _, adjacency, transpose, algorithm, relu = arguments
         ctx.adjacency = adjacency
+        ctx.set_materialize_grads(False)
         if isinstance(adjacency, Adjacency) and not transpose:  # the shortest way
             ctx.keep_alive = adjacency
             out = launch_spmm(adjacency, x, value, scale_dst, scale_src, bias, algorithm, relu)
@@ -280,7 +285,9 @@ class _Spmm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 10
         try:
             x, value, scale_dst, scale_src, rectified = ctx.saved_tensors
         except RuntimeError as error:
@@ -290,7 +297,7 @@ class _Spmm(torch.autograd.Function):
             grad = grad.masked_fill(rectified <= 0, 0)
         plain = is_first_derivative(grad)
         if plain and grad.stride(1) != 1:
-            grad = unit_stride(grad)  # once: that of a sum is expanded
+            grad = grad.contiguous()  # once: that of a sum is expanded
         if ctx.needs_input_grad[0]:
             if plain and not ctx.transpose:
                 grad_x = grad_of_features(ctx.keep_alive, grad, value, scale_dst, scale_src, ctx.algorithm)
@@ -301,9 +308,10 @@ class _Spmm(torch.autograd.Function):
             dst, src = (x, grad) if ctx.transpose else (grad, x)
             scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)
             algorithm = ctx.algorithm if ctx.algorithm in policy.SDDMM_ALGORITHMS else "csr"
-            of_values = (value.shape[0], num_heads(value), value.dtype)
+            dim = value.dim()  # as `num_heads` and `is_dense` ask it, without the calls
+            of_values = (value.shape[0], value.shape[-1] if dim > 1 else 1, value.dtype)
             operator = sddmm_op.kernel if plain else sddmm_op
-            grad_value = operator(dst, src, *scales, *of_values, ctx.adjacency, algorithm, is_dense(value))
+            grad_value = operator(dst, src, *scales, *of_values, ctx.adjacency, algorithm, dim == 3)
             if grad_value.shape != value.shape:
                 grad_value = grad_value.reshape(value.shape)
         if ctx.needs_input_grad[4]:

@@ -20,8 +20,8 @@ from fastsparse_core.policy.algorithm_context import (
     algorithms,
     allows_tf32,
     check_algorithm,
+    eager_requests,
     requested,
-    requested_eagerly,
 )
 from fastsparse_core.policy.attention import attention_algorithm, dot_product_algorithm
 from fastsparse_core.policy.conversion import (
@@ -69,6 +69,7 @@ __all__ = [
     "counts_sources",
     "csr_tile",
     "dot_product_algorithm",
+    "eager_requests",
     "features_per_lane",
     "gathers_and_transforms",
     "is_reused",
@@ -76,7 +77,6 @@ __all__ = [
     "packs_ssd_rows",
     "panel_layout",
     "requested",
-    "requested_eagerly",
     "scatters",
     "sddmm_algorithm",
     "sddmm_by_entry",

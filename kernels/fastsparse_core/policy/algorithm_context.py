@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from types import MappingProxyType
 
 import torch
 
@@ -23,7 +24,9 @@ ALGORITHMS = {
 }
 
 #: What `algorithms` asks for in this thread or asynchronous task: operator -> algorithm.
-_requests: ContextVar[Mapping[str, str] | None] = ContextVar("requests", default=None)
+_requests: ContextVar[Mapping[str, str]] = ContextVar("requests", default=MappingProxyType({}))
+#: The same where no trace watches, which `requested` would ask about in a call of its own.
+eager_requests = _requests.get
 #: The requests of all contexts that are open anywhere, in the order of entry, and the last of them: what
 #: traced code reads, because torch.compile guards on a global but cannot read a context variable.
 _open: dict[int, Mapping[str, str]] = {}
@@ -80,7 +83,7 @@ def algorithms(
     given = {operator: algorithm for operator, algorithm in asked.items() if algorithm is not None}
     for operator, algorithm in given.items():
         check_algorithm(algorithm, ALGORITHMS[operator], operator)
-    requests = {**(_requests.get() or {}), **given}
+    requests = {**_requests.get(), **given}
     token = _requests.set(requests)
     _show_to_traces(id(requests), requests)
     try:
@@ -114,12 +117,6 @@ def requested(operator: str, algorithm: str) -> str:
         return algorithm
     requests = _last_opened if torch.compiler.is_compiling() else _requests.get()
     return algorithm if requests is None else requests.get(operator, algorithm)
-
-
-def requested_eagerly(operator: str) -> str:
-    """`requested` of ``"auto"`` where no trace watches: asking that again takes longer than the rest."""
-    requests = _requests.get()
-    return "auto" if requests is None else requests.get(operator, "auto")
 
 
 def allows_tf32() -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
+from fastsparse_core.log import range_text
 from fastsparse_core.sampling.part import LIMIT, Known, Layout, Nodes, Output, Part, Size, Step, enqueue
 from fastsparse_core.sampling.relations import ALL, Graph
 from fastsparse_core.sampling.sample import Edges, Sample
@@ -121,7 +122,7 @@ class Draw:
             induced = self._is_induced()
             ids = nodes.ids if induced or self._layout.blocks else nodes.ids[nodes.begin :]
             if induced or relation.fanouts[self._hop] == ALL:
-                # Ids that are out of range have no row; the kernels say so.
+                # Ids out of range have no row; the kernels raise the error.
                 valid = ids.clamp(0, max(relation.adjacency.num_dst - 1, 0))
                 rowptr = relation.adjacency.rowptr
                 most = int((rowptr[valid + 1] - rowptr[valid]).sum())
@@ -239,7 +240,7 @@ class Draw:
                 if low < 0 or high >= size:
                     of_type = f" of type {name!r}" if self._graph.is_hetero else ""
                     raise ValueError(
-                        f"seeds: expected ids from 0 to {size - 1}{of_type}, got values from {low} to {high}"
+                        f"seeds: expected ids from 0 to {size - 1}{of_type}, {range_text(low, high)}"
                     )
 
     def _assemble(self) -> Sample:

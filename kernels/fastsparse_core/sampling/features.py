@@ -17,6 +17,7 @@ from fastsparse_core.log import info_once
 from fastsparse_core.ops._autocast import version_of
 from fastsparse_core.ops._operands import with_zeros_behind
 from fastsparse_core.sampling.host_rows import HostRows, measured_rate
+from fastsparse_core.sampling.shared_memory import check_processes, divided_rows, mapped_table
 
 _logger = logging.getLogger("fastsparse_core")
 
@@ -48,16 +49,24 @@ class FeatureTable:
     as long as the tensor. A write to the tensor through PyTorch makes a new copy, except in inference mode,
     where PyTorch does not count writes.
 
+    With ``shared``, the processes of `torchrun` on one machine hold the table once: each GPU has its share of
+    the rows and reads the others' rows from the GPUs that have them. Tables that are made of the same tensor
+    later, such as those of a loader, read it too. :meth:`keep` copies rows that are read often to this GPU.
+    On the CPU the processes map one copy. Every process must make the table, with the same content; after
+    that they read it without waiting for each other.
+
     Args:
         table: (N, ...), any dtype.
         device: where rows are wanted.
         aligned: whether rows of 16-bit numbers that a GPU gathers begin at multiples of 16 bytes, with zeros
             between them. The result is then a view that is not contiguous, which GraphSAGE sums and
             multiplies without a copy. Rows that the host's threads gather are always contiguous.
+        shared: whether the processes of `torch.distributed`, all on one machine, share the memory of the
+            table, which is on the CPU. It may be a memory-mapped file.
 
     Raises:
         TypeError: ``table`` is no tensor, or ``device`` no device.
-        ValueError: ``table`` is on another GPU than ``device``.
+        ValueError: ``table`` is on another GPU than ``device``; or it cannot be shared.
 
     Example:
         >>> import torch
@@ -68,7 +77,9 @@ class FeatureTable:
                 [1., 0., 0.]])
     """
 
-    def __init__(self, table: Tensor, device: torch.device, *, aligned: bool = False) -> None:
+    def __init__(
+        self, table: Tensor, device: torch.device, *, aligned: bool = False, shared: bool = False
+    ) -> None:
         if not isinstance(table, Tensor):
             raise TypeError(f"table: expected a tensor with a row per node, got {type(table).__name__}")
         if not isinstance(device, torch.device):
@@ -80,6 +91,14 @@ class FeatureTable:
         self._table = table
         self._device = device
         self._aligned = aligned
+        if shared:
+            if table.is_cuda:
+                raise ValueError(f"table: expected the CPU with shared=True, got {table.device}; move it")
+            check_processes(table)
+            with torch.inference_mode(False):
+                rows = _SharedRows(table.detach(), device)
+            with _lock:
+                _copies.setdefault(table, {})[device] = _stamp(table), rows.take
 
     def keep(self, rows: Tensor) -> None:
         """Keeps some rows on the device, too, if the table stays on the host.
@@ -91,6 +110,10 @@ class FeatureTable:
         """
         if self._table.device == self._device:
             return
+        shared = _shared(_copies.get(self._table, {}).get(self._device))
+        if shared is not None:
+            shared.keep(rows)
+            return
         with _lock:
             _kept.setdefault(self._table, {})[self._device] = rows.to(self._device).sort().values
             _copies.pop(self._table, None)
@@ -98,14 +121,14 @@ class FeatureTable:
     def __getitem__(self, index: Tensor) -> Tensor:
         """The rows ``index``, int64 on the device."""
         table = self._table
-        if table.device != self._device:
+        if table.device != self._device or (self._device.type == "cpu" and table in _copies):
             return _placed(table, self._device)(index, self._aligned)
         if self._device.type == "cpu" or table.requires_grad or not table.is_contiguous():
             return table.index_select(0, index)
         return gather_on_cuda(table, index, self._aligned)
 
 
-def gather_on_cuda(table: Tensor, index: Tensor, aligned: bool = False) -> Tensor:
+def gather_on_cuda(table: Tensor, index: Tensor, aligned: bool = False, **divided: Any) -> Tensor:
     """Rows of a contiguous table on the GPU of ``index``, or in page-locked memory of the host.
 
     A third of ``index_select``'s time for 510,000 rows of 100 floats on an H200: a tenth of a captured
@@ -115,8 +138,9 @@ def gather_on_cuda(table: Tensor, index: Tensor, aligned: bool = False) -> Tenso
         table: (N, ...).
         index: int64.
         aligned: as of `FeatureTable`.
+        **divided: of a table in parts, of which ``table`` is one: see ``GatherRowsArgs``.
     """
-    num_rows, width = index.numel(), table[0].numel() if table.size(0) else 0
+    num_rows, width = index.numel(), table.shape[1:].numel()
     missing = -width % 8 if aligned and table.dim() == 2 and table.itemsize == 2 else 0
     shape = (width + missing,) if missing else table.shape[1:]
     out = torch.empty(num_rows, *shape, dtype=table.dtype, device=index.device)
@@ -129,6 +153,7 @@ def gather_on_cuda(table: Tensor, index: Tensor, aligned: bool = False) -> Tenso
         num_rows=num_rows,
         row_bytes=row_bytes,
         out_row_bytes=row_bytes + missing * table.itemsize,
+        **divided,
         device=device,
         queue=stream,
     )
@@ -137,17 +162,32 @@ def gather_on_cuda(table: Tensor, index: Tensor, aligned: bool = False) -> Tenso
 
 def _placed(table: Tensor, device: torch.device) -> _Take:
     """What gives rows of a table on the CPU to a device."""
-    stamp = (version_of(table), table.data_ptr(), table.shape, table.dtype)
+    stamp = _stamp(table)
     with _lock:
         by_device = _copies.setdefault(table, {})
         entry = by_device.get(device)
         if entry is not None and entry[0] == stamp:
             found: _Take = entry[1]
             return found
+        if _shared(entry) is not None:
+            raise RuntimeError(
+                "a table with shared=True was written after it was shared; make it again, in every process"
+            )
         by_device.pop(device, None)
         made = _place(table.detach(), device, _kept.get(table, {}).get(device))
         by_device[device] = (stamp, made)
         return made
+
+
+def _stamp(table: Tensor) -> tuple[Any, ...]:
+    """What is another after a write."""
+    return version_of(table), table.data_ptr(), table.shape, table.dtype
+
+
+def _shared(entry: tuple[Any, _Take] | None) -> _SharedRows | None:
+    """The shared rows behind an entry of `_copies`, if it is one."""
+    owner = None if entry is None else getattr(entry[1], "__self__", None)
+    return owner if isinstance(owner, _SharedRows) else None
 
 
 def _place(table: Tensor, device: torch.device, kept: Tensor | None) -> _Take:
@@ -198,6 +238,49 @@ class _KeptRows:
         out = gather_on_cuda(self._rows, place.clamp_(min=0))
         self._by_host.complete(self._table, index, out, lacks)
         return out
+
+
+class _SharedRows:
+    """Rows of a table that the processes of a machine hold together. Making it is collective.
+
+    Args:
+        table: on the CPU.
+        device: where rows are wanted.
+    """
+
+    def __init__(self, table: Tensor, device: torch.device) -> None:
+        self._num_rows, self._device = table.size(0), device
+        self._divided: dict[str, Any] = {}
+        if device.type == "cpu":
+            self._rows = mapped_table(table)
+            return
+        if self._num_rows >= 2**32:
+            raise ValueError(f"table: expected fewer than 2^32 rows with shared=True, got {self._num_rows}")
+        self._rows, self._memory = divided_rows(table, device)
+        addresses = torch.tensor([each.data_ptr() for each in self._memory], device=device)
+        self._divided = {"parts": addresses, "num_parts": len(self._memory)}
+        info_once(
+            _logger,
+            f"a table of {table.nbytes / 2**30:.2f} GiB is divided over {len(self._memory)} GPUs, which read "
+            "each other's memory",
+        )
+
+    def take(self, index: Tensor, aligned: bool) -> Tensor:
+        if self._device.type == "cpu":
+            return self._rows.index_select(0, index)
+        return gather_on_cuda(self._rows, index, aligned, **self._divided)
+
+    def keep(self, rows: Tensor) -> None:
+        """Copies some rows to this process's GPU, too."""
+        if self._device.type == "cpu":
+            return
+        with torch.inference_mode(False):
+            rows = rows.to(self._device).sort().values
+            place = torch.full((self._num_rows,), -1, dtype=torch.int32, device=self._device)
+            place[rows] = torch.arange(rows.numel(), dtype=torch.int32, device=self._device)
+            kept = self.take(rows, False)
+            torch.cuda.current_stream(self._device).synchronize()  # other streams will read them
+        self._divided = {**self._divided, "kept": kept if rows.numel() else None, "place": place}
 
 
 def _rate_on_cuda(table: Tensor, device: torch.device) -> float:

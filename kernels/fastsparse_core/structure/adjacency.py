@@ -15,7 +15,7 @@ from fastsparse_core import recorded
 from fastsparse_core.formats import lengths
 from fastsparse_core.formats.compress import transpose, transpose_pairs
 from fastsparse_core.formats.grouping import Method, check_method
-from fastsparse_core.formats.inspection import Inspection
+from fastsparse_core.formats.inspection import Inspection, inspect_square_rows
 from fastsparse_core.structure.build_once import BuiltOnce
 from fastsparse_core.structure.construction import (
     CompressedRows,
@@ -31,6 +31,10 @@ from fastsparse_core.structure.storage import Storage, move
 #: Not a WeakValueDictionary, whose entries take the host five times as long.
 _registry: dict[int, weakref.ref[Adjacency]] = {}
 _next_handle = itertools.count(1)
+#: Entries up to which a structure is transposed without asking before whether it is symmetric.
+_FEW_ENTRIES = 2**22
+#: Entries beyond which a structure keeps nothing that nobody asked for.
+_MANY_ENTRIES = 2**28
 
 
 class Adjacency(Storage):
@@ -214,7 +218,13 @@ class Adjacency(Storage):
         self._take(rows, shape, group_rows)
 
     def _learn(self, found: Inspection) -> None:
-        """Keeps what was found out while the structure was checked."""
+        """Keeps what was found out in the checks; of a large structure only what takes no memory."""
+        if found.order is None:
+            self.usage.scattered = 0
+        if self.num_edges > _MANY_ENTRIES:
+            self._of_rows.results["has_empty_rows"] = (found.has_empty_rows,)
+            self.has_sorted_slices = not self.col.is_cuda
+            return
         self._of_rows.results[("inv_degree", torch.float32)] = found.inv_degree
         self._of_rows.results["has_empty_rows"] = (found.has_empty_rows,)
         if found.inv_sqrt_degree is not None:
@@ -225,8 +235,6 @@ class Adjacency(Storage):
         if split is not None:
             self._of_rows.results["row_split"] = split
             self.has_sorted_slices = False
-        if found.order is None:
-            self.usage.scattered = 0
 
     @classmethod
     def from_csr(
@@ -319,6 +327,8 @@ class Adjacency(Storage):
         transposed._parent = weakref.ref(self)
 
     def _transpose(self, valued: bool) -> Adjacency:
+        if self.symmetric is None and self.num_edges > _FEW_ENTRIES:
+            self._look_at_entries()  # a pass over them, where the transpose is a sort
         symmetric = self.symmetric if self.num_dst == self.num_src else False
         is_known = symmetric is not None
         if symmetric:
@@ -353,6 +363,27 @@ class Adjacency(Storage):
         transposed.symmetric = symmetric
         transposed._parent = weakref.ref(self)
         return transposed
+
+    def _look_at_entries(self) -> None:
+        """Finds out whether there are loops, and whether it equals its transpose, which a checksum says.
+
+        The checksum takes another structure for a symmetric one with a chance of 2^-64.
+        """
+        if self.num_dst != self.num_src:
+            self.symmetric = False
+            return
+        found = inspect_square_rows(self.rowptr, self.col)
+        self.has_loops = found.has_loops
+        if self.symmetric is None:
+            self.symmetric = found.checksum == 0 and not found.cols_descend
+
+    def is_free_of_loops(self) -> bool:
+        """Whether no entry is a loop; False while a CUDA graph is captured and nobody has looked."""
+        if self.has_loops is None and self.num_dst == self.num_src:
+            if self.col.is_cuda and torch.cuda.is_current_stream_capturing():
+                return False
+            self._look_at_entries()
+        return self.has_loops is False
 
     def _with_columns(self, col: Tensor, num_src: int) -> Adjacency:
         """The same rows with other columns; values keep the order of this structure's own."""

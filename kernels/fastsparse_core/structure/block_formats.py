@@ -22,6 +22,19 @@ from fastsparse_core.structure.degrees import Degrees
 
 _logger = logging.getLogger("fastsparse_core")
 _INT32_MAX = 2**31 - 1
+#: Bytes per entry that the conversion to blocks takes while it runs: rows, and two sorts of 64-bit keys.
+_CONVERSION_BYTES = 48
+#: What it may take without a question, and share of the free memory that it may take.
+_FEW_BYTES = 2**30
+_SHARE_OF_FREE = 0.5
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Bytes that PyTorch can still allocate on a GPU; no limit is known of the CPU."""
+    if device.type != "cuda":
+        return float("inf")
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 class BlockFormats(Degrees):
@@ -52,6 +65,10 @@ class BlockFormats(Degrees):
         once and not tried again. They also serve structures with more sources than the blocks can name.
         """
         if not self.has_bsb and not self._bsb_refused and self.num_src <= MOST_COLUMNS:
+            needed = self.num_edges * _CONVERSION_BYTES
+            if needed > _FEW_BYTES and needed > _SHARE_OF_FREE * _free_bytes(self.col.device):
+                self._refuse_bsb("converting it for the tensor cores would take most of the free memory")
+                return False
             try:
                 self.bsb  # noqa: B018
             except torch.OutOfMemoryError:
@@ -135,7 +152,7 @@ class BlockFormats(Degrees):
 
     @property
     def sddmm_split(self) -> RowSplit:
-        """As `bsb_split`, in the shorter slices that sddmm takes: it has no partial results to add."""
+        """Like `bsb_split`, with shorter slices. sddmm can use them because it adds no partial results."""
         return self._of_pattern.get(
             "sddmm_split",
             lambda: self._slices(lengths.sddmm_slice_blocks(self.bsb.num_blocks)),

@@ -21,6 +21,7 @@ from fastsparse_core.formats.inspection import (
     inspect_rows,
     sort_edges,
 )
+from fastsparse_core.log import range_text
 
 _INT32_MAX = 2**31 - 1
 SelfLoops = Literal["keep", "append", "replace", "replace_if_some"]
@@ -318,4 +319,4 @@ def _raise_range(indices: dict[str, tuple[Tensor, int, str]]) -> None:
             expected = (
                 f"indices from 0 to {size_name} - 1 = {size - 1}" if size else f"none for {size_name} = 0"
             )
-            raise ValueError(f"{name}: expected {expected}, got values from {low} to {high}")
+            raise ValueError(f"{name}: expected {expected}, {range_text(low, high)}")

@@ -15,6 +15,7 @@ from fastsparse_core.formats.index_sort import sort_index
 from fastsparse_core.formats.inspection import inspect_edges, inspect_rows
 from fastsparse_core.formats.lengths import slice_length
 from fastsparse_core.formats.row_split import RowSplit, addresses_of, split_rows
+from fastsparse_core.log import range_text
 from fastsparse_core.structure.build_once import built_results
 from fastsparse_core.structure.construction import check_shape, rows_of_pointers
 
@@ -76,8 +77,8 @@ class Segments:
         if num_rows and found.most_row >= num_segments:
             low, high = (int(end) for end in torch.aminmax(index))
             raise ValueError(
-                f"index: expected values from 0 to dim_size - 1 = {num_segments - 1}, got values from {low} "
-                f"to {high}; leave dim_size out to have as many segments as the index needs"
+                f"index: expected values from 0 to dim_size - 1 = {num_segments - 1}, "
+                f"{range_text(low, high)}; leave dim_size out to have as many segments as the index needs"
             )
         if not found.rows_descend:
             return cls(found.rowptr, None, num_rows, found.row_split)

@@ -128,14 +128,21 @@ struct EmitRowsArgs {
 FASTSPARSE_ARGUMENTS(EmitRowsArgs, FIELDS(row, num_edges, num_rows, rowptr, inv_degree, slices));
 
 struct GatherRowsArgs {
-  const void* table;  // memory that the device can read, its own or the host's
+  const void* table;  // memory that the device can read, its own or the host's; of a divided table: one part
   const std::int64_t* index;
   void* out;
   std::int64_t num_rows;
   std::int64_t row_bytes;
-  std::int64_t out_row_bytes;  // on CUDA only: at least row_bytes, zeros behind them
+  // On CUDA only:
+  std::int64_t out_row_bytes;  // at least row_bytes, zeros behind them
+  // A table whose row i is row i / num_parts of part i % num_parts, on as many devices:
+  const std::int64_t* parts;  // (num_parts) addresses; null: the table is whole
+  std::int64_t num_parts;
+  const void* kept;           // some rows on this device, too; null: none
+  const std::int32_t* place;  // (rows of the table) a row's number among those, or -1
 };
-FASTSPARSE_ARGUMENTS(GatherRowsArgs, FIELDS(table, index, out, num_rows, row_bytes, out_row_bytes));
+FASTSPARSE_ARGUMENTS(GatherRowsArgs, FIELDS(table, index, out, num_rows, row_bytes, out_row_bytes),
+                     OPTIONAL(parts, num_parts, kept, place));
 
 // ---------------------------------------------------------------- table
 
