@@ -37,7 +37,8 @@ RUN apt-get update \
 RUN /opt/venv/bin/pip install --no-cache-dir ${TORCH_INDEX:+--index-url ${TORCH_INDEX}} "${TORCH}"
 RUN --mount=from=build,source=/wheels,target=/wheels \
     /opt/venv/bin/pip install --no-cache-dir "$(echo /wheels/*.whl)[pyg,dgl]"
-RUN useradd --create-home user
-USER user
+RUN useradd --create-home --uid 1001 user
+# By number: Kubernetes cannot tell that a name is not root.
+USER 1001
 ENV PATH=/opt/venv/bin:$PATH
 CMD ["fastsparse", "doctor"]

@@ -94,7 +94,7 @@ def test_the_image():
     assert "g++" not in str(runtime)
     kinds = [kind for kind, _ in runtime]
     assert "RUN" not in kinds[kinds.index("USER") :]
-    assert ("USER", "user") in runtime
+    assert ("USER", "1001") in runtime
     (torch,) = re.findall(r"^TORCH \?= (.+)$", text("Makefile"), re.MULTILINE)
     assert {("ARG", f"TORCH={torch}"), ("ARG", "TORCH_INDEX=")} <= set(runtime)
 
