@@ -471,6 +471,17 @@ def test_extrema_run_on_the_kernels_where_they_are_faster(enabled):
     assert calls_of("scatter") == {"PyG": 4, "segments": 2}
 
 
+@pytest.mark.gpu
+def test_sums_of_few_rows_on_a_gpu_are_pygs(enabled):
+    for rows, expected in ((100_000, {"PyG": 3}), (300_000, {"PyG": 4, "segments": 2})):
+        src, index = torch.randn(rows, 8, device="cuda"), torch.arange(rows, device="cuda") // 25
+        for _ in range(3):  # an index that is new is PyG's, too
+            scatter(src, index, dim_size=rows // 25, reduce="sum")
+        assert calls_of("scatter") == expected
+    scatter(src[:100_000].half(), index[:100_000].clone(), dim_size=4000, reduce="max")
+    assert calls_of("scatter") == {"PyG": 5, "segments": 2}
+
+
 # ---------------------------------------------------------------- loaders and shims
 
 
