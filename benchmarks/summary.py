@@ -100,8 +100,9 @@ TOPICS = {
     ),
     "scaling": Topic(
         "Several GPUs",
-        "Full-graph training with the graph divided among GPUs, and data-parallel mini-batches.",
-        ("scaling",),
+        "Full-graph training with the graph divided among GPUs, data-parallel mini-batches, and training on"
+        " all nodes of a graph that is larger than a GPU's memory.",
+        ("scaling", "large"),
     ),
     "operators": Topic(
         "Operators",

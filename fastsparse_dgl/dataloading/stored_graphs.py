@@ -28,6 +28,7 @@ from fastsparse_core.graph_store import (
 )
 from fastsparse_dgl.caching import remember_edges
 from fastsparse_dgl.compat import dgl
+from fastsparse_dgl.device_graph import DeviceIndex
 
 _FORMATS = ["coo", "csr", "csc"]
 
@@ -178,10 +179,10 @@ def _graphs_part(stored: StoredGraphs, graphs: list[Any]) -> _Part:
     described = {(tuple(graph.ntypes), tuple(graph.canonical_etypes), graph.idtype) for graph in graphs}
     if len(described) > 1:
         raise NotStored("its graphs differ in node types, edge types or idtype")
+    if any(isinstance(graph._graph, DeviceIndex) or graph.device.type != "cpu" for graph in graphs):
+        raise NotStored("some of its graphs are on a GPU")
     if any(graph.is_block or graph.batch_size != 1 for graph in graphs):
         raise NotStored("some of its graphs are blocks or batches")
-    if any(graph.device.type != "cpu" for graph in graphs):
-        raise NotStored("some of its graphs are on a GPU")
     if any(sum(map(len, graph.formats().values())) != len(_FORMATS) for graph in graphs):
         raise NotStored("some of its graphs are restricted to some sparse formats")
     return _Graphs(stored, graphs, like)
