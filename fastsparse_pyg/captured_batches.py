@@ -203,7 +203,7 @@ class _HeldBatch(Held):
                 edges[nth] = (held, item)
             elif name[1] == "ptr":
                 held[:-1].copy_(item)
-                held[-1] = places.nodes[nth].starts[-1]
+                held[-1].fill_(places.nodes[nth].starts[-1])  # an assignment would wait for the GPU
             elif kind == "other":
                 held.copy_(item)
             else:
