@@ -219,5 +219,6 @@ def test_sdist_holds_all_sources(checkout_copy, run_build, tmp_path):
     tops = {name.partition("/")[0] for name in names if name}
     metadata = {"PKG-INFO", "setup.cfg", "fastsparse_gnn.egg-info"}
     files = {"setup.py", "pyproject.toml", "README.md", "LICENSE"}
-    assert tops == {"kernels", "fastsparse_pyg", "fastsparse_dgl"} | files | metadata
+    packages = {"kernels", "fastsparse_pyg", "fastsparse_dgl", "fastsparse_run"}
+    assert tops == packages | files | metadata
     assert not [name for name in names if re.search(r"\.(so|o|pyc|png)$|benchmarks/.*\.json$", name)]
