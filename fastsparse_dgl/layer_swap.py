@@ -74,9 +74,9 @@ def restore(model: Module) -> None:
 
 def as_drop_in(layer: Module) -> Module:
     """A second object of a layer with the same parameters, of the drop-in's class where it has one."""
-    twin = core.second_object(layer)
-    core.swap(twin, DROP_INS, why_not=_why_not, is_generated=lambda klass, name: False, any_layer=None)
-    return twin
+    second = core.second_object(layer)
+    core.swap(second, DROP_INS, why_not=_why_not, is_generated=lambda klass, name: False, any_layer=None)
+    return second
 
 
 def is_accelerated(module: Module) -> bool:

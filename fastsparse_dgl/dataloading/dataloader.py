@@ -144,28 +144,26 @@ class DataLoader(dgl.dataloading.DataLoader):
 
 def _why_not_sampled(graph: GraphLike, sampler: Any) -> str:
     """The reason why DGL's sampler must run; "" if it need not."""
-    if isinstance(sampler, NeighborSampler):
-        return sampler.why_not(graph)
-    return (
-        f"graph_sampler is a {type(sampler).__name__}; of FastSparse only NeighborSampler samples, with "
-        "fanouts of -1 for all neighbours"
-    )
+    kind = type(sampler)
+    if not isinstance(sampler, NeighborSampler):
+        return (
+            f"graph_sampler is a {kind.__name__}; of FastSparse only NeighborSampler samples, with fanouts "
+            "of -1 for all neighbours"
+        )
+    for name in ("sample", "sample_blocks", "assign_lazy_features"):
+        if getattr(kind, name) is not getattr(NeighborSampler, name):
+            return f"{kind.__name__} has a method {name} of its own. Read the batches that the loader yields"
+    return sampler.why_not(graph)
 
 
 def _why_not(graph: GraphLike, indices: Any, sampler: Any) -> str:
     """The reason why DGL's loader must make the batches; "" if it need not."""
-    kind = type(sampler)
-    if not isinstance(sampler, NeighborSampler):
-        return _why_not_sampled(graph, sampler)
-    for name in ("sample", "sample_blocks", "assign_lazy_features"):
-        if getattr(kind, name) is not getattr(NeighborSampler, name):
-            return f"{kind.__name__} has a method {name} of its own. Read the batches that the loader yields"
     for item in indices.values() if isinstance(indices, Mapping) else [indices]:
         try:
             torch.as_tensor(item)
         except (TypeError, ValueError, RuntimeError):
             return f"indices is a {type(item).__name__}. Pass a tensor of ids, or a dict of them by node type"
-    return sampler.why_not(graph)
+    return _why_not_sampled(graph, sampler)
 
 
 def _read(argument: str, names: Any, types: list[Any], views: Any) -> None:

@@ -17,7 +17,7 @@ class Reason(NamedTuple):
     """Why a framework's implementation has to run a call.
 
     Attributes:
-        message: the obstacle.
+        message: why the kernels do not run.
         cure: what the user can do about it; "" if nothing is lost, because the user asked for that
             implementation, or because it is faster there. Then there is no warning.
         faster: name of the framework if its implementation is faster there, else "".

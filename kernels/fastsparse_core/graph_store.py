@@ -221,7 +221,16 @@ class GraphStore:
         on_gpu = self.device.type == "cuda"
         host = torch.empty((len(pointers), 2, count + 1), dtype=torch.int64, pin_memory=on_gpu, device="cpu")
         num_positions = self.num_graphs if graph_at is None else graph_at.numel()
-        is_tensor = type(index) is Tensor
+        # The extension reads it as it lies there; a sampler of the user's may give any tensor.
+        is_tensor = (
+            type(index) is Tensor
+            and index.dtype == torch.int64
+            and index.is_cpu
+            and index.dim() == 1
+            and index.is_contiguous()
+        )
+        if type(index) is Tensor and not is_tensor:
+            index = index.tolist()
         totals = _C.plan_graphs(
             index=None if is_tensor else index,  # type: ignore[arg-type]
             positions=index if is_tensor else None,  # type: ignore[arg-type]

@@ -199,11 +199,11 @@ def swap(
 
 def second_object(layer: Module) -> Module:
     """Another object of a layer, of its class and with the same parameters and buffers."""
-    twin = object.__new__(type(layer))
-    twin.__dict__ = {
+    second = object.__new__(type(layer))
+    second.__dict__ = {
         name: copy.copy(value) if type(value) is dict else value for name, value in vars(layer).items()
     }
-    return twin
+    return second
 
 
 def restore(model: Module, drop_ins: DropIns) -> None:

@@ -221,7 +221,10 @@ def test_positions_may_be_a_tensor(store):
     nodes = store.add_counts(SIZES)
     rows = torch.randn(int(SIZES.sum()), 3)
     expected = gather(store, [4, 2, -1], Field(rows, nodes))
-    assert torch.equal(gather(store, torch.tensor([4, 2, -1]), Field(rows, nodes))[0], expected[0])
+    ids = torch.tensor([4, 2, -1])
+    strided = torch.stack([ids, torch.zeros_like(ids)], 1)[:, 0]
+    for given in (ids, ids.int(), strided):
+        assert torch.equal(gather(store, given, Field(rows, nodes))[0], expected[0])
     with pytest.raises(IndexError, match="below 6, got 6"):
         store.choose(torch.tensor([0, 6]))
 

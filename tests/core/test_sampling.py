@@ -497,6 +497,12 @@ def test_feature_table(device):
     assert torch.equal(rows[index].cpu(), table[index.cpu()])
 
 
+def test_a_table_on_the_cpu_beside_its_copy_on_a_gpu(monkeypatch):
+    table, index = torch.randn(5, 7), torch.tensor([4, 0])
+    monkeypatch.setitem(features._copies, table, {torch.device("cuda", 0): None})
+    assert torch.equal(FeatureTable(table, torch.device("cpu"))[index], table[index])
+
+
 def test_what_is_no_table():
     table = torch.randn(5, 7)
     with pytest.raises(TypeError, match="table: expected a tensor with a row per node, got list"):

@@ -102,12 +102,17 @@ def test_loaders_are_replaced_wherever_they_were_imported(monkeypatch: pytest.Mo
 
 
 def test_loaders_are_in_the_report() -> None:
+    class OwnSampler(fastsparse_dgl.NeighborSampler):
+        def sample(self, g: Any, indices: Any, exclude_eids: Any = None) -> Any:
+            return super().sample(g, indices, exclude_eids)
+
     graph, seeds = graph_with_data(), torch.arange(6)
     with enabled():
         fastsparse_dgl.enable(report=True)
         for sampler in (
             dgl.dataloading.NeighborSampler([2]),
             dgl.dataloading.ShaDowKHopSampler([2]),
+            OwnSampler([2]),
         ):
             next(iter(dgl.dataloading.DataLoader(graph, seeds, sampler, batch_size=6)))
         next(iter(dgl.dataloading.GraphDataLoader([graph, graph], batch_size=2)))
@@ -117,9 +122,10 @@ def test_loaders_are_in_the_report() -> None:
         ("DataLoader", "FastSparse"),
         ("GraphDataLoader", "FastSparse"),
     }
-    (other,) = (row for row in loaders if row[2])
-    assert other[1] == "DGL"
-    assert "graph_sampler is a ShaDowKHopSampler" in other[2]
+    others = sorted(row for row in loaders if row[2])
+    assert [row[1] for row in others] == ["DGL", "DGL"]
+    assert "OwnSampler has a method sample of its own" in others[0][2]
+    assert "graph_sampler is a ShaDowKHopSampler" in others[1][2]
 
 
 def test_all_neighbours_are_those_of_dgl() -> None:

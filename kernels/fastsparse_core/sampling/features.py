@@ -121,7 +121,9 @@ class FeatureTable:
     def __getitem__(self, index: Tensor) -> Tensor:
         """The rows ``index``, int64 on the device."""
         table = self._table
-        if table.device != self._device or (self._device.type == "cpu" and table in _copies):
+        if table.device != self._device or (
+            self._device.type == "cpu" and self._device in _copies.get(table, ())
+        ):
             return _placed(table, self._device)(index, self._aligned)
         if self._device.type == "cpu" or table.requires_grad or not table.is_contiguous():
             return table.index_select(0, index)
