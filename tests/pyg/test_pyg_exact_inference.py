@@ -181,6 +181,43 @@ def test_mapped_files(device: str, tmp_path: Path) -> None:
     torch.testing.assert_close(few, expected.cpu()[rows], rtol=1e-4, atol=2e-5)
 
 
+class Leaky(nn.Module):
+    """A model whose activation differs from relu by less than 16 bits are allowed to."""
+
+    def __init__(self, activation: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv1, self.conv2 = SAGEConv(8, 64), SAGEConv(64, 5)
+        self.activation_name = activation
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.conv2(getattr(F, self.activation_name)(self.conv1(x, edge_index)), edge_index)
+
+
+class OfOwnDtype(Leaky):
+    """A model that only runs in its own dtype."""
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.bfloat16(), edge_index)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "gelu", "silu"])
+def test_the_activation_is_found_in_every_dtype(device: str, activation: str, dtype: torch.dtype) -> None:
+    data, model = graph(dtype, device), Leaky(activation).to(device, dtype)
+    layers = [model.conv1, getattr(F, activation), model.conv2]
+    assert torch.equal(inference(model, data), inference(layers, data))
+    if activation == "leaky_relu":
+        assert not torch.equal(inference(model, data), inference([layers[0], F.relu, layers[2]], data))
+    assert all(parameter.dtype == dtype for parameter in model.parameters())
+
+
+def test_the_activation_is_found_where_float32_does_not_run() -> None:
+    data, model = graph(torch.bfloat16), OfOwnDtype("leaky_relu").bfloat16()
+    layers = [model.conv1, F.leaky_relu, model.conv2]
+    assert torch.equal(inference(model, data), inference(layers, data))
+
+
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -237,8 +274,24 @@ def test_arguments_are_checked() -> None:
         inference(model, data, tile=0)
     with pytest.raises(ValueError, match=r"out: expected shape \(60, 5\)"):
         inference(model, data, out=torch.empty(60, 4))
+    with pytest.raises(TypeError, match=r"out: expected a floating-point dtype, got torch\.int64"):
+        inference(model, data, out=torch.empty(60, 5, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"out: expected a floating-point dtype, got torch\.int32"):
+        inference(model, data, out=np.empty((60, 5), np.int32))
     with pytest.raises(ValueError, match="group: expected None without processes"):
         inference(model, data, group=object())
+
+
+def test_results_are_not_written_to_a_read_only_array(tmp_path: Path) -> None:
+    data, model = graph(), make("GCN")
+    before = np.zeros((NODES, 5), np.float32)
+    before.flags.writeable = False
+    with pytest.raises(ValueError, match="out: expected a writable array, got a read-only one"):
+        inference(model, data, out=before)
+    assert not before.any()
+    np.save(tmp_path / "out.npy", before)
+    with pytest.raises(ValueError, match="out: expected a writable array, got a read-only one"):
+        inference(model, data, out=np.load(tmp_path / "out.npy", mmap_mode="r"))
 
 
 def test_tiles_follow_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,3 +350,22 @@ def test_features_on_the_host_of_a_gpu(name: str) -> None:
     found = inference(model, data, memory=limit).cpu()
     assert torch.cuda.max_memory_allocated() <= 1.1 * limit
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_the_model_is_on_another_gpu_than_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers are not used again before their pieces are sent."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    monkeypatch.setattr(tiles, "_PIECE_BYTES", 2**20)
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.randint(300_000, (2, 300_000), generator=generator)
+    data = Data(x=torch.randn(300_000, 64, generator=generator), edge_index=edges)
+    model = SAGEConv(64, 64)
+    expected = full(model, data)
+    model.cuda(1)
+    with torch.cuda.device(0):
+        out = torch.empty(300_000, 64)
+        inference(model, data, out=out)
+        assert torch.cuda.current_device() == 0
+    torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-3)

@@ -76,7 +76,7 @@ def infer(
     if group is not None and not dist.is_initialized():
         raise ValueError("group: expected None without processes; call torch.distributed.init_process_group")
     rows = _checked_rows(rows, adj.num_dst)
-    target = None if out is None else _as_tensor(out, "out")
+    target = None if out is None else _checked_out(out)
     edges, num_nodes = small_graph()
     small = Adjacency.from_coo(edges[1].to(place), edges[0].to(place), (num_nodes, num_nodes))
     with evaluating(model):
@@ -97,6 +97,25 @@ def _as_tensor(x: Any, name: str) -> Tensor:
             f"{name}: expected a tensor or a NumPy array with a row per node, got {type(x).__name__}"
         )
     return x.detach()
+
+
+def _checked_out(out: Any) -> Tensor:
+    """The tensor that takes the results.
+
+    Raises:
+        TypeError: it is neither a tensor nor an array, or not floating-point.
+        ValueError: the array is read-only. PyTorch would write to it all the same, and writing to a file that
+            is mapped for reading ends the process.
+    """
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ValueError(
+            "out: expected a writable array, got a read-only one; open a memory-mapped file with "
+            "mmap_mode='r+' or 'w+'"
+        )
+    target = _as_tensor(out, "out")
+    if not target.is_floating_point():
+        raise TypeError(f"out: expected a floating-point dtype, got {target.dtype}")
+    return target
 
 
 def _device_of(model: Any, device: torch.device | str | None) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -201,12 +202,14 @@ def run(
         out: (num_rows, ...), where they go; None: a new tensor on the device, or on the host where the
             device has no space.
     """
-    order: Tensor | None = None
-    if rows is not None:
-        rows, order = rows.unique(return_inverse=True)
-        if order.numel() == rows.numel() and bool((order[1:] > order[:-1]).all()):
-            order = None
-    with torch.no_grad():
+    # event.record() uses the current device's stream. The model may be on another GPU.
+    current = torch.cuda.device(placement.device) if placement.device.type == "cuda" else nullcontext()
+    with current, torch.no_grad():
+        order: Tensor | None = None
+        if rows is not None:
+            rows, order = rows.unique(return_inverse=True)
+            if order.numel() == rows.numel() and bool((order[1:] > order[:-1]).all()):
+                order = None
         tiles = _Tiles(adj, placement)
         wanted = [None if rows is None else rows.to(tiles.col.device)]
         for stage in reversed(stages):
@@ -358,12 +361,12 @@ class _Tiles:
         return min(max(int(entries), 1), _MOST_ENTRIES), max(int(rows), 1)
 
     def _agreed(self, numbers: list[float]) -> list[float]:
-        """The least of each number among the processes."""
+        """The smallest of each number among the processes."""
         if self._placement.num_ranks == 1:
             return numbers
-        least = torch.tensor(numbers, dtype=torch.float64, device=self._wire)
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._placement.group)
-        return least.tolist()
+        smallest = torch.tensor(numbers, dtype=torch.float64, device=self._wire)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self._placement.group)
+        return smallest.tolist()
 
     @property
     def _wire(self) -> torch.device:
@@ -607,7 +610,7 @@ class _Result:
         self._here = torch.empty(self._num_here, *shape[1:], dtype=dtype, device=self._device)
         self._buffers: _Buffers | None = None
         self._worker: ThreadPoolExecutor | None = None
-        self._latest: Future[None] | None = None
+        self._pending: list[Future[None]] = []
 
     def write(self, start: int, part: Tensor) -> None:
         """Writes some rows.
@@ -633,15 +636,23 @@ class _Result:
             buffer.copy_(source, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-            self._latest = self._worker.submit(_store, piece, buffer, arrived)  # done in order
-            self._buffers.used(self._latest)
+            stored = self._worker.submit(_store, piece, buffer, arrived)
+            self._pending.append(stored)
+            self._buffers.used(stored)
 
     def finish(self) -> None:
-        """Waits until everything is written."""
-        if self._worker is not None and self._latest is not None:
-            self._latest.result()
-            self._worker.shutdown()
-            self._buffers = self._worker = self._latest = None
+        """Waits until everything is written.
+
+        Raises:
+            Exception: the first that writing a piece raised.
+        """
+        if self._worker is None:
+            return
+        self._worker.shutdown()  # waits for all pieces
+        pending, self._pending = self._pending, []
+        self._buffers = self._worker = None
+        for stored in pending:
+            stored.result()
 
     def whole(self) -> Tensor:
         """The rows in one tensor."""
