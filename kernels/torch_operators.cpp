@@ -153,13 +153,18 @@ void launch(const Tensor& like, const Args& args, void (*cpu)(const Args&, int),
 
 // ---------------------------------------------------------------- operators
 
-// `at_most`: beyond the last index where there is one that means something.
+// Edges (num_rows, -1) are left out. The row alone would not tell them from an index that is one too large.
 template <typename Index>
-void check_range(const Tensor& index, std::int64_t at_most, std::int64_t size, const char* name) {
-  const auto* begin = static_cast<const Index*>(index.data_ptr());
-  for (std::int64_t k = 0; k < index.size(0); ++k) {
-    STD_TORCH_CHECK(begin[k] >= 0 && begin[k] <= at_most, "edge_index: expected ", name, " from 0 to ",
-                    size - 1, ", got ", static_cast<std::int64_t>(begin[k]));
+void check_edges(const Tensor& row, const Tensor& col, std::int64_t num_rows, std::int64_t num_cols) {
+  const auto* rows = static_cast<const Index*>(row.data_ptr());
+  const auto* cols = static_cast<const Index*>(col.data_ptr());
+  for (std::int64_t k = 0; k < row.size(0); ++k) {
+    const std::int64_t of_row = rows[k], of_col = cols[k];
+    if (of_row == num_rows && of_col == -1) continue;
+    STD_TORCH_CHECK(of_row >= 0 && of_row < num_rows, "edge_index: expected destinations from 0 to ",
+                    num_rows - 1, ", got ", of_row);
+    STD_TORCH_CHECK(of_col >= 0 && of_col < num_cols, "edge_index: expected sources from 0 to ", num_cols - 1,
+                    ", got ", of_col);
   }
 }
 
@@ -187,8 +192,8 @@ void slice_rows(const Tensor& rowptr, const Tensor& slices, std::int64_t num_row
 #endif
 }
 
-// Edges sorted by row, those of a row in their order. `row`: from 0 to num_rows, where num_rows stands for
-// edges that are left out; they come last.
+// Edges sorted by row, those of a row in their order. Edges with row num_rows are left out and come last;
+// their col is -1 on the CPU, and 0 on CUDA, where indices are not checked.
 std::tuple<Tensor, Tensor, Tensor, Tensor> compress(Tensor row, Tensor col, std::int64_t num_rows,
                                                     std::int64_t num_cols) {
   const std::int64_t num_edges = row.size(0);
@@ -214,10 +219,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> compress(Tensor row, Tensor col, std:
                           order.data_ptr(),
                           false};
   if (!row.is_cuda()) {
-    is_long ? check_range<std::int64_t>(row, num_rows, num_rows, "destinations")
-            : check_range<std::int32_t>(row, num_rows, num_rows, "destinations");
-    is_long ? check_range<std::int64_t>(col, num_cols - 1, num_cols, "sources")
-            : check_range<std::int32_t>(col, num_cols - 1, num_cols, "sources");
+    is_long ? check_edges<std::int64_t>(row, col, num_rows, num_cols)
+            : check_edges<std::int32_t>(row, col, num_rows, num_cols);
     cpu::compress(args);
     return {rowptr, col_out, order, slices};
   }
@@ -286,7 +289,42 @@ Tensor spmm_extremum(Tensor x, MaybeTensor value, Tensor rowptr, Tensor col, Ten
 #ifdef FASTSPARSE_WITH_CUDA
 float* floats_of(const Tensor& tensor) { return static_cast<float*>(tensor.data_ptr()); }
 
-// GAT and GATv2 without features of the edges; what else there is, `for_cpp` keeps from CUDA.
+// What `unsupported_reason` in ops/_attention.py says: the launchers return without a result otherwise.
+// `for_cpp` writes PyTorch's operators for such calls.
+void check_attention_on_cuda(const AttentionCsrArgs& args, const Tensor& dst, const Tensor& src,
+                             bool has_values) {
+  constexpr std::int64_t kMostHeads = 65'535, kMostHeadWidth = 256, kMostWidth = 32 * 65'535;
+  const bool is_gatv2 = args.kind == AttentionScore::kGatv2;
+  STD_TORCH_CHECK(is_gatv2 || args.kind == AttentionScore::kAdditive,
+                  "fastsparse: expected attention of GAT or GATv2 on CUDA");
+  STD_TORCH_CHECK(args.edge.data == nullptr && args.weight.data == nullptr,
+                  "fastsparse: expected attention without edge features on CUDA");
+  STD_TORCH_CHECK(args.dtype != Dtype::kFloat64,
+                  "fastsparse: expected values in float32, float16 or bfloat16 on CUDA, got float64");
+  STD_TORCH_CHECK(args.heads <= kMostHeads, "fastsparse: expected at most ", kMostHeads,
+                  " heads on CUDA, got ", args.heads);
+  STD_TORCH_CHECK(args.value_width >= 1 && args.value_width <= kMostHeadWidth,
+                  "fastsparse: expected heads of 1 to ", kMostHeadWidth, " features on CUDA, got ",
+                  args.value_width);
+  STD_TORCH_CHECK(args.heads * args.value_width <= kMostWidth, "fastsparse: expected at most ", kMostWidth,
+                  " features of all heads on CUDA, got ", args.heads * args.value_width);
+  if (is_gatv2) {
+    STD_TORCH_CHECK(!has_values && args.bias.data == nullptr && args.att != nullptr,
+                    "fastsparse: expected attention of GATv2 with att and without v and bias on CUDA");
+    STD_TORCH_CHECK(args.head_width == args.value_width, "fastsparse: expected dst with heads of ",
+                    args.value_width, " features, as src, got ", args.head_width);
+    STD_TORCH_CHECK(args.scale >= 0 && args.scale <= 1,
+                    "fastsparse: expected a slope from 0 to 1 for GATv2 on CUDA, got ", args.scale);
+  } else {
+    STD_TORCH_CHECK(has_values && args.att == nullptr,
+                    "fastsparse: expected attention of GAT with v and without att on CUDA");
+    STD_TORCH_CHECK(dst.size(1) == args.heads && src.size(1) == args.heads && dst.is_contiguous() &&
+                        src.is_contiguous() && dtype_of(dst) == Dtype::kFloat32 &&
+                        dtype_of(src) == Dtype::kFloat32,
+                    "fastsparse: expected contiguous float32 scores (num_nodes, heads) of GAT");
+  }
+}
+
 void attention_on_cuda(const AttentionCsrArgs& args, const Rows& rows, const Tensor& out, const Tensor& lse) {
   const float slope = static_cast<float>(args.scale);
   if (args.kind == AttentionScore::kAdditive) {
@@ -303,8 +341,6 @@ void attention_on_cuda(const AttentionCsrArgs& args, const Rows& rows, const Ten
                                      floats_of(lse), nullptr,      nullptr};
     return in_cuda(out, [&](void* stream) { return cuda::additive_attention(call, stream); });
   }
-  STD_TORCH_CHECK(args.kind == AttentionScore::kGatv2 && args.edge_width == 0,
-                  "fastsparse: expected attention of GAT or GATv2 without edge features on CUDA");
   const Gatv2AttentionInput input{args.dst,        args.src,     static_cast<const float*>(args.att),
                                   slope,           args.dropout, args.heads,
                                   args.head_width, args.dtype};
@@ -313,6 +349,8 @@ void attention_on_cuda(const AttentionCsrArgs& args, const Rows& rows, const Ten
   in_cuda(out, [&](void* stream) { return cuda::gatv2_attention(call, stream); });
 }
 #else
+void check_attention_on_cuda(const AttentionCsrArgs&, const Tensor&, const Tensor&, bool) {}
+
 void attention_on_cuda(const AttentionCsrArgs&, const Rows&, const Tensor& out, const Tensor&) {
   in_cuda(out, [](void*) { return 0; });
 }
@@ -321,6 +359,7 @@ void attention_on_cuda(const AttentionCsrArgs&, const Rows&, const Tensor& out, 
 Tensor attention(Tensor dst, Tensor src, MaybeTensor v, MaybeTensor att, MaybeTensor edge,
                  MaybeTensor edge_weight, MaybeTensor bias, double scale, std::int64_t kind,
                  std::int64_t heads, Tensor rowptr, Tensor col, Tensor order, Tensor slices) {
+  STD_TORCH_CHECK(heads >= 1, "fastsparse: expected at least 1 head, got ", heads);
   const Rows rows{rowptr, col, order, slices, src.size(0)};
   const Tensor& values = v ? *v : src;
   const Tensor out = empty(src, {rows.num_rows(), values.size(1)}, type_of(values));
@@ -348,6 +387,7 @@ Tensor attention(Tensor dst, Tensor src, MaybeTensor v, MaybeTensor att, MaybeTe
   const Tensor lse = empty(src, {rows.num_rows(), heads}, sum_type(args.dtype));
   args.lse = lse.data_ptr();
   if (src.is_cuda()) {
+    check_attention_on_cuda(args, dst, src, v.has_value());
     attention_on_cuda(args, rows, out, lse);
   } else {
     cpu::attention_csr(args, static_cast<int>(torch::stable::get_num_threads()));

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fastsparse_core import reference
+from fastsparse_core.ops._attention import unsupported_reason
 from fastsparse_core.ops._attention_launch import ADDITIVE, GATV2
 from fastsparse_core.ops._edge_messages_fused import unfused_gated, unfused_gine
 from fastsparse_core.ops._multi_aggregate_fused import unfused as unfused_aggregates
@@ -50,8 +51,9 @@ def for_cpp(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
 
     Sums, maxima and attention call operators of a library that :func:`cpp_library` finds. Other operators
     become PyTorch's own, as :func:`decompose` writes them. On CUDA that includes attention with features of
-    the edges and of dot products. A program builds the structure of its edges once per call, or once and for
-    all if edges are a buffer of the model, and sizes of its other inputs are fixed.
+    the edges, of dot products, in float64 and with heads wider than 256. A program builds the structure of
+    its edges once per call, or once and for all if edges are a buffer of the model, and sizes of its other
+    inputs are fixed.
 
     Args:
         program: of ``torch.export.export``, of a model in evaluation.
@@ -277,12 +279,15 @@ class Rows(Entries):
     def tensors(self) -> tuple[Tensor, ...]:
         """Row pointers, columns, positions and slices, as ``fastsparse_cpp::compress`` returns them."""
         row, col = self.dst, self.src
-        left_out = row == col if self.self_loops in ("replace", "remove") else None
-        if self.device.type == "cuda":  # where nothing waits for a check of what kernels use as addresses
-            is_none = (row < 0) | (row >= self.num_dst) | (col < 0) | (col >= self.num_src)
-            left_out = is_none if left_out is None else left_out | is_none
-        if left_out is not None:
-            row, col = torch.where(left_out, self.num_dst, row), torch.where(left_out, 0, col)
+        removes_loops, on_cuda = self.self_loops in ("replace", "remove"), self.device.type == "cuda"
+        if removes_loops or on_cuda:
+            is_inside = (row >= 0) & (row < self.num_dst) & (col >= 0) & (col < self.num_src)
+            if on_cuda:  # where nothing waits for a check of what kernels use as addresses
+                left_out = ~is_inside | (row == col) if removes_loops else ~is_inside
+            else:  # `compress` raises for the others
+                left_out = is_inside & (row == col)
+            row = torch.where(left_out, self.num_dst, row)
+            col = torch.where(left_out, 0 if on_cuda else -1, col)
         if self.inserts:
             loops = torch.arange(self.num_loops, device=self.device, dtype=row.dtype)
             row, col = torch.cat([row, loops]), torch.cat([col, loops])
@@ -550,7 +555,14 @@ def cpp_attention(
 ) -> tuple[Tensor, ...]:
     """``fastsparse::attention``."""
     tensors = (dst, src, v, att, edge, edge_weight, bias)
-    if dropout_p or (src.is_cuda and (edge is not None or kind not in (ADDITIVE, GATV2))):
+    values = src if v is None else v
+    needs_formula = bool(dropout_p)
+    if src.is_cuda:
+        has_kernel = kind in (ADDITIVE, GATV2) and edge is None
+        # A program that was exported on the CPU may have calls that no kernel on CUDA supports.
+        no_kernel = unsupported_reason(cast("Any", adj), kind, values.dtype, values.size(1), heads, scale)
+        needs_formula = needs_formula or not has_kernel or bool(no_kernel)
+    if needs_formula:
         return attention(*tensors, scale, dropout_p, seed, kind, heads, algorithm, adj)
     sums = torch.float64 if src.dtype == torch.float64 else torch.float32
     if kind == ADDITIVE:

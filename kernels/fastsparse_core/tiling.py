@@ -27,6 +27,8 @@ _TILE_BYTES = 2**28
 _ROWS_CHECKED = 64
 #: Relative difference up to which two results of the check are the same but for rounding.
 _ROUNDING = 0.02
+#: The same for results of equal operations on equally many rows, of more than 16 bits.
+_SAME_OPERATIONS = 1e-4
 
 
 class NeighbourSum(NamedTuple):
@@ -202,7 +204,7 @@ class TiledModel:
                 )
         run = _Run(self, x, edges, rows)
         if not self._is_checked:
-            run.check()
+            run.check(x)
             self._is_checked = True
         parameters = [each for each in self.model.parameters() if each.requires_grad]
         if torch.is_grad_enabled() and (parameters or x.requires_grad):
@@ -239,7 +241,7 @@ class _Run:
         self.called: list[Any] = []
         self._inputs: list[Tensor] = []
         self._part = self._count = 0
-        self._records = False
+        self._records = self._is_whole = False
         with self.in_its_state(), torch.no_grad():
             few = x[:1].to(self.device)
             self.begins_with_layer = self._first_part(few) is few
@@ -292,9 +294,11 @@ class _Run:
             elif nth == self._part:
                 own: Tensor = layer.after_sum(self._sums, self._own)
                 return own
+            if self._is_whole:
+                self._set_seed(nth, 0)
             # Before the current part nothing is computed: its tensors have no rows.
-            empty: Tensor = layer.after_sum(x, x)
-            return empty
+            found: Tensor = layer.after_sum(x, x)
+            return found
 
         return forward
 
@@ -314,6 +318,22 @@ class _Run:
         self._part = 0
         return self._call(x)
 
+    def _whole(self, x: Tensor) -> Tensor:
+        """The model's result for a graph in which every node is its own only neighbour."""
+        self._part, self._is_whole = len(self.called) + 1, True
+        self._set_seed(0, 0)
+        try:
+            return self._call(x)
+        finally:
+            self._is_whole = False
+
+    def _set_seed(self, nth: int, number: int) -> None:
+        """Starts the random numbers of a part for a tile."""
+        seed = (self.seed + (nth << 32) + number) % 2**63
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index].manual_seed(seed)
+
     def part(self, nth: int, number: int, sums: Tensor, own: Tensor) -> Tensor:
         """A part of the model for a tile.
 
@@ -326,10 +346,7 @@ class _Run:
         Raises:
             ValueError: it does not keep the rows.
         """
-        seed = (self.seed + (nth << 32) + number) % 2**63
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index].manual_seed(seed)
+        self._set_seed(nth, number)
         if nth == 0:
             found = self._first_part(sums)
         else:
@@ -345,8 +362,11 @@ class _Run:
             )
         return found
 
-    def check(self) -> None:
-        """Runs the parts on a few rows, and on half of them.
+    def check(self, x: Tensor) -> None:
+        """Compares parts on a few rows with parts on half of them, and all parts with the whole model.
+
+        Args:
+            x: the features of the call.
 
         Raises:
             ValueError: a part needs more than the sums of its layer, or a row's result depends on other rows.
@@ -356,27 +376,50 @@ class _Run:
         try:
             with self.in_its_state(), torch.no_grad():
                 for nth in range(len(self.sums) + 1):
-                    like = self._none if nth == 0 else self._inputs[nth - 1]
-                    sums, own = (like.new_empty(_ROWS_CHECKED, like.size(1)).normal_() for _ in range(2))
-                    half = _ROWS_CHECKED // 2
-                    try:
-                        whole = self.part(nth, 0, sums, own)[:half].float()
-                    except RuntimeError as error:
-                        raise ValueError(
-                            f"model: tiled() needs a chain of layers, and what follows layer {nth} failed "
-                            f"with the result of that layer alone ({error}). Connections that skip a layer "
-                            "are not supported"
-                        ) from error
-                    alone = self.part(nth, 0, sums[:half], own[:half]).float()
-                    if (whole - alone).abs().max() > _ROUNDING * whole.abs().max():
-                        raise ValueError(
-                            "model: tiled() needs functions between layers that work row by row. In part "
-                            f"{nth} of the model the result of a row depends on other rows, as in a "
-                            "normalisation over nodes; use torch.nn.LayerNorm"
-                        )
+                    self._check_part(nth)
+                # Functions between layers may be undefined for random numbers, and features may be all 0.
+                self._check_connections(self._none.new_empty(_ROWS_CHECKED, x.size(1)).normal_())
+                self._check_connections(x[:_ROWS_CHECKED].detach().to(self.device))
         finally:
             for module, mode in modes:
                 module.training = mode
+
+    def _check_part(self, nth: int) -> None:
+        like = self._none if nth == 0 else self._inputs[nth - 1]
+        sums, own = (like.new_empty(_ROWS_CHECKED, like.size(1)).normal_() for _ in range(2))
+        half = _ROWS_CHECKED // 2
+        try:
+            whole = self.part(nth, 0, sums, own)[:half]
+        except RuntimeError as error:
+            raise ValueError(
+                f"model: tiled() needs a chain of layers, and what follows layer {nth} failed "
+                f"with the result of that layer alone ({error}). Connections that skip a layer "
+                "are not supported"
+            ) from error
+        alone = self.part(nth, 0, sums[:half], own[:half])
+        if not _is_close(alone, whole, _ROUNDING):
+            raise ValueError(
+                "model: tiled() needs functions between layers that work row by row. In part "
+                f"{nth} of the model the result of a row depends on other rows, as in a "
+                "normalisation over nodes; use torch.nn.LayerNorm"
+            )
+
+    def _check_connections(self, x: Tensor) -> None:
+        """Compares the parts, one after the other, with the whole model.
+
+        A part alone does not show that it reads a sum over the nodes from an earlier part: sums of no rows
+        are 0, and means are NaN.
+        """
+        expected = self._whole(x)
+        found = x
+        for nth in range(len(self.sums) + 1):
+            found = self.part(nth, 0, found, found)
+        if not _is_close(found, expected, _SAME_OPERATIONS if found.itemsize > 2 else _ROUNDING):
+            raise ValueError(
+                "model: tiled() needs a chain of layers, and the model computes something else than its "
+                "parts one after the other. Connections that skip a layer are not supported, and sums or "
+                "means over all nodes are such connections, too"
+            )
 
     # ---------------------------------------------------------------- forward
 
@@ -751,6 +794,18 @@ def _put(to: Tensor, found: Tensor | None) -> None:
         to.zero_()
     else:
         to.copy_(found)
+
+
+def _is_close(found: Tensor, expected: Tensor, bound: float) -> bool:
+    """Whether results are the same up to a share of their largest number; NaN is only the same as NaN."""
+    if found.shape != expected.shape:
+        return False
+    if not expected.numel():
+        return True
+    found, expected = found.float(), expected.float()
+    largest = expected.nan_to_num(0.0, 0.0, 0.0).abs().max()
+    is_close = (found - expected).abs() <= bound * largest
+    return bool((is_close | (found == expected) | (found.isnan() & expected.isnan())).all())
 
 
 def _kind(thing: object) -> str:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,9 +25,12 @@ from pyg_cases import close, gradients, random_graph
 from pyg_layer_cases import ATTENTION, each_case, first
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_geometric import nn as pyg
 
+from fastsparse_core import export
 from fastsparse_core.export import cpp_library, decompose, for_cpp
+from fastsparse_core.ops._attention_launch import ADDITIVE, GATV2
 from fastsparse_core.structure import adjacency
 from fastsparse_pyg import (
     FastChebConv,
@@ -180,6 +184,56 @@ def test_edges_that_are_a_buffer_are_converted_once(device):
     assert names.count("fastsparse_cpp.attention.default") == 2
     assert "fastsparse_cpp.compress.default" not in names
     close(program.module()(x), model(x))
+
+
+@pytest.mark.skipif(not HAS_CPP, reason="built without FASTSPARSE_CPP=1")
+@pytest.mark.parametrize("layer", [FastGCNConv(6, 4), FastSAGEConv(6, 4), FastGATConv(6, 4)])
+@pytest.mark.parametrize("place", ["destination", "source", "both"])
+@pytest.mark.parametrize("index", [40, 41, -1])
+def test_programs_for_cpp_check_indices_on_the_cpu(layer, place, index):
+    """The number of nodes, too, which stands for loops that are left out."""
+    edge_index, x = random_graph(), torch.randn(40, 6)
+    free = torch.export.Dim.DYNAMIC
+    shapes = ({0: free}, {1: free})
+    program = for_cpp(torch.export.export(layer.eval(), (x, edge_index), dynamic_shapes=shapes)).module()
+    close(program(x, edge_index), layer(x, edge_index))
+    edge_index[{"destination": 1, "source": 0, "both": [0, 1]}[place], 3] = index
+    kind = "sources" if place == "source" else "destinations"
+    with pytest.raises(RuntimeError, match=f"edge_index: expected {kind} from 0 to 39, got {index}"):
+        program(x, edge_index)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "heads", "width", "scale", "is_supported"),
+    [
+        (ADDITIVE, torch.float32, 2, 256, 0.2, True),
+        (GATV2, torch.bfloat16, 65_535, 1, 0.2, True),
+        (ADDITIVE, torch.float64, 2, 8, 0.2, False),
+        (GATV2, torch.float64, 2, 8, 0.2, False),
+        (ADDITIVE, torch.float32, 2, 257, 0.2, False),
+        (GATV2, torch.float32, 1, 300, 0.2, False),
+        (ADDITIVE, torch.float32, 65_536, 1, 0.2, False),
+        (GATV2, torch.float32, 2, 8, 1.5, False),
+    ],
+)
+def test_attention_for_cpp_without_a_kernel_on_cuda(
+    monkeypatch, kind, dtype, heads, width, scale, is_supported
+):
+    """Fake tensors: what the CUDA kernels do not support is written in PyTorch's operators."""
+    library = SimpleNamespace(attention=lambda *given: "kernel")
+    monkeypatch.setattr(export.torch.ops, "fastsparse_cpp", library, raising=False)
+    monkeypatch.setattr(export, "attention", lambda *given: ("formula",))
+    with FakeTensorMode():
+        values = torch.empty(5, heads * width, dtype=dtype, device="cuda")
+        if kind == ADDITIVE:
+            scores = torch.empty(5, heads, device="cuda")
+            tensors = (scores, scores, values, None, None, None, None)
+        else:
+            att = torch.empty(heads, width, device="cuda")
+            tensors = (values, values, None, att, None, None, None)
+        rows = SimpleNamespace(tensors=(), num_values=9)
+        found = export.cpp_attention(*tensors, scale, 0.0, None, kind, heads, "csr", rows)
+    assert found[0] == ("kernel" if is_supported else "formula")
 
 
 def test_programs_with_an_adjacency_stay_in_their_process():

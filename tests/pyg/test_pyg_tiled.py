@@ -272,7 +272,21 @@ def test_models_that_are_no_chain():
         def forward(self, x: Tensor) -> Tensor:
             return x - x.mean(0)
 
+    class Reduces(Chain):
+        def __init__(self, reduce: str, at: int) -> None:
+            super().__init__(FastGCNConv)
+            self.reduce, self.at, self.lin = reduce, at, nn.Linear(WIDTHS[at], 16)
+
+        def forward(self, x: Tensor, edges: Any) -> Tensor:
+            for nth, conv in enumerate(self.convs[:-1]):
+                if nth == self.at:
+                    over_all = getattr(x, self.reduce)(0, keepdim=True)
+                x = conv(x, edges)
+            return self.convs[-1](x + self.lin(over_all), edges)
+
+    reduced = "computes something else than its parts one after the other.*sums or means over all nodes"
     for model, message in (
+        *((Reduces(reduce, at), reduced) for reduce in ("sum", "mean") for at in (0, 1)),
         (Skips(FastGCNConv), "a chain of layers, and what follows layer 2 failed"),
         (Weighs(FastGCNConv), r"called as layer\(x, edges\)"),
         (Pools(FastGCNConv), "a row for every node between layers, and part 1 of the model made 1 rows"),
@@ -288,6 +302,12 @@ def test_models_that_are_no_chain():
             tiled(model)(x, adj)
         assert "forward" not in model.convs[0].__dict__
         assert model.training
+
+    class Roots(nn.Module):  # NaN for negative numbers, and random numbers in evaluation, too
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(x.sqrt(), 0.5)
+
+    tiled(Chain(FastGCNConv, first=Roots(), between=Roots()))(x.abs(), adj)
     model = Chain(FastGCNConv, between=nn.BatchNorm1d(16)).eval()
     torch.testing.assert_close(tiled(model, tile_rows=TILE)(x, adj), model(x, adj))
 
