@@ -117,7 +117,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
         return _plus_own(out, x, *scales) if adds_loops else out
 
     def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """See :class:`fastsparse_core.tiling.TiledLayer`."""
+        """What :func:`fastsparse_pyg.tiled` sums over a tile's neighbours."""
         state = self.__dict__
         found: Propagation | Reason | None = None
         part: Any = edges if isinstance(edges, Adjacency) and edges.is_partitioned else None
@@ -134,7 +134,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
         return NeighbourSum(found.adj, found.scale_dst, found.scale_src, loop, reads_own=False)
 
     def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
-        """See :class:`fastsparse_core.tiling.TiledLayer`."""
+        """What :func:`fastsparse_pyg.tiled` computes of a tile's sums."""
         if is_plain_linear(self.lin, Linear):
             return F.linear(sums, self.lin.weight, self.bias)
         out: Tensor = self.lin(sums)

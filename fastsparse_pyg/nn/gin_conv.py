@@ -82,10 +82,10 @@ class FastGINConv(FastConv, GINConv):
         return network(out)
 
     def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """See :class:`fastsparse_core.tiling.TiledLayer`."""
+        """What :func:`fastsparse_pyg.tiled` sums over a tile's neighbours."""
         return self._plain_sum(x, edges)
 
     def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
-        """See :class:`fastsparse_core.tiling.TiledLayer`."""
+        """What :func:`fastsparse_pyg.tiled` computes of a tile's sums."""
         out: Tensor = self.nn(torch.addcmul(sums, 1 + self.eps, x))
         return out

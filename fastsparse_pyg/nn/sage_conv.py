@@ -75,13 +75,13 @@ class FastSAGEConv(FastConv, SAGEConv):
         return F.normalize(out, p=2.0, dim=-1) if state["normalize"] else out
 
     def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """See :class:`fastsparse_core.tiling.TiledLayer`."""
+        """What :func:`fastsparse_pyg.tiled` sums over a tile's neighbours."""
         if self.project and hasattr(self, "lin"):
             raise_untiled(self, "project=True")
         return self._plain_sum(x, edges)._replace(reads_own=self.root_weight)
 
     def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
-        """See :class:`fastsparse_core.tiling.TiledLayer`."""
+        """What :func:`fastsparse_pyg.tiled` computes of a tile's sums."""
         out: Tensor = self.lin_l(sums)
         if self.root_weight:
             out = out + self.lin_r(x)

@@ -86,11 +86,11 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
         return self._neighbours_and_root(adj, x_src, x_dst, value, *both)
 
     def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """See :class:`fastsparse_core.tiling.TiledLayer`."""
+        """What :func:`fastsparse_pyg.tiled` sums over a tile's neighbours."""
         return self._plain_sum(x, edges)
 
     def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
-        """See :class:`fastsparse_core.tiling.TiledLayer`."""
+        """What :func:`fastsparse_pyg.tiled` computes of a tile's sums."""
         out: Tensor = self.lin_rel(sums) + self.lin_root(x)
         return out
 
