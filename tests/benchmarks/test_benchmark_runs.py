@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -302,7 +302,7 @@ def test_every_cell_is_right_and_in_a_table(
     draw = pna.draw_edges
     monkeypatch.setattr(pna, "draw_edges", lambda name, device: draw(name, device, 6))
     if name == "enabled":  # its processes take half a minute, and tests of the runner start some
-        monkeypatch.setattr("benchmarks.enabled.subprocess.run", lambda *_, **__: None)
+        monkeypatch.setattr("benchmarks.enabled.subprocess", SimpleNamespace(run=lambda *_, **__: None))
     result = result_of(tmp_path, name, arguments)
     assert [cell["status"] for cell in result["cells"]] == ["ok"] * cells
     assert [len(table.rows) for table in tables.TABLES[name](result)] == rows
