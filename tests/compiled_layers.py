@@ -215,22 +215,21 @@ def operators(program: torch.export.ExportedProgram) -> list[str]:
     return [str(node.target) for part in parts for node in part.graph.nodes]
 
 
-def check_exported(row: Row, device: str) -> None:
-    """Compares an exported layer with itself on a graph of another size."""
+def check_exported(row: Row, device: str) -> Exported:
+    """Compares an exported layer with itself on a graph of another size, and returns it."""
     exported = export(row, device)
     exported.compare(exported.program.module())
     assert is_ours(operators(exported.program)), row.name
+    return exported
 
 
-def check_for_cpp(row: Row, device: str, folder: Path | None = None) -> str:
+def check_for_cpp(exported: Exported, folder: Path | None = None) -> str:
     """Compares what C++ programs load with the layer; says as the page whose operators it calls.
 
     Args:
-        row: the layer.
-        device: where.
+        exported: the layer.
         folder: where AOTInductor's package is written, which takes half a minute; None: there is none.
     """
-    exported = export(row, device)
     program = for_cpp(exported.program)
     exported.compare(program.module())
     if folder is not None:
@@ -278,9 +277,9 @@ def main() -> None:
             cells[row.name] = (f"PyG's code: {FALLBACKS[row.name]}",) + ("no",) * 4
             continue
         assert all(map(is_ours, check_compiled(row, device))), row.name
-        check_exported(row, device)
+        exported = check_exported(row, device)
         with tempfile.TemporaryDirectory() as folder:
-            packaged = check_for_cpp(row, device, Path(folder))
+            packaged = check_for_cpp(exported, Path(folder))
         recorded = known.get(row.name, ("", "", "not checked"))[2]
         if device == "cuda":
             check_compiled(row, device, "reduce-overhead")
