@@ -4,7 +4,7 @@ Degrees fall as a power of their rank, and both ends of an entry are drawn in pr
 reads rows and where their columns lie, no more, so three things of `suite` are left out: rows and columns are
 drawn apart (the structure is not symmetric, though its degrees are), columns may repeat and are not sorted,
 and there are no communities, which would let batches share nodes. Full-graph training needs a symmetric
-structure, whose ends are drawn together (`draw_symmetric`).
+structure, whose entries come in pairs, (i, j) and (j, i) (`draw_symmetric`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def draw(spec: suite.Spec, device: torch.device) -> Adjacency:
 
     Args:
         spec: nodes, entries, largest expected degree, seed.
-        device: where it is drawn; takes 4 bytes an entry and, for a moment, 40 a node.
+        device: of the graph. Making it takes 4 bytes per entry, and 40 per node for a short time.
     """
     generator = torch.Generator(device=device).manual_seed(spec.seed)
 
@@ -84,7 +84,7 @@ def draw_symmetric(spec: suite.Spec, device: torch.device) -> Adjacency:
 
     Args:
         spec: nodes, entries, largest degree, seed.
-        device: where it is drawn; takes 4 bytes an entry and, for a moment, 70 a node.
+        device: of the graph. Making it takes 4 bytes per entry, and 70 per node for a short time.
     """
     generator = torch.Generator(device=device).manual_seed(spec.seed)
     n = spec.nodes

@@ -38,7 +38,7 @@ _IGNORED = (
 class DataLoader(dgl.dataloading.DataLoader):
     """Drop-in replacement of :class:`dgl.dataloading.DataLoader` that samples on a GPU with pip's DGL.
 
-    With :class:`fastsparse_dgl.NeighborSampler` and ``device`` a GPU, neighbours are drawn on that GPU, on a
+    With :class:`fastsparse_dgl.NeighborSampler` and ``device`` a GPU, neighbours are sampled there, on a
     separate stream, two batches ahead. The graph may be on the CPU, or where
     :func:`fastsparse_dgl.enable` puts it on a GPU. It yields ``(input_nodes, output_nodes,
     blocks)``. The blocks' ``srcdata``, ``dstdata`` and ``edata`` have all data of the graph: the sampler's

@@ -617,7 +617,7 @@ def _sum_of_versions(tensors: list[Tensor]) -> int:
 def drawn_batches(batch_sampler: Any, device: torch.device) -> Iterator[Any]:
     """The batches of a sampler: int64 tensors where the order is PyTorch's own, else as the sampler has them.
 
-    They are drawn as PyTorch's samplers draw them, without a loop over the positions.
+    Order and random numbers are those of PyTorch's samplers, without a Python loop over the positions.
 
     Args:
         batch_sampler: of a loader.

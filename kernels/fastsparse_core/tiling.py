@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Module
 
-from fastsparse_core.formats.compress import expand_rows, row_pieces
+from fastsparse_core.formats.compress import expand_rows, row_pieces, select_rows
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency
@@ -106,12 +106,7 @@ class NeighbourSum(NamedTuple):
     def of_rows(self, rows: Tensor) -> NeighbourSum:
         """The same for some of the rows, int64 (num_rows,), without loops."""
         adj = self.adj
-        begin = adj.rowptr[rows]
-        rowptr = torch.zeros(rows.numel() + 1, dtype=torch.int64, device=rows.device)
-        torch.cumsum(adj.rowptr[rows + 1] - begin, 0, out=rowptr[1:])
-        num_edges = int(rowptr[-1])
-        shift = (begin - rowptr[:-1]).repeat_interleave(rowptr.diff(), output_size=num_edges)
-        col = adj.col[shift.add_(torch.arange(num_edges, device=rows.device))]
+        rowptr, col = select_rows(adj.rowptr, adj.col, rows)
         scale_dst = None if self.scale_dst is None else self.scale_dst[rows]
         some = Adjacency(rowptr, col, (rows.numel(), adj.num_src))
         return NeighbourSum(some, scale_dst, self.scale_src, part=self.part)

@@ -117,9 +117,9 @@ def test_little_of_ours_runs_before_the_code_of_pyg(
             layer(x, edge_index)
         out, calls = counted(lambda: layer(x, edge_index))
     assert torch.equal(out, expected)
-    # `forward`, `propagate`, and one question: whether edges are few. On a GPU that asks one more, and as
-    # long as no plan is known that might launch less, five functions look whether the edges are new.
+    # Three calls: `forward`, `propagate`, and the check for few edges. On a GPU, until it is known whether a
+    # plan launches less, five more calls check whether the edges are new.
     is_open = where != "on the CPU" and type(layer)._left[type(layer._modules["aggr_module"])] is None
     assert len(calls) <= (8 if is_open else 3), calls
-    # Edges that the layer makes anew, for its self loops, are never known.
+    # SuperGATConv makes new edges in every call, with self loops, so the check never ends.
     assert not is_open or where.startswith("new") or name == "SuperGATConv"

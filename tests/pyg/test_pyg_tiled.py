@@ -98,7 +98,7 @@ def test_results_and_gradients(name, offload, device):
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("make", [FastGCNConv, FastSAGEConv])
 def test_dropped_features_are_the_same_in_the_backward_pass(make, offload, device):
-    """Numbers are drawn again for every tile: finite differences see one mask."""
+    """The backward pass recomputes each tile with the same dropout mask, as finite differences show."""
     model = Chain(make, (3, 4, 4, 2), dropout=0.5, first=nn.Dropout(0.3)).double().to(device)
     adj, rows = graph(device), torch.arange(3, NODES, 7, device=device)
     net = tiled(model, tile_rows=64, offload=offload)

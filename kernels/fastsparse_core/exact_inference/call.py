@@ -41,12 +41,12 @@ def infer(
         adj: structure of the graph.
         x: (num_nodes, ...).
         name: of the features, for messages.
-        device: likewise.
-        rows: likewise.
-        out: likewise.
-        memory: likewise.
-        tile: likewise.
-        group: likewise.
+        device: where layers are computed; None: where the model is.
+        rows: nodes whose results are wanted, ids or a mask; None: all.
+        out: tensor or array that takes the results; None: a new tensor.
+        memory: bytes of the device's memory that may be in use; None: what is free.
+        tile: most destinations of a tile; None: as many as fit.
+        group: processes that divide the destinations; None: this one alone.
 
     Returns:
         A tensor, or ``out``.

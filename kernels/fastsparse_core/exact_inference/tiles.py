@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastsparse_core.formats.compress import expand_rows
+from fastsparse_core.formats.compress import expand_rows, select_rows
 from fastsparse_core.sampling.features import gather_on_cuda
 from fastsparse_core.sampling.host_rows import HostRows, deferred
 from fastsparse_core.structure.adjacency import Adjacency
@@ -496,12 +496,7 @@ class _Tiles:
             rowptr = self.rowptr[nodes.start : nodes.stop + 1]
             first, last = int(rowptr[0]), int(rowptr[-1])
             return rowptr - first, self.col[first:last]
-        begin = self.rowptr[nodes]
-        rowptr = self._upto(nodes)
-        total = int(rowptr[-1])
-        entry = torch.arange(total, device=nodes.device)
-        entry += (begin - rowptr[:-1]).repeat_interleave(rowptr.diff(), output_size=total)
-        return rowptr, self.col[entry]
+        return select_rows(self.rowptr, self.col, nodes)
 
 
 def _with_loops(rowptr: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:

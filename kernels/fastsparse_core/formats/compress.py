@@ -265,6 +265,23 @@ def row_pieces(rowptr: Tensor, col: Tensor) -> Iterator[tuple[int, int, Tensor]]
         first = end
 
 
+def select_rows(rowptr: Tensor, col: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Pointers, from 0, and columns of some compressed rows. Waits for the device once.
+
+    Args:
+        rowptr: int64 (num_rows + 1,).
+        col: (num_edges,).
+        ids: int64 (num_selected,), the rows; on the same device.
+    """
+    begin = rowptr[ids]
+    selected = torch.zeros(ids.numel() + 1, dtype=torch.int64, device=ids.device)
+    torch.cumsum(rowptr[ids + 1] - begin, 0, out=selected[1:])
+    num_edges = int(selected[-1])
+    entry = torch.arange(num_edges, device=ids.device)
+    entry += (begin - selected[:-1]).repeat_interleave(selected.diff(), output_size=num_edges)
+    return selected, col[entry]
+
+
 def expand_rows(rowptr: Tensor, num_edges: int) -> Tensor:
     """Row of every entry, int32 (num_edges,), of compressed rows.
 
