@@ -57,7 +57,7 @@ def tiled(model: Module, *, tile_rows: int | None = None, offload: bool = False)
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     layers = [module for module in model.modules() if isinstance(module, MessagePassing)]
     for layer in layers:
-        if not hasattr(layer, "after_sum"):
+        if not hasattr(layer, "_after_sum"):
             raise TypeError(
                 "model: tiled() supports FastGCNConv, FastSAGEConv, FastGraphConv and FastGINConv, got a "
                 f"{type(layer).__name__}; call fastsparse_pyg.accelerate(model) first if it is PyG's"

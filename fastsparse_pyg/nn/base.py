@@ -350,7 +350,7 @@ class FastConv(MessagePassing):
         return out if bias is None else out + bias
 
     def _plain_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """The sum, or mean, of neighbours without weights, see `TiledLayer.neighbour_sum`."""
+        """The sum, or mean, of neighbours without weights, see `TiledLayer._neighbour_sum`."""
         adj = self._structure(x, edges)
         reason = adj.message if isinstance(adj, Reason) else ""
         if not reason and self._reduce() not in ("sum", "mean"):

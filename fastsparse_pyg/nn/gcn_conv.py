@@ -116,7 +116,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
         out = self._aggregate_neighbours(adj, x, value, scales=scales, bias=bias)
         return _plus_own(out, x, *scales) if adds_loops else out
 
-    def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
+    def _neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
         """What :func:`fastsparse_pyg.tiled` sums over a tile's neighbours."""
         state = self.__dict__
         found: Propagation | Reason | None = None
@@ -133,7 +133,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
         loop = one(x.device, accumulation_dtype(x.dtype)) if found.adds_loops else None
         return NeighbourSum(found.adj, found.scale_dst, found.scale_src, loop, reads_own=False)
 
-    def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
+    def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
         """What :func:`fastsparse_pyg.tiled` computes of a tile's sums."""
         if is_plain_linear(self.lin, Linear):
             return F.linear(sums, self.lin.weight, self.bias)

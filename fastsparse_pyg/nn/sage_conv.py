@@ -74,13 +74,13 @@ class FastSAGEConv(FastConv, SAGEConv):
         out = self._neighbours_and_root(adj, x_src, x_dst, value, modules["lin_l"], lin_root)
         return F.normalize(out, p=2.0, dim=-1) if state["normalize"] else out
 
-    def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
+    def _neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
         """What :func:`fastsparse_pyg.tiled` sums over a tile's neighbours."""
         if self.project and hasattr(self, "lin"):
             raise_untiled(self, "project=True")
         return self._plain_sum(x, edges)._replace(reads_own=self.root_weight)
 
-    def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
+    def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
         """What :func:`fastsparse_pyg.tiled` computes of a tile's sums."""
         out: Tensor = self.lin_l(sums)
         if self.root_weight:

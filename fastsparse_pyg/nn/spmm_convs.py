@@ -85,11 +85,11 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
             x_src = x_src.to(message_dtype(x_src, value))
         return self._neighbours_and_root(adj, x_src, x_dst, value, *both)
 
-    def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
+    def _neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
         """What :func:`fastsparse_pyg.tiled` sums over a tile's neighbours."""
         return self._plain_sum(x, edges)
 
-    def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
+    def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
         """What :func:`fastsparse_pyg.tiled` computes of a tile's sums."""
         out: Tensor = self.lin_rel(sums) + self.lin_root(x)
         return out

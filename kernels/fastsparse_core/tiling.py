@@ -130,7 +130,7 @@ def is_free_of_loops(part: Any) -> bool:
 class TiledLayer(Protocol):
     """What a layer has to know to run in tiles."""
 
-    def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
+    def _neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
         """The sum that the layer begins with. Of ``x`` only shape and dtype are those of its features.
 
         Raises:
@@ -138,7 +138,7 @@ class TiledLayer(Protocol):
         """
         ...
 
-    def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
+    def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
         """The layer's result for some rows, of their sums and their own features."""
         ...
 
@@ -248,7 +248,7 @@ class _Run:
         self.tile_rows = tiled.tile_rows or max(_TILE_BYTES // max(row_bytes, 1), 1)
         shapes = [each.new_empty(1, 1).expand(self.num_nodes, each.size(1)) for each in self._inputs]
         self.sums: list[NeighbourSum] = [
-            layer.neighbour_sum(like, edges).of_this_process(like)
+            layer._neighbour_sum(like, edges).of_this_process(like)
             for layer, like in zip(self.called, shapes, strict=True)
         ]
 
@@ -287,12 +287,12 @@ class _Run:
             elif nth == self._part + 1:
                 raise _Reached(x)
             elif nth == self._part:
-                own: Tensor = layer.after_sum(self._sums, self._own)
+                own: Tensor = layer._after_sum(self._sums, self._own)
                 return own
             if self._is_whole:
                 self._set_seed(nth, 0)
             # Before the current part nothing is computed: its tensors have no rows.
-            found: Tensor = layer.after_sum(x, x)
+            found: Tensor = layer._after_sum(x, x)
             return found
 
         return forward
