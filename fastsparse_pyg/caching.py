@@ -167,7 +167,7 @@ def _build_outside_inference_mode(build: Callable[[], Adjacency]) -> Adjacency:
 
 
 def cache_info() -> CacheInfo:
-    """Hits, misses, stale entries dropped, entries and bytes held by the layers' structure cache.
+    """Returns hits, misses, stale entries, entries and bytes of the cache of converted graphs.
 
     Returns:
         The counters since the last :func:`clear_cache`.

@@ -24,7 +24,7 @@ _HOOK = "_verification"
 
 
 class VerificationError(RuntimeError):
-    """A layer's kernels and PyG's code gave different numbers; the layer runs PyG's code from now on.
+    """The kernels of a layer and PyG's code gave different results; the layer runs PyG's code from now on.
 
     Example:
         >>> from torch_geometric.nn import GCNConv
@@ -96,7 +96,7 @@ class _FirstCall:
                 self.restore(layer)
                 raise VerificationError(
                     f"verify: layer {self.name or '(the model)'!r}, {kinds}: {what}: {difference}. The layer "
-                    "was put back on PyG's code: call the model again to go on, and please report the layer"
+                    "runs PyG's code from now on: call the model again, and please report the layer"
                 )
 
 
@@ -165,7 +165,7 @@ def _difference(got: Tensor | None, want: Tensor | None) -> str:
     """What is wrong, "" if nothing is."""
     if got is None or want is None:
         other = want if got is None else got
-        return "" if other is None or not other.any() else "only one of the two has it"
+        return "" if other is None or not other.any() else "only one of the two layers has it"
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"expected {want.dtype} {tuple(want.shape)}, got {got.dtype} {tuple(got.shape)}"
     if not want.is_floating_point() or not want.numel():

@@ -39,13 +39,13 @@ FASTSPARSE_DISABLE=scatter,sparse_mm switches parts off: layers, scatter, pool, 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line ``fastsparse``.
 
-    ``run``, ``doctor`` and ``tune`` replace this process by a Python of their own.
+    ``run``, ``doctor`` and ``tune`` replace this process by a new Python process.
 
     Args:
-        arguments: the command and its options; None: those of this process.
+        arguments: the command and its options; None: the arguments of this process.
 
     Returns:
-        The exit code, if no other program replaced this one: 0 after ``--help``, 2 after a mistake.
+        The exit code, if the process was not replaced: 0 after ``--help``, 2 for wrong arguments.
 
     Example:
         >>> import fastsparse_run

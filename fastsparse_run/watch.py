@@ -96,9 +96,9 @@ _watcher = _Watcher()
 
 
 def after_import(package: str, action: Callable[[], Any]) -> None:
-    """Calls a function once when a package has been imported, or at once if it has been.
+    """Calls a function once after a package is imported; immediately if it was imported already.
 
-    If the function raises, a line on stderr says so, and the import continues.
+    If the function raises an error, a line on stderr says so, and the import continues.
 
     Args:
         package: name of the package.

@@ -39,26 +39,26 @@ class DataLoader(dgl.dataloading.DataLoader):
     """Drop-in replacement of :class:`dgl.dataloading.DataLoader` that samples on a GPU with pip's DGL.
 
     With :class:`fastsparse_dgl.NeighborSampler` and ``device`` a GPU, neighbours are sampled there, on a
-    separate stream, two batches ahead. The graph may be on the CPU, or where
-    :func:`fastsparse_dgl.enable` puts it on a GPU. It yields ``(input_nodes, output_nodes,
-    blocks)``. The blocks' ``srcdata``, ``dstdata`` and ``edata`` have all data of the graph: the sampler's
-    ``prefetch_node_feats``, ``prefetch_labels`` and ``prefetch_edge_feats`` are gathered with the batch,
-    other data on the GPU when they are first read. Features that take more than half of the free memory stay
-    on the host and are sent row by row. With ``gpu_cache={"node": {"feat": count}}`` the GPU also keeps those
-    of the nodes with the most outgoing edges. If DGL was built without CUDA, blocks are
-    :class:`fastsparse_dgl.SampledBlock`, which drop-in layers take.
+    separate stream, two batches ahead. The graph may be on the CPU, or on the GPU after
+    :func:`fastsparse_dgl.enable`. It yields ``(input_nodes, output_nodes, blocks)``. ``srcdata``, ``dstdata``
+    and ``edata`` of the blocks have all data of the graph. The sampler's ``prefetch_node_feats``,
+    ``prefetch_labels`` and ``prefetch_edge_feats`` are gathered with the batch, and other data when they are
+    first read. Features that take more than half of the free memory stay on the host and are sent row by row.
+    With ``gpu_cache={"node": {"feat": count}}``, the GPU also keeps the features of the nodes with the most
+    outgoing edges. If DGL was built without CUDA, blocks are :class:`fastsparse_dgl.SampledBlock`, which
+    drop-in layers take.
 
-    In all other cases it is DGL's.
+    In all other cases, DGL's loader runs.
 
     Args:
         graph: DGLGraph.
-        indices: seeds, by node type where there are several.
+        indices: seeds; a dict by node type if there are several.
         graph_sampler: a sampler.
         device: where batches are wanted; None: the graph's device.
-        others: as in DGL; those of worker processes and of DGL's own transfers are ignored on a GPU.
+        others: as in DGL. On a GPU, arguments about worker processes and DGL's own transfers are ignored.
 
     Raises:
-        ValueError: see the sampler; or ``gpu_cache`` has other than numbers of nodes.
+        ValueError: as for the sampler, or a value in ``gpu_cache`` is not a number of nodes.
 
     Example:
         >>> import dgl, torch

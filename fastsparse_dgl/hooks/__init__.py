@@ -16,27 +16,27 @@ _installed: list[replacement.Change] = []
 
 
 def enable(*, report: bool = False, _devices: tuple[str, ...] | None = None) -> None:
-    """Runs DGL's operators on FastSparse, and puts DGLGraphs on the GPU where DGL itself cannot.
+    """Runs DGL's operators on FastSparse, and lets DGLGraphs move to the GPU without a CUDA build of DGL.
 
-    From here on ``update_all``, ``apply_edges``, ``edge_softmax``, the readouts and every layer of ``dgl.nn``
-    run on FastSparse's operators, on the CPU and on CUDA. With pip's DGL, which has no CUDA,
-    ``graph.to("cuda")`` works, too. The structure stays on the host for DGL's functions, and a copy is on the
-    GPU for the operators. Node and edge data are on the GPU. If DGL has CUDA, only the operators
+    After the call, ``update_all``, ``apply_edges``, ``edge_softmax``, the readouts and every layer of
+    ``dgl.nn`` run on FastSparse's operators, on the CPU and on CUDA. ``graph.to("cuda")`` also works with
+    DGL's wheels from PyPI, which have no CUDA: the structure stays on the host for DGL's functions, and the
+    operators use a copy on the GPU. Node and edge data are on the GPU. If DGL has CUDA, only the operators
     and loaders are replaced.
 
     ``DataLoader``, ``GraphDataLoader``, ``NeighborSampler`` and ``MultiLayerFullNeighborSampler`` of
-    ``dgl.dataloading`` are those of this package, also where they were imported before.
+    ``dgl.dataloading`` are replaced by those of this package, also in modules that imported them before.
 
     Calling it again changes nothing. :func:`disable` undoes it. The environment variable
-    ``FASTSPARSE_DISABLE=dgl`` keeps it from doing anything, and ``FASTSPARSE_DISABLE=loaders`` keeps DGL's
-    loaders. Processes that are spawned have to call it themselves; forked ones inherit it.
+    ``FASTSPARSE_DISABLE=dgl`` switches it off, and ``FASTSPARSE_DISABLE=loaders`` keeps DGL's loaders.
+    Spawned processes must call it themselves; forked processes inherit it.
 
     Args:
         report: whether to record which calls ran on FastSparse, for :func:`fastsparse_core.report`.
 
     Raises:
-        DGLError: the internals of the installed DGL are not those of a version that FastSparse knows;
-            the message says which, and nothing was changed.
+        DGLError: FastSparse does not support the installed version of DGL. The message names the difference,
+            and nothing was changed.
 
     Examples:
         >>> import fastsparse_dgl
@@ -61,8 +61,8 @@ def enable(*, report: bool = False, _devices: tuple[str, ...] | None = None) -> 
 def disable() -> None:
     """Restores DGL's own operators: the inverse of :func:`enable`.
 
-    Graphs that are on the GPU by FastSparse alone cannot be used until it is enabled again; every use says
-    so.
+    Graphs that :func:`enable` moved to the GPU cannot be used until it is called again: every use raises an
+    error.
 
     Example:
         >>> import fastsparse_dgl

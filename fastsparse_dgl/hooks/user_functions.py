@@ -231,7 +231,7 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
         _, destination = g._graph.metagraph.find_edge(0)
         frame = g._node_frames[destination]
         if frame._initializers or frame._default_initializer not in (None, dgl.init.zero_initializer):
-            raise Untraceable("nodes without messages have an initial value of the user's")
+            raise Untraceable("an initializer is set for nodes without messages")
     mixed = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     if mixed is not None and device.type == "cuda" and core.is_builtin(mfunc):
         raise Untraceable("autocast is on")  # DGL casts what its own message functions read
@@ -256,7 +256,7 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
     kind = _kind_of(found, traces)
     num_operands = len(trace.graph.find_nodes(op="placeholder"))
     if core.is_builtin(mfunc) and len({len(shape) for _, _, shape in kind[:num_operands]}) > 1:
-        raise Untraceable("features differ in their number of dimensions, which DGL aligns")
+        raise Untraceable("features differ in their number of dimensions")
     key: tuple[Any, ...] = (kind, device.type, mixed)
     if has_own_reduction:
         key += (traces[1],)

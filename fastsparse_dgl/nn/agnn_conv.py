@@ -25,8 +25,9 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
     Parameters, defaults, state_dict, repr and errors are the original's. Scores, softmax and sum are one
     operator, :func:`fastsparse_core.attention`, on normalised queries and keys. Beyond the original,
     ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a GPU while the graph is
-    on the CPU. Of a pair on a graph whose sources are its destinations the original compares the second with
-    itself; so does this layer, unless it gets an Adjacency, which does not tell.
+    on the CPU. For a pair of features on a graph whose sources are its destinations, the original compares
+    the second one with itself. This layer does so too, but not with an Adjacency, which does not know whether
+    they are the same nodes.
 
     Args:
         init_beta: initial :math:`\beta`.

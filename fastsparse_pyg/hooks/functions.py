@@ -219,7 +219,7 @@ def _why_no_rows(src: Any, dim: int, rows: int | None, device: torch.device) -> 
     if src.device != device:
         return "two devices"
     if not src.dim() or (dim != 0 and dim != -src.dim()):
-        return "a reduction along another dimension than the first"
+        return "a reduction that is not along the first dimension"
     if (rows is not None and src.size(0) != rows) or not src.numel():
         return "sizes that differ, or no values"
     plain = src.detach() if type(src) is Parameter else src
@@ -237,7 +237,7 @@ def _why_slower(src: Tensor, index: Tensor, how: str) -> str:
         return f"fewer than {_FEW_SUMS_ON_GPU:,} rows to add: PyG is faster there"
     wants = src.requires_grad and torch.is_grad_enabled()
     if index.is_cpu and how in ("min", "max") and not wants and bool((index[1:] < index[:-1]).any()):
-        return "an extremum without a gradient, of an index that does not ascend"
+        return "max or min without a gradient, with an index that is not sorted"
     return ""
 
 

@@ -48,7 +48,7 @@ _NEW_ON_GPU = Reason(
 FEW_ON_CPU = Reason(f"fewer than {FEW_EDGES:,} edges on the CPU", "", "PyG")
 #: Of pairs PyG documents that the second is the sources' there; what it generates reads the first.
 _TURNED_PAIR = Reason(
-    "a pair of features with flow='target_to_source', which PyG reads in another order than it says",
+    "a pair of features with flow='target_to_source', which PyG's code and documentation order differently",
     fallback.USUAL_FLOW,
 )
 _POSITIONAL = Reason("propagate() with positional arguments", "Pass its arguments by name")
@@ -220,7 +220,7 @@ class AnyLayer(MessagePassing):
         num_dst = sizes[i] if sizes[i] is not None else sizes[j]
         num_src = sizes[j] if sizes[j] is not None else sizes[i]
         if num_dst is None or num_src is None:
-            return Reason("the number of nodes is not known before the messages are", _SIZE)
+            return Reason("the number of nodes is not known before the messages are computed", _SIZE)
         edges = edge_index._data if isinstance(edge_index, EdgeIndex) else edge_index
         options = (num_dst, num_src, self.flow, False)
         adj = known(edge_index, options)

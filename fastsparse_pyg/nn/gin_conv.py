@@ -27,7 +27,7 @@ class FastGINConv(FastConv, GINConv):
         \mathbf{x}^{\prime}_i = h_{\mathbf{\Theta}} \left( (1 + \epsilon) \cdot \mathbf{x}_i + \sum_{j \in
         \mathcal{N}(i)} \mathbf{x}_j \right)
 
-    after "How Powerful are Graph Neural Networks?" (https://arxiv.org/abs/1810.00826). Arguments, parameters,
+    From "How Powerful are Graph Neural Networks?" (https://arxiv.org/abs/1810.00826). Arguments, parameters,
     ``state_dict`` and results are the original's. Kernels support ``aggr`` sum, add, mean, max and min;
     anything else runs PyG's own code on the same parameters.
 

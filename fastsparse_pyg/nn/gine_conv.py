@@ -31,10 +31,10 @@ class FastGINEConv(AttentionConv, GINEConv):
         \mathbf{x}^{\prime}_i = h_{\mathbf{\Theta}} \left( (1 + \epsilon) \cdot \mathbf{x}_i + \sum_{j \in
         \mathcal{N}(i)} \mathrm{ReLU} ( \mathbf{x}_j + \mathbf{e}_{j,i} ) \right)
 
-    after "Strategies for Pre-training Graph Neural Networks" (https://arxiv.org/abs/1905.12265). Arguments,
+    From "Strategies for Pre-training Graph Neural Networks" (https://arxiv.org/abs/1905.12265). Arguments,
     parameters, ``state_dict`` and results are the original's. Messages and sum are one operator
-    (:func:`fastsparse_core.gine_aggregate`). With ``edge_dim`` up to 32 the linear map of the edges' features
-    is part of it, and no edge gets a row of :math:`F_{in}` numbers, forward or backward.
+    (:func:`fastsparse_core.gine_aggregate`). With ``edge_dim`` up to 32, the operator includes the linear map
+    of the edge features, so no row of :math:`F_{in}` numbers per edge is stored, forward or backward.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -63,9 +63,9 @@ class FastGINEConv(AttentionConv, GINEConv):
         """Computes the layer.
 
         Args:
-            x: node features, or (source features, destination features), the latter perhaps None.
+            x: node features, or (source features, destination features or None).
             edge_index: edges, or an Adjacency whose rows are the destinations.
-            edge_attr: features of the edges, of the width of ``x`` or ``edge_dim``.
+            edge_attr: features of the edges, as wide as ``x``, or ``edge_dim`` wide.
             size: numbers of (source, destination) nodes.
 
         Raises:

@@ -94,7 +94,7 @@ def find_pattern(
 def _recognise(graph: Graph, assigned: dict[str, Node], guards: dict[str, Any]) -> Pattern:
     out = list(graph.nodes)[-1].args[0]
     if not isinstance(out, Node):
-        raise Untraceable("gives something else than a tensor")
+        raise Untraceable("returns something else than a tensor")
     if any(node.target is torch._assert for node in graph.nodes):  # plans check shapes, nothing else would
         return Pattern(guards=guards, reason="checks its arguments")
     found = _product(graph, out, assigned, guards)

@@ -62,16 +62,16 @@ class FastPNAConv(FastConv, PNAConv):
         \mathcal{N}(i)}{\bigoplus} h_{\mathbf{\Theta}} ( \mathbf{x}_i, \mathbf{x}_j, \mathbf{e}_{ij} ) \Big),
         \qquad \bigoplus = \text{scalers} \otimes \text{aggregators}
 
-    after "Principal Neighbourhood Aggregation for Graph Nets" (https://arxiv.org/abs/2004.05718). Arguments,
+    From "Principal Neighbourhood Aggregation for Graph Nets" (https://arxiv.org/abs/2004.05718). Arguments,
     parameters, ``state_dict`` and results are the original's. With ``pre_layers=1`` the message is
     :math:`\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} + \mathbf{b}`. The
     products with nodes are computed once per node. :func:`fastsparse_core.multi_aggregate` adds the edge's
     part (of up to 32 features) and computes all aggregations in one pass. No message is stored. Scalers are
     applied after the update's linear map, so scaled aggregations are not stored either. With more
     ``pre_layers``, PyG's code computes and stores the messages, and the kernel aggregates them. The variance
-    is that of deviations from the mean: more accurate than the original's difference of squares. Entries that
-    share a minimum or maximum share its gradient. If the extremum is exactly 0, PyTorch's ``scatter_reduce``
-    drops a part of the gradient; this layer does not.
+    is computed from deviations from the mean, which is more accurate than the original's difference of
+    squares. Entries that share a minimum or maximum share its gradient. If the minimum or maximum is exactly
+    0, PyTorch's ``scatter_reduce`` drops a part of the gradient; this layer does not.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, float64, float32, float16 or bfloat16;
@@ -99,8 +99,7 @@ class FastPNAConv(FastConv, PNAConv):
         Args:
             x: node features (N, F_in).
             edge_index: edges (2, E), EdgeIndex, transposed sparse matrix, or Adjacency of a prepared graph.
-            edge_attr: features (E, edge_dim) in the order of the edges; needed where the layer has
-                ``edge_dim``.
+            edge_attr: features (E, edge_dim) in the order of the edges; required with ``edge_dim``.
 
         Returns:
             Node features (N, F_out).

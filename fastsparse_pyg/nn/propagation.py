@@ -26,7 +26,7 @@ from fastsparse_pyg.graph import (
 from fastsparse_pyg.nn.base import ANY_REDUCTION, REDUCE, FastConv
 
 _NOTHING_CACHED = Reason(
-    "cached=True and nothing cached under torch.compile", "Call the layer once before `torch.compile`"
+    "cached=True under torch.compile, with an empty cache", "Call the layer once before `torch.compile`"
 )
 
 

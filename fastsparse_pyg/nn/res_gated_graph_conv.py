@@ -32,11 +32,11 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         \mathbf{W}_2 \mathbf{x}_j, \qquad \eta_{i,j} = \sigma(\mathbf{W}_3 \mathbf{x}_i + \mathbf{W}_4
         \mathbf{x}_j)
 
-    after "Residual Gated Graph ConvNets" (https://arxiv.org/abs/1711.07553). Arguments, parameters,
+    From "Residual Gated Graph ConvNets" (https://arxiv.org/abs/1711.07553). Arguments, parameters,
     ``state_dict`` and results are the original's. Gates, messages and sum are one operator
-    (:func:`fastsparse_core.gated_aggregate`) that stores nothing of the size of the edges. With ``edge_dim``
-    up to 32, the linear maps are split into parts for nodes and for edges, so no row per edge is stored.
-    Kernels support the sigmoid as ``act``; another function runs PyG's own code on the same parameters.
+    (:func:`fastsparse_core.gated_aggregate`) that stores nothing per edge. With ``edge_dim`` up to 32, the
+    linear maps are split into parts for nodes and for edges, so no row per edge is stored. Kernels support
+    the sigmoid as ``act``; another function runs PyG's own code on the same parameters.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or

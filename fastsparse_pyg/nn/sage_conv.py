@@ -23,7 +23,7 @@ class FastSAGEConv(FastConv, SAGEConv):
         \mathbf{x}^{\prime}_i = \mathbf{W}_1 \mathbf{x}_i + \mathbf{W}_2 \cdot \mathrm{aggr}_{j \in
         \mathcal{N}(i)} \mathbf{x}_j
 
-    after "Inductive Representation Learning on Large Graphs" (https://arxiv.org/abs/1706.02216). Arguments,
+    From "Inductive Representation Learning on Large Graphs" (https://arxiv.org/abs/1706.02216). Arguments,
     parameters, ``state_dict`` and results are the original's. Kernels support ``aggr`` sum, add, mean, max
     and min; anything else (lists, LSTM, custom modules, message hooks, explain mode) runs PyG's own code on
     the same parameters. If several neighbours share the maximum, its gradient goes to the first of them.

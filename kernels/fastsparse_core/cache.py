@@ -55,7 +55,7 @@ class CacheInfo:
 
     Attributes:
         hits: look-ups that found a valid entry.
-        misses: look-ups that had to build, stale ones included.
+        misses: look-ups that had to build an entry, including those that found a stale one.
         stale: entries dropped because their graph had changed.
         entries: structures held now.
         bytes: memory of the structures held now.

@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     parser = argparse.ArgumentParser(
-        prog="fastsparse doctor", description="Says what is installed and whether it works."
+        prog="fastsparse doctor", description="Shows what is installed and checks whether it works."
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     wants_json = parser.parse_args(arguments).json
@@ -389,7 +389,7 @@ def _kind_of_failure(check: Check) -> tuple[Key, str]:
     if "no kernel image" in check.message:
         return "no-kernel-image", f"FASTSPARSE_CUDA_ARCHS= (this GPU's architecture) {_REBUILD}"
     if "out of memory" in check.message:
-        cure = "free some GPU memory (nvidia-smi shows who holds it) and run the doctor again"
+        cure = "free some GPU memory (nvidia-smi shows which process uses it) and run the doctor again"
         return "out-of-memory", cure
     return "check-failed", f"{_REBUILD}; if that does not help, report this output"
 

@@ -24,7 +24,7 @@ class Explanation:
         layer: name of its class.
         by: ``"FastSparse"``, the name of the framework, or ``"not called"``.
         kernel: what of FastSparse computed it, as the report of ``accelerate`` says; "" if nothing did.
-        reason: why it was the framework, and what to do about it; "" if it was not.
+        reason: why the framework computed it, and what to do about it; "" if FastSparse did.
 
     Example:
         >>> from fastsparse_core.explanation import Explanation

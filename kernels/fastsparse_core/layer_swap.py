@@ -51,11 +51,11 @@ class Row:
     """The result of :func:`accelerate` for one layer.
 
     Attributes:
-        paths: its names in the model, several for a shared layer; "" is the model itself.
+        paths: names of the layer in the model, several if it is shared; "" is the model itself.
         original: name of its class before.
         drop_in: name of its class now if that is a drop-in, else "".
-        reason: why nothing was changed, "" if something was.
-        kernel: what computes it now, where a plugin says so.
+        reason: why the layer was not changed; "" if it was.
+        kernel: what computes the layer now, if the plugin reports it.
 
     Example:
         >>> from fastsparse_core.layer_swap import Row

@@ -30,7 +30,7 @@ _RUN_VARIABLE = "FASTSPARSE_RUN"
 
 
 class SlowPathWarning(UserWarning):
-    """FastSparse does not run a call the fast way that was asked for; the message has the cause and the cure.
+    """A call did not run on the fast kernels; the message has the cause and the cure.
 
     Example:
         >>> import fastsparse_core, warnings

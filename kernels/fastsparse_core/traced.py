@@ -129,7 +129,7 @@ class TracedAdjacency(Adjacency):
         return TracedAdjacency(self.edges, *shape, not self.reverse, self.self_loops, self.site)
 
     def without_self_loops(self) -> TracedAdjacency:
-        """The structure without its self loops; edge values keep the order and the number that they had."""
+        """The structure without its self loops; edge values keep their order and number."""
         return TracedAdjacency(self.edges, *self.shape, self.reverse, "remove", self.site)
 
     def derived(self, key: Any, build: Callable[[], Any]) -> Any:

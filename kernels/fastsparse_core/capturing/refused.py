@@ -22,7 +22,7 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "there is not enough memory to record it"
     if "CUDA Graph is empty" in str(error):
-        return "it gives the GPU nothing to do"
+        return "the step runs nothing on the GPU"
     lines = _lines_of(error.__traceback__)
     for name, line in lines:
         if name in cures:

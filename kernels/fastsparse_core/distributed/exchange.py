@@ -20,11 +20,11 @@ SEND_ALL = 0.8
 
 
 def exchange_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
-    """A group whose messages go first: give it to a PartitionedAdjacency on GPUs. All processes must call it.
+    """Creates a process group with high priority for a PartitionedAdjacency on GPUs. Collective.
 
-    On CUDA the exchange and the local product start at the same moment. In a stream of high priority, the few
-    blocks of the exchange get the first multiprocessors that are free. At equal priority, the many blocks of
-    the product are dispatched first, and little of the exchange overlaps.
+    On CUDA, the exchange and the local product start at the same time. On a stream with high priority, the
+    few thread blocks of the exchange get the first free multiprocessors. With equal priority, the many blocks
+    of the product are scheduled first, and little of the exchange overlaps.
 
     Args:
         ranks: the processes; None: all.

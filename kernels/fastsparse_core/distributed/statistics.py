@@ -21,7 +21,7 @@ class PartitionStatistics:
     Attributes:
         rows: nodes.
         edges: edges of those nodes' rows.
-        halo_edges: of them, edges from nodes of other ranks.
+        halo_edges: those of these edges that start at nodes of other ranks.
         halo_rows: nodes of other ranks whose features are received.
 
     Example:
@@ -43,13 +43,13 @@ class PartitionStatistics:
 
     @property
     def halo_share(self) -> float:
-        """Rows that arrive in an exchange, of those that would if every rank got all others' rows."""
+        """Rows received in an exchange, as a share of all rows of other ranks."""
         most = (len(self.rows) - 1) * sum(self.rows)
         return sum(self.halo_rows) / max(most, 1)
 
     @property
     def balance(self) -> float:
-        """Most edges of a rank over their mean; 1 is even."""
+        """Largest number of edges of a rank divided by the mean; 1 is perfectly even."""
         return max(self.edges) * len(self.edges) / max(sum(self.edges), 1)
 
 

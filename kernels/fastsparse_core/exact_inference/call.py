@@ -45,7 +45,7 @@ def infer(
         rows: nodes whose results are wanted, ids or a mask; None: all.
         out: tensor or array that takes the results; None: a new tensor.
         memory: bytes of the device's memory that may be in use; None: what is free.
-        tile: most destinations of a tile; None: as many as fit.
+        tile: largest number of destinations per tile; None: as many as fit.
         group: processes that divide the destinations; None: this one alone.
 
     Returns:

@@ -115,7 +115,7 @@ def results_of(graph: Graph) -> dict[str, Node]:
         isinstance(name, str) and isinstance(node, Node) for name, node in found.items()
     )
     if not is_named:
-        raise Untraceable("gives something else than tensors by name")
+        raise Untraceable("returns something else than a dict of tensors")
     return dict(found)
 
 

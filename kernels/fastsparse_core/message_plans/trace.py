@@ -154,13 +154,13 @@ class Function(NamedTuple):
         if isinstance(function, types.MethodType):
             layer, function = function.__self__, function.__func__
             if not isinstance(layer, nn.Module):
-                raise Untraceable("is a method of something else than a module")
+                raise Untraceable("is a method of an object that is not a module")
         if not isinstance(function, types.FunctionType):
             raise Untraceable("is no function")
         is_method, captured = layer is not None, dict[str, Any]()
         code = function.__code__
         if code.co_argcount != 1 + is_method or code.co_kwonlyargcount or code.co_flags & 0x0C:
-            raise Untraceable("takes other arguments than one")
+            raise Untraceable("does not take exactly one argument")
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents
@@ -275,7 +275,7 @@ def _assigned(probe: Any, state: dict[str, Any]) -> dict[str, Node]:
         if isinstance(value, Proxy):
             assigned[name] = value.node
         elif name.startswith("_tensor_constant"):
-            raise Untraceable("makes a tensor of its own")
+            raise Untraceable("creates a tensor")
         elif value is not before:
             raise Untraceable(f"writes self.{name}")
     return assigned
@@ -333,7 +333,7 @@ def _check_graph(graph: Graph, layer: Any) -> None:
     for node in graph.nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         if node.op == "get_attr" and name.startswith("_tensor_constant"):
-            raise Untraceable("makes a tensor of its own")
+            raise Untraceable("creates a tensor")
         if node.target is getattr and str(node.args[1]).startswith(_STATE):
             raise Untraceable(f"reads .{node.args[1]}")
         is_check = node.op == "call_function" and name == "_assert_is_none"
@@ -358,7 +358,7 @@ def _check_code(
     its_globals = function.__globals__
     for step in dis.get_instructions(code):
         if step.opname in _FORBIDDEN and step.opname not in allowed:
-            raise Untraceable(f"does more than compute ({step.opname.lower()})")
+            raise Untraceable(f"has side effects or branches ({step.opname.lower()})")
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             value = its_globals.get(step.argval, getattr(builtins, step.argval, ABSENT))
             is_error = isinstance(value, type) and issubclass(value, Exception)

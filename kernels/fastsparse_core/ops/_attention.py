@@ -180,7 +180,7 @@ def _kernel_of(adj: Adjacency, call: Call, drawn: str) -> str:
         return policy.attention_algorithm(algorithm, no_csr)
     widths = call.dst.size(1), call.src.size(1), v.size(1)
     if widths[0] != widths[2]:
-        no_csr = f"values of {widths[2]} features, queries of {widths[0]}"
+        no_csr = f"v has {widths[2]} features, q has {widths[0]}"
     if adj.is_padded:  # blocks cannot be made anew by replays
         return "unfused" if no_csr else "csr"
     if algorithm == "unfused":

@@ -53,18 +53,18 @@ def algorithms(
     attention: str | None = None,
     ssd: str | None = None,
 ) -> Iterator[None]:
-    """Algorithms that stand in for ``"auto"`` in the calls within, of layers too; also a decorator.
+    """Context manager and decorator that replaces ``"auto"`` in the operators and layers called inside.
 
-    A call keeps its algorithm for its gradients, wherever ``backward()`` is called. An algorithm that a call
-    names itself wins. Contexts nest; each applies to its own thread or asynchronous task. Code under
-    ``torch.compile`` is compiled again where the context asks for something else; it goes by the context
-    entered last in any thread.
+    Gradients use the algorithm of the forward pass, wherever ``backward()`` is called. An algorithm that is
+    passed to a call wins. Contexts nest. Each applies to its own thread or asynchronous task.
+    ``torch.compile`` compiles again if the algorithm changes, and uses the context that was entered last in
+    any thread.
 
     Args:
-        spmm: one of `SPMM_ALGORITHMS`; None: as outside.
-        sddmm: one of `SDDMM_ALGORITHMS`; None: as outside.
-        attention: one of `ATTENTION_ALGORITHMS`; None: as outside.
-        ssd: one of `SSD_ALGORITHMS`; None: as outside.
+        spmm: one of `SPMM_ALGORITHMS`; None: no change.
+        sddmm: one of `SDDMM_ALGORITHMS`; None: no change.
+        attention: one of `ATTENTION_ALGORITHMS`; None: no change.
+        ssd: one of `SSD_ALGORITHMS`; None: no change.
 
     Returns:
         A context manager, also usable as a decorator.

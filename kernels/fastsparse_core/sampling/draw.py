@@ -57,7 +57,7 @@ class Draw:
         self._start_part()
 
     def finish(self) -> Sample:
-        """The batch; waits until it is drawn.
+        """Waits until the batch is sampled, and returns it.
 
         Raises:
             ValueError: see :meth:`NeighborSampler.sample`.
