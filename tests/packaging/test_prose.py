@@ -33,7 +33,7 @@ BANNED = {
     r"\bbeside\b": "next to, during, with",
     r"\bserves?\b|\bserved\b": "supports, runs",
     r"\btakes? no notice\b": "ignores",
-    r"\bin turn\b|\bthe like\b|\band its like\b": "and similar",
+    r"\bin turn\b|\bthe like\b|\band (its|their) like\b": "and similar",
     r"\bis said (once|by)\b|\bsays? so on\b": "is logged",
     r"\b(are|is|were|was|been) noticed\b": "is detected",
     r"\bTo no\b|\bOf (these|those) only\b": "subject first",
@@ -50,7 +50,7 @@ PAGES = {
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences in paragraphs, lists and cells of tables; code and headings are left out."""
+    """The sentences in headings, paragraphs, lists and cells of tables; code is left out."""
     text = re.sub(r"^```.*?^```", "\n\n", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
@@ -58,8 +58,7 @@ def sentences(text: str) -> list[str]:
     text = re.sub(r"``[^`]*``|`[^`]*`|\$\$.*?\$\$|\$[^$\n]+\$", "X", text, flags=re.DOTALL)
     found = []
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):
-        if paragraph.lstrip().startswith("#"):
-            continue
+        paragraph = re.sub(r"^\s*#+ ", "", paragraph)
         is_table = paragraph.lstrip().startswith("|")
         for part in re.split(r"[|\n]", paragraph) if is_table else [paragraph]:
             line = re.sub(r"\s+", " ", re.sub(r"^\s*(?:[-*]|\d+\.) ", "", part)).replace("**", "").strip()
