@@ -93,7 +93,7 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
 
     Args:
         graph: DGLGraph, a SampledBlock, or an Adjacency, which is returned as it is.
-        device: where the features lie, with an index for CUDA. A graph that lies elsewhere is moved, once.
+        device: where the features are, with an index for CUDA. A graph that is elsewhere is moved, once.
 
     Raises:
         DGLError: ``graph`` is of another type, is an Adjacency on another device, or has several edge types.

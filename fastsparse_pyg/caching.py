@@ -161,7 +161,7 @@ def has_unit_values(matrix: Tensor, values: Tensor) -> bool:
 def _build_outside_inference_mode(build: Callable[[], Adjacency]) -> Adjacency:
     if not torch.is_inference_mode_enabled():
         return build()
-    # A structure first built while evaluating under inference_mode must serve the training that follows.
+    # A structure first built while evaluating under inference_mode must handle the training that follows.
     with torch.inference_mode(False):
         return build()
 

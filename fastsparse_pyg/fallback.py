@@ -54,7 +54,7 @@ TWO_DTYPES = Reason("features of two dtypes", ONE_DTYPE)
 
 
 def wrong_dimensions(dim: int, node_dim: int) -> Reason:
-    """Features whose nodes do not lie where the kernels expect them."""
+    """Features whose nodes are not in the dimension that the kernels expect."""
     return Reason(f"features of {dim} dimensions with node_dim={node_dim}", PLAIN_FEATURES)
 
 

@@ -213,8 +213,8 @@ traced.find = _for_trace
 def edges_made_anew(edges: Tensor, options: tuple[int, int, str, bool]) -> Adjacency:
     """The structure of an edge list that the cache does not know, recognised by its content.
 
-    Layers that add self loops by PyG's code hold the same edges in another tensor in every call. Edge lists
-    of one size that come again and again are therefore kept, and compared.
+    Layers that add self loops by PyG's code hold the same edges in another tensor in every call. So edge
+    lists of one size that occur repeatedly are cached, and compared by content.
 
     Args:
         edges: (2, num_edges).

@@ -2,7 +2,7 @@
 
 It imports no PyTorch: the script runs in a Python of its own, started in place of this one, so its arguments,
 ``__main__``, tracebacks and exit code are those of ``python script.py``. Two environment variables make it,
-and every Python that it starts in turn, enable FastSparse: `PYTHONPATH` begins with the folder ``startup``,
+and every Python process that it starts, enable FastSparse: `PYTHONPATH` begins with the folder ``startup``,
 whose ``sitecustomize`` Python imports before anything else, and :data:`~fastsparse_run.watch.VARIABLE` says
 what to enable when which package is imported. Packages register that as entry points of the group
 ``fastsparse.enable``: the name is the imported package, the object a function without arguments.

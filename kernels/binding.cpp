@@ -563,7 +563,7 @@ PyObject* read_facts(const std::int64_t* written, const Place& place) {
   return tuple_of(facts, kCount);
 }
 
-// Returns the facts, for which there is room in the device's memory.
+// Returns the facts, for which there is space in the device's memory.
 PyObject* inspect(const InspectArgs& given, const Place& place) {
   InspectArgs args = given;
   std::int64_t facts[kNumEdgeFacts];
@@ -577,7 +577,7 @@ struct SortWorkspaceCall {
 };
 FASTSPARSE_ARGUMENTS(SortWorkspaceCall, FIELDS(num_edges, num_rows, longest));
 
-// Bytes of that workspace, and where split_ptr and split_row lie in it.
+// Bytes of that workspace, and where split_ptr and split_row are in it.
 PyObject* sort_workspace(const SortWorkspaceCall& call, const Nothing&) {
   const SortWorkspace places(nullptr, call.num_edges, call.num_rows, call.longest);
   const std::int64_t found[] = {reinterpret_cast<std::int64_t>(places.end),

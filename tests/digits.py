@@ -36,7 +36,7 @@ def check_digits(make: Callable[[int], Problem], ignore: Sequence[str] = ()) -> 
 
     Args:
         make: a problem from a seed.
-        ignore: parameters whose gradient is 0 but for rounding.
+        ignore: parameters whose gradient is 0 except for rounding.
     """
     ratios = defaultdict(list)
     for seed in range(_PROBLEMS):

@@ -7,7 +7,7 @@ extension (whose tensors stand for their memory). A replay runs them again on th
 - backward passes run in a thread of autograd's own, where `threading.local` is empty;
 - what the host would read from the device, while it records, is an error, as is a structure that is built;
 - memory that nobody holds when the recording ends holds NaN after every replay, for other graphs use it;
-  replays fill what graphs recorded later keep, for it may lie in what this one had freed, and what nobody
+  replays fill what graphs recorded later keep, for it may be in what this one had freed, and what nobody
   held of earlier ones when this one was recorded;
 - a pool lives as long as a graph that was recorded to it; a recording that was made invalid stays open.
 """

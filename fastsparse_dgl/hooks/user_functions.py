@@ -311,7 +311,7 @@ def _kind_of(found: _Edges, traces: list[_Trace]) -> tuple[Any, ...]:
     """What of the features a plan depends on.
 
     Raises:
-        Untraceable: no plan serves them.
+        Untraceable: no plan handles them.
     """
     kind: list[Any] = []
     device = found.special["adj"].device

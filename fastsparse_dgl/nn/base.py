@@ -246,7 +246,7 @@ def edge_factor(adjacency: Adjacency, like: Tensor, edge_weight: Tensor) -> Tens
     """One factor per edge, or one for all, (E, 1) or (1, 1), which multiplies the attention (E, H).
 
     Raises:
-        DGLError: ``edge_weight`` is not a tensor, lies elsewhere, or has other than one entry per edge.
+        DGLError: ``edge_weight`` is not a tensor, is elsewhere, or has other than one entry per edge.
     """
     num_edges = adjacency.num_values
     if not isinstance(edge_weight, Tensor):

@@ -51,7 +51,7 @@ def follows_script(device: torch.device | str | int | None) -> bool:
 
 
 def choose_device(data: Any, device: torch.device | str | int | None) -> torch.device:
-    """Where to sample: as told, else where the data lies, else on the GPU if there is one."""
+    """Where to sample: as told, else where the data is, else on the GPU if there is one."""
     if device is not None:
         return usable_device(device)
     if isinstance(data, (Data, HeteroData)):

@@ -72,10 +72,10 @@ class AnyLayer(MessagePassing):
     _original: ClassVar[type[MessagePassing]]
     _patterns: ClassVar[dict[Any, list[Pattern]]]
     _signature: ClassVar[Signature | None]
-    #: Kind of a call (aggregation, names and dtypes of arguments) -> what serves it at once; False: nothing.
+    #: Kind of a call (aggregation, names and dtypes of arguments) -> what handles it at once; False: nothing.
     _served: ClassVar[dict[Any, Copies | Literal[False]]]
     #: Aggregation -> whether few edges on a GPU are left to PyG, because its code takes the host less time
-    #: than the plan; None: no one kernel serves them, and the plan is not known yet.
+    #: than the plan; None: no one kernel handles them, and the plan is not known yet.
     _left: ClassVar[dict[type, bool | None]]
 
     flow: str
@@ -229,7 +229,7 @@ class AnyLayer(MessagePassing):
                 adj = lookup(edge_index, (edge_index,), options, lambda: edges_made_anew(edges, options))
             except IndexError:
                 # Some indices exceed the features. If PyG reads no features at that end, and `size` was not
-                # given, its code can still serve the call.
+                # given, its code can still handle the call.
                 if sizes[j] is not None and (sizes[i] is not None or not sizes_itself):
                     raise
                 return Reason("the edges have more nodes at an end than the features have rows", _SIZE)
@@ -380,7 +380,7 @@ def _kind_of(argument: Any) -> Any:
 def _few_edges(edge_index: Any, given: dict[str, Any]) -> int | None:
     """How many edges there are if PyG's code may take less time for so few; 0 where it does, on the CPU.
 
-    None: the kernels serve them, as they do where features have 16 bits, which PyTorch does not sum in
+    None: the kernels handle them, as they do where features have 16 bits, which PyTorch does not sum in
     float32, and under autocast on the CPU. Its other sums on the CPU have the same bits every time too, for
     one thread adds in order.
     """

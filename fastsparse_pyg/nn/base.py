@@ -504,7 +504,7 @@ def are_few_on_gpu(edge_index: Any, times: int = 1) -> bool:
 
 
 def has_message_hook(state: dict[str, Any]) -> bool:
-    """Whether somebody watches a step of message passing.
+    """Whether someone watches a step of message passing.
 
     Args:
         state: the layer's ``__dict__``.

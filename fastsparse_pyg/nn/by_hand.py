@@ -245,7 +245,7 @@ class _Index(NodeIndex):
 
 
 class _Rows(Tensor):
-    """Rows per edge that are not there until somebody reads them: parts side by side.
+    """Rows per edge that are not there until someone reads them: parts side by side.
 
     Linear maps and concatenations do not read them. For autograd they are the result of the gather.
 

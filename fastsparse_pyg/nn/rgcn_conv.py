@@ -36,7 +36,7 @@ FEW_PAIRS = 65_536
 class _RelationalConv(FastConv):
     """What both forms of RGCN share.
 
-    No base of the other's: PyG's templates of the one would serve the other, whose messages are others.
+    Not a base class of the other: PyG's templates are kept by class, and the messages differ.
     """
 
     _aggregations = ANY_REDUCTION
@@ -118,7 +118,7 @@ class _RelationalConv(FastConv):
         return out
 
     def _are_few(self, relations: Relations, x: Tensor, weight: Tensor) -> bool:
-        """Whether one product serves all relations, with rows for pairs without edges too."""
+        """Whether one product handles all relations, with rows for pairs without edges too."""
         return (
             relations.shape[0] * self.num_relations <= FEW_PAIRS
             and weight.dim() == 3

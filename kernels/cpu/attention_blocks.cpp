@@ -192,7 +192,7 @@ FASTSPARSE_INLINE void make_term(const V& left, A slope, V& right) {
   }
 }
 
-// Adds a block's sums of a vector of features from `f` on, of which the first `skip` are summed already.
+// Adds a block's sums of a vector of features from `f` on; the first `skip` are summed already.
 template <typename V, typename A>
 FASTSPARSE_INLINE void add_block(V& block, std::int64_t f, std::int64_t skip, const Sum<A>& sum) {
   V total, compensation;
@@ -204,7 +204,7 @@ FASTSPARSE_INLINE void add_block(V& block, std::int64_t f, std::int64_t skip, co
   store_vector<A>(compensation, sum.compensation + f);
 }
 
-// Features of kVectors vectors from `f` on, of which the first `skip` are summed already.
+// Features of kVectors vectors from `f` on; the first `skip` are summed already.
 template <typename T, Term kTerm, int kVectors>
 FASTSPARSE_INLINE void accumulate_tile(const Acc<T>* weight, const Hidden<Acc<T>>& hidden,
                                        const Rows<T>& right, std::int64_t f, std::int64_t skip,
@@ -353,7 +353,7 @@ FASTSPARSE_INLINE void project_block(const Rows<T>& right, const Acc<T>* columns
   }
 }
 
-// The features of kVectors vectors from `f` on, of which the first `skip` are summed already.
+// The features of kVectors vectors from `f` on; the first `skip` are summed already.
 template <typename T, int kVectors>
 FASTSPARSE_INLINE void hidden_tile(const Acc<T>* weight, const Hidden<Acc<T>>& hidden, const Rows<T>& right,
                                    std::int64_t f, std::int64_t skip, const HiddenGradients<Acc<T>>& to) {

@@ -18,7 +18,7 @@ std::int64_t work(const CsrView& a, const EdgeMessageInput& input) {
   return a.num_edges * input.width * (1 + input.edge_width);
 }
 
-// Loops over features are functions: compilers know of parameters alone that they lie apart from the others.
+// Loops over features are functions: compilers know of parameters alone that they are apart from the others.
 template <typename A>
 FASTSPARSE_INLINE void add_row(const A* from, A* __restrict to, std::int64_t width) {
   for (std::int64_t f = 0; f < width; ++f) to[f] += from[f];

@@ -17,7 +17,7 @@ std::int64_t work(const CsrView& a, const MultiAggregateInput& input) {
   return a.num_edges * (input.width + (input.weight != nullptr ? input.width * input.edge_width : 0));
 }
 
-// Loops over features are functions: compilers know of parameters alone that they lie apart from the others.
+// Loops over features are functions: compilers know of parameters alone that they are apart from the others.
 template <typename A>
 FASTSPARSE_INLINE void set_sum(const A* left, const A* right, A* __restrict to, std::int64_t width) {
   for (std::int64_t f = 0; f < width; ++f) to[f] = left[f] + right[f];
@@ -136,8 +136,8 @@ struct Aggregates {
   }
 };
 
-// The results of one aggregation in a row lie in pieces, one for every group of features. Calls f(element
-// where a piece lies, its first feature, its width) for each.
+// The results of one aggregation in a row are in pieces, one for every group of features. Calls f(element
+// where a piece is, its first feature, its width) for each.
 template <typename F>
 FASTSPARSE_INLINE void for_pieces(const MultiAggregateInput& input, std::int64_t row, int slot, const F& f) {
   for (std::int64_t first = 0; first < input.width; first += input.group_width) {

@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
   const int width = min(static_cast<int>(args.width) - first_feature, kTile);
   const int out_width = min(static_cast<int>(args.out_width) - first_output, kTile);
 
-  // Slabs are whole stages, but for the last row's, and differ by one at most.
+  // Slabs are whole stages, except for the last row's, and differ by one at most.
   const std::int64_t all = (args.num_rows + kRows - 1) / kRows;
   const std::int64_t begin = all * blockIdx.x / args.num_slabs * kRows;
   const std::int64_t end = min(all * (blockIdx.x + 1) / args.num_slabs * kRows, args.num_rows);

@@ -1,5 +1,5 @@
-// What is around the attention of a layer on CUDA: small kernels, for small graphs take as long as the host
-// needs for its calls.
+// What is around the attention of a layer on CUDA: few kernels, because on small graphs a step takes as long
+// as the host needs for its launches.
 //   - scores_kernel: <a_h, v_ih> for both vectors of every head. Lanes as in head_lanes.cuh; a group of lanes
 //     takes every `groups`-th row and keeps the vectors in registers. Floor: v read once.
 //   - score_gradients_kernel: dv_ih += ds_ih a_h (both vectors), and sums over the rows of ds_ih v_ih and of

@@ -192,7 +192,7 @@ __global__ void make_segment_keys_kernel(const SortSegmentsArgs args, std::uint3
   if (__syncthreads_or(descends ? 1 : 0) != 0 && threadIdx.x == 0) args.facts[kIndexDescends] = 1;
 }
 
-// Where in one piece of scratch the parts of a sort lie.
+// Where in one piece of scratch the parts of a sort are.
 struct SegmentScratch {
   std::size_t second_keys, ids, counts, of_sort, sort_bytes, bytes;
   int bits;  // of a key

@@ -26,7 +26,7 @@
 namespace fastsparse::cuda {
 namespace edge_attention_backward_detail {
 
-// Where a pair {w, dS} lies.
+// Where a pair {w, dS} is.
 __device__ __forceinline__ float2* pair_at(void* work, std::uint32_t position, std::int64_t heads,
                                            std::int64_t head) {
   return static_cast<float2*>(work) + head +

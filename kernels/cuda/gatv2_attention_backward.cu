@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
     }
 
     if (index >= args.split.num_slices || !lane.live) continue;
-    // The slope's part of dx_dst sums to 0 and is left out, but for a score that is NaN.
+    // The slope's part of dx_dst sums to 0 and is left out, except for a score that is NaN.
     const float zero_or_nan = 0.0f * score_sum;
 #pragma unroll
     for (int i = 0; i < kLaneFeatures; ++i) {

@@ -465,8 +465,8 @@ __device__ __forceinline__ void write_from(const R& row, const Threshold<R>& thr
 }
 
 // Where k entries are not parted by a threshold: those above it, and of those equal to it as many as there is
-// room for, in the order of columns. Where the entries that are NaN would fill a row, they are those equal to
-// it.
+// space for, in the order of columns. Where the entries that are NaN would fill a row, they are those equal
+// to it.
 template <int kChunks, typename R>
 struct Tied {
   using A = typename R::A;

@@ -5,10 +5,10 @@
 // the number of entries that have them.
 //   - The row pass writes A - B (mean - x_i), B, C and D of its row, gathers x_j once, and marks with a bit
 //     per feature which entries have the maximum and which the minimum. Where edges have features it
-//     multiplies dm by W for theirs and by the features for W's, whose sums lie in shared memory, a copy per
+//     multiplies dm by W for theirs and by the features for W's, whose sums are in shared memory, a copy per
 //     warp. Where they have rows it writes dm.
 //   - The column pass adds A' and B of the destinations, 8 E F bytes for E entries of width F (float32), the
-//     marks, E F / 4, and C and D where a mark says so, once per row and feature but for ties. What B
+//     marks, E F / 4, and C and D where a mark says so, once per row and feature except for ties. What B
 //     multiplies is x_j, which stands before the sum, and W a_ij. Of edges with rows it adds up dm.
 // Sums of rows with several slices and of W are combined in a fixed order: no atomics.
 

@@ -4,7 +4,7 @@
 //
 // Lanes: without replacement a power of two of them, up to 32, has a row: each draws one number by Floyd's
 // method, they settle duplicates by shuffles, and each fetches what it drew. By weight a warp has a row and
-// selects the least keys by counting digits in shared memory. Otherwise every slot has a thread.
+// selects the smallest keys by counting digits in shared memory. Otherwise every slot has a thread.
 //
 // Floor, per edge: 32 bytes (a sector) for the entry's column and 32 more for its position where the caller's
 // order differs, from memory; in the second-level cache a sector of the table whenever its value is lowered,
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kThreads)
       const bool draws = j < fanout;
       const std::uint32_t number = draws ? below(draw_bits(seed, step, row.number, j), last + 1) : 0;
       bool taken = false;
-      // What earlier chunks drew lies in their slots until all have drawn.
+      // What earlier chunks drew is in their slots until all have drawn.
       for (std::uint32_t i = 0; i < chunk; ++i) taken |= step.slot_place[slots + i] == number;
 #pragma unroll
       for (int i = 0; i < kLanes; ++i) {
@@ -196,7 +196,7 @@ __device__ __forceinline__ int sum_of_warp(int value) {
   return value;
 }
 
-// By weight without replacement: a warp has a row. The k-th least key is found digit by digit, from the
+// By weight without replacement: a warp has a row. The k-th smallest key is found digit by digit, from the
 // highest of four, by counting the entries whose key begins as found so far; of equal keys the first entries
 // are taken.
 __global__ void __launch_bounds__(kThreads)
@@ -219,8 +219,9 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = lane; i < degree; i += kWarp) drawable += is_drawable(i);
     drawable = sum_of_warp(drawable);
 
-    std::uint32_t found = 0, known = 0;  // the digits of the k-th least key, and which of its bits those are
-    int left = fanout;                   // how many to take of those whose key begins so
+    std::uint32_t found = 0,
+                  known = 0;  // the digits of the k-th smallest key, and which of its bits those are
+    int left = fanout;        // how many to take of those whose key begins so
     if (drawable > fanout) {
       for (int shift = 24; shift >= 0; shift -= 8) {
         for (int digit = lane; digit < kDigits; digit += kWarp) count[digit] = 0;
@@ -476,7 +477,7 @@ __global__ void __launch_bounds__(kThreads) emit_rows_kernel(const EmitRowsArgs 
   args.slices[r] = {begin, static_cast<std::int32_t>(degree), static_cast<std::int32_t>(r)};
 }
 
-// Where a row of a table lies.
+// Where a row of a table is.
 template <typename Word>
 __device__ const Word* row_of_table(const GatherRowsArgs& args, std::int64_t row, std::int64_t words) {
   if (args.parts == nullptr) return static_cast<const Word*>(args.table) + row * words;

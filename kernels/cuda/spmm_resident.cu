@@ -447,8 +447,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (open) store(end.row);
 }
 
-// Blocks for each tile of features: what takes least where a wave of blocks takes as long as one of them, its
-// share of the rows and its tile.
+// Blocks for each tile of features: what takes least time if a wave of blocks takes as long as one of them,
+// its share of the rows and its tile.
 std::int64_t row_groups(const CsrView& a, std::int64_t tiles) {
   int device = 0, num_sms = 1;
   cudaGetDevice(&device);

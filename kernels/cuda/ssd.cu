@@ -341,7 +341,7 @@ struct FixedRow {
 
   __device__ __forceinline__ FixedRow(int* sum, int vectors) : sum(sum), vectors(vectors) {}
 
-  // Makes room for terms of magnitudes up to the one with the bits `most`, a number.
+  // Makes space for terms of magnitudes up to the one with the bits `most`, a number.
   __device__ __forceinline__ void make_room(unsigned most) {
     if (most >= limit) {
       const int raised = static_cast<int>(most >> 23) - 126;
@@ -599,7 +599,7 @@ __global__ void __launch_bounds__(kThreads, kWeighted ? 7 : 0)
   const int nth = static_cast<int>(threadIdx.x) / OfTeam::kLanes;
   const std::int64_t group = args.num_long + static_cast<std::int64_t>(blockIdx.x) * (kWarps * kTeams) + nth;
   RowSlice slice = load_slice(args.groups, group);
-  if (slice.length == 0) slice.begin = 0;  // an empty row's may lie behind the last entry
+  if (slice.length == 0) slice.begin = 0;  // an empty row's may be behind the last entry
   const int longest = static_cast<int>(__reduce_max_sync(kFullWarp, static_cast<unsigned>(slice.length)));
   const int shortest = static_cast<int>(__reduce_min_sync(kFullWarp, static_cast<unsigned>(slice.length)));
   const int vectors = static_cast<int>((args.width + 3) / 4);

@@ -25,7 +25,7 @@ _MOST_COUNTED = 1024
 
 
 class Sightings:
-    """How often objects came: a structure pays for those that come again."""
+    """How often objects came: a structure is worth building for those that are used again."""
 
     def __init__(self) -> None:
         # By id, which belongs to another object once the reference is dead.

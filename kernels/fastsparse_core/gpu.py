@@ -149,7 +149,7 @@ def write(profile: GpuProfile, path: Path) -> None:
 
 
 def scaled(known: GpuProfile, sizes: Mapping[str, Any]) -> GpuProfile:
-    """The profile of a GPU that nobody has measured, from that of one that somebody has.
+    """The profile of a GPU that nobody has measured, from that of one that someone has.
 
     What a crossover grows with, multiprocessors, L2 or bandwidth, decides how it is scaled; ratios, such as
     entries per row, stay.

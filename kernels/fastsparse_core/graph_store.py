@@ -221,7 +221,7 @@ class GraphStore:
         on_gpu = self.device.type == "cuda"
         host = torch.empty((len(pointers), 2, count + 1), dtype=torch.int64, pin_memory=on_gpu, device="cpu")
         num_positions = self.num_graphs if graph_at is None else graph_at.numel()
-        # The extension reads it as it lies there; a sampler of the user's may give any tensor.
+        # The extension reads it as it is there; a sampler of the user's may give any tensor.
         is_tensor = (
             type(index) is Tensor
             and index.dtype == torch.int64
@@ -242,7 +242,7 @@ class GraphStore:
         )
         table = host.to(self.device, non_blocking=True) if on_gpu else host
         first, source = host.unbind(1)
-        # Callers get the first rows: of a copy, for kernels must not read what somebody else can write.
+        # Callers get the first rows: of a copy, for kernels must not read what someone else can write.
         return Chosen(count, totals, first.clone(), table, source)
 
 
@@ -324,7 +324,7 @@ class StoredEdges:
         return self._store.device
 
     def _parts(self) -> Iterator[tuple[Chosen, Tensor]]:
-        """Batches of consecutive graphs and their edges, int64 (2, number of edges): all graphs in turn.
+        """Batches of consecutive graphs that cover all graphs, and their edges, int64 (2, number of edges).
 
         Parts bound the memory that sorting takes.
         """
@@ -585,7 +585,8 @@ class Content:
     """What was stored of a dataset, so that later changes of it are detected.
 
     Another object in one of the dictionaries is always detected. Writes in place are detected when the tensor
-    that was written to is looked at: at most `_MOST_VERSIONS` of them are each time, all of them in turn.
+    that was written to is looked at: at most `_MOST_VERSIONS` of them are looked at each time, until all have
+    been.
 
     Args:
         mappings: dictionaries of the dataset.

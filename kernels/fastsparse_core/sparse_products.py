@@ -7,7 +7,7 @@ in no PyTorch before 2.9.
 
 Structures are kept as long as the matrix lives. A CSR matrix and its transposed form share them, because one
 is a view of the other. PyTorch copies a COO matrix that it transposes, so the copy is told whose it is. A
-matrix that is made anew is another one, even from the same tensors: PyTorch counts their edits apart.
+matrix that is made again is another one, even from the same tensors: PyTorch counts their edits apart.
 """
 
 from __future__ import annotations

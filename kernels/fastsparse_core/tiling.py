@@ -25,7 +25,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 _TILE_BYTES = 2**28
 #: Rows of the check whether the model works row by row.
 _ROWS_CHECKED = 64
-#: Relative difference up to which two results of the check are the same but for rounding.
+#: Relative difference up to which two results of the check are the same except for rounding.
 _ROUNDING = 0.02
 #: The same for results of equal operations on equally many rows, of more than 16 bits.
 _SAME_OPERATIONS = 1e-4

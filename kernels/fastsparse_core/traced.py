@@ -78,12 +78,12 @@ class TracedAdjacency(Adjacency):
 
     @property
     def device(self) -> torch.device:
-        """Where the structure lies."""
+        """Where the structure is."""
         return self.edges.device
 
     @property
     def gpu(self) -> GpuProfile:
-        """What is known of the GPU that it lies on."""
+        """What is known of the GPU that it is on."""
         return profile_of(self.edges.device)
 
     @property

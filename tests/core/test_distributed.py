@@ -471,7 +471,7 @@ def _failure(rank: int, size: int, device: torch.device, send: Any) -> None:
 
 
 def _on_their_way() -> list[Any]:
-    """Features of other ranks, and messages, that somebody holds."""
+    """Features of other ranks, and messages, that someone holds."""
     gc.collect()
     return [each for each in gc.get_objects() if type(each) in (HaloFeatures, Transfer)]
 

@@ -59,7 +59,7 @@ def test_gine_with_a_heavy_row_and_column(dtype: torch.dtype, width: int, device
     row[:3000], col[4000:7000] = 7, 11
     adj = Adjacency.from_coo(row.to(device), col.to(device), (300, 300))
     shapes = ((300, width), (9000, 5), (width, 5), (width,))
-    # Eighths: a message before its relu is exact in both precisions, and so is on which side of 0 it lies.
+    # Eighths: a message before its relu is exact in both precisions, and so is on which side of 0 it is.
     wide = [draw(*shape, device=device).detach().mul(4).round().div(8).to(dtype).double() for shape in shapes]
     given = [each.to(dtype).requires_grad_() for each in wide]
     wide = [each.requires_grad_() for each in wide]

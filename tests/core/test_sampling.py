@@ -268,7 +268,7 @@ def test_torch_seeds_batches():
 
 
 def chi_square(counts: Tensor, expected: Tensor) -> float:
-    """How many standard deviations the statistic lies above its mean."""
+    """How many standard deviations the statistic is above its mean."""
     used = expected > 0
     assert counts[~used].sum() == 0
     statistic = ((counts[used] - expected[used]) ** 2 / expected[used]).sum()

@@ -3,7 +3,7 @@
     python loader_processes.py START DEVICE
 
 A script, because spawned processes import the main module, and because a process that hangs can be ended.
-Workers never touch CUDA: what is sent to them lies on the CPU, or is a structure alone.
+Workers never touch CUDA: what is sent to them is on the CPU, or is a structure alone.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def neighbours(start: str, device: str) -> Iterator[str]:
 
 
 def graphs(start: str, device: str) -> Iterator[str]:
-    """Graphs of which the first ones lie on the CPU, the last ones on the device, in batches of two."""
+    """Graphs of which the first ones are on the CPU, the last ones on the device, in batches of two."""
     host = [graph_of(seed) for seed in range(4)]
     last = [in_use(graph_of(seed), device) for seed in range(2)] if device != "cpu" else []
     wanted = torch.stack([graph.ndata["h"].sum(0) for graph in host])

@@ -378,7 +378,7 @@ def test_a_captured_model_sees_what_changed_in_a_graph(device):
 
 
 def test_a_step_that_gathers(device):
-    """The loader's data has no features; those of its nodes come from a table that lies on the device."""
+    """The loader's data has no features; those of its nodes come from a table that is on the device."""
     data = whole_graph("cpu")
     table = FeatureTable(data.x.to(device), torch.empty(0, device=device).device)
     losses = []

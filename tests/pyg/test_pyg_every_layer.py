@@ -483,7 +483,7 @@ def test_hooks_within_a_layer_are_called(case: Case) -> None:
                 handle.remove()
 
 
-#: Options that no kernel serves, and what the user is told.
+#: Options that no kernel handles, and what the user is told.
 FALL_BACK = [
     *((case, {"aggr": aggr}, f"aggr='{aggr}'") for case in ATTENTION for aggr in ("mean", "max")),
     *((case, {"edge_dim": 3, "fill_value": "max"}, "fill_value='max'") for case in ATTENTION[:2]),

@@ -87,7 +87,7 @@ CACHING = {
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", CACHING)
 def test_cached_goes_on_with_more_nodes(name: str, weighted: bool, device: str, kernels_only: None) -> None:
-    """Nodes that came after the cache was filled have no edges; then the first ones come again."""
+    """Nodes that came after the cache was filled have no edges; then the first nodes are used again."""
     kind, _, options = name.partition(", ")
     loops = {"add_self_loops": False} if options == "no loops" else {}
     original, ours = made(kind, *CACHING[name], device=device, cached=True, **loops)

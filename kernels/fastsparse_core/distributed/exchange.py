@@ -232,7 +232,7 @@ class HaloExchange:
 
 
 def column_tiles(width: int, count: int) -> list[slice]:
-    """Columns in up to ``count`` tiles of one width, but for the last.
+    """Columns in up to ``count`` tiles of one width, except for the last.
 
     That width is a multiple of 64, which kernels gather per pass over a structure, or of 16 where tiles are
     narrower: rows of whole tiles then start at multiples of 32 bytes in every dtype.

@@ -219,7 +219,7 @@ def run(
         for number, (stage, ids) in enumerate(zip(stages, wanted[1:], strict=True), 1):
             target = out if number == len(stages) and order is None else None
             result = tiles.layer(stage, stored, ids, target)
-            del stored  # before the whole result comes to lie in one place
+            del stored  # before the whole result is gathered in one place
             stored = tiles.rows(result.whole(), ids)
             del result
         found = stored.data
@@ -370,7 +370,7 @@ class _Tiles:
 
     @property
     def _wire(self) -> torch.device:
-        """Where what processes exchange lies."""
+        """Where what processes exchange is."""
         return torch.device("cpu") if dist.get_backend(self._placement.group) == "gloo" else self._device
 
     def _exchanged(self, part: Tensor, bounds: list[int]) -> list[Tensor]:

@@ -67,8 +67,8 @@ def group_rows(adj: Rows, method: Method = "minhash") -> Tensor | None:
     Min-wise hashing: the share of equal entries in the signatures of two rows, the minima of 16 hashes over
     their columns, estimates the Jaccard similarity of their column sets. Rows sorted by one hash have their
     most similar rows nearby, so every row is compared with its neighbours in several sorted orders and linked
-    to the most similar. Trees of links are clusters. Clusters follow each other by the least hashes of their
-    members; by their first rows where the links show that similar rows are near each other already.
+    to the most similar. Trees of links are clusters. Clusters follow each other by the smallest hashes of
+    their members; by their first rows where the links show that similar rows are near each other already.
 
     Takes one pass over the edges (a minimum of 16 features) and sorts of at most ``num_edges`` keys.
     Deterministic, and the same on every device.
@@ -210,7 +210,7 @@ def _similar_order(adj: Rows) -> Tensor:
     row = torch.arange(num_rows, dtype=torch.int32, device=device)
     key = torch.where(2 * num_near > num_linked, row, keys[0])
     cluster_ptr, key, order = compress(root, key, num_rows, _INT32_MAX)
-    # Clusters by the least of these; empty rows behind all others.
+    # Clusters by the smallest of these; empty rows behind all others.
     least = key[cluster_ptr[root[order]]]
     is_empty = (adj.rowptr[1:] == adj.rowptr[:-1])[order]
     return order[torch.sort(least.masked_fill_(is_empty, _INT32_MAX), stable=True).indices]

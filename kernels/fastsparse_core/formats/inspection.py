@@ -291,7 +291,7 @@ def _found(
 
 
 def _empty_for_autograd(length: int, device: torch.device) -> Tensor:
-    """float32 numbers that are kept: they must serve autograd later, wherever they are made."""
+    """float32 numbers that are kept: they must handle autograd later, wherever they are made."""
     if not torch.is_inference_mode_enabled():
         return torch.empty(length, dtype=torch.float32, device=device)
     with torch.inference_mode(False):

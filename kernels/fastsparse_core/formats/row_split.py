@@ -2,7 +2,7 @@
 
 A slice is what one group of lanes works on, so its greatest length bounds how long one row can keep the grid
 waiting. Slices of like length are neighbours (a warp works on several), in row order among themselves (rows
-that lie together share columns on most graphs, and so the cache).
+that are together share columns on most graphs, and so the cache).
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def unsplit_rows(workspace: Tensor, num_rows: int | None = None) -> RowSplit:
 
 
 class _UnsplitRows(RowSplit):
-    """Slices at the beginning of a tensor, which a view is made of only where somebody asks for it."""
+    """Slices at the beginning of a tensor, which a view is made of only where someone asks for it."""
 
     def __init__(
         self, workspace: Tensor, split_row: Tensor, split_ptr: Tensor, num_slots: int, num_rows: int

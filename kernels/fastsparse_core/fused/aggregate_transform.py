@@ -298,7 +298,7 @@ class _Plan:
         num_rows: of the result.
         is_sage: whether two linear maps follow sums without weights, which have kernels of their own.
         casts_first: whether features are cast before they are summed.
-        transforms: whether one kernel serves both linear maps, as far as sizes go.
+        transforms: whether one kernel handles both linear maps, as far as sizes go.
         width: of the features.
         columns: of rows that are multiplied where the features need no gradient: more than those of the
             features, with zeros behind them; 0: the features' own.

@@ -49,13 +49,13 @@ class LayerCall(NamedTuple):
 
 
 class Score:
-    """A kind of attention on the results of a layer's linear maps, which lie side by side in one matrix."""
+    """A kind of attention on the results of a layer's linear maps, which are side by side in one matrix."""
 
     #: Whether the backward pass on CUDA reads the result.
     reads_result: ClassVar[bool]
     #: AttentionScore in kernels/include/fastsparse/views.h.
     code: ClassVar[int]
-    #: Linear maps from which the CPU's plan serves.
+    #: Linear maps from which the CPU's plan handles.
     least_maps: ClassVar[int]
 
     @staticmethod
@@ -67,7 +67,7 @@ class Score:
     def has_kernel(
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
     ) -> bool:
-        """Whether the kernels serve such a call and its backward pass, without anything to be built.
+        """Whether the kernels handle such a call and its backward pass, without anything to be built.
 
         The algorithm is not ``"unfused"``.
         """

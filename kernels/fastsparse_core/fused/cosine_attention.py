@@ -125,7 +125,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if not needs_x:
         return None, grad_beta
     grad_key.addcmul_(grad_query, beta)
-    # What is along the features changes their norm alone, and counts where the norm is not the least.
+    # What is along the features changes their norm alone, and counts where the norm is not the smallest.
     along = (grad_key * key).sum(dim=1, keepdim=True).masked_fill_(norm <= _EPSILON, 0)
     grad_key.addcmul_(key, along, value=-1)
     return grad_x.addcdiv_(grad_key, norm), grad_beta

@@ -37,7 +37,7 @@ def can_pass_messages(
     *others: Tensor | None,
     under: torch.dtype | None = None,
 ) -> bool:
-    """Whether :func:`gine_layer` and :func:`gated_layer` serve a call.
+    """Whether :func:`gine_layer` and :func:`gated_layer` handle a call.
 
     That is: a square structure, plain tensors on one device, of one dtype or under autocast of its dtype or
     float32.
@@ -47,7 +47,7 @@ def can_pass_messages(
         x: features of the nodes, which `is_plain_eager`.
         edge: features of the edges.
         others: weights and biases.
-        under: autocast's dtype, for who serves it where it is on.
+        under: autocast's dtype, if autocast is on.
     """
     dtype, device = x.dtype, x.device
     dtypes = (dtype,) if under is None else (under, torch.float32)

@@ -208,7 +208,7 @@ def gradients_of_scores(
 
 
 def _has_kernel(rows: Tensor) -> bool:
-    """Whether the CPU's kernel can serve; tensors of traces have no address."""
+    """Whether the CPU's kernel supports the call; tensors of traces have no address."""
     return rows.is_cpu and is_plain_eager(rows) and rows.numel() > 0 and rows.stride(1) == 1
 
 

@@ -98,7 +98,7 @@ def can_maxk_linear(
     *,
     out_by_in: bool,
 ) -> bool:
-    """Whether :func:`maxk_linear` serves a call: plain matrices, nothing being traced.
+    """Whether :func:`maxk_linear` handles a call: plain matrices, nothing being traced.
 
     Args:
         adj: structure.

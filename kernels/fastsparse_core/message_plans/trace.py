@@ -135,7 +135,7 @@ class Function(NamedTuple):
         body: the function, or that of a method.
         layer: the module whose method it is, or which it closes over; None: there is none.
         is_method: whether it is a method.
-        captured: what it closes over, by name, but for that module.
+        captured: what it closes over, by name, except for that module.
     """
 
     body: Any

@@ -216,7 +216,7 @@ def drawn_by_replays(dropout_p: float) -> str:
 
 
 def draw_seed(dropout_p: float) -> tuple[float, Tensor | None]:
-    """The probability, and a seed from PyTorch's generator: a tensor, so that a compiled model draws anew."""
+    """Returns the probability and a random seed, a tensor so that compiled code draws it in every call."""
     if isinstance(dropout_p, Tensor) or not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p: expected a number, got {type(dropout_p).__name__}")
     if not 0 <= dropout_p < 1:

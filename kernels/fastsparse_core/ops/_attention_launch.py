@@ -47,7 +47,7 @@ _GROUPS_PER_BLOCK = 32
 #: Groups of lanes that add up GATv2's gradient of the edges' linear layer: enough to fill a large GPU.
 _WEIGHT_GROUPS = 4096
 #: Parts of the rows for each multiprocessor, whose outer products are added apart: the blocks that it holds.
-#: On an H200 542,080 rows of 16 heads in 16 bits take 0.25 ms, 0.31 with twice as many. And one's least rows.
+#: On an H200 542,080 rows of 16 heads in 16 bits take 0.25 ms, 0.31 with twice as many.
 _PARTS = 2
 _PART_ROWS = 128
 
@@ -446,7 +446,7 @@ def _weight_of_dot_products(weight: Tensor, heads: int) -> Tensor:
     """(heads * D, A) as the kernels of dot products read it: (A, chunks, heads, lanes, 16 bytes).
 
     A lane has eight features of a head, zeros behind its last, in chunks of 16 bytes. All lanes' first chunks
-    lie together, then their second: what a warp reads at once is contiguous.
+    are together, then their second: what a warp reads at once is contiguous.
     """
     width = weight.size(0) // max(heads, 1)
     lanes = _head_lanes(width, weight.size(1))

@@ -79,7 +79,7 @@ def _cut(x: Tensor, width: int) -> Tensor:
 
 
 def _edge_rows(adj: Adjacency, *shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Room for numbers of every value; zeros where not every value has an entry."""
+    """Space for numbers of every value; zeros where not every value has an entry."""
     every = adj.num_values == adj.col.numel() and 0 not in shape
     return (like.new_empty if every else like.new_zeros)(shape, dtype=dtype)
 

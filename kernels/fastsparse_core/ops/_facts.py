@@ -80,7 +80,7 @@ def used_csr(adj: Adjacency, *, valued: bool = True) -> Any:
 
     Args:
         adj: the structure.
-        valued: whether the kernel reads where entries lie in the caller's order.
+        valued: whether the kernel reads where entries are in the caller's order.
     """
     count_csr_use(adj)
     structure = adj.structure_for(valued=valued)

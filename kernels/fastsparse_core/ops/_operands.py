@@ -123,7 +123,7 @@ def edges_from_dense(adj: Adjacency, value: Tensor) -> Tensor:
 
 
 def empty_values(adj: Adjacency, like: Tensor) -> Tensor:
-    """Room for a result per edge value, for kernels that write those of stored entries.
+    """Space for a result per edge value, for kernels that write those of stored entries.
 
     Values of edges that inserted loops replaced, which no entry stands for, are 0.
     """
@@ -132,6 +132,6 @@ def empty_values(adj: Adjacency, like: Tensor) -> Tensor:
 
 
 def edge_workspace(adj: Adjacency, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Room for numbers of every value; zeros where not every value has an entry that was written."""
+    """Space for numbers of every value; zeros where not every value has an entry that was written."""
     every = adj.num_values == adj.num_edges and not adj.is_padded
     return (torch.empty if every else torch.zeros)(shape, dtype=dtype, device=adj.device)

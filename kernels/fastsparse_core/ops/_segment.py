@@ -92,7 +92,7 @@ def _make_segments(
     Inductor writes another index into the memory, and the very tensor object, of one that is needed no more,
     and counts no version up.
     """
-    with torch.inference_mode(False):  # first met while evaluating, they must serve autograd later
+    with torch.inference_mode(False):  # first met while evaluating, they must handle autograd later
         run = recorded.current()
         if run is not None and index is not None:
             shape = (num_segments, max(num_rows, 1))

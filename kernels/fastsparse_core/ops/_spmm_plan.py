@@ -110,7 +110,7 @@ class _CsrPlan:
     """A kernel that reads CSR.
 
     - ``"csr"``: rows cut into slices (spmm_csr.cu); whole rows on the CPU
-    - ``"tca"``: tensor cores from CSR as it lies (spmm_tca.cu)
+    - ``"tca"``: tensor cores from CSR as it is (spmm_tca.cu)
     - either of them with all sources in shared memory (spmm_resident.cu)
     - ``"hr"``: tensor cores for long pieces of rows, CUDA cores for the rest (spmm_hr.cu)
     """
@@ -309,7 +309,7 @@ def add_transposed(
 
     Returns:
         ``total``; or where there is nothing in it yet, `policy.counts_sources` and ``x`` has 16 bits, the
-        result in the dtype of ``x``, and ``total`` served the sums.
+        result in the dtype of ``x``, summed in ``total``.
     """
     x = unit_stride(x)
     if value is not None:

@@ -76,7 +76,7 @@ class Draw:
         """Plans hops as far as bounds allow, and enqueues them."""
         part = Part()
         counts = [nodes.ids.numel() for nodes in self._nodes]
-        # Blocks begin anew with the first node.
+        # Blocks begin again with the first node.
         first = [part.size(0 if self._layout.blocks else nodes.begin) for nodes in self._nodes]
         end = [part.size(count) for count in counts]
         begin_sizes = list(zip(first, end, strict=True))

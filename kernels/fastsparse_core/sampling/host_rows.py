@@ -139,7 +139,7 @@ class HostRows:
     ) -> None:
         """What the worker does."""
         known.synchronize()
-        self._stream.wait_event(known)  # until then the memory of the result may serve something else
+        self._stream.wait_event(known)  # until then the memory of the result may handle something else
         count = int(numbers[-1])
         # In inference mode tensors made within and without may be written to.
         with torch.cuda.stream(self._stream), torch.inference_mode():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 #: Bytes of rows that are copied to a GPU at a time.
 _BYTES_AT_ONCE = 2**26
-#: Where files lie in memory.
+#: Where files are in memory.
 _MEMORY_FILES = Path("/dev/shm")
 
 

@@ -79,7 +79,7 @@ class Adjacency(Storage):
 
     #: Whether it is one rank's part of a graph (:class:`fastsparse_core.distributed.PartitionedAdjacency`).
     is_partitioned: ClassVar[bool] = False
-    #: Whether replays of a CUDA graph make it anew, for other edges (``fresh_adjacency.FreshAdjacency``).
+    #: Whether replays of a CUDA graph make it again, for other edges (``fresh_adjacency.FreshAdjacency``).
     is_padded: ClassVar[bool] = False
 
     def __init__(

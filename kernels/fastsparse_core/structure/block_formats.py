@@ -38,7 +38,7 @@ def _free_bytes(device: torch.device) -> float:
 
 
 class BlockFormats(Degrees):
-    """The part of :class:`fastsparse_core.Adjacency` that kernels over tensor-core blocks are served from.
+    """The part of :class:`fastsparse_core.Adjacency` that kernels over tensor-core blocks read.
 
     Attributes:
         group_rows: which rows share a window of the binary sparse blocks.
@@ -62,7 +62,7 @@ class BlockFormats(Degrees):
         """Builds the binary sparse blocks where they can be; returns whether they are there.
 
         Without the memory the CSR kernels go on, and with more vectors than can be counted, which is said
-        once and not tried again. They also serve structures with more sources than the blocks can name.
+        once and not tried again. They also handle structures with more sources than the blocks can name.
         """
         if not self.has_bsb and not self._bsb_refused and self.num_src <= MOST_COLUMNS:
             needed = self.num_edges * _CONVERSION_BYTES
@@ -96,7 +96,8 @@ class BlockFormats(Degrees):
 
     @property
     def bsb_split(self) -> RowSplit:
-        """Work list of the tensor-core kernels: windows cut into slices, of whole blocks but for the last."""
+        """Work list of the tensor-core kernels: windows cut into slices, of whole blocks except for the
+        last."""
         return self._of_pattern.get(
             "bsb_split", lambda: self._slices(lengths.slice_blocks(self.bsb.num_blocks, self.gpu))
         )

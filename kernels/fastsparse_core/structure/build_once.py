@@ -51,7 +51,7 @@ class BuiltOnce:
                     if not torch.is_inference_mode_enabled():
                         result = self.results[key] = build()
                         return result
-                    # A model may be evaluated before it is trained: what is kept must also serve autograd
+                    # A model may be evaluated before it is trained: what is kept must also handle autograd
                     # later.
                     with torch.inference_mode(False):
                         result = self.results[key] = build()

@@ -36,7 +36,7 @@ class Usage:
 
 
 class TransposedOrder(NamedTuple):
-    """Where the entries of a transposed structure lie in the caller's order, as long as nobody has asked.
+    """Where the entries of a transposed structure are in the caller's order, as long as nobody has asked.
 
     Attributes:
         rowptr: of the structure that was transposed.
@@ -62,7 +62,7 @@ class TransposedOrder(NamedTuple):
 
 
 class RowFormats:
-    """The part of :class:`fastsparse_core.Adjacency` that kernels over rows are served from.
+    """The part of :class:`fastsparse_core.Adjacency` that kernels over rows read.
 
     Attributes:
         rowptr: int64 (num_dst + 1,), the range of entries of every row.
@@ -74,7 +74,7 @@ class RowFormats:
         handle: number by which the operators know the object.
         plans: what earlier calls found out, by operator and shape, for calls that repeat them.
         usage: how often it was used.
-        has_sorted_slices: whether slices of like length lie together in `row_split`, once it is built.
+        has_sorted_slices: whether slices of like length are together in `row_split`, once it is built.
         symmetric: whether it equals its transpose, edge values apart; None: nobody has compared them yet.
         has_loops: whether some edge is a loop; None: nobody has looked.
     """
@@ -109,12 +109,12 @@ class RowFormats:
 
     @property
     def device(self) -> torch.device:
-        """Where the structure lies."""
+        """Where the structure is."""
         return self.col.device
 
     @property
     def gpu(self) -> gpu.GpuProfile:
-        """What is known of the GPU that it lies on."""
+        """What is known of the GPU that it is on."""
         return gpu.profile_of(self.col.device)
 
     def row(self) -> Tensor:
@@ -222,7 +222,8 @@ class RowFormats:
     def sort_slices(self) -> None:
         """Puts slices of like length together, if they are in row order so far.
 
-        What was made of them is made anew at once: a CUDA graph may be captured next, which can make nothing.
+        What was made of them is made again at once: a CUDA graph may be captured next, which can make
+        nothing.
         """
         if self.has_sorted_slices:
             return

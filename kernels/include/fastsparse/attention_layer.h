@@ -1,4 +1,4 @@
-// The attention of a layer in one call each way: what its linear maps give lies side by side in one matrix,
+// The attention of a layer in one call each way: what its linear maps give is side by side in one matrix,
 // (num_nodes, num_linears * heads * head_width), and so do their gradients.
 #pragma once
 

@@ -2,14 +2,14 @@
 // copies, and products with them on tensor cores. lane = 4 g + t throughout.
 //
 // A warp works alone, on the 8 rows of a window ("own" rows) and the 16 vectors of one block after the other.
-// A tile holds the gathered rows of a block's 16 vectors for kHeads heads. Two products take it as it lies:
+// A tile holds the gathered rows of a block's 16 vectors for kHeads heads. Two products take it as it is:
 //   - multiply_rows: 16 vectors x 8 own rows, the sum over a head's features (K Q^T);
 //   - add_columns: features x 8 own rows, the sum over the vectors, with weights from the first (V^T P^T).
 // Between them a thread owns 4 entries of the block, as the tensor cores leave them (Owned). In 16-bit
 // formats the tile is the first operand of both products, and the weights are transposed on their way to the
 // second. In float32 the own rows are the first operand of the first product: they fill half of its 16 rows
-// and their second TF32 terms the other half, and the weights already lie as the second product wants them.
-// Vector 4q + 2j + e of a block lies in row 8j + 2q + e of a tile.
+// and their second TF32 terms the other half, and the weights already are as the second product wants them.
+// Vector 4q + 2j + e of a block is in row 8j + 2q + e of a tile.
 #pragma once
 
 #include <type_traits>
@@ -709,7 +709,7 @@ cudaError_t prepare_kernel(Kernel* kernel, int bytes) {
 }
 
 // Heads whose products take so long that asking for a bias and dropout does not show, and whose registers it
-// does not exceed: one kernel serves calls with and without.
+// does not exceed: one kernel handles calls with and without.
 template <typename S>
 inline constexpr bool kAlwaysExtras = !S::kFloat && S::kHeadWidth == 256;
 

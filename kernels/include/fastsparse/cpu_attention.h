@@ -229,7 +229,7 @@ void narrow_row(const float* from, float scale, std::int64_t width, void* to, Dt
 void narrow_row(const double* from, double scale, std::int64_t width, void* to, Dtype dtype,
                 std::int64_t first);
 
-// A row in the type of sums: where it lies if it has that type, else in `workspace`. Kernels that work row by
+// A row in the type of sums: where it is if it has that type, else in `workspace`. Kernels that work row by
 // row need no version for 16-bit numbers then.
 template <typename A>
 FASTSPARSE_INLINE const A* read_row(const DenseView& matrix, Dtype dtype, std::int64_t row,

@@ -398,7 +398,7 @@ class Parameters {
     }
     CallSite learnt = place_arguments(count, keywords);
     CallSite& site = sites_[next_site_++ % kNumSites];
-    Py_XINCREF(keywords);  // else another tuple might come to lie at its address
+    Py_XINCREF(keywords);  // else another tuple might come to be at its address
     std::swap(site, learnt);
     Py_XDECREF(learnt.keywords);
     return site;

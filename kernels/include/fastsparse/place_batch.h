@@ -1,4 +1,4 @@
-// Copies of a batch into memory with room for a larger one, where a CUDA graph reads it: every hop begins at
+// Copies of a batch into memory with space for a larger one, where a CUDA graph reads it: every hop begins at
 // a place of its own, and what is behind its rows is padding. All tensors of a batch at once.
 #pragma once
 
@@ -47,7 +47,7 @@ struct PlaceBatchArgs {
   PlacedRows tensor[kMostPlaced];
 };
 
-// What lies at a place.
+// What is at a place.
 struct Placed {
   bool is_given;     // not padding
   std::int64_t row;  // of the batch; of padding the first

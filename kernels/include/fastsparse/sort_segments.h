@@ -31,7 +31,7 @@ struct SortSegmentsArgs {
   std::int64_t longest;       // entries of a slice, a power of two
   std::int64_t* rowptr;       // (num_segments + 1)
   std::int32_t* order;        // (num_rows) position of each sorted entry in the index
-  RowSlice* slices;           // (num_segments + num_rows / longest), room for as many as there can be
+  RowSlice* slices;           // (num_segments + num_rows / longest), space for as many as there can be
   std::int32_t* split_row;    // (num_rows / longest)
   std::int64_t* split_ptr;    // (num_rows / longest + 1)
   std::int64_t* facts;        // (kNumSegmentFacts) in the device's memory
@@ -50,7 +50,7 @@ namespace cuda {
 std::size_t sort_segments_scratch_bytes(const SortSegmentsArgs& args);
 int sort_segments(const SortSegmentsArgs& args, void* scratch, std::size_t scratch_bytes, void* stream);
 
-// Row pointers of sorted keys, then the rows' slices. `args.totals` has room for all facts, which are told
+// Row pointers of sorted keys, then the rows' slices. `args.totals` has space for all facts, which are told
 // the host, too; the fact of the index's order is there before.
 int row_split_of_keys(const RowSplitArgs& args, const SortedKeys& keys, std::int64_t* host_facts,
                       void* stream);

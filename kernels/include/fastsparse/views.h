@@ -77,7 +77,7 @@ struct BsbView {
                          // without values
   bool value_id_is_64bit;
   std::int64_t num_rows;
-  RowSplitView split;     // of windows, in quads; slices of several are whole blocks but for the last
+  RowSplitView split;     // of windows, in quads; slices of several are whole blocks except for the last
   const WindowRun* runs;  // the same slices, but short windows joined to runs
   std::int64_t num_runs;
 };
@@ -554,7 +554,7 @@ struct AttentionCsrBackwardArgs {
   void* grad_dst;
   void* grad_src;  // GATv2: with what comes through v
   void* grad_v;    // null for GATv2
-  void* grad_att;  // null but for GATv2
+  void* grad_att;  // null except for GATv2
   // (num_values, heads, 2) in the accumulation type: dropout(p_ij) and ds_ij, the gradient of the bias; null
   // without bias and edge features. It and grad_edge are zeros where not every value has an entry.
   void* work;
@@ -655,13 +655,13 @@ struct MultiAggregateInput {
                        // the edges' features are the rows e_ij, edge_width = width
   std::int64_t edge_width;  // a multiple of 4 on CUDA where there is a weight
   std::int64_t width;
-  std::int64_t group_width;    // the width of each group of features, whose results lie side by side
+  std::int64_t group_width;    // the width of each group of features, whose results are side by side
   int slot[kNumAggregations];  // place of each aggregation in a group's results, -1: not wanted
   int num_slots;               // how many are wanted
   double min_variance;         // up to which the standard deviation is 0
   Dtype dtype;
 
-  // Where a result lies.
+  // Where a result is.
   FASTSPARSE_HOST_DEVICE std::int64_t place(std::int64_t row, int of_slot, std::int64_t feature) const {
     const std::int64_t group = feature / group_width;
     return row * num_slots * width + (group * (num_slots - 1) + of_slot) * group_width + feature;
@@ -758,7 +758,7 @@ struct SegmentReduceArgs {
 };
 
 // Windows of `height` rows, at most 64, with the entries of a window by source, then by row. Word:
-// 64 * source + row in the window; the highest bit says that all of the source's entries lie in one strip.
+// 64 * source + row in the window; the highest bit says that all of the source's entries are in one strip.
 // The slices come block of sources by block of sources.
 struct RowPanelsView {
   const std::uint32_t* entry;  // (num_edges)
@@ -962,10 +962,10 @@ FASTSPARSE_ARGUMENTS(RowSplitArgs, FIELDS(rowptr, num_rows, longest, counts),
 // The k largest entries of every row; of equal ones those in lower columns, and NaN counts as largest. Either
 // in ascending column order (values, ids), or dense rows and bits (out, kept).
 struct MaxkArgs {
-  DenseView x;          // (num_rows, width)
-  void* values;         // (num_rows, k)
-  void* ids;            // (num_rows, k) uint8 where width <= 256, else uint16
-  void* out;            // (num_rows, width), 0 but for the kept entries; null: values and ids are asked for
+  DenseView x;   // (num_rows, width)
+  void* values;  // (num_rows, k)
+  void* ids;     // (num_rows, k) uint8 where width <= 256, else uint16
+  void* out;     // (num_rows, width), 0 except for the kept entries; null: values and ids are asked for
   std::uint32_t* kept;  // (num_rows, words of width bits): bit c % 32 of word c / 32 for each kept column c
   std::int64_t num_rows;
   std::int64_t width;
@@ -987,7 +987,7 @@ struct MaskRowsArgs {
 FASTSPARSE_ARGUMENTS(MaskRowsArgs, FIELDS(dense), NUM_ROWS(num_rows), WIDTH(width), DTYPE(dtype),
                      FIELDS(kept, out));
 
-// Dense rows from CBSR: 0 but for the values at their ids.
+// Dense rows from CBSR: 0 except for the values at their ids.
 struct CbsrToDenseArgs {
   const void* values;  // (num_rows, k)
   const void* ids;     // as in MaxkArgs
