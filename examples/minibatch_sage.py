@@ -55,7 +55,7 @@ class BatchTimes:
     """Milliseconds of every batch.
 
     Attributes:
-        sampling: Waiting for drawn neighbours; a GPU draws them beside the step before.
+        sampling: Waiting for drawn neighbours; a GPU samples them during the step before.
         gather: Features and labels of the nodes; graphs to the device.
         step: Forward, backward and optimiser.
     """

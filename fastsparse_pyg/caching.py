@@ -118,7 +118,7 @@ def stamp_of(tensor: Tensor) -> Hashable:
 
 
 def remember_sampled(edges: Edges) -> Tensor:
-    """The `edge_index` of a sampled batch, of which layers make a structure without sorting or checking.
+    """The `edge_index` of a sampled batch. Layers build its structure without sorting or checking.
 
     Returns:
         A new tensor, which must be the one that the layers get: what is remembered goes with it.

@@ -42,7 +42,7 @@ _OF_ONE_BATCH = ("num_nodes", "num_sampled_nodes", "num_sampled_edges")
 _INDICES = ("edge_index", "edge_label_index")
 
 
-#: Of the values of a graph beside tensors.
+#: Of the values of a graph that are not tensors.
 _IMMUTABLE = (int, float, str, type(None))
 
 
@@ -76,7 +76,7 @@ class _BatchArgument(Argument):
 
     Attributes:
         items: its tensors, by the place of their store and their name.
-        kinds: of every tensor, what its rows are, and of which node or edge type.
+        kinds: for every tensor, what its rows are, and their node or edge type.
         is_sorted: of every edge type, whether destinations are known to ascend.
     """
 

@@ -59,7 +59,7 @@ def wrong_dimensions(dim: int, node_dim: int) -> Reason:
 
 
 def is_edge_list(edges: object) -> TypeGuard[Tensor]:
-    """Whether edges are a dense tensor, of which `torch.export` makes objects of another class."""
+    """Whether edges are a dense tensor; `torch.export` uses another class for them."""
     return isinstance(edges, Tensor) and not isinstance(edges, EdgeIndex) and edges.layout is torch.strided
 
 

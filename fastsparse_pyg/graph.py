@@ -292,7 +292,7 @@ def _needs_no_loops(known: Edges | BatchEdges, add_self_loops: bool | str) -> bo
 
 
 def cure_of_ids(low: int) -> str:
-    """What to do about ids of nodes that do not exist, of which the lowest is `low`."""
+    """What to do about ids of nodes that do not exist; the lowest is `low`."""
     if low < 0:
         return "ids must not be negative: keep edge_index[:, (edge_index >= 0).all(0)]"
     return "check that x has a row for every node"

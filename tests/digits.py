@@ -20,7 +20,8 @@ _MOST = 2.0
 
 
 class Problem(NamedTuple):
-    """The original, the layer, what is differentiated beside the parameters, and how either is called.
+    """The original, the layer, what is differentiated in addition to the parameters, and how either is
+    called.
 
     ``call`` takes a layer, these tensors in its dtype and on its device, and the device.
     """

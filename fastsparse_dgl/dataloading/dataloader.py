@@ -1,4 +1,4 @@
-"""DataLoader: batches prepared on a GPU beside the step."""
+"""DataLoader: batches prepared on a GPU during the step."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class DataLoader(dgl.dataloading.DataLoader):
         if self._target is None:
             super().__init__(graph, indices, graph_sampler, device=device, **kwargs)
             if not self.num_workers:
-                # Else every epoch warns that worker processes, of which there are none, should be pinned.
+                # Otherwise every epoch warns that worker processes should be pinned, although there are none.
                 self.cpu_affinity_enabled = True
             if isinstance(graph_sampler, NeighborSampler) and not graph_sampler.why_not(graph):
                 graph_sampler.prepare(graph, torch.device("cpu"))  # before worker processes are forked

@@ -140,7 +140,7 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state["_graphs"], state["_outline"] = None, ([], [])  # stored anew in the other process
+        state["_graphs"], state["_outline"] = None, ([], [])  # stored again in the other process
         return state
 
 

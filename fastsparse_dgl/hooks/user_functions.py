@@ -45,7 +45,7 @@ _PLACES = {"u": "src", "v": "dst", "e": "edge"}
 
 
 def message_passing(original: Any, g: Any, mfunc: Any, rfunc: Any, afunc: Any) -> Any:
-    """``dgl.core.message_passing``: what ``update_all`` and its like call."""
+    """``dgl.core.message_passing``: what ``update_all`` and similar functions call."""
     core = dgl.core
     are_known = core.is_builtin(mfunc) and core.is_builtin(rfunc)
     ndata = None if are_known else _planned("update_all", g, mfunc, rfunc)

@@ -75,7 +75,7 @@ def checked_input_nodes(given: Any, num_nodes: NumNodes, is_data: bool) -> Any:
     Args:
         given: the user's `input_nodes`.
         num_nodes: of the graph.
-        is_data: whether the graph is a data object, of which PyG knows all nodes.
+        is_data: whether the graph is a data object, in which PyG knows all nodes.
 
     Raises:
         TypeError: not integers or a mask.

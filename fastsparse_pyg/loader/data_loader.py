@@ -156,7 +156,7 @@ class DataLoader(PygDataLoader):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state["_graphs"] = state["_source"] = None  # stored anew in the other process
+        state["_graphs"] = state["_source"] = None  # stored again in the other process
         return state
 
 

@@ -32,10 +32,11 @@ from fastsparse_pyg.nn.segments import aggregate, reduction_of
 _MOST_PATTERNS = 8
 #: On the CPU, edges below which the host's work for a call counts more than the edges'.
 FEW_EDGES = 4096
-#: Few edges are so many times `FEW_EDGES_ON_GPU`, that is 131,072: the host bounds PyG's steps on fewer. A
-#: plan is taken there if the host takes less time for it (`Plan.is_short`). Copied features take one kernel.
-#: Measured with a loaded host, forward and backward, PyG's code and a plan that is not short: an edge MLP in
-#: bfloat16 on 10,556 edges 1.06 and 2.17 ms, five on batches of 26,000 new edges 5.7 and 13.2 ms (H100).
+#: Few edges are so many times `FEW_EDGES_ON_GPU`, that is 131,072: on fewer, launch overhead decides PyG's
+#: time. A plan is taken there if the host takes less time for it (`Plan.is_short`). Copied features take one
+#: kernel. Measured with a loaded host, forward and backward, PyG's code and a plan that is not short: an edge
+#: MLP in bfloat16 on 10,556 edges 1.06 and 2.17 ms, five on batches of 26,000 new edges 5.7 and 13.2 ms
+#: (H100).
 _TIMES_FEW = 4
 _FEW_ON_GPU = Reason(
     f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU, for which the plan takes longer to launch",
@@ -198,7 +199,9 @@ class AnyLayer(MessagePassing):
             sizes_itself: whether the result has no row for every destination, but as many as the layer's own
                 code makes.
         """
-        if type(edge_index) is Tensor and edge_index.shape[0] == 2:  # of which there is nothing else to check
+        if (
+            type(edge_index) is Tensor and edge_index.shape[0] == 2
+        ):  # for which there is nothing else to check
             sizes = [None, None] if size is None else list(size)
         else:
             sizes = self._check_input(edge_index, size)
@@ -428,7 +431,7 @@ def _new(original: type[MessagePassing], *args: Any) -> Any:
 
 
 def _with_edge_list(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` that gets edges in place of an Adjacency, of which layers know nothing."""
+    """`forward` that gets edges in place of an Adjacency, which the original layers do not know."""
 
     @functools.wraps(forward)
     def with_edge_list(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -294,7 +294,7 @@ class _Rows(Tensor):
     def rows(self) -> Tensor:
         """The rows themselves."""
         if self.made is None:
-            with torch.enable_grad():  # parts of which there is no gradient are detached
+            with torch.enable_grad():  # parts without a gradient are detached
                 self.made = self.made_anew()
         return self.made
 

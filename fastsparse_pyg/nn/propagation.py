@@ -37,7 +37,7 @@ class Propagation(NamedTuple):
         adj: structure of V.
         value: its values in the structure's value order; None: all 1.
         scale_dst: s, a constant (num_nodes,); None: all 1.
-        scale_src: t, like s, of which it differs where nothing is gathered.
+        scale_src: t, like s; they differ if nothing is gathered.
         adds_loops: whether the kernel has to add a loop to every node, which V lacks.
     """
 

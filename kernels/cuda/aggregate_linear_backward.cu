@@ -4,9 +4,10 @@
 // Floors per call, n rows: 4 n (2 K + N) bytes, 4 n K N flops, as bfloat16 terms on tensor cores as in
 // aggregate_linear.cu. A block sums a slab of rows for the up to 128 x 128 gradients of W or W_r in
 // registers, its two warpgroups 64 of dY's columns each. Rows come in stages of 64: dY as it is, into shared
-// memory, of which every lane makes terms of its part of operand A, by columns; S or X through registers into
-// terms in shared memory, operand B, while the tensor cores work on the stage before. A second kernel adds up
-// the slabs, a gradient a thread, in an order that their number alone decides: the same bits every time.
+// memory, from where every lane splits its part of operand A into terms, by columns; S or X through registers
+// into terms in shared memory, operand B, while the tensor cores work on the stage before. A second kernel
+// adds up the slabs, a gradient a thread, in an order that their number alone decides: the same bits every
+// time.
 
 #include <cuda_pipeline.h>
 

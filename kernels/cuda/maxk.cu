@@ -576,8 +576,8 @@ __device__ __forceinline__ void write_panel(const Panel<Acc<T>, kChunks>& panel,
   }
 }
 
-// A dense row of the kept entries, and their bits: those of `chunks` chunks come from all lanes at once, of
-// which lane 8 g + c then has the word of columns c * kChunk + 32 g on.
+// A dense row of the kept entries, and their bits: those of `chunks` chunks come from all lanes at once; then
+// lane 8 g + c has the word of columns c * kChunk + 32 g on.
 template <typename T, int kChunks, bool kAligned, typename R>
 __device__ __forceinline__ void write_dense(const R& row, const Threshold<R>& threshold, const MaxkArgs& args,
                                             std::int64_t index) {

@@ -20,7 +20,7 @@
 //
 // The floor is the memory traffic: num_rows * (width * 2 + k * (2 + id)) bytes, or for dense rows num_rows *
 // (width * 4 + width / 8). Instructions of a warp for eight rows of 256 with dense results (counted in the
-// machine code for sm_90): 1043, of which 670 select.
+// machine code for sm_90): 1043, 670 of them for the selection.
 
 #include <algorithm>
 #include <type_traits>

@@ -238,7 +238,7 @@ class Queue {
   int filled_ = 0;          // results of row g in the queue
 };
 
-// Row r of a window; where the window has fewer rows, row 0, of which nothing is written.
+// Row r of a window; if the window has fewer rows, row 0, whose results are not written.
 __device__ __forceinline__ std::uint32_t row_of_window(const BsbView& a, std::int64_t window, int r) {
   const std::int64_t row = WindowRow{a.window_row, a.num_rows}(window, r);
   return row < 0 ? 0 : static_cast<std::uint32_t>(row);

@@ -1,4 +1,4 @@
-"""Full-graph training in tiles of rows: a model's activations need not fit beside each other.
+"""Full-graph training in tiles of rows: a model's activations need not fit into memory at the same time.
 
 Between two neighbour sums a model works row by row, so that part runs for one tile of rows at a time. Only
 the inputs of the sums are whole matrices. The backward pass computes everything else again.
@@ -712,7 +712,7 @@ class _Offloaded(_Kept):
 
 
 class _HostTiles:
-    """Tiles of a matrix in page-locked memory, behind two buffers on the GPU in turn.
+    """Tiles of a matrix in page-locked memory, copied through two alternating buffers on the GPU.
 
     A copy runs on a stream of its own, so that it takes no time from the computation. Tiles of 256 MiB waste
     nothing where PyTorch rounds page-locked memory up to powers of two.

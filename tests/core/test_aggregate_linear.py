@@ -808,7 +808,7 @@ def test_launches(hopper, poisoned_memory, gathers, keeps_sums, scaled, num_dst,
 @pytest.mark.parametrize("needs_x", [True, False])
 @pytest.mark.parametrize("gathers", [True, False])
 def test_one_kernel_with_few_operations(hopper, monkeypatch, needs_x, gathers):
-    """The host bounds layers on small graphs."""
+    """Launch overhead decides the time of layers on small graphs."""
     for kernel in (FORWARD, BACKWARD):
         monkeypatch.setattr(_C, kernel, lambda **_: None)  # what stands for it on the CPU is operations
     adj = block(hopper.device, 100, 100, 3)

@@ -82,7 +82,7 @@ def owners(kind: str, size: int) -> Partition:
         )
     if kind == "empty_rank":
         return Partition.from_assignment(torch.zeros(NODES, dtype=torch.long), size)
-    # By communities of 20, of which with two ranks the first has two.
+    # By communities of 20; with two ranks, the first rank has two.
     return Partition.from_assignment(((node // 20) % size), size)
 
 

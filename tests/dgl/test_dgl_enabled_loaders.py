@@ -1,4 +1,4 @@
-"""Samplers and loaders of dgl.dataloading with `enable()`, and processes and threads beside it."""
+"""Samplers and loaders of dgl.dataloading with `enable()`, and processes and threads after it."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_parse_archs_says_what_was_expected(setup_py, text):
         ("all", ["90"], KNOWN, (["80", "86", "89", "90", "100", "120"], ["120"])),
         ("ALL", [], KNOWN[:4], (["80", "86", "89", "90"], ["90"])),
         ("all", [], ["87", "88"], (["88"], ["88"])),
-        # a GPU newer than nvcc, alone or beside one that it knows: PTX must cover it
+        # a GPU newer than nvcc, alone or together with one that it knows: PTX must cover it
         ("", ["120"], KNOWN[:4], (["90"], ["90"])),
         ("", ["80", "120"], KNOWN[:4], (["80", "90"], ["90"])),
         ("", ["88"], KNOWN, (["86"], ["86"])),

@@ -1,4 +1,4 @@
-"""How much Python of ours a warm call runs: the host bounds steps of small models."""
+"""How much Python of ours a warm call runs: launch overhead decides the time of steps of small models."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_frames_of_a_warm_step(name: str) -> None:
     assert files <= most[1], (frames, files)
 
 
-#: Layers whose code is PyG's where edges are few, for all of which it propagates once.
+#: Layers that run PyG's code on few edges, with one `propagate` for all of them.
 LEFT_TO_PYG = {
     "LEConv": lambda: pyg.LEConv(16, 8),
     "FiLMConv": lambda: pyg.FiLMConv(16, 8),

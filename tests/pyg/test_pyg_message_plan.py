@@ -945,7 +945,7 @@ PASSES: dict[type[Layer], list[tuple[str, ...]]] = {
 
 
 def make_passes(kind: type[Layer], aggr: str = "sum", device: str = "cpu") -> tuple[Layer, Any]:
-    kind = type(kind.__name__, (kind,), {"__module__": __name__})  # of which nothing is known
+    kind = type(kind.__name__, (kind,), {"__module__": __name__})  # about which nothing is known
     layer = kind(aggr).to(device, torch.float64)
     fast = nn.ModuleList([copy.deepcopy(layer)])
     accelerate(fast, show=False)

@@ -1,4 +1,4 @@
-"""Batch normalisation by some of the rows, of which the device alone knows how many there are."""
+"""Batch normalisation by some of the rows, whose number only the device knows."""
 
 from __future__ import annotations
 

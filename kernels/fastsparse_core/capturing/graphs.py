@@ -93,7 +93,7 @@ class CudaGraphs:
         return on_stream(self._stream, job)
 
     def record(self, job: Callable[[], _T]) -> tuple[Callable[[], None], _T]:
-        """Records a job, that ran beside before; returns what replays it, and the job's result.
+        """Records a job that ran on a separate stream before; returns what replays it, and the job's result.
 
         Raises:
             Exception: see :func:`record`.

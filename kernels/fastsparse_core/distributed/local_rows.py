@@ -75,7 +75,7 @@ def rows_in_order(
 
     Args:
         rowptr: int64 (local nodes + 1,).
-        column: int32 (num_edges,), positions, of which the structure is made, without a copy.
+        column: int32 (num_edges,), positions; the structure uses them without a copy.
         partition: owners of the nodes.
         rank: of this process.
         group: as of :meth:`PartitionedAdjacency.from_coo`.

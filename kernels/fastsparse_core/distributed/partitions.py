@@ -18,8 +18,8 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 Method = Literal["auto", "metis", "contiguous"]
 
-#: What a row costs beside its edges, in edges. Its 256 x 256 matrix products, forward and backward, take some
-#: 10 ns of a GPU of today, an edge's features of 1 KB about 0.5 ns.
+#: Cost of a row in addition to its edges, in edges. Its 256 x 256 matrix products, forward and backward, take
+#: some 10 ns of a GPU of today, an edge's features of 1 KB about 0.5 ns.
 ROW_EDGES = 16
 
 #: ``method="auto"`` takes METIS up to here: a minute or so on one core; beyond, blocks.

@@ -23,7 +23,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 _TILE_SHARE = 0.6
 #: Share of the free memory that stays for tiles when features or results are placed on the device.
 _KEPT_FOR_TILES = 0.15
-#: Share of the free memory that the first rows of a result take that does not fit beside its source.
+#: Share of the free memory for the first rows of a result, if the result and its source do not both fit.
 _SHARE_HERE = 0.7
 #: Memory of a tile on the CPU, where nobody said how much there is.
 _CPU_BYTES = 2**30
@@ -39,7 +39,7 @@ _memory_share: Callable[[torch.device], float] = getattr(
 
 
 class Graph:
-    """A whole graph, and numbers per node of which tiles take theirs.
+    """A whole graph, and numbers per node from which tiles select theirs.
 
     Args:
         adj: structure, square.
@@ -545,7 +545,7 @@ def _send(data: Tensor, out: Tensor) -> None:
 
 
 class _Buffers:
-    """Page-locked memory for pieces, in turn; each is waited for before it is used again."""
+    """Page-locked memory for pieces, used alternately; each is waited for before it is used again."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._memory = [torch.empty(shape, dtype=dtype, pin_memory=True) for _ in range(_NUM_BUFFERS)]
@@ -574,8 +574,8 @@ class _Buffers:
 class _Result:
     """Rows of a result, written tile by tile; on the host while the GPU computes the next tile.
 
-    A result that will fit on the device, but does not beside what it is computed from, has its first rows
-    there and the others on the host until :meth:`whole`.
+    If a result fits on the device, but not together with its inputs, its first rows are there and the others
+    on the host until :meth:`whole`.
 
     Args:
         shape: (num_rows, ...).

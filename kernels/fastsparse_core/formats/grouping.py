@@ -19,8 +19,8 @@ from fastsparse_core.formats.compress import compress
 #: How the rows of a window are chosen.
 Method = Literal["auto", "none", "minhash"]
 _METHODS = get_args(Method)
-#: Sorted orders in which a row meets its neighbours: fewer than there are hashes, and their number's bits
-#: beside those of a key make at most 32.
+#: Sorted orders in which a row meets its neighbours: fewer than there are hashes, and the bits of their
+#: number and of a key are at most 32 together.
 _BANDS = 8
 #: Pairs of rows compared at a time, which bounds the scratch memory (about 30 bytes a pair).
 _PAIRS = 2**25

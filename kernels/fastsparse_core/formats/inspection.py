@@ -73,7 +73,7 @@ class IndexFacts(NamedTuple):
 
 
 def inspect_indices(row: Tensor, col: Tensor, *, square: bool) -> IndexFacts:
-    """Looks at edges of which others will be made, so that nothing is written but the facts.
+    """Inspects edges that will be replaced by others, so only the facts are written.
 
     Args:
         row: int32 or int64 (num_edges,), contiguous.

@@ -240,7 +240,7 @@ def relational_linear(
         \mathbf{x}_i \mathbf{W} + \mathbf{b}
 
     Args:
-        adj: structure (num_dst * R, num_src), the relations of a destination beside each other.
+        adj: structure (num_dst * R, num_src), with the relations of a destination next to each other.
         x: features (num_src, width), which `is_plain_eager`.
         weight: (R, width, out width).
         root: (width, out width), where the destinations are the sources, or None.
@@ -267,7 +267,7 @@ class _Form(NamedTuple):
         relu: whether negative results become 0.
         adds_loops: whether every node is a neighbour of its own.
         is_stacked: whether the weight is one of every relation, (R, in width, out width), and the structure
-            (num_dst * R, num_src), with the relations of a destination beside each other.
+            (num_dst * R, num_src), with the relations of a destination next to each other.
     """
 
     out_by_in: bool

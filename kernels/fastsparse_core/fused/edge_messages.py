@@ -332,7 +332,7 @@ class _Gated(torch.autograd.Function):
         out, slope, _, _ = launch.forward(adj, operands, width, True in ctx.needs_input_grad, of_root)
         ctx.set_materialize_grads(False)
         ctx.adj, ctx.joined = adj, joined
-        # Of these only second derivatives read more than the dtype.
+        # Only second derivatives read more of these than the dtype.
         ctx.parameters = (root, bias, *maps)
         ctx.versions = versions_of(ctx.parameters)
         # Operands are the rows themselves or, where those must be padded, copies.

@@ -37,7 +37,7 @@ def aggregate_cbsr(
     scale_dst: Tensor | None = None,
     scale_src: Tensor | None = None,
 ) -> Tensor:
-    """``transform(ssd(adj, cbsr, ...), cbsr)``, of which autograd stores ``cbsr`` and ``value`` alone.
+    """``transform(ssd(adj, cbsr, ...), cbsr)``, for which autograd stores only ``cbsr`` and ``value``.
 
     For maps that :func:`maxk_linear`, which costs the host less, does not cover.
 

@@ -55,7 +55,7 @@ def joined_maps(
     r"""The linear maps of all towers that read features of nodes, and their biases.
 
     A message :math:`\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} +
-    \mathbf{b}` of an edge is a sum of rows of its ends, of which there are as many as nodes.
+    \mathbf{b}` of an edge is a sum of rows of its ends, one row per node.
 
     Args:
         of_dst: :math:`\mathbf{P}` of every tower, (width, F), or (width, F / towers) unless ``shared``; none
@@ -68,7 +68,7 @@ def joined_maps(
 
     Returns:
         Those of destinations, sources and update below each other: (towers * (2 * width + out width), F), and
-        (towers, 2 * width + out width, F / towers) unless ``shared``, for zeros beside the blocks of one
+        (towers, 2 * width + out width, F / towers) unless ``shared``, because zeros outside the blocks of a
         block-diagonal matrix would carry NaN from tower to tower. Their biases, without the last dimension.
     """
     if shared or len(of_own) == 1:

@@ -56,7 +56,7 @@ def relational_attention(
         \mathbf{x}_j \mathbf{W}_r \quad \text{for every head}
 
     Args:
-        adj: structure (N, N * R) of nodes and all pairs of a source and a relation, those of a source beside
+        adj: structure (N, N * R) of nodes and all pairs of a source and a relation, those of a source next to
             each other.
         pairs: pair of the destination and the relation of every edge, in that order too.
         x: features (N, F), which `is_plain_eager`.

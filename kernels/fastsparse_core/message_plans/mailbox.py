@@ -382,7 +382,7 @@ class MailboxPlanner(Planner):
         return dim if dim < 0 else dim - 1
 
     def _aligned(self, item: Any, dims: int) -> Any:
-        """An operand beside messages of so many dimensions, per edge."""
+        """An operand that is combined with messages of so many dimensions, per edge."""
         if isinstance(item, _Mail) and item.dims == dims:
             return item.value
         if isinstance(item, _Rows) and item.meta.dim() == dims and item.meta.size(1) == 1:

@@ -187,7 +187,7 @@ class _Of(_Value):
     """Of other values.
 
     - joined (sums): side by side in the last dimension.
-    - product, plus, quotient (two values, of which one may be a number).
+    - product, plus, quotient (two values, one of them possibly a number).
     - dot (two values; scale, bias): their product summed over the last dimension,
       times a number, plus a bias.
     - mapped (a value; function, its options): elementwise.

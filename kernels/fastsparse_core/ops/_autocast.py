@@ -27,7 +27,7 @@ def without_autocast(gradients: Callable[..., tuple[Any, ...]], ctx: Any, *grads
 
 
 class Uncast(NamedTuple):
-    """A weight as it came, of which a forward pass under autocast multiplied another dtype.
+    """A weight in its own dtype, which a forward pass under autocast multiplied in another one.
 
     Second derivatives alone need it, so it may be written before the backward pass, as with a linear layer,
     which keeps what autocast cast: saved by autograd, it could not.
@@ -43,7 +43,7 @@ class Uncast(NamedTuple):
 
     @classmethod
     def kept(cls, weight: Tensor) -> Uncast:
-        """A weight of which a forward pass multiplied something else."""
+        """A weight whose copy in another dtype the forward pass multiplied."""
         return cls(weight, version_of(weight))
 
     def as_it_was(self) -> Tensor:
@@ -61,7 +61,7 @@ class Uncast(NamedTuple):
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written, which those made for inference do not count."""
+    """How often a tensor was written; tensors made for inference do not count this."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -31,7 +31,7 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def direct(formula: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``formula.apply`` for tensors of which the first `is_plain_eager` and is not `is_wrapped`.
+    """``formula.apply`` for tensors; the first one is `is_plain_eager` and not `is_wrapped`.
 
     What PyTorch's own does before, for transforms of torch.func, takes the host 5 us.
     """

@@ -51,7 +51,7 @@ def scratch(device: torch.device, *lengths: int) -> tuple[Tensor | None, list[in
 
 
 def with_zeros_behind(padded: Tensor, width: int) -> Tensor:
-    """The first columns of a matrix whose others are zeros: a view, of which `zero_padded` finds all."""
+    """The first columns of a matrix whose others are zeros: a view that `zero_padded` finds all of."""
     rows = padded[:, :width]
     rows._fastsparse_padded = padded, width  # type: ignore[attr-defined]
     return rows

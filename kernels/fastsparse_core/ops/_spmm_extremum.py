@@ -81,7 +81,7 @@ def spmm_extremum(
 ) -> tuple[Tensor, Tensor]:
     """The operator's kernel: results and the chosen edges' positions in the caller's order, -1: no edge.
 
-    Values are factors of the features, or with ``adds`` terms beside them.
+    Values are factors of the features, or terms added to them with ``adds``.
     """
     adj = structure_of(adjacency, transpose)
     x = unit_stride(x)

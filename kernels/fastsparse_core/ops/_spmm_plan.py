@@ -35,7 +35,7 @@ def launch_spmm(
     Args:
         adj: structure (num_dst, num_src).
         x: features (num_src, width).
-        value: values of edges or of dense vectors, in a dtype that kernels take beside ``x``; None: 1.
+        value: values of edges or of dense vectors, in a dtype that kernels take together with ``x``; None: 1.
         scale_dst: (num_dst,) in the accumulation dtype; None: 1.
         scale_src: (num_src,) in the accumulation dtype; None: 1.
         bias: (width,); None: 0.

@@ -19,7 +19,7 @@ SCATTERS = 2
 MOST_PER_SUM = 32
 #: Edges up to which a gradient is scattered: batches have no more, and a full graph is used on.
 _MOST_SCATTERED = 4_000_000
-#: Edges per source up to which those of every source are counted before sums are scattered: of a sampled
+#: Edges per source up to which the edges of every source are counted before sums are scattered: of a sampled
 #: batch most sources have one, whose sum is stored instead of cleared and added to.
 _MOST_COUNTED = 2
 #: Bytes of float32 sums from which counting saves more than its launches take.

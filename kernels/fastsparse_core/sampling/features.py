@@ -140,7 +140,7 @@ def gather_on_cuda(table: Tensor, index: Tensor, aligned: bool = False, **divide
         table: (N, ...).
         index: int64.
         aligned: as of `FeatureTable`.
-        **divided: of a table in parts, of which ``table`` is one: see ``GatherRowsArgs``.
+        **divided: of a table in parts; ``table`` is one of them: see ``GatherRowsArgs``.
     """
     num_rows, width = index.numel(), table.shape[1:].numel()
     missing = -width % 8 if aligned and table.dim() == 2 and table.itemsize == 2 else 0
@@ -222,7 +222,7 @@ def _place(table: Tensor, device: torch.device, kept: Tensor | None) -> _Take:
 
 
 class _KeptRows:
-    """Rows of a table with the host, some of which a device has too."""
+    """Rows of a table in host memory, with copies of some on a device."""
 
     def __init__(self, table: Tensor, kept: Tensor, by_host: HostRows) -> None:
         self._table, self._by_host = table, by_host

@@ -1,4 +1,4 @@
-"""Neighbour sampling: which neighbours of which nodes a batch consists of."""
+"""Neighbour sampling: the neighbours and nodes of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The next batches prepared beside the step."""
+"""The next batches, prepared during the step."""
 
 from __future__ import annotations
 

@@ -61,8 +61,9 @@ class BlockFormats(Degrees):
     def try_bsb(self) -> bool:
         """Builds the binary sparse blocks where they can be; returns whether they are there.
 
-        Without the memory the CSR kernels go on, and with more vectors than can be counted, which is said
-        once and not tried again. They also handle structures with more sources than the blocks can name.
+        If there is too little memory or there are too many vectors, the CSR kernels are used. That is logged
+        once, and the conversion is not tried again. They also handle structures with more sources than the
+        blocks can name.
         """
         if not self.has_bsb and not self._bsb_refused and self.num_src <= MOST_COLUMNS:
             needed = self.num_edges * _CONVERSION_BYTES
@@ -96,8 +97,7 @@ class BlockFormats(Degrees):
 
     @property
     def bsb_split(self) -> RowSplit:
-        """Work list of the tensor-core kernels: windows cut into slices, of whole blocks except for the
-        last."""
+        """Work list of the tensor-core kernels: windows cut into slices of whole blocks."""
         return self._of_pattern.get(
             "bsb_split", lambda: self._slices(lengths.slice_blocks(self.bsb.num_blocks, self.gpu))
         )

@@ -31,7 +31,7 @@ class Segments:
         rowptr: int64 (num_segments + 1,), the range of entries of every segment.
         order: int32 or int64 (num_rows,), the matrix's row behind every entry; None where entry i is row i.
         num_segments: number of segments.
-        num_rows: number of the matrix's rows, of which each belongs to one segment.
+        num_rows: number of the matrix's rows; each belongs to one segment.
         facts: address of what the device knows of segments that the host has yet to look at, whose
             `row_split` has space for all that there can be; 0 for all others.
     """
@@ -59,8 +59,8 @@ class Segments:
         Args:
             index: int32 or int64 (num_rows,), the segment of every row.
             num_segments: number of segments.
-            meanwhile: may be called, with segments of which only reductions may be made, while the device
-                sorts: what it launches is void if this raises.
+            meanwhile: may be called while the device sorts, with segments that may only be used for
+                reductions: what it launches is void if this raises.
 
         Raises:
             ValueError: an index is negative or too large.

@@ -304,8 +304,8 @@ __device__ __forceinline__ std::uint32_t matrix_address(std::uint32_t tile, int 
 }
 
 // score[i] = <own row, gathered row> of the thread's i-th entry (Owned), over the features of `head`. To the
-// bit the same where own and gathered rows change places: the passes must agree on scores of 10,000, of which
-// a rounding is 1e-3 of a weight.
+// bit the same where own and gathered rows change places: the passes must agree on scores of 10,000, whose
+// rounding changes a weight by 1e-3.
 template <typename S, int kTerms>
 __device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std::uint32_t (&own)[S::kPieces],
                                               std::uint32_t tile, int head, int lane) {
@@ -542,8 +542,8 @@ __device__ __forceinline__ void store_partial(const Target& target, const float 
 // ---------------------------------------------------------------- entries
 
 // The 4 entries of a block that a thread owns, and what it keeps of the rows that they stand in: kRowsOwned
-// rows, of which entry i stands in the (i % kRowsOwned)-th. In 16-bit formats rows 2t and 2t + 1 of two
-// vectors; in float32 row g of the vectors 4t .. 4t + 3.
+// rows; entry i is in row i % kRowsOwned. In 16-bit formats rows 2t and 2t + 1 of two vectors; in float32 row
+// g of the vectors 4t .. 4t + 3.
 template <typename S>
 struct Owned {
   static constexpr int kRowsOwned = S::kFloat ? 1 : 2;

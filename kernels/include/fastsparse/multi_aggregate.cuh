@@ -131,8 +131,8 @@ class QuadOfResults {
   std::int64_t offset_[kQuad];  // of each feature from there
 };
 
-// A quad of several rows, of which those that `wanted(u)` names are read, others are zeros. All loads are
-// issued before anything looks at what they bring.
+// A quad of several rows: those that `wanted(u)` names are read, others are zeros. All loads are issued
+// before anything looks at what they bring.
 template <typename T, int kCount, typename RowAt, typename Wanted>
 __device__ __forceinline__ void gather_quads(Acc<T> (&to)[kCount][kQuad], const Quad& quad, RowAt row_at,
                                              Wanted wanted) {

@@ -42,7 +42,7 @@ struct SortSegmentsArgs {
 struct SortedKeys {
   const std::uint32_t* key;  // (num_keys)
   std::int64_t num_keys;
-  std::int64_t* rowptr;  // out, that of the `RowSplitArgs` beside it
+  std::int64_t* rowptr;  // out, that of the `RowSplitArgs` above
 };
 
 namespace cuda {
@@ -56,7 +56,7 @@ int row_split_of_keys(const RowSplitArgs& args, const SortedKeys& keys, std::int
                       void* stream);
 
 // `segment_reduce` of segments whose number of cut ones only the device knows, in `facts`; that of `args` is
-// a bound, as is that of the slices, of which some have no target.
+// a bound, as is that of the slices, some of which have no target.
 int segment_reduce_unseen(const SegmentReduceArgs& args, const std::int64_t* facts, void* stream);
 
 }  // namespace cuda

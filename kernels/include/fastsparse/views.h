@@ -183,7 +183,7 @@ struct SpmmBsbArgs {
   BsbView a;
   EdgeValueView value;
   const std::int64_t* quad_vector;  // (num_quads) vectors with entries before the quad: then values are
-                                    // (num_vectors, 8, heads), of which those of no entry are not read;
+                                    // (num_vectors, 8, heads), values without an entry are not read;
                                     // null: they are in the caller's edge order
   const float* vector_scale;  // (num_quads, 4) scale_src of every vector's column; null: 1; 16-bit features
                               // without values only
