@@ -97,7 +97,7 @@ def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) 
 
 
 def is_new(edges: Tensor) -> bool:
-    """Whether an edge list came at most `SIGHTS` times with this one, and nobody has a structure of it."""
+    """Whether an edge list came at most `SIGHTS` times with this one, and no structure of it exists."""
     if _met.of(edges):
         return _met.count(edges) <= SIGHTS
     if layer_cache.holds(edges) or (len(_of_batches) and edges in _of_batches):

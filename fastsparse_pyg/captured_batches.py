@@ -42,7 +42,7 @@ _OF_ONE_BATCH = ("num_nodes", "num_sampled_nodes", "num_sampled_edges")
 _INDICES = ("edge_index", "edge_label_index")
 
 
-#: Of the values of a graph that are not tensors.
+#: For the values of a graph that are not tensors.
 _IMMUTABLE = (int, float, str, type(None))
 
 
@@ -54,7 +54,7 @@ class _DataArgument(Argument):
         self.names = tuple(tensors)
         key = tuple((name, *tensor_key(item)) for name, item in tensors.items())
         super().__init__(data, (type(data), _others(data), *key), list(tensors.values()))
-        # Of objects that are neither tensors nor immutable nobody knows whether they change.
+        # Objects that are neither tensors nor immutable may change unnoticed.
         stores = [dict(store._mapping) for store in data.stores]
         values = [item for store in stores for item in store.values()]
         self._stores = stores if all(isinstance(item, (Tensor, *_IMMUTABLE)) for item in values) else None
@@ -138,7 +138,7 @@ class _HeldBatch(Held):
             self._know_edges(store.edge_index, nth, like.is_sorted[nth])
             if len(capacity.nodes[0]) > 1:
                 store.num_sampled_edges = list(capacity.edges[nth])
-        #: Of every type of nodes whose graphs are known.
+        #: For every node type whose graphs are known.
         self.batches = [
             (item, places.nodes[self._kinds[at, name][1]])
             for (at, name), item in self.items.items()

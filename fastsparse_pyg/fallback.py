@@ -1,4 +1,4 @@
-"""Reasons that several layers have for PyG's implementation, and how the user is told about them."""
+"""Reasons that several layers have for PyG's implementation, and how the user is informed."""
 
 from __future__ import annotations
 
@@ -73,5 +73,5 @@ def of_traced_edges(edges: object) -> Reason | None:
 
 
 def watched(why: str) -> Reason | None:
-    """What `why_watched` says, which nobody loses by."""
+    """The reasons of `why_watched`, which cost the user nothing."""
     return Reason(why, "") if why else None

@@ -52,7 +52,7 @@ struct Device {
 };
 FASTSPARSE_ARGUMENTS(Device, FIELDS(device));
 
-// Of a plan, which knows its device.
+// For a plan, which knows its device.
 struct Queue {
   std::uintptr_t queue;
 };
@@ -227,7 +227,7 @@ C same(const C& args) {
   return args;
 }
 
-// A class; of what it has besides its values, `slots` tells Python.
+// A class; `slots` tells Python what it has in addition to its values.
 template <typename C, typename List = C, auto kMake = same<C>>
 void define_class(PyObject* module, const char* name, std::vector<PyType_Slot> slots = {}) {
   using Make = Constructor<C, List, kMake>;
@@ -619,7 +619,7 @@ struct TransposeCall {
   std::int64_t num_rows, num_cols, num_edges;
   std::int64_t* colptr;
   std::int32_t* row_out;
-  char* order;  // places before; null: nobody keeps them
+  char* order;  // places before; null: they are not kept
   char* scratch;
   std::size_t scratch_bytes;
 
@@ -641,7 +641,7 @@ struct TransposeBytesCall {
 };
 FASTSPARSE_ARGUMENTS(TransposeBytesCall, IN(sizes, num_rows, num_cols, num_edges), FIELDS(keeps_order));
 
-// Scratch of `transpose`: the row of every entry, the order where nobody keeps it, and the sort's.
+// Scratch of `transpose`: the row of every entry, the order if the caller does not keep it, and the sort's.
 std::size_t transpose_scratch_bytes(const TransposeBytesCall& call, const Device& where) {
   char any;
   const std::size_t order = call.keeps_order || where.device < 0 ? 0 : call.sizes.order_bytes();

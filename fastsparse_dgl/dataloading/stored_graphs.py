@@ -168,7 +168,7 @@ class StoredGraphs:
 
 
 def _graphs_part(stored: StoredGraphs, graphs: list[Any]) -> _Part:
-    """Of graphs, by the rules of `dgl.batch`.
+    """For graphs, by the rules of `dgl.batch`.
 
     Raises:
         NotStored: they do not fit together, and why.

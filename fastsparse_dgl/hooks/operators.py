@@ -30,7 +30,7 @@ from fastsparse_dgl.hooks import messages, products
 from fastsparse_dgl.hooks.joint import joint, relations
 
 ALL = dgl.base.ALL
-#: DGL's own operators, which nobody replaces there.
+#: DGL's own operators, which are not replaced there.
 _dgl = importlib.import_module("dgl.backend.pytorch.sparse")
 _TARGETS = {"u": "u", "src": "u", "v": "v", "dst": "v", "e": "e", "edge": "e"}
 

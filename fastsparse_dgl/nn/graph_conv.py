@@ -60,7 +60,7 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: (N, ..., in_feats), float64, float32, float16 or bfloat16. Of a pair (source, destination
+            feat: (N, ..., in_feats), float64, float32, float16 or bfloat16. From a pair (source, destination
                 features), the first one is used.
             weight: (in_feats, out_feats), in the dtype of ``feat``, for a layer without its own.
             edge_weight: numbers (E,) or (E, 1), or broadcastable against one node's features, in the order of

@@ -79,7 +79,7 @@ def install() -> dict[str, bool]:
 
 
 def uninstall() -> None:
-    """Removes what :func:`install` put in place of missing packages, and tells PyG that they are missing."""
+    """Removes what :func:`install` put in place of missing packages, and sets PyG's flags accordingly."""
     replacement.remove(_changes)
     for name in _added:
         sys.modules.pop(name, None)

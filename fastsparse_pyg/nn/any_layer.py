@@ -47,7 +47,8 @@ _NEW_ON_GPU = Reason(
     f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU, in a tensor that is new", "", "PyG"
 )
 FEW_ON_CPU = Reason(f"fewer than {FEW_EDGES:,} edges on the CPU", "", "PyG")
-#: Of pairs PyG documents that the second is the sources' there; what it generates reads the first.
+#: PyG documents that the second tensor of a pair belongs to the sources there; its generated code reads the
+#: first.
 _TURNED_PAIR = Reason(
     "a pair of features with flow='target_to_source', which PyG's code and documentation order differently",
     fallback.USUAL_FLOW,

@@ -146,7 +146,7 @@ class FastConv(MessagePassing):
                 f"torch.jit.script: {type(self).__name__} has no original that TorchScript could compile; "
                 "use torch.compile"
             )
-        layer._set_jittable_templates()  # of a class that perhaps nobody has constructed yet
+        layer._set_jittable_templates()  # of a class that may not have been constructed yet
         fallback.tell(type(self).__name__, Reason("torch.jit.script compiles PyG's layer", ""))
         return layer
 

@@ -280,7 +280,7 @@ class _Rows(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Of code that asks no `__torch_function__`, such as `torch.autograd.Function`: below autograd."""
+        """For code that ignores `__torch_function__`, such as `torch.autograd.Function`: below autograd."""
         if func._schema.is_mutable:
             raise RuntimeError(
                 f"{func} writes into x[edge_index[0]], which is not gathered yet: use "

@@ -165,7 +165,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
         if adj is None:  # perhaps they were prepared with their loops, or come to other layers too
             adj = known(edge_index, (num_nodes, num_nodes, flow, True))
         if adj is None:
-            if recorded.current() is not None:  # of the edges of a padded batch nobody knows
+            if recorded.current() is not None:  # for the edges of a padded batch this is unknown
                 return None
             adj = edges_for_loops(edge_index, num_nodes, flow)
         scale, adds = gcn_factors(adj, x.dtype, True)

@@ -9,7 +9,7 @@
 //
 // Floor of an edge: a line of columns from memory (64 bytes, 4 of them used), a line of the table from the
 // last-level cache or memory, 16 + 28 bytes written. Lines are asked for, for a whole chunk, before they are
-// read, and into the L2 cache alone: a core waits for twice as many of those as of loads and of prefetches
+// read, and only into the L2 cache: a core waits for twice as many of those as of loads and of prefetches
 // into its L1 cache (random lines of 500 MB in huge pages, an EPYC 9004: 4.4 ns each against 8.6 and 6.4).
 #include <algorithm>
 #include <cstring>
@@ -287,7 +287,8 @@ std::int64_t number_chunk(const SampleStep& step, const NodeTable& table, std::i
   return added;
 }
 
-// Of induced steps: numbers of the sources, and edges only whose source the batch has. Returns how many.
+// For induced steps: numbers of the sources. Keeps only edges whose source is in the batch, and returns their
+// number.
 std::int64_t keep_known(const SampleStep& step, const NodeTable& table, std::int64_t count, Scratch& s) {
   std::uint32_t* number = resized(s.number, count);
   std::int64_t kept = 0, k = 0;

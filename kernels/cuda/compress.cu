@@ -41,7 +41,7 @@ KeyLayout key_layout(const CompressArgs& args) {
 using cub::NullType;
 
 // Without a minor index, one that is negative or too large sorts behind all others: major_ptr[num_major]
-// tells. With one they were looked at before.
+// tells. With one they were checked before.
 template <typename Index, typename Key, typename Id>
 __global__ void make_keys_kernel(const CompressArgs args, int minor_bits, Key* keys, Id* ids) {
   const std::int64_t e = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;

@@ -9,7 +9,7 @@
 //   - The row pass gathers k_j and v_j (GATv2: x_j) and keeps {w, dS} of every edge and head, and GATv2's
 //     signs of z, a bit per feature.
 //   - The column pass is then two weighted sums of gathered rows without a product between lanes: q_i and
-//     dO_i (GATv2: dO_i alone, for the signs say what leaky_relu' was).
+//     dO_i (GATv2: dO_i alone, because the signs determine leaky_relu').
 //   - Without the transposed structure, which costs more than it saves where a structure is used once, that
 //   pass (of dot products) goes over the rows and adds to the columns' sums by float atomics: 8 E F bytes.
 //   - GATv2's dW is one pass over the edges that gathers nothing.

@@ -174,7 +174,7 @@ __device__ __forceinline__ void kept_columns(const Bits* from, int column, int w
   OfTeam::ranks(left, before);
 #pragma unroll
   for (int w = 0; w < kWords; ++w) {
-    // Of the candidates, which are equal, those in higher columns go.
+    // The candidates are equal, so those in higher columns are dropped.
     const int count = __popc(left[w]);
 #pragma unroll 1
     for (int kept_of = max(remaining - before[w], 0); kept_of < count; ++kept_of) {

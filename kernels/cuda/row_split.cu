@@ -29,7 +29,7 @@ struct Row {
 
 __device__ Row row_between(std::int64_t begin, std::int64_t end, std::int64_t longest) {
   Row row{begin, end - begin, 0, 0};
-  // Of rows that turn out not to be sorted; the counts are then not used.
+  // If rows turn out not to be sorted, the counts are not used.
   if (row.length < 0) row.length = 0;
   row.pieces = row.length > longest ? (row.length + longest - 1) / longest : 1;
   const std::int64_t last = row.length - (row.pieces - 1) * longest;

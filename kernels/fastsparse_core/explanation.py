@@ -95,7 +95,7 @@ def explain(
         is_ours: whether a layer is a drop-in or accelerated.
         kernel: what computes such a layer.
         drop_ins: original -> drop-in.
-        if_empty: what the user is told if there is no graph layer.
+        if_empty: message for the user if there is no graph layer.
 
     Raises:
         TypeError: `model` is not a module.

@@ -29,7 +29,7 @@ _KNOWN_BEST = "nvidia_h200"
 
 
 def _constant(scales_with: str = "") -> Any:
-    """A measured constant; ``scales_with``: the size that it grows with on a GPU nobody has measured."""
+    """A measured constant; ``scales_with``: the size that it grows with on a GPU that was not measured."""
     return field(metadata={"scales_with": scales_with})
 
 
@@ -149,7 +149,7 @@ def write(profile: GpuProfile, path: Path) -> None:
 
 
 def scaled(known: GpuProfile, sizes: Mapping[str, Any]) -> GpuProfile:
-    """The profile of a GPU that nobody has measured, from that of one that someone has.
+    """Estimates the profile of a GPU that was not measured from that of another GPU.
 
     What a crossover grows with, multiprocessors, L2 or bandwidth, decides how it is scaled; ratios, such as
     entries per row, stay.

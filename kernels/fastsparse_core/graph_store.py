@@ -482,7 +482,7 @@ def _cut(whole: Adjacency, chosen: Chosen, edges: int, rows: int, columns: int) 
     first, device = chosen.first, whole.device
 
     def begins(pointer: int, of: int) -> Tensor:
-        """Of every row of one pointer, where those of the other begin in its graph."""
+        """For every row of one pointer, where those of the other begin in its graph."""
         return first[pointer][:-1].repeat_interleave(first[of].diff()).to(device)
 
     degree = whole.in_degree()

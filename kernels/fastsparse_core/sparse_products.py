@@ -6,8 +6,8 @@ by the operator's ``out=`` form, a registration of its own, because a kernel tha
 in no PyTorch before 2.9.
 
 Structures are kept as long as the matrix lives. A CSR matrix and its transposed form share them, because one
-is a view of the other. PyTorch copies a COO matrix that it transposes, so the copy is told whose it is. A
-matrix that is made again is another one, even from the same tensors: PyTorch counts their edits apart.
+is a view of the other. PyTorch copies a COO matrix that it transposes, so the copy is marked with its source.
+A matrix that is made again is another one, even from the same tensors: PyTorch counts their edits apart.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _is_small(matrix: Tensor) -> bool:
 
 
 def _transpose(matrix: Tensor, dim0: int, dim1: int) -> Tensor:
-    """PyTorch's transposition of a COO matrix, whose result is told which structure it has."""
+    """PyTorch's transposition of a COO matrix, whose result is marked with its structure."""
     out = matrix.clone().transpose_(dim0, dim1)
     if _is_small(matrix):
         return out

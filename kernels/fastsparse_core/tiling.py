@@ -131,7 +131,7 @@ class TiledLayer(Protocol):
     """What a layer has to know to run in tiles."""
 
     def _neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """The sum that the layer begins with. Of ``x`` only shape and dtype are those of its features.
+        """The sum that the layer begins with. Only the shape and the dtype of ``x`` are used.
 
         Raises:
             ValueError: the layer begins with something else.

@@ -146,7 +146,7 @@ def tune(device: torch.device, clock: Clock, note: Callable[[str, str], None]) -
     Args:
         device: a GPU.
         clock: milliseconds of a call.
-        note: is told the name of a constant and what became of it, after each.
+        note: called with the name of each constant and its result.
     """
     before = gpu.profile_of(device)
     found: dict[str, float] = {}

@@ -258,7 +258,7 @@ def test_weights_that_are_not_finite(device, dtype, weight, k):
     ],
 )
 def test_packed_entries(device, often_packed, dtype, size, rows_k):
-    """Of every size, down to subnormal numbers, and with others that are no numbers among them."""
+    """Numbers of every size, down to subnormal ones, some of them NaN or infinite."""
     rows, k = rows_k
     adj = heavy(device)
     adj = Adjacency.from_coo(adj.row() % rows, adj.col, (rows, 90))

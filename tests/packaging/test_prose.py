@@ -29,7 +29,7 @@ BANNED = {
     r"\blies?\b": "is, are",
     r"\b(comes?|came) again\b": "is used again",
     r"\b(sets?|bounds?) the pace\b|\bhost (decides|bounds)\b": "launch overhead decides",
-    r"(?<!each )(?<!some )(?<!both )(?<!one )\bof which\b|\bwhich those\b|\bthat which\b": "a sentence of its own",
+    r"(?<!each )(?<!some )(?<!both )(?<!one )\bof which\b|\bwhich those\b|\bthat which\b": "two sentences",
     r"\bbut for\b|\bsave for\b": "except",
     r"\banew\b": "again",
     r"\bbeside\b": "next to, during, with",
@@ -39,6 +39,8 @@ BANNED = {
     r"\bis said (once|by)\b|\bsays? so on\b": "is logged",
     r"\b(are|is|were|was|been) noticed\b": "is detected",
     r"\bTo no\b|\bOf (these|those) only\b": "subject first",
+    r"\b[Nn]obody\b|\b[Ss]omebody\b|\b[Ww]hoever\b": "no, not, only, who does it",
+    r"(^|[.:] )Of (?!(course|the)\b)[^.,:]+,": "subject first",
     r"^(What|Whatever|Whoever|Where|Whether) [^?]*[.:]$": "subject, verb, object",
 }
 #: Written from records, mostly tables.

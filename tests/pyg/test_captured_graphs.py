@@ -224,7 +224,7 @@ def test_dense_batches_of_larger_graphs(device, conv):
 
 
 def test_dense_batches_of_unknown_graphs(device):
-    """Without the loader's notes nobody knows how large graphs are."""
+    """Without the loader's notes, the sizes of the graphs are unknown."""
     batches = on(device, draw([9] * 12))
     for batch in batches:
         del batch._slice_dict

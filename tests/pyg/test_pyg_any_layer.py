@@ -1111,7 +1111,7 @@ def test_indices_out_of_range() -> None:
         layer(torch.randn(3, 6), torch.tensor([[0, 1], [1, 3]]))
     layer = OwnSize()
     accelerate(layer, show=False)
-    with pytest.raises(IndexError):  # sources beyond the features are nobody's
+    with pytest.raises(IndexError):  # sources beyond the features do not exist
         layer.propagate(torch.tensor([[0, 3], [1, 1]]), x=torch.randn(3, 6), edge_attr=torch.ones(2, 1))
 
 

@@ -108,7 +108,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class _FixedArgument(Argument):
-    """A number, or an object that is told by its identity."""
+    """A number, or an object that is identified by its address."""
 
     def is_as_given(self) -> bool:
         return True

@@ -49,7 +49,7 @@ _PREPARING = 2
 #: Sizes of batches that are recorded apart, and forms of a step (arguments, training or not).
 _MOST_ROOMS = 4
 _MOST_FORMS = 32
-#: Calls in a row that run as they are, after which nobody looks at arguments any more.
+#: After this many calls in a row that run as they are, arguments are no longer inspected.
 _MOST_REFUSALS = 100
 #: How often settings of optimisers may change.
 _MOST_CHANGES = 8
@@ -586,7 +586,7 @@ def _shift(parameters: Sequence[Tensor], shift: float) -> None:
 
 @contextlib.contextmanager
 def _without_autocast(device: torch.device) -> Iterator[None]:
-    """Autocast stays off, whoever turns it on: differences that rounding hides are seen."""
+    """Autocast stays off, even if the code turns it on, so that rounding hides no differences."""
     kind: Any = torch.amp.autocast_mode.autocast
     enter, leave = kind.__enter__, kind.__exit__
     with torch.autocast(device.type, enabled=False):

@@ -39,7 +39,7 @@ class Call:
         #: What is the same for all calls of one form.
         self.key: Hashable = (self.names, *(argument.key for argument in self.arguments))
         devices = [tensor.device for argument in self.arguments for tensor in argument.tensors]
-        #: Of the tensors: the GPU if some are there.
+        #: Device of the tensors: the GPU if some are there.
         self.device: torch.device | None = next(
             (device for device in devices if device.type == "cuda"), devices[0] if devices else None
         )

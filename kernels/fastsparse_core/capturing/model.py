@@ -141,7 +141,7 @@ class _Gradients:
             self._joined.append((flat, shapes, [nth for nth, _ in pairs]))
 
     def copies(self) -> list[Tensor | None]:
-        """Of all that a replay has written, which the next one overwrites."""
+        """For everything that a replay has written, which the next one overwrites."""
         found: list[Tensor | None] = [None] * self._number
         for nth, item in self._alone:
             found[nth] = item.clone()

@@ -4,7 +4,7 @@ Padding is a graph of its own: nodes that copy the batch's first one, with edges
 whatever a layer does per node, edge or graph has a meaning there too, and reaches nothing else. What mixes
 all rows has a masked version that leaves them out (`masked_functions`).
 
-Of sampled neighbours every hop is padded by itself, so that layers may leave hops out, as PyG's
+With sampled neighbours, every hop is padded separately, so that layers may leave hops out, as PyG's
 ``trim_to_layer`` does. Rows of two seeds and three neighbours, with space for four and five:
 
     hop    0  0  0  0  1  1  1  1  1
@@ -153,7 +153,7 @@ def _capacity(
     spare: tuple[tuple[int, ...], ...],
     largest: int,
 ) -> Capacity:
-    """Capacity of at least those sizes: rows of all kinds are told apart by their number."""
+    """Capacity of at least those sizes: rows of all kinds are distinguished by their number."""
     sums: set[int] = set()
     made: list[tuple[int, ...]] = []
     for sizes in (*nodes, *edges):

@@ -18,7 +18,7 @@ class Refused(Exception):
 
 
 def reason_of(error: BaseException) -> str:
-    """What a user is told of an error that ended a trial or a recording."""
+    """Message for the user about an error that ended a trial or a recording."""
     if isinstance(error, torch.OutOfMemoryError):
         return "there is not enough memory to record it"
     if "CUDA Graph is empty" in str(error):

@@ -276,5 +276,5 @@ def _relative(x: Tensor, y: Tensor, norm: float) -> float:
 
 
 def _norm(x: Tensor) -> float:
-    """Of the finite numbers: those that overflow, as a gradient scaler provokes, do so in both."""
+    """Only of the finite numbers: with a gradient scaler, numbers may overflow, in both results."""
     return float(x.double().nan_to_num(0, 0, 0).norm())

@@ -73,7 +73,7 @@ class HaloExchange:
 
     The halo of a rank are nodes of other ranks, in the order of their positions: first those of rank 0, then
     those of rank 1, ... They are the neighbours of its rows; or all others' nodes, where most are neighbours
-    anyway: then nobody copies rows together for each rank, and gradients come back in whole blocks.
+    anyway: then rows are not copied together for each rank, and gradients come back in whole blocks.
 
     Attributes:
         group: the processes; None: all.

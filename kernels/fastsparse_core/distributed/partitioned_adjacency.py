@@ -30,7 +30,7 @@ from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops.spmm import Reduce, spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Options of the constructors, and what they are where nobody gives them.
+#: Options of the constructors, and their defaults.
 _OPTIONS: dict[str, Any] = {
     "self_loops": "keep",
     "group_rows": "auto",

@@ -89,7 +89,7 @@ def _as_tensor(x: Any, name: str) -> Tensor:
     """A tensor on the memory of an array, which may be a mapped file."""
     if isinstance(x, np.ndarray):
         with warnings.catch_warnings():
-            # Of arrays that may not be written, such as files mapped for reading: nobody writes to features.
+            # For read-only arrays, such as files mapped for reading; features are never written to.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return torch.from_numpy(x)
     if not isinstance(x, Tensor):

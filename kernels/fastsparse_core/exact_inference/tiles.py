@@ -25,7 +25,7 @@ _TILE_SHARE = 0.6
 _KEPT_FOR_TILES = 0.15
 #: Share of the free memory for the first rows of a result, if the result and its source do not both fit.
 _SHARE_HERE = 0.7
-#: Memory of a tile on the CPU, where nobody said how much there is.
+#: Memory of a tile on the CPU, if the caller set no limit.
 _CPU_BYTES = 2**30
 #: Entries of a tile: positions among them are int32.
 _MOST_ENTRIES = 2**30

@@ -84,7 +84,7 @@ def inspect_indices(row: Tensor, col: Tensor, *, square: bool) -> IndexFacts:
     num_edges, index = row.numel(), device_index(row.device)
     if num_edges == 0:
         return IndexFacts(0, 0, 0)
-    # Of no rows the kernel writes one pointer, here behind the facts.
+    # Without rows, the kernel writes one pointer, here behind the facts.
     workspace = torch.empty(NUM_FACTS + 1, dtype=torch.int64, device=row.device) if index >= 0 else None
     facts = 0 if workspace is None else workspace.data_ptr()
     words = _C.inspect(

@@ -132,7 +132,7 @@ def aggregate_linear(
 
 
 def starts_with(x: Tensor, root: Tensor) -> bool:
-    """Whether ``root`` is ``x[:n]``, or ``x`` itself, to autograd too, and nobody watches its gradient.
+    """Whether ``root`` is ``x[:n]``, or ``x`` itself, to autograd too, and no hook watches its gradient.
 
     Args:
         x: matrix.

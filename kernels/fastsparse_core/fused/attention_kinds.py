@@ -19,7 +19,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 Tensors = Sequence[Tensor]
 Flags = Sequence[bool]
-#: Of all heads, and what the backward pass needs.
+#: For all heads, and what the backward pass needs.
 Result = tuple[Tensor, tuple[Any, ...]]
 Gradients = tuple[Tensor, Sequence[Tensor | None]]
 #: Features of the edges, the weight of their linear map to the heads' features, or None, and additive
@@ -36,7 +36,7 @@ class LayerCall(NamedTuple):
     scale: float
     dropout_p: float
     seed: Tensor | None
-    #: Of the features, as they are multiplied.
+    #: Dtype of the features in the products.
     dtype: torch.dtype
     #: Columns that each linear map gives.
     widths: tuple[int, ...]

@@ -153,7 +153,7 @@ def attention_layer(
         return None
     keeps_result = records and x.is_cuda and score.reads_result
     if keeps_result and bias is None and not mean and not score.adds(widths):
-        return None  # the result would be kept as it is, and nobody could write to it
+        return None  # the result would be saved itself, and could not be written to
     seed = None
     if dropout_p:
         if drawn_by_replays(dropout_p):
@@ -385,7 +385,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     left = grad.t()
     is_same = grad.dtype == weight_dtype
     grad_weight = torch.mm(left, features) if is_same else product_in(left, features, weight_dtype)
-    # Nobody sees what is split, so that its parts need not be known as views.
+    # Only this function sees the tensor that is split, so its parts need not be views.
     grads = grad_weight.unsafe_split_with_sizes(call.widths) if num_maps > 1 else (grad_weight,)
     return grad_x, grad_bias, *of_edges, *grad_vectors, *grads, *sums
 

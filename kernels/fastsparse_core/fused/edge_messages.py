@@ -138,8 +138,8 @@ def _linear(
 class _Gine(torch.autograd.Function):
     """Features may be written after the forward pass, for gradients of gradients too: signs tell enough.
 
-    What the last map multiplied is a second result, which nobody gets: the derivative of that map's gradient
-    comes back by it.
+    What the last map multiplied is a second result, which the caller does not get: the derivative of that
+    map's gradient comes back by it.
     """
 
     @staticmethod

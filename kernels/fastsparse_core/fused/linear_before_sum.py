@@ -23,8 +23,8 @@ def linear_before_sum(
 ) -> Tensor:
     """``torch.nn.functional.linear``, where rows without a gradient add nothing to that of the weight.
 
-    Of a node that sends no edge NaN or infinity then stays where the original layer, which sums first,
-    leaves it (`weight_gradient`).
+    NaN or infinity of a node without outgoing edges then reaches the same numbers as in the original layer,
+    which sums first (`weight_gradient`).
 
     Args:
         x: features (..., F).

@@ -126,8 +126,8 @@ def scaled_aggregation(
         \mathbf{y}_i = \mathbf{V} \mathbf{x}_i + \mathbf{c} + \sum_k s_{ik} \mathbf{U}_k \bigoplus_j
         (\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} + \mathbf{b})
 
-    One node of autograd's graph where nobody but autograd watches, and towers share the features; else
-    operator by operator.
+    One node of autograd's graph if only autograd watches, and towers share the features; else operator by
+    operator.
 
     Args:
         of: the aggregations.

@@ -249,7 +249,8 @@ class MailboxPlanner(Planner):
     def _reduced(self, value: Any, how: str) -> Node:
         if how in ("sum", "mean"):
             return super()._reduced(value, how)
-        # Of equal messages the first gets the gradient, which kernels that make none do not know.
+        # If messages are equal, the first one gets the gradient; kernels that store no messages cannot find
+        # it.
         return self.call(self.reduce, (self.layer_node, self.found_node, self._at_edges(value), how))
 
     @staticmethod

@@ -298,7 +298,7 @@ def holds(guards: Mapping[str, Any], layer: Any) -> bool:
     return True
 
 
-#: Functions whose results nobody else holds.
+#: Functions whose results have no other references.
 _FRESH = ("linear", "add", "sub", "mul", "truediv", "div", "cat", "matmul", "neg")
 
 

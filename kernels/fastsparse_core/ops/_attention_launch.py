@@ -282,7 +282,7 @@ def _blocks_input(call: Call) -> _C.AttentionBsbInput:
 
 
 def _forward_on_blocks(adj: Adjacency, call: Call) -> Results:
-    """Of float32, float16 or bfloat16 features.
+    """For float32, float16 or bfloat16 features.
 
     The log-sum-exp is in powers of two (divided by log 2, so that nothing is lost between the passes),
     float64. Rounded to float32 it would be off by 5e-4 for scores of 1e4, and with it all weights of the row.
@@ -609,7 +609,7 @@ def _features_workspace(adj: Adjacency, like: Tensor, heads: int, lanes: int, ed
     while per_group < heads and per_group * lanes < 32:
         per_group *= 2
     parts = -(-heads // per_group)
-    # Of one part nothing is to be added up.
+    # With one part, there is nothing to add up.
     dtype = like.dtype if parts == 1 else accumulation_dtype(like.dtype)
     return edge_workspace(adj, parts, adj.num_values, edge_width, dtype=dtype)
 

@@ -93,7 +93,7 @@ def product_in(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool = Tru
         left: matrix.
         right: matrix of its dtype.
         dtype: of the result.
-        once: whether nobody asks for the product's own gradient.
+        once: whether the product itself needs no gradient.
     """
     if left.dtype == dtype:
         return torch.mm(left, right)

@@ -1,4 +1,4 @@
-"""Who watches a call: kernels and formulas are called by themselves where nobody but autograd does."""
+"""Who watches a call: kernels and formulas are called directly if only autograd does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from fastsparse_core.content import has_content
 
-#: Classes of tensors whose operators nobody has changed.
+#: Classes of tensors whose operators are not overridden.
 PLAIN = (Parameter, Tensor)
 #: What decides, with the modes in force, how a tensor is computed with; quicker to ask at once, and to look
 #: up, than one by one.

@@ -31,8 +31,8 @@ from fastsparse_core.ops._segment_launch import (
 )
 from fastsparse_core.structure.segments import Segments
 
-#: Of partial results whose number is not known, that an index being sorted is reduced before it is: more than
-#: indices of a hundred million rows need, 16 wide.
+#: Limit for partial results while their number is unknown, because the index is still being sorted. Indices
+#: of a hundred million rows, 16 wide, need fewer.
 _MOST_UNSEEN_BYTES = 2**26
 
 _cache = AdjacencyCache("segments")

@@ -120,8 +120,8 @@ def requested(operator: str, algorithm: str) -> str:
 
 
 def allows_tf32() -> bool:
-    """Whether products of float32 matrices may have fewer digits, as PyTorch's own were told."""
+    """Whether products of float32 matrices may have fewer digits, according to PyTorch's settings."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # it was told by a setting of torch 2.9, after which that question is an error
+    except RuntimeError:  # a new setting of torch 2.9 was used, after which this query is an error
         return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

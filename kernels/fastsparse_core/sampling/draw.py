@@ -171,7 +171,7 @@ class Draw:
         return (first if self._layout.blocks else end), last
 
     def _most_nodes(self, node_type: int) -> int:
-        """Of that type in a batch: seeds may repeat, other nodes do not."""
+        """Bound for that type in a batch: seeds may repeat, other nodes do not."""
         return self._nodes[node_type].counts[0] + self._graph.num_nodes[node_type]
 
     # ---------------------------------------------------------------- completing

@@ -33,7 +33,7 @@ _registry: dict[int, weakref.ref[Adjacency]] = {}
 _next_handle = itertools.count(1)
 #: Entries up to which a structure is transposed without asking before whether it is symmetric.
 _FEW_ENTRIES = 2**22
-#: Entries beyond which a structure keeps nothing that nobody asked for.
+#: Number of entries above which a structure caches only what was requested.
 _MANY_ENTRIES = 2**28
 
 
@@ -231,7 +231,7 @@ class Adjacency(Storage):
         if found.inv_sqrt_degree is not None:
             self._of_rows.results[("inv_sqrt_degree", torch.float32, 1)] = found.inv_sqrt_degree
         split = found.row_split
-        if self.col.is_cuda:  # else nothing is cut, and nobody has asked for a work list
+        if self.col.is_cuda:  # otherwise nothing is cut, and no work list was requested
             self._of_rows.results["has_short_rows"] = split is not None and split.num_slots == 0
         if split is not None:
             self._of_rows.results["row_split"] = split

@@ -207,7 +207,7 @@ class BlockFormats(Degrees):
         bsb = self.bsb
         slices, num_slices, split_row, split_ptr, num_split_rows = addresses_of(split)
         return _C.BsbStructure(
-            # Of the storage: an empty view has no address, yet the kernels read ahead, behind its end.
+            # Address of the storage: an empty view has none, but the kernels read ahead, behind its end.
             quad=bsb.quad.untyped_storage().data_ptr(),
             window_ptr=bsb.window_ptr,
             window_row=bsb.window_row,

@@ -99,7 +99,7 @@ def _as_given(
 ) -> CompressedRows | IndexFacts:
     """CompressedRows of edges that are each stored once, in their order if rows ascend.
 
-    Of edges with loops that are not to be kept, only what was found out.
+    For edges with loops that are not kept, only the facts.
     """
     square = shape[0] == shape[1]
     longest = lengths.slice_length(row.numel(), gpu.profile_of(row.device))

@@ -36,7 +36,7 @@ class Usage:
 
 
 class TransposedOrder(NamedTuple):
-    """Where the entries of a transposed structure are in the caller's order, as long as nobody has asked.
+    """Where the entries of a transposed structure are in the caller's order, until they are requested.
 
     Attributes:
         rowptr: of the structure that was transposed.
@@ -75,8 +75,8 @@ class RowFormats:
         plans: what earlier calls found out, by operator and shape, for calls that repeat them.
         usage: how often it was used.
         has_sorted_slices: whether slices of like length are together in `row_split`, once it is built.
-        symmetric: whether it equals its transpose, edge values apart; None: nobody has compared them yet.
-        has_loops: whether some edge is a loop; None: nobody has looked.
+        symmetric: whether it equals its transpose, edge values apart; None: not compared yet.
+        has_loops: whether some edge is a loop; None: not checked yet.
     """
 
     rowptr: Tensor
@@ -227,7 +227,7 @@ class RowFormats:
         """
         if self.has_sorted_slices:
             return
-        # Whoever comes second waits: nothing is ever missing, and nothing said to be sorted that is not.
+        # A second thread waits, so it never sees a structure that is incomplete or wrongly marked as sorted.
         with self._built.lock, self._of_rows.lock, torch.inference_mode(False):
             if not self.has_sorted_slices:
                 self._sort_slices()
@@ -236,7 +236,7 @@ class RowFormats:
         results, built = self._of_rows.results, self._built.results
         unsorted = results.get("row_split")
         if unsorted is not None:
-            # Kept, for CUDA graphs were perhaps captured with it.
+            # Kept, because CUDA graphs may have been captured with it.
             results["unsorted_row_split"] = unsorted
             results["row_split"] = split = self._sorted_row_split(unsorted)
             for key, valued in (("csr_structure", True), (("csr_structure", "without ids"), False)):

@@ -552,7 +552,7 @@ struct Owned {
   static __device__ __forceinline__ int row(int i, int lane) {
     return S::kFloat ? lane / 4 : lane % 4 * 2 + i % 2;
   }
-  // Of the nth vector owned, the place in its block.
+  // Place of the nth owned vector in its block.
   static __device__ __forceinline__ int vector(int nth, int lane) {
     return S::kFloat ? lane % 4 * 4 + nth : lane / 8 * 4 + lane / 4 % 2 + 2 * nth;
   }

@@ -350,8 +350,8 @@ __device__ __forceinline__ void sum_over(float (&v)[kCount], int to, int from = 
   }
 }
 
-// The steps of `scatter_sum`: a function each, for a loop that halves its counter is not unrolled, and the
-// numbers would be in local memory.
+// The steps of `scatter_sum`: one function per step, because a loop that halves its counter is not unrolled,
+// and the numbers would be in local memory.
 template <int kHalf, typename A, int kCount>
 __device__ __forceinline__ void scatter_halves(A (&v)[kCount]) {
   const bool upper = (threadIdx.x & kHalf) != 0;

@@ -31,7 +31,7 @@ template <typename T, int kRows, int kMost = 4>
 constexpr int kMessagesInFlight =
     std::clamp(128 / (kTileFeatures * static_cast<int>(sizeof(T)) * kRows), 1, kMost);
 
-// One multiplication of 32-bit numbers: of 64-bit ones it takes four, for every row that is gathered.
+// One multiplication of 32-bit numbers: 64-bit numbers would take four, for every row that is gathered.
 template <typename T>
 __device__ __forceinline__ const T* row_from(const DenseView& x, std::uint32_t row) {
   const auto row_bytes = static_cast<std::uint32_t>(x.stride * static_cast<std::int64_t>(sizeof(T)));

@@ -50,8 +50,8 @@ namespace cuda {
 std::size_t sort_segments_scratch_bytes(const SortSegmentsArgs& args);
 int sort_segments(const SortSegmentsArgs& args, void* scratch, std::size_t scratch_bytes, void* stream);
 
-// Row pointers of sorted keys, then the rows' slices. `args.totals` has space for all facts, which are told
-// the host, too; the fact of the index's order is there before.
+// Row pointers of sorted keys, then the rows' slices. `args.totals` has space for all facts, which are also
+// sent to the host; the fact of the index's order is there before.
 int row_split_of_keys(const RowSplitArgs& args, const SortedKeys& keys, std::int64_t* host_facts,
                       void* stream);
 

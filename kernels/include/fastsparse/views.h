@@ -331,8 +331,8 @@ FASTSPARSE_ARGUMENTS(SddmmArgs, AS(structure, a), ALSO(split), FIELDS(heads, x_d
                      FIELDS(x_src, scale_dst, scale_src, out, out_dtype, row));
 
 // As SddmmArgs, on tensor cores: dtype float16, bfloat16 or float32; rows and heads of the features start at
-// multiples of 16 bytes. Of `a`, values are not used: an entry's position in the CSR structure is a count of
-// mask bits from the first one of its row.
+// multiples of 16 bytes. The values of `a` are not used: an entry's position in the CSR structure is a count
+// of mask bits from the first one of its row.
 struct SddmmBsbArgs {
   BsbView a;
   const std::int64_t* rowptr;       // (num_rows + 1) as in CsrView
@@ -742,8 +742,8 @@ enum class Reduction : int {
   kDeviation = 6
 };
 
-// out_s = the reduction over segment s of rows of x, read through the entries' positions. Of `a`, columns are
-// not used. Empty segments: 0, of the product 1.
+// out_s = the reduction over segment s of rows of x, read through the entries' positions. The columns of `a`
+// are not used. Empty segments: 0, of the product 1.
 struct SegmentReduceArgs {
   CsrView a;
   RowSplitView split;
