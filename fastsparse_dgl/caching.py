@@ -36,14 +36,14 @@ from fastsparse_dgl.graph import (
 
 _cache = AdjacencyCache("fastsparse_dgl")
 
-#: Private, but the only thing in DGL that changes exactly when the structure does. Where a version lacks it,
-#: nothing is remembered.
+#: Private, but the only object in DGL that changes exactly when the structure does. If a version does not
+#: have it, nothing is cached.
 _HANDLE = "_graph"
 
 #: Handle of a graph -> edge type's number -> handle of that edge type's graph.
 _relations: Any = WeakIdKeyDictionary()
 _relations_lock = ForkSafeLock()
-#: Handle of a batch -> what its loader knows of the edges.
+#: Handle of a batch -> the loader's facts about its edges.
 _of_batches: Any = WeakIdKeyDictionary()
 
 
@@ -76,7 +76,7 @@ def first_relation(handle: Any, number: int, make: Callable[[], Any]) -> Any:
         kept = _relations.get(handle, {}).get(number)
         if kept is None:
             kept = make()
-            if kept is not handle:  # which would keep itself alive
+            if kept is not handle:  # otherwise it would keep itself alive
                 _relations.setdefault(handle, {})[number] = kept
         return kept
 

@@ -101,7 +101,7 @@ def _stage(name: str, layer: Any) -> Stage:
         result: Tensor
         if sums is not None:
             result = fast(_each_its_own(sums), (sums, tile.own))
-        # Destinations that come first among the sources are not computed twice.
+        # Destinations, which are also the first sources, are not computed twice.
         elif tile.own.data_ptr() == tile.sources.data_ptr():
             result = fast(tile.adj, tile.sources)
         else:

@@ -71,7 +71,7 @@ class SampledBlock:
 
     is_block = True
     is_unibipartite = True
-    #: Its structure is :attr:`adjacency`, which need not be made of it and remembered.
+    #: Its structure is :attr:`adjacency`, so nothing has to be converted or cached.
     keeps_structure = True
 
     def __init__(
@@ -90,8 +90,8 @@ class SampledBlock:
             frames = {("src", name): Frame(num_rows=count) for name, count in num_src.items()}
             frames |= {("dst", name): Frame(num_rows=count) for name, count in num_dst.items()}
             frames |= {("edge", name): Frame(num_rows=item.col.numel()) for name, item in edges.items()}
-        #: The block's own dict. Views share it, and not the block: memory of a block that is dropped is free
-        #: at once.
+        #: The dict of the block. Views share it instead of the block, so the memory of a dropped block is
+        #: freed at once.
         self.frames = frames
         self.srcnodes = _NodeViews("src", num_src, frames, device, idtype)
         self.dstnodes = _NodeViews("dst", num_dst, frames, device, idtype)

@@ -14,9 +14,9 @@ from fastsparse_core.fallback import Reason
 from fastsparse_core.traced import site_of
 from fastsparse_pyg.caching import logger
 
-#: Says once that PyG's implementation ran: ``tell(class name, reason)``.
+#: Reports once that PyG's implementation ran: ``tell(class name, reason)``.
 tell = functools.partial(fallback.tell, logger, "PyG")
-#: Calls PyG's implementation and says so: ``run(class name, reason, call, *args)``.
+#: Calls PyG's implementation and reports it: ``run(class name, reason, call, *args)``.
 run = functools.partial(fallback.run, tell)
 
 #: What to do.

@@ -164,7 +164,7 @@ def _from_edge_list(
     return lookup(edge_index, (edge_index,), options, lambda: build_from_edge_list(edge_index, *options))
 
 
-#: In the place of `add_self_loops`: loops that are missing are the kernel's to add, where all are.
+#: Value of `add_self_loops`: if all loops are missing, the kernel adds them.
 BY_KERNEL = "by the kernel"
 _SELF_LOOPS: dict[bool | str, SelfLoops] = {False: "keep", True: "replace", BY_KERNEL: "replace_if_some"}
 
@@ -190,7 +190,7 @@ def gcn_factors(adj: Adjacency, dtype: torch.dtype, loops: bool = False) -> tupl
     Returns:
         the factors; whether the kernel has to add the loops.
     """
-    is_traced = torch.compiler.is_compiling()  # a trace would depend on what the plans hold
+    is_traced = torch.compiler.is_compiling()  # a trace would depend on the content of the plans
     found: tuple[Tensor, bool] | None = None if is_traced else adj.plans.get(("GCN", dtype, loops))
     if found is None:
         adds = loops and not adj.has_inserted_loops
@@ -265,7 +265,7 @@ def build_from_edge_list(
             f"{name}: expected shape (2, num_edges), got {tuple(edges.shape)}{_cure_of_shape(edges)}"
         )
     if edges.dtype not in (torch.int64, torch.int32):
-        # PyG takes narrower integers where it appends loops, in int64, and refuses them elsewhere.
+        # PyG accepts narrower integers if it appends loops (in int64), and rejects them otherwise.
         if edges.is_floating_point() or edges.is_complex() or not add_self_loops:
             raise ValueError(
                 f"{name}: expected integers, int64 or int32, got {edges.dtype}; convert it with .long()"

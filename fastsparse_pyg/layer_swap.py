@@ -16,7 +16,7 @@ from fastsparse_pyg.nn.by_hand import ByHand, by_hand_class, gathers_by_hand
 from fastsparse_pyg.nn.pna_conv import why_no_kernel
 from fastsparse_pyg.verification import forget_verification, verify_first_calls
 
-#: Methods of message passing itself: a layer that has its own is not one that we know how to run.
+#: Methods of message passing itself: FastSparse cannot run a layer that overrides them.
 _MACHINERY = (
     "propagate",
     "edge_updater",

@@ -72,7 +72,7 @@ class _FirstCall:
         if torch.jit.is_tracing() or torch.compiler.is_compiling():  # a later call is compared
             return
         ours, pygs = _alone(layer), _alone(layer)
-        for _ in range(SIGHTS + 1):  # few edges on a GPU get the kernels when they are not new
+        for _ in range(SIGHTS + 1):  # the kernels run few edges on a GPU only when the edges are not new
             reasons: list[Reason] = []
             if isinstance(layer, AnyLayer):
                 type(layer).forget_reasons()
@@ -107,12 +107,12 @@ def _alone(layer: Module) -> Module:
     for module in layer.modules():
         for value in vars(module).values():
             for item in value if isinstance(value, (tuple, list)) else (value,):
-                # What a layer keeps of its last call; copy.deepcopy takes neither kind.
+                # Attributes of a layer's last call, which copy.deepcopy cannot copy.
                 if isinstance(item, Tensor) and (not item.is_leaf or item.layout is not torch.strided):
                     memo[id(item)] = item.detach()
     alone = copy.deepcopy(layer, memo)
     for module in alone.modules():
-        # Kernels draw other random numbers, so that results with dropout never agree.
+        # Kernels draw other random numbers, so results with dropout never agree.
         for name in ("dropout", "p"):
             if isinstance(getattr(module, name, None), float) and (
                 name == "dropout" or isinstance(module, _DropoutNd)

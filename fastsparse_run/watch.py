@@ -15,7 +15,7 @@ from typing import Any
 
 #: ``package=module:function;...``: what to call when which package has been imported.
 VARIABLE = "FASTSPARSE_RUN"
-#: Process that `fastsparse run` became.
+#: Id of the process that `fastsparse run` started as the script.
 MAIN_PROCESS = "FASTSPARSE_RUN_PID"
 #: "1", or "time" to measure times too.
 REPORT = "FASTSPARSE_REPORT"
@@ -40,7 +40,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
         try:
             spec = importlib.util.find_spec(name)
             if spec is None and is_nested:
-                return None  # a package that looks which others there are
+                return None  # a package that checks which other packages exist
             if spec is None:
                 _call(name, self.after.pop(name, ()))
                 if name in self.instead:

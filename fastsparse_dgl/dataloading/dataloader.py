@@ -96,7 +96,7 @@ class DataLoader(dgl.dataloading.DataLoader):
             if isinstance(graph_sampler, NeighborSampler) and not graph_sampler.why_not(graph):
                 graph_sampler.prepare(graph, torch.device("cpu"))  # before worker processes are forked
             return
-        # Of a graph on the GPU DGL refuses them.
+        # DGL rejects them for a graph on the GPU.
         ignored = [] if is_on_gpu else [name for name in _IGNORED if kwargs.pop(name, None)]
         gpu_cache = kwargs.pop("gpu_cache", None) or {}
         of_nodes = _rows_to_keep(gpu_cache)

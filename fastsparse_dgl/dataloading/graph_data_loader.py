@@ -75,7 +75,8 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         [4, 2]
     """
 
-    #: Whether loaders without a device give batches on the GPU once the script has used it: under `enable()`.
+    #: Whether loaders without a device yield batches on the GPU after the script has used it; set by
+    #: `enable()`.
     _follows_script = False
 
     def __init__(
@@ -145,7 +146,7 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
 
 
 def _outline(dataset: Any) -> Outline:
-    """The objects that a dataset consists of, and the positions that are taken of them.
+    """The objects of a dataset, and the selected positions.
 
     Raises:
         NotStored: it is not known to be in memory, or may change what it gives.

@@ -24,7 +24,7 @@ from fastsparse_dgl.graph import GraphLike
 from fastsparse_dgl.sampled_block import SampledBlock
 
 _logger = logging.getLogger("fastsparse_dgl")
-#: Why DGL samples graphs on a GPU, which it does there as fast.
+#: The reason for DGL's sampling of graphs on a GPU, which is as fast.
 ON_GPU = "the graph is on a GPU, where DGL can sample"
 
 
@@ -172,7 +172,8 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
                     blocks=True,
                     num_nodes={name: g.num_nodes(name) for name in g.ntypes},
                 )
-            # The weights too: of a tensor that is gone another may have the address, and so the stamp.
+            # The weights are stored too: after a tensor is freed, another one may have its address and so the
+            # same stamp.
             entry = by_device[device] = (stamp, core, weight)
         return entry[1]
 

@@ -33,10 +33,10 @@ from fastsparse_dgl.hooks import messages
 from fastsparse_dgl.nn.base import tell
 
 ALL = dgl.base.ALL
-#: Traces kept of one function.
+#: Largest number of traces kept per function.
 _MOST_TRACES = 8
-#: Edges below which DGL's own code takes less time than the host needs to find a plan, by kind of device.
-#: Reduce functions of the user are planned for any number: DGL calls them once per degree.
+#: Number of edges, by kind of device, below which DGL's own code takes less time than finding a plan. Reduce
+#: functions of the user are always planned, because DGL calls them once per degree.
 FEW_EDGES = {"cpu": 4096, "cuda": 32_768}
 _FEW = Reason("few edges and a reduction of DGL's", "", "DGL")
 #: DGL's message functions of two operands that are planned before a reduce function of the user.
@@ -197,7 +197,7 @@ class _Edges:
         value = frame[name]
         if place == "node" or (value.dim() > 1 and value.is_floating_point()):
             return value, place
-        return gather(value, end), "edge"  # plans know no such rows of nodes
+        return gather(value, end), "edge"  # plans do not support such rows of nodes
 
 
 def _planned(call: str, g: Any, mfunc: Any, rfunc: Any) -> dict[str, Tensor] | None:

@@ -76,7 +76,7 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
         # Beta may be wider than the features, and must stay in the graph of autograd: no plain scale.
         beta = beta_by_row(adjacency, self.beta).view(-1, *[1] * (query.dim() - 1))
         query = (beta * query).to(key.dtype)
-        # What stands between the nodes and the width counts as heads; features without a width have width 1.
+        # Dimensions between the nodes and the width count as heads; features without a width have width 1.
         query, key, value = (x.reshape(x.size(0), source.shape[1:].numel()) for x in (query, key, source))
         out = attention(adjacency, query, key, value, scale=1.0, heads=source.shape[1:-1].numel())
         return out.reshape(adjacency.num_dst, *source.shape[1:])

@@ -30,7 +30,7 @@ _MODULES: dict[str, ModuleType] = {"torch_scatter": torch_scatter, "torch_sparse
 #: What :func:`install` replaced, and which modules it added.
 _changes: list[replacement.Change] = []
 _added: list[str] = []
-#: Ours -> theirs that other code imports by name.
+#: Our function -> their function, if other code imports it by name.
 _PARTS = {
     "torch_scatter": {
         "composite": "composite composite.logsumexp composite.softmax composite.std",

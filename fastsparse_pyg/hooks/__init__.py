@@ -126,7 +126,7 @@ def disable() -> None:
 
 
 def _stand_in() -> None:
-    from fastsparse_pyg import compat  # which takes time to import, and few scripts need
+    from fastsparse_pyg import compat  # whose import takes time, and which few scripts need
 
     compat.install()
 

@@ -251,7 +251,7 @@ _Parts = list[tuple[Any, list[int] | None]]
 
 
 def _outline(dataset: Any) -> Outline:
-    """The objects that a dataset consists of, and the positions that are taken of them.
+    """The objects of a dataset, and the selected positions.
 
     Raises:
         NotStored: the dataset is not in memory, or changes graphs when they are read.
@@ -276,7 +276,7 @@ def _outline(dataset: Any) -> Outline:
     return objects, [] if dataset._indices is None else [_as_list(dataset._indices)]
 
 
-#: What PyG's datasets in memory are read by.
+#: Attributes by which PyG's in-memory datasets are read.
 _READING = (
     ("get", InMemoryDataset),
     ("len", InMemoryDataset),

@@ -28,15 +28,16 @@ from fastsparse_pyg.nn.message_pattern import Pattern, find_pattern
 from fastsparse_pyg.nn.message_planner import FEW, planned, reduce_by_plan
 from fastsparse_pyg.nn.segments import aggregate, reduction_of
 
-#: Patterns kept of one class; a layer whose attributes change with every call is not traced for ever.
+#: Largest number of patterns kept per class, so that a layer whose attributes change in every call is not
+#: traced again and again.
 _MOST_PATTERNS = 8
-#: On the CPU, edges below which the host's work for a call counts more than the edges'.
+#: On the CPU: number of edges below which the overhead of a call exceeds the work for the edges.
 FEW_EDGES = 4096
-#: Few edges are so many times `FEW_EDGES_ON_GPU`, that is 131,072: on fewer, launch overhead decides PyG's
-#: time. A plan is taken there if the host takes less time for it (`Plan.is_short`). Copied features take one
-#: kernel. Measured with a loaded host, forward and backward, PyG's code and a plan that is not short: an edge
-#: MLP in bfloat16 on 10,556 edges 1.06 and 2.17 ms, five on batches of 26,000 new edges 5.7 and 13.2 ms
-#: (H100).
+#: This multiple of `FEW_EDGES_ON_GPU`, 131,072, still counts as few edges: on fewer, launch overhead decides
+#: PyG's time. A plan is taken there if the host takes less time for it (`Plan.is_short`). Copied features
+#: take one kernel. Measured with a loaded host, forward and backward, PyG's code and a plan that is not
+#: short: an edge MLP in bfloat16 on 10,556 edges 1.06 and 2.17 ms, five on batches of 26,000 new edges 5.7
+#: and 13.2 ms (H100).
 _TIMES_FEW = 4
 _FEW_ON_GPU = Reason(
     f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU, for which the plan takes longer to launch",
@@ -87,7 +88,7 @@ class AnyLayer(MessagePassing):
         """As PyG's."""
         kind = count = None
         if not (args or _is_dynamo_compiling() or _is_tracing()):
-            # Keep checks few: the host limits how fast steps on small graphs are.
+            # Keep checks few, because launch overhead decides the time of steps on small graphs.
             aggregation = self.__dict__["_modules"].get("aggr_module").__class__
             count = _few_edges(edge_index, kwargs)
             if count is not None:
@@ -356,7 +357,7 @@ class AnyLayer(MessagePassing):
         return f"{where}: {reduction} on segments"
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
-        # They belong to the original's class, from which this one inherits.
+        # They belong to the original's class, from which this class inherits.
         accelerated = type(self)
         self.__class__ = accelerated._original
         try:

@@ -162,7 +162,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
             return None
         num_nodes, flow = x.shape[0], state["flow"]
         adj = known(edge_index, (num_nodes, num_nodes, flow, BY_KERNEL))
-        if adj is None:  # perhaps they were prepared with their loops, or come to other layers too
+        if adj is None:  # they may have been prepared with their loops, or may be used by other layers
             adj = known(edge_index, (num_nodes, num_nodes, flow, True))
         if adj is None:
             if recorded.current() is not None:  # for the edges of a padded batch this is unknown

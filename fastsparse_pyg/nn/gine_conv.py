@@ -128,7 +128,7 @@ class FastGINEConv(AttentionConv, GINEConv):
                 return None
         under = autocast_dtype(x) if is_any_autocast_enabled() else None
         if under is not None and lin is None and x.dtype.itemsize == 2 and edge_attr.dtype is torch.float32:
-            x = x.float()  # as the original's messages are: what a layer before gave has 16 bits
+            x = x.float()  # as in the original's messages, because results of an earlier layer have 16 bits
         if under is not None and (
             # The original would then sum in float32, or add messages of two dtypes.
             (first is None and x.dtype is not torch.float32)

@@ -183,7 +183,7 @@ class FastHGTConv(AttentionConv, HGTConv):
             x.dim() != 2 or x.layout is not torch.strided for x in features
         ):
             return Reason("features that are not matrices of one dtype", fallback.ONE_DTYPE)
-        # Hooks may have to see keys and values; a lazy layer gets its sizes by one.
+        # Hooks may need keys and values; a lazy layer gets its sizes from a hook.
         modules = (self.kqv_lin, self.k_rel, self.v_rel)
         if tuple(map(type, modules)) != (HeteroDictLinear, HeteroLinear, HeteroLinear):
             return Reason("a replaced linear layer", "Keep the linear layers that HGTConv makes")

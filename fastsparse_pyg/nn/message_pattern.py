@@ -95,7 +95,7 @@ def _recognise(graph: Graph, assigned: dict[str, Node], guards: dict[str, Any]) 
     out = list(graph.nodes)[-1].args[0]
     if not isinstance(out, Node):
         raise Untraceable("returns something else than a tensor")
-    if any(node.target is torch._assert for node in graph.nodes):  # plans check shapes, nothing else would
+    if any(node.target is torch._assert for node in graph.nodes):  # only plans check the shapes
         return Pattern(guards=guards, reason="checks its arguments")
     found = _product(graph, out, assigned, guards)
     if found is not None:

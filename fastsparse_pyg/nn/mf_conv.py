@@ -57,7 +57,7 @@ class FastMFConv(FastConv, MFConv):
         for lin, lin_root, of_sums, of_roots in zip(self.lins_l, self.lins_r, sums, roots, strict=True):
             out = lin(of_sums)
             if of_roots is not None:
-                plain = is_plain_linear(lin)  # hooks may have kept what a layer with hooks gave
+                plain = is_plain_linear(lin)  # hooks may have stored the result of the layer
                 out = add_linear(out, (of_roots,), (lin_root,), Linear) if plain else out + lin_root(of_roots)
             parts.append(out)
         return torch.cat(parts).index_select(0, place)

@@ -43,7 +43,8 @@ _AGGREGATIONS = {
     VarAggregation: "var",
     StdAggregation: "std",
 }
-#: Scalers: whether they divide the average by the degree, and not the degree by it; what of the degree.
+#: Scaler -> whether it divides the average by the degree (or the degree by the average), and the function of
+#:     the degree.
 _OF_DEGREE: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
     "amplification": (False, lambda degree: torch.log(degree + 1)),
     "attenuation": (True, lambda degree: torch.log(degree.clamp(min=1) + 1)),

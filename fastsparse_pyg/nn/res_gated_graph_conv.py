@@ -149,7 +149,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         else:
             query, value = product(x[0], 0, 2)
             key = linear_before_sum(x[1], of_nodes[2], self.lin_key.bias)
-        # Both ends of an edge see its features, and what the gate gets of them is one product.
+        # Both ends of an edge add a map of its features, so the gate gets one product.
         return key, query, value, of_edges[0] + of_edges[2], of_edges[1]
 
     def _reason(

@@ -89,7 +89,7 @@ class FastRGATConv(AttentionConv, RGATConv):
             return self._original_forward(
                 reason, x, edge_index, edge_type, edge_attr, size, return_attention_weights
             )
-        assert isinstance(edge_index, Tensor)  # else there was a reason
+        assert isinstance(edge_index, Tensor)  # otherwise there was a reason
         num_nodes = x.size(0)
         relations = relations_of(edge_index, edge_type, (num_nodes, num_nodes), self.num_relations, self.flow)
         weight = self._weight()
@@ -168,7 +168,7 @@ class FastRGATConv(AttentionConv, RGATConv):
                 relations.between_pairs, of_dst, key, values, self.negative_slope, of_edge, dropout
             )
             return scatter(out, relations.dst_pairs.node, relations.shape[0])
-        # A destination's score depends on the relation: it comes with the edge.
+        # The score of a destination depends on the relation, so it is added per edge.
         bias = rows_of(of_dst, relations.dst_pairs.of_edge)
         bias = bias if of_edge is None else bias + of_edge
         none = of_dst.new_zeros(relations.shape[0], self.heads)

@@ -160,7 +160,7 @@ class _RelationalConv(FastConv):
         if self.flow == "target_to_source" and isinstance(edge_index, Adjacency):
             return Reason("an Adjacency with flow='target_to_source'", fallback.PLAIN_EDGES)
         features = x_src if is_floating else self.weight
-        return super()._reason(features, features, edge_index)  # relations know either direction of a pair
+        return super()._reason(features, features, edge_index)  # relations handle both directions of a pair
 
 
 class FastRGCNConv(_RelationalConv, RGCNConv):
@@ -222,5 +222,7 @@ class FastFastRGCNConv(_RelationalConv, pyg.FastRGCNConv):
         self, x_src: Any, x_dst: Any, edge_index: Any, edge_type: Any = None, *of_call: Any
     ) -> Reason | None:
         if isinstance(x_src, Tensor) and not x_src.is_floating_point():
-            return Reason("features that are indices", "Use RGCNConv")  # which PyG's takes for the nodes' own
+            return Reason(
+                "features that are indices", "Use RGCNConv"
+            )  # which PyG's layer treats as the nodes' own
         return super()._reason(x_src, x_dst, edge_index, edge_type)

@@ -252,7 +252,8 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
         if not drops and not is_any_autocast_enabled():
             *_, out = out, *self._steps(matrix, out, self.K, [x] * self.K, self.alpha)
             return out
-        # Under autocast the products are in its dtype; the result is in the original's, which casts nothing.
+        # Under autocast, the products are in its dtype, and the result has the dtype of the original, which
+        # casts nothing.
         dtype = x.dtype if value is None else torch.promote_types(x.dtype, value.dtype)
         for step in range(self.K):
             if drops:

@@ -17,11 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fastsparse_core.log import current_line, table_text
 
-#: Sentences of advice that a report gives at most.
+#: Largest number of sentences of advice in a report.
 MOST_ADVICE = 3
-#: Share of the time from which loading is worth a sentence.
+#: Share of the time above which the advice mentions loading.
 _MUCH_LOADING = 0.3
-#: Events that are kept before those that have passed are read.
+#: Number of events kept before the finished ones are read.
 _MOST_EVENTS = 512
 
 _counts: Counter[Row] = Counter()

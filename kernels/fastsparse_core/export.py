@@ -18,7 +18,7 @@ from fastsparse_core.ops._edge_messages_fused import unfused_gated, unfused_gine
 from fastsparse_core.ops._multi_aggregate_fused import unfused as unfused_aggregates
 from fastsparse_core.structure.edge_values import EdgeValues
 
-#: Steps of a trace that hold a part of it in a module of its own.
+#: Steps of a trace whose body is in a separate module.
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
@@ -152,7 +152,8 @@ def _replace_operators(module: GraphModule, formulas: dict[str, Callable[..., An
     for node in module.graph.nodes:
         name = getattr(node.target, "__name__", str(node.target))
         if name in _REGIONS and node.op == "call_function":
-            # In inference neither changes a result: no gradient is kept, and parts without autocast stay so.
+            # In inference, neither changes a result: no gradient is computed, and parts without autocast stay
+            # without it.
             at = 1 if name == "wrap_with_set_grad_enabled" else 4
             node.target, node.args = _called, node.args[at:]
         elif isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fastsparse":

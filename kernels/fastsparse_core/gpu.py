@@ -178,7 +178,8 @@ def sizes_of(device: torch.device) -> dict[str, Any]:
         "num_sms": properties.multi_processor_count,
         "shared_memory": getattr(properties, "shared_memory_per_block_optin", 48 * 1024),
         "l2_bytes": getattr(properties, "L2_cache_size", 0) or known.l2_bytes,
-        # Two transfers a clock; where PyTorch does not say, memory is taken to be as fast for its processors.
+        # Two transfers per clock; if PyTorch does not know the clock, bandwidth is scaled by the number of
+        # multiprocessors.
         "bandwidth": float(2 * kilohertz * bits // 8)
         or known.bandwidth * properties.multi_processor_count / known.num_sms,
     }

@@ -20,7 +20,7 @@ from fastsparse_core import log
 #: Original class -> drop-in class.
 DropIns = Mapping[type[Module], type[Module]]
 
-#: What a class body may define without changing what a layer that was constructed does.
+#: Names that a class body may define without changing the behaviour of a constructed layer.
 _WITHOUT_EFFECT = frozenset(
     {
         "__annotate__",

@@ -250,7 +250,7 @@ def _as_matrix(src: Tensor) -> Tensor:
     src = written_out(src)
     if src.dim() == 2:
         return src
-    width = src.shape[1:].numel()  # not -1, which says nothing of tensors without elements
+    width = src.shape[1:].numel()  # not -1, which fails for tensors without elements
     return src.reshape(src.size(0), width)
 
 

@@ -35,8 +35,8 @@ from fastsparse_core.structure.adjacency import Adjacency
 #: one product. Other structures are built when the matrix comes for the second time, unless PyTorch has no
 #: product in 16 bits.
 FROM_FIRST_PRODUCT = 4096
-#: Entries of a COO matrix on the CPU up to which gradients of ``A @ x`` are PyTorch's: telling the transposed
-#: copy, which it makes in every backward pass, its structure takes as long as the product.
+#: Entries of a COO matrix on the CPU up to which gradients of ``A @ x`` are PyTorch's: marking the transposed
+#: copy of every backward pass with its structure takes as long as the product.
 _FEW = 2048
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc)
 _16_BITS = (torch.float16, torch.bfloat16)

@@ -81,7 +81,7 @@ class NeighbourSum(NamedTuple):
     def tile(self, x: Tensor, begin: int, end: int) -> Tensor:
         """The sums of the rows from ``begin`` to ``end``."""
         adj = self.adj
-        # Read from the device once: the host goes ahead of it in later passes.
+        # Read from the device once, so later passes do not wait for it.
         place = ("fastsparse_core.tiling", begin, end)
         first, last = adj.derived(place, lambda: adj.rowptr[[begin, end]].tolist())
         rows = Adjacency(adj.rowptr[begin : end + 1] - first, adj.col[first:last], (end - begin, adj.num_src))
@@ -259,7 +259,8 @@ class _Run:
         """Random numbers and autocast of the call; layers are replaced by parts of them."""
         cuda = [self.device] if self.device.type == "cuda" else []
         is_on, dtype = self.autocast
-        # A cast that is cached without gradients would hide the parameter from those who need them.
+        # A cast that autocast caches without gradients would hide the parameter from calls that need
+        # gradients.
         precision = torch.autocast(self.device.type, dtype, enabled=is_on, cache_enabled=False)
         given = {layer: layer.__dict__.get("forward") for layer in self.layers}
         with torch.random.fork_rng(cuda), precision:
@@ -466,7 +467,7 @@ class _Run:
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Gradients of the input and the parameters. ``kept`` is emptied, so that memory is free early."""
         totals = _Totals(parameters)
-        gradients = [grad]  # the list alone holds them: one that was read is overwritten or freed
+        gradients = [grad]  # only the list holds them, so one that was read can be overwritten or freed
         del grad
         for nth in range(len(self.sums), 0, -1):
             continues = nth > 1 or x.requires_grad or not self.begins_with_layer
@@ -517,7 +518,7 @@ class _Run:
             del tile
         grad = sums_of.to_owners(total)
         del total
-        # What reaches the nodes' own features besides: by the layer, and by loops.
+        # Other gradients of the nodes' own features: from the layer, and from loops.
         for begin, end in _tiles(num_rows, self.tile_rows):
             if sums_of.loop is None and (of_own is None or is_added):
                 break

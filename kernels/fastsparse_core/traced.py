@@ -50,7 +50,7 @@ class TracedAdjacency(Adjacency):
         site: what the edges are in the trace, from :func:`site_of`.
     """
 
-    is_padded = True  # how many entries there are is known when it runs
+    is_padded = True  # the number of entries is known only when it runs
 
     def __init__(
         self,
@@ -220,7 +220,8 @@ def clear() -> None:
         structures.clear()
 
 
-#: Who finds the structure: a plugin whose layers have a cache puts its own function here, and shares it so.
+#: Function that finds the structure; a plugin with a cache replaces it by its own, so that the cache is
+#: shared.
 find: Callable[[Tensor, int, int, bool, SelfLoops], Adjacency] = _find
 
 
@@ -334,7 +335,7 @@ def _look(trace: Any) -> None:
         source = edges._i_will_not_complain_if_bc_breaks_VariableTracker().source
         is_unchanged = source is not None and edges.as_fake()._version == 0
         _seen.site = str(edges.as_proxy().node.name) if is_unchanged else ""
-    except Exception:  # another PyTorch, whose compiler says it in another way
+    except Exception:  # another version of PyTorch, whose compiler marks this differently
         _seen.site = ""
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fastsparse_core.capturing.padding import Capacity, Rows, Sizes
 
-#: type -> what makes an `Argument` of an object of it; plugins add their own, the last one goes first.
+#: type -> function that makes an `Argument` of such an object; plugins add their own, and the last one has
+#: priority.
 _makers: list[tuple[type, Callable[[Any], Argument | None]]] = []
 
 

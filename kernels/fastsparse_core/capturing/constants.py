@@ -20,7 +20,7 @@ from fastsparse_core.capturing.refused import Refused
 from fastsparse_core.log import current_line
 from fastsparse_core.ops._autocast import version_of
 
-#: Functions, by name without underscores, of whose results nothing but their arguments decides.
+#: Functions (names without underscores) whose results depend only on their arguments.
 _PURE = frozenset(
     (
         *("eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and", "logical_or", "logical_xor"),

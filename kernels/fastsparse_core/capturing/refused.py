@@ -9,7 +9,7 @@ import torch
 
 from fastsparse_core.log import is_of_user, line_of
 
-#: What to do about functions that cannot be recorded, by their names; plugins add the frameworks'.
+#: Function that cannot be recorded -> what to do about it; plugins add functions of the frameworks.
 cures: dict[str, str] = {}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Above this share of all rows needed, all are sent: at most a quarter more bytes, and no copies.
+#: If a larger share of the rows is needed, all rows are sent: at most a quarter more bytes, and no copies.
 SEND_ALL = 0.8
 
 
@@ -351,7 +351,7 @@ class _Arrive(torch.autograd.Function):
         _refuse_second_derivatives()
         grad = grad.contiguous()
         ctx.way.transfers[ctx.tile] = ctx.way.exchange.from_halo(grad)
-        # Its place in the graph keeps the order; what it holds is not what `_Leave` goes on with.
+        # Its place in the autograd graph keeps the order; `_Leave` does not use its content.
         return grad, None, None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastsparse_core.distributed.agreement import check_agreement
 
-#: What was compared already: processes -> shapes and dtypes of parameters.
+#: Already compared: processes -> shapes and dtypes of parameters.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
@@ -88,7 +88,7 @@ def _all_reduce(parameters: list[Tensor], group: dist.ProcessGroup | None) -> No
     flat = torch.cat([*(grad.detach().reshape(-1).to(wide) for grad in grads), present])
     dist.all_reduce(flat, group=group)
     *totals, present = flat.split([*(grad.numel() for grad in grads), len(grads)])
-    # Read only where it matters: the host would wait for the GPU.
+    # Read only if necessary, because the host would wait for the GPU.
     elsewhere = present.tolist() if any(it.grad is None for it in parameters) else []
     for nth, (parameter, total) in enumerate(zip(parameters, totals, strict=True)):
         if parameter.grad is not None:

@@ -16,7 +16,7 @@ from fastsparse_core.formats.grouping import Method
 from fastsparse_core.log import range_text
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Edges that are looked at at a time: 64-bit copies of them take 0.5 GB.
+#: Number of edges that are processed at a time: 64-bit copies of them take 0.5 GB.
 PIECE_ENTRIES = 2**26
 
 

@@ -373,7 +373,7 @@ class PartitionedAdjacency(Adjacency):
         if x.size(0) != self.num_dst:
             raise ValueError(f"x: expected {self.num_dst} rows, one per own node, got {tuple(x.shape)}")
         sizes = self.statistics.rows
-        # Equal pieces: gloo gathers no others.
+        # Pieces of equal size, because gloo cannot gather others.
         piece = x.new_zeros(max(sizes), *x.shape[1:])
         piece[: x.size(0)] = x.detach()
         pieces = [torch.empty_like(piece) for _ in sizes]
@@ -444,7 +444,7 @@ class PartitionedAdjacency(Adjacency):
             arrived = self._halo_of_inputs(given, flat)
             out = spmm(self.local, flat, value, **local) + spmm(self.halo, arrived, value, **halo)
         else:
-            # Several heads have columns of their own each, which tiles would cut.
+            # Each head has its own columns, which tiles would cut.
             tiles = 1 if value is not None and value.dim() > 1 else self.num_tiles(flat.size(1), flat.dtype)
             with HaloFeatures(self.exchange, flat, self.halo_dtype, tiles) as way:
                 out = spmm(self.local, flat, value, **local)

@@ -103,7 +103,11 @@ class Partition:
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Partition, (self.starts, self.order, self.method)  # which checks: a file may be damaged
+        return Partition, (
+            self.starts,
+            self.order,
+            self.method,
+        )  # which checks it, because a file may be damaged
 
     @property
     def num_parts(self) -> int:
@@ -263,7 +267,7 @@ def _blocks(degree: Tensor, num_parts: int) -> Partition:
     cost = torch.cumsum(degree.long() + ROW_EDGES, 0)
     total = int(cost[-1]) if cost.numel() else 0
     wanted = torch.tensor([total * part // num_parts for part in range(1, num_parts)], device=cost.device)
-    # Row i ends at cost[i]: a block ends with the row whose end is nearest below what is wanted, or at it.
+    # Row i ends at cost[i]. A block ends with the last row that ends at or before the target.
     ends = torch.searchsorted(cost, wanted.long(), right=True).tolist()
     return Partition((0, *ends, degree.numel()), None, "contiguous")
 
@@ -275,7 +279,7 @@ def _metis() -> Callable[[Tensor, Tensor, Tensor, int], Tensor] | None:
         graph = module.CSRAdjacency(adj_starts=rowptr.numpy(), adjacent=col.numpy())
         return torch.tensor(module.part_graph(num_parts, graph, vweights=weight.numpy())[1])
 
-    # These two weigh all nodes alike.
+    # These two give all nodes the same weight.
     def of_pyg_lib(module: Any, rowptr: Tensor, col: Tensor, weight: Tensor, num_parts: int) -> Tensor:
         return torch.ops.pyg.metis(rowptr, col, None, num_parts, False)
 

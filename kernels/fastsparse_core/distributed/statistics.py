@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 #: Columns that kernels gather per pass over a structure: narrower tiles would cost further passes.
 _TILE_COLUMNS = 64
-#: Bytes that a tile brings at least, 0.1 ms at 0.34 TB/s: a tile is a few launches more.
+#: Least number of bytes per tile, 0.1 ms at 0.34 TB/s, because a tile costs a few more launches.
 _TILE_BYTES = 32 << 20
-#: Bytes that a product gathers while an exchange brings one, about, on H200s of one host (4.4 and 0.34 TB/s).
+#: Approximate number of bytes that a product gathers while an exchange sends one, on H200s of one host (4.4
+#: and 0.34 TB/s).
 _GATHERED_PER_RECEIVED = 12
-#: What nothing hides is the last tile's product: a quarter of the halo's then.
+#: Only the product of the last tile is not hidden: a quarter of the halo's product.
 _MOST_TILES = 4
 
 

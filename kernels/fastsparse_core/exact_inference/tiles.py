@@ -19,7 +19,7 @@ from fastsparse_core.sampling.features import gather_on_cuda
 from fastsparse_core.sampling.host_rows import HostRows, deferred
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Share of the free memory that a tile may take by the estimate, which leaves out what the allocator rounds.
+#: Share of the free memory that a tile may take by the estimate, which ignores the allocator's rounding.
 _TILE_SHARE = 0.6
 #: Share of the free memory that stays for tiles when features or results are placed on the device.
 _KEPT_FOR_TILES = 0.15
@@ -36,7 +36,8 @@ _MOST_ENTRIES = 2**30
 #: Bytes that are copied between the host and a GPU, or gathered for it, at a time.
 _PIECE_BYTES = 2**26
 _NUM_BUFFERS = 4
-#: The share of a GPU's memory that `torch.cuda.set_per_process_memory_fraction` left; older versions keep it.
+#: The share of a GPU's memory that `torch.cuda.set_per_process_memory_fraction` allows; older versions of
+#: PyTorch store it here.
 _memory_share: Callable[[torch.device], float] = getattr(
     torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0
 )
@@ -336,7 +337,7 @@ class _Tiles:
             else:
                 for place, piece in zip(bounds, self._exchanged(part, bounds), strict=False):
                     result.write(place, piece)
-            del part  # before the next tile takes as much
+            del part  # before the next tile allocates as much
             start = bounds[-1]
             if placement.tile is None:
                 growth = self._agreed([budget / max(self._size.bytes(costs), 1)])[0]
@@ -595,7 +596,7 @@ def _with_loops(rowptr: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
     rowptr = torch.zeros_like(rowptr)
     torch.cumsum(counts, 0, out=rowptr[1:])
     merged = torch.empty(col.numel() + num_rows, dtype=torch.int32, device=col.device)
-    # Before an entry there are as many loops as rows.
+    # The number of loops before an entry is the number of rows before it.
     merged[torch.arange(col.numel(), device=col.device) + row] = col
     merged[rowptr[1:] - 1] = torch.arange(num_rows, dtype=torch.int32, device=col.device)
     return rowptr, merged

@@ -83,7 +83,11 @@ class CBSR:
         return cbsr
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CBSR.from_parts, (self.values, self.ids, self.width)  # which checks: a file may be damaged
+        return CBSR.from_parts, (
+            self.values,
+            self.ids,
+            self.width,
+        )  # which checks it, because a file may be damaged
 
     def check(self) -> None:
         """Raises an error unless the parts fit together; reads from the device.

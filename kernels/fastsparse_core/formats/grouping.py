@@ -19,15 +19,15 @@ from fastsparse_core.formats.compress import compress
 #: How the rows of a window are chosen.
 Method = Literal["auto", "none", "minhash"]
 _METHODS = get_args(Method)
-#: Sorted orders in which a row meets its neighbours: fewer than there are hashes, and the bits of their
-#: number and of a key are at most 32 together.
+#: Number of sorted orders in which rows are compared with their neighbours: fewer than there are hashes, and
+#: the bits of their number and of a key are at most 32 together.
 _BANDS = 8
 #: Pairs of rows compared at a time, which bounds the scratch memory (about 30 bytes a pair).
 _PAIRS = 2**25
-#: Share of the vectors that a grouping has to save: it costs locality, and gathers heavy rows into windows
-#: that take long. Measured on an H200 over 27 graphs, products became faster from here on.
+#: Share of the vectors that a grouping must save, because it costs locality and puts heavy rows into the same
+#: windows. On an H200 and 27 graphs, products were faster from this share on.
 _LEAST_SAVING = 0.1
-#: Entries per row below which products became slower whatever was saved.
+#: Entries per row below which grouping made products slower, whatever it saved.
 _LEAST_ENTRIES = 8
 #: Windows that are counted to estimate a saving.
 _SAMPLE = 4096
@@ -150,7 +150,7 @@ def _sample(adj: Rows, window_row: Tensor | None, stride: int) -> tuple[Tensor, 
     if stride == 1:
         return place_of_row(window_row, adj.num_dst).index_select(0, adj.row_once()), adj.col, adj.num_dst
     rows = window_row.reshape(-1, HEIGHT)[::stride].flatten()
-    # Only the last places can be absent.
+    # Only the last vectors of a window can be missing.
     rows = rows[rows >= 0]
     length = adj.in_degree()[rows]
     end = length.cumsum(0)
@@ -165,7 +165,7 @@ def _similar_order(adj: Rows) -> Tensor:
     """The rows by cluster, int32 (num_dst,)."""
     num_rows, device = adj.num_dst, adj.device
     index = device_index(device)
-    # A row of few entries has as few different minima; so the sorts stay within the order of the edges.
+    # A row of few entries has few different minima, so the sorts take time in proportion to the edges.
     bands = min(max(adj.num_edges // max(num_rows, 1), 3), _BANDS)
     column_bits = max((adj.num_src - 1).bit_length(), 1)
     signature = torch.empty(num_rows, _C.HASHES, dtype=torch.uint8, device=device)

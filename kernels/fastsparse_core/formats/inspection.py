@@ -13,9 +13,9 @@ from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.compress import expand_rows, row_pieces
 from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 
-#: Words that the kernels write, in the order of EdgeFact in kernels/include/fastsparse/views.h.
+#: Facts that the kernels write, in the order of EdgeFact in kernels/include/fastsparse/views.h.
 NUM_FACTS = 11
-#: Edges, and rows, up to which edges are sorted in the launch that looks at them, without a radix sort.
+#: Number of edges and rows up to which one launch inspects and sorts the edges, without a radix sort.
 FEW_EDGES = _C.FEW_EDGES
 #: Further words of edges that are sorted: SortFact in kernels/include/fastsparse/sort_edges.h.
 _IS_SORTED, _NUM_SLICES, _NUM_SLOTS, _NUM_SPLIT_ROWS = range(NUM_FACTS, NUM_FACTS + 4)
@@ -143,7 +143,8 @@ def inspect_edges(row: Tensor, col: Tensor, num_rows: int, longest: int, *, squa
         longest: entries of a slice, for `Inspection.row_split`.
         square: whether there are as many columns as rows.
     """
-    # An empty tensor has no address, which says that pointers are given: without edges all of them are 0.
+    # An empty tensor has no address, and an address means that pointers are given; without edges, all of them
+    # are 0.
     rowptr = (torch.empty if row.numel() else torch.zeros)(num_rows + 1, dtype=torch.int64, device=row.device)
     return _inspect(row, col, None, rowptr, longest, square)
 

@@ -177,7 +177,7 @@ def split_rows(rowptr: Tensor, longest: int, *, is_cut: bool = True) -> RowSplit
     if rowptr.device.type != "cuda":
         return RowSplit.from_rowptr(rowptr, longest)
     num_rows, device = rowptr.numel() - 1, rowptr.device
-    # What is counted by the rows, and behind it the numbers of split rows and of slots.
+    # Counters per row, followed by the numbers of split rows and of slots.
     num_counts = _C.num_row_split_counts(num_rows=num_rows)
     counts = torch.empty(num_counts + 2, dtype=torch.int64, device=device)
     totals = counts.data_ptr() + 8 * num_counts

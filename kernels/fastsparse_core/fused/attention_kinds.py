@@ -38,13 +38,14 @@ class LayerCall(NamedTuple):
     seed: Tensor | None
     #: Dtype of the features in the products.
     dtype: torch.dtype
-    #: Columns that each linear map gives.
+    #: Number of columns of each linear map's result.
     widths: tuple[int, ...]
     mean: bool
     num_vectors: int
-    #: Whether the backward pass reads the result, which is not to be written then.
+    #: Whether the backward pass reads the result, which then must not be overwritten.
     keeps_result: bool
-    #: All that follows the linear maps in one call each way, an object of `_C`; None: operator by operator.
+    #: Object of `_C` that computes everything after the linear maps in one call each way; None: operator by
+    #: operator.
     plan: Any
 
 
@@ -55,7 +56,7 @@ class Score:
     reads_result: ClassVar[bool]
     #: AttentionScore in kernels/include/fastsparse/views.h.
     code: ClassVar[int]
-    #: Linear maps from which the CPU's plan handles.
+    #: Number of linear maps from which the CPU's plan is used.
     least_maps: ClassVar[int]
 
     @staticmethod
@@ -130,7 +131,8 @@ class _Additive(Score):
             bias = F.linear(features, of_scores)
         if weight is None:
             return unfused.attention(call.adj, *_operands(call, dst, src, joint, bias=bias))
-        # Queries of zeros leave the scores to the bias, and dot products add edges to the values.
+        # With queries of zeros, the scores are the bias alone; attention with dot products also adds edges to
+        # the values.
         score = unfused.additive_scores(call.adj, dst, src, call.scale, bias)
         operands = _operands(call, torch.zeros_like(joint), joint, joint, edges=edges, bias=score)
         return unfused.attention(call.adj, *operands._replace(scale=1.0, kind=launch.DOT_PRODUCT))

@@ -168,7 +168,7 @@ class _Gine(torch.autograd.Function):
         for each in (x, given, weight, bias, after_bias):  # a comprehension is one more call in Python 3.11
             dtypes.append(None if each is None else each.dtype)
         raw: tuple[Tensor | None, ...] = (None,) * 4
-        if weight is not None:  # of features and map second derivatives alone read more than their copies
+        if weight is not None:  # only second derivatives read more of features and map than their copies
             raw = (given if needs[2] else None, weight if needs[1] else None, operands.edge, operands.maps)
         if after is None:
             ctx.save_for_backward(kept, *raw, None, None)
@@ -287,7 +287,7 @@ def gated_layer(
     Returns:
         (N, F); differentiable in all tensors, twice too.
     """
-    if under is not None:  # not within the node, which keeps x: who gave it may write to it
+    if under is not None:  # not within the node, which stores x: the caller may overwrite it
         x, edge = cast(x, under), None if edge is None else cast(edge, under)
     apply = _Gated.apply if is_wrapped(x) else _apply_gated
     out: Tensor = apply(x, edge, root, bias, adj, *weights, *biases)
@@ -318,13 +318,13 @@ class _Gated(torch.autograd.Function):
             of_query, of_value, of_key = of_edges.split(width)
             if root is not None:
                 of_nodes = torch.cat((of_nodes, root))
-        # A bias of another dtype decides that of the result.
+        # A bias of another dtype decides the dtype of the result.
         joined = root is not None and bias is not None and bias.dtype == dtype
         if root is not None:
             biases = (*biases, bias if bias is not None and joined else biases[0].new_zeros(width))
         of_nodes, of_biases = of_nodes.to(dtype), torch.cat(biases).to(dtype)
         query, value, key, *own = F.linear(x, of_nodes, of_biases).split(width, 1)
-        # Both ends of an edge see its features: the gate's map is the sum of theirs.
+        # Both ends of an edge add a map of its features, so the gate's map is the sum of both.
         operands = Operands.of(launch.GATE, key, query, value, edge, of_query, of_value, added=of_key)
         of_root = own[0] if own else None
         if of_root is not None and (of_root.is_cuda or of_root.stride(1) != 1):

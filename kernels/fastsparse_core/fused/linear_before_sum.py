@@ -61,7 +61,7 @@ class _LinearBeforeSum(torch.autograd.Function):
     ) -> Tensor:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.parts = parts
-        # What no gradient needs may be written before the backward pass, as with a linear layer.
+        # A tensor that no gradient needs may be overwritten before the backward pass, as with a linear layer.
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         return F.linear(x, weight, bias)
 

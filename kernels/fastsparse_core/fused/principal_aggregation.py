@@ -281,7 +281,7 @@ class _ScaledAggregation(torch.autograd.Function):
     ) -> Tensor:
         out, *kept = _compute(of, x, matrix, bias, edge, edge_weight, weights, keep=True)
         ctx.of = of
-        # Second derivatives alone need them, so they may be written before the backward pass.
+        # Only second derivatives need them, so they may be overwritten before the backward pass.
         ctx.weights = weights, versions_of(weights)
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x if needs[2] else None, matrix, bias, edge, edge_weight, *kept)

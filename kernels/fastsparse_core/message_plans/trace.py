@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, Node, Proxy
 
-#: What a body may name: modules whose functions a trace records.
+#: Modules whose functions a trace records, by the names that a body may use.
 _MODULES = (torch, F, math)
 _BUILTINS = (hasattr,)
 #: Instructions of a body that does more than compute.
@@ -45,7 +45,7 @@ _FORBIDDEN = (
     "SETUP_FINALLY",
     "SETUP_WITH",
 )
-#: Beginnings of names that read a state of the process, which a trace would take for a constant, or write it.
+#: Prefixes of names that read or write state of the process; a trace would treat it as a constant.
 _STATE = (
     *("is_", "get_default", "get_device", "get_rng", "seed", "initial_seed", "manual_seed", "data"),
     *("set_", "no_grad", "enable_grad", "inference_mode", "autocast", "amp", "autograd"),

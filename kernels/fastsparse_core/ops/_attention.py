@@ -34,7 +34,7 @@ from fastsparse_core.ops._registration import FusedOperator
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Widest head that a warp works on, from blocks, or its lanes hold, 8 features each.
+#: Widest head that a warp supports on blocks, or that its lanes can hold with 8 features each.
 MAX_HEAD_WIDTH = 256
 #: Most features of all heads from blocks: sums of slices are combined 128 at a time, by a grid of at most
 #: 65535 blocks of threads; from CSR 32 at a time.
@@ -181,13 +181,14 @@ def _kernel_of(adj: Adjacency, call: Call, drawn: str) -> str:
     widths = call.dst.size(1), call.src.size(1), v.size(1)
     if widths[0] != widths[2]:
         no_csr = f"v has {widths[2]} features, q has {widths[0]}"
-    if adj.is_padded:  # blocks cannot be made again by replays
+    if adj.is_padded:  # replays cannot build blocks again
         return "unfused" if no_csr else "csr"
     if algorithm == "unfused":
         return algorithm
     no_blocks = blocks_unsupported_reason(adj, v.dtype, widths, heads)
     if torch.compiler.is_compiling():
-        # A trace does not count: it would be made again for every number. The operator builds the blocks.
+        # A trace does not count uses, because it would be compiled again for every count. The operator builds
+        # the blocks.
         facts = policy.Facts(True, *adj.shape, adj.num_edges, converted=True)
         return policy.dot_product_algorithm(facts, algorithm, no_blocks, no_csr).algorithm
     operands = (call.dst, call.src, v) if call.bias is None else (call.dst, call.src, v, call.bias)

@@ -113,7 +113,7 @@ def check_additive(
             raise ValueError(
                 f"{name}: expected shape ({rows}, {heads}), one score per head, got {tuple(score.shape)}"
             )
-        # They are small, so they are kept in full precision even where the values are not.
+        # They are small, so they stay in full precision even if the values do not.
         precise = accumulation_dtype(dtype)
         score = written_out(score)
         scores.append(score if score.dtype == precise else score.to(precise))

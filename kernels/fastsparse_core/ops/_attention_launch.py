@@ -37,7 +37,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 # AttentionScore in kernels/include/fastsparse/views.h.
 DOT_PRODUCT, ADDITIVE, GATV2 = 0, 1, 2
-#: Bytes that one load takes: rows and heads start at their multiples.
+#: Bytes per load: rows and heads start at multiples of it.
 LOAD_BYTES = 16
 #: Groups of lanes of GATv2's backward row pass: each keeps its own sum for the gradient of ``att``. About 8
 #: slices for each, but enough groups to fill the GPU, and no more than balance the load.
@@ -531,7 +531,7 @@ def _backward_with_edges(
     else:
         assert out_edge is not None
         lanes = _head_lanes(head_width, edge_width)
-        # The address of no numbers is that of no sums.
+        # An empty tensor has no address, which also means that there are no sums.
         if v.numel() and scatters(adj, algorithm, v.dtype, None):
             sums = torch.zeros(2, *v.shape, dtype=lse.dtype, device=v.device)
         grad_v = v.new_empty(v.shape if sums is None else 0)

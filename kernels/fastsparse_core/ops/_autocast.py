@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastsparse_core.ops._operands import written_out
 
-#: Dtypes that autocast brings to its own.
+#: Dtypes that autocast casts.
 CAST = (torch.float32, torch.bfloat16, torch.float16)
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 #: Whether products of 16-bit matrices give float32 without a cast (torch 2.8 and later, on CUDA).
@@ -104,7 +104,7 @@ def product_in(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool = Tru
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that matrix products of ``x`` take under autocast; None where it is off."""
-    # The name of a device is a new string each time, which takes longer than both questions.
+    # The name of a device is a new string each time, which takes longer than both checks.
     device_type = "cuda" if x.is_cuda else x.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 

@@ -15,10 +15,10 @@ from fastsparse_core.content import has_content
 
 #: Classes of tensors whose operators are not overridden.
 PLAIN = (Parameter, Tensor)
-#: What decides, with the modes in force, how a tensor is computed with; quicker to ask at once, and to look
-#: up, than one by one.
+#: Together with the active modes, these attributes decide how a tensor is computed with. Reading and looking
+#: them up together is faster than one by one.
 kind_of = attrgetter("__class__", "dtype", "shape", "device", "layout", "requires_grad")
-# What is asked in every call, without the way there.
+# Functions used in every call, bound here to save attribute lookups.
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _is_functional = torch._is_functional_tensor

@@ -85,5 +85,5 @@ def used_csr(adj: Adjacency, *, valued: bool = True) -> Any:
     count_csr_use(adj)
     structure = adj.structure_for(valued=valued)
     if valued and adj.has_sorted_slices:
-        adj.plans["csr"] = structure  # nothing is to be counted any more: callers look here first
+        adj.plans["csr"] = structure  # nothing has to be counted any more; callers check this first
     return structure

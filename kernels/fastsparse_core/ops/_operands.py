@@ -63,12 +63,12 @@ def zero_padded(x: Tensor, columns: int) -> Tensor | None:
     if (
         padded is None
         or padded.shape != (x.shape[0], columns)
-        # What is made of x in place, as by `resize_` or `t_`, has the attribute, too.
+        # In-place operations on x, such as `resize_` or `t_`, keep the attribute.
         or x.shape[1] != width
         or x.stride() != padded.stride()
         or x.data_ptr() != padded.data_ptr()
         or x.dtype is not padded.dtype
-        # So have copies, but autograd would not see that they are written.
+        # Copies have it too, but autograd would not see writes to them.
         or not (x.is_inference() or x._base is padded)
     ):
         return None

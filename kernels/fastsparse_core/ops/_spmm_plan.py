@@ -135,7 +135,7 @@ class _CsrPlan:
         if resident or algorithm == "tca":
             structure = adj.structure_for(valued=valued, work_list="plain")
         elif algorithm == "hr":
-            # The structure first: while a graph is captured it says what is missing, before a number is read.
+            # The structure first: during a capture it names what is missing, before a number is read.
             structure = adj.structure_for(valued=valued, work_list="hybrid")
             num_long, self.num_slots = adj.hybrid_rows.num_long, adj.hybrid_rows.num_slots
         else:
@@ -242,7 +242,9 @@ class _BsbPlan:
     ) -> Tensor:
         width = x.shape[1]
         out = x.new_empty(adj.num_dst, width)
-        vector_scale = None  # a name until after the launch: while a graph is captured nothing else keeps it
+        vector_scale = (
+            None  # a variable keeps it alive until after the launch; during a capture nothing else does
+        )
         if scale_src is not None and value is None and not self.is_float32:
             vector_scale = adj.vector_scale(scale_src)
         elif scale_src is not None:

@@ -319,5 +319,5 @@ class _Spmm(torch.autograd.Function):
         return grad_x, grad_value, None, None, grad_bias, None, None, None, None, None
 
 
-# `num_dst` repeats what the structure says, for traces, which have none.
+# `num_dst` repeats the structure's size for traces, which have no structure.
 _spmm_op = Operator(_spmm, lambda of: of.x.new_empty(of.num_dst, of.x.size(1)), _Spmm)

@@ -14,7 +14,7 @@ from fastsparse_core.sampling.part import LIMIT, Known, Layout, Nodes, Output, P
 from fastsparse_core.sampling.relations import ALL, Graph
 from fastsparse_core.sampling.sample import Edges, Sample
 
-#: Slots of the hops that are run together, at most; a hop alone may have more. 28 bytes each, and up to 36
+#: Largest number of slots of hops that run together; a single hop may have more. 28 bytes each, and up to 36
 #: for its place in the table.
 _MOST_SLOTS = 2**23
 #: In place of a hop: the edges between all nodes.

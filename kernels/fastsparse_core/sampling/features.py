@@ -21,12 +21,12 @@ from fastsparse_core.sampling.shared_memory import check_processes, divided_rows
 
 _logger = logging.getLogger("fastsparse_core")
 
-#: Share of the GPU's free memory that a table may take; a larger one stays with the host.
+#: Share of the GPU's free memory that a table may take; a larger table stays on the host.
 _SHARE_OF_FREE = 0.5
 #: Bytes per second from which the host's threads gather a table that is not page-locked: a copy that is would
 #: take as much memory again, and an H200 behind an IOMMU read 8e9 of 16 GiB (the threads 2e10).
 _ENOUGH = 8e9
-#: Bytes of rows that are brought to be kept at a time.
+#: Bytes of rows per copy, for rows that are kept on the device.
 _BYTES_AT_ONCE = 2**26
 
 #: table -> device -> (stamp of its content, what gives rows of it)

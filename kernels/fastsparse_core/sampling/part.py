@@ -46,7 +46,7 @@ class Output:
 
     def allocate(self, device: torch.device) -> None:
         """Sets memory aside for as many as there may be."""
-        with torch.inference_mode(False):  # they may become what the caller gets
+        with torch.inference_mode(False):  # they may become results of the caller
             self.place, self.row = (
                 torch.empty(self.most, dtype=torch.int32, device=device) for _ in range(2)
             )

@@ -28,10 +28,10 @@ from fastsparse_core.structure.construction import (
 from fastsparse_core.structure.row_formats import TransposedOrder, Usage
 from fastsparse_core.structure.storage import Storage, move
 
-#: Not a WeakValueDictionary, whose entries take the host five times as long.
+#: Not a WeakValueDictionary, whose look-ups take the host five times as long.
 _registry: dict[int, weakref.ref[Adjacency]] = {}
 _next_handle = itertools.count(1)
-#: Entries up to which a structure is transposed without asking before whether it is symmetric.
+#: Number of entries up to which a structure is transposed without checking first whether it is symmetric.
 _FEW_ENTRIES = 2**22
 #: Number of entries above which a structure caches only what was requested.
 _MANY_ENTRIES = 2**28
@@ -79,7 +79,7 @@ class Adjacency(Storage):
 
     #: Whether it is one rank's part of a graph (:class:`fastsparse_core.distributed.PartitionedAdjacency`).
     is_partitioned: ClassVar[bool] = False
-    #: Whether replays of a CUDA graph make it again, for other edges (``fresh_adjacency.FreshAdjacency``).
+    #: Whether replays of a CUDA graph rebuild it for other edges (``fresh_adjacency.FreshAdjacency``).
     is_padded: ClassVar[bool] = False
 
     def __init__(
@@ -313,7 +313,9 @@ class Adjacency(Storage):
                 it is needed later, the edges are sorted again.
         """
         parent = self._parent() if self._parent is not None else None
-        found: Adjacency | None = parent or self._built.results.get("t")  # asked here: `get` is one call more
+        found: Adjacency | None = parent or self._built.results.get(
+            "t"
+        )  # checked here, because `get` would be one more call
         return found or self._built.get("t", lambda: self._transpose(valued))
 
     def keep_transpose(self, transposed: Adjacency) -> None:

@@ -24,7 +24,7 @@ _logger = logging.getLogger("fastsparse_core")
 _INT32_MAX = 2**31 - 1
 #: Bytes per entry that the conversion to blocks takes while it runs: rows, and two sorts of 64-bit keys.
 _CONVERSION_BYTES = 48
-#: What it may take without a question, and share of the free memory that it may take.
+#: Bytes that it may take without a check, and the share of the free memory that it may take.
 _FEW_BYTES = 2**30
 _SHARE_OF_FREE = 0.5
 
@@ -128,7 +128,8 @@ class BlockFormats(Degrees):
         return self._blocks(
             self.bsb_split,
             self.bsb_runs,
-            # Found only now: most structures never meet edge values, and the places take 4 bytes an edge.
+            # Computed on demand: most structures are never used with edge values, and the positions take 4
+            # bytes per edge.
             self._of_pattern.get("quad_entry", self.bsb.quad_entry) if valued else None,
             self.bsb_value_id if valued else None,
         )

@@ -210,7 +210,7 @@ class RowFormats:
         found = results.get(key)
         if found is None and work_list == "hybrid":  # which reads the device: not while a graph is captured
             found = self._built.get(key, lambda: self._rows(self.hybrid_rows.row_split(), valued=valued))
-        elif found is None:  # of threads that come at once each makes one, and all say the same
+        elif found is None:  # if several threads come at once, each builds one, and all are equal
             is_split = work_list == "csr" and self.device.type == "cuda"
             split = self.row_split if is_split else None
             found = results[key] = self._rows(split, valued=valued)

@@ -19,8 +19,8 @@ from fastsparse_core.log import range_text
 from fastsparse_core.structure.build_once import built_results
 from fastsparse_core.structure.construction import check_shape, rows_of_pointers
 
-#: Binary digits of the numbers of rows and segments of indices on a GPU that did not ascend: the next
-#: one of the kind is sorted before anything is read from the device, until one did ascend.
+#: Bit lengths of the numbers of rows and segments of indices on a GPU that were not ascending. The next index
+#: of these sizes is sorted before anything is read from the device, until one is ascending.
 _unsorted: set[tuple[int, int]] = set()
 
 
@@ -97,7 +97,8 @@ class Segments:
         """Sorts an index on a GPU, unseen; None if some of it is none."""
         check_content("index", index)
         num_rows = index.numel()
-        # The one read from the device is waited for when all that does not need it is on its way.
+        # The host waits for the only read from the device after everything that does not need it was
+        # launched.
         sort = sort_index(index, num_segments, slice_length(num_rows, gpu.profile_of(index.device)))
         if meanwhile is not None:
             unseen = cls(sort.rowptr, sort.order, num_rows, sort.workspace)
