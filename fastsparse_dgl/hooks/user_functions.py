@@ -116,7 +116,7 @@ def _trace_of(function: Function, argument: Callable[[Any], Any], place: str) ->
         found.written = {name: each.node for name, each in batch.data.written.items()}
     except Untraceable as reason:
         found.reason = str(reason)
-    except Exception as error:  # whatever a symbol cannot do
+    except Exception as error:  # any operation that a symbol does not support
         found.reason = f"cannot be traced ({(str(error).splitlines() or [type(error).__name__])[0][:60]})"
     return found
 
@@ -299,7 +299,7 @@ def _find_plan(
         return planner.plan_reduction(trace.graph, trace.written, rfunc.msg_field, rfunc.name)
     except NoPlan as reason:
         return str(reason)
-    except Exception:  # whatever an operator cannot do with tensors without content
+    except Exception:  # any error of an operator on tensors without content
         return ""
 
 

@@ -104,7 +104,7 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
                 x_src = fc_src(source)
                 (score_src,) = head_scores(x_src, self.attn_l)
                 (score_dst,) = head_scores(fc_dst(destination), self.attn_r)
-            # The recipe counts what stands between the nodes and the heads as more heads.
+            # The recipe counts dimensions between the nodes and the heads as more heads.
             out, weight = recipes.gat(
                 adjacency,
                 score_dst.flatten(1),

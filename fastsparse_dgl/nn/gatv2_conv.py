@@ -90,7 +90,7 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
                 x_src, x_dst = joint_linear(source, (self.fc_src, self.fc_dst))
             else:
                 x_src, x_dst = self.fc_src(source), self.fc_dst(destination)
-            # The recipe counts what stands between the nodes and the heads as more heads.
+            # The recipe counts dimensions between the nodes and the heads as more heads.
             between = x_src.shape[1:-1]
             out, weight = recipes.gatv2(
                 adjacency,

@@ -96,7 +96,8 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         of_dst, of_src, of_edge, of_own, weights, biases, own_biases = [], [], [], [], [], [], []
         for tower in towers:
             message, update = tower.M, tower.U
-            # The gradient of a split is one tensor; each slice's would be a matrix of zeros.
+            # The gradient of a split is one tensor; the gradient of each slice would be a matrix full of
+            # zeros.
             src, dst, edge = message.weight.split_with_sizes([width, width, self.edge_feat_size], 1)
             own, rest = update.weight.split_with_sizes([width, update.weight.size(1) - width], 1)
             of_dst.append(dst)

@@ -183,7 +183,7 @@ class AttentionConv(FastConv):
             if fill_value != "mean":
                 return total
             key, dtype = ("fastsparse_pyg.edges_of_loops", total.dtype), total.dtype
-            if torch.compiler.is_compiling():  # a trace would depend on what the structure keeps
+            if torch.compiler.is_compiling():  # a trace would depend on what the structure has cached
                 degree = (by_row.rowptr.diff() - 1).clamp(min=1).to(dtype)[:, None]
             else:
                 degree = by_row.derived(key, lambda: (by_row.in_degree() - 1).clamp(min=1).to(dtype)[:, None])

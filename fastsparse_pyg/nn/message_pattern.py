@@ -86,7 +86,7 @@ def find_pattern(
         return replace(found, graph=graph, assigned=assigned)
     except Untraceable as reason:
         return Pattern(guards=guards, reason=str(reason))
-    except Exception as error:  # whatever a symbol cannot do
+    except Exception as error:  # any operation that a symbol does not support
         said = str(error).splitlines()
         return Pattern(guards=guards, reason=f"cannot be traced ({(said or [type(error).__name__])[0][:60]})")
 

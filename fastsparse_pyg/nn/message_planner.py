@@ -104,7 +104,7 @@ def _find_plan(
         return plan._replace(dtypes=(values[list(graph.nodes)[-1].args[0]].dtype, own))
     except NoPlan as reason:
         return str(reason)
-    except Exception:  # whatever an operator cannot do with tensors without content
+    except Exception:  # any error of an operator on tensors without content
         return ""
 
 

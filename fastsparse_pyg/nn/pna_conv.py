@@ -125,7 +125,8 @@ class FastPNAConv(FastConv, PNAConv):
         # Comprehensions would be a call each in Python 3.11.
         of_own, weights, own_biases = [], [], []
         for nn in post_nns:
-            # The gradient of a split is one tensor; each slice's would be a matrix of zeros.
+            # The gradient of a split is one tensor; the gradient of each slice would be a matrix full of
+            # zeros.
             of_node, rest = nn[0].weight.split_with_sizes([width, nn[0].weight.size(1) - width], 1)
             of_own.append(of_node)
             weights.append(rest)
@@ -178,7 +179,7 @@ class FastPNAConv(FastConv, PNAConv):
             if name != "identity":
                 divides, of_degree = _OF_DEGREE[name]
 
-                if torch.compiler.is_compiling():  # a trace would depend on what the structure keeps
+                if torch.compiler.is_compiling():  # a trace would depend on what the structure has cached
                     factor = of_degree(adj.rowptr.diff().to(dtype))
                 else:
 

@@ -17,7 +17,7 @@ std::int64_t work(const CsrView& a, const MultiAggregateInput& input) {
   return a.num_edges * (input.width + (input.weight != nullptr ? input.width * input.edge_width : 0));
 }
 
-// Loops over features are functions: compilers know of parameters alone that they are apart from the others.
+// Loops over features are functions: compilers know that arrays do not overlap only if they are parameters.
 template <typename A>
 FASTSPARSE_INLINE void set_sum(const A* left, const A* right, A* __restrict to, std::int64_t width) {
   for (std::int64_t f = 0; f < width; ++f) to[f] = left[f] + right[f];
@@ -72,8 +72,8 @@ struct Messages {
   }
 };
 
-// A row's sums so far. Squared deviations are those from the mean (Chan et al., Updating formulae and a
-// pairwise algorithm for computing sample variances, 1979): nothing cancels.
+// A row's sums so far. Squared deviations are from the mean (Chan et al., Updating formulae and a pairwise
+// algorithm for computing sample variances, 1979): nothing cancels.
 template <typename A>
 struct Aggregates {
   std::int64_t width, count = 0;

@@ -26,7 +26,7 @@ FASTSPARSE_INLINE Acc<T> weight_of(const SpmmArgs& args, std::int64_t entry, std
   return weight;
 }
 
-// The values of the entries where they are all there is of weights, in their order; else null.
+// The values of the entries in their order if there are no other weights; otherwise null.
 template <typename T>
 FASTSPARSE_INLINE const T* plain_weights(const SpmmArgs& args) {
   const bool is_plain = args.value.dtype == args.dtype && args.value.heads == 1 &&

@@ -1,6 +1,6 @@
-// Batch normalisation whose mean and variance are those of the rows that a mask names, and its gradient: of
-// batches in memory with space for more, where how many rows there are is known on the device alone. Every
-// row is normalised; the gradient of a row that the mask does not name is zero.
+// Batch normalisation whose mean and variance are those of the rows that a mask names, and its gradient, for
+// batches in memory with spare capacity, where only the device knows the number of rows. Every row is
+// normalised; the gradient of a row that the mask does not name is zero.
 //
 //   out = (x - mean) inverse w + b              inverse = 1 / sqrt(var + eps)
 //   dx  = (dy - db / n - (x - mean) inverse dw / n) inverse w      db = sum of dy, dw = sum of dy (x - mean)

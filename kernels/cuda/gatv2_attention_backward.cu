@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
     const std::int64_t row = row_of(args.split, slice), row_head = lane.at(row);
     float x_dst[kLaneFeatures] = {}, grad[kLaneFeatures] = {};
     float out[kLaneFeatures], grad_x[kLaneFeatures] = {};
-    // Not of a row without entries, which may be NaN: lanes go on to the longest slice of their warp.
+    // Not for a row without entries, which may be NaN: lanes loop up to the longest slice of their warp.
     if (slice.length > 0) {
       lane.load(x_dst, input.x_dst, row);
       lane.load(grad, args.grad, row);

@@ -126,7 +126,7 @@ struct Row {
   }
 };
 
-// A row that is read again whenever it is looked at.
+// A row that is not kept in registers, but read again for every pass.
 template <typename T, int kLanes, int kChunks>
 struct Row<T, kLanes, kChunks, 0> {
   using A = Acc<T>;
@@ -206,7 +206,7 @@ __device__ __forceinline__ int count_above(const R& row, typename R::A threshold
   return R::OfTeam::sum(found);
 }
 
-// What a team knows from its rows before: their thresholds and the distance between entries there, both
+// State of a team from its earlier rows: their thresholds and the distance between entries there, both
 // smoothed.
 template <typename A>
 struct Guess {
@@ -464,9 +464,8 @@ __device__ __forceinline__ void write_from(const R& row, const Threshold<R>& thr
   });
 }
 
-// Where k entries are not parted by a threshold: those above it, and of those equal to it as many as there is
-// space for, in the order of columns. Where the entries that are NaN would fill a row, they are those equal
-// to it.
+// If no threshold separates exactly k entries: all entries above it, and the first of those equal to it, in
+// the order of columns. If NaN entries would fill the row, NaN is the threshold.
 template <int kChunks, typename R>
 struct Tied {
   using A = typename R::A;

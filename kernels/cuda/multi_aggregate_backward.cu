@@ -106,7 +106,7 @@ __device__ __forceinline__ void prepare(RowGradient<Acc<T>>& gradient, const Mul
 }
 
 // Gradients of the edges' features and of W from those of some messages; `of_weight` is this lane's place in
-// its warp's sums, null: not wanted. Every lane of the warp takes part.
+// its warp's sums, null: not computed. Every lane of the warp takes part.
 template <typename T, int kCount>
 __device__ __forceinline__ void differentiate_features(const MultiAggregateBackwardArgs& args,
                                                        const Quad& quad, const Entries<kCount>& entries,

@@ -39,7 +39,7 @@ struct Row {
 
 __device__ __forceinline__ Row load_row(const SampleStep& step, std::int64_t number) {
   const std::int64_t node = step.dst.node[number];
-  // A node that is none of the graph's, which the host will hear of, has no neighbours.
+  // A node that is not in the graph has no neighbours; the host reports the error.
   const bool is_valid = node >= 0 && node < step.a.num_rows;
   return {number, is_valid ? step.a.rowptr[node] : 0, is_valid ? step.a.rowptr[node + 1] : 0,
           step.dst.seed == nullptr ? 0 : step.dst.seed[number]};
@@ -373,8 +373,7 @@ __global__ void __launch_bounds__(kThreads)
     const std::int64_t number = nodes_before + static_cast<std::int64_t>(own >> 32);
     step.src.node[number] = node_at(table, step.src, place);
     if (step.src.seed != nullptr) step.src.seed[number] = seed_at(table, place);
-    // Others that ask whether they are the first see a slot that is not theirs, or this number, which is
-    // none.
+    // Threads that check whether they are the first see another slot, or this number, which is not a slot.
     *static_cast<volatile std::uint32_t*>(table.value + place) = static_cast<std::uint32_t>(number);
   }
   if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) {

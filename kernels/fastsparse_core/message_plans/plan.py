@@ -361,7 +361,7 @@ class Planner:
 
         Raises:
             NoPlan: nothing would be gained.
-            Exception: whatever an operator cannot do with tensors without content.
+            Exception: any error of an operator on tensors without content.
         """
         values, out = self._walk(trace)
         if not isinstance(out, (_Sum, _Of)):

@@ -117,7 +117,7 @@ def trace(
 
     Raises:
         Untraceable: the body may do something else than compute.
-        Exception: whatever a symbol cannot do.
+        Exception: any operation that a symbol does not support.
     """
     _check_code(body, guards, functions)
     probe, state = _probe(layer, original, body, guards, functions, refused, {})
@@ -192,7 +192,7 @@ def trace_function(
 
     Raises:
         Untraceable: the body may do something else than compute.
-        Exception: whatever a symbol cannot do.
+        Exception: any operation that a symbol does not support.
     """
     body, layer = function.body, nn.Module() if function.layer is None else function.layer
     _check_code(body, guards, (), ("LOAD_DEREF", "STORE_SUBSCR"))

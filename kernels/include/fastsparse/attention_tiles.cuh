@@ -345,7 +345,8 @@ __device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std:
           sum[i / 2][i % 2] = 0;
         }
       }
-      // Else wide heads' loads are all moved to the front, where they find no registers.
+      // Otherwise the compiler moves all loads of wide heads to the front, where there are not enough
+      // registers.
       if (S::kHeadPieces > 16 && step % 16 == 14) __syncwarp();
     }
     if constexpr (kTerms > 1) {
@@ -454,7 +455,7 @@ __device__ __forceinline__ void add_entries(float (&sum)[S::kTiles][4], std::uin
   }
 }
 
-// Whether no lane's sums hold infinity or NaN.
+// Whether the sums of all lanes are finite.
 template <typename S>
 __device__ __forceinline__ bool finite(const float (&sum)[S::kTiles][4]) {
   float zero = 0;
@@ -568,7 +569,7 @@ struct Owned {
     }
     return v;
   }
-  // Numbers of the own rows, as the sums of add_columns need them: of rows 2t and 2t + 1.
+  // Numbers of the own rows, in the layout of the sums of add_columns: of rows 2t and 2t + 1.
   static __device__ __forceinline__ void of_sums(float (&of_row)[2], const float (&own)[kRowsOwned],
                                                  int lane) {
     if constexpr (S::kFloat) {
@@ -652,7 +653,7 @@ class Entries {
   __device__ __forceinline__ void positions(std::int64_t (&position)[kOwned], const BsbView& a,
                                             std::int64_t first_quad) const {
     const std::uint32_t masks = this->masks();
-    if (masks == 0) return;  // so has a quad that is not there
+    if (masks == 0) return;  // as for a quad that does not exist
     const std::int64_t first = a.quad_entry[first_quad + quad()];
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {

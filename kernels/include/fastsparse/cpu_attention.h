@@ -202,7 +202,7 @@ void project(const Gather& right, const double* columns, std::int64_t edge_width
 template <typename A>
 struct HiddenGradients {
   Sum<A> slopes, outputs;
-  A* rows;  // null: not wanted
+  A* rows;  // null: not computed
   std::int64_t stride;
 };
 void differentiate_hidden(const float* weight, const Hidden<float>& hidden, const Gather& right,

@@ -529,7 +529,7 @@ __device__ __forceinline__ void load_edge(Words<T, 4> (&edge)[kKeptWeight / 4], 
   }
 }
 
-// exp(x) as __expf computes it, without the steps that save results below 2^-126, which are 0 here.
+// exp(x) as __expf computes it, without the steps for results below 2^-126, which are 0 here.
 __device__ __forceinline__ float exp_or_zero(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));

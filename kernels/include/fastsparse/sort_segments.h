@@ -9,7 +9,7 @@
 
 namespace fastsparse {
 
-// What the host wants to know of an index that was sorted.
+// Facts for the host about a sorted index.
 enum SegmentFact : int {
   kCutSegments = 0,  // the first two are what `RowSplitArgs::totals` has
   kSegmentSlots,
@@ -21,8 +21,8 @@ enum SegmentFact : int {
 // Target of slices that there might have been, behind all that there are: nothing is to be done.
 constexpr std::int32_t kNoTarget = std::numeric_limits<std::int32_t>::min();
 
-// Sorts stably by an index that may be anything, finds the segments and cuts them into slices. What is no
-// index comes behind all segments.
+// Sorts stably by an index that may be anything, finds the segments and cuts them into slices. Numbers that
+// are not valid indices come behind all segments.
 struct SortSegmentsArgs {
   const void* index;  // (num_rows)
   bool index_is_64bit;

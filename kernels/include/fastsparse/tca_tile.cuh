@@ -20,7 +20,7 @@
 
 namespace fastsparse::cuda {
 
-// What a tile needs to know of a call.
+// Arguments of a call that a tile reads.
 struct TileArgs {
   CsrView a;
   EdgeValueView value;
@@ -155,7 +155,7 @@ struct TcaTile {
     }
   }
 
-  // What follows are the parts of `sum`.
+  // The parts of `sum` follow.
 
   // The result of this lane alone, one entry after the other.
   __device__ __forceinline__ static void sum_plainly(const TileArgs& args, std::int64_t feature,

@@ -155,7 +155,7 @@ struct AggregateLinearArgs {
   const float* weight;     // (out_width, width) contiguous
   const float* root_weight;
   const float* bias;  // (out_width), null: 0
-  float* sums;        // (num_rows, width) contiguous: out, null: not asked for, up to 128 outputs; or given
+  float* sums;        // (num_rows, width) contiguous: out, null: not computed, up to 128 outputs; or given
   float* out;         // (num_rows, out_width) contiguous
   std::int64_t width;
   std::int64_t out_width;
@@ -170,7 +170,7 @@ struct AggregateLinearBackwardArgs {
   const float* sums;  // (num_rows, width) contiguous
   DenseView x;        // (num_rows, width)
   float* weights;     // out (num_slabs, 2, out_width, width): of W, then of W_r
-  float* bias;        // out (num_slabs, out_width), null: not asked for
+  float* bias;        // out (num_slabs, out_width), null: not computed
   std::int64_t num_rows;
   std::int64_t num_slabs;
   std::int64_t width;
@@ -399,7 +399,7 @@ struct AdditiveAttentionBackwardArgs {
   float* grad_score_dst;  // (num_rows, heads)
   float* grad_score_src;  // (num_cols, heads)
   void* grad_v;           // (num_cols, heads * head_width)
-  void* grad_bias;        // (num_values, heads) in bias.dtype; null: not wanted
+  void* grad_bias;        // (num_values, heads) in bias.dtype; null: not computed
   float* row_state;       // (num_rows, heads, 4)
   float* partial_row;     // (num_slots, heads, 4)
   float* partial_v;       // (num_slots of the transposed structure, heads * head_width)
@@ -500,7 +500,7 @@ struct AttentionBsbBackwardArgs {
   void* grad_q;      // (num_rows, heads * head_width)
   void* grad_k;      // (num_cols, heads * head_width)
   void* grad_v;      // (num_cols, heads * value_width)
-  void* grad_bias;   // (num_values, heads) in bias.dtype; null: not wanted
+  void* grad_bias;   // (num_values, heads) in bias.dtype; null: not computed
   float* row_state;  // (num_rows, heads, 2; float32: 4)
   float* partial_q;  // (num_slots, 8, heads * head_width)
   float* partial_k;  // (num_slots of the transposed structure, 8, heads * head_width)
@@ -558,8 +558,8 @@ struct AttentionCsrBackwardArgs {
   // (num_values, heads, 2) in the accumulation type: dropout(p_ij) and ds_ij, the gradient of the bias; null
   // without bias and edge features. It and grad_edge are zeros where not every value has an entry.
   void* work;
-  void* grad_edge;    // (num_values, edge_width); null: not wanted
-  void* grad_weight;  // (heads * value_width, edge_width); null: not wanted
+  void* grad_edge;    // (num_values, edge_width); null: not computed
+  void* grad_weight;  // (heads * value_width, edge_width); null: not computed
 };
 FASTSPARSE_ARGUMENTS(AttentionCsrBackwardArgs, FIELDS(forward), AS(transposed, a_t),
                      FIELDS(grad, grad_dst, grad_src, grad_v, grad_att, work, grad_edge, grad_weight));
@@ -625,9 +625,9 @@ struct EdgeAttentionBackwardArgs {
   void* grad_k;
   void* grad_v;         // null for GATv2, where it is part of that of k
   void* grad_q_edge;    // dot products only
-  void* grad_features;  // (parts, num_values, edge_width) in the accumulation type, null: not wanted
+  void* grad_features;  // (parts, num_values, edge_width) in the accumulation type, null: not computed
   void* grad_att;       // (att_rows, heads * head_width), likewise: the gradient is the sum of its rows
-  void* grad_weight;    // (weight_rows, edge_width, heads * head_width), likewise, null: not wanted
+  void* grad_weight;    // (weight_rows, edge_width, heads * head_width), likewise, null: not computed
   std::int64_t att_rows;
   std::int64_t weight_rows;
   float* partial_q;
@@ -676,9 +676,9 @@ struct MultiAggregateArgs {
   RowSplitView split;
   MultiAggregateInput input;
   void* out;      // (num_rows, num_slots * width)
-  void* mean;     // (num_rows, width) in the accumulation type, null: not wanted
+  void* mean;     // (num_rows, width) in the accumulation type, null: not computed
   void* ties;     // (num_rows, 2, width) in the accumulation type: how many entries have the maximum, and the
-                  // minimum; null: not wanted
+                  // minimum; null: not computed
   void* partial;  // (num_slots, 6, width), then (num_slots), in the accumulation type; CUDA only
 };
 FASTSPARSE_ARGUMENTS(MultiAggregateArgs, AS(structure, a), ALSO(split),
@@ -702,7 +702,7 @@ struct MultiAggregateBackwardArgs {
   void* share;          // (num_rows, 2, width), null: neither max nor min
   std::uint8_t* marks;  // (num_values, ceil(width / 4)): a bit for the maximum of each of 4 features, then
                         // for the minimum; CUDA only, null: neither, or the edges have rows
-  void* grad_src;       // (num_cols, width), null: not wanted
+  void* grad_src;       // (num_cols, width), null: not computed
   void* grad_dst;       // (num_rows, width), likewise
   void* grad_edge;      // (parts, num_values, edge_width) in the accumulation type where there is a weight, a
                         // part for every 128 features; else (num_values, width) in dtype; likewise
@@ -873,8 +873,8 @@ struct CompressArgs {
 FASTSPARSE_ARGUMENTS(CompressArgs, FIELDS(major, minor, index_is_64bit, num_edges, num_major, num_minor,
                                           sort_minor, major_ptr, minor_out, order, order_is_64bit));
 
-// What the host wants to know of edges before it builds a structure of them. Words that are maxima of
-// unsigned indices hold more than any index for a negative one.
+// Facts for the host about edges, before it builds a structure. Words that are maxima of unsigned indices
+// hold more than any index for a negative one.
 enum EdgeFact : int {
   kMostRow,      // greatest row
   kMostCol,      // greatest column
@@ -902,7 +902,7 @@ struct InspectArgs {
   std::int64_t num_rows;
   bool square;            // whether the checksum is wanted
   std::int64_t* rowptr;   // (num_rows + 1); written where rows are given, meaningful where they ascend
-  std::int32_t* col_out;  // (num_edges); null: not wanted
+  std::int32_t* col_out;  // (num_edges); null: not computed
   float* inv_degree;      // (num_rows), 0 for rows without entries
   RowSlice* slices;       // (num_rows) every row in one slice, in row order; CUDA only
   std::int64_t* facts;    // (kNumEdgeFacts) in the device's memory
