@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 #: Columns that kernels gather per pass over a structure: narrower tiles would cost further passes.
 _TILE_COLUMNS = 64
-#: Least number of bytes per tile, 0.1 ms at 0.34 TB/s, because a tile costs a few more launches.
+#: Smallest number of bytes per tile, 0.1 ms at 0.34 TB/s, because a tile costs a few more launches.
 _TILE_BYTES = 32 << 20
 #: Approximate number of bytes that a product gathers while an exchange sends one, on H200s of one host (4.4
 #: and 0.34 TB/s).

@@ -12,8 +12,8 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 #: Number of features or outputs per block.
 _TILE = 128
-#: Least number of rows of a slab, and largest number of slabs: each slab has two thread blocks per tile of a
-#: weight, and together they fill an H200.
+#: Smallest number of rows of a slab, and largest number of slabs: each slab has two thread blocks per tile of
+#: a weight, and together they fill an H200.
 _SLAB_ROWS = 128
 _MOST_SLABS = 66
 #: bfloat16 terms that keep all digits of a float32 number; two if PyTorch allows fewer digits.
