@@ -42,6 +42,7 @@ BANNED = {
     r"\b[Nn]obody\b|\b[Ss]omebody\b|\b[Ww]hoever\b": "no, not, only, who does it",
     r"(^|[.:] )Of (?!(course|the)\b)[^.,:]+,": "subject first",
     r"^(What|Whatever|Whoever|Where|Whether) [^?]*[.:]$": "subject, verb, object",
+    r"^(If|When|Because|While) [^,]*\.$": "a main clause",
 }
 #: Written from records, mostly tables.
 GENERATED = {f"docs/results/{path.name}" for path in (CHECKOUT / "docs" / "results").glob("*.md")} - {
