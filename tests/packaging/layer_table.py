@@ -81,7 +81,7 @@ def _compiled(name: str) -> tuple[str, str]:
 
 def pyg_table() -> str:
     """A row for each drop-in of PyG's plugin."""
-    columns = ["layer", "replaces", "computed by", "edge weights", "edge features", "pair", "static", "lazy"]
+    columns = ["layer", "computed by", "edge weights", "edge features", "pair", "static", "lazy"]
     columns += ["autocast", "compile", "export"]
     rows = []
     for original, drop_in in fastsparse_pyg.nn.DROP_INS.items():
@@ -90,7 +90,6 @@ def pyg_table() -> str:
         rows.append(
             [
                 f"`{drop_in.__name__}`",
-                f"`{name}`",
                 f"`{drop_in._kernel}`",
                 _word(bool(arguments & {"edge_weight", "hyperedge_weight"})),
                 _word("edge_dim" in inspect.signature(original.__init__).parameters),
@@ -125,13 +124,12 @@ def dgl_table() -> str:
         rows.append(
             [
                 f"`{drop_in.__name__}`",
-                f"`{original.__name__}`",
                 _word("edge_weight" in arguments),
                 _word(bool(arguments & {"edge_feat", "edge_feats", "efeat", "efeats"})),
                 _word(_takes_pair(original.__name__)),
             ]
         )
-    return _table(["layer", "replaces", "edge weights", "edge features", "pair"], sorted(rows))
+    return _table(["layer", "edge weights", "edge features", "pair"], sorted(rows))
 
 
 def _word(is_so: bool) -> str:
