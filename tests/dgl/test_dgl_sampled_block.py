@@ -13,7 +13,7 @@ from hook_cases import AWAY, enabled, enabled_for
 from test_dgl_loader import hetero, with_data
 from torch import Tensor
 
-from fastsparse_dgl import sampled_block
+from fastsparse_dgl import device_graph, sampled_block
 from fastsparse_dgl.block_data import set_frames
 from fastsparse_dgl.dataloading import neighbor_sampler
 
@@ -185,6 +185,15 @@ LAYERS = {
     "GATConv": lambda: dgl.nn.GATConv(4, 3, 2, allow_zero_in_degree=True),
     "GINConv": lambda: dgl.nn.GINConv(torch.nn.Linear(4, 3), "max"),
 }
+
+
+def test_blocks_are_not_dgls_where_enable_keeps_the_structure_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_graph, "device_types", ("cpu",))
+    graph, sampler, seeds = with_data(), fastsparse_dgl.NeighborSampler([3]), SEEDS["one type"]
+    _, _, (block,) = sampler.finish(graph, sampler.start(graph, seeds, torch.device("cpu")), seeds)
+    assert isinstance(block, fastsparse_dgl.SampledBlock)
 
 
 @pytest.fixture
