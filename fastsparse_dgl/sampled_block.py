@@ -30,9 +30,9 @@ class SampledBlock:
     """Sampled block on a GPU, with the part of the interface of DGL's blocks that models use.
 
     DGL's wheels from PyPI cannot create a graph on a GPU. Drop-in layers and
-    :class:`fastsparse_dgl.FastHeteroGraphConv` take this object as a graph. DGL's own layers and message
-    passing need :func:`fastsparse_dgl.enable`: then all other methods of DGL's blocks exist, because a DGL
-    block that shares the data is created on demand. ``to("cpu")`` always returns a DGL block.
+    :class:`fastsparse_dgl.FastHeteroGraphConv` take this object as a graph. Message passing and layers
+    without a drop-in need :func:`fastsparse_dgl.enable`: then all other methods of DGL's blocks exist,
+    because a DGL block that shares the data is created on demand. ``to("cpu")`` always returns a DGL block.
 
     As in DGL, a block of a sampler has all data of the graph; a feature is gathered when it is first read.
 
