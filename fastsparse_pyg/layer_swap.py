@@ -137,9 +137,9 @@ def _any_layer(layer: Any) -> type[Module] | str:
 
 def as_drop_in(layer: Module) -> Module:
     """The same, of the drop-in's class where the layer has a drop-in, else of its own."""
-    twin = core.second_object(layer)
-    core.swap(twin, DROP_INS, **_RULES | {"any_layer": None})
-    return twin
+    second = core.second_object(layer)
+    core.swap(second, DROP_INS, **_RULES | {"any_layer": None})
+    return second
 
 
 def kernel_of(layer: Any) -> str:

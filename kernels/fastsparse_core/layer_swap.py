@@ -271,19 +271,19 @@ class FirstCalls:
         """The layers' `__reduce_ex__`: pickles and copies need no FastSparse, as they name the original."""
         if layer not in self._swapped:
             return original(layer, protocol)
-        twin = self.as_original(layer)
-        reduced: Any = twin.__reduce_ex__(protocol)
+        second = self.as_original(layer)
+        reduced: Any = second.__reduce_ex__(protocol)
         how, what, *rest = reduced
-        if how is copyreg.__newobj__ and what == (type(twin),):  # type: ignore[attr-defined]
+        if how is copyreg.__newobj__ and what == (type(second),):  # type: ignore[attr-defined]
             # Which pickle refuses for an object of another class.
-            return copyreg._reconstructor, (type(twin), object, None), *rest  # type: ignore[attr-defined]
+            return copyreg._reconstructor, (type(second), object, None), *rest  # type: ignore[attr-defined]
         return how, what, *rest
 
     def as_original(self, layer: Module) -> Module:
         """A second object of a layer, of the original's class, with the same parameters and buffers."""
-        twin = second_object(layer)
-        restore_layer(twin, self._originals)
-        return twin
+        second = second_object(layer)
+        restore_layer(second, self._originals)
+        return second
 
     def original_class(self, layer: Module) -> type[Module]:
         """The class that a layer had before it became a drop-in."""
