@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from fastsparse_core import CBSR, Adjacency, MaxK, ssd
-from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.fused.maxk_linear import (
     aggregate_cbsr,
     can_maxk_linear,
     densifies,
     maxk_linear,
 )
+from fastsparse_core.ops._eager import is_plain_linear
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
 from fastsparse_dgl.nn.base import scale_dtype
 from fastsparse_dgl.nn.graph_conv import FastGraphConv

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency
 from fastsparse_core.fallback import Reason
-from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.fused.principal_aggregation import Scaled, joined_maps, scaled_aggregation
+from fastsparse_core.ops._eager import is_plain_linear
 from fastsparse_core.ops.multi_aggregate import AGGREGATIONS
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike

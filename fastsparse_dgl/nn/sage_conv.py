@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from fastsparse_core import Adjacency
 from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.aggregate_transform import aggregate_linear
-from fastsparse_core.fused.joint_linear import add_linear, is_plain_linear
-from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_core.fused.joint_linear import add_linear
+from fastsparse_core.ops._eager import is_plain_eager, is_plain_linear
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
 from fastsparse_dgl.nn.base import AggregationMixin, run, scale_dtype

@@ -15,9 +15,8 @@ from torch_geometric.typing import OptTensor
 from fastsparse_core import Adjacency, recorded
 from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.aggregate_transform import graph_convolution, one
-from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_core.ops._eager import is_plain_eager, is_plain_linear
 from fastsparse_core.tiling import NeighbourSum, is_free_of_loops
 from fastsparse_pyg.graph import BY_KERNEL, EdgesLike, edges_for_loops, gcn_factors, resolve
 from fastsparse_pyg.nn.base import known, raise_untiled

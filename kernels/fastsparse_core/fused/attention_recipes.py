@@ -24,7 +24,7 @@ from fastsparse_core.ops import (
     sddmm,
     spmm,
 )
-from fastsparse_core.ops._attention_checks import default_scale
+from fastsparse_core.ops._attention_launch import default_scale
 from fastsparse_core.structure.adjacency import Adjacency
 from fastsparse_core.structure.incidence import edge_ends, incidence
 
