@@ -105,7 +105,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
             assert isinstance(with_loops, Adjacency)
             adj, value, scale_dst, scale_src, adds_loops = self._normalised(with_loops, x, edge_index, None)
         scales = (scale_dst, scale_src)
-        dtype = x.dtype if value is None else message_dtype(x, value)
+        dtype = x.dtype if value is None or value.dtype is x.dtype else message_dtype(x, value)
         if aggregate_first and plain and x.layout is torch.strided and dtype == x.dtype:
             out = self._aggregate_neighbours(adj, x, value, scales=scales)
             return F.linear(_plus_own(out, x, *scales) if adds_loops else out, lin.weight, bias)

@@ -30,7 +30,6 @@ from fastsparse_core.fused.principal_aggregation import (
     node_parts,
     scaled_aggregation,
 )
-from fastsparse_core.structure.incidence import incidence
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix, num_caller_values, to_edge_index
 from fastsparse_pyg.nn.base import FastConv, is_plain_linear, raise_features
@@ -135,7 +134,7 @@ class FastPNAConv(FastConv, PNAConv):
             maps = joined_maps([], [], of_own, [], own_biases, shared)
             own = node_parts(x, *maps, len(of_own) * self.F_out)[2]
             rows = self._messages(x, edge_index, adj, edge_attr)
-            aggregated = multi_aggregate(incidence(adj), rows, names, groups=self.towers)
+            aggregated = multi_aggregate(adj.incidence(), rows, names, groups=self.towers)
             out = add_scaled(own, aggregated, weights, factors)
         else:
             sizes = [width] * (2 if edge_attr is None else 3)

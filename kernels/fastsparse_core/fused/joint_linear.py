@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastsparse_core.fused.bias import linear
@@ -63,7 +64,8 @@ def joint_linear(x: Tensor, modules: Sequence[Any], kind: type[nn.Module] = nn.L
         if module.bias is not None:
             biases.append(module.bias)
     if len(weights) == len(modules) > 1 and len(biases) in (0, len(modules)):
-        joint = linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+        by = linear if x.is_cuda else F.linear
+        joint = by(x, torch.cat(weights), torch.cat(biases) if biases else None)
         return joint.split(widths, dim=-1)
     return tuple(module(x) for module in modules)
 

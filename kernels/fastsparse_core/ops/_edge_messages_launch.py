@@ -330,8 +330,10 @@ def backward(
     map_dtype = dtype if map_dtype is None else map_dtype
     grad = rows(grad) if both else operands.q
     if message == GATE_AND_STATE:
-        grad_side = None if grad_side is None else rows(grad_side)
-        state, grad_state = (None if each is None else rows(each) for each in (state, grad_state))
+        assert grad_side is not None
+        assert state is not None
+        grad_side, state = rows(grad_side), rows(state)
+        grad_state = None if grad_state is None else rows(grad_state)
     else:
         grad_side = state = grad_state = None
     first: tuple[Any, int] | None = adj.plans.get("first rows")

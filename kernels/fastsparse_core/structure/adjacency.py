@@ -411,6 +411,21 @@ class Adjacency(Storage):
         found: _T | None = self._built.results.get(("user", key))
         return self._built.get(("user", key), build) if found is None else found
 
+    def incidence(self) -> Adjacency:
+        """The structure (num_dst, num_values) in which every edge is a source of its own destination.
+
+        An aggregation over it sums features of edges; a sampled product gives every edge one with its
+        destination.
+        """
+
+        def build() -> Adjacency:
+            position = self.edge_id
+            if position is None:
+                position = torch.arange(self.num_edges, dtype=torch.int32, device=self.device)
+            return self._with_columns(position.int(), self.num_values)
+
+        return self.derived("incidence", build)
+
     def without_self_loops(self) -> Adjacency:
         """The structure without its self loops; edge values keep the order and the number that they had."""
         return self.derived("without_self_loops", self._without_self_loops)
