@@ -30,6 +30,7 @@ from fastsparse_core.fused.principal_aggregation import (
     node_parts,
     scaled_aggregation,
 )
+from fastsparse_core.ops._dtypes import ACCUMULATION_DTYPE
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix, num_caller_values, to_edge_index
 from fastsparse_pyg.nn.base import FastConv, is_plain_linear, raise_features
@@ -171,7 +172,7 @@ class FastPNAConv(FastConv, PNAConv):
         self, adj: Adjacency, dtype: torch.dtype, scaler: DegreeScalerAggregation
     ) -> list[Tensor | None]:
         """What every scaler multiplies the aggregations of each node by; None: 1."""
-        dtype, factors = torch.float64 if dtype == torch.float64 else torch.float32, []
+        dtype, factors = ACCUMULATION_DTYPE[dtype], []
         for name in scaler.scaler:
             factor: Tensor | None = None
             if name != "identity":

@@ -13,6 +13,7 @@ from torch_geometric.typing import SparseTensor
 from fastsparse_core import Adjacency, spmm
 from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.propagation import propagate, symmetric_weights
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.traced import TracedAdjacency
 from fastsparse_pyg.graph import (
     caller_edges,
@@ -222,7 +223,7 @@ class PropagatingConv(FastConv):
             return Propagation(adj, symmetric_weights(adj, value))
         # Degrees are sums of many terms: never in 16 bits, whatever autocast says.
         with torch.autocast(x.device.type, enabled=False):
-            dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+            dtype = accumulation_dtype(value.dtype)
             degree = spmm(adj, torch.ones(adj.num_src, 1, dtype=dtype, device=x.device), value)
             scale = degree.pow(-0.5).squeeze(1)
             scale = scale.masked_fill(scale == float("inf"), 0)
