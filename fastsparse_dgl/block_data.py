@@ -117,8 +117,9 @@ class BlockData(MutableMapping[str, Any]):
     """Tensors of nodes or edges of one type by name.
 
     Args:
-        frames: of a block.
-        space: whose.
+        frames: the frames of a block.
+        space: the nodes or edges whose tensors these are: ``("src", type)``, ``("dst", type)`` or
+            ``("edge", type)``.
     """
 
     def __init__(self, frames: Frames, space: Space) -> None:
@@ -147,11 +148,11 @@ class BlockData(MutableMapping[str, Any]):
 
 
 class DataView:
-    """What ``block.srcnodes[type]`` is: its attribute ``data`` holds the tensors by name.
+    """The result of ``block.srcnodes[type]``: its attribute ``data`` holds the tensors by name.
 
     Args:
-        frames: of a block.
-        space: whose.
+        frames: the frames of a block.
+        space: as in `BlockData`.
     """
 
     def __init__(self, frames: Frames, space: Space) -> None:

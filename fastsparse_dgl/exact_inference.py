@@ -95,7 +95,7 @@ def _call(layer: Any, x: Tensor) -> Tensor:
 def _stage(name: str, layer: Any) -> Stage:
     fast = as_drop_in(layer)
     if not isinstance(fast, AggregationMixin):
-        raise ValueError(f"model: expected layers that FastSparse has, got {name}")
+        raise ValueError(f"model: expected layers that have a FastSparse drop-in, got {name}")
 
     def compute(tile: Tile, sums: Tensor | None) -> Tensor:
         result: Tensor

@@ -127,7 +127,7 @@ def train_at_a_glance(result: dict[str, Any]) -> Table:
             rows.append([f"`{name}`", means[0], *ends, *means[1:], str(len(step))])
     columns = ["layer", "time, float32", "least", "most", "time, bf16", "memory, float32"]
     columns += ["time, PyG on torch.sparse", "graphs"]
-    return Table("PyG's layer over ours: time of a training step, and peak memory", columns, rows)
+    return Table("PyG's value divided by ours: time of a training step, and peak memory", columns, rows)
 
 
 def _pyg_over_ours(

@@ -25,7 +25,7 @@ def _activation(k: int, in_feats: int | tuple[int, int]) -> MaxK:
     activation = MaxK(k)
     for width in (in_feats,) if isinstance(in_feats, int) else in_feats:
         if k > width:
-            raise DGLError(f"k: expected at most the width of the input, {width}, got {k}")
+            raise DGLError(f"k: expected at most {width}, the width of the input, got {k}")
     return activation
 
 

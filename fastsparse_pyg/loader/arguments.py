@@ -44,7 +44,7 @@ def checked_num_neighbors(given: Any, edge_types: list[EdgeType] | None) -> Any:
 
     Raises:
         TypeError: not a list of ints or a dict of lists.
-        ValueError: no numbers of neighbours; edge types that the graph has not, or that a dict leaves out.
+        ValueError: the fan-outs are empty, name an edge type that is not in the graph, or omit one that is.
     """
     default = None
     values = given
@@ -70,7 +70,7 @@ def checked_num_neighbors(given: Any, edge_types: list[EdgeType] | None) -> Any:
 
 
 def checked_input_nodes(given: Any, num_nodes: NumNodes, is_data: bool) -> Any:
-    """Seeds as PyG takes them: ids or a mask as a tensor, with their type where there are types.
+    """Seeds in the form that PyG takes: ids or a mask as a tensor, with the node type if the graph is typed.
 
     Args:
         given: the user's `input_nodes`.
@@ -79,7 +79,7 @@ def checked_input_nodes(given: Any, num_nodes: NumNodes, is_data: bool) -> Any:
 
     Raises:
         TypeError: not integers or a mask.
-        ValueError: no type, one that the graph has not, or ids of no node.
+        ValueError: the node type is missing or not in the graph, or an id is out of range.
     """
     if not isinstance(num_nodes, Mapping):
         if given is None and is_data:
@@ -102,7 +102,7 @@ def checked_input_nodes(given: Any, num_nodes: NumNodes, is_data: bool) -> Any:
 
 
 def checked_links(given: Any, data: Any, num_nodes: NumNodes) -> Any:
-    """Links as PyG takes them: a tensor (2, num_links), with their type where there are types.
+    """Links in the form that PyG takes: a tensor (2, num_links), with the edge type if the graph is typed.
 
     Args:
         given: the user's `edge_label_index`.
@@ -111,7 +111,8 @@ def checked_links(given: Any, data: Any, num_nodes: NumNodes) -> Any:
 
     Raises:
         TypeError: not integers.
-        ValueError: no type, one that the graph has not, no links, another shape, or ids of no node.
+        ValueError: the edge type is missing or not in the graph, there are no links, their shape is not
+            (2, num_links), or an id is out of range.
     """
     name = "edge_label_index"
     if not isinstance(num_nodes, Mapping):

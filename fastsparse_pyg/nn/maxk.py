@@ -24,7 +24,7 @@ from fastsparse_pyg.nn.sage_conv import FastSAGEConv
 
 def _check_k(k: int, width: int) -> None:
     if k > width > 0:  # a lazily initialised layer's width is not known yet
-        raise ValueError(f"k: expected at most the width of the input, {width}, got {k}")
+        raise ValueError(f"k: expected at most {width}, the width of the input, got {k}")
 
 
 def _dense(x: Any, activation: MaxK) -> Any:

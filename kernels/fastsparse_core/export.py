@@ -505,7 +505,7 @@ def cpp_structure(
     site: str,
     kept: tuple[Tensor, ...] | None = None,
 ) -> Rows:
-    """``fastsparse::structure``; ``kept``: its rows, of edges that are parts of the program."""
+    """Implements ``fastsparse::structure``. ``kept``: rows of constant edges, converted at export."""
     rows = Rows(edges, num_dst, num_src, reverse, self_loops, site)
     if kept is not None:
         rows.tensors = kept

@@ -156,11 +156,13 @@ class Chosen:
     """Some graphs of a `GraphStore`, in the order of a batch.
 
     Attributes:
-        count: how many.
-        totals: their number of rows, by pointer.
-        first: int64 (number of pointers, count + 1) on the host: where the rows of each begin in the batch.
-        table: what kernels read, on the device of the batch.
-        source: int64 (number of pointers, count) on the host: where their rows begin in the dataset.
+        count: number of graphs.
+        totals: number of rows of all these graphs, one number per pointer.
+        first: int64 (number of pointers, count + 1) on the host: where the rows of each graph begin in the
+            batch.
+        table: `first` and `source` for the kernels, on the device of the batch.
+        source: int64 (number of pointers, count) on the host: where the rows of each graph begin in the
+            dataset.
     """
 
     count: int
@@ -176,11 +178,11 @@ class GraphStore:
     Pointer 0 is that of the graphs themselves: one row each.
 
     Args:
-        num_graphs: how many.
+        num_graphs: number of graphs.
         device: where batches are.
 
     Attributes:
-        num_graphs: how many.
+        num_graphs: number of graphs.
         device: where batches are.
     """
 

@@ -105,7 +105,7 @@ def test_bsb_holds_as_many_columns_as_fit(device):
     assert widest.col[0, :3].tolist() == col.tolist()
     assert widest.mask[0].tolist() == [1, 1, 1, 0]
     with pytest.raises(
-        ValueError, match=r"num_src: expected at most 2\^24 .* got 16777217; .* stays with csr"
+        ValueError, match=r"num_src: expected at most 2\^24 .* got 16777217; use algorithm='csr'"
     ):
         Bsb.from_csr(row.to(device), col.to(device), (1, 2**24 + 1))
 

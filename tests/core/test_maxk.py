@@ -212,8 +212,8 @@ def test_captured_in_a_cuda_graph():
     [
         (torch.ones(3, 4), 0, ValueError, "k: expected at least 1 kept entry in each row, got 0"),
         (torch.ones(3, 4), -2, ValueError, "k: expected at least 1"),
-        (torch.ones(3, 4), 5, ValueError, "k: expected at most the width of x, 4, got 5"),
-        (torch.ones(3, 0), 1, ValueError, "k: expected at most the width of x, 0, got 1"),
+        (torch.ones(3, 4), 5, ValueError, "k: expected at most 4, the width of x, got 5"),
+        (torch.ones(3, 0), 1, ValueError, "k: expected at most 0, the width of x, got 1"),
         (torch.ones(3, 4), 2.0, TypeError, "k: expected an int, got float"),
         (torch.ones(3, 4), True, TypeError, "k: expected an int, got bool"),
         (torch.ones(3, 4).int(), 2, TypeError, "x: expected float64, .* got torch.int32"),

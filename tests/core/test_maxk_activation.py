@@ -58,7 +58,7 @@ def test_bad_input():
         MaxK(0)
     with pytest.raises(TypeError, match="k: expected an int, got float"):
         MaxK(3.0)
-    with pytest.raises(ValueError, match="k: expected at most the width of x, 4, got 5"):
+    with pytest.raises(ValueError, match="k: expected at most 4, the width of x, got 5"):
         MaxK(5)(torch.ones(2, 4))
     with pytest.raises(ValueError, match="x: expected at least one dimension"):
         MaxK(1)(torch.tensor(1.0))

@@ -238,7 +238,7 @@ def test_bad_input(family):
     cls, args = (FastMaxKGraphConv, (7, 4)) if family == "gcn" else (FastMaxKSAGEConv, (7, 4, "mean"))
     with pytest.raises(ValueError, match="k: expected at least 1 kept entry"):
         cls(*args, k=0)
-    with pytest.raises(DGLError, match="k: expected at most the width of the input, 7, got 8"):
+    with pytest.raises(DGLError, match="k: expected at most 7, the width of the input, got 8"):
         cls(*args, k=8)
     with pytest.raises(TypeError, match="k: expected an int, got float"):
         cls(*args, k=2.0)

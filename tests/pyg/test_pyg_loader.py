@@ -111,7 +111,7 @@ def test_a_structure_in_place_of_edge_index(has_types, device):
         one, other = (one[edge_type], other[edge_type]) if has_types else (one, other)
         assert torch.equal(one.e_id, other.e_id)
         assert torch.equal(one.edge_index, other.edge_index)
-        if not has_types:  # by its name PyG knows that it is of edges
+        if not has_types:  # the typed graph has no `edge_attr`
             assert torch.equal(one.edge_attr, other.edge_attr)
     edges.edge_index = Adjacency.from_coo(source[:0], source[:0], (3, 3))
     with pytest.raises(ValueError, match="expected an Adjacency of shape"):

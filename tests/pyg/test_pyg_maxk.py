@@ -264,7 +264,7 @@ def test_lazy_width(family):
     reference, _ = pair(family, 8, 4, "cpu")
     reference.conv.load_state_dict(layer.state_dict())
     close(out, reference(x, edge_index))
-    with pytest.raises(ValueError, match="k: expected at most the width of x, 3, got 5"):
+    with pytest.raises(ValueError, match="k: expected at most 3, the width of x, got 5"):
         layer(torch.randn(40, 3), edge_index)
 
 
@@ -291,7 +291,7 @@ def test_bad_input(family):
     cls = FastMaxKGCNConv if family == "gcn" else FastMaxKSAGEConv
     with pytest.raises(ValueError, match="k: expected at least 1 kept entry"):
         cls(8, 4, k=0)
-    with pytest.raises(ValueError, match="k: expected at most the width of the input, 8, got 9"):
+    with pytest.raises(ValueError, match="k: expected at most 8, the width of the input, got 9"):
         cls(8, 4, k=9)
     with pytest.raises(TypeError, match="k: expected an int, got str"):
         cls(8, 4, k="5")

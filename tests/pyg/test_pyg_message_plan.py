@@ -409,7 +409,7 @@ GENERATING = (
     *(maps_twice, gine_with_both, gen, filtered, coordinates, embedded_distance, concatenated_with_norm),
     *(chunks, gated_with_edges, gated_values_with_edges),
 )
-#: Their second derivatives exist everywhere.
+#: Messages whose second derivatives exist everywhere.
 SMOOTH = (
     attention_with_edges,
     gated_with_edges,

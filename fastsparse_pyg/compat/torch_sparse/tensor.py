@@ -366,7 +366,7 @@ class SparseTensor:
         return out.coalesce(reduce)
 
     def copy(self) -> SparseTensor:
-        """The same tensors in an object of its own."""
+        """A shallow copy: a new matrix that shares the tensors of this one."""
         return self.from_storage(self.storage.copy())
 
     def clone(self) -> SparseTensor:

@@ -33,7 +33,7 @@ def record(
     try:
         # The stream is restored here because `torch.cuda.graph` does not restore it if recording fails.
         with warnings.catch_warnings(), torch.cuda.stream(torch.cuda.current_stream()):
-            # The warning for a step on the CPU, whose replays would do nothing.
+            # PyTorch's warning for a step that runs on the CPU: its replays would do nothing.
             warnings.filterwarnings("error", message="The CUDA Graph is empty")
             with torch.cuda.graph(graph, stream=stream, **options):
                 try:
@@ -54,7 +54,7 @@ def _clean_up(stream: torch.cuda.Stream, pool: Any) -> None:
     believe that a graph is recorded, and refuse all draws: the next recording that succeeds ends that.
     """
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-    with contextlib.suppress(Exception):  # the recording to the pool was ended properly
+    with contextlib.suppress(Exception):  # fails if PyTorch has already ended the recording to the pool
         if end is not None:
             end(stream.device_index, pool)
             torch._C._cuda_releasePool(stream.device_index, pool)
@@ -67,8 +67,8 @@ def _clean_up(stream: torch.cuda.Stream, pool: Any) -> None:
 class CudaGraphs:
     """Where a function is recorded: one stream, and memory that all of its graphs share.
 
-    A graph overwrites what those recorded later keep there, and they what it leaves: nothing that is there
-    outlives a replay, except for what the caller copies right after it.
+    Graphs overwrite each other's results in that memory, so the caller copies what it needs right after each
+    replay.
     """
 
     def __init__(self) -> None:
@@ -87,13 +87,13 @@ class CudaGraphs:
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def beside(self, job: Callable[[], _T]) -> _T:
-        """Runs a job on the stream of the records, for autograd remembers streams; see `on_stream`."""
+        """Runs a job on the stream of the recordings, because autograd remembers streams; see `on_stream`."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         return on_stream(self._stream, job)
 
     def record(self, job: Callable[[], _T]) -> tuple[Callable[[], None], _T]:
-        """Records a job that ran on a separate stream before; returns what replays it, and the job's result.
+        """Records a job that `beside` ran before; returns a function that replays it, and the job's result.
 
         Raises:
             Exception: see :func:`record`.
@@ -101,9 +101,8 @@ class CudaGraphs:
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         device = torch.device("cuda", self._stream.device_index)
-        options = {
-            "capture_error_mode": "thread_local"
-        }  # threads of loaders may allocate memory at the same time
+        # Threads of loaders may allocate memory at the same time.
+        options = {"capture_error_mode": "thread_local"}
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             # PyTorch frees a pool with its last graph and then refuses its handle, so this graph is kept.
@@ -118,5 +117,5 @@ class CudaGraphs:
         return graph.replay, result
 
     def forget_memory(self) -> None:
-        """What is recorded from now on shares no memory with what was."""
+        """Graphs that are recorded from now on share no memory with earlier ones."""
         self._pool = self._keeper = None

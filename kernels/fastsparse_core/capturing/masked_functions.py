@@ -47,7 +47,7 @@ class Masks:
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Functional dropout drops nothing."""
+    """Within this mode, functional dropout returns a copy of its input."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (F.dropout, F.feature_alpha_dropout, F.alpha_dropout, F.dropout1d):

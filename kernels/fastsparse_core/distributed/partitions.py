@@ -69,7 +69,8 @@ class Partition:
         _check_parts(num_parts)
         if owner.dim() != 1 or owner.is_floating_point():
             raise ValueError(
-                f"owner: expected integers (num_nodes,), got {owner.dtype} of shape {tuple(owner.shape)}"
+                f"owner: expected integers of shape (num_nodes,), got {owner.dtype} of shape "
+                f"{tuple(owner.shape)}"
             )
         owner = owner.long()
         if owner.numel() and (int(owner.min()) < 0 or int(owner.max()) >= num_parts):

@@ -288,6 +288,6 @@ def _window_and_entry(place: Tensor, col: Tensor, num_src: int, height: int) -> 
     if num_src > MOST_COLUMNS:
         raise ValueError(
             f"num_src: expected at most 2^{COLUMN_BITS} = {MOST_COLUMNS} for binary sparse blocks, got "
-            f"{num_src}; a larger structure stays with csr"
+            f"{num_src}; use algorithm='csr' for larger structures"
         )
     return place // height, torch.add(place % height, col, alpha=height)

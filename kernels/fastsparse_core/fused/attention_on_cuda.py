@@ -22,7 +22,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 if TYPE_CHECKING:
     Plan = _C.CudaAttentionLayer
 
-#: Parts of a sum over nodes for each multiprocessor.
+#: Number of parts into which a sum over nodes is divided, per multiprocessor.
 _PARTS = 4
 
 
@@ -33,9 +33,9 @@ class _Provisional(NamedTuple):
     """
 
     plan: Plan
-    #: Whether slices of the structures were sorted when it was made.
+    #: Whether slices of the structures were sorted when the plan was made.
     is_sorted: bool
-    #: Whether it reads rows because the structure has not been used often.
+    #: Whether the plan reads rows because the structure has not been used often.
     may_convert: bool
 
     def serves(self, adj: Adjacency, backward: bool) -> bool:

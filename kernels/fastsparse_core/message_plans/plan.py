@@ -539,7 +539,7 @@ class Planner:
     def _as_written(self, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> _Value:
         """An operator of the trace, on values per edge."""
         metas, options = _mapped((args, kwargs), _meta_of)
-        if node.target is torch._assert and metas[0] is not True:  # not one of shapes, or it fails
+        if node.target is torch._assert and metas[0] is not True:  # it reads values, or fails
             raise NoPlan
         if node.op == "call_method":
             meta = getattr(metas[0], str(node.target))(*metas[1:], **options)

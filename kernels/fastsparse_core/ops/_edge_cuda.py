@@ -19,7 +19,7 @@ import torch
 
 from fastsparse_core.ops._edge_kernels import KEEPS, Expression, Leaf, Writer, indent
 
-#: Type -> its name in the kernels.
+#: dtype -> its name in the kernels.
 TYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 #: Largest number of weights that a lane keeps, and of sums of gradients.
 _MOST_WEIGHTS = 160

@@ -23,10 +23,10 @@ from fastsparse_core.structure.adjacency import Adjacency
 from fastsparse_core.structure.incidence import edge_segments
 from fastsparse_core.structure.segments import Segments
 
-#: Edges of a tile; programs per multiprocessor, and of passes in which each has sums of its own to write.
+#: Edges of a tile; Triton programs per multiprocessor, and the same if each program writes its own sums.
 _TILE, _PROGRAMS, _PROGRAMS_WITH_SUMS = 16, 16, 6
 
-#: Warps of a block of the kernels in CUDA C++.
+#: Warps per block of the kernels in CUDA C++.
 _WARPS = 4
 #: Reductions that kernels are generated for.
 HOW = ("sum", "mean", "max", "min", "softmax")

@@ -77,7 +77,7 @@ def _check(x: Tensor, k: int) -> None:
     width = x.size(1)
     ids_dtype(width)
     if k > width:
-        raise ValueError(f"k: expected at most the width of x, {width}, got {k}")
+        raise ValueError(f"k: expected at most {width}, the width of x, got {k}")
 
 
 def check_k(k: int) -> None:

@@ -22,10 +22,10 @@ def ssd_algorithm(algorithm: str, device: torch.device, dtype: torch.dtype, k: i
     """
     if algorithm != "auto":
         return algorithm
-    # Dense rows cost their width in bytes, kept entries their number in additions to shared memory. A step of
-    # training takes two dense products, 2 s, or the sparse one and its gradient, a + b. On reddit (256 wide,
-    # H200) that is 8.7 against 5.4 ms in float16 with k = 32. With k = 64 a alone takes 4.7 ms, s 4.4; in
-    # float32 5.4 and 10.8.
+    # The cost of a dense product grows with the bytes of a row, and the cost of ssd with the additions to
+    # shared memory, one per kept entry. Measured on reddit (256 wide, H200): in float16 with k = 32, a
+    # training step takes 8.7 ms with two dense products, and 5.4 ms with ssd and its gradient. With k = 64,
+    # ssd alone takes 4.7 ms and a dense product 4.4 ms in float16, and 5.4 and 10.8 ms in float32.
     most = width // (8 if dtype.itemsize == 2 else 4)
     return "decoupled" if k <= most or device.type == "cpu" else "densify"
 

@@ -23,8 +23,8 @@ class BuiltOnce:
 
     @property
     def lock(self) -> ForkSafeLock:
-        """What is held while a result is built; of a structure's locks that of its `_built` comes first."""
-        # If several threads come at once, all use the result of the first.
+        """Held while a result is built. Threads that take both locks of a structure take `_built`'s first."""
+        # `setdefault` is atomic: if several threads come at once, all get the lock of the first.
         lock: ForkSafeLock = self._lock or self.__dict__.setdefault("_lock", ForkSafeLock())
         return lock
 
@@ -37,12 +37,13 @@ class BuiltOnce:
         result = self.results.get(key)
         if result is None:
             if torch.compiler.is_compiling():
-                return build()  # a trace cannot use locks, and its result belongs to the graph
+                return build()  # a trace cannot use locks, and its result belongs to the traced graph
             with self.lock:
                 result = self.results.get(key)
                 if result is None:
                     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-                        # What a captured graph records is not computed yet: kept, it would be read too early.
+                        # A capture records kernels without running them: a kept result would be read
+                        # before it is computed.
                         raise RuntimeError(
                             f"{key}: must be built before a CUDA graph is captured; run the model once, "
                             "forward and backward, before the capture, or call Adjacency.prepare() where "

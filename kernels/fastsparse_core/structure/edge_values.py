@@ -16,9 +16,9 @@ class EdgeValues:
 
     shape: tuple[int, int]
     num_values: int
-    _num_given: int  # the caller's edges, before loops
-    #: (min(shape),): the caller's edge that was this node's loop, -1: none; (): none of any node's. None: no
-    #: loops were inserted.
+    _num_given: int  # number of the caller's edges, before loops are inserted
+    #: (min(shape),): position of the caller's edge that was this node's self loop, -1 if there was none; ()
+    #: if no node had one. None: no loops were inserted.
     _loop_edge: Tensor | tuple[()] | None
     #: (caller's edge, merged edge) of every edge before duplicates were merged.
     _merge: tuple[Tensor, Tensor] | None

@@ -36,7 +36,7 @@ class Usage:
 
 
 class TransposedOrder(NamedTuple):
-    """Where the entries of a transposed structure are in the caller's order, until they are requested.
+    """Recipe for `edge_id` of a transposed structure: the positions are computed at the first request.
 
     Attributes:
         rowptr: of the structure that was transposed.
@@ -62,7 +62,7 @@ class TransposedOrder(NamedTuple):
 
 
 class RowFormats:
-    """The part of :class:`fastsparse_core.Adjacency` that kernels over rows read.
+    """The part of :class:`fastsparse_core.Adjacency` for kernels that work row by row.
 
     Attributes:
         rowptr: int64 (num_dst + 1,), the range of entries of every row.
@@ -114,7 +114,7 @@ class RowFormats:
 
     @property
     def gpu(self) -> gpu.GpuProfile:
-        """What is known of the GPU that it is on."""
+        """Profile of the GPU that the structure is on."""
         return gpu.profile_of(self.col.device)
 
     def row(self) -> Tensor:
@@ -212,8 +212,8 @@ class RowFormats:
     def sort_slices(self) -> None:
         """Puts slices of like length together, if they are in row order so far.
 
-        What was made of them is made again at once: a CUDA graph may be captured next, which can make
-        nothing.
+        Everything that was built from them is rebuilt at once, because a CUDA graph may be captured next, and
+        nothing can be built during a capture.
         """
         if self.has_sorted_slices:
             return
