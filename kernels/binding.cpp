@@ -830,7 +830,7 @@ FASTSPARSE_ARGUMENTS(PlaceBatchCall, OBJECT(nodes, FASTSPARSE_HOPS), OBJECT(edge
                         edge_index_is_64bit),
                      OBJECT(tensors, "Sequence[tuple[Tensor, Tensor, int, int, bool, bool]]"));
 
-// First row of every hop in the memory, and its last row in the batch.
+// Where every hop begins in the memory, and where it ends in the batch.
 HopRows hop_rows(PyObject* hops) {
   const auto both = each(hops, integers);
   if (both.size() != 2 || both[1].size() > kMostHops || both[0].size() != both[1].size() + 1) {

@@ -1,13 +1,13 @@
 // Several aggregations of messages m_ij = x_i + x_j + e_ij at once, from CSR on CUDA cores.
 //
-// A group of up to 32 lanes takes one slice of a row and 4 features per lane, and gathers 8 entries at a
-// time. It always keeps sum, squared deviations, maximum, minimum and how often both occur: about 10
-// instructions per number, which the gather hides; what is stored is what was asked for. Squared deviations
-// are taken from the mean of every 8 entries and merged (Chan et al., Updating formulae and a pairwise
-// algorithm for computing sample variances, 1979): nothing cancels. W a_ij is computed from the edge's own
-// features, W in the first-level cache. Floor, E entries of width F: E F sizeof(T) bytes gathered and E A
-// sizeof(T) of the edges' features (rows: E F). Rows with several slices are merged in slot order by a second
-// kernel: no atomics.
+// A group of up to 32 lanes takes one slice of a row and 4 features per lane, and gathers 8 entries at a time
+// (4 in float64). It always computes sum, squared deviations, maximum, minimum and how often both occur, and
+// stores what the caller requested: about 10 instructions per number, which the gather hides. Squared
+// deviations are taken from the mean of the entries gathered together and merged (Chan et al., Updating
+// formulae and a pairwise algorithm for computing sample variances, 1979), so nothing cancels. W a_ij is
+// computed from the edge's own features, with W in the L1 cache. Floor, E entries of width F: E F sizeof(T)
+// bytes gathered, and E A sizeof(T) of A features per edge (E F if edges have rows). A second kernel merges
+// rows with several slices, in a fixed order and without atomics.
 
 #include "fastsparse/launchers.h"
 #include "fastsparse/multi_aggregate.cuh"

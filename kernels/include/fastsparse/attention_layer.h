@@ -93,8 +93,8 @@ struct CudaAttentionLayerArgs {
   bool bias_is_float;       // whether it is float32, not of dtype
   void* out;                // (num_nodes, width): of attention alone
   void* result;             // forward: with what is added to it; may be `out`
-  void* state;  // float32 (3 or 1, num_nodes, heads): scores of sources and destinations of additive
-                // attention, log-sum-exp; of blocks: float64
+  void* state;  // additive: float32 (3, num_nodes, heads): scores of sources, of destinations, log-sum-exp;
+                // others: (num_nodes, heads): log-sum-exp, float32 or, on blocks, float64
   float* scratch;
 
   DenseView grad;  // backward, as all that follows: (num_nodes, width)

@@ -1,4 +1,4 @@
-// Inspection and sort of few edges in one launch: arguments of kernels/c*/inspect.c*.
+// Inspection and sort of few edges in one call: arguments of kernels/c*/inspect.c*.
 #pragma once
 
 #include "fastsparse/views.h"

@@ -42,7 +42,7 @@ struct SortSegmentsArgs {
 struct SortedKeys {
   const std::uint32_t* key;  // (num_keys)
   std::int64_t num_keys;
-  std::int64_t* rowptr;  // out, that of the `RowSplitArgs` above
+  std::int64_t* rowptr;  // out, that of the `RowSplitArgs` of the same call
 };
 
 namespace cuda {
