@@ -155,7 +155,7 @@ struct AggregateLinearArgs {
   const float* weight;     // (out_width, width) contiguous
   const float* root_weight;
   const float* bias;  // (out_width), null: 0
-  float* sums;        // (num_rows, width) contiguous: out, null: not computed, up to 128 outputs; or given
+  float* sums;        // (num_rows, width) contiguous: out, null: not stored, up to 128 outputs; or given
   float* out;         // (num_rows, out_width) contiguous
   std::int64_t width;
   std::int64_t out_width;
@@ -676,9 +676,9 @@ struct MultiAggregateArgs {
   RowSplitView split;
   MultiAggregateInput input;
   void* out;      // (num_rows, num_slots * width)
-  void* mean;     // (num_rows, width) in the accumulation type, null: not computed
+  void* mean;     // (num_rows, width) in the accumulation type, null: not stored
   void* ties;     // (num_rows, 2, width) in the accumulation type: how many entries have the maximum, and the
-                  // minimum; null: not computed
+                  // minimum; null: not stored
   void* partial;  // (num_slots, 6, width), then (num_slots), in the accumulation type; CUDA only
 };
 FASTSPARSE_ARGUMENTS(MultiAggregateArgs, AS(structure, a), ALSO(split),
