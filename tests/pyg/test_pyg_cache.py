@@ -208,7 +208,8 @@ def test_inference_tensors_are_not_remembered():
 
 
 def loaded(kind):
-    graph = Data(x=torch.randn(40, 4), edge_index=random_graph())
+    with torch.inference_mode(False):
+        graph = Data(x=torch.randn(40, 4), edge_index=random_graph())
     if kind == "DataLoader":
         return fastsparse_pyg.DataLoader([graph] * 6, 3, device="cpu")
     if kind == "NeighborLoader":

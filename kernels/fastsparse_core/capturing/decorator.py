@@ -19,7 +19,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def capture(step: _M) -> _M: ...
 @overload
 def capture(step: _F) -> _F: ...
-def capture(step: Any) -> Any:
+@overload
+def capture() -> Callable[[_F], _F]: ...
+def capture(step: Any = None) -> Any:
     """Makes a step of a training loop, or a model, run as CUDA graphs; the loop stays as it is.
 
     A step on a small graph or batch consists of dozens of short kernels. Launching them takes the host longer
@@ -65,6 +67,7 @@ def capture(step: Any) -> Any:
     Args:
         step: a function of any arguments, the optimiser's step in it. Or a model: its forward and its
             backward pass become a CUDA graph each, and the loop calls ``backward()`` before the next call.
+            None: ``@capture()`` is ``@capture``.
 
     Returns:
         The function to call instead, with ``captured.status``; of a model, the model itself, with
@@ -83,6 +86,8 @@ def capture(step: Any) -> Any:
         >>> step(x)
         tensor([2., 2., 2.])
     """
+    if step is None:
+        return capture
     if isinstance(step, torch.nn.Module):
         return capture_model(step)
     if not callable(step):
