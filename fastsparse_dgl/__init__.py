@@ -59,5 +59,5 @@ if not _TYPE_CHECKING:  # which would take every misspelt name for one of the mo
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         # `from fastsparse_dgl import` would drop the message of an AttributeError.
         raise ImportError(
-            f"{layer} has no drop-in: call fastsparse_dgl.enable(), which runs {layer} on FastSparse"
+            f"{layer} has no drop-in. After fastsparse_dgl.enable(), DGL's {layer} runs on FastSparse"
         )

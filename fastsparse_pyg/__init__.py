@@ -60,6 +60,6 @@ if not _TYPE_CHECKING:  # which would take every misspelt name for one of the mo
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         # `from fastsparse_pyg import` would drop the message of an AttributeError.
         raise ImportError(
-            f"{layer} has no drop-in. After fastsparse_pyg.accelerate(model), or fastsparse_pyg.enable(), PyG's "
-            f"{layer} runs on FastSparse"
+            f"{layer} has no drop-in. After fastsparse_pyg.accelerate(model), or fastsparse_pyg.enable(), "
+            f"PyG's {layer} runs on FastSparse"
         )

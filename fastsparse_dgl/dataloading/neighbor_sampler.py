@@ -105,7 +105,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         if exclude_eids is None:
             return ""
         return (
-            "excluded edges are not supported. Batches take the time of DGL's sampler, and layers convert each "
+            "excluded edges are not supported. Sampling takes as long as in DGL, and layers convert every "
             "block. Keep `exclude` if the model must not see the edges that it predicts"
         )
 
