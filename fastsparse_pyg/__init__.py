@@ -54,7 +54,7 @@ __all__ += _nn.__all__
 
 if not _TYPE_CHECKING:  # which would take every misspelt name for one of the module's
 
-    def __getattr__(name):
+    def __getattr__(name: str) -> object:
         layer = name.removeprefix("Fast")
         if layer == name or layer not in vars(_torch_geometric.nn):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,7 +27,8 @@ from fastsparse_core.graph_store import BatchEdges
 from fastsparse_core.log import warn_once
 from fastsparse_core.sampling import Edges
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 #: Edge lists of one size that are taken for a user's own graphs before they are compared.
 _MANY = 2
