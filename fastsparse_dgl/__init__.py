@@ -5,7 +5,7 @@
 Importing this package imports DGL, and makes that possible for DGL 2.x on newer PyTorch versions too.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from fastsparse_core import CBSR, Adjacency, MaxK, __version__, capture
 from fastsparse_dgl import captured_graphs as _captured_graphs  # noqa: F401  (registers DGL's objects)
@@ -51,7 +51,7 @@ __all__ = [
 ]
 __all__ += _nn.__all__
 
-if not _TYPE_CHECKING:  # which would take every misspelt name for one of the module's
+if not TYPE_CHECKING:  # which would take every misspelt name for one of the module's
 
     def __getattr__(name: str) -> object:
         layer = name.removeprefix("Fast")

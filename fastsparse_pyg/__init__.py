@@ -3,7 +3,7 @@
 from fastsparse_pyg import FastGCNConv          # was: from torch_geometric.nn import GCNConv
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 try:
     import torch_geometric as _torch_geometric
@@ -52,7 +52,7 @@ __all__ = [
 ]
 __all__ += _nn.__all__
 
-if not _TYPE_CHECKING:  # which would take every misspelt name for one of the module's
+if not TYPE_CHECKING:  # which would take every misspelt name for one of the module's
 
     def __getattr__(name: str) -> object:
         layer = name.removeprefix("Fast")
