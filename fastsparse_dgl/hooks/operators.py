@@ -17,7 +17,7 @@ from torch import Tensor
 from fastsparse_core import Adjacency
 from fastsparse_core import edge_softmax as core_edge_softmax
 from fastsparse_core import spmm as core_spmm
-from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
 from fastsparse_core.ops.spmm import Reduce
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.segment import scatter
@@ -30,7 +30,7 @@ from fastsparse_dgl.hooks import messages, products
 from fastsparse_dgl.hooks.joint import joint, relations
 
 ALL = dgl.base.ALL
-#: DGL's own operators, which nobody replaces there.
+#: DGL's own operators, which are not replaced there.
 _dgl = importlib.import_module("dgl.backend.pytorch.sparse")
 _TARGETS = {"u": "u", "src": "u", "v": "v", "dst": "v", "e": "e", "edge": "e"}
 
@@ -76,7 +76,7 @@ def _are_cpu_floats(*operands: Any) -> bool:
     )
 
 
-#: Numbers of a row from which results for every edge take DGL's CPU kernels longer than ours.
+#: Width from which DGL's CPU kernels take longer than ours for results per edge.
 _WIDE_EDGE = 32
 
 
@@ -129,7 +129,7 @@ def _gspmm(adj: Adjacency, op: str, reduce: Reduce, x: Any, e: Any) -> Tensor:
     out = _reduced_messages(adj, op, reduce, x, e)
     if reduce in ("sum", "mean") or adj.num_edges == 0 or not adj.has_empty_rows():
         return out
-    # DGL's operators leave where they began, and `update_all` makes that 0.
+    # DGL's operators leave the initial value, which `update_all` replaces by 0.
     empty = adj.derived("fastsparse_dgl.empty_rows", lambda: adj.in_degree() == 0)
     empty = empty.reshape(-1, *[1] * (out.dim() - 1))
     return out.masked_fill(empty, math.inf if reduce == "min" else -math.inf)
@@ -168,7 +168,7 @@ def _reduced_messages(adj: Adjacency, op: str, reduce: Reduce, x: Any, e: Any) -
 
 
 def _mean_of(adj: Adjacency, total: Tensor) -> Tensor:
-    scale = adj.inv_degree(torch.float64 if total.dtype == torch.float64 else torch.float32)
+    scale = adj.inv_degree(accumulation_dtype(total.dtype))
     return (total * scale.reshape(-1, *[1] * (total.dim() - 1))).to(total.dtype)
 
 
@@ -256,7 +256,7 @@ def gspmm_hetero(g: Any, op: str, reduce_op: Reduce, lhs_len: int, *lhs_and_rhs:
         elif reduce_op == "sum":
             out[target] = best + part
         else:
-            # As within a type: NaN wins, and of equal values the first.
+            # As within a type: NaN wins, and the first of equal values.
             loses = (part <= best if reduce_op == "max" else part >= best) | best.isnan()
             out[target] = torch.where(loses, best, part)
     return tuple(out)

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency
 from fastsparse_core.fused.aggregate_transform import graph_convolution
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
-from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype
+from fastsparse_dgl.nn.base import AggregationMixin
 
 
 class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
@@ -28,14 +29,14 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
 
     Parameters, defaults, state_dict, repr and errors are the original's. Normalisation and bias are part of
     the aggregation, so nothing is computed per edge. Beyond the original: ``graph`` may be an
-    :class:`fastsparse_core.Adjacency`, and features may be on a GPU while the graph is on the CPU; its
-    structure is moved once.
+    :class:`fastsparse_core.Adjacency`, and features may be on a GPU while the graph is on the CPU: the
+    structure is copied once.
 
     Args:
         in_feats: width of the input.
         out_feats: width of the output.
-        norm: ``"both"``, ``"right"`` (by in-degree), ``"left"`` (by out-degree) or ``"none"``. Degrees count
-            edges, with a minimum of 1; edge weights do not enter.
+        norm: ``"both"``, ``"right"`` (by in-degree), ``"left"`` (by out-degree) or ``"none"``. Degrees are at
+            least 1 and ignore edge weights.
         weight: whether the layer has a weight (in_feats, out_feats).
         bias: whether the layer has a bias (out_feats,).
         activation: applied to the result.
@@ -60,8 +61,8 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: (N, ..., in_feats), float64, float32, float16 or bfloat16. Of a pair of source and
-                destination features the first is used.
+            feat: (N, ..., in_feats), float64, float32, float16 or bfloat16. From a pair (source, destination
+                features), the first one is used.
             weight: (in_feats, out_feats), in the dtype of ``feat``, for a layer without its own.
             edge_weight: numbers (E,) or (E, 1), or broadcastable against one node's features, in the order of
                 the edge ids.
@@ -116,7 +117,7 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
         key = ("DGL GraphConv", self._norm, source.dtype)
         found: dict[str, Any] | None = adjacency.plans.get(key)
         if found is None:
-            dtype, norm, found = scale_dtype(source), self._norm, {}
+            dtype, norm, found = accumulation_dtype(source.dtype), self._norm, {}
             if norm == "both":
                 found["scale_src"] = adjacency.inv_sqrt_out_degree(dtype)
                 found["scale_dst"] = adjacency.inv_sqrt_degree(dtype)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency
 from fastsparse_core.fallback import Reason
-from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.fused.principal_aggregation import Scaled, joined_maps, scaled_aggregation
+from fastsparse_core.ops._dtypes import ACCUMULATION_DTYPE
+from fastsparse_core.ops._eager import is_plain_linear
 from fastsparse_core.ops.multi_aggregate import AGGREGATIONS
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
@@ -31,8 +32,8 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
 
     Parameters, defaults, state_dict and repr are the original's. :math:`M` is linear, so its products with
     nodes are computed once per node, for all towers together; :func:`fastsparse_core.multi_aggregate` adds
-    the edge's part (of up to 32 features) and computes all aggregations in one pass over the graph, where the
-    original takes one for every degree that occurs. No message and no scaled aggregation is stored. The
+    the edge's part (of up to 32 features) and computes all aggregations in one pass over the graph. The
+    original takes one pass for every degree that occurs. No message and no scaled aggregation is stored. The
     aggregators ``moment3``, ``moment4`` and ``moment5`` run DGL's own code. If several messages share a
     minimum or maximum, they share its gradient evenly; the original gives it to one of them. Beyond the
     original, ``graph`` may be an :class:`fastsparse_core.Adjacency`, which counts as one graph in the
@@ -40,7 +41,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
 
     Args:
         in_size: width of the input, divisible by ``num_towers``.
-        out_size: width of the output, likewise.
+        out_size: width of the output, divisible by ``num_towers``.
         aggregators: of ``"mean"``, ``"max"``, ``"min"``, ``"std"``, ``"var"``, ``"sum"``, ``"moment3"`` to
             ``"moment5"``.
         scalers: of ``"identity"``, ``"amplification"``, ``"attenuation"``.
@@ -48,7 +49,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         dropout: of every tower's result.
         num_towers: into which the input is split.
         edge_feat_size: width of the edges' features, 0: none.
-        residual: whether the input is added to the result, where both have one width.
+        residual: whether the input is added to the result, if both have the same width.
 
     Example:
         >>> import dgl, torch
@@ -67,7 +68,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
             graph: homogeneous DGLGraph or Adjacency.
             node_feat: (N, in_size), float64, float32, float16 or bfloat16.
             edge_feat: (E, edge_feat_size), in the dtype of ``node_feat``, in the order of the edge ids;
-                needed where the layer has such.
+                required with ``edge_feat_size``.
 
         Returns:
             (N, out_size).
@@ -96,7 +97,8 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         of_dst, of_src, of_edge, of_own, weights, biases, own_biases = [], [], [], [], [], [], []
         for tower in towers:
             message, update = tower.M, tower.U
-            # The gradient of a split is one tensor; each slice's would be a matrix of zeros.
+            # The gradient of a split is one tensor; the gradient of each slice would be a matrix full of
+            # zeros.
             src, dst, edge = message.weight.split_with_sizes([width, width, self.edge_feat_size], 1)
             own, rest = update.weight.split_with_sizes([width, update.weight.size(1) - width], 1)
             of_dst.append(dst)
@@ -120,7 +122,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
 
     def _factors(self, adjacency: Adjacency, dtype: torch.dtype) -> list[Tensor | None]:
         """What every scaler multiplies the aggregations of each node by; None: 1."""
-        dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        dtype = ACCUMULATION_DTYPE[dtype]
 
         def of_degree() -> Tensor:
             return torch.log(adjacency.in_degree().to(dtype).clamp(min=1) + 1)  # without edges sums are 0
@@ -139,7 +141,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         if isinstance(graph, Adjacency) or graph.batch_size == 1:
             return float(max(adjacency.num_dst, 1)) ** -0.5
 
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        dtype = ACCUMULATION_DTYPE[like.dtype]
         norm: Tensor = dgl.broadcast_nodes(graph, graph.batch_num_nodes().to(dtype).rsqrt()[:, None])
         return norm.to(like)
 

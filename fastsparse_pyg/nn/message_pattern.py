@@ -24,7 +24,6 @@ from fastsparse_pyg.nn.segments import softmax
 _FUNCTIONS = (torch_geometric.utils.softmax, torch_geometric.utils.scatter)
 _MUL = (operator.mul, torch.mul, "mul")
 _DIV = (operator.truediv, torch.div, torch.true_divide, "div")
-_ADD = (operator.add, torch.add, "add")
 #: A factor of a message, and whether it divides.
 Factor = tuple[Node | float, bool]
 
@@ -86,7 +85,7 @@ def find_pattern(
         return replace(found, graph=graph, assigned=assigned)
     except Untraceable as reason:
         return Pattern(guards=guards, reason=str(reason))
-    except Exception as error:  # whatever a symbol cannot do
+    except Exception as error:  # any operation that a symbol does not support
         said = str(error).splitlines()
         return Pattern(guards=guards, reason=f"cannot be traced ({(said or [type(error).__name__])[0][:60]})")
 
@@ -94,8 +93,8 @@ def find_pattern(
 def _recognise(graph: Graph, assigned: dict[str, Node], guards: dict[str, Any]) -> Pattern:
     out = list(graph.nodes)[-1].args[0]
     if not isinstance(out, Node):
-        raise Untraceable("gives something else than a tensor")
-    if any(node.target is torch._assert for node in graph.nodes):  # plans check shapes, nothing else would
+        raise Untraceable("returns something else than a tensor")
+    if any(node.target is torch._assert for node in graph.nodes):  # only plans check the shapes
         return Pattern(guards=guards, reason="checks its arguments")
     found = _product(graph, out, assigned, guards)
     if found is not None:

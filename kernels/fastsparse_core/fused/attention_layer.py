@@ -13,7 +13,6 @@ from fastsparse_core import _C, policy
 from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2, LayerCall, LayerEdges, Score
 from fastsparse_core.fused.attention_on_cuda import attend, differentiate, plan_of, stacked
 from fastsparse_core.fused.head_scores import product_in_parts
-from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._attention_checks import draw_seed, drawn_by_replays
 from fastsparse_core.ops._autocast import (
     CAST,
@@ -24,8 +23,15 @@ from fastsparse_core.ops._autocast import (
     versions_of,
     without_autocast,
 )
-from fastsparse_core.ops._dtypes import DTYPE_CODE, cast
-from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
+from fastsparse_core.ops._dtypes import ACCUMULATION_DTYPE, DTYPE_CODE, cast
+from fastsparse_core.ops._eager import (
+    PLAIN,
+    direct,
+    is_first_derivative,
+    is_plain_eager,
+    is_plain_linear,
+    is_wrapped,
+)
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._kept_results import unfused_gradients
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
@@ -92,7 +98,7 @@ def attention_layer(
             return None
         weight, map_bias = module._parameters.get("weight"), module._parameters.get("bias")
         if type(weight) not in PLAIN:
-            return None  # it is not there yet, or something else
+            return None  # not a tensor yet, or something else
         weights.append(weight)
         sizes.append(weight.shape[0])
         if map_bias is not None:
@@ -130,12 +136,14 @@ def attention_layer(
     if records and not learns:
         given = [each for each in (x, bias, *tensors, *of_edges) if each is not None]
         if True in [each.requires_grad for each in given]:
-            return None  # features that no weight's gradient needs may be written before the backward pass
+            return (
+                None  # features that no weight's gradient needs may be overwritten before the backward pass
+            )
         records = False
     if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
         product_dtype = autocast_dtype(x) or dtype
         if dtype not in CAST or weight_dtype not in CAST or (x.requires_grad and dtype != product_dtype):
-            return None  # such features would have to be kept as they came, for second derivatives
+            return None  # second derivatives would need the original features
         dtype = product_dtype
     elif dtype != weight_dtype or dtype not in DTYPE_CODE:
         return None
@@ -149,11 +157,13 @@ def attention_layer(
     ):
         return None
     algorithm = policy.eager_requests().get("attention", "auto")
-    if algorithm == "unfused" or not score.has_kernel(adj, dtype, widths, heads, scale, algorithm):
+    if algorithm == "unfused" or (x.is_cuda and not score.has_cuda_kernel(adj, dtype, widths, heads, scale)):
         return None
+    if score is DOT_PRODUCT and algorithm == "csr" and not x.is_cuda:
+        return None  # the operator says that the CPU has no such
     keeps_result = records and x.is_cuda and score.reads_result
     if keeps_result and bias is None and not mean and not score.adds(widths):
-        return None  # the result would be kept as it is, and nobody could write to it
+        return None  # the result would be saved itself, and could not be written to
     seed = None
     if dropout_p:
         if drawn_by_replays(dropout_p):
@@ -262,7 +272,7 @@ def _attend_at_once(
     edges: LayerEdges | None,
 ) -> tuple[Tensor, tuple[Any, ...]]:
     num_nodes, dtype = joint.shape[0], call.dtype
-    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    precise = ACCUMULATION_DTYPE[dtype]
     out = joint.new_empty(num_nodes, call.widths[0])
     # Scores of sources and destinations where there are any, and the log-sum-exp.
     state = joint.new_empty(3 if call.score is ADDITIVE else 1, num_nodes, call.heads, dtype=precise)
@@ -331,7 +341,7 @@ class _AttentionLayer(torch.autograd.Function):
         out, features, matrix, joint, kept = _attend(call, x, bias, edges, tensors)
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
         vectors, maps = tensors[: call.num_vectors], tensors[call.num_vectors :]
-        # Second derivatives alone need them, so they may be written before the backward pass.
+        # Only second derivatives need them, so they may be overwritten before the backward pass.
         ctx.maps = maps, versions_of(maps)
         factor = matrix if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(features, factor, joint, edge_attr, edge_weight, of_scores, *vectors, *kept)
@@ -385,7 +395,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     left = grad.t()
     is_same = grad.dtype == weight_dtype
     grad_weight = torch.mm(left, features) if is_same else product_in(left, features, weight_dtype)
-    # Nobody sees what is split, so that its parts need not be known as views.
+    # Only this function sees the tensor that is split, so its parts need not be views.
     grads = grad_weight.unsafe_split_with_sizes(call.widths) if num_maps > 1 else (grad_weight,)
     return grad_x, grad_bias, *of_edges, *grad_vectors, *grads, *sums
 

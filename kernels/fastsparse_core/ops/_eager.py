@@ -1,4 +1,4 @@
-"""Who watches a call: kernels and formulas are called by themselves where nobody but autograd does."""
+"""Who watches a call: kernels and formulas are called directly if only autograd does."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.nn.modules import module as nn_module
 
 from fastsparse_core.content import has_content
 
-#: Classes of tensors whose operators nobody has changed.
+#: Classes of tensors whose operators are not overridden.
 PLAIN = (Parameter, Tensor)
-#: What decides, with the modes in force, how a tensor is computed with; quicker to ask at once, and to look
-#: up, than one by one.
+#: Together with the active modes, these attributes decide how a tensor is computed with. Reading and looking
+#: them up together is faster than one by one.
 kind_of = attrgetter("__class__", "dtype", "shape", "device", "layout", "requires_grad")
-# What is asked in every call, without the way there.
+# Functions used in every call, bound here to save attribute lookups.
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _is_functional = torch._is_functional_tensor
@@ -28,10 +29,17 @@ _transform = torch._C._functorch.peek_interpreter_stack
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 #: Whether a tensor has outlived a transform of torch.func, or is within one.
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+# Hooks for all modules. (PyTorch 2.6 has no function that asks for them.)
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    nn_module._global_forward_hooks,
+    nn_module._global_forward_pre_hooks,
+    nn_module._global_backward_hooks,
+    nn_module._global_backward_pre_hooks,
+)
 
 
 def direct(formula: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``formula.apply`` for tensors of which the first `is_plain_eager` and is not `is_wrapped`.
+    """``formula.apply`` for tensors; the first one is `is_plain_eager` and not `is_wrapped`.
 
     What PyTorch's own does before, for transforms of torch.func, takes the host 5 us.
     """
@@ -93,3 +101,23 @@ def is_first_derivative(grad: Tensor) -> bool:
     A second derivative, which ``create_graph=True`` asks for, goes through the operators' own formulas.
     """
     return not _is_grad_enabled() and is_plain_eager(grad)
+
+
+def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear, weight: str = "weight") -> bool:
+    """Whether a linear layer is its weight and bias alone, so that its product may be taken elsewhere.
+
+    Args:
+        module: the layer.
+        kind: the class of linear layers that the framework has.
+        weight: name of the layer's weight.
+    """
+    state = module.__dict__  # attributes of a module take four times as long
+    return type(module) is kind and not (
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or "forward" in state
+        or any(_GLOBAL_HOOKS)
+        or weight not in module._parameters  # of replicas of DataParallel: a plain attribute
+    )

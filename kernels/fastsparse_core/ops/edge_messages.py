@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from fastsparse_core.log import warn_once
 from fastsparse_core.ops import _edge_messages_fused as formulas
 from fastsparse_core.ops._checks import check_features, check_structure, is_partitioned
 from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
 from fastsparse_core.ops._operands import written_out
 from fastsparse_core.structure.adjacency import Adjacency
@@ -31,8 +33,9 @@ def gine_aggregate(
         \quad \text{with} \quad \mathbf{e}_{ij} = \mathbf{W} \mathbf{a}_{ij} + \mathbf{b}
         \text{ where a map is given}
 
-    With raw features :math:`\mathbf{a}` of width up to 32 no tensor of edges times F exists, forward or
-    backward; the backward pass keeps a bit for each of its numbers. More of them are projected to rows once.
+    With up to 32 raw features :math:`\mathbf{a}` per edge, no tensor (num_edges, F) is created, forward or
+    backward: only one bit per number is stored for the backward pass. More features are projected to rows
+    first.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -97,8 +100,8 @@ def gated_aggregate(
         \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)} \sigma(\mathbf{k}_i + \mathbf{q}_j + \mathbf{G}
         \mathbf{a}_{ij}) \odot (\mathbf{v}_j + \mathbf{U} \mathbf{a}_{ij})
 
-    Nothing of the size of edges times F is stored. More than 32 features of an edge run step by step, which
-    stores rows and warns once.
+    No tensor (num_edges, F) is stored. With more than 32 features per edge, the unfused operators run, which
+    store a row per edge and warn once.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -106,7 +109,7 @@ def gated_aggregate(
         q: (num_src, F), in the dtype of ``k``.
         v: (num_src, F), in the dtype of ``k``.
         edge_attr: :math:`\mathbf{a}`, (num_values, A), in the caller's edge order and the dtype of ``k``;
-            None: no third terms.
+            None: no edge terms.
         gate_weight: :math:`\mathbf{G}`, (F, A), in the dtype of ``k``, with ``edge_attr``.
         value_weight: :math:`\mathbf{U}`, (F, A), in the dtype of ``k``, with ``edge_attr``.
 
@@ -157,7 +160,7 @@ def gated_edges(
         \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)} \sigma(\mathbf{z}_{ij}) \odot \mathbf{v}_j, \qquad
         \mathbf{n}_i = \sum_{j \in \mathcal{N}(i)} \sigma(\mathbf{z}_{ij})
 
-    The state :math:`\mathbf{z}` is a result, so it is stored; gates and messages are not.
+    The edge state :math:`\mathbf{z}` is a result and is stored. Gates and messages are not stored.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -184,19 +187,38 @@ def gated_edges(
         >>> state.shape
         torch.Size([2, 8])
     """
-    check_structure(adj)
-    if is_partitioned(adj):
-        q, v = adj.sources(q, v)
-        adj = adj.rows
-    k, q, v = _check_gates(adj, k, q, v)
-    edge = _edge(adj, "edge", edge, q, q.size(1))
-    if _has_no_kernel(adj):
-        return formulas.unfused_gated_edges(adj, k, q, v, edge)
+    if not _are_plain(adj, k, q, v, edge):
+        check_structure(adj)
+        if is_partitioned(adj):
+            q, v = adj.sources(q, v)
+            adj = adj.rows
+        k, q, v = _check_gates(adj, k, q, v)
+        edge = _edge(adj, "edge", edge, q, q.size(1))
+        if _has_no_kernel(adj):
+            return formulas.unfused_gated_edges(adj, k, q, v, edge)
     total, gates, state = formulas.gated_edges_op(k, q, v, edge, adj)
     return total, gates, state
 
 
 # ---------------------------------------------------------------- checks
+
+
+def _are_plain(adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor) -> bool:
+    """Whether a call on the CPU is as the kernels take it, so that nothing is left to check."""
+    if not (is_plain_eager(q) and type(adj) is Adjacency and q.is_cpu and adj.col.is_cpu and q.dim() == 2):
+        return False
+    width, dtype = q.shape[1], q.dtype
+    for each, count in ((k, adj.num_dst), (q, adj.num_src), (v, adj.num_src), (edge, adj.num_values)):
+        if (
+            type(each) is not Tensor
+            or each.shape != (count, width)
+            or each.dtype is not dtype
+            or not each.is_cpu
+            or each.layout is not torch.strided
+            or each.is_neg()
+        ):
+            return False
+    return dtype in DTYPE_CODE
 
 
 def _has_no_kernel(adj: Adjacency, features: int = 0) -> bool:
