@@ -70,7 +70,7 @@ def lookup(
         )
         return layer_cache.count_miss(outside_inference_mode(build))
     if torch.is_inference_mode_enabled():
-        # A structure first built while evaluating under inference_mode must serve the training that follows.
+        # A structure that is first built during evaluation under inference_mode must support training later.
         build = outside_inference_mode(build)
     return layer_cache.lookup(key, stamp, options, build)
 
