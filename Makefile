@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # More arguments for pytest, for instance ARGS="-k spmm".
 ARGS ?=
+# Machines that `make wheel` builds for: x86_64 and aarch64, this one by default.
+MACHINES ?=
 
 # Versions that were tested together. PyTorch is installed first and by its exact version, so that no other
 # package's wish decides which one comes.
@@ -27,7 +29,7 @@ help:
 	@echo "make lint       ruff, codespell, import-linter and clang-format, checking only; make format applies them"
 	@echo "make typecheck  mypy on the packages"
 	@echo "make docs       build the documentation as build/site/index.html (needs DGL, so no Python 3.13)"
-	@echo "make wheel      build dist/: an sdist, and a wheel for each supported Python (WHEEL_PYTHONS) that runs everywhere"
+	@echo "make wheel      build dist/: an sdist, and wheels for each supported Python (WHEEL_PYTHONS) and MACHINES='x86_64 aarch64'"
 	@echo "make wheel-check  install each wheel beside the versions of the support table and try it"
 	@echo "make clean      remove builds and caches (the virtual environment stays)"
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) ARGS (for pytest), FASTSPARSE_CUDA_ARCHS"
@@ -84,7 +86,7 @@ docs: setup
 	$(PY) -m sphinx -b html -d build/site-cache --fail-on-warning --keep-going --quiet docs build/site
 
 wheel:
-	.ci/wheel
+	.ci/wheel $(MACHINES)
 
 wheel-check:
 	.ci/wheel-check

@@ -5,10 +5,13 @@
 Importing this package imports DGL, and makes that possible for DGL 2.x on newer PyTorch versions too.
 """
 
+from typing import TYPE_CHECKING
+
 from fastsparse_core import CBSR, Adjacency, MaxK, __version__, capture
 from fastsparse_dgl import captured_graphs as _captured_graphs  # noqa: F401  (registers DGL's objects)
 from fastsparse_dgl import nn as _nn
 from fastsparse_dgl.caching import cache_info, clear_cache, prepare
+from fastsparse_dgl.compat import dgl as _dgl
 from fastsparse_dgl.dataloading import (
     DataLoader,
     GraphDataLoader,
@@ -47,3 +50,14 @@ __all__ = [
     "why",
 ]
 __all__ += _nn.__all__
+
+if not TYPE_CHECKING:  # which would take every misspelt name for one of the module's
+
+    def __getattr__(name: str) -> object:
+        layer = name.removeprefix("Fast")
+        if layer == name or layer not in vars(_dgl.nn):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # `from fastsparse_dgl import` would drop the message of an AttributeError.
+        raise ImportError(
+            f"{layer} has no drop-in. After fastsparse_dgl.enable(), DGL's {layer} runs on FastSparse"
+        )

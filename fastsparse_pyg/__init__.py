@@ -3,8 +3,10 @@
 from fastsparse_pyg import FastGCNConv          # was: from torch_geometric.nn import GCNConv
 """
 
+from typing import TYPE_CHECKING
+
 try:
-    import torch_geometric as _torch_geometric  # noqa: F401
+    import torch_geometric as _torch_geometric
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "fastsparse_pyg needs PyG, which is not installed: pip install 'fastsparse-gnn[pyg]'"
@@ -49,3 +51,15 @@ __all__ = [
     "why",
 ]
 __all__ += _nn.__all__
+
+if not TYPE_CHECKING:  # which would take every misspelt name for one of the module's
+
+    def __getattr__(name: str) -> object:
+        layer = name.removeprefix("Fast")
+        if layer == name or layer not in vars(_torch_geometric.nn):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # `from fastsparse_pyg import` would drop the message of an AttributeError.
+        raise ImportError(
+            f"{layer} has no drop-in. After fastsparse_pyg.accelerate(model), or fastsparse_pyg.enable(), "
+            f"PyG's {layer} runs on FastSparse"
+        )

@@ -14,7 +14,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from operator import attrgetter
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from fastsparse_core.cache import AdjacencyCache, CacheInfo, Sightings
 from fastsparse_core.graph_store import BatchEdges
 from fastsparse_core.log import warn_once
 from fastsparse_core.sampling import Edges
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 #: Number of edge lists of one size that count as the user's own graphs; further ones are compared with them.
 _MANY = 2
@@ -59,17 +62,16 @@ def lookup(
     """
     try:
         stamp = tuple([stamp_of(part) for part in parts])
-    except (
-        RuntimeError
-    ):  # inference tensors have no version counter, so an in-place edit could not be noticed
+    except RuntimeError:  # inference tensors have no version counter, so no in-place edit could be noticed
         warn_once(
             "the graph is converted in every forward pass, which is slow: it was made in inference mode, "
-            "where PyTorch does not count edits. Make it outside of torch.inference_mode(), or pass "
-            "`fastsparse_pyg.prepare(edge_index)`"
+            "where PyTorch does not count edits. Use torch.no_grad() in place of torch.inference_mode(), or "
+            "make the graph before"
         )
-        return _build_outside_inference_mode(build)
+        return layer_cache.count_miss(outside_inference_mode(build))
     if torch.is_inference_mode_enabled():
-        build = functools.partial(_build_outside_inference_mode, build)
+        # A structure that is first built during evaluation under inference_mode must support training later.
+        build = outside_inference_mode(build)
     return layer_cache.lookup(key, stamp, options, build)
 
 
@@ -158,12 +160,17 @@ def has_unit_values(matrix: Tensor, values: Tensor) -> bool:
     return are_ones
 
 
-def _build_outside_inference_mode(build: Callable[[], Adjacency]) -> Adjacency:
-    if not torch.is_inference_mode_enabled():
-        return build()
-    # A structure that is first built during evaluation under inference_mode must support training later.
-    with torch.inference_mode(False):
-        return build()
+def outside_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
+    """Has a function make tensors whose edits PyTorch counts, also where it is called in inference mode."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return called
 
 
 def cache_info() -> CacheInfo:

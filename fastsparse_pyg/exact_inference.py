@@ -131,7 +131,7 @@ def _stage(name: str, layer: Any) -> Stage:
         if sums is None:
             result = fast((tile.sources, tile.own), tile.adj)
         else:
-            result = fast.after_sum(sums, tile.own)
+            result = fast._after_sum(sums, tile.own)
         return result
 
     loops = bool(vars(fast).get("add_self_loops", False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import importlib.abc
 import importlib.util
@@ -223,3 +224,8 @@ def _report() -> None:
     if path := os.environ.get(REPORT_FILE):
         with open(path, "w", encoding="utf-8") as file:
             file.write(found.to_json())
+    if getattr(sys, "last_type", None) is KeyboardInterrupt:
+        # Python exits as after Ctrl-C (130 in a shell) if the last code that it ran from a text was
+        # interrupted. Printing the table has run some.
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")

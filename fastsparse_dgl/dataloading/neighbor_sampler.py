@@ -38,7 +38,8 @@ def tell_fallback(message: str, reason: str) -> None:
     if reason == ON_GPU:
         info_once(_logger, f"{message}: {reason}")
     else:
-        warn_once(f"{message}, which runs on the CPU: {reason}")
+        where = ", which runs on the CPU" if torch.cuda.is_available() else ""
+        warn_once(f"{message}{where}: {reason}")
 
 
 class NeighborSampler(dgl.dataloading.NeighborSampler):
@@ -101,7 +102,12 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
             return ON_GPU
         if self.edge_dir != "in":
             return f"edge_dir={self.edge_dir!r} is not supported. Use edge_dir='in'"
-        return "" if exclude_eids is None else "excluded edges are not supported. Sample without `exclude`"
+        if exclude_eids is None:
+            return ""
+        return (
+            "excluded edges are not supported. Sampling takes as long as in DGL, and layers convert every "
+            "block. Keep `exclude` if the model must not see the edges that it predicts"
+        )
 
     def start(self, g: GraphLike, seed_nodes: Any, device: torch.device) -> Draw:
         """Starts to sample on a device, without waiting.

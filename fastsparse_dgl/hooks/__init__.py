@@ -10,6 +10,7 @@ from fastsparse_dgl import device_graph
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.dataloading import GraphDataLoader
 from fastsparse_dgl.hooks import table
+from fastsparse_dgl.hooks.recording import recorded
 from fastsparse_dgl.layer_swap import FIRST_CALLS
 
 _lock = ForkSafeLock()
@@ -51,6 +52,7 @@ def enable(*, report: bool = False, _devices: tuple[str, ...] | None = None) -> 
     with _lock:
         if report:
             call_report.start_recording()
+            replacement.remove(_installed)  # operators that record take their places
         if _installed or not replacement.enabled_parts(["dgl"]):
             return
         if _devices is None:
@@ -59,7 +61,7 @@ def enable(*, report: bool = False, _devices: tuple[str, ...] | None = None) -> 
         layers = table.LAYERS if replacement.enabled_parts(["layers"]) else ()
         hooks = table.OPERATORS + (table.DEVICES if _devices else ()) + loaders + layers
         table.check(hooks, dgl.__version__)
-        _installed.extend(replacement.install(hooks))
+        _installed.extend(replacement.install(map(recorded, hooks)))
         device_graph.serve(_devices)
         GraphDataLoader._follows_script = bool(loaders)
 

@@ -206,6 +206,7 @@ def _planned(call: str, g: Any, mfunc: Any, rfunc: Any) -> dict[str, Tensor] | N
     num_edges = g._graph.number_of_edges(0)
     if num_edges < FEW_EDGES.get("cpu", 1) and not (is_passing and not core.is_builtin(rfunc)):
         tell(call, _FEW)
+        record(call, "DGL", _FEW.cause)
         return None
     if not num_edges or g._graph.number_of_etypes() != 1:
         return None

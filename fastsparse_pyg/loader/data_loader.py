@@ -17,7 +17,7 @@ from fastsparse_core.call_report import record
 from fastsparse_core.device import script_uses_gpu
 from fastsparse_core.graph_store import NothingToStore, NotStored, Outline, StoredBatches, same_outline
 from fastsparse_core.log import info_once, warn_once
-from fastsparse_pyg.caching import logger
+from fastsparse_pyg.caching import logger, outside_inference_mode
 from fastsparse_pyg.loader.base import OF_WORKERS, choose_device, follows_script
 from fastsparse_pyg.loader.stored_graphs import StoredGraphs
 
@@ -125,7 +125,7 @@ class DataLoader(PygDataLoader):
             return super()._get_iterator()
         record("DataLoader", "FastSparse")
         graphs, graph_at = current
-        return StoredBatches(self, lambda index: graphs.batch(index, graph_at))
+        return StoredBatches(self, outside_inference_mode(lambda index: graphs.batch(index, graph_at)))
 
     def __iter__(self) -> Iterator[Any]:
         if self._follows and self._source is not None and self.device.type == "cpu" and script_uses_gpu():
@@ -138,6 +138,7 @@ class DataLoader(PygDataLoader):
             return batches
         return _moved(batches, self.device)
 
+    @outside_inference_mode
     def _current(self) -> tuple[StoredGraphs, Tensor | None] | None:
         """The graphs as the dataset has them now, and which; None: PyG's loader makes the batches."""
         if not self._is_stored:

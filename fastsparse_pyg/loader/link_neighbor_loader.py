@@ -10,6 +10,7 @@ import torch
 import torch_geometric.loader
 from torch import Tensor
 
+from fastsparse_pyg.caching import outside_inference_mode
 from fastsparse_pyg.loader.arguments import checked_links
 from fastsparse_pyg.loader.base import LoaderMixin, choose_device, follows_script, make_sampler
 from fastsparse_pyg.loader.batches import make_batch
@@ -111,9 +112,11 @@ class LinkNeighborLoader(LoaderMixin, torch_geometric.loader.LinkNeighborLoader)
         if self._sampler is not None and target.type == "cpu" and follows_script(device):
             self._on_gpu = lambda device: make(device=device)
 
+    @outside_inference_mode
     def _begin(self, index: Any) -> Any:
         return index.cpu() if isinstance(index, Tensor) else index
 
+    @outside_inference_mode
     def _end(self, begun: Any) -> Any:
         out = self._sampler.sample_from_edges(self.input_data[begun], neg_sampling=self.neg_sampling)
         return self.filter_fn(out)

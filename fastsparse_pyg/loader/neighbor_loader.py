@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NodeSamplerInput
 
+from fastsparse_pyg.caching import outside_inference_mode
 from fastsparse_pyg.loader.arguments import checked_input_nodes
 from fastsparse_pyg.loader.base import LoaderMixin, as_index, choose_device, follows_script, make_sampler
 from fastsparse_pyg.loader.batches import make_batch
@@ -126,6 +127,7 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
         self._seeds = self._seeds.to(device)
         self._input_id = None if self._input_id is None else self._input_id.to(device)
 
+    @outside_inference_mode
     def _begin(self, index: Any) -> Any:
         index = as_index(index, self._device)
         seeds = self._seeds[index]
@@ -133,6 +135,7 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
         draw = self._sampler.core.start(seeds if node_type is None else {node_type: seeds})
         return draw, index if self._input_id is None else self._input_id[index]
 
+    @outside_inference_mode
     def _end(self, begun: Any) -> Any:
         draw, input_id = begun
         out = self._sampler.output(draw.finish())

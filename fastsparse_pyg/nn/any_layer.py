@@ -290,6 +290,15 @@ class AnyLayer(MessagePassing):
         """The kernel's name for the layer's aggregation, "" where it is anything else."""
         return "" if self._has_own_aggregate() else reduction_of(self._modules.get("aggr_module"))
 
+    def _why_no_reduction(self) -> Reason | None:
+        """Why PyG reduces the messages whatever they are; None if it need not, or the layer's code does."""
+        if self._kernel_reduce() or self._has_own_aggregate():
+            return None
+        module = self._modules["aggr_module"]
+        if module is not None and (module._forward_hooks or module._forward_pre_hooks):
+            return Reason("a hook on the aggregation", "")
+        return Reason(f"aggr={self.aggr!r} has no kernel", "Use aggr='sum' or 'mean' or 'max' or 'min'")
+
     def _has_own_aggregate(self) -> bool:
         return type(self).aggregate is not MessagePassing.aggregate or "aggregate" in self.__dict__
 
@@ -331,6 +340,8 @@ class AnyLayer(MessagePassing):
             out = aggregate(messages, found.dst, how, self._modules["aggr_module"], dim)
             if out is not None:
                 return out
+        if reason := self._why_no_reduction():
+            fallback.tell(type(self).__name__, reason)
         return self.aggregate(messages, **{name: found[name] for name in self._names().aggregate})
 
     # ---------------------------------------------------------------- what it is, and what it was
@@ -353,8 +364,10 @@ class AnyLayer(MessagePassing):
         where = "message() per edge" + (f", because of {plan}" if plan else "")
         if how:
             return f"{where}: segment {how}"
-        reduction = "its own aggregate()" if self._has_own_aggregate() else f"aggr={self.aggr!r}"
-        return f"{where}: {reduction} on segments"
+        reason = self._why_no_reduction()
+        return f"{where}: " + (
+            f"PyG reduces, {reason.message}" if reason else "its own aggregate() on segments"
+        )
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
         # They belong to the original's class, from which this class inherits.

@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 try:
+    from fastsparse_core import openmp as _openmp  # noqa: F401  # isort: skip  (before the extension)
     from fastsparse_core import dgl_import as _dgl_import  # noqa: F401  (lets `import dgl` work from here on)
     from fastsparse_core import traced as _traced  # noqa: F401  (operators of compiled and exported programs)
     from fastsparse_core.call_report import report

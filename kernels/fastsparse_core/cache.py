@@ -142,6 +142,11 @@ class AdjacencyCache:
             entries[options] = (stamp, adjacency)
             self._remember(reference, stamp, options, adjacency)
 
+    def count_miss(self, build: Callable[[], Adjacency]) -> Adjacency:
+        """A structure that cannot be kept."""
+        self._misses += 1
+        return build()
+
     def kept(self, key: object, options: Hashable) -> tuple[Any, Hashable, Adjacency] | None:
         """(weak reference to the graph object, stamp, structure) if there is an entry, of whatever stamp."""
         reference, entries = self._graphs.get(id(key), (None, {}))

@@ -826,3 +826,15 @@ def test_refused_models_keep_their_graph(device):
     with pytest.warns(SlowPathWarning, match="x.sum\\(\\) > 0"):
         repeat(lambda: model(x).sum().backward())
     torch.testing.assert_close(model.weight.grad, torch.full((1, 3), 2.0 * CALLS, device=device))
+
+
+def test_parentheses_and_the_status_in_repr():
+    @capture()
+    def double(x):
+        return 2 * x
+
+    assert repr(double.captured) == f"<Captured of {double.__qualname__}: watching (no call yet)>"
+    assert double(torch.ones(1)) == 2
+    assert repr(double.captured).endswith(f": {double.captured.status}>")
+    model = capture(torch.nn.Linear(2, 2))
+    assert repr(model.forward) == "<CapturedModel of Linear.forward: watching (no call yet)>"

@@ -495,3 +495,10 @@ def test_layers_can_be_left_out_of_enable(monkeypatch):
     with enabled():
         layer(graph, features(graph, 6))
         assert type(layer) is original.SAGEConv
+
+
+def test_layers_without_a_drop_in_say_what_serves_them():
+    with pytest.raises(ImportError, match=r"RelGraphConv has no drop-in. After fastsparse_dgl\.enable\(\)"):
+        from fastsparse_dgl import FastRelGraphConv  # noqa: F401
+    assert not hasattr(fastsparse_dgl, "FastNothing")
+    assert not hasattr(fastsparse_dgl, "RelGraphConv")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from dgl_cases import GRAPHS, DGLError, bipartite, dgl, fastsparse_dgl, homogene
 from hook_cases import AWAY, check, enabled, enabled_for, run
 from torch import Tensor
 
+from fastsparse_core import call_report
 from fastsparse_dgl.hooks import operators
 
-ops = dgl.ops
+ops, fn = dgl.ops, dgl.function
 
 
 @pytest.fixture(params=["cpu", *AWAY])
@@ -403,3 +405,43 @@ def test_another_dgl_is_refused_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> N
         fastsparse_dgl.enable()
     assert not fastsparse_dgl.is_enabled()
     assert dgl.ops.spmm.gspmm is original
+
+
+def calls_of_every_operator() -> None:
+    graph, hetero = homogeneous(), heterogeneous()
+    graph.ndata["h"], graph.edata["w"] = draw(graph.num_nodes(), 4), draw(graph.num_edges(), 1)
+    for message in (fn.copy_u("h", "m"), fn.u_mul_e("h", "w", "m"), fn.copy_e("w", "m")):
+        for reduce in (fn.sum, fn.mean, fn.max):
+            graph.update_all(message, reduce("m", "out"))
+    graph.apply_edges(fn.u_dot_v("h", "h", "score"))
+    graph.apply_edges(fn.u_add_v("h", "h", "sum"))
+    dgl.nn.functional.edge_softmax(graph, graph.edata["score"])
+    dgl.sum_nodes(graph, "h")
+    dgl.ops.gather_mm(draw(3, 4), draw(2, 4, 5), idx_b=torch.tensor([0, 1, 1]))
+    hetero.ndata["h"] = {kind: draw(hetero.num_nodes(kind), 4) for kind in hetero.ntypes}
+    hetero.update_all(fn.copy_u("h", "m"), fn.max("m", "out"))
+    hetero.apply_edges(fn.copy_u("h", "m"))
+
+
+@pytest.mark.parametrize("is_on_before", [False, True])
+def test_the_report_has_every_operator_with_its_line(is_on_before: bool) -> None:
+    with enabled(report=not is_on_before):
+        fastsparse_dgl.enable(report=True)
+        calls_of_every_operator()
+        rows = call_report.report().rows
+    served = Counter((row.call, row.by) for row, count in rows for _ in range(count) if not row.reason)
+    expected = [("u_dot_v", "sddmm"), ("copy_u", "sddmm"), ("edge_softmax", "edge_softmax")]
+    expected += [("segment_reduce", "segments"), ("gather_mm", "grouped product")]
+    expected += [("copy_u_max", "spmm")]  # of several edge types
+    for message, kernel in (("copy_u", "spmm"), ("u_mul_e", "spmm"), ("copy_e", "segments")):
+        expected += [(f"{message}_{reduce}", kernel) for reduce in ("sum", "mean", "max")]
+    assert served == Counter(expected)
+    ((narrow, _),) = ((row, count) for row, count in rows if row.reason)
+    assert (narrow.call, narrow.by) == ("u_add_v", "DGL")
+    assert all("test_dgl_operators.py" in row.place for row, _ in rows)
+
+
+def test_operators_are_not_wrapped_while_nothing_is_recorded() -> None:
+    with enabled():
+        assert dgl.backend.gspmm is operators.gspmm
+        assert dgl.backend.edge_softmax is operators.edge_softmax

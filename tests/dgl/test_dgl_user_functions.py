@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from dgl_cases import dgl
+from dgl_cases import dgl, homogeneous
 from hook_cases import assert_same, enabled, enabled_for, moved, tensors_of
 from torch import Tensor, nn
 
@@ -802,3 +802,21 @@ def test_operations_without_kernels_are_named_in_plain_words(reasons: pytest.Log
         "sorted_messages falls back to DGL's implementation: FastSparse has no kernels for its"
         in reasons.text
     )
+
+
+def test_the_report_says_that_a_function_asks_for_features() -> None:
+    graph = homogeneous()
+    layer = dgl.nn.RelGraphConv(6, 4, 3, "basis", 2)
+    with enabled(report=True):
+        layer(graph, torch.randn(graph.num_nodes(), 6), torch.zeros(graph.num_edges(), dtype=torch.int64))
+        reasons = {row.reason for row, _ in call_report.report().rows if row.call == "update_all"}
+    assert reasons == {"asks whether there is a feature 'norm'"}
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_the_report_names_few_edges(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_functions, "FEW_EDGES", {"cpu": EDGES + 1})
+    with enabled(report=is_on):
+        run(called(Case(mapped, dgl.function.sum("m", "out"))))
+        rows = {(row.call, row.by, row.reason) for row, _ in call_report.report().rows}
+    assert (("update_all", "DGL", user_functions._FEW.cause) in rows) is is_on

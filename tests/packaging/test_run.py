@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,15 @@ def test_tracebacks_are_the_scripts(folder):
     assert plain.returncode == ours.returncode == 1
     assert "KeyError: 'boom'" in plain.stderr
     assert without_first_line(ours.stderr) == plain.stderr
+
+
+def test_interrupted_scripts_exit_as_by_python(folder):
+    (folder / "work/interrupted.py").write_text("import torch, toy\nraise KeyboardInterrupt\n")
+    plugin = "from fastsparse_core import call_report\ndef enable(): call_report.record('scatter', 'PyG')\n"
+    (folder / "site/plugin.py").write_text(plugin)
+    plain, ours = python(folder, "interrupted.py"), run(folder, "--report", "interrupted.py")
+    assert "scatter" in ours.stderr
+    assert plain.returncode == ours.returncode == -signal.SIGINT
 
 
 def test_modules_run_as_by_python(folder):

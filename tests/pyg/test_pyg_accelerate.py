@@ -494,3 +494,12 @@ def test_replicas_of_data_parallel() -> None:
         expected = layer(FEATURES, EDGES)
         for _ in range(2):
             close(_replica(layer)(FEATURES, EDGES), expected)
+
+
+def test_layers_without_a_drop_in_say_what_serves_them():
+    with pytest.raises(
+        ImportError, match=r"EdgeConv has no drop-in. After fastsparse_pyg\.accelerate\(model\), or"
+    ):
+        from fastsparse_pyg import FastEdgeConv  # noqa: F401
+    assert not hasattr(fastsparse_pyg, "FastNothing")
+    assert not hasattr(fastsparse_pyg, "EdgeConv")

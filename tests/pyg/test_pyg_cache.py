@@ -16,6 +16,7 @@ from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.loader import DataLoader
 from torch_geometric.nn import GCNConv, SAGEConv
 
+import fastsparse_pyg
 from fastsparse_core import Adjacency
 from fastsparse_pyg import FastGCNConv, FastGINConv, FastSAGEConv, cache_info, clear_cache, prepare
 
@@ -203,7 +204,40 @@ def test_inference_tensors_are_not_remembered():
         first = layer(x, edge_index)
         edge_index[0, :20] = 7
         assert not torch.allclose(layer(x, edge_index), first)
-    assert counts() == (0, 0, 0)
+    assert counts() == (2, 0, 0)
+
+
+def loaded(kind):
+    with torch.inference_mode(False):
+        graph = Data(x=torch.randn(40, 4), edge_index=random_graph())
+    if kind == "DataLoader":
+        return fastsparse_pyg.DataLoader([graph] * 6, 3, device="cpu")
+    if kind == "NeighborLoader":
+        return fastsparse_pyg.NeighborLoader(graph, [3, 3], batch_size=20, device="cpu")
+    edges = graph.edge_index[:, :20]
+    return fastsparse_pyg.LinkNeighborLoader(
+        graph, [3, 3], edge_label_index=edges, batch_size=10, device="cpu"
+    )
+
+
+@pytest.mark.parametrize("kind", ["DataLoader", "NeighborLoader", "LinkNeighborLoader"])
+@pytest.mark.parametrize("makes_loader_inside", [False, True])
+def test_batches_of_loaders_are_converted_once_in_inference_mode(kind, makes_loader_inside, recwarn):
+    loader = None if makes_loader_inside else loaded(kind)
+    layer = FastGCNConv(4, 4)
+    with torch.inference_mode():
+        batches = list(loader or loaded(kind))
+        clear_cache()  # of what loaders convert for themselves
+        for batch in batches:
+            first = layer(batch.x, batch.edge_index)
+            assert first.is_inference()
+            assert torch.equal(layer(batch.x, batch.edge_index), first)
+        assert counts() == (2, 2, 0)
+        batch.edge_index[:, : batch.edge_index.size(1) // 2] = 0
+        assert not torch.allclose(layer(batch.x, batch.edge_index), first)
+    assert counts() == (3, 2, 1)
+    layer(batch.x, batch.edge_index).sum().backward()
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("kind", ["edge_index", "csr", "Adjacency"])

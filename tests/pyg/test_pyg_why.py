@@ -8,9 +8,12 @@ import pytest
 import torch
 from pyg_cases import random_graph
 from torch import nn
-from torch_geometric.nn import GATConv, GCNConv, MessagePassing, NNConv
+from torch_geometric.nn import GATConv, GCNConv, MessagePassing, NNConv, SAGEConv
 
-from fastsparse_pyg import FastGATConv, FastGCNConv, accelerate, why
+import fastsparse_core
+import fastsparse_pyg
+from fastsparse_core import SlowPathWarning, log
+from fastsparse_pyg import FastGATConv, FastGCNConv, FastSAGEConv, accelerate, why
 
 
 class Model(nn.Module):
@@ -128,3 +131,29 @@ def test_it_names_what_computes_a_layer():
     assert "segment mean" in kernels[2] or "segment sum" in kernels[2]
     assert "sums on segments" in kernels[3]
     assert "FastSparse: its own code" in str(found)
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_aggregations_without_a_kernel_are_said_to_be_pygs(accelerated, monkeypatch):
+    monkeypatch.setattr(log, "seen", set())
+    layer = SAGEConv(6, 4, aggr="median") if accelerated else FastSAGEConv(6, 4, aggr="median")
+    if accelerated:
+        (row,) = accelerate(layer, show=False).rows
+        assert row.kernel == "message() per edge: PyG reduces, aggr='median' has no kernel"
+    x, edges = torch.randn(40, 6), torch.randint(40, (2, 5000))
+    (found,) = why(layer, x, edges)
+    assert found.by == "PyG"
+    assert found.reason.startswith("aggr='median' has no kernel. Use aggr='sum' or")
+    with pytest.warns(SlowPathWarning, match="aggr='median' has no kernel"):
+        layer(x, edges)
+
+
+def test_reports_say_that_pyg_reduces():
+    x, edges = torch.randn(40, 6), torch.randint(40, (2, 5000))
+    fastsparse_pyg.enable("layers", report=True)
+    try:
+        SAGEConv(6, 4, aggr="median")(x, edges)
+        rows = {(row.call, row.by, row.reason) for row, _ in fastsparse_core.report().rows}
+    finally:
+        fastsparse_pyg.disable()
+    assert rows == {("SAGEConv", "PyG", "aggr='median' has no kernel")}

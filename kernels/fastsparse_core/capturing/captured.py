@@ -124,6 +124,9 @@ class Captured:
             return "replaying"
         return f"watching ({min(form.calls, form.patience)} of {form.patience} calls)"
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {getattr(self.step, '__qualname__', self.step)}: {self.status}>"
+
     # ---------------------------------------------------------------- calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

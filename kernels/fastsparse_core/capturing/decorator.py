@@ -19,7 +19,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def capture(step: _M) -> _M: ...
 @overload
 def capture(step: _F) -> _F: ...
-def capture(step: Any) -> Any:
+@overload
+def capture() -> Callable[[_F], _F]: ...
+def capture(step: Any = None) -> Any:
     """Runs a training step or a model as CUDA graphs. The training loop does not change.
 
     A step on a small graph or batch consists of dozens of short kernels, and launching them takes longer than
@@ -66,6 +68,7 @@ def capture(step: Any) -> Any:
         step: a function with any arguments that includes the optimizer's step. Or a model: its forward and
             backward pass become a CUDA graph each, and the loop must call ``backward()`` before the next
             call.
+            None: ``@capture()`` is the same as ``@capture``.
 
     Returns:
         The function to call instead, with ``captured.status``; for a model, the model itself, with
@@ -84,6 +87,8 @@ def capture(step: Any) -> Any:
         >>> step(x)
         tensor([2., 2., 2.])
     """
+    if step is None:
+        return capture
     if isinstance(step, torch.nn.Module):
         return capture_model(step)
     if not callable(step):

@@ -60,7 +60,7 @@ class Fields:
 
     def __getitem__(self, name: Any) -> Proxy:
         if type(name) is not str:
-            raise Untraceable(f"reads features by {type(name).__name__}")
+            raise Untraceable(f"names a feature by {name!r}, which is no string")
         known: dict[str, Proxy] = self._known
         if name not in known:
             known[name] = self._tracer.create_proxy("placeholder", f"{self._place}.{name}", (), {})
@@ -70,6 +70,12 @@ class Fields:
         if not self._is_writable or type(name) is not str or not isinstance(value, Proxy):
             raise Untraceable(f"writes into {self._place}")
         self._known[name] = self.written[name] = value
+
+    def __contains__(self, name: Any) -> bool:
+        raise Untraceable(f"asks whether there is a feature {name!r}")
+
+    def __iter__(self) -> Any:
+        raise Untraceable("asks which features there are")
 
     def __getattr__(self, name: str) -> Any:
         raise Untraceable(f"reads .{name} of features")
