@@ -57,7 +57,5 @@ if not TYPE_CHECKING:  # which would take every misspelt name for one of the mod
         layer = name.removeprefix("Fast")
         message = f"module {__name__!r} has no attribute {name!r}"
         if layer != name and layer in vars(_dgl.nn):
-            message += (
-                f". {layer} has no drop-in; after enable() DGL's {layer} runs on FastSparse's operators"
-            )
+            message += f". {layer} has no drop-in; after enable() FastSparse's operators run DGL's {layer}"
         raise AttributeError(message)
