@@ -55,9 +55,7 @@ if not TYPE_CHECKING:  # which would take every misspelt name for one of the mod
 
     def __getattr__(name: str) -> object:
         layer = name.removeprefix("Fast")
-        if layer == name or layer not in vars(_dgl.nn):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        # `from fastsparse_dgl import` would drop the message of an AttributeError.
-        raise ImportError(
-            f"{layer} has no drop-in. After fastsparse_dgl.enable(), DGL's {layer} runs on FastSparse"
-        )
+        message = f"module {__name__!r} has no attribute {name!r}"
+        if layer != name and layer in vars(_dgl.nn):
+            message += f". {layer} has no drop-in; after enable() FastSparse's operators run DGL's {layer}"
+        raise AttributeError(message)

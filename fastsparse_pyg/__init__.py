@@ -56,10 +56,7 @@ if not TYPE_CHECKING:  # which would take every misspelt name for one of the mod
 
     def __getattr__(name: str) -> object:
         layer = name.removeprefix("Fast")
-        if layer == name or layer not in vars(_torch_geometric.nn):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        # `from fastsparse_pyg import` would drop the message of an AttributeError.
-        raise ImportError(
-            f"{layer} has no drop-in. After fastsparse_pyg.accelerate(model), or fastsparse_pyg.enable(), "
-            f"PyG's {layer} runs on FastSparse"
-        )
+        message = f"module {__name__!r} has no attribute {name!r}"
+        if layer != name and layer in vars(_torch_geometric.nn):
+            message += f". {layer} has no drop-in; accelerate(model) and enable() speed up PyG's {layer}"
+        raise AttributeError(message)
