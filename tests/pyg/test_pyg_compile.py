@@ -441,9 +441,9 @@ def test_bipartite_edges_compile(device):
 
 CALLS = {
     "the attention weights of added self loops": (FastGATConv(6, 4), {"return_attention_weights": True}),
-    "cached=True and nothing cached": (FastGCNConv(6, 4, cached=True), {}),
+    "cached=True under torch.compile, with an empty cache": (FastGCNConv(6, 4, cached=True), {}),
     "without num_edges": (FastHypergraphConv(6, 4), {}),
-    "parts of sizes": (FastMFConv(6, 4), {}),
+    "sizes that depend on the edges": (FastMFConv(6, 4), {}),
     "stored messages": (
         FastPNAConv(6, 8, ["mean"], ["identity"], torch.tensor([0, 3, 5]), pre_layers=2),
         {},
