@@ -1,4 +1,4 @@
-"""Tensors that fused operators save for the backward pass, and their second derivatives."""
+"""Tensors that fused operators store for the backward pass, and their second derivatives."""
 
 from __future__ import annotations
 
