@@ -33,7 +33,7 @@ def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str, are
         pattern: pattern of its `message` or `edge_update`.
         found: arguments of its methods.
         how: the reduction; "" if the layer has its own; `PER_EDGE` to return the messages unreduced.
-        are_few: whether there are so few edges that the time on the host decides.
+        are_few: whether there are so few edges that launch overhead decides the time.
     """
     is_copy = pattern.kind == "product" and pattern.compute is None
     is_left = bool(pattern.assigned) and pattern.kind != "any"
