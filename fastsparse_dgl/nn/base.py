@@ -1,4 +1,4 @@
-"""What the layers share: inputs, the in-degree check, and aggregation with DGL's edge-weight broadcasting."""
+"""Code shared by the layers: inputs, in-degree check, aggregation with DGL's broadcast of edge weights."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class AggregationMixin:
     stay the original's.
     """
 
-    #: What computes the layer, for the reports of `accelerate` and `why`.
+    #: Name of the kernel, for the reports of `accelerate` and `why`.
     _kernel: ClassVar[str] = "spmm"
 
     def _structure(

@@ -22,9 +22,9 @@ class FastDotGatConv(AggregationMixin, dgl.nn.pytorch.DotGatConv):
         \alpha_{ij} = \mathrm{softmax}_j\Big(\frac{(\mathbf{W}_\text{dst} \mathbf{h}_i)^\top
         (\mathbf{W}_\text{src} \mathbf{h}_j)}{\sqrt{D}}\Big)
 
-    Parameters, defaults, state_dict, repr and errors are the original's. Scores, softmax and sum are one
+    Parameters, defaults, state_dict, repr and errors are the same as DGL's. Scores, softmax and sum are one
     operator, :func:`fastsparse_core.attention`, which stores nothing per edge; ``get_attention`` computes the
-    attention of every edge. Beyond the original, ``graph`` may be an :class:`fastsparse_core.Adjacency`,
+    attention of every edge. Unlike in DGL, ``graph`` may be an :class:`fastsparse_core.Adjacency`,
     features may be on a GPU while the graph is on the CPU, and features may have more dimensions, as in
     GATConv. For a pair of features on a graph whose sources are its destinations, the original uses only the
     second one, transformed by ``fc_dst``. This layer does so too, but not with an Adjacency, which does not

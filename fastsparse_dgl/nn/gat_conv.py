@@ -29,8 +29,8 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         \alpha_{ij} = \mathrm{softmax}_j\big(\mathrm{LeakyReLU}(\mathbf{a}_l^\top \mathbf{W} \mathbf{h}_j +
         \mathbf{a}_r^\top \mathbf{W} \mathbf{h}_i)\big)
 
-    Parameters, defaults, state_dict, repr and errors are the original's. Scores, softmax, dropout and sum are
-    one operator, :func:`fastsparse_core.additive_attention`, which stores nothing per edge; With
+    Parameters, defaults, state_dict, repr and errors are the same as DGL's. Scores, softmax, dropout and sum
+    are one operator, :func:`fastsparse_core.additive_attention`, which stores nothing per edge; With
     ``edge_weight`` or ``get_attention``, the attention of every edge is computed and stored. Beyond the
     original, ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a GPU while the
     graph is on the CPU.
