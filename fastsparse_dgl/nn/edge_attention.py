@@ -46,9 +46,9 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
     and head. Softmax, dropout and both sums are one operator, :func:`fastsparse_core.attention`, and
     :math:`\mathbf{\Theta}_e` is applied before and after it. So no row of ``num_heads * out_feats`` numbers
     per edge is stored. ``get_attention`` needs the attention of every edge and stores the projected edges, as
-    the original does. Unlike in DGL, ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may
-    be on a GPU while the graph is on the CPU. Features must be matrices. (The original takes more dimensions
-    only with edge features of the same dimensions.)
+    DGL does. Unlike in DGL, ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a
+    GPU while the graph is on the CPU. Features must be matrices. (DGL supports more dimensions only with edge
+    features of the same dimensions.)
 
     Args:
         in_feats: width of the input, or a pair of widths (source, destination).

@@ -28,9 +28,9 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
         for norm="both".}
 
     Parameters, defaults, state_dict, repr and errors are the same as DGL's. Normalisation and bias are part
-    of the aggregation, so nothing is computed per edge. Unlike in DGL: ``graph`` may be an
-    :class:`fastsparse_core.Adjacency`, and features may be on a GPU while the graph is on the CPU: the
-    structure is copied once.
+    of the aggregation, so nothing is computed per edge. Unlike in DGL, ``graph`` may be an
+    :class:`fastsparse_core.Adjacency`. Features may be on a GPU while the graph is on the CPU; the structure
+    is copied once.
 
     Args:
         in_feats: width of the input.
