@@ -26,8 +26,8 @@ def maxk(x: Tensor, k: int) -> CBSR:
     entries, those in lower columns are kept. NaN counts as the largest, as in :func:`torch.topk`.
 
     Args:
-        x: (n, D), float64, float32, float16 or bfloat16, any row stride, D at most 65,536. Kernels are
-            fastest up to D = 1024, where a row fits registers.
+        x: (n, D), float64, float32, float16 or bfloat16, any row stride, D at most 65,536. Up to D = 1024, a
+            row is kept in registers.
         k: number of entries to keep, from 1 to D.
 
     Returns:
