@@ -2,7 +2,7 @@
 
 >>> from fastsparse_dgl import FastGraphConv  # was: from dgl.nn import GraphConv
 
-Importing this package imports DGL, and makes that possible for DGL 2.x on newer PyTorch versions too.
+Importing this package imports DGL, and also makes DGL 2.x importable with newer PyTorch versions.
 """
 
 from typing import TYPE_CHECKING
@@ -51,7 +51,7 @@ __all__ = [
 ]
 __all__ += _nn.__all__
 
-if not TYPE_CHECKING:  # which would take every misspelt name for one of the module's
+if not TYPE_CHECKING:  # with a module-level __getattr__, type checkers accept every misspelt name
 
     def __getattr__(name: str) -> object:
         layer = name.removeprefix("Fast")

@@ -1,4 +1,4 @@
-"""Data of sampled blocks: rows of the graph's features, gathered when they are first read, as in DGL."""
+"""Data of sampled blocks: rows of the graph's features. As in DGL, they are gathered at the first read."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Frames = dict[Space, Any]
 
 
 class GraphColumn(Column):
-    """Rows of a graph's feature that a block on a GPU gathers when they are first read.
+    """Column of a block on a GPU, whose rows are gathered from a feature on the CPU at the first read.
 
-    DGL's own column gathers them on the host and then sends them; this one reads them as prefetched features
-    are read, from the copy on the GPU where there is one.
+    DGL's own column gathers the rows on the host and then copies them to the GPU. This one reads them through
+    `FeatureTable`, like prefetched features: from the copy on the GPU if there is one.
 
     Args:
         table: the feature of all nodes or edges, on the CPU.
-        index: rows, on the block's device.
-        reads: keys of the columns that were read, of all batches of a sampler.
-        key: of this column in ``reads``.
+        index: ids of the rows, on the block's device.
+        reads: keys of the columns that were read so far, shared by all batches of a sampler.
+        key: key of this column in ``reads``.
     """
 
     storage: Any
@@ -55,13 +55,13 @@ class GraphColumn(Column):
         Column.data.fset(self, value)
 
     def clone(self) -> Any:
-        """A column that shares what was read, or reads by itself."""
+        """A copy of the column: it shares the gathered rows, or gathers its own if none were read yet."""
         if self.index is None:
             return super().clone()
         return self._with(self.index)
 
     def subcolumn(self, rowids: Tensor) -> Any:
-        """Some of the rows."""
+        """A column of the rows ``rowids``."""
         if self.index is None:
             return super().subcolumn(rowids)
         return self._with(self.index[rowids.to(self.index.device).long()])
@@ -76,20 +76,20 @@ class GraphColumn(Column):
 
 
 def _rows(table: Tensor, index: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cpu" or table.requires_grad:  # tables on another device have no gradient
+    if device.type == "cpu" or table.requires_grad:  # reading through a FeatureTable has no gradient
         return table.index_select(0, index.to(table.device)).to(device)
     return FeatureTable(table, device)[index.to(device)]
 
 
 def gathered(frame: Any, ids: Tensor, id_name: str, reads: set[Any], key: Any) -> Any:
-    """The frame of some nodes or edges of a graph, whose features are gathered when they are read.
+    """The frame of some nodes or edges of a graph; its features are gathered at the first read.
 
     Args:
-        frame: of all nodes or edges of a type.
-        ids: on the block's device.
-        id_name: by which the frame has the ids.
+        frame: the frame of all nodes or edges of a type.
+        ids: ids of the nodes or edges, on the block's device.
+        id_name: name under which the new frame stores the ids.
         reads: see `GraphColumn`.
-        key: what the frame's columns have in common in ``reads``.
+        key: first part of the keys of the frame's columns in ``reads``.
     """
     made = frame.subframe(ids) if ids.device.type == "cpu" else unread(frame, ids, reads, key)
     made[id_name] = ids
@@ -97,7 +97,7 @@ def gathered(frame: Any, ids: Tensor, id_name: str, reads: set[Any], key: Any) -
 
 
 def unread(frame: Any, ids: Tensor, reads: set[Any], key: Any) -> Any:
-    """As :func:`gathered`, with columns that read a graph on the CPU for a block on a GPU."""
+    """Like :func:`gathered`, for a block on a GPU: its columns are `GraphColumn`."""
     columns = {name: GraphColumn(frame[name], ids, reads, (key, name)) for name in frame}
     made = Frame(columns, len(ids))
     made._initializers, made._default_initializer = frame._initializers, frame._default_initializer
@@ -105,7 +105,7 @@ def unread(frame: Any, ids: Tensor, reads: set[Any], key: Any) -> Any:
 
 
 def read_before(frame: Any) -> dict[str, Tensor]:
-    """Data of a frame, except what no batch of its sampler was asked for: that need not be gathered."""
+    """Data of a frame, without columns that no batch of its sampler has read so far, to save the gather."""
     return {
         name: frame[name]
         for name, column in frame._columns.items()
@@ -114,7 +114,7 @@ def read_before(frame: Any) -> dict[str, Tensor]:
 
 
 class BlockData(MutableMapping[str, Any]):
-    """Tensors of nodes or edges of one type by name.
+    """Tensors of the nodes or edges of one type, by name.
 
     Args:
         frames: the frames of a block.
@@ -165,7 +165,7 @@ class DataView:
 
 
 def frames_of(block: Any) -> Frames:
-    """Frames of DGL's block: of sources of every type, of destinations and of edges."""
+    """Frames of DGL's block: of the sources, destinations and edges of every type."""
     nodes, edges = block._node_frames, block._edge_frames
     return {
         **{("src", name): nodes[block.get_ntype_id_from_src(name)] for name in block.srctypes},
@@ -175,7 +175,7 @@ def frames_of(block: Any) -> Frames:
 
 
 def set_frames(block: Any, frames: Mapping[Space, Any]) -> None:
-    """Makes them the frames of DGL's block."""
+    """Replaces the frames of DGL's block."""
     for name in block.srctypes:
         block._node_frames[block.get_ntype_id_from_src(name)] = frames["src", name]
     for name in block.dsttypes:

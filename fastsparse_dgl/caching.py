@@ -1,14 +1,13 @@
-"""Structures remembered per graph.
+"""A cache of structures per graph.
 
-A DGLGraph is a wrapper: ``to``, ``clone``, ``local_var`` and pickling copy its attributes, and in-place
-changes such as ``add_edges`` keep them, so nothing may be remembered on the wrapper. What identifies a
-structure is the handle ``graph._graph`` of DGL's C++ object: DGL puts a new one in place whenever the
-structure changes, and shares it between wrappers only while they describe the same structure. The cache is
-keyed on that handle, weakly, so an entry goes with the last graph that uses it, and a changed graph is never
-found under its old entry.
+Nothing is stored on the DGLGraph itself. It is a wrapper: ``to``, ``clone``, ``local_var`` and pickling copy
+its attributes, and in-place changes such as ``add_edges`` keep them, so stored structures would become wrong.
+The cache is keyed on ``graph._graph``, the handle of DGL's C++ object. DGL replaces the handle whenever the
+structure changes, and wrappers share a handle only while they describe the same structure. The key is a weak
+reference, so an entry is freed with the last graph that uses it. A changed graph never finds an old entry.
 
-The slice ``graph[etype]`` of a heterogeneous graph gets a new handle whenever it is made, for the same C++
-object. :func:`relation` makes slices that share the first one, which lives as long as the whole graph's.
+The slice ``graph[etype]`` of a heterogeneous graph gets a new handle every time, for the same C++ object.
+:func:`relation` makes slices that share the first handle, which is kept as long as that of the whole graph.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from fastsparse_dgl.graph import (
 
 _cache = AdjacencyCache("fastsparse_dgl")
 
-#: Private, but the only object in DGL that changes exactly when the structure does. If a version does not
-#: have it, nothing is cached.
+#: A private attribute, but the only object in DGL that is replaced exactly when the structure changes. If a
+#: version of DGL does not have it, nothing is cached.
 _HANDLE = "_graph"
 
-#: Handle of a graph -> edge type's number -> handle of that edge type's graph.
+#: Handle of a graph -> number of an edge type -> handle of the slice of that edge type.
 _relations: Any = WeakIdKeyDictionary()
 _relations_lock = ForkSafeLock()
 #: Handle of a batch -> the loader's facts about its edges.
@@ -48,7 +47,7 @@ _of_batches: Any = WeakIdKeyDictionary()
 
 
 def relation(graph: GraphLike, etype: Any) -> GraphLike:
-    """``graph[etype]`` such that its structure is found again when the slice is made again.
+    """``graph[etype]``, with the same handle every time, so that its structure is found in the cache.
 
     Args:
         graph: DGLGraph.
@@ -65,35 +64,35 @@ def relation(graph: GraphLike, etype: Any) -> GraphLike:
 
 
 def first_relation(handle: Any, number: int, make: Callable[[], Any]) -> Any:
-    """The first handle that was made for an edge type of a graph, so that what is kept for it is found again.
+    """The first handle that was made for an edge type of a graph, or a new one.
 
     Args:
-        handle: of the whole graph.
-        number: of the edge type.
-        make: makes one where there is none.
+        handle: handle of the whole graph.
+        number: number of the edge type.
+        make: function that makes a handle if there is none yet.
     """
     with _relations_lock:
         kept = _relations.get(handle, {}).get(number)
         if kept is None:
             kept = make()
-            if kept is not handle:  # otherwise it would keep itself alive
+            if kept is not handle:  # otherwise the entry would keep its own key alive
                 _relations.setdefault(handle, {})[number] = kept
         return kept
 
 
 def adjacency_of_index(index: Any, device: torch.device) -> Adjacency:
-    """:func:`adjacency_of` for what DGL keeps of a graph with one edge type, its ``HeteroGraphIndex``."""
+    """Like :func:`adjacency_of`, for DGL's ``HeteroGraphIndex`` of a graph with one edge type."""
     return _cache.lookup(
         index, None, device, lambda: _known(index, device) or adjacency_from_index(index, device)
     )
 
 
 def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
-    """The Adjacency of a graph on a device, remembered until the graph changes or is freed.
+    """The Adjacency of a graph on a device, cached until the graph changes or is freed.
 
     Args:
-        graph: DGLGraph, a SampledBlock, or an Adjacency, which is returned as it is.
-        device: where the features are, with an index for CUDA. A graph that is elsewhere is moved, once.
+        graph: DGLGraph, SampledBlock, or Adjacency (which is returned as it is).
+        device: device of the features, with an index for CUDA. A graph on another device is copied once.
 
     Raises:
         DGLError: ``graph`` is of another type, is an Adjacency on another device, or has several edge types.
@@ -105,7 +104,7 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
                 f"move it once with adjacency.to({str(device)!r})"
             )
         return graph
-    if getattr(type(graph), "keeps_structure", False):  # `_keeps_structure`, without the call
+    if getattr(type(graph), "keeps_structure", False):  # `_keeps_structure`, inlined to save the call
         return adjacency_of(graph.adjacency, device)
     handle = getattr(graph, _HANDLE, None)
     if handle is None:
@@ -115,17 +114,17 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
             "`DGLGraph._graph` to find them by. Install DGL 2.1.0, or pass `fastsparse_dgl.prepare(graph)`"
         )
         return adjacency_from_graph(graph, device)
-    host = getattr(handle, "host", handle)  # `_on_host`, likewise
+    host = getattr(handle, "host", handle)  # `_on_host`, inlined too
     return _cache.lookup(host, None, device, lambda: _build(graph, device))
 
 
 def _keeps_structure(graph: GraphLike) -> bool:
-    """Whether it is a :class:`fastsparse_dgl.SampledBlock`, which has its structure with it."""
+    """Whether the graph is a :class:`fastsparse_dgl.SampledBlock`, which stores its own structure."""
     return getattr(type(graph), "keeps_structure", False)
 
 
 def _on_host(handle: Any) -> Any:
-    """A graph that `enable()` has put on a GPU shares the structures of the one it was made of."""
+    """DGL's handle on the CPU. A graph that `enable()` put on a GPU shares the structures of that graph."""
     return getattr(handle, "host", handle)
 
 
@@ -135,7 +134,7 @@ def _build(graph: GraphLike, device: torch.device) -> Adjacency:
 
 
 def _known(handle: Any, device: torch.device) -> Adjacency | None:
-    """The structure of a batch of :class:`fastsparse_dgl.GraphDataLoader`, made without sorting."""
+    """The structure of a batch of :class:`fastsparse_dgl.GraphDataLoader`, built without sorting, or None."""
     edges = _of_batches.get(handle) if len(_of_batches) else None
     if edges is None or edges.device != device or not edges.has_structure:
         return None
@@ -144,14 +143,14 @@ def _known(handle: Any, device: torch.device) -> Adjacency | None:
 
 
 def remember_edges(graph: GraphLike, edges: BatchEdges) -> None:
-    """Keeps what a loader knows of a batch's edges, as long as the graph has this structure."""
+    """Stores what a loader knows about a batch's edges, as long as the graph has this structure."""
     handle = getattr(graph, _HANDLE, None)
     if handle is not None:
         _of_batches[_on_host(handle)] = edges
 
 
 def remember(graph: GraphLike, device: torch.device, adjacency: Adjacency) -> None:
-    """Keeps a structure that was made with a graph, as if :func:`adjacency_of` had made it."""
+    """Caches a structure that was built together with a graph, so that :func:`adjacency_of` finds it."""
     handle = getattr(graph, _HANDLE, None)
     if handle is not None:
         _cache.lookup(_on_host(handle), None, device, lambda: adjacency)
@@ -164,7 +163,7 @@ def prepare(
     etype: Any = None,
     backward: bool = True,
 ) -> Adjacency:
-    """Converts a graph now, and caches what the layers would build in their first forward and backward pass.
+    """Converts a graph now, and caches all that layers would build in their first forward and backward pass.
 
     The layers find the result in the cache, so you may ignore the returned Adjacency. You can also pass it to
     any layer in place of the graph, which ``torch.compile`` requires.
@@ -204,7 +203,7 @@ def prepare(
 
 
 def _with_index(device: torch.device | str | int) -> torch.device:
-    """The device as tensors report it: ``cuda`` becomes the current one of the CUDA devices."""
+    """The device as tensors report it: ``cuda`` becomes the current CUDA device, with its index."""
     return torch.empty(0, device=device).device
 
 

@@ -1,7 +1,8 @@
 """DGL's graphs, batches and blocks as arguments of captured steps, and its readouts without padding.
 
-A graph that stays is read where it is. Batches and blocks are padded; what the step is given stands in for
-them, as drop-in layers and readouts know it.
+A single graph must have the same structure in every call, and its structure is read in place. Batches and
+blocks are padded: the recorded step gets objects with padded memory, which drop-in layers and readouts
+accept.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _graph(graph: Any) -> Argument:
 
 
 class _GraphArgument(Argument):
-    """One graph: its structure, which stays, and its data."""
+    """One graph. Its structure is part of the key; its data are the tensors of the argument."""
 
     def __init__(self, graph: Any) -> None:
         frames = _frames_of_graph(graph)
@@ -74,7 +75,7 @@ def _frames_of_graph(graph: Any) -> list[_Frame]:
 
 
 def _frame(data: Mapping[str, Tensor]) -> _Frame:
-    """What is given, by name: not what a step before has left there."""
+    """The given data, by name. Tensors with a ``grad_fn`` are left out: an earlier step computed them."""
     return {name: data[name] for name in sorted(data) if data[name].grad_fn is None}
 
 
@@ -113,7 +114,7 @@ class _BatchArgument(Argument):
 
 
 class _HeldBatch(Held):
-    """Memory for a batch of graphs with padding: one graph more, which readouts leave out."""
+    """Memory for a padded batch. The padding forms one additional graph, which readouts leave out."""
 
     def __init__(self, like: _BatchArgument, capacity: Capacity) -> None:
         self._places = BatchPlaces(capacity, like.edges.device)
@@ -138,7 +139,7 @@ class _HeldBatch(Held):
         self.sorted = {(index.untyped_storage().data_ptr(), 0) for index in self._of_graph}
 
     def graph_of(self, lengths: Any) -> Tensor | None:
-        """The graph of every row, if these are the numbers of a graph's nodes or edges."""
+        """The graph of every row, if ``lengths`` are this batch's numbers of nodes or edges per graph."""
         found = (of for own, of in zip(self._lengths, self._of_graph, strict=True) if own is lengths)
         return next(found, None)
 
@@ -162,7 +163,7 @@ class _HeldBatch(Held):
 
 @contextlib.contextmanager
 def _stand_ins(held: list[Held]) -> Iterator[None]:
-    """Readouts give the batch's graphs alone; and a run leaves no data in graphs."""
+    """Within this context, readouts omit the padding's graph; data set on graphs is dropped at the end."""
     batches = [item for item in held if isinstance(item, _HeldBatch)]
     graphs = [item.value for item in batches]
     graphs += [block for item in held if isinstance(item, _HeldBlocks) for block in item.value]
@@ -205,7 +206,7 @@ def _block(block: Any) -> Argument:
 
 
 def _blocks(blocks: Sequence[Any]) -> Argument | None:
-    """The blocks of a batch, the first layer's first."""
+    """The argument of a list of blocks, in the order of the layers; None if it is another kind of list."""
     if not blocks or not all(isinstance(block, SampledBlock) or _is_block(block) for block in blocks):
         return None
     if any(block.canonical_etypes != blocks[0].canonical_etypes for block in blocks):
@@ -218,18 +219,18 @@ def _is_block(item: Any) -> bool:
 
 
 class _BlocksArgument(Argument):
-    """The blocks of a batch: its nodes by hop, whose first ones are the nodes of every later block."""
+    """The blocks of a batch. Nodes are ordered by hop, so the nodes of a later block come first in all."""
 
     sizes: Sizes
 
     def __init__(self, blocks: Sequence[Any]) -> None:
         if len(blocks) >= MOST_HOPS:
             raise TypeError(f"more than {MOST_HOPS - 1} blocks are not padded")
-        #: Starting with the last layer, as hops are counted.
+        #: The last layer's block first, because hops are counted from the seeds.
         self.blocks = list(reversed(blocks))
         self.etypes: list[EdgeType] = list(blocks[0].canonical_etypes)
         self.ntypes: list[str] = list(dict.fromkeys([*blocks[0].srctypes, *blocks[0].dsttypes]))
-        #: Sources and destinations (2, E) of every edge type, by block, in the order of the edges' data.
+        #: By edge type, then by block: sources and destinations (2, E), in the order of the edges' data.
         self.edges = [[_edges_of(block, etype) for block in self.blocks] for etype in self.etypes]
         self.sizes = Sizes(
             tuple(self._nodes(name) for name in self.ntypes),
@@ -247,7 +248,7 @@ class _BlocksArgument(Argument):
         super().__init__(blocks, key, [*flat, *(item for frame in frames for item in frame.values())])
 
     def _nodes(self, ntype: str) -> tuple[int, ...]:
-        """Numbers of new nodes of a type in every hop."""
+        """Number of nodes of a type that each hop adds."""
 
         def count(block: Any, side: str) -> int:
             names = block.srctypes if side == "src" else block.dsttypes
@@ -280,7 +281,7 @@ class _HeldBlocks(Held):
         self.rows = [rows for places in self._places.nodes for rows in places.rows]
 
     def _block(self, like: _BlocksArgument, hop: int) -> SampledBlock:
-        """What stands in for a block, with memory for its data."""
+        """The padded block that the recorded step gets in place of a block, with memory for its data."""
         block, places = like.blocks[hop], self._places
         num_src = {name: places.nodes[nth].starts[hop + 2] for nth, name in enumerate(like.ntypes)}
         num_dst = {name: places.nodes[nth].starts[hop + 1] for nth, name in enumerate(like.ntypes)}
@@ -313,7 +314,7 @@ class _HeldBlocks(Held):
         for given, of_block in zip(argument.frames, self._frames, strict=True):
             for frame, (memory, of_rows) in zip(given, of_block, strict=True):
                 for name, item in frame.items():
-                    if of_rows is None:  # the content of padded edges has no effect
+                    if of_rows is None:  # data of edges; the rows of padded edges have no effect
                         memory[name][: item.size(0)].copy_(item)
                     else:
                         rows.append((memory[name], item, of_rows))
@@ -331,7 +332,7 @@ def _edges_of(block: Any, etype: EdgeType) -> Tensor:
 
 
 def _frames_of_block(block: Any) -> list[_Frame]:
-    """Data of the sources of every type, of the destinations, and of the edges."""
+    """Data of the sources, destinations and edges of every type."""
     frames = block.frames if isinstance(block, SampledBlock) else frames_of(block)
     return [_frame(read_before(frame)) for frame in frames.values()]
 

@@ -1,6 +1,6 @@
-"""Imports DGL, also where its own import fails on a newer PyTorch (:mod:`fastsparse_core.dgl_import`).
+"""Imports DGL, even if a plain import would fail on a newer PyTorch (:mod:`fastsparse_core.dgl_import`).
 
-Every other module of the package takes DGL from here: ``from fastsparse_dgl.compat import dgl``.
+Every other module of the package imports DGL from here: ``from fastsparse_dgl.compat import dgl``.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ def import_dgl() -> ModuleType:
         raise ImportError(f"fastsparse_dgl needs DGL, which is not installed: {cure}", name="dgl") from error
 
 
-#: The imported package; untyped, so that its classes can be subclassed.
+#: The imported package; typed as Any, so that its classes can be subclassed.
 dgl: Any = import_dgl()
 
-# After a failed import, the next one finds submodules that are loaded but are no attributes of their package.
+# If an earlier import of DGL failed, its submodules are still in `sys.modules`, so this import did not set
+# them as attributes of their package.
 for _name, _module in list(sys.modules.items()):
     _parent, _, _child = _name.rpartition(".")
     if _name.startswith("dgl.") and _parent in sys.modules and not hasattr(sys.modules[_parent], _child):

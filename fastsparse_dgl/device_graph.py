@@ -1,16 +1,17 @@
 """DGLGraphs on a GPU that DGL itself cannot use: structure on the host, data on the device.
 
-A DGLGraph is Python over one handle of DGL's C++ library, ``graph._graph``. That of a graph which was moved
-to a GPU is a :class:`DeviceIndex`: another handle of the structure on the host, which knows the device on
-which all that comes of it has to appear. Everything else of DGL stays as it is and believes that the graph
-is there, since all its ways to the C++ library go through three hooks:
+A DGLGraph is Python code around one handle of DGL's C++ library, ``graph._graph``. If such a graph is moved
+to a GPU, its handle is a :class:`DeviceIndex`: another handle of the structure on the host, which also stores
+the GPU as its device. The rest of DGL is unchanged and treats the graph as one on the GPU, because three
+hooks cover all of its access to the C++ library:
 
-- tensors on their way in (:func:`to_library`) are copied to the host if they are on the device;
-- calls (:func:`call`) mark what comes of a DeviceIndex, or of a tensor from the device, with that device:
-  graph indices become DeviceIndex;
-- arrays on their way out (:func:`from_library`) are copied to the device that they are marked with.
+- :func:`to_library` copies tensors on the GPU to the host before the library reads them;
+- :func:`call` marks the results of calls that got a DeviceIndex, or a tensor from the GPU, with that device
+  (graph indices become DeviceIndex);
+- :func:`from_library` copies the library's arrays to the device that they are marked with.
 
-The operators, in which the time is spent, never go there: they find their Adjacency by the DeviceIndex.
+The operators, which take most of the time, do not call the library: they look up their Adjacency by the
+DeviceIndex.
 """
 
 from __future__ import annotations
@@ -34,31 +35,32 @@ _MetaClass: Any = dgl.graph_index.GraphIndex
 
 _CPU: Any = dgl.ndarray.cpu()
 
-#: Attribute of arrays, functions and objects of the C++ library: the device that they belong to.
+#: Name of the attribute with the device of an array, function or object of the C++ library.
 _MARK = "_fastsparse_device"
-#: Attribute of output arrays: the tensor on the host, and the one on the device.
+#: Name of the attribute of output arrays with two tensors: that on the host, and its target on the device.
 _TARGET = "_fastsparse_target"
 
-#: Devices whose graphs are DeviceIndex; empty while nothing is enabled, or where DGL can use the GPU itself.
+#: Types of devices whose graphs have a DeviceIndex. It is empty if nothing is enabled, or if DGL itself
+#: supports the GPU.
 device_types: tuple[str, ...] = ()
 
-#: Whether anything was on such a device yet; if not, calls need no inspection.
+#: Whether there has been a graph or an array on such a device. Before that, calls need no inspection.
 _in_use = False
 
 
 def serves(device: torch.device) -> bool:
-    """Whether graphs on this device are ours."""
+    """Whether graphs on this device have a DeviceIndex."""
     return device.type in device_types
 
 
 class DeviceIndex(_IndexClass):
     """The ``HeteroGraphIndex`` of a DGLGraph on the GPU: another handle of the same structure.
 
-    Made by :func:`place`.
+    :func:`place` makes it.
 
     Attributes:
         host: DGL's index of the structure, on the CPU.
-        device: where everything that comes from it appears.
+        device: device of all tensors and graphs that are derived from it.
     """
 
     host: Any
@@ -67,15 +69,15 @@ class DeviceIndex(_IndexClass):
 
     @property
     def ctx(self) -> Any:
-        """DGL's name of the device."""
+        """The device as DGL's context object."""
         return dgl.utils.to_dgl_context(self.device)
 
     def copy_to(self, ctx: Any) -> Any:
-        """The index on another device, or DGL's own for the CPU."""
+        """The index on another device; for the CPU, DGL's own index."""
         return place(self.host, dgl.backend.to_backend_ctx(ctx))
 
     def get_relation_graph(self, etype: int) -> Any:
-        """The index of one edge type, the same every time."""
+        """The index of one edge type; every call returns the same object."""
         if is_one_relation(self):
             return self
         return self._keep(int(etype), lambda: place(self.host.get_relation_graph(etype), self.device))
@@ -89,7 +91,7 @@ class DeviceIndex(_IndexClass):
         return self._keep(("edges", int(etype), order), move)
 
     def flatten_relations(self, etypes: Any) -> Any:
-        """Several edge types as one; its parts are read as attributes, which no hook sees."""
+        """Several edge types merged into one; `_OnDevice` marks its attributes, which no hook covers."""
         return _OnDevice(super().flatten_relations(etypes), self.device)
 
     def _keep(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -98,31 +100,31 @@ class DeviceIndex(_IndexClass):
         return self._kept[key]
 
     def pin_memory_(self) -> None:
-        """Nothing: kernels read the structure on the device."""
+        """Does nothing, because kernels read the structure on the device."""
 
     def unpin_memory_(self) -> None:
-        """Nothing, likewise."""
+        """Does nothing, because nothing was pinned."""
 
     def pin_memory(self) -> Any:
-        """Itself."""
+        """Returns itself, because kernels read the structure on the device."""
         return self
 
     def is_pinned(self) -> bool:
-        """False: no kernel reads it on the host."""
+        """Returns False, because the structure on the host is never pinned."""
         return False
 
     def record_stream(self, stream: Any) -> None:
-        """Nothing: the structure's tensors on the device are kept as long as the graph."""
+        """Does nothing, because the structure's tensors on the device are kept as long as the graph."""
 
     def shared_memory(self, *args: Any, **kwargs: Any) -> Any:
-        """A copy in shared memory, on the CPU: DGL's own."""
+        """A copy in shared memory on the CPU, with DGL's own index."""
         return self.host.shared_memory(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         return place, (self.host, self.device)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self  # as immutable as DGL's
+        return self  # it is immutable, like DGL's index
 
     def __repr__(self) -> str:
         return f"DeviceIndex({self.host!r}, device={str(self.device)!r})"
@@ -139,7 +141,7 @@ class _OnDevice:
 
 
 def is_one_relation(index: Any) -> bool:
-    """Whether an index is that of its only edge type."""
+    """Whether a graph has one edge type and only its end types, so that the relation is the graph itself."""
     if index.number_of_etypes() != 1:
         return False
     source, target = index.metagraph.find_edge(0)
@@ -147,7 +149,7 @@ def is_one_relation(index: Any) -> bool:
 
 
 class StrandedIndex(_IndexClass):
-    """A DeviceIndex after :func:`fastsparse_dgl.disable`: whatever it is asked, it says how to go on."""
+    """A DeviceIndex after :func:`fastsparse_dgl.disable`: every access raises an error with the cure."""
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("__") or name in ("host", "device", "_kept", "_cache"):
@@ -162,12 +164,12 @@ class StrandedIndex(_IndexClass):
         return place, (self.host, self.device)
 
 
-#: Every living DeviceIndex, by its identity.
+#: All DeviceIndex objects that are alive, by ``id``.
 _living: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def serve(types: tuple[str, ...]) -> None:
-    """Says which devices' graphs are ours from now on; those of others are stranded."""
+    """Sets the types of devices whose graphs have a DeviceIndex. Existing indices elsewhere are stranded."""
     global device_types
     device_types = types
     for index in list(_living.values()):
@@ -175,11 +177,11 @@ def serve(types: tuple[str, ...]) -> None:
 
 
 def place(host: Any, device: torch.device) -> Any:
-    """The index of a structure on a device: DGL's own on the CPU, else a DeviceIndex.
+    """The index of a structure on a device: DGL's own index for the CPU, otherwise a DeviceIndex.
 
     Raises:
-        DGLError: the device is not ours, which a pickled graph meets where FastSparse is not enabled, or
-            cannot be used, which graphs meet in forked processes and in workers of loaders.
+        DGLError: FastSparse is not enabled for the device, for example when a pickled graph is loaded in
+            another process; or the process is forked or a loader's worker, where CUDA does not work.
     """
     global _in_use
     if serves(device):
@@ -190,7 +192,8 @@ def place(host: Any, device: torch.device) -> Any:
                 "CUDA does not work there. Give the loader graphs on the CPU and move its batches with "
                 "batch.to(device), or leave num_workers out"
             )
-        index = dgl._ffi.object_generic.convert_to_object([host])[0]  # another reference, counted by DGL
+        # A second Python handle of the same C++ object, which DGL counts as a reference.
+        index = dgl._ffi.object_generic.convert_to_object([host])[0]
         index.__class__ = DeviceIndex
         index.host, index.device, index._kept = host, device, {}
         _living[id(index)] = index
@@ -204,13 +207,13 @@ def place(host: Any, device: torch.device) -> Any:
 
 
 def copy_to(original: Any, index: Any, ctx: Any) -> Any:
-    """``HeteroGraphIndex.copy_to``: what ``graph.to`` calls."""
+    """Replaces ``HeteroGraphIndex.copy_to``, which ``graph.to`` calls."""
     device = dgl.backend.to_backend_ctx(ctx)
     return place(index, device) if serves(device) else original(index, ctx)
 
 
 def call(original: Any, function: Any, *args: Any) -> Any:
-    """A call of DGL's C++ library: marks what comes of something on a device."""
+    """Replaces calls of DGL's C++ library: marks the result with the device of the arguments."""
     device = vars(function).get(_MARK)
     if device is None:
         device = _device_of(args)
@@ -223,7 +226,10 @@ def call(original: Any, function: Any, *args: Any) -> Any:
 
 
 def _bind_call(call: Callable[..., Any], original: Any) -> Callable[..., Any]:
-    """What replaces the calls, one frame more until a graph is on a device: a block takes a hundred calls."""
+    """Makes the replacement of DGL's calls.
+
+    Until a graph is on such a device, it adds only one Python frame: making a block takes a hundred calls.
+    """
 
     @functools.wraps(original)
     def replaced(function: Any, *args: Any) -> Any:
@@ -253,7 +259,7 @@ def _device_of(args: Any) -> torch.device | None:
 
 
 def _written(args: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """The tensors that a call wrote: on the host, and on the device."""
+    """The pairs (tensor on the host, its target on the device) of the arrays that a call wrote."""
     for arg in args:
         if isinstance(arg, _NDArray):
             if _TARGET in vars(arg):
@@ -264,7 +270,7 @@ def _written(args: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _marked(result: Any, device: torch.device) -> Any:
     if isinstance(result, _MetaClass):
-        return result  # names and types: the same everywhere
+        return result  # names and types only, which belong to no device
     if isinstance(result, _IndexClass):
         return place(result, device)
     if isinstance(result, _NDArray):
@@ -275,11 +281,11 @@ def _marked(result: Any, device: torch.device) -> Any:
 
 
 class _DeviceArray(_NDArray):
-    """An array on the host that stands for one on the device."""
+    """An array on the host that DGL's Python code treats as one on the device."""
 
     @property
     def ctx(self) -> Any:
-        """DGL's name of the device."""
+        """The device as DGL's context object."""
         return dgl.utils.to_dgl_context(vars(self)[_MARK])
 
 
@@ -292,20 +298,20 @@ def _array_on(array: Any, device: torch.device) -> Any:
 
 
 def empty(original: Any, shape: Any, dtype: str = "float32", ctx: Any = _CPU) -> Any:
-    """``dgl.ndarray.empty``: arrays for the device are made on the host."""
+    """Replaces ``dgl.ndarray.empty``: arrays for the device are made on the host."""
     device = dgl.backend.to_backend_ctx(ctx)
     return _array_on(original(shape, dtype), device) if serves(device) else original(shape, dtype, ctx)
 
 
 def to_library(original: Any, data: Tensor) -> Any:
-    """``zerocopy_to_dgl_ndarray``: a tensor on its way into the C++ library."""
+    """Replaces ``zerocopy_to_dgl_ndarray``, which passes a tensor to the C++ library."""
     if not serves(data.device):
         return original(data)
     return _array_on(original(data.detach().cpu()), data.device)
 
 
 def to_library_for_write(original: Any, data: Tensor) -> Any:
-    """``zerocopy_to_dgl_ndarray_for_write``: one that it writes, which :func:`call` copies back."""
+    """Replaces ``zerocopy_to_dgl_ndarray_for_write``: :func:`call` copies the written array back."""
     if not serves(data.device):
         return original(data)
     host = data.detach().cpu()
@@ -315,14 +321,14 @@ def to_library_for_write(original: Any, data: Tensor) -> Any:
 
 
 def from_library(original: Any, array: Any) -> Tensor:
-    """``zerocopy_from_dgl_ndarray``: an array on its way out."""
+    """Replaces ``zerocopy_from_dgl_ndarray``, which makes a tensor of an array of the C++ library."""
     device = vars(array).get(_MARK)
     tensor: Tensor = original(array)
     return tensor if device is None else tensor.to(device)
 
 
 def on_host(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """A function of DGL that works on the CPU alone: arguments go there, and results come back."""
+    """Runs a function of DGL that supports only the CPU: moves its arguments there and its results back."""
     device = next(filter(None, (_lies_on(arg) for arg in (*args, *kwargs.values()))), None)
     if device is None:
         return original(*args, **kwargs)
@@ -348,7 +354,7 @@ def _moved(item: Any, device: torch.device) -> Any:
 
 
 def pin_memory_(original: Any, index: Any) -> Any:
-    """``HeteroGraphIndex.pin_memory_``: what a DGL without CUDA cannot do, with the way around."""
+    """Replaces ``HeteroGraphIndex.pin_memory_``: the error of a DGL without CUDA, with a workaround."""
     raise DGLError(
         "pinning a graph (graph.pin_memory_(), DataLoader(use_uva=True)) needs a DGL with CUDA: leave"
         " use_uva out, so that batches are sampled on the CPU and moved to the GPU, or pass graph.to('cuda')"
@@ -356,24 +362,24 @@ def pin_memory_(original: Any, index: Any) -> Any:
 
 
 class Filter:
-    """``dgl.utils.Filter`` without DGL's CUDA: which ids of a tensor are among some.
+    """``dgl.utils.Filter`` for a DGL without CUDA: finds the ids of a tensor that are in a given set.
 
     Args:
-        ids: those that are looked for, on the device.
+        ids: the ids to look for, on the device.
     """
 
     def __init__(self, ids: Tensor) -> None:
         self.ids = ids
 
     def find_included_indices(self, test: Tensor) -> Tensor:
-        """Positions of the ids that are among them, in the ids' dtype."""
+        """Positions in ``test`` of ids that are in the set, in the dtype of the set's ids."""
         return torch.isin(test, self.ids).nonzero().flatten().to(self.ids.dtype)
 
     def find_excluded_indices(self, test: Tensor) -> Tensor:
-        """Positions of the others."""
+        """Positions in ``test`` of ids that are not in the set, in the dtype of the set's ids."""
         return torch.isin(test, self.ids, invert=True).nonzero().flatten().to(self.ids.dtype)
 
 
 def make_filter(original: Any, ids: Tensor) -> Any:
-    """``dgl.utils.Filter``."""
+    """Replaces ``dgl.utils.Filter``."""
     return Filter(ids) if serves(ids.device) else original(ids)

@@ -1,4 +1,4 @@
-"""DGL's own blocks of sampled edges, and on which devices DGL can hold them."""
+"""Makes DGL's own blocks of sampled edges, and tests on which devices DGL supports them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def dgl_block(
     idtype: torch.dtype,
     frames: Frames,
 ) -> Any:
-    """DGL's block of sampled edges, whose structure layers need not look at again.
+    """DGL's block of sampled edges. The structure of a single edge type is cached for the layers.
 
     Args:
-        edges: by edge type.
+        edges: sampled edges by edge type.
         num_src: number of sources by node type.
         num_dst: number of destinations by node type.
-        device: where the edges are.
-        idtype: dtype of ids.
+        device: device of the edges.
+        idtype: dtype of the block's ids.
         frames: data of nodes and edges.
     """
-    # On the CPU DGL's sums of edges need the edges' numbers, though they count from 0.
+    # On the CPU, DGL's sums over edges need explicit edge ids, even if the ids are 0, 1, 2, ...
     numbered = device.type == "cpu" or device_graph.serves(device)
     data = {}
     for name, of_type in edges.items():
@@ -47,7 +47,7 @@ def dgl_block(
 
 
 def dgl_can_hold(device: torch.device) -> bool:
-    """Whether DGL can hold graphs on a device: pip's knows the CPU alone, except for `enable`."""
+    """Whether DGL supports graphs on a device. PyPI's DGL needs `enable` for all devices except the CPU."""
     if device.type == "cpu" or device_graph.serves(device):
         return True
     if device not in _can_hold:
@@ -59,5 +59,5 @@ def dgl_can_hold(device: torch.device) -> bool:
     return _can_hold[device]
 
 
-#: DGL's own functions, unaffected by `enable` and `disable`.
+#: Device -> whether DGL itself supports it; `enable` and `disable` do not change this.
 _can_hold: dict[torch.device, bool] = {}

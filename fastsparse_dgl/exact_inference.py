@@ -46,7 +46,8 @@ def inference(
         model: module, or list of graph layers and functions.
         graph: DGLGraph with one node type and one edge type, or an ``Adjacency``, on ``device`` or on the
             CPU.
-        feat: floating (N, F) tensor or NumPy array, likewise, possibly a memory-mapped file.
+        feat: floating (N, F) tensor or NumPy array, on ``device`` or on the CPU, possibly a memory-mapped
+            file.
         device: where layers are computed; None: where the model is.
         rows: nodes to compute results for, int64 (R,) or a bool mask (N,); None: all.
         out: floating tensor or NumPy array (R, ...) to write the results to, possibly a memory-mapped file;
@@ -101,7 +102,7 @@ def _stage(name: str, layer: Any) -> Stage:
         result: Tensor
         if sums is not None:
             result = fast(_each_its_own(sums), (sums, tile.own))
-        # Destinations, which are also the first sources, are not computed twice.
+        # If the destinations are the first sources, pass only the sources, so nothing is computed twice.
         elif tile.own.data_ptr() == tile.sources.data_ptr():
             result = fast(tile.adj, tile.sources)
         else:
@@ -120,13 +121,13 @@ def _stage(name: str, layer: Any) -> Stage:
 
 
 def _each_its_own(sums: Tensor) -> Adjacency:
-    """The structure in which every node has one neighbour, of the same number: its sum is that neighbour."""
+    """The structure in which every node is its own only neighbour, so sums over neighbours change nothing."""
     numbers = torch.arange(sums.size(0) + 1, device=sums.device)
     return Adjacency(numbers, numbers[:-1].int(), (sums.size(0), sums.size(0)))
 
 
 def _only_sums(layer: Any) -> bool:
-    """Whether a layer sums sources before it does anything else with them."""
+    """Whether the first step of a layer is to sum the features of its sources."""
     if isinstance(layer, FastSAGEConv):
         return layer._aggre_type == "mean" and not layer._transform_first
     if isinstance(layer, FastGraphConv):

@@ -27,7 +27,7 @@ def why(model: Module, *args: Any, **kwargs: Any) -> Explanations:
 
     Args:
         model: a layer or a model.
-        *args: what it is called with: for a layer the graph and its features.
+        *args: positional arguments of the call; for a layer, the graph and its features.
         **kwargs: keyword arguments of the call.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Drop-in layers for models that exist already."""
+"""Replaces the layers of an existing model by drop-ins, and back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def accelerate(model: Module, *, show: bool = True) -> core.Report:
     which becomes ``FastHeteroGraphConv``. :func:`restore` undoes it.
 
     A subclass is replaced only if it defines nothing except a constructor, because the kernels would not call
-    its other methods. The report names the layers that stay and the reasons.
+    its other methods. The report names the layers that were not replaced, with the reasons.
 
     Args:
         model: any module, also a single layer.
@@ -76,24 +76,24 @@ def restore(model: Module) -> None:
 
 
 def as_drop_in(layer: Module) -> Module:
-    """A second object of a layer with the same parameters, of the drop-in's class where it has one."""
+    """A second object of the layer, with its parameters, that is a drop-in if the layer has one."""
     second = core.second_object(layer)
     core.swap(second, DROP_INS, **_RULES)
     return second
 
 
 def is_accelerated(module: Module) -> bool:
-    """Whether a layer is one of ours."""
+    """Whether a layer is a drop-in."""
     return isinstance(module, AggregationMixin)
 
 
 def kernel_of(layer: Module) -> str:
-    """What computes a layer that is a drop-in."""
+    """Name of the kernel that computes a drop-in; "" for other modules."""
     return layer._kernel if isinstance(layer, AggregationMixin) else ""
 
 
 def is_graph_layer(module: Module) -> bool:
-    """Whether a module is one of DGL's layers, or ours."""
+    """Whether a module is a graph layer of DGL or a drop-in."""
     if isinstance(module, AggregationMixin):
         return True
     if type(module).__name__ == "PNAConvTower":  # a part of PNAConv
@@ -102,7 +102,7 @@ def is_graph_layer(module: Module) -> bool:
 
 
 def _why_not(layer: Any, drop_in: type[Module]) -> str:
-    """Why DGL's own code would run whatever the drop-in is given."""
+    """Why the drop-in would run DGL's code for all inputs; "" if it would not."""
     if drop_in is FastPNAConv:
         reason = why_no_kernel(layer)
     else:
@@ -111,5 +111,5 @@ def _why_not(layer: Any, drop_in: type[Module]) -> str:
 
 
 _RULES: Any = {"why_not": _why_not, "is_generated": lambda klass, name: False, "any_layer": None}
-#: What `enable()` made of layers.
+#: The layers that `enable()` turned into drop-ins at their first call.
 FIRST_CALLS = core.FirstCalls("DGL", DROP_INS, (AggregationMixin, *DROP_INS.values()), kernel_of, _RULES)

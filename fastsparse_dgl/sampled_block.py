@@ -23,7 +23,7 @@ Count = int
 
 
 class MissingError(DGLError, AttributeError):
-    """What a block lacks where DGL cannot hold one."""
+    """Raised for a method that a block lacks because DGL does not support graphs on its device."""
 
 
 class SampledBlock:

@@ -52,7 +52,7 @@ __all__ = [
 ]
 __all__ += _nn.__all__
 
-if not TYPE_CHECKING:  # which would take every misspelt name for one of the module's
+if not TYPE_CHECKING:  # with a module-level __getattr__, type checkers accept every misspelt name
 
     def __getattr__(name: str) -> object:
         layer = name.removeprefix("Fast")

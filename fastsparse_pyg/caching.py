@@ -1,10 +1,10 @@
-"""Structures remembered per graph tensor, so that a training loop converts each graph once.
+"""A cache of structures per graph tensor, so that a training loop converts each graph once.
 
-The key is the tensor that the user holds (`edge_index`, a sparse matrix, an `EdgeIndex`), weakly and by
-identity: an entry dies with it. The stamp is all that can be seen of its content without reading it: version
-counter, address, shape, dtype, device. Every in-place write through PyTorch, views included, raises the
-version. What PyTorch itself does not see stays unseen here too: writes through `.data`, `.numpy()` or DLPack;
-call :func:`clear_cache` after those.
+The key is the tensor that the user holds (`edge_index`, a sparse matrix, an `EdgeIndex`). It is compared by
+identity and referenced weakly, so an entry is freed with its tensor. Each entry has a stamp, which shows
+changes of the tensor without reading its content: version counter, address, strides, shape, dtype and device.
+Every in-place write through PyTorch, also through a view, raises the version counter. Writes that bypass the
+counter (`.data`, `.numpy()`, DLPack) are not detected: call :func:`clear_cache` after them.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from fastsparse_core.sampling import Edges
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Number of edge lists of one size that count as the user's own graphs; further ones are compared with them.
+#: The first edge lists of one size, up to this number, count as the user's own graphs. From the next one on,
+#: the last edge list is kept, and new ones are compared with it.
 _MANY = 2
 _MOST_STRANGERS = 16
-#: How often a new edge list may be used before the next one: about the number of layers of a model.
+#: An edge list counts as new during this many uses: about the number of layers of a model.
 SIGHTS = 3
 
-#: The part of a plain tensor's stamp that is read at once, its device last.
+#: The part of a plain tensor's stamp that one call reads; the device is its last item.
 stamp_attributes = attrgetter("_version", "shape", "dtype", "device")
 
 logger = logging.getLogger("fastsparse_pyg")
 
 layer_cache = AdjacencyCache("fastsparse_pyg")
 _of_batches: Any = WeakIdKeyDictionary()  # edge_index of a loader's batch -> (its stamp, the loader's edges)
-#: Number of unknown edge lists of one size, and the last of them if there were many.
+#: By size: the number of edge lists that were not in the cache, and, after `_MANY`, the last of them.
 _strangers: OrderedDict[Hashable, tuple[int, Tensor | None, Adjacency | None]] = OrderedDict()
 _met = Sightings()  # uses of new edge lists by layers
 _unit_values: Any = WeakIdKeyDictionary()  # sparse matrix -> (stamp of its values, whether all of them are 1)
@@ -57,12 +58,12 @@ def lookup(
     Args:
         key: the object that the user holds; must be weakly referenceable. The result must not keep it alive.
         parts: tensors whose content decides the structure; a change in any of them rebuilds it.
-        options: what else decides the structure.
-        build: makes it.
+        options: everything else that the structure depends on.
+        build: function that makes the structure.
     """
     try:
         stamp = tuple([stamp_of(part) for part in parts])
-    except RuntimeError:  # inference tensors have no version counter, so no in-place edit could be noticed
+    except RuntimeError:  # inference tensors have no version counter, so in-place edits cannot be detected
         warn_once(
             "the graph is converted in every forward pass, which is slow: it was made in inference mode, "
             "where PyTorch does not count edits. Use torch.no_grad() in place of torch.inference_mode(), or "
@@ -76,12 +77,12 @@ def lookup(
 
 
 def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) -> Adjacency:
-    """The structure of the last edge list with the same size and content, if there were several of that size.
+    """The structure of an edge list, reused if the last one of this size had the same content.
 
     Args:
-        edges: an edge list that no entry of the cache is of.
-        options: what else decides the structure.
-        build: makes it.
+        edges: an edge list that is not in the cache.
+        options: everything else that the structure depends on.
+        build: function that makes the structure.
     """
     run = recorded.current()
     if run is not None:
@@ -90,7 +91,8 @@ def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) 
     count, known, adjacency = _strangers.pop(key, (0, None, None))
     if known is None or adjacency is None or not torch.equal(known, edges):
         adjacency = build()
-        # Two that live long are the user's own; a third one is a copy that a layer makes.
+        # The first two are taken for the user's own graphs. A third one is probably a copy that a layer makes
+        # in every call, so it is kept to be compared with the next one.
         known = edges.clone() if count >= _MANY else None
     _strangers[key] = (count + 1, known, adjacency if known is not None else None)
     while len(_strangers) > _MOST_STRANGERS:
@@ -99,7 +101,7 @@ def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) 
 
 
 def is_new(edges: Tensor) -> bool:
-    """Whether an edge list came at most `SIGHTS` times with this one, and no structure of it exists."""
+    """Whether an edge list has been used at most `SIGHTS` times, this use included, and is not converted."""
     if _met.of(edges):
         return _met.count(edges) <= SIGHTS
     if layer_cache.holds(edges) or (len(_of_batches) and edges in _of_batches):
@@ -109,7 +111,7 @@ def is_new(edges: Tensor) -> bool:
 
 
 def stamp_of(tensor: Tensor) -> Hashable:
-    """What can be seen of a tensor's content without reading it.
+    """Properties of a tensor that change when its content is edited through PyTorch; reads no content.
 
     Raises:
         RuntimeError: for inference tensors, which do not count their versions.
@@ -120,28 +122,28 @@ def stamp_of(tensor: Tensor) -> Hashable:
 
 
 def remember_sampled(edges: Edges) -> Tensor:
-    """The `edge_index` of a sampled batch. Layers build its structure without sorting or checking.
+    """The `edge_index` of a sampled batch, whose structure layers build without sorting or checking.
 
     Returns:
-        A new tensor, which must be the one that the layers get: what is remembered goes with it.
+        A new tensor. Pass this tensor to the layers: the structure is found by the tensor's identity.
     """
-    edge_index = edges.edge_index.view(2, -1)  # the entry belongs to the other one
+    edge_index = edges.edge_index.view(2, -1)  # `edges` keeps its own tensor alive, so that cannot be the key
     remember_edges(edge_index, edges)
     return edge_index
 
 
 def remember_edges(edge_index: Tensor, edges: Edges | BatchEdges) -> None:
-    """Keeps what a loader knows of a batch's edges, as long as its `edge_index` lives.
+    """Stores what a loader knows about a batch's edges until the batch's `edge_index` is freed.
 
     Args:
         edge_index: of the batch.
-        edges: must not hold `edge_index`.
+        edges: what the loader knows. It must not reference `edge_index`, or the entry is never freed.
     """
     _of_batches[edge_index] = (stamp_of(edge_index), edges)
 
 
 def known_edges(edge_index: Tensor) -> Edges | BatchEdges | None:
-    """What a loader knows of a batch's edges, unless `edge_index` is another tensor or was written to."""
+    """What a loader stored about these edges; None if nothing is stored, or they were edited since."""
     entry = _of_batches.get(edge_index) if len(_of_batches) else None
     return entry[1] if entry is not None and entry[0] == stamp_of(edge_index) else None
 
@@ -161,7 +163,7 @@ def has_unit_values(matrix: Tensor, values: Tensor) -> bool:
 
 
 def outside_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
-    """Has a function make tensors whose edits PyTorch counts, also where it is called in inference mode."""
+    """Wraps a function so that it makes tensors with a version counter even under inference mode."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -24,37 +24,38 @@ from fastsparse_core.capturing.padding import MOST_HOPS, BatchPlaces, Capacity, 
 from fastsparse_core.capturing.refused import cures
 from fastsparse_pyg.caching import known_edges
 
-# The package has a function of that name too.
 _glob: Any = importlib.import_module("torch_geometric.nn.pool.glob")
 
-#: PyG's `to_dense_batch`, and a copy of it. Finding all names by which modules of users imported the function
-#: takes 10 ms, so its code is replaced while a step is recorded.
+#: PyG's `to_dense_batch`, and a copy of it. While a step is recorded, the function's code object is replaced.
+#: The alternative, replacing the name in every module that imported it, takes 10 ms.
 _dense_function: Any = inspect.unwrap(to_dense_batch)
 _dense_of_pyg: Any = FunctionType(
     _dense_function.__code__, _dense_function.__globals__, argdefs=_dense_function.__defaults__
 )
-#: What that code calls.
+#: The function that the replaced code calls.
 _dense_now: Any = _dense_of_pyg
 
-#: Numbers that differ between batches. If hops are padded, the numbers per hop are the capacities.
+#: Attributes that differ between batches, so they are no part of the key. If hops are padded, the numbers per
+#: hop are set to the capacities.
 _OF_ONE_BATCH = ("num_nodes", "num_sampled_nodes", "num_sampled_edges")
-#: Indices of nodes. Indices of edges to predict refer to seeds, whose positions do not change.
+#: Names of node indices that padding supports. `edge_label_index` refers to seeds, whose positions do not
+#: change under padding.
 _INDICES = ("edge_index", "edge_label_index")
 
 
-#: For the values of a graph that are not tensors.
+#: Types of attributes that cannot be edited in place.
 _IMMUTABLE = (int, float, str, type(None))
 
 
 class _DataArgument(Argument):
-    """A whole graph: its tensors, with their sizes."""
+    """A whole graph, whose tensors have the same sizes in every call."""
 
     def __init__(self, data: Any) -> None:
         tensors = _tensors(data)
         self.names = tuple(tensors)
         key = tuple((name, *tensor_key(item)) for name, item in tensors.items())
         super().__init__(data, (type(data), _others(data), *key), list(tensors.values()))
-        # Objects that are neither tensors nor immutable may change unnoticed.
+        # Other objects, such as lists, can be edited without a trace: then nothing is known to be unchanged.
         stores = [dict(store._mapping) for store in data.stores]
         values = [item for store in stores for item in store.values()]
         self._stores = stores if all(isinstance(item, (Tensor, *_IMMUTABLE)) for item in values) else None
@@ -72,12 +73,13 @@ class _DataArgument(Argument):
 
 
 class _BatchArgument(Argument):
-    """A batch of graphs, or of neighbours of seeds: any number of nodes and edges.
+    """A batch of graphs, or of sampled neighbours; its numbers of nodes and edges may vary.
 
     Attributes:
-        items: its tensors, by the place of their store and their name.
-        kinds: for every tensor, what its rows are, and their node or edge type.
-        is_sorted: of every edge type, whether destinations are known to ascend.
+        items: its tensors, by (position of their store, name).
+        kinds: for every tensor, what its rows are ("node", "edge", "index" or "other"), and the position of
+            their node or edge type.
+        is_sorted: for every edge type, whether the destinations are known to ascend.
     """
 
     sizes: Sizes
@@ -112,7 +114,7 @@ class _BatchArgument(Argument):
 
 
 class _HeldBatch(Held):
-    """Memory for a batch with padding: one graph more, of nodes that belong to no seed."""
+    """Memory for a padded batch. The nodes of the padding form one additional graph."""
 
     def __init__(self, like: _BatchArgument, capacity: Capacity) -> None:
         self._capacity, self._kinds = capacity, like.kinds
@@ -132,13 +134,13 @@ class _HeldBatch(Held):
         node_stores, edge_stores = _typed(self.value)
         for nth, (store, nodes) in enumerate(zip(node_stores, places.nodes, strict=True)):
             store.num_nodes = nodes.starts[-1]
-            if len(nodes.rows) > 1:  # which layers leave out: see PyG's `trim_to_layer`
+            if len(nodes.rows) > 1:  # PyG's `trim_to_layer` reads these numbers
                 store.num_sampled_nodes = list(capacity.nodes[nth])
         for nth, store in enumerate(edge_stores):
             self._know_edges(store.edge_index, nth, like.is_sorted[nth])
             if len(capacity.nodes[0]) > 1:
                 store.num_sampled_edges = list(capacity.edges[nth])
-        #: For every node type whose graphs are known.
+        #: (`batch` vector, places of the nodes) for every node type that has a `batch` vector.
         self.batches = [
             (item, places.nodes[self._kinds[at, name][1]])
             for (at, name), item in self.items.items()
@@ -150,13 +152,13 @@ class _HeldBatch(Held):
 
     @property
     def knows_largest(self) -> bool:
-        """Whether it has capacity for the largest graph."""
+        """Whether the size of the largest graph and the first node of every graph are known."""
         return self._capacity.largest > 0 and self._starts is not None
 
     def dense(self, x: Tensor, fill_value: Any) -> tuple[Tensor, Tensor]:
-        """PyG's ``to_dense_batch`` of the batch's nodes, with as many entries per graph as there is room.
+        """PyG's ``to_dense_batch`` of the batch's nodes; the capacity is the number of entries per graph.
 
-        Rows of padding go to an entry behind all graphs, which is cut off.
+        Rows of padding are written to one entry behind all graphs, which is cut off.
         """
         self.needs_largest = True
         (batch, _), width, starts = self.batches[0], self._capacity.largest, self._starts
@@ -173,7 +175,7 @@ class _HeldBatch(Held):
         return out[:count].view(self.num_graphs, width, *x.shape[1:]), mask
 
     def _know_edges(self, edge_index: Tensor, nth: int, is_sorted: bool) -> None:
-        """Says of edges, and of those of the first hops, how many nodes they are between."""
+        """Stores the largest node id of the edges of a type: of all edges, and of those of the first hops."""
         address, behind = edge_index.untyped_storage().data_ptr(), edge_index.size(1)
         source, target = (self._places.nodes[kind].starts for kind in self._capacity.ends[nth])
         self.greatest[address, -1, -1] = max(source[-1], target[-1]) - 1
@@ -224,14 +226,14 @@ def _are_same(found: dict[str, Any], given: dict[str, Any]) -> bool:
 
 
 def _typed(data: Any) -> tuple[list[Any], list[Any]]:
-    """Where a graph keeps what it has of nodes and of edges, by type."""
+    """The stores of the node types and of the edge types; `Data` has one store for both."""
     if isinstance(data, HeteroData):
         return data.node_stores, data.edge_stores
     return data.stores, data.stores
 
 
 def _tensors(data: Any) -> dict[tuple[int, str], Tensor]:
-    """The tensors of a graph, by the place of their store and their name."""
+    """The tensors of a graph, by (position of their store, name)."""
     return {
         (at, name): item
         for at, store in enumerate(data.stores)
@@ -241,7 +243,7 @@ def _tensors(data: Any) -> dict[tuple[int, str], Tensor]:
 
 
 def _sizes(data: Any) -> Sizes:
-    """By hop, where attributes say how many there are of each, and are still true."""
+    """Numbers of nodes and edges: per hop if `num_sampled_nodes` and `num_sampled_edges` are up to date."""
     node_stores, edge_stores = _typed(data)
     ends: tuple[tuple[int, int], ...] = ((0, 0),)
     if isinstance(data, HeteroData):
@@ -261,7 +263,7 @@ def _sizes(data: Any) -> Sizes:
 
 
 def _starts_of_graphs(data: Any) -> Tensor | None:
-    """Where the nodes of every graph of a batch begin, as its loader noted on the CPU."""
+    """First node of every graph of a batch, from the slices that the loader keeps on the CPU, if it did."""
     slices = None if isinstance(data, HeteroData) else getattr(data, "_slice_dict", None)
     if not slices:
         return None
@@ -270,7 +272,7 @@ def _starts_of_graphs(data: Any) -> Tensor | None:
 
 
 def _hops(stores: list[Any], name: str, counts: list[int]) -> tuple[tuple[int, ...], ...] | None:
-    """How many nodes or edges every hop has, of every type; None: not known."""
+    """Number of nodes or edges of every hop, for every type; None if they are missing or out of date."""
     hops = [store.get(name) for store in stores]
     if not all(isinstance(item, (list, tuple)) for item in hops):
         return None
@@ -280,13 +282,13 @@ def _hops(stores: list[Any], name: str, counts: list[int]) -> tuple[tuple[int, .
 
 
 def _is_of_one_batch(name: str, item: Any, num_graphs: int) -> bool:
-    """Whether a value is another one in every batch; lists of the graphs' names and similar are."""
+    """Whether a value differs between batches, such as a list with one name per graph."""
     is_list = isinstance(item, list) and len(item) == num_graphs > 0
     return name in _OF_ONE_BATCH or (is_list and not any(isinstance(part, Tensor) for part in item))
 
 
 def _others(data: Any, num_graphs: int = 0) -> Hashable:
-    """What a graph holds besides tensors, as far as it can be compared."""
+    """A key of the attributes that are not tensors; objects without a simple value are compared by `repr`."""
     return tuple(
         (store._key, name, item if isinstance(item, (int, float, str)) else repr(item))
         for store in data.stores
@@ -333,11 +335,11 @@ def _kind(store: Any, name: str, item: Tensor) -> str:
 
 @contextlib.contextmanager
 def _readouts(held: list[Held]) -> Iterator[None]:
-    """Readouts over the nodes of graphs give the batch's graphs alone."""
+    """Within this context, readouts return only the graphs of the batch, without the graph of the padding."""
     global _dense_now
     known = {
         id(batch): item for item in held if isinstance(item, _HeldBatch) for batch, _ in item.batches
-    }  # which live as long as the record
+    }  # the ids stay valid: the recorded step keeps these tensors
     if not known:
         yield
         return
@@ -367,7 +369,7 @@ def _readouts(held: list[Held]) -> Iterator[None]:
         if found is None:
             return called(self, x, index, ptr, dim_size, dim, **options)
         out = called(self, x, index, ptr, found.num_graphs + 1, dim, **options)
-        outs = out if isinstance(out, list) else [out]  # of several reductions at once
+        outs = out if isinstance(out, list) else [out]  # a list if several reductions are computed at once
         outs = [
             item.narrow(dim, 0, found.num_graphs) if item.size(dim) == found.num_graphs + 1 else item
             for item in outs
@@ -404,14 +406,14 @@ def _readouts(held: list[Held]) -> Iterator[None]:
 def _call_dense_now(
     x: Any, batch: Any = None, fill_value: Any = 0.0, max_num_nodes: Any = None, batch_size: Any = None
 ) -> Any:
-    """Runs with the names of PyG's module."""
+    """Replacement code of `to_dense_batch`. It runs with the globals of PyG's module, hence the import."""
     import sys
 
     dense_now: Any = sys.modules["fastsparse_pyg.captured_batches"]._dense_now
     return dense_now(x, batch, fill_value, max_num_nodes, batch_size)
 
 
-#: Function of PyG whose result has a size that depends on data -> what to do about it.
+#: PyG function whose result has a size that depends on data -> advice to the user.
 cures |= {
     **dict.fromkeys(
         ("negative_sampling", "batched_negative_sampling", "structured_negative_sampling"),

@@ -100,7 +100,7 @@ def _call(layer: Any, x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _without_caches(modules: Iterable[Module]) -> Iterator[None]:
-    """Layers with ``cached=True`` neither use nor replace what they keep of a graph."""
+    """Within this context, layers with ``cached=True`` neither use nor replace their cached graph."""
     kept = [(module, dict(vars(module))) for module in modules if vars(module).get("cached") is True]
     try:
         for module, state in kept:
@@ -146,7 +146,7 @@ def _stage(name: str, layer: Any) -> Stage:
 
 
 def _only_sums(layer: Any) -> bool:
-    """Whether a layer sums sources before it does anything else with them."""
+    """Whether the first step of a layer is to sum the features of its sources."""
     if type(layer.aggr_module) not in REDUCE:
         return False
     if isinstance(layer, FastGINConv):
@@ -158,12 +158,12 @@ def _only_sums(layer: Any) -> bool:
 
 
 def _gcn_stage(name: str, layer: Any) -> Stage:
-    r"""GCN, which normalises by degrees that a tile does not know, and has loops.
+    r"""The stage of a GCN layer. Degrees and missing loops come from the whole graph: a tile has neither.
 
     .. math:: s_i \sum_{j \in N(i)} s_j x_j + c_i s_i^2 x_i
 
-    with :math:`c_i` 1 less the number of loops that :math:`i` has. Without edge weights, PyG's loops weigh 1
-    with ``improved=True``, too.
+    where :math:`c_i` is 1 minus the number of self loops of node :math:`i`. Without edge weights, PyG's loops
+    have weight 1 even with ``improved=True``.
     """
     key = ("GCN", layer.normalize, layer.add_self_loops)
     has_factors, adds_loops = layer.normalize, layer.normalize and layer.add_self_loops

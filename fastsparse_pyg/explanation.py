@@ -22,7 +22,7 @@ def why(model: Module, *args: Any, **kwargs: Any) -> Explanations:
 
     Args:
         model: a layer or a model.
-        *args: what it is called with.
+        *args: positional arguments of the call.
         **kwargs: keyword arguments of the call.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Reasons that several layers have for PyG's implementation, and how the user is informed."""
+"""Reasons for which several layers fall back to PyG's implementation, and how they are reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ tell = functools.partial(fallback.tell, logger, "PyG")
 #: Calls PyG's implementation and reports it: ``run(class name, reason, call, *args)``.
 run = functools.partial(fallback.run, tell)
 
-#: What to do.
+# Advice that reasons refer to.
 PLAIN_EDGES = "Pass `edge_index` as one int64 tensor of shape (2, num_edges)"
 USUAL_FLOW = "Use flow='source_to_target', with the rows of `edge_index` swapped"
 PLAIN_FEATURES = "Pass `x` with shape (num_nodes, num_features)"
@@ -73,5 +73,5 @@ def of_traced_edges(edges: object) -> Reason | None:
 
 
 def watched(why: str) -> Reason | None:
-    """The reasons of `why_watched`, which cost the user nothing."""
+    """Converts the text of `why_watched` to a reason without advice; None if the text is empty."""
     return Reason(why, "") if why else None

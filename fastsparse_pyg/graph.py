@@ -1,4 +1,4 @@
-"""From whatever a PyG layer accepts as `edge_index` to an Adjacency (rows = destinations), and back."""
+"""Converts everything that PyG's layers accept as `edge_index` to an Adjacency (rows = destinations)."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from fastsparse_core.sampling import Edges
 from fastsparse_core.structure.construction import SelfLoops
 from fastsparse_pyg.caching import has_unit_values, known_edges, lookup, recognise
 
-#: What layers take as `edge_index`. PyG's EdgeIndex and torch's sparse matrices are tensors.
+#: Types of `edge_index` that layers accept. PyG's EdgeIndex and torch's sparse matrices are tensors.
 EdgesLike = Tensor | SparseTensor | Adjacency
 _SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_coo, torch.sparse_csc)
 
 
 def num_caller_values(adj: Adjacency) -> int:
-    """Number of edge values that the caller has to give."""
+    """Number of edge values that the caller has to pass: those of inserted loops are not included."""
     return adj.num_values - (min(adj.shape) if adj.has_inserted_loops else 0)
 
 
 def is_sparse_matrix(edge_index: object) -> bool:
-    """Whether the graph comes as a (transposed) sparse matrix, torch's or torch_sparse's."""
+    """Whether the graph is a (transposed) sparse matrix of `torch.sparse` or torch_sparse."""
     if isinstance(edge_index, Tensor):
         return edge_index.layout in _SPARSE_LAYOUTS
     return isinstance(edge_index, SparseTensor)
@@ -47,19 +47,19 @@ def resolve(
     add_self_loops: bool = False,
     matrix_loops: str = "append",
 ) -> Adjacency:
-    """The structure of a layer's `edge_index`, from the cache if it is known.
+    """The structure of a layer's `edge_index`, from the cache if it is there.
 
     Args:
         edge_index: (2, E) int32/int64 tensor, EdgeIndex, transposed adjacency matrix (torch.sparse CSR, COO
             or CSC; torch_sparse.SparseTensor) or Adjacency.
         num_src: number of rows of the source features.
-        num_dst: number of destinations; None: the matrix' rows, or as many as sources.
+        num_dst: number of destinations; None: the number of rows of a matrix, else `num_src`.
         device: of the features.
         flow: `"source_to_target"` or `"target_to_source"`, for edge lists.
-        add_self_loops: as PyG's layers do: edge lists get the loops that remain, SparseTensor gets its
-            diagonal filled, torch.sparse matrices see `matrix_loops`. An Adjacency built with loops is taken
-            as it is.
-        matrix_loops: `"append"`: torch.sparse matrices get one loop more on every node, as in PyG's GCN;
+        add_self_loops: whether to add self loops as PyG's layers do. Edge lists and SparseTensors end up with
+            one loop per node. For torch.sparse matrices, see `matrix_loops`. An Adjacency that was built with
+            loops is not changed.
+        matrix_loops: `"append"`: torch.sparse matrices get one additional loop per node, as in PyG's GCN;
             `"replace"`: their own loops are dropped first, as in PyG's attention layers.
 
     Raises:
@@ -100,7 +100,7 @@ def resolve(
 
 
 def values_of(edge_index: object) -> Tensor | None:
-    """Values that a sparse matrix carries, one per edge before self loops; None: all 1, or no matrix."""
+    """Values of a sparse matrix, one per edge without added loops; None: all are 1, or it is no matrix."""
     if isinstance(edge_index, SparseTensor):
         value: Tensor | None = edge_index.csr()[2]
         return value
@@ -110,16 +110,17 @@ def values_of(edge_index: object) -> Tensor | None:
     value = matrix.values()
     if not value.requires_grad and has_unit_values(matrix, value):
         return None
-    # A copy: PyG's layers count up the version of a COO matrix, which would end our backward pass.
+    # A copy, because PyG's layers raise the version counter of a COO matrix. Autograd would then report an
+    # in-place edit of the tensor that it saved for our backward pass.
     return value.clone() if matrix.layout is torch.sparse_coo else value
 
 
 def raise_graph(edge_index: object, name: str = "edge_index") -> NoReturn:
-    """Says what edges have to be.
+    """Raises the error for edges of an unsupported type.
 
     Args:
-        edge_index: what came instead.
-        name: the caller's argument.
+        edge_index: the unsupported object.
+        name: name of the caller's argument.
 
     Raises:
         ValueError: always.
@@ -132,7 +133,7 @@ def raise_graph(edge_index: object, name: str = "edge_index") -> NoReturn:
         cure = "convert it with torch.as_tensor"
     elif isinstance(edge_index, BaseData):
         cure = "pass its edge_index"
-    elif got == "SparseTensor":  # our own class, unknown to PyG
+    elif got == "SparseTensor":  # our own class, which PyG knows only after `install`
         cure = "call fastsparse_pyg.compat.install() first"
     raise ValueError(
         f"{name}: expected an integer tensor of shape (2, num_edges), an EdgeIndex, a sparse matrix "
@@ -164,33 +165,33 @@ def _from_edge_list(
     return lookup(edge_index, (edge_index,), options, lambda: build_from_edge_list(edge_index, *options))
 
 
-#: Value of `add_self_loops`: if all loops are missing, the kernel adds them.
+#: Value of `add_self_loops`: if no edge is a loop, the structure has none, and the kernel adds them.
 BY_KERNEL = "by the kernel"
 _SELF_LOOPS: dict[bool | str, SelfLoops] = {False: "keep", True: "replace", BY_KERNEL: "replace_if_some"}
 
 
 def edges_for_loops(edge_index: Tensor, num_nodes: int, flow: str) -> Adjacency:
-    """The structure of plain edges for a kernel that adds a loop to every node.
+    """The structure of an edge list for a kernel that can add a loop to every node by itself.
 
-    Where some edge is a loop already, the loops are in the structure (`has_inserted_loops`), as of
-    :func:`resolve`. Else it is that of the edges, which takes no sort if they come sorted.
+    If some edge is a loop already, the structure contains all loops (`has_inserted_loops`), as from
+    :func:`resolve`. Otherwise it has only the given edges, and sorted edges need no sort.
     """
     options = (num_nodes, num_nodes, flow, BY_KERNEL)
     return lookup(edge_index, (edge_index,), options, lambda: build_from_edge_list(edge_index, *options))
 
 
 def gcn_factors(adj: Adjacency, dtype: torch.dtype, loops: bool = False) -> tuple[Tensor, bool]:
-    """One over the roots of the degrees, by which GCN multiplies rows and columns.
+    """Inverse square roots of the degrees, by which GCN multiplies rows and columns.
 
     Args:
         adj: structure.
         dtype: of the features.
-        loops: whether every node has a loop, which the kernel adds where it is not in the structure.
+        loops: whether every node has a loop. The kernel adds the loops if the structure has none.
 
     Returns:
-        the factors; whether the kernel has to add the loops.
+        The factors, and whether the kernel has to add the loops.
     """
-    is_traced = torch.compiler.is_compiling()  # a trace would depend on the content of the plans
+    is_traced = torch.compiler.is_compiling()  # reading `plans` would make the trace depend on their content
     found: tuple[Tensor, bool] | None = None if is_traced else adj.plans.get(("GCN", dtype, loops))
     if found is None:
         adds = loops and not adj.has_inserted_loops
@@ -201,7 +202,7 @@ def gcn_factors(adj: Adjacency, dtype: torch.dtype, loops: bool = False) -> tupl
 
 
 def _for_trace(edges: Tensor, num_dst: int, num_src: int, reverse: bool, self_loops: SelfLoops) -> Adjacency:
-    """What `traced.find` returns, from the cache of eager layers."""
+    """Finds structures for compiled code (see `traced.find`), in the cache of eager layers."""
     flow = "target_to_source" if reverse else "source_to_target"
     add = next(added for added, kind in _SELF_LOOPS.items() if kind == self_loops)
     return _from_edge_list(edges, num_dst, num_src, flow, add)  # type: ignore[arg-type]
@@ -211,14 +212,14 @@ traced.find = _for_trace
 
 
 def edges_made_anew(edges: Tensor, options: tuple[int, int, str, bool]) -> Adjacency:
-    """The structure of an edge list that the cache does not know, recognised by its content.
+    """The structure of an edge list that is not in the cache, looked up by its content.
 
-    Layers that add self loops by PyG's code hold the same edges in another tensor in every call. So edge
-    lists of one size that occur repeatedly are cached, and compared by content.
+    Layers that add self loops by PyG's code make a new tensor with the same edges in every call. Therefore
+    edge lists of one size that occur repeatedly are cached and compared by content.
 
     Args:
         edges: (2, num_edges).
-        options: destinations, sources, flow, whether to add self loops.
+        options: number of destinations, number of sources, flow, whether to add self loops.
     """
     return recognise(edges, options, lambda: build_from_edge_list(edges, *options))
 
@@ -245,19 +246,19 @@ def build_from_edge_list(
     *,
     name: str = "edge_index",
 ) -> Adjacency:
-    """The structure of edges that no cache has.
+    """Builds the structure of edges without looking into the cache.
 
     Args:
         edge_index: (2, num_edges).
-        num_dst: destinations.
-        num_src: sources.
-        flow: as the layers'.
+        num_dst: number of destinations.
+        num_src: number of sources.
+        flow: flow of the layer.
         add_self_loops: a key of :data:`_SELF_LOOPS`.
-        name: the caller's argument.
+        name: name of the caller's argument.
 
     Raises:
-        ValueError: another shape, or no integers.
-        IndexError: an edge ends at no node.
+        ValueError: the shape is not (2, num_edges), or the dtype is not an integer type.
+        IndexError: an edge refers to a node that does not exist.
     """
     edges = plain_edges(edge_index)
     if edges.dim() != 2 or edges.size(0) != 2:
@@ -287,19 +288,19 @@ def build_from_edge_list(
 
 
 def _needs_no_loops(known: Edges | BatchEdges, add_self_loops: bool | str) -> bool:
-    """Whether a structure with loops as they are asked for is that of the edges alone."""
+    """Whether the known structure, which has only the edges, can be used with these loops."""
     return not add_self_loops or (add_self_loops == BY_KERNEL and known.has_loops is False)
 
 
 def cure_of_ids(low: int) -> str:
-    """What to do about ids of nodes that do not exist; the lowest is `low`."""
+    """Advice for the error about ids of nodes that do not exist; `low` is the lowest id."""
     if low < 0:
         return "ids must not be negative: keep edge_index[:, (edge_index >= 0).all(0)]"
     return "check that x has a row for every node"
 
 
 def _raise_index_error(edges: Tensor, sizes: dict[int, int], cause: ValueError, name: str) -> None:
-    """PyG's kind of exception for indices that point to no node."""
+    """Raises IndexError, as PyG does, if an index refers to a node that does not exist."""
     for row, size in sizes.items():
         if edges.size(1):
             low, high = (int(end) for end in torch.aminmax(edges[row]))
@@ -314,14 +315,14 @@ def _raise_index_error(edges: Tensor, sizes: dict[int, int], cause: ValueError, 
 def _declared_sizes(
     edge_index: EdgeIndex, num_src: int, num_dst: int | None, flow: str, add_self_loops: bool
 ) -> int | None:
-    """Compares the sizes that an EdgeIndex declares with those of the features; returns the destinations."""
+    """Compares the sizes of an EdgeIndex with those of the features; returns the number of destinations."""
     declared = (edge_index.num_rows, edge_index.num_cols)
     if flow == "target_to_source":
         declared = (declared[1], declared[0])
     if num_dst is None:
         num_dst = declared[1]
     for name, size, got in (("source", declared[0], num_src), ("destination", declared[1], num_dst)):
-        # GCN's self loops enlarge a smaller EdgeIndex to the number of nodes.
+        # PyG's self loops enlarge an EdgeIndex with fewer rows or columns to the number of nodes.
         if size is not None and size != got and not (add_self_loops and got is not None and size < got):
             raise ValueError(
                 f"x: expected {size} {name} rows, as the EdgeIndex says (sparse_size="
@@ -408,7 +409,7 @@ def caller_edges(adj: Adjacency) -> tuple[Tensor, Tensor]:
 
 
 def with_self_loops(adj: Adjacency, kind: str) -> Adjacency:
-    """The structure with a self loop on every node; edge values keep the order they had."""
+    """The structure with a self loop on every node; the order of the edge values does not change."""
     if isinstance(adj, PartitionedAdjacency):
         return adj.with_self_loops(kind)  # type: ignore[arg-type]
     row, col = caller_edges(adj)
@@ -416,7 +417,7 @@ def with_self_loops(adj: Adjacency, kind: str) -> Adjacency:
 
 
 def for_pyg(edge_index: Any) -> Any:
-    """Edges as PyG's code gets them: in int64.
+    """Edges for PyG's code: int32 is converted to int64.
 
     PyTorch's ``gather`` with an expanded int32 index reads wrong rows on the CPU (2.13), so gradients of
     PyG's messages would be wrong.

@@ -1,4 +1,4 @@
-"""Drop-in layers for models that exist already."""
+"""Replaces the layers of an existing model by drop-ins, and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastsparse_pyg.nn.by_hand import ByHand, by_hand_class, gathers_by_hand
 from fastsparse_pyg.nn.pna_conv import why_no_kernel
 from fastsparse_pyg.verification import forget_verification, verify_first_calls
 
-#: Methods of message passing itself: FastSparse cannot run a layer that overrides them.
+#: Internal methods of `MessagePassing`. FastSparse cannot run a layer that overrides one of them.
 _MACHINERY = (
     "propagate",
     "edge_updater",
@@ -32,7 +32,7 @@ _MACHINERY = (
 
 
 def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> core.Report:
-    """Replaces the graph layers of a PyG model by FastSparse's, in place, including your own layers.
+    """Replaces the graph layers of a PyG model by FastSparse's in place, including layers you wrote.
 
     Only the class of a layer object changes, for example from ``GCNConv`` to ``FastGCNConv``. Parameters,
     ``state_dict``, hooks, caches, training mode and references (such as the optimizer's) stay the same.
@@ -42,17 +42,16 @@ def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> cor
     A layer without a drop-in, such as your own, keeps its code. FastSparse changes how features are gathered
     per edge and how messages are reduced per node (without atomics). If ``message()`` only copies the
     source's features, weighted or not, no messages are created. The report shows what computes each layer,
-    and why a layer stays. Call this before ``torch.jit``. Under ``torch.compile``, layers without a drop-in
-    run PyG's code.
+    and why a layer was not replaced. Call this before ``torch.jit``. Under ``torch.compile``, layers without
+    a drop-in run PyG's code.
 
     Args:
         model: any module, also a single layer.
         show: whether to print the report.
-        verify: whether every layer compares its first call that a kernel computes with PyG's own code:
-            outputs, and gradients of inputs and parameters for a random output gradient. If they differ, the
-            call raises an error and the layer is changed back, so the next call runs PyG's code. If PyG's
-            code runs the first calls, for example of small graphs, a log record says that nothing was
-            compared yet.
+        verify: whether every layer compares its first call on a kernel with PyG's own code: outputs, and
+            gradients of inputs and parameters for a random output gradient. If they differ, the call raises
+            an error and the layer is restored, so the next call runs PyG's code. If the first calls fall back
+            to PyG's code, for example on small graphs, a log record says that nothing was compared yet.
 
     Returns:
         The report: one row per graph layer; ``print`` shows it as a table.
@@ -104,12 +103,12 @@ def restore(model: Module) -> None:
 
 
 def is_accelerated(module: Module) -> bool:
-    """Whether a layer is one of ours: a drop-in, or a class that :func:`accelerate` made."""
+    """Whether a layer is a drop-in, or of a class that :func:`accelerate` made."""
     return isinstance(module, (AnyLayer, ByHand, FastConv))
 
 
 def _any_layer(layer: Any) -> type[Module] | str:
-    """The class for a layer that has no drop-in, or why PyG's own code has to run whatever it is given."""
+    """The accelerated class of a layer without a drop-in, or the reason why PyG's code always has to run."""
     if isinstance(layer, FastConv):
         return "is a drop-in already"
     if not isinstance(layer, MessagePassing):
@@ -136,24 +135,24 @@ def _any_layer(layer: Any) -> type[Module] | str:
 
 
 def as_drop_in(layer: Module) -> Module:
-    """The same, of the drop-in's class where the layer has a drop-in, else of its own."""
+    """A second object of the layer, with its parameters, that is a drop-in if the layer has one."""
     second = core.second_object(layer)
     core.swap(second, DROP_INS, **_RULES | {"any_layer": None})
     return second
 
 
 def kernel_of(layer: Any) -> str:
-    """What computes a layer that is a drop-in."""
+    """Name of the kernel that computes an accelerated layer, as the report shows it."""
     return layer._shown() if isinstance(layer, (AnyLayer, ByHand)) else layer._kernel
 
 
 def is_graph_layer(module: Module) -> bool:
-    """Whether a module is a layer of PyG's, the user's or ours, or one that gathers by hand."""
+    """Whether a module is a `MessagePassing` layer, or one that gathers and scatters by hand."""
     return isinstance(module, MessagePassing) or gathers_by_hand(module)
 
 
 def _why_not(layer: Any, drop_in: Any) -> str:
-    """Why PyG's own code would run whatever the drop-in is given."""
+    """Why the drop-in would run PyG's code for all inputs; "" if it would not."""
     replaced = [name for name in MESSAGE_METHODS if name != "propagate" and name in vars(layer)]
     if replaced:
         return f"{replaced[0]} is replaced on the instance"
@@ -166,12 +165,12 @@ def _why_not(layer: Any, drop_in: Any) -> str:
 
 
 def _is_generated(klass: type, name: str) -> bool:
-    """Whether PyG's templates put that name into a class, as they do when it is first instantiated."""
+    """Whether PyG's templates added that name to the class, which happens at the first instantiation."""
     if name in ("_orig_propagate", "_jinja_propagate", "_orig_edge_updater", "_jinja_edge_updater"):
         return True
     return getattr(vars(klass)[name], "__module__", "").startswith(f"{klass.__module__}_{klass.__name__}_")
 
 
 _RULES: Any = {"why_not": _why_not, "is_generated": _is_generated, "any_layer": _any_layer}
-#: What `enable()` made of layers.
+#: The layers that `enable()` turned into drop-ins at their first call.
 FIRST_CALLS = core.FirstCalls("PyG", DROP_INS, (AnyLayer, FastConv), kernel_of, _RULES)

@@ -1,4 +1,4 @@
-"""Explicit conversion of graphs, before the first layer needs it."""
+"""`prepare`: converts a graph before the first layer needs it."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def prepare(
     Args:
         graph: `Data` or `Batch` (its `edge_index`, else its `adj_t`), (2, E) int32/int64 tensor, EdgeIndex,
             torch.sparse matrix or SparseTensor (rows = destinations), or an Adjacency.
-        num_nodes: number of nodes, or (sources, destinations) as PyG's `size`; None: taken from the data or
-            the matrix, else the largest index + 1.
+        num_nodes: number of nodes, or (number of sources, number of destinations) like PyG's `size`; None:
+            taken from the data or the matrix, else the largest index + 1.
         add_self_loops: whether to add the self loops that FastGCNConv, FastGATConv, FastGATv2Conv and
-            FastAGNNConv need. These layers also take a structure without them: they add the loops once and
-            cache the result, except under `torch.compile`. Other layers use a structure as it is.
-        flow: as the argument of the layers, for edge lists.
-        backward: whether to build also what the backward pass needs.
+            FastAGNNConv need. These layers also accept a structure without loops: they add them once and
+            cache the result, except under `torch.compile`. Other layers use the structure unchanged.
+        flow: flow of the layers, for edge lists.
+        backward: whether to also build the data for the backward pass.
 
     Returns:
         The structure, rows = destinations.
@@ -95,7 +95,7 @@ def _prepare_data(data: Data, num_nodes: int | tuple[int, int] | None, **options
 
 
 def _sizes(graph: Any, num_nodes: int | tuple[int, int] | None, flow: str) -> tuple[int, int]:
-    """(sources, destinations)."""
+    """(number of sources, number of destinations)."""
     if num_nodes is not None:
         sizes = num_nodes if isinstance(num_nodes, (tuple, list)) else (num_nodes, num_nodes)
         if len(sizes) != 2 or not all(hasattr(size, "__index__") and size >= 0 for size in sizes):
@@ -115,7 +115,7 @@ def _sizes(graph: Any, num_nodes: int | tuple[int, int] | None, flow: str) -> tu
     if isinstance(graph, Tensor):
         num = int(graph.max()) + 1 if graph.numel() else 0
         return num, num
-    return 0, 0  # not a graph: resolve says what was expected
+    return 0, 0  # not a graph: `resolve` raises the error
 
 
 def _device(graph: Any) -> torch.device:

@@ -67,7 +67,7 @@ def relations_of(
 
     Raises:
         ValueError: lengths or devices differ.
-        IndexError: an index points to no node, or a type that must be known is not.
+        IndexError: an index refers to a node that does not exist, or a type that must be known is not.
     """
     key = edge_index
     parts: tuple[Tensor, ...]

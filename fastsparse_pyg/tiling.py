@@ -1,4 +1,4 @@
-"""Full-graph training in tiles of rows, of PyG's models."""
+"""`tiled`: full-graph training of PyG's models in tiles of rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tiled(model: Module, *, tile_rows: int | None = None, offload: bool = False)
 
     Args:
         model: a module, called as ``model(x, edge_index)``.
-        tile_rows: rows of a tile; None: as many as take 256 MiB where the model is widest.
+        tile_rows: number of rows per tile; None: as many as take 256 MiB at the model's widest layer.
         offload: whether to copy the sums to host memory in the forward pass and back in the backward pass,
             instead of computing them again.
 

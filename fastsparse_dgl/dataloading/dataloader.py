@@ -1,4 +1,4 @@
-"""DataLoader: batches prepared on a GPU during the step."""
+"""DataLoader: a GPU prepares the next batches during the training step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastsparse_dgl.graph import GraphLike
 
 _logger = logging.getLogger("fastsparse_dgl")
 
-#: Options that say how DGL brings batches to a GPU or how worker processes draw.
+#: Options for DGL's transfers to a GPU and for worker processes; ignored if the GPU samples.
 _IGNORED = (
     "num_workers",
     "persistent_workers",
@@ -48,13 +48,13 @@ class DataLoader(dgl.dataloading.DataLoader):
     outgoing edges. If DGL was built without CUDA, blocks are :class:`fastsparse_dgl.SampledBlock`, which
     drop-in layers take.
 
-    In all other cases, DGL's loader runs.
+    With another sampler or without a GPU, DGL's loader runs.
 
     Args:
         graph: DGLGraph.
         indices: seeds; a dict by node type if there are several.
         graph_sampler: a sampler.
-        device: where batches are wanted; None: the graph's device.
+        device: device of the batches; None: the graph's device.
         others: as in DGL. On a GPU, arguments about worker processes and DGL's own transfers are ignored.
 
     Raises:
@@ -91,12 +91,14 @@ class DataLoader(dgl.dataloading.DataLoader):
         if self._target is None:
             super().__init__(graph, indices, graph_sampler, device=device, **kwargs)
             if not self.num_workers:
-                # Otherwise every epoch warns that worker processes should be pinned, although there are none.
+                # Without this, DGL warns in every epoch about the affinity of worker processes, even if
+                # there are none.
                 self.cpu_affinity_enabled = True
             if isinstance(graph_sampler, NeighborSampler) and not graph_sampler.why_not(graph):
-                graph_sampler.prepare(graph, torch.device("cpu"))  # before worker processes are forked
+                # Done here, so that forked worker processes share it.
+                graph_sampler.prepare(graph, torch.device("cpu"))
             return
-        # DGL rejects them for a graph on the GPU.
+        # If the graph is on the GPU, DGL rejects these options itself.
         ignored = [] if is_on_gpu else [name for name in _IGNORED if kwargs.pop(name, None)]
         gpu_cache = kwargs.pop("gpu_cache", None) or {}
         of_nodes = _rows_to_keep(gpu_cache)
@@ -143,7 +145,7 @@ class DataLoader(dgl.dataloading.DataLoader):
 
 
 def _why_not_sampled(graph: GraphLike, sampler: Any) -> str:
-    """The reason why DGL's sampler must run; "" if it need not."""
+    """Why DGL's sampler has to run; "" if FastSparse can sample."""
     kind = type(sampler)
     if not isinstance(sampler, NeighborSampler):
         return (
@@ -157,7 +159,7 @@ def _why_not_sampled(graph: GraphLike, sampler: Any) -> str:
 
 
 def _why_not(graph: GraphLike, indices: Any, sampler: Any) -> str:
-    """The reason why DGL's loader must make the batches; "" if it need not."""
+    """Why DGL's loader has to make the batches; "" if FastSparse can."""
     for item in indices.values() if isinstance(indices, Mapping) else [indices]:
         try:
             torch.as_tensor(item)
@@ -167,7 +169,7 @@ def _why_not(graph: GraphLike, indices: Any, sampler: Any) -> str:
 
 
 def _read(argument: str, names: Any, types: list[Any], views: Any) -> None:
-    """Gathers the data of nodes or edges that an argument of the sampler names."""
+    """Gathers the node or edge data that the sampler's argument ``argument`` names."""
     if not isinstance(names, Mapping):
         if names and len(types) > 1:
             raise ValueError(
@@ -184,7 +186,7 @@ def _read(argument: str, names: Any, types: list[Any], views: Any) -> None:
 
 
 def _rows_to_keep(gpu_cache: Any) -> Mapping[str, int]:
-    """Numbers of nodes by the names of features."""
+    """Checks ``gpu_cache`` and returns its number of nodes for each feature name."""
     of_nodes = gpu_cache.get("node", {}) if isinstance(gpu_cache, Mapping) else None
     if not isinstance(of_nodes, Mapping) or not all(
         isinstance(count, Integral) and int(count) >= 0 for count in of_nodes.values()

@@ -1,4 +1,4 @@
-"""DGL's loader of batches of whole graphs, on graphs that are stored once as contiguous tensors."""
+"""Drop-in for DGL's GraphDataLoader; it stores all graphs once, as contiguous tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastsparse_dgl.dgl_blocks import dgl_can_hold
 
 _logger = logging.getLogger("fastsparse_dgl")
 
-#: Options of PyTorch's loader that say how worker processes load.
+#: Options of PyTorch's loader for worker processes; ignored if the graphs are stored.
 _OF_WORKERS = (
     "num_workers",
     "prefetch_factor",
@@ -35,10 +35,9 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
     """:class:`dgl.dataloading.GraphDataLoader` without a loop over the graphs of a batch.
 
     The graphs and labels are stored once, as contiguous tensors with pointers, and gathered for every batch.
-    A batch is the same as `dgl.batch` makes from the same graphs: structure, edge ids, data,
-    `batch_num_nodes` and `batch_num_edges`. Labels and containers are collated as DGL does it. Samples come
-    in the order in which DGL's loader draws them from the same seed. Layers of this package reuse the
-    structure of a batch.
+    A batch equals the result of `dgl.batch` for the same graphs: structure, edge ids, data,
+    `batch_num_nodes` and `batch_num_edges`. Labels and containers are collated as in DGL. With the same seed,
+    samples have the same order as in DGL's loader. Layers of this package reuse the structure of a batch.
 
     These datasets are stored:
 
@@ -46,25 +45,25 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
     - DGL's own datasets in memory without a ``transform``,
     - subsets of these.
 
-    In all other cases DGL's loader makes the batches, and a ``SlowPathWarning`` says why. For a dataset of
-    your own pass ``[dataset[i] for i in range(len(dataset))]``.
+    For other datasets DGL's loader makes the batches, and a ``SlowPathWarning`` tells why. To have your own
+    dataset stored, pass ``[dataset[i] for i in range(len(dataset))]``.
 
     At the beginning of every epoch the loader checks the dataset, and stores changed graphs again. In a long
-    list, it checks 1,024 tensors per epoch for in-place writes, and others in the next epoch.
+    list, it checks only 1,024 tensors per epoch for in-place writes: the next epoch checks the next ones.
 
     Args:
         dataset: as in DGL.
-        collate_fn: as in DGL; DGL's loader calls it.
+        collate_fn: as in DGL. If it is given, DGL's loader makes the batches.
         use_ddp: as in DGL.
         ddp_seed: as in DGL.
-        device: where batches are; None: on the CPU, as in DGL. Graphs on a GPU need a DGL with CUDA, or
+        device: device of the batches; None: the CPU, as in DGL. Batches on a GPU need a DGL with CUDA, or
             :func:`fastsparse_dgl.enable`. After that call, None means the GPU in epochs that begin after the
             script has used the GPU.
         kwargs: as in PyTorch's loader. Stored graphs need no worker processes, so ``num_workers`` and related
             arguments are ignored.
 
     Attributes:
-        device: where batches are.
+        device: device of the batches.
 
     Example:
         >>> import dgl, torch
@@ -75,8 +74,8 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         [4, 2]
     """
 
-    #: Whether loaders without a device yield batches on the GPU after the script has used it; set by
-    #: `enable()`.
+    #: Whether loaders without a `device` yield batches on the GPU once the script has used it. `enable()`
+    #: sets it.
     _follows_script = False
 
     def __init__(
@@ -122,7 +121,7 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         return StoredBatches(self, graphs.batch)
 
     def _current(self) -> StoredGraphs | None:
-        """The graphs as the dataset has them now; None: DGL's loader makes the batches."""
+        """The stored graphs, stored again if the dataset changed; None if DGL's loader makes the batches."""
         if not self._is_stored:
             return None
         try:
@@ -149,7 +148,7 @@ def _outline(dataset: Any) -> Outline:
     """The objects of a dataset, and the selected positions.
 
     Raises:
-        NotStored: it is not known to be in memory, or may change what it gives.
+        NotStored: the dataset is not known to be in memory, or may return other items every time.
     """
     kind = type(dataset)
     if kind in (list, tuple):

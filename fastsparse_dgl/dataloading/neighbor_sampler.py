@@ -24,7 +24,7 @@ from fastsparse_dgl.graph import GraphLike
 from fastsparse_dgl.sampled_block import SampledBlock
 
 _logger = logging.getLogger("fastsparse_dgl")
-#: The reason for DGL's sampling of graphs on a GPU, which is as fast.
+#: Reason for falling back to DGL's sampler for graphs on a GPU. DGL is as fast there, so it is no warning.
 ON_GPU = "the graph is on a GPU, where DGL can sample"
 
 
@@ -34,7 +34,7 @@ def is_held_on_gpu(g: GraphLike) -> bool:
 
 
 def tell_fallback(message: str, reason: str) -> None:
-    """Says once that DGL's code samples: a warning, or a log record where that is as fast."""
+    """Reports once that DGL's code samples: as a warning, or as a log record if DGL is as fast."""
     if reason == ON_GPU:
         info_once(_logger, f"{message}: {reason}")
     else:
@@ -54,7 +54,8 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
     DGL's own code runs for ``edge_dir="out"`` and for excluded edges.
 
     Args:
-        fanouts: neighbours per layer, starting with the first layer; -1 for all. Also dicts by edge type.
+        fanouts: number of neighbours per layer, starting with the first layer; -1: all. An item may be a dict
+            by edge type.
         prob: name of the edge data with weights; neighbours are drawn in proportion to them.
         mask: name of the edge data that marks which edges may be drawn.
         others: as in DGL.
@@ -81,7 +82,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         Args:
             g: the graph to sample from.
             seed_nodes: ids (num_seeds,), or a dict of them by node type.
-            exclude_eids: ids of edges that must not be drawn; DGL's own code runs then.
+            exclude_eids: ids of edges that must not be drawn. If they are given, DGL's own code runs.
         """
         reason = self.why_not(g, exclude_eids)
         if reason:
@@ -178,13 +179,13 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
                     blocks=True,
                     num_nodes={name: g.num_nodes(name) for name in g.ntypes},
                 )
-            # The weights are stored too: after a tensor is freed, another one may have its address and so the
-            # same stamp.
+            # The weights are kept alive: if they were freed, another tensor could get the same address, and
+            # so the same stamp.
             entry = by_device[device] = (stamp, core, weight)
         return entry[1]
 
     def _fanouts(self, g: GraphLike) -> dict[Any, list[int]]:
-        """By edge type, the seeds' hop first."""
+        """Number of neighbours for every hop, starting at the seeds, by edge type."""
         layers = list(self.fanouts) if hasattr(self.fanouts, "__iter__") else []
         if not layers:
             raise ValueError(
@@ -233,7 +234,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
 
     @contextlib.contextmanager
     def _names_of_dgl(self) -> Iterator[None]:
-        """Errors of the core name the caller's arguments."""
+        """Within this context, errors of the core name the arguments of this class."""
         names = {"weight": f"edge data {self.prob!r}", "seeds": "seed_nodes (a DataLoader's indices)"}
         try:
             yield
@@ -255,7 +256,8 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         for name, of_type in edges.items():
             frame, ids = g._edge_frames[g.get_etype_id(name)], of_type.edge_id.to(g.idtype)
             frames["edge", name] = gathered(frame, ids, dgl.EID, self._reads, (hop, "edge", name))
-        # Under `enable()` DGL's block has its structure on the host: copying that takes longer than a step.
+        # Under `enable()`, a DGL block on the GPU has its structure on the host. Copying it there takes
+        # longer than a training step, so a SampledBlock is made instead.
         is_dgls = dgl_can_hold(device) and not device_graph.serves(device)
         make = dgl_block if is_dgls else SampledBlock
         return make(edges, counts["src"], counts["dst"], device, g.idtype, frames)
@@ -265,7 +267,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
 
 
 class MultiLayerFullNeighborSampler(NeighborSampler, dgl.dataloading.MultiLayerFullNeighborSampler):
-    """:class:`NeighborSampler` of all neighbours, as :class:`dgl.dataloading.MultiLayerFullNeighborSampler`.
+    """Drop-in replacement of :class:`dgl.dataloading.MultiLayerFullNeighborSampler`: takes all neighbours.
 
     Args:
         num_layers: number of blocks.

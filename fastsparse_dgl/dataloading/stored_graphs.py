@@ -1,7 +1,7 @@
 """DGL's graphs and labels in a `GraphStore`: `dgl.batch` without a loop over the graphs of a batch.
 
-What a dataset gives for a position (a graph, a graph and its label, a dictionary, ...) is of one kind for all
-positions. So it is looked at once, and becomes functions that make the parts of a batch.
+All items of a dataset have the same form: a graph, a graph and its label, a dictionary, and so on. Therefore
+the form is examined once, and each part of it becomes a function that makes this part of a batch.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class _Batching:
     """A batch that is being made.
 
     Attributes:
-        chosen: its items.
-        tensors: what was gathered where batches are.
-        ends: what was gathered on the host.
+        chosen: the items of the batch.
+        tensors: gathered tensors on the device of the batches.
+        ends: gathered ends of edges on the host.
     """
 
     def __init__(self, chosen: Chosen, tensors: list[Tensor], ends: list[Tensor]) -> None:
@@ -51,15 +51,15 @@ _Part = Callable[[_Batching], Any]
 
 
 class StoredGraphs:
-    """The items of a dataset, from which batches are made like those of DGL's `GraphDataLoader`.
+    """The stored items of a dataset; makes the same batches as DGL's `GraphDataLoader`.
 
     Args:
-        items: what the dataset gives, in its order.
-        device: where batches are.
-        collate: DGL's own function for what is not stored.
+        items: the items of the dataset, in its order.
+        device: device of the batches.
+        collate: DGL's function, for parts of the items that are not stored.
 
     Raises:
-        NotStored: DGL's own loader is needed, and why.
+        NotStored: DGL's loader has to make the batches; the message tells why.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StoredGraphs:
         if not items:
             raise NothingToStore("the dataset is empty")
         self.store = GraphStore(len(items), device)
-        #: The structure of DGL's graphs is on the host.
+        #: Store of the edges' ends: DGL's graphs are made from a structure on the host.
         self.host = self.store
         if device.type != "cpu":
             self.host = GraphStore(len(items), torch.device("cpu"))
@@ -90,13 +90,13 @@ class StoredGraphs:
         self._gather, self._gather_ends = Fields(self._fields, device), Fields(self._ends, self.host.device)
 
     def is_current(self) -> bool:
-        """Whether the graphs are as they were stored."""
+        """Whether the graphs have not changed since they were stored."""
         handles = [graph._graph for graph in self._graphs]
         is_same = all(one is two for one, two in zip(handles, self._handles, strict=True))
         return is_same and self._content.is_as_it_was()
 
     def batch(self, index: Sequence[int]) -> Any:
-        """A batch of the items at some positions.
+        """A batch of the items at the given positions.
 
         Raises:
             IndexError: there is no such position.
@@ -108,12 +108,12 @@ class StoredGraphs:
     # ---------------------------------------------------------------- items
 
     def add(self, tensor: Tensor, pointer: int) -> int:
-        """The place of a tensor with rows of a kind."""
+        """Adds a tensor, whose rows belong to a pointer; returns its position among the gathered tensors."""
         self._fields.append(Field(tensor.contiguous(), pointer))
         return len(self._fields) - 1
 
     def add_ends(self, ends: Tensor, pointer: int, nodes: tuple[int, int]) -> tuple[int, StoredEdges]:
-        """The place of the ends of edges, (2, number of edges), and their structure where batches are."""
+        """Adds the ends (2, num_edges) of all edges; returns their position and the edges of batches."""
         field = Field(ends, pointer, ADDS[ends.dtype], nodes, 1)
         self._ends.append(field)
         own = field
@@ -122,12 +122,12 @@ class StoredGraphs:
         return len(self._ends) - 1, StoredEdges(self.store, own, *nodes)
 
     def watch(self, mapping: dict[Any, Any], tensors: Sequence[Tensor]) -> None:
-        """Notices changes of a dictionary and of tensors."""
+        """Includes a dictionary and tensors in the check for changes."""
         self._mappings.append(mapping)
         self._tensors += tensors
 
     def _part_of(self, values: list[Any], kind: type = list) -> _Part:
-        """How a part of batches is made of the items' values; DGL's function gets them in a ``kind``."""
+        """The function that makes one part of a batch; DGL's collate gets the values in a ``kind``."""
         like = values[0]
         kinds = set(map(type, values))
         if isinstance(like, dgl.DGLGraph):
@@ -168,10 +168,10 @@ class StoredGraphs:
 
 
 def _graphs_part(stored: StoredGraphs, graphs: list[Any]) -> _Part:
-    """For graphs, by the rules of `dgl.batch`.
+    """The function that makes a batch of graphs, by the rules of `dgl.batch`.
 
     Raises:
-        NotStored: they do not fit together, and why.
+        NotStored: the graphs cannot be stored together; the message tells why.
     """
     like = graphs[0]
     if not all(isinstance(graph, dgl.DGLGraph) for graph in graphs):
@@ -192,16 +192,16 @@ class _Graphs:
     """Graphs of one schema.
 
     Args:
-        stored: gets their tensors.
+        stored: the object to which the graphs' tensors are added.
         graphs: the graphs.
-        like: one of them.
+        like: one of the graphs.
     """
 
     def __init__(self, stored: StoredGraphs, graphs: list[Any], like: Any) -> None:
         self._stored, self._all = stored, graphs
-        #: In DGL 1.1 always int64, whatever the graphs use.
+        #: Dtype of the numbers of nodes and edges of a batch. In DGL 1.1 it is int64 for all graphs.
         self._dtype_of_counts = dgl.batch([like]).batch_num_nodes(like.ntypes[0]).dtype
-        #: Node or edge types for which empty graphs have other data.
+        #: Pointers of the node and edge types for which graphs without such nodes or edges have other data.
         self._uneven: list[int] = []
         self._ntypes, self._canonical = list(like.ntypes), list(like.canonical_etypes)
         self._metagraph = like._graph.metagraph
@@ -224,7 +224,7 @@ class _Graphs:
         ]
 
     def _add_frames(self, frames: list[Any], pointer: int) -> dict[str, int]:
-        """Places of the data of one type, whose frames without rows need no data, as in DGL."""
+        """Adds the data of one type; returns positions by name. As in DGL, empty frames may lack data."""
         counts = self._stored.store.counts(pointer)
         filled = [frame for frame, count in zip(frames, counts.tolist(), strict=True) if count] or frames
         schemas = [frame.schemes for frame in filled]
@@ -244,7 +244,7 @@ class _Graphs:
 
     def __call__(self, batch: _Batching) -> Any:
         totals, first, device = batch.chosen.totals, batch.first, self._stored.store.device
-        if any(totals[pointer] == 0 for pointer in self._uneven):  # the batch has the data of empty graphs
+        if any(totals[pointer] == 0 for pointer in self._uneven):  # such a batch gets the empty graphs' data
             return dgl.batch([self._all[nth] for nth in batch.chosen.source[0].tolist()[:-1]]).to(device)
         relations = []
         for (source, _, target), (place, _) in zip(self._canonical, self._ends, strict=True):

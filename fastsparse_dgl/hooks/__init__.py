@@ -1,4 +1,4 @@
-"""All of DGL on FastSparse: :func:`enable` and :func:`disable`."""
+"""Switches all of DGL to FastSparse and back: :func:`enable` and :func:`disable`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def enable(*, report: bool = False, _devices: tuple[str, ...] | None = None) -> 
     with _lock:
         if report:
             call_report.start_recording()
-            replacement.remove(_installed)  # operators that record take their places
+            replacement.remove(_installed)  # the hooks are installed again below, wrapped for recording
         if _installed or not replacement.enabled_parts(["dgl"]):
             return
         if _devices is None:

@@ -1,4 +1,4 @@
-"""Degrees and relations that are kept with a graph, where DGL computes them in every call."""
+"""Caches degrees and relations of a graph, which DGL computes in every call."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ ALL = dgl.base.ALL
 
 
 def gspmm(original: Any, g: Any, op: str, reduce_op: str, lhs_data: Any, rhs_data: Any) -> Any:
-    """``dgl.ops.gspmm``, whose means are sums that DGL divides afterwards."""
+    """Replaces ``dgl.ops.gspmm`` for means, which DGL computes as sums and divides afterwards."""
     if reduce_op == "mean" and g._graph.number_of_etypes() == 1:
         return operators.gspmm(g._graph, op, "mean", lhs_data, rhs_data)
     return original(g, op, reduce_op, lhs_data, rhs_data)
 
 
 def get_relation_graph(original: Any, index: Any, etype: int) -> Any:
-    """``HeteroGraphIndex.get_relation_graph``, which gives the same object every time."""
+    """Replaces ``HeteroGraphIndex.get_relation_graph``: every call returns the same object."""
     if is_one_relation(index):
         return index
     return first_relation(index, int(etype), lambda: original(index, etype))
 
 
 def in_degrees(original: Any, graph: Any, v: Any = ALL, etype: Any = None) -> Any:
-    """``DGLGraph.in_degrees``: those of all nodes of a graph on the device are kept there."""
+    """Replaces ``DGLGraph.in_degrees``: degrees of all nodes of a graph on the GPU are cached there."""
     return _degrees(graph, etype, incoming=True) if _are_all(graph, v) else original(graph, v, etype)
 
 
 def out_degrees(original: Any, graph: Any, u: Any = ALL, etype: Any = None) -> Any:
-    """``DGLGraph.out_degrees``, likewise."""
+    """Replaces ``DGLGraph.out_degrees``, in the same way."""
     return _degrees(graph, etype, incoming=False) if _are_all(graph, u) else original(graph, u, etype)
 
 

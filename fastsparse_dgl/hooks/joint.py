@@ -1,4 +1,4 @@
-"""Graphs of several edge types: their relations, and all of them as one structure."""
+"""Graphs of several edge types: their relations, and one structure that joins all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _lock = ForkSafeLock()
 
 
 def relations(gidx: Any) -> list[tuple[int, tuple[int, int], Any]]:
-    """Number, types of the ends and graph index of every edge type; the indices are the same every time."""
+    """(number, node types of the ends, graph index) of every edge type; the index objects are cached."""
     meta = gidx.metagraph
     return [
         (number, meta.find_edge(number), relation(gidx, number)) for number in range(gidx.number_of_etypes())
@@ -25,12 +25,12 @@ def relations(gidx: Any) -> list[tuple[int, tuple[int, int], Any]]:
 
 
 def relation(gidx: Any, number: int) -> Any:
-    """The graph index of one edge type, the same every time."""
+    """The graph index of one edge type; every call returns the same object."""
     return first_relation(gidx, number, lambda: gidx.get_relation_graph(number))
 
 
 def joint(gidx: Any, device: torch.device) -> Adjacency:
-    """All edge types as one structure: nodes of all types one after the other, and so the edges."""
+    """One structure of all edge types, with the nodes and the edges of all types concatenated."""
     with _lock:
         kept = _joint.setdefault(gidx, {})
         if device not in kept:

@@ -1,7 +1,7 @@
-"""What messages are made of: from nodes to edges and back, by kernels, differentiable any number of times.
+"""Building blocks of messages: nodes to edges and back, by kernels, differentiable any number of times.
 
-An edge-sized tensor is in the order of DGL's edge ids. Sums over edges are the core's sums of segments, whose
-order is found once for a graph; no atomic takes part.
+Tensors with a row per edge are in the order of DGL's edge ids. Sums over edges are the core's segment sums:
+the order of the edges is computed once per graph, and no atomics are used.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from fastsparse_core.ops.spmm import Reduce
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.segment import scatter
 
-#: Bytes of the tensors that exist for part of the edges, or of the features, at a time: messages that are
-#: reduced at once and not stored.
+#: Messages are computed for part of the edges at a time. This is the size in bytes of such a part.
 _PART_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
-#: Numbers of an edge below which `scatter` reduces edges on the CPU in less time than `spmm`.
+#: Number of features per edge below which, on the CPU, `scatter` is faster than `spmm` for extrema of edges.
 _WIDE_EXTREMUM = 16
 
 
 def without_autocast(tensor: Tensor) -> Any:
-    """Context without autocast on the tensor's device: operators have cast what DGL's would."""
+    """Context without autocast on the tensor's device, because operators cast before, like DGL's."""
     kind = "cuda" if tensor.is_cuda else "cpu"
     return (
         torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
@@ -55,7 +54,7 @@ def ends(adj: Adjacency, target: str) -> Tensor:
 
 
 def in_edge_order(adj: Adjacency) -> Adjacency:
-    """The same structure with the entries of every row in edge order, by which ties of extrema are broken."""
+    """The structure with every row's entries in the order of edge ids, which decides ties of extrema."""
     if adj.edge_id is None:
         return adj
 
@@ -109,16 +108,16 @@ def extremum_edges(adj: Adjacency, e: Tensor, reduce: Literal["max", "min"]) -> 
     rows = e.reshape(e.size(0), math.prod(e.shape[1:]))
     if e.is_cuda or rows.size(1) < _WIDE_EXTREMUM:
         return scatter(e, ends(adj, "v"), adj.num_dst, reduce)
-    # On the CPU the extremum of edges as sources: it keeps 32-bit choices, and follows them row by row.
+    # On the CPU, treat the edges as sources of a product: it stores 32-bit positions for the backward pass.
     out = spmm(in_edge_order(adj).incidence(), rows, reduce=reduce)
     return out.reshape(adj.num_dst, *e.shape[1:])
 
 
 def aligned(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, torch.Size]:
-    """Both with as many dimensions, at least two, and the feature shape that they broadcast to.
+    """Reshapes both to the same number of dimensions, at least two; also returns the broadcast feature shape.
 
     Raises:
-        ValueError: they do not.
+        ValueError: their feature shapes cannot be broadcast.
     """
     dims = max(x.dim(), y.dim(), 2)
     x = x.reshape(x.size(0), *[1] * (dims - x.dim()), *x.shape[1:])
@@ -132,7 +131,7 @@ def aligned(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, torch.Size]:
 
 
 def reduced(grad: Tensor, shape: Sequence[int]) -> Tensor:
-    """The gradient of a tensor of feature shape ``shape`` that was broadcast: sums over what was repeated."""
+    """The gradient of a tensor that was broadcast from feature shape ``shape``: sums over repeated dims."""
     repeated = [
         dim for dim, (got, want) in enumerate(zip(grad.shape[1:], shape, strict=True), 1) if got != want
     ]
@@ -140,13 +139,13 @@ def reduced(grad: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class Heads:
-    """How features and edge values that broadcast become the blocks, one value each, that kernels know.
+    """Converts broadcast features and edge values to the form of the kernels: heads with one value each.
 
-    The dimensions along which edge values differ go first, and count heads; the others follow.
+    Dimensions along which edge values differ come first and become heads; the others become the width.
 
     Args:
         shape: feature shape of the messages.
-        value: (num_edges, ...) of as many dimensions.
+        value: (num_edges, ...), with as many dimensions as the messages.
     """
 
     def __init__(self, shape: torch.Size, value: Tensor) -> None:
@@ -168,7 +167,7 @@ class Heads:
         return x.reshape(x.size(0), self.heads * self.width)
 
     def unflat(self, out: Tensor) -> Tensor:
-        """The inverse, of a result."""
+        """Converts a result (num_nodes, heads * width) back to the feature shape."""
         if self.in_place:
             return out.reshape(out.size(0), *self.shape)
         out = out.reshape(out.size(0), *(self.shape[dim] for dim in self.order))
@@ -177,7 +176,7 @@ class Heads:
 
 
 def weighted(adj: Adjacency, x: Tensor, value: Tensor, reduce: Reduce) -> Tensor:
-    """Reduces products of source features and edge features, both of as many dimensions.
+    """Reduces products of source features and edge features with the same number of dimensions.
 
     Args:
         adj: structure.
@@ -195,27 +194,27 @@ def weighted(adj: Adjacency, x: Tensor, value: Tensor, reduce: Reduce) -> Tensor
 
 
 def extremum_of_sums(adj: Adjacency, x: Tensor, e: Tensor, minimum: bool) -> Tensor:
-    """Maxima or minima of ``x[source] + e``, both of as many dimensions."""
+    """Maxima or minima of ``x[source] + e``; both have the same number of dimensions."""
     plan = Heads(torch.broadcast_shapes(x.shape[1:], e.shape[1:]), e)
     return plan.unflat(core_extremum_of_sums(adj, plan.flat(x), e.reshape(e.size(0), plan.heads), minimum))
 
 
 def combine(adj: Adjacency, op: str, x: Tensor, y: Tensor, x_at: str, y_at: str) -> Tensor:
-    """``x op y`` of every edge, for ``"add"`` and ``"mul"``; both of as many dimensions.
+    """``x op y`` for every edge, for ``"add"`` and ``"mul"``; both have the same number of dimensions.
 
     Args:
         adj: structure.
         op: operator.
-        x: features of the nodes or edges that ``x_at`` names.
-        y: of those that ``y_at`` names.
+        x: features of the sources, destinations or edges, depending on ``x_at``.
+        y: features of the sources, destinations or edges, depending on ``y_at``.
         x_at: ``"u"``, ``"v"`` or ``"e"``.
-        y_at: likewise.
+        y_at: ``"u"``, ``"v"`` or ``"e"``.
     """
     if x_at == y_at:
         both = x + y if op == "add" else x * y
         return both if x_at == "e" else to_edges(adj, both, x_at)
     if op == "mul" and "e" not in (x_at, y_at) and x.shape[1:] == y.shape[1:] and not x.is_cuda:
-        # Dot products of width 1: their gradients are sums and need no message per edge.
+        # Computed as dot products of width 1, whose gradients are sums that store no message per edge.
         rows, columns = (x, y) if x_at == "v" else (y, x)
         if 0 < rows[:1].numel() <= MOST_HEADS and adj.num_edges == adj.num_values:
             products = sddmm(adj, rows.reshape(len(rows), -1, 1), columns.reshape(len(columns), -1, 1))
@@ -296,8 +295,8 @@ def dot(adj: Adjacency, x: Tensor, y: Tensor, x_at: str, y_at: str) -> Tensor:
     else:
         rows, columns, structure = operands["v"], operands["u"], adj
     if x.size(1) == 0 or x.size(2) == 0:
-        return x.new_zeros(adj.num_values, *lead, 1) + (x.sum() + y.sum())  # nothing, with a gradient
-    if rows.size(1) <= MOST_HEADS:  # a split into one part costs its gradient a copy
+        return x.new_zeros(adj.num_values, *lead, 1) + (x.sum() + y.sum())  # zeros that have a gradient
+    if rows.size(1) <= MOST_HEADS:  # even a split into one part would copy in the backward pass
         return sddmm(structure, rows, columns).reshape(adj.num_values, *lead, 1)
     parts = zip(rows.split(MOST_HEADS, 1), columns.split(MOST_HEADS, 1), strict=True)
     return torch.cat([sddmm(structure, *part) for part in parts], 1).reshape(adj.num_values, *lead, 1)

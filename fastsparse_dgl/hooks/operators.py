@@ -1,7 +1,7 @@
 """DGL's sparse operators on FastSparse, with the signatures of ``dgl.backend``.
 
-Structures come from DGL's graph index and are remembered with it. Ties, empty rows, shapes and errors are
-DGL's.
+Structures are built from DGL's graph index and cached with it. Results for ties and empty rows, shapes and
+errors are the same as DGL's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fastsparse_dgl.hooks import messages, products
 from fastsparse_dgl.hooks.joint import joint, relations
 
 ALL = dgl.base.ALL
-#: DGL's own operators, which are not replaced there.
+#: The module with DGL's own operators, whose names are not replaced.
 _dgl = importlib.import_module("dgl.backend.pytorch.sparse")
 _TARGETS = {"u": "u", "src": "u", "v": "v", "dst": "v", "e": "e", "edge": "e"}
 
@@ -39,7 +39,7 @@ def structure(gidx: Any, *features: Tensor | None) -> Adjacency:
     """The Adjacency of a graph index with one edge type, on the device of the features.
 
     Raises:
-        DGLError: features are no floating tensors of one dtype, or are not on the device of the graph.
+        DGLError: features are not floating tensors of one dtype, or not on the device of the graph.
     """
     first = next(it for it in features if it is not None)
     for feature in features:
@@ -69,22 +69,22 @@ def _is_one_relation(gidx: Any, name: str) -> None:
 
 
 def _are_cpu_floats(*operands: Any) -> bool:
-    """Whether all operands are of one dtype that DGL's CPU kernels take in every version."""
+    """Whether all operands are on the CPU and have one dtype that all versions of DGL support there."""
     given = [it for it in operands if it is not None]
     return given[0].dtype in (torch.float32, torch.float64) and all(
         it.device.type == "cpu" and it.dtype == given[0].dtype for it in given
     )
 
 
-#: Width from which DGL's CPU kernels take longer than ours for results per edge.
+#: Width from which DGL's CPU kernels take longer than FastSparse's for results per edge.
 _WIDE_EDGE = 32
 
 
 def _dgl_combines_faster(op: str, x: Any, y: Any, targets: tuple[str, str]) -> bool:
-    """Whether DGL's CPU kernel is faster for a result per edge: if that or an operand is narrow.
+    """Whether DGL's CPU kernel is faster for a result per edge: for an operand per edge, or narrow operands.
 
-    Extrema always take ours: DGL's CPU kernels give ties to the last edge and ignore NaN, so results would
-    depend on the size.
+    Extrema always use FastSparse's kernels. DGL's CPU kernels choose the last edge of equal ones and ignore
+    NaN, so results would depend on the size.
     """
     if op in ("dot", "copy_lhs", "copy_rhs") or not _are_cpu_floats(x, y):
         return False
@@ -109,7 +109,7 @@ def _plain(*tensors: Tensor | None) -> Any:
 
 
 def _without_minus(op: str, rhs: Tensor) -> tuple[str, Tensor]:
-    """Difference as sum, quotient as product, as in DGL."""
+    """Converts a difference to a sum and a quotient to a product, as DGL does."""
     if op == "sub":
         return "add", -rhs
     if op == "div":
@@ -129,7 +129,7 @@ def _gspmm(adj: Adjacency, op: str, reduce: Reduce, x: Any, e: Any) -> Tensor:
     out = _reduced_messages(adj, op, reduce, x, e)
     if reduce in ("sum", "mean") or adj.num_edges == 0 or not adj.has_empty_rows():
         return out
-    # DGL's operators leave the initial value, which `update_all` replaces by 0.
+    # In empty rows, DGL's operators return the initial value, which `update_all` replaces by 0.
     empty = adj.derived("fastsparse_dgl.empty_rows", lambda: adj.in_degree() == 0)
     empty = empty.reshape(-1, *[1] * (out.dim() - 1))
     return out.masked_fill(empty, math.inf if reduce == "min" else -math.inf)
@@ -234,14 +234,14 @@ def _softmax(adj: Adjacency, score: Tensor) -> Tensor:
     matrix = score.flatten(1) if score.dim() > 1 else score[:, None]
     if matrix.size(1) == 0:
         return score
-    if matrix.size(1) <= MOST_HEADS:  # a split into one part costs its gradient a copy
+    if matrix.size(1) <= MOST_HEADS:  # even a split into one part would copy in the backward pass
         return core_edge_softmax(adj, matrix).reshape(score.shape)
     parts = [core_edge_softmax(adj, part) for part in matrix.split(MOST_HEADS, 1)]
     return torch.cat(parts, 1).reshape(score.shape)
 
 
 def gspmm_hetero(g: Any, op: str, reduce_op: Reduce, lhs_len: int, *lhs_and_rhs: Any) -> tuple[Any, ...]:
-    """:func:`gspmm` over all edge types, reduced per type of destination; None for types that are none."""
+    """:func:`gspmm` over all edge types, reduced per destination type; None for types without edges."""
     lhs, rhs = lhs_and_rhs[:lhs_len], lhs_and_rhs[lhs_len:]
     out: list[Any] = [None] * g.number_of_ntypes()
     for number, (source, target), relation in relations(g):
@@ -256,7 +256,7 @@ def gspmm_hetero(g: Any, op: str, reduce_op: Reduce, lhs_len: int, *lhs_and_rhs:
         elif reduce_op == "sum":
             out[target] = best + part
         else:
-            # As within a type: NaN wins, and the first of equal values.
+            # As within one edge type: NaN wins, and of equal values the first one.
             loses = (part <= best if reduce_op == "max" else part >= best) | best.isnan()
             out[target] = torch.where(loses, best, part)
     return tuple(out)
@@ -326,7 +326,7 @@ def scatter_add(x: Tensor, idx: Tensor, m: int) -> Tensor:
 
 
 def segment_mm(A: Tensor, B: Tensor, seglen_A: Tensor) -> Tensor:
-    """Product of every segment of rows with a matrix of its own."""
+    """Multiplies every segment of rows with its own matrix."""
     if B.dim() != 3:
         raise DGLError(f"segment_mm expects B to be a 3D tensor, got {tuple(B.shape)}.")
     a, b = _cast(A, B)
@@ -343,7 +343,7 @@ def segment_mm(A: Tensor, B: Tensor, seglen_A: Tensor) -> Tensor:
 
 
 def gather_mm(A: Tensor, B: Tensor, idx_A: Tensor | None = None, idx_B: Tensor | None = None) -> Tensor:
-    """Product of every row with the matrix that its index names."""
+    """Multiplies every row with the matrix that its index selects."""
     if B.dim() != 3:
         raise DGLError(f"Expected dimension of B is 3. Got {B.dim()}")
     a, b = _cast(A, B)

@@ -1,4 +1,4 @@
-"""Products of rows with a matrix for each segment or type, differentiable any number of times."""
+"""Products of rows with one matrix per segment or type, differentiable any number of times."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def segment_matmul(a: Tensor, b: Tensor, lengths: list[int]) -> Tensor:
     Args:
         a: (sum of lengths, K).
         b: (segments, K, M).
-        lengths: of the segments.
+        lengths: number of rows of every segment.
     """
     return _SegmentMatmul.apply(a, b, lengths)
 
 
 def permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """The rows in another order, with a gradient that gathers as well."""
+    """Permutes rows; its gradient is a gather too, not a scatter."""
     return _Permute.apply(x, order, inverse)
 
 
@@ -86,7 +86,7 @@ class _SegmentOuter(torch.autograd.Function):
 
 
 def _segments(lengths: list[int]) -> list[tuple[slice, int]]:
-    """The rows of every segment that has some, and its number."""
+    """(rows, number) of every segment that is not empty."""
     found, start = [], 0
     for number, length in enumerate(lengths):
         if length:

@@ -1,4 +1,4 @@
-"""Rows of reports for DGL's operators, which are wrapped for that only while calls are recorded."""
+"""Records calls of DGL's operators for reports; operators are wrapped only while calls are recorded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastsparse_core.call_report import is_recording, record, timed
 from fastsparse_core.replacement import Hook
 from fastsparse_dgl.hooks import degrees, operators
 
-#: What computed a call: the name that `dgl.ops` has for it, the kernel, and the reason if it was none.
+#: A recorded call: (name in `dgl.ops`, kernel, reason why no kernel ran).
 _Row = tuple[str, str, str]
 _NARROW = (
     f"an operand per edge, or fewer than {operators._WIDE_EDGE} columns, on the CPU: DGL is faster there"
@@ -60,7 +60,7 @@ _ROWS: dict[Callable[..., Any], Callable[..., _Row | None]] = {
 
 
 def recorded(hook: Hook) -> Hook:
-    """The hook, whose calls are recorded, and measured if times are, if calls are recorded now."""
+    """If calls are being recorded, wraps the hook's function to record (and perhaps measure) its calls."""
     function = hook.function
     if not is_recording() or not isinstance(function, FunctionType):
         return hook

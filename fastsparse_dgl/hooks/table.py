@@ -1,6 +1,6 @@
-"""Which names of DGL are replaced by what: the one table, checked before anything is replaced.
+"""Table of all names in DGL that are replaced; it is checked before anything is replaced.
 
-The names are those of DGL 2.1.0 and 1.1.3, which are alike in these parts.
+The names are the same in DGL 2.1.0 and 1.1.3.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ OPERATORS: tuple[Hook, ...] = (
     ),
 )
 
-#: Functions that put graphs on a GPU for which DGL has no code.
+#: Functions that make graphs on a GPU work with a DGL without CUDA.
 DEVICES: tuple[Hook, ...] = (
     Hook("dgl.heterograph_index:HeteroGraphIndex", "copy_to", "self, ctx", device_graph.copy_to, wraps=True),
     Hook("dgl._ffi.function:Function", "__call__", None, device_graph.call, wraps=True),
@@ -83,8 +83,8 @@ DEVICES: tuple[Hook, ...] = (
     Hook("dgl:DGLGraph", "out_degrees", "self, u, etype", degrees.out_degrees, wraps=True),
 )
 
-#: Functions that need a graph on the CPU, or whose library code writes to tensors: replaced in all modules of
-#: DGL.
+#: Functions that need a graph on the CPU, or whose library code writes to tensors. They are replaced in all
+#: modules of DGL.
 ON_HOST = (
     ("dgl.geometry.fps", "farthest_point_sampler"),
     ("dgl.transforms.functional", "to_simple"),
@@ -108,7 +108,7 @@ def _is_foreign(module: str) -> bool:
     return not module.startswith("fastsparse_")
 
 
-#: Loaders and samplers, wherever they were imported before.
+#: Loaders and samplers; they are also replaced in modules that imported them earlier.
 LOADERS = tuple(
     Hook("dgl.dataloading", name, None, getattr(dataloading, name), holders=_is_foreign)
     for name in dataloading.__all__
@@ -132,7 +132,7 @@ LAYERS = tuple(
 
 
 def check(hooks: tuple[Hook, ...], version: str) -> None:
-    """Raises a DGLError that names every hook whose place is not as the table expects it."""
+    """Raises a DGLError that names every hook whose target differs from the table."""
     if found := problems(hooks):
         raise DGLError(
             f"fastsparse_dgl.enable() does not know this DGL ({version}): {'; '.join(found)}. Nothing was "

@@ -1,8 +1,8 @@
 """``update_all`` and ``apply_edges`` with message and reduce functions that the user wrote.
 
-Such functions are traced once and planned as one (`fastsparse_core.message_plans`): linear maps run once per
-node, attention and gates by the core's kernels, and nodes are not grouped by degree. DGL's own code runs the
-functions that do more than compute, and few edges.
+Such functions are traced once and planned together (`fastsparse_core.message_plans`): linear maps run once
+per node, attention and gates use the core's kernels, and nodes are not grouped by degree. DGL's own code runs
+for functions that do more than compute, and for few edges.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _MOST_TRACES = 8
 #: functions of the user are always planned, because DGL calls them once per degree.
 FEW_EDGES = {"cpu": 4096, "cuda": 32_768}
 _FEW = Reason("few edges and a reduction of DGL's", "", "DGL")
-#: DGL's message functions of two operands that are planned before a reduce function of the user.
+#: DGL's binary message functions that are planned if the user's own reduce function follows.
 _OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
 _PLACES = {"u": "src", "v": "dst", "e": "edge"}
 
 
 def message_passing(original: Any, g: Any, mfunc: Any, rfunc: Any, afunc: Any) -> Any:
-    """``dgl.core.message_passing``: what ``update_all`` and similar functions call."""
+    """Replaces ``dgl.core.message_passing``, which ``update_all`` and similar functions call."""
     core = dgl.core
     are_known = core.is_builtin(mfunc) and core.is_builtin(rfunc)
     ndata = None if are_known else _planned("update_all", g, mfunc, rfunc)
@@ -62,7 +62,7 @@ def message_passing(original: Any, g: Any, mfunc: Any, rfunc: Any, afunc: Any) -
 def invoke_edge_udf(
     original: Any, graph: Any, eid: Any, etype: Any, func: Any, *, orig_eid: Any = None
 ) -> Any:
-    """``dgl.core.invoke_edge_udf``: what ``apply_edges`` calls."""
+    """Replaces ``dgl.core.invoke_edge_udf``, which ``apply_edges`` calls."""
     result = _planned("apply_edges", graph, func, None) if dgl.base.is_all(eid) else None
     return original(graph, eid, etype, func, orig_eid=orig_eid) if result is None else result
 
@@ -72,14 +72,14 @@ def invoke_edge_udf(
 
 @dataclass(eq=False)
 class _Trace:
-    """What was found in a function.
+    """The result of tracing a function.
 
     Attributes:
-        guards: attributes of its module that it reads, and their values.
-        graph: of what it computes.
-        written: features of the edges that it sets.
-        reason: why there is no graph.
-        plans: by how the results are reduced and kind of features.
+        guards: attributes of its module that it reads, with their values.
+        graph: the trace.
+        written: edge features that it sets, with their nodes in the trace.
+        reason: why the function cannot be traced; "" if it was traced.
+        plans: plans, by reduction and kind of features.
     """
 
     guards: dict[str, Any] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class _Trace:
     plans: dict[Any, list[Plan | str]] = field(default_factory=dict)
 
 
-#: Code of a function -> what it is called with -> its traces.
+#: Code of a function -> kind of its module and captured values -> its traces.
 _traces: Any = WeakIdKeyDictionary()
 #: DGL's message functions, by name and features.
 _built_in: dict[tuple[str, ...], _Trace] = {}
@@ -116,13 +116,13 @@ def _trace_of(function: Function, argument: Callable[[Any], Any], place: str) ->
         found.written = {name: each.node for name, each in batch.data.written.items()}
     except Untraceable as reason:
         found.reason = str(reason)
-    except Exception as error:  # any operation that a symbol does not support
+    except Exception as error:  # symbols of the trace do not support all operations
         found.reason = f"cannot be traced ({(str(error).splitlines() or [type(error).__name__])[0][:60]})"
     return found
 
 
 def _trace_of_built_in(function: Any) -> _Trace:
-    """What DGL's own message function computes."""
+    """The trace of one of DGL's own message functions."""
     name, is_copy = function.name, function.name.startswith("copy_")
     fields = (function.in_field,) if is_copy else (function.lhs_field, function.rhs_field)
     key = (name, function.out_field, *fields)
@@ -179,10 +179,10 @@ class _Edges:
         return self.special[name]
 
     def placed(self, name: str) -> tuple[Any, str]:
-        """A feature, and whose rows it has: "dst", "src", "edge", or "" if none.
+        """A feature, and what its rows belong to: "dst", "src", "edge" or "".
 
         Raises:
-            KeyError: there is none of that name.
+            KeyError: there is no feature of that name.
         """
         if name not in self._placed:
             self._placed[name] = self._place(*name.split(".", 1))
@@ -197,11 +197,11 @@ class _Edges:
         value = frame[name]
         if place == "node" or (value.dim() > 1 and value.is_floating_point()):
             return value, place
-        return gather(value, end), "edge"  # plans do not support such rows of nodes
+        return gather(value, end), "edge"  # plans do not support integers or vectors of nodes
 
 
 def _planned(call: str, g: Any, mfunc: Any, rfunc: Any) -> dict[str, Tensor] | None:
-    """The results of a call by a plan; None: DGL's code has to run."""
+    """The results of a call from a plan; None if DGL's code has to run."""
     is_passing, core = call == "update_all", dgl.core
     num_edges = g._graph.number_of_edges(0)
     if num_edges < FEW_EDGES.get("cpu", 1) and not (is_passing and not core.is_builtin(rfunc)):
@@ -235,7 +235,7 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
             raise Untraceable("an initializer is set for nodes without messages")
     mixed = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     if mixed is not None and device.type == "cuda" and core.is_builtin(mfunc):
-        raise Untraceable("autocast is on")  # DGL casts what its own message functions read
+        raise Untraceable("autocast is on")  # DGL casts the operands of its own message functions
     layer, captured = None, dict[str, dict[str, Any]]()
     if core.is_builtin(mfunc):
         trace = _trace_of_built_in(mfunc)
@@ -278,7 +278,7 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
 class _Planner(MailboxPlanner):
     @staticmethod
     def reduce(layer: Any, found: Any, x: Tensor, how: Any) -> Tensor:
-        """If messages are equal, the first in the order of edge ids gets the gradient, as in a mailbox."""
+        """If messages are equal, the first one by edge id gets the gradient, as in DGL's mailbox."""
         if how in ("max", "min"):
             return messages.extremum_edges(found.special["adj"], x, how)
         return reduce(x, found.dst, how)
@@ -300,7 +300,7 @@ def _find_plan(
         return planner.plan_reduction(trace.graph, trace.written, rfunc.msg_field, rfunc.name)
     except NoPlan as reason:
         return str(reason)
-    except Exception:  # any error of an operator on tensors without content
+    except Exception:  # operators may raise any error on meta tensors
         return ""
 
 
@@ -309,10 +309,10 @@ def _adjacency(index: Any, device: torch.device) -> Adjacency:
 
 
 def _kind_of(found: _Edges, traces: list[_Trace]) -> tuple[Any, ...]:
-    """What of the features a plan depends on.
+    """A key of the features' properties that a plan depends on.
 
     Raises:
-        Untraceable: no plan handles them.
+        Untraceable: no plan supports the features.
     """
     kind: list[Any] = []
     device = found.special["adj"].device

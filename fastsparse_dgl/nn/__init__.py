@@ -1,4 +1,4 @@
-"""Drop-in layers."""
+"""Drop-in layers for DGL."""
 
 from fastsparse_dgl.nn.agnn_conv import FastAGNNConv
 from fastsparse_dgl.nn.dotgat_conv import FastDotGatConv
@@ -36,8 +36,8 @@ __all__ = [
 ]
 
 _classes = [globals()[name] for name in __all__]
-#: DGL's layer -> the drop-in that can take its place in a model. The last base of any other class is ours.
-#: So is that of a drop-in whose original this DGL lacks.
+#: DGL's layer -> the drop-in that can replace it in a model: the classes whose last base is a layer of DGL.
+#: Other classes have no original, or the installed DGL does not have it.
 DROP_INS = {
     drop_in.__bases__[-1]: drop_in
     for drop_in in _classes

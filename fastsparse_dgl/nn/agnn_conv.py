@@ -22,12 +22,12 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
         \mathbf{h}_i' = \sum_{j \in \mathcal{N}(i)} p_{ij} \mathbf{h}_j, \qquad
         p_{ij} = \mathrm{softmax}_j\big(\beta \cos(\mathbf{h}_i, \mathbf{h}_j)\big)
 
-    Parameters, defaults, state_dict, repr and errors are the original's. Scores, softmax and sum are one
-    operator, :func:`fastsparse_core.attention`, on normalised queries and keys. Beyond the original,
-    ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a GPU while the graph is
-    on the CPU. For a pair of features on a graph whose sources are its destinations, the original compares
-    the second one with itself. This layer does so too, but not with an Adjacency, which does not know whether
-    they are the same nodes.
+    Parameters, defaults, state_dict, repr and errors are the same as DGL's. One operator,
+    :func:`fastsparse_core.attention`, computes scores, softmax and sum from normalised queries and keys.
+    Unlike in DGL, ``graph`` may be an :class:`fastsparse_core.Adjacency`, and features may be on a GPU while
+    the graph is on the CPU. If ``feat`` is a pair and the graph's sources are its destinations, DGL computes
+    the scores from the second tensor alone. This layer does the same, except with an Adjacency, which does
+    not show whether sources and destinations are the same nodes.
 
     Args:
         init_beta: initial :math:`\beta`.
@@ -73,7 +73,8 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
         query = key = F.normalize(destination, dim=-1)
         if destination is not source and not self._has_one_frame(graph):
             key = F.normalize(source, dim=-1)
-        # Beta may be wider than the features, and must stay in the graph of autograd: no plain scale.
+        # Beta is multiplied into the queries and not passed as `scale`: it may need a gradient, and its dtype
+        # may be wider than that of the features.
         beta = beta_by_row(adjacency, self.beta).view(-1, *[1] * (query.dim() - 1))
         query = (beta * query).to(key.dtype)
         # Dimensions between the nodes and the width count as heads; features without a width have width 1.

@@ -1,4 +1,4 @@
-"""What the layers share: inputs, the in-degree check, and aggregation with DGL's edge-weight broadcasting."""
+"""Code shared by the layers: inputs, in-degree check, aggregation with DGL's broadcast of edge weights."""
 
 from __future__ import annotations
 
@@ -53,24 +53,24 @@ def check_edges(name: str, feat: Any, adjacency: Adjacency, width: int) -> Tenso
 class AggregationMixin:
     """Turns a layer's graph into an Adjacency and aggregates over it.
 
-    A mixin before DGL's layer class: it adds methods only, so parameters, state_dict, repr and isinstance
-    stay the original's.
+    A mixin before DGL's layer class: it only adds methods, so parameters, state_dict, repr and isinstance
+    are the same as for DGL's layer.
     """
 
-    #: What computes the layer, for the reports of `accelerate` and `why`.
+    #: Name of the kernel, for the reports of `accelerate` and `why`.
     _kernel: ClassVar[str] = "spmm"
 
     def _structure(
         self, graph: GraphLike, feat: Any, name: str = "feat"
     ) -> tuple[Adjacency, Tensor, Tensor | None]:
-        """What a call computes with: structure, source features, and those of the destinations in a pair.
+        """The operands of a call: structure, source features, and destination features if ``feat`` is a pair.
 
-        The structure is on the device of the features, remembered per graph.
+        The structure is on the device of the features and cached per graph.
 
         Args:
-            graph: as the caller gave it.
-            feat: likewise.
-            name: the caller's name of the features.
+            graph: argument of the layer.
+            feat: argument of the layer.
+            name: name of the caller's argument with the features.
 
         Raises:
             DGLError: the features are no tensors, their number of rows does not fit the graph, a node has no
@@ -134,7 +134,7 @@ class AggregationMixin:
     def _has_one_frame(self, graph: GraphLike) -> bool:
         """Whether sources and destinations are the same nodes, whose data DGL keeps under the same names.
 
-        What an original stores for the destinations then replaces what it stored for the sources.
+        If they are, the features that DGL's layer stores for the destinations overwrite those of the sources.
         """
         return not isinstance(graph, Adjacency) and not graph.is_unibipartite
 

@@ -29,11 +29,11 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         \alpha_{ij} = \mathrm{softmax}_j\big(\mathrm{LeakyReLU}(\mathbf{a}_l^\top \mathbf{W} \mathbf{h}_j +
         \mathbf{a}_r^\top \mathbf{W} \mathbf{h}_i)\big)
 
-    Parameters, defaults, state_dict, repr and errors are the original's. Scores, softmax, dropout and sum are
-    one operator, :func:`fastsparse_core.additive_attention`, which stores nothing per edge; With
-    ``edge_weight`` or ``get_attention``, the attention of every edge is computed and stored. Beyond the
-    original, ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a GPU while the
-    graph is on the CPU.
+    Parameters, defaults, state_dict, repr and errors are the same as DGL's. One operator,
+    :func:`fastsparse_core.additive_attention`, computes scores, softmax, dropout and sum, and stores nothing
+    per edge. With ``edge_weight`` or ``get_attention``, the attention of every edge is computed and stored.
+    Unlike in DGL, ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a GPU while
+    the graph is on the CPU.
 
     Args:
         in_feats: width of the input, or a pair of widths (source, destination).

@@ -37,8 +37,8 @@ class FastGatedGCNConv(AggregationMixin, _GatedGCNConv):
         \sigma(\mathbf{e}_{ij}') + \varepsilon}
 
     and then batch normalisation, activation, residual connection and dropout of nodes and edges. Parameters,
-    defaults, state_dict, repr and results are the original's. New edge features are a result, so they are
-    stored; gates and messages are not (:func:`fastsparse_core.gated_edges`). Beyond the original, ``graph``
+    defaults, state_dict, repr and results are the same as DGL's. New edge features are a result, so they are
+    stored; gates and messages are not (:func:`fastsparse_core.gated_edges`). Unlike in DGL, ``graph``
     may be an :class:`fastsparse_core.Adjacency`, and features may be on a GPU while the graph is on the
     CPU.
 

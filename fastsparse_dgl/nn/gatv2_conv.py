@@ -24,11 +24,11 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
         \alpha_{ij} = \mathrm{softmax}_j\big(\mathbf{a}^\top \mathrm{LeakyReLU}(\mathbf{W}_\text{src}
         \mathbf{h}_j + \mathbf{W}_\text{dst} \mathbf{h}_i)\big)
 
-    Parameters, defaults, state_dict, repr and errors are the original's. Scores, softmax, dropout and sum are
-    one operator, :func:`fastsparse_core.gatv2_attention`, which stores nothing per edge (the original stores
-    ``num_heads * out_feats`` numbers per edge); ``get_attention`` computes the attention of every edge.
-    Beyond the original, ``graph`` may be an :class:`fastsparse_core.Adjacency`, features may be on a GPU
-    while the graph is on the CPU, and features may have more dimensions, as in GATConv.
+    Parameters, defaults, state_dict, repr and errors are the same as DGL's. One operator,
+    :func:`fastsparse_core.gatv2_attention`, computes scores, softmax, dropout and sum. It stores nothing per
+    edge, where DGL stores ``num_heads * out_feats`` numbers. ``get_attention`` computes the attention of
+    every edge. Unlike in DGL, ``graph`` may be an :class:`fastsparse_core.Adjacency`, features may be on a
+    GPU while the graph is on the CPU, and features may have more dimensions, as in GATConv.
 
     Args:
         in_feats: width of the input, or a pair of widths (source, destination).

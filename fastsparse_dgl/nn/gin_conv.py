@@ -22,7 +22,7 @@ class FastGINConv(AggregationMixin, dgl.nn.pytorch.GINConv):
         \mathbf{h}_i' = f_\Theta\big((1 + \epsilon)\, \mathbf{h}_i + \text{aggregate}_{j \in \mathcal{N}(i)}
         (e_{ji} \mathbf{h}_j)\big)
 
-    Parameters, defaults, state_dict and repr are the original's. Beyond the original, ``graph`` may be an
+    Parameters, defaults, state_dict and repr are the same as DGL's. Unlike in DGL, ``graph`` may be an
     :class:`fastsparse_core.Adjacency` and features may be on a GPU while the graph is on the CPU.
 
     Args:

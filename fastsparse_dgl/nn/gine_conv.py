@@ -24,8 +24,8 @@ class FastGINEConv(AggregationMixin, dgl.nn.pytorch.GINEConv):
         \mathbf{h}_i' = f_\Theta\Big((1 + \epsilon)\, \mathbf{h}_i + \sum_{j \in \mathcal{N}(i)}
         \mathrm{ReLU}(\mathbf{h}_j + \mathbf{e}_{ji})\Big)
 
-    Parameters, defaults, state_dict and repr are the original's. Messages and sum are one operator,
-    :func:`fastsparse_core.gine_aggregate`. Beyond the original, ``graph`` may be an
+    Parameters, defaults, state_dict and repr are the same as DGL's. One operator,
+    :func:`fastsparse_core.gine_aggregate`, computes messages and sum. Unlike in DGL, ``graph`` may be an
     :class:`fastsparse_core.Adjacency` and features may be on a GPU while the graph is on the CPU.
 
     Args:

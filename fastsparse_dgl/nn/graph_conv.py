@@ -27,10 +27,10 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
         \mathbf{h}_j \mathbf{W}\Big), \qquad c_{ji} = \sqrt{|\mathcal{N}(j)|}\sqrt{|\mathcal{N}(i)|} \text{
         for norm="both".}
 
-    Parameters, defaults, state_dict, repr and errors are the original's. Normalisation and bias are part of
-    the aggregation, so nothing is computed per edge. Beyond the original: ``graph`` may be an
-    :class:`fastsparse_core.Adjacency`, and features may be on a GPU while the graph is on the CPU: the
-    structure is copied once.
+    Parameters, defaults, state_dict, repr and errors are the same as DGL's. Normalisation and bias are part
+    of the aggregation, so nothing is computed per edge. Unlike in DGL, ``graph`` may be an
+    :class:`fastsparse_core.Adjacency`. Features may be on a GPU while the graph is on the CPU; the structure
+    is copied once.
 
     Args:
         in_feats: width of the input.

@@ -18,7 +18,7 @@ class FastHeteroGraphConv(dgl.nn.pytorch.HeteroGraphConv):
     .. math::
         \mathbf{h}_i' = \mathrm{aggregate}_{r} f_r(\mathcal{G}_r, \mathbf{h})_i
 
-    Parameters, defaults, state_dict, repr and results are the original's. DGL creates a new graph for each
+    Parameters, defaults, state_dict, repr and results are the same as DGL's. DGL creates a new graph for each
     edge type in every forward pass, so drop-in layers inside the original would convert it every time. Inside
     this layer, they find the converted structure in the cache. The layers inside need not be drop-ins.
 

@@ -30,7 +30,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         \mathbf{h}_i' = U\Big(\mathbf{h}_i, \bigoplus_{j \in \mathcal{N}(i)} M(\mathbf{h}_j, \mathbf{h}_i,
         \mathbf{e}_{ij})\Big), \qquad \bigoplus = \text{scalers} \otimes \text{aggregators}
 
-    Parameters, defaults, state_dict and repr are the original's. :math:`M` is linear, so its products with
+    Parameters, defaults, state_dict and repr are the same as DGL's. :math:`M` is linear, so its products with
     nodes are computed once per node, for all towers together; :func:`fastsparse_core.multi_aggregate` adds
     the edge's part (of up to 32 features) and computes all aggregations in one pass over the graph. The
     original takes one pass for every degree that occurs. No message and no scaled aggregation is stored. The
@@ -121,7 +121,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         return mixed + node_feat if self.residual else mixed
 
     def _factors(self, adjacency: Adjacency, dtype: torch.dtype) -> list[Tensor | None]:
-        """What every scaler multiplies the aggregations of each node by; None: 1."""
+        """For every scaler, the factor of each node's aggregations; None: 1."""
         dtype = ACCUMULATION_DTYPE[dtype]
 
         def of_degree() -> Tensor:
@@ -147,7 +147,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
 
 
 def why_no_kernel(layer: Any) -> Reason | None:
-    """What of a PNA layer keeps DGL's own code running, whatever it is given; None for nothing."""
+    """Why a PNA layer always runs DGL's own code; None if it does not."""
     first = layer.towers[0]
     names = list(first.aggregators)
     if not names or not set(names) <= set(AGGREGATIONS) or len(set(names)) < len(names):

@@ -22,14 +22,15 @@ NO_LSTM = Reason("aggregator_type='lstm' has no kernel", "Use 'mean', 'gcn' or '
 class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
     r"""Drop-in replacement of :class:`dgl.nn.pytorch.SAGEConv`.
 
-    From Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_:
+    From Hamilton et al., `Inductive Representation Learning on Large Graphs
+    <https://arxiv.org/abs/1706.02216>`_:
 
     .. math::
         \mathbf{h}_i' = \sigma\big(\mathbf{W}_\text{self} \mathbf{h}_i + \mathbf{b} + \mathbf{W}_\text{neigh}
         \, \text{aggregate}_{j \in \mathcal{N}(i)} (e_{ji} \mathbf{h}_j)\big)
 
     and with ``"gcn"`` :math:`\mathbf{W}_\text{neigh} (\mathbf{h}_i + \sum_j e_{ji} \mathbf{h}_j) /
-    (|\mathcal{N}(i)| + 1) + \mathbf{b}`. Parameters, defaults, state_dict and repr are the original's.
+    (|\mathcal{N}(i)| + 1) + \mathbf{b}`. Parameters, defaults, state_dict and repr are the same as DGL's.
     FastSparse computes ``"mean"``, ``"gcn"`` and ``"pool"``; ``"lstm"`` runs DGL's own code. Beyond the
     original, ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a GPU while the
     graph is on the CPU (not for lstm).

@@ -27,10 +27,10 @@ __all__ = ["install", "uninstall"]
 
 _logger = logging.getLogger("fastsparse_pyg")
 _MODULES: dict[str, ModuleType] = {"torch_scatter": torch_scatter, "torch_sparse": torch_sparse}
-#: What :func:`install` replaced, and which modules it added.
+#: Replaced attributes and added modules, which :func:`uninstall` undoes.
 _changes: list[replacement.Change] = []
 _added: list[str] = []
-#: Our function -> their function, if other code imports it by name.
+#: Our module -> the submodules of torch_scatter and torch_sparse that it replaces.
 _PARTS = {
     "torch_scatter": {
         "composite": "composite composite.logsumexp composite.softmax composite.std",
@@ -48,7 +48,7 @@ _PARTS = {
         "tensor": "tensor",
     },
 }
-#: Packages whose modules hold names that PyG's typing module had for a package that is missing.
+#: Packages whose modules may have imported PyG's placeholder for a missing package.
 _HOLDERS = ("torch_geometric", "fastsparse_pyg")
 
 
@@ -79,7 +79,7 @@ def install() -> dict[str, bool]:
 
 
 def uninstall() -> None:
-    """Removes what :func:`install` put in place of missing packages, and sets PyG's flags accordingly."""
+    """Removes the modules that :func:`install` added, and restores PyG's flags and placeholders."""
     replacement.remove(_changes)
     for name in _added:
         sys.modules.pop(name, None)
@@ -112,14 +112,14 @@ def _install(name: str, module: ModuleType) -> bool:
 
 
 def _tell_pyg(name: str, module: ModuleType) -> int:
-    """Replaces what PyG's typing module has in place of a missing package; returns in how many modules."""
+    """Replaces PyG's placeholders for a missing package; returns the number of modules that had one."""
     flag = f"WITH_{name.upper()}"
     stand_ins: dict[str, tuple[Any, Any]] = {name: (getattr(pyg_typing, name), module)}
     if name == "torch_sparse":
         for kind in ("SparseTensor", "SparseStorage"):
             stand_ins[kind] = (getattr(pyg_typing, kind), getattr(module, kind))
     replaced = 0
-    for title, holder in list(sys.modules.items()):  # some modules have no name of their own
+    for title, holder in list(sys.modules.items()):  # by key, because some modules have no `__name__`
         if holder is None or title.partition(".")[0] not in _HOLDERS or holder is sys.modules[__name__]:
             continue
         held = vars(holder)

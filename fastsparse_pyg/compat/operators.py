@@ -1,4 +1,4 @@
-"""What PyG calls under ``torch.ops.torch_sparse`` once it believes that torch_sparse is installed."""
+"""The operators of ``torch.ops.torch_sparse`` that PyG calls if torch_sparse is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastsparse_pyg.compat.torch_sparse.products import multiply
 
 
 def provide() -> None:
-    """Makes the products and pointers callable there, and everything else say what is missing."""
+    """Adds products and conversions of pointers; all other operators raise an error that names them."""
     namespace = torch.ops.torch_sparse
     provided: dict[str, Callable[..., Any]] = {
         "spmm_sum": _spmm_sum,

@@ -1,4 +1,4 @@
-"""All of PyG on FastSparse: :func:`enable` and :func:`disable`."""
+"""Switches all of PyG to FastSparse and back: :func:`enable` and :func:`disable`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fastsparse_run import watch
 
 __all__ = ["disable", "enable", "is_enabled"]
 
-#: What can be switched on and off.
+#: The parts that can be enabled.
 PARTS = tuple(part for part in replacement.PARTS if part != "dgl")
 
-#: Packages that other modules stand in for if they are missing.
+#: Packages that `fastsparse_pyg.compat` replaces if they are missing.
 _MISSING = ("torch_scatter", "torch_sparse")
 
 _lock = ForkSafeLock()
@@ -127,7 +127,7 @@ def disable() -> None:
 
 
 def _stand_in() -> None:
-    from fastsparse_pyg import compat  # whose import takes time, and which few scripts need
+    from fastsparse_pyg import compat  # imported here, because the import is slow and few scripts need it
 
     compat.install()
 

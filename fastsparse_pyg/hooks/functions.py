@@ -1,7 +1,7 @@
-"""Functions of `torch_geometric.utils` that reduce rows by an index, on the core's segment operators.
+"""Replacements of functions in `torch_geometric.utils` that reduce rows by an index.
 
-Each is given PyG's own, which runs where the operators would be slower or do not apply, and wherever they
-refuse: errors are PyG's.
+They use the core's segment operators. The first argument of each is PyG's function. It runs if the operators
+would be slower or do not support the arguments. It also runs if they raise, so errors are PyG's.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _REDUCTIONS = {
     "amax": "max",
     "mul": "mul",
 }
-#: Reductions that are faster on the CPU even if the index is sorted for one call. With a new index, sums take
-#: a third longer than PyTorch's, softmax is 1.5 times and max 3.6 times faster (10,000 rows of 16 features).
+#: Reductions that are faster than PyTorch's on the CPU even if the index is sorted for a single call. With a
+#: new index, softmax is 1.5 times and max 3.6 times faster than PyTorch's, but sums take a third longer
+#: (10,000 rows of 16 features).
 _PAY_WHEN_NEW = ("min", "max", "softmax")
 #: Below this number of rows, sums and means keep PyTorch's operators, because launch overhead decides their
 #: time and PyTorch's is smaller. For pools of 169,000 rows, 64 features wide, forward and backward,
@@ -53,18 +54,18 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def _few(index: Tensor) -> int:
-    """Rows below which PyG's own function is faster."""
+    """Number of rows below which PyG's own function is faster."""
     return FEW_EDGES_ON_GPU if index.is_cuda else FEW_EDGES
 
 
 def _few_first(place: int) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Lets PyG's own function run at once if there are so few rows that it is faster.
+    """Decorates a replacement so that few rows go to PyG's own function directly, because it is faster.
 
-    Batches of molecules call these functions often, so one more Python frame is noticeable. Recorded calls
-    go on, to be in the report.
+    Models of molecules call these functions often, so the time of one more Python frame is measurable. While
+    calls are recorded, all of them go through the replacement, so that the report contains them.
 
     Args:
-        place: of the index among the arguments.
+        place: position of the index among the arguments.
     """
 
     def bind(function: Callable[..., Tensor], original: _Original) -> Callable[..., Tensor]:
@@ -97,7 +98,7 @@ def scatter(
     dim_size: int | None = None,
     reduce: str = "sum",
 ) -> Tensor:
-    """PyG's ``scatter``."""
+    """Replaces PyG's ``scatter``."""
     how = _REDUCTIONS.get(reduce)
     reason = f"reduce={reduce!r}"
     if how is not None:
@@ -120,7 +121,7 @@ def softmax(
     num_nodes: int | None = None,
     dim: int = 0,
 ) -> Tensor:
-    """PyG's ``softmax``."""
+    """Replaces PyG's ``softmax``."""
     reason = _why_not(src, index, dim) if ptr is None else _why_no_segments(src, ptr, dim)
     if not reason and src.numel() > src.size(0) * MOST_HEADS:
         reason = f"more than {MOST_HEADS} columns"
@@ -137,7 +138,7 @@ def softmax(
 
 
 def segment(original: _Original, src: Tensor, ptr: Tensor, reduce: str = "sum") -> Tensor:
-    """PyG's ``segment``."""
+    """Replaces PyG's ``segment``."""
     how = _REDUCTIONS.get(reduce)
     reason = f"reduce={reduce!r}" if how in (None, "mul") else _why_no_segments(src, ptr, 0)
     if how is not None and not reason:
@@ -153,7 +154,7 @@ def segment(original: _Original, src: Tensor, ptr: Tensor, reduce: str = "sum") 
 def degree(
     original: _Original, index: Tensor, num_nodes: int | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """PyG's ``degree``, which the rows of an index that is sorted already give."""
+    """Replaces PyG's ``degree``: if the index is sorted already, its row pointers give the counts."""
     is_plain = type(index) is Tensor and not _is_tracing() and is_plain_eager(index)
     if is_plain and index.dim() == 1 and not index.is_inference() and is_kept(index):
         try:
@@ -167,7 +168,7 @@ def degree(
 
 
 def spmm(original: _Original, src: Any, other: Tensor, reduce: str = "sum") -> Tensor:
-    """PyG's ``spmm``, which converts COO matrices in every call."""
+    """Replaces PyG's ``spmm`` for COO matrices, which PyG converts in every call."""
     if (
         isinstance(src, Tensor)
         and src.layout is torch.sparse_coo
@@ -181,7 +182,7 @@ def spmm(original: _Original, src: Any, other: Tensor, reduce: str = "sum") -> T
 
 
 def _served(name: str, call: Callable[[], Any]) -> Any:
-    """The operator's result; None where it refuses its arguments, as PyG's own code then should."""
+    """The operator's result; None if it raises, so that PyG's code runs and raises its own error."""
     try:
         out = call()
     except (TypeError, ValueError) as error:
@@ -192,7 +193,7 @@ def _served(name: str, call: Callable[[], Any]) -> Any:
 
 
 def _why_not(src: Any, index: Any, dim: int) -> str:
-    """Why PyG's own code has to reduce these rows, or is faster; "" if neither."""
+    """Why PyG's own code has to reduce these rows, or is faster; "" if the operators can be used."""
     if _is_compiling() or _is_tracing():
         return "a trace"
     if type(index) is not Tensor or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
@@ -230,8 +231,8 @@ def _why_no_rows(src: Any, dim: int, rows: int | None, device: torch.device) -> 
 def _why_slower(src: Tensor, index: Tensor, how: str) -> str:
     """Why PyTorch's reduction takes less time; "" if it does not.
 
-    Its extremum without a gradient reads the rows in their order, ours in that of the index: on a CPU ours
-    takes up to 1.6 times as long.
+    Without a gradient, PyTorch's max and min read the rows in order. FastSparse reads them in the order of
+    the sorted index, which takes up to 1.6 times as long on a CPU.
     """
     is_sum = how in ("sum", "mean")
     if index.is_cuda and is_sum and src.element_size() > 2 and index.numel() < _FEW_SUMS_ON_GPU:
@@ -243,7 +244,7 @@ def _why_slower(src: Tensor, index: Tensor, how: str) -> str:
 
 
 def _why_new(index: Tensor, how: str) -> str:
-    """Whether an index is met for the first time, where sorting it takes longer than it saves."""
+    """A reason if an index is used for the first time and sorting it costs more than it saves; else ""."""
     if how in _PAY_WHEN_NEW and index.is_cpu:
         return ""
     if index.is_inference():

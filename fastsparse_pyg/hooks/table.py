@@ -1,8 +1,8 @@
-"""Which names of PyG are replaced by what, part by part."""
+"""Table of the names in PyG that each part of `enable` replaces."""
 
 from __future__ import annotations
 
-# The modules that the parts replace must be loaded.
+# The modules whose names are replaced must be imported first.
 import torch_geometric.loader
 import torch_geometric.nn.aggr
 import torch_geometric.nn.norm

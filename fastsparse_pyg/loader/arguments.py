@@ -1,4 +1,4 @@
-"""Checks of the loaders' arguments by the user's names for them, which neither PyG nor the core says."""
+"""Checks of the loaders' arguments. Errors of PyG and of the core would not name the user's argument."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fastsparse_core.log import range_text
 from fastsparse_core.sampling.relations import ONLY_EDGES, EdgeType, checked_fanouts
 from fastsparse_pyg.graph import plain_edges
 
-#: Numbers of nodes, by type where there are types.
+#: Number of nodes, or one number per node type.
 NumNodes = int | Mapping[str, int]
 
 
 def checked_num_nodes(count: Any, name: str) -> int:
-    """A number of nodes of the data.
+    """Checks the number of nodes of the data.
 
     Args:
         count: the number.
-        name: how the user reads it from the data.
+        name: expression by which the user reads the number, for messages.
 
     Raises:
-        ValueError: it is not known, or negative.
+        ValueError: the number is unknown or negative.
     """
     if not isinstance(count, int) or count < 0:
         raise ValueError(
@@ -36,14 +36,14 @@ def checked_num_nodes(count: Any, name: str) -> int:
 
 
 def checked_num_neighbors(given: Any, edge_types: list[EdgeType] | None) -> Any:
-    """Fan-outs for the core: a list, or a dict by edge type where there are types.
+    """Fan-outs for the core: a list, or a dict by edge type if the graph has types.
 
     Args:
         given: the user's `num_neighbors`.
-        edge_types: of the graph; None: it has none.
+        edge_types: edge types of the graph; None: the graph has no types.
 
     Raises:
-        TypeError: not a list of ints or a dict of lists.
+        TypeError: `given` is not a list of ints or a dict of lists.
         ValueError: the fan-outs are empty, name an edge type that is not in the graph, or omit one that is.
     """
     default = None
@@ -70,15 +70,15 @@ def checked_num_neighbors(given: Any, edge_types: list[EdgeType] | None) -> Any:
 
 
 def checked_input_nodes(given: Any, num_nodes: NumNodes, is_data: bool) -> Any:
-    """Seeds in the form that PyG takes: ids or a mask as a tensor, with the node type if the graph is typed.
+    """Seeds in the form that PyG accepts: a tensor of ids or a mask, with the node type if there are types.
 
     Args:
         given: the user's `input_nodes`.
-        num_nodes: of the graph.
-        is_data: whether the graph is a data object, in which PyG knows all nodes.
+        num_nodes: number of nodes of the graph.
+        is_data: whether the graph is a data object; only then None means all nodes.
 
     Raises:
-        TypeError: not integers or a mask.
+        TypeError: the ids are not integers or a mask.
         ValueError: the node type is missing or not in the graph, or an id is out of range.
     """
     if not isinstance(num_nodes, Mapping):
@@ -102,15 +102,15 @@ def checked_input_nodes(given: Any, num_nodes: NumNodes, is_data: bool) -> Any:
 
 
 def checked_links(given: Any, data: Any, num_nodes: NumNodes) -> Any:
-    """Links in the form that PyG takes: a tensor (2, num_links), with the edge type if the graph is typed.
+    """Links in the form that PyG accepts: a tensor (2, num_links), with the edge type if there are types.
 
     Args:
         given: the user's `edge_label_index`.
         data: Data, HeteroData or a pair of stores.
-        num_nodes: of the graph.
+        num_nodes: number of nodes of the graph.
 
     Raises:
-        TypeError: not integers.
+        TypeError: the links are not integers.
         ValueError: the edge type is missing or not in the graph, there are no links, their shape is not
             (2, num_links), or an id is out of range.
     """
@@ -118,7 +118,7 @@ def checked_links(given: Any, data: Any, num_nodes: NumNodes) -> Any:
     if not isinstance(num_nodes, Mapping):
         if given is None and isinstance(data, Data):
             given = data.edge_index
-        if isinstance(given, tuple) and len(given) == 2 and given[0] is None:  # as PyG wants of stores
+        if isinstance(given, tuple) and len(given) == 2 and given[0] is None:  # PyG's form for stores
             pairs = given[1]
             return given if pairs is None else (None, _checked_pairs(name, pairs, num_nodes, num_nodes))
         pairs = _checked_pairs(name, given, num_nodes, num_nodes)

@@ -1,4 +1,4 @@
-"""What the loaders share: where they sample, and how batches are prepared ahead on a GPU."""
+"""Code shared by the sampling loaders: choice of the device, and prefetching of batches on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastsparse_pyg.caching import logger
 from fastsparse_pyg.loader.batches import keep_rows
 from fastsparse_pyg.loader.sampler import GraphSampler, why_not
 
-#: Options of PyTorch's loader that say how worker processes load; a GPU samples in this process.
+#: Options of PyTorch's loader for worker processes. A GPU samples in this process, so they are ignored.
 OF_WORKERS = (
     "num_workers",
     "prefetch_factor",
@@ -35,23 +35,23 @@ OF_WORKERS = (
 
 
 class Script:
-    """What is known of the script, under `enable()`.
+    """State of the running script, for `enable()`.
 
     Attributes:
-        decides: whether loaders without a device stay on the CPU until the script uses the GPU. A script that
-            trains on the CPU would otherwise get batches on the GPU of the machine.
+        decides: whether loaders without a `device` stay on the CPU until the script uses the GPU. Otherwise a
+            script that trains on the CPU would get batches on the GPU.
     """
 
     decides = False
 
 
 def follows_script(device: torch.device | str | int | None) -> bool:
-    """Whether a loader that was given this device may still go to the GPU when an epoch begins."""
+    """Whether a loader with this `device` argument may move to the GPU when an epoch begins."""
     return device is None and Script.decides
 
 
 def choose_device(data: Any, device: torch.device | str | int | None) -> torch.device:
-    """Device for sampling: as given, otherwise where the data is, otherwise the GPU if there is one."""
+    """Device for sampling: the given one, else the GPU of the data, else the current GPU, else the CPU."""
     if device is not None:
         return usable_device(device)
     if isinstance(data, (Data, HeteroData)):
@@ -77,7 +77,7 @@ def make_sampler(
     subgraph_type: Any,
     **options: Any,
 ) -> Any:
-    """The sampler of a loader; None where PyG makes its own, and says so once."""
+    """The sampler of a loader; None if PyG has to make its own, after a warning."""
     message = "the loader falls back to PyG's sampler"
     if given is not None:
         info_once(logger, f"{message}: `neighbor_sampler` was given")
@@ -96,7 +96,7 @@ def make_sampler(
 
 
 class LoaderMixin:
-    """Methods of both loaders, before PyG's class. They replace PyG's where the sampler is ours."""
+    """Methods of both sampling loaders. They override PyG's methods if the sampler is FastSparse's."""
 
     batch_size: Any
     batch_sampler: Any
@@ -116,7 +116,7 @@ class LoaderMixin:
     _on_gpu: Callable[[torch.device], Any] | None = None
 
     def _prepare(self, sampler: Any, device: torch.device, filter_per_worker: Any, kwargs: Any) -> None:
-        """Arguments that PyTorch's loader must not get on a GPU."""
+        """Sets sampler and device; on a GPU, removes the arguments for worker processes from ``kwargs``."""
         self._sampler = sampler if isinstance(sampler, GraphSampler) else None
         self._device = device
         if self._sampler is None or device.type == "cpu":
@@ -132,8 +132,8 @@ class LoaderMixin:
             )
 
     def _keep_rows(self, count: int) -> None:
-        """Features of the nodes that are sampled most often, on the GPU; see ``gpu_cache`` of the loaders."""
-        if not (isinstance(count, Integral) and count >= 0):  # NumPy's, too
+        """Copies the features of the most sampled nodes to the GPU; see ``gpu_cache`` of the loaders."""
+        if not (isinstance(count, Integral) and count >= 0):  # `Integral` includes NumPy's integers
             raise ValueError(f"gpu_cache: expected a number of nodes, got {count!r}")
         if not count or self._sampler is None or self._device.type == "cpu":
             return
@@ -147,13 +147,13 @@ class LoaderMixin:
         raise NotImplementedError
 
     def __call__(self, index: Any) -> Any:
-        """The batch of some inputs, by their positions."""
+        """The batch of the inputs at these positions."""
         if self._sampler is None:
             return super().__call__(index)  # type: ignore[misc]
         return self._end(self._begin(index))
 
     def _go_to(self, sampler: GraphSampler, device: torch.device) -> None:
-        """Samples there from here on."""
+        """Uses this sampler and device from now on."""
         self.node_sampler = self._sampler = sampler
         self._device, self._on_gpu = device, None
         self.num_workers, self.pin_memory, self.filter_per_worker = 0, False, False
@@ -181,7 +181,7 @@ class LoaderMixin:
 
 
 def _base_of(kind: type) -> Any:
-    """PyG's loader that a loader of this class is made of."""
+    """PyG's loader class that a loader class is derived from."""
     return kind.__mro__[kind.__mro__.index(LoaderMixin) + 1]
 
 

@@ -1,7 +1,7 @@
-"""From a sampler's output to a batch with features, on the device where it was sampled.
+"""Makes a batch with features from a sampler's output, on the device of the sampler.
 
-The fields are those of PyG's loaders (`torch_geometric.loader.utils`), which move them to where the features
-are; here the features come to where the batch is.
+The fields are those of PyG's loaders (`torch_geometric.loader.utils`). PyG moves the ids to the device of the
+features; here the gathered features are moved to the device of the batch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fastsparse_pyg.loader.sampler import edges_of
 def make_batch(
     data: Any, out: SamplerOutput | HeteroSamplerOutput, device: torch.device, custom_cls: Any
 ) -> Data | HeteroData:
-    """The sampled nodes and edges of some data, with all of its features, `n_id`, `e_id` and counts.
+    """Makes the batch of sampled nodes and edges, with all features, `n_id`, `e_id` and numbers per hop.
 
     Args:
         data: Data, HeteroData or (FeatureStore, GraphStore).
-        out: what was sampled of it.
-        device: where the batch is wanted.
-        custom_cls: of batches from stores, in place of Data or HeteroData.
+        out: the sampled nodes and edges.
+        device: device of the batch.
+        custom_cls: class of batches from stores, in place of Data or HeteroData.
 
     Raises:
         TypeError: `out` is no sampler's output.
@@ -91,11 +91,11 @@ def _heterogeneous(data: Any, out: HeteroSamplerOutput, device: torch.device, cu
 
 
 def keep_rows(data: Data | HeteroData, nodes: dict[str, Tensor], device: torch.device) -> None:
-    """Keeps rows of all data of nodes on a GPU, where the data stays with the host.
+    """Copies rows of all node data to a GPU, for data that is too large to be copied as a whole.
 
     Args:
-        data: the nodes'.
-        nodes: whose rows, by type; "": of Data.
+        data: the graph.
+        nodes: ids of the nodes whose rows are copied, by node type; "" is the type of `Data`.
         device: the GPU.
     """
     for name, rows in nodes.items():
@@ -141,7 +141,7 @@ def _edge_index(row: Tensor, col: Tensor, edges: Edges | None) -> Tensor:
 
 
 def _take(value: Any, index: Tensor, dim: int, device: torch.device) -> Any:
-    """Some of the nodes' or edges' features."""
+    """Selects rows of an attribute of nodes or edges, and moves them to the device."""
     if device.type == "cuda" and _is_table(value, dim):
         return FeatureTable(value, device)[index]
     if isinstance(value, (Tensor, TensorFrame)):

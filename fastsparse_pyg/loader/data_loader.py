@@ -1,4 +1,4 @@
-"""PyG's loader of batches of whole graphs, on graphs that are stored once as contiguous tensors."""
+"""Drop-in for PyG's DataLoader; it stores all graphs once, as contiguous tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fastsparse_pyg.loader.stored_graphs import StoredGraphs
 
 
 class _Fields(NamedTuple):
-    """Which attributes a loader gives more of, and which it leaves out."""
+    """The loader's arguments `follow_batch` and `exclude_keys`."""
 
     follow: list[str] | None
     exclude: list[str] | None
@@ -32,10 +32,10 @@ class _Fields(NamedTuple):
 class DataLoader(PygDataLoader):
     """:class:`torch_geometric.loader.DataLoader` without a loop over the graphs of a batch.
 
-    The graphs are stored once, as contiguous tensors with pointers, and one kernel gathers a batch. It has
-    the fields, values and slices of `Batch.from_data_list`, so ``batch.to_data_list()`` and ``batch[i]`` work
-    as before. Samples come in the order in which PyG's loader draws them from the same seed. Layers of this
-    package reuse the structure of ``batch.edge_index``, so they sort nothing.
+    The graphs are stored once, as contiguous tensors with pointers, and one kernel gathers a batch. The batch
+    has the fields, values and slices of `Batch.from_data_list`, so ``batch.to_data_list()`` and ``batch[i]``
+    work as in PyG. With the same seed, samples have the same order as in PyG's loader. Layers of this package
+    reuse the stored structure of ``batch.edge_index``, so they need no sort.
 
     These datasets are stored:
 
@@ -43,15 +43,15 @@ class DataLoader(PygDataLoader):
     - an `InMemoryDataset`, and subsets ``dataset[index]`` of it,
     - a `Subset` or `ConcatDataset` of these.
 
-    PyG's code makes the batches, with a ``SlowPathWarning`` that says why, if the dataset has a
-    ``transform``, if it is of another kind, or if its graphs differ in their attributes. A single attribute
-    that cannot be stored, such as a sparse matrix or tensors of different dtypes, is collated by PyG's code
-    as well.
+    If the dataset has a ``transform``, is of another kind, or its graphs differ in their attributes, PyG's
+    code makes the batches, and a ``SlowPathWarning`` tells why. If only a single attribute cannot be stored,
+    such as a sparse matrix or tensors of different dtypes, PyG's code collates this attribute.
 
     Storing takes as much memory as the graphs, except for an `InMemoryDataset` on the CPU, whose storage is
     read in place. At the beginning of every epoch the loader checks the dataset, and stores changed graphs
-    again. It always detects a replaced graph or attribute. For in-place writes, it checks 1,024 tensors per
-    epoch, and others in the next epoch, so in a large dataset it may detect a write some epochs later.
+    again. It always detects a replaced graph or attribute. It checks 1,024 tensors per epoch for in-place
+    writes, and the next ones in the next epoch. In a large dataset it may therefore detect a write some
+    epochs later.
 
     Args:
         dataset: as in PyG.
@@ -59,15 +59,15 @@ class DataLoader(PygDataLoader):
         shuffle: as in PyG.
         follow_batch: as in PyG.
         exclude_keys: as in PyG.
-        device: where batches are. None: the GPU that the data is on; otherwise the current GPU if there is
-            one, or the CPU, as in :class:`NeighborLoader`. ``batch.to(device)`` then copies nothing. With a
-            GPU, the graphs are stored in its memory if they take at most half of the free memory, otherwise
-            in page-locked host memory.
+        device: device of the batches. None: the GPU that the data is on; otherwise the current GPU if there
+            is one, or the CPU, as in :class:`NeighborLoader`. A later ``batch.to(device)`` copies nothing.
+            For a GPU, the graphs are stored in its memory if they take at most half of the free memory,
+            otherwise in page-locked host memory.
         kwargs: as in PyTorch's loader. Stored graphs need no worker processes, so ``num_workers`` and related
             arguments are ignored.
 
     Attributes:
-        device: where batches are.
+        device: device of the batches.
 
     Example:
         >>> import torch
@@ -140,7 +140,10 @@ class DataLoader(PygDataLoader):
 
     @outside_inference_mode
     def _current(self) -> tuple[StoredGraphs, Tensor | None] | None:
-        """The graphs as the dataset has them now, and which; None: PyG's loader makes the batches."""
+        """The stored graphs, stored again if the dataset changed, and `_Source.graph_at`.
+
+        None if PyG's loader makes the batches.
+        """
         if not self._is_stored:
             return None
         try:
@@ -178,10 +181,10 @@ def _moved(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 
 class _Source:
-    """The graphs behind a dataset, and which of them it has.
+    """The graphs that a dataset is based on, and the selected ones.
 
     Args:
-        dataset: as of the loader.
+        dataset: the loader's dataset.
 
     Raises:
         NotStored: the dataset is not in memory, or changes graphs when they are read.
@@ -192,7 +195,7 @@ class _Source:
         self._outline = _outline(dataset)
 
     def is_like(self, other: _Source) -> bool:
-        """Whether both have the same graphs."""
+        """Whether both datasets consist of the same objects and positions."""
         return same_outline(self._outline, other._outline)
 
     @cached_property
@@ -201,14 +204,14 @@ class _Source:
 
     @cached_property
     def graph_at(self) -> Tensor | None:
-        """The number of the stored graph at every position, int64; None: they are in that order."""
+        """Number of the stored graph for every position, int64; None if position and number are equal."""
         root, indices = self._parts[0]
         if len(self._parts) > 1 or indices is None or not isinstance(root, InMemoryDataset):
             return None
         return torch.tensor(indices, dtype=torch.int64, device="cpu")
 
     def example(self) -> Any:
-        """A graph, which shows on which device the data are; None: there is none."""
+        """A graph of the dataset, to find the device of the data; None if the dataset is empty."""
         for root, _ in self._parts:
             if isinstance(root, InMemoryDataset):
                 return root._data
@@ -220,7 +223,7 @@ class _Source:
         """The graphs as contiguous tensors.
 
         Raises:
-            NotStored: they do not fit together, and why.
+            NotStored: the graphs cannot be stored together; the message tells why.
         """
         root, indices = self._parts[0]
         if len(self._parts) == 1 and isinstance(root, InMemoryDataset):
@@ -233,7 +236,7 @@ class _Source:
 
 
 class _InMemory(Sequence[Any]):
-    """All graphs of PyG's storage, made when they are asked for."""
+    """All graphs of an in-memory dataset, each made at access."""
 
     def __init__(self, dataset: InMemoryDataset) -> None:
         self._dataset, self._length = dataset, dataset.len()
@@ -247,7 +250,7 @@ class _InMemory(Sequence[Any]):
         return self._dataset.get(nth)
 
 
-#: Datasets in memory, each with the positions that are read of it; None: all.
+#: Datasets in memory, each with the selected positions; None: all positions.
 _Parts = list[tuple[Any, list[int] | None]]
 
 
@@ -277,7 +280,7 @@ def _outline(dataset: Any) -> Outline:
     return objects, [] if dataset._indices is None else [_as_list(dataset._indices)]
 
 
-#: Attributes by which PyG's in-memory datasets are read.
+#: Methods by which PyG's in-memory datasets are read; a class that overrides one is not stored.
 _READING = (
     ("get", InMemoryDataset),
     ("len", InMemoryDataset),
@@ -288,7 +291,7 @@ _READING = (
 
 
 def _parts_of(dataset: Any) -> _Parts:
-    """Of a dataset that has an outline."""
+    """The parts of a dataset for which `_outline` raised no error."""
     if type(dataset) is Subset:
         return _chosen(_parts_of(dataset.dataset), _as_list(dataset.indices))
     if type(dataset) is ConcatDataset:
@@ -303,7 +306,7 @@ def _as_list(indices: Any) -> list[int]:
 
 
 def _chosen(parts: _Parts, positions: list[int]) -> _Parts:
-    """Some positions of a dataset."""
+    """The parts of a dataset after selecting positions."""
     if len(parts) > 1:
         flat = [(root, nth) for root, indices in parts for nth in indices or range(_length(root))]
         return [(root, [nth]) for root, nth in (flat[position] for position in positions)]
@@ -317,7 +320,7 @@ def _length(root: Any) -> int:
 
 
 def _collated(dataset: InMemoryDataset) -> tuple[Any, Any] | None:
-    """PyG's storage of a dataset; None where its graphs are not those of the storage."""
+    """PyG's collated storage of a dataset; None if the dataset's graphs may differ from it."""
     if dataset.slices is None or dataset.len() == 1:
         return None
     cached = getattr(dataset, "_data_list", None) or ()
@@ -325,7 +328,7 @@ def _collated(dataset: InMemoryDataset) -> tuple[Any, Any] | None:
 
 
 def _is_of(graph: Any, dataset: InMemoryDataset) -> bool:
-    """Whether a graph that the dataset keeps is a view of its storage."""
+    """Whether a graph in the dataset's `_data_list` is a view of the dataset's collated storage."""
     if graph is None:
         return True
     if len(graph.stores) != len(dataset._data.stores):

@@ -19,19 +19,19 @@ from fastsparse_pyg.loader.batches import make_batch
 class LinkNeighborLoader(LoaderMixin, torch_geometric.loader.LinkNeighborLoader):
     r"""Drop-in replacement of :class:`torch_geometric.loader.LinkNeighborLoader` that needs no pyg-lib.
 
-    Like :class:`NeighborLoader`, for links: it samples neighbours of both ends of ``edge_label_index`` and of
-    negative samples. The ends and negative samples of a batch are prepared on the CPU, as in PyG.
+    It samples neighbours like :class:`NeighborLoader`, for both ends of the links ``edge_label_index`` and of
+    negative samples. As in PyG, the ends and negative samples of a batch are prepared on the CPU.
 
     Args:
         data: Data, HeteroData or (FeatureStore, GraphStore).
-        num_neighbors: neighbours per hop, -1 for all; also by edge type.
+        num_neighbors: number of neighbours per hop, -1 for all; or a dict of such lists by edge type.
         device: see :class:`NeighborLoader`.
         gpu_cache: see :class:`NeighborLoader`.
         others: as in PyG.
 
     Raises:
         ValueError: an argument does not fit the data.
-        ImportError: PyG's own sampler is needed and not installed.
+        ImportError: the arguments need PyG's own sampler, and pyg-lib is not installed.
 
     Example:
         >>> import torch
@@ -144,7 +144,7 @@ class LinkNeighborLoader(LoaderMixin, torch_geometric.loader.LinkNeighborLoader)
             destination = batch[input_type[-1]] if is_hetero else batch
             source.src_index, destination.dst_pos_index, destination.dst_neg_index, seed_time = rest
             source.seed_time = destination.seed_time = seed_time
-            # In case they are attributes of the data.
+            # PyG's triplet batches do not have them, but the data may have attributes of these names.
             if not is_hetero or input_type in batch.edge_types:
                 del link.edge_label_index
                 del link.edge_label_time

@@ -22,14 +22,14 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
     r"""Drop-in replacement of :class:`torch_geometric.loader.NeighborLoader` that needs no pyg-lib.
 
     Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
-    section 3.1. Batches have the fields of PyG's (``x``, ``y``, ``edge_index``, ``n_id``, ``e_id``,
-    ``batch_size``, ``input_id``, ``num_sampled_nodes``, ``num_sampled_edges``, ...), edges are sorted by
-    destination, and drop-in layers use the sampler's structure as it is.
+    section 3.1. Batches have the same fields as PyG's (``x``, ``y``, ``edge_index``, ``n_id``, ``e_id``,
+    ``batch_size``, ``input_id``, ``num_sampled_nodes``, ``num_sampled_edges``, ...). Their edges are sorted
+    by destination, and drop-in layers reuse the sampler's structure.
 
-    If there is a GPU, it samples and gathers there, on a separate stream, two batches ahead. Batches are on
-    the GPU. Features that take more than half of its free memory stay on the host and are sent row by row.
-    ``num_workers`` and related arguments are ignored then. Without a GPU it samples in C++ threads, with
-    ``num_workers`` in worker processes.
+    If there is a GPU, the loader samples and gathers there, on a separate stream, two batches ahead, and the
+    batches are on the GPU. Features that take more than half of its free memory stay on the host, and only
+    the rows of a batch are sent. ``num_workers`` and related arguments are ignored. Without a GPU, the loader
+    samples in C++ threads, or in worker processes if ``num_workers`` is given.
 
     PyG's own sampler, which needs pyg-lib or torch-sparse, runs for ``time_attr``, your own
     ``neighbor_sampler``, and graphs stored as ``adj_t``.
@@ -37,18 +37,18 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
     Args:
         data: Data, HeteroData or (FeatureStore, GraphStore). Its ``edge_index`` may be an
             :class:`fastsparse_core.Adjacency`, which takes 4 bytes per edge instead of 16.
-        num_neighbors: neighbours per hop, -1 for all; also by edge type.
-        input_nodes: indices or mask of the seeds, in heterogeneous graphs ``(node type, indices)``; None:
-            all.
+        num_neighbors: number of neighbours per hop, -1 for all; or a dict of such lists by edge type.
+        input_nodes: indices or mask of the seeds; for heterogeneous graphs ``(node type, indices)``. None:
+            all nodes.
         device: where to sample, and the device of the batches; None: the GPU that the data is on; otherwise
             the GPU if there is one.
-        gpu_cache: if the features stay on the host, the number of nodes of each type whose features the GPU
-            also keeps: those with the most outgoing edges.
+        gpu_cache: number of nodes of each type whose features are also kept on the GPU, if the features stay
+            on the host. The nodes with the most outgoing edges are chosen.
         others: as in PyG.
 
     Raises:
         ValueError: an argument does not fit the data.
-        ImportError: PyG's own sampler is needed and not installed.
+        ImportError: the arguments need PyG's own sampler, and pyg-lib is not installed.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""PyG's interface of samplers over the core's."""
+"""Implements PyG's sampler interface with the core's sampler."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from fastsparse_pyg.loader.arguments import checked_num_neighbors, checked_num_n
 class GraphSampler(BaseSampler):
     """Samples neighbours of PyG's data objects, on a GPU or in C++ threads.
 
-    Ids of edges are positions in the data's `edge_index`, so that no permutation is needed.
+    Edge ids are positions in the data's `edge_index`, so PyG needs no permutation.
 
     Args:
         data: Data, HeteroData or (FeatureStore, GraphStore); `edge_index` may be an `Adjacency`.
-        num_neighbors: per hop, also by edge type.
-        device: where to sample.
-        replace: whether a neighbour may be drawn again.
+        num_neighbors: number of neighbours per hop; or a dict of such lists by edge type.
+        device: device that samples.
+        replace: whether to draw with replacement.
         subgraph_type: `"directional"`, `"bidirectional"` or `"induced"`.
-        disjoint: whether every seed has a subgraph of its own.
-        weight_attr: name of the edges' weights.
+        disjoint: whether every seed has its own subgraph.
+        weight_attr: name of the attribute with the edges' weights.
 
     Attributes:
-        num_nodes: of the graph, by node type where there are several.
+        num_nodes: number of nodes of the graph; a dict by node type if the graph is heterogeneous.
     """
 
     def __init__(
@@ -105,22 +105,22 @@ class GraphSampler(BaseSampler):
 
     @property
     def edge_permutation(self) -> None:
-        """None: edge ids are the caller's."""
+        """None, because edge ids are positions in the caller's `edge_index`."""
         return None
 
     def sample_from_nodes(self, inputs: NodeSamplerInput) -> SamplerOutput | HeteroSamplerOutput:
-        """Neighbours of nodes."""
+        """Samples neighbours of nodes."""
         return self._directed(node_sample(inputs, self._sample))
 
     def sample_from_edges(
         self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None
     ) -> SamplerOutput | HeteroSamplerOutput:
-        """Neighbours of both ends of edges, and of those of negative samples."""
+        """Samples neighbours of both ends of edges and of negative samples."""
         out = edge_sample(inputs, self._sample, self.num_nodes, self.disjoint, None, neg_sampling)
         return self._directed(out)
 
     def output(self, sample: Sample) -> SamplerOutput | HeteroSamplerOutput:
-        """A batch in PyG's form."""
+        """Converts a sample of the core to PyG's class."""
         return self._directed(self._output(sample))
 
     def _sample(self, seed: Any, seed_time: Any = None) -> SamplerOutput | HeteroSamplerOutput:
@@ -155,7 +155,7 @@ class GraphSampler(BaseSampler):
 
 
 def edges_of(out: Any, name: Any = None) -> Edges | None:
-    """The sampled edges of an output, where rows and columns are still theirs."""
+    """The core's edges of a sampler output; None if its rows or columns were replaced."""
     edges = getattr(out, "edges", None)
     row, col = out.row, out.col
     if name is not None:
@@ -170,17 +170,17 @@ def edges_of(out: Any, name: Any = None) -> Edges | None:
 def _adjacency(
     edge_index: Tensor | Adjacency | None, shape: tuple[int, int], device: torch.device, name: str
 ) -> Adjacency:
-    """The in-edges of a graph on the device; loaders of one graph share it, and so do layers.
+    """The structure of a graph on the device, from the cache that loaders and layers share.
 
     Args:
-        edge_index: of the data.
-        shape: (destinations, sources).
-        device: where to sample.
-        name: how the user reads the edges from the data.
+        edge_index: edges of the data; None: no edges.
+        shape: (number of destinations, number of sources).
+        device: device that samples.
+        name: expression by which the user reads the edges, for messages.
 
     Raises:
-        ValueError: no edges, or an `Adjacency` of another shape.
-        IndexError: an edge ends at no node.
+        ValueError: `edge_index` has another type, or is an `Adjacency` of another shape.
+        IndexError: an edge refers to a node that does not exist.
     """
     if isinstance(edge_index, Adjacency):
         if edge_index.shape != shape:
@@ -204,7 +204,7 @@ def _adjacency(
 
 
 def _from_stores(feature_store: Any, graph_store: Any, device: torch.device) -> tuple[Any, Any]:
-    """Structures and numbers of nodes of a pair of stores, by type where it has types."""
+    """Structures and numbers of nodes of a pair of stores; dicts by type if the stores have types."""
     attributes = graph_store.get_all_edge_attrs()
     edge_types = list(dict.fromkeys(attribute.edge_type for attribute in attributes))
     if edge_types == [None]:
@@ -237,7 +237,7 @@ def _from_csc(
     row: Tensor, colptr: Tensor, perm: Tensor | None, shape: tuple[int, int], device: torch.device
 ) -> Adjacency:
     colptr = colptr.to(device)
-    if colptr.numel() <= shape[0]:  # nodes after the last one with an edge
+    if colptr.numel() <= shape[0]:  # the store's pointers may end at the last node that has an edge
         colptr = torch.cat([colptr, colptr[-1:].expand(shape[0] + 1 - colptr.numel())])
     return Adjacency.from_csr(
         colptr, row.to(device), shape, edge_id=None if perm is None else perm.to(device)
@@ -245,7 +245,7 @@ def _from_csc(
 
 
 def why_not(data: Any) -> str:
-    """Why PyG's own sampler is needed for some data, "" where it is not."""
+    """Why PyG's own sampler is needed for this data; "" if it is not."""
     if isinstance(data, Data):
         stores = [data._store]
     elif isinstance(data, HeteroData):

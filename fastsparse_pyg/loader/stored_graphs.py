@@ -1,8 +1,8 @@
 """PyG's graphs in a `GraphStore`: `Batch.from_data_list` without a loop over the graphs of a batch.
 
-What PyG's `collate` does with an attribute depends on its name, its type and the graph's class. That is the
-same for every batch, so it is found out once: an attribute becomes a :class:`_Part` that makes its value, its
-slices and its increments.
+PyG's `collate` treats an attribute by its name, its type and the graph's class. These are the same for every
+batch, so the decision is made once: an attribute becomes a :class:`_Part`, which makes its value, its slices
+and its increments.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class _Batching:
     """A batch that is being made.
 
     Attributes:
-        chosen: its graphs.
-        tensors: what was gathered.
-        slices: int64 (number of graphs + 1,) of every pointer.
+        chosen: the graphs of the batch.
+        tensors: the gathered tensors.
+        slices: first row of every graph, int64 (num_graphs + 1,), for every pointer.
     """
 
     def __init__(self, chosen: Chosen, tensors: list[Tensor]) -> None:
@@ -53,25 +53,25 @@ class _Batching:
 
     @property
     def graphs(self) -> list[int]:
-        """The numbers of its graphs in the dataset."""
+        """Numbers of the batch's graphs in the store."""
         if self._graphs is None:
             self._graphs = self.chosen.source[0].tolist()[: self.chosen.count]
         return self._graphs
 
 
-#: The value of an attribute, its slices and its increments.
+#: (value, slices, increments) of an attribute of a batch.
 _Made = tuple[Any, Any, Any]
 
 
 class _Part:
-    """How an attribute of batches is made."""
+    """Makes one attribute of batches."""
 
     def make(self, batch: _Batching) -> _Made:
         """The attribute of a batch."""
         raise NotImplementedError
 
     def follow(self, stored: StoredGraphs) -> _Part:
-        """How the vectors `..._batch` and `..._ptr` of `follow_batch` are made."""
+        """The part that makes the vectors `..._batch` and `..._ptr` of `follow_batch`."""
         raise NotImplementedError
 
 
@@ -97,7 +97,7 @@ class _Rows(_Part):
 
 
 class _Membership(_Part):
-    """The graph that every row belongs to, and where the rows of each begin."""
+    """The graph of every row, and the first row of every graph."""
 
     def __init__(self, graph: int, first: int) -> None:
         self._graph, self._first = graph, first
@@ -107,7 +107,7 @@ class _Membership(_Part):
 
 
 class _Objects(_Part):
-    """Anything that is handed on in a list."""
+    """Values that PyG collates to a list."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = values
@@ -141,7 +141,7 @@ class _Nested(_Part):
 
 
 class _ByPyG(_Part):
-    """What PyG's own code collates."""
+    """An attribute that PyG's own code collates."""
 
     def __init__(self, name: Any, values: Sequence[Any], graphs: Sequence[Any], at: int, device: Any) -> None:
         self._name, self._values, self._all, self._at, self._device = name, values, graphs, at, device
@@ -170,14 +170,14 @@ class _FollowedByPyG(_Part):
 
 
 class _Store(NamedTuple):
-    """What a batch has in one of its stores.
+    """The content of one store of a batch.
 
     Attributes:
-        key: node or edge type.
-        parts: (name, how the attribute is made, how its vectors for `follow_batch` are made or None).
-        num_nodes: of every graph where they are an attribute, and before which part it comes.
-        members: how `batch` and `ptr` are made, if they are.
-        edges: the structure of `edge_index`, if it is known.
+        key: node or edge type; None in `Data`.
+        parts: (name, part of the attribute, part of its `follow_batch` vectors or None).
+        num_nodes: if `num_nodes` is an attribute: its value for every graph, and its position in ``parts``.
+        members: the part that makes `batch` and `ptr`, or None.
+        edges: the structure of `edge_index`, or None if it is not known.
     """
 
     key: Any
@@ -188,18 +188,18 @@ class _Store(NamedTuple):
 
 
 class StoredGraphs:
-    """The graphs of a dataset, from which batches are made like `Batch.from_data_list`.
+    """The stored graphs of a dataset; makes the same batches as `Batch.from_data_list`.
 
     Args:
-        graphs: Data or HeteroData, all of one class with the same attributes; a sequence.
-        device: where batches are.
-        follow_batch: as of PyG's loader.
-        exclude_keys: likewise.
-        collated: PyG's own storage of the same graphs, which is read in their place: the graphs as one, and
-            the slices of its attributes.
+        graphs: sequence of Data or HeteroData, all of one class with the same attributes.
+        device: device of the batches.
+        follow_batch: as in PyG's loader.
+        exclude_keys: as in PyG's loader.
+        collated: PyG's collated storage of the same graphs, which is read instead of them: one data object,
+            and the slices of its attributes.
 
     Raises:
-        NotStored: PyG's own loader is needed, and why.
+        NotStored: PyG's loader has to make the batches; the message tells why.
     """
 
     def __init__(
@@ -229,17 +229,17 @@ class StoredGraphs:
         self._like = Batch(_base_cls=type(like)).stores_as(like)
 
     def is_current(self) -> bool:
-        """Whether the graphs are as they were stored."""
+        """Whether the graphs and the default dtype have not changed since the graphs were stored."""
         return torch.get_default_dtype() == self._default_dtype and (
             self._content is None or self._content.is_as_it_was()
         )
 
     def batch(self, index: Sequence[int], graph_at: Tensor | None = None) -> Any:
-        """A batch of some graphs.
+        """A batch of the graphs at the given positions.
 
         Args:
             index: positions in the dataset.
-            graph_at: int64, the graph at every position; None: positions are graphs.
+            graph_at: number of the stored graph for every position, int64; None if they are equal.
 
         Raises:
             IndexError: there is no such position.
@@ -269,7 +269,7 @@ class StoredGraphs:
         slice_dict: dict[Any, Any],
         increments: dict[Any, Any],
     ) -> None:
-        """Writes the attributes of one store."""
+        """Writes the attributes of one store of a batch."""
         mapping = into._mapping
         at_nodes = -1 if store.num_nodes is None else store.num_nodes[1]
         for nth, (name, part, followed) in enumerate(store.parts):
@@ -302,7 +302,7 @@ class StoredGraphs:
         return len(self._fields) - 1
 
     def rows_of(self, pointer: int) -> _Part:
-        """The vectors that say which graph a row belongs to."""
+        """The part that makes the graph of every row, and the first row of every graph."""
         return _Membership(
             self._add(Field(None, pointer, FieldKind.GRAPH)), self._add(Field(None, pointer, FieldKind.FIRST))
         )
@@ -315,14 +315,14 @@ class StoredGraphs:
         added: tuple[int, ...] | None,
         shape: tuple[int, ...] = (),
     ) -> _Part:
-        """An attribute whose graphs are one behind the other in a tensor.
+        """The part of an attribute whose values are concatenated in one tensor.
 
         Args:
-            tensor: of all graphs.
-            dim: along which.
-            pointer: of the rows.
-            added: pointers that are added to the values; None: nothing is.
-            shape: of the increments of a graph.
+            tensor: the values of all graphs.
+            dim: dimension along which they are concatenated.
+            pointer: number of the pointer with the first row of every graph.
+            added: numbers of the pointers that are added to the values; None: nothing is added.
+            shape: shape of the increment of one graph.
         """
         if added is None:
             return _Rows(self._add(Field(tensor.contiguous(), pointer, dim=dim)), pointer, None, shape)
@@ -336,7 +336,7 @@ class StoredGraphs:
         return _Rows(nth, pointer, added, shape)
 
     def _read_graphs(self) -> list[_Store]:
-        """For graphs as they are."""
+        """Reads the graphs one by one, for graphs without a collated storage."""
         graphs = self._graphs = list(self._graphs)
         first = graphs[0]
         if not isinstance(first, (Data, HeteroData)) or isinstance(first, Batch):
@@ -392,7 +392,7 @@ class StoredGraphs:
         num_nodes: tuple[Sequence[Any], int] | None,
         counts: Mapping[Any, int],
     ) -> _Store:
-        """With what all stores have: the members of graphs, and the structure of edges that layers take."""
+        """Makes a store of its parts; adds `batch` and `ptr`, and the structure of edges for layers."""
         members = self.rows_of(counts[key]) if key in counts else None
         part = next((part for name, part, _ in parts if name == "edge_index"), None)
         ends = (key[0], key[2]) if isinstance(key, tuple) else (key, key)
@@ -405,7 +405,7 @@ class StoredGraphs:
         return _Store(key, parts, num_nodes, members, edges)
 
     def _read_collated(self, data: Any, slices: Mapping[Any, Any]) -> list[_Store] | None:
-        """From PyG's own storage, without reading the graphs; None if that lacks information."""
+        """Reads PyG's collated storage in place of the graphs; None if it lacks information."""
         if type(data) not in (Data, HeteroData):
             return None
         try:
@@ -463,10 +463,10 @@ def _content(mappings: list[dict[str, Any]]) -> Content:
 
 
 def _part_of(stored: StoredGraphs, name: Any, values: list[Any], stores: Sequence[Any]) -> _Part:
-    """How the batches' attribute is made of the graphs' values, by the rules of PyG's `_collate`.
+    """The part that makes an attribute of batches, by the rules of PyG's `_collate`.
 
     Raises:
-        NotStored: PyG's own code must make it, and why.
+        NotStored: PyG's own code has to collate the attribute; the message tells why.
     """
     like = values[0]
     types = set(map(type, values))
@@ -492,7 +492,7 @@ def _part_of(stored: StoredGraphs, name: Any, values: list[Any], stores: Sequenc
 
 
 def _is_object(value: Any) -> bool:
-    """Whether PyG hands on such values in a list."""
+    """Whether PyG collates such values to a list."""
     if isinstance(value, (Tensor, int, float, Mapping, TensorFrame, SparseTensor)):
         return False
     is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
@@ -551,7 +551,7 @@ def _number_part(stored: StoredGraphs, name: Any, values: list[Any], stores: Seq
 def _increments(
     stored: StoredGraphs, name: Any, values: Sequence[Any], stores: Sequence[Any]
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """Pointers of what `__inc__` says of all graphs, None where that is 0; the shape of it."""
+    """Pointers of the increments by `__inc__`, None if all are 0; and the shape of one increment."""
     if _is_standard(stores[0]._parent(), "__inc__") and not _is_incremented(name):
         return None, ()
     try:
@@ -572,12 +572,12 @@ def _increments(
 
 
 def _is_standard(data: Any, method: str) -> bool:
-    """Whether a graph's class has one of PyG's rules as Data or HeteroData has it."""
+    """Whether a graph's class does not override this method of Data or HeteroData."""
     return getattr(type(data), method) in (getattr(Data, method), getattr(HeteroData, method))
 
 
 def _is_incremented(name: Any) -> bool:
-    """Whether PyG's own `__inc__` may be other than 0."""
+    """Whether PyG's own `__inc__` may return something other than 0."""
     return not isinstance(name, str) or "batch" in name or "index" in name or name == "face"
 
 
@@ -585,7 +585,7 @@ def _is_incremented(name: Any) -> bool:
 
 
 def _collated_names(store: Any, slices: Mapping[Any, Any]) -> list[str]:
-    """The attributes of a graph that is taken from PyG's storage, in their order (`separate`)."""
+    """The attributes of a graph that PyG's `separate` takes from the collated storage, in its order."""
     key = store._key
     if key is not None and key not in slices and len(store):
         raise NotStored("a store without slices")
@@ -623,7 +623,7 @@ def _can_infer_num_nodes(names: Sequence[str]) -> bool:
 def _standard_added(
     data: Any, store: Any, name: str, counts: Mapping[Any, int]
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """What `__inc__` of Data and HeteroData says."""
+    """Increments by PyG's own `__inc__`, in the form of `_increments`."""
     if "batch" in name:
         raise NotStored("its increments depend on its content")
     if isinstance(data, HeteroData):

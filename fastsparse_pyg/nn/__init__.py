@@ -1,4 +1,4 @@
-"""The layers."""
+"""Drop-in layers for PyG."""
 
 from fastsparse_pyg.nn.agnn_conv import FastAGNNConv
 from fastsparse_pyg.nn.base import DROP_INS as DROP_INS
@@ -71,7 +71,7 @@ __all__ = [
     "GraphTransformerLayer",
 ]
 
-# The last base of each drop-in is PyG's layer; the other bases are ours.
+# The last base of each drop-in is PyG's layer; the other bases are FastSparse's.
 _classes = [globals()[name] for name in __all__]
 DROP_INS |= {
     drop_in.__bases__[-1]: drop_in

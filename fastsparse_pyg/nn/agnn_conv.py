@@ -22,8 +22,8 @@ class FastAGNNConv(AttentionConv, AGNNConv):
 
     From "Attention-based Graph Neural Network for Semi-Supervised Learning"
     (https://arxiv.org/abs/1803.03735), section 4.2. Arguments, parameters, ``state_dict`` and results are the
-    original's. It is dot-product attention (:func:`fastsparse_core.attention`) on normalised features, and
-    nothing is stored per edge. Under autocast the result has the autocast dtype.
+    same as PyG's. The layer is computed as dot-product attention (:func:`fastsparse_core.attention`) on
+    normalised features, and nothing is stored per edge. Under autocast the result has the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F)`, float64, float32, float16 or bfloat16; edges
@@ -46,13 +46,12 @@ class FastAGNNConv(AttentionConv, AGNNConv):
 
         Args:
             x: node features.
-            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. An Adjacency
-                without self loops gets them, as edges do. An Adjacency that was built with self loops is used
-                as it is.
+            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. Self loops are
+                added to edges, matrices and an Adjacency, except to an Adjacency that was built with them.
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit together.
-            IndexError: an index points to no node.
+            IndexError: an index refers to a node that does not exist.
         """
         adj = self._structure((x, x), edge_index, None, self.add_self_loops)
         if not isinstance(adj, Adjacency):
@@ -61,7 +60,8 @@ class FastAGNNConv(AttentionConv, AGNNConv):
         if out is not None:
             return out
         if not torch.is_autocast_enabled(x.device.type):
-            # As PyG's product of messages and weights: float16 features with a float32 beta give float32.
+            # The dtype of PyG's product of messages and weights: float16 features with a float32 beta give
+            # float32.
             x = x.to(torch.promote_types(x.dtype, self.beta.dtype))
         key = F.normalize(x, p=2.0, dim=-1)
         return attention(adj, key * beta_by_row(adj, self.beta), key, x, scale=1.0)

@@ -1,4 +1,4 @@
-"""Any subclass of MessagePassing on the kernels: its own code, with another way from messages to nodes."""
+"""Runs any subclass of MessagePassing on the kernels: its own methods, with another `propagate`."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from fastsparse_pyg.nn.message_pattern import Pattern, find_pattern
 from fastsparse_pyg.nn.message_planner import FEW, planned, reduce_by_plan
 from fastsparse_pyg.nn.segments import aggregate, reduction_of
 
-#: Largest number of patterns kept per class, so that a layer whose attributes change in every call is not
-#: traced again and again.
+#: Largest number of patterns per class and method. Without a limit, a layer whose attributes change in every
+#: call would be traced in every call.
 _MOST_PATTERNS = 8
-#: On the CPU: number of edges below which the overhead of a call exceeds the work for the edges.
+#: Number of edges below which, on the CPU, the overhead of a call exceeds the work for the edges.
 FEW_EDGES = 4096
-#: This multiple of `FEW_EDGES_ON_GPU`, 131,072, still counts as few edges: on fewer, launch overhead decides
-#: PyG's time. A plan is taken there if the host takes less time for it (`Plan.is_short`). Copied features
-#: take one kernel. Measured with a loaded host, forward and backward, PyG's code and a plan that is not
-#: short: an edge MLP in bfloat16 on 10,556 edges 1.06 and 2.17 ms, five on batches of 26,000 new edges 5.7
-#: and 13.2 ms (H100).
+#: Up to this multiple of `FEW_EDGES_ON_GPU` (131,072 edges in all), launch overhead decides PyG's time. A
+#: plan is used there only if it needs less time on the host than PyG's code (`Plan.is_short`). Layers that
+#: copy features need one kernel and always use it. Forward and backward on an H100 with a busy host, PyG's
+#: code against a plan that is not short: an edge MLP in bfloat16 on 10,556 edges took 1.06 ms with PyG and
+#: 2.17 ms with the plan; five such layers on batches of 26,000 new edges took 5.7 and 13.2 ms.
 _TIMES_FEW = 4
 _FEW_ON_GPU = Reason(
     f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU, for which the plan takes longer to launch",
@@ -48,8 +48,8 @@ _NEW_ON_GPU = Reason(
     f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU, in a tensor that is new", "", "PyG"
 )
 FEW_ON_CPU = Reason(f"fewer than {FEW_EDGES:,} edges on the CPU", "", "PyG")
-#: PyG documents that the second tensor of a pair belongs to the sources there; its generated code reads the
-#: first.
+#: PyG documents that, with this flow, the second tensor of a pair belongs to the sources. PyG's generated
+#: code reads the first one.
 _TURNED_PAIR = Reason(
     "a pair of features with flow='target_to_source', which PyG's code and documentation order differently",
     fallback.USUAL_FLOW,
@@ -65,30 +65,31 @@ _classes: dict[type, type[AnyLayer]] = {}
 
 
 class AnyLayer(MessagePassing):
-    """First base of the classes that :func:`accelerated_class` makes: ``(AnyLayer, TheLayer)``.
+    """First base of the classes ``(AnyLayer, TheLayer)`` that :func:`accelerated_class` makes.
 
-    `forward`, `message`, `aggregate` and `update` stay the layer's. `propagate` and `edge_updater` read
-    features per edge and reduce messages per node without atomics; where `message` is a (weighted) copy of
-    the source's features there are no messages at all, but one :func:`fastsparse_core.spmm`.
+    `forward`, `message`, `aggregate` and `update` are the layer's own. `propagate` and `edge_updater` are
+    replaced: they gather features per edge and reduce messages per node without atomics. If `message` is a
+    (weighted) copy of the source's features, one :func:`fastsparse_core.spmm` replaces all messages.
     """
 
     _original: ClassVar[type[MessagePassing]]
     _patterns: ClassVar[dict[Any, list[Pattern]]]
     _signature: ClassVar[Signature | None]
-    #: Kind of a call (aggregation, names and dtypes of arguments) -> what handles it at once; False: nothing.
+    #: Kind of a call (aggregation, names and dtypes of arguments) -> the object that computes such calls
+    #: without further checks; False if there is none.
     _served: ClassVar[dict[Any, Copies | Literal[False]]]
-    #: Aggregation -> whether few edges on a GPU are left to PyG, because its code takes the host less time
-    #: than the plan; None: no one kernel handles them, and the plan is not known yet.
+    #: Aggregation -> whether PyG's code handles few edges on a GPU, because it takes less time on the host
+    #: than the plan. None: no single kernel computes the layer, and its plan is not known yet.
     _left: ClassVar[dict[type, bool | None]]
 
     flow: str
     node_dim: int
 
     def propagate(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
-        """As PyG's."""
+        """Replaces PyG's `propagate`; takes the same arguments."""
         kind = count = None
         if not (args or _is_dynamo_compiling() or _is_tracing()):
-            # Keep checks few, because launch overhead decides the time of steps on small graphs.
+            # As few checks as possible: on small graphs, the host's time per call decides the time of a step.
             aggregation = self.__dict__["_modules"].get("aggr_module").__class__
             count = _few_edges(edge_index, kwargs)
             if count is not None:
@@ -100,7 +101,7 @@ class AnyLayer(MessagePassing):
                         fallback.tell(type(self).__name__, _NEW_ON_GPU if count else FEW_ON_CPU)
                     edge_index = edge_index if edge_index.dtype is torch.int64 else for_pyg(edge_index)
                     return super().propagate(edge_index, size=size, **kwargs)
-            # A call for each of them would take as long as the rest of this.
+            # Inlined: a function call per argument would take as long as the rest of this block.
             kind = (
                 aggregation,
                 *kwargs,
@@ -135,7 +136,7 @@ class AnyLayer(MessagePassing):
         return fallback.run(type(self).__name__, reason, call, edge_index, *args, size=size, **kwargs)
 
     def edge_updater(self, edge_index: Any, *args: Any, size: Any = None, **kwargs: Any) -> Any:
-        """As PyG's."""
+        """Replaces PyG's `edge_updater`; takes the same arguments."""
         if args or _is_dynamo_compiling() or _is_tracing():
             return super().edge_updater(for_pyg(edge_index), *args, size=size, **kwargs)
         if _few_edges(edge_index, kwargs) is None and self._reason(edge_index) is None:
@@ -148,7 +149,7 @@ class AnyLayer(MessagePassing):
     # ---------------------------------------------------------------- when PyG's code runs
 
     def _reason(self, edge_index: Any) -> Reason | None:
-        """Why PyG's own code must run; None if it need not."""
+        """Why PyG's own code has to run; None if the kernels can."""
         state = self.__dict__
         if torch.compiler.is_compiling():
             return fallback.COMPILED
@@ -191,19 +192,19 @@ class AnyLayer(MessagePassing):
         lifted: tuple[tuple[str, str, bool], ...],
         sizes_itself: bool,
     ) -> Arguments | Reason:
-        """The arguments that the layer's methods may ask for, or why PyG's code has to run.
+        """The arguments of the layer's methods, gathered at first use; or why PyG's code has to run.
 
         Args:
-            edge_index: as the caller gave it.
-            size: likewise.
-            kwargs: likewise.
-            lifted: of the methods' arguments, those read per edge.
-            sizes_itself: whether the result has no row for every destination, but as many as the layer's own
-                code makes.
+            edge_index: argument of `propagate`.
+            size: argument of `propagate`.
+            kwargs: keyword arguments of `propagate`.
+            lifted: the methods' arguments that are gathered per edge, such as `x_j`.
+            sizes_itself: whether the layer's own code, not the number of destinations, decides how many rows
+                the result has.
         """
         if (
             type(edge_index) is Tensor and edge_index.shape[0] == 2
-        ):  # for which there is nothing else to check
+        ):  # the most frequent case, for which `_check_input` checks nothing else
             sizes = [None, None] if size is None else list(size)
         else:
             sizes = self._check_input(edge_index, size)
@@ -276,7 +277,7 @@ class AnyLayer(MessagePassing):
         return self.update(out, **{name: found[name] for name in names.update})
 
     def _computed(self, method: str, names: tuple[str, ...], found: Arguments, has_plan: bool = True) -> Any:
-        """Result of a method per edge: by a plan, as it is written, or with one operator for its softmax."""
+        """Result of a method per edge: by a plan, by an operator for its softmax, or by the method itself."""
         pattern = self._pattern(method, found)
         out = reduce_by_plan(self, pattern, found, PER_EDGE) if has_plan else None
         if out is not None:
@@ -287,11 +288,11 @@ class AnyLayer(MessagePassing):
         return getattr(self, method)(**{name: found[name] for name in names})
 
     def _kernel_reduce(self) -> str:
-        """The kernel's name for the layer's aggregation, "" where it is anything else."""
+        """The kernel's name for the layer's aggregation; "" if there is no kernel for it."""
         return "" if self._has_own_aggregate() else reduction_of(self._modules.get("aggr_module"))
 
     def _why_no_reduction(self) -> Reason | None:
-        """Why PyG reduces the messages whatever they are; None if it need not, or the layer's code does."""
+        """Why PyG always reduces the messages; None if a kernel or the layer's own `aggregate` does."""
         if self._kernel_reduce() or self._has_own_aggregate():
             return None
         module = self._modules["aggr_module"]
@@ -310,7 +311,7 @@ class AnyLayer(MessagePassing):
         )
 
     def _pattern_without(self, method: str, absent: tuple[str, ...]) -> Pattern:
-        """What a method computes where these arguments are None."""
+        """The pattern of a method if these arguments are None."""
         cls = type(self)
         known = cls._patterns.setdefault((getattr(cls, method), absent), [])
         for pattern in known:
@@ -323,7 +324,10 @@ class AnyLayer(MessagePassing):
         return pattern
 
     def _takes_more_kernels(self) -> bool:
-        """Whether no one kernel reads what an edge is given, and features, and reduces the messages."""
+        """Whether the layer needs more than one kernel.
+
+        One kernel suffices if it gathers the features, reads given edge values, and reduces the messages.
+        """
         pattern = self._pattern_without("message", ()) if "message" not in self.__dict__ else _ANY
         read = {name for name, _, _ in self._names().lifted}
         return not kernel_of(pattern, self._kernel_reduce()) or not read.isdisjoint(pattern.names)
@@ -348,11 +352,11 @@ class AnyLayer(MessagePassing):
 
     @classmethod
     def forget_reasons(cls) -> None:
-        """Lets the next call give its reason for small graphs, which is given once in a process else."""
+        """Makes the next call report its reason for small graphs, which is reported once per process."""
         cls._left.clear()
 
     def _shown(self) -> str:
-        """What a report says: what computed the messages, or will if no plan does."""
+        """Text for reports: the plan that computed the messages, or what computes them without a plan."""
         plan = planned.get(self, "")
         if plan and not isinstance(plan, str):
             return str(plan)
@@ -370,7 +374,7 @@ class AnyLayer(MessagePassing):
         )
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
-        # They belong to the original's class, from which this class inherits.
+        # The templates belong to the original class, from which this class inherits.
         accelerated = type(self)
         self.__class__ = accelerated._original
         try:
@@ -379,7 +383,7 @@ class AnyLayer(MessagePassing):
             self.__class__ = accelerated
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies name the original's class: this one is made again."""
+        """Pickles the original class; loading makes the accelerated class again."""
         how, what, *rest = super().__reduce_ex__(protocol)
         if how is copyreg.__newobj__ and what[0] is type(self):  # type: ignore[attr-defined]
             return _new, (self._original, *what[1:]), *rest
@@ -389,18 +393,18 @@ class AnyLayer(MessagePassing):
 
 
 def _kind_of(argument: Any) -> Any:
-    """Dtypes of tensors, of pairs that of the sources, types of anything else."""
+    """Dtype of a tensor, or of the first tensor of a pair; otherwise the type."""
     if type(argument) is tuple and argument and type(argument[0]) is Tensor:
         return argument[0].dtype
     return argument.dtype if isinstance(argument, Tensor) else type(argument)
 
 
 def _few_edges(edge_index: Any, given: dict[str, Any]) -> int | None:
-    """How many edges there are if PyG's code may take less time for so few; 0 where it does, on the CPU.
+    """Number of edges if PyG's code may be faster for so few; 0 on the CPU, where it is faster; None: many.
 
-    None: the kernels handle them, as they do where features have 16 bits, which PyTorch does not sum in
-    float32, and under autocast on the CPU. Its other sums on the CPU have the same bits every time too, for
-    one thread adds in order.
+    None is also returned for 16-bit features, which PyTorch does not sum in float32, and under autocast on
+    the CPU: the kernels handle these calls. PyTorch's other sums of few edges on the CPU are reproducible,
+    because one thread adds in order.
     """
     if type(edge_index) is not Tensor:
         return None
@@ -420,7 +424,7 @@ def _few_edges(edge_index: Any, given: dict[str, Any]) -> int | None:
 
 
 def accelerated_class(original: type[MessagePassing]) -> type[AnyLayer]:
-    """The class that takes the place of a layer's class."""
+    """The class that replaces a layer's class."""
     found = _classes.get(original)
     if found is None:
         namespace: dict[str, Any] = {
@@ -431,7 +435,7 @@ def accelerated_class(original: type[MessagePassing]) -> type[AnyLayer]:
             "_signature": None,
             "_served": {},
             "_left": {},
-            # What PyG puts back after explain mode.
+            # PyG restores this method after explain mode.
             "_jinja_propagate": AnyLayer.propagate,
             "forward": _with_edge_list(original.forward),
         }
@@ -446,7 +450,7 @@ def _new(original: type[MessagePassing], *args: Any) -> Any:
 
 
 def _with_edge_list(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` that gets edges in place of an Adjacency, which the original layers do not know."""
+    """Wraps `forward` to replace an Adjacency by its edges, because the original layers do not support it."""
 
     @functools.wraps(forward)
     def with_edge_list(self: Any, *args: Any, **kwargs: Any) -> Any:

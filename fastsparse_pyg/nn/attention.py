@@ -1,4 +1,4 @@
-"""What the attention layers share: PyG's self loops and edge features, and the attention weights of edges."""
+"""Code shared by the attention layers: self loops with edge features, and attention weights per edge."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FastConv, is_plain_linear
 
-#: Reductions for the features of self loops that are a product with the structure.
+#: Values of `fill_value` for which the features of self loops are a sparse matrix product.
 _LINEAR_FILLS = ("mean", "add", "sum")
 _WEIGHTS_OF_LOOPS = Reason(
     "the attention weights of added self loops under torch.compile", "Add the loops to the edges before"
@@ -30,7 +30,7 @@ _USUAL_FILLS = "Use fill_value='mean', 'add' or a number"
 
 
 class AttentionConv(FastConv):
-    """Base of the attention layers, to be named before the PyG layer as :class:`FastConv`."""
+    """Base of the attention layers; like :class:`FastConv`, it comes before PyG's layer among the bases."""
 
     _fusible: ClassVar[bool] = False
     _features: ClassVar[Literal["any", "rows", "matrix"]] = "matrix"
@@ -48,7 +48,7 @@ class AttentionConv(FastConv):
         wants_weights: bool = False,
         *of_call: Any,
     ) -> Reason | None:
-        """As :meth:`FastConv._reason`, of features of the edges and a call for the attention weights, too."""
+        """Like :meth:`FastConv._reason`; also checks edge features and `return_attention_weights`."""
         state = self.__dict__
         if x_dst is not x_src:
             if x_dst is None:
@@ -84,7 +84,7 @@ class AttentionConv(FastConv):
         return super()._reason(x_src, x_dst, edge_index)
 
     def _original_forward(self, reason: Reason, x: Any, edge_index: Any, *args: Any) -> Any:
-        """As :meth:`FastConv._original_forward`, features of an Adjacency's loops included."""
+        """Like :meth:`FastConv._original_forward`; adds the features of an Adjacency's inserted loops."""
         if isinstance(edge_index, Adjacency) and edge_index.has_inserted_loops and args:
             edge_attr, *rest = args
             if edge_attr is not None:
@@ -100,7 +100,7 @@ class AttentionConv(FastConv):
         vectors: tuple[str, ...],
         edges: tuple[Tensor, Any] | None = None,
     ) -> Tensor | None:
-        """GAT or GATv2 as one node of autograd's graph; None: operator by operator."""
+        """GAT or GATv2 as one autograd node; None if it has to be computed operator by operator."""
         state = self.__dict__
         if type(x) is not Tensor:
             return None
@@ -123,7 +123,7 @@ class AttentionConv(FastConv):
         return out if out is None or residual is None else out + residual(x)
 
     def _finished(self, out: Tensor, residual: Tensor | None) -> Tensor:
-        """Mean of the heads, residual and bias of GAT and GATv2."""
+        """The last steps of GAT and GATv2: mean over the heads, residual and bias."""
         if not self.concat:
             out = out.view(-1, self.heads, self.out_channels).mean(dim=1)
         if residual is not None:
@@ -133,10 +133,10 @@ class AttentionConv(FastConv):
     # ---------------------------------------------------------------- edge features
 
     def _edge_features(self, adj: Adjacency, edge_attr: Tensor) -> Tensor:
-        """Features (num_values, D) of every edge, those of inserted self loops filled as PyG fills them.
+        """Features (num_values, D) of all edges; those of inserted self loops are filled as in PyG.
 
         Raises:
-            ValueError: not one row per edge, or another device than the graph's.
+            ValueError: there is not one row per edge, or the device differs from the graph's.
         """
         adds_loops = adj.has_inserted_loops
         expected = adj.num_values - min(adj.shape) if adds_loops else adj.num_values
@@ -154,11 +154,11 @@ class AttentionConv(FastConv):
             return features
         loops = self._loop_features(adj, features)
         if not features.is_floating_point():
-            features = features.to(loops.dtype)  # as torch.cat in PyG's code; means of integers are floating
+            features = features.to(loops.dtype)  # PyG's torch.cat promotes; means of integers are floating
         return adj.extend_value(features, loops, keep_existing=False)
 
     def _loop_features(self, adj: Adjacency, edge_attr: Tensor) -> Tensor:
-        """Features (min(shape), D) of the inserted self loops, by `fill_value`, from those of the edges."""
+        """Features (min(shape), D) of the inserted self loops, from the edges' features by `fill_value`."""
         count = min(adj.shape)
         if not hasattr(self, "fill_value"):
             raise ValueError(
@@ -179,18 +179,18 @@ class AttentionConv(FastConv):
             values = edge_attr if edge_attr.is_floating_point() else edge_attr.double()
             total = sum_of_edges(by_row, adj.extend_value(values, 0.0, keep_existing=False))[:count]
             if values is not edge_attr:
-                total = total.long().to(edge_attr.dtype)  # PyG adds in this dtype; for bool that is "any"
+                total = total.long().to(edge_attr.dtype)  # PyG's sum has this dtype; of bools it is "any"
             if fill_value != "mean":
                 return total
             key, dtype = ("fastsparse_pyg.edges_of_loops", total.dtype), total.dtype
-            if torch.compiler.is_compiling():  # a trace would depend on what the structure has cached
+            if torch.compiler.is_compiling():  # `derived` would make the trace depend on cached values
                 degree = (by_row.rowptr.diff() - 1).clamp(min=1).to(dtype)[:, None]
             else:
                 degree = by_row.derived(key, lambda: (by_row.in_degree() - 1).clamp(min=1).to(dtype)[:, None])
             return total / degree[:count]
 
     def _operands_of_edges(self, features: Tensor | None) -> dict[str, Any]:
-        """Arguments of the recipes for edges with features and the layer's ``lin_edge``."""
+        """The recipes' arguments for edge features and the layer's ``lin_edge``."""
         if features is None:
             return {}
         if is_plain_linear(self.lin_edge):
@@ -209,13 +209,13 @@ class AttentionConv(FastConv):
     def _attention_edges(
         self, edge_index: Any, adj: Adjacency, alpha: Tensor, num_loops: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The edges of the attention weights and the weights, both as PyG returns them.
+        """The result of ``return_attention_weights``, as PyG returns it: edges and their weights.
 
         Args:
-            edge_index: what the caller gave: edges or an Adjacency.
-            adj: structure that was computed with.
+            edge_index: the caller's edges or Adjacency.
+            adj: structure used for the computation.
             alpha: weights (num_values, heads).
-            num_loops: self loops that the layer added; None: it adds none.
+            num_loops: number of self loops that the layer added; None: it adds none.
         """
         alpha = alpha[_value_order(adj)]
         if isinstance(edge_index, Adjacency):
@@ -227,14 +227,14 @@ class AttentionConv(FastConv):
 
 
 def _value_order(adj: Adjacency) -> slice | Tensor:
-    """Positions of the stored entries' values, ascending: leaves out edges that self loops replaced."""
+    """Positions of the values that belong to a stored entry; edges replaced by self loops have none."""
     if adj.num_values == adj.num_edges or adj.edge_id is None:
         return slice(None)
     return adj.edge_id.long().sort().values
 
 
 def _carries_features(matrix: Any) -> bool:
-    """Whether the values of a sparse matrix are vectors, which PyG takes for edge features."""
+    """Whether the values of a sparse matrix are vectors, which PyG uses as edge features."""
     if isinstance(matrix, Tensor):
         return matrix.dense_dim() > 0
     value = matrix.storage.value()

@@ -1,4 +1,4 @@
-"""What the layers share: when PyG's own code must run, and how neighbours are aggregated otherwise."""
+"""Base class of the layers: decides when PyG's own code has to run, and aggregates neighbours otherwise."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REDUCE: dict[type, Reduce] = {
 }
 #: Aggregations of layers whose kernels support all of them.
 ANY_REDUCTION = tuple(REDUCE)
-#: What to do about a method of message passing that the user overrides.
+#: Advice if the user overrides a method of message passing.
 OWN_MESSAGES = "Override it in a subclass of PyG's layer and call `fastsparse_pyg.accelerate(model)`"
 #: PyG's layers -> their drop-ins; `fastsparse_pyg.nn` fills it.
 DROP_INS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
@@ -52,8 +52,9 @@ MESSAGE_METHODS = (
     "edge_updater",
     "edge_update",
 )
-#: On a GPU, edges up to which several kernels of ours, launched from Python, take longer than PyTorch's:
-#: a batch of 512 molecules was measured, and a citation network of a third of its edges.
+#: Number of edges up to which, on a GPU, a layer of several FastSparse kernels takes longer than PyG's code,
+#: because the kernels are launched from Python. Measured on a batch of 512 molecules, and on a citation
+#: network with a third of its edges.
 FEW_EDGES_ON_GPU = 32_768
 FEW_ON_GPU = Reason(f"at most {FEW_EDGES_ON_GPU:,} edges on a GPU", "", "PyG")
 #: The hooks on the steps of message passing.
@@ -67,33 +68,32 @@ _is_tracing = torch._C._is_tracing
 _is_deterministic = torch._C._get_deterministic_algorithms
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# The method as written, not the specialised copy that PyG puts in its place when a class is first
-# instantiated.
+# The original method. When a class is first instantiated, PyG replaces it by a specialised copy.
 _plain_propagate = MessagePassing.__dict__.get("_orig_propagate", MessagePassing.__dict__["propagate"])
 
 
 class FastConv(MessagePassing):
-    """Base of the layers, to be named before the PyG layer: ``class FastGCNConv(FastConv, GCNConv)``.
+    """Base of the layers, before PyG's layer: ``class FastGCNConv(FastConv, GCNConv)``.
 
-    A layer computes by itself what the kernels support and calls :meth:`_original_forward` for the rest,
-    where PyG's code runs on the same parameters.
+    A layer runs the kernels for calls that they support. For other calls it runs PyG's code on the same
+    parameters, with :meth:`_original_forward`.
     """
 
     flow: str
     node_dim: int
     out_channels: int
 
-    #: What computes the layer, for the reports of `accelerate` and `why`.
+    #: Name of the kernel, for the reports of `accelerate` and `why`.
     _kernel: ClassVar[str] = "spmm"
 
     #: Whether sources and destinations may differ.
     _bipartite: ClassVar[bool] = True
 
-    #: Whether PyG's layer multiplies by a sparse matrix, which its attribute `fuse` can switch off.
+    #: Whether PyG's layer has a fused path for sparse matrices, which its attribute `fuse` can switch off.
     _fusible: ClassVar[bool] = True
 
-    #: What features have to be: tensors of any shape, with the nodes in the last dimension but one ("rows"),
-    #: or of two dimensions ("matrix").
+    #: Supported features: tensors of any shape ("any"), with the nodes in the second to last dimension
+    #: ("rows"), or of two dimensions ("matrix").
     _features: ClassVar[Literal["any", "rows", "matrix"]] = "any"
 
     #: Whether edges may be a sparse matrix.
@@ -102,22 +102,21 @@ class FastConv(MessagePassing):
     #: Whether features may be a sparse matrix.
     _takes_sparse_features: ClassVar[bool] = False
 
-    #: What happens to the loops of a torch.sparse matrix if the layer adds some: see :func:`resolve`.
+    #: How the layer adds loops to a torch.sparse matrix: `matrix_loops` of :func:`resolve`.
     _matrix_loops: ClassVar[str] = "replace"
 
     #: Aggregations that the layer's kernels support.
     _aggregations: ClassVar[tuple[type[Module], ...]] = (SumAggregation,)
 
-    #: The method of PyG's layer that a user's subclass overrides, "" if none: FastSparse must not skip its
-    #: messages.
+    #: Name of the message passing method that a user's subclass overrides, "" if none. PyG's code runs then,
+    #: because the kernels would not call the method.
     _overridden: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for klass in cls.__mro__[: cls.__mro__.index(FastConv)]:
             if klass is not cls and issubclass(klass, FastConv):
-                # The record of the class counts, because PyG may have added a generated `propagate` to its
-                # namespace.
+                # Not the class's namespace, to which PyG may have added a generated `propagate`.
                 found = klass._overridden
             else:
                 found = next((name for name in MESSAGE_METHODS if name in klass.__dict__), "")
@@ -127,17 +126,17 @@ class FastConv(MessagePassing):
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
         super()._set_jittable_templates(raise_on_error)
-        # PyG treats an inherited method as the plain method of a class. For a subclass of a layer that was
-        # used before, that is the layer's specialised copy without explain mode, so explanations would be
-        # silently ignored. (Seen in PyG 2.8.1.)
+        # PyG takes the inherited `propagate` for the original method of a class. If the base class was used
+        # before, this is its specialised copy without explain mode, so explanations would silently be ignored
+        # (seen in PyG 2.8.1).
         if self._overridden != "propagate":
             type(self)._orig_propagate = _plain_propagate
 
     def __prepare_scriptable__(self) -> MessagePassing:
-        """PyG's layer on the same parameters: what ``torch.jit.script`` compiles in place of a drop-in.
+        """PyG's layer with the same parameters, which ``torch.jit.script`` compiles in place of a drop-in.
 
         Raises:
-            NotImplementedError: there is no layer of PyG's that computes the same.
+            NotImplementedError: PyG has no layer that computes the same.
         """
         layer: MessagePassing = copy.copy(self)
         restore(layer, DROP_INS)
@@ -146,7 +145,7 @@ class FastConv(MessagePassing):
                 f"torch.jit.script: {type(self).__name__} has no original that TorchScript could compile; "
                 "use torch.compile"
             )
-        layer._set_jittable_templates()  # of a class that may not have been constructed yet
+        layer._set_jittable_templates()  # PyG's class may never have been instantiated, so it may lack them
         fallback.tell(type(self).__name__, Reason("torch.jit.script compiles PyG's layer", ""))
         return layer
 
@@ -155,15 +154,15 @@ class FastConv(MessagePassing):
     def _structure(
         self, x: Any, edge_index: Any, size: Any = None, loops: bool = False, *of_call: Any
     ) -> Adjacency | Reason:
-        """The structure that a call computes with, or why PyG's own code must run it.
+        """The structure for a call, or why PyG's own code has to run.
 
         Args:
-            x: node features, or a pair of them for sources and destinations, the latter perhaps None. A layer
-                that takes no pairs gives the features twice.
-            edge_index: as the caller gave it.
-            size: likewise.
+            x: node features, or a pair (sources, destinations or None). A layer that supports no pairs passes
+                the features twice.
+            edge_index: argument of the layer.
+            size: argument of the layer.
             loops: whether to add self loops as the original does.
-            *of_call: what else :meth:`_reason` of this layer asks.
+            *of_call: further arguments of this layer's :meth:`_reason`.
         """
         if isinstance(x, Tensor):
             x_src = x_dst = x
@@ -204,13 +203,13 @@ class FastConv(MessagePassing):
         )
 
     def _reason(self, x_src: Any, x_dst: Any, edge_index: Any, *of_call: Any) -> Reason | None:
-        """Why PyG's own code must run; None if the kernels can. Layers with more to ask override it.
+        """Why PyG's own code has to run; None if the kernels can. Layers with more conditions override it.
 
         Args:
             x_src: features of the sources.
             x_dst: features of the destinations, or None.
-            edge_index: as the caller gave it.
-            *of_call: what else a layer asks.
+            edge_index: argument of the layer.
+            *of_call: further arguments for a layer's own conditions.
         """
         if not isinstance(x_src, Tensor):
             raise_features(x_src)
@@ -262,20 +261,19 @@ class FastConv(MessagePassing):
         return fallback.TRACED_BY_JIT if _is_tracing() else fallback.watched(why_watched(x_src))
 
     def _own_parameters(self, *names: str) -> list[Any]:
-        """Parameters of the layer itself; pruned or parametrised ones, or a replica's, are attributes."""
+        """Parameters of the layer. Pruned or parametrised ones, and those of a replica, are attributes."""
         parameters, found = self.__dict__["_parameters"], []
-        for name in names:  # a comprehension is one more call in Python 3.11
+        for name in names:  # not a comprehension, which is a function call in Python 3.11
             found.append(parameters[name] if name in parameters else getattr(self, name))
         return found
 
     def _reduce(self) -> Reduce:
         """The kernel's name for the layer's aggregation."""
-        # Not self.aggr_module: for submodules that goes through nn.Module.__getattr__, half a microsecond
-        # each time.
+        # Not self.aggr_module, which goes through nn.Module.__getattr__ and takes half a microsecond.
         return REDUCE[type(self._modules["aggr_module"])]
 
     def _original_forward(self, reason: Reason, x: Any, edge_index: Any, *args: Any) -> Tensor:
-        """PyG's forward; an Adjacency is written back as an edge list for it."""
+        """Runs PyG's forward; an Adjacency is converted to an edge list for it."""
         edges = self._written_back(edge_index) if isinstance(edge_index, Adjacency) else edge_index
         forward = super().forward
         try:
@@ -286,13 +284,13 @@ class FastConv(MessagePassing):
         return out
 
     def _name_argument(self, error: Exception, x: Any, edge_index: Any, *args: Any) -> None:
-        """Raises PyG's error again with a message that names the wrong argument, if it is clear which it is.
+        """Raises PyG's error again with a message that names the wrong argument, if it can be determined.
 
         Args:
-            error: PyG's.
-            x: as the caller gave it.
-            edge_index: likewise.
-            *args: likewise; layers with more to say override this.
+            error: PyG's error.
+            x: argument of the layer.
+            edge_index: argument of the layer.
+            *args: further arguments of the layer, which some layers check in an override.
         """
         if not isinstance(x, Tensor):
             return
@@ -337,7 +335,7 @@ class FastConv(MessagePassing):
         scales: Sequence[Tensor | None] = (None, None),
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Sum, mean, maximum or minimum over neighbours, along `node_dim`, of features of any dimension."""
+        """Sum, mean, maximum or minimum over neighbours, along `node_dim`, for features of any shape."""
         if value is not None and not value.is_floating_point():
             value = value.to(x.dtype)
         reduce, dim = REDUCE[type(self._modules["aggr_module"])], self.__dict__["node_dim"]
@@ -350,7 +348,7 @@ class FastConv(MessagePassing):
         return out if bias is None else out + bias
 
     def _plain_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """The sum, or mean, of neighbours without weights, see `TiledLayer._neighbour_sum`."""
+        """The unweighted sum or mean over neighbours, for `TiledLayer._neighbour_sum`."""
         adj = self._structure(x, edges)
         reason = adj.message if isinstance(adj, Reason) else ""
         if not reason and self._reduce() not in ("sum", "mean"):
@@ -377,14 +375,14 @@ class FastConv(MessagePassing):
         Args:
             adj: structure.
             x_src: features of the sources.
-            x_dst: features of the destinations; None: those count nothing.
-            value: of the edges; None: 1.
-            lin: linear layer of the sums.
-            lin_root: linear layer of the destinations, or None.
+            x_dst: features of the destinations; None: the second term is 0.
+            value: values of the edges; None: all 1.
+            lin: linear layer for the aggregated neighbours.
+            lin_root: linear layer for the destinations, or None.
         """
         reduce = REDUCE[type(self._modules["aggr_module"])]
-        # A sum is linear: gather whichever side of the product is narrower. Rows without edges get the bias
-        # alone.
+        # A sum is linear, so `lin` may come before or after it: gather the narrower features. Destinations
+        # without edges get only the bias.
         narrower_after = x_src.size(-1) > self.out_channels and reduce in ("sum", "mean")
         if (
             lin_root is not None
@@ -409,18 +407,18 @@ class FastConv(MessagePassing):
             out = lin(self._aggregate_neighbours(adj, x_src, value))
         if lin_root is None or x_dst is None:
             return out
-        # Hooks may have stored the result of a layer, so it must not be overwritten.
+        # `add_linear` overwrites `out`. If `lin` has hooks, they may have stored it, so it must not change.
         return (
             add_linear(out, (x_dst,), (lin_root,), Linear) if is_plain_linear(lin) else out + lin_root(x_dst)
         )
 
 
 def raise_untiled(layer: FastConv, reason: str) -> NoReturn:
-    """Says why a layer cannot run in tiles.
+    """Raises the error for a layer that cannot run in tiles.
 
     Args:
         layer: the layer.
-        reason: what about it or its edges.
+        reason: the property of the layer or its edges that tiles do not support.
 
     Raises:
         ValueError: always.
@@ -432,23 +430,23 @@ def raise_untiled(layer: FastConv, reason: str) -> NoReturn:
 
 
 def checked_pair(x: Any) -> tuple[Any, Any]:
-    """Features of sources and destinations that are not one tensor; callers ask that: a call takes long."""
+    """Checks a pair of features. Callers test for a single tensor first, because a call takes long."""
     if not (isinstance(x, (tuple, list)) and len(x) == 2):
         raise_features(x)
     return x[0], x[1]
 
 
 def size_for_pyg(edge_index: object, size: Any) -> Any:
-    """`size` of a call that PyG's code runs: edges that an Adjacency is written back as do not tell it."""
+    """`size` for PyG's code: edges made from an Adjacency do not contain its numbers of nodes."""
     return (edge_index.num_src, edge_index.num_dst) if isinstance(edge_index, Adjacency) else size
 
 
 def raise_features(x: object, name: str = "x") -> NoReturn:
-    """Says what features have to be.
+    """Raises the error for features of an unsupported type.
 
     Args:
-        x: what came instead.
-        name: the caller's argument.
+        x: the unsupported object.
+        name: name of the caller's argument.
 
     Raises:
         TypeError: always.
@@ -465,18 +463,18 @@ def raise_features(x: object, name: str = "x") -> NoReturn:
 
 
 def known(edge_index: Tensor, options: Hashable) -> Adjacency | None:
-    """The structure of edges that came with these options before, if they are a plain tensor and the same.
+    """The cached structure of a plain edge tensor with these options; None if `lookup` has to search.
 
-    What :func:`fastsparse_pyg.caching.lookup` finds, in less of the host's time; None: ask it.
+    It returns the same as :func:`fastsparse_pyg.caching.lookup`, but takes less time on the host.
     """
     if type(edge_index) is not Tensor:
         return None
     latest = layer_cache.latest.get(options)
-    if latest is None or latest[0]() is not edge_index:  # as of a layer of two edge lists
+    if latest is None or latest[0]() is not edge_index:  # for example if layers alternate between edge lists
         latest = layer_cache.kept(edge_index, options)
         if latest is None:
             return None
-    # What `stamp_of` says of a plain tensor, without the call.
+    # `stamp_of` of a plain tensor, inlined.
     if latest[1] != ((edge_index.data_ptr(), edge_index.stride(), stamp_attributes(edge_index)),):
         return None
     layer_cache.hits += 1
@@ -487,12 +485,12 @@ def known(edge_index: Tensor, options: Hashable) -> Adjacency | None:
 def are_few_on_gpu(edge_index: Any, times: int = 1) -> bool:
     """Whether a layer of several kernels takes longer than PyG's code for these edges.
 
-    PyG's sums are made by atomics; who asks PyTorch for determinism gets the kernels, and so does a recorded
-    step, whose replays ask nothing of the host.
+    False if PyTorch's deterministic algorithms are switched on, because PyG's sums use atomics. Also False in
+    a recorded step, whose replays take no time on the host.
 
     Args:
         edge_index: the edges.
-        times: how many times as many are few, too.
+        times: factor by which the number of few edges is multiplied.
     """
     return (
         type(edge_index) is Tensor
@@ -504,21 +502,21 @@ def are_few_on_gpu(edge_index: Any, times: int = 1) -> bool:
 
 
 def has_message_hook(state: dict[str, Any]) -> bool:
-    """Whether someone watches a step of message passing.
+    """Whether a layer has a hook on a step of message passing.
 
     Args:
         state: the layer's ``__dict__``.
     """
-    return any(map(state.__getitem__, _MESSAGE_HOOKS))  # a generator would take longer
+    return any(map(state.__getitem__, _MESSAGE_HOOKS))  # `map` is faster than a generator
 
 
-#: Whether a linear layer of PyG's is its weight and bias alone, free to move across a sum.
+#: Whether a PyG Linear only applies weight and bias (no hooks, no subclass), so it can move across a sum.
 is_plain_linear = functools.partial(is_plain_linear_of, kind=Linear)
 
 
 def project(x: Tensor, *modules: torch.nn.Module) -> tuple[Tensor, ...]:
-    """Results of linear layers on the same features, of one product where they are plain.
+    """Results of several linear layers on the same features; plain layers share one matrix product.
 
-    Gradients that reach one of the results then reach all layers, as zeros.
+    With a shared product, if one of the results gets a gradient, the layers of the others get zeros.
     """
     return joint_linear(x, modules, Linear)

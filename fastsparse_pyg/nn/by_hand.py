@@ -1,7 +1,7 @@
-"""Modules that gather and scatter by hand: their own code, on an index that knows its graph.
+"""Speeds up modules that gather and scatter by hand: their own code runs, on an index with its graph.
 
-``x[row]`` and ``scatter_add_`` by such an index are the gathers and reductions of `segments`. Rows are
-gathered when they are read: a linear map of them, or of their concatenation, runs once per node instead.
+``x[row]`` and ``scatter_add_`` with such an index use the gathers and reductions of `segments`. Rows are
+gathered when they are first read, so a linear map of them, or of their concatenation, runs once per node.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fastsparse_pyg.nn.any_layer import FEW_EDGES, FEW_ON_CPU
 from fastsparse_pyg.nn.base import FEW_ON_GPU, are_few_on_gpu, known
 from fastsparse_pyg.nn.segments import NodeIndex
 
-#: Names under which such modules take their edges.
+#: Names of the argument with the edges in such modules.
 _EDGES = ("edge_index", "edges")
 _OTHER_EDGES = Reason("edges that are not int64 tensors of the features' nodes, or that are new", "")
 _classes: dict[type, type[ByHand]] = {}
@@ -49,7 +49,7 @@ def gathers_by_hand(module: nn.Module) -> bool:
     if not isinstance(klass.forward, types.FunctionType) or _edge_parameter(klass) is None:
         return False
     if any(isinstance(each, MessagePassing) for each in module.modules()):
-        return False  # which need the edges as they are
+        return False  # message passing layers need the edges in their original form
     bodies = [
         item
         for each in klass.__mro__[: klass.__mro__.index(nn.Module)]
@@ -78,16 +78,16 @@ def _edge_parameter(klass: Any) -> tuple[str, int] | None:
 
 
 class ByHand(nn.Module):
-    """First base of the classes that :func:`by_hand_class` makes: ``(ByHand, TheModule)``."""
+    """First base of the classes ``(ByHand, TheModule)`` that :func:`by_hand_class` makes."""
 
     _original: ClassVar[type[nn.Module]]
 
     def _shown(self) -> str:
-        """What a report says."""
+        """Text for reports."""
         return "its own code: gathers and sums on segments, linear maps of gathered rows per node"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies name the original's class: this one is made again."""
+        """Pickles the original class; loading makes this class again."""
         reduced: Any = super().__reduce_ex__(protocol)
         how, what, *rest = reduced
         if how is copyreg.__newobj__ and what[0] is type(self):  # type: ignore[attr-defined]
@@ -96,7 +96,7 @@ class ByHand(nn.Module):
 
 
 def by_hand_class(original: type[nn.Module]) -> type[ByHand]:
-    """The class that takes the place of a module's class."""
+    """The class that replaces a module's class."""
     found = _classes.get(original)
     if found is None:
         parameter = _edge_parameter(original)
@@ -136,7 +136,7 @@ def _with_known_edges(forward: Any, name: str, position: int) -> Any:
 
 
 def _known_edges(edges: Any, arguments: tuple[Any, ...]) -> Any:
-    """The edges with their structure, in the caller's form, or why the module's code runs unchanged."""
+    """The edges as indices with their graph, in the caller's form; or why the module runs unchanged."""
     is_pair = isinstance(edges, (list, tuple)) and len(edges) == 2
     parts: tuple[Any, ...] = (*edges,) if is_pair else (edges,)
     for part in parts:
@@ -166,7 +166,7 @@ def _known_edges(edges: Any, arguments: tuple[Any, ...]) -> Any:
         try:
             adj = lookup(first, parts, options, lambda: edges_made_anew(_stacked(parts), options))
         except (IndexError, ValueError):
-            return _OTHER_EDGES  # of another number of nodes: the module's own code says what is wrong
+            return _OTHER_EDGES  # ids exceed the number of nodes: the module's own code raises its error
     whole = adj.derived("fastsparse_pyg.by_hand", lambda: _stacked(parts)) if is_pair else first
     ends = tuple(_Index.of(EdgeEnd(adj, whole, row, row == 1)) for row in (0, 1))
     if is_pair:
@@ -184,7 +184,7 @@ def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
 
 
 class _Plain(Tensor):
-    """A tensor that stands for itself in every function that its class does not take over."""
+    """A tensor subclass that acts as a plain tensor in functions that the subclass does not handle."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -208,7 +208,7 @@ class _Plain(Tensor):
 
 
 class _Edges(_Plain):
-    """Edges whose rows are indices that know their graph."""
+    """Edges whose two rows are indices with their graph."""
 
     ends: tuple[NodeIndex, ...]
 
@@ -216,18 +216,18 @@ class _Edges(_Plain):
     def _taken_over(func: Any, args: Any, kwargs: Any) -> Any:
         edges = args[0]
         if func in (Tensor.unbind, torch.unbind) and args[1:] in ((), (0,)) and not kwargs:
-            return edges.ends  # which `row, col = edges` calls, too
+            return edges.ends  # `row, col = edges` calls `unbind` too
         if func is Tensor.__getitem__ and type(args[1]) is int and args[1] in (0, 1, -1, -2):
             return edges.ends[args[1]]
         return NotImplemented
 
 
 class _Index(NodeIndex):
-    """The index of one end, which gathers rows when they are read."""
+    """The index of one end of the edges; rows gathered with it are made when they are first read."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Gathers by it."""
+        """Handles `x[index]` and `index_select`."""
         if func is Tensor.__getitem__ and not kwargs:
             x, index = args
         elif func in (torch.index_select, Tensor.index_select) and len(args) == 3 and args[1] == 0:
@@ -245,14 +245,14 @@ class _Index(NodeIndex):
 
 
 class _Rows(Tensor):
-    """Rows per edge that are not there until someone reads them: parts side by side.
+    """Rows per edge, made of parts side by side, that are gathered when they are first read.
 
-    Linear maps and concatenations do not read them. For autograd they are the result of the gather.
+    Linear maps and concatenations do not read them. Autograd treats them as the result of the gather.
 
     Attributes:
-        parts: (rows of the nodes, the end at which they are gathered), or (rows of the edges, None).
-        made: the rows, once they were read.
-        versions: of the parts when this was made.
+        parts: pairs (rows of nodes, end at which they are gathered) or (rows of edges, None).
+        made: the rows after the first read.
+        versions: version counters of the parts when this object was made.
     """
 
     parts: list[tuple[Tensor, EdgeEnd | None]]
@@ -261,7 +261,7 @@ class _Rows(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Maps and joins the parts; every other function gets the rows."""
+        """Applies linear maps and concatenations to the parts; all other functions get the rows."""
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -280,7 +280,7 @@ class _Rows(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """For code that ignores `__torch_function__`, such as `torch.autograd.Function`: below autograd."""
+        """Reads the rows for code that bypasses `__torch_function__`, such as `torch.autograd.Function`."""
         if func._schema.is_mutable:
             raise RuntimeError(
                 f"{func} writes into x[edge_index[0]], which is not gathered yet: use "
@@ -292,19 +292,19 @@ class _Rows(Tensor):
         return func(*args, **kwargs)
 
     def rows(self) -> Tensor:
-        """The rows themselves."""
+        """The gathered rows, kept after the first call."""
         if self.made is None:
-            with torch.enable_grad():  # parts without a gradient are detached
+            with torch.enable_grad():  # parts are detached if the rows need no gradient
                 self.made = self.made_anew()
         return self.made
 
     def made_anew(self) -> Tensor:
-        """The rows, read once more."""
+        """Gathers the rows again."""
         each = [part if end is None else gather(part, end) for part, end in self.known_parts()]
         return each[0] if len(each) == 1 else torch.cat(each, 1)
 
     def known_parts(self) -> list[tuple[Tensor, EdgeEnd | None]]:
-        """The parts; the rows, if they were written."""
+        """The parts; if the rows were written in place, the rows as the only part."""
         if self.made is not None and self.made._version:
             return [(self.made, None)]
         if any(
@@ -328,12 +328,12 @@ _OF_THE_OBJECT = ("register_hook", "retain_grad", "requires_grad_")
 
 
 def _with_rows(tree: Any) -> Any:
-    """Arguments of a function, with rows in place of those that are not there."""
+    """The arguments of a function, with all `_Rows` replaced by the gathered rows."""
     return pytree.tree_map_only(_Rows, _Rows.rows, tree)
 
 
 class _Unread(torch.autograd.Function):
-    """Rows that are not there; the gradient is that of the gather."""
+    """Makes a `_Rows` object; its backward pass is that of the gather."""
 
     @staticmethod
     def forward(ctx: Any, ends: list[EdgeEnd | None], num_edges: int, *tensors: Tensor) -> Tensor:
@@ -378,7 +378,7 @@ def _joined(tensors: Any, dim: Any = 0, **kwargs: Any) -> Any:
 
 
 def _mapped(x: Any, weight: Any, bias: Any = None) -> Any:
-    """A linear map of rows: parts that are gathered are multiplied once per node."""
+    """A linear map of rows: the parts of nodes are multiplied before they are gathered, once per node."""
     if type(x) is not _Rows or type(weight) is _Rows or is_any_autocast_enabled():
         return NotImplemented
     parts = x.known_parts()

@@ -17,16 +17,16 @@ from fastsparse_pyg.nn.propagation import PropagatingConv
 
 
 class _Laplacian(NamedTuple):
-    """The scaled Laplacian: x becomes c (diag x - A x) - x.
+    """The scaled Laplacian; its product with x is c (diagonal * x - A x) - x.
 
     Attributes:
         adj: structure of A, without self loops.
-        value: its values; None: the scales alone.
-        scale_dst: constant factors of its rows, or None.
-        scale_src: constant factors of its columns, or None.
-        diagonal: of the Laplacian, a number or (num_nodes, 1).
-        factor: c, a number or a tensor of one or one per node.
-        at_source: whether c scales columns, not rows, where it differs by node.
+        value: values of A; None: all 1, before scaling.
+        scale_dst: constant factors of A's rows, or None.
+        scale_src: constant factors of A's columns, or None.
+        diagonal: diagonal of the Laplacian, a number or (num_nodes, 1).
+        factor: c: a number, or a tensor with one number or one per node.
+        at_source: whether a tensor c scales the columns; otherwise it scales the rows.
     """
 
     adj: Adjacency
@@ -116,7 +116,7 @@ class FastChebConv(PropagatingConv, ChebConv):
         self, adj: Adjacency, x: Tensor, weight: Tensor | None, batch: Tensor | None, lambda_max: Any
     ) -> _Laplacian:
         dtype = accumulation_dtype(x.dtype)
-        # PyG's degrees are those of the first row of the edges, whatever the flow is.
+        # PyG always counts degrees in the first row of `edge_index`, whatever the flow is.
         at_source = self.flow == "source_to_target"
         kind = self.normalization
         largest: Any = 1.0
@@ -138,7 +138,7 @@ class FastChebConv(PropagatingConv, ChebConv):
                 scale = scale.masked_fill(scale == float("inf"), 0)
                 dst = scale if kind == "sym" or (kind == "rw" and not at_source) else ones
                 src = scale if kind == "sym" or (kind == "rw" and at_source) else ones
-                value = weight * sddmm(adj, dst, src).to(weight.dtype)  # of the dropped loops: 0
+                value = weight * sddmm(adj, dst, src).to(weight.dtype)  # values of dropped loops become 0
                 bound = degree.max() if kind is None else degree.new_ones(())
                 largest = torch.maximum((-value).max().to(bound.dtype), bound) if len(value) else bound
             scale = None

@@ -29,11 +29,11 @@ class FastGATConv(AttentionConv, GATConv):
         \mathbf{x}_i + \mathbf{a}^{\top}_{e} \mathbf{\Theta}_{e} \mathbf{e}_{i,j} \right) \right)
 
     From "Graph Attention Networks" (https://arxiv.org/abs/1710.10903), section 2.1. Arguments, parameters,
-    ``state_dict`` and results are the original's. Scores, softmax, dropout and sum are one operator
-    (:func:`fastsparse_core.additive_attention`): nothing is stored per edge, except one number per edge and
-    head with ``edge_dim``. Attention dropout draws a different mask than the original; the forward and the
-    backward pass use the same mask. ``return_attention_weights`` computes the weights of all edges. Under
-    autocast the result has the autocast dtype.
+    ``state_dict`` and results are the same as PyG's. One operator
+    (:func:`fastsparse_core.additive_attention`) computes scores, softmax, dropout and sum. It stores nothing
+    per edge, except one number per edge and head with ``edge_dim``. Attention dropout draws a different mask
+    than PyG's layer; the forward and the backward pass use the same mask. ``return_attention_weights``
+    computes the weights of all edges. Under autocast the result has the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -64,17 +64,17 @@ class FastGATConv(AttentionConv, GATConv):
 
         Args:
             x: node features, or (source features, destination features or None).
-            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. An Adjacency
-                without self loops gets them, as edges do. An Adjacency that was built with self loops is used
-                as it is.
+            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. The option
+                ``add_self_loops`` adds self loops to all of them, except to an Adjacency that was built with
+                self loops.
             edge_attr: features of the edges, for edges and Adjacency; ignored without ``edge_dim``.
-            size: (sources, destinations), for edge lists.
-            return_attention_weights: True: also returns the edges, self loops included, and their attention
-                weights after dropout.
+            size: (number of sources, number of destinations), for edge lists.
+            return_attention_weights: whether to also return the edges, including self loops, and their
+                attention weights after dropout.
 
         Raises:
             ValueError: sizes, dtypes, devices or the dropout probability do not fit.
-            IndexError: an index points to no node.
+            IndexError: an index refers to a node that does not exist.
         """
         if self.lin_edge is None:
             edge_attr = None
@@ -114,7 +114,7 @@ class FastGATConv(AttentionConv, GATConv):
         return out, self._attention_edges(edge_index, adj, alpha, num_loops)
 
     def _values_and_scores(self, x_src: Tensor, x_dst: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """(values with the heads side by side, scores of the destinations, scores of the sources)."""
+        """Returns (values with the heads side by side, scores of the destinations, scores of the sources)."""
         lin_src, lin_dst = (self.lin_src, self.lin_dst) if self.lin is None else (self.lin, self.lin)
         value = lin_src(x_src)
         if x_dst is x_src and lin_dst is lin_src:
@@ -127,7 +127,7 @@ class FastGATConv(AttentionConv, GATConv):
         return value, score_dst, score_src
 
     def _edges_for_scores(self, features: Tensor) -> tuple[Any, ...] | None:
-        """Features of edges as `attention_layer` takes them; None: they are the operators'."""
+        """Edge features in the form of `attention_layer`; None if the separate operators have to run."""
         lin, att = self.__dict__["_modules"]["lin_edge"], self._own_parameters("att_edge")[0]
         if features.is_cuda or is_any_autocast_enabled() or not is_plain_linear(lin):
             return None

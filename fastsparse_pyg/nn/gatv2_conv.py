@@ -28,11 +28,11 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
         \mathbf{e}_{i,j} \right) \right)
 
     From "How Attentive are Graph Attention Networks?" (https://arxiv.org/abs/2105.14491), section 3.
-    Arguments, parameters, ``state_dict`` and results are the original's. Scores, softmax, dropout and sum are
-    one operator (:func:`fastsparse_core.gatv2_attention`) that stores nothing per edge. Edge features are
-    inside the non-linearity. Up to 32 of them are projected inside the operator; with more, the unfused
-    operators run. Attention dropout draws a different mask than the original. Under autocast the result has
-    the autocast dtype.
+    Arguments, parameters, ``state_dict`` and results are the same as PyG's. One operator
+    (:func:`fastsparse_core.gatv2_attention`) computes scores, softmax, dropout and sum, and stores nothing
+    per edge. It also projects up to 32 edge features, which are part of the LeakyReLU's argument; with more,
+    the unfused operators run. Attention dropout draws a different mask than PyG's layer. Under autocast the
+    result has the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or

@@ -31,11 +31,11 @@ class FastGCNConv(PropagatingConv, GCNConv):
         \mathbf{\Theta}
 
     From "Semi-Supervised Classification with Graph Convolutional Networks"
-    (https://arxiv.org/abs/1609.02907). Arguments, parameters, ``state_dict`` and results are the original's.
-    Without edge weights, the kernel normalises by scaling rows, so no value per edge is stored. The weight is
-    applied before or after the aggregation, whichever gathers fewer numbers; results agree up to rounding.
-    Under autocast, the aggregation and its result use the autocast dtype. Message hooks, explain mode and
-    aggregations other than the sum run PyG's own code.
+    (https://arxiv.org/abs/1609.02907). Arguments, parameters, ``state_dict`` and results are the same as
+    PyG's. Without edge weights, the kernel normalises by scaling rows, so no value per edge is stored. The
+    weight matrix is applied before or after the aggregation, so that the narrower features are gathered; both
+    orders agree up to rounding. Under autocast, the aggregation and its result use the autocast dtype. With
+    message hooks, in explain mode and for aggregations other than the sum, PyG's own code runs.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or :math:`(B, |\mathcal{V}|, F_{in})`,
@@ -62,14 +62,14 @@ class FastGCNConv(PropagatingConv, GCNConv):
 
         Args:
             x: node features (N, F_in) or (B, N, F_in), float64, float32, float16 or bfloat16.
-            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. An Adjacency
-                without self loops gets them, as edges do. An Adjacency that was built with self loops is used
-                as it is.
-            edge_weight: floating (E,), for edges and Adjacency (a matrix carries its own).
+            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. The option
+                ``add_self_loops`` adds self loops to all of them, except to an Adjacency that was built with
+                self loops.
+            edge_weight: floating (E,), for edges and Adjacency. A sparse matrix has its own values.
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit together, or `x` is a tuple.
-            IndexError: an index points to no node.
+            IndexError: an index refers to a node that does not exist.
             NotImplementedError: a sparse matrix in CSC layout with ``normalize=True``.
         """
         if isinstance(x, (tuple, list)):
@@ -90,7 +90,8 @@ class FastGCNConv(PropagatingConv, GCNConv):
         lin, parameters = state["_modules"]["lin"], state["_parameters"]
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 (asked only then)
         out_channels, width = state["out_channels"], x.shape[-1]
-        # Gather the narrower side. Where both are as wide, features without gradient spare the backward pass.
+        # Gather the narrower features. If both are equally wide, aggregate first if `x` needs no gradient:
+        # the backward pass then needs no aggregation.
         aggregate_first = width < out_channels or (width == out_channels and not x.requires_grad)
         plain = is_plain_linear(lin, Linear) and lin._parameters["bias"] is None
         if plain and value is None and is_plain_eager(x):
@@ -100,7 +101,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
             )
             if out is not None:
                 return out
-        if adds_loops and not isinstance(edge_index, Adjacency):  # which no other operator can
+        if adds_loops and not isinstance(edge_index, Adjacency):  # only `graph_convolution` can add loops
             with_loops = self._structure((x, x), edge_index, None, True)
             assert isinstance(with_loops, Adjacency)
             adj, value, scale_dst, scale_src, adds_loops = self._normalised(with_loops, x, edge_index, None)
@@ -116,7 +117,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
         return _plus_own(out, x, *scales) if adds_loops else out
 
     def _neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """What :func:`fastsparse_pyg.tiled` sums over a tile's neighbours."""
+        """The sum over neighbours that :func:`fastsparse_pyg.tiled` computes for every tile."""
         state = self.__dict__
         found: Propagation | Reason | None = None
         part: Any = edges if isinstance(edges, Adjacency) and edges.is_partitioned else None
@@ -133,14 +134,14 @@ class FastGCNConv(PropagatingConv, GCNConv):
         return NeighbourSum(found.adj, found.scale_dst, found.scale_src, loop, reads_own=False)
 
     def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
-        """What :func:`fastsparse_pyg.tiled` computes of a tile's sums."""
+        """The result of the layer from a tile's sums, for :func:`fastsparse_pyg.tiled`."""
         if is_plain_linear(self.lin, Linear):
             return F.linear(sums, self.lin.weight, self.bias)
         out: Tensor = self.lin(sums)
         return out if self.bias is None else out + self.bias
 
     def _with_loops_by_kernel(self, x: Any, edge_index: Tensor | Adjacency) -> Propagation | Reason | None:
-        """GCN's matrix of edges whose loops the kernel may add; None where it may not."""
+        """GCN's matrix if the kernel can add the self loops; None if it cannot."""
         state = self.__dict__
         if (
             not (state["normalize"] and state["add_self_loops"])
@@ -161,17 +162,17 @@ class FastGCNConv(PropagatingConv, GCNConv):
             return None
         num_nodes, flow = x.shape[0], state["flow"]
         adj = known(edge_index, (num_nodes, num_nodes, flow, BY_KERNEL))
-        if adj is None:  # they may have been prepared with their loops, or may be used by other layers
+        if adj is None:  # `prepare` or another layer may have converted the edges with their loops
             adj = known(edge_index, (num_nodes, num_nodes, flow, True))
         if adj is None:
-            if recorded.current() is not None:  # for the edges of a padded batch this is unknown
+            if recorded.current() is not None:  # whether a padded batch has loops is not known on the host
                 return None
             adj = edges_for_loops(edge_index, num_nodes, flow)
         scale, adds = gcn_factors(adj, x.dtype, True)
         return Propagation(adj, None, scale, scale, adds)
 
     def _of_adjacency(self, x: Tensor, adj: Adjacency) -> Propagation | None:
-        """The same of a structure, where no loop is in it."""
+        """Like `_with_loops_by_kernel`, for an Adjacency; None if it has loops."""
         if adj.is_partitioned or adj.is_padded or x.dim() != 2 or x.layout is not torch.strided:
             return None
         if adj.has_inserted_loops or not adj.is_free_of_loops():
@@ -182,7 +183,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
 
 
 def _plus_own(out: Tensor, x: Tensor, scale_dst: Tensor | None, scale_src: Tensor | None) -> Tensor:
-    """Adds what loops would: a second structure that has them would take as much memory as the first."""
+    """Adds the terms of the self loops. A second structure with loops would take as much memory again."""
     assert scale_dst is not None
     assert scale_src is not None
     return torch.addcmul(out, x.to(out.dtype), (scale_dst * scale_src).to(out.dtype).unsqueeze(1))

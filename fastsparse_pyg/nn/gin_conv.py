@@ -28,8 +28,8 @@ class FastGINConv(FastConv, GINConv):
         \mathcal{N}(i)} \mathbf{x}_j \right)
 
     From "How Powerful are Graph Neural Networks?" (https://arxiv.org/abs/1810.00826). Arguments, parameters,
-    ``state_dict`` and results are the original's. Kernels support ``aggr`` sum, add, mean, max and min;
-    anything else runs PyG's own code on the same parameters.
+    ``state_dict`` and results are the same as PyG's. Kernels support ``aggr`` sum, add, mean, max and min.
+    For other aggregations, PyG's own code runs on the same parameters.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -60,7 +60,7 @@ class FastGINConv(FastConv, GINConv):
         )
         state = self.__dict__
         modules = state["_modules"]
-        # Not self.eps and self.nn, which go through nn.Module.__getattr__.
+        # Not self.eps and self.nn, which go through the slow nn.Module.__getattr__.
         eps, network = state["_buffers"].get("eps"), modules.get("nn")
         eps, network = self.eps if eps is None else eps, self.nn if network is None else network
         if (
@@ -82,10 +82,10 @@ class FastGINConv(FastConv, GINConv):
         return network(out)
 
     def _neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """What :func:`fastsparse_pyg.tiled` sums over a tile's neighbours."""
+        """The sum over neighbours that :func:`fastsparse_pyg.tiled` computes for every tile."""
         return self._plain_sum(x, edges)
 
     def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
-        """What :func:`fastsparse_pyg.tiled` computes of a tile's sums."""
+        """The result of the layer from a tile's sums, for :func:`fastsparse_pyg.tiled`."""
         out: Tensor = self.nn(torch.addcmul(sums, 1 + self.eps, x))
         return out

@@ -32,9 +32,10 @@ class FastGINEConv(AttentionConv, GINEConv):
         \mathcal{N}(i)} \mathrm{ReLU} ( \mathbf{x}_j + \mathbf{e}_{j,i} ) \right)
 
     From "Strategies for Pre-training Graph Neural Networks" (https://arxiv.org/abs/1905.12265). Arguments,
-    parameters, ``state_dict`` and results are the original's. Messages and sum are one operator
-    (:func:`fastsparse_core.gine_aggregate`). With ``edge_dim`` up to 32, the operator includes the linear map
-    of the edge features, so no row of :math:`F_{in}` numbers per edge is stored, forward or backward.
+    parameters, ``state_dict`` and results are the same as PyG's. One operator
+    (:func:`fastsparse_core.gine_aggregate`) computes messages and sum. With ``edge_dim`` up to 32, the
+    operator includes the linear map of the edge features, so neither the forward nor the backward pass stores
+    a row of :math:`F_{in}` numbers per edge.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -66,11 +67,11 @@ class FastGINEConv(AttentionConv, GINEConv):
             x: node features, or (source features, destination features or None).
             edge_index: edges, or an Adjacency whose rows are the destinations.
             edge_attr: features of the edges, as wide as ``x``, or ``edge_dim`` wide.
-            size: numbers of (source, destination) nodes.
+            size: (number of sources, number of destinations).
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit.
-            IndexError: an index points to no node.
+            IndexError: an index refers to a node that does not exist.
         """
         adj = self._structure(x, edge_index, size, False, edge_attr)
         if not isinstance(adj, Adjacency):
@@ -102,7 +103,7 @@ class FastGINEConv(AttentionConv, GINEConv):
         return self.nn(out)
 
     def _combined(self, adj: Adjacency, x: Tensor, edge_attr: Tensor) -> Tensor | None:
-        """The layer as one node of autograd's graph; None: look closer."""
+        """The layer as one autograd node; None if the caller has to check further."""
         state = self.__dict__
         lin, eps = state["_modules"].get("lin"), state["_buffers"].get("eps")
         learned = self._own_parameters("eps")[0] if eps is None else None
@@ -128,9 +129,9 @@ class FastGINEConv(AttentionConv, GINEConv):
                 return None
         under = autocast_dtype(x) if is_any_autocast_enabled() else None
         if under is not None and lin is None and x.dtype.itemsize == 2 and edge_attr.dtype is torch.float32:
-            x = x.float()  # as in the original's messages, because results of an earlier layer have 16 bits
+            x = x.float()  # PyG's messages promote to float32; `x` has 16 bits if an earlier layer made it
         if under is not None and (
-            # The original would then sum in float32, or add messages of two dtypes.
+            # In these cases PyG sums in float32, or adds messages of two dtypes.
             (first is None and x.dtype is not torch.float32)
             or (lin is None and edge_attr.dtype is not x.dtype)
         ):
@@ -160,7 +161,7 @@ class FastGINEConv(AttentionConv, GINEConv):
             if edge_attr.size(1) != x_src.size(1):
                 return Reason("edge features of another width than the nodes'", _EDGE_DIM)
             return None
-        weight = lin._parameters.get("weight")  # lin.weight goes through nn.Module.__getattr__
+        weight = lin._parameters.get("weight")  # lin.weight goes through the slow nn.Module.__getattr__
         if (lin.weight if weight is None else weight).size(0) != x_src.size(1):
             return Reason("a linear map of the edges to another width than the nodes'", _EDGE_DIM)
         return None
@@ -174,11 +175,11 @@ class FastGINEConv(AttentionConv, GINEConv):
         super()._name_argument(error, x, edge_index, *args)
 
     def _fits_operator(self, x: Tensor, edge_attr: Tensor) -> bool:
-        """Whether the operator adds features in the dtype in which the original does."""
+        """Whether the operator adds features in the same dtype as PyG's layer."""
         lin, dtype = self.__dict__["_modules"].get("lin"), x.dtype
         if lin is None:
             return edge_attr.dtype is dtype
         if is_any_autocast_enabled() and autocast_dtype(x) is not None:
-            # The original adds rows in the autocast dtype to the nodes' and keeps the wider dtype.
+            # PyG adds edge rows in the autocast dtype to the nodes' rows; the result has the wider dtype.
             return dtype in (torch.float32, autocast_dtype(x))
         return bool(dtype == edge_attr.dtype == lin.weight.dtype)

@@ -11,7 +11,7 @@ from fastsparse_core.traced import TracedAdjacency, site_of
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike, resolve
 
-# Sparse matrices are converted between compiled graphs.
+# Sparse matrices are converted outside of the compiled code, with a graph break.
 _resolve_uncompiled = torch.compiler.disable(resolve)
 
 
@@ -26,24 +26,24 @@ class GraphTransformerLayer(GraphTransformer):
         \hat{\mathbf{h}}_i)\big)
 
     From Dwivedi and Bresson, "A Generalization of Transformer Networks to Graphs"
-    (https://arxiv.org/abs/2012.09699), section 2.2, equations 4 to 8. Scores, softmax, dropout and sum are
-    one operator (:func:`fastsparse_core.attention`) that stores nothing per edge. The authors' code clamps
-    the scores against overflow. This layer does not, because its softmax subtracts the maximum of each row.
-    No self loops are added; nodes without incoming edges get an attention of 0. Parameters have the names of
-    ``fastsparse_dgl.GraphTransformerLayer``.
+    (https://arxiv.org/abs/2012.09699), section 2.2, equations 4 to 8. One operator
+    (:func:`fastsparse_core.attention`) computes scores, softmax, dropout and sum, and stores nothing per
+    edge. The authors' code clamps the scores against overflow. This layer does not need to, because its
+    softmax subtracts the maximum of each row. No self loops are added; nodes without incoming edges get an
+    attention of 0. Parameters have the names of ``fastsparse_dgl.GraphTransformerLayer``.
 
     Args:
         in_channels: width of the input; equal to `out_channels` with `residual`.
         out_channels: width of the output, a multiple of `heads`.
         heads: number of heads, of width ``out_channels / heads`` each.
-        dropout: of the attention's result and inside the feed-forward part.
-        attention_dropout: of the attention weights.
+        dropout: dropout probability after the attention and inside the feed-forward part.
+        attention_dropout: dropout probability of the attention weights.
         norm: ``"batch"``, ``"layer"`` or None.
         residual: whether each of the two parts adds its input.
         bias: whether queries, keys and values have biases.
         flow: ``"source_to_target"`` or ``"target_to_source"``, for edge lists.
-        edge_dim: number of features of an edge, None: edges have none. Their linear map, without a bias, is
-            added to keys and values, as in TransformerConv.
+        edge_dim: number of features per edge; None: edges have no features. A linear map of the features,
+            without a bias, is added to keys and values, as in TransformerConv.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, or :math:`((|\mathcal{V_s}|, F_{in}),
@@ -110,7 +110,7 @@ class GraphTransformerLayer(GraphTransformer):
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit together.
-            IndexError: an index points to no node.
+            IndexError: an index refers to a node that does not exist.
         """
         if (edge_attr is None) != (self.edge is None):
             raise ValueError(

@@ -32,10 +32,10 @@ class FastHGTConv(AttentionConv, HGTConv):
         \mathbf{h}_i = \sum_{j, r} \alpha_{i,j} \mathbf{W}^M_r \mathbf{W}^V_{\tau(j)} \mathbf{x}_j
 
     From "Heterogeneous Graph Transformer" (https://arxiv.org/abs/2003.01332), section 3. Arguments,
-    parameters, ``state_dict`` and results are the original's. One call of :func:`fastsparse_core.attention`,
-    which stores nothing per edge, computes all relations. The matrices of a relation and its prior
-    :math:`\mu_r` are multiplied into the weights of the source's keys and values, so each node type takes one
-    matrix product.
+    parameters, ``state_dict`` and results are the same as PyG's. One call of
+    :func:`fastsparse_core.attention`, which stores nothing per edge, computes all relations. The matrices of
+    a relation and its prior :math:`\mu_r` are multiplied into the weights of the source's keys and values, so
+    each node type needs only one matrix product.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}_t|, F_t)`, edges :math:`(2, |\mathcal{E}_r|)`, by type
@@ -58,10 +58,10 @@ class FastHGTConv(AttentionConv, HGTConv):
 
         Args:
             x_dict: node features by type.
-            edge_index_dict: edges by type; sparse matrices run PyG's code.
+            edge_index_dict: edges by type. For sparse matrices, PyG's code runs.
 
         Raises:
-            ValueError: sizes, dtypes or devices do not fit, or an index points to no node.
+            ValueError: sizes, dtypes or devices do not fit, or an index refers to a node that does not exist.
         """
         reason = self._reason(x_dict, x_dict, edge_index_dict)
         if reason is not None:
@@ -73,7 +73,7 @@ class FastHGTConv(AttentionConv, HGTConv):
         for node_type, x in x_dict.items():
             outgoing = [edge_type for edge_type in edge_index_dict if edge_type[0] == node_type]
             weight, bias = self._joint_weights(node_type, outgoing)
-            # The prior is a factor of the weight here; the original multiplies messages by it.
+            # The prior is multiplied into the weight here; PyG multiplies the messages by it.
             joint = linear_before_sum(x, weight, bias, 1 + 2 * len(outgoing), width)
             parts = joint.split([width, *[2 * width] * len(outgoing)], dim=1)
             queries.append(parts[0])
@@ -87,7 +87,7 @@ class FastHGTConv(AttentionConv, HGTConv):
         """Weight and bias of a node type's queries and of each relation's keys and values."""
         linear = self.kqv_lin.lins[node_type]
         heads, width = self.heads, self.out_channels
-        # Keys, queries, values, as rows: (F, in) each, with the bias as one more column.
+        # Weights of keys, queries and values, (F, in) each, with the bias as an additional column.
         joined = linear.weight if linear.bias is None else torch.cat([linear.weight, linear.bias[:, None]], 1)
         key, query, value = joined.split(width)
         parts = [query]
@@ -95,7 +95,8 @@ class FastHGTConv(AttentionConv, HGTConv):
             at = self.edge_types_map[edge_type]
             prior = self.p_rel["__".join(edge_type)].view(heads, 1, 1)
             for rows, transform, factor in ((key, self.k_rel, prior), (value, self.v_rel, None)):
-                # (H, T, D, D): a head's row of keys times its matrix.
+                # The weight has one (D, D) matrix per head and edge type, (H, T, D, D): take this edge
+                # type's.
                 matrix = transform.weight.view(heads, len(self.edge_types), *transform.weight.shape[1:])[
                     :, at
                 ]
@@ -142,7 +143,7 @@ class FastHGTConv(AttentionConv, HGTConv):
         return lookup(edges[0], edges, options, build)
 
     def _of_nodes(self, out: Tensor, x_dict: dict[NodeType, Tensor]) -> dict[NodeType, Tensor | None]:
-        """What the aggregated messages make of the nodes of every type, as PyG has it."""
+        """The layer's result for every node type, from the aggregated messages, as in PyG."""
         parts = dict(zip(x_dict, out.split([x.size(0) for x in x_dict.values()]), strict=True))
         transformed = self.out_lin(
             {node_type: F.gelu(part) for node_type, part in parts.items() if node_type in self.dst_node_types}
@@ -159,7 +160,7 @@ class FastHGTConv(AttentionConv, HGTConv):
         return result
 
     def _reason(self, x_src: Any, x_dst: Any, edge_index: Any, *of_call: Any) -> Reason | None:
-        """As :meth:`FastConv._reason`, of dicts by type."""
+        """Like :meth:`FastConv._reason`, for dicts by type."""
         if torch.compiler.is_compiling():
             return fallback.COMPILED
         if not x_src or not edge_index:
@@ -183,7 +184,8 @@ class FastHGTConv(AttentionConv, HGTConv):
                 return Reason("edges between types that have no features", "Pass features of all node types")
         if len(dtypes) != 1 or not are_matrices:
             return Reason("features that are not matrices of one dtype", fallback.ONE_DTYPE)
-        # Hooks may need keys and values; a lazy layer gets its sizes from a hook.
+        # The layers are not called, only their weights are read, so hooks would not run. A lazy layer gets
+        # its sizes from a hook.
         modules = (self.kqv_lin, self.k_rel, self.v_rel)
         if tuple(map(type, modules)) != (HeteroDictLinear, HeteroLinear, HeteroLinear):
             return Reason("a replaced linear layer", "Keep the linear layers that HGTConv makes")

@@ -30,8 +30,8 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         \mathbf{X} \mathbf{\Theta}
 
     From "Hypergraph Convolution and Hypergraph Attention" (https://arxiv.org/abs/1901.08150). Both products
-    use one structure and its transpose. The attention scores are sums of a number per node and head and a
-    number per hyperedge and head.
+    use one structure and its transpose. An attention score is the sum of two numbers per head: one of the
+    node and one of the hyperedge.
 
     Example:
         >>> import torch
@@ -55,8 +55,8 @@ class FastHypergraphConv(FastConv, HypergraphConv):
 
         Args:
             x: node features (N, F_in), float64, float32, float16 or bfloat16.
-            hyperedge_index: int64 (2, num_entries), node and hyperedge of every entry of the incidence
-                matrix.
+            hyperedge_index: node and hyperedge of every entry of the incidence matrix, int64
+                (2, num_entries).
             hyperedge_weight: floating (num_edges,).
             hyperedge_attr: features of the hyperedges (num_edges, F_in), in the dtype of ``x``, for
                 attention.
@@ -113,7 +113,7 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         return None
 
     def _attention(self, to_edges: Adjacency, x: Tensor, attr: Tensor, index: Tensor) -> Tensor:
-        """(num_entries, heads): the softmax of the scores of nodes and hyperedges."""
+        """Attention weights (num_entries, heads): the softmax of the scores."""
         of_nodes, of_edges = self.att.split(self.out_channels, dim=-1)
         score_nodes = (x.view(-1, self.heads, self.out_channels) * of_nodes).sum(dim=-1)
         score_edges = (attr.view(-1, self.heads, self.out_channels) * of_edges).sum(dim=-1)
@@ -126,10 +126,10 @@ class FastHypergraphConv(FastConv, HypergraphConv):
 
 
 def _rows_of_hyperedges(name: str, given: Tensor, num_edges: int, index: Tensor) -> Tensor:
-    """A row for each hyperedge, where the caller gave more or fewer: those behind the last with a node.
+    """One row per hyperedge: superfluous rows are cut, and missing rows of empty hyperedges are zeros.
 
     Raises:
-        IndexError: a hyperedge that holds a node has no row.
+        IndexError: a hyperedge with nodes has no row.
     """
     missing = num_edges - given.size(0)
     if missing <= 0:

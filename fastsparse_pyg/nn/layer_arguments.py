@@ -1,4 +1,4 @@
-"""Arguments of a layer's methods: found when they are asked for, and read per edge only then."""
+"""Arguments of a layer's methods. They are gathered per edge only if a method uses them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ class Signature(NamedTuple):
     """Names of the arguments of a class's methods.
 
     Attributes:
-        lifted: of all, those read per edge: (name, without its ending, whether at the destinations).
-        message: of `message`.
-        traced: of `message` and `edge_update`, what the caller hands over.
-        aggregate: of `aggregate`.
-        update: of `update`.
-        edge_update: of `edge_update`.
-        edge_lifted: like ``lifted``, of `edge_update`.
-        defaults: default values.
+        lifted: arguments of `message`, `aggregate` and `update` that are gathered per edge: (name, name
+            without ``_i`` or ``_j``, whether it is ``_i``).
+        message: arguments of `message`.
+        traced: for `message` and `edge_update`, the arguments that the caller passes to `propagate`.
+        aggregate: arguments of `aggregate`.
+        update: arguments of `update`.
+        edge_update: arguments of `edge_update`.
+        edge_lifted: like ``lifted``, for `edge_update`.
+        defaults: default values of all arguments.
     """
 
     lifted: tuple[tuple[str, str, bool], ...]
@@ -43,7 +44,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def of(cls, layer: MessagePassing) -> Signature:
-        """Of a layer's class."""
+        """The signature of a layer's class."""
         special, inspector = layer.special_args, layer.inspector
 
         def parameters(method: str) -> dict[str, Any]:
@@ -81,14 +82,14 @@ class Signature(NamedTuple):
 
 
 class Arguments(dict[str, Any]):
-    """Arguments by name; what is read per edge is read when a method asks for it.
+    """Arguments by name; an argument is gathered per edge at its first access.
 
     Attributes:
         node_dim: dimension of the nodes in their features.
-        nodes: features of the nodes and whether they are the destinations', by their name per edge.
+        nodes: name per edge, such as ``x_j`` -> (features of the nodes, whether of the destinations).
         dst: the edges' destinations.
         src: the edges' sources.
-        special: what message passing itself knows.
+        special: arguments that `MessagePassing` itself provides, such as ``size_i``.
     """
 
     def __init__(
@@ -106,15 +107,15 @@ class Arguments(dict[str, Any]):
         self.nodes, self.dst, self.src, self.special = nodes, dst, src, special
 
     def is_none(self, name: str) -> bool:
-        """Whether an argument that the caller hands over is None."""
+        """Whether an argument of the caller is None."""
         return (self.nodes[name][0] if name in self.nodes else self.given(name)) is None
 
     def given(self, name: str) -> Any:
-        """An argument that the caller hands over as it is, or its default."""
+        """An argument of the caller that is not gathered, or its default."""
         return self._given.get(name, self._defaults.get(name, EMPTY))
 
     def placed(self, name: str) -> tuple[Any, str]:
-        """An argument as the caller handed it over, and whose rows it has: "dst", "src", "edge" or ""."""
+        """An argument before gathering, and what its rows belong to: "dst", "src", "edge" or ""."""
         if name in self.nodes:
             value, at_dst = self.nodes[name]
             return value, "dst" if at_dst else "src"
@@ -123,7 +124,7 @@ class Arguments(dict[str, Any]):
         return value, "edge" if is_of_edges else ""
 
     def lift(self, names: Iterable[str]) -> None:
-        """Reads those of some arguments per edge that want gradients, in one step of autograd."""
+        """Gathers those of the named arguments that require gradients, with one autograd node for all."""
         if not torch.is_grad_enabled():
             return
         wanted = [name for name in names if name in self.nodes and name not in self]
@@ -160,7 +161,7 @@ class Arguments(dict[str, Any]):
 
 
 def pointer(edge_index: Any, i: int) -> Tensor | None:
-    """PyG's `ptr` of an EdgeIndex that is sorted by destination."""
+    """PyG's argument `ptr`: the pointers of an EdgeIndex that is sorted by destination; else None."""
     if isinstance(edge_index, EdgeIndex):
         if i == 0 and edge_index.is_sorted_by_row:
             return edge_index.get_csr()[0][0]

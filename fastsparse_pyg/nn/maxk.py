@@ -28,7 +28,7 @@ def _check_k(k: int, width: int) -> None:
 
 
 def _dense(x: Any, activation: MaxK) -> Any:
-    """MaxK of features, dense; those in CBSR have passed it already."""
+    """MaxK of features as a dense tensor. MaxK has been applied to CBSR features already."""
     if isinstance(x, (tuple, list)):
         return tuple(_dense(part, activation) for part in x)
     if isinstance(x, CBSR):
@@ -47,7 +47,7 @@ def _densifies(x: Tensor | CBSR, activation: MaxK) -> bool:
 
 
 def _values(x: Tensor | CBSR) -> Tensor:
-    """A tensor that has the rows, dtype and device of the features."""
+    """A tensor with the number of rows, dtype and device of the features."""
     return x.values if isinstance(x, CBSR) else x
 
 
@@ -61,15 +61,15 @@ class FastMaxKGCNConv(FastGCNConv):
     From MaxK-GNN (arXiv:2312.08656, section 3): ``FastMaxKGCNConv(F, G, k=k)`` gives the result of
     ``GCNConv(F, G)(MaxK(k)(x), ...)``. In a stack of layers MaxK replaces ReLU; put a linear layer in front
     of the stack. Only the k kept entries of each row are gathered (:func:`fastsparse_core.ssd`). Parameters
-    and ``state_dict`` are those of :class:`~torch_geometric.nn.conv.GCNConv`. If PyG's own code must run
-    (message hooks, explain mode), it gets the dense MaxK features.
+    and ``state_dict`` are those of :class:`~torch_geometric.nn.conv.GCNConv`. If PyG's own code has to run
+    (with message hooks or in explain mode), it gets the dense MaxK features.
 
     Args:
         in_channels: width of the input; -1: taken from the first call.
         out_channels: width of the output.
         k: kept entries of each row, from 1 to ``in_channels``.
-        recompute: whether the backward pass aggregates the kept entries a second time, for the gradient of
-            the weight. Then only the kept entries are stored; otherwise their dense sums are stored too.
+        recompute: whether the backward pass aggregates the kept entries again, for the gradient of the
+            weight. This saves memory: otherwise the dense sums are stored in addition to the kept entries.
         kwargs: further arguments of GCNConv.
 
     Shapes:
@@ -106,7 +106,8 @@ class FastMaxKGCNConv(FastGCNConv):
             ValueError: sizes, dtypes or devices do not fit together, or the features are narrower than k.
             TypeError: features of another type.
         """
-        # Every reason but the features' number of dimensions is the same for the values.
+        # `_propagation` gets the CBSR values in place of the features. They differ only in shape, and the
+        # number of dimensions is checked here.
         if isinstance(x, (tuple, list)) or _values(x).dim() != 2:
             return super().forward(_dense(x, self.maxk), edge_index, edge_weight)
         like = _values(x)
@@ -146,7 +147,7 @@ class FastMaxKSAGEConv(FastSAGEConv):
 
     From MaxK-GNN (arXiv:2312.08656, section 3): ``FastMaxKSAGEConv(F, G, k=k)`` gives the result of
     ``SAGEConv(F, G)(MaxK(k)(x), ...)``; see :class:`FastMaxKGCNConv`. With ``aggr`` sum, add or mean and
-    without ``project`` the sparse rows are aggregated; otherwise, the dense MaxK features.
+    without ``project``, the sparse rows are aggregated; otherwise the dense MaxK features are.
 
     Args:
         in_channels: width of the input, or a pair for sources and destinations; -1: taken from the first
@@ -214,7 +215,7 @@ class FastMaxKSAGEConv(FastSAGEConv):
         cbsr, lin = _compressed(x_src, self.maxk), self.lin_l
         has_root = self.root_weight and x_dst is not None
         root = self.lin_r if has_root else None
-        # The destinations' own rows are multiplied with the sums where they are the sources'.
+        # If sources and destinations are the same, one kernel multiplies the destinations' rows as well.
         root_weight = None
         if root is not None and x_dst is x_src and is_plain_linear(root) and root.bias is None:
             root_weight = root.weight

@@ -1,4 +1,4 @@
-"""Reduced messages by one kernel, where `message()` is found to be what it computes."""
+"""Computes reduced messages with one kernel, if `message()` is a weighted copy of the source's features."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from fastsparse_pyg.nn.base import has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import Arguments, Signature
 from fastsparse_pyg.nn.message_pattern import Pattern
 
-#: Instead of a result: messages have a weight per edge and feature.
+#: Returned in place of a result if the messages' weights are not one per edge or head.
 NO_COPIES = "no copies"
 
 
 def kernel_of(pattern: Pattern, how: str) -> str:
-    """The kernel that reduces such messages, "" where they have to be made."""
+    """The kernel that reduces such messages; "" if the messages have to be stored."""
     return "spmm" if pattern.kind == "product" and how in PRODUCTS else ""
 
 
 class Copies(NamedTuple):
-    """Messages that copy the sources' features, with weights of what the caller hands over, or without.
+    """Fast path for messages that copy the sources' features, with or without weights of the caller.
 
-    Such a call that repeats one needs no arguments found: a step of a small model takes as long as the host
-    needs for it.
+    A repeated call skips the search for arguments, because the host's time decides the time of a small model.
 
     Attributes:
-        pattern: of `message`.
-        message: the method that has it.
+        pattern: pattern of `message`.
+        message: the `message` method of the layer's class.
         how: the reduction.
-        feature: the caller's name of the features.
+        feature: name of the caller's argument with the features.
     """
 
     pattern: Pattern
@@ -50,7 +49,7 @@ class Copies(NamedTuple):
     def of(
         cls, layer: Any, pattern: Pattern, how: str, names: Signature, given: dict[str, Any]
     ) -> Copies | None:
-        """What calls of this form need; None if one product is not enough."""
+        """The fast path for calls of this form; None if one sparse product is not enough."""
         feature = pattern.feature[:-2]
         if (
             kernel_of(pattern, how) != "spmm"
@@ -64,14 +63,14 @@ class Copies(NamedTuple):
         return cls(pattern, type(layer).message, how, feature)
 
     def reduce(self, layer: Any, edge_index: Any, given: dict[str, Any]) -> Any:
-        """The result of `propagate` for edges that were looked up before; None: look closer.
+        """The result of `propagate` for edges that are in the cache; None if the usual path has to run.
 
-        `NO_COPIES`: the weights are not one per edge; they were computed in vain.
+        `NO_COPIES` means that the weights are not one per edge.
 
         Args:
-            layer: whose messages they are.
-            edge_index: as the caller gave it.
-            given: the caller's other arguments.
+            layer: the layer.
+            edge_index: argument of `propagate`.
+            given: other arguments of `propagate`.
         """
         x, state = given[self.feature], layer.__dict__
         if type(x) is tuple and len(x) == 2 and x[0] is x[1]:
@@ -125,12 +124,12 @@ _is_tracing = torch._C._is_tracing
 
 
 def reduce_by_kernel(layer: Any, pattern: Pattern, found: Arguments, how: str) -> Tensor | None:
-    """The reduced messages of a pattern that has a kernel; None: the layer has to make them.
+    """The reduced messages of a pattern that has a kernel; None if the layer has to compute them.
 
     Args:
-        layer: whose messages they are.
-        pattern: of its `message`.
-        found: its arguments.
+        layer: the layer.
+        pattern: pattern of its `message`.
+        found: arguments of its methods.
         how: the reduction.
     """
     x, at_dst = found.nodes[pattern.feature]
@@ -151,7 +150,7 @@ def reduce_by_kernel(layer: Any, pattern: Pattern, found: Arguments, how: str) -
         return None
     value: Tensor | None = None
     weight = evaluate(layer, pattern, found)
-    if isinstance(weight, (int, float)):  # the same for all edges: fewer nodes are multiplied by it
+    if isinstance(weight, (int, float)):  # the same for all edges, so multiply once per node
         x = x * weight
     elif weight is not None:
         value = _as_value(weight, rest, dim, num_dims, found.dst.num_edges)
@@ -176,7 +175,7 @@ def reduce_by_kernel(layer: Any, pattern: Pattern, found: Arguments, how: str) -
 
 
 def evaluate(layer: Any, pattern: Pattern, found: Arguments) -> Any:
-    """What a traced body computes per edge; sets the attributes that it sets."""
+    """Runs the traced computation of a method, and sets the attributes that the method sets."""
     if pattern.compute is None:
         return None
     found.lift(pattern.names)
@@ -187,24 +186,24 @@ def evaluate(layer: Any, pattern: Pattern, found: Arguments) -> Any:
 
 
 def _fit(shape: tuple[int, ...], x: Tensor) -> torch.Size | None:
-    """The trailing shape of ``x.view(-1, *shape)`` where that keeps the rows."""
+    """The trailing shape of ``x.view(-1, *shape)``; None if the view would change the number of rows."""
     size = torch.Size(shape)
     return size if x.shape[1:].numel() == size.numel() else None
 
 
 def _as_value(weight: Any, rest: Any, dim: int, num_dims: int, num_edges: int) -> Tensor | None:
-    """Weights as (num_edges, heads); None where they are something else.
+    """Weights as (num_edges, heads); None if they have another form.
 
     Args:
         weight: broadcast against messages of ``num_dims`` dimensions, the edges along ``dim``.
         rest: sizes of the messages after that dimension.
-        dim: of the edges.
-        num_dims: of the messages.
-        num_edges: how many.
+        dim: dimension of the edges.
+        num_dims: number of dimensions of the messages.
+        num_edges: number of edges.
     """
     if type(weight) is not Tensor or not weight.is_floating_point() or weight.dim() > num_dims:
         return None
-    if num_dims == 2 and weight.shape == (num_edges, 1):  # most are
+    if num_dims == 2 and weight.shape == (num_edges, 1):  # the most frequent case
         return None if dim else weight
     shape = (1,) * (num_dims - weight.dim()) + tuple(weight.shape)
     if shape[dim] != num_edges or any(size != 1 for size in shape[:dim]):

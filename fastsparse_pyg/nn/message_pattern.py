@@ -1,6 +1,6 @@
-"""What `message()` computes, found by tracing it once.
+"""Finds out what `message()` computes, by tracing it once.
 
-A copy of the source's features, weighted or not, or anything else.
+The result is a pattern: a copy of the source's features, weighted or not, or anything else.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ Factor = tuple[Node | float, bool]
 
 @dataclass(frozen=True)
 class Pattern:
-    """What a body is found to compute.
+    """The computation of a traced method.
 
     Attributes:
         kind: ``"product"``: features of the sources, weighted or not; ``"any"``: anything.
         feature: argument whose rows are copied, "x_j".
-        shape: trailing shape in which the body views it; None: as it is.
-        out_shape: trailing shape in which the body views the product; None: as it is.
-        compute: gives (weights per edge, or the whole result, and attributes that the body sets), as
-            a method of the layer; None: there are none and nothing is set, or the body itself has to run.
+        shape: trailing shape to which the method views the feature; None: no view.
+        out_shape: trailing shape to which the method views the product; None: no view.
+        compute: method of the layer that returns (weights per edge or the whole result, attributes to set);
+            None: there are neither weights nor attributes, or the traced method itself has to run.
         names: arguments of ``compute``.
         is_weighted: whether there are weights.
-        guards: attributes of the layer that the body reads, and their values.
-        reason: why the message is anything.
+        guards: attributes of the layer that the method reads, with their values in the trace.
+        reason: why the kind is ``"any"``.
         graph: the trace.
-        assigned: nodes of the trace that the body sets as attributes.
-        plans: what was made of it, by reduction and kind of arguments (`message_plan`).
+        assigned: attributes that the method sets, with their nodes in the trace.
+        plans: plans, by reduction and kind of arguments.
     """
 
     kind: Literal["product", "any"] = "any"
@@ -85,7 +85,7 @@ def find_pattern(
         return replace(found, graph=graph, assigned=assigned)
     except Untraceable as reason:
         return Pattern(guards=guards, reason=str(reason))
-    except Exception as error:  # any operation that a symbol does not support
+    except Exception as error:  # symbols of the trace do not support all operations
         said = str(error).splitlines()
         return Pattern(guards=guards, reason=f"cannot be traced ({(said or [type(error).__name__])[0][:60]})")
 
@@ -94,7 +94,7 @@ def _recognise(graph: Graph, assigned: dict[str, Node], guards: dict[str, Any]) 
     out = list(graph.nodes)[-1].args[0]
     if not isinstance(out, Node):
         raise Untraceable("returns something else than a tensor")
-    if any(node.target is torch._assert for node in graph.nodes):  # only plans check the shapes
+    if any(node.target is torch._assert for node in graph.nodes):  # only plans can evaluate assertions
         return Pattern(guards=guards, reason="checks its arguments")
     found = _product(graph, out, assigned, guards)
     if found is not None:
@@ -146,7 +146,7 @@ def _factors(node: Any, inverse: bool, found: list[Factor]) -> bool:
 
 
 def _feature(node: Node) -> tuple[str, tuple[int, ...] | None] | None:
-    """(argument, trailing shape) where a node is an argument of the sources, or a view of one."""
+    """(argument, trailing shape) if a node is an argument of the sources or a view of one; else None."""
     if node.op == "placeholder":
         name = str(node.target)
         return (name, None) if name.endswith("_j") and name not in ("edge_index_j", "size_j") else None
@@ -156,7 +156,7 @@ def _feature(node: Node) -> tuple[str, tuple[int, ...] | None] | None:
 
 
 def _view(node: Node) -> tuple[Node, tuple[int, ...]] | None:
-    """(what, trailing shape) of a view that leaves the edges first, ``view(-1, ...)``."""
+    """(viewed node, trailing shape) of a ``view(-1, ...)``, which keeps the edges first; else None."""
     if node.op != "call_method" or node.target not in ("view", "reshape"):
         return None
     source, *sizes = node.args
@@ -170,7 +170,7 @@ def _view(node: Node) -> tuple[Node, tuple[int, ...]] | None:
 
 
 def _reciprocal(divisor: Any) -> Any:
-    """One over a tensor or over a number, 0 included."""
+    """The reciprocal of a tensor or of a number, which may be 0."""
     if isinstance(divisor, Tensor):
         return divisor.reciprocal()
     return 1 / divisor if divisor else math.copysign(math.inf, divisor)
@@ -179,7 +179,7 @@ def _reciprocal(divisor: Any) -> Any:
 def _compile(
     graph: Graph, factors: list[Factor], assigned: dict[str, Node]
 ) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """The part of a graph that gives the weights and the assigned attributes, as a method of the layer."""
+    """Compiles the part of a graph that computes weights and assigned attributes to a method of the layer."""
     needed: set[Node] = set()
     pending = [node for node, _ in factors if isinstance(node, Node)] + list(assigned.values())
     while pending:

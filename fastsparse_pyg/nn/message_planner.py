@@ -1,4 +1,4 @@
-"""Plans of PyG's layers: arguments that they handle, and what of PyG a trace may hold."""
+"""Message plans for PyG's layers."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from fastsparse_pyg.nn.layer_arguments import Arguments
 from fastsparse_pyg.nn.message_pattern import Pattern
 from fastsparse_pyg.nn.segments import is_softmax_of_messages
 
-#: Layer -> the plan that computed its messages when it was last called, or what stopped one.
+#: Layer -> the plan that computed its messages in the last call, or the reason why there is none.
 planned: Any = WeakIdKeyDictionary()
 
 
-#: Instead of a plan for few edges, if that would take the host longer than PyG's code.
+#: Returned in place of a plan if, for few edges, the plan takes more time on the host than PyG's code.
 FEW = "few edges"
 
 
 def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str, are_few: bool = False) -> Any:
-    """The reduced messages of a pattern that has a plan; None: it has none; `FEW`: it takes the host longer.
+    """The messages of a pattern that has a plan, reduced; None if it has none; or `FEW`.
 
     Args:
-        layer: whose messages they are.
-        pattern: of its `message`, or of its `edge_update`.
-        found: its arguments.
-        how: the reduction, "" where it is the layer's own; `PER_EDGE` for messages that are not reduced.
-        are_few: whether edges are so few that the host's time counts.
+        layer: the layer.
+        pattern: pattern of its `message` or `edge_update`.
+        found: arguments of its methods.
+        how: the reduction; "" if the layer has its own; `PER_EDGE` to return the messages unreduced.
+        are_few: whether there are so few edges that launch overhead decides the time.
     """
     is_copy = pattern.kind == "product" and pattern.compute is None
     is_left = bool(pattern.assigned) and pattern.kind != "any"
@@ -62,7 +62,7 @@ def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str, are
 
 
 def _kind_of(found: Arguments, pattern: Pattern) -> tuple[Any, ...] | None:
-    """What of the arguments a plan depends on; None: no plan handles them."""
+    """A key of the arguments' properties that a plan depends on; None if no plan supports them."""
     dst, src = found.dst, found.src
     if not dst.is_current() or dst.num_edges < max(dst.num_nodes, src.num_nodes):
         return None
@@ -91,7 +91,7 @@ def _kind_of(found: Arguments, pattern: Pattern) -> tuple[Any, ...] | None:
 def _find_plan(
     layer: nn.Module, pattern: Pattern, found: Arguments, how: str, mixed: torch.dtype | None
 ) -> Plan | str:
-    """The plan of a traced message, or what stopped one that is better than the message itself."""
+    """The plan of a traced message; or the reason why there is none that is faster than the message."""
     graph, assigned = pattern.graph, pattern.assigned
     assert graph is not None
     try:
@@ -104,7 +104,7 @@ def _find_plan(
         return plan._replace(dtypes=(values[list(graph.nodes)[-1].args[0]].dtype, own))
     except NoPlan as reason:
         return str(reason)
-    except Exception:  # any error of an operator on tensors without content
+    except Exception:  # the operators run on tensors without content, and may raise any error
         return ""
 
 
@@ -113,7 +113,7 @@ class _Planner(Planner):
 
     @staticmethod
     def reduce(layer: Any, found: Any, messages: Tensor, how: str) -> Any:
-        """By the layer, which may have an aggregation of its own."""
+        """Lets the layer reduce the messages, because it may have its own aggregation."""
         return layer._reduced(messages, found, how)
 
     def _value(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:

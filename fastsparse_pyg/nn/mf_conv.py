@@ -28,8 +28,8 @@ class FastMFConv(FastConv, MFConv):
         \sum_{j \in \mathcal{N}(i)} \mathbf{x}_j
 
     From "Convolutional Networks on Graphs for Learning Molecular Fingerprints"
-    (https://arxiv.org/abs/1509.09292). Nodes are sorted by degree once per structure, not in every call.
-    Sparse matrices run PyG's own code.
+    (https://arxiv.org/abs/1509.09292). Nodes are sorted by degree once per structure, not in every call. For
+    sparse matrices, PyG's own code runs.
 
     Example:
         >>> import torch
@@ -57,14 +57,14 @@ class FastMFConv(FastConv, MFConv):
         for lin, lin_root, of_sums, of_roots in zip(self.lins_l, self.lins_r, sums, roots, strict=True):
             out = lin(of_sums)
             if of_roots is not None:
-                plain = is_plain_linear(lin)  # hooks may have stored the result of the layer
+                plain = is_plain_linear(lin)  # hooks may have stored `out`, which `add_linear` overwrites
                 out = add_linear(out, (of_roots,), (lin_root,), Linear) if plain else out + lin_root(of_roots)
             parts.append(out)
         return torch.cat(parts).index_select(0, place)
 
 
 def _by_degree(adj: Adjacency, most: int) -> tuple[Tensor, Tensor, list[int]]:
-    """The destinations sorted by degree, their places in that order, and how many have degree 0, 1, ..."""
+    """The destinations sorted by degree, the inverse permutation, and the number of nodes per degree."""
     degree = adj.in_degree().clamp(max=most)
     order = degree.argsort(stable=True)
     return order, order.argsort(), torch.bincount(degree, minlength=most + 1).tolist()

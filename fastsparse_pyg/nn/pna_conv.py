@@ -43,8 +43,7 @@ _AGGREGATIONS = {
     VarAggregation: "var",
     StdAggregation: "std",
 }
-#: Scaler -> whether it divides the average by the degree (or the degree by the average), and the function of
-#:     the degree.
+#: Scaler -> (whether the factor is average / f(degree), not f(degree) / average; the function f).
 _OF_DEGREE: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
     "amplification": (False, lambda degree: torch.log(degree + 1)),
     "attenuation": (True, lambda degree: torch.log(degree.clamp(min=1) + 1)),
@@ -64,14 +63,14 @@ class FastPNAConv(FastConv, PNAConv):
         \qquad \bigoplus = \text{scalers} \otimes \text{aggregators}
 
     From "Principal Neighbourhood Aggregation for Graph Nets" (https://arxiv.org/abs/2004.05718). Arguments,
-    parameters, ``state_dict`` and results are the original's. With ``pre_layers=1`` the message is
+    parameters, ``state_dict`` and results are the same as PyG's. With ``pre_layers=1`` the message is
     :math:`\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} + \mathbf{b}`. The
     products with nodes are computed once per node. :func:`fastsparse_core.multi_aggregate` adds the edge's
     part (of up to 32 features) and computes all aggregations in one pass. No message is stored. Scalers are
     applied after the update's linear map, so scaled aggregations are not stored either. With more
     ``pre_layers``, PyG's code computes and stores the messages, and the kernel aggregates them. The variance
-    is computed from deviations from the mean, which is more accurate than the original's difference of
-    squares. Entries that share a minimum or maximum share its gradient. If the minimum or maximum is exactly
+    is computed from deviations from the mean, which is more accurate than PyG's difference of squares.
+    Messages that attain the same minimum or maximum share its gradient. If the minimum or maximum is exactly
     0, PyTorch's ``scatter_reduce`` drops a part of the gradient; this layer does not.
 
     Shapes:
@@ -107,7 +106,7 @@ class FastPNAConv(FastConv, PNAConv):
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit.
-            IndexError: an index points to no node.
+            IndexError: an index refers to a node that does not exist.
         """
         modules = self.__dict__["_modules"]
         pre_nns, post_nns, scaler = modules["pre_nns"], modules["post_nns"], modules["aggr_module"]
@@ -122,11 +121,11 @@ class FastPNAConv(FastConv, PNAConv):
                 f"got shape {tuple(edge_attr.shape)}"
             )
         width, shared = self.F_in, not self.divide_input
-        # Comprehensions would be a call each in Python 3.11.
+        # Not comprehensions, which are function calls in Python 3.11.
         of_own, weights, own_biases = [], [], []
         for nn in post_nns:
-            # The gradient of a split is one tensor; the gradient of each slice would be a matrix full of
-            # zeros.
+            # A split has one gradient tensor. With slices, autograd would make a zero-filled matrix of full
+            # size for each of them.
             of_node, rest = nn[0].weight.split_with_sizes([width, nn[0].weight.size(1) - width], 1)
             of_own.append(of_node)
             weights.append(rest)
@@ -172,21 +171,21 @@ class FastPNAConv(FastConv, PNAConv):
     def _factors(
         self, adj: Adjacency, dtype: torch.dtype, scaler: DegreeScalerAggregation
     ) -> list[Tensor | None]:
-        """What every scaler multiplies the aggregations of each node by; None: 1."""
+        """For every scaler, the factor of each node's aggregations; None: 1."""
         dtype, factors = ACCUMULATION_DTYPE[dtype], []
         for name in scaler.scaler:
             factor: Tensor | None = None
             if name != "identity":
                 divides, of_degree = _OF_DEGREE[name]
 
-                if torch.compiler.is_compiling():  # a trace would depend on what the structure has cached
+                if torch.compiler.is_compiling():  # `derived` would make the trace depend on cached values
                     factor = of_degree(adj.rowptr.diff().to(dtype))
                 else:
 
                     def build(of_degree: Callable[[Tensor], Tensor] = of_degree) -> Tensor:
                         return of_degree(adj.in_degree().to(dtype))
 
-                    factor = adj.derived(("pna", name, dtype), build)  # what layers of one graph share
+                    factor = adj.derived(("pna", name, dtype), build)  # shared by all layers of the graph
                 average = scaler.avg_deg_lin if "linear" in name else scaler.avg_deg_log
                 factor = average / factor if divides else factor / average
             factors.append(factor)
@@ -227,7 +226,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def are_linear(nns: Iterable[Any], begin: bool = False) -> bool:
-    """Whether the networks of all towers are one plain linear map, or begin with one."""
+    """Whether each tower's network is one plain linear map, or, with ``begin``, begins with one."""
     for nn in nns:
         if type(nn) is not Sequential or nn._forward_hooks or nn._forward_pre_hooks or nn._backward_hooks:
             return False
@@ -237,7 +236,7 @@ def are_linear(nns: Iterable[Any], begin: bool = False) -> bool:
 
 
 def aggregation_names(scaler: Any) -> list[str]:
-    """The aggregations of a PNA layer by name; one that has no kernel is ""."""
+    """Names of the aggregations of a PNA layer; "" for one that has no kernel."""
     several: Any = getattr(scaler, "aggr", None)
     if type(several) is not MultiAggregation or several.mode != "cat":
         return [""]
@@ -253,7 +252,7 @@ def aggregation_names(scaler: Any) -> list[str]:
 
 
 def why_no_kernel(layer: PNAConv, names: Sequence[str] | None = None) -> Reason | None:
-    """What of a PNA layer keeps PyG's own code running, whatever it is given; None for nothing.
+    """Why a PNA layer always runs PyG's own code; None if it does not.
 
     Args:
         layer: the layer.

@@ -1,4 +1,4 @@
-"""Propagation by a fixed matrix: what GCN and the layers that multiply by its matrix share."""
+"""Propagation by a fixed matrix: code shared by GCN and other layers that multiply by GCN's matrix."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Propagation(NamedTuple):
 
     Attributes:
         adj: structure of V.
-        value: its values in the structure's value order; None: all 1.
+        value: values of V in the structure's value order; None: all 1.
         scale_dst: s, a constant (num_nodes,); None: all 1.
-        scale_src: t, like s; they differ if nothing is gathered.
-        adds_loops: whether the kernel has to add a loop to every node, which V lacks.
+        scale_src: t, like s. It may differ from s for nodes without outgoing edges.
+        adds_loops: whether the kernel has to add a loop to every node, because V has no loops.
     """
 
     adj: Adjacency
@@ -48,11 +48,11 @@ class Propagation(NamedTuple):
     adds_loops: bool = False
 
     def edge_weight(self, dtype: torch.dtype) -> Tensor:
-        """The matrix' values, the scales multiplied in, in the order of ``caller_edges(adj)``.
+        """Values of the whole matrix, including the scales, in the order of ``caller_edges(adj)``.
 
         Args:
             adj: structure.
-            dtype: of the weights where the matrix has no values of its own.
+            dtype: dtype of the result if ``value`` is None.
         """
         adj = self.adj
         dst, src = caller_edges(adj)
@@ -73,12 +73,12 @@ class Propagation(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What a layer with `cached=True` keeps.
+    """The content of a layer's cache with `cached=True`.
 
     Attributes:
         propagation: the matrix.
-        as_matrix: whether PyG would keep it as a sparse matrix.
-        dtype: of the features, which is that of PyG's weights where edges have none.
+        as_matrix: whether PyG would store it as a sparse matrix.
+        dtype: dtype of the features. PyG's weights have it if the edges have no weights.
     """
 
     propagation: Propagation
@@ -86,17 +86,17 @@ class _Held(NamedTuple):
     dtype: torch.dtype
 
     def fits(self, x: Tensor) -> bool:
-        """Whether there are as many nodes as when the matrix was made."""
+        """Whether the number of nodes is the same as when the matrix was made."""
         adj = self.propagation.adj
         return adj.is_partitioned or adj.num_src == x.size(-2)
 
 
 class Cached:
-    """Stands in for one of the private caches that GCNConv has for `cached=True`.
+    """Descriptor for one of the private attributes in which GCNConv caches with `cached=True`.
 
-    The layer keeps a :class:`_Held`. PyG's own form is made when PyG's code (or a user) reads the attribute,
-    so that explain mode and message hooks work on a cached layer without holding its edges twice. Whatever is
-    assigned to the attribute, None or PyG's form, replaces what was kept.
+    The layer stores a :class:`_Held`. When PyG's code (or a user) reads the attribute, it is converted to
+    PyG's form. So explain mode and message hooks work on a cached layer, and its edges are not stored twice.
+    An assigned value, None or PyG's form, replaces the stored one.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -130,7 +130,7 @@ _ADJ_T_SLOT = "_held_cached_adj_t"
 
 
 class PropagatingConv(FastConv):
-    """Base of the layers whose messages are the sources' features, weighted by the edges or not at all."""
+    """Base of the layers whose messages are the sources' features, with or without edge weights."""
 
     _bipartite: ClassVar[bool] = False
     _features: ClassVar[Literal["any", "rows", "matrix"]] = "rows"
@@ -138,11 +138,11 @@ class PropagatingConv(FastConv):
     _matrix_loops: ClassVar[str] = "append"
     _aggregations: ClassVar[tuple[type[Module], ...]] = ANY_REDUCTION
 
-    #: Whether the layer has the option `cached`, and keeps the matrix in attributes that are :class:`Cached`.
+    #: Whether the layer has the option `cached`, with :class:`Cached` attributes for the matrix.
     _caches_matrix: ClassVar[bool] = False
 
     def _original_forward(self, reason: Reason, x: Any, edge_index: Any, *args: Any) -> Tensor:
-        """As :meth:`FastConv._original_forward`, of edges with weights if there is a further argument."""
+        """Like :meth:`FastConv._original_forward`; the first further argument is the edge weight."""
         if args:
             args = self._written_for_original(x, edge_index, args[0]), *args[1:]
         return super()._original_forward(reason, x, edge_index, *args)
@@ -154,17 +154,16 @@ class PropagatingConv(FastConv):
         edge_weight: Tensor | None,
         normalize: bool | None = None,
     ) -> Propagation | Reason:
-        """The matrix to multiply by, or why PyG's code must run.
+        """The matrix to multiply by, or why PyG's code has to run.
 
-        Self loops, their value and whether the matrix is kept are the layer's options `add_self_loops`,
-        `improved` and `cached`, if it has them.
+        It follows the layer's options `add_self_loops`, `improved` and `cached`, if the layer has them.
 
         Args:
             x: node features.
             edge_index: edges, sparse matrix or Adjacency.
             edge_weight: one weight per edge, or None.
-            normalize: whether by the roots of the degrees, as PyG's `gcn_norm`, else without loops; None: the
-                layer's option of that name, else True.
+            normalize: whether to normalise like PyG's `gcn_norm`; False also adds no loops. None: the layer's
+                option of that name, or True if it has none.
         """
         state = self.__dict__
         if not (state.get("normalize", True) if normalize is None else normalize):
@@ -189,11 +188,11 @@ class PropagatingConv(FastConv):
         return found
 
     def _held(self, slot: str, held: Any, x: Tensor) -> Propagation:
-        """The matrix that the layer keeps, for as many nodes as there are."""
+        """The cached matrix, for the current number of nodes and device."""
         if not isinstance(held, _Held):  # PyG's own code ran first and filled the cache
             return self._as_pyg_cached(held, x)
         if not held.fits(x):
-            # Nodes that were added later have no edges in PyG's cache either.
+            # As in PyG, nodes that were added later have no edges in the cache.
             found = self._as_pyg_cached(getattr(self, slot.removeprefix("_held")), x)
             held = self.__dict__[slot] = held._replace(propagation=found)
         if held.propagation.adj.device != x.device:
@@ -201,7 +200,7 @@ class PropagatingConv(FastConv):
         return held.propagation
 
     def _as_pyg_cached(self, held: Any, x: Tensor) -> Propagation:
-        """The matrix that PyG's code keeps: a SparseTensor, or edges or a sparse matrix with weights."""
+        """The matrix from PyG's cache: a SparseTensor, or edges or a sparse matrix with weights."""
         edges, weight = (held, None) if isinstance(held, SparseTensor) else held
         adj = resolve(edges, x.size(-2), x.size(-2), x.device, flow=self.flow)
         return Propagation(adj, values_of(edges) if weight is None else weight)
@@ -209,7 +208,7 @@ class PropagatingConv(FastConv):
     def _normalised(
         self, adj: Adjacency, x: Tensor, edge_index: Any, edge_weight: Tensor | None, fill_value: float = 1.0
     ) -> Propagation:
-        """GCN's matrix on a structure that has the loops."""
+        """GCN's matrix for a structure that already contains the loops."""
         if isinstance(edge_index, Tensor) and edge_index.layout is torch.sparse_csc:
             raise NotImplementedError(
                 "edge_index: expected a sparse matrix of layout CSR or COO under normalisation, got CSC; "
@@ -221,7 +220,7 @@ class PropagatingConv(FastConv):
             return Propagation(adj, None, scale, scale)
         if value.requires_grad and torch.is_grad_enabled():
             return Propagation(adj, symmetric_weights(adj, value))
-        # Degrees are sums of many terms: never in 16 bits, whatever autocast says.
+        # Degrees are sums of many terms, so they are never computed in 16 bits, even under autocast.
         with torch.autocast(x.device.type, enabled=False):
             dtype = accumulation_dtype(value.dtype)
             degree = spmm(adj, torch.ones(adj.num_src, 1, dtype=dtype, device=x.device), value)
@@ -239,14 +238,14 @@ class PropagatingConv(FastConv):
         edge_weight: Tensor | None,
         fill_value: float = 1.0,
     ) -> Tensor | None:
-        """Values of the structure, those of its self loops included; None: all 1."""
+        """Values of the structure, including those of its self loops; None: all 1."""
         is_matrix = type(edge_index) is not Tensor or edge_index.layout is not torch.strided
         is_matrix = is_matrix and is_sparse_matrix(edge_index)
         value = values_of(edge_index) if is_matrix else edge_weight
         has_loops = adj.has_inserted_loops
         num_given = adj.num_values - min(adj.shape) if has_loops else adj.num_values
         if value is None:
-            # PyG 2.8 doubles the loops of `improved` only where edges have values; matrices always have.
+            # In PyG 2.8, `improved` gives loops the value 2 only if edges have values. Matrices always do.
             if not (fill_value != 1.0 and is_matrix and has_loops):
                 return None
             value = torch.ones(num_given, dtype=x.dtype, device=x.device)
@@ -260,7 +259,7 @@ class PropagatingConv(FastConv):
         return adj.extend_value(value, fill_value, keep_existing=not isinstance(edge_index, SparseTensor))
 
     def _written_for_original(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Tensor | None:
-        """Edge weights as an Adjacency is written back for PyG: in that order, with inserted loops."""
+        """Edge weights for PyG's code, in the order of `to_edge_index`, including those of inserted loops."""
         if not isinstance(edge_index, Adjacency) or edge_weight is None:
             return edge_weight
         return Propagation(edge_index, self._value(edge_index, x, edge_index, edge_weight)).edge_weight(
@@ -284,7 +283,7 @@ class PropagatingConv(FastConv):
         terms: Sequence[Tensor] = (),
         alpha: float | None = None,
     ) -> Sequence[Tensor]:
-        """Features after each of several products, as `propagate`."""
+        """Features after each of several products; arguments as in `propagate`."""
         adj, value, scale_dst, scale_src, _ = matrix
         reduce = REDUCE[type(self._modules["aggr_module"])]
         if reduce == "sum" and self.__dict__["node_dim"] in (-2, 0) and not isinstance(alpha, Tensor):
@@ -300,7 +299,7 @@ class PropagatingConv(FastConv):
         return steps
 
     def _is_linear(self) -> bool:
-        """Whether the aggregation may change places with a linear layer."""
+        """Whether a linear layer may be applied before or after the aggregation."""
         return self._reduce() in ("sum", "mean")
 
 
@@ -318,7 +317,7 @@ def _has_no_outgoing(adj: Adjacency) -> Tensor:
 def _check_weight(edge_weight: Any, num_edges: int, x: Tensor) -> Tensor:
     if not isinstance(edge_weight, Tensor):
         raise TypeError(f"edge_weight: expected a tensor or None, got {type(edge_weight).__name__}")
-    # Not `shape in (...)`, which torch.compile answers wrongly where one of the sizes is symbolic.
+    # Not `shape in (...)`, which torch.compile evaluates wrongly if a size is symbolic.
     if not (edge_weight.dim() in (1, 2) and edge_weight.size(0) == num_edges == edge_weight.numel()):
         raise ValueError(
             f"edge_weight: expected one weight per edge, shape ({num_edges},), got {tuple(edge_weight.shape)}"
@@ -332,5 +331,5 @@ def _check_weight(edge_weight: Any, num_edges: int, x: Tensor) -> Tensor:
 
 
 def message_dtype(x: Tensor, value: Tensor) -> torch.dtype:
-    """PyG's product of messages and weights promotes: float16 times float32 is float32."""
+    """Dtype of PyG's product of features and weights, which promotes: float16 times float32 is float32."""
     return x.dtype if torch.is_autocast_enabled(x.device.type) else torch.promote_types(x.dtype, value.dtype)

@@ -1,4 +1,4 @@
-"""Models that consist of propagation."""
+"""Drop-ins for PyG's models LabelPropagation and LightGCN."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FastLabelPropagation(PropagatingConv, LabelPropagation):
         Args:
             y: labels, int64 (num_nodes,), or a number per node and class.
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
-            mask: nodes whose labels are known, bool (num_nodes,) or their indices; None: all.
+            mask: nodes whose labels are known, as a bool mask (num_nodes,) or indices; None: all nodes.
             edge_weight: floating (E,), used without normalisation; None: symmetric normalisation.
             post_step: function that is applied to the labels after every step; None: they are clamped to 0
                 and 1.
@@ -67,7 +67,7 @@ class FastLabelPropagation(PropagatingConv, LabelPropagation):
         if isinstance(matrix, Reason):
             edge_weight = self._written_for_original(labels, edge_index, edge_weight)
             return FastConv._original_forward(self, matrix, y, edge_index, mask, edge_weight, post_step)
-        # PyG's weights of edges that have none are float32, and so are sums that they are factors of.
+        # PyG gives edges without weights float32 weights, so its sums are at least float32.
         dtype = torch.promote_types(out.dtype, torch.float32 if matrix.value is None else matrix.value.dtype)
         rest = ((1 - self.alpha) * out).to(dtype)
         for _ in range(self.num_layers):
@@ -83,7 +83,8 @@ class FastLightGCN(LightGCN):
         \mathbf{x}_i = \sum_{l=0}^{L} \alpha_l \mathbf{x}^{(l)}_i, \quad \mathbf{x}^{(l+1)}_i = \sum_{j \in
         \mathcal{N}(i)} \frac{1}{\sqrt{\deg(i) \deg(j)}} \mathbf{x}^{(l)}_j
 
-    From "LightGCN" (https://arxiv.org/abs/2002.02126). Arguments, parameters and results are the original's.
+    From "LightGCN" (https://arxiv.org/abs/2002.02126). Arguments, parameters and results are the same as
+    PyG's.
 
     Example:
         >>> import torch

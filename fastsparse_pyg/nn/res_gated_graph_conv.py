@@ -33,10 +33,10 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         \mathbf{x}_j)
 
     From "Residual Gated Graph ConvNets" (https://arxiv.org/abs/1711.07553). Arguments, parameters,
-    ``state_dict`` and results are the original's. Gates, messages and sum are one operator
-    (:func:`fastsparse_core.gated_aggregate`) that stores nothing per edge. With ``edge_dim`` up to 32, the
-    linear maps are split into parts for nodes and for edges, so no row per edge is stored. Kernels support
-    the sigmoid as ``act``; another function runs PyG's own code on the same parameters.
+    ``state_dict`` and results are the same as PyG's. One operator (:func:`fastsparse_core.gated_aggregate`)
+    computes gates, messages and sum, and stores nothing per edge. With ``edge_dim`` up to 32, the linear maps
+    are split into parts for nodes and for edges, so no row per edge is stored. Kernels support the sigmoid as
+    ``act``. For other functions, PyG's own code runs on the same parameters.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -67,7 +67,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit.
-            IndexError: an index points to no node.
+            IndexError: an index refers to a node that does not exist.
         """
         adj = self._structure(x, edge_index, None, False, edge_attr)
         if not isinstance(adj, Adjacency):
@@ -94,7 +94,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         return add_bias(out, self.bias) if out.dtype == self.bias.dtype else out + self.bias
 
     def _joined(self, adj: Adjacency, x: Tensor, edge_attr: Tensor | None) -> Tensor | None:
-        """The layer as one node of autograd's graph; None: look closer."""
+        """The layer as one autograd node; None if the caller has to check further."""
         state = self.__dict__
         modules, features = state["_modules"], 0 if edge_attr is None else edge_attr.shape[1]
         if not is_plain_eager(x) or (edge_attr is not None and type(edge_attr) is not Tensor):
@@ -104,7 +104,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         shape = (state["out_channels"], x.shape[1] + features)
         for name in ("lin_query", "lin_value", "lin_key"):
             lin = modules[name]
-            if edge_attr is None and not is_plain_linear(lin):  # else `_reason` asked
+            if edge_attr is None and not is_plain_linear(lin):  # with edge features, `_reason` has checked it
                 return None
             weight, bias = lin._parameters["weight"], lin._parameters["bias"]
             if bias is None or weight.shape != shape:
@@ -131,7 +131,10 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         return key, query, value
 
     def _taken_apart(self, x: tuple[Tensor, Tensor], edge_width: int) -> tuple[Tensor, ...]:
-        """The same from the nodes' columns of the maps, and the edges' columns: gates', values'."""
+        """Keys, queries and values from the nodes' columns of the maps; and the edges' columns of the maps.
+
+        The edges' columns are two matrices: one for the gates and one for the values.
+        """
         maps = (self.lin_query, self.lin_value, self.lin_key)
         of_nodes, of_edges = [], []
         for lin in maps:

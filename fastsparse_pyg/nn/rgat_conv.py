@@ -23,13 +23,13 @@ from fastsparse_pyg.nn.attention import AttentionConv
 from fastsparse_pyg.nn.base import FEW_ON_GPU, are_few_on_gpu, raise_features
 from fastsparse_pyg.relations import reason_against_relations, relations_of
 
-#: On a GPU, nodes times relations and nodes times output features up to which all nodes are multiplied by all
-#: matrices at once: of relations one by one, six products each keep the host longer than those the GPU. A
-#: step on a hundredth of AM, 46 relations, takes an H200 1.5 ms, one by one 10.5; of MAG, 4 relations, 2.3
-#: and 5.0.
+#: On a GPU, all nodes are multiplied by all matrices at once, up to these numbers of nodes times relations
+#: and of nodes times output features. Otherwise each relation needs six products, whose launches would take
+#: longer than the additional work on the GPU. A step on a hundredth of AM (46 relations) takes an H200 1.5
+#: ms, and 10.5 ms relation by relation; on a hundredth of MAG (4 relations) 2.3 and 5.0 ms.
 _FEW_PAIRS, _FEW_FEATURES = 1 << 20, 1 << 21
-#: On the CPU, nodes times numbers of the matrices up to which that is quicker. A step on 1,000 nodes, 3,000
-#: edges and 4 relations, 16 features wide, takes one thread 1.4 ms, relation by relation 1.9.
+#: The same limit on the CPU, as nodes times elements of the matrices. A step on 1,000 nodes, 3,000 edges and
+#: 4 relations with 16 features takes one thread 1.4 ms, and 1.9 ms relation by relation.
 _FEW_PRODUCTS = 1 << 20
 
 
@@ -42,10 +42,10 @@ class FastRGATConv(AttentionConv, RGATConv):
 
     Scores are additive or multiplicative, and normalised within or across relations. From "Relational Graph
     Attention Networks" (https://arxiv.org/abs/1904.05811), section 2. Arguments, parameters, ``state_dict``
-    and results are the original's. :math:`\mathbf{W}_r \mathbf{x}_j` is computed once for each pair of a
+    and results are the same as PyG's. :math:`\mathbf{W}_r \mathbf{x}_j` is computed once for each pair of a
     source and a relation with edges, not once per edge. The same holds for the scores of destinations.
-    Additive scores without ``mod`` run the fused kernel; the other options keep one number for every edge and
-    head. Attention dropout draws a different mask than the original.
+    Additive scores without ``mod`` use the fused kernel; the other options store one number for every edge
+    and head. Attention dropout draws a different mask than PyG's layer.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`; edges :math:`(2, |\mathcal{E}|)`; types
@@ -73,8 +73,8 @@ class FastRGATConv(AttentionConv, RGATConv):
         """Computes the layer.
 
         Args:
-            x: node features (N, F_in), float64, float32, float16 or bfloat16; a pair (source features,
-                destination features) runs PyG's implementation.
+            x: node features (N, F_in), float64, float32, float16 or bfloat16. For a pair (source features,
+                destination features), PyG's implementation runs.
             edge_index: edges.
             edge_type: relation of every edge, int64 (E,), in the order of the edges.
             edge_attr: features of the edges (E, edge_dim), in the dtype of ``x``; required with ``edge_dim``.
@@ -84,7 +84,7 @@ class FastRGATConv(AttentionConv, RGATConv):
 
         Raises:
             ValueError: sizes, dtypes, devices or the dropout probability do not fit.
-            IndexError: an index points to no node, or a type to no relation.
+            IndexError: an index refers to a node, or a type to a relation, that does not exist.
         """
         with_weights = isinstance(return_attention_weights, bool)
         reason = self._reason(x, x, edge_index, edge_attr, with_weights, edge_type, size)
@@ -92,7 +92,7 @@ class FastRGATConv(AttentionConv, RGATConv):
             return self._original_forward(
                 reason, x, edge_index, edge_type, edge_attr, size, return_attention_weights
             )
-        assert isinstance(edge_index, Tensor)  # otherwise there was a reason
+        assert isinstance(edge_index, Tensor)  # `_reason` has checked it
         num_nodes = x.size(0)
         relations = relations_of(edge_index, edge_type, (num_nodes, num_nodes), self.num_relations, self.flow)
         weight = self._weight()
@@ -108,7 +108,7 @@ class FastRGATConv(AttentionConv, RGATConv):
             if out is not None:
                 return self.update(out)
         sources, destinations = relations.src_pairs, relations.dst_pairs
-        # The product of two matrices is narrower than the features of pairs; of blocks there is none.
+        # `weight @ q` is computed first, because it is narrower than the features; not possible for blocks.
         if takes_every_pair:
             by_feature = weight.transpose(0, 1).contiguous()
             maps = by_feature, by_feature @ self.k, by_feature @ self.q
@@ -140,7 +140,7 @@ class FastRGATConv(AttentionConv, RGATConv):
         return (out, (edge_index, alpha)) if with_weights else out
 
     def _takes_every_pair(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether all nodes are multiplied by the matrices of all relations."""
+        """Whether to multiply all nodes by the matrices of all relations."""
         if weight.dim() != 3:
             return False
         if not x.is_cuda:
@@ -155,14 +155,14 @@ class FastRGATConv(AttentionConv, RGATConv):
         return weight.view(self.num_relations, self.in_channels, self.heads * self.out_channels)
 
     def _edge_scores(self, edge_attr: Tensor) -> Tensor:
-        """What features of edges add to scores or multiply them by: (E, H * dim)."""
+        """The edge features' part of the scores, a summand or factor, (E, H * dim)."""
         scores: Tensor = self.lin_edge(edge_attr if edge_attr.dim() == 2 else edge_attr[:, None]) @ self.e
         return scores
 
     def _fused(
         self, relations: Relations, rows: Tensor, key: Tensor, of_dst: Tensor, of_edge: Tensor | None
     ) -> Tensor:
-        """Additive attention without a tensor of edges times features; returns (N, H, out)."""
+        """Additive attention that stores no features per edge; returns (N, H, out)."""
         values = rows.view(-1, self.heads, self.out_channels)
         dropout = self.dropout if self.training else 0.0
         if self.attention_mechanism == "within-relation":
@@ -177,7 +177,7 @@ class FastRGATConv(AttentionConv, RGATConv):
         return additive_attention(relations.from_pairs, none, key, values, self.negative_slope, bias, dropout)
 
     def _weighted(self, relations: Relations, rows: Tensor, alpha: Tensor) -> Tensor:
-        """Sums with given weights of every edge, and what `mod` makes of them."""
+        """Sums with given attention weights, modified by the option `mod`."""
         adj, heads = relations.from_pairs, (-1, self.heads, self.out_channels)
         degree = adj.in_degree().to(alpha.dtype)[:, None]
         plus: Tensor | None = None

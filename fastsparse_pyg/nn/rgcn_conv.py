@@ -29,35 +29,36 @@ _NEITHER = Reason(
     "features that are neither one matrix nor one vector of indices per side", fallback.PLAIN_FEATURES
 )
 _INT32_MAX = 2**31 - 1
-#: Destinations times relations up to which the host's work for a step counts more than rows without edges.
+#: Number of destinations times relations up to which one product for all pairs is faster. It computes rows
+#: without edges in vain, but takes less time on the host.
 FEW_PAIRS = 65_536
 
 
 class _RelationalConv(FastConv):
-    """What both forms of RGCN share.
+    """Base of both forms of RGCN.
 
-    Not a base class of the other: PyG's templates are kept by class, and the messages differ.
+    One form cannot be a subclass of the other: PyG caches templates by class, and the messages differ.
     """
 
     _aggregations = ANY_REDUCTION
     _fusible: ClassVar[bool] = False
-    #: Whether PyG adds the relations' results onto zeros of the default dtype.
+    #: Whether PyG adds the relations' results to zeros of the default dtype.
     _onto_zeros: ClassVar[bool] = True
 
     def forward(self, x: Any, edge_index: EdgesLike, edge_type: OptTensor = None) -> Tensor:
         """Computes the layer.
 
         Args:
-            x: node features; or indices of trainable features, None for all nodes; or a pair (sources,
-                destinations).
+            x: node features; or indices of trainable features (None: all nodes); or a pair of these
+                (sources, destinations).
             edge_index: edges, or a SparseTensor or Adjacency whose rows are the destinations.
             edge_type: relation of every edge, int64 (E,), in the order of the edges; a SparseTensor has the
                 relations as its values.
 
         Raises:
             ValueError: sizes or devices do not fit.
-            IndexError: an index points to no node, or a type to no relation. With ``num_blocks``,
-                :class:`FastRGCNConv` ignores edges of other types, as PyG does.
+            IndexError: an index refers to a node, or a type to a relation, that does not exist. With
+                ``num_blocks``, :class:`FastRGCNConv` ignores edges of other types, as PyG does.
         """
         x_l = x[0] if isinstance(x, tuple) else x
         all_nodes = x_l is None
@@ -105,7 +106,7 @@ class _RelationalConv(FastConv):
         return out if self.bias is None else out + self.bias
 
     def _drops_unknown(self) -> bool:
-        """Whether edges of other types are left out: PyG's RGCNConv does so where it counts no types."""
+        """Whether edges of unknown types are ignored, as PyG's RGCNConv does if it does not count types."""
         return self.num_blocks is not None or backend.use_segment_matmul is False
 
     def _as_original(self, out: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ class _RelationalConv(FastConv):
         return out
 
     def _are_few(self, relations: Relations, x: Tensor, weight: Tensor) -> bool:
-        """Whether one product handles all relations, with rows for pairs without edges too."""
+        """Whether one product computes all relations, including rows for pairs without edges."""
         return (
             relations.shape[0] * self.num_relations <= FEW_PAIRS
             and weight.dim() == 3
@@ -171,13 +172,13 @@ class FastRGCNConv(_RelationalConv, RGCNConv):
         \sum_{j \in \mathcal{N}_r(i)} \frac{1}{|\mathcal{N}_r(i)|} \mathbf{\Theta}_r \cdot \mathbf{x}_j
 
     From "Modeling Relational Data with Graph Convolutional Networks" (https://arxiv.org/abs/1703.06103),
-    sections 2.1 and 2.2. Arguments, parameters, ``state_dict`` and results are the original's. (The drop-in
-    of PyG's ``FastRGCNConv`` is :class:`FastFastRGCNConv`.) All relations are aggregated at once. The rows
-    are the pairs of a destination and a relation that have edges, sorted by relation, so the matrix of each
-    relation multiplies consecutive rows. If that moves fewer numbers, sources are multiplied first. No tensor
-    of nodes times relations is stored. The structure is built once for each pair of ``edge_index`` and
-    ``edge_type``. An unknown edge type raises an IndexError; captured steps read nothing from the device, and
-    ignore such edges.
+    sections 2.1 and 2.2. Arguments, parameters, ``state_dict`` and results are the same as PyG's. (The
+    drop-in of PyG's ``FastRGCNConv`` is :class:`FastFastRGCNConv`.) All relations are aggregated at once,
+    with one row for each pair of a destination and a relation that has edges. Rows are sorted by relation, so
+    the matrix of each relation multiplies consecutive rows. If fewer numbers are moved that way, the matrices
+    are applied to the sources before the aggregation. No tensor of nodes times relations is stored. The
+    structure is built once for each pair of ``edge_index`` and ``edge_type``. An unknown edge type raises an
+    IndexError, except in captured steps, which cannot check it and ignore such edges.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, indices :math:`(|\mathcal{V}|)`, None, or

@@ -24,9 +24,9 @@ class FastSAGEConv(FastConv, SAGEConv):
         \mathcal{N}(i)} \mathbf{x}_j
 
     From "Inductive Representation Learning on Large Graphs" (https://arxiv.org/abs/1706.02216). Arguments,
-    parameters, ``state_dict`` and results are the original's. Kernels support ``aggr`` sum, add, mean, max
-    and min; anything else (lists, LSTM, custom modules, message hooks, explain mode) runs PyG's own code on
-    the same parameters. If several neighbours share the maximum, its gradient goes to the first of them.
+    parameters, ``state_dict`` and results are the same as PyG's. Kernels support ``aggr`` sum, add, mean, max
+    and min. In other cases (lists, LSTM, custom modules, message hooks, explain mode), PyG's own code runs on
+    the same parameters. If several neighbours have the maximum, its gradient goes to the first of them.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -52,11 +52,11 @@ class FastSAGEConv(FastConv, SAGEConv):
             x: node features (N, F_in), float64, float32, float16 or bfloat16, or (source features,
                 destination features or None).
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
-            size: (sources, destinations), for edge lists.
+            size: (number of sources, number of destinations), for edge lists.
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit together.
-            IndexError: an index points to no node.
+            IndexError: an index refers to a node that does not exist.
         """
         adj = self._structure(x, edge_index, size)
         if isinstance(adj, Reason):
@@ -75,13 +75,13 @@ class FastSAGEConv(FastConv, SAGEConv):
         return F.normalize(out, p=2.0, dim=-1) if state["normalize"] else out
 
     def _neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """What :func:`fastsparse_pyg.tiled` sums over a tile's neighbours."""
+        """The sum over neighbours that :func:`fastsparse_pyg.tiled` computes for every tile."""
         if self.project and hasattr(self, "lin"):
             raise_untiled(self, "project=True")
         return self._plain_sum(x, edges)._replace(reads_own=self.root_weight)
 
     def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
-        """What :func:`fastsparse_pyg.tiled` computes of a tile's sums."""
+        """The result of the layer from a tile's sums, for :func:`fastsparse_pyg.tiled`."""
         out: Tensor = self.lin_l(sums)
         if self.root_weight:
             out = out + self.lin_r(x)

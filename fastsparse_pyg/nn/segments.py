@@ -1,7 +1,7 @@
-"""Reading a node's features per edge, and reducing edges per node: without atomics, forward and backward.
+"""Gathers node features per edge and reduces edges per node, without atomics, forward and backward.
 
-The messages stay in the caller's order (`fastsparse_core.message_plans.ends`). :class:`NodeIndex` brings
-these functions into code that calls PyTorch's own.
+Messages are in the caller's edge order (`fastsparse_core.message_plans.ends`). With :class:`NodeIndex`, code
+that calls PyTorch's gather and scatter functions uses these functions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def softmax(
     num_nodes: int | None = None,
     dim: int = 0,
 ) -> Tensor:
-    """PyG's function of that name, by one operator where the index is that of a graph at hand."""
+    """PyG's ``softmax``; one operator computes it if the index is a :class:`NodeIndex`."""
     if (
         isinstance(index, NodeIndex)
         and index.dim() == 1
@@ -41,7 +41,7 @@ def softmax(
 
 _LEAST_VARIANCE = 1e-5  # of PyG's StdAggregation
 
-#: PyG's aggregation -> the reduction's name; "softmax" and "std" are made of others.
+#: PyG's aggregation -> name of the reduction; "softmax" and "std" are composed of others.
 _AGGREGATIONS = {
     aggr.SumAggregation: "sum",
     aggr.MeanAggregation: "mean",
@@ -55,31 +55,31 @@ _AGGREGATIONS = {
 
 
 def reduction_of(module: Any) -> str:
-    """The name of what an aggregation of PyG's computes, "" where :func:`aggregate` does not know it."""
+    """Name of the reduction of a PyG aggregation; "" if :func:`aggregate` does not support it."""
     how = _AGGREGATIONS.get(type(module), "")
     if not how or module._forward_hooks or module._forward_pre_hooks:
         return ""
-    # The gradient of half of the formula.
+    # With `semi_grad`, PyG computes the gradient of only a part of the formula.
     if (how == "var" and module.semi_grad) or (how == "std" and module.var_aggr.semi_grad):
         return ""
     return how
 
 
 def is_softmax_of_messages(module: Any) -> bool:
-    """Whether a softmax aggregation takes the messages themselves as scores, with all of their gradient."""
+    """Whether a softmax aggregation uses the unscaled messages as scores, with their full gradient."""
     is_unscaled = isinstance(module.t, (int, float)) and module.t == 1
     return is_unscaled and not module.semi_grad and module.channels == 1
 
 
 def aggregate(messages: Tensor, end: EdgeEnd, how: str, module: Any, dim: int) -> Tensor | None:
-    """What an aggregation of PyG's computes; None: its own code has to.
+    """Computes a PyG aggregation; None if its own code has to run.
 
     Args:
-        messages: floating, the edges along ``dim``.
-        end: the nodes.
+        messages: floating, with the edges along ``dim``.
+        end: the end of the edges whose nodes the messages go to.
         how: :func:`reduction_of` the aggregation.
         module: the aggregation.
-        dim: of the edges.
+        dim: dimension of the edges.
     """
     if how == "std":
         variance = reduce(messages, end, "var", dim)
@@ -101,23 +101,24 @@ def aggregate(messages: Tensor, end: EdgeEnd, how: str, module: Any, dim: int) -
 class NodeIndex(Tensor):
     """The index of one end of the edges, for code that scatters or gathers by it with PyTorch's functions.
 
-    Those calls become :func:`gather` and :func:`reduce`; everything else sees a plain tensor.
+    Such calls are replaced by :func:`gather` and :func:`reduce`; in all other calls it acts as a plain
+    tensor.
     """
 
     end: EdgeEnd
-    #: Dimension along which a broadcast copy holds the index; the index itself: 0.
+    #: Dimension of the index in a broadcast view of it; 0 for the index itself.
     along: int
 
     @classmethod
     def of(cls, end: EdgeEnd) -> NodeIndex:
-        """The index of that end, in int64 as PyG hands it to messages (`for_pyg`)."""
+        """The index of this end, in int64 like the indices that PyG passes to messages (`for_pyg`)."""
         index = end.index.long().as_subclass(cls)
         index.end, index.along = end, 0
         return index
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Takes over the calls that :data:`_TAKEN_OVER` names."""
+        """Replaces calls of the functions in :data:`_TAKEN_OVER`."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             handler = _TAKEN_OVER.get(func)
@@ -220,7 +221,7 @@ def _getitem(func: Any, x: Any, index: Any) -> Any:
     return _index_select(func, x, 0, index) if isinstance(x, Tensor) else NotImplemented
 
 
-#: PyTorch's function -> what takes its place; NotImplemented: the function itself.
+#: PyTorch function -> its replacement, which returns NotImplemented if the original has to run.
 _TAKEN_OVER: dict[Any, Callable[..., Any]] = {
     Tensor.view: _viewed,
     Tensor.reshape: _viewed,

@@ -1,4 +1,4 @@
-"""Layers that multiply by the graph's matrix, once or several times; attributes and results are PyG's."""
+"""Layers that multiply by the graph's matrix once or several times, with PyG's attributes and results."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
             x: node features (N, F_in), float64, float32, float16 or bfloat16, or (source features,
                 destination features or None).
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
-            edge_weight: floating (E,), for edges and Adjacency (a matrix carries its own).
-            size: (sources, destinations), for edge lists.
+            edge_weight: floating (E,), for edges and Adjacency. A sparse matrix has its own values.
+            size: (number of sources, number of destinations), for edge lists.
         """
         adj = self._structure(x, edge_index, size)
         if not isinstance(adj, Adjacency):
@@ -86,16 +86,16 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
         return self._neighbours_and_root(adj, x_src, x_dst, value, *both)
 
     def _neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """What :func:`fastsparse_pyg.tiled` sums over a tile's neighbours."""
+        """The sum over neighbours that :func:`fastsparse_pyg.tiled` computes for every tile."""
         return self._plain_sum(x, edges)
 
     def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
-        """What :func:`fastsparse_pyg.tiled` computes of a tile's sums."""
+        """The result of the layer from a tile's sums, for :func:`fastsparse_pyg.tiled`."""
         out: Tensor = self.lin_rel(sums) + self.lin_root(x)
         return out
 
     def _weighted(self, adj: Adjacency, x: Tensor, value: Tensor, lin: Any, lin_root: Any) -> Tensor | None:
-        """The layer by one node of autograd's graph; None: sums and linear maps one by one."""
+        """The layer as one autograd node; None if it has to be computed operator by operator."""
         reduce = self._reduce()
         if (
             reduce not in ("sum", "mean")
@@ -117,7 +117,7 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
 
 
 def _is_plain_weight(weight: Any, x: Tensor, adj: Adjacency) -> bool:
-    """Whether nothing has to be done to edge weights before a product of plain features."""
+    """Whether edge weights can be used in a product without conversion."""
     return (
         type(weight) is Tensor
         and x.dim() == 2
@@ -130,10 +130,10 @@ def _is_plain_weight(weight: Any, x: Tensor, adj: Adjacency) -> bool:
 
 
 class _Powers(PropagatingConv):
-    """SG and SSG: one linear layer and a polynomial of the matrix, in the order that gathers less."""
+    """Base of SG and SSG: a linear layer and a polynomial of the matrix, in the order that gathers less."""
 
     def _powers(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None, *, narrow: bool) -> Tensor:
-        """The layer; ``narrow``: whether the linear layer may come first."""
+        """Computes the layer; ``narrow`` allows the linear layer to come first."""
         matrix = self._propagation(x, edge_index, edge_weight)
         if isinstance(matrix, Reason):
             return self._original_forward(matrix, x, edge_index, edge_weight)
@@ -147,7 +147,7 @@ class _Powers(PropagatingConv):
         raise NotImplementedError
 
     def _kept(self, matrix: Propagation, x: Tensor) -> Tensor:
-        """What is computed once, in the dtype that calls without autocast need as well."""
+        """The cached polynomial, computed without autocast, so that calls without autocast can use it too."""
         with torch.autocast(x.device.type, enabled=False):
             return self._polynomial(matrix, x)
 
@@ -224,7 +224,7 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
         \mathbf{X}^{(k-1)} + \alpha \mathbf{X}^{(0)}
 
     From "Predict then Propagate" (https://arxiv.org/abs/1810.05997). Dropout of edges draws a different mask
-    than the original.
+    than PyG's layer.
 
     Example:
         >>> import torch
@@ -252,8 +252,8 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
         if not drops and not is_any_autocast_enabled():
             *_, out = out, *self._steps(matrix, out, self.K, [x] * self.K, self.alpha)
             return out
-        # Under autocast, the products are in its dtype, and the result has the dtype of the original, which
-        # casts nothing.
+        # Under autocast, products have the autocast dtype. The result has the dtype of PyG's, which autocast
+        # does not cast.
         dtype = x.dtype if value is None else torch.promote_types(x.dtype, value.dtype)
         for step in range(self.K):
             if drops:
@@ -399,7 +399,7 @@ class FastLGConv(PropagatingConv, pyg.LGConv):
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`.
 
-        A pair of features, which is allowed without ``normalize``, runs PyG's implementation.
+        For a pair of features, which is allowed without ``normalize``, PyG's implementation runs.
         """
         if isinstance(x, (tuple, list)):
             return self._original_forward(fallback.PAIR_OF_FEATURES, x, edge_index, edge_weight)
@@ -457,7 +457,7 @@ class FastClusterGCNConv(PropagatingConv, pyg.ClusterGCNConv):
         \mathbf{X} \mathbf{W}_1 + \mathbf{X} \mathbf{W}_2, \quad \mathbf{\hat{A}} = (\mathbf{D} +
         \mathbf{I})^{-1} (\mathbf{A} + \mathbf{I})
 
-    From "Cluster-GCN" (https://arxiv.org/abs/1905.07953). Sparse matrices run PyG's own code.
+    From "Cluster-GCN" (https://arxiv.org/abs/1905.07953). For sparse matrices, PyG's own code runs.
 
     Example:
         >>> import torch
@@ -531,7 +531,7 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
 
 
 def _gru(cell: torch.nn.GRUCell, x: Tensor, hidden: Tensor) -> Tensor:
-    """A gated recurrent cell by operators that can be traced on all devices."""
+    """A GRU cell by operators that can be traced on all devices."""
     reset, update, new = F.linear(x, cell.weight_ih, cell.bias_ih).chunk(3, dim=1)
     of_hidden = F.linear(hidden, cell.weight_hh, cell.bias_hh).chunk(3, dim=1)
     new = torch.tanh(new + torch.sigmoid(reset + of_hidden[0]) * of_hidden[2])
@@ -541,7 +541,7 @@ def _gru(cell: torch.nn.GRUCell, x: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _values_of(matrix: Propagation, dtype: torch.dtype) -> Tensor:
-    """The matrix' values, the scales multiplied in, in the structure's value order."""
+    """Values of the whole matrix, including the scales, in the structure's value order."""
     if matrix.scale_dst is None or matrix.scale_src is None:
         assert matrix.value is not None
         return matrix.value

@@ -33,10 +33,10 @@ class FastTransformerConv(AttentionConv, TransformerConv):
 
     From "Masked Label Prediction: Unified Message Passing Model for Semi-Supervised Classification"
     (https://arxiv.org/abs/2009.03509), section 3.1. Arguments, parameters, ``state_dict`` and results are the
-    original's. Scores, softmax, dropout and sum are one operator (:func:`fastsparse_core.attention`) that
-    stores nothing per edge. Edge features are added to keys and values without projecting them per edge:
-    :math:`\mathbf{W}_6` is applied to the queries and to the weighted sum of edge features instead. Attention
-    dropout draws a different mask than the original. Under autocast the attention runs in the autocast dtype.
+    same as PyG's. One operator (:func:`fastsparse_core.attention`) computes scores, softmax, dropout and sum,
+    and stores nothing per edge. Edge features are not projected per edge: :math:`\mathbf{W}_6` is applied to
+    the queries and to the weighted sum of edge features instead. Attention dropout draws a different mask
+    than PyG's layer. Under autocast the attention runs in the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -75,7 +75,7 @@ class FastTransformerConv(AttentionConv, TransformerConv):
 
         Raises:
             ValueError: sizes, dtypes, devices or the dropout probability do not fit.
-            IndexError: an index points to no node.
+            IndexError: an index refers to a node that does not exist.
         """
         with_weights = isinstance(return_attention_weights, bool)
         adj = self._structure(x, edge_index, None, False, edge_attr, with_weights)
@@ -97,7 +97,7 @@ class FastTransformerConv(AttentionConv, TransformerConv):
                 (),
                 None,
                 heads=state["heads"],
-                scale=1 / sqrt(state["out_channels"]),  # `default_scale` without a call
+                scale=1 / sqrt(state["out_channels"]),  # `default_scale`, inlined
                 dropout_p=dropout,
                 kind=Linear,
                 edges=None if features is None else (features, modules["lin_edge"]),

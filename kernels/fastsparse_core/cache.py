@@ -1,8 +1,8 @@
-"""Converted structures remembered per graph object, for both plugins.
+"""A cache of converted structures per graph object, for both plugins.
 
-A stale structure would give wrong numbers without any sign, so an entry is used only if the graph object is
-the very one it was made for (weak identity) and if the stamp, whatever the plugin can observe of its content,
-is unchanged.
+A stale structure would silently give wrong numbers. Therefore an entry is used only if the graph object is
+the same object that it was made for, and if its stamp has not changed. The stamp is what the plugin can
+observe of the object's content.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _MOST_COUNTED = 1024
 
 
 class Sightings:
-    """How often objects came: a structure is worth building for those that are used again."""
+    """Counts how often objects are used: building a structure is worthwhile only for repeated use."""
 
     def __init__(self) -> None:
-        # By id; once the reference is dead, another object may have the same id.
+        # By id. The weak reference shows whether the object is still the same: ids are reused.
         self._counts: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def of(self, key: object) -> int:
-        """How often an object was counted."""
+        """Number of times that an object was counted."""
         reference, count = self._counts.get(id(key), (None, 0))
         return count if reference is not None and reference() is key else 0
 
     def count(self, key: object) -> int:
-        """Counts an object, which must be weakly referenceable; returns how often it has come."""
+        """Counts a use of an object, which must be weakly referenceable; returns the new count."""
         count = self.of(key) + 1
         if len(self._counts) >= _MOST_COUNTED and id(key) not in self._counts:
             self.clear()
@@ -75,7 +75,7 @@ class CacheInfo:
 
 
 class AdjacencyCache:
-    """Maps (graph object, options) to an Adjacency; entries die with their graph object.
+    """Maps (graph object, options) to an Adjacency; entries are freed with their graph object.
 
     Args:
         name: what the cache is for, shown by ``repr``.
@@ -88,7 +88,7 @@ class AdjacencyCache:
     def __init__(self, name: str) -> None:
         self.name = name
         self._lock = ForkSafeLock()
-        # By id; once the reference is dead, another object may have the same id.
+        # By id. The weak reference shows whether the object is still the same: ids are reused.
         self._graphs: dict[int, tuple[weakref.ref[Any], dict[Hashable, tuple[Hashable, Adjacency]]]] = {}
         self.hits = self._misses = self._stale = 0
         self.latest: dict[Hashable, tuple[Any, Hashable, Adjacency]] = {}
@@ -100,7 +100,7 @@ class AdjacencyCache:
 
         Args:
             key: the graph object; held weakly and compared by identity.
-            stamp: what is known of its present content; an entry with another stamp is dropped.
+            stamp: properties that change with the object's content; an entry with another stamp is dropped.
             options: distinguishes several structures of one graph.
             build: makes the Adjacency; it must not keep ``key`` alive. Called at most once per miss, under
                 the lock.
@@ -123,7 +123,7 @@ class AdjacencyCache:
                     del entries[options]
                     self._stale += 1
             run = recorded.current()
-            if run is not None:  # a structure of this execution only, so nothing of it may be cached
+            if run is not None:  # the structure is valid only in this run of a captured step: do not cache it
                 return run.structure(key, options, build)
             self._misses += 1
             adjacency = build()
@@ -131,7 +131,7 @@ class AdjacencyCache:
             return adjacency
 
     def keep(self, key: object, stamp: Hashable, options: Hashable, adjacency: Adjacency) -> None:
-        """Keeps a structure that was not built for ``key``; the arguments are those of :meth:`lookup`."""
+        """Stores a structure that was built elsewhere; the arguments are those of :meth:`lookup`."""
         with self._lock:
             reference, entries = self._graphs.get(id(key), (None, {}))
             if reference is None or reference() is not key:
@@ -143,12 +143,12 @@ class AdjacencyCache:
             self._remember(reference, stamp, options, adjacency)
 
     def count_miss(self, build: Callable[[], Adjacency]) -> Adjacency:
-        """A structure that cannot be kept."""
+        """Builds a structure that cannot be cached, and counts a miss."""
         self._misses += 1
         return build()
 
     def kept(self, key: object, options: Hashable) -> tuple[Any, Hashable, Adjacency] | None:
-        """(weak reference to the graph object, stamp, structure) if there is an entry, of whatever stamp."""
+        """(weak reference to the graph object, stamp, structure) of an entry, even if its stamp is old."""
         reference, entries = self._graphs.get(id(key), (None, {}))
         if reference is None or reference() is not key:
             return None
@@ -156,12 +156,12 @@ class AdjacencyCache:
         return None if entry is None else (reference, *entry)
 
     def holds(self, key: object) -> bool:
-        """Whether something is kept for a graph object, of its present content or an earlier one."""
+        """Whether there is an entry for a graph object, even if its stamp is old."""
         kept = self._graphs.get(id(key))
         return kept is not None and kept[0]() is key
 
     def _reference(self, key: object) -> weakref.ref[Any]:
-        """A weak reference whose end is that of what is kept for the object."""
+        """A weak reference that removes the object's entries when the object is freed."""
         number = id(key)
 
         def forget(dead: weakref.ref[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which calls ran on FastSparse and which did not, for :func:`report` and ``fastsparse run --report``."""
+"""Records which calls ran on FastSparse, for :func:`report` and ``fastsparse run --report``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fastsparse_core.log import current_line, table_text
 
 #: Largest number of sentences of advice in a report.
 MOST_ADVICE = 3
-#: Share of the time above which the advice mentions loading.
+#: If the script waits for batches in more than this share of the time, the advice mentions loading.
 _MUCH_LOADING = 0.3
-#: Number of events kept before the finished ones are read.
+#: If more pairs of events are waiting to be read, the finished ones are read.
 _MOST_EVENTS = 512
 
 _counts: Counter[Row] = Counter()
@@ -30,14 +30,14 @@ _is_recording = False
 
 @dataclass(frozen=True)
 class Row:
-    """Calls from one line that ran in the same way.
+    """Calls of one function from one line of the script that ran in the same way.
 
     Attributes:
-        place: the user's line.
-        call: the function or the layer's class.
-        by: the kernel, or the package whose implementation ran.
+        place: file and line of the script.
+        call: name of the function or of the layer's class.
+        by: the kernel that ran, or the package whose implementation ran.
         reason: why no kernel ran; "" if one ran.
-        cure: what to do about it; "" if PyG's or DGL's code is faster here.
+        cure: how to change that; "" if PyG's or DGL's code is faster for this call.
 
     Example:
         >>> from fastsparse_core.call_report import Row
@@ -54,14 +54,14 @@ class Row:
 
 @dataclass
 class Times:
-    """What a report with times measures.
+    """Times of a report.
 
     Attributes:
-        host_ms: row -> milliseconds of the host in its calls.
-        gpu_ms: row -> milliseconds between an event before and one after its calls.
-        steps: steps of optimizers.
+        host_ms: row -> milliseconds that the host spent in its calls.
+        gpu_ms: row -> milliseconds between the CUDA events before and after its calls.
+        steps: number of optimizer steps.
         loading: seconds in which the script waited for batches.
-        since, until: seconds by the host's clock at the first and at the last thing that was measured.
+        since, until: seconds of the host's clock at the first and at the last measurement.
     """
 
     host_ms: dict[Row, float] = field(default_factory=lambda: defaultdict(float))
@@ -77,9 +77,9 @@ class CallReport:
     """The recorded calls; ``print`` shows them as a table.
 
     Attributes:
-        rows: kinds of calls and their numbers, the most frequent first.
-        times: measured times; None: nothing was measured. The time of a layer includes that of the calls in
-            it.
+        rows: pairs of a row and its number of calls, the most frequent first.
+        times: measured times; None if no times were measured. The time of a layer includes the time of the
+            calls in it.
 
     Example:
         >>> import fastsparse_core
@@ -93,9 +93,10 @@ class CallReport:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """Advice on what would make most calls faster, three sentences at most.
+        """At most three sentences of advice, about the most frequent calls first.
 
-        A call that mostly ran on a kernel gets no advice, because every index is new once.
+        A call that mostly ran on a kernel gets no advice, because the first call with a new index often runs
+        without one.
         """
         served: Counter[tuple[str, str]] = Counter()
         for row, count in self.rows:
@@ -127,10 +128,10 @@ class CallReport:
             )
 
     def to_json(self) -> str:
-        """The report as JSON: ``rows``, with the fields of :class:`Row` and ``calls``; ``advice``.
+        """The report as JSON: ``rows``, which have the fields of :class:`Row` and ``calls``; and ``advice``.
 
-        With times, a row has ``host_ms`` and ``gpu_ms`` (None without a GPU), and ``steps``,
-        ``loading_s`` and ``total_s`` follow.
+        With times, rows also have ``host_ms`` and ``gpu_ms`` (None without a GPU), and the report has
+        ``steps``, ``loading_s`` and ``total_s``.
         """
         rows: list[dict[str, Any]] = [{**asdict(row), "calls": count} for row, count in self.rows]
         page: dict[str, Any] = {"rows": rows, "advice": self.advice}
@@ -187,10 +188,11 @@ def report() -> CallReport:
 
 
 def start_recording(*, times: bool = False) -> None:
-    """Forgets what was recorded, and records from here on; a call then takes some microseconds more.
+    """Drops earlier records and starts recording, which adds some microseconds to every call.
 
     Args:
-        times: whether to measure times too, of functions that :func:`timed` was called with after this.
+        times: whether to measure times too. Only functions that are passed to :func:`timed` later are
+            measured.
     """
     global _is_recording, _clock
     stop_recording()
@@ -200,7 +202,7 @@ def start_recording(*, times: bool = False) -> None:
 
 
 def start_timing() -> None:
-    """:func:`start_recording` with times."""
+    """Calls :func:`start_recording` with ``times=True``."""
     start_recording(times=True)
 
 
@@ -227,18 +229,21 @@ def record(call: str, by: str, reason: str = "", cure: str = "") -> None:
 
 
 def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose calls are measured if times are: each counts for the row that it records last."""
+    """Wraps a function to measure its calls, if times are measured.
+
+    The time of a call is added to the row that the call records last.
+    """
     if _clock is None or not _is_recording:
         return function
     return functools.wraps(function)(_clock.around(function))
 
 
 class _Clock:
-    """Measures calls, and waits for batches; nothing waits for a GPU before the report does."""
+    """Measures the time of calls and of waiting for batches; only reading the report waits for the GPU."""
 
     def __init__(self) -> None:
         self.times = Times()
-        self._open = threading.local()  # rows of the calls that a thread is in
+        self._open = threading.local()  # stack of rows: one for each measured call that the thread is in
         self._events: deque[tuple[Row, Any, Any]] = deque()
         self._is_on = True
         self._steps = register_optimizer_step_post_hook(self._step)
@@ -251,25 +256,25 @@ class _Clock:
         torch.utils.data.DataLoader.__iter__ = iterated  # type: ignore[method-assign]
 
     def stop(self) -> None:
-        """Ends measuring, and puts PyTorch's loader back."""
+        """Stops measuring and restores PyTorch's loader."""
         if self._is_on:
             self._is_on = False
             self._steps.remove()
             torch.utils.data.DataLoader.__iter__ = self._iterate  # type: ignore[method-assign]
 
     def read(self) -> Times:
-        """What was measured; waits for the GPU."""
+        """The measured times; waits for the GPU."""
         self._take(wait=True)
         return self.times
 
     def note(self, row: Row) -> None:
-        """Says which row the innermost call is of."""
+        """Sets the row of the innermost measured call."""
         rows = getattr(self._open, "rows", None)
         if rows:
             rows[-1] = row
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with its time measured."""
+        """Wraps a function to measure its time."""
 
         def measured(*args: Any, **kwargs: Any) -> Any:
             if not self._is_on:
@@ -323,7 +328,7 @@ _clock: _Clock | None = None
 
 
 def _event() -> Any:
-    """An event on the current stream; None without a GPU in use, and while a graph is captured."""
+    """An event on the current stream; None if CUDA is not initialised or a CUDA graph is being captured."""
     if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return None
     event = torch.cuda.Event(enable_timing=True)

@@ -1,6 +1,6 @@
-"""Reductions of rows by an index or by row pointers: scatter, segment_reduce and what goes with them.
+"""Reductions of rows by an index or by row pointers: scatter, segment_reduce and related functions.
 
-Forward and backward passes use no atomics: the same bits every time.
+Forward and backward passes use no atomics, so results have the same bits in every run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["clear_segments", "gather_csr", "scatter", "scatter_softmax", "segmen
 
 Reduce = Literal["sum", "mean", "max", "min", "mul", "var", "std"]
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-#: Reductions of integers, and what torch.scatter_reduce calls them.
+#: Reduction of integers -> its name in torch.scatter_reduce.
 _OF_INTEGERS = {"sum": "sum", "mean": "sum", "max": "amax", "min": "amin", "mul": "prod"}
 
 
@@ -42,16 +42,17 @@ def segment_reduce(
 
     Args:
         src: (E, ...), float64, float32, float16, bfloat16 or integer.
-        rowptr: int32 or int64 (S + 1,), ascending from 0 to E. It is checked again only if the tensor was
-            changed.
+        rowptr: int32 or int64 (S + 1,), ascending from 0 to E. It is checked in the first call with this
+            tensor, and again after in-place edits.
         reduce: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"mul"``, ``"var"`` or ``"std"``. Variance and
             standard deviation divide by the number of rows (no Bessel correction).
-        return_arg: whether to return also the row of each maximum or minimum.
+        return_arg: whether to also return the row of each maximum or minimum.
 
     Returns:
         (S, ...) in the dtype of ``src``; 16-bit numbers are reduced in float32. Empty segments give 0, and 1
         for products. With ``return_arg`` also int64 (S, ...): the first row that has the maximum or minimum,
-        or E for empty segments. That row gets the gradient. Differentiable any number of times.
+        or E for empty segments. The gradient of a maximum or minimum goes to that row. Differentiable any
+        number of times.
 
     Raises:
         TypeError: a dtype is not supported.
@@ -105,8 +106,8 @@ def scatter(
     .. math::
         out_s = \bigoplus_{e : index_e = s} src_e
 
-    The index is sorted once, and the order is kept until the tensor is changed or freed. Rows are read in
-    that order without a copy. An ascending index is not sorted.
+    The index is sorted once, and the order is cached until the tensor is changed or freed. Rows are read in
+    that order without a copy. An ascending index needs no sort.
 
     Args:
         src: (E, ...), float64, float32, float16, bfloat16 or integer.
@@ -195,7 +196,7 @@ def scatter_softmax(src: Tensor, index: Tensor, dim_size: int | None = None) -> 
 
 
 def gather_csr(src: Tensor, rowptr: Tensor, num_rows: int | None = None) -> Tensor:
-    r"""Copies the row of each segment to all rows of that segment: the reverse of :func:`segment_reduce`.
+    r"""Repeats the row of each segment for all rows of that segment: the reverse of :func:`segment_reduce`.
 
     Args:
         src: (S, ...), any dtype.
@@ -223,7 +224,7 @@ def gather_csr(src: Tensor, rowptr: Tensor, num_rows: int | None = None) -> Tens
 
 
 def rows_of(x: Tensor, index: Tensor) -> Tensor:
-    """``x.index_select(0, index)``, whose gradient is summed without atomics; indices are not checked."""
+    """``x.index_select(0, index)`` with a gradient that uses no atomics; indices are not checked."""
     num_rows = index.numel()
     if x.dim() == 2:
         return cast("Tensor", gather_op(x, index, None, num_rows))
@@ -257,7 +258,7 @@ def _as_matrix(src: Tensor) -> Tensor:
 def _of_integers(
     src: Tensor, index: Tensor, size: int, reduce: str, return_arg: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """PyTorch's own operators: the order of exact operations does not show."""
+    """Reduces integers with PyTorch's operators; their results are exact in any order."""
     if reduce not in _OF_INTEGERS:
         raise TypeError(f"src: expected a floating tensor for reduce={reduce!r}, got {src.dtype}")
     shape = (size, *src.shape[1:])

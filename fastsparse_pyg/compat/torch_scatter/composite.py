@@ -20,9 +20,9 @@ def scatter_std(
     dim_size: int | None = None,
     unbiased: bool = True,
 ) -> Tensor:
-    """Standard deviations; divided by one less than the number of elements where ``unbiased``.
+    """Standard deviations; ``unbiased`` divides by the number of elements minus one.
 
-    The sums of squared differences are added onto ``out``, if given; the result is a tensor of its own.
+    If ``out`` is given, the sums of squared differences are added to it, and the result is a new tensor.
     """
     size = out.size(dim) if out is not None else num_segments(index, dim_size)
     ones = torch.ones_like(src)
@@ -43,7 +43,7 @@ def scatter_logsumexp(
     dim_size: int | None = None,
     eps: float = 1e-12,
 ) -> Tensor:
-    """Logarithms of the sums of exponentials, those of ``out`` included; 0 where there is none."""
+    """Logarithms of the sums of exponentials, including that of ``out`` if given; 0 for empty segments."""
     _check_floating(src)
     size = out.size(dim) if out is not None else num_segments(index, dim_size)
     greatest = scatter_max(src.detach(), index, dim, None, size)[0]

@@ -1,4 +1,4 @@
-"""How torch_scatter's dimensions and broadcast indices become rows and one index of them."""
+"""Converts torch_scatter's dimensions and broadcast indices to rows with one index each."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """A source as rows along the dimension that is reduced, each with a segment.
+    """A source tensor as rows along the reduced dimension, and the segment of every row.
 
     Attributes:
         src: (E, ...).
-        segment: (E,), that of every row.
-        factor: segments for each value of the caller's index: the elements next to it, where the index
-            differs among them and every element is a row of its own.
-        inner: shape of the elements without the dimension.
-        dim: the dimension.
+        segment: segment of every row, (E,).
+        factor: number of segments per value of the caller's index. It is 1 if all elements of a row have the
+            same index. Otherwise every element becomes a row, and it is the number of elements per row.
+        inner: shape of the source without the reduced dimension.
+        dim: the reduced dimension.
     """
 
     src: Tensor
@@ -27,21 +27,21 @@ class Rows(NamedTuple):
     dim: int
 
     def restore(self, out: Tensor, size: int) -> Tensor:
-        """What came of ``size`` segments, with the dimension back in its place."""
+        """Results of ``size`` segments in the caller's layout: the reduced dimension at its old position."""
         return out.reshape(size, *self.inner).movedim(0, self.dim)
 
     def positions(self, arg: Tensor, num: int) -> Tensor:
-        """Chosen rows as positions along the dimension, whose size is ``num``."""
+        """Converts chosen rows to positions along the reduced dimension, whose size is ``num``."""
         return arg if self.factor == 1 else torch.div(arg, self.factor, rounding_mode="floor").clamp_(max=num)
 
 
 def as_rows(src: Tensor, index: Tensor, dim: int) -> Rows:
-    """Brings the dimension to the front.
+    """Converts a source and its index to rows, with the reduced dimension first.
 
     Args:
         src: any shape.
-        index: (src.size(dim),), or a shape that broadcasts to that of ``src`` as torch_scatter has it.
-        dim: which dimension is reduced.
+        index: (src.size(dim),), or a shape that torch_scatter broadcasts to that of ``src``.
+        dim: the dimension to reduce.
     """
     dim = dim + src.dim() if dim < 0 else dim
     rows = src.movedim(dim, 0)
@@ -60,26 +60,26 @@ def as_rows(src: Tensor, index: Tensor, dim: int) -> Rows:
 
 
 def _for_all(index: Tensor, rows: Tensor) -> Tensor:
-    """The segment of every row; a single one is that of all rows."""
+    """The segment of every row; an index with one element applies to all rows."""
     return index.expand(rows.size(0)) if index.numel() == 1 else index
 
 
 def broadcast(src: Tensor, other: Tensor, dim: int) -> Tensor:
-    """An index as torch_scatter broadcasts it to another tensor's shape; one dimension is that of ``dim``."""
+    """Broadcasts an index as torch_scatter does; a one-dimensional index belongs to dimension ``dim``."""
     if src.dim() == 1:
         src = src.view(*[1] * (dim + other.dim() if dim < 0 else dim), -1)
     return src.reshape(*src.shape, *[1] * (other.dim() - src.dim())).expand(other.shape)
 
 
 def num_segments(index: Tensor, dim_size: int | None) -> int:
-    """As many as asked for, or as the index needs."""
+    """The number of segments: ``dim_size`` if given, otherwise the largest index plus one."""
     if dim_size is not None:
         return dim_size
     return int(index.max()) + 1 if index.numel() else 0
 
 
 def at_segments(values: Tensor, index: Tensor, dim: int, shape: torch.Size) -> Tensor:
-    """For every element of ``shape`` what ``values`` has for its segment along ``dim``."""
+    """Gathers, for every element of ``shape``, the value of its segment along ``dim``."""
     dim = dim + len(shape) if dim < 0 else dim
     if index.dim() == 1:
         return values.index_select(dim, index)

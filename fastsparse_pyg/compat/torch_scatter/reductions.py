@@ -1,4 +1,4 @@
-"""scatter, segment and gather as torch_scatter has them."""
+"""torch_scatter's scatter, segment and gather functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXTREMA = ("max", "min")
 def _scatter(
     src: Tensor, index: Tensor, dim: int, out: Tensor | None, dim_size: int | None, reduce: str
 ) -> tuple[Tensor, Tensor | None]:
-    """The reduction and, of extrema, the positions that were chosen, src.size(dim) where there is none."""
+    """The reduction and, for extrema, the chosen positions (src.size(dim) for segments without elements)."""
     dim = dim + src.dim() if dim < 0 else dim
     size = out.size(dim) if out is not None else num_segments(index, dim_size)
     rows = as_rows(src, index, dim)
@@ -43,7 +43,7 @@ def _scatter(
     of_sums = "sum" if reduce == "mean" and out is not None else reduce
     result = rows.restore(scatter_rows(rows.src, rows.segment, size * rows.factor, of_sums), size)  # type: ignore[call-overload]
     if out is not None:
-        if reduce == "mul":  # in place, which keeps the old factors for the gradient
+        if reduce == "mul":  # not `copy_`: `mul_` saves the old values of `out`, which its gradient needs
             return out.mul_(result), None
         result = out + result
         if reduce == "mean":
@@ -61,7 +61,7 @@ def _into(out: Tensor | None, result: Tensor) -> Tensor:
 def scatter_sum(
     src: Tensor, index: Tensor, dim: int = -1, out: Tensor | None = None, dim_size: int | None = None
 ) -> Tensor:
-    """Sums of the elements that have the same index along a dimension; added onto ``out`` if given."""
+    """Sums of the elements that have the same index along a dimension; added to ``out`` if given."""
     return _scatter(src, index, dim, out, dim_size, "sum")[0]
 
 
@@ -71,14 +71,14 @@ scatter_add = scatter_sum
 def scatter_mul(
     src: Tensor, index: Tensor, dim: int = -1, out: Tensor | None = None, dim_size: int | None = None
 ) -> Tensor:
-    """Products; 1 where there is no element."""
+    """Products of the elements that have the same index along a dimension; 1 for empty segments."""
     return _scatter(src, index, dim, out, dim_size, "mul")[0]
 
 
 def scatter_mean(
     src: Tensor, index: Tensor, dim: int = -1, out: Tensor | None = None, dim_size: int | None = None
 ) -> Tensor:
-    """Means, of integers rounded down."""
+    """Means of the elements that have the same index along a dimension; of integers, rounded down."""
     return _scatter(src, index, dim, out, dim_size, "mean")[0]
 
 
@@ -108,7 +108,7 @@ def scatter(
     dim_size: int | None = None,
     reduce: str = "sum",
 ) -> Tensor:
-    """The reduction of that name: sum, add, mul, mean, min or max."""
+    """Reduces by ``reduce``: sum, add, mul, mean, min or max."""
     return _scatter(src, index, dim, out, dim_size, _checked(reduce, ("sum", "mul", "mean", "min", "max")))[0]
 
 
@@ -124,12 +124,12 @@ def _segment_coo(
 def segment_coo(
     src: Tensor, index: Tensor, out: Tensor | None = None, dim_size: int | None = None, reduce: str = "sum"
 ) -> Tensor:
-    """As :func:`scatter` along the last dimension of an ascending ``index``."""
+    """Like :func:`scatter`, along the last dimension of an ascending ``index``."""
     return _segment_coo(src, index, out, dim_size, _checked(reduce, ("sum", "mean", "min", "max")))[0]
 
 
 def gather_coo(src: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
-    """For every entry of ``index`` what ``src`` has there, along the index's last dimension."""
+    """Gathers the element of ``src`` at every entry of ``index``, along the index's last dimension."""
     dim = index.dim() - 1
     if index.dim() == 1:
         return _into(out, src.index_select(0, index))
@@ -150,7 +150,7 @@ def _segment_csr(
             result = segment_reduce(rows, shared, reduce, return_arg=reduce in _EXTREMA)  # type: ignore[call-overload]
         except (
             ValueError
-        ):  # rows before the first or behind the last segment, or an error that is raised again
+        ):  # rows before the first or behind the last segment; any other error is raised again by the retry
             first, last = int(shared[0]), int(shared[-1])
             rows = rows[first:last]
             result = segment_reduce(rows, shared - first, reduce, return_arg=reduce in _EXTREMA)  # type: ignore[call-overload]
@@ -167,12 +167,12 @@ def _segment_csr(
 
 
 def _with_end(indptr: Tensor) -> Tensor:
-    """Pointers, where there are none those of no segment."""
+    """The pointers; empty pointers become a single 0, that is, no segment."""
     return indptr if indptr.size(-1) else indptr.new_zeros(*indptr.shape[:-1], 1)
 
 
 def _shared(indptr: Tensor) -> Tensor | None:
-    """The one row of pointers that all leading positions have, or None where they may differ."""
+    """The row of pointers that all leading positions share; None if they may differ."""
     if indptr.dim() == 1:
         return indptr
     sizes = zip(indptr.shape[:-1], indptr.stride()[:-1], strict=True)
@@ -182,7 +182,7 @@ def _shared(indptr: Tensor) -> Tensor | None:
 
 
 def _index_of(indptr: Tensor, src: Tensor, dim: int) -> Tensor:
-    """Segment of every element along a dimension; one more than there are for those of none."""
+    """Segment of every element along a dimension; the number of segments if it is in none."""
     shape = src.shape[:dim]
     pointers = indptr.expand(*shape, indptr.size(-1)).contiguous()
     position = torch.arange(src.size(dim), device=src.device).expand(*shape, src.size(dim)).contiguous()
@@ -196,7 +196,7 @@ def segment_csr(src: Tensor, indptr: Tensor, out: Tensor | None = None, reduce: 
 
 
 def gather_csr(src: Tensor, indptr: Tensor, out: Tensor | None = None) -> Tensor:
-    """Repeats what ``src`` has for a segment over its range, along the pointers' last dimension."""
+    """Repeats the element of every segment over the segment's range, along the pointers' last dimension."""
     indptr = _with_end(indptr)
     dim = indptr.dim() - 1
     shared = _shared(indptr)

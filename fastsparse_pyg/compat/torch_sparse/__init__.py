@@ -1,6 +1,6 @@
 """torch_sparse's SparseTensor and functions on FastSparse's kernels and PyTorch's operators.
 
-Samplers and partitioners (``sample_adj``, ``partition``, ``random_walk``, ``saint_subgraph``) are not there.
+Samplers and partitioners (``sample_adj``, ``partition``, ``random_walk``, ``saint_subgraph``) are missing.
 """
 
 from fastsparse_pyg.compat.torch_sparse.diagonal import fill_diag, get_diag, remove_diag, set_diag

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _places(src: SparseTensor, k: int) -> Tensor:
-    """Rows that have a place on the k-th diagonal."""
+    """The rows that the k-th diagonal crosses."""
     rows, cols = src.sparse_sizes()
     first, last = max(0, -k), min(rows, cols - k)
     return torch.arange(first, max(last, first), device=src.device())
@@ -39,16 +39,16 @@ def remove_diag(src: SparseTensor, k: int = 0) -> SparseTensor:
 
 
 def _less(count: Tensor | None, gone: Tensor) -> Tensor | None:
-    """What remains of counts, where they were made."""
+    """The counts without the removed entries; None if there are no counts."""
     return None if count is None else count - torch.bincount(gone, minlength=count.numel())
 
 
 def set_diag(src: SparseTensor, values: Tensor | None = None, k: int = 0) -> SparseTensor:
-    """The matrix with every place of its k-th diagonal set.
+    """The matrix with an entry at every position of its k-th diagonal.
 
     Args:
         src: matrix.
-        values: (places, ...); None: 1, where ``src`` has values.
+        values: (length of the diagonal, ...); None: 1. Not used if ``src`` has no values.
         k: which diagonal.
     """
     src = remove_diag(src, k)
@@ -71,7 +71,7 @@ def fill_diag(src: SparseTensor, fill_value: float, k: int = 0) -> SparseTensor:
 
 
 def get_diag(src: SparseTensor) -> Tensor:
-    """The main diagonal, 0 where there is no entry."""
+    """The main diagonal; 0 at positions without an entry."""
     row, col, value = src.coo()
     on = row == col
     value = torch.ones(row.numel(), device=row.device) if value is None else value

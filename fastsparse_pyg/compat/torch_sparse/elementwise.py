@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def reduction(src: SparseTensor, dim: int | None = None, reduce: str = "sum") -> Tensor:
-    """Reduces all values, those of every row (dim=1), those of every column (dim=0), or those of each entry.
+    """Reduces all values (dim=None), or those of every row (dim=1), column (dim=0) or entry (dim=2 and up).
 
-    Without values, sums are counts, and other reductions 1 everywhere, as in torch_sparse.
+    As in torch_sparse, a matrix without values has counts as sums, and 1 as result of other reductions.
     """
     value = src.storage.value()
     name: Any = {"add": "sum"}.get(reduce, reduce)
@@ -66,7 +66,7 @@ def max(src: SparseTensor, dim: int | None = None) -> Tensor:
 
 
 def _of_entries(src: SparseTensor, other: Any) -> Any:
-    """What an operand has for every entry: one per row, one per column, or the same for all."""
+    """The operand of every entry, from one number per row, one per column, or one for all entries."""
     if not isinstance(other, Tensor) or other.dim() == 0:
         return other
     rows, cols = src.sparse_sizes()
@@ -82,19 +82,19 @@ def _of_entries(src: SparseTensor, other: Any) -> Any:
 
 
 def mul(src: SparseTensor, other: Any) -> SparseTensor:
-    """Multiplies by a number per row or column, or by the entries of another matrix at the same places."""
+    """Multiplies by one number per row or column, or by another matrix's entries at the same positions."""
     if isinstance(other, type(src)):
         return _mul_matrices(src, other)
     return mul_nnz(src, _of_entries(src, other))
 
 
 def mul_(src: SparseTensor, other: Any) -> SparseTensor:
-    """:func:`mul` by a number per row or column, written over the values."""
+    """:func:`mul` by one number per row or column, in place."""
     return mul_nnz_(src, _of_entries(src, other))
 
 
 def mul_nnz(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
-    """Multiplies the values by a number, or by one for each entry."""
+    """Multiplies the values by one number, or by a number for each entry."""
     value = src.storage.value()
     other = _in_order(src, other, layout)
     if value is None:
@@ -108,7 +108,7 @@ def mul_nnz(src: SparseTensor, other: Any, layout: str | None = None) -> SparseT
 
 
 def mul_nnz_(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
-    """:func:`mul_nnz`, written over the values."""
+    """:func:`mul_nnz`, in place."""
     value = src.storage.value()
     if value is None:
         return src.set_value_(mul_nnz(src, other, layout).storage.value())
@@ -117,7 +117,7 @@ def mul_nnz_(src: SparseTensor, other: Any, layout: str | None = None) -> Sparse
 
 
 def _in_order(src: SparseTensor, other: Any, layout: str | None) -> Any:
-    """An operand of the entries in their order."""
+    """An operand with one item per entry, in the order of the entries."""
     return other[src.storage.csc2csr()] if isinstance(other, Tensor) and layout == "csc" else other
 
 
@@ -141,7 +141,7 @@ def _mul_matrices(src: SparseTensor, other: SparseTensor) -> SparseTensor:
 
 
 def add(src: SparseTensor, other: Any) -> SparseTensor:
-    """Adds a number per row or column onto the entries, or another matrix: then places of either stay."""
+    """Adds one number per row or column to the values, or another matrix, whose entries are merged in."""
     if not isinstance(other, type(src)):
         return add_nnz(src, _of_entries(src, other))
     row, col, value = src.coo()
@@ -155,7 +155,7 @@ def add(src: SparseTensor, other: Any) -> SparseTensor:
 
 
 def add_nnz(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
-    """Adds a number, or one for each entry, onto the values; entries without values count as 1."""
+    """Adds one number, or a number for each entry, to the values; without values, entries count as 1."""
     other = _in_order(src, other, layout)
     value = src.storage.value()
     if value is None:
@@ -165,12 +165,12 @@ def add_nnz(src: SparseTensor, other: Any, layout: str | None = None) -> SparseT
 
 
 def add_(src: SparseTensor, other: Any) -> SparseTensor:
-    """:func:`add` of a number per row or column, written over the values."""
+    """:func:`add` of one number per row or column, in place."""
     return add_nnz_(src, _of_entries(src, other))
 
 
 def add_nnz_(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
-    """:func:`add_nnz`, written over the values."""
+    """:func:`add_nnz`, in place."""
     value = src.storage.value()
     if value is None:
         return src.set_value_(add_nnz(src, other, layout).storage.value())

@@ -1,4 +1,4 @@
-"""torch_sparse's functions of indices and values, and those that make or join SparseTensors."""
+"""torch_sparse's functions on indices and values, and functions that create or join SparseTensors."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def _parts(matrix: SparseTensor) -> tuple[Tensor, Tensor | None]:
 def coalesce(
     index: Tensor, value: Tensor | None, m: int, n: int, op: str = "add"
 ) -> tuple[Tensor, Tensor | None]:
-    """Sorts entries by row and merges those of the same place."""
+    """Sorts entries by row and merges entries at the same position."""
     return _parts(_matrix(index, value, m, n).coalesce(op))
 
 
 def transpose(
     index: Tensor, value: Tensor | None, m: int, n: int, coalesced: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Entries of the transposed matrix, sorted and merged where ``coalesced``."""
+    """Entries of the transposed matrix; ``coalesced`` sorts and merges them."""
     swapped = index.flip(0)
     return coalesce(swapped, value, n, m) if coalesced else (swapped, value)
 
@@ -99,7 +99,7 @@ def spspmm(
     n: int,
     coalesced: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The product of a sparse (m, k) matrix with a sparse (k, n) one; repeated entries are added anyway."""
+    """The product of a sparse (m, k) and a sparse (k, n) matrix; repeated entries are always added."""
     return _parts(_matrix(indexA, valueA, m, k).spspmm(_matrix(indexB, valueB, k, n)))
 
 
@@ -112,17 +112,17 @@ def eye(
 
 
 def to_torch_sparse(index: Tensor, value: Tensor, m: int, n: int) -> Tensor:
-    """PyTorch's coordinate format."""
+    """The matrix as a ``torch.sparse_coo`` tensor."""
     return torch.sparse_coo_tensor(index.detach(), value, (m, n), check_invariants=False)
 
 
 def from_torch_sparse(A: Tensor) -> tuple[Tensor, Tensor]:
-    """Index and value of PyTorch's coordinate format."""
+    """Index and value of a ``torch.sparse_coo`` tensor."""
     return A._indices().detach(), A._values()
 
 
 def to_scipy(index: Tensor, value: Tensor, m: int, n: int) -> Any:
-    """A scipy.sparse matrix in coordinates."""
+    """The matrix as a ``scipy.sparse`` matrix in coordinate format."""
     return _matrix(index, value, m, n).to_scipy("coo")
 
 

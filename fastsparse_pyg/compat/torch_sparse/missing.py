@@ -1,10 +1,10 @@
-"""Names of torch_sparse that are not there: they say so, and what to use, when they are asked for."""
+"""Names of torch_sparse that are missing here; using one raises an error that names the alternative."""
 
 from __future__ import annotations
 
 from typing import NoReturn
 
-#: Methods of SparseTensor, which are functions of torch_sparse too.
+#: Names that exist both as methods of SparseTensor and as functions of torch_sparse.
 METHODS = (
     "partition",
     "random_walk",
@@ -25,7 +25,7 @@ OPERATORS = (
 _SAMPLERS = (
     "install pyg-lib, whose samplers and partitioners PyG takes before torch-sparse's, or torch-sparse itself"
 )
-#: Functions of submodules that have no name in torch_sparse, and what to use.
+#: Function that exists only in a submodule of torch_sparse -> what to use instead.
 _SUBSTITUTES = {
     "cat.cat_first": "use torch_sparse.cat(tensors, dim=0)",
     "cat.cat_second": "use torch_sparse.cat(tensors, dim=1)",
@@ -48,7 +48,7 @@ _BY_NAME = {full.partition(".")[2]: full for full in _SUBSTITUTES}
 
 
 def refuse(name: str) -> NoReturn:
-    """Raises ImportError that says what to use."""
+    """Raises an ImportError that names the alternative."""
     use = _SUBSTITUTES.get(name, _SAMPLERS)
     raise ImportError(f"torch_sparse.{name}: fastsparse_pyg.compat does not provide it; {use}")
 

@@ -20,13 +20,13 @@ def spmm(src: SparseTensor, other: Tensor, reduce: str = "sum") -> Tensor:
     Args:
         src: (M, N).
         other: (N,) or (..., N, K) floating.
-        reduce: how a row's terms are joined.
+        reduce: how the terms of a row are reduced.
     """
     return multiply(src.storage.adjacency(), src.storage.value(), other, {"add": "sum"}.get(reduce, reduce))
 
 
 def multiply(adj: Adjacency, value: Tensor | None, other: Tensor, reduce: Any) -> Tensor:
-    """A structure and its values times (N,) or (..., N, K), along the last dimension but one."""
+    """The product of a structure and its values with a dense (N,) or (..., N, K) tensor, along N."""
     rows = other[:, None] if other.dim() == 1 else other.movedim(-2, 0)
     value = None if value is None else value.to(other.dtype)
     out = spmm_rows(adj, rows.reshape(rows.size(0), rows.shape[1:].numel()), value, reduce)
@@ -39,7 +39,7 @@ def spspmm(src: SparseTensor, other: SparseTensor, reduce: str = "sum") -> Spars
         raise NotImplementedError(f"reduce: expected 'sum' for two sparse matrices, got {reduce!r}")
     left, right = (it.to_torch_sparse_coo_tensor() for it in (src.coalesce(), other.coalesce()))
     dtype = torch.promote_types(left.dtype, right.dtype)
-    if not dtype.is_floating_point:  # which PyTorch's product wants; whole numbers up to 2^53 stay exact
+    if not dtype.is_floating_point:  # `torch.sparse.mm` needs floats; integers up to 2^53 stay exact
         left, right = left.double(), right.double()
     out = torch.sparse.mm(left, right).coalesce()
     row, col = out.indices()
@@ -49,5 +49,5 @@ def spspmm(src: SparseTensor, other: SparseTensor, reduce: str = "sum") -> Spars
 
 
 def matmul(src: SparseTensor, other: Any, reduce: str = "sum") -> Any:
-    """:func:`spmm` or :func:`spspmm`, by what ``other`` is."""
+    """:func:`spmm` if ``other`` is a dense tensor, else :func:`spspmm`."""
     return spmm(src, other, reduce) if isinstance(other, Tensor) else spspmm(src, other, reduce)

@@ -21,7 +21,7 @@ def _resized(src: SparseTensor, dim: int, size: int) -> tuple[int, int]:
 
 
 def narrow(src: SparseTensor, dim: int, start: int, length: int) -> SparseTensor:
-    """``length`` rows (dim=0), columns (dim=1) or parts of the values (beyond) from ``start`` on."""
+    """``length`` rows (dim=0), columns (dim=1) or slices of the values (dim=2 and up) from ``start`` on."""
     dim = _dimension(src, dim)
     start = start + src.size(dim) if start < 0 else start
     if dim > 1:
@@ -44,7 +44,7 @@ def narrow(src: SparseTensor, dim: int, start: int, length: int) -> SparseTensor
 
 
 def select(src: SparseTensor, dim: int, idx: int) -> SparseTensor:
-    """One row, column, or part of the values."""
+    """One row, one column, or one slice of the values."""
     dim = _dimension(src, dim)
     if dim <= 1:
         return narrow(src, dim, idx, 1)
@@ -54,7 +54,7 @@ def select(src: SparseTensor, dim: int, idx: int) -> SparseTensor:
 
 
 def index_select(src: SparseTensor, dim: int, idx: Tensor) -> SparseTensor:
-    """Rows or columns in the order of ``idx``, as often as they come there."""
+    """The rows or columns ``idx``, in that order; repeated ids give repeated rows or columns."""
     dim = _dimension(src, dim)
     if dim > 1:
         value = src.storage.value()
@@ -73,7 +73,7 @@ def index_select(src: SparseTensor, dim: int, idx: Tensor) -> SparseTensor:
 
 
 def index_select_nnz(src: SparseTensor, idx: Tensor, layout: str | None = None) -> SparseTensor:
-    """The entries ``idx``, counted by rows, or by columns in layout "csc"."""
+    """The entries ``idx``, numbered in row order, or in column order with layout "csc"."""
     if layout == "csc":
         idx = src.storage.csr2csc()[idx]
     row, col, value = src.coo()
@@ -87,7 +87,7 @@ def masked_select(src: SparseTensor, dim: int, mask: Tensor) -> SparseTensor:
 
 
 def masked_select_nnz(src: SparseTensor, mask: Tensor, layout: str | None = None) -> SparseTensor:
-    """The entries where the mask is True, counted by rows, or by columns in layout "csc"."""
+    """The entries where the mask is True; the mask is in row order, or in column order with layout "csc"."""
     if layout == "csc":
         mask = mask[src.storage.csc2csr()]
     row, col, value = src.coo()
@@ -101,7 +101,7 @@ def permute(src: SparseTensor, perm: Tensor) -> SparseTensor:
 
 
 def at_index(src: SparseTensor, index: Any) -> SparseTensor:
-    """What ``src[index]`` gives: integers keep their dimension, as in torch_sparse."""
+    """Computes ``src[index]``. As in torch_sparse, an integer keeps its dimension (with size 1)."""
     items = list(index) if isinstance(index, tuple) else [index]
     at = next((i for i, item in enumerate(items) if item is Ellipsis), None)
     if at is not None:

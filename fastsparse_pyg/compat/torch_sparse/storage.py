@@ -1,4 +1,4 @@
-"""What a SparseTensor holds: entries sorted by row, and what is derived from them on first use."""
+"""The storage of a SparseTensor: entries sorted by row, and properties derived from them on first use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastsparse_core import Adjacency, scatter
 from fastsparse_core.formats.compress import compress, sort_rows
 
 Sizes = tuple[int | None, int | None]
-#: What is derived and kept, in the order of torch_sparse's constructor.
+#: Names of the derived properties, in the order of torch_sparse's constructor.
 _CACHED = ("rowcount", "colptr", "colcount", "csr2csc", "csc2csr")
 _LAYOUTS = ("coo", "csr", "csc")
 
@@ -21,21 +21,21 @@ class SparseStorage:
     """Entries sorted by (row, column).
 
     Args:
-        row: int64 (nnz,), or None where ``rowptr`` is given.
-        rowptr: int64 (num_rows + 1,), or None where ``row`` is given.
+        row: int64 (nnz,), or None if ``rowptr`` is given.
+        rowptr: int64 (num_rows + 1,), or None if ``row`` is given.
         col: int64 (nnz,).
         value: (nnz, ...), or None.
         sparse_sizes: (num_rows, num_cols); None: as many as the indices need.
-        rowcount: entries of every row, if known.
+        rowcount: number of entries per row, if known.
         colptr: pointers of the columns, if known.
-        colcount: entries of every column, if known.
-        csr2csc: the entries' order by (column, row), if known.
-        csc2csr: its inverse, if known.
-        is_sorted: whether the entries come sorted.
-        trust_data: whether indices need no check.
+        colcount: number of entries per column, if known.
+        csr2csc: permutation that sorts the entries by (column, row), if known.
+        csc2csr: the inverse of ``csr2csc``, if known.
+        is_sorted: whether the given entries are sorted by (row, column).
+        trust_data: whether to skip the check of the indices.
     """
 
-    _rowcount: Tensor | None  # properties, as of the others that are derived
+    _rowcount: Tensor | None  # properties, set at the end of this module
     _colcount: Tensor | None
 
     def __init__(
@@ -98,13 +98,13 @@ class SparseStorage:
     # ---------------------------------------------------------------- copies
 
     def _with(self, **changes: Any) -> SparseStorage:
-        """A storage of the same entries with some fields changed; both keep what either derives."""
+        """A storage with some fields changed. Unless changed, the cache is shared by both storages."""
         other = SparseStorage.__new__(SparseStorage)
         other.__dict__ = {**self.__dict__, **changes}
         return other
 
     def apply(self, change: Callable[[Tensor], Tensor], value_too: bool = True) -> SparseStorage:
-        """The storage with every index, and the value, changed."""
+        """A storage with ``change`` applied to every index tensor and, if ``value_too``, to the value."""
 
         def changed(item: Any) -> Any:
             return change(item) if isinstance(item, Tensor) else None
@@ -118,30 +118,30 @@ class SparseStorage:
         )
 
     def apply_value(self, change: Callable[[Tensor], Tensor]) -> SparseStorage:
-        """The storage with the value changed, if it has one."""
+        """A storage with ``change`` applied to the value, if it has one."""
         return self if self._value is None else self._with(_value=change(self._value))
 
     def copy(self) -> SparseStorage:
-        """The same tensors in a storage of its own."""
+        """A shallow copy, which shares the tensors."""
         return self._with()
 
     def clone(self) -> SparseStorage:
-        """Copies of all tensors."""
+        """A copy of the storage and all its tensors."""
         return self.apply(lambda tensor: tensor.clone())
 
     # ---------------------------------------------------------------- entries
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """Device of the tensors."""
         return self._col.device
 
     def has_row(self) -> bool:
-        """Whether the rows of the entries were made."""
+        """Whether the rows of the entries are computed already."""
         return self._row is not None
 
     def row(self) -> Tensor:
-        """int64 (nnz,)."""
+        """Row of every entry, int64 (nnz,)."""
         if self._row is None:
             assert self._rowptr is not None
             rows = torch.arange(self._sparse_sizes[0], device=self.device)
@@ -149,18 +149,18 @@ class SparseStorage:
         return self._row
 
     def has_rowptr(self) -> bool:
-        """Whether the pointers of the rows were made."""
+        """Whether the row pointers are computed already."""
         return self._rowptr is not None
 
     def rowptr(self) -> Tensor:
-        """int64 (num_rows + 1,)."""
+        """Row pointers, int64 (num_rows + 1,)."""
         if self._rowptr is None:
             assert self._row is not None
             self._rowptr = torch._convert_indices_from_coo_to_csr(self._row, self._sparse_sizes[0])
         return self._rowptr
 
     def col(self) -> Tensor:
-        """int64 (nnz,)."""
+        """Column of every entry, int64 (nnz,)."""
         return self._col
 
     def has_value(self) -> bool:
@@ -168,11 +168,11 @@ class SparseStorage:
         return self._value is not None
 
     def value(self) -> Tensor | None:
-        """(nnz, ...), in the order of the entries."""
+        """Values in the order of the entries, (nnz, ...); None if there are none."""
         return self._value
 
     def set_value_(self, value: Tensor | None, layout: str | None = None) -> SparseStorage:
-        """Replaces the values; those in layout "csc" come in the order of the columns."""
+        """Replaces the values, given in row order, or in column order with layout "csc"."""
         if layout is not None and layout not in _LAYOUTS:
             raise ValueError(f"layout: expected one of {', '.join(map(repr, _LAYOUTS))}, got {layout!r}")
         if value is not None:
@@ -196,11 +196,11 @@ class SparseStorage:
         return self._sparse_sizes
 
     def sparse_size(self, dim: int) -> int:
-        """One of them."""
+        """Number of rows (dim=0) or columns (dim=1)."""
         return self._sparse_sizes[dim]
 
     def sparse_resize(self, sparse_sizes: tuple[int, int]) -> SparseStorage:
-        """The same entries in a matrix of other sizes, which must have space for them."""
+        """The same entries in a matrix of other sizes, which must contain all entries."""
         rows, cols = sparse_sizes
         other = SparseStorage(
             self.row(), None, self._col, self._value, (rows, cols), is_sorted=True, trust_data=False
@@ -209,7 +209,7 @@ class SparseStorage:
         return other
 
     def sparse_reshape(self, num_rows: int, num_cols: int) -> SparseStorage:
-        """The same entries, counted along the rows, in a matrix of other sizes; -1: what remains."""
+        """The matrix reshaped in row-major order, like ``Tensor.reshape``; one size may be -1."""
         rows, cols = self._sparse_sizes
         total = rows * cols
         sizes = [
@@ -235,29 +235,29 @@ class SparseStorage:
         return self._cache[name]
 
     def rowcount(self) -> Tensor:
-        """Entries of every row."""
+        """Number of entries per row, int64 (num_rows,)."""
         count: Tensor = self._kept("rowcount", lambda: self.rowptr().diff())
         return count
 
     def colcount(self) -> Tensor:
-        """Entries of every column."""
+        """Number of entries per column, int64 (num_cols,)."""
         count: Tensor = self._kept("colcount", lambda: self.colptr().diff())
         return count
 
     def colptr(self) -> Tensor:
-        """int64 (num_cols + 1,)."""
+        """Column pointers, int64 (num_cols + 1,)."""
         self._by_column()
         pointers: Tensor = self._cache["colptr"]
         return pointers
 
     def csr2csc(self) -> Tensor:
-        """The entries' order by (column, row)."""
+        """Permutation that sorts the entries by (column, row), int64 (nnz,)."""
         self._by_column()
         order: Tensor = self._cache["csr2csc"]
         return order
 
     def csc2csr(self) -> Tensor:
-        """Its inverse."""
+        """The inverse of :meth:`csr2csc`, int64 (nnz,)."""
 
         def inverse() -> Tensor:
             order = self.csr2csc()
@@ -272,7 +272,7 @@ class SparseStorage:
             self._cache["colptr"], self._cache["csr2csc"] = colptr, order.long()
 
     def adjacency(self) -> Adjacency:
-        """The structure that products run on; storages with other values share it."""
+        """The structure that products use. Storages that differ only in their values share it."""
         if not isinstance(self._cache.get("adjacency"), Adjacency):
             with torch.inference_mode(False):
                 self._cache["adjacency"] = Adjacency.from_csr(self.rowptr(), self._col, self._sparse_sizes)
@@ -282,12 +282,12 @@ class SparseStorage:
     # ---------------------------------------------------------------- repeated entries
 
     def is_coalesced(self) -> bool:
-        """Whether no entry comes twice."""
+        """Whether all entries have different positions."""
         row, col = self.row(), self._col
         return not bool(((row[1:] == row[:-1]) & (col[1:] == col[:-1])).any())
 
     def coalesce(self, reduce: str = "add") -> SparseStorage:
-        """Merges entries of the same place; their values are reduced."""
+        """Merges entries at the same position; their values are reduced."""
         row, col = self.row(), self._col
         first = torch.ones_like(col, dtype=torch.bool)
         first[1:] = (row[1:] != row[:-1]) | (col[1:] != col[:-1])
@@ -304,21 +304,21 @@ class SparseStorage:
     # ---------------------------------------------------------------- the cache by name
 
     def fill_cache_(self) -> SparseStorage:
-        """Derives everything now."""
+        """Computes all derived properties now."""
         self.row(), self.rowptr(), self.rowcount(), self.colcount(), self.csc2csr()
         return self
 
     def clear_cache_(self) -> SparseStorage:
-        """Forgets what was derived."""
+        """Drops the derived properties."""
         self._cache = dict.fromkeys(_CACHED)
         return self
 
     def cached_keys(self) -> list[str]:
-        """Names of what was derived."""
+        """Names of the derived properties that are computed already."""
         return [name for name in _CACHED if self._cache.get(name) is not None]
 
     def num_cached_keys(self) -> int:
-        """How many there are."""
+        """Number of derived properties that are computed already."""
         return len(self.cached_keys())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -341,7 +341,7 @@ def _has(name: str) -> Callable[[SparseStorage], bool]:
     return lambda self: self._cache.get(name) is not None
 
 
-for _name in _CACHED:  # torch_sparse's names, which other code reads too
+for _name in _CACHED:  # torch_sparse has these attributes and methods, and user code reads them
     setattr(SparseStorage, f"_{_name}", _kept(_name))
     setattr(SparseStorage, f"has_{_name}", _has(_name))
 

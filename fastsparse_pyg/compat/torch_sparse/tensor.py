@@ -1,4 +1,4 @@
-"""The class SparseTensor: construction, formats, moves, casts; what it computes is in other modules."""
+"""The class SparseTensor: construction, formats, devices and dtypes. Other modules have its operators."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _CASTS = {
 
 
 class SparseTensor:
-    """A matrix with entries sorted by row, as torch_sparse has it; products run on FastSparse's kernels.
+    """torch_sparse's SparseTensor, a matrix with entries sorted by row; FastSparse's kernels multiply it.
 
     Args:
-        row: int64 (nnz,), or None where ``rowptr`` is given.
-        rowptr: int64 (num_rows + 1,), or None where ``row`` is given.
+        row: int64 (nnz,), or None if ``rowptr`` is given.
+        rowptr: int64 (num_rows + 1,), or None if ``row`` is given.
         col: int64 (nnz,).
         value: (nnz, ...), or None.
         sparse_sizes: (num_rows, num_cols); None: as many as the indices need.
-        is_sorted: whether the entries come sorted by (row, col).
-        trust_data: whether indices need no check.
+        is_sorted: whether the given entries are sorted by (row, col).
+        trust_data: whether to skip the check of the indices.
     """
 
     storage: SparseStorage
@@ -71,7 +71,7 @@ class SparseTensor:
         is_sorted: bool = False,
         trust_data: bool = False,
     ) -> SparseTensor:
-        """Rows and columns as the two rows of a tensor."""
+        """The matrix of an edge index: ``edge_index[0]`` are the rows, ``edge_index[1]`` the columns."""
         return cls(edge_index[0], None, edge_index[1], edge_attr, sparse_sizes, is_sorted, trust_data)
 
     @classmethod
@@ -84,7 +84,7 @@ class SparseTensor:
 
     @classmethod
     def from_torch_sparse_coo_tensor(cls, mat: Tensor, has_value: bool = True) -> SparseTensor:
-        """The entries of PyTorch's coordinate format, coalesced; differentiable in its values."""
+        """The entries of a ``torch.sparse_coo`` tensor, coalesced; differentiable in its values."""
         mat = mat.coalesce()
         row, col = mat._indices()
         value = mat.values() if has_value else None
@@ -92,7 +92,7 @@ class SparseTensor:
 
     @classmethod
     def from_torch_sparse_csr_tensor(cls, mat: Tensor, has_value: bool = True) -> SparseTensor:
-        """The entries of PyTorch's compressed rows."""
+        """The entries of a ``torch.sparse_csr`` tensor."""
         value = mat.values() if has_value else None
         pointers, col = mat.crow_indices().long(), mat.col_indices().long()
         return cls(None, pointers, col, value, (mat.size(0), mat.size(1)), True, True)
@@ -115,7 +115,7 @@ class SparseTensor:
         device: torch.device | None = None,
         fill_cache: bool = False,
     ) -> SparseTensor:
-        """Ones on the diagonal."""
+        """The identity matrix, (M, N)."""
         N = M if N is None else N
         index = torch.arange(min(M, N), device=device)
         value = torch.ones(index.numel(), dtype=dtype, device=device) if has_value else None
@@ -138,7 +138,7 @@ class SparseTensor:
         return self.storage.colptr(), self.storage.row()[order], None if value is None else value[order]
 
     def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The matrix with its zeros."""
+        """The dense matrix."""
         row, col, value = self.coo()
         if value is not None and dtype is None:
             dtype = value.dtype
@@ -155,25 +155,25 @@ class SparseTensor:
         return value if dtype is None else value.to(dtype)
 
     def to_torch_sparse_coo_tensor(self, dtype: torch.dtype | None = None) -> Tensor:
-        """PyTorch's coordinate format."""
+        """The matrix as a ``torch.sparse_coo`` tensor."""
         row, col, _ = self.coo()
         return torch.sparse_coo_tensor(
             torch.stack([row, col]), self._values(dtype), self.sizes(), check_invariants=False
         )
 
     def to_torch_sparse_csr_tensor(self, dtype: torch.dtype | None = None) -> Tensor:
-        """PyTorch's compressed rows."""
+        """The matrix as a ``torch.sparse_csr`` tensor."""
         rowptr, col, _ = self.csr()
         return torch.sparse_csr_tensor(rowptr, col, self._values(dtype), self.sizes(), check_invariants=False)
 
     def to_torch_sparse_csc_tensor(self, dtype: torch.dtype | None = None) -> Tensor:
-        """PyTorch's compressed columns."""
+        """The matrix as a ``torch.sparse_csc`` tensor."""
         colptr, row, _ = self.csc()
         values = self._values(dtype)[self.storage.csr2csc()]
         return torch.sparse_csc_tensor(colptr, row, values, self.sizes(), check_invariants=False)
 
     def to_scipy(self, layout: str | None = None, dtype: torch.dtype | None = None) -> Any:
-        """A scipy.sparse matrix in layout "coo" (as if None), "csr" or "csc"."""
+        """The matrix as a ``scipy.sparse`` matrix in layout "coo" (the default), "csr" or "csc"."""
         import scipy.sparse  # type: ignore[import-untyped]
 
         row, col, _ = (None if part is None else part.detach().cpu().numpy() for part in self.coo())
@@ -188,25 +188,25 @@ class SparseTensor:
         return self.storage.sparse_sizes()
 
     def sparse_size(self, dim: int) -> int:
-        """One of them."""
+        """Number of rows (dim=0) or columns (dim=1)."""
         return self.storage.sparse_size(dim)
 
     def sizes(self) -> list[int]:
-        """All sizes, those of the values behind the matrix's."""
+        """All sizes: rows, columns, then the sizes of each value."""
         value = self.storage.value()
         return [*self.sparse_sizes(), *(value.shape[1:] if value is not None else ())]
 
     def size(self, dim: int) -> int:
-        """One of them."""
+        """One of :meth:`sizes`."""
         return self.sizes()[dim]
 
     @property
     def shape(self) -> list[int]:
-        """As :meth:`sizes`."""
+        """The same as :meth:`sizes`."""
         return self.sizes()
 
     def dim(self) -> int:
-        """How many there are."""
+        """Number of dimensions."""
         return len(self.sizes())
 
     def nnz(self) -> int:
@@ -219,24 +219,24 @@ class SparseTensor:
         return self.nnz() if value is None else value.numel()
 
     def density(self) -> float:
-        """Share of the places that have an entry."""
+        """Share of the matrix's positions that have an entry."""
         rows, cols = self.sparse_sizes()
         return self.nnz() / (rows * cols) if rows and cols else 0.0
 
     def sparsity(self) -> float:
-        """Share of those that have none."""
+        """Share of the matrix's positions without an entry."""
         return 1 - self.density()
 
     def avg_row_length(self) -> float:
-        """Entries of a row in the mean."""
+        """Mean number of entries per row."""
         return self.nnz() / self.sparse_size(0)
 
     def avg_col_length(self) -> float:
-        """Entries of a column in the mean."""
+        """Mean number of entries per column."""
         return self.nnz() / self.sparse_size(1)
 
     def bandwidth(self) -> int:
-        """Greatest distance of an entry from the diagonal."""
+        """Largest distance of an entry from the diagonal."""
         row, col, _ = self.coo()
         return int((row - col).abs().max()) if self.nnz() else 0
 
@@ -246,7 +246,7 @@ class SparseTensor:
         return float((row - col).abs().float().mean())
 
     def bandwidth_proportion(self, bandwidth: int) -> float:
-        """Share of the entries that are at most so far from the diagonal."""
+        """Share of the entries whose distance from the diagonal is at most ``bandwidth``."""
         row, col, _ = self.coo()
         return int(((row - col).abs() <= bandwidth).sum()) / self.nnz()
 
@@ -255,7 +255,7 @@ class SparseTensor:
         return self.sparse_size(0) == self.sparse_size(1)
 
     def is_symmetric(self) -> bool:
-        """Whether the matrix is its transpose, values included."""
+        """Whether the matrix equals its transpose, including the values."""
         if not self.is_quadratic():
             return False
         (rowptr, col, value), (colptr, row, other) = self.csr(), self.csc()
@@ -267,16 +267,16 @@ class SparseTensor:
         return self.storage.has_value()
 
     def requires_grad(self) -> bool:
-        """Whether the values do."""
+        """Whether the values require a gradient."""
         value = self.storage.value()
         return value is not None and value.requires_grad
 
     def device(self) -> torch.device:
-        """Where it is."""
+        """Device of the tensors."""
         return self.storage.device
 
     def is_cuda(self) -> bool:
-        """Whether that is a GPU."""
+        """Whether the tensors are on a GPU."""
         return self.device().type == "cuda"
 
     def dtype(self) -> torch.dtype:
@@ -285,11 +285,11 @@ class SparseTensor:
         return torch.float32 if value is None else value.dtype
 
     def is_floating_point(self) -> bool:
-        """Whether that is a floating one."""
+        """Whether the dtype of the values is a floating-point type."""
         return self.dtype().is_floating_point
 
     def is_coalesced(self) -> bool:
-        """Whether no entry comes twice."""
+        """Whether all entries have different positions."""
         return self.storage.is_coalesced()
 
     # ---------------------------------------------------------------- changes
@@ -304,16 +304,16 @@ class SparseTensor:
         return self.from_storage(self.storage.set_value(value, layout))
 
     def fill_value_(self, fill_value: float, dtype: torch.dtype | None = None) -> SparseTensor:
-        """Gives all entries one value; dtype None: PyTorch's default."""
+        """Sets the value of all entries; ``dtype=None``: PyTorch's default dtype."""
         value = torch.full((self.nnz(),), float(fill_value), dtype=dtype, device=self.device())
         return self.set_value_(value)
 
     def fill_value(self, fill_value: float, dtype: torch.dtype | None = None) -> SparseTensor:
-        """The same entries with one value for all."""
+        """A copy in which all entries have the same value."""
         return self.copy().fill_value_(fill_value, dtype)
 
     def requires_grad_(self, requires_grad: bool = True, dtype: torch.dtype | None = None) -> SparseTensor:
-        """Whether the values, 1 where there are none, get a gradient."""
+        """Sets whether the values require a gradient; a matrix without values gets ones first."""
         if requires_grad and not self.has_value():
             self.fill_value_(1.0, dtype)
         value = self.storage.value()
@@ -326,11 +326,11 @@ class SparseTensor:
         return self.from_storage(self.storage.sparse_resize(sparse_sizes))
 
     def sparse_reshape(self, num_rows: int, num_cols: int) -> SparseTensor:
-        """The same entries, counted along the rows, in a matrix of other sizes; -1: what remains."""
+        """The matrix reshaped in row-major order, like ``Tensor.reshape``; one size may be -1."""
         return self.from_storage(self.storage.sparse_reshape(num_rows, num_cols))
 
     def coalesce(self, reduce: str = "sum") -> SparseTensor:
-        """Merges entries of the same place."""
+        """Merges entries at the same position."""
         return self.from_storage(self.storage.coalesce(reduce))
 
     def t(self) -> SparseTensor:
@@ -356,7 +356,7 @@ class SparseTensor:
         return self.from_storage(transposed)
 
     def to_symmetric(self, reduce: str = "sum") -> SparseTensor:
-        """The matrix with every entry's reverse; values of places that then come twice are reduced."""
+        """Adds the reverse of every entry; values at the same position are reduced."""
         row, col, value = self.coo()
         size = max(self.sparse_sizes())
         both = None if value is None else torch.cat([value, value])
@@ -370,34 +370,34 @@ class SparseTensor:
         return self.from_storage(self.storage.copy())
 
     def clone(self) -> SparseTensor:
-        """Copies of all tensors."""
+        """A copy of the matrix and all its tensors."""
         return self.from_storage(self.storage.clone())
 
     def detach(self) -> SparseTensor:
-        """The matrix without gradients."""
+        """The matrix with detached values."""
         return self.from_storage(self.storage.apply_value(lambda value: value.detach()))
 
     def detach_(self) -> SparseTensor:
-        """Ends the gradients of the values."""
+        """Detaches the values in place."""
         value = self.storage.value()
         if value is not None:
             value.detach_()
         return self
 
     def fill_cache_(self) -> SparseTensor:
-        """Derives everything now."""
+        """Computes all derived properties now."""
         self.storage.fill_cache_()
         return self
 
     def clear_cache_(self) -> SparseTensor:
-        """Forgets what was derived."""
+        """Drops the derived properties."""
         self.storage.clear_cache_()
         return self
 
     # ---------------------------------------------------------------- moves and casts
 
     def to(self, *args: Any, **kwargs: Any) -> SparseTensor:
-        """Moves the tensors, casts the values: arguments of :meth:`torch.Tensor.to`."""
+        """Moves the tensors and casts the values; takes the arguments of :meth:`torch.Tensor.to`."""
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         out = self
         if dtype is not None and dtype != self.dtype():
@@ -417,36 +417,36 @@ class SparseTensor:
         return self.type(tensor.dtype)
 
     def to_device(self, device: Any, non_blocking: bool = False) -> SparseTensor:
-        """Moves it to a device."""
+        """Moves the matrix to a device."""
         return self.to(device, non_blocking=non_blocking)
 
     def device_as(self, tensor: Tensor, non_blocking: bool = False) -> SparseTensor:
-        """Moves it to another tensor's device."""
+        """Moves the matrix to another tensor's device."""
         return self.to(tensor.device, non_blocking=non_blocking)
 
     def cpu(self) -> SparseTensor:
-        """Moves it to the CPU."""
+        """Moves the matrix to the CPU."""
         return self.to("cpu")
 
     def cuda(self, device: Any = None, non_blocking: bool = False) -> SparseTensor:
-        """Moves it to a GPU."""
+        """Moves the matrix to a GPU."""
         return self.to("cuda" if device is None else device, non_blocking=non_blocking)
 
     def pin_memory(self) -> SparseTensor:
-        """Copies it to page-locked memory."""
+        """Copies the matrix to page-locked memory."""
         return self.from_storage(self.storage.apply(lambda tensor: tensor.pin_memory()))
 
     def is_pinned(self) -> bool:
-        """Whether it is there."""
+        """Whether the matrix is in page-locked memory."""
         return self.storage.col().is_pinned()
 
     def share_memory_(self) -> SparseTensor:
-        """Moves it to memory that processes share."""
+        """Moves the matrix to memory that processes share."""
         self.storage.apply(lambda tensor: tensor.share_memory_())
         return self
 
     def is_shared(self) -> bool:
-        """Whether it is there."""
+        """Whether the matrix is in memory that processes share."""
         return self.storage.col().is_shared()
 
     # ---------------------------------------------------------------- operators
@@ -474,7 +474,7 @@ class SparseTensor:
         return NotImplemented if isinstance(other, SparseTensor) else elementwise.mul_(self, other)
 
     def __eq__(self, other: object) -> bool:
-        """Whether another matrix has the same sizes, entries and values."""
+        """Whether the other object is a matrix with the same sizes, entries and values."""
         if not isinstance(other, SparseTensor) or self.sizes() != other.sizes():
             return False
         if self.has_value() != other.has_value():
@@ -529,7 +529,7 @@ def _missing(name: str) -> Any:
 
 
 def _of_storage(name: str) -> Any:
-    """A method of SparseTensor that torch_sparse's SparseStorage has too."""
+    """Makes a method of SparseStorage that calls the SparseTensor method of the same name."""
 
     def method(self: SparseStorage, *args: Any, **kwargs: Any) -> Any:
         found = getattr(SparseTensor.from_storage(self), name)(*args, **kwargs)

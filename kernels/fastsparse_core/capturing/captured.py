@@ -1,4 +1,4 @@
-"""Functions and models that become CUDA graphs by themselves: when to record, and what to replay."""
+"""Captured functions and models: decides when to record a CUDA graph, and which one to replay."""
 
 from __future__ import annotations
 
@@ -40,25 +40,26 @@ from fastsparse_core.log import info_once, warn_once
 
 logger = logging.getLogger("fastsparse_core")
 
-#: Number of calls after which structures that do not change are converted.
+#: Number of calls without varying batch sizes before recording. By then, structures that do not change have
+#: been converted to faster formats.
 CALLS = policy.REUSE + 4
-#: Number of calls that show how sizes of batches vary, and after which another form of a recorded step is
-#: recorded.
+#: Number of calls before recording if the sizes of batches vary, so that they show how. Also the number of
+#: calls before another form of an already recorded step is recorded.
 BATCHES = 8
-#: Runs of a form before it is recorded, so that libraries have made their one-time allocations.
+#: Number of runs of a form before it is recorded, in which libraries make their one-time allocations.
 _PREPARING = 2
-#: Largest number of batch sizes that are recorded, and of forms of a step (arguments, training or not).
+#: Largest number of records with different capacities per form, and largest number of forms of a step.
 _MOST_ROOMS = 4
 _MOST_FORMS = 32
-#: After this many calls in a row that run as they are, arguments are no longer inspected.
+#: After more refused calls in a row than this, arguments are no longer inspected.
 _MOST_REFUSALS = 100
-#: How often settings of optimizers may change.
+#: Largest number of changes, such as of optimizer settings, after which a step is recorded again.
 _MOST_CHANGES = 8
-#: Tolerance for the padded form, in float32 and in 16 bits, as a relative difference. A ReLU that rounding
-#: switches changes gradients by 1e-3. Rows of padding change them much more, because a trial has more of them
-#: than of the batch.
+#: Largest relative difference between two forms of a step that rounding may cause, in float32 and in 16 bits.
+#: If rounding changes the sign at a ReLU, gradients change by about 1e-3. If padding leaked into the result,
+#: they would change much more, because a trial has more rows of padding than of the batch.
 _TOLERANCE, _TOLERANCE_16 = 1e-2, 5e-2
-#: If two runs of the same form differ by more, this multiple of their difference is tolerated, up to a limit.
+#: If two runs of the same form differ too, this multiple of their difference is tolerated, up to a limit.
 _NOISE, _MOST_TOLERATED = 4, 0.25
 #: Half a unit in the last place of bfloat16, relative.
 _ROUNDING_16 = 2.0**-9
@@ -67,16 +68,16 @@ _NO_GPU = "there is no CUDA device"
 
 
 class Captured:
-    """Runs a function as it is until it knows what to record, then replays CUDA graphs of it.
+    """Runs a function unchanged until it is clear what to record, then replays CUDA graphs of it.
 
-    Before a form is recorded, its run is compared with that of the step as it is where the two differ, in
-    padding; and its first replay with its run. Where they give other numbers, the step stays as it is.
+    Before recording, a padded run is compared with an unpadded run of the step. After recording, the first
+    replay is compared with a run. If the numbers differ, the step is not recorded and runs unchanged.
 
     Args:
         step: the function.
 
     Attributes:
-        observed: what it uses.
+        observed: the modules, optimizers and parameters that the function uses.
     """
 
     def __init__(self, step: Callable[..., Any]) -> None:
@@ -87,11 +88,11 @@ class Captured:
         self._optimizers: list[RecordedOptimizer] = []
         self._gradients = GradientBuffers()
         self._changes = self._refusals = 0
-        self._last: Call | None = None  # of a record that reads its arguments in place
-        self._latest: Form | str = ""  # of the last call; or why it had none
+        self._last: Call | None = None  # the last call, if its record reads the arguments in place
+        self._latest: Form | str = ""  # form of the last call, or the reason why it had none
 
     def reset(self) -> None:
-        """Forgets all records: as if the step had not been called."""
+        """Drops all records and observations, as if the step had never been called."""
         self._forget()
         self.observed = Observed(self.step, self._graphs.supports)
         self._forms.clear()
@@ -99,7 +100,7 @@ class Captured:
 
     @property
     def records(self) -> list[Record]:
-        """All there are."""
+        """The records of all forms."""
         return [item for form in self._forms.values() for item in form.records]
 
     @property
@@ -109,7 +110,7 @@ class Captured:
 
     @property
     def forms(self) -> list[Form]:
-        """What it was called in."""
+        """The forms in which the step was called."""
         return list(self._forms.values())
 
     @property
@@ -137,7 +138,7 @@ class Captured:
             last = self._last
             call = last if last is not None and last.is_repeated(args, kwargs) else Call(args, kwargs)
             form = self._form(call)
-        except Exception as error:  # the error of any object that is taken apart
+        except Exception as error:  # inspecting the user's objects may raise any error
             self._latest = reason_of(error)
             self._say(self._latest)
             return self.step(*args, **kwargs)
@@ -158,7 +159,7 @@ class Captured:
         if not all(item.answers.are_valid() for item in form.records):
             self._forget()
             self._changes += 1
-            form.calls = 0  # which tensors do not change must be found out again
+            form.calls = 0  # observe again which tensors do not change
         fitting = (item for item in form.records if item.fits(call))
         chosen = min(fitting, key=operator.attrgetter("size"), default=None)
         if chosen is not None:
@@ -186,7 +187,7 @@ class Captured:
         return self._use(form, chosen, call)
 
     def _form(self, call: Call) -> Form | None:
-        """The form of a call; None: it runs as it is and says nothing."""
+        """The form of a call; None if the call runs unchanged without a message."""
         device = call.device or _default_device()
         if torch.compiler.is_compiling() or recorded.current() is not None:
             return None
@@ -223,7 +224,7 @@ class Captured:
         )
 
     def _place(self) -> int:
-        """Where the first parameter is: all move with it (``model.to``)."""
+        """Address of the first parameter. If it changes, ``model.to`` has moved all parameters."""
         parameters = self.observed.parameters
         return 0 if not parameters or is_lazy(parameters[0]) else parameters[0].data_ptr()
 
@@ -237,7 +238,7 @@ class Captured:
         return self._graphs.beside(lambda: self.step(*call.args, **call.kwargs))
 
     def _watch(self, form: Form, call: Call) -> Any:
-        """Runs a call as it is, and notes what it uses; the last time also what it does with numbers."""
+        """Runs a call unchanged and notes what it uses; the last time, also how it uses Python numbers."""
         is_last = form.calls == form.patience
         if form.calls > 2 and not is_last:
             return self._as_it_is(call)
@@ -264,14 +265,14 @@ class Captured:
         return self._without_graph(result)
 
     def _last_beside(self, call: Call) -> Any:
-        """A call as it is; later ones run on the stream of the caller."""
+        """Runs a refused call unchanged on the side stream; later calls run on the caller's stream."""
         return self._without_graph(self._as_it_is(call))
 
     def _without_graph(self, result: Any) -> Any:
-        """A result as replays have it, of a step that calls ``backward()`` itself.
+        """The result without its autograd graph, as from a replay, if the step calls ``backward()`` itself.
 
-        As long as a result keeps autograd's graph alive, gradients of parameters are summed on the stream
-        that it ran on, and every later call on another stream would wait for that at every parameter.
+        As long as a result keeps the autograd graph alive, gradients of parameters are accumulated on the
+        stream of that run. Every later call on another stream would wait for it at every parameter.
         """
         if not (self._defers and self.observed.differentiates):
             return result
@@ -297,7 +298,7 @@ class Captured:
         return State(observed.parameters, observed.buffers(), observed.modes(), list(devices))
 
     def _device(self, call: Call) -> torch.device:
-        """Where the step computes."""
+        """Device on which the step computes."""
         found = [item for item in (call.device, *self.observed.devices) if item is not None]
         found += [item.device for item in self.observed.parameters]
         return next((item for item in found if item.type == "cuda"), torch.device("cpu"))
@@ -305,7 +306,7 @@ class Captured:
     # ---------------------------------------------------------------- records
 
     def _begin(self, form: Form, call: Call) -> Record:
-        """Memory for a record, and whether its form does what the step does."""
+        """Makes the memory for a record, and checks that its form computes what the step computes."""
         if self.observed.schedules:
             raise Refused("a learning rate scheduler steps in it. Call `scheduler.step()` after the step")
         if self._changes > _MOST_CHANGES:
@@ -343,16 +344,16 @@ class Captured:
             self._on_trial(lambda: made.run(self.step, self.observed, self._defers), call)
         except Refused:
             raise
-        except Exception as error:  # whatever the step says of the other form
+        except Exception as error:  # the step may raise any error in another form
             raise Refused(reason_of(error)) from error
         form.records.insert(0, made)
         return made
 
     def _compare(self, form: Form, call: Call, capacity: Capacity | None) -> None:
-        """Runs the step on a batch as it is and with much padding; undoes both.
+        """Runs the step on a batch without and with much padding, and undoes both runs.
 
         Raises:
-            Refused: they differ.
+            Refused: the results differ.
         """
         device = self._device(call)
         wide = None if capacity is None else capacity.doubled()
@@ -378,22 +379,22 @@ class Captured:
             try:
                 with _without_autocast(device):
                     compare(self.observed.rounds)
-            except RuntimeError:  # features in 16 bits, which meet weights in 32 bits without it
+            except RuntimeError:  # without autocast, 16-bit features do not fit 32-bit weights
                 compare(rounds=True)
 
     def _on_trial(self, job: Callable[[], Any], call: Call, keeps: Sequence[Any] = ()) -> Trial:
         state = self._state(call)
         return self._graphs.beside(lambda: on_trial(lambda: self._probe(job()), state, keeps))
 
-    #: Whether it is a step, whose numbers can be read after a replay, and not a model.
+    #: Whether reading numbers can be deferred until after a replay: True for a step, False for a model.
     _defers = True
 
     def _probe(self, result: Any) -> Any:
-        """What a trial does with a result besides."""
+        """Hook of subclasses: what a trial does with the result."""
         return result
 
     def _use(self, form: Form, chosen: Record, call: Call) -> Any:
-        """A run of a record, which is made where it is due."""
+        """Runs a record: prepares it in its first calls, then records it, then replays it."""
         for item in self._optimizers:
             item.write()
         chosen.write(call)
@@ -424,10 +425,10 @@ class Captured:
         return self._results(chosen.trimmed(result, call))
 
     def _checked_replay(self, chosen: Record, call: Call) -> Callable[[], Any]:
-        """Records a run, and replays it on trial: it has to give what a run gives on trial.
+        """Records a run, and checks in a trial that a replay gives the same numbers as a run.
 
         Raises:
-            Refused: it does not.
+            Refused: the numbers differ.
         """
         run = self._on_trial(lambda: chosen.run(self.step, self.observed, self._defers), call)
         modes = self.observed.modes()
@@ -459,7 +460,7 @@ class Captured:
         return replay
 
     def _record(self, chosen: Record) -> Callable[[], Any]:
-        """Records a run; returns what replays it."""
+        """Records a run; returns a function that replays it."""
         observed = self.observed
         parameters = list(observed.parameters)
         known = {id(item) for item in parameters}
@@ -498,11 +499,11 @@ class Captured:
         return replay
 
     def _results(self, result: Any) -> Any:
-        """Copies, for the next replay writes there; and the numbers."""
+        """Copies of the results, because the next replay overwrites them; numbers are read."""
         return tree_map(_copy, result)
 
     def _refuse(self, form: Form, error: Exception) -> None:
-        """Leaves all calls of a form as they are."""
+        """Runs all later calls of a form unchanged, and reports why."""
         form.records.clear()
         self._last = None
         form.refusal = reason_of(error)
@@ -523,11 +524,11 @@ class Captured:
         return getattr(self.step, "__qualname__", type(self.step).__name__)
 
     def _say(self, reason: str) -> None:
-        if reason == _NO_GPU:  # once for all steps
+        if reason == _NO_GPU:  # reported once for all steps
             message = f"capture: {reason}, so captured steps run as they are. They are replayed on a GPU"
             if machine_has_gpu():
                 warn_once(f"{message}: install a PyTorch that is built with CUDA")
-            else:  # there is no faster way, so no warning
+            else:  # the machine has no GPU, so there is nothing to warn about
                 info_once(logger, message)
             return
         code = getattr(inspect.unwrap(self.step), "__code__", None)
@@ -547,7 +548,7 @@ def _copy(item: Any) -> Any:
 
 
 def _names_of_arguments(step: Callable[..., Any], call: Call) -> list[str]:
-    """As the user wrote them."""
+    """Names of the arguments as the user wrote them."""
     given = len(call.arguments) - len(call.names)
     try:
         parameters = list(inspect.signature(step).parameters.values())
@@ -560,17 +561,18 @@ def _names_of_arguments(step: Callable[..., Any], call: Call) -> list[str]:
 
 
 def _tolerated(found: float, rounds: bool, one: Trial, others: Sequence[Callable[[], Trial]]) -> float:
-    """Which relative difference rounding explains.
+    """The relative difference that rounding can explain.
 
-    Where more is found, further trials of one form show how much they differ: sums by atomics come in any
-    order, and 16 bits make much of that, and of libraries that choose other kernels for a recording. What the
-    host keeps from call to call changes plain runs too, but no replays: those judge a record.
+    If the found difference is larger than the tolerance, further trials of one form show how much equal runs
+    differ. Reasons are atomics, which add in any order, and libraries that choose other kernels for a
+    recording; in 16 bits both have large effects. A record is judged by replays, not by plain runs: Python
+    state that changes between calls would change plain runs, too, and so hide its effect.
 
     Args:
-        found: the difference.
+        found: the found difference.
         rounds: whether the step computes in 16 bits.
         one: a trial.
-        others: trials that differ from it by no more than rounding.
+        others: functions that run trials, which differ from ``one`` only by rounding.
     """
     tolerance = _TOLERANCE_16 if rounds else _TOLERANCE
     if found <= tolerance or found > _MOST_TOLERATED:
@@ -580,7 +582,7 @@ def _tolerated(found: float, rounds: bool, one: Trial, others: Sequence[Callable
 
 
 def _shift(parameters: Sequence[Tensor], shift: float) -> None:
-    """Changes parameters by up to that part of them, each by another one."""
+    """Changes every parameter by a relative amount of up to ``shift``, which varies between elements."""
     if shift:
         with torch.no_grad():
             for item in parameters:
@@ -590,7 +592,7 @@ def _shift(parameters: Sequence[Tensor], shift: float) -> None:
 
 @contextlib.contextmanager
 def _without_autocast(device: torch.device) -> Iterator[None]:
-    """Autocast stays off, even if the code turns it on, so that rounding hides no differences."""
+    """Disables autocast, even if the code enables it, so that rounding cannot hide a difference."""
     kind: Any = torch.amp.autocast_mode.autocast
     enter, leave = kind.__enter__, kind.__exit__
     with torch.autocast(device.type, enabled=False):

@@ -1,4 +1,4 @@
-"""CBSR: MaxK-GNN's compressed balanced sparse rows (section 3.2), as many kept entries in every row."""
+"""CBSR: MaxK-GNN's compressed balanced sparse rows (section 3.2), with k kept entries in every row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Widest rows whose columns 16-bit ids can name.
+#: Largest width of rows, because column ids have 16 bits.
 MAX_WIDTH = 65_536
 
 _FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -29,12 +29,12 @@ def ids_dtype(width: int) -> torch.dtype:
 class CBSR:
     """A matrix of shape (n, width) with k stored entries in every row.
 
-    :func:`fastsparse_core.maxk` returns one. The constructor does not check its parts. :meth:`from_parts`
-    does, and reads from the device for it.
+    :func:`fastsparse_core.maxk` returns one. The constructor does not check its arguments. To check them, use
+    :meth:`from_parts`, which waits for the device.
 
     Attributes:
         values: (n, k) float64, float32, float16 or bfloat16; gradients flow through it.
-        ids: (n, k) column of every value, ascending in each row; uint8 where ``width`` is at most 256, else
+        ids: (n, k) column of every value, ascending in each row; uint8 if ``width`` is at most 256, else
             uint16.
         width: number of columns, at most 65,536.
 
@@ -52,7 +52,7 @@ class CBSR:
 
     @classmethod
     def from_parts(cls, values: Tensor, ids: Tensor, width: int) -> CBSR:
-        """Checks the parts and puts them together.
+        """Makes a CBSR of checked parts.
 
         Args:
             values: (n, k) floating.
@@ -60,7 +60,7 @@ class CBSR:
             width: number of columns.
 
         Raises:
-            TypeError: a type does not fit.
+            TypeError: ``values`` or ``ids`` has another dtype, or ``width`` is not an int.
             ValueError: a shape, a device, the width or an id does not fit.
         """
         if not isinstance(values, Tensor) or values.dtype not in _FLOAT_DTYPES:
@@ -73,7 +73,7 @@ class CBSR:
             raise TypeError(f"width: expected an int, got {type(width).__name__}")
         dtype = ids_dtype(width)
         columns = ids.long()
-        if columns.numel() and (columns.min() < 0 or columns.max() >= width):  # before they are narrowed
+        if columns.numel() and (columns.min() < 0 or columns.max() >= width):  # the cast below may wrap
             raise ValueError(
                 f"ids: expected columns from 0 to {width - 1}, got {int(columns.min())} to "
                 f"{int(columns.max())}"
@@ -87,10 +87,10 @@ class CBSR:
             self.values,
             self.ids,
             self.width,
-        )  # which checks it, because a file may be damaged
+        )  # `from_parts` checks the parts, because a file may be damaged
 
     def check(self) -> None:
-        """Raises an error unless the parts fit together; reads from the device.
+        """Raises an error unless the parts fit together; waits for the device.
 
         Raises:
             TypeError: the dtype of the ids does not fit the width.

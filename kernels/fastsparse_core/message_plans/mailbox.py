@@ -1,8 +1,8 @@
-"""Message and reduce functions of DGL's kind: traced on batches of symbols, and planned as one.
+"""Plans for DGL's message and reduce functions, which are traced on symbols and planned together.
 
-A reduce function gets the messages of each node side by side, (nodes, messages, ...), for nodes of one degree
-at a time. A plan keeps one row per edge instead: a reduction of the second dimension becomes one over the
-edges of every node, and what follows it is computed for all nodes with edges at once.
+DGL calls a reduce function once per degree, with the messages of all nodes of that degree, (nodes, messages,
+...). A plan has one row per edge instead. A reduction over the second dimension becomes a reduction over the
+edges of every node, and later operators run once for all nodes that have edges.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fastsparse_core.message_plans.plan import (
 from fastsparse_core.message_plans.terms import Edges
 from fastsparse_core.message_plans.trace import Untraceable
 
-#: Nodes of the tensors on the meta device that shapes are found with: a number that no other size has.
+#: Number of nodes of the meta tensors by which shapes are found: a number that no other size equals.
 _NODES = 999_983
 
 
@@ -46,7 +46,7 @@ _NODES = 999_983
 
 
 class Fields:
-    """Symbols for the features of a batch, made when they are read; may be written if ``is_writable``."""
+    """Symbols for the features of a batch, made at the first read; ``is_writable`` allows assignments."""
 
     __slots__ = ("_is_writable", "_known", "_place", "_tracer", "written")
 
@@ -85,7 +85,7 @@ class Fields:
 
 
 class Batch:
-    """Stands for DGL's EdgeBatch or NodeBatch: its features, and nothing else of it."""
+    """Symbolic EdgeBatch or NodeBatch of DGL, which only has features."""
 
     __slots__ = ("data", "dst", "mailbox", "src")
 
@@ -101,12 +101,12 @@ class Batch:
 
 
 def edge_batch(tracer: torch.fx.Tracer) -> Batch:
-    """What a message function is called with."""
+    """The symbolic argument of a message function."""
     return Batch(src=Fields(tracer, "src"), dst=Fields(tracer, "dst"), data=Fields(tracer, "edge", True))
 
 
 def node_batch(tracer: torch.fx.Tracer) -> Batch:
-    """What a reduce function is called with."""
+    """The symbolic argument of a reduce function."""
     return Batch(data=Fields(tracer, "node"), mailbox=Fields(tracer, "mail"))
 
 
@@ -114,7 +114,7 @@ def results_of(graph: Graph) -> dict[str, Node]:
     """The named results of a traced function.
 
     Raises:
-        Untraceable: it gives something else.
+        Untraceable: it does not return a dict of tensors.
     """
     found = list(graph.nodes)[-1].args[0]
     is_named = isinstance(found, Mapping) and all(
@@ -130,7 +130,7 @@ def results_of(graph: Graph) -> dict[str, Node]:
 
 @dataclass(eq=False)
 class _Mail:
-    """Messages, (nodes, messages, ...): a value per edge."""
+    """Messages, (nodes, messages, ...), represented by a value per edge."""
 
     value: Any
 
@@ -141,12 +141,13 @@ class _Mail:
 
 @dataclass(eq=False)
 class _Rows:
-    """A row per destination.
+    """One row per destination.
 
     Attributes:
-        meta: its dtype and shape.
-        node: of the plan.
-        of: "all": of all destinations; "zero": the same, 0 where there are no edges; "some": of the others.
+        meta: tensor with its dtype and shape.
+        node: node of the plan's graph.
+        of: "all": all destinations; "zero": all, with 0 for destinations without edges; "some": only
+            destinations with edges.
     """
 
     meta: Tensor
@@ -156,7 +157,7 @@ class _Rows:
 
 @dataclass(eq=False)
 class _Extremum:
-    """Largest or smallest messages, of a pair with their positions."""
+    """Result of `max` or `min` over messages: a pair of values and positions; only values are supported."""
 
     rows: _Rows
 
@@ -170,7 +171,7 @@ class _Shape:
 
 @dataclass(eq=False)
 class _Degree:
-    """How many messages a node has."""
+    """Number of messages of a node."""
 
 
 #: Elementwise functions of one tensor and numbers.
@@ -179,13 +180,13 @@ _UNARY = (
     *("cos", "tanh", "sigmoid", "relu", "elu", "gelu", "silu", "softplus", "leaky_relu", "logsigmoid"),
     *("clamp", "clamp_min", "clamp_max"),
 )
-#: Those of two.
+#: Elementwise functions of two operands.
 _BINARY = ("add", "sub", "mul", "div", "pow", "maximum", "minimum")
 _REDUCTIONS = ("sum", "mean", "max", "min")
 
 
 class MailboxPlanner(Planner):
-    """Plans a message function, and a reduce function behind it."""
+    """Plans a message function, together with the reduce function that follows it."""
 
     def __init__(self, layer: Any, found: Edges, mixed: torch.dtype | None = None) -> None:
         super().__init__(layer, found, mixed)
@@ -207,7 +208,7 @@ class MailboxPlanner(Planner):
         self._check(out)
         kept = {name: self._at_edges(values[node]) for name, node in written.items()}
         plan = self._finished(((self._reduced(out[field], how), kept), {}))
-        is_cast = self.found.special["adj"].device.type == "cuda"  # as DGL's own sums
+        is_cast = self.found.special["adj"].device.type == "cuda"  # there, DGL's own sums are cast too
         return self._with_dtypes(
             plan, trace, written, lambda messages: self.mixed if is_cast else messages[field].dtype
         )
@@ -237,7 +238,7 @@ class MailboxPlanner(Planner):
         written: Mapping[str, Node],
         of_messages: Callable[[Mapping[str, Tensor]], Any],
     ) -> Plan:
-        """The plan with the dtypes that its results have under autocast."""
+        """Adds the dtypes of the results under autocast to a plan."""
         if self.mixed is None:
             return plan
         values = self.without_edges(trace)
@@ -383,13 +384,13 @@ class MailboxPlanner(Planner):
 
     @staticmethod
     def _edge_dim(dim: Any, dims: int) -> int:
-        """A dimension of messages as one of edges."""
+        """Converts a dimension of messages to one of rows per edge."""
         if not isinstance(dim, int) or _is_bad(dim, dims) or dim % dims < 2:
             raise NoPlan
         return dim if dim < 0 else dim - 1
 
     def _aligned(self, item: Any, dims: int) -> Any:
-        """An operand that is combined with messages of so many dimensions, per edge."""
+        """An operand in its form per edge, to be combined with messages of ``dims`` dimensions."""
         if isinstance(item, _Mail) and item.dims == dims:
             return item.value
         if isinstance(item, _Rows) and item.meta.dim() == dims and item.meta.size(1) == 1:
@@ -413,7 +414,7 @@ class MailboxPlanner(Planner):
         return x.node if x.of == "zero" else self.call(terms.restored, (self.found_node, self._present(x)))
 
     def _of_rows(self, node: Node, args: list[Any], kwargs: dict[str, Any]) -> _Rows:
-        """An operator on every row by itself."""
+        """An operator that computes every row independently."""
         first = args[0] if args else None
         given, named = _mapped((args, kwargs), lambda x: self._present(x) if isinstance(x, _Rows) else x)
         if node.op == "call_module":
@@ -461,7 +462,7 @@ class MailboxPlanner(Planner):
         return name == "linear" and len(of_rows) == 1 and of_rows[0] is first
 
     def _module_of_rows(self, node: Node, args: list[Any], kwargs: dict[str, Any]) -> nn.Module:
-        """A module that computes every row by itself, so that DGL's calls for one degree each become one."""
+        """A module that computes every row independently, so that one call replaces DGL's call per degree."""
         path = str(node.target)
         module: nn.Module = operator.attrgetter(path)(self.layer)
         kinds = (nn.Sequential, *self.linears, *_ACTIVATIONS, nn.Identity, nn.Dropout)

@@ -1,11 +1,12 @@
-"""A traced `message()` and its reduction as a plan: less per edge, and the core's kernels where they fit.
+"""Plans a traced `message()` and its reduction: less work per edge, and the core's kernels if they fit.
 
-A linear map of a concatenation splits into one product per node for each end. A linear map that comes last
-moves behind a sum or mean. Attention, gated and GINE messages go to the core's kernels; the rest is computed
-per edge by the operators of the trace. Shapes decide all of that, so there is a plan for every set of shapes.
+A linear map of a concatenation is split into one product per node for each end. A final linear map is moved
+behind a sum or mean. Attention, gated and GINE messages use the core's kernels. The rest is computed per edge
+by the operators of the trace. All of this depends on shapes, so there is one plan for every set of shapes.
 
-Rows of nodes without edges never reach a result, so what is computed per node must not let their NaN reach a
-gradient either. Linear maps, scores, sums, scalings and rectifiers qualify, and nothing else does.
+Rows of nodes without edges do not affect the results of `message()`. Therefore, if operators are computed per
+node, a NaN in such a row must not reach a gradient. Only linear maps, scores, sums, scalings and rectifiers
+fulfil this.
 """
 
 from __future__ import annotations
@@ -34,37 +35,39 @@ from fastsparse_core.ops._eager import is_plain_linear
 from fastsparse_core.ops._edge_kernels import OPERATORS
 from fastsparse_core.ops.edge_expression import HOW, can_generate
 
-#: Edges of the tensors on the meta device that shapes are found with: a number that no other size has.
+#: Number of edges of the meta tensors by which shapes are found: a number that no other size equals.
 _EDGES = 1_000_003
-#: Features of an edge that the kernels map themselves.
+#: Largest number of edge features that the kernels project themselves.
 _MOST_FEATURES = 32
-#: Host time of our operators, in launches of PyTorch's operators: they and their gradients are called in
-#: Python. A generated kernel is launched through three layers of Python, and the gradients of its weights are
-#: summed.
+#: Time on the host of operators, in units of one launch of a PyTorch operator. FastSparse's operators and
+#: their gradients are called from Python. A generated kernel is launched through three layers of Python, and
+#: the gradients of its weights need a further sum.
 _CALL, _GENERATED_CALL, _SOFTMAX, _REDUCTION = 5, 14, 8, 3
 _VIEWS = ("getitem", "view", "reshape", "expand", "unsqueeze", "squeeze", "flatten", "chunk", "split")
-#: Number of features from which a generated kernel computes rows per edge: a warp has one edge at a time.
+#: Smallest number of features for which a generated kernel computes rows per edge: with fewer features, lanes
+#: of a warp would be idle, because a warp processes one edge at a time.
 _LEAST_WIDTH = 32
 #: Largest number of plans kept per trace.
 _MOST_PLANS = 16
 #: Reductions that a sparse product supports.
 PRODUCTS = ("sum", "mean", "max", "min")
-#: In place of a reduction: the result is per edge.
+#: Value in place of a reduction: the messages are not reduced.
 PER_EDGE = "per edge"
 INDICES = ("index", "edge_index_i", "edge_index_j")
 
 
 class Plan(NamedTuple):
-    """How messages of one kind of arguments are computed and reduced.
+    """Computes and reduces messages, for one kind of arguments.
 
     Attributes:
-        run: (the layer twice, found arguments, arguments) -> the reduced messages, and attributes to set.
-        names: of the arguments.
-        modules: paths of modules that are taken apart, and of parameters, with what they were like.
-        gains: what it does better than the message, for reports.
-        stopped_by: the first operator that it computes per edge; "" if there is none.
-        dtypes: of what it gives under autocast, in the same tuples and dictionaries; None: as it comes.
-        is_short: whether the host takes less time for it than for the message per edge.
+        run: function of (layer, layer, found arguments, *arguments) that returns the reduced messages and the
+            attributes to set.
+        names: names of the arguments.
+        modules: paths of the used modules and parameters, each with the properties that the plan depends on.
+        gains: advantages over the original message, for reports.
+        stopped_by: the first operator that is still computed per edge; "" if there is none.
+        dtypes: dtypes of the results under autocast, in the same tuples and dicts; None: no casts.
+        is_short: whether the plan takes less time on the host than the message per edge.
     """
 
     run: Callable[..., tuple[Any, dict[str, Any]]]
@@ -80,7 +83,7 @@ class Plan(NamedTuple):
         return f"{' + '.join(self.gains)}{rest}"
 
     def reduce(self, layer: Any, found: Edges) -> Any:
-        """The reduced messages, with the attributes set that the body sets; None: a module has changed."""
+        """Runs the plan and sets the layer's attributes; None if a module or parameter has changed."""
         for path, known in self.modules:
             module = operator.attrgetter(path)(layer)
             if _likeness(module) != known or not _is_plain(module):
@@ -95,14 +98,14 @@ class Plan(NamedTuple):
 def by_plan(
     plans: dict[Any, list[Plan | str]], key: Any, layer: Any, found: Edges, make: Callable[[], Plan | str]
 ) -> tuple[Any, Plan | str]:
-    """What a plan computes, and the plan; None, and what stopped one.
+    """Runs a plan; returns (result, plan), or (None, the reason why there is no plan).
 
     Args:
-        plans: of one trace, by what they depend on; layers of one class may need several of a kind.
-        key: what the plan depends on.
-        layer: whose messages they are.
+        plans: plans of one trace, by key. Layers of one class may need several plans for one key.
+        key: properties of the arguments that a plan depends on.
+        layer: the layer.
         found: the edges and arguments.
-        make: a plan for this layer, or what stopped one.
+        make: function that makes a plan for this layer, or returns the reason why there is none.
     """
     known = plans.setdefault(key, [])
     for plan in known:
@@ -126,7 +129,7 @@ def _in_dtypes(found: Any, dtypes: Any) -> Any:
 
 
 class NoPlan(Exception):
-    """Nothing would be gained, or a value is of a kind that plans do not know; names the operator."""
+    """Raised if a plan would gain nothing, or an operator is not supported; may name the operator."""
 
 
 # ---------------------------------------------------------------- values of a trace
@@ -134,11 +137,11 @@ class NoPlan(Exception):
 
 @dataclass(eq=False)
 class _Value:
-    """What a node of the trace is.
+    """The planner's representation of a node of the trace.
 
     Attributes:
-        meta: a tensor of its dtype and shape without content, edges first, or the value itself if it is none.
-        made: the plan's node that has it per edge, once there is one.
+        meta: a meta tensor with its dtype and shape, edges first; or the value itself if it is not a tensor.
+        made: the node of the plan's graph with the value per edge, once it was made.
     """
 
     meta: Any
@@ -146,20 +149,20 @@ class _Value:
 
     @property
     def row(self) -> tuple[int, ...]:
-        """Shape of what an edge has of it."""
+        """Shape of the value of one edge."""
         return tuple(self.meta.shape[1:])
 
 
 @dataclass(eq=False)
 class _Whole(_Value):
-    """Not per edge: a parameter, a tensor or number that the caller hands over, what PyG knows itself."""
+    """A value that is not per edge: a parameter, an argument of the caller, or one that PyG provides."""
 
     node: Any = None
     special: str = ""
 
 
 class _Mapping(NamedTuple):
-    """A linear map that made a term of the edges."""
+    """The linear map that computed the edges' term of a sum."""
 
     features: Node
     weight: Node
@@ -174,7 +177,7 @@ class _Sum(_Value):
     src: Node | None = None
     edge: Node | None = None
     mapping: _Mapping | None = None
-    #: A constant that is in none of the terms yet.
+    #: A constant that has not been added to one of the terms yet.
     bias: _Whole | None = None
 
     @property
@@ -185,9 +188,9 @@ class _Sum(_Value):
 
 @dataclass(eq=False)
 class _Of(_Value):
-    """Of other values.
+    """A function of other values, by kind.
 
-    - joined (sums): side by side in the last dimension.
+    - joined (sums): concatenated along the last dimension.
     - product, plus, quotient (two values, one of them possibly a number).
     - dot (two values; scale, bias): their product summed over the last dimension,
       times a number, plus a bias.
@@ -229,7 +232,7 @@ def _meta_of(value: Any) -> Any:
 
 
 def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """A tree of tuples, lists, slices and dictionaries with a function of its leaves in their places."""
+    """Applies a function to all leaves of a tree of tuples, lists, slices and dicts."""
     if isinstance(tree, (tuple, list)):
         return type(tree)([_mapped(item, function) for item in tree])
     if isinstance(tree, dict):
@@ -266,7 +269,7 @@ _PAIRS = {
     "plus": (operator.add, "add"),
     "quotient": (operator.truediv, "div"),
 }
-#: Functions that keep a gradient of 0, whatever their argument.
+#: Functions that pass on a gradient of 0 as 0, even if their argument is NaN. They may be computed per node.
 _PER_NODE = ("relu", "leaky_relu")
 _ACTIVATIONS: dict[type, str] = {
     nn.ReLU: "relu",
@@ -301,7 +304,7 @@ def _name_of(node: Node) -> str:
 
 
 def _likeness(module: Any) -> tuple[Any, ...]:
-    """What of a module, or of a parameter, a plan was made for."""
+    """The properties of a module or parameter that a plan depends on."""
     if isinstance(module, Tensor):
         return type(module), module.shape
     state = vars(module)
@@ -314,7 +317,7 @@ def _likeness(module: Any) -> tuple[Any, ...]:
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether a call of a module is its formula alone."""
+    """Whether calling a module has no other effect than its formula: no hooks, no replaced `forward`."""
     if isinstance(module, Tensor):
         return True
     state = vars(module)
@@ -330,16 +333,16 @@ def _is_plain(module: Any) -> bool:
 class Planner:
     """Walks a trace once, and builds the plan's graph on the way."""
 
-    #: The framework's classes of linear maps, of weight and bias alone.
+    #: Classes of linear layers that consist of a weight and a bias.
     linears: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
 
     def __init__(self, layer: Any, found: Edges, mixed: torch.dtype | None = None) -> None:
         """Begins a plan.
 
         Args:
-            layer: whose body is planned.
-            found: the arguments.
-            mixed: the dtype of autocast, None where that is off.
+            layer: the layer whose method is planned.
+            found: the edges and arguments.
+            mixed: dtype of autocast; None if it is off.
         """
         self.layer, self.found, self.mixed = layer, found, mixed
         self.graph = Graph()
@@ -355,18 +358,18 @@ class Planner:
         """The plan of a traced body.
 
         Args:
-            trace: of the body.
-            how: the reduction; :data:`PER_EDGE` for what is not reduced.
-            assigned: nodes of the trace that the body sets as attributes.
+            trace: trace of the method.
+            how: the reduction; :data:`PER_EDGE` for no reduction.
+            assigned: attributes that the method sets, with their nodes in the trace.
 
         Raises:
-            NoPlan: nothing would be gained.
-            Exception: any error of an operator on tensors without content.
+            NoPlan: a plan would gain nothing, or an operator is not supported.
+            Exception: an operator may raise any error on meta tensors.
         """
         values, out = self._walk(trace)
         if not isinstance(out, (_Sum, _Of)):
             raise NoPlan
-        # First, so that the reduction finds them.
+        # Made before the reduction, so that it can use the values per edge.
         kept = {name: self._at_edges(values[node]) for name, node in (assigned or {}).items()}
         plan = self._finished((self._at_edges(out) if how == PER_EDGE else self._reduced(out, how), kept))
         gathers = sum(name.endswith(("_i", "_j")) for name in self.arguments)
@@ -374,7 +377,7 @@ class Planner:
         return plan._replace(is_short=self._launches(self.graph) < of_message)
 
     def _launches(self, graph: Graph) -> int:
-        """About how many launches of PyTorch's take the host as long as a graph."""
+        """Estimated time of a graph on the host, in launches of PyTorch operators."""
         total = 0
         for node in graph.nodes:
             name = _name_of(node)
@@ -392,7 +395,7 @@ class Planner:
         return total
 
     def _walk(self, trace: Graph) -> tuple[dict[Node, Any], Any]:
-        """What every node of a trace is, and what the trace gives."""
+        """The value of every node of a trace, and the value of its output."""
         values: dict[Node, Any] = {}
         out = None
         for node in trace.nodes:
@@ -411,7 +414,7 @@ class Planner:
         return len(node.users)
 
     def _finished(self, result: Any) -> Plan:
-        """The plan whose function gives that result of nodes."""
+        """Compiles the plan's graph with this result."""
         if not self.gains:
             raise NoPlan(self._stopped_by())
         self.graph.output(result)
@@ -463,21 +466,22 @@ class Planner:
         return _Whole(self._meta(value), node=self.graph.create_node("get_attr", path))
 
     def _meta(self, x: Tensor, rows: int | None = None) -> Tensor:
-        """A tensor like one of the arguments, without content; under autocast shapes alone count."""
+        """A meta tensor like an argument; under autocast it is float32, because only its shape is used."""
         meta = _meta(x, rows)
         return meta.float() if self.mixed is not None and x.is_floating_point() else meta
 
     def without_edges(self, graph: Graph, mail: Mapping[str, Tensor] | None = None) -> dict[Node, Any]:
-        """What every node of a trace is if there are no edges: the dtypes that autocast gives them.
+        """Runs a trace without edges, to find the dtypes of all nodes under autocast.
 
-        Autocast's rules depend on operator and device. Modules might keep what they see, so few are called.
+        Autocast's rules depend on the operator and the device, so the trace is really run. Only modules that
+        are known to have no state are called.
 
         Args:
             graph: the trace.
             mail: the arguments ``mail.NAME``, by name.
 
         Raises:
-            NoPlan: the trace calls another module.
+            NoPlan: the trace calls a module that may have state.
         """
         given, found = [], self.found
         stateless = (nn.Identity, nn.Dropout, nn.LayerNorm, nn.Embedding, nn.Sequential)
@@ -506,7 +510,7 @@ class Planner:
         return interpreter.env
 
     def _check_dtype(self, x: Tensor) -> None:
-        """All floating tensors have one dtype, so that the order of operators decides none."""
+        """Requires one dtype for all floating tensors, so that the order of operators changes no dtype."""
         if not x.is_floating_point() or (self.mixed is not None and x.dtype in (torch.float32, self.mixed)):
             return
         if self.mixed is not None or self.dtype not in (None, x.dtype):
@@ -529,7 +533,7 @@ class Planner:
         reads_special = any(isinstance(item, _Whole) and item.special for item in _leaves((args, kwargs)))
         if name in _KNOWN and not reads_special:
             known = getattr(self, f"_{name}")
-            with contextlib.suppress(TypeError):  # of `bind`: arguments that it does not know
+            with contextlib.suppress(TypeError):  # raised by `bind` for unsupported arguments
                 inspect.signature(known).bind(*args, **kwargs)
                 value = known(*args, **kwargs)
         elif name in _ELEMENTWISE and args and isinstance(args[0], (_Sum, _Of)):
@@ -537,7 +541,7 @@ class Planner:
         return self._as_written(node, args, kwargs) if value is None else value
 
     def _as_written(self, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> _Value:
-        """An operator of the trace, on values per edge."""
+        """An operator of the trace, unchanged, on values per edge."""
         metas, options = _mapped((args, kwargs), _meta_of)
         if node.target is torch._assert and metas[0] is not True:  # it reads values, or fails
             raise NoPlan
@@ -580,7 +584,7 @@ class Planner:
             not (type(each).__module__.startswith(("torch.", "torch_geometric.")) and _is_plain(each))
             for each in module.modules()
         ):
-            raise NoPlan  # its code, or its hooks, would run once more, to find a shape
+            raise NoPlan  # finding the shape would run the module's own code or hooks one more time
         with torch.no_grad():
             meta = copy.deepcopy(module).to("meta")(x.meta)
         made = self.graph.create_node("call_module", path, (self._at_edges(x),))
@@ -607,7 +611,7 @@ class Planner:
         return self._plus(self._mapped_terms(x, meta, weight.node), bias, meta)
 
     def _mapped_terms(self, x: _Sum, meta: Tensor, weight: Node) -> _Sum:
-        """A linear map without bias of every term, those of nodes once per node."""
+        """Applies a linear map without bias to every term; terms of nodes are mapped once per node."""
         x = self._settled(x) if x.bias is not None and x.bias.meta.shape != x.row[-1:] else x
         made: dict[str, Any] = {}
         for name, term in x.terms.items():
@@ -636,7 +640,7 @@ class Planner:
         return node if x.row == row else self.method("expand", (node, -1, *row))
 
     def _plus(self, x: _Sum, added: _Whole | None, meta: Tensor) -> _Sum:
-        """A sum and a constant, which is kept apart until a term or a kernel takes it."""
+        """Adds a constant to a sum; it stays separate until it is added to a term or passed to a kernel."""
         if added is None:
             return x
         made: dict[str, Any] = {name: self._expanded(x, term, meta) for name, term in x.terms.items()}
@@ -647,7 +651,7 @@ class Planner:
         return _Sum(meta, **made, mapping=mapping, bias=added)
 
     def _settled(self, x: _Sum) -> _Sum:
-        """A sum whose constant is in one of its terms, in that of nodes if there is one."""
+        """The sum with its constant added to one of its terms: to a term of nodes, if there is one."""
         if x.bias is None:
             return x
         made = x.terms
@@ -656,7 +660,7 @@ class Planner:
         return _Sum(x.meta, **made, mapping=x.mapping if name != "edge" else None)
 
     def _each_term(self, x: _Sum, meta: Tensor, function: Callable[..., Any], *args: Any) -> _Sum:
-        """A function of every term; of the sum, if it is linear or there is one term."""
+        """Applies a function to every term. This is valid if the function is linear or there is one term."""
         made = self._settled(x).terms
         for name, term in made.items():
             made[name] = self.call(function, (term, *args))
@@ -709,7 +713,7 @@ class Planner:
         return self._pair("quotient", left, right, torch.div(_meta_of(left), _meta_of(right)))
 
     def _pair(self, kind: str, left: Any, right: Any, meta: Tensor) -> _Value | None:
-        """An operator of two values that nothing takes apart but a generated kernel."""
+        """A binary operator, which only a generated kernel can combine with others."""
         parts = [
             item.meta if isinstance(item, _Whole) and not isinstance(item.meta, Tensor) else item
             for item in (left, right)
@@ -753,7 +757,7 @@ class Planner:
         return self._shaped(value, meta.unsqueeze(-1)) if keepdim and value is not None else value
 
     def _scores(self, x: _Of, meta: Tensor) -> _Value | None:
-        """Dot products of nodes' rows with a constant vector."""
+        """Dot products of rows with a constant vector, computed once per node; None for other products."""
         rows, vector = x.parts
         if not isinstance(vector, _Whole) or not (isinstance(rows, _Sum) or _is(rows, "joined")):
             return None
@@ -848,7 +852,7 @@ class Planner:
     _reshape = _view
 
     def _getitem(self, x: Any, index: Any) -> Any:
-        if isinstance(x, tuple):  # of `_parted`
+        if isinstance(x, tuple):  # a result of `_parted`
             return x[index]
         if not isinstance(x, (_Sum, _Of)):
             return None
@@ -894,7 +898,7 @@ class Planner:
     # ---- per edge
 
     def _at_edges(self, value: Any) -> Any:
-        """What a value is per edge, in the plan's graph; as it is if it is not per edge."""
+        """The plan's node with a value per edge; values that are not per edge are returned unchanged."""
         if isinstance(value, _Value) and value.made is None:
             value.made = self._made_at_edges(value)
         return value.made if isinstance(value, _Value) else value
@@ -943,7 +947,7 @@ class Planner:
             inner = self._reduced(value.parts[0], how)
             return self.call(terms.linear_of_reduced, (self.found_node, inner, *value.options, how))
         if _is(value, "linear") and how in ("max", "min") and value.options[1] and value.made is None:
-            # The gradient of the bias is then a sum over nodes.
+            # Adding the bias after the reduction makes its gradient a sum over nodes, not over edges.
             self.gains[f"a bias behind the {how}"] = None
             map_ = _Of(value.meta, kind="linear", parts=value.parts, options=(value.options[0], None))
             inner = self._reduced(map_, how)
@@ -961,11 +965,11 @@ class Planner:
 
     @staticmethod
     def reduce(layer: Any, found: Edges, messages: Tensor, how: str) -> Any:
-        """Messages that were made, reduced."""
+        """Reduces stored messages."""
         return terms.reduce(messages, found.dst, how)
 
     def _generated(self, value: Any, how: str) -> Node | None:
-        """One kernel for an elementwise expression."""
+        """One generated kernel for an elementwise expression; None if it does not fit."""
         if value.made is not None:
             return None
         leaves = _Leaves(value.row[0])
@@ -981,7 +985,7 @@ class Planner:
         return self.call(terms.by_expression, operands)
 
     def _expression(self, value: Any, leaves: _Leaves) -> Any:
-        """What a kernel computes of a value and the leaves that it reads; anything else becomes a leaf.
+        """The expression of a value for a generated kernel; values that it cannot compute become leaves.
 
         Raises:
             NoPlan: a constant is neither a number nor a row.
@@ -1000,7 +1004,7 @@ class Planner:
         if isinstance(value, _Of) and value.kind in _PAIRS:
             return (_PAIRS[value.kind][1], *[self._expression(part, leaves) for part in value.parts])
         if _is(value, "linear") and value.options[1] and value.row == (leaves.width,) and value.made is None:
-            weight, bias = value.options  # whose gradient the kernel then sums
+            weight, bias = value.options  # the kernel adds the bias, and so sums its gradient
             map_ = self.call(F.linear, (self._at_edges(value.parts[0]), weight))
             return ("add", leaves.add("edge", map_), leaves.add("whole", bias))
         if not isinstance(value, _Sum) or value.row not in ((leaves.width,), (1,)):
@@ -1023,7 +1027,7 @@ class Planner:
         return self.call(terms.reduce_terms, (self.found_node, x.dst, x.src, x.edge, how))
 
     def _weighted(self, value: _Of, how: str) -> Node | None:
-        """Rows of the sources, weighted by a number per edge, or per edge and head."""
+        """A sparse product: rows of the sources, weighted by a number per edge, or per edge and head."""
         for weights, rows in (value.parts, value.parts[::-1]):
             if not isinstance(rows, _Sum) or list(rows.terms) != ["src"] or not _is_per_edge(weights):
                 continue
@@ -1082,11 +1086,9 @@ class Planner:
         if not _share_features(mappings):
             return None
         if not self.found.dst.index.is_cuda and (mappings or gates.is_shared):
-            return (
-                None  # gates that are stored are computed anyway; the CPU's kernel takes longer to map edges
-            )
+            return None  # shared gates are computed anyway; for mapped edge features the CPU kernel is slower
         if self.generates and mappings:
-            return None  # on ogbn-arxiv's edges gated_aggregate takes an H100 11 ms, a generated kernel 8
+            return None  # ogbn-arxiv on an H100: gated_aggregate takes 11 ms, a generated kernel 8 ms
         weights = [x.mapping.weight if x.mapping is not None else None for x in both]
         edge = (mappings[0].features, *weights) if mappings else (None, None, None)  # type: ignore[union-attr]
         operands = (both[0].dst, both[0].src, both[1].src, *edge)
@@ -1169,7 +1171,7 @@ class Planner:
 
 
 class _Leaves:
-    """Tensors that a generated kernel reads, each once."""
+    """The tensors that a generated kernel reads; each tensor is listed once."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -1177,7 +1179,7 @@ class _Leaves:
         self.nodes: list[Any] = []
 
     def add(self, place: str, node: Any) -> tuple[str, int]:
-        """The leaf of a node of the plan."""
+        """The leaf for a node of the plan's graph; a new one if the node has none yet."""
         for n, known in enumerate(zip(self.places, self.nodes, strict=True)):
             if known == (place, node):
                 return ("leaf", n)
@@ -1186,25 +1188,25 @@ class _Leaves:
         return ("leaf", len(self.nodes) - 1)
 
     def add_mapped(self, features: Any, weight: Any) -> tuple[str, int]:
-        """The leaf of mapped features, which the weight follows."""
+        """Adds the leaf of mapped features, followed by the leaf of their weight."""
         self.places += ["mapped", "weight"]
         self.nodes += [features, weight]
         return ("leaf", len(self.nodes) - 2)
 
 
 def _has_kernel(name: str, *options: Any) -> bool:
-    """Whether generated kernels know an elementwise function."""
+    """Whether generated kernels support an elementwise function with these options."""
     return name in OPERATORS and (name != "softplus" or options == (1.0, 20.0))
 
 
 def _share_features(mappings: Sequence[_Mapping | None]) -> bool:
-    """Whether a kernel can map the features of the edges itself, which are the same for all maps."""
+    """Whether a kernel can project the edge features: few features, and the same ones for all maps."""
     known = [mapping for mapping in mappings if mapping is not None and mapping.width <= _MOST_FEATURES]
     return len(known) == len(mappings) and len({mapping.features for mapping in known}) <= 1
 
 
 def _columns(parts: Sequence[_Sum]) -> list[tuple[_Sum, int, int]]:
-    """Sums side by side, with their first columns and those behind the last."""
+    """Concatenated sums, each with its first column and the column after its last."""
     found, first = [], 0
     for part in parts:
         found.append((part, first, first + part.row[-1]))

@@ -1,6 +1,7 @@
-"""What plans of messages run (`message_plan`): terms of nodes and edges, put together and reduced.
+"""Functions that message plans call: they combine terms of nodes and edges, and reduce them.
 
-A term is a tensor with a row per destination, per source or per edge. Arguments of other terms may be None.
+A term is a tensor with a row per destination (``dst``), per source (``src``) or per edge (``edge``). A term
+that is None counts as 0.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 
 class Edges(Protocol):
-    """The edges of a call, and what the caller hands over.
+    """The edges and arguments of a call.
 
     Attributes:
         dst: the edges' destinations.
         src: the edges' sources.
-        special: what message passing itself knows; ``"adj"`` is the structure.
+        special: arguments that message passing itself provides; ``"adj"`` is the structure.
     """
 
     dst: EdgeEnd
@@ -40,10 +41,10 @@ class Edges(Protocol):
     special: dict[str, Any]
 
     def placed(self, name: str) -> tuple[Any, str]:
-        """An argument as the caller handed it over, and whose rows it has: "dst", "src", "edge" or ""."""
+        """An argument before gathering, and what its rows belong to: "dst", "src", "edge" or ""."""
 
     def __getitem__(self, name: str, /) -> Any:
-        """An argument per edge, or what message passing knows."""
+        """An argument gathered per edge, or one of ``special``."""
 
 
 def per_edge(found: Edges, dst: Tensor | None, src: Tensor | None, edge: Tensor | None) -> Tensor:
@@ -59,7 +60,7 @@ def per_edge(found: Edges, dst: Tensor | None, src: Tensor | None, edge: Tensor 
 def reduce_terms(
     found: Edges, dst: Tensor | None, src: Tensor | None, edge: Tensor | None, how: str
 ) -> Tensor:
-    """The same, reduced term by term; maximum and minimum take no term of the edges."""
+    """Reduces the sum of terms, term by term; not possible for extrema with a term of edges."""
     totals: list[Tensor] = []
     if src is not None:
         totals.append(weighted(found, None, src, 1, how))
@@ -72,7 +73,7 @@ def reduce_terms(
 
 
 def weighted(found: Edges, weight: Tensor | None, x: Tensor, heads: int, how: str) -> Tensor:
-    """The sources' rows, weighted per edge and head, reduced."""
+    """Reduces the sources' rows with a weight per edge and head."""
     x, weight = _alike(x, None if weight is None else weight.reshape(-1, heads))
     with without_autocast(x):
         out = spmm(_adjacency(found), x.flatten(1), weight, how)  # type: ignore[arg-type]  # one of PRODUCTS
@@ -80,24 +81,24 @@ def weighted(found: Edges, weight: Tensor | None, x: Tensor, heads: int, how: st
 
 
 def linear_of_reduced(found: Edges, x: Tensor, weight: Tensor, bias: Tensor | None, how: str) -> Tensor:
-    """A linear map of reduced rows, which gave its bias to every edge."""
+    """A linear map after the reduction, equal to the map with its bias applied to every edge before it."""
     out = F.linear(x, weight)
     return out if bias is None else plus_bias_of_reduced(found, out, bias, how)
 
 
 def plus_bias_of_reduced(found: Edges, x: Tensor, bias: Tensor, how: str) -> Tensor:
-    """Reduced rows, and a bias that was every edge's."""
+    """Adds a bias after the reduction, equal to adding it to every edge before it."""
     return x + bias * _times(found.dst, x, how)
 
 
 def scores(x: Tensor, vector: Tensor) -> Tensor:
-    """Dot products of rows (N, ..., D) with a vector of every head, or one of all, (N, ...)."""
+    """Dot products (N, ...) of rows (N, ..., D) with one vector per head, or one for all heads."""
     out: Tensor = _Scores.apply(x, vector)
     return out
 
 
 class _Scores(torch.autograd.Function):
-    """Rows without a gradient add nothing to that of the vector, whatever they hold."""
+    """Rows with a gradient of 0 add nothing to the vector's gradient, even if they contain NaN."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, vector: Tensor) -> Tensor:
@@ -133,7 +134,7 @@ def by_additive_attention(
     p: float,
     heads: int,
 ) -> Tensor:
-    """GAT's attention: terms are those of the scores."""
+    """GAT's attention; the terms are those of the scores."""
     score_dst = _zeros(found.dst, v, heads) if dst is None else dst.reshape(-1, heads)
     score_src = _zeros(found.src, v, heads) if src is None else src.reshape(-1, heads)
     bias = None if edge is None else edge.reshape(-1, heads)
@@ -153,12 +154,12 @@ def by_attention_layer(
     p: float,
     heads: int,
 ) -> Tensor:
-    """GAT's attention, whose scores are :func:`scores` of both ends, as one node of autograd's graph."""
+    """GAT's attention with :func:`scores` of both ends, as one autograd node if possible."""
     adj = _adjacency(found)
     if x_dst is x_src is v and type(adj) is Adjacency and adj.num_dst == adj.num_src:
         rows = _without_isolated(adj, v.flatten(1))
         shape = (1, heads, rows.size(1) // heads)
-        vectors = [  # of all heads, or one for all
+        vectors = [  # one vector per head, or one for all heads
             (att if att.numel() == rows.size(1) else att.flatten().expand(shape)).reshape(shape)
             for att in (att_src, att_dst)
         ]
@@ -170,7 +171,7 @@ def by_attention_layer(
 
 
 def _without_isolated(adj: Adjacency, x: Tensor) -> Tensor:
-    """The rows, 0 where a node has no edges: whatever such rows hold must not reach a vector's gradient."""
+    """The rows with 0 for nodes without edges, so that a NaN in them cannot reach the vectors' gradients."""
     if not adj.has_empty_rows():
         return x
     find = lambda: adj.is_empty_row() & (adj.out_degree() == 0)  # noqa: E731
@@ -180,7 +181,7 @@ def _without_isolated(adj: Adjacency, x: Tensor) -> Tensor:
 
 
 class _WithoutRows(torch.autograd.Function):
-    """Zeros in rows whose gradients are zeros."""
+    """Sets rows to 0 whose gradients are 0 anyway, so the backward pass changes nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, is_left_out: Tensor) -> Tensor:
@@ -203,7 +204,7 @@ def by_attention(
     p: float,
     heads: int,
 ) -> Tensor:
-    """Dot-product attention; mapped features of edges join keys and values."""
+    """Dot-product attention; mapped edge features are added to keys and values."""
     of_edges: dict[str, Any] = {"edge_attr": edge, "edge_weight": weight}
     bias = None if bias is None else bias.reshape(-1, heads)
     adj, q, k, rows = _adjacency(found), q.flatten(1), k.flatten(1), v.flatten(1)
@@ -222,7 +223,7 @@ def by_gatv2_attention(
     p: float,
     heads: int,
 ) -> Tensor:
-    """GATv2's attention, whose values are the sources' rows."""
+    """GATv2's attention; the values are the sources' rows."""
     of_edges: dict[str, Any] = {"edge_attr": edge, "edge_weight": weight}
     rows = (dst.flatten(1), src.flatten(1))
     out = gatv2_attention(_adjacency(found), *rows, att.reshape(heads, -1), slope, p, **of_edges)
@@ -238,7 +239,7 @@ def by_gated_aggregate(
     gate_weight: Tensor | None,
     value_weight: Tensor | None,
 ) -> Tensor:
-    """Gated sum; of the two maps of the edges' features one may be missing."""
+    """Gated sum; one of the two maps of the edge features may be missing."""
     k = _zeros(found.dst, v, v.size(1)) if k is None else k
     q = _zeros(found.src, v, v.size(1)) if q is None else q
     if edge is not None:
@@ -253,7 +254,7 @@ def by_gated_aggregate(
 def by_gine_aggregate(
     found: Edges, x: Tensor, edge: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """Sum of rectified sums."""
+    """GINE's sum of rectified messages."""
     if weight is None:
         x, edge = _alike(x, edge)
     else:
@@ -262,9 +263,9 @@ def by_gine_aggregate(
 
 
 def by_expression(found: Edges, expression: Any, places: Any, how: str, *tensors: Tensor) -> Tensor:
-    """An elementwise expression, by a kernel that was written for it."""
+    """Computes and reduces an elementwise expression with a generated kernel."""
     dtype = autocast_dtype(tensors[0]) if is_any_autocast_enabled() else None
-    if dtype is not None:  # of linear maps
+    if dtype is not None:  # autocast casts linear maps
         tensors = tuple(
             x.to(dtype) if place in ("mapped", "weight") else x
             for x, place in zip(tensors, places, strict=True)
@@ -273,7 +274,7 @@ def by_expression(found: Edges, expression: Any, places: Any, how: str, *tensors
 
 
 def without_autocast(x: Tensor) -> Any:
-    """Context of kernels whose results have the dtype of their terms, as PyTorch's sums."""
+    """Context without autocast, so that a kernel's result has the dtype of its terms, like PyTorch's sums."""
     device = "cuda" if x.is_cuda else x.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS
 
@@ -286,7 +287,7 @@ def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def _alike(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """In one dtype, as PyTorch's operators promote them: under autocast they may differ."""
+    """Casts tensors to one dtype by PyTorch's promotion rules; under autocast their dtypes may differ."""
     dtypes = [x.dtype for x in tensors if x is not None]
     return (
         tensors if len(set(dtypes)) == 1 else _cast(functools.reduce(torch.promote_types, dtypes), *tensors)
@@ -294,19 +295,19 @@ def _alike(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def present(found: Edges, x: Tensor) -> Tensor:
-    """The rows of destinations that have edges."""
+    """Selects the rows of destinations that have edges."""
     rows = _with_edges(found)
     return x if rows is None else x.index_select(0, rows)
 
 
 def restored(found: Edges, x: Tensor) -> Tensor:
-    """Rows of destinations that have edges among zeros for the others."""
+    """The inverse of :func:`present`: rows of all destinations, with zeros for those without edges."""
     rows = _with_edges(found)
     return x if rows is None else x.new_zeros(found.dst.num_nodes, *x.shape[1:]).index_copy(0, rows, x)
 
 
 def degree(found: Edges, like: Tensor) -> Tensor:
-    """Numbers of edges of the destinations that have some, for rows of the same."""
+    """Number of edges of every destination that has edges, in a shape that broadcasts with ``like``."""
     counts = present(found, found.dst.rows.in_degree())
     return counts.view(-1, *[1] * (like.dim() - 1)).to(like.dtype)
 
@@ -325,7 +326,7 @@ def _adjacency(found: Edges) -> Adjacency:
 
 
 def _times(end: EdgeEnd, like: Tensor, how: str) -> Tensor:
-    """How often a destination's own term is in its result: its degree in a sum, else once if it has edges."""
+    """How often a destination's own term counts: its degree for a sum, otherwise 1 (0 without edges)."""
     degree = end.rows.in_degree().view(-1, *[1] * (like.dim() - 1))
     return (degree if how == "sum" else degree > 0).to(like.dtype)
 

@@ -1,4 +1,4 @@
-"""Gradients of edge expressions as edge expressions, so that they have gradients themselves."""
+"""Gradients of edge expressions, written as edge expressions, so that they are differentiable too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection
 
 from fastsparse_core.ops._edge_kernels import Expression, Writer
 
-#: Name -> gradients of the arguments from that of the result, the result and the arguments; some have none.
+#: Operator -> function of (gradient of the result, result, arguments) that returns the gradients of the
+#: arguments. Operators that are not here have no second derivative.
 _GRADIENTS: dict[str, Callable[..., tuple[Expression, ...]]] = {
     "add": lambda g, y, a, b: (g, g),
     "sub": lambda g, y, a, b: (g, ("neg", g)),
@@ -24,20 +25,20 @@ _GRADIENTS: dict[str, Callable[..., tuple[Expression, ...]]] = {
     "leaky_relu_gradient": lambda g, y, a, b, slope: (("leaky_relu_gradient", g, b, slope),),
     "square": lambda g, y, a: (("mul", ("mul", g, a), 2.0),),
 }
-#: Largest number of operators of an expression whose gradients are written out, as formulas of gradients grow
-#: fast.
+#: Largest number of operators in an expression whose gradients are written as expressions: their formulas
+#: grow fast.
 _MOST_OPERATORS = 40
 
 
 def gradients_of(
     expression: Expression, wanted: Collection[int], grad: Expression
 ) -> dict[int, Expression] | None:
-    """The gradients of some leaves, by number; None: an operator has none, or there are too many.
+    """Gradients of the wanted leaves, by number; None if an operator has none, or there are too many.
 
     Args:
-        expression: what was computed.
-        wanted: numbers of leaves that it reads.
-        grad: the gradient of its value, for every edge.
+        expression: the expression.
+        wanted: numbers of the leaves.
+        grad: gradient of the expression's value.
     """
     writer = Writer()
     writer.value(expression)
@@ -65,7 +66,7 @@ def leaves_in(expression: Expression) -> set[int]:
 
 
 def with_leaves(expression: Expression, numbers: dict[int, int]) -> Expression:
-    """The same with other numbers of leaves."""
+    """The expression with its leaves renumbered."""
     if isinstance(expression, (int, float)):
         return expression
     name, *args = expression

@@ -1,8 +1,9 @@
-r"""Messages that meet their edges' features as PyTorch sees them: schemas, gradients, unfused formulas.
+r"""PyTorch operators for messages that depend on edge features: schemas, gradients, unfused formulas.
 
-With :math:`z` what the relu or the gate sees, :math:`s = \sigma(z)`: the forward pass keeps a bit for every
-:math:`z > 0` (relu), or :math:`\sum_j s (1 - s) v_{ij}` of every row (gates), whose product with the gradient
-of the sum is that of :math:`k_i`. One pass over the transpose is left, and one for the gradients of the maps.
+Let :math:`z` be the argument of the relu or the gate, and :math:`s = \sigma(z)`. The forward pass stores one
+bit per number for relu (whether :math:`z > 0`), or :math:`\sum_j s (1 - s) v_{ij}` of every row for gates.
+The gradient of :math:`k_i` is the product of this sum and the incoming gradient. The backward pass needs one
+more pass over the transpose, and one for the gradients of the maps.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 def unfused_gine(
     adj: Adjacency, x: Tensor, edge: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """`gine_aggregate` with a row for every edge in memory."""
+    """`gine_aggregate` by unfused operators, which store a row per edge."""
     maps: dict[str, Any] = {"edge_weight": weight, "edge_bias": bias, "dtype": accumulation_dtype(x.dtype)}
     return reference.gine_aggregate(adj, x, edge, **maps).to(x.dtype)
 
@@ -49,7 +50,7 @@ def unfused_gated(
     gate_weight: Tensor | None,
     value_weight: Tensor | None,
 ) -> Tensor:
-    """`gated_aggregate` with rows for every edge in memory."""
+    """`gated_aggregate` by unfused operators, which store rows per edge."""
     maps: dict[str, Any] = {"edge_attr": edge, "gate_weight": gate_weight, "value_weight": value_weight}
     return reference.gated_aggregate(adj, k, q, v, **maps, dtype=accumulation_dtype(q.dtype)).to(q.dtype)
 
@@ -57,7 +58,7 @@ def unfused_gated(
 def unfused_gated_edges(
     adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`gated_edges`, gates in memory, too."""
+    """`gated_edges` by unfused operators, which also store the gates."""
     total, gates, state = reference.gated_edges(adj, k, q, v, edge, dtype=accumulation_dtype(q.dtype))
     return total.to(q.dtype), gates.to(q.dtype), state.to(q.dtype)
 
@@ -83,10 +84,10 @@ def _gine_aggregate(
 def _gine_gradients(
     adj: Adjacency,
     grad: Tensor,
-    edge: Tensor | None,  # raw features: rows of edges are not read again
+    edge: Tensor | None,  # raw features; rows per edge are not needed here
     weight: Tensor | None,
     kept: Tensor,
-    num_src: int,  # with the other sizes for the fake
+    num_src: int,  # this and the other sizes are for the fake kernel, which has no structure
     num_values: int,
     edge_width: int,
     bias_dtype: torch.dtype,
@@ -109,27 +110,28 @@ def _gine_gradients(
         found.q,
         found.edge,
         _as_map(found.weight, weight),
-        sum_of_rows(found.q, bias_dtype) if bias_wanted else None,  # dx's terms are its
+        sum_of_rows(found.q, bias_dtype) if bias_wanted else None,  # it has the same terms as dx
     )
 
 
 def gine_gradients_again(
     adj: Adjacency, grad: Tensor, kept: Tensor, edge: Tensor | None, weight: Tensor | None, is_raw: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Gradients of `gine_aggregate` that have gradients themselves, with memory for every edge.
+    """Differentiable gradients of `gine_aggregate`, which store a row per edge.
 
-    They hang on signs and not on what was added, which may be written after the forward pass.
+    They depend on the stored signs, not on the features, which may be overwritten after the forward pass.
 
     Args:
         adj: structure.
-        grad: of the sums, in the dtype of the features.
-        kept: of the forward pass.
-        edge: raw features, or None where the gradient of the map is not wanted.
-        weight: their map, or None where their own gradient is not wanted.
+        grad: gradient of the sums, in the dtype of the features.
+        kept: signs that the forward pass stored.
+        edge: raw features, or None if the gradient of the map is not wanted.
+        weight: the map, or None if the gradient of the raw features is not wanted.
         is_raw: whether there is a map.
 
     Returns:
-        Those of x, of the edges' rows or raw features, of the map and of its bias, in the dtype of sums.
+        Gradients of x, of the edges' rows or raw features, of the map and of its bias, in the accumulation
+        dtype.
     """
     dtype, ids = accumulation_dtype(grad.dtype), None if adj.edge_id is None else adj.edge_id.long()
     positive = _positive(adj, kept, grad.size(-1), grad.dtype)
@@ -147,7 +149,7 @@ def gine_gradients_again(
 
 
 def _positive(adj: Adjacency, kept: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Whether relu passed a number, bool (num_values, width): as gradients of ones say."""
+    """Whether relu passed each number, bool (num_values, width): where the gradient for ones is 1."""
     ones = kept.new_ones(adj.num_dst, width, dtype=dtype)
     operands = Operands.of(launch.RELU, None, ones, None, None)
     found = launch.backward(adj, operands, ones, 0, kept=kept, edge_wanted=True).edge
@@ -264,7 +266,7 @@ def _gated_edges_backward(
     assert found.q is not None
     assert found.edge is not None
     assert found.v is not None
-    # The rows of the edges' gradients are the terms of k's.
+    # The gradient of k is the sum of the edges' gradients.
     of_k = launch_spmm(adj.incidence(), found.edge, None, None, None, None, "auto")
     return of_k, found.q, found.v, found.edge
 

@@ -1,7 +1,7 @@
-"""Launches of the messages that meet their edges' features, on both devices: padding, scratch, results.
+"""Launches the kernels of messages that depend on edge features: padding, scratch memory, results.
 
-On CUDA rows are padded with zeros to multiples of 16 bytes and raw features to multiples of 4; what that adds
-to results is cut off.
+On CUDA, rows are padded with zeros to multiples of 16 bytes, and raw features to multiples of 4. Results are
+cut back to the original width.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: EdgeMessage in kernels/include/fastsparse/edge_messages.h.
+#: Values of EdgeMessage in kernels/include/fastsparse/edge_messages.h.
 RELU, GATE, GATE_AND_STATE = 0, 1, 2
-#: Most raw features of an edge that kernels project: more are projected to rows once.
+#: Largest number of raw edge features that the kernels project.
 MOST_FEATURES = 32
-#: Groups of rows whose parts of the maps' gradients are kept apart: enough of them to fill a large GPU.
+#: Largest number of row groups with separate partial sums of the maps' gradients: enough to fill a large GPU.
 _CUDA_GROUPS = 4096
-#: Bytes before relu's signs. They hold 1 + eps and keep the signs aligned.
+#: Number of bytes before relu's signs. They store 1 + eps, and 16 of them keep the signs aligned.
 _SCALE_BYTES = 16
-#: A structure without rows, for a pass over them that is not needed.
+#: A structure without rows, to skip a pass that is not needed.
 _NO_ROWS = _C.CsrStructure(
     rowptr=None, col=None, edge_id=None, edge_id_is_64bit=False, num_rows=0, num_cols=0, num_edges=0
 )
 
 
 def sign_bytes(width: int) -> tuple[int, int]:
-    """Tiles of a width, and bytes of an edge's signs: one for every lane of a tile's group."""
+    """Number of tiles of a width, and bytes of an edge's signs: one byte for every lane of every tile."""
     lanes = 1
     while lanes < 8 and lanes * 8 < width:
         lanes *= 2
@@ -43,27 +43,27 @@ def sign_bytes(width: int) -> tuple[int, int]:
     return tiles, tiles * lanes
 
 
-#: The same, remembered: for widths that are numbers, not symbols of a trace.
+#: `sign_bytes` with a cache, for widths that are numbers and not symbols of a trace.
 _sign_bytes = functools.cache(sign_bytes)
 
 
 def kept_bytes(num_values: int, width: int) -> int:
-    """Bytes that relu's forward pass keeps for the backward pass; `scale_of` and signs of rows that wide."""
+    """Number of bytes that relu's forward pass stores: 1 + eps, and the signs of rows of this width."""
     return _SCALE_BYTES + num_values * sign_bytes(width)[1]
 
 
 def scale_of(kept: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 + eps, (1,), of what relu's forward pass kept."""
+    """1 + eps, (1,), from the bytes that relu's forward pass stored."""
     return kept[: dtype.itemsize].view(dtype)
 
 
 def padded_width(x: Tensor) -> int:
-    """Width of the rows that kernels read."""
+    """Width of the rows after padding."""
     return x.size(1) + (-x.size(1) % (16 // x.itemsize) if x.is_cuda else 0)
 
 
 def rows(x: Tensor) -> Tensor:
-    """(n, width) as kernels read it: unit stride; on CUDA rows of whole, aligned 16 bytes."""
+    """A matrix with unit column stride, as kernels need it; on CUDA also padded and aligned to 16 bytes."""
     if not x.is_cuda:
         return x if x.stride(1) == 1 else unit_stride(x)
     step = 16 // x.itemsize
@@ -79,20 +79,20 @@ def _cut(x: Tensor, width: int) -> Tensor:
 
 
 def _edge_rows(adj: Adjacency, *shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Space for numbers of every value; zeros where not every value has an entry."""
+    """Memory with one row per edge value; zeros if the kernel does not write every row."""
     every = adj.num_values == adj.col.numel() and 0 not in shape
     return (like.new_empty if every else like.new_zeros)(shape, dtype=dtype)
 
 
 class Operands(NamedTuple):
-    """What the kernels read, padded."""
+    """The padded operands of the kernels."""
 
     message: int
     k: Tensor | None
     q: Tensor
     v: Tensor | None
     edge: Tensor | None
-    #: For raw features: rows of the transposed map, of the values' map with gates, then perhaps the bias.
+    #: For raw features: rows of the transposed map, then those of the values' map (gates) or the bias (relu).
     maps: Tensor | None = None
 
     @classmethod
@@ -108,18 +108,18 @@ class Operands(NamedTuple):
         bias: Tensor | None = None,
         added: Tensor | None = None,
     ) -> Operands:
-        """From tensors as the caller gave them; with `weight` the edges' features are raw.
+        """Pads the caller's tensors.
 
         Args:
             message: RELU, GATE or GATE_AND_STATE.
             k: rows of the destinations; gates only.
             q: rows of the sources.
-            v: likewise; gates only.
-            edge: features of the edges, raw or rows.
+            v: values of the sources; gates only.
+            edge: rows per edge; with `weight`, raw features.
             weight: map of raw features.
-            of_value: likewise, for the values; gates only.
-            bias: of the map; relu only.
-            added: what `weight` is the sum with.
+            of_value: map of raw features to the values; gates only.
+            bias: bias of the map; relu only.
+            added: a matrix that is added to `weight`.
         """
         given, is_cuda = q.shape[1], q.is_cuda
         if edge is not None and weight is not None and is_cuda and edge.shape[1] % 4:
@@ -138,7 +138,7 @@ class Operands(NamedTuple):
         return cls(message, k, q, v, edge, maps)
 
     def views(self) -> _C.EdgeMessageInput:
-        """The same as addresses and strides."""
+        """The operands as addresses and strides, for the extension."""
         message, k, q, v, edge, maps = self
         edge_width, weight, of_value, bias = 0, 0, 0, 0
         if edge is not None and maps is not None:
@@ -170,7 +170,7 @@ def _laid_out(
     bias: Tensor | None,
     added: Tensor | None,
 ) -> Tensor:
-    """The maps of raw features transposed, padded and in the accumulation dtype, by one launch."""
+    """Transposes, pads and casts the maps of raw features to the accumulation dtype, in one launch."""
     accumulated = ACCUMULATION_DTYPE[q.dtype]
     is_wide = weight.dtype == torch.float64
     dtype = weight.dtype if is_wide == (accumulated == torch.float64) else accumulated
@@ -208,20 +208,20 @@ def forward(
     root: Tensor | None = None,
     eps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Sums of messages, and what the message brings besides (None where it does not).
+    """Sums of messages, and the other results of the message, which are None if it has none.
 
     Args:
         adj: structure.
-        operands: what the kernels read.
-        width: of the results.
+        operands: operands of the kernels.
+        width: width of the results.
         side_wanted: whether relu's signs and 1 + eps, or the sums of the gates' slopes, are kept for the
             backward pass.
-        root: (num_dst, width) rows that are added to the sums of relu or gates, as kernels read rows.
-        eps: one number: root is added 1 + eps times; relu only.
+        root: (num_dst, width) rows, in the form of :func:`rows`, that are added to the sums of relu or gates.
+        eps: one number: root is multiplied by 1 + eps; relu only.
 
     Returns:
-        (num_dst, width) sums; the gates' (num_dst, width); the state (num_values, width); `kept_bytes` of
-        relu.
+        Sums (num_dst, width); sums of gates, or of their slopes, (num_dst, width); the state
+        (num_values, width); the bytes that relu stores (`kept_bytes`).
     """
     q, message = operands.q, operands.message
     padded = q.shape[1]
@@ -268,7 +268,7 @@ def forward(
 
 
 def _partial(adj: Adjacency, like: Tensor, both: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Room on CUDA for the sums of slices of rows that are cut, once or twice; None where no row is."""
+    """Memory on CUDA for partial sums of rows that are cut into slices, one or two; None if no row is cut."""
     slots = adj.row_split.num_slots
     if not slots:
         return None, None
@@ -278,7 +278,7 @@ def _partial(adj: Adjacency, like: Tensor, both: bool) -> tuple[Tensor | None, T
 
 
 class Gradients(NamedTuple):
-    """Those of the sources' rows, of edges' rows or raw features, and of the maps; None: not wanted."""
+    """Gradients of the sources' rows, the edges' rows or raw features, and the maps; None: not wanted."""
 
     q: Tensor | None
     v: Tensor | None
@@ -305,23 +305,23 @@ def backward(
     bias_wanted: bool = False,
     map_dtype: torch.dtype | None = None,
 ) -> Gradients:
-    """Gradients of `forward`'s operands but k.
+    """Gradients of `forward`'s operands except k.
 
     Args:
         adj: structure.
-        operands: as of the forward pass, but relu's q are the rows of ``grad``.
-        grad: of the sums, (num_dst, width).
-        edge_width: raw features of an edge as given.
-        grad_side: of the gates' sums, with state.
-        state: of the forward pass.
-        grad_state: None: 0.
-        kept: of the forward pass; relu only.
-        has_scale: whether there was a root.
-        source_wanted: whether the sources' rows want a gradient; gates always give it.
-        edge_wanted: whether edges' rows or raw features want a gradient.
-        weight_wanted: whether the maps do.
-        bias_wanted: whether relu's bias does.
-        map_dtype: of the gradients of maps and bias; None: the accumulation dtype.
+        operands: operands of the forward pass, but with the rows of ``grad`` as q for relu.
+        grad: gradient of the sums, (num_dst, width).
+        edge_width: number of raw features per edge before padding.
+        grad_side: gradient of the sums of gates; only with a state.
+        state: edge state of the forward pass.
+        grad_state: gradient of the state; None: 0.
+        kept: bytes that the forward pass stored; relu only.
+        has_scale: whether the forward pass had a root.
+        source_wanted: whether to compute the gradient of the sources' rows; gates always compute it.
+        edge_wanted: whether to compute the gradient of the edges' rows or raw features.
+        weight_wanted: whether to compute the gradients of the maps.
+        bias_wanted: whether to compute the gradient of relu's bias.
+        map_dtype: dtype of the gradients of maps and bias; None: the accumulation dtype.
     """
     message, dtype = operands.message, ACCUMULATION_DTYPE[grad.dtype]
     both, transposed = message != RELU, _NO_ROWS
@@ -413,12 +413,13 @@ def backward(
 def _workspace(
     adj: Adjacency, like: Tensor, dtype: torch.dtype, lengths: tuple[int, ...]
 ) -> tuple[Tensor | None, list[int]]:
-    """Scratch of one backward pass in one allocation, and the address of every array, 0 of empty ones."""
+    """One allocation for all scratch arrays of a backward pass, and their addresses (0 for empty arrays)."""
     total = sum(lengths)
     if total == 0:
         return None, [0] * len(lengths)
-    total += 4 * len(lengths)  # for every array begins at a multiple of 16 bytes
-    # Of values without entries parts are read, too.
+    total += 4 * len(lengths)  # because every array begins at a multiple of 16 bytes
+    # `_edge_rows` gives zeros if some values have no entry, because kernels also read the parts of such
+    # values.
     workspace = _edge_rows(adj, total, like=like, dtype=dtype)
     at, starts = workspace.data_ptr(), []
     for length in lengths:

@@ -1,7 +1,7 @@
-"""Between rows per node and rows per edge, for callers who have the sorted segments at hand.
+"""Gathers rows per edge and sums them per node, for callers that already have the sorted segments.
 
-Gives the segment operators' results in less host time. Second derivatives are those
-operators'.
+The results are the same as those of the segment operators, in less time on the host. Second derivatives use
+the segment operators.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class End(Protocol):
 
 
 def lift(matrices: Sequence[Tensor], ends: Sequence[End]) -> tuple[Tensor, ...]:
-    """Rows of every matrix per edge, ``matrices[k]`` at ``ends[k]``, in one step of autograd.
+    """Gathers rows of several matrices per edge, ``matrices[k]`` at ``ends[k]``, with one autograd node.
 
     Args:
-        matrices: floating (num_nodes, ...); all of them want gradients, or none does.
-        ends: of the edges.
+        matrices: floating (num_nodes, ...); either all or none of them require gradients.
+        ends: for each matrix, the end of the edges at which it is gathered.
     """
     if all(is_plain_eager(matrix) for matrix in matrices):
         if not (matrices[0].requires_grad and torch.is_grad_enabled()):
@@ -49,10 +49,10 @@ def sum_edges(rows: Tensor, end: End, num_nodes: int, *, mean: bool = False) -> 
     """Sum, or mean, over the edges of every node, (num_nodes, ...).
 
     Args:
-        rows: floating (num_edges, ...), whose sign is in memory.
-        end: of the edges.
-        num_nodes: how many nodes there are.
-        mean: whether to divide by their number.
+        rows: floating (num_edges, ...), without PyTorch's negative bit.
+        end: the end of the edges.
+        num_nodes: number of nodes.
+        mean: whether to divide by the number of edges of each node.
     """
     how = "mean" if mean else "sum"
     if not is_plain_eager(rows):
@@ -86,7 +86,7 @@ def _lift_by_operator(matrix: Tensor, end: End) -> Tensor:
 
 
 class _Lift(torch.autograd.Function):
-    """Its gradients sum over the edges of every node."""
+    """Gathers rows per edge; the gradient sums over the edges of every node."""
 
     @staticmethod
     def forward(ctx: Any, ends: Sequence[End], *matrices: Tensor) -> tuple[Tensor, ...]:
@@ -108,7 +108,7 @@ class _Lift(torch.autograd.Function):
 
 
 class _SumEdges(torch.autograd.Function):
-    """Its gradient is every node's, at its edges."""
+    """Sums over the edges of every node; the gradient gathers the node's gradient at each of its edges."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, end: End, how: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""From a structure to what the rules know of it, and their answers carried out."""
+"""Collects the facts about a structure for the rules in `policy`, and carries out their decisions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 
 def facts_of(adj: Adjacency) -> Facts:
-    """What the rules know of a structure, now."""
+    """The current facts about a structure that the rules use."""
     col, usage, converted = adj.col, adj.usage, adj.has_bsb
     is_cuda = col.is_cuda
     return Facts(
@@ -36,10 +36,10 @@ def facts_of(adj: Adjacency) -> Facts:
 
 
 def follow(adj: Adjacency, rule: Callable[[Facts], Choice]) -> tuple[Choice, Facts]:
-    """Asks a rule; counts the use and converts the structure where it says so.
+    """Evaluates a rule; counts the use and converts the structure if the rule demands it.
 
     Returns:
-        the answer, and what the rule knew.
+        The rule's choice, and the facts it was based on.
     """
     facts = facts_of(adj)
     choice = rule(facts)
@@ -64,9 +64,10 @@ def scatters(adj: Adjacency, algorithm: str, dtype: torch.dtype, value: Tensor |
 
 
 def count_csr_use(adj: Adjacency) -> None:
-    """Counts a use of slices in row order, which cost nothing; sorted ones replace them where it is used on.
+    """Counts a use of unsorted slices; after enough uses, sorts the slices.
 
-    What the call reads already is kept as long as the structure.
+    Slices in row order need no preparation, sorted ones are faster. Tensors that the current call already
+    reads stay alive with the structure.
     """
     if not adj.has_sorted_slices:
         adj.usage.csr += 1
@@ -80,10 +81,10 @@ def used_csr(adj: Adjacency, *, valued: bool = True) -> Any:
 
     Args:
         adj: the structure.
-        valued: whether the kernel reads where entries are in the caller's order.
+        valued: whether the kernel reads the entries' positions in the caller's order.
     """
     count_csr_use(adj)
     structure = adj.structure_for(valued=valued)
     if valued and adj.has_sorted_slices:
-        adj.plans["csr"] = structure  # nothing has to be counted any more; callers check this first
+        adj.plans["csr"] = structure  # no more uses need to be counted; callers look here first
     return structure

@@ -1,4 +1,4 @@
-"""Structures behind the handles that operators take."""
+"""Handles, the numbers by which operators identify structures, in compiled code."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fastsparse_core.structure.adjacency import from_handle
 
 
 class EdgesOfHandle(NamedTuple):
-    """What a symbolic handle stands for; `fastsparse_core.traced` keeps it with the symbol.
+    """The edges that a symbolic handle refers to; `fastsparse_core.traced` stores them with the symbol.
 
     Attributes:
-        edges: (2, num_edges), of the trace.
+        edges: (2, num_edges) tensor in the trace.
         place: the other arguments of ``fastsparse::structure``.
-        version: of the edges when they were looked up.
+        version: version counter of the edges at the look-up.
     """
 
     edges: Tensor
@@ -32,8 +32,8 @@ class EdgesOfHandle(NamedTuple):
         All layers of a trace share one look-up, because each ends a CUDA graph of ``reduce-overhead``.
 
         Args:
-            grad: some tensor of the backward pass, before which the look-up cannot happen.
-            handle: of the forward pass, which is taken where the edges were written to since.
+            grad: a tensor of the backward pass; as an argument, it makes the look-up run in that pass.
+            handle: handle of the forward pass. It is returned if the edges were edited since then.
         """
         if self.edges._version != self.version:
             return handle
@@ -57,15 +57,15 @@ def in_backward(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def built_outside_of_graphs(kernel: Callable[..., Any], place: int) -> Callable[..., Any]:
-    """A kernel on CUDA for compiled code, which may run it within a CUDA graph of ``mode="reduce-overhead"``.
+    """Wraps a CUDA kernel for compiled code, which may run within a CUDA graph (``mode="reduce-overhead"``).
 
-    PyTorch runs such a graph once before it records it, and that run allocates from the graph's own memory,
-    where nothing may stay. What the kernel keeps, such as formats and plans, is therefore made before, by
-    another thread on another stream, because PyTorch redirects the allocations of one thread or one stream.
+    PyTorch runs such a graph once before it records it. In that run, allocations come from the graph's own
+    memory, which is reused, so cached results must not be there. Formats and plans are therefore made first,
+    by another thread on another stream: PyTorch redirects only the allocations of one thread or one stream.
 
     Args:
-        kernel: takes the handle of a structure.
-        place: of the handle among the arguments.
+        kernel: the kernel; one of its arguments is the handle of a structure.
+        place: position of the handle among the arguments.
     """
 
     def prepare(stream: torch.cuda.Stream, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -87,12 +87,12 @@ def built_outside_of_graphs(kernel: Callable[..., Any], place: int) -> Callable[
 
 
 def _precedes_recording(device: int) -> bool:
-    """Whether PyTorch's compiler runs a graph that it records next."""
+    """Whether PyTorch's compiler is in the warm-up run of a CUDA graph, before recording it."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
         return False
     try:
         manager = trees.get_manager(device, create_if_none_exists=False)
-    except AssertionError:  # of a thread that has run no such graph
+    except AssertionError:  # PyTorch raises it in a thread that has run no such graph
         return False
     return manager is not None and bool(manager.in_warmup)

@@ -1,4 +1,4 @@
-"""What fused operators keep for the backward pass, and their second derivatives."""
+"""Tensors that fused operators store for the backward pass, and their second derivatives."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def kept_result(ctx: Any, out: Tensor) -> Tensor | None:
-    """What of a result the backward pass keeps where the CPU's kernels sum <grad, out> from the entries."""
+    """The result for the backward pass; None on the CPU, whose kernels sum <grad, out> from the entries."""
     ctx.written = None
     return alias_of(ctx, out) if out.is_cuda else None
 
 
 def alias_of(ctx: Any, out: Tensor) -> Tensor:
-    """A result that may be written to before the backward pass, as by ``relu_(conv(x, graph))``.
+    """An alias of a result that may be edited before the backward pass, as in ``relu_(conv(x, graph))``.
 
-    Saved as it is, autograd would refuse the backward pass. Saved is an alias with a version counter of its
-    own instead, which autograd frees like any saved tensor, and next to it an empty tensor that shares the
-    result's counter: where that has moved, the backward pass computes the result again.
+    If the result itself were saved, autograd would raise an error after such an edit. The alias has its own
+    version counter, and autograd frees it like any saved tensor. In addition, ``ctx.written`` stores an empty
+    tensor that shares the result's counter. If that counter has changed, the backward pass computes the
+    result again.
     """
     ctx.written = None
     if not is_plain_eager(out):
-        return out  # a trace has no versions to compare
+        return out  # a trace has no version counters to compare
     counter = out.detach()
     counter.data = _nothing(out.dtype, out.device)
     ctx.written = (counter, counter._version)
@@ -45,19 +46,20 @@ def was_written(ctx: Any) -> bool:
 
 
 def saved_tensors(ctx: Any, unread: Sequence[int], first: bool) -> tuple[Any, ...]:
-    """What a node of autograd's graph saved. A first derivative reads only the shapes of some of it.
+    """The saved tensors of an autograd node, some of which may have been edited in place.
 
-    Those may be written before the backward pass, as ``x += conv(x, graph)`` does, and cost nothing where
-    they are not: autograd, which would refuse, does not compare the versions of what hooks bring back. As
-    with PyTorch's own nodes, a backward pass frees results that were written to what a node keeps.
+    A first derivative reads only the shapes of the tensors ``unread``, so ``x += conv(x, graph)`` may edit
+    them before the backward pass. Autograd would raise an error because of their versions. It does not
+    compare versions of tensors with saved-tensor hooks, so after such an error, hooks that change nothing are
+    registered. Without edits this costs nothing.
 
     Args:
-        ctx: of the node.
-        unread: places of what a first derivative does not read.
-        first: whether this is one.
+        ctx: context of the node.
+        unread: positions of the tensors whose content a first derivative does not read.
+        first: whether this is a first derivative.
 
     Raises:
-        RuntimeError: what is read was written since.
+        RuntimeError: a tensor that is read was edited since the forward pass.
     """
     if first:
         try:
@@ -68,7 +70,7 @@ def saved_tensors(ctx: Any, unread: Sequence[int], first: bool) -> tuple[Any, ..
             return saved
         raw = ctx._raw_saved_tensors
         for place in unread:
-            with contextlib.suppress(RuntimeError):  # None, or what has hooks
+            with contextlib.suppress(RuntimeError):  # raised if nothing was saved, or it has hooks already
                 raw[place].register_hooks(_itself, _itself)
         ctx.ignores_versions = True
     elif getattr(ctx, "ignores_versions", False):
@@ -81,7 +83,7 @@ def saved_tensors(ctx: Any, unread: Sequence[int], first: bool) -> tuple[Any, ..
 
 
 def with_cure(error: RuntimeError, who: str) -> RuntimeError:
-    """Autograd's refusal of features that were written to, with who needs them and what to write instead."""
+    """Autograd's error about edited features, with the operator that needs them and what to write instead."""
     if "modified by an inplace operation" not in str(error):
         return error
     return RuntimeError(
@@ -97,18 +99,18 @@ def _itself(tensor: Tensor) -> Tensor:
 def unfused_gradients(
     compute: Callable[..., Tensor], grad: Tensor, inputs: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Gradients that have gradients themselves: those of the unfused operators, with memory for every edge.
+    """Differentiable gradients by the unfused operators, which store rows per edge.
 
     Args:
-        compute: the result from ``inputs``, by unfused operators.
-        grad: of the result.
-        inputs: of the operator.
-        needed: which of them want a gradient.
+        compute: function that computes the result from ``inputs`` with unfused operators.
+        grad: gradient of the result.
+        inputs: inputs of the operator.
+        needed: whether each input requires a gradient.
     """
-    # Aliases: one tensor may be several inputs, and each has a gradient of its own.
+    # Aliases, because one tensor may be used as several inputs, and each input has its own gradient.
     aliases = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
     wants = [tensor is not None and needs for tensor, needs in zip(aliases, needed, strict=False)]
     wanted = [tensor for tensor, each in zip(aliases, wants, strict=True) if tensor is not None and each]
-    with torch.autocast(grad.device.type, enabled=False):  # the forward pass has decided every dtype
+    with torch.autocast(grad.device.type, enabled=False):  # the forward pass has already chosen the dtypes
         found = iter(torch.autograd.grad(compute(*aliases), wanted, grad, create_graph=True))
     return [next(found) if each else None for each in wants]

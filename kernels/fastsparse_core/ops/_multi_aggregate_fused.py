@@ -1,4 +1,4 @@
-"""Kernels and gradients of several aggregations at once."""
+"""Kernels and gradients of `multi_aggregate`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.ops._registration import FusedOperator
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Features of a lane, and of a warp (kernels/include/fastsparse/multi_aggregate.cuh).
+#: Number of features per lane and per warp (kernels/include/fastsparse/multi_aggregate.cuh).
 _QUAD, _TILE = 4, 128
-#: Parts in which the gradient of the edges' linear map is added up: blocks that fill a large GPU, and tasks.
+#: Number of partial sums of the gradient of the edges' linear map: blocks that fill a large GPU; CPU tasks.
 _CUDA_PARTS, _CPU_PARTS = 512, 64
-_PLANES = 6  # of a partial result
+_PLANES = 6  # rows of numbers in a partial result
 
 
 def _prepared(
     x: Tensor, x_dst: Tensor | None, edge: Tensor | None, weight: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Operands as the kernels read them: A a multiple of 4 on CUDA, and W transposed in the wider dtype."""
+    """Operands in the form of the kernels.
+
+    On CUDA, edge features are padded to a multiple of 4. W is transposed and cast to the accumulation dtype.
+    """
     if x.stride(1) != 1:
         x = unit_stride(x)
     if x_dst is not None and x_dst.stride(1) != 1:
@@ -46,12 +49,12 @@ def _prepared(
 
 
 class _Slots:
-    """Where the results of each of `AGGREGATIONS` go: a place, or -1.
+    """Properties of the requested aggregations, from the position of each of `AGGREGATIONS` (or -1).
 
     Attributes:
-        count: of results.
-        varies: whether some are variances or deviations, for which the backward pass reads means.
-        has_extremum: whether some are minima or maxima, for which it reads numbers of ties.
+        count: number of requested aggregations.
+        varies: whether there are variances or deviations; their backward pass reads the means.
+        has_extremum: whether there are minima or maxima; their backward pass reads the numbers of ties.
     """
 
     def __init__(self, slots: Sequence[int]) -> None:
@@ -63,7 +66,7 @@ _read = functools.cache(_Slots)
 
 
 def _structure(adj: Adjacency, index: int) -> Any:
-    """The structure where none is kept in `plans`; on CUDA this is no use that slices are sorted for."""
+    """The structure if `plans` has none. On CUDA this does not count as a use for sorting the slices."""
     return used_csr(adj) if index < 0 else adj.csr_structure
 
 
@@ -80,7 +83,7 @@ def aggregate(
     *,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Results and, where ``keep``, what the backward pass reads besides: means and numbers of ties."""
+    """Results and, with ``keep``, the means and numbers of ties that the backward pass reads."""
     x, x_dst, edge, weight = _prepared(x_src, x_dst, edge, weight)
     width, of = x.size(1), _read(tuple(slots))
     dtype = ACCUMULATION_DTYPE[x.dtype]
@@ -160,7 +163,7 @@ def gradients(
         if weight_wanted:
             grad_weight = x.new_zeros(parts, edge.size(1), width, dtype=dtype)
     elif edge is not None and (edge_wanted or (x.is_cuda and x_src_wanted)):
-        grad_edge = of_values(edge, adj.num_values, width)  # the column pass on CUDA adds up its rows
+        grad_edge = of_values(edge, adj.num_values, width)  # on CUDA, the pass over columns sums its rows
     if not x.is_cuda:
         parts = _CPU_PARTS
     slope = share = None
@@ -175,7 +178,7 @@ def gradients(
                 marks = torch.empty(adj.num_values, quads, dtype=torch.uint8, device=x.device)
         index, partial = x.get_device(), None
         if index >= 0 and grad_weight is not None and not torch.cuda.is_current_stream_capturing():
-            adj.sort_slices()  # W's gradient is summed in their order, which must not change later
+            adj.sort_slices()  # now, because the order in which W's gradient is summed must not change later
         columns = adj.t()
         if index >= 0:
             num = columns.row_split.num_slots
@@ -235,7 +238,7 @@ def unfused(
     groups: int,
     min_variance: float,
 ) -> Tensor:
-    """The operator step by step, with every message in memory: differentiable any number of times."""
+    """The operator by unfused PyTorch operators, which store every message; differentiable repeatedly."""
     x = x_src
     dtype, row = accumulation_dtype(x.dtype), adj.row().long()
     message = x.to(dtype)[adj.col.long()]

@@ -57,16 +57,17 @@ def attention(
         v: values (num_src, H, Dv), in the dtype of ``q``. ``q``, ``k`` and ``v`` may also be matrices (n, H *
             D) with the heads side by side.
         scale: :math:`s`; None: :math:`1 / \sqrt{D}`.
-        bias: :math:`b`, (num_values,) for all heads or (num_values, H), in the caller's edge order; of the
+        bias: :math:`b`, (num_values,) for all heads or (num_values, H), in the caller's edge order; in the
             dtype of ``q`` or float32.
         dropout_p: probability with which a weight is dropped; the others are scaled by 1 / (1 - dropout_p).
             The mask follows ``torch.manual_seed``.
-        heads: :math:`H` of matrices ``q``, ``k`` and ``v``; None: 1.
+        heads: :math:`H` if ``q``, ``k`` and ``v`` are matrices; None: 1.
         algorithm: ``"fused3s"``: one pass over binary sparse blocks, to which the structure is converted. It
             stores nothing per edge, and its backward pass recomputes the scores (Fused3S, section 3;
             FlashAttention-2). ``"csr"``: one pass over the CSR rows; the backward pass stores two numbers per
-            edge and head. ``"unfused"``: sddmm, edge_softmax, dropout, spmm. ``"auto"``: csr for a new
-            structure on CUDA, fused3s for one that is used often, and unfused if neither supports the call.
+            edge and head. ``"unfused"``: sddmm, edge_softmax, dropout and spmm, one after the other.
+            ``"auto"``: csr for a new structure on CUDA, fused3s for one that is used often, and unfused if
+            neither supports the call.
         edge_attr: :math:`\mathbf{a}`, (num_values, A) in the caller's edge order, or (num_values,) if A is 1;
             a floating tensor, cast to the dtype of ``q``.
         edge_weight: :math:`\mathbf{W}`, (H * D, A), in the dtype of ``q``, the weight of a linear layer. It
@@ -99,7 +100,7 @@ def attention(
         and k.shape[0] == v.shape[0] == adj.num_src
         and q.dtype == k.dtype == v.dtype
         and (scale is None or type(scale) is float)
-        # Nothing is left to check but what is the same for all calls of this kind.
+        # All other checks are the same for every call with this key, and an earlier call passed them.
         and ("attention", q.dtype, q.shape[1], v.shape[1], heads, algorithm) in adj.plans
     ):
         factor = default_scale(q.shape[1] // heads) if scale is None else scale
@@ -136,7 +137,7 @@ def additive_attention(
     *,
     algorithm: str = "auto",
 ) -> Tensor:
-    r"""Attention of GAT (Veličković et al., 2018): a score is the sum of a number of each end of the edge.
+    r"""Attention of GAT (Veličković et al., 2018): an edge's score is the sum of a score of each of its ends.
 
     .. math::
         \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)}
@@ -148,8 +149,8 @@ def additive_attention(
         score_dst: :math:`a`, (num_dst, H), in the dtype of ``v`` or float32.
         score_src: :math:`c`, (num_src, H), like ``score_dst``.
         v: values (num_src, H, Dv), float64, float32, float16 or bfloat16, or (num_src, H * Dv) with the heads
-            side by side. Scores (n,) mean one head.
-        negative_slope: of the leaky ReLU.
+            side by side. If the scores have shape (n,), there is one head.
+        negative_slope: negative slope of the leaky ReLU.
         bias: :math:`b`, a number per edge that is added to the score, (num_values,) for all heads or
             (num_values, H), in the caller's edge order; in the dtype of ``v`` or float32.
         dropout_p: probability with which a weight is dropped; the others are scaled by 1 / (1 - dropout_p).
@@ -233,14 +234,14 @@ def gatv2_attention(
         adj: structure (num_dst, num_src).
         x_dst: :math:`\mathbf{x}`, (num_dst, H, D), float64, float32, float16 or bfloat16.
         x_src: :math:`\mathbf{z}`, (num_src, H, D), in the dtype of ``x_dst``; also the values.
-        att: :math:`\mathbf{a}`, (H, D), in the dtype of ``x_dst`` or float32. Features of two dimensions,
-            (n, H * D), hold the heads side by side; (D,) is one head.
-        negative_slope: of the leaky ReLU.
+        att: :math:`\mathbf{a}`, (H, D), in the dtype of ``x_dst`` or float32; (D,) for one head. ``x_dst``
+            and ``x_src`` may also be matrices (n, H * D) with the heads side by side.
+        negative_slope: negative slope of the leaky ReLU.
         dropout_p: probability with which a weight is dropped; the others are scaled by 1 / (1 - dropout_p).
             The mask follows ``torch.manual_seed``.
         algorithm: as for :func:`attention`.
-        edge_attr: features :math:`\mathbf{e}_{ij}` of the edges, as for :func:`attention`: :math:`\mathbf{W}
-            \mathbf{e}_{ij}` is added inside the leaky ReLU.
+        edge_attr: features :math:`\mathbf{e}_{ij}` of the edges, as for :func:`attention`. The argument of
+            the leaky ReLU becomes :math:`\mathbf{x}_i + \mathbf{z}_j + \mathbf{W} \mathbf{e}_{ij}`.
         edge_weight: :math:`\mathbf{W}`, (H * D, A), in the dtype of ``x_dst``, with ``edge_attr``.
 
     Returns:

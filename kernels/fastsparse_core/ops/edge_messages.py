@@ -1,4 +1,4 @@
-"""Sums of messages that meet their edges' features: GINE and gated layers."""
+"""Sums of messages that depend on edge features: GINE and gated layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def gine_aggregate(
     edge_weight: Tensor | None = None,
     edge_bias: Tensor | None = None,
 ) -> Tensor:
-    r"""Sum of GINE (Hu et al., `Strategies for Pre-training Graph Neural Networks`, 2020).
+    r"""Sums the messages of GINE (Hu et al., `Strategies for Pre-training Graph Neural Networks`, 2020).
 
     .. math::
         \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)} \operatorname{relu}(\mathbf{x}_j + \mathbf{e}_{ij})
@@ -94,7 +94,7 @@ def gated_aggregate(
     gate_weight: Tensor | None = None,
     value_weight: Tensor | None = None,
 ) -> Tensor:
-    r"""Sum of residual gated graph networks (Bresson and Laurent, `Residual Gated Graph ConvNets`, 2017).
+    r"""Sums the gated messages of Bresson and Laurent, `Residual Gated Graph ConvNets` (2017).
 
     .. math::
         \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)} \sigma(\mathbf{k}_i + \mathbf{q}_j + \mathbf{G}
@@ -153,7 +153,7 @@ def gated_aggregate(
 def gated_edges(
     adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Sums and edge state of GatedGCN (Dwivedi et al., `Benchmarking Graph Neural Networks`, 2020).
+    r"""Computes sums and edge state of GatedGCN (Dwivedi et al., `Benchmarking Graph Neural Networks`, 2020).
 
     .. math::
         \mathbf{z}_{ij} = \mathbf{k}_i + \mathbf{q}_j + \mathbf{e}_{ij}, \qquad
@@ -204,7 +204,7 @@ def gated_edges(
 
 
 def _are_plain(adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor) -> bool:
-    """Whether a call on the CPU is as the kernels take it, so that nothing is left to check."""
+    """Whether the CPU kernels can use the tensors of a call as they are, so that no check is needed."""
     if not (is_plain_eager(q) and type(adj) is Adjacency and q.is_cpu and adj.col.is_cpu and q.dim() == 2):
         return False
     width, dtype = q.shape[1], q.dtype
@@ -222,7 +222,7 @@ def _are_plain(adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor) ->
 
 
 def _has_no_kernel(adj: Adjacency, features: int = 0) -> bool:
-    """Whether the operator runs step by step, which a warning says."""
+    """Whether the unfused operators have to run; if so, warns once."""
     why = cure = ""
     if features > MOST_FEATURES:
         why = f"edges have {features} features, and the fused kernel takes up to {MOST_FEATURES}"
@@ -262,7 +262,7 @@ def _check_tensor(name: str, x: Any, like: Tensor) -> None:
 
 
 def _edge(adj: Adjacency, name: str, edge: Tensor, like: Tensor, width: int | None) -> Tensor:
-    """Features of the edges, (num_values, width), or of any width where that is None."""
+    """Checks edge features of shape (num_values, width); ``width=None`` allows any width."""
     _check_tensor(name, edge, like)
     fits = edge.dim() == 2 and edge.size(0) == adj.num_values and width in (None, edge.size(1))
     if not fits:
@@ -274,7 +274,7 @@ def _edge(adj: Adjacency, name: str, edge: Tensor, like: Tensor, width: int | No
 
 
 def _map(name: str, weight: Tensor | None, edge: Tensor, like: Tensor) -> Tensor | None:
-    """A linear map of raw features, (F, A), in any floating dtype."""
+    """Checks the weight of a linear map of edge features, (F, A), in any floating dtype."""
     if weight is None:
         return None
     _check_tensor(name, weight, like)

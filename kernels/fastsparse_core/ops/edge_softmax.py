@@ -66,7 +66,7 @@ def edge_softmax(adj: Adjacency, score: Tensor) -> Tensor:
 
 
 def _launch(adj: Adjacency, matrix: Tensor, grad: Tensor | None) -> Tensor:
-    """Softmax of `matrix`, or, with `grad`, its gradient from the weights that `matrix` then holds."""
+    """Softmax of the scores `matrix`. With `grad`: the softmax's gradient, where `matrix` is its result."""
     matrix = matrix.contiguous()
     grad = None if grad is None else grad.contiguous()
     out = empty_values(adj, matrix)
@@ -101,9 +101,10 @@ class _EdgeSoftmax(torch.autograd.Function):
 
 
 class _EdgeSoftmaxBackward(torch.autograd.Function):
-    """The gradient is linear in g, and its own adjoint; in p it is u (g - R(p g)) - g R(p u).
+    """Derivatives of the gradient ds = p (g - R(p g)), where R gives every edge the sum of its row.
 
-    R sums over each row and gives every edge the sum of its row.
+    With the incoming gradient u: ds is linear in g and self-adjoint, so dg = p (u - R(p u)). The derivative
+    by p is dp = u (g - R(p g)) - g R(p u).
     """
 
     @staticmethod

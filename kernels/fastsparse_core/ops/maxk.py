@@ -1,4 +1,4 @@
-"""MaxK: the k largest entries of every row, and the way between CBSR and dense rows."""
+"""MaxK: the k largest entries of every row, and conversions between CBSR and dense rows."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def maxk(x: Tensor, k: int) -> CBSR:
     entries, those in lower columns are kept. NaN counts as the largest, as in :func:`torch.topk`.
 
     Args:
-        x: (n, D), float64, float32, float16 or bfloat16, any row stride, D at most 65,536 (up to 1024 a row
-            stays in registers).
-        k: from 1 to D.
+        x: (n, D), float64, float32, float16 or bfloat16, any row stride, D at most 65,536. Up to D = 1024, a
+            row is kept in registers.
+        k: number of entries to keep, from 1 to D.
 
     Returns:
-        The kept entries in the order of their columns, :math:`n k` values and ids. Other entries get a
-        gradient of 0.
+        The kept entries of every row in the order of their columns: (n, k) values and ids. Other entries get
+        a gradient of 0.
 
     Raises:
         TypeError: the dtype is not supported, or ``k`` is not an int.
@@ -51,7 +51,7 @@ def maxk(x: Tensor, k: int) -> CBSR:
 
 
 def maxk_dense(x: Tensor, k: int) -> Tensor:
-    """:func:`maxk` as dense rows, 0 elsewhere; for the backward pass a bit of each column is stored.
+    """:func:`maxk` with a dense result, 0 at other entries; stores one bit per entry for the backward pass.
 
     Args:
         x: as for :func:`maxk`.
@@ -116,7 +116,7 @@ def _maxk_dense(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _num_words(width: int) -> int:
-    """Words with a bit for each column."""
+    """Number of 32-bit words with one bit per column."""
     return (width + 31) // 32
 
 
@@ -131,7 +131,7 @@ def _mask_rows(dense: Tensor, kept: Tensor) -> Tensor:
 
 
 def write_out(values: Tensor, ids: Tensor, width: int) -> Tensor:
-    """Dense rows (n, width) of kept entries, below PyTorch's dispatcher."""
+    """Dense rows (n, width) of kept entries; bypasses PyTorch's dispatcher."""
     values, ids = values.contiguous(), ids.contiguous()
     out = values.new_empty(values.size(0), width)
     if out.numel():
@@ -141,7 +141,7 @@ def write_out(values: Tensor, ids: Tensor, width: int) -> Tensor:
 
 
 def gather(dense: Tensor, ids: Tensor) -> Tensor:
-    """The kept columns of dense rows, (n, k), below PyTorch's dispatcher."""
+    """The kept columns of dense rows, (n, k); bypasses PyTorch's dispatcher."""
     dense, ids = unit_stride(dense), ids.contiguous()
     out = dense.new_empty(dense.size(0), ids.size(1))
     if out.numel():
@@ -151,7 +151,7 @@ def gather(dense: Tensor, ids: Tensor) -> Tensor:
 
 
 class _MaxK(torch.autograd.Function):
-    """dX = the values' gradients in their columns, 0 elsewhere."""
+    """dX is the gradient of the values in their columns, and 0 in other columns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -167,7 +167,7 @@ class _MaxK(torch.autograd.Function):
 
 
 class _MaxKDense(torch.autograd.Function):
-    """dX = the gradient in the kept columns, 0 elsewhere."""
+    """dX is the gradient in the kept columns, and 0 in other columns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -182,7 +182,7 @@ class _MaxKDense(torch.autograd.Function):
 
 
 class _MaskRows(torch.autograd.Function):
-    """Its own adjoint."""
+    """Masking is self-adjoint, so the backward pass is the same operator."""
 
     @staticmethod
     def forward(ctx: Any, dense: Tensor, kept: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class _MaskRows(torch.autograd.Function):
 
 
 class _CbsrToDense(torch.autograd.Function):
-    """The adjoint of gathering the kept columns."""
+    """Writes values into their columns; the backward pass gathers these columns."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, ids: Tensor, width: int) -> Tensor:
@@ -208,7 +208,7 @@ class _CbsrToDense(torch.autograd.Function):
 
 
 class _CbsrGather(torch.autograd.Function):
-    """The adjoint of writing values into their columns."""
+    """Gathers the kept columns; the backward pass writes values into these columns."""
 
     @staticmethod
     def forward(ctx: Any, dense: Tensor, ids: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 #: The aggregations, in the order in which kernels number them.
 AGGREGATIONS = ("sum", "mean", "min", "max", "var", "std")
-#: Most features of an edge that the kernels multiply. More are projected once, to a row per edge.
+#: Largest number of edge features that the kernels project. More are projected before, to a stored row per
+#: edge.
 MOST_EDGE_FEATURES = 32
 
 
@@ -51,20 +52,21 @@ def multi_aggregate(
         aggregations: names, each at most once; results come in their order.
         x_dst: :math:`\mathbf{x}_i`, (num_dst, F), in the dtype of ``x_src``; None: 0.
         edge_attr: in the dtype of ``x_src`` and the caller's edge order. Without ``edge_weight``: a row per
-            edge that is added to its message, (num_values, F). With it: :math:`\mathbf{a}_{ij}`, (num_values,
-            A). More than 32 features are projected to rows first.
+            edge, (num_values, F), that is added to the edge's message. With ``edge_weight``:
+            :math:`\mathbf{a}_{ij}`, (num_values, A). If A is more than 32, a projected row per edge is
+            stored.
         edge_weight: :math:`\mathbf{W}`, (F, A), in the dtype of ``x_src``.
-        groups: equal groups of features; the results of a group are adjacent.
+        groups: number of equal groups of features; the results of a group are adjacent.
         min_variance: largest variance for which the standard deviation is 0 and has no gradient.
 
     Returns:
         (num_dst, len(aggregations) * F) in the dtype of ``x_src``: for every group the aggregations, each of
-        width F / groups. Messages are rounded to that dtype, sums are float32 or wider. Rows without
-        edges are 0. Differentiable; second derivatives store every message.
+        width F / groups. Messages are rounded to that dtype; sums are computed in float32 or wider. Rows
+        without edges are 0. Differentiable; second derivatives store every message.
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: an unknown or repeated aggregation, shapes or devices that do not fit, or a
+        ValueError: an aggregation is unknown or repeated, shapes or devices do not fit, or ``adj`` is a
             :class:`~fastsparse_core.distributed.PartitionedAdjacency`.
 
     Example:
@@ -117,7 +119,7 @@ def multi_aggregate(
 
 @functools.cache
 def slots_of(names: tuple[str, ...]) -> list[int]:
-    """Where the results of each of `AGGREGATIONS` go, -1 for nowhere; shared: not to be changed."""
+    """Position of each of `AGGREGATIONS` in the result, or -1. The list is cached: do not change it."""
     return [names.index(name) if name in names else -1 for name in AGGREGATIONS]
 
 

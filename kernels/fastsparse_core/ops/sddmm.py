@@ -34,7 +34,7 @@ def sddmm(
     algorithm: str = "auto",
     layout: str = "edges",
 ) -> Tensor:
-    r"""Dot product of the two ends of every edge.
+    r"""Computes the dot product of the features at the two ends of every edge.
 
     .. math::
         e_{ij} = s_i \, t_j \, \langle \mathbf{x}_i, \mathbf{x}_j \rangle \quad \text{for every edge } (i, j)
@@ -49,13 +49,13 @@ def sddmm(
         algorithm: which kernel runs. If it does not support the call, ``"csr"`` runs:
 
             - ``"csr"``: on CUDA cores.
-            - ``"flashsparse"``: 8x1 vectors on tensor cores (FlashSparse 3.5), on CUDA and for rows and heads
-              of multiples of 16 bytes. Float32 uses two TF32 terms, or one if
+            - ``"flashsparse"``: 8x1 vectors on tensor cores (FlashSparse 3.5), on CUDA, if rows and heads are
+              multiples of 16 bytes. Float32 uses two TF32 terms, or one if
               ``torch.set_float32_matmul_precision`` allows TF32.
             - ``"auto"``: flashsparse for one head of 16-bit features of more than 64 bytes, if the structure
               is not small and was prepared, or was used so often that the conversion pays off. Otherwise csr.
         layout: ``"edges"``, or ``"me_bcrs"``: all values of the non-zero vectors in the order of ``adj.bsb``,
-            without padding, and zeros for places without an entry (FlashSparse, figure 9).
+            without padding, and zeros at positions without an entry (FlashSparse, figure 9).
             ``spmm(value_layout="me_bcrs")`` takes this layout. Tensor cores write it, so ``"auto"`` uses them
             if they support the call. Csr computes values per edge, which are then copied into it.
 
@@ -117,8 +117,8 @@ def sddmm_kernel(
     algorithm: str,
     dense: bool,
 ) -> Tensor:
-    """The operator below autograd: (length, heads), or where `dense` the vectors (length, 8, heads)."""
-    # A call of `structure_of` is one frame more in every backward pass.
+    """The operator without autograd. Returns (length, heads), or with `dense` (length, 8, heads)."""
+    # `structure_of` is called only if it is needed, to save a Python call in every backward pass.
     adj = adjacency if isinstance(adjacency, Adjacency) else structure_of(adjacency)
     if x_dst.stride(1) != 1:
         x_dst = unit_stride(x_dst)
@@ -128,8 +128,8 @@ def sddmm_kernel(
     num_edges = adj.col.numel()
     if length == 0 or heads == 0 or num_edges == 0:
         return x_dst.new_zeros(size, dtype=dtype)
-    aligned = x_dst.is_cuda and _is_aligned(x_dst, x_src, heads)  # no kernel of the CPU asks for it
-    # Most calls repeat an earlier one.
+    aligned = x_dst.is_cuda and _is_aligned(x_dst, x_src, heads)  # CPU kernels do not need it
+    # Most calls repeat an earlier one, whose plan is cached.
     key = ("sddmm", x_dst.dtype, x_dst.shape[1], heads, algorithm, aligned, dense)
     kernel, by_entry = adj.plans.get(key) or _plan(adj, algorithm, x_dst, heads, aligned, dense, key)
     if dense and kernel == "csr":
@@ -179,7 +179,7 @@ def sddmm_kernel(
 def _plan(
     adj: Adjacency, algorithm: str, x_dst: Tensor, heads: int, aligned: bool, dense: bool, key: Any
 ) -> tuple[str, bool]:
-    """The kernel, and whether it works entry by entry; kept where later calls will get the same."""
+    """The kernel, and whether it works entry by entry; cached if later calls will get the same."""
     head_bytes = x_dst.size(1) // heads * x_dst.element_size()
     call = (algorithm, x_dst.dtype, head_bytes, heads, aligned, dense)
     choice, _ = follow(adj, lambda facts: policy.sddmm_algorithm(facts, adj.gpu, *call))

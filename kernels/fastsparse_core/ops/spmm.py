@@ -162,10 +162,10 @@ def plain_spmm(
     relu: bool = False,
     bias: Tensor | None = None,
 ) -> Tensor | None:
-    """What :func:`spmm` gives where there is nothing to cast or reshape, as in most calls of layers.
+    """:func:`spmm` for calls that need no cast and no reshape, as most calls of layers.
 
-    The arguments are those of `spmm`; ``x`` `is_plain_eager`, and autocast is off. None: the call is of
-    another kind, or wrong.
+    The arguments are those of `spmm`. For ``x``, `is_plain_eager` holds, and autocast is off. The result is
+    None if the call is of another kind or has invalid arguments.
     """
     if not (
         (reduce in ("sum", "max", "min") or (reduce == "mean" and scale_dst is None))
@@ -202,7 +202,7 @@ def plain_spmm(
 
 
 def _is_plain_value(value: Any, x: Tensor, adj: Adjacency) -> bool:
-    """Whether values are one per edge and head, as the kernels take them."""
+    """Whether the kernels can use the values as they are: one per edge, or per edge and head."""
     if not is_plain_eager(value) or value.dtype != x.dtype or value.device != x.device:
         return False
     shape = value.shape
@@ -212,7 +212,7 @@ def _is_plain_value(value: Any, x: Tensor, adj: Adjacency) -> bool:
 
 
 def _is_plain_scale(scale: Any, rows: int, x: Tensor) -> bool:
-    """Whether a factor per row is what `check_scale` makes of it."""
+    """Whether `check_scale` would return the scale unchanged."""
     return (
         type(scale) is Tensor
         and scale.shape == (rows,)
@@ -253,8 +253,7 @@ def _spmm(
 ) -> Tensor:
     """The operator's kernel.
 
-    Values of three dimensions are dense vectors, (num_vectors, 8, heads), of the structure as it is before
-    `transpose`.
+    Values of three dimensions are dense vectors, (num_vectors, 8, heads), of the untransposed structure.
     """
     adj = structure_of(adjacency)
     if transpose:
@@ -264,14 +263,14 @@ def _spmm(
 
 
 class _Spmm(torch.autograd.Function):
-    """dX = A^T dY with the scales swapped; dv = sddmm(dY, X); db = sum of dY. All of them operators again."""
+    """dX = A^T dY with the scales swapped, dv = sddmm(dY, X), db = sum of dY; all are differentiable."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         x, value, scale_dst, scale_src, bias, _, adjacency, transpose, algorithm, relu = arguments
         ctx.adjacency = adjacency
         ctx.set_materialize_grads(False)
-        if isinstance(adjacency, Adjacency) and not transpose:  # the shortest way
+        if isinstance(adjacency, Adjacency) and not transpose:  # saves Python calls in the usual case
             ctx.keep_alive = adjacency
             out = launch_spmm(adjacency, x, value, scale_dst, scale_src, bias, algorithm, relu)
         else:
@@ -297,7 +296,7 @@ class _Spmm(torch.autograd.Function):
             grad = grad.masked_fill(rectified <= 0, 0)
         plain = is_first_derivative(grad)
         if plain and grad.stride(1) != 1:
-            grad = grad.contiguous()  # once: that of a sum is expanded
+            grad = grad.contiguous()  # done once here; the gradient of a sum, for example, is expanded
         if ctx.needs_input_grad[0]:
             if plain and not ctx.transpose:
                 grad_x = grad_of_features(ctx.keep_alive, grad, value, scale_dst, scale_src, ctx.algorithm)
@@ -308,7 +307,7 @@ class _Spmm(torch.autograd.Function):
             dst, src = (x, grad) if ctx.transpose else (grad, x)
             scales = (scale_src, scale_dst) if ctx.transpose else (scale_dst, scale_src)
             algorithm = ctx.algorithm if ctx.algorithm in policy.SDDMM_ALGORITHMS else "csr"
-            dim = value.dim()  # as `num_heads` and `is_dense` ask it, without the calls
+            dim = value.dim()  # `num_heads` and `is_dense`, inlined
             of_values = (value.shape[0], value.shape[-1] if dim > 1 else 1, value.dtype)
             operator = sddmm_op.kernel if plain else sddmm_op
             grad_value = operator(dst, src, *scales, *of_values, ctx.adjacency, algorithm, dim == 3)
@@ -319,5 +318,5 @@ class _Spmm(torch.autograd.Function):
         return grad_x, grad_value, None, None, grad_bias, None, None, None, None, None
 
 
-# `num_dst` repeats the structure's size for traces, which have no structure.
+# The operator's argument `num_dst` repeats the structure's size, because traces have no structure.
 _spmm_op = Operator(_spmm, lambda of: of.x.new_empty(of.num_dst, of.x.size(1)), _Spmm)

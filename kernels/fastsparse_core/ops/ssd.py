@@ -106,7 +106,7 @@ def operands(
     scale_dst: Tensor | None,
     scale_src: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The arguments of :func:`ssd`, checked, as its kernels take them: values, edge values and both scales.
+    """Checks the arguments of :func:`ssd` and returns them for its kernels: values, edge values, both scales.
 
     Raises:
         TypeError: a dtype is not supported, or ``cbsr`` is no CBSR.
@@ -162,7 +162,7 @@ def launch_ssd(
     transpose: bool,
     algorithm: str,
 ) -> Tensor:
-    """The kernels of ``ssd``; arguments as those of the operator, checked."""
+    """Runs the kernels of ``ssd``; the arguments are those of the operator, already checked."""
     adj = structure_of(adjacency, transpose)
     values, ids = values.contiguous(), ids.contiguous()
     out = values.new_empty(num_dst, width)

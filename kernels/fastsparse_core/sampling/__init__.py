@@ -1,4 +1,4 @@
-"""Neighbour sampling on the GPU and the CPU, and what loaders of mini-batches are made of."""
+"""Neighbour sampling on the GPU and the CPU, and building blocks of mini-batch loaders."""
 
 from fastsparse_core.sampling.features import FeatureTable
 from fastsparse_core.sampling.negative_edges import negative_edges

@@ -1,4 +1,4 @@
-"""One batch being drawn: parts of it are planned by bounds, run without waiting, then read and completed."""
+"""Samples one batch in parts: each is planned with upper bounds, runs without waiting, and is then read."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from fastsparse_core.sampling.part import LIMIT, Known, Layout, Nodes, Output, P
 from fastsparse_core.sampling.relations import ALL, Graph
 from fastsparse_core.sampling.sample import Edges, Sample
 
-#: Largest number of slots of hops that run together; a single hop may have more. 28 bytes each, and up to 36
-#: for its place in the table.
+#: Largest number of slots (possible edges) of the hops in one part; a single hop may have more. A slot takes
+#: 28 bytes, and up to 36 for its place in the table.
 _MOST_SLOTS = 2**23
-#: In place of a hop: the edges between all nodes.
+#: Key in place of a hop, for the edges between all nodes.
 _INDUCED = -1
 
 
 class Draw:
-    """A batch that is being drawn; :meth:`finish` completes it.
+    """A batch whose sampling has started; :meth:`finish` completes it.
 
     Args:
-        graph: where to draw.
-        layout: how.
-        seeds: of every node type.
-        seed: of the random numbers.
+        graph: the graph to sample from.
+        layout: options of the sampler.
+        seeds: seeds of every node type, int64.
+        seed: seed of the random numbers.
 
     Example:
         >>> import torch
@@ -49,7 +49,7 @@ class Draw:
                 end = offset + nodes.ids.numel()
                 nodes.seed_of = torch.arange(offset, end, dtype=torch.int32, device=graph.device)
                 offset = end
-        self._num_hops = graph.num_hops + layout.induced  # the last one collects edges
+        self._num_hops = graph.num_hops + layout.induced  # an additional hop collects the induced edges
         self._hop = 0
         self._edges: dict[tuple[int, int], list[tuple[Tensor, Tensor, Tensor]]] = {}
         self._counts: dict[int, list[int]] = {}
@@ -73,10 +73,10 @@ class Draw:
     # ---------------------------------------------------------------- planning
 
     def _start_part(self) -> None:
-        """Plans hops as far as bounds allow, and enqueues them."""
+        """Plans as many hops as the limit of slots allows, and enqueues them."""
         part = Part()
         counts = [nodes.ids.numel() for nodes in self._nodes]
-        # Blocks begin again with the first node.
+        # In every hop of blocks, all nodes are sampled again, beginning with the first one.
         first = [part.size(0 if self._layout.blocks else nodes.begin) for nodes in self._nodes]
         end = [part.size(count) for count in counts]
         begin_sizes = list(zip(first, end, strict=True))
@@ -104,18 +104,18 @@ class Draw:
         return self._hop == self._graph.num_hops
 
     def _slots_of_hop(self, first: list[Size], end: list[Size]) -> dict[int, int]:
-        """Bounds of the slots of every relation that has any."""
+        """Upper bound of the number of slots of every relation that has slots."""
         slots = {}
         for number, relation in enumerate(self._graph.relations):
             rows = end[relation.dst]
             per_row = relation.most_entries if self._is_induced() else relation.most_slots(self._hop)
-            is_at_end = first[relation.dst].place == rows.place  # the last hop added none
+            is_at_end = first[relation.dst].place == rows.place  # the last hop added no nodes of this type
             if rows.most and per_row and (self._is_induced() or not is_at_end):
                 slots[number] = rows.most * per_row
         return slots
 
     def _exact_slots(self, slots: dict[int, int]) -> dict[int, int]:
-        """The same at the beginning of a part, where nodes are known; reads their degrees from the device."""
+        """Tighter bounds at the beginning of a part, where the nodes are known; waits for the device."""
         exact = {}
         for number, most in slots.items():
             relation, nodes = self._graph.relations[number], self._nodes[self._graph.relations[number].dst]
@@ -134,7 +134,7 @@ class Draw:
     def _plan_hop(
         self, part: Part, slots: dict[int, int], first: list[Size], end: list[Size]
     ) -> tuple[list[Size], list[Size]]:
-        """Adds a hop's steps; returns the nodes that the next hop is about."""
+        """Adds the steps of a hop; returns the range of nodes that the next hop samples from."""
         last = list(end)
         induced = self._is_induced()
         for number, most_slots in slots.items():
@@ -171,13 +171,13 @@ class Draw:
         return (first if self._layout.blocks else end), last
 
     def _most_nodes(self, node_type: int) -> int:
-        """Bound for that type in a batch: seeds may repeat, other nodes do not."""
+        """Upper bound of the nodes of a type in a batch: only seeds may be there more than once."""
         return self._nodes[node_type].counts[0] + self._graph.num_nodes[node_type]
 
     # ---------------------------------------------------------------- completing
 
     def _finish_part(self) -> None:
-        """Reads the sizes, and keeps what was drawn in memory of that size."""
+        """Reads the sizes of a part, and copies the sampled nodes and edges to tensors of these sizes."""
         part = self._part
         if part.event is not None:
             part.event.synchronize()
@@ -205,7 +205,7 @@ class Draw:
         del self._part
 
     def _emit(self, output: Output, num_edges: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The edges of an output: indices, sources in 32 bits, and positions."""
+        """The edges of an output: edge index, sources in 32 bits, and positions in the caller's order."""
         if self._graph.device.type == "cpu":
             with torch.inference_mode(False):
                 edge_index = torch.empty(2, num_edges, dtype=torch.int64)
@@ -244,7 +244,7 @@ class Draw:
                     )
 
     def _assemble(self) -> Sample:
-        """What the caller gets."""
+        """The result for the caller."""
         graph = self._graph
         names = graph.node_types
 
@@ -273,7 +273,7 @@ class Draw:
         )
 
     def _edges_of(self, number: int, key: int) -> Edges:
-        """The edges of a relation: of a hop of blocks, induced ones, or all that were drawn (0)."""
+        """The edges of a relation; ``key`` is the hop of a block, `_INDUCED`, or 0 for all sampled edges."""
         relation = self._graph.relations[number]
         parts = self._edges.get((number, key)) or [self._empty_edges(0)]
         if len(parts) > 1:
@@ -294,9 +294,9 @@ class Draw:
 
 
 def _first(memory: Tensor, count: int) -> Tensor:
-    """What was drawn, of memory for what might have been.
+    """The used part of memory that was allocated by an upper bound.
 
-    A copy; on the CPU the memory itself if half of it is used: copies took 8 % of a batch.
+    It is a copy, except on the CPU if at least half of the memory is used: copies took 8 % of a batch's time.
     """
     first = memory[:count]
     return first if memory.device.type == "cpu" and 2 * count >= memory.numel() else first.clone()

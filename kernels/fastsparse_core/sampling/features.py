@@ -1,4 +1,4 @@
-"""Features of all nodes, read row by row from where they fit: the GPU's memory or the host's."""
+"""Tables of features, stored in GPU memory if they fit, otherwise on the host; batches read rows of them."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ _logger = logging.getLogger("fastsparse_core")
 
 #: Share of the GPU's free memory that a table may take; a larger table stays on the host.
 _SHARE_OF_FREE = 0.5
-#: Bytes per second from which the host's threads gather a table that is not page-locked: a copy that is would
-#: take as much memory again, and an H200 behind an IOMMU read 8e9 of 16 GiB (the threads 2e10).
+#: If host threads gather a table that is not page-locked at this rate (bytes per second) or faster, they are
+#: used. Otherwise a page-locked copy is made, which takes as much memory again. An H200 behind an IOMMU read
+#: 8e9 bytes per second from 16 GiB of page-locked memory; the threads gathered 2e10.
 _ENOUGH = 8e9
 #: Bytes of rows per copy, for rows that are kept on the device.
 _BYTES_AT_ONCE = 2**26
 
-#: table -> device -> (stamp of its content, what gives rows of it)
+#: table -> device -> (stamp of its content, function that returns rows of it)
 _copies: Any = WeakIdKeyDictionary()
-#: table -> device -> rows that it keeps
+#: table -> device -> ids of the rows that are also kept there
 _kept: Any = WeakIdKeyDictionary()
 _host_rows: dict[torch.device, HostRows] = {}
-#: Gives rows by their numbers, aligned or not.
+#: Function of (index, aligned) that returns rows.
 _Take = Callable[[Tensor, bool], Tensor]
 _lock = ForkSafeLock()
 
 
 class FeatureTable:
-    """A tensor with a row per node or edge, from which batches take rows.
+    """A tensor with a row per node or edge, from which batches read rows.
 
     If batches are on a GPU, a table on the CPU is copied there once, unless it takes more than half of the
     free memory. Rows of a larger table are gathered by host threads and sent, or read by the GPU from
@@ -49,23 +50,23 @@ class FeatureTable:
     write to the tensor through PyTorch, a new copy is made, except in inference mode, where PyTorch does not
     count writes.
 
-    With ``shared``, the processes of `torchrun` on one machine hold the table once: each GPU has its share of
-    the rows and reads the others' rows from the GPUs that have them. Tables that are made from the same
-    tensor later, such as those of a loader, use it too. :meth:`keep` copies rows that are read often to this
-    GPU. On the CPU, the processes map one copy. Every process must create the table with the same content.
-    After that, they read it without waiting for each other.
+    With ``shared``, the processes of `torchrun` on one machine store the table only once: each GPU stores its
+    share of the rows and reads other rows from the other GPUs. Tables that are created later from the same
+    tensor, such as those of a loader, use the shared rows too. :meth:`keep` copies rows that are read often
+    to this GPU. On the CPU, all processes map one copy. Every process must create the table with the same
+    content. After that, they read it without waiting for each other.
 
     Args:
         table: (N, ...), any dtype.
-        device: where rows are wanted.
-        aligned: whether 16-bit rows that a GPU gathers begin at multiples of 16 bytes, with zeros between
-            them. The result is then a view that is not contiguous. GraphSAGE's kernels read it without a
+        device: device of the returned rows.
+        aligned: whether rows of 16-bit numbers that a GPU gathers are padded with zeros to multiples of 16
+            bytes. The result is then a view that is not contiguous, which GraphSAGE's kernels read without a
             copy. Rows that host threads gather are always contiguous.
         shared: whether the processes of `torch.distributed`, all on one machine, share the memory of the
-            table, which is on the CPU. It may be a memory-mapped file.
+            table. The table must be on the CPU; it may be a memory-mapped file.
 
     Raises:
-        TypeError: ``table`` is no tensor, or ``device`` no device.
+        TypeError: ``table`` is not a tensor, or ``device`` is not a device.
         ValueError: ``table`` is on another GPU than ``device``; or it cannot be shared.
 
     Example:
@@ -101,7 +102,7 @@ class FeatureTable:
                 _copies.setdefault(table, {})[device] = _stamp(table), rows.take
 
     def keep(self, rows: Tensor) -> None:
-        """Keeps a copy of some rows on the device if the table is on the host.
+        """Copies some rows to the device, if the table stays on the host.
 
         All tables of the tensor share the copy. It takes 4 more bytes per row of the table.
 
@@ -131,16 +132,17 @@ class FeatureTable:
 
 
 def gather_on_cuda(table: Tensor, index: Tensor, aligned: bool = False, **divided: Any) -> Tensor:
-    """Rows of a contiguous table on the GPU of ``index``, or in page-locked memory of the host.
+    """Gathers rows of a contiguous table, which is on the GPU of ``index`` or in page-locked host memory.
 
-    A third of ``index_select``'s time for 510,000 rows of 100 floats on an H200: a tenth of a captured
-    step on sampled neighbours.
+    For 510,000 rows of 100 floats on an H200, it takes a third of the time of ``index_select``, which saved a
+    tenth of a captured step on sampled neighbours.
 
     Args:
         table: (N, ...).
         index: int64.
-        aligned: as of `FeatureTable`.
-        **divided: of a table in parts; ``table`` is one of them: see ``GatherRowsArgs``.
+        aligned: as in `FeatureTable`.
+        **divided: the other parts, if ``table`` is one part of a table that is divided over several GPUs;
+            see ``GatherRowsArgs``.
     """
     num_rows, width = index.numel(), table.shape[1:].numel()
     missing = -width % 8 if aligned and table.dim() == 2 and table.itemsize == 2 else 0
@@ -163,7 +165,7 @@ def gather_on_cuda(table: Tensor, index: Tensor, aligned: bool = False, **divide
 
 
 def _placed(table: Tensor, device: torch.device) -> _Take:
-    """What gives rows of a table on the CPU to a device."""
+    """The function that returns rows of a table on the CPU to a device, from the cache if possible."""
     stamp = _stamp(table)
     with _lock:
         by_device = _copies.setdefault(table, {})
@@ -182,12 +184,12 @@ def _placed(table: Tensor, device: torch.device) -> _Take:
 
 
 def _stamp(table: Tensor) -> tuple[Any, ...]:
-    """What is another after a write."""
+    """Properties of a table that change when it is edited."""
     return version_of(table), table.data_ptr(), table.shape, table.dtype
 
 
 def _shared(entry: tuple[Any, _Take] | None) -> _SharedRows | None:
-    """The shared rows behind an entry of `_copies`, if it is one."""
+    """The shared rows of an entry of `_copies`; None if it has none."""
     owner = None if entry is None else getattr(entry[1], "__self__", None)
     return owner if isinstance(owner, _SharedRows) else None
 
@@ -232,7 +234,7 @@ class _KeptRows:
             rows.copy_(by_host.take(table, part, defers=False))
         self._place = torch.full((table.size(0),), -1, dtype=torch.int32, device=kept.device)
         self._place[kept] = torch.arange(kept.numel(), dtype=torch.int32, device=kept.device)
-        torch.cuda.current_stream(kept.device).synchronize()  # other streams will read them
+        torch.cuda.current_stream(kept.device).synchronize()  # because other streams will read the rows
 
     def take(self, index: Tensor, _: bool) -> Tensor:
         place = self._place[index].long()
@@ -243,11 +245,11 @@ class _KeptRows:
 
 
 class _SharedRows:
-    """Rows of a table that the processes of a machine hold together. Making it is collective.
+    """Rows of a table that is shared by the processes of a machine. All processes must create it together.
 
     Args:
-        table: on the CPU.
-        device: where rows are wanted.
+        table: the table, on the CPU.
+        device: device of the returned rows.
     """
 
     def __init__(self, table: Tensor, device: torch.device) -> None:
@@ -273,7 +275,7 @@ class _SharedRows:
         return gather_on_cuda(self._rows, index, aligned, **self._divided)
 
     def keep(self, rows: Tensor) -> None:
-        """Copies some rows to this process's GPU, too."""
+        """Copies some rows to this process's GPU, in addition to its share."""
         if self._device.type == "cpu":
             return
         with torch.inference_mode(False):
@@ -286,5 +288,5 @@ class _SharedRows:
 
 
 def _rate_on_cuda(table: Tensor, device: torch.device) -> float:
-    """Bytes per second that a GPU reads of random rows of page-locked memory."""
+    """Measures at how many bytes per second a GPU reads random rows of page-locked memory."""
     return measured_rate(lambda index: gather_on_cuda(table, index), table, device)

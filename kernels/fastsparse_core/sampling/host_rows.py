@@ -1,8 +1,9 @@
-"""Rows of a table in the host's memory, gathered by the host's threads and sent to a GPU piece by piece.
+"""Gathers rows of a table in host memory with host threads, and sends them to a GPU piece by piece.
 
-A GPU that reads random rows of a large table over PCIe waits for translations of addresses: in a virtual
-machine with an H200 it read 51 GB/s of rows of 256 bytes from 512 MB, 7 GB/s from 27 GB. 15 threads gathered
-and sent 24 GB/s of them there, 32 in ascending order, 54 GB/s being what PCIe copies.
+A GPU that reads random rows of a large table over PCIe waits for address translations. In a virtual machine
+with an H200 and rows of 256 bytes, the GPU read 51 GB/s from a table of 512 MB, but only 7 GB/s from 27 GB.
+From the latter, 15 host threads gathered and sent 24 GB/s, or 32 GB/s in ascending order of rows. Plain
+copies over PCIe reach 54 GB/s.
 """
 
 from __future__ import annotations
@@ -20,45 +21,45 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index
 
-#: Bytes that are sent at a time: of 256 KiB to 4 MiB this was the fastest, by up to a quarter.
+#: Number of bytes that are sent at a time: the fastest size between 256 KiB and 4 MiB, by up to a quarter.
 _PIECE = 2**20
 _MOST_THREADS = 32
-#: Rows, and bytes of rows, that are gathered in the trial.
+#: Largest number of rows, and of bytes, that are gathered in a trial.
 _TRIAL_ROWS, _TRIAL_BYTES = 2**18, 2**26
-#: In place of a row's number; sorts after all others.
+#: Placeholder for rows that are not needed; it sorts after all row numbers.
 _LAST = 2**63 - 1
 
 _local = threading.local()
 
 
 def threads_of_host() -> int:
-    """Those that gather: for all cores but one, shared with the machine's other processes of a launcher."""
+    """Number of gathering threads: one per core, except one core; divided among the launcher's processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(max(cores // max(processes, 1) - 1, 1), _MOST_THREADS)
 
 
 class Gather:
-    """Rows that are on their way.
+    """A gather in progress.
 
     Args:
-        sending: done when all pieces are enqueued.
-        sent: the event behind them.
-        device: where they go.
+        sending: future that is done when all pieces are enqueued.
+        sent: event that is recorded after the last piece.
+        device: device that gets the rows.
     """
 
     def __init__(self, sending: Future[None], sent: torch.cuda.Event, device: torch.device) -> None:
         self._sending, self._sent, self._device = sending, sent, device
 
     def wait(self) -> None:
-        """Makes the current stream wait for them, and the host until the last are under way."""
+        """Makes the current stream wait for the rows, and the host until the last piece is enqueued."""
         self._sending.result()
         torch.cuda.current_stream(self._device).wait_event(self._sent)
 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[list[Gather]]:
-    """Rows that this thread gathers in this context are there after the waits of what the list then holds."""
+    """Within this context, gathers of this thread do not wait; call ``wait`` on each item of the list."""
     before, gathers = getattr(_local, "gathers", None), list[Gather]()
     _local.gathers = gathers
     try:
@@ -78,18 +79,19 @@ class HostRows:
         self._device = device
         self._threads = threads_of_host()
         self._stream = torch.cuda.Stream(device)
-        # One gather at a time, which uses all threads.
+        # A single worker, because each gather already uses all threads.
         self._worker = ThreadPoolExecutor(1, "fastsparse-rows")
-        #: Page-locked memory, and the events after which it may be written: one is filled, one is sent.
+        #: Page-locked buffers with the events after which they may be overwritten. One is filled while the
+        #: other is sent.
         self._staging: list[tuple[Tensor, torch.cuda.Event]] = []
 
     def take(self, table: Tensor, index: Tensor, *, defers: bool = True) -> Tensor:
-        """Rows of a contiguous table on the CPU, on the device.
+        """Gathers rows of a contiguous table on the CPU; the result is on the device.
 
         Args:
             table: (N, ...).
             index: int64, on the device.
-            defers: whether `deferred` counts.
+            defers: whether to return without waiting within `deferred`.
         """
         out = torch.empty(index.numel(), *table.shape[1:], dtype=table.dtype, device=self._device)
         if out.numel():
@@ -99,16 +101,16 @@ class HostRows:
     def complete(
         self, table: Tensor, index: Tensor, out: Tensor, lacks: Tensor | None, *, defers: bool = True
     ) -> None:
-        """As `take`, into a result that may have some of the rows already.
+        """Like `take`, but writes into a result that may have some of the rows already.
 
         Args:
             table: (N, ...).
             index: int64 (M,), on the device.
             out: (M, ...), on the device.
-            lacks: bool (M,), which rows are to come; None: all.
-            defers: whether `deferred` counts.
+            lacks: which rows are missing, bool (M,); None: all.
+            defers: whether to return without waiting within `deferred`.
         """
-        # In ascending order, which the host gathers faster, followed by the rows that are on the device.
+        # Missing rows first, in ascending order, because the host gathers them faster in this order.
         order = index if lacks is None else index.masked_fill(lacks.logical_not(), _LAST)
         order, places = order.sort()
         numbers = torch.empty(index.numel() + 1, dtype=torch.int64, pin_memory=True)
@@ -137,11 +139,11 @@ class HostRows:
         known: torch.cuda.Event,
         sent: torch.cuda.Event,
     ) -> None:
-        """What the worker does."""
+        """Gathers and sends the rows, in the worker thread."""
         known.synchronize()
-        self._stream.wait_event(known)  # until then, other work may use the memory of the result
+        self._stream.wait_event(known)  # before that, earlier work may still use the memory of the result
         count = int(numbers[-1])
-        # In inference mode, all tensors may be written to, wherever they were created.
+        # In inference mode, both ordinary and inference tensors may be written to.
         with torch.cuda.stream(self._stream), torch.inference_mode():
             if count:
                 rows = out.new_empty(count, *out.shape[1:])
@@ -169,7 +171,7 @@ class HostRows:
         self._staging.append((staging, empty))
 
     def _workspace(self, size: int) -> Tensor:
-        """Page-locked memory that nothing is sent from any more."""
+        """Page-locked memory that is no longer being sent."""
         if len(self._staging) == 2:
             memory, empty = self._staging.pop(0)
             empty.synchronize()
@@ -178,17 +180,19 @@ class HostRows:
         return torch.empty(size + size // 8, dtype=torch.uint8, pin_memory=True)
 
     def rate(self, table: Tensor) -> float:
-        """Bytes per second of random rows, measured."""
+        """Measures at how many bytes per second random rows are gathered and sent."""
         return measured_rate(lambda index: self.take(table, index, defers=False), table, self._device)
 
 
 def measured_rate(take: Callable[[Tensor], Tensor], table: Tensor, device: torch.device) -> float:
-    """Bytes per second of random rows of a table, the fastest time: the first ones set memory aside.
+    """Measures the rate for random rows of a table, in bytes per second.
+
+    It takes the fastest of several trials, because the first ones allocate memory.
 
     Args:
-        take: gives rows by their numbers.
+        take: function that gathers rows.
         table: (N, ...), not empty.
-        device: where numbers are and rows are wanted.
+        device: device of the index and of the rows.
     """
     count = max(min(_TRIAL_ROWS, _TRIAL_BYTES // max(table[0].nbytes, 1)), 1)
     seconds = []

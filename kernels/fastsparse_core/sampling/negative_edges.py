@@ -1,4 +1,4 @@
-"""Negative samples: pairs of nodes without an edge, in a fixed number and without a wait for the device."""
+"""Negative samples: a fixed number of node pairs without an edge, drawn without waiting for the device."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def negative_edges(
 
     The pairs are numbered row by row, :math:`p = i n + j` with :math:`n` sources. If the edges are
     :math:`e_0 < e_1 < \dots`, the :math:`k`-th pair without an edge is
-    :math:`k + |\{m : e_m - m \le k\}|`, which one binary search finds. So every draw is exact, nothing is
-    rejected, and the host reads nothing: the call can be part of a captured step. The sorted numbers (8 bytes
-    an edge) are built in the first call and kept with the structure.
+    :math:`k + |\{m : e_m - m \le k\}|`, which one binary search finds. So every draw is exact, no sample is
+    rejected, and the host does not wait for the device: the call can be part of a captured step. The sorted
+    numbers (8 bytes per edge) are built in the first call and cached with the structure.
 
     Args:
         adj: the edges to avoid.
         count: number of pairs; not together with `dst`.
-        dst: int64 (count,). One pair is drawn for each of these destinations, as for the positives of a BPR
-            loss. They must be in range: on a GPU they are not checked.
-        self_loops: whether pairs (i, i) may be drawn. By default only if ``adj.num_dst != adj.num_src``,
-            where equal numbers are different nodes.
-        generator: of random numbers, on the structure's device.
+        dst: destinations, int64 (count,). One pair is drawn for each of them, as a BPR loss needs it for its
+            positive pairs. On a GPU, it is not checked that they are in range.
+        self_loops: whether pairs (i, i) may be drawn. By default only if ``adj.num_dst != adj.num_src``: then
+            sources and destinations are different nodes.
+        generator: generator of random numbers, on the structure's device.
 
     Returns:
         int64 (2, count), an ``edge_index``: sources, then destinations.
 
     Raises:
-        TypeError: neither or both of `count` and `dst` are given, or `dst` is no int64 tensor.
+        TypeError: neither or both of `count` and `dst` are given, or `dst` is not an int64 tensor.
         ValueError: there is no pair to draw (for one of the destinations, if `dst` is given), or a number is
             out of range.
 
@@ -82,14 +82,14 @@ def _checked(adj: Adjacency, dst: Tensor) -> Tensor:
 
 
 class _Pairs(NamedTuple):
-    """Pairs of nodes without an edge.
+    """Numbers of node pairs without an edge ("free pairs").
 
     Attributes:
-        skipped: int64 (E,), for every edge how many pairs without an edge are in front of it.
-        before: int64 (num_dst,), how many are in front of every row.
-        free: float64 (num_dst,), how many every row has.
-        total: how many there are.
-        some_row_is_full: whether a row has none.
+        skipped: for every edge, the number of free pairs before it, int64 (E,).
+        before: for every row, the number of free pairs before it, int64 (num_dst,).
+        free: for every row, its number of free pairs, float64 (num_dst,).
+        total: number of free pairs.
+        some_row_is_full: whether some row has no free pair.
     """
 
     skipped: Tensor
@@ -99,7 +99,7 @@ class _Pairs(NamedTuple):
     some_row_is_full: bool
 
     def of_rows(self, dst: Tensor, generator: torch.Generator | None) -> Tensor:
-        """One pair of each of these rows, by its number among the pairs without an edge."""
+        """Draws one free pair of each of these rows; returns its number among the free pairs."""
         if self.some_row_is_full:
             raise ValueError(
                 "dst: expected destinations with a pair to draw, but some node of adj has an edge from every "
@@ -110,7 +110,7 @@ class _Pairs(NamedTuple):
 
 
 def _pairs_without_edge(adj: Adjacency, self_loops: bool) -> _Pairs:
-    """Found once for every structure."""
+    """The free pairs of a structure, computed once and cached."""
     key = ("negative_edges", self_loops)
     found: _Pairs | None = adj.plans.get(key)
     if found is None:

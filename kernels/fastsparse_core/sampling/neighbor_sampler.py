@@ -1,4 +1,4 @@
-"""Neighbour sampling: the neighbours and nodes of a batch."""
+"""NeighborSampler: samples the nodes and edges of mini-batches."""
 
 from __future__ import annotations
 
@@ -21,32 +21,34 @@ class NeighborSampler:
     r"""Samples neighbours hop by hop, starting from seed nodes; on the GPU or in C++ threads.
 
     Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
-    section 3.1. Each row of the structure has the possible sources of one destination. A node's neighbours
-    are sampled once, in the hop after the one that added the node. Without replacement, all sets of
-    neighbours are equally likely; with weights, neighbours are drawn one after the other, each with a
-    probability in proportion to its weight among those left. The same random seed gives the same batch on the
-    CPU and on GPUs. With weights, batches may differ, because logarithms are rounded differently.
+    section 3.1. The neighbours of a destination are the sources in its row of the structure. A node's
+    neighbours are sampled once, in the hop after the one that added the node. Without replacement, all sets
+    of neighbours are equally likely. With weights, neighbours are drawn one after the other; each draw
+    chooses among the remaining neighbours in proportion to their weights. The same random seed gives the same
+    batch on the CPU and on GPUs. With weights, batches may differ, because logarithms are rounded
+    differently.
 
-    On a GPU, the host reads the sizes of a batch once, at the end. Batches with more than 2^23 possible
-    edges, and batches of all neighbours of many nodes, are sampled in parts, with one or two reads for each
-    part.
+    On a GPU, the host waits for the device once per batch, at the end, to read its sizes. Batches with more
+    than 2^23 possible edges, and batches of all neighbours of many nodes, are sampled in parts; the host
+    waits once or twice for each part.
 
     Args:
-        graph: in-edges: an :class:`Adjacency` whose rows are destinations, square; or a dict of them by edge
+        graph: a square :class:`Adjacency` whose rows are destinations; or a dict of such structures by edge
             type ``(source, name, destination)``.
-        fanouts: neighbours per hop, starting with the hop at the seeds; -1 for all. Or a dict by edge type;
-            edge types that are missing in it are not sampled.
-        replace: whether a neighbour may be drawn again.
+        fanouts: number of neighbours per hop, starting at the seeds; -1: all. Or a dict of such lists by edge
+            type; edge types that are not in the dict are not sampled.
+        replace: whether to draw with replacement.
         weight: one number per edge in the caller's order, a tensor or a dict by edge type. Neighbours are
             drawn in proportion to it, and never with weight 0.
-        disjoint: whether every seed gets a subgraph of its own that shares no nodes with the others.
-        induced: return all edges between the batch's nodes, not only the sampled ones.
-        blocks: return a block per hop; in each hop, all nodes of earlier hops are sampled again.
-        num_nodes: number of nodes by node type, for types without edges.
+        disjoint: whether every seed gets its own subgraph, which shares no nodes with the others.
+        induced: whether to return all edges between the batch's nodes, not only the sampled ones.
+        blocks: whether to return a block per hop. In each hop, neighbours of all nodes of earlier hops are
+            sampled again.
+        num_nodes: number of nodes by node type; needed for types without edges.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: fan-outs, weights or sizes are not as above.
+        TypeError: an argument has another type.
+        ValueError: fan-outs, weights or sizes do not fit the graph.
 
     Examples:
         >>> import torch
@@ -91,7 +93,7 @@ class NeighborSampler:
                 ``torch.manual_seed`` makes batches repeatable.
 
         Raises:
-            TypeError: ``seeds`` are no integers.
+            TypeError: ``seeds`` are not integers.
             ValueError: an id is not in the graph, a node type is unknown, or the batch is too large.
         """
         return self.start(seeds, seed=seed).finish()
@@ -112,7 +114,7 @@ class NeighborSampler:
         A graph without types has the single type ``""``.
 
         Args:
-            count: how many of each type, at most.
+            count: largest number of nodes of each type.
         """
         graph = self.graph
         edges = [torch.zeros(size, dtype=torch.int32, device=self.device) for size in graph.num_nodes]
@@ -124,7 +126,7 @@ class NeighborSampler:
         return {name: of.topk(min(count, of.numel()), sorted=False).indices for name, of in pairs}
 
     def _check_seeds(self, seeds: Tensor | Mapping[str, Tensor]) -> list[Tensor]:
-        """Seeds of every node type, by number."""
+        """Checks the seeds and moves them to the device; returns one tensor per node type."""
         if isinstance(seeds, Tensor):
             if self.graph.is_hetero:
                 raise TypeError(

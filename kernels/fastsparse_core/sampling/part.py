@@ -1,4 +1,4 @@
-"""Hops of a batch that are drawn without waiting: what is planned of them, and how they are enqueued."""
+"""Part of a batch: hops that are planned on the host and then enqueued without waiting for the device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fastsparse_core.sampling.relations import ALL, Graph, Relation
 
 #: Slots and nodes are numbered in 31 bits.
 LIMIT = 2**31
-#: Places of the table per node, at least; then up to the next power of two.
+#: Smallest number of table places per node; the table's size is rounded up to a power of two.
 _ROOM = 1.5
 _MOST_TILES = 1024
 
 
 class Layout(NamedTuple):
-    """How batches are drawn, see `NeighborSampler`."""
+    """Options of `NeighborSampler`."""
 
     replace: bool
     disjoint: bool
@@ -30,14 +30,14 @@ class Layout(NamedTuple):
 
 
 class Size(NamedTuple):
-    """A number that the device knows: its place among the sizes, and a bound."""
+    """A number that only the device knows: its position among the sizes, and an upper bound."""
 
     place: int
     most: int
 
 
 class Output:
-    """Edges of steps, one after the other."""
+    """Sampled edges of several steps, concatenated."""
 
     def __init__(self, zero: Size) -> None:
         self.end = zero  # number of edges so far
@@ -45,8 +45,8 @@ class Output:
         self.place = self.row = self.edge_id = torch.empty(0)
 
     def allocate(self, device: torch.device) -> None:
-        """Sets memory aside for as many as there may be."""
-        with torch.inference_mode(False):  # they may become results of the caller
+        """Allocates memory for the largest possible number of edges."""
+        with torch.inference_mode(False):  # the tensors may be returned to the caller
             self.place, self.row = (
                 torch.empty(self.most, dtype=torch.int32, device=device) for _ in range(2)
             )
@@ -54,7 +54,7 @@ class Output:
 
 
 class Known(NamedTuple):
-    """Numbers that the device knows while it runs a step: of rows, sources and edges."""
+    """Ranges of rows, source nodes and edges of a step, which only the device knows."""
 
     first: Size
     end: Size
@@ -65,9 +65,9 @@ class Known(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A hop of one edge type, as planned."""
+    """The planned sampling of one edge type in one hop."""
 
-    number: int  # of the relation
+    number: int  # number of the relation
     relation: Relation
     hop: int
     fanout: int
@@ -78,23 +78,23 @@ class Step(NamedTuple):
 
 
 class Part:
-    """Hops that run together."""
+    """Hops that are enqueued together."""
 
     def __init__(self) -> None:
-        self.sizes = 2  # the first says that a node is not in the graph, the second is always 0
+        self.sizes = 2  # the first shows whether a seed is not in the graph, the second is always 0
         self.zero = Size(1, 0)
         self.steps: list[Step] = []
-        self.outputs: dict[tuple[int, int], Output] = {}  # by number of the relation, and hop if blocks
-        self.ends: list[list[Size]] = []  # numbers of nodes of every type after every hop
+        self.outputs: dict[tuple[int, int], Output] = {}  # by (number of the relation, hop of the block or 0)
+        self.ends: list[list[Size]] = []  # after every hop, the number of nodes of every type
         self.slots = 0
-        # Once it runs:
+        # Set by `enqueue`:
         self.lists: list[tuple[Tensor, Tensor | None]] = []  # ids, and seeds of disjoint sampling, by type
         self.table = self.values = self.read = torch.empty(0)
         self.node_table: Any = None
         self.event: torch.cuda.Event | None = None
 
     def size(self, most: int) -> Size:
-        """One number more that the device will know."""
+        """Adds a number that the device will compute."""
         self.sizes += 1
         return Size(self.sizes - 1, most)
 
@@ -103,10 +103,10 @@ class Nodes:
     """The batch's nodes of one type so far.
 
     Attributes:
-        ids: in the graph.
-        seed_of: of disjoint sampling.
-        begin: the first that the last hop added.
-        counts: added by every hop.
+        ids: ids in the graph.
+        seed_of: for disjoint sampling, the seed of every node's subgraph; otherwise None.
+        begin: position of the first node that the last hop added.
+        counts: number of nodes that every hop added, starting with the seeds.
     """
 
     def __init__(self, seeds: Tensor) -> None:
@@ -125,16 +125,16 @@ def enqueue(
     end: Sequence[Size],
     seed: int,
 ) -> None:
-    """Sets memory for a part aside, by bounds, and draws it; does not wait for a GPU.
+    """Allocates memory for a part by its upper bounds and enqueues its sampling; does not wait for a GPU.
 
     Args:
-        part: as planned; gets what the rest of the attributes say.
-        graph: where to draw.
-        layout: how.
-        nodes: the batch's so far, by type.
-        begin: the nodes that the first hop is about, by type: the first one, and the one behind the last.
-        end: how many nodes there will be, by type.
-        seed: of the random numbers.
+        part: the planned part, whose remaining attributes are set.
+        graph: the graph to sample from.
+        layout: options of the sampler.
+        nodes: the batch's nodes so far, by type.
+        begin: the range of nodes that the first hop samples from, by type: (first, one past the last).
+        end: number of nodes after the part, by type.
+        seed: seed of the random numbers.
 
     Raises:
         ValueError: the batch may have too many nodes.
@@ -211,7 +211,7 @@ def enqueue(
 
 
 def _buffer(nodes: Nodes, most: int) -> tuple[Tensor, Tensor | None]:
-    """Memory for the nodes there are and those that come."""
+    """Memory for the nodes of a type after a part, which begins with the present nodes."""
     count = nodes.ids.numel()
     ids = nodes.ids.new_empty(most)
     ids[:count] = nodes.ids
@@ -223,9 +223,9 @@ def _buffer(nodes: Nodes, most: int) -> tuple[Tensor, Tensor | None]:
 
 
 def _make_table(part: Part, layout: Layout, graph: Graph, most_nodes: int) -> None:
-    """Where nodes find their numbers."""
+    """Makes the table that maps nodes of the graph to their numbers in the batch."""
     bits = max(int(_ROOM * most_nodes).bit_length(), 8)
-    # A place for every node where that takes no more memory than a table with keys, 3 words a place.
+    # One place per node of the graph, unless a hash table with keys (3 words per place) takes less memory.
     has_keys = layout.disjoint or sum(graph.num_nodes) > 3 << bits
     num_places = 1 << bits if has_keys else sum(graph.num_nodes)
     if num_places >= LIMIT:
@@ -242,7 +242,7 @@ def _make_table(part: Part, layout: Layout, graph: Graph, most_nodes: int) -> No
 
 
 def _scratch(part: Part, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the steps on a GPU use one after the other: a row's first slot, slots, counts of tiles."""
+    """Scratch memory that all steps on a GPU use in turns: first slots of rows, slots, counts of tiles."""
     steps = part.steps if device.type == "cuda" else []
     most_rows = max((step.known.end.most + 1 for step in steps if step.fanout == ALL), default=0)
     most_slots = max((step.most_slots for step in steps), default=0)

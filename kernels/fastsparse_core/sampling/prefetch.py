@@ -1,4 +1,4 @@
-"""The next batches, prepared during the step."""
+"""Prepares the next batches during the training step."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def prefetched(
 
     Args:
         items: the inputs of the batches, such as indices of seeds.
-        start: starts to sample a batch; must not wait for the device.
-        finish: completes it.
-        stream: where both run; None: on the caller's stream, one batch at a time.
+        start: function that starts to sample a batch; it must not wait for the device.
+        finish: function that completes a batch.
+        stream: stream on which both run; None: the caller's stream, one batch at a time.
         reads_rows: whether ``finish`` reads the rows of a `FeatureTable`. If it only passes them on, host
             threads may gather them during the step.
 

@@ -1,4 +1,4 @@
-"""A graph as the sampler draws from it: edge types with fan-outs and weights, node types by number."""
+"""The sampler's form of a graph: edge types with fan-outs and weights, and numbered node types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 #: (source node type, name, destination node type)
 EdgeType = tuple[str, str, str]
-#: Names in a graph of one type.
+#: Names of the node type and the edge type in a graph without types.
 ONLY_NODES = ""
 ONLY_EDGES: EdgeType = ("", "", "")
 
@@ -29,15 +29,15 @@ class Relation:
     """One edge type.
 
     Attributes:
-        name: of the edge type.
-        adjacency: its edges, rows are destinations.
-        src: number of the sources' type.
-        dst: number of the destinations' type.
-        fanouts: neighbours per hop, -1 for all.
-        weight: float32 (num_edges,) in the order of the entries; None: all alike.
-        weight_sum: float64 (num_edges + 1,), of sampling with replacement: sums of the weights, each divided
-            by the greatest of its row, before every entry.
-        most_entries: of a row.
+        name: name of the edge type.
+        adjacency: its edges; rows are destinations.
+        src: number of the sources' node type.
+        dst: number of the destinations' node type.
+        fanouts: number of neighbours per hop, -1 for all.
+        weight: weights in the order of the entries, float32 (num_edges,); None: all equal.
+        weight_sum: for sampling with replacement, exclusive prefix sums of the weights, each divided by the
+            largest weight of its row, float64 (num_edges + 1,).
+        most_entries: largest number of entries in a row.
     """
 
     name: EdgeType
@@ -50,7 +50,7 @@ class Relation:
     most_entries: int
 
     def most_slots(self, hop: int) -> int:
-        """How many edges a destination may have in a hop."""
+        """Largest number of edges that a destination can get in a hop."""
         fanout = self.fanouts[hop]
         return self.most_entries if fanout == ALL else fanout
 
@@ -60,12 +60,12 @@ class Graph:
     """All edge types.
 
     Attributes:
-        relations: in the order in which they are drawn from.
-        node_types: names, by number.
-        num_nodes: of every type.
-        is_hetero: whether the caller gave types.
-        num_hops: number of fan-outs.
-        device: where the graph is.
+        relations: edge types, in the order of sampling.
+        node_types: names of the node types, by number.
+        num_nodes: number of nodes of every type.
+        is_hetero: whether the caller's graph has types.
+        num_hops: number of hops.
+        device: device of the graph.
     """
 
     relations: list[Relation]
@@ -84,7 +84,7 @@ def make_graph(
     *,
     replace: bool,
 ) -> Graph:
-    """Checks what the sampler is given; see `NeighborSampler`."""
+    """Checks the arguments of `NeighborSampler` and converts them to a Graph."""
     is_hetero = not isinstance(graph, Adjacency)
     edge_types = _by_type("graph", graph, Adjacency)
     if not is_hetero and num_nodes is not None:
@@ -134,9 +134,10 @@ def make_graph(
 
 
 def in_huge_pages(*tensors: Tensor | None) -> None:
-    """Moves what the CPU reads at random into huge pages, where it stays at its address.
+    """Moves tensors that the CPU reads at random into huge pages; their addresses do not change.
 
-    Columns of 500 MB take a thread 0.9 s, once, and their batches of a million edges 20 % less time.
+    For columns of 500 MB this takes one thread 0.9 s, once. Batches of a million edges then take 20 % less
+    time.
     """
     for tensor in tensors:
         if tensor is not None and tensor.device.type == "cpu":
@@ -164,16 +165,16 @@ def checked_fanouts(
     edge_types: list[EdgeType],
     argument: str = "fanouts",
 ) -> dict[EdgeType, tuple[int, ...]]:
-    """Fan-outs of every edge type; those that a dict does not name have none.
+    """Checks fan-outs; returns those of every edge type, which are 0 for types that a dict does not have.
 
     Args:
-        fanouts: of every hop; by edge type too.
-        edge_types: of the graph.
-        argument: the caller's name of the fan-outs.
+        fanouts: number of neighbours per hop, or a dict of such lists by edge type.
+        edge_types: edge types of the graph.
+        argument: name of the caller's argument.
 
     Raises:
-        TypeError: not a list, or a dict of lists.
-        ValueError: no numbers of neighbours, or not as many for every edge type.
+        TypeError: the fan-outs are not a list or a dict of lists.
+        ValueError: a fan-out is not a number of neighbours, or edge types have different numbers of hops.
     """
     if not isinstance(fanouts, Mapping):
         fanouts = dict.fromkeys(edge_types, fanouts)
@@ -211,7 +212,7 @@ def checked_fanouts(
 
 
 def _entry_weight(weight: Tensor, adjacency: Adjacency) -> Tensor:
-    """Weights in the order of the entries."""
+    """Checks weights and returns them in the order of the entries."""
     if weight.dim() != 1 or weight.numel() != adjacency.num_values:
         raise ValueError(
             f"weight: expected one number per edge, shape ({adjacency.num_values},), "
@@ -226,7 +227,10 @@ def _entry_weight(weight: Tensor, adjacency: Adjacency) -> Tensor:
 
 
 def _weight_sum(weight: Tensor, adjacency: Adjacency) -> Tensor:
-    """Summed on the CPU, so that devices draw alike. Rows of tiny weights are as precise as others."""
+    """Prefix sums of the weights, computed on the CPU so that all devices sample the same batches.
+
+    Each weight is divided by the largest of its row, so rows of tiny weights are as precise as others.
+    """
     row, weight = adjacency.row().long().cpu(), weight.double().cpu()
     greatest = torch.zeros(adjacency.num_dst, dtype=torch.float64).scatter_reduce_(0, row, weight, "amax")
     sums = torch.zeros(weight.numel() + 1, dtype=torch.float64)

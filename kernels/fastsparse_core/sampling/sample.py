@@ -1,4 +1,4 @@
-"""What neighbour sampling returns."""
+"""Results of neighbour sampling."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Edges:
 
     @property
     def has_structure(self) -> bool:
-        """Whether `adjacency` can be made."""
+        """Whether `adjacency` can be built."""
         return True
 
     @property
@@ -62,7 +62,7 @@ class Edges:
 
     @functools.cached_property
     def adjacency(self) -> Adjacency:
-        """The edges as a structure, built without reading from the device or checking them again."""
+        """The edges as a structure; building it neither waits for the device nor checks the edges."""
         device, (num_dst, _) = self.col.device, self.shape
         with torch.inference_mode(False):
             rowptr = torch.empty(num_dst + 1, dtype=torch.int64, device=device)
@@ -87,14 +87,14 @@ class Edges:
 
     @property
     def rowptr(self) -> Tensor:
-        """int64 (num_dst + 1,), the range of edges of every destination."""
+        """Row pointers, int64 (num_dst + 1,): the range of edges of every destination."""
         return self.adjacency.rowptr
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Edges:
-        """The same edges on another device, and their structure.
+        """Copies the edges and their structure to another device.
 
         Args:
-            device: the target.
+            device: target device.
             non_blocking: as in :meth:`torch.Tensor.to`.
         """
         moved = {
@@ -113,14 +113,15 @@ class Sample:
     For a graph with several types, the fields are dicts by node type or by edge type.
 
     Attributes:
-        nodes: int64, ids of the batch's nodes in the graph: first the seeds as they were given, then the new
+        nodes: int64, ids of the batch's nodes in the graph: first the seeds in the given order, then the new
             nodes of every hop, each once.
         seed_of: int32, with ``disjoint``: number of the seed whose subgraph a node belongs to; otherwise
             None.
         num_nodes: number of nodes of every hop; the first is the number of seeds.
         edges: :class:`Edges` between these nodes; None with ``blocks``.
-        blocks: with ``blocks``: :class:`Edges` of every hop, starting at the seeds; otherwise None.
-            Destinations are the nodes of the hops before; sources are these and the nodes that the hop added.
+        blocks: with ``blocks``: :class:`Edges` of every hop, starting at the seeds; otherwise None. The
+            destinations of a block are the nodes of all earlier hops (at first, the seeds). Its sources are
+            these nodes and those that the hop added.
 
     Example:
         >>> import torch

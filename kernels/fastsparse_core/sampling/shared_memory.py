@@ -1,4 +1,4 @@
-"""Memory that the processes of a machine share: a table's rows over their GPUs, or one table on the host."""
+"""Tables that the processes of a machine share: rows divided over their GPUs, or one table on the host."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-#: Bytes of rows that are copied to a GPU at a time.
+#: Number of bytes that are copied to a GPU at a time.
 _BYTES_AT_ONCE = 2**26
-#: Where files are in memory.
+#: Folder whose files are in memory.
 _MEMORY_FILES = Path("/dev/shm")
 
 
 def check_processes(table: Tensor) -> None:
-    """Refuses what cannot be shared. Collective.
+    """Raises an error if the processes cannot share a table. Collective.
 
     Args:
-        table: to be shared.
+        table: the table to share.
 
     Raises:
         ValueError: there are no processes, they are on several machines, or they have different tables.
@@ -50,18 +50,18 @@ def check_processes(table: Tensor) -> None:
 
 
 def divided_rows(table: Tensor, device: torch.device) -> tuple[Tensor, list[Any]]:
-    """A table's rows over the GPUs of all processes: row i is row i // P of process i % P. Collective.
+    """Divides a table over the GPUs of P processes: row i is row i // P of process i % P. Collective.
 
     Args:
         table: (N, ...) on the CPU.
         device: this process's GPU.
 
     Returns:
-        the rows of this process; the memory of every process, in the order of their ranks, which must be kept
-        as long as it is read.
+        The rows of this process, and the memory of every process, by rank. Keep the latter as long as it is
+        read.
 
     Raises:
-        ValueError: the GPU cannot read another one's memory.
+        ValueError: the GPU cannot read the memory of another process's GPU.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     num_own = len(range(rank, table.size(0), size))
@@ -86,14 +86,14 @@ def divided_rows(table: Tensor, device: torch.device) -> tuple[Tensor, list[Any]
             )
         if other == rank or shared is None:
             storages.append(own)
-        else:  # for this process's GPU, which the runtime then lets read the other's memory
+        else:  # opened on this process's GPU, so that it can read the other GPU's memory
             storages.append(torch.UntypedStorage._new_shared_cuda(device.index, *shared[1:]))
     dist.barrier()  # no process may end until all have opened it
     return part, storages
 
 
 def mapped_table(table: Tensor) -> Tensor:
-    """A copy of a table that all processes have in the same memory. Collective.
+    """Makes one copy of a table, which all processes map. Collective.
 
     Args:
         table: (N, ...) on the CPU.
@@ -112,18 +112,18 @@ def mapped_table(table: Tensor) -> Tensor:
     copy[rank::size] = table[rank::size]
     dist.barrier()
     if rank == 0:
-        os.unlink(path)  # the memory is free when no process maps it any more
+        os.unlink(path)  # the memory is freed when the last process unmaps it
     return copy
 
 
 def _all_gathered(thing: Any) -> list[Any]:
-    """What every process gives, in the order of their ranks."""
+    """The objects of all processes, by rank. Collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, thing)
     return found
 
 
 def _boot_id() -> str:
-    """Tells machines of one name apart."""
+    """Id of the machine's boot, which distinguishes machines with the same host name."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text() if path.is_file() else ""

@@ -1,1 +1,1 @@
-"""What a graph is: its edges, whatever was derived from them, and what it was found to be."""
+"""Structures of sparse graphs, and the data derived from them."""

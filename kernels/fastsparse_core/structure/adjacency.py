@@ -1,4 +1,4 @@
-"""The structure of a sparse graph: immutable, without values, with everything derived from it built once."""
+"""The structure of a sparse graph: immutable, without values; everything derived from it is built once."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from fastsparse_core.structure.storage import Storage, move
 
 _T = TypeVar("_T")
 
-#: Not a WeakValueDictionary, whose look-ups take the host five times as long.
+#: Not a WeakValueDictionary, because its look-ups take five times as long.
 _registry: dict[int, weakref.ref[Adjacency]] = {}
 _next_handle = itertools.count(1)
-#: Number of entries up to which a structure is transposed without checking first whether it is symmetric.
+#: Structures with at most this number of entries are transposed without checking for symmetry first.
 _FEW_ENTRIES = 2**22
-#: Number of entries above which a structure caches only what was requested.
+#: Structures with more entries than this cache only requested results, to save memory.
 _MANY_ENTRIES = 2**28
 
 
@@ -54,12 +54,12 @@ class Adjacency(Storage):
         edge_id: position of every entry in the caller's edge order, int64 (num_edges,); None: entries are in
             that order.
         num_values: see the attributes; None: one per entry.
-        num_given: number of edges that the caller gave; None: ``num_values``.
+        num_given: number of the caller's edges; None: ``num_values``.
         loop_edge: for inserted self loops, the edges that they replaced.
-        merge: for merged edges, which edge went into which.
+        merge: for merged edges, pairs (caller's edge, merged edge).
 
     Attributes:
-        rowptr: int64 (num_dst + 1,), the range of entries of every row.
+        rowptr: int64 (num_dst + 1,); row i has the entries ``rowptr[i]`` to ``rowptr[i + 1] - 1``.
         col: int32 (num_edges,), the source of every entry.
         shape: (num_dst, num_src).
         num_dst: number of rows.
@@ -70,7 +70,7 @@ class Adjacency(Storage):
             ``"minhash"``: similar rows; ``"auto"``: similar rows if rows have 8 entries or more and this
             saves at least 10 % of the vectors. The order of features, edge values and results does not
             change.
-        handle: number by which operators find this object.
+        handle: number under which PyTorch operators find this object.
 
     Example:
         >>> import torch
@@ -80,9 +80,9 @@ class Adjacency(Storage):
         (tensor([0, 2, 2, 3]), tensor([1, 2, 0], dtype=torch.int32))
     """
 
-    #: Whether it is one rank's part of a graph (:class:`fastsparse_core.distributed.PartitionedAdjacency`).
+    #: Whether this is one rank's part of a graph (:class:`fastsparse_core.distributed.PartitionedAdjacency`).
     is_partitioned: ClassVar[bool] = False
-    #: Whether replays of a CUDA graph rebuild it for other edges (``fresh_adjacency.FreshAdjacency``).
+    #: Whether replays of a CUDA graph rebuild the structure for other edges (``FreshAdjacency``).
     is_padded: ClassVar[bool] = False
 
     def __init__(
@@ -98,7 +98,7 @@ class Adjacency(Storage):
         merge: tuple[Tensor, Tensor] | None = None,
         group_rows: Method = "auto",
     ) -> None:
-        """Wraps checked tensors as they are; the ``from_*`` constructors check and convert."""
+        """Wraps tensors without checks; the ``from_*`` constructors check and convert."""
         self.rowptr = rowptr
         self.col = col
         self.shape = shape
@@ -113,8 +113,9 @@ class Adjacency(Storage):
     def _start(self) -> None:
         self.num_dst, self.num_src = self.shape
         self._built = BuiltOnce()
-        self._of_rows = BuiltOnce()  # what depends on rowptr alone; its incidence shares it
-        self._of_pattern = BuiltOnce()  # what depends on rowptr and col; a symmetric transpose shares both
+        self._of_rows = BuiltOnce()  # results that depend only on rowptr; shared with `incidence()`
+        # Results that depend on rowptr and col. The transpose of a symmetric structure shares both.
+        self._of_pattern = BuiltOnce()
         self._parent: weakref.ref[Adjacency] | None = None
         self.plans = {}
         self.usage = Usage()
@@ -140,9 +141,9 @@ class Adjacency(Storage):
     ) -> Adjacency:
         """Builds the structure from an edge list in any order.
 
-        Entries are sorted by (row, column). Edges that are sorted by row already, as samplers return them,
+        Entries are sorted by (row, column). Edges that are already sorted by row, for example from a sampler,
         keep their order within a row, which saves the sort and `edge_id`. The exception is a structure that
-        may equal its transpose: it needs sorted columns to share them.
+        may be symmetric: its columns are sorted too, so that its transpose can share its tensors.
 
         Args:
             row: destinations, int32 or int64 (E,).
@@ -151,9 +152,10 @@ class Adjacency(Storage):
             duplicates: ``"keep"`` stores repeated edges as often as they occur. ``"sum"`` stores each edge
                 once. Edge values then belong to the merged edges, sorted by (row, col), and
                 :meth:`coalesce_value` sums the caller's values.
-            self_loops: ``"append"`` adds a loop (i, i) for every i < min(shape) after the caller's edges;
-                ``"replace"`` first drops the caller's own loops; ``"replace_if_some"`` adds no loops if the
-                caller's edges have none (`has_inserted_loops`). Values: :meth:`extend_value`.
+            self_loops: ``"keep"`` changes nothing; ``"append"`` adds a loop (i, i) for every i < min(shape)
+                after the caller's edges; ``"replace"`` also drops the caller's own loops;
+                ``"replace_if_some"`` does the same, but only if the caller's edges have loops
+                (`has_inserted_loops` tells). For edge values, see :meth:`extend_value`.
             group_rows: ``"auto"``, ``"none"`` or ``"minhash"``, see :class:`Adjacency`.
 
         Raises:
@@ -197,10 +199,10 @@ class Adjacency(Storage):
             self._learn(rows.found)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a pickled structure, whose file may be damaged: kernels do not check what they read.
+        """Restores a pickled structure; checks it, because files may be damaged and kernels do not check.
 
         Raises:
-            ValueError: something is missing, or what :meth:`from_csr` checks does not hold.
+            ValueError: a part is missing, or a check of :meth:`from_csr` fails.
         """
         try:
             shape, group_rows, num_values = (
@@ -222,7 +224,7 @@ class Adjacency(Storage):
         self._take(rows, shape, group_rows)
 
     def _learn(self, found: Inspection) -> None:
-        """Keeps what was found out in the checks; of a large structure only what takes no memory."""
+        """Caches results of the checks; for a large structure, only those that take no memory."""
         if found.order is None:
             self.usage.scattered = 0
         if self.num_edges > _MANY_ENTRIES:
@@ -234,7 +236,7 @@ class Adjacency(Storage):
         if found.inv_sqrt_degree is not None:
             self._of_rows.results[("inv_sqrt_degree", torch.float32, 1)] = found.inv_sqrt_degree
         split = found.row_split
-        if self.col.is_cuda:  # otherwise nothing is cut, and no work list was requested
+        if self.col.is_cuda:  # on the CPU, rows are not cut into slices
             self._of_rows.results["has_short_rows"] = split is not None and split.num_slots == 0
         if split is not None:
             self._of_rows.results["row_split"] = split
@@ -251,14 +253,14 @@ class Adjacency(Storage):
         group_rows: Method = "auto",
         copy: bool = True,
     ) -> Adjacency:
-        """Builds the structure from compressed rows, and keeps the order within rows.
+        """Builds the structure from compressed rows; the order within rows does not change.
 
         Args:
             rowptr: int32 or int64 (num_dst + 1,), ascending from 0 to the number of edges.
             col: sources, int32 or int64 (num_edges,).
             shape: (num_dst, num_src).
-            edge_id: int32 or int64 (num_edges,), position of every entry in the caller's edge order, a
-                permutation; None: the stored order.
+            edge_id: position of every entry in the caller's edge order, a permutation, int32 or int64
+                (num_edges,); None: entries are in that order.
             group_rows: ``"auto"``, ``"none"`` or ``"minhash"``, see :class:`Adjacency`.
             copy: False: a contiguous int64 ``rowptr`` and a contiguous int32 ``col`` are used without a copy,
                 which saves half of the memory of a large graph. Do not write to them as long as the structure
@@ -309,32 +311,32 @@ class Adjacency(Storage):
         return "t" in self._built.results or (self._parent is not None and self._parent() is not None)
 
     def t(self, *, valued: bool = True) -> Adjacency:
-        """The transposed structure, with edge values in the same order; shares tensors if A is symmetric.
+        """The transposed structure, for the same edge values. It shares tensors if A is symmetric.
 
         Args:
-            valued: whether to keep its `edge_id`, which takes 4 bytes per edge. Only edge values need it. If
-                it is needed later, the edges are sorted again.
+            valued: whether to store `edge_id` of the transpose, which takes 4 bytes per edge. It is needed
+                only for edge values. If it was not stored and is needed later, the edges are sorted again.
         """
         parent = self._parent() if self._parent is not None else None
         found: Adjacency | None = parent or self._built.results.get(
             "t"
-        )  # checked here, because `get` would be one more call
+        )  # read here, which saves the call of `get`
         return found or self._built.get("t", lambda: self._transpose(valued))
 
     def keep_transpose(self, transposed: Adjacency) -> None:
-        """Stores a structure as the transpose; nothing else may use it.
+        """Stores a structure as the transpose of this one; it must have no other owner.
 
         Args:
             transposed: the structure.
         """
-        # One owns the other, not the other way round: owning both ways would be a cycle.
+        # This structure owns its transpose, which has only a weak reference back: no reference cycle.
         self._parent = None
         self._built.results["t"] = transposed
         transposed._parent = weakref.ref(self)
 
     def _transpose(self, valued: bool) -> Adjacency:
         if self.symmetric is None and self.num_edges > _FEW_ENTRIES:
-            self._look_at_entries()  # a pass over them, where the transpose is a sort
+            self._look_at_entries()  # one pass over the entries is cheaper than the sort of a transpose
         symmetric = self.symmetric if self.num_dst == self.num_src else False
         is_known = symmetric is not None
         if symmetric:
@@ -343,7 +345,7 @@ class Adjacency(Storage):
             colptr, row, order = transpose(self.rowptr, self.col, self.num_src)
         else:
             colptr, row = transpose_pairs(self.rowptr, self.col, self.num_src)
-        if not is_known:  # one read from the device for both
+        if not is_known:  # both comparisons wait for the device only once
             symmetric = bool((colptr == self.rowptr).all() & (row == self.col).all())
         self.symmetric = symmetric
         transposed = Adjacency(
@@ -371,9 +373,9 @@ class Adjacency(Storage):
         return transposed
 
     def _look_at_entries(self) -> None:
-        """Finds out whether there are loops, and whether it equals its transpose, which a checksum says.
+        """Finds out whether there are loops, and, with a checksum, whether the structure is symmetric.
 
-        The checksum takes another structure for a symmetric one with a chance of 2^-64.
+        The checksum wrongly reports symmetry with a probability of 2^-64.
         """
         if self.num_dst != self.num_src:
             self.symmetric = False
@@ -392,7 +394,7 @@ class Adjacency(Storage):
         return self.has_loops is False
 
     def _with_columns(self, col: Tensor, num_src: int) -> Adjacency:
-        """The same rows with other columns; values keep the order of this structure's own."""
+        """A structure with the same rows and other columns; the order of edge values does not change."""
         other = Adjacency(
             self.rowptr,
             col,
@@ -401,24 +403,25 @@ class Adjacency(Storage):
             num_values=self.num_values,
             group_rows="none",
         )
-        other._of_rows = self._of_rows  # cut into the same slices
+        other._of_rows = self._of_rows  # equal rows, so they are cut into the same slices
         return other
 
     def derived(self, key: Hashable, build: Callable[[], _T]) -> _T:
-        """Result of ``build()``, computed once and kept: for constants that layers derive from a structure.
+        """Result of ``build()``, computed once and cached: for constants that layers derive from a structure.
 
         Args:
-            key: name of the result; take one that no other module uses. Results must not be None.
-            build: called at most once, under a lock.
+            key: name of the result, which no other module may use.
+            build: function that computes the result, which must not be None. It is called at most once, under
+                a lock.
         """
         found: _T | None = self._built.results.get(("user", key))
         return self._built.get(("user", key), build) if found is None else found
 
     def incidence(self) -> Adjacency:
-        """The structure (num_dst, num_values) in which every edge is a source of its own destination.
+        """The structure (num_dst, num_values) whose sources are the edges, each with its destination.
 
-        An aggregation over it sums features of edges; a sampled product gives every edge one with its
-        destination.
+        With it, :func:`spmm` sums edge features per destination, and :func:`sddmm` computes the dot product
+        of every edge's features with those of its destination.
         """
 
         def build() -> Adjacency:
@@ -443,16 +446,17 @@ class Adjacency(Storage):
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether A equals its transpose. Builds it; rows with unsorted columns count as not symmetric."""
+        """Whether A equals its transpose. Builds the transpose; False if columns within rows are unsorted."""
         return self.t(valued=False).col is self.col
 
     def prepare(self, *, backward: bool = True) -> Adjacency:
         """Builds everything that the operators need, so that no later call has to; returns self.
 
-        Call it before ``torch.compile`` or the capture of a CUDA graph, which cannot build formats.
+        Call it before ``torch.compile`` and before capturing a CUDA graph: formats cannot be built inside
+        them.
 
         Args:
-            backward: also the transposed structure.
+            backward: whether to also build the transposed structure.
         """
         self.sort_slices()
         self.usage.scattered = None
@@ -461,7 +465,7 @@ class Adjacency(Storage):
         longest = lengths.edge_group_length(self.num_edges, self.num_dst, self.gpu)
         self.edge_group_structure(longest)
         if self.device.type == "cuda":
-            # These read what they need from the device, once.
+            # Reading these properties waits for the device once; later reads do not.
             groups = self.edge_groups(longest)
             groups.num_long, groups.num_longest, groups.longest  # noqa: B018
         if self.device.type == "cuda":
@@ -479,10 +483,10 @@ class Adjacency(Storage):
     # ---------------------------------------------------------------- devices
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Adjacency:
-        """The same structure on another device (self if it is there); derived structures are rebuilt.
+        """The same structure on another device (self if it is there already). Derived data are not copied.
 
         Args:
-            device: the target.
+            device: target device.
             non_blocking: as in :meth:`torch.Tensor.to`.
         """
         target = torch.empty(0, device=device).device
@@ -502,7 +506,7 @@ class Adjacency(Storage):
         """The same structure on a CUDA device.
 
         Args:
-            device: the target.
+            device: target device.
             non_blocking: as in :meth:`torch.Tensor.to`.
         """
         return self.to(device, non_blocking=non_blocking)
@@ -512,7 +516,7 @@ class Adjacency(Storage):
 
 
 def from_handle(handle: int) -> Adjacency:
-    """The living Adjacency with this handle.
+    """The Adjacency with this handle.
 
     Raises:
         RuntimeError: it was freed, for example between the forward and the backward pass of a compiled model.

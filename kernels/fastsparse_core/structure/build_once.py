@@ -16,23 +16,23 @@ _T = TypeVar("_T")
 class BuiltOnce:
     """Named results, each built once; safe to use from several threads."""
 
-    _lock: ForkSafeLock | None = None  # made when it is needed: most structures of a batch have none
+    _lock: ForkSafeLock | None = None  # made at first use, because most structures of batches never need it
 
     def __init__(self) -> None:
         self.results: dict[Any, Any] = {}
 
     @property
     def lock(self) -> ForkSafeLock:
-        """Held while a result is built. Threads that take both locks of a structure take `_built`'s first."""
+        """Lock that is held while a result is built. To avoid deadlocks, take the lock of `_built` first."""
         # `setdefault` is atomic: if several threads come at once, all get the lock of the first.
         lock: ForkSafeLock = self._lock or self.__dict__.setdefault("_lock", ForkSafeLock())
         return lock
 
     def get(self, key: Any, build: Callable[[], _T]) -> _T:
-        """The result of that name; ``build`` makes it the first time, and must not return None.
+        """The result of that name. The first call makes it with ``build``, which must not return None.
 
         Raises:
-            RuntimeError: it would have to be built while a CUDA graph is captured.
+            RuntimeError: the result would have to be built while a CUDA graph is captured.
         """
         result = self.results.get(key)
         if result is None:
@@ -60,10 +60,10 @@ class BuiltOnce:
 
 
 class BuiltInRun(BuiltOnce):
-    """Results of a structure that lives in one execution of a step: recorded with it, in its order."""
+    """Results of a structure of one run of a captured step; building them is recorded in the CUDA graph."""
 
     def get(self, key: Any, build: Callable[[], _T]) -> _T:
-        """As of `BuiltOnce`; while a CUDA graph is captured too."""
+        """Like `BuiltOnce.get`, but also allowed while a CUDA graph is captured."""
         result: _T | None = self.results.get(key)
         if result is None:
             with torch.inference_mode(False):
@@ -72,5 +72,5 @@ class BuiltInRun(BuiltOnce):
 
 
 def built_results() -> BuiltOnce:
-    """Where a structure that is made now keeps what is built of it."""
+    """The store of results for a structure that is made now."""
     return BuiltOnce() if recorded.current() is None else BuiltInRun()

@@ -1,4 +1,4 @@
-"""From the caller's edges to the rows of a structure: checks, loops, sorting, merging."""
+"""Converts the caller's edges to the rows of a structure: checks, self loops, sorting, merging."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _SELF_LOOPS = get_args(SelfLoops)
 
 @dataclass(slots=True)
 class CompressedRows:
-    """What a structure is made of, under the names that :class:`fastsparse_core.Adjacency` has for it.
+    """The parts of a structure, with the names of :class:`fastsparse_core.Adjacency`.
 
     Attributes:
-        found: what was found out while edges were checked, where that is what the structure consists of.
+        found: results of checking the edges, if the structure consists of exactly these edges.
     """
 
     rowptr: Tensor
@@ -56,7 +56,7 @@ def rows_of_edges(
     duplicates: Literal["keep", "sum"],
     self_loops: SelfLoops,
 ) -> CompressedRows:
-    """CompressedRows of edges that :func:`check_edges` has seen, for :meth:`Adjacency.from_coo`.
+    """CompressedRows of edges that passed :func:`check_edges`, for :meth:`Adjacency.from_coo`.
 
     Raises:
         ValueError: an index is outside ``shape``.
@@ -89,7 +89,7 @@ def rows_of_edges(
         num_values,
         num_given,
         loop_edge,
-        symmetric=square and facts.checksum == 0,  # loops are their own reverse
+        symmetric=square and facts.checksum == 0,  # a loop equals its reverse, so loops change nothing
         has_sorted_slices=not row.is_cuda,
     )
 
@@ -97,9 +97,9 @@ def rows_of_edges(
 def _as_given(
     row: Tensor, col: Tensor, shape: tuple[int, int], keeps_loops: bool
 ) -> CompressedRows | IndexFacts:
-    """CompressedRows of edges that are each stored once, in their order if rows ascend.
+    """CompressedRows of edges without inserted loops or merging; in the given order if rows ascend.
 
-    For edges with loops that are not kept, only the facts.
+    If the edges have loops that must be replaced, only the facts are returned.
     """
     square = shape[0] == shape[1]
     longest = lengths.slice_length(row.numel(), gpu.profile_of(row.device))
@@ -126,7 +126,7 @@ def _as_given(
             found=found,
         )
     out = (found.rowptr, found.col)
-    del found  # its other tensors, before the sort takes as much again
+    del found  # frees its other tensors before the sort allocates as much again
     rowptr, sorted_col, order = compress(row, col, *shape, out=out)
     return CompressedRows(
         rowptr,
@@ -141,7 +141,7 @@ def _as_given(
 def _merged(
     rowptr: Tensor, col: Tensor, edge_id: Tensor, num_given: int, loop_edge: Tensor | tuple[()] | None
 ) -> CompressedRows:
-    """Merges equal neighbours of rows that are sorted by column."""
+    """Merges equal entries, which are adjacent because rows are sorted by column."""
     row = expand_rows(rowptr, col.numel())
     first = torch.ones(col.numel(), dtype=torch.bool, device=col.device)
     first[1:] = (row[1:] != row[:-1]) | (col[1:] != col[:-1])
@@ -166,15 +166,15 @@ def rows_of_pointers(
     num_values: int | None = None,
     copy: bool,
 ) -> CompressedRows:
-    """CompressedRows of compressed ones, checked, for :meth:`Adjacency.from_csr` and for pickled structures.
+    """Checks compressed rows, for :meth:`Adjacency.from_csr` and for pickled structures.
 
     Args:
-        rowptr: as of `from_csr`.
-        col: likewise.
-        shape: likewise.
-        edge_id: likewise; with ``num_values``, different positions below that.
-        num_values: length of an edge-value tensor; None: that of ``col``.
-        copy: as of `from_csr`.
+        rowptr: as in `from_csr`.
+        col: as in `from_csr`.
+        shape: as in `from_csr`.
+        edge_id: as in `from_csr`; with ``num_values``, distinct positions below that number.
+        num_values: length of an edge-value tensor; None: the length of ``col``.
+        copy: as in `from_csr`.
 
     Raises:
         TypeError: an argument is not an integer tensor.
@@ -229,7 +229,7 @@ def rows_of_pointers(
 
 
 def check_edges(row: Tensor, col: Tensor, duplicates: str, self_loops: str) -> None:
-    """Rejects what `rows_of_edges` takes for granted, except for indices beyond the shape.
+    """Checks all preconditions of `rows_of_edges`, except that indices are inside the shape.
 
     Raises:
         TypeError: an argument is not an integer tensor.
@@ -249,7 +249,7 @@ def check_edges(row: Tensor, col: Tensor, duplicates: str, self_loops: str) -> N
 
 
 def _own(index: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy that later in-place edits of the caller's tensor cannot reach."""
+    """A copy that does not change if the caller edits the tensor in place later."""
     return index.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -259,8 +259,8 @@ def insert_loops(
     """Edges with loops appended.
 
     Returns:
-        rows; columns; the caller's position of each, None: their own; each node's own loop edge, as
-        `Adjacency` keeps it.
+        Rows; columns; position of every edge among the caller's edges and the added loops (None: unchanged);
+        the replaced loop edge of every node, in the form of `Adjacency`.
     """
     num_edges = row.numel()
     loop_edge: Tensor | tuple[()] = ()
@@ -284,7 +284,7 @@ def check_shape(shape: tuple[int, int]) -> tuple[int, int]:
     """The shape as two ints.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is not a pair of ints.
         ValueError: a size is negative, or has more than 31 bits.
     """
     try:
@@ -312,7 +312,7 @@ def _check_range(found: Inspection | IndexFacts, row: Tensor, col: Tensor, shape
 
 
 def _raise_range(indices: dict[str, tuple[Tensor, int, str]]) -> None:
-    """Says which index is not 0 <= index < size."""
+    """Raises an error that names the index that is not 0 <= index < size."""
     for name, (index, size, size_name) in indices.items():
         low, high = (int(end) for end in torch.aminmax(index))
         if low < 0 or high >= size:

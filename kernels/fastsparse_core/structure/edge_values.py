@@ -1,4 +1,4 @@
-"""Values of a structure's edges, from the caller's edges to those that the structure has."""
+"""Converts values of the caller's edges to values of the structure's edges."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class EdgeValues:
-    """The part of :class:`fastsparse_core.Adjacency` that remembers what became of the caller's edges.
+    """The part of :class:`fastsparse_core.Adjacency` that maps the caller's edges to its own.
 
     Attributes:
         shape: (num_dst, num_src).
@@ -25,7 +25,7 @@ class EdgeValues:
 
     @property
     def has_inserted_loops(self) -> bool:
-        """Whether self loops were inserted at construction (``self_loops="append"`` or ``"replace"``)."""
+        """Whether self loops were inserted at construction (see ``self_loops`` of `from_coo`)."""
         return self._loop_edge is not None
 
     def extend_value(
@@ -35,9 +35,9 @@ class EdgeValues:
 
         Args:
             value: floating (E, ...), in the caller's edge order.
-            fill_value: value of a loop, a number or (min(shape), ...).
-            keep_existing: a loop that replaced one of the caller's keeps that edge's value (of several, the
-                last), as PyG's ``add_remaining_self_loops``.
+            fill_value: value of the loops: a number, or a tensor (min(shape), ...).
+            keep_existing: whether a loop that replaced one of the caller's loops keeps its value (the value
+                of the last one if there were several), as in PyG's ``add_remaining_self_loops``.
 
         Returns:
             (num_values, ...).
@@ -63,7 +63,7 @@ class EdgeValues:
         return torch.cat([value, loops])
 
     def coalesce_value(self, value: Tensor | None = None) -> Tensor:
-        """Sums the caller's edge values onto the merged edges of ``duplicates="sum"``; differentiable.
+        """Sums the caller's edge values per merged edge of ``duplicates="sum"``; differentiable.
 
         Args:
             value: floating (E, ...), in the caller's edge order; None: ones, which gives multiplicities.
