@@ -8,6 +8,7 @@ Importing this package imports DGL, and also makes DGL 2.x importable with newer
 from typing import TYPE_CHECKING
 
 from fastsparse_core import CBSR, Adjacency, MaxK, __version__, capture
+from fastsparse_core.layer_swap import no_such_name as _no_such_name
 from fastsparse_dgl import captured_graphs as _captured_graphs  # noqa: F401  (registers DGL's objects)
 from fastsparse_dgl import nn as _nn
 from fastsparse_dgl.caching import cache_info, clear_cache, prepare
@@ -54,8 +55,4 @@ __all__ += _nn.__all__
 if not TYPE_CHECKING:  # with a module-level __getattr__, type checkers accept every misspelt name
 
     def __getattr__(name: str) -> object:
-        layer = name.removeprefix("Fast")
-        message = f"module {__name__!r} has no attribute {name!r}"
-        if layer != name and layer in vars(_dgl.nn):
-            message += f". {layer} has no drop-in; after enable() FastSparse's operators run DGL's {layer}"
-        raise AttributeError(message)
+        raise _no_such_name(__name__, name, _dgl.nn, "after enable() FastSparse's operators run DGL's")

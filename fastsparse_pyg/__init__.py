@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from fastsparse_core import CBSR, Adjacency, MaxK, __version__, capture
+from fastsparse_core.layer_swap import no_such_name as _no_such_name
 from fastsparse_pyg import captured_batches as _captured_batches  # noqa: F401  (registers PyG's objects)
 from fastsparse_pyg import nn as _nn
 from fastsparse_pyg.caching import cache_info, clear_cache
@@ -55,8 +56,6 @@ __all__ += _nn.__all__
 if not TYPE_CHECKING:  # with a module-level __getattr__, type checkers accept every misspelt name
 
     def __getattr__(name: str) -> object:
-        layer = name.removeprefix("Fast")
-        message = f"module {__name__!r} has no attribute {name!r}"
-        if layer != name and layer in vars(_torch_geometric.nn):
-            message += f". {layer} has no drop-in; accelerate(model) and enable() speed up PyG's {layer}"
-        raise AttributeError(message)
+        raise _no_such_name(
+            __name__, name, _torch_geometric.nn, "accelerate(model) and enable() speed up PyG's"
+        )

@@ -56,8 +56,8 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
     Args:
         fanouts: number of neighbours per layer, starting with the first layer; -1: all. An item may be a dict
             by edge type.
-        prob: name of the edge data with weights; neighbours are drawn in proportion to them.
-        mask: name of the edge data that marks which edges may be drawn.
+        prob: name of the edge data with weights; neighbours are sampled in proportion to them.
+        mask: name of the edge data that marks which edges may be sampled.
         others: as in DGL.
 
     Raises:

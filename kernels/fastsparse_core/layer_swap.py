@@ -11,6 +11,7 @@ import copy
 import copyreg
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -308,6 +309,22 @@ class FirstCalls:
             restore_layer(layer, self._originals)
         self._swapped.clear()
         self._left.clear()
+
+
+def no_such_name(package: str, name: str, layers: ModuleType, served_by: str) -> AttributeError:
+    """The error for a name that a plugin lacks.
+
+    Args:
+        package: the plugin.
+        name: what was looked up.
+        layers: the framework's module of layers.
+        served_by: what else speeds up a layer that has no drop-in.
+    """
+    message = f"module {package!r} has no attribute {name!r}"
+    layer = name.removeprefix("Fast")
+    if layer != name and layer in vars(layers):
+        message += f". {layer} has no drop-in; {served_by} {layer}"
+    return AttributeError(message)
 
 
 def second_object(layer: Module) -> Module:

@@ -27,7 +27,7 @@ _KEPT_FOR_TILES = 0.15
 _SHARE_HERE = 0.7
 #: Share of the free memory for some columns of all features, if not all columns fit.
 _SHARE_OF_COLUMNS = 0.7
-#: A row of these columns is a multiple of that many bytes, as kernels read it.
+#: Kernels read rows in pieces of this many bytes, so the width of these columns is a multiple of it.
 _ROW_BYTES = 16
 #: Memory of a tile on the CPU, if the caller set no limit.
 _CPU_BYTES = 2**30
@@ -374,14 +374,14 @@ class _Tiles:
         """The results of a stage for all nodes, whose sums are computed for some columns at a time.
 
         Args:
-            stage: it has sums.
+            stage: a layer with ``sums``.
             stored: the features of all nodes, on the host.
             width: columns of a part.
             first: the result of a node.
             target: see `layer`.
         """
         data, placement = stored.data, self._placement
-        sums = [self._sums(stage, part, first) for part in data.split(width, 1)]
+        sums = [self._sums(stage, part) for part in data.split(width, 1)]
         shape = (self.num_nodes, *first.shape[1:])
         if target is None and not stored.is_given and data.shape == shape and data.dtype == first.dtype:
             target = data  # a node's features are read before its result is written
@@ -397,14 +397,14 @@ class _Tiles:
         result.finish()
         return result
 
-    def _sums(self, stage: Stage, part: Tensor, first: Tensor) -> Tensor:
+    def _sums(self, stage: Stage, part: Tensor) -> Tensor:
         """A stage's sums of some columns of the features, on the host."""
         assert stage.sums is not None
         sources = _copied(part, self._device)
         result = _Result(
             part.shape, part.dtype, self._placement, torch.empty(part.shape, dtype=part.dtype), 0
         )
-        costs = _Size(rows=32 + 4 * part[:1].nbytes, entries=64 if stage.adds_loops else 8, sources=0)
+        costs = _Size(rows=32 + 4 * part[:1].nbytes, entries=8, sources=0)
         entries, rows = self._limits(_TILE_SHARE * self._placement.free(), costs)
         begin = 0
         while begin < self.num_nodes:

@@ -29,8 +29,8 @@ def negative_edges(
     Args:
         adj: the edges to avoid.
         count: number of pairs; not together with `dst`.
-        dst: destinations, int64 (count,). One pair is drawn for each of them, as a BPR loss needs it for its
-            positive pairs. On a GPU, it is not checked that they are in range.
+        dst: destinations, int64 (count,). Each of them gets one pair, as a BPR loss needs it for its positive
+            pairs. On a GPU, it is not checked that they are in range.
         self_loops: whether pairs (i, i) may be drawn. By default only if ``adj.num_dst != adj.num_src``: then
             sources and destinations are different nodes.
         generator: generator of random numbers, on the structure's device.

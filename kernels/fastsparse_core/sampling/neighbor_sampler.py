@@ -23,8 +23,8 @@ class NeighborSampler:
     Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
     section 3.1. The neighbours of a destination are the sources in its row of the structure. A node's
     neighbours are sampled once, in the hop after the one that added the node. Without replacement, all sets
-    of neighbours are equally likely. With weights, neighbours are drawn one after the other; each draw
-    chooses among the remaining neighbours in proportion to their weights. The same random seed gives the same
+    of neighbours are equally likely. With weights, neighbours are sampled one after the other. Each one is
+    chosen from the remaining neighbours in proportion to the weights. The same random seed gives the same
     batch on the CPU and on GPUs. With weights, batches may differ, because logarithms are rounded
     differently.
 
