@@ -172,7 +172,7 @@ def _flex(mask: Mask) -> Call:
         def keeps(batch: Any, head: Any, row: Any, col: Any) -> Any:
             return pairs[row, col]
 
-    blocks = create_block_mask(keeps, None, None, tokens, tokens, device=str(device), _compile=tokens > 4096)
+    blocks = create_block_mask(keeps, None, None, tokens, tokens, device=str(device))
     return _heads_first(partial(torch.compile(flex_attention), block_mask=blocks))
 
 
