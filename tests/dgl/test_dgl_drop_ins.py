@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_graphs import check_replays
 from dgl_cases import (
     GRAPHS,
     SINGLE,
@@ -511,3 +512,17 @@ def test_dtypes_of_results_under_autocast(case: Case):
         assert found == [torch.float32 if case.name in OURS else None, torch.bfloat16]
     else:
         assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@each_case({case.name: case for case in reversed(CASES)}.values())
+def test_a_training_step_is_replayed(case: Case) -> None:
+    """The graph is on the CPU: the wheels of DGL that run here know no CUDA."""
+    graph = dgl.add_self_loop(homogeneous())
+    x, rest = features(graph, 16).cuda().detach(), [each.cuda().detach() for each in case.rest(graph, 16)]
+
+    def run(layer: torch.nn.Module) -> torch.Tensor:
+        result = case.run(layer, graph, x, *rest)
+        return result[0] if isinstance(result, tuple) else result
+
+    check_replays(lambda: case.pair(16, 16)[1].cuda(), run)

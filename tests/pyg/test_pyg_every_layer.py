@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_graphs import check_replays
 from pyg_cases import KINDS, as_kind, close, gradients, random_graph, same, simple_graph
 from pyg_layer_cases import ATTENTION, CASES, PLAIN, WEIGHTS, WITH_DROPOUT, Case, each_case, first
 from torch import Tensor, nn
@@ -644,3 +645,11 @@ def test_wrong_widths_and_shapes(case: Case, device: str) -> None:
             for conv in (reference, layer):
                 with pytest.raises(IndexError):
                     conv(torch.randn(shape, device=device), edges)
+
+
+@pytest.mark.gpu
+@each_case(first_of_each())
+def test_a_training_step_is_replayed(case: Case) -> None:
+    edges = random_graph(device="cuda")
+    x, rest = case.features(40, "cuda").detach(), [each.detach() for each in case.rest(edges)]
+    check_replays(lambda: case.make(case.fast, "cuda"), lambda layer: case.run(layer, x, edges, *rest))
