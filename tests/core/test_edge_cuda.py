@@ -14,6 +14,7 @@ import torch
 from test_edge_expression import CASES, HOW, NUM_DST, NUM_SRC, graph, leaves_of, tensors_of
 
 from fastsparse_core.ops import _edge_cuda, edge_expression
+from fastsparse_core.ops._edge_kernels import Root
 
 SHIM = """
 #include <cmath>
@@ -24,6 +25,10 @@ SHIM = """
 #define __launch_bounds__(n)
 #define __fdividef(a, b) ((a) / (b))
 #define __fsub_rn(a, b) ((a) - (b))
+// A lane after the other adds what it holds.
+#define PUT_SUM
+template <typename T> void put(T*, float);
+template <typename T> void put_sum(T* p, float v, int lane) { *p = lane ? *p + v : v; }
 struct Place { int x, y; };
 static Place threadIdx, blockIdx, blockDim, gridDim;
 template <typename A, typename B> static A bits_as(B b) { A a; std::memcpy(&a, &b, sizeof a); return a; }
@@ -93,7 +98,7 @@ def check(name: str, how: str, width: int, dtype: torch.dtype, tolerance: float)
     exact = [x.detach().double().requires_grad_(x.requires_grad) for x in tensors]
     kinds = tuple(place.split()[0] for place in places)
     out = edge_expression.edge_expression(adj, expression, kinds, tensors, how)
-    want = edge_expression.unfused(adj, expression, leaves_of(places, tensors, width), how, exact)
+    want = edge_expression.unfused(adj, [Root(how, expression)], leaves_of(places, tensors, width), exact)[0]
     grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
     wanted = [n for n, x in enumerate(tensors) if x.requires_grad]
     found = [out, *torch.autograd.grad(out, [tensors[n] for n in wanted], grad)]
@@ -167,7 +172,7 @@ def test_second_derivatives_are_kernels(name: str, monkeypatch: pytest.MonkeyPat
     tensors = tensors_of(places, adj, 40, torch.float32)
     exact = [x.detach().double().requires_grad_() for x in tensors]
     leaves, found = leaves_of(places, tensors, 40), []
-    want = edge_expression.unfused(adj, expression, leaves, "sum", exact)
+    want = edge_expression.unfused(adj, [Root("sum", expression)], leaves, exact)[0]
     refused = lambda *_: pytest.fail("ran by PyTorch's operators")  # noqa: E731
     monkeypatch.setattr(edge_expression, "unfused", refused)
     out = edge_expression.edge_expression(adj, expression, places, tensors, "sum")

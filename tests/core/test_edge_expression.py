@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency
 from fastsparse_core.ops import _edge_kernels, edge_expression
-from fastsparse_core.ops._edge_kernels import Expression, Leaf
+from fastsparse_core.ops._edge_kernels import Expression, Leaf, Root
 
 NUM_DST, NUM_SRC, EDGES, FEATURES = 17, 13, 60, 5
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -103,7 +103,7 @@ def check(name: str, how: str, adj: Adjacency, width: int, dtype: torch.dtype, t
     exact = [x.detach().double().requires_grad_() for x in tensors]
     kinds = tuple(place.split()[0] for place in places)
     out = edge_expression.edge_expression(adj, expression, kinds, tensors, how)
-    want = edge_expression.unfused(adj, expression, leaves_of(places, tensors, width), how, exact)
+    want = edge_expression.unfused(adj, [Root(how, expression)], leaves_of(places, tensors, width), exact)[0]
     grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     grad = grad.to(adj.device, dtype)
     found = [out, *torch.autograd.grad(out, tensors, grad)]
@@ -174,7 +174,7 @@ def test_nan_is_the_extremum(how: str, device: str):
         tensors[0][2, 1] = float("nan")
     out = edge_expression.edge_expression(adj, expression, places, tensors, how)
     leaves = leaves_of(places, tensors, 4)
-    want = edge_expression.unfused(adj, expression, leaves, how, tensors)
+    want = edge_expression.unfused(adj, [Root(how, expression)], leaves, tensors)[0]
     assert want.isnan().any()
     torch.testing.assert_close(out, want, equal_nan=True)
 
@@ -193,7 +193,7 @@ def test_second_derivatives(name: str, how: str, device: str):
     kinds = [place.split()[0] for place in places]
     for run in (
         edge_expression.edge_expression(adj, expression, kinds, tensors, how),
-        edge_expression.unfused(adj, expression, leaves_of(places, tensors, 3), how, tensors),
+        edge_expression.unfused(adj, [Root(how, expression)], leaves_of(places, tensors, 3), tensors)[0],
     ):
         grads = torch.autograd.grad(run.square().sum(), tensors, create_graph=True)
         found.append(torch.autograd.grad(sum(grad.tanh().sum() for grad in grads), tensors))
@@ -206,9 +206,9 @@ def test_source_holds_what_is_wanted_only(part: str):
     expression, places = CASES["mlp"]
     leaves = tuple(Leaf(place, False, FEATURES if place in ("mapped", "weight") else 0) for place in places)
     wanted = {"forward": (), "rows": (0, 3), "columns": (1,)}[part]
-    source = _edge_kernels.source_of(part, expression, leaves, "sum", wanted)
+    source = _edge_kernels.source_of(part, (Root("sum", expression),), leaves, wanted)
     compile(source, part, "exec")
-    assert source == _edge_kernels.source_of(part, expression, leaves, "sum", wanted)
+    assert source == _edge_kernels.source_of(part, (Root("sum", expression),), leaves, wanted)
     stored = {n for n in range(4) if f"tl.store(d{n} " in source}
     assert stored == set(wanted)
-    assert ("tl.store(out" in source) == (part == "forward")
+    assert ("tl.store(out0" in source) == (part == "forward")

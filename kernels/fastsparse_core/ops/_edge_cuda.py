@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fastsparse_core.ops._edge_kernels import KEEPS, Expression, Leaf, Writer, indent
+from fastsparse_core.ops._edge_kernels import KEEPS, Leaf, Root, Writer, indent
 
 #: Type -> its name in the kernels.
 TYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
@@ -42,6 +42,20 @@ __device__ __forceinline__ float tl_log(float v) { return logf(v); }
 // Never part of a fused multiply-add: softmax needs the same rounded message in all kernels.
 __device__ __forceinline__ float minus(float a, float b) { return __fsub_rn(a, b); }
 template <int M, typename T> struct alignas(M * sizeof(T)) Pack { T lane[M]; };
+#ifndef PUT_SUM
+// Of what all lanes that have features hold, in one order.
+template <typename T>
+__device__ __forceinline__ void put_sum(T* p, float v, int lane) {
+  const int lanes = (W + N - 1) / N < 32 ? (W + N - 1) / N : 32;
+  const unsigned mask = lanes < 32 ? (1u << lanes) - 1 : 0xffffffffu;
+#pragma unroll
+  for (int d = 16; d > 0; d >>= 1) {
+    const float other = __shfl_down_sync(mask, v, d);
+    if (lane + d < lanes) v += other;
+  }
+  if (lane == 0) put(p, v);
+}
+#endif
 template <int M, typename T>
 __device__ __forceinline__ void get(const T* p, int left, float (&v)[M]) {
   if (IS_WHOLE) {
@@ -68,12 +82,26 @@ __device__ __forceinline__ void set(T* p, int left, const V (&v)[M]) {
 """
 
 
-def supports(leaves: Sequence[Leaf], wanted: Sequence[int], dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether there is such a kernel: gradients of numbers and of mapped features add up over lanes."""
+def supports(
+    roots: Sequence[Root],
+    leaves: Sequence[Leaf],
+    wanted: Sequence[int],
+    width: int,
+    dtypes: Sequence[torch.dtype],
+) -> bool:
+    """Whether there is such a kernel.
+
+    The lanes of one warp add up numbers per edge. Gradients of numbers per node and of mapped features have
+    no such kernel.
+    """
+    numbers = [leaves[n].place for n in wanted if leaves[n].is_scalar]
+    adds = "edge" in numbers or any(root.how == "across" for root in roots)
     return (
         all(dtype in TYPES for dtype in dtypes)
         and _weights(leaves, wanted) <= _MOST_WEIGHTS
-        and not any(leaves[n].is_scalar or leaves[n].place == "mapped" for n in wanted)
+        and set(numbers) <= {"edge"}
+        and not any(leaves[n].place == "mapped" for n in wanted)
+        and not (adds and width > 32 * features_per_lane(leaves, wanted, width))
     )
 
 
@@ -102,9 +130,8 @@ def _weights(leaves: Sequence[Leaf], wanted: Sequence[int]) -> int:
 @lru_cache(maxsize=512)
 def source_of(
     part: str,
-    expression: Expression,
+    roots: tuple[Root, ...],
     leaves: tuple[Leaf, ...],
-    how: str,
     wanted: tuple[int, ...],
     width: int,
     types: tuple[str, ...],
@@ -117,9 +144,8 @@ def source_of(
 
     Args:
         part: ``"forward"``, ``"rows"`` or ``"columns"``.
-        expression: what to compute.
-        leaves: its tensors.
-        how: the reduction.
+        roots: what to compute.
+        leaves: the tensors.
         wanted: leaves whose gradients the kernel computes.
         width: of a row.
         types: of the leaves' numbers.
@@ -129,28 +155,35 @@ def source_of(
         is_aligned: whether rows begin at multiples of what a lane reads at once.
     """
     writer = Writer()
-    value = writer.value(expression)
-    grads = writer.gradients(expression, {n - (leaves[n].place == "weight") for n in wanted})
+    values = [writer.value(root.value) for root in roots]
+    grads = writer.gradients(roots, {n - (leaves[n].place == "weight") for n in wanted})
     own = "src" if part == "columns" else "dst"
     sums = [n for n in wanted if leaves[n].place in ("weight", "whole")]
     mine = [n for n in wanted if leaves[n].place == own]
-    aux = "float" if how == "softmax" else "int"
+    aux = "float" if roots[0].how == "softmax" else "int"
+    kept = KEEPS.get(roots[0].how, ())
     arguments = [f"const {kind}* p{n}" for n, kind in enumerate(types)]
     if part == "forward":
-        outs = [("out", out_type), *([("aux", aux)] if how in KEEPS else [])]
+        outs = [(f"out{k}", out_type) for k, root in enumerate(roots) if root.is_of_nodes]
+        outs += [("aux", aux)] if kept else []
     else:
         outs = [(f"d{n}", types[n]) for n in mine]
     arguments += [f"{kind}* {name}" for name, kind in outs]
     arguments += [f"{'int' if kind == 'int' else 'float'}* part_{name}" for name, kind in outs]
-    if part != "forward":
+    if part == "forward":
+        arguments += [f"{out_type}* out{k}" for k, root in enumerate(roots) if not root.is_of_nodes]
+        each = [
+            _reduction(value, root.how, k) for k, (value, root) in enumerate(zip(values, roots, strict=True))
+        ]
+        begin = [line for lines, _, _ in each for line in lines]
+        tile = tuple([line for _, lines, _ in each for line in lines[n]] for n in range(4))
+        end = [line for _, _, lines in each for line in lines]
+    else:
         others = [n for n in wanted if n not in mine]
         arguments += [f"{'float' if n in sums else types[n]}* d{n}" for n in others]
-        arguments += [f"const {out_type}* grad"]
-        arguments += [f"const {aux if name == 'aux' else out_type}* {name}" for name in KEEPS.get(how, ())]
-    if part == "forward":
-        begin, tile, end = _reduction(value, how)
-    else:
-        begin, tile, end = _gradients(leaves, how, wanted, own, value, grads)
+        arguments += [f"const {out_type}* grad{k}" for k in range(len(roots))]
+        arguments += [f"const {aux if name == 'aux' else out_type}* {name}" for name in kept]
+        begin, tile, end = _gradients(leaves, roots, wanted, own, values, grads)
     lines = [
         "const int lane = threadIdx.x & 31, f = (blockIdx.y * 32 + lane) * N, left = W - f;",
         "if (left <= 0) return;",
@@ -173,8 +206,7 @@ def source_of(
                     [
                         f"const i64 c = other[t], q = {'position[t]' if position else 't'};",
                         *_tile(leaves, own),
-                        *(_kept(how, own) if part != "forward" else []),
-                        *(["float each[N];"] if part == "forward" and how == "none" else []),
+                        *tile[3],
                         "#pragma unroll",
                         "for (int u = 0; u < N; ++u) {",
                         *indent(
@@ -247,11 +279,19 @@ def _c(text: str) -> str:
     return re.sub(r"(?<![\w.])(\d+\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+)(?![\w.])", r"\1f", text)
 
 
-def _reduction(value: str, how: str) -> tuple[list[str], tuple[list[str], ...], list[str]]:
+def _reduction(value: str, how: str, k: int) -> tuple[list[str], tuple[list[str], ...], list[str]]:
+    """Lines before, in and after the loop over edges.
+
+    Those in the loop: of a feature's value, of its gradients, then what follows and what precedes both.
+    """
     value, inf = _c(value), "__int_as_float(0x7f800000)"
     if how == "none":
-        return [], ([f"each[u] = {value};"], [], ["set(out + q * W + f, left, each);"]), []
-    stores = [*_stores("out", "total")]
+        store = f"set(out{k} + q * W + f, left, each{k});"
+        return [], ([f"each{k}[u] = {value};"], [], [store], [f"float each{k}[N];"]), []
+    if how == "across":
+        store = f"put_sum(out{k} + q, each{k}, lane);"
+        return [], ([f"if (u < left) each{k} += {value};"], [], [store], [f"float each{k} = 0.f;"]), []
+    stores = _stores("out0", "total")
     if how in ("max", "min"):
         least, sign = (f"-{inf}", ">") if how == "max" else (inf, "<")
         begin = [
@@ -262,7 +302,7 @@ def _reduction(value: str, how: str) -> tuple[list[str], tuple[list[str], ...], 
             f"if (at[u] < 0 || z {sign} total[u] || z != z) {{ total[u] = z; at[u] = int(q); }}",
         ]
         end = ["if (lo == hi) for (int u = 0; u < N; ++u) total[u] = 0.f;", *stores, *_stores("aux", "at")]
-        return begin, (tile, [], []), end
+        return begin, (tile, [], [], []), end
     if how == "softmax":
         begin = [
             f"float most[N], share[N] = {{}}, total[N] = {{}}; for (int u = 0; u < N; ++u) most[u] = -{inf};"
@@ -280,12 +320,12 @@ def _reduction(value: str, how: str) -> tuple[list[str], tuple[list[str], ...], 
             *stores,
             *_stores("aux", "most"),
         ]
-        return begin, (tile, [], []), end
-    divided = ["for (int u = 0; u < N; ++u) total[u] /= fmaxf(float(degree[i]), 1.f);"]
+        return begin, (tile, [], [], []), end
+    divided = [f"for (int u = 0; u < N; ++u) total{k}[u] /= fmaxf(float(degree[i]), 1.f);"]
     return (
-        ["float total[N] = {};"],
-        ([f"total[u] += {value};"], [], []),
-        [*(divided if how == "mean" else []), *stores],
+        [f"float total{k}[N] = {{}};"],
+        ([f"total{k}[u] += {value};"], [], [], []),
+        [*(divided if how == "mean" else []), *_stores(f"out{k}", f"total{k}")],
     )
 
 
@@ -297,15 +337,11 @@ def _stores(out: str, value: str) -> list[str]:
     ]
 
 
-def _kept(how: str, own: str) -> list[str]:
-    """What the backward pass reads for each edge: of the other end, by rows of the transpose."""
-    if how == "none":
-        return _kept_rows(how, "q")
-    return [] if own == "dst" else _kept_rows(how, "c")
-
-
-def _kept_rows(how: str, row: str) -> list[str]:
-    lines = [f"float t_grad[N]; get(grad + {row} * W + f, left, t_grad);"]
+def _kept_rows(how: str, k: int, row: str) -> list[str]:
+    """What the backward pass reads of a result: its gradient, and what the reduction kept."""
+    if how == "across":
+        return [f"const float t_grad{k} = widen(grad{k}[{row}]);"]
+    lines = [f"float t_grad{k}[N]; get(grad{k} + {row} * W + f, left, t_grad{k});"]
     if how in ("max", "min"):
         lines.append(
             f"int t_aux[N]; for (int u = 0; u < N; ++u) t_aux[u] = u < left ? aux[{row} * W + f + u] : -1;"
@@ -313,23 +349,38 @@ def _kept_rows(how: str, row: str) -> list[str]:
     elif how == "softmax":
         lines.append(
             f"float t_aux[N], t_out[N]; get(aux + {row} * W + f, left, t_aux); "
-            f"get(out + {row} * W + f, left, t_out);"
+            f"get(out0 + {row} * W + f, left, t_out);"
         )
     elif how == "mean":
-        lines.append(f"const float share = 1.f / fmaxf(float(degree[{row}]), 1.f);")
+        lines.append(f"const float share{k} = 1.f / fmaxf(float(degree[{row}]), 1.f);")
     return lines
 
 
 def _gradients(
-    leaves: Sequence[Leaf], how: str, wanted: Sequence[int], own: str, value: str, grads: dict[int, str]
+    leaves: Sequence[Leaf],
+    roots: Sequence[Root],
+    wanted: Sequence[int],
+    own: str,
+    values: Sequence[str],
+    grads: dict[int, str],
 ) -> tuple[list[str], tuple[list[str], ...], list[str]]:
-    begin = _kept_rows(how, "i") if own == "dst" and how != "none" else []
-    go = {
-        "mean": "t_grad[u] * share",
-        "softmax": f"t_grad[u] * tl_exp(minus({_c(value)}, t_aux[u])) * (1.f + minus({_c(value)}, t_out[u]))",
-        "max": "t_aux[u] == int(q) ? t_grad[u] : 0.f",
-        "min": "t_aux[u] == int(q) ? t_grad[u] : 0.f",
-    }.get(how, "t_grad[u]")
+    begin: list[str] = []
+    before: list[str] = []
+    go: list[str] = []
+    for k, root in enumerate(roots):
+        if root.is_of_nodes and own == "dst":
+            begin += _kept_rows(root.how, k, "i")
+        else:
+            before += _kept_rows(root.how, k, "c" if root.is_of_nodes else "q")
+        value = _c(values[k])
+        formula = {
+            "mean": f"t_grad{k}[u] * share{k}",
+            "softmax": f"t_grad0[u] * tl_exp(minus({value}, t_aux[u])) * (1.f + minus({value}, t_out[u]))",
+            "max": "t_aux[u] == int(q) ? t_grad0[u] : 0.f",
+            "min": "t_aux[u] == int(q) ? t_grad0[u] : 0.f",
+            "across": f"t_grad{k}",
+        }.get(root.how, f"t_grad{k}[u]")
+        go.append(f"const float go{k} = {formula};")
     inside: list[str] = []
     behind: list[str] = []
     end: list[str] = []
@@ -343,6 +394,10 @@ def _gradients(
             ]
         elif leaf.place == "whole":
             inside.append(f"if (u < left) a{n}[0][u] += {grad};")
+        elif leaf.place == "edge" and leaf.is_scalar:
+            before.append(f"float e{n} = 0.f;")
+            inside.append(f"if (u < left) e{n} += {grad};")
+            behind.append(f"put_sum(d{n} + q, e{n}, lane);")
         elif leaf.place == "edge":
             begin.append(f"float e{n}[N];")
             inside.append(f"e{n}[u] = {grad};")
@@ -351,7 +406,7 @@ def _gradients(
             begin.append(f"float a{n}[N] = {{}};")
             inside.append(f"a{n}[u] += {grad};")
             end += _stores(f"d{n}", f"a{n}")
-    return begin, ([f"const float go = {go};"], inside, behind), end
+    return begin, (go, inside, behind, before), end
 
 
 def _load(leaf: Leaf, n: int, row: str) -> list[str]:
