@@ -42,8 +42,9 @@ _MOST_FEATURES = 32
 #: Python. A generated kernel is launched through three layers of it, and its weights' gradients are summed.
 _CALL, _GENERATED_CALL, _SOFTMAX, _REDUCTION = 5, 14, 8, 3
 _VIEWS = ("getitem", "view", "reshape", "expand", "unsqueeze", "squeeze", "flatten", "chunk", "split")
-#: Features from which a generated kernel makes rows per edge: a warp has one edge at a time.
-_LEAST_WIDTH = 32
+#: Features from which a generated kernel makes rows per edge, or several rows per node: a warp has one edge
+#: at a time. Rows per node that one kernel computes at most.
+_LEAST_WIDTH, _MOST_ROWS = 32, 8
 #: Plans kept of one trace.
 _MOST_PLANS = 16
 #: Reductions that a sparse product knows.
@@ -186,7 +187,8 @@ class _Sum(_Value):
 class _Of(_Value):
     """Of other values.
 
-    - joined (sums): side by side in the last dimension.
+    - joined (values): side by side in the last dimension.
+    - stacked (values): side by side in the second dimension, which is not the last.
     - product, plus, quotient (two values, of which one may be a number).
     - dot (two values; scale, bias): their product summed over the last dimension,
       times a number, plus a bias.
@@ -279,7 +281,7 @@ _ACTIVATIONS: dict[type, str] = {
 }
 #: Operators that have a method of the planner.
 _KNOWN = (
-    *("add", "sub", "neg", "mul", "div", "sum", "cat", "linear", "dropout"),
+    *("add", "sub", "neg", "mul", "div", "sum", "cat", "stack", "linear", "dropout"),
     *("chunk", "split", "getitem", "view", "reshape", "unsqueeze", "squeeze", "flatten"),
 )
 _SYNONYMS = {
@@ -382,7 +384,7 @@ class Planner:
                 total += sum(not each._modules for each in module.modules())
             elif node.op not in ("call_function", "call_method") or name in _VIEWS:
                 continue
-            elif node.target is terms.by_expression:
+            elif node.target in (terms.by_expression, terms.by_expressions):
                 total += _GENERATED_CALL
             elif getattr(node.target, "__module__", "").startswith("fastsparse_core."):
                 total += _CALL
@@ -593,7 +595,7 @@ class Planner:
         meta = F.linear(x.meta, weight.meta)
         if _is(x, "joined"):
             total: _Sum | None = None
-            for part, first, last in _columns(x.parts):
+            for part, first, last in _columns(self._as_sums(x.parts)):
                 matrix = self.call(operator.getitem, (weight.node, (slice(None), slice(first, last))))
                 each = self._mapped_terms(part, meta, matrix)
                 total = each if total is None else self._added(total, each, meta)
@@ -764,7 +766,7 @@ class Planner:
         if rows.row and len(rows.row) > 2:
             return None
         total: _Sum | None = None
-        for part, first, last in _columns(rows.parts if isinstance(rows, _Of) else [rows]):
+        for part, first, last in _columns(self._as_sums(rows.parts) if isinstance(rows, _Of) else [rows]):
             node: Any = vector.node
             if isinstance(rows, _Of):
                 at: Any = (..., slice(first, last))
@@ -780,10 +782,22 @@ class Planner:
         if not isinstance(tensors, (list, tuple)) or not all(isinstance(x, (_Sum, _Of)) for x in tensors):
             return None
         each = [part for x in tensors for part in (x.parts if _is(x, "joined") else [x])]
-        parts = [x if isinstance(x, _Sum) else _Sum(x.meta, edge=self._at_edges(x)) for x in each]
-        if dim not in (-1, parts[0].meta.dim() - 1) or dim == 0:
+        num_dims = each[0].meta.dim()
+        if dim in (1, 1 - num_dims) and num_dims > 2:
+            return _Of(torch.cat([x.meta for x in tensors], 1), kind="stacked", parts=tensors)
+        if dim not in (-1, num_dims - 1) or dim == 0:
             return None
-        return _Of(torch.cat([x.meta for x in parts], -1), kind="joined", parts=parts)
+        return _Of(torch.cat([x.meta for x in each], -1), kind="joined", parts=each)
+
+    def _stack(self, tensors: Any, dim: Any = 0) -> _Value | None:
+        if not isinstance(tensors, (list, tuple)) or not all(isinstance(x, (_Sum, _Of)) for x in tensors):
+            return None
+        if tensors[0].meta.dim() < 2 or dim not in (1, -tensors[0].meta.dim()):
+            return None
+        return self._cat([self._shaped(x, x.meta.unsqueeze(1)) for x in tensors], 1)
+
+    def _as_sums(self, parts: Sequence[Any]) -> list[_Sum]:
+        return [x if isinstance(x, _Sum) else _Sum(x.meta, edge=self._at_edges(x)) for x in parts]
 
     def _elementwise(self, name: str, x: Any, args: Any, kwargs: Any) -> _Value | None:
         function, defaults = _ELEMENTWISE[name]
@@ -874,12 +888,104 @@ class Planner:
     def _parted(self, x: Any, dim: Any, parts: Callable[[Tensor], Sequence[Tensor]]) -> Any:
         if not isinstance(x, (_Sum, _Of)) or dim not in (-1, x.meta.dim() - 1) or dim == 0:
             return None
-        whole = x if isinstance(x, _Sum) else _Sum(x.meta, edge=self._at_edges(x))
         each = _columns([_Sum(meta) for meta in parts(x.meta)])
-        return tuple(
-            self._each_term(whole, part.meta, operator.getitem, (..., slice(first, last)))
-            for part, first, last in each
-        )
+        return tuple(self._sliced(x, first, last) for _, first, last in each)
+
+    def _sliced(self, x: Any, first: int, last: int) -> Any:
+        """Some columns of a value; all of one that has a single one."""
+        if not isinstance(x, _Value):
+            return x
+        is_per_edge, at = isinstance(x, (_Sum, _Of)), (..., slice(first, last))
+        if not x.meta.dim() or x.meta.size(-1) == 1 or (first, last) == (0, x.meta.size(-1)):
+            return x
+        meta = x.meta[at]
+        if not is_per_edge:
+            return _Whole(meta, node=self._once(operator.getitem, self._at_edges(x), at))
+        if isinstance(x, _Sum):
+            made: dict[str, Any] = {}
+            for name, term in x.terms.items():
+                if name == "edge" and x.mapping is not None:
+                    weight = self.call(operator.getitem, (x.mapping.weight, slice(first, last)))
+                    made["mapping"] = x.mapping._replace(weight=weight)
+                    made[name] = self.call(F.linear, (x.mapping.features, weight))
+                else:
+                    made[name] = self.call(operator.getitem, (term, at))
+            return _Sum(meta, **made, bias=self._sliced(x.bias, first, last))
+        if x.made is None and not x.is_shared:
+            if x.kind in ("mapped", *_PAIRS):
+                parts = [self._sliced(part, first, last) for part in x.parts]
+                return _Of(meta, kind=x.kind, parts=parts, options=x.options)
+            if x.kind == "linear":
+                rows = [
+                    node and self.call(operator.getitem, (node, slice(first, last))) for node in x.options
+                ]
+                return _Of(meta, kind=x.kind, parts=x.parts, options=tuple(rows))
+        return _Sum(meta, edge=self.call(operator.getitem, (self._at_edges(x), at)))
+
+    def _rows_of(self, x: Any) -> list[Any]:
+        """The values side by side in a value, each a row of an edge.
+
+        Raises:
+            NoPlan: it cannot be taken apart.
+        """
+        if _is(x, "joined") or _is(x, "stacked"):
+            return [row for part in x.parts for row in self._rows_of(part)]
+        if len(x.row) == 1:
+            return [x]
+        if _is(x, "shaped"):
+            return self._rows_of(x.parts[0])
+        return [row for n in range(x.row[0]) for row in self._rows_of(self._nth(x, n, x.meta.dim()))]
+
+    def _nth(self, x: Any, n: int, num_dims: int) -> Any:
+        """What is at a place of the second dimension of a value, or broadcast there.
+
+        Raises:
+            NoPlan: it cannot be taken apart.
+        """
+        if not isinstance(x, _Value) or not isinstance(x.meta, Tensor):
+            return x
+        if isinstance(x, _Whole):
+            left_out = num_dims - x.meta.dim()
+            if x.special or (left_out == 0 and x.meta.size(0) != 1):
+                raise NoPlan
+            if left_out > 1:
+                return x
+            at = (0,) * (1 - left_out) + (n if x.meta.size(1 - left_out) > 1 else 0,)
+            return _Whole(x.meta[at], node=self._once(operator.getitem, x.node, at))
+        if x.meta.dim() != num_dims:
+            raise NoPlan
+        n = n if x.row[0] > 1 else 0
+        meta = x.meta[:, n]
+        if isinstance(x, _Sum):
+            size, made = math.prod(meta.shape[1:]), dict[str, Any]()
+            for name, term in x.terms.items():
+                if name == "edge" and x.mapping is not None:
+                    weight = self.call(operator.getitem, (x.mapping.weight, slice(n * size, (n + 1) * size)))
+                    made["mapping"] = x.mapping._replace(weight=weight)
+                    rows = self.call(F.linear, (x.mapping.features, weight))
+                    made[name] = self.method("reshape", (rows, (-1, *meta.shape[1:])))
+                else:
+                    each = self._once(torch.unbind, term, 1)
+                    made[name] = self._once(operator.getitem, each, n)
+            bias = None if x.bias is None else self._nth(x.bias, n, num_dims)
+            return _Sum(meta, **made, bias=bias)
+        if x.made is None and x.kind in ("mapped", *_PAIRS):
+            parts = [self._nth(part, n, num_dims) for part in x.parts]
+            return _Of(meta, kind=x.kind, parts=parts, options=x.options)
+        if _is(x, "shaped") and num_dims == 3 and len(x.parts[0].row) == 1:
+            width = x.row[1]
+            return self._sliced(x.parts[0], n * width, (n + 1) * width)
+        if _is(x, "stacked"):
+            for part in x.parts:
+                if n < part.row[0]:
+                    return self._nth(part, n, num_dims)
+                n -= part.row[0]
+        raise NoPlan
+
+    def _once(self, target: Any, *args: Any) -> Node:
+        """A call of a function, or of a method by its name, that the plan makes once."""
+        known = (node for node in self.graph.nodes if node.target == target and node.args == args)
+        return next(known, None) or (self.method if isinstance(target, str) else self.call)(target, args)
 
     def _unsqueeze(self, x: Any, dim: Any) -> _Value | None:
         return self._shaped(x, x.meta.unsqueeze(dim)) if isinstance(x, (_Sum, _Of)) else None
@@ -913,8 +1019,8 @@ class Planner:
             if made is not None:
                 return made
         parts, options = [self._at_edges(part) for part in value.parts], value.options
-        if value.kind == "joined":
-            return self.call(torch.cat, (parts, -1))
+        if value.kind in ("joined", "stacked"):
+            return self.call(torch.cat, (parts, -1 if value.kind == "joined" else 1))
         if value.kind in _PAIRS:
             return self.call(_PAIRS[value.kind][0], tuple(parts))
         if value.kind == "dot":
@@ -954,8 +1060,9 @@ class Planner:
             made = self._weighted(value, how)
         if made is None and isinstance(value, _Sum) and how in PRODUCTS:
             made = self._reduced_terms(value, how)
-        if made is None and self.generates and how in HOW and len(value.row) == 1:
-            made = self._generated(value, how)
+        if made is None and self.generates and how in HOW:
+            is_one_row = len(value.row) == 1 and not _is(value, "joined")
+            made = (self._generated if is_one_row else self._generated_rows)(value, how)
         return made or self.call(self.reduce, (self.layer_node, self.found_node, self._at_edges(value), how))
 
     @staticmethod
@@ -979,6 +1086,24 @@ class Planner:
         operands = (self.found_node, expression, tuple(leaves.places), how, *leaves.nodes)
         return self.call(terms.by_expression, operands)
 
+    def _generated_rows(self, value: Any, how: str) -> Node | None:
+        """One kernel for several rows per node."""
+        if value.made is not None or how not in ("sum", "mean"):
+            return None
+        try:
+            rows = self._rows_of(value)
+            leaves = _Leaves(rows[0].row[0])
+            if len(rows) > _MOST_ROWS or leaves.width < _LEAST_WIDTH or len({row.row for row in rows}) > 1:
+                return None
+            roots = tuple((how, self._expression(row, leaves)) for row in rows)
+        except NoPlan:
+            return None
+        if not {"dst", "src"} & set(leaves.places):
+            return None
+        self.gains["one generated kernel"] = None
+        operands = (self.found_node, roots, tuple(leaves.places), *leaves.nodes)
+        return self.method("reshape", (self.call(terms.by_expressions, operands), (-1, *value.row)))
+
     def _expression(self, value: Any, leaves: _Leaves) -> Any:
         """What a kernel computes of a value and the leaves that it reads; anything else becomes a leaf.
 
@@ -991,7 +1116,7 @@ class Planner:
             size = tuple(value.meta.shape) if isinstance(value.meta, Tensor) else (0,)
             if value.special or math.prod(size) not in (1, leaves.width) or math.prod(size[:-1]) != 1:
                 raise NoPlan
-            return leaves.add("whole", self.method("reshape", (value.node, (-1,))))
+            return leaves.add("whole", self._once("reshape", value.node, (-1,)))
         if _is(value, "mapped") and _has_kernel(*value.options):
             name, *options = value.options
             options = [] if name == "softplus" else options
@@ -1184,6 +1309,9 @@ class _Leaves:
 
     def add_mapped(self, features: Any, weight: Any) -> tuple[str, int]:
         """The leaf of mapped features, which the weight follows."""
+        for n, place in enumerate(self.places):
+            if place == "mapped" and self.nodes[n : n + 2] == [features, weight]:
+                return ("leaf", n)
         self.places += ["mapped", "weight"]
         self.nodes += [features, weight]
         return ("leaf", len(self.nodes) - 2)

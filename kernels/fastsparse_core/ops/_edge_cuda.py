@@ -67,6 +67,20 @@ __device__ __forceinline__ void get(const T* p, int left, float (&v)[M]) {
     for (int c = 0; c < M; ++c) v[c] = c < left ? widen(p[c]) : 0.f;
   }
 }
+template <int K, typename T>
+__device__ __forceinline__ void get_features(const T* p, float (&x)[K]) {
+  if (IS_ALIGNED && K % 4 == 0) {
+#pragma unroll
+    for (int k = 0; k < K / 4; ++k) {
+      const Pack<4, T> pack = reinterpret_cast<const Pack<4, T>*>(p)[k];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[4 * k + c] = widen(pack.lane[c]);
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < K; ++k) x[k] = widen(p[k]);
+  }
+}
 template <int M, typename T, typename V>
 __device__ __forceinline__ void set(T* p, int left, const V (&v)[M]) {
   if (IS_WHOLE) {
@@ -252,6 +266,7 @@ def source_of(
     head = [
         f"#define W {width}",
         f"#define N {per_lane}",
+        f"#define IS_ALIGNED {int(is_aligned)}",
         f"#define IS_WHOLE {int(is_whole)}",
         _PRELUDE,
         'extern "C" __global__ void __launch_bounds__(128) kernel('
@@ -438,10 +453,12 @@ def _tile(leaves: Sequence[Leaf], own: str) -> list[str]:
             lines += _load(leaf, n, "q" if leaf.place == "edge" else "c")
         elif leaf.place == "mapped":
             k = leaf.features
+            if leaf.first in (n, -1):
+                lines.append(f"float x{n}[{k}]; get_features(p{n} + q * {k}, x{n});")
+            else:
+                lines.append(f"const float (&x{n})[{k}] = x{leaf.first};")
             lines += [
-                f"float x{n}[{k}], r{n}[N] = {{}};",
-                "#pragma unroll",
-                f"for (int k = 0; k < {k}; ++k) x{n}[k] = widen(p{n}[q * {k} + k]);",
+                f"float r{n}[N] = {{}};",
                 "#pragma unroll",
                 f"for (int k = 0; k < {k}; ++k)",
                 "#pragma unroll",

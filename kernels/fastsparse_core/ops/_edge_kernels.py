@@ -65,11 +65,13 @@ class Leaf(NamedTuple):
             rows.
         is_scalar: whether a row is one number.
         features: of a ``"mapped"`` leaf.
+        first: the number of the first ``"mapped"`` leaf of the same features.
     """
 
     place: str
     is_scalar: bool = False
     features: int = 0
+    first: int = -1
 
 
 #: ``("leaf", n)``, a number, or ``(operator, *expressions)``.
@@ -426,7 +428,10 @@ def _tile(leaves: Sequence[Leaf], own: str) -> list[str]:
         elif leaf.place == "mapped":
             k, w = leaf.features, n + 1
             at, mask = f"q[:, None] * {k} + k{w}[None, :]", f"m[:, None] & km{w}[None, :]"
-            lines.append(f"x{n} = tl.load(p{n} + {at}, mask={mask}, other=0)")
+            is_first = leaf.first in (n, -1)
+            lines.append(
+                f"x{n} = tl.load(p{n} + {at}, mask={mask}, other=0)" if is_first else f"x{n} = x{leaf.first}"
+            )
             lines.append(f"l{n} = product(x{n}, w{w}, PRECISION)")
     return lines
 

@@ -90,13 +90,15 @@ def edge_expressions(
         for x, place in zip(tensors, places, strict=True)
         if place != "mapped"
     )
+    first: dict[int, int] = {}
     leaves = tuple(
         Leaf(
             place,
             place not in ("mapped", "weight") and x.shape[-1] == 1 and width > 1,
             x.shape[-1] if place in ("mapped", "weight") else 0,
+            first.setdefault(id(x), n) if place == "mapped" else n,
         )
-        for x, place in zip(tensors, places, strict=True)
+        for n, (x, place) in enumerate(zip(tensors, places, strict=True))
     )
     given = [x.contiguous() for x in tensors]  # here, for second derivatives go through the copies
     made = tuple(Root(*root) for root in roots)
@@ -219,14 +221,13 @@ class _EdgeExpression(torch.autograd.Function):
                 found[n] = each
             return (None,) * 4 + tuple(found)
         # Triton's products of tiles take longer than rows per edge that PyTorch multiplies.
-        mapped = [n for n in range(count) if needs[n] and call.leaves[n].place == "mapped"]
-        if mapped and call._has_cuda_source((), (*tensors, *given)):
-            both = [n in mapped or n - 1 in mapped for n in range(count)]
-            again = _gradients_by_expressions(
-                call, tensors, given, [need and here for need, here in zip(needs, both, strict=True)]
-            )
+        has_mapped = any(
+            need and leaf.place == "mapped" for need, leaf in zip(needs, call.leaves, strict=True)
+        )
+        if has_mapped and call._has_cuda_source((), (*tensors, *given)):
+            again = _gradients_by_expressions(call, tensors, given, needs)
             if again is not None:
-                found, needs = again, [need and not here for need, here in zip(needs, both, strict=True)]
+                return (None,) * 4 + tuple(again)
         for part in ("rows", "columns"):
             own = "dst" if part == "rows" else "src"
             wanted = [
