@@ -893,13 +893,15 @@ class Planner:
 
     def _sliced(self, x: Any, first: int, last: int) -> Any:
         """Some columns of a value; all of one that has a single one."""
-        if not isinstance(x, _Value):
+        if not isinstance(x, _Value) or not isinstance(x.meta, Tensor):
             return x
-        is_per_edge, at = isinstance(x, (_Sum, _Of)), (..., slice(first, last))
+        at: Any = (..., slice(first, last))
         if not x.meta.dim() or x.meta.size(-1) == 1 or (first, last) == (0, x.meta.size(-1)):
             return x
         meta = x.meta[at]
-        if not is_per_edge:
+        if isinstance(x, _Whole):
+            if x.special:
+                raise NoPlan
             return _Whole(meta, node=self._once(operator.getitem, self._at_edges(x), at))
         if isinstance(x, _Sum):
             made: dict[str, Any] = {}
@@ -911,7 +913,7 @@ class Planner:
                 else:
                     made[name] = self.call(operator.getitem, (term, at))
             return _Sum(meta, **made, bias=self._sliced(x.bias, first, last))
-        if x.made is None and not x.is_shared:
+        if isinstance(x, _Of) and x.made is None and not x.is_shared:
             if x.kind in ("mapped", *_PAIRS):
                 parts = [self._sliced(part, first, last) for part in x.parts]
                 return _Of(meta, kind=x.kind, parts=parts, options=x.options)
@@ -969,7 +971,7 @@ class Planner:
                     made[name] = self._once(operator.getitem, each, n)
             bias = None if x.bias is None else self._nth(x.bias, n, num_dims)
             return _Sum(meta, **made, bias=bias)
-        if x.made is None and x.kind in ("mapped", *_PAIRS):
+        if isinstance(x, _Of) and x.made is None and x.kind in ("mapped", *_PAIRS):
             parts = [self._nth(part, n, num_dims) for part in x.parts]
             return _Of(meta, kind=x.kind, parts=parts, options=x.options)
         if _is(x, "shaped") and num_dims == 3 and len(x.parts[0].row) == 1:

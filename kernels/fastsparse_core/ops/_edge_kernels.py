@@ -204,10 +204,8 @@ def source_of(part: str, roots: tuple[Root, ...], leaves: tuple[Leaf, ...], want
     if part == "forward":
         outs = [f"out{k}" for k, root in enumerate(roots) if root.is_of_nodes] + (["aux"] if kept else [])
         extra = [f"out{k}" for k, root in enumerate(roots) if not root.is_of_nodes]
-        lines = [
-            _reduction(value, root.how, k) for k, (value, root) in enumerate(zip(values, roots, strict=True))
-        ]
-        begin, tile, end = ([line for each in lines for line in each[n]] for n in range(3))
+        each = [_reduction(values[k], root.how, k) for k, root in enumerate(roots)]
+        begin, tile, end = ([line for lines in each for line in lines[n]] for n in range(3))
     else:
         outs = [f"d{n}" for n in mine]
         extra = [*(f"d{n}" for n in wanted if n not in mine), *(f"grad{k}" for k in range(len(roots))), *kept]

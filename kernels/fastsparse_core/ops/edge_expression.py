@@ -65,7 +65,11 @@ def edge_expression(
 
 
 def edge_expressions(
-    adj: Adjacency, roots: Sequence[tuple[str, Expression]], places: Sequence[str], tensors: Sequence[Tensor]
+    adj: Adjacency,
+    roots: Sequence[tuple[str, Expression]],
+    places: Sequence[str],
+    tensors: Sequence[Tensor],
+    width: int = 0,
 ) -> tuple[Tensor, ...]:
     """Expressions of every edge, reduced over the edges of each destination, by one kernel each way.
 
@@ -79,13 +83,14 @@ def edge_expressions(
         tensors: the leaves: (num_dst, F), (num_src, F), (num_values, F) in the caller's edge order, or with
             one number in place of F; (F,) for ``"whole"``; (num_values, K) and (F, K) for ``"mapped"`` and
             ``"weight"``.
+        width: F; 0 for that of the widest leaf.
 
     Returns:
         For every root (num_dst, F); 0 in rows without edges. Sums are kept in float32 or wider, in the
         structure's order. For ``"none"`` (num_values, F) in the caller's edge order, for ``"across"``
         (num_values, 1).
     """
-    width = max(
+    width = width or max(
         x.size(0) if place == "weight" else x.shape[-1]
         for x, place in zip(tensors, places, strict=True)
         if place != "mapped"
@@ -205,6 +210,7 @@ class _EdgeExpression(torch.autograd.Function):
         tensors, kept = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         needs = [node is not None and _is_read(node) for node, _ in ctx.next_functions]
         found: list[Tensor | None] = [None] * count
+        made: Sequence[Tensor | None]
         if not read or not any(needs):
             return (None,) * 4 + tuple(found)
         if not all(map(is_first_derivative, given)):
@@ -275,17 +281,12 @@ def _gradients_by_expressions(
     # By the end that they are reduced at, the edges' with that of the destinations.
     asked: dict[bool, dict[Root, Tensor | None]] = {False: {}, True: {}}
     roots: dict[int, tuple[bool, Root]] = {}
-    rows = {
-        formulas[numbers[n]]
-        for n in wanted
-        if leaves[n].place in ("mapped", "weight") and numbers[n] in formulas
-    }
     for n in wanted:
         leaf, formula = leaves[n], formulas.get(numbers[n])
         if formula is None:
             continue
         how = "sum"
-        if leaf.place in ("mapped", "weight") or (leaf.place == "whole" and formula in rows):
+        if leaf.place in ("mapped", "weight"):
             how = "none"
         elif leaf.place == "edge":
             how = "across" if leaf.is_scalar else "none"
@@ -303,6 +304,7 @@ def _gradients_by_expressions(
                 [(root.how, with_leaves(root.value, new)) for root in each],
                 [swapped.get(places[number], places[number]) for number in used],
                 [given[number] for number in used],
+                call.width,
             )
             each.update(zip(each, outs, strict=True))
     found: list[Tensor | None] = [None] * count
