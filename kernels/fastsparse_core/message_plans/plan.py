@@ -700,6 +700,8 @@ class Planner:
         return None if negative is None else self._add(left, negative)
 
     def _neg(self, x: Any) -> _Value | None:
+        if isinstance(x, _Whole) and isinstance(x.meta, Tensor) and not x.special:
+            return _Whole(-x.meta, node=self.call(operator.neg, (x.node,)))
         return self._mul(x, -1.0)
 
     def _div(self, left: Any, right: Any) -> _Value | None:
@@ -932,10 +934,10 @@ class Planner:
         """
         if _is(x, "joined") or _is(x, "stacked"):
             return [row for part in x.parts for row in self._rows_of(part)]
+        if _is(x, "shaped") and (len(x.row) == 1 or len(x.parts[0].row) > 1):
+            return self._rows_of(x.parts[0])
         if len(x.row) == 1:
             return [x]
-        if _is(x, "shaped"):
-            return self._rows_of(x.parts[0])
         return [row for n in range(x.row[0]) for row in self._rows_of(self._nth(x, n, x.meta.dim()))]
 
     def _nth(self, x: Any, n: int, num_dims: int) -> Any:
