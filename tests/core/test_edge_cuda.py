@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_edge_expression import CASES, HOW, NUM_DST, NUM_SRC, graph, leaves_of, tensors_of
+from test_edge_expression import (
+    CASES,
+    HOW,
+    NUM_DST,
+    NUM_SRC,
+    derivatives,
+    graph,
+    leaves_of,
+    of_several,
+    tensors_of,
+)
 
 from fastsparse_core.ops import _edge_cuda, edge_expression
 from fastsparse_core.ops._edge_kernels import Root
@@ -182,6 +192,53 @@ def test_second_derivatives_are_kernels(name: str, monkeypatch: pytest.MonkeyPat
         found.append([*grads, *second])
     for got, best in zip(*found, strict=True):
         assert (got.double() - best).norm() <= 2e-5 * best.norm().clamp(min=1)
+
+
+@pytest.mark.parametrize("width", [1, 40, 70, 128])
+def test_several_results_of_a_kernel(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers per edge and their gradients, too, which are sums over the lanes."""
+    _, tensors, (fused, unfused) = of_several("cpu", width, torch.float32)
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    want = derivatives(unfused(exact), exact)
+    monkeypatch.setattr(edge_expression, "unfused", lambda *_: pytest.fail("ran by PyTorch's operators"))
+    monkeypatch.setattr(edge_expression, "kernel_of", lambda *_: pytest.fail("ran by Triton"))
+    for got, best in zip(derivatives(fused(tensors), tensors), want, strict=True):
+        assert (got.double() - best).norm() <= 2e-5 * best.norm().clamp(min=1)
+
+
+def test_sums_over_lanes_of_several_warps_are_left_to_triton() -> None:
+    leaves = leaves_of(
+        ("src", "edge one"), tensors_of(("src", "edge one"), graph("cpu"), 132, torch.float32), 132
+    )
+    for how, wanted, width, is_supported in (
+        ("across", (), 128, True),
+        ("across", (), 132, False),
+        ("sum", (1,), 128, True),
+        ("sum", (1,), 132, False),
+        ("sum", (0,), 132, True),
+    ):
+        roots = [Root(how, ("mul", ("leaf", 0), ("leaf", 1)))]
+        assert _edge_cuda.supports(roots, leaves, wanted, width, [torch.float32]) == is_supported
+
+
+def test_gradients_that_nobody_reads_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forces are gradients of places, whose kernels once gave those of all weights, too."""
+    expression, places = CASES["mlp"]
+    adj = graph("cpu")
+    tensors = tensors_of(places, adj, 40, torch.float32)
+    out = edge_expression.edge_expression(adj, expression, places, tensors)
+    seen: list[tuple[Any, Any]] = []
+    launch = edge_expression._Call.launch
+
+    def launched(call: Any, part: str, *rest: Any) -> Any:
+        seen.append((part, rest[4] if len(rest) > 4 else [root.how for root in call.roots]))
+        return launch(call, part, *rest)
+
+    monkeypatch.setattr(edge_expression._Call, "launch", launched)
+    torch.autograd.grad(out.sum(), tensors[0], retain_graph=True)
+    torch.autograd.grad(out.sum(), tensors[1], create_graph=True)
+    torch.autograd.grad(out.sum(), tensors[2], create_graph=True)
+    assert seen == [("rows", (0,)), ("forward", ["sum"]), ("forward", ["none"])]
 
 
 @pytest.mark.parametrize("name", ["tanh", "softplus", "elu"])

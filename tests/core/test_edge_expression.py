@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,46 @@ CASES: dict[str, tuple[Expression, tuple[str, ...]]] = {
     "quotient": (("div", ("silu", leaf(0)), ("add", ("square", ("tanh", leaf(1))), 0.5)), ("dst", "src")),
     "rectifiers": (("elu", ("leaky_relu", ("sub", leaf(0), leaf(1)), 0.2), 1.0), ("dst", "src")),
 }
+
+
+FILTER, ROWS = ("add", leaf(1), leaf(6)), ("mul", leaf(0), ("mul", ("silu", leaf(1)), leaf(4)))
+#: Results of one call, and the places of its leaves, of which the two of mapped features have the same ones.
+SEVERAL: tuple[tuple[Root, ...], tuple[str, ...]] = (
+    (
+        Root("sum", ("add", ("mul", leaf(0), FILTER), ("mul", leaf(5), leaf(3)))),
+        Root("mean", ROWS),
+        Root("none", ("mul", ROWS, leaf(5))),
+        Root("across", ROWS),
+        Root("across", ("mul", leaf(3), leaf(0))),
+    ),
+    ("src", "mapped", "weight", "edge one", "edge", "dst", "mapped", "weight"),
+)
+
+
+def of_several(device: str, width: int, dtype: torch.dtype) -> tuple[Adjacency, list[Tensor], list[Any]]:
+    """Structure and leaves of `SEVERAL`, and what computes its results: kernels and PyTorch's operators."""
+    roots, places = SEVERAL
+    adj = graph(device)
+    tensors = tensors_of(places, adj, width, dtype)
+    tensors[6] = tensors[1]
+    leaves, kinds = leaves_of(places, tensors, width), [place.split()[0] for place in places]
+    return (
+        adj,
+        [*tensors[:6], tensors[7]],
+        [
+            lambda given: edge_expression.edge_expressions(
+                adj, roots, kinds, [*given[:6], given[1], given[6]]
+            ),
+            lambda given: edge_expression.unfused(adj, roots, leaves, [*given[:6], given[1], given[6]]),
+        ],
+    )
+
+
+def derivatives(outs: tuple[Tensor, ...], tensors: list[Tensor]) -> list[Tensor]:
+    """Results, gradients and second derivatives; of one result that nobody reads, none."""
+    loss = sum((n + 1) * out.square().sum() for n, out in enumerate(outs) if n != 1)
+    first = torch.autograd.grad(loss, tensors, create_graph=True)
+    return [*outs, *first, *torch.autograd.grad(sum(each.square().sum() for each in first), tensors)]
 
 
 @pytest.fixture(autouse=True)
@@ -199,6 +240,34 @@ def test_second_derivatives(name: str, how: str, device: str):
         found.append(torch.autograd.grad(sum(grad.tanh().sum() for grad in grads), tensors))
     for got, want in zip(*found, strict=True):
         assert (got - want).norm() <= 1e-11 * want.norm().clamp(min=1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_several_results_of_a_kernel(device: str):
+    _, tensors, (fused, unfused) = of_several(device, 5, torch.float64)
+    for got, want in zip(
+        derivatives(fused(tensors), tensors), derivatives(unfused(tensors), tensors), strict=True
+    ):
+        assert (got - want).norm() <= 1e-11 * want.norm().clamp(min=1)
+    first = [
+        torch.autograd.grad(run(tensors)[:2], tensors, [torch.ones(NUM_DST, 5).to(tensors[0])] * 2)
+        for run in (fused, unfused)
+    ]
+    for got, want in zip(*first, strict=True):
+        assert (got - want).norm() <= 1e-11 * want.norm().clamp(min=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [7, 40, 70, 128, 200])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 5e-2)])
+def test_several_results_on_a_gpu(width: int, dtype: torch.dtype, tolerance: float):
+    _, tensors, (fused, unfused) = of_several("cuda", width, dtype)
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    count = len(SEVERAL[0]) + len(tensors) if dtype == torch.bfloat16 else None
+    got, want = derivatives(fused(tensors), tensors)[:count], derivatives(unfused(exact), exact)[:count]
+    for each, best in zip(got, want, strict=True):
+        assert each.dtype == dtype
+        assert (each.double() - best).norm() <= tolerance * best.norm().clamp(min=1)
 
 
 @pytest.mark.parametrize("part", ["forward", "rows", "columns"])
