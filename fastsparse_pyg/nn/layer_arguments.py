@@ -24,7 +24,7 @@ class Signature(NamedTuple):
     Attributes:
         lifted: of all, those read per edge: (name, without its ending, whether at the destinations).
         message: of `message`.
-        traced: of `message` and `edge_update`, what the caller hands over.
+        traced: of `message`, `edge_update` and `aggregate`, what the caller hands over.
         aggregate: of `aggregate`.
         update: of `update`.
         edge_update: of `edge_update`.
@@ -70,7 +70,7 @@ class Signature(NamedTuple):
             each["message"],
             {
                 method: tuple(name for name in each[method] if name not in special)
-                for method in ("message", "edge_update")
+                for method in ("message", "edge_update", "aggregate")
             },
             each["aggregate"],
             each["update"],

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from test_pyg_message_plan import Painn, SchNet
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import scatter
 
 from fastsparse_core.message_plans import terms
 from fastsparse_core.message_plans.plan import Planner
@@ -276,3 +277,58 @@ def test_energies_and_forces_by_plans(
     for want, got in zip(training_step(layer), training_step(fast), strict=True):
         assert (want - got).norm() <= 1e-10 * want.norm().clamp(min=1)
     assert all("one generated kernel" in planned[each].gains for each in fast)
+
+
+class OwnReductions(Layer):
+    """As TorchMD-Net writes it: two messages, which the layer's own `aggregate` sums."""
+
+    def forward(self, edge_index: Tensor, inputs: dict[str, Any]) -> Tensor:
+        names = ("phi", "v", "basis", "direction")
+        x, vectors = self.propagate(edge_index, **{name: inputs[name] for name in names})
+        return torch.cat([x.unsqueeze(1), vectors], 1)
+
+    def message(self, phi_j, v_j, basis, direction):
+        first, second, third = (phi_j * self.filter(basis)).split(self.width, -1)
+        return first, v_j * second.unsqueeze(1) + third.unsqueeze(1) * direction.unsqueeze(2)
+
+    def aggregate(self, features, index, ptr, dim_size):
+        x, vectors = features
+        x = scatter(x, index, dim=self.node_dim, dim_size=dim_size)
+        return x * 2, scatter(vectors, index, dim=self.node_dim, dim_size=dim_size, reduce=self.aggr)
+
+    def update(self, inputs):
+        return inputs
+
+
+class OwnReductionsOfOne(OwnReductions):
+    """One message, reduced twice; features of destinations join the result."""
+
+    def message(self, v_j, basis, phi_j):
+        return v_j * self.narrow(basis).unsqueeze(1) * phi_j[:, None, : self.width]
+
+    def aggregate(self, inputs, index, dim_size, v_i=None):
+        total = scatter(inputs, index, 0, dim_size, "add")
+        return total[:, 0], total / (1 + scatter(inputs, index, 0, dim_size, "mean").square())
+
+
+class SizedItself(OwnReductions):
+    """The number of rows is that of the indices: there is no plan."""
+
+    def aggregate(self, features, index):
+        rows = [scatter(each, index, dim=0) for each in features]
+        return [F.pad(each, [0, 0] * (each.dim() - 1) + [0, NODES - each.size(0)]) for each in rows]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [OwnReductions, OwnReductionsOfOne, SizedItself])
+def test_messages_that_a_layer_reduces_itself(kind: type[Layer], device: str):
+    layer = kind("mean").to(device, torch.float64)
+    fast = copy.deepcopy(layer)
+    accelerate(fast, show=False)
+    edge_index, inputs = problem(device)
+    for got, want in zip(
+        derivatives(fast, edge_index, inputs), derivatives(layer, edge_index, inputs), strict=True
+    ):
+        assert (got is None) == (want is None)
+        assert want is None or (got - want).norm() <= 1e-11 * want.norm().clamp(min=1)
+    assert ("one generated kernel" in getattr(planned.get(fast), "gains", ())) == (kind is not SizedItself)

@@ -51,6 +51,8 @@ _MOST_PLANS = 16
 PRODUCTS = ("sum", "mean", "max", "min")
 #: In place of a reduction: what a body gives per edge.
 PER_EDGE = "per edge"
+#: Likewise: the body reduces its messages itself.
+OWN = "its own"
 INDICES = ("index", "edge_index_i", "edge_index_j")
 
 
@@ -350,6 +352,7 @@ class Planner:
         self.modules: dict[str, tuple[Any, ...]] = {}
         self.gains: dict[str, None] = {}
         self.dtype: torch.dtype | None = None
+        self.how = ""
         self.generates = found.special["adj"].device.type == "cuda" and can_generate()
 
     def plan(self, trace: Graph, how: str, assigned: Mapping[str, Node] | None = None) -> Plan:
@@ -357,19 +360,25 @@ class Planner:
 
         Args:
             trace: of the body.
-            how: the reduction; :data:`PER_EDGE` for what is not reduced.
+            how: the reduction; :data:`PER_EDGE` for what is not reduced, :data:`OWN` for what the body
+                reduces.
             assigned: nodes of the trace that the body sets as attributes.
 
         Raises:
             NoPlan: nothing would be gained.
             Exception: whatever an operator cannot do with tensors without content.
         """
+        self.how = how
         values, out = self._walk(trace)
-        if not isinstance(out, (_Sum, _Of)):
+        if how == OWN:
+            if not all(isinstance(each, _Whole) and each.node is not None for each in _leaves(out)):
+                raise NoPlan
+        elif not isinstance(out, (_Sum, _Of)):
             raise NoPlan
         # First, for the reduction to find them made.
         kept = {name: self._at_edges(values[node]) for name, node in (assigned or {}).items()}
-        plan = self._finished((self._at_edges(out) if how == PER_EDGE else self._reduced(out, how), kept))
+        as_is = how in (PER_EDGE, OWN)
+        plan = self._finished((_mapped(out, self._at_edges) if as_is else self._reduced(out, how), kept))
         gathers = sum(name.endswith(("_i", "_j")) for name in self.arguments)
         of_message = gathers + self._launches(trace) + _REDUCTION
         return plan._replace(is_short=self._launches(self.graph) < of_message)
@@ -991,6 +1000,12 @@ class Planner:
         known = (node for node in self.graph.nodes if node.target == target and node.args == args)
         return next(known, None) or (self.method if isinstance(target, str) else self.call)(target, args)
 
+    def scattered(self, src: Any, how: str) -> _Value:
+        """What a body reduces itself over the edges of a destination."""
+        if self.how != OWN or not isinstance(src, (_Sum, _Of)) or how not in PRODUCTS:
+            raise NoPlan
+        return _Whole(_meta(src.meta, self.found.dst.num_nodes), node=self._reduced(src, how))
+
     def _unsqueeze(self, x: Any, dim: Any) -> _Value | None:
         return self._shaped(x, x.meta.unsqueeze(dim)) if isinstance(x, (_Sum, _Of)) else None
 
@@ -1067,7 +1082,8 @@ class Planner:
         if made is None and self.generates and how in HOW:
             is_one_row = len(value.row) == 1 and not _is(value, "joined")
             made = (self._generated if is_one_row else self._generated_rows)(value, how)
-        return made or self.call(self.reduce, (self.layer_node, self.found_node, self._at_edges(value), how))
+        reduce = Planner.reduce if self.how == OWN else self.reduce  # the layer's would be its own
+        return made or self.call(reduce, (self.layer_node, self.found_node, self._at_edges(value), how))
 
     @staticmethod
     def reduce(layer: Any, found: Edges, messages: Tensor, how: str) -> Any:
