@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from fastsparse_core import Adjacency, spmm
 from fastsparse_core.exact_inference import Framework, Stage, Tile, infer, small_graph
 from fastsparse_dgl.caching import adjacency_of
 from fastsparse_dgl.compat import dgl
@@ -95,17 +96,33 @@ def _stage(name: str, layer: Any) -> Stage:
     fast = as_drop_in(layer)
     if not isinstance(fast, AggregationMixin):
         raise ValueError(f"model: expected layers that FastSparse has, got {name}")
-    only_sums = _only_sums(fast)
 
-    def compute(tile: Tile) -> Tensor:
+    def compute(tile: Tile, sums: Tensor | None) -> Tensor:
+        result: Tensor
+        if sums is not None:
+            result = fast(_each_its_own(sums), (sums, tile.own))
         # Destinations that come first among the sources are not computed twice.
-        features = (
-            tile.sources if tile.own.data_ptr() == tile.sources.data_ptr() else (tile.sources, tile.own)
-        )
-        result: Tensor = fast(tile.adj, features)
+        elif tile.own.data_ptr() == tile.sources.data_ptr():
+            result = fast(tile.adj, tile.sources)
+        else:
+            result = fast(tile.adj, (tile.sources, tile.own))
         return result
 
-    return Stage(name, compute, "columns" if only_sums else "sources", reads_out_degree=True)
+    reads: Literal["columns", "sources"] = "columns" if _only_sums(fast) else "sources"
+    reduce: Any = getattr(fast, "_aggre_type", None) or getattr(fast, "_aggregator_type", None)
+    if reads == "sources" or reduce is None:
+        return Stage(name, compute, reads, reads_out_degree=True)
+
+    def neighbour_sums(tile: Tile) -> Tensor:
+        return spmm(tile.adj, tile.sources, reduce=reduce)
+
+    return Stage(name, compute, reads, sums=neighbour_sums)
+
+
+def _each_its_own(sums: Tensor) -> Adjacency:
+    """The structure in which every node has one neighbour, of the same number: its sum is that neighbour."""
+    numbers = torch.arange(sums.size(0) + 1, device=sums.device)
+    return Adjacency(numbers, numbers[:-1].int(), (sums.size(0), sums.size(0)))
 
 
 def _only_sums(layer: Any) -> bool:

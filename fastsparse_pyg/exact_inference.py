@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,25 +120,38 @@ def _stage(name: str, layer: Any) -> Stage:
     fast = as_drop_in(layer)
     if not isinstance(fast, FastConv):
 
-        def by_pyg(tile: Tile) -> Tensor:
+        def by_pyg(tile: Tile, sums: Tensor | None) -> Tensor:
             result: Tensor = layer((tile.sources, tile.own), to_edge_index(tile.adj, layer.flow))
             return result
 
         return Stage(name, by_pyg)
 
-    def compute(tile: Tile) -> Tensor:
-        result: Tensor = fast((tile.sources, tile.own), tile.adj)
+    def compute(tile: Tile, sums: Tensor | None) -> Tensor:
+        result: Tensor
+        if sums is None:
+            result = fast((tile.sources, tile.own), tile.adj)
+        else:
+            result = fast.after_sum(sums, tile.own)
         return result
 
     loops = bool(vars(fast).get("add_self_loops", False))
-    return Stage(name, compute, "columns" if _only_sums(fast) else "sources", adds_loops=loops)
+    if not _only_sums(fast):
+        return Stage(name, compute, adds_loops=loops)
+    reduce = REDUCE[type(fast.aggr_module)]
+
+    def neighbour_sums(tile: Tile) -> Tensor:
+        return spmm(tile.adj, tile.sources, reduce=reduce)
+
+    return Stage(name, compute, "columns", loops, sums=neighbour_sums)
 
 
 def _only_sums(layer: Any) -> bool:
     """Whether a layer sums sources before it does anything else with them."""
+    if type(layer.aggr_module) not in REDUCE:
+        return False
     if isinstance(layer, FastGINConv):
         return True
-    if not isinstance(layer, (FastSAGEConv, FastGraphConv)) or type(layer.aggr_module) not in REDUCE:
+    if not isinstance(layer, (FastSAGEConv, FastGraphConv)):
         return False
     width = layer.in_channels[0] if isinstance(layer.in_channels, tuple) else layer.in_channels
     return not getattr(layer, "project", False) and 0 < width <= layer.out_channels
@@ -165,26 +179,32 @@ def _gcn_stage(name: str, layer: Any) -> Stage:
 
     transforms_first = layer.out_channels < layer.in_channels
 
-    def compute(tile: Tile) -> Tensor:
-        sources, own = tile.sources, tile.own
+    def scale_of(tile: Tile) -> Tensor:
+        dtype = accumulation_dtype(tile.sources.dtype)
+        return tile.graph.numbers((*key, dtype), lambda adj: factors(adj, dtype))
+
+    def neighbour_sums(tile: Tile) -> Tensor:
+        if not has_factors:
+            return spmm(tile.adj, tile.sources)
+        scale = scale_of(tile)
+        return spmm(tile.adj, tile.sources, scale_dst=scale[tile.ids], scale_src=tile.of_sources(scale))
+
+    def compute(tile: Tile, sums: Tensor | None) -> Tensor:
         if transforms_first:
-            sources = layer.lin(sources)
-            own = sources[: own.size(0)]
-        scales: dict[str, Any] = {}
-        if has_factors:
-            dtype = accumulation_dtype(sources.dtype)
-            scale = tile.graph.numbers((*key, dtype), lambda adj: factors(adj, dtype))
-            scales = {"scale_dst": scale[tile.ids], "scale_src": tile.of_sources(scale)}
-        out = spmm(tile.adj, sources, **scales)
+            sources = layer.lin(tile.sources)
+            tile = replace(tile, sources=sources, own=sources[: tile.own.size(0)])
+        out = neighbour_sums(tile) if sums is None else sums
         if adds_loops:
             loops = tile.graph.numbers((*key, "loops"), missing_loops)[tile.ids]
-            weight = loops * scales["scale_dst"].square()
-            out = torch.addcmul(out, own.to(out.dtype), weight.to(out.dtype).unsqueeze(1))
+            weight = loops * scale_of(tile)[tile.ids].square()
+            out = torch.addcmul(out, tile.own.to(out.dtype), weight.to(out.dtype).unsqueeze(1))
         if not transforms_first:
             out = layer.lin(out)
         return out if layer.bias is None else out + layer.bias
 
-    return Stage(name, compute, "sources" if transforms_first else "columns")
+    if transforms_first:
+        return Stage(name, compute)
+    return Stage(name, compute, "columns", sums=neighbour_sums)
 
 
 _FRAMEWORK = Framework(

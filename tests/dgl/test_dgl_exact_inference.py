@@ -13,6 +13,8 @@ from dgl_cases import DGLError, dgl, fastsparse_dgl, homogeneous
 from hook_cases import enabled
 from torch import nn
 
+from fastsparse_core.exact_inference import tiles
+
 inference = fastsparse_dgl.inference
 NODES = 30
 
@@ -69,6 +71,22 @@ def test_equals_the_full_pass(kind: str, tile: int | None) -> None:
     rows = torch.tensor([29, 3, 3])
     found = inference(model, graph, x, rows=rows, tile=tile)
     torch.testing.assert_close(found, expected[rows], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["SAGE", "GIN"])
+def test_columns_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where features do not fit on a GPU."""
+    graph, x, model = homogeneous(), torch.randn(NODES, 8), Model(kind)
+    expected = full(model, graph, x)
+    widths = []
+
+    def three(self: tiles._Tiles, stage: tiles.Stage, stored: tiles._Rows, *more: object) -> int:
+        widths.append(3 if stage.sums is not None and stored.data.size(0) == NODES else 0)
+        return widths[-1]
+
+    monkeypatch.setattr(tiles._Tiles, "_width_of_columns", three)
+    torch.testing.assert_close(inference(model, graph, x), expected, rtol=1e-4, atol=2e-5)
+    assert 3 in widths
 
 
 @pytest.mark.gpu

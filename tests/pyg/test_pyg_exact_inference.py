@@ -312,6 +312,50 @@ def test_tiles_follow_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts[0] > counts[1] > counts[2]
 
 
+def counted_columns(monkeypatch: pytest.MonkeyPatch, width: int | None = None) -> list[int]:
+    """The number of columns at a time, of every layer that is computed so; of all that can be, if given."""
+    found: list[int] = []
+    choose = tiles._Tiles._width_of_columns
+
+    def chosen(self: tiles._Tiles, stage: tiles.Stage, stored: tiles._Rows, *more: object) -> int:
+        result = choose(self, stage, stored, *more)  # type: ignore[arg-type]
+        if width is not None:
+            result = width if stage.sums is not None and stored.data.size(0) == NODES else 0
+        found.append(result)
+        return result
+
+    monkeypatch.setattr(tiles._Tiles, "_width_of_columns", chosen)
+    return found
+
+
+@pytest.mark.parametrize("tile", [None, 7])
+@pytest.mark.parametrize("name", MODELS)
+def test_columns_at_a_time(monkeypatch: pytest.MonkeyPatch, name: str, tile: int | None) -> None:
+    """As where features do not fit on a GPU; x stays, and results of layers may be overwritten."""
+    data, model = graph(), make(name)
+    expected, before = full(model, data), data.x.clone()
+    found = counted_columns(monkeypatch, 5)
+    torch.testing.assert_close(inference(model, data, tile=tile), expected, rtol=1e-4, atol=2e-5)
+    assert torch.equal(data.x, before)
+    assert (5 in found) == (name in ("GCN", "GraphSAGE", "GIN", "GraphConv"))
+    if name == "GraphSAGE":
+        out = torch.empty_like(expected)
+        assert inference(model, data, out=out) is out
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("aggr", ["sum", "mean", "max", "min"])
+def test_columns_of_every_reduction(monkeypatch: pytest.MonkeyPatch, aggr: str) -> None:
+    torch.manual_seed(0)
+    layers = [GraphConv(8, 8, aggr=aggr), torch.relu, SAGEConv(8, 8, aggr=aggr, normalize=True)]
+    layers += [GINConv(nn.Linear(8, 8), aggr=aggr, train_eps=True)]
+    data = graph()
+    expected = inference(layers, data)
+    widths = counted_columns(monkeypatch, 3)
+    torch.testing.assert_close(inference(layers, data), expected, rtol=1e-4, atol=2e-5)
+    assert widths.count(3) == 3
+
+
 def _together(rank: int, size: int, device: torch.device, tile: int | None) -> None:
     for name in ("GCN", "GAT"):
         for dtype in (torch.float32, torch.bfloat16):
@@ -348,6 +392,25 @@ def test_features_on_the_host_of_a_gpu(name: str) -> None:
     torch.cuda.reset_peak_memory_stats()
     limit = torch.cuda.memory_allocated() + 40 * 2**20
     found = inference(model, data, memory=limit).cpu()
+    assert torch.cuda.max_memory_allocated() <= 1.1 * limit
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "GIN"])
+def test_columns_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Features of which a quarter fits are sent column by column."""
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.randint(400_000, (2, 12_000_000), generator=generator)
+    data = Data(x=torch.randn(400_000, 8, generator=generator), edge_index=edges)
+    model = model_of(name, 128).cuda()
+    expected = full(model, data.clone().cuda()).cpu()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    limit = torch.cuda.memory_allocated() + 80 * 2**20
+    widths = counted_columns(monkeypatch)
+    found = inference(model, data, memory=limit).cpu()
+    assert any(0 < width < 128 for width in widths)
     assert torch.cuda.max_memory_allocated() <= 1.1 * limit
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 

@@ -282,11 +282,11 @@ def _checked(parts: Sequence[_Part], framework: Framework, x: Tensor, small: Adj
 
 def _stage_of(part: _Part, framework: Framework) -> Stage:
     if part.layer is None:
-        return Stage(part.name, lambda tile: part.finish(tile.own), "own")
+        return Stage(part.name, lambda tile, sums: part.finish(tile.own), "own")
     stage = framework.stage(part.name, part.layer)
 
-    def compute(tile: Tile) -> Tensor:
-        return part.finish(stage.compute(tile))
+    def compute(tile: Tile, sums: Tensor | None) -> Tensor:
+        return part.finish(stage.compute(tile, sums))
 
     return replace(stage, compute=compute)
 

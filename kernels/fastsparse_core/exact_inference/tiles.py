@@ -25,6 +25,10 @@ _TILE_SHARE = 0.6
 _KEPT_FOR_TILES = 0.15
 #: Share of the free memory that the first rows of a result take that does not fit beside its source.
 _SHARE_HERE = 0.7
+#: Share of the free memory that some columns of all features take that do not fit as a whole.
+_SHARE_OF_COLUMNS = 0.7
+#: A row of these columns is a multiple of that many bytes, as kernels read it.
+_ROW_BYTES = 16
 #: Memory of a tile on the CPU, where nobody said how much there is.
 _CPU_BYTES = 2**30
 #: Entries of a tile: positions among them are int32.
@@ -98,19 +102,22 @@ class Stage:
 
     Attributes:
         name: for messages.
-        compute: what it makes of a tile, (num_dst, ...).
+        compute: what it makes of a tile, and of the tile's sums if they are there, (num_dst, ...).
         reads: ``"own"``: only the features of the destinations. ``"sources"``: it works on every source of
             a tile, which are gathered first. ``"columns"``: it only sums sources, and a tile may
             have the features of all nodes.
         adds_loops: whether the structure has a loop on every destination in place of its own loops.
         reads_out_degree: whether out-degrees of a tile's structure are read: they are the whole graph's.
+        sums: the sums over neighbours, (num_dst, width), that the layer begins with. A column of them depends
+            on that column of the sources alone. None: it begins otherwise.
     """
 
     name: str
-    compute: Callable[[Tile], Tensor]
+    compute: Callable[[Tile, Tensor | None], Tensor]
     reads: Literal["own", "sources", "columns"] = "sources"
     adds_loops: bool = False
     reads_out_degree: bool = False
+    sums: Callable[[Tile], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -301,6 +308,8 @@ class _Tiles:
             raise ValueError(
                 f"out: expected shape {shape}, as the last layer gives, got {tuple(target.shape)}"
             )
+        if width := self._width_of_columns(stage, stored, ids, first):
+            return self._by_columns(stage, stored, width, first, target)
         is_freed = stored.data.is_cuda and not is_given
         freed = stored.data.nbytes if is_freed else 0
         result = _Result(shape, first.dtype, placement, target, freed)
@@ -336,6 +345,78 @@ class _Tiles:
                 most_rows = int(most_rows * growth) + 1
         result.finish()
         return result
+
+    def _width_of_columns(self, stage: Stage, stored: _Rows, ids: Tensor | None, first: Tensor) -> int:
+        """How many columns of the features are sent to the device at a time; 0: rows are gathered.
+
+        Rows are gathered once for every tile that reads them, up to once for every entry. Columns are sent
+        once, but the structure is sent with each part of them, and the sums are stored and read again.
+        """
+        data = stored.data
+        is_all = ids is None and stored.ids is None and self._placement.num_ranks == 1
+        if stage.sums is None or not is_all or data.dim() != 2 or data.device == self._device:
+            return 0
+        least = max(_ROW_BYTES // data.itemsize, 1)
+        most = int(_SHARE_OF_COLUMNS * self._placement.free()) // max(self.num_nodes * data.itemsize, 1)
+        if most < least:
+            return 0
+        parts = -(-data.size(1) // (most // least * least))
+        structure = 0 if self.col.device == self._device else self.rowptr.nbytes + self.col.nbytes
+        columns = parts * structure + 3 * data.nbytes
+        if 2 * columns > self.col.numel() * data[:1].nbytes:
+            return 0
+        return -(-data.size(1) // (parts * least)) * least
+
+    def _by_columns(
+        self, stage: Stage, stored: _Rows, width: int, first: Tensor, target: Tensor | None
+    ) -> _Result:
+        """The results of a stage for all nodes, whose sums are computed for some columns at a time.
+
+        Args:
+            stage: it has sums.
+            stored: the features of all nodes, on the host.
+            width: columns of a part.
+            first: the result of a node.
+            target: see `layer`.
+        """
+        data, placement = stored.data, self._placement
+        sums = [self._sums(stage, part, first) for part in data.split(width, 1)]
+        shape = (self.num_nodes, *first.shape[1:])
+        if target is None and not stored.is_given and data.shape == shape and data.dtype == first.dtype:
+            target = data  # a node's features are read before its result is written
+        result = _Result(shape, first.dtype, placement, target, 0)
+        _, rows = self._limits(_TILE_SHARE * placement.free(), self._costs(stage, stored, first))
+        for begin in range(0, self.num_nodes, rows):
+            nodes = slice(begin, min(begin + rows, self.num_nodes))
+            numbers = torch.arange(nodes.start, nodes.stop, device=self._device)
+            own = _copied(data[nodes], self._device)
+            of_tile = torch.cat([_copied(part[nodes], self._device) for part in sums], 1)
+            adj = self._structure(stage, *_no_entries(numbers), self.num_nodes, None)
+            result.write(begin, stage.compute(Tile(adj, own, own, numbers, None, self._graph), of_tile))
+        result.finish()
+        return result
+
+    def _sums(self, stage: Stage, part: Tensor, first: Tensor) -> Tensor:
+        """A stage's sums of some columns of the features, on the host."""
+        assert stage.sums is not None
+        sources = _copied(part, self._device)
+        result = _Result(
+            part.shape, part.dtype, self._placement, torch.empty(part.shape, dtype=part.dtype), 0
+        )
+        costs = _Size(rows=32 + 4 * part[:1].nbytes, entries=64 if stage.adds_loops else 8, sources=0)
+        entries, rows = self._limits(_TILE_SHARE * self._placement.free(), costs)
+        begin = 0
+        while begin < self.num_nodes:
+            end = self._end(self.rowptr, begin, entries, min(begin + rows, self.num_nodes))
+            numbers = torch.arange(begin, end, device=self._device)
+            rowptr, col = self._entries(slice(begin, end))
+            rowptr, col = rowptr.to(self._device), _aligned(_copied(col, self._device))
+            adj = self._structure(stage, rowptr, col, self.num_nodes, None)
+            tile = Tile(adj, sources, sources[begin:end], numbers, None, self._graph)
+            result.write(begin, stage.sums(tile))
+            begin = end
+        result.finish()
+        return result.whole()
 
     def _costs(self, stage: Stage, stored: _Rows, first: Tensor) -> _Size:
         """Bytes that each row, entry and source of a tile takes, roughly."""
@@ -398,15 +479,14 @@ class _Tiles:
         is_here = stored.data.device == self._device
         self._size = _Size(stop - start, 0, 0)
         if stage.reads == "own":
-            rowptr = torch.zeros(stop - start + 1, dtype=torch.int64, device=self._device)
             if stored.ids is None and ids is None:
                 own = _copied(stored.data[nodes], self._device)
             else:
                 own = self._features(stored, numbers)
-            adj = self._structure(stage, rowptr, rowptr[:0].int(), stop - start, numbers)
-            return stage.compute(Tile(adj, own, own, numbers, numbers, self._graph))
+            adj = self._structure(stage, *_no_entries(numbers), stop - start, numbers)
+            return stage.compute(Tile(adj, own, own, numbers, numbers, self._graph), None)
         rowptr, col = self._entries(nodes)
-        rowptr, col = rowptr.to(self._device), _aligned(col.to(self._device))
+        rowptr, col = rowptr.to(self._device), _aligned(_copied(col, self._device))
         if not self._is_gathered(stage, is_here):
             if stored.ids is not None:
                 assert stored.place is not None
@@ -422,7 +502,7 @@ class _Tiles:
             own = sources[: stop - start]
         self._size = _Size(stop - start, col.numel(), sources.size(0))
         adj = self._structure(stage, rowptr, col, sources.size(0), source_ids)
-        return stage.compute(Tile(adj, sources, own, numbers, source_ids, self._graph))
+        return stage.compute(Tile(adj, sources, own, numbers, source_ids, self._graph), None)
 
     def _structure(
         self, stage: Stage, rowptr: Tensor, col: Tensor, num_src: int, source_ids: Tensor | None
@@ -499,6 +579,12 @@ class _Tiles:
         return select_rows(self.rowptr, self.col, nodes)
 
 
+def _no_entries(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Pointers and columns of rows without entries."""
+    rowptr = torch.zeros(numbers.numel() + 1, dtype=torch.int64, device=numbers.device)
+    return rowptr, rowptr[:0].int()
+
+
 def _with_loops(rowptr: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
     """Rows whose column of the same number is removed, and then added once, behind the others."""
     num_rows = rowptr.numel() - 1
@@ -522,10 +608,10 @@ def _aligned(part: Tensor) -> Tensor:
 
 def _copied(data: Tensor, device: torch.device) -> Tensor:
     """Data on a device."""
-    data = data.contiguous()
-    if device.type != "cuda" or data.is_cuda or data.is_pinned() or data.nbytes <= _PIECE_BYTES:
-        return data.to(device)
-    out = torch.empty_like(data, device=device)
+    is_sent_as_it_is = data.is_contiguous() and data.is_pinned()
+    if device.type != "cuda" or data.is_cuda or is_sent_as_it_is or data.nbytes <= _PIECE_BYTES:
+        return data.contiguous().to(device)
+    out = torch.empty(data.shape, dtype=data.dtype, device=device)
     _send(data, out)
     return out
 
