@@ -33,6 +33,7 @@ from fastsparse_core.message_plans.terms import Edges
 from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._edge_kernels import OPERATORS
 from fastsparse_core.ops.edge_expression import HOW, can_generate
+from fastsparse_core.ops.edge_products import linear_of_rows
 
 #: Edges of the tensors on the meta device that shapes are found with: a number that no other size has.
 _EDGES = 1_000_003
@@ -395,6 +396,8 @@ class Planner:
                 continue
             elif node.target in (terms.by_expression, terms.by_expressions):
                 total += _GENERATED_CALL
+            elif node.target is linear_of_rows:  # for few edges PyTorch's
+                total += 1
             elif getattr(node.target, "__module__", "").startswith("fastsparse_core."):
                 total += _CALL
             else:
@@ -1049,6 +1052,8 @@ class Planner:
         if value.kind == "mapped":
             return self.call(_ELEMENTWISE[options[0]][0], (*parts, *options[1:]))
         if value.kind == "linear":
+            if self.generates and options[1] is None:
+                return self.call(linear_of_rows, (*parts, options[0]))
             return self.call(F.linear, (*parts, *options))
         if value.kind == "softmax":
             return self.call(terms.softmax, (self.found_node, *parts))
@@ -1145,7 +1150,7 @@ class Planner:
             return (_PAIRS[value.kind][1], *[self._expression(part, leaves) for part in value.parts])
         if _is(value, "linear") and value.options[1] and value.row == (leaves.width,) and value.made is None:
             weight, bias = value.options  # whose gradient the kernel then sums
-            map_ = self.call(F.linear, (self._at_edges(value.parts[0]), weight))
+            map_ = self.call(linear_of_rows, (self._at_edges(value.parts[0]), weight))
             return ("add", leaves.add("edge", map_), leaves.add("whole", bias))
         if not isinstance(value, _Sum) or value.row not in ((leaves.width,), (1,)):
             return leaves.add("edge", self._at_edges(value))

@@ -93,3 +93,14 @@ def is_first_derivative(grad: Tensor) -> bool:
     A second derivative, which ``create_graph=True`` asks for, goes through the operators' own formulas.
     """
     return not _is_grad_enabled() and is_plain_eager(grad)
+
+
+def is_read(node: Any) -> bool:
+    """Whether the backward pass that runs reads a gradient for a node of autograd's graph.
+
+    `ctx.needs_input_grad` also names parameters of a pass that is after the gradient of positions alone.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf of `torch.autograd.grad`
+        return True

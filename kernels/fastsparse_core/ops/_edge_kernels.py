@@ -118,7 +118,7 @@ def product(a, b, PRECISION: tl.constexpr):
 def kernel_of(
     part: str, roots: tuple[Root, ...], leaves: tuple[Leaf, ...], wanted: tuple[int, ...] = ()
 ) -> Any:
-    """A kernel, from a file that is written once.
+    """A kernel.
 
     Args:
         part: ``"forward"``, ``"rows"`` or ``"columns"``: gradients by rows or by rows of the transpose.
@@ -126,11 +126,15 @@ def kernel_of(
         leaves: the tensors.
         wanted: leaves whose gradients the kernel computes.
     """
-    source = source_of(part, roots, leaves, wanted)
+    info_once(_logger, f"Compiling generated kernels of a message, which takes about a second each: {roots}")
+    return module_of(source_of(part, roots, leaves, wanted)).kernel
+
+
+def module_of(source: str) -> Any:
+    """A module with Triton's kernels, from a file that is written once."""
     name = hashlib.sha256(source.encode()).hexdigest()[:24]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastsparse" / "edge_kernels"
     path = home / f"{name}.py"
-    info_once(_logger, f"Compiling generated kernels of a message, which takes about a second each: {roots}")
     if not path.exists():
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=home, suffix=".part", delete=False) as file:
@@ -141,7 +145,7 @@ def kernel_of(
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.kernel
+    return module
 
 
 class Writer:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastsparse_core.ops import _edge_cuda
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._eager import is_first_derivative
+from fastsparse_core.ops._eager import is_first_derivative, is_read
 from fastsparse_core.ops._edge_derivatives import gradients_of, leaves_in, with_leaves
 from fastsparse_core.ops._edge_kernels import KEEPS, Expression, Leaf, Root, kernel_of
 from fastsparse_core.ops._edge_rows import lift
@@ -208,7 +208,7 @@ class _EdgeExpression(torch.autograd.Function):
         given = [grad for _, grad in read]
         count = len(call.leaves)
         tensors, kept = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        needs = [node is not None and _is_read(node) for node, _ in ctx.next_functions]
+        needs = [node is not None and is_read(node) for node, _ in ctx.next_functions]
         found: list[Tensor | None] = [None] * count
         made: Sequence[Tensor | None]
         if not read or not any(needs):
@@ -246,17 +246,6 @@ class _EdgeExpression(torch.autograd.Function):
                 for n, each in zip(wanted, made, strict=True):
                     found[n] = each
         return (None,) * 4 + tuple(found)
-
-
-def _is_read(node: Any) -> bool:
-    """Whether the backward pass that runs reads a gradient for a node of autograd's graph.
-
-    `ctx.needs_input_grad` also names parameters of a pass that is after the gradient of positions alone.
-    """
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf of `torch.autograd.grad`
-        return True
 
 
 def _gradients_by_expressions(
