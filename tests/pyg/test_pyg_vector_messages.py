@@ -97,7 +97,7 @@ def filters_by_slices(self, v_j, phi_j, basis):
 
 
 def gates_of_both_ends(self, v_i, v_j, x_i, x_j):
-    return (v_i - v_j) * torch.sigmoid(x_i + x_j).unsqueeze(1)
+    return (v_i - v_j) ** 2 * torch.sigmoid(x_i + x_j).unsqueeze(1)
 
 
 def filters_in_shape(self, v_j, basis):

@@ -284,7 +284,7 @@ _ACTIVATIONS: dict[type, str] = {
 }
 #: Operators that have a method of the planner.
 _KNOWN = (
-    *("add", "sub", "neg", "mul", "div", "sum", "cat", "stack", "linear", "dropout"),
+    *("add", "sub", "neg", "mul", "div", "pow", "sum", "cat", "stack", "linear", "dropout"),
     *("chunk", "split", "getitem", "view", "reshape", "unsqueeze", "squeeze", "flatten"),
 )
 _SYNONYMS = {
@@ -722,6 +722,10 @@ class Planner:
         if not (isinstance(left, (_Sum, _Of)) or isinstance(right, (_Sum, _Of))):
             return None
         return self._pair("quotient", left, right, torch.div(_meta_of(left), _meta_of(right)))
+
+    def _pow(self, x: Any, exponent: Any) -> _Value | None:
+        is_square = isinstance(x, (_Sum, _Of)) and isinstance(exponent, (int, float)) and exponent == 2
+        return self._elementwise("square", x, (), {}) if is_square else None
 
     def _pair(self, kind: str, left: Any, right: Any, meta: Tensor) -> _Value | None:
         """An operator of two values that nothing takes apart but a generated kernel."""
