@@ -32,7 +32,7 @@ from fastsparse_core import capture
 from fastsparse_core.capturing import graphs
 from fastsparse_pyg import FastGCNConv, FastGINConv
 
-from .runner import Benchmark, Cell, Job, Run, attempt, option, progress, release, synchronise
+from .runner import Benchmark, Cell, Job, Run, attempt, end_workers, option, progress, release, synchronise
 from .small import _molecule
 from .timing import in_turn
 
@@ -144,16 +144,19 @@ def _alone(loader: Iterable[Any], rounds: int, device: torch.device) -> dict[str
         if nth:
             whole.append((time.perf_counter() - start) / count * 1e3)
             host.append((enqueued - start) / count * 1e3)
+    end_workers()
     return {"median_ms": statistics.median(whole), "host_ms": statistics.median(host)}
 
 
 def _in_turn(epochs: dict[str, Epoch], rounds: int) -> dict[str, dict[str, Any]]:
     for epoch in epochs.values():
         epoch.warm_up()
-    return {
+    found = {
         name: {"median_ms": statistics.median(ms for ms, _ in timings), "loss": timings[-1][1]}
         for name, timings in in_turn(epochs, rounds).items()
     }
+    end_workers()
+    return found
 
 
 class Model(nn.Module):

@@ -722,7 +722,6 @@ def _recommendation(kit: Kit, make: Callable[..., Any]) -> Epoch:
     held_out, bought = bought[:, : key.numel() // 10], bought[:, key.numel() // 10 :].contiguous()
     forth = bought + torch.tensor([[0], [users]], device=device)
     whole = torch.cat([forth, forth.flip(0)], 1)
-    adj = Adjacency.from_coo(*bought, (users, items))
     seen, wanted = (torch.zeros(users, items, dtype=torch.bool, device=device) for _ in range(2))
     seen[bought[0], bought[1]] = True
     wanted[held_out[0], held_out[1]] = True
@@ -734,10 +733,7 @@ def _recommendation(kit: Kit, make: Callable[..., Any]) -> Epoch:
     def train(index: Tensor) -> Tensor:
         optimizer.zero_grad()
         user, item = bought[:, index]
-        if kit.captures:
-            other = negative_edges(adj, dst=user)[0]  # never one that the user has bought
-        else:
-            other = torch.randint(items, user.shape, device=device)
+        other = torch.randint(items, user.shape, device=device)
         pairs = torch.stack([user.repeat(2), torch.cat([item, other]) + users])
         better, worse = model(whole, pairs).chunk(2)
         loss = model.recommendation_loss(better, worse, node_id=pairs.flatten(), lambda_reg=1e-4)

@@ -34,11 +34,11 @@ from fastsparse_core.capturing.captured import CALLS
 
 from . import suite
 from .program_list import PROGRAMS, Kit, Sizes
-from .runner import Benchmark, Cell, Job, Run, attempt, option, release, synchronise
+from .runner import Benchmark, Cell, Job, Run, attempt, end_workers, option, release, synchronise
 from .step_forms import FORMS, Problem, Step
 
-#: Calls of a form that are timed, in rounds that alternate; three times as many where a few per cent matter.
-_ROUNDS, _CALLS = 7, 25
+#: Forms are timed in alternating rounds: their number, calls of a round at most, and its milliseconds.
+_ROUNDS, _CALLS, _ROUND_MS = 7, 25, 100.0
 #: Epochs before the clock starts: with a loader, and of one step, which is recorded after `CALLS` calls.
 _WARM_UP, _WARM_UP_FULL = 3, CALLS + 6
 #: Seconds after which epochs of one step are enough.
@@ -174,6 +174,7 @@ def _timed(variant: Variant, kit: Kit, rounds: int) -> dict[str, Any]:
     if kit.captures:
         reasons = [step.status for step in kit.steps if not step.is_recorded]
         found["capture"] = "; ".join(reasons) or "replaying"
+    end_workers()
     return found
 
 
@@ -202,9 +203,10 @@ def compare(name: str, problem: Problem) -> Cell:
         difference = max([difference, *(abs(x - y) / max(abs(x), 1e-3) for x, y in pairs)])
     times: tuple[list[float], list[float]] = ([], [])
     status: str = step.captured.status
-    for _ in range(_ROUNDS if status == "replaying" else 3 * _ROUNDS):
+    rounds, calls = effort(_time(plain, 1), status == "replaying")
+    for _ in range(rounds):
         for run_, found in zip((plain, step), times, strict=True):
-            found.append(_time(run_))
+            found.append(_time(run_, calls))
     one_ms, other_ms = (statistics.median(found) for found in times)
     gain = statistics.median(x / y for x, y in zip(*times, strict=True))
     return {
@@ -223,14 +225,23 @@ def _numbers(result: Any) -> list[float]:
     ]
 
 
-def _time(step: Step) -> float:
+def effort(milliseconds: float, is_replaying: bool) -> tuple[int, int]:
+    """Rounds, and calls of a round, for a step that takes so long.
+
+    A refused step has three times as many rounds, because a few per cent matter, unless it is slow.
+    """
+    calls = min(max(int(_ROUND_MS / max(milliseconds, 1e-3)), 1), _CALLS)
+    return _ROUNDS if is_replaying or calls < _CALLS // 2 else 3 * _ROUNDS, calls
+
+
+def _time(step: Step, calls: int) -> float:
     """Milliseconds a call, calls back to back."""
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(_CALLS):
+    for _ in range(calls):
         step()
     torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1000 / _CALLS
+    return (time.perf_counter() - start) * 1000 / calls
 
 
 def _cases(options: argparse.Namespace) -> list[tuple[str, str]]:

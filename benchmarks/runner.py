@@ -6,6 +6,7 @@ import argparse
 import gc
 import itertools
 import math
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -212,8 +213,21 @@ def progress(items: Iterable[T], description: str, total: int | None = None) -> 
     return tqdm(items, desc=description, total=total, mininterval=interval, dynamic_ncols=True)
 
 
+def end_workers() -> None:
+    """Ends the processes that this one started, such as persistent workers of loaders.
+
+    Call it while their loader is referenced: when that is deleted, PyTorch waits up to 5 s for each worker.
+    """
+    processes = multiprocessing.active_children()
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join()
+
+
 def release() -> None:
-    """Gives memory that nothing refers to any more back to the device."""
+    """Ends worker processes, and gives memory that nothing refers to any more back to the device."""
+    end_workers()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

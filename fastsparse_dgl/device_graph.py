@@ -15,6 +15,7 @@ The operators, in which the time is spent, never go there: they find their Adjac
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -210,8 +211,6 @@ def copy_to(original: Any, index: Any, ctx: Any) -> Any:
 
 def call(original: Any, function: Any, *args: Any) -> Any:
     """A call of DGL's C++ library: marks what comes of something on a device."""
-    if not _in_use:
-        return original(function, *args)
     device = vars(function).get(_MARK)
     if device is None:
         device = _device_of(args)
@@ -221,6 +220,19 @@ def call(original: Any, function: Any, *args: Any) -> Any:
     for host, target in _written(args):
         target.copy_(host)
     return _marked(result, device)
+
+
+def _bind_call(call: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    """What replaces the calls, one frame more until a graph is on a device: a block takes a hundred calls."""
+
+    @functools.wraps(original)
+    def replaced(function: Any, *args: Any) -> Any:
+        return call(original, function, *args) if _in_use else original(function, *args)
+
+    return replaced
+
+
+call.bind = _bind_call  # type: ignore[attr-defined]
 
 
 def _device_of(args: Any) -> torch.device | None:

@@ -42,9 +42,9 @@ def accelerate(model: Module, *, show: bool = True) -> core.Report:
         >>> accelerate(model, show=False)
         Report(2 of 2 graph layers swapped)
     """
-    report = core.accelerate(
-        model, DROP_INS, is_graph_layer=is_graph_layer, why_not=_why_not, kernel=kernel_of
-    )
+    report = core.accelerate(model, DROP_INS, is_graph_layer=is_graph_layer, kernel=kernel_of, **_RULES)
+    for module in model.modules():
+        FIRST_CALLS.forget(module)
     if show:
         print(report)
     return report
@@ -70,12 +70,15 @@ def restore(model: Module) -> None:
         'GraphConv'
     """
     core.restore(model, DROP_INS)
+    for module in model.modules():
+        if is_graph_layer(module):
+            FIRST_CALLS.forget(module, left="restore() was called on it")
 
 
 def as_drop_in(layer: Module) -> Module:
     """A second object of a layer with the same parameters, of the drop-in's class where it has one."""
     second = core.second_object(layer)
-    core.swap(second, DROP_INS, why_not=_why_not, is_generated=lambda klass, name: False, any_layer=None)
+    core.swap(second, DROP_INS, **_RULES)
     return second
 
 
@@ -105,3 +108,8 @@ def _why_not(layer: Any, drop_in: type[Module]) -> str:
     else:
         reason = NO_LSTM if getattr(layer, "_aggre_type", None) == "lstm" else None
     return reason.message if reason else ""
+
+
+_RULES: Any = {"why_not": _why_not, "is_generated": lambda klass, name: False, "any_layer": None}
+#: What `enable()` made of layers.
+FIRST_CALLS = core.FirstCalls("DGL", DROP_INS, (AggregationMixin, *DROP_INS.values()), kernel_of, _RULES)

@@ -31,8 +31,8 @@ class SampledBlock:
 
     pip's DGL cannot make a graph on a GPU. This stands in for one: drop-in layers and
     :class:`fastsparse_dgl.FastHeteroGraphConv` take it as a graph. All else that DGL's block has is there
-    after :func:`fastsparse_dgl.enable`, for DGL's own layers and message passing: DGL's block of the same
-    edges is made when it is first asked for, and shares its data. ``to("cpu")`` gives DGL's block, always.
+    after :func:`fastsparse_dgl.enable`, for message passing and layers without a drop-in: DGL's block of the
+    same edges is made when it is first needed, and shares its data. ``to("cpu")`` gives DGL's block, always.
 
     As in DGL, a block of a sampler has all data of the graph; a feature is gathered when it is first read.
 

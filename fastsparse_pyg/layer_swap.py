@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 from torch.nn import Module
 from torch_geometric.nn.conv import MessagePassing
@@ -30,12 +29,6 @@ _MACHINERY = (
     "_check_input",
     "__getattribute__",
 )
-
-_ORIGINALS = {drop_in: original for original, drop_in in DROP_INS.items()}
-#: Layers that `enable()` made drop-ins.
-_automatic: WeakSet[Module] = WeakSet()
-#: Layers that `enable()` leaves alone, and why.
-_left: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
 
 
 def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> core.Report:
@@ -74,8 +67,7 @@ def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> cor
     """
     report = core.accelerate(model, DROP_INS, is_graph_layer=is_graph_layer, kernel=kernel_of, **_RULES)
     for module in model.modules():
-        _automatic.discard(module)
-        _left.pop(module, None)
+        FIRST_CALLS.forget(module)
     if verify:
         verify_first_calls(model, is_accelerated, restore)
     if show:
@@ -104,8 +96,7 @@ def restore(model: Module) -> None:
     core.restore(model, DROP_INS)
     for module in model.modules():
         if isinstance(module, MessagePassing):
-            _automatic.discard(module)
-            _left[module] = "restore() was called on it"
+            FIRST_CALLS.forget(module, left="restore() was called on it")
             forget_verification(module)
             if getattr(vars(module).get("propagate"), "__func__", None) is AnyLayer.propagate:
                 del module.propagate  # left there by explain mode
@@ -143,49 +134,11 @@ def _any_layer(layer: Any) -> type[Module] | str:
         return f"its class cannot be subclassed ({error})"
 
 
-def swap_at_first_call(layer: Any) -> str:
-    """Makes a layer a drop-in as :func:`accelerate` would; returns why it stays, "" if it does not."""
-    reason = _left.get(layer)
-    if reason is None:
-        reason = core.swap(layer, DROP_INS, **_RULES)
-        if reason:
-            _left[layer] = reason
-        else:
-            _automatic.add(layer)
-    return reason
-
-
-def is_automatic(layer: Module) -> bool:
-    """Whether :func:`swap_at_first_call` made a layer what it is."""
-    return layer in _automatic
-
-
-def as_original(layer: Module) -> Module:
-    """A second object of a layer, of the original's class, with the same parameters and buffers."""
-    twin = core.second_object(layer)
-    core.restore_layer(twin, _ORIGINALS)
-    return twin
-
-
 def as_drop_in(layer: Module) -> Module:
     """The same, of the drop-in's class where the layer has a drop-in, else of its own."""
     twin = core.second_object(layer)
     core.swap(twin, DROP_INS, **_RULES | {"any_layer": None})
     return twin
-
-
-def original_class(layer: Module) -> type[Module]:
-    """The class that a layer had before it became a drop-in."""
-    klass = type(layer)
-    return _ORIGINALS.get(klass) or vars(klass).get(core.REPLACED) or klass
-
-
-def restore_automatic() -> None:
-    """Gives every layer that :func:`swap_at_first_call` changed its class back."""
-    for layer in list(_automatic):
-        core.restore_layer(layer, _ORIGINALS)
-    _automatic.clear()
-    _left.clear()
 
 
 def kernel_of(layer: Any) -> str:
@@ -219,3 +172,5 @@ def _is_generated(klass: type, name: str) -> bool:
 
 
 _RULES: Any = {"why_not": _why_not, "is_generated": _is_generated, "any_layer": _any_layer}
+#: What `enable()` made of layers.
+FIRST_CALLS = core.FirstCalls("PyG", DROP_INS, (AnyLayer, FastConv), kernel_of, _RULES)

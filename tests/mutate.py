@@ -365,8 +365,8 @@ FAULTS = (
     Fault(
         "a layer that restore() was called on becomes a drop-in again",
         "fastsparse_pyg/layer_swap.py",
-        '            _left[module] = "restore() was called on it"',
-        "            _left.pop(module, None)",
+        '            FIRST_CALLS.forget(module, left="restore() was called on it")',
+        "            FIRST_CALLS.forget(module)",
         ("tests/pyg/test_pyg_enable.py::test_accelerate_and_restore_rule",),
     ),
     Fault(

@@ -248,7 +248,9 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         for name, of_type in edges.items():
             frame, ids = g._edge_frames[g.get_etype_id(name)], of_type.edge_id.to(g.idtype)
             frames["edge", name] = gathered(frame, ids, dgl.EID, self._reads, (hop, "edge", name))
-        make = dgl_block if dgl_can_hold(device) else SampledBlock
+        # Under `enable()` DGL's block has its structure on the host: copying that takes longer than a step.
+        is_dgls = dgl_can_hold(device) and not device_graph.serves(device)
+        make = dgl_block if is_dgls else SampledBlock
         return make(edges, counts["src"], counts["dst"], device, g.idtype, frames)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from fastsparse_core.replacement import Hook, problems
 from fastsparse_dgl import dataloading, device_graph
 from fastsparse_dgl.graph import DGLError
 from fastsparse_dgl.hooks import degrees, operators, user_functions
+from fastsparse_dgl.layer_swap import FIRST_CALLS
+from fastsparse_dgl.nn import DROP_INS
 
 #: Versions of DGL that the table was made for and is tested with.
 VERSIONS = ("2.1.0", "1.1.3")
@@ -110,6 +112,22 @@ def _is_foreign(module: str) -> bool:
 LOADERS = tuple(
     Hook("dgl.dataloading", name, None, getattr(dataloading, name), holders=_is_foreign)
     for name in dataloading.__all__
+)
+
+#: Layers with a drop-in, which they become at their first call.
+LAYERS = tuple(
+    hook
+    for original in DROP_INS
+    for hook in (
+        Hook(f"{original.__module__}:{original.__name__}", "__call__", None, FIRST_CALLS.call),
+        Hook(
+            f"{original.__module__}:{original.__name__}",
+            "__reduce_ex__",
+            None,
+            FIRST_CALLS.reduce_ex,
+            wraps=True,
+        ),
+    )
 )
 
 

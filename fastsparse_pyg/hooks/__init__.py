@@ -9,7 +9,8 @@ from types import FunctionType
 
 from fastsparse_core import call_report, replacement, sparse_products
 from fastsparse_core.locks import ForkSafeLock
-from fastsparse_pyg.hooks import layers, table
+from fastsparse_pyg.hooks import table
+from fastsparse_pyg.layer_swap import FIRST_CALLS
 from fastsparse_pyg.loader.base import Script
 from fastsparse_run import watch
 
@@ -109,7 +110,7 @@ def disable() -> None:
     """
     with _lock:
         replacement.remove(_installed)
-        layers.restore_all()
+        FIRST_CALLS.restore()
         Script.decides = False
         if "sparse_mm" in _enabled:
             sparse_products.disable()

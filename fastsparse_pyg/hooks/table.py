@@ -10,7 +10,8 @@ import torch_geometric.nn.pool  # noqa: F401
 
 from fastsparse_core.replacement import Hook
 from fastsparse_pyg import loader
-from fastsparse_pyg.hooks import functions, layers
+from fastsparse_pyg.hooks import functions
+from fastsparse_pyg.layer_swap import FIRST_CALLS
 
 _POOLING = tuple(f"torch_geometric.nn.{name}" for name in ("aggr", "norm", "pool"))
 
@@ -33,8 +34,8 @@ _LAYER = "torch_geometric.nn.conv:MessagePassing"
 
 HOOKS: dict[str, tuple[Hook, ...]] = {
     "layers": (
-        Hook(_LAYER, "__call__", None, layers.call),
-        Hook(_LAYER, "__reduce_ex__", None, layers.reduce_ex, wraps=True),
+        Hook(_LAYER, "__call__", None, FIRST_CALLS.call),
+        Hook(_LAYER, "__reduce_ex__", None, FIRST_CALLS.reduce_ex, wraps=True),
     ),
     "scatter": (
         Hook("torch_geometric.utils", "scatter", _SCATTER, functions.scatter, True, _is_elsewhere),

@@ -8,14 +8,21 @@ second place in the model.
 from __future__ import annotations
 
 import copy
+import copyreg
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.nn import Module
 
 from fastsparse_core import log
+from fastsparse_core.call_report import is_recording, record
+from fastsparse_core.fallback import Reason, listening
+
+_is_compiling = torch.compiler.is_compiling
+_is_tracing = torch._C._is_tracing
 
 #: Original class -> drop-in class.
 DropIns = Mapping[type[Module], type[Module]]
@@ -195,6 +202,112 @@ def swap(
         module.__class__ = found
         return ""
     return reason
+
+
+class FirstCalls:
+    """Layers that become drop-ins when they are first called, for `enable()` of both plugins.
+
+    Args:
+        framework: its name in reports.
+        drop_ins: the originals and their drop-ins.
+        ours: classes of layers that need no swap.
+        kernel: what computes a drop-in, for reports.
+        rules: the other arguments of :func:`swap`.
+
+    Attributes:
+        call: what replaces the layers' `__call__`.
+    """
+
+    def __init__(
+        self,
+        framework: str,
+        drop_ins: DropIns,
+        ours: tuple[type, ...],
+        kernel: Callable[[Any], str],
+        rules: Mapping[str, Any],
+    ) -> None:
+        self._framework, self._drop_ins, self._kernel, self._rules = framework, drop_ins, kernel, rules
+        self._originals = {drop_in: original for original, drop_in in drop_ins.items()}
+        self._swapped: WeakSet[Module] = WeakSet()
+        #: Layers that stay as they are, and why.
+        self._left: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
+
+        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            reason = ""
+            if not isinstance(layer, ours) and not (_is_compiling() or _is_tracing()):
+                reason = self.swap(layer)
+            if is_recording() and not (_is_compiling() or _is_tracing()):
+                return self._recorded(layer, reason, args, kwargs)
+            return Module.__call__(layer, *args, **kwargs)
+
+        self.call = call
+
+    def swap(self, layer: Module) -> str:
+        """Makes a layer a drop-in as :func:`accelerate` would; returns why it stays, "" if it does not."""
+        reason = self._left.get(layer)
+        if reason is None:
+            reason = swap(layer, self._drop_ins, **self._rules)
+            if reason:
+                self._left[layer] = reason
+            else:
+                self._swapped.add(layer)
+        return reason
+
+    def _recorded(self, layer: Any, reason: str, args: Any, kwargs: Any) -> Any:
+        """The call, with an entry in the report for what computed it."""
+        reasons = [Reason(reason, "")] if reason else []
+        if hasattr(type(layer), "forget_reasons"):
+            type(layer).forget_reasons()
+        with listening(reasons.append):
+            out = Module.__call__(layer, *args, **kwargs)
+        name = self.original_class(layer).__name__
+        if reasons:
+            record(name, self._framework, reasons[0].cause, reasons[0].cure)
+        elif kernel := self._kernel(layer):  # none if the layers in it compute everything
+            record(name, kernel)
+        return out
+
+    def reduce_ex(self, original: Callable[..., Any], layer: Any, protocol: Any) -> Any:
+        """The layers' `__reduce_ex__`: pickles and copies need no FastSparse, as they name the original."""
+        if layer not in self._swapped:
+            return original(layer, protocol)
+        twin = self.as_original(layer)
+        reduced: Any = twin.__reduce_ex__(protocol)
+        how, what, *rest = reduced
+        if how is copyreg.__newobj__ and what == (type(twin),):  # type: ignore[attr-defined]
+            # Which pickle refuses for an object of another class.
+            return copyreg._reconstructor, (type(twin), object, None), *rest  # type: ignore[attr-defined]
+        return how, what, *rest
+
+    def as_original(self, layer: Module) -> Module:
+        """A second object of a layer, of the original's class, with the same parameters and buffers."""
+        twin = second_object(layer)
+        restore_layer(twin, self._originals)
+        return twin
+
+    def original_class(self, layer: Module) -> type[Module]:
+        """The class that a layer had before it became a drop-in."""
+        klass = type(layer)
+        return self._originals.get(klass) or _replaced_by(klass) or klass
+
+    def forget(self, layer: Module, *, left: str = "") -> None:
+        """Leaves a layer to :func:`accelerate` and :func:`restore`.
+
+        Args:
+            layer: which.
+            left: why its next call does not make it a drop-in either.
+        """
+        self._swapped.discard(layer)
+        self._left.pop(layer, None)
+        if left:
+            self._left[layer] = left
+
+    def restore(self) -> None:
+        """Gives every layer that a call changed its class back."""
+        for layer in list(self._swapped):
+            restore_layer(layer, self._originals)
+        self._swapped.clear()
+        self._left.clear()
 
 
 def second_object(layer: Module) -> Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import multiprocessing
 import re
 import sys
 from collections import Counter
@@ -826,6 +827,45 @@ def program_list(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         item.cache_clear()
 
 
+def test_measured_loaders_leave_no_workers(monkeypatch: pytest.MonkeyPatch, program_list: ModuleType) -> None:
+    """PyTorch waits for each worker of a loader that is deleted, so they end while it is referenced."""
+    from benchmarks import epochs, programs
+
+    data, device = epochs.molecules(8), torch.device("cpu")
+    loader = epochs.make_loader(data, 4, 1, device)
+    assert epochs._alone(loader, 1, device)["median_ms"] > 0
+    assert loader._iterator is not None
+    assert multiprocessing.active_children() == []
+    epoch = epochs.Epoch(epochs.Variant("PyG", "PyG", 1, False), "GIN", data, 4, device)
+    epochs._in_turn({"PyG": epoch}, 1)
+    assert multiprocessing.active_children() == []
+
+    known, kept = program_list.PROGRAMS["gin_molecules"], []
+
+    def make(kit: program_list.Kit) -> program_list.Epoch:
+        kept.append(known.make(kit))
+        return kept[0]
+
+    monkeypatch.setitem(program_list.PROGRAMS, "gin_molecules", known._replace(make=make))
+    sizes = program_list.Sizes(8, 4, 4, molecules=8, batch=4, links=4, workers=1)
+    cell = programs._timed(
+        programs.Variant("PyG", "gin_molecules", device, {}), program_list.Kit("pyg", sizes, device), 1
+    )
+    assert cell["timed"] == len(kept) == 1
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "is_replaying", "expected"),
+    [(0.0, True, (7, 25)), (4.0, False, (21, 25)), (20.0, False, (7, 5)), (5000.0, False, (7, 1))],
+)
+def test_slow_forms_are_called_less(milliseconds: float, is_replaying: bool, expected: tuple) -> None:
+    pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
+    from benchmarks.programs import effort
+
+    assert effort(milliseconds, is_replaying) == expected
+
+
 def test_every_program_runs(tmp_path: Path, program_list: ModuleType) -> None:
     result = result_of(tmp_path, "programs", TINY, "--no-compile", "--parts programs forms")
     cells = [cell for cell in result["cells"] if cell["part"] == "programs"]
@@ -855,11 +895,14 @@ def test_programs_are_captured(
 ) -> None:
     """Those whose operators on the CPU read no number of the device, which no recording can."""
     simulate(monkeypatch)
-    names = "gae gin_molecules gat_sampled dgl_gin_molecules"
+    names = "gae gin_molecules gat_sampled dgl_gin_molecules lightgcn"
     result = result_of(tmp_path, "programs", TINY, "--seeds 4 --batch 2 --no-compile --programs", names)
     cells = [cell for cell in result["cells"] if cell["implementation"] == "captured"]
     found = {cell["program"]: cell.get("capture", cell["status"]) for cell in cells}
     assert found == dict.fromkeys(names.split(), "replaying")
+    # As many updates as the plain program, with the same negatives.
+    losses = [cell["loss"] for cell in result["cells"] if cell["program"] == "lightgcn"]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-3)
 
 
 def test_a_program_that_fails_stops_no_other(

@@ -22,10 +22,13 @@ from dgl_cases import (
     random_edges,
     terms_of_gradients,
 )
+from hook_cases import enabled
 from torch import Tensor, nn
 
 import fastsparse_dgl.nn as layers
+from fastsparse_core import call_report
 from fastsparse_dgl import accelerate, restore
+from fastsparse_dgl.nn.sage_conv import NO_LSTM
 
 original = dgl.nn.pytorch
 DROP_INS = layers.DROP_INS
@@ -442,3 +445,53 @@ def test_not_a_module():
         accelerate(None)
     with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got dict"):
         restore({})
+
+
+# ---------------------------------------------------------------- enable()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_enabled_layers_become_drop_ins_at_their_first_call(name):
+    layer, graph = LAYERS[name](), homogeneous()
+    kind = type(layer)
+    expected = layer(graph, features(graph, 6))
+    with enabled(report=True):
+        assert type(layer) is kind
+        torch.testing.assert_close(layer(graph, features(graph, 6)), expected, rtol=1e-4, atol=1e-5)
+        assert type(layer) is DROP_INS[kind]
+        (row,) = (row for row, _ in call_report.report().rows if row.call == kind.__name__)
+        assert row.by == type(layer)._kernel
+        for other in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+            assert type(other) is kind
+            torch.testing.assert_close(other(graph, features(graph, 6)), expected, rtol=1e-4, atol=1e-5)
+    assert type(layer) is kind
+    assert "__call__" not in vars(kind)
+
+
+def test_enabled_layers_that_stay_are_reported():
+    graph, layer = homogeneous(), original.SAGEConv(6, 4, "lstm")
+    expected = layer(graph, features(graph, 6))
+    with enabled(report=True):
+        torch.testing.assert_close(layer(graph, features(graph, 6)), expected, rtol=1e-4, atol=1e-5)
+        assert type(layer) is original.SAGEConv
+        (row,) = (row for row, _ in call_report.report().rows if row.call == "SAGEConv")
+    assert (row.by, row.reason) == ("DGL", NO_LSTM.message)
+
+
+def test_accelerate_and_restore_rule_over_enable():
+    graph, layer = homogeneous(), original.SAGEConv(6, 4, "mean")
+    with enabled():
+        layer(graph, features(graph, 6))
+        restore(layer)
+        layer(graph, features(graph, 6))
+        assert type(layer) is original.SAGEConv
+        accelerate(layer, show=False)
+    assert type(layer) is fastsparse_dgl.FastSAGEConv
+
+
+def test_layers_can_be_left_out_of_enable(monkeypatch):
+    monkeypatch.setenv("FASTSPARSE_DISABLE", "layers")
+    graph, layer = homogeneous(), original.SAGEConv(6, 4, "mean")
+    with enabled():
+        layer(graph, features(graph, 6))
+        assert type(layer) is original.SAGEConv

@@ -79,6 +79,22 @@ def test_blocks_arrive_on_the_device(sampler: str, place: str, device: str) -> N
     assert count == 3
 
 
+@pytest.mark.gpu
+def test_a_training_step_on_the_gpu_makes_no_block_of_dgls() -> None:
+    graph = graph_with_data()
+    layers = [dgl.nn.SAGEConv(4, 3, "mean").cuda(), dgl.nn.SAGEConv(3, 2, "mean").cuda()]
+    with enabled_for("cuda:0"):
+        sampler = dgl.dataloading.NeighborSampler([3, 3], prefetch_node_feats=["h"])
+        loader = dgl.dataloading.DataLoader(graph, torch.arange(12), sampler, batch_size=5, device="cuda")
+        for _, _, blocks in loader:
+            x = blocks[0].srcdata["h"]
+            for layer, block in zip(layers, blocks, strict=True):
+                x = layer(block, x)
+            x.sum().backward()
+            assert all(isinstance(block, fastsparse_dgl.SampledBlock) for block in blocks)
+            assert [block._dgls for block in blocks] == [None, None]
+
+
 LOADERS = ("DataLoader", "GraphDataLoader", "NeighborSampler", "MultiLayerFullNeighborSampler")
 
 

@@ -6,6 +6,7 @@ import torch
 from dgl_cases import homogeneous
 from dgl_layer_cases import CASES, Case, each_case
 from frames import frames_of_step
+from hook_cases import enabled
 
 #: Limits of a warm step on the CPU: frames, and files that they are of.
 ASKED = (45, 12)
@@ -21,9 +22,9 @@ MOST: dict[str, tuple[int, int]] = {
 }
 
 
-def step_frames(case: Case) -> tuple[int, int]:
-    """Frames and files of a step of the drop-in."""
-    _, layer = case.pair(6, 4)
+def step_frames(case: Case, *, which: int = 1) -> tuple[int, int]:
+    """Frames and files of a step of the original (0) or of the drop-in (1)."""
+    layer = case.pair(6, 4)[which]
     graph, x = homogeneous(), torch.randn(30, 6, requires_grad=True)
     rest = case.rest(graph, 6)
 
@@ -40,3 +41,11 @@ def test_frames_of_a_warm_step(case: Case) -> None:
     most = MOST.get(case.id, ASKED)
     assert frames <= most[0], (frames, files)
     assert files <= most[1], (frames, files)
+
+
+@each_case(CASES)
+def test_enabled_layers_run_as_their_drop_ins_do(case: Case) -> None:
+    frames, _ = step_frames(case)
+    with enabled():
+        found, _ = step_frames(case, which=0)
+    assert found <= frames + 4

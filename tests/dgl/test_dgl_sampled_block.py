@@ -13,7 +13,7 @@ from hook_cases import AWAY, enabled, enabled_for
 from test_dgl_loader import hetero, with_data
 from torch import Tensor
 
-from fastsparse_dgl import sampled_block
+from fastsparse_dgl import device_graph, sampled_block
 from fastsparse_dgl.block_data import set_frames
 from fastsparse_dgl.dataloading import neighbor_sampler
 
@@ -184,12 +184,39 @@ LAYERS = {
     "SAGEConv": lambda: dgl.nn.SAGEConv(4, 3, "pool"),
     "GATConv": lambda: dgl.nn.GATConv(4, 3, 2, allow_zero_in_degree=True),
     "GINConv": lambda: dgl.nn.GINConv(torch.nn.Linear(4, 3), "max"),
-    "lstm": lambda: fastsparse_dgl.FastSAGEConv(4, 3, "lstm"),
 }
 
 
+def test_blocks_are_not_dgls_where_enable_keeps_the_structure_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_graph, "device_types", ("cpu",))
+    graph, sampler, seeds = with_data(), fastsparse_dgl.NeighborSampler([3]), SEEDS["one type"]
+    _, _, (block,) = sampler.finish(graph, sampler.start(graph, seeds, torch.device("cpu")), seeds)
+    assert isinstance(block, fastsparse_dgl.SampledBlock)
+
+
+@pytest.fixture
+def without_dgls_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DGL's block of the same edges, which takes longer than a layer to make, raises."""
+
+    def make(*_: object) -> None:
+        raise AssertionError("DGL's block was made")
+
+    monkeypatch.setattr(sampled_block, "dgl_block", make)
+
+
+def test_dgls_block_takes_what_no_drop_in_has(device: str) -> None:
+    torch.manual_seed(0)
+    block, layer = stand_in("one type", device), dgl.nn.SAGEConv(4, 3, "lstm")
+    expected = layer(of_dgls(block), block.srcdata["h"].cpu())
+    with enabled():
+        found = layer.to(device)(block, block.srcdata["h"])
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", LAYERS)
-def test_dgls_layers(name: str, device: str) -> None:
+def test_dgls_layers(name: str, device: str, without_dgls_block: None) -> None:
     """They run on it once FastSparse is enabled."""
     torch.manual_seed(0)
     block, layer = stand_in("one type", device), LAYERS[name]()
@@ -200,7 +227,7 @@ def test_dgls_layers(name: str, device: str) -> None:
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_dgls_layers_of_types(device: str) -> None:
+def test_dgls_layers_of_types(device: str, without_dgls_block: None) -> None:
     torch.manual_seed(0)
     block = stand_in("types", device)
     layer = dgl.nn.HeteroGraphConv({name: dgl.nn.SAGEConv(4, 3, "mean") for name in block.etypes})

@@ -8,6 +8,7 @@ from frames import counted, frames_of_step
 from torch import nn
 from torch_geometric import nn as pyg
 
+import fastsparse_pyg
 from benchmarks.pyg_layers import FEATURES, Inputs, Layer
 from benchmarks.pyg_layers import LAYERS as TABLE
 from fastsparse_pyg import (
@@ -88,6 +89,22 @@ def test_frames_of_a_warm_step(name: str) -> None:
     most = MOST.get(name, ASKED)
     assert frames <= most[0], (frames, files)
     assert files <= most[1], (frames, files)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_enabled_layers_run_as_drop_ins_do(name: str) -> None:
+    """Two frames more: the call, and the check for a report."""
+    edges = torch.randint(60, (2, 200))
+    case, it = CASES[name], Inputs.draw(edges, 60, 16, torch.float32)
+    swapped, enabled = case.make(16), case.make(16)
+    accelerate(swapped, show=False)
+    frames, _ = frames_of_step(lambda: case.call(swapped, it))
+    fastsparse_pyg.enable("layers")
+    try:
+        found, _ = frames_of_step(lambda: case.call(enabled, it))
+    finally:
+        fastsparse_pyg.disable()
+    assert found <= frames + 2
 
 
 #: Layers whose code is PyG's where edges are few, for all of which it propagates once.
