@@ -243,6 +243,17 @@ def test_second_derivatives(name: str, how: str, device: str):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_either_setting_of_tf32(device: str):
+    """PyTorch answers no question about the older one once it was told by the newer one."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        check("filter", "sum", graph(device), 6, torch.float64, 1e-12)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_several_results_of_a_kernel(device: str):
     _, tensors, (fused, unfused) = of_several(device, 5, torch.float64)
     for got, want in zip(

@@ -19,6 +19,7 @@ from fastsparse_core.ops._edge_kernels import KEEPS, Expression, Leaf, Root, ker
 from fastsparse_core.ops._edge_rows import lift
 from fastsparse_core.ops._segment import reduce_op, softmax_op
 from fastsparse_core.ops._segment_launch import sum_rows
+from fastsparse_core.policy import allows_tf32
 from fastsparse_core.structure.adjacency import Adjacency
 from fastsparse_core.structure.incidence import edge_segments
 from fastsparse_core.structure.segments import Segments
@@ -411,7 +412,7 @@ class _Call(NamedTuple):
                 tl.float64 if self.acc == torch.float64 else tl.float32,
                 order is not None,
                 split.num_slots > 0,
-                "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",
+                "tf32" if allows_tf32() else "tf32x3",
                 num_warps=4 if self.width <= 128 else 8,
                 enable_fp_fusion=self.roots[0].how
                 != "softmax",  # all kernels subtract from the same rounded message

@@ -17,6 +17,7 @@ from torch import Tensor
 from fastsparse_core.gpu import profile_of
 from fastsparse_core.ops._eager import is_plain_eager, is_read
 from fastsparse_core.ops._edge_kernels import module_of
+from fastsparse_core.policy import allows_tf32
 
 #: Columns of a matrix: below them cuBLAS reads and writes as long, above a program cannot keep a row of sums.
 _LEAST_COLUMNS, _MOST_COLUMNS = 64, 128
@@ -93,7 +94,7 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
         and x.size(0) >= _LEAST_ROWS
         and min(weight.shape) >= _LEAST_COLUMNS
         and max(weight.shape) <= _MOST_COLUMNS
-        and not torch.backends.cuda.matmul.allow_tf32  # one product of cuBLAS then
+        and not allows_tf32()  # one product of cuBLAS then
         and not torch.is_autocast_enabled("cuda")
         and is_plain_eager(x)
     )
