@@ -1,6 +1,6 @@
 """Builds ``fastsparse_core._C``: the C++ half always, the CUDA half when nvcc is there.
 
-The extension includes no torch header and links the CUDA runtime statically, so one build serves every
+The extension includes no torch header and links the CUDA runtime statically, so one build handles every
 PyTorch version. setuptools' own compiler driver knows neither nvcc, nor parallel compilation, nor a cache by
 content; this file has plain functions for the three and a small ``build_ext`` that calls them.
 
@@ -145,7 +145,7 @@ def find_nvcc(env: Mapping[str, str], site_dirs: Iterable[str | Path]) -> Path |
 
 
 def site_dirs() -> list[str]:
-    """Returns where pip packages lie, the environment's own folders included when pip builds in isolation."""
+    """Returns where pip packages are, the environment's own folders included when pip builds in isolation."""
     paths = sysconfig.get_paths()
     return list(dict.fromkeys([*sys.path, paths["purelib"], paths["platlib"]]))
 

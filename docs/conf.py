@@ -199,11 +199,22 @@ def with_layers(text: str) -> str:
     return re.sub(r"<!-- layers of (\w+) -->", entries, text)
 
 
+def with_links_to_layers(text: str) -> str:
+    """A page whose tables of a plugin's layers link each layer to its entry in the reference."""
+
+    def linked(found: re.Match[str]) -> str:
+        return re.sub(
+            r"^\| `(\w+)`", rf"| {{py:class}}`~fastsparse_{found[1].lower()}.\1`", found[0], flags=re.M
+        )
+
+    return re.sub(r"<!-- (PyG|DGL) layers: .*?\n\n.*?\n\n", linked, text, flags=re.S)
+
+
 def setup(app: Any) -> None:
     """Registers the writer of formulas; hooks the functions above into reading."""
 
     def on_page(app: Any, page: str, text: list[str]) -> None:
-        text[0] = with_layers(between_pages(text[0], f"docs/{page}.md"))
+        text[0] = with_links_to_layers(with_layers(between_pages(text[0], f"docs/{page}.md")))
 
     def on_include(app: Any, path: Path, page: str, text: list[str]) -> None:
         text[0] = between_pages(

@@ -90,7 +90,7 @@ class Trained(NamedTuple):
 
 
 def train(layer: type[nn.Module], graph: Any, data: Any, options: argparse.Namespace, device: str) -> Trained:
-    """Trains a model on a graph that lies on ``device``, with the same weights every time."""
+    """Trains a model on a graph that is on ``device``, with the same weights every time."""
     torch.manual_seed(0)
     model = Model(layer, data.x.size(1), options.hidden, data.num_classes).to(device)
     x, y = data.x.to(device), data.y.to(device)

@@ -2,7 +2,7 @@
 
     python examples/minibatch_sage.py --framework pyg --conv both --dataset planted --fanouts 10,5
 
-Every batch is a graph that nobody has seen before: what building its structure costs is part of every step.
+Every batch is a new graph: what building its structure costs is part of every step.
 fastsparse_pyg.NeighborLoader or fastsparse_dgl.DataLoader draws the neighbours, on the device. Waiting for a
 batch, gathering its features and the step are timed by themselves. With --capture steps become CUDA graphs.
 See docs/minibatch.md.
@@ -42,7 +42,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 DEFAULT = NodeRecipe(layers=2, hidden=64, lr=0.01, epochs=20, runs=1, batch_size=256, fanouts=(10, 5))
 
-#: Hyper-parameters by dataset. Of ogbn-products, those of PyG's examples/ogbn_products_sage.py.
+#: Hyper-parameters by dataset. For ogbn-products, those of PyG's examples/ogbn_products_sage.py.
 RECIPES = {
     "planted": replace(DEFAULT, epochs=5, runs=2),
     "ogbn-arxiv": replace(DEFAULT, layers=3, hidden=256, lr=3e-3, batch_size=1024, fanouts=(15, 10, 5)),
@@ -55,7 +55,7 @@ class BatchTimes:
     """Milliseconds of every batch.
 
     Attributes:
-        sampling: Waiting for drawn neighbours; a GPU draws them beside the step before.
+        sampling: Waiting for drawn neighbours; a GPU samples them during the step before.
         gather: Features and labels of the nodes; graphs to the device.
         step: Forward, backward and optimiser.
     """

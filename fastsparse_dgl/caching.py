@@ -36,14 +36,14 @@ from fastsparse_dgl.graph import (
 
 _cache = AdjacencyCache("fastsparse_dgl")
 
-#: Private, but the only thing in DGL that changes exactly when the structure does. Where a version lacks it,
-#: nothing is remembered.
+#: Private, but the only object in DGL that changes exactly when the structure does. If a version does not
+#: have it, nothing is cached.
 _HANDLE = "_graph"
 
 #: Handle of a graph -> edge type's number -> handle of that edge type's graph.
 _relations: Any = WeakIdKeyDictionary()
 _relations_lock = ForkSafeLock()
-#: Handle of a batch -> what its loader knows of the edges.
+#: Handle of a batch -> the loader's facts about its edges.
 _of_batches: Any = WeakIdKeyDictionary()
 
 
@@ -76,7 +76,7 @@ def first_relation(handle: Any, number: int, make: Callable[[], Any]) -> Any:
         kept = _relations.get(handle, {}).get(number)
         if kept is None:
             kept = make()
-            if kept is not handle:  # which would keep itself alive
+            if kept is not handle:  # otherwise it would keep itself alive
                 _relations.setdefault(handle, {})[number] = kept
         return kept
 
@@ -93,7 +93,7 @@ def adjacency_of(graph: GraphLike, device: torch.device) -> Adjacency:
 
     Args:
         graph: DGLGraph, a SampledBlock, or an Adjacency, which is returned as it is.
-        device: where the features lie, with an index for CUDA. A graph that lies elsewhere is moved, once.
+        device: where the features are, with an index for CUDA. A graph that is elsewhere is moved, once.
 
     Raises:
         DGLError: ``graph`` is of another type, is an Adjacency on another device, or has several edge types.
@@ -164,23 +164,23 @@ def prepare(
     etype: Any = None,
     backward: bool = True,
 ) -> Adjacency:
-    """Builds and remembers now what the layers would build in their first forward and backward pass.
+    """Converts a graph now, and caches what the layers would build in their first forward and backward pass.
 
-    The layers find the result by the graph, so nothing need be done with the returned Adjacency; it can also
-    be passed to any layer in place of the graph, which ``torch.compile`` requires.
+    The layers find the result in the cache, so you may ignore the returned Adjacency. You can also pass it to
+    any layer in place of the graph, which ``torch.compile`` requires.
 
     Args:
         graph: DGLGraph (homogeneous, block, bipartite or batched), or an Adjacency.
         device: device of the features; None: the graph's device.
-        etype: edge type of a graph with several; :class:`fastsparse_dgl.FastHeteroGraphConv` finds it, and so
-            does a layer that is given the Adjacency.
-        backward: also what training needs, the transposed structure.
+        etype: edge type, for a graph with several. :class:`fastsparse_dgl.FastHeteroGraphConv` finds the
+            result in the cache; pass the Adjacency to other layers.
+        backward: whether to build also the transposed structure, which training needs.
 
     Returns:
         The structure, rows = destinations, with edge values in the order of DGL's edge ids.
 
     Raises:
-        DGLError: ``graph`` is of another type or has several edge types and ``etype`` names none.
+        DGLError: ``graph`` is not a graph, or it has several edge types and ``etype`` is not given.
 
     Example:
         >>> import dgl, torch
@@ -209,7 +209,7 @@ def _with_index(device: torch.device | str | int) -> torch.device:
 
 
 def cache_info() -> CacheInfo:
-    """Hits, misses, entries and bytes of the remembered structures.
+    """Returns hits, misses, entries and bytes of the cache of converted graphs.
 
     Returns:
         The counters since the last :func:`clear_cache`.

@@ -225,7 +225,7 @@ class _BlocksArgument(Argument):
     def __init__(self, blocks: Sequence[Any]) -> None:
         if len(blocks) >= MOST_HOPS:
             raise TypeError(f"more than {MOST_HOPS - 1} blocks are not padded")
-        #: The last layer's first, as hops are counted.
+        #: Starting with the last layer, as hops are counted.
         self.blocks = list(reversed(blocks))
         self.etypes: list[EdgeType] = list(blocks[0].canonical_etypes)
         self.ntypes: list[str] = list(dict.fromkeys([*blocks[0].srctypes, *blocks[0].dsttypes]))
@@ -313,7 +313,7 @@ class _HeldBlocks(Held):
         for given, of_block in zip(argument.frames, self._frames, strict=True):
             for frame, (memory, of_rows) in zip(given, of_block, strict=True):
                 for name, item in frame.items():
-                    if of_rows is None:  # what edges of padding hold reaches nothing
+                    if of_rows is None:  # the content of padded edges has no effect
                         memory[name][: item.size(0)].copy_(item)
                     else:
                         rows.append((memory[name], item, of_rows))

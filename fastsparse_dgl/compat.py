@@ -36,7 +36,7 @@ def import_dgl() -> ModuleType:
 #: The imported package; untyped, so that its classes can be subclassed.
 dgl: Any = import_dgl()
 
-# After an import that failed, the next one finds submodules done but not as attributes of their package.
+# After a failed import, the next one finds submodules that are loaded but are no attributes of their package.
 for _name, _module in list(sys.modules.items()):
     _parent, _, _child = _name.rpartition(".")
     if _name.startswith("dgl.") and _parent in sys.modules and not hasattr(sys.modules[_parent], _child):

@@ -36,13 +36,13 @@ _CPU: Any = dgl.ndarray.cpu()
 
 #: Attribute of arrays, functions and objects of the C++ library: the device that they belong to.
 _MARK = "_fastsparse_device"
-#: Attribute of arrays that are to be written: the tensor on the host, and the one on the device.
+#: Attribute of output arrays: the tensor on the host, and the one on the device.
 _TARGET = "_fastsparse_target"
 
 #: Devices whose graphs are DeviceIndex; empty while nothing is enabled, or where DGL can use the GPU itself.
 device_types: tuple[str, ...] = ()
 
-#: Whether anything was on such a device yet: without, calls need not be looked at.
+#: Whether anything was on such a device yet; if not, calls need no inspection.
 _in_use = False
 
 
@@ -162,7 +162,7 @@ class StrandedIndex(_IndexClass):
         return place, (self.host, self.device)
 
 
-#: Every DeviceIndex that lives, by its identity.
+#: Every living DeviceIndex, by its identity.
 _living: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 

@@ -59,5 +59,5 @@ def dgl_can_hold(device: torch.device) -> bool:
     return _can_hold[device]
 
 
-#: Of DGL's own, whatever `enable` and `disable` change.
+#: DGL's own functions, unaffected by `enable` and `disable`.
 _can_hold: dict[torch.device, bool] = {}

@@ -30,17 +30,17 @@ def inference(
     tile: int | None = None,
     group: Any = None,
 ) -> Any:
-    """Computes ``model(graph, feat)`` in evaluation mode for graphs that are too large for that.
+    """Computes ``model(graph, feat)`` in evaluation mode layer by layer, for large graphs.
 
-    Each layer is computed for all nodes, or for all that the wanted ones need, before the next: nothing is
-    sampled, and the results are those of the full forward pass up to rounding. Destinations come in tiles
-    that fit into the memory. Features and results of layers stay on the device where they fit, else on the
-    host. No gradients are recorded.
+    Each layer is computed for all nodes (or for all nodes that ``rows`` depend on) before the next layer.
+    Nothing is sampled, so the results are those of the full forward pass up to rounding. Destinations are
+    processed in tiles that fit into memory. Features and results of layers are on the device if they fit
+    there, otherwise on the host. No gradients are recorded.
 
-    The model has to be a loop over its graph layers with normalisation, activation and dropout between them,
-    which concatenates the heads of attention and averages or concatenates those of the last layer. A run on a
-    small graph tells which functions these are. For other models give the layers as a list, with functions of
-    rows between them.
+    The model must be a loop over its graph layers with normalisation, activation and dropout between them.
+    Attention heads are concatenated; those of the last layer may also be averaged. A run on a small graph
+    finds out which functions these are. For other models, pass the layers as a list, with row-wise functions
+    between them.
 
     Args:
         model: module, or list of graph layers and functions.
@@ -48,20 +48,20 @@ def inference(
             CPU.
         feat: floating (N, F) tensor or NumPy array, likewise, possibly a memory-mapped file.
         device: where layers are computed; None: where the model is.
-        rows: nodes whose results are wanted, int64 (R,) or a bool mask (N,); None: all.
-        out: floating tensor or NumPy array (R, ...) that takes the results, possibly a memory-mapped file;
+        rows: nodes to compute results for, int64 (R,) or a bool mask (N,); None: all.
+        out: floating tensor or NumPy array (R, ...) to write the results to, possibly a memory-mapped file;
             None: a new tensor.
-        memory: bytes of the GPU's memory that may be in use, including what is there already; None: all.
-        tile: most destinations of a tile; None: as many as fit.
+        memory: limit of used GPU memory in bytes, including memory that is in use already; None: no limit.
+        tile: largest number of destinations per tile; None: as many as fit.
         group: processes among which destinations are divided, for instance
-            ``torch.distributed.group.WORLD`` under ``torchrun``. Each gives the same arguments and gets all
-            results. None: this process alone.
+            ``torch.distributed.group.WORLD`` under ``torchrun``. All processes must pass the same arguments,
+            and get all results. None: this process only.
 
     Returns:
         The results, (R, ...), on the device if they fit there, else on the CPU; ``out`` if it was given.
 
     Raises:
-        DGLError: the graph is none, or has several edge types.
+        DGLError: ``graph`` is not a graph, or has several edge types.
         TypeError: an argument has another type.
         ValueError: sizes or devices do not fit, or the model cannot be computed layer by layer.
 
@@ -101,7 +101,7 @@ def _stage(name: str, layer: Any) -> Stage:
         result: Tensor
         if sums is not None:
             result = fast(_each_its_own(sums), (sums, tile.own))
-        # Destinations that come first among the sources are not computed twice.
+        # Destinations, which are also the first sources, are not computed twice.
         elif tile.own.data_ptr() == tile.sources.data_ptr():
             result = fast(tile.adj, tile.sources)
         else:

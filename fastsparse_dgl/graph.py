@@ -50,8 +50,8 @@ def adjacency_from_index(index: Any, device: torch.device) -> Adjacency:
     """
     source_type, target_type = index.metagraph.find_edge(0)
     shape = (index.num_nodes(target_type), index.num_nodes(source_type))
-    # DGL makes any format when asked, unless the graph was restricted to some (``graph.formats(["coo"])``),
-    # and keeps it: what it has already costs neither that time nor that memory.
+    # DGL creates any format on demand and keeps it, unless the graph is restricted to some formats
+    # (``graph.formats(["coo"])``). Using a format that exists already saves that time and memory.
     formats = index.formats()
     layout = next(
         name

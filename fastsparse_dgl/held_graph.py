@@ -24,7 +24,7 @@ class HeldEdges(Edges):
     def adjacency(self) -> Adjacency:
         """The structure."""
         run = recorded.current()
-        assert run is not None  # the graph is nowhere else
+        assert run is not None  # the graph has no other references
         source, destination = self.edge_index
         made: Adjacency = run.structure(
             self,

@@ -14,18 +14,18 @@ from fastsparse_dgl.nn.sage_conv import NO_LSTM
 
 
 def accelerate(model: Module, *, show: bool = True) -> core.Report:
-    """Puts every supported DGL layer of a model on FastSparse kernels, in place.
+    """Replaces the supported DGL layers of a model by FastSparse's, in place.
 
-    The layers stay the same objects with another class, ``GraphConv`` becoming ``FastGraphConv``: parameters,
-    ``state_dict``, hooks, training mode, optimisers and everything else that refers to them are kept.
-    Containers of any kind are searched: nested modules, ``Sequential``, ``ModuleList``, ``HeteroGraphConv``,
+    Only the class of a layer object changes, for example from ``GraphConv`` to ``FastGraphConv``. Parameters,
+    ``state_dict``, hooks, training mode and references (such as the optimizer's) stay the same. Layers are
+    found in containers of any kind: nested modules, ``Sequential``, ``ModuleList``, and ``HeteroGraphConv``,
     which becomes ``FastHeteroGraphConv``. :func:`restore` undoes it.
 
-    Subclasses are swapped only if they define nothing but a constructor, since a method of their own might be
-    one that the kernels do without; the report names what stays and why.
+    A subclass is replaced only if it defines nothing except a constructor, because the kernels would not call
+    its other methods. The report names the layers that stay and the reasons.
 
     Args:
-        model: any module; a layer itself too.
+        model: any module, also a single layer.
         show: whether to print the report.
 
     Returns:
@@ -51,12 +51,12 @@ def accelerate(model: Module, *, show: bool = True) -> core.Report:
 
 
 def restore(model: Module) -> None:
-    """Makes every drop-in layer of a model DGL's again, in place: the inverse of :func:`accelerate`.
+    """Turns every drop-in layer of a model back into DGL's, in place; undoes :func:`accelerate`.
 
-    Layers that were constructed as drop-ins become DGL's too, so that the model needs FastSparse no more.
+    Layers that were created as drop-ins also become DGL's, so the model no longer needs FastSparse.
 
     Args:
-        model: any module; a layer itself too.
+        model: any module, also a single layer.
 
     Raises:
         TypeError: ``model`` is not a module.

@@ -27,22 +27,22 @@ class MissingError(DGLError, AttributeError):
 
 
 class SampledBlock:
-    """Message flow graph of one layer, with the part of DGL's block that models and these layers use.
+    """Sampled block on a GPU, with the part of the interface of DGL's blocks that models use.
 
-    pip's DGL cannot make a graph on a GPU. This stands in for one: drop-in layers and
-    :class:`fastsparse_dgl.FastHeteroGraphConv` take it as a graph. All else that DGL's block has is there
-    after :func:`fastsparse_dgl.enable`, for message passing and layers without a drop-in: DGL's block of the
-    same edges is made when it is first needed, and shares its data. ``to("cpu")`` gives DGL's block, always.
+    DGL's wheels from PyPI cannot create a graph on a GPU. Drop-in layers and
+    :class:`fastsparse_dgl.FastHeteroGraphConv` take this object as a graph. Message passing and layers
+    without a drop-in need :func:`fastsparse_dgl.enable`: then all other methods of DGL's blocks exist,
+    because a DGL block that shares the data is created on demand. ``to("cpu")`` always returns a DGL block.
 
     As in DGL, a block of a sampler has all data of the graph; a feature is gathered when it is first read.
 
     Args:
         edges: sampled edges by edge type.
         num_src: number of sources by node type.
-        num_dst: number of destinations by node type; they are the first sources.
+        num_dst: number of destinations by node type; destinations are also the first sources.
         device: its device.
         idtype: dtype of ids.
-        frames: data by ``("src" or "dst", node type)`` and ``("edge", edge type)``; None: there are none yet.
+        frames: data by ``("src" or "dst", node type)`` and ``("edge", edge type)``; None: no data yet.
 
     Attributes:
         device: its device.
@@ -50,10 +50,11 @@ class SampledBlock:
         canonical_etypes: edge types.
         srctypes: node types of sources.
         dsttypes: node types of destinations.
-        srcnodes: ``srcnodes[type].data``, tensors of the sources by name; ``srcnodes(type)`` returns their
-            numbers.
-        dstnodes: the same of destinations.
-        edges: ``edges[type].data``, the same of edges; ``edges(etype=type)`` returns their ends.
+        srcnodes: ``srcnodes[type].data`` has the tensors of the sources by name; ``srcnodes(type)`` returns
+            their ids in the block.
+        dstnodes: the same for destinations.
+        edges: ``edges[type].data``: the same for edges; ``edges(etype=type)`` returns sources and
+            destinations.
 
     Example:
         >>> import dgl, torch
@@ -70,7 +71,7 @@ class SampledBlock:
 
     is_block = True
     is_unibipartite = True
-    #: Its structure is :attr:`adjacency`, which need not be made of it and remembered.
+    #: Its structure is :attr:`adjacency`, so nothing has to be converted or cached.
     keeps_structure = True
 
     def __init__(
@@ -89,8 +90,8 @@ class SampledBlock:
             frames = {("src", name): Frame(num_rows=count) for name, count in num_src.items()}
             frames |= {("dst", name): Frame(num_rows=count) for name, count in num_dst.items()}
             frames |= {("edge", name): Frame(num_rows=item.col.numel()) for name, item in edges.items()}
-        #: The block's own dict. Views share it, and not the block: memory of a block that is dropped is free
-        #: at once.
+        #: The dict of the block. Views share it instead of the block, so the memory of a dropped block is
+        #: freed at once.
         self.frames = frames
         self.srcnodes = _NodeViews("src", num_src, frames, device, idtype)
         self.dstnodes = _NodeViews("dst", num_dst, frames, device, idtype)
@@ -110,17 +111,17 @@ class SampledBlock:
 
     @property
     def srcdata(self) -> MutableMapping[str, Any]:
-        """Tensors of the sources by name; of several types, dicts of them by type."""
+        """Tensors of the sources by name; with several types, dicts by type."""
         return _of_all_types(self.srcnodes)
 
     @property
     def dstdata(self) -> MutableMapping[str, Any]:
-        """Tensors of the destinations by name; of several types, dicts of them by type."""
+        """Tensors of the destinations by name; with several types, dicts by type."""
         return _of_all_types(self.dstnodes)
 
     @property
     def edata(self) -> MutableMapping[str, Any]:
-        """Tensors of the edges by name; of several types, dicts of them by type."""
+        """Tensors of the edges by name; with several types, dicts by type."""
         return _of_all_types(self.edges.views)
 
     def num_src_nodes(self, ntype: str | None = None) -> Count:
@@ -155,7 +156,7 @@ class SampledBlock:
     number_of_edges = num_edges
 
     def in_degrees(self, v: Any = None, etype: Any = None) -> Tensor:
-        """Numbers of edges of the destinations ``v``, of all where it is None or ``"__ALL__"``.
+        """Number of edges of each destination in ``v``; None or ``"__ALL__"``: of all destinations.
 
         Args:
             v: ids, int64 (num_nodes,).
@@ -164,7 +165,7 @@ class SampledBlock:
         return self._chosen(self._one(etype).adjacency.in_degree(), v)
 
     def out_degrees(self, u: Any = None, etype: Any = None) -> Tensor:
-        """Numbers of edges of the sources ``u``, of all where it is None or ``"__ALL__"``.
+        """Number of edges of each source in ``u``; None or ``"__ALL__"``: of all sources.
 
         Args:
             u: ids, int64 (num_nodes,).
@@ -184,7 +185,7 @@ class SampledBlock:
 
     @contextlib.contextmanager
     def local_scope(self) -> Iterator[None]:
-        """Inside, tensors may be put into the block and taken out; afterwards it has those it had."""
+        """Context in which tensors may be added and removed; afterwards the block has its old tensors."""
         before = dict(self.frames)
         clones = {id(frame): frame.clone() for frame in before.values()}
         self._set_frames({space: clones[id(frame)] for space, frame in before.items()})
@@ -199,7 +200,7 @@ class SampledBlock:
             set_frames(self._dgls, frames)
 
     def to(self, device: torch.device | str | Count, non_blocking: bool = False) -> Any:
-        """The block with its data on a device: itself where it is there, DGL's where DGL can hold it.
+        """Moves the block with its data; returns itself if it is on that device, and a DGL block on the CPU.
 
         Args:
             device: the target.

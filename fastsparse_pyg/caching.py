@@ -27,10 +27,10 @@ from fastsparse_core.graph_store import BatchEdges
 from fastsparse_core.log import warn_once
 from fastsparse_core.sampling import Edges
 
-#: Edge lists of one size that are taken for a user's own graphs before they are compared.
+#: Number of edge lists of one size that count as the user's own graphs; further ones are compared with them.
 _MANY = 2
 _MOST_STRANGERS = 16
-#: How often a layer may come to an edge list that is new: a batch has as many layers before the next one.
+#: How often a new edge list may be used before the next one: about the number of layers of a model.
 SIGHTS = 3
 
 #: The part of a plain tensor's stamp that is read at once, its device last.
@@ -40,9 +40,9 @@ logger = logging.getLogger("fastsparse_pyg")
 
 layer_cache = AdjacencyCache("fastsparse_pyg")
 _of_batches: Any = WeakIdKeyDictionary()  # edge_index of a loader's batch -> (its stamp, the loader's edges)
-#: How often edge lists of one size came that were not known, and the last of them where that was often.
+#: Number of unknown edge lists of one size, and the last of them if there were many.
 _strangers: OrderedDict[Hashable, tuple[int, Tensor | None, Adjacency | None]] = OrderedDict()
-_met = Sightings()  # of new edge lists, by layers
+_met = Sightings()  # uses of new edge lists by layers
 _unit_values: Any = WeakIdKeyDictionary()  # sparse matrix -> (stamp of its values, whether all of them are 1)
 
 
@@ -88,7 +88,7 @@ def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) 
     count, known, adjacency = _strangers.pop(key, (0, None, None))
     if known is None or adjacency is None or not torch.equal(known, edges):
         adjacency = build()
-        # Two that are alive for long are a user's own; a third one is a copy that a layer makes.
+        # Two that live long are the user's own; a third one is a copy that a layer makes.
         known = edges.clone() if count >= _MANY else None
     _strangers[key] = (count + 1, known, adjacency if known is not None else None)
     while len(_strangers) > _MOST_STRANGERS:
@@ -97,7 +97,7 @@ def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) 
 
 
 def is_new(edges: Tensor) -> bool:
-    """Whether an edge list came at most `SIGHTS` times with this one, and nobody has a structure of it."""
+    """Whether an edge list came at most `SIGHTS` times with this one, and no structure of it exists."""
     if _met.of(edges):
         return _met.count(edges) <= SIGHTS
     if layer_cache.holds(edges) or (len(_of_batches) and edges in _of_batches):
@@ -118,12 +118,12 @@ def stamp_of(tensor: Tensor) -> Hashable:
 
 
 def remember_sampled(edges: Edges) -> Tensor:
-    """The `edge_index` of a sampled batch, of which layers make a structure without sorting or checking.
+    """The `edge_index` of a sampled batch. Layers build its structure without sorting or checking.
 
     Returns:
         A new tensor, which must be the one that the layers get: what is remembered goes with it.
     """
-    edge_index = edges.edge_index.view(2, -1)  # the entry holds the other one
+    edge_index = edges.edge_index.view(2, -1)  # the entry belongs to the other one
     remember_edges(edge_index, edges)
     return edge_index
 
@@ -161,13 +161,13 @@ def has_unit_values(matrix: Tensor, values: Tensor) -> bool:
 def _build_outside_inference_mode(build: Callable[[], Adjacency]) -> Adjacency:
     if not torch.is_inference_mode_enabled():
         return build()
-    # A structure first built while evaluating under inference_mode must serve the training that follows.
+    # A structure that is first built during evaluation under inference_mode must support training later.
     with torch.inference_mode(False):
         return build()
 
 
 def cache_info() -> CacheInfo:
-    """Hits, misses, stale entries dropped, entries and bytes held by the layers' structure cache.
+    """Returns hits, misses, stale entries, entries and bytes of the cache of converted graphs.
 
     Returns:
         The counters since the last :func:`clear_cache`.

@@ -27,8 +27,8 @@ from fastsparse_pyg.caching import known_edges
 # The package has a function of that name too.
 _glob: Any = importlib.import_module("torch_geometric.nn.pool.glob")
 
-#: PyG's `to_dense_batch`, and a copy of it. Modules of users have the function by names that take 10 ms to
-#: find, so it gets other code while a step is recorded.
+#: PyG's `to_dense_batch`, and a copy of it. Finding all names by which modules of users imported the function
+#: takes 10 ms, so its code is replaced while a step is recorded.
 _dense_function: Any = inspect.unwrap(to_dense_batch)
 _dense_of_pyg: Any = FunctionType(
     _dense_function.__code__, _dense_function.__globals__, argdefs=_dense_function.__defaults__
@@ -36,13 +36,13 @@ _dense_of_pyg: Any = FunctionType(
 #: What that code calls.
 _dense_now: Any = _dense_of_pyg
 
-#: Numbers that differ between batches. Where hops are padded, those of hops are the capacity's.
+#: Numbers that differ between batches. If hops are padded, the numbers per hop are the capacities.
 _OF_ONE_BATCH = ("num_nodes", "num_sampled_nodes", "num_sampled_edges")
-#: Indices of nodes; those of edges to predict are of seeds, which stay where they are.
+#: Indices of nodes. Indices of edges to predict refer to seeds, whose positions do not change.
 _INDICES = ("edge_index", "edge_label_index")
 
 
-#: Of the values of a graph beside tensors.
+#: For the values of a graph that are not tensors.
 _IMMUTABLE = (int, float, str, type(None))
 
 
@@ -54,7 +54,7 @@ class _DataArgument(Argument):
         self.names = tuple(tensors)
         key = tuple((name, *tensor_key(item)) for name, item in tensors.items())
         super().__init__(data, (type(data), _others(data), *key), list(tensors.values()))
-        # Of objects that are neither tensors nor immutable nobody knows whether they change.
+        # Objects that are neither tensors nor immutable may change unnoticed.
         stores = [dict(store._mapping) for store in data.stores]
         values = [item for store in stores for item in store.values()]
         self._stores = stores if all(isinstance(item, (Tensor, *_IMMUTABLE)) for item in values) else None
@@ -76,7 +76,7 @@ class _BatchArgument(Argument):
 
     Attributes:
         items: its tensors, by the place of their store and their name.
-        kinds: of every tensor, what its rows are, and of which node or edge type.
+        kinds: for every tensor, what its rows are, and their node or edge type.
         is_sorted: of every edge type, whether destinations are known to ascend.
     """
 
@@ -125,7 +125,7 @@ class _HeldBatch(Held):
                 if _is_of_one_batch(name, item, like.num_graphs):
                     del store[name]
         if isinstance(self.value, Batch):
-            self.value._slice_dict = self.value._inc_dict = None  # a batch is not taken apart with padding
+            self.value._slice_dict = self.value._inc_dict = None  # a batch with padding cannot be taken apart
         self._places = places = BatchPlaces(capacity, self.tensors[0].device)
         self.rows = places.rows
         self.greatest, self.sorted = {}, set()
@@ -138,7 +138,7 @@ class _HeldBatch(Held):
             self._know_edges(store.edge_index, nth, like.is_sorted[nth])
             if len(capacity.nodes[0]) > 1:
                 store.num_sampled_edges = list(capacity.edges[nth])
-        #: Of every type of nodes whose graphs are known.
+        #: For every node type whose graphs are known.
         self.batches = [
             (item, places.nodes[self._kinds[at, name][1]])
             for (at, name), item in self.items.items()
@@ -411,7 +411,7 @@ def _call_dense_now(
     return dense_now(x, batch, fill_value, max_num_nodes, batch_size)
 
 
-#: What to do about functions of PyG whose results have sizes that are found in the call.
+#: Function of PyG whose result has a size that depends on data -> what to do about it.
 cures |= {
     **dict.fromkeys(
         ("negative_sampling", "batched_negative_sampling", "structured_negative_sampling"),

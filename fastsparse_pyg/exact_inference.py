@@ -32,17 +32,17 @@ def inference(
     tile: int | None = None,
     group: Any = None,
 ) -> Any:
-    """Computes ``model(data.x, data.edge_index)`` in evaluation mode for graphs that are too large for that.
+    """Computes ``model(data.x, data.edge_index)`` in evaluation mode layer by layer, for large graphs.
 
-    Each layer is computed for all nodes, or for all that the wanted ones need, before the next: nothing is
-    sampled, and the results are those of the full forward pass up to rounding. Destinations come in tiles
-    that fit into the memory. Features and results of layers stay on the device where they fit, else on the
-    host. No gradients are recorded.
+    Each layer is computed for all nodes (or for all nodes that ``rows`` depend on) before the next layer.
+    Nothing is sampled, so the results are those of the full forward pass up to rounding. Destinations are
+    processed in tiles that fit into memory. Features and results of layers are on the device if they fit
+    there, otherwise on the host. No gradients are recorded.
 
-    The model has to be a loop over its graph layers with normalisation, activation and dropout between them,
-    such as PyG's ``GraphSAGE``, ``GCN`` and ``GAT`` without jumping knowledge. A run on a small graph tells
-    which functions these are. For other models give the layers as a list, with functions of rows between
-    them.
+    The model must be a loop over its graph layers with normalisation, activation and dropout between them,
+    such as PyG's ``GraphSAGE``, ``GCN`` and ``GAT`` without jumping knowledge. A run on a small graph finds
+    out which functions these are. For other models, pass the layers as a list, with row-wise functions
+    between them.
 
     Args:
         model: module, or list of graph layers and functions.
@@ -50,14 +50,14 @@ def inference(
             memory-mapped file. Its ``edge_index`` or ``adj_t`` is an int32 or int64 tensor (2, E), a matrix
             without values or an ``Adjacency``.
         device: where layers are computed; None: where the model is.
-        rows: nodes whose results are wanted, int64 (R,) or a bool mask (N,); None: all.
-        out: floating tensor or NumPy array (R, ...) that takes the results, possibly a memory-mapped file;
+        rows: nodes to compute results for, int64 (R,) or a bool mask (N,); None: all.
+        out: floating tensor or NumPy array (R, ...) to write the results to, possibly a memory-mapped file;
             None: a new tensor.
-        memory: bytes of the GPU's memory that may be in use, including what is there already; None: all.
-        tile: most destinations of a tile; None: as many as fit.
+        memory: limit of used GPU memory in bytes, including memory that is in use already; None: no limit.
+        tile: largest number of destinations per tile; None: as many as fit.
         group: processes among which destinations are divided, for instance
-            ``torch.distributed.group.WORLD`` under ``torchrun``. Each gives the same arguments and gets all
-            results. None: this process alone.
+            ``torch.distributed.group.WORLD`` under ``torchrun``. All processes must pass the same arguments,
+            and get all results. None: this process only.
 
     Returns:
         The results, (R, ...), on the device if they fit there, else on the CPU; ``out`` if it was given.

@@ -1,4 +1,4 @@
-"""Reasons that several layers have for PyG's implementation, and how the user is told about them."""
+"""Reasons that several layers have for PyG's implementation, and how the user is informed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fastsparse_core.fallback import Reason
 from fastsparse_core.traced import site_of
 from fastsparse_pyg.caching import logger
 
-#: Says once that PyG's implementation ran: ``tell(class name, reason)``.
+#: Reports once that PyG's implementation ran: ``tell(class name, reason)``.
 tell = functools.partial(fallback.tell, logger, "PyG")
-#: Calls PyG's implementation and says so: ``run(class name, reason, call, *args)``.
+#: Calls PyG's implementation and reports it: ``run(class name, reason, call, *args)``.
 run = functools.partial(fallback.run, tell)
 
 #: What to do.
@@ -54,12 +54,12 @@ TWO_DTYPES = Reason("features of two dtypes", ONE_DTYPE)
 
 
 def wrong_dimensions(dim: int, node_dim: int) -> Reason:
-    """Features whose nodes do not lie where the kernels expect them."""
+    """Features whose nodes are not in the dimension that the kernels expect."""
     return Reason(f"features of {dim} dimensions with node_dim={node_dim}", PLAIN_FEATURES)
 
 
 def is_edge_list(edges: object) -> TypeGuard[Tensor]:
-    """Whether edges are a dense tensor, of which `torch.export` makes objects of another class."""
+    """Whether edges are a dense tensor; `torch.export` uses another class for them."""
     return isinstance(edges, Tensor) and not isinstance(edges, EdgeIndex) and edges.layout is torch.strided
 
 
@@ -73,5 +73,5 @@ def of_traced_edges(edges: object) -> Reason | None:
 
 
 def watched(why: str) -> Reason | None:
-    """What `why_watched` says, which nobody loses by."""
+    """The reasons of `why_watched`, which cost the user nothing."""
     return Reason(why, "") if why else None

@@ -164,7 +164,7 @@ def _from_edge_list(
     return lookup(edge_index, (edge_index,), options, lambda: build_from_edge_list(edge_index, *options))
 
 
-#: In the place of `add_self_loops`: loops that are missing are the kernel's to add, where all are.
+#: Value of `add_self_loops`: if all loops are missing, the kernel adds them.
 BY_KERNEL = "by the kernel"
 _SELF_LOOPS: dict[bool | str, SelfLoops] = {False: "keep", True: "replace", BY_KERNEL: "replace_if_some"}
 
@@ -190,7 +190,7 @@ def gcn_factors(adj: Adjacency, dtype: torch.dtype, loops: bool = False) -> tupl
     Returns:
         the factors; whether the kernel has to add the loops.
     """
-    is_traced = torch.compiler.is_compiling()  # a trace would depend on what the plans hold
+    is_traced = torch.compiler.is_compiling()  # a trace would depend on the content of the plans
     found: tuple[Tensor, bool] | None = None if is_traced else adj.plans.get(("GCN", dtype, loops))
     if found is None:
         adds = loops and not adj.has_inserted_loops
@@ -213,8 +213,8 @@ traced.find = _for_trace
 def edges_made_anew(edges: Tensor, options: tuple[int, int, str, bool]) -> Adjacency:
     """The structure of an edge list that the cache does not know, recognised by its content.
 
-    Layers that add self loops by PyG's code hold the same edges in another tensor in every call. Edge lists
-    of one size that come again and again are therefore kept, and compared.
+    Layers that add self loops by PyG's code hold the same edges in another tensor in every call. So edge
+    lists of one size that occur repeatedly are cached, and compared by content.
 
     Args:
         edges: (2, num_edges).
@@ -265,7 +265,7 @@ def build_from_edge_list(
             f"{name}: expected shape (2, num_edges), got {tuple(edges.shape)}{_cure_of_shape(edges)}"
         )
     if edges.dtype not in (torch.int64, torch.int32):
-        # PyG takes narrower integers where it appends loops, in int64, and refuses them elsewhere.
+        # PyG accepts narrower integers if it appends loops (in int64), and rejects them otherwise.
         if edges.is_floating_point() or edges.is_complex() or not add_self_loops:
             raise ValueError(
                 f"{name}: expected integers, int64 or int32, got {edges.dtype}; convert it with .long()"
@@ -292,7 +292,7 @@ def _needs_no_loops(known: Edges | BatchEdges, add_self_loops: bool | str) -> bo
 
 
 def cure_of_ids(low: int) -> str:
-    """What to do about ids of nodes that do not exist, of which the lowest is `low`."""
+    """What to do about ids of nodes that do not exist; the lowest is `low`."""
     if low < 0:
         return "ids must not be negative: keep edge_index[:, (edge_index >= 0).all(0)]"
     return "check that x has a row for every node"

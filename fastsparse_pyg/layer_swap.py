@@ -15,7 +15,7 @@ from fastsparse_pyg.nn.by_hand import ByHand, by_hand_class, gathers_by_hand
 from fastsparse_pyg.nn.pna_conv import why_no_kernel
 from fastsparse_pyg.verification import forget_verification, verify_first_calls
 
-#: Methods of message passing itself: a layer that has its own is not one that we know how to run.
+#: Methods of message passing itself: FastSparse cannot run a layer that overrides them.
 _MACHINERY = (
     "propagate",
     "edge_updater",
@@ -32,26 +32,27 @@ _MACHINERY = (
 
 
 def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> core.Report:
-    """Puts the PyG layers of a model, its own ones included, on FastSparse kernels, in place.
+    """Replaces the graph layers of a PyG model by FastSparse's, in place, including your own layers.
 
-    The layers stay the same objects with another class, ``GCNConv`` becoming ``FastGCNConv``: parameters,
-    ``state_dict``, hooks, caches, training mode, optimisers and everything else that refers to them are
-    kept. Containers of any kind are searched: nested modules, ``Sequential``, ``ModuleList``, ``HeteroConv``,
-    the result of ``to_hetero``, PyG's own models. :func:`restore` undoes it.
+    Only the class of a layer object changes, for example from ``GCNConv`` to ``FastGCNConv``. Parameters,
+    ``state_dict``, hooks, caches, training mode and references (such as the optimizer's) stay the same.
+    Layers are found in containers of any kind: nested modules, ``Sequential``, ``ModuleList``,
+    ``HeteroConv``, the result of ``to_hetero``, and PyG's models. :func:`restore` undoes it.
 
-    A layer without a drop-in, one of the user's own for instance, keeps its code: what changes is how
-    features are read per edge and how messages are reduced per node, without atomics. If its ``message()`` is
-    a copy of the source's features, weighted or not, no messages are made at all. The report says for every
-    layer what computes it, and why one stays. Call this before ``torch.jit``; under ``torch.compile``
-    drop-ins want an Adjacency in place of `edge_index`, and other layers run PyG's code.
+    A layer without a drop-in, such as your own, keeps its code. FastSparse changes how features are gathered
+    per edge and how messages are reduced per node (without atomics). If ``message()`` only copies the
+    source's features, weighted or not, no messages are created. The report shows what computes each layer,
+    and why a layer stays. Call this before ``torch.jit``. Under ``torch.compile``, layers without a drop-in
+    run PyG's code.
 
     Args:
-        model: any module; a layer itself too.
+        model: any module, also a single layer.
         show: whether to print the report.
-        verify: whether every layer compares the first call that a kernel computes with PyG's own code:
-            outputs, and the gradients of inputs and parameters for a random cotangent. A layer that differs
-            is put back and the call raises; another call then runs PyG's code. If PyG's code runs the first
-            calls, for example of small graphs, a log record says that nothing was compared yet.
+        verify: whether every layer compares its first call that a kernel computes with PyG's own code:
+            outputs, and gradients of inputs and parameters for a random output gradient. If they differ, the
+            call raises an error and the layer is changed back, so the next call runs PyG's code. If PyG's
+            code runs the first calls, for example of small graphs, a log record says that nothing was
+            compared yet.
 
     Returns:
         The report: one row per graph layer; ``print`` shows it as a table.
@@ -76,12 +77,12 @@ def accelerate(model: Module, *, show: bool = True, verify: bool = False) -> cor
 
 
 def restore(model: Module) -> None:
-    """Makes every drop-in layer of a model PyG's again, in place: the inverse of :func:`accelerate`.
+    """Turns every drop-in layer of a model back into PyG's, in place; undoes :func:`accelerate`.
 
-    Layers that were constructed as drop-ins become PyG's too, so that the model needs FastSparse no more.
+    Layers that were created as drop-ins also become PyG's, so the model no longer needs FastSparse.
 
     Args:
-        model: any module; a layer itself too.
+        model: any module, also a single layer.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -136,9 +137,9 @@ def _any_layer(layer: Any) -> type[Module] | str:
 
 def as_drop_in(layer: Module) -> Module:
     """The same, of the drop-in's class where the layer has a drop-in, else of its own."""
-    twin = core.second_object(layer)
-    core.swap(twin, DROP_INS, **_RULES | {"any_layer": None})
-    return twin
+    second = core.second_object(layer)
+    core.swap(second, DROP_INS, **_RULES | {"any_layer": None})
+    return second
 
 
 def kernel_of(layer: Any) -> str:

@@ -25,30 +25,30 @@ def prepare(
     flow: str = "source_to_target",
     backward: bool = True,
 ) -> Adjacency:
-    """Converts a graph now and builds everything that training needs, so that no later call does.
+    """Converts a graph now and builds everything that training needs, so that no later call has to.
 
-    Layers convert by themselves what they are given and remember it. Call this to choose when that happens,
-    to pass the result to the layers in place of `edge_index` (needed under `torch.compile` and CUDA-graph
-    capture), or to keep it with the data. A `Data` or `Batch` also gets it as its attribute `adjacency`,
-    which moves with `data.to(device)` and is pickled with the data. It describes the edges as they are now:
-    prepare again after changing them, and prepare a batch rather than its items.
+    Layers convert their graph themselves and cache the result. Call this function to choose when that
+    happens, to pass the result to layers in place of `edge_index`, or to store it with the data. A `Data` or
+    `Batch` also gets it as its attribute `adjacency`, which moves with `data.to(device)` and is pickled with
+    the data. The result describes the edges as they are now: call `prepare` again after a change. Prepare a
+    batch, not its items.
 
     Args:
         graph: `Data` or `Batch` (its `edge_index`, else its `adj_t`), (2, E) int32/int64 tensor, EdgeIndex,
             torch.sparse matrix or SparseTensor (rows = destinations), or an Adjacency.
         num_nodes: number of nodes, or (sources, destinations) as PyG's `size`; None: taken from the data or
             the matrix, else the largest index + 1.
-        add_self_loops: with the self loops that FastGCNConv, FastGATConv, FastGATv2Conv and FastAGNNConv add.
-            They also take a structure without: they add them once and remember that, except under
-            `torch.compile`. Other layers use a structure as it is.
-        flow: as the layers' own argument, for edge lists.
-        backward: also what the backward pass needs.
+        add_self_loops: whether to add the self loops that FastGCNConv, FastGATConv, FastGATv2Conv and
+            FastAGNNConv need. These layers also take a structure without them: they add the loops once and
+            cache the result, except under `torch.compile`. Other layers use a structure as it is.
+        flow: as the argument of the layers, for edge lists.
+        backward: whether to build also what the backward pass needs.
 
     Returns:
         The structure, rows = destinations.
 
     Raises:
-        TypeError: `graph` is a HeteroData; prepare each of its edge types.
+        TypeError: `graph` is a HeteroData; prepare each edge type separately.
         ValueError: the graph's type, dtype, shape or size does not fit, or `data.adjacency` is something
             else.
         IndexError: an index is negative or not smaller than the number of nodes.

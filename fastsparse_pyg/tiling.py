@@ -12,35 +12,36 @@ def tiled(model: Module, *, tile_rows: int | None = None, offload: bool = False)
     """Prepares full-graph training of a graph whose activations do not fit on the GPU.
 
     The result is called as ``net(x, edge_index)``, and its gradients are those of ``model(x, edge_index)`` up
-    to rounding. It computes everything but the neighbours' sums for a tile of nodes at a time, and in the
-    backward pass again, with the same random numbers. Of every layer only the input is kept, or with
-    ``offload`` the sums, in page-locked host memory. ``net(x, edge_index, rows=train)`` computes the last
-    layer for these nodes only.
+    to rounding. Everything except the sums over neighbours is computed for one tile of nodes at a time, and
+    computed again in the backward pass with the same random numbers. Only the input of each layer is stored,
+    or with ``offload`` the sums, in page-locked host memory. ``net(x, edge_index, rows=train)`` computes the
+    last layer for these nodes only.
 
-    The model must be a chain: layers :class:`FastGCNConv`, :class:`FastSAGEConv`, :class:`FastGraphConv` or
-    :class:`FastGINConv` with sums or means, and between them functions that treat every node alone, such as
-    activations, dropout, linear layers and ``LayerNorm``. Batch normalisation in training mode and
-    connections that skip a layer raise an error.
+    The model must be a chain of :class:`FastGCNConv`, :class:`FastSAGEConv`, :class:`FastGraphConv` or
+    :class:`FastGINConv` layers with sums or means. Functions between the layers must treat every node
+    separately, such as activations, dropout, linear layers and ``LayerNorm``. Batch normalisation in training
+    mode and connections that skip a layer raise an error.
 
     With a :class:`~fastsparse_core.distributed.PartitionedAdjacency` in place of ``edge_index``, features,
     ``rows`` and results are those of the process's own nodes, and all processes must make the same calls.
 
-    The edges decide where it computes. The features (N, F) may be in host memory, best page-locked: with
-    ``offload`` they take GPU memory during the first layer only. An :class:`~fastsparse_core.Adjacency` from
-    ``from_csr(copy=False)`` saves memory. Parameters may be changed between calls, the list of layers not.
+    It computes on the device of the edges. The features (N, F) may be in host memory, preferably page-locked:
+    with ``offload``, they take GPU memory during the first layer only. An :class:`~fastsparse_core.Adjacency`
+    from ``from_csr(copy=False)`` saves memory. Parameters may change between calls, but the list of layers
+    may not.
 
     Args:
         model: a module, called as ``model(x, edge_index)``.
         tile_rows: rows of a tile; None: as many as take 256 MiB where the model is widest.
-        offload: whether the sums are copied to host memory during the forward pass and back during the
-            backward pass, which then does not compute them again.
+        offload: whether to copy the sums to host memory in the forward pass and back in the backward pass,
+            instead of computing them again.
 
     Returns:
         A function ``net(x, edge_index, rows=None)``: features (N, F) to results (N, C) of all nodes, or
         (num_rows, C) of the nodes ``rows``, int64 (num_rows,).
 
     Raises:
-        TypeError: ``model`` is no module, or has a graph layer that cannot run in tiles.
+        TypeError: ``model`` is not a module, or has a graph layer that cannot run in tiles.
         ValueError: ``tile_rows`` is below 1, or the model has no graph layers.
 
     Example:
@@ -57,7 +58,7 @@ def tiled(model: Module, *, tile_rows: int | None = None, offload: bool = False)
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     layers = [module for module in model.modules() if isinstance(module, MessagePassing)]
     for layer in layers:
-        if not hasattr(layer, "after_sum"):
+        if not hasattr(layer, "_after_sum"):
             raise TypeError(
                 "model: tiled() supports FastGCNConv, FastSAGEConv, FastGraphConv and FastGINConv, got a "
                 f"{type(layer).__name__}; call fastsparse_pyg.accelerate(model) first if it is PyG's"

@@ -24,7 +24,7 @@ _HOOK = "_verification"
 
 
 class VerificationError(RuntimeError):
-    """A layer's kernels and PyG's code gave different numbers; the layer runs PyG's code from now on.
+    """The kernels of a layer and PyG's code gave different results; the layer runs PyG's code from now on.
 
     Example:
         >>> from torch_geometric.nn import GCNConv
@@ -72,7 +72,7 @@ class _FirstCall:
         if torch.jit.is_tracing() or torch.compiler.is_compiling():  # a later call is compared
             return
         ours, pygs = _alone(layer), _alone(layer)
-        for _ in range(SIGHTS + 1):  # few edges on a GPU get the kernels when they are not new
+        for _ in range(SIGHTS + 1):  # the kernels run few edges on a GPU only when the edges are not new
             reasons: list[Reason] = []
             if isinstance(layer, AnyLayer):
                 type(layer).forget_reasons()
@@ -96,7 +96,7 @@ class _FirstCall:
                 self.restore(layer)
                 raise VerificationError(
                     f"verify: layer {self.name or '(the model)'!r}, {kinds}: {what}: {difference}. The layer "
-                    "was put back on PyG's code: call the model again to go on, and please report the layer"
+                    "runs PyG's code from now on: call the model again, and please report the layer"
                 )
 
 
@@ -107,12 +107,12 @@ def _alone(layer: Module) -> Module:
     for module in layer.modules():
         for value in vars(module).values():
             for item in value if isinstance(value, (tuple, list)) else (value,):
-                # What a layer keeps of its last call; copy.deepcopy takes neither kind.
+                # Attributes of a layer's last call, which copy.deepcopy cannot copy.
                 if isinstance(item, Tensor) and (not item.is_leaf or item.layout is not torch.strided):
                     memo[id(item)] = item.detach()
     alone = copy.deepcopy(layer, memo)
     for module in alone.modules():
-        # Kernels draw other random numbers, so that results with dropout never agree.
+        # Kernels draw other random numbers, so results with dropout never agree.
         for name in ("dropout", "p"):
             if isinstance(getattr(module, name, None), float) and (
                 name == "dropout" or isinstance(module, _DropoutNd)
@@ -165,7 +165,7 @@ def _difference(got: Tensor | None, want: Tensor | None) -> str:
     """What is wrong, "" if nothing is."""
     if got is None or want is None:
         other = want if got is None else got
-        return "" if other is None or not other.any() else "only one of the two has it"
+        return "" if other is None or not other.any() else "only one of the two layers has it"
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"expected {want.dtype} {tuple(want.shape)}, got {got.dtype} {tuple(got.shape)}"
     if not want.is_floating_point() or not want.numel():

@@ -2,7 +2,7 @@
 
 It imports no PyTorch: the script runs in a Python of its own, started in place of this one, so its arguments,
 ``__main__``, tracebacks and exit code are those of ``python script.py``. Two environment variables make it,
-and every Python that it starts in turn, enable FastSparse: `PYTHONPATH` begins with the folder ``startup``,
+and every Python process that it starts, enable FastSparse: `PYTHONPATH` begins with the folder ``startup``,
 whose ``sitecustomize`` Python imports before anything else, and :data:`~fastsparse_run.watch.VARIABLE` says
 what to enable when which package is imported. Packages register that as entry points of the group
 ``fastsparse.enable``: the name is the imported package, the object a function without arguments.
@@ -39,13 +39,13 @@ FASTSPARSE_DISABLE=scatter,sparse_mm switches parts off: layers, scatter, pool, 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line ``fastsparse``.
 
-    ``run``, ``doctor`` and ``tune`` replace this process by a Python of their own.
+    ``run``, ``doctor`` and ``tune`` replace this process by a new Python process.
 
     Args:
-        arguments: the command and its options; None: those of this process.
+        arguments: the command and its options; None: the arguments of this process.
 
     Returns:
-        The exit code, if no other program replaced this one: 0 after ``--help``, 2 after a mistake.
+        The exit code, if the process was not replaced: 0 after ``--help``, 2 for wrong arguments.
 
     Example:
         >>> import fastsparse_run

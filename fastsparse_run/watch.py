@@ -15,7 +15,7 @@ from typing import Any
 
 #: ``package=module:function;...``: what to call when which package has been imported.
 VARIABLE = "FASTSPARSE_RUN"
-#: Process that `fastsparse run` became.
+#: Id of the process that `fastsparse run` started as the script.
 MAIN_PROCESS = "FASTSPARSE_RUN_PID"
 #: "1", or "time" to measure times too.
 REPORT = "FASTSPARSE_REPORT"
@@ -40,7 +40,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
         try:
             spec = importlib.util.find_spec(name)
             if spec is None and is_nested:
-                return None  # a package that looks which others there are
+                return None  # a package that checks which other packages exist
             if spec is None:
                 _call(name, self.after.pop(name, ()))
                 if name in self.instead:
@@ -96,9 +96,9 @@ _watcher = _Watcher()
 
 
 def after_import(package: str, action: Callable[[], Any]) -> None:
-    """Calls a function once when a package has been imported, or at once if it has been.
+    """Calls a function once after a package is imported; immediately if it was imported already.
 
-    If the function raises, a line on stderr says so, and the import continues.
+    If the function raises an error, a line on stderr says so, and the import continues.
 
     Args:
         package: name of the package.

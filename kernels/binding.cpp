@@ -52,7 +52,7 @@ struct Device {
 };
 FASTSPARSE_ARGUMENTS(Device, FIELDS(device));
 
-// Of a plan, which knows its device.
+// For a plan, which knows its device.
 struct Queue {
   std::uintptr_t queue;
 };
@@ -94,7 +94,7 @@ void launch(const Args& args, const Place& place) {
 
 // ---------------------------------------------------------------- calls from Python
 
-// The list's struct, or what has no list.
+// The struct of a list; a type without a list is itself.
 template <typename List, typename = void>
 struct ArgsOf {
   using Type = List;
@@ -113,7 +113,7 @@ Parameters::Part part_of() {
   }
 }
 
-// Sets Python's error for what was thrown, in a `catch` of everything.
+// Sets Python's error for the current C++ exception; called in `catch (...)`.
 PyObject* raised(const Parameters& parameters) {
   try {
     throw;
@@ -141,7 +141,7 @@ PyObject* result_of(const Run& run) {
   }
 }
 
-// A function of Python's: fills the struct of `List`, then `Where`, and calls kRun with both.
+// A function for Python: fills the struct of `List`, then `Where`, and calls kRun with both.
 template <typename List, typename Where, auto kRun>
 struct Function {
   static inline Parameters* parameters = nullptr;
@@ -158,7 +158,7 @@ struct Function {
   }
 };
 
-// The arguments of a method before it reads Python's.
+// The arguments of a method, before the arguments of the call are read.
 template <typename Args, typename C>
 Args begin_with(const C&) {
   return {};
@@ -202,7 +202,7 @@ struct Constructor {
   }
 };
 
-// Definitions live as long as the process.
+// Definitions are never freed.
 template <typename Call, typename List, typename Where = Nothing>
 PyMethodDef method(const char* name, const char* result) {
   Call::parameters = new Parameters(name, part_of<List>(), part_of<Where>(), result);
@@ -227,7 +227,7 @@ C same(const C& args) {
   return args;
 }
 
-// A class; of what it has besides its values, `slots` tells Python.
+// A class; `slots` tells Python what it has in addition to its values.
 template <typename C, typename List = C, auto kMake = same<C>>
 void define_class(PyObject* module, const char* name, std::vector<PyType_Slot> slots = {}) {
   using Make = Constructor<C, List, kMake>;
@@ -250,7 +250,7 @@ void define_class(PyObject* module, std::vector<PyType_Slot> slots = {}) {
   define_class<C, List, kMake>(module, Declared<List>::name, std::move(slots));
 }
 
-// The same arguments by position, as a tuple: what sequences of many consist of.
+// The same arguments by position, as a tuple; sequences consist of such tuples.
 template <typename Struct>
 Struct read_tuple(PyObject* items) {
   static Parameters parameters(Declared<Struct>::name, part_of<Struct>(), {}, "None");
@@ -260,7 +260,7 @@ Struct read_tuple(PyObject* items) {
   return args;
 }
 
-// What `read` makes of every item of a sequence.
+// Applies `read` to every item of a sequence.
 template <typename Read>
 auto each(PyObject* sequence, const Read& read) {
   const auto items = held(PySequence_Fast(sequence, "expected a sequence"));
@@ -308,7 +308,7 @@ PyObject* tuple_of(const std::int64_t* numbers, std::size_t count) {
 
 enum class SpmmKernel { kCsr, kTca, kResident, kResidentTca, kHr };
 
-// A kernel of spmm that reads CSR, and what calls of one dtype and width share, so that they pass little.
+// A kernel of spmm that reads CSR, with the arguments that all calls of one dtype and width share.
 struct SpmmPlan {
   SpmmKernel kernel;
   SpmmArgs args;
@@ -365,7 +365,7 @@ void aggregate_linear_backward(const AggregateLinearBackwardCall& call, const Pl
 
 struct SegmentReduceCall {
   SegmentReduceArgs args;
-  const std::int64_t* facts;  // of segments that the host does not know; null: it does
+  const std::int64_t* facts;  // facts of segments that the host does not know yet; null: it knows them
 };
 FASTSPARSE_ARGUMENTS(SegmentReduceCall, AS(structure, args.a), ALSO(args.split), IN(args, reduction, x),
                      WIDTH(args.width), DTYPE(args.dtype), IN(args, out, extra, partial), FIELDS(facts));
@@ -392,7 +392,7 @@ AttentionCsrArgs make_attention_csr(const AttentionCsrArgs& given) {
   return args;
 }
 
-// Launches what an object has.
+// Launches with the arguments of an object.
 template <typename Args>
 struct Object {
   Args args;
@@ -563,7 +563,7 @@ PyObject* read_facts(const std::int64_t* written, const Place& place) {
   return tuple_of(facts, kCount);
 }
 
-// Returns the facts, for which there is room in the device's memory.
+// Returns the facts, for which there is space in the device's memory.
 PyObject* inspect(const InspectArgs& given, const Place& place) {
   InspectArgs args = given;
   std::int64_t facts[kNumEdgeFacts];
@@ -577,7 +577,7 @@ struct SortWorkspaceCall {
 };
 FASTSPARSE_ARGUMENTS(SortWorkspaceCall, FIELDS(num_edges, num_rows, longest));
 
-// Bytes of that workspace, and where split_ptr and split_row lie in it.
+// Bytes of that workspace, and where split_ptr and split_row are in it.
 PyObject* sort_workspace(const SortWorkspaceCall& call, const Nothing&) {
   const SortWorkspace places(nullptr, call.num_edges, call.num_rows, call.longest);
   const std::int64_t found[] = {reinterpret_cast<std::int64_t>(places.end),
@@ -619,7 +619,7 @@ struct TransposeCall {
   std::int64_t num_rows, num_cols, num_edges;
   std::int64_t* colptr;
   std::int32_t* row_out;
-  char* order;  // places before; null: nobody keeps them
+  char* order;  // places before; null: they are not kept
   char* scratch;
   std::size_t scratch_bytes;
 
@@ -641,7 +641,7 @@ struct TransposeBytesCall {
 };
 FASTSPARSE_ARGUMENTS(TransposeBytesCall, IN(sizes, num_rows, num_cols, num_edges), FIELDS(keeps_order));
 
-// Scratch of `transpose`: the row of every entry, the order where nobody keeps it, and the sort's.
+// Scratch of `transpose`: the row of every entry, the order if the caller does not keep it, and the sort's.
 std::size_t transpose_scratch_bytes(const TransposeBytesCall& call, const Device& where) {
   char any;
   const std::size_t order = call.keeps_order || where.device < 0 ? 0 : call.sizes.order_bytes();
@@ -673,7 +673,7 @@ std::int64_t count(const NumRowsCall& call, const Nothing&) {
   return kCount(call.num_rows);
 }
 
-// An index that a device sorts: what it finds can be waited for later.
+// An index that a device sorts; the host can wait for the result later.
 struct SegmentSort {
   int device;
   std::int64_t* words;
@@ -692,8 +692,8 @@ FASTSPARSE_ARGUMENTS(SegmentSortCall,
                      FIELDS(scratch, scratch_bytes), IN(place, device, queue));
 
 #ifdef FASTSPARSE_WITH_CUDA
-// A few words of the host's memory that a device can write, and an event of that device. The driver takes
-// longer to make them than to sort an index, so they are kept.
+// A few words of host memory that a device can write, and an event of that device. Creating them takes the
+// driver longer than sorting an index, so they are reused.
 struct HostWords {
   std::int64_t* words = nullptr;
   cudaEvent_t event = nullptr;
@@ -721,7 +721,7 @@ struct HostWords {
 
  private:
   static std::mutex& mutex() {
-    static auto& mutex = *new std::mutex;  // never destroyed: a driver that is gone could not free the memory
+    static auto& mutex = *new std::mutex;  // never destroyed, because the driver may be shut down before
     return mutex;
   }
   static std::vector<HostWords>& of_device(int device) {
@@ -741,7 +741,7 @@ SegmentSort sort_segments([[maybe_unused]] const SegmentSortCall& call) {
   cudaStreamCaptureStatus status;
   check(cudaStreamIsCapturing(stream, &status));
   if (status != cudaStreamCaptureStatusNone) check(cudaErrorStreamCaptureUnsupported);
-  // Words of a sort that failed are not kept: a kernel may yet write them.
+  // Words of a failed sort are not reused, because a kernel may still write to them.
   const HostWords host = HostWords::take(device);
   args.host_facts = host.words;
   check(cuda::sort_segments(args, call.scratch, call.scratch_bytes, stream));
@@ -756,7 +756,7 @@ void free_segment_sort(PyObject* self) {
 #ifdef FASTSPARSE_WITH_CUDA
   const SegmentSort& sort = reinterpret_cast<Instance<SegmentSort>*>(self)->value;
   const auto event = static_cast<cudaEvent_t>(sort.event);
-  // Others must not get words that are yet to be written.
+  // Words that will still be written must not be reused.
   if (cudaEventSynchronize(event) == cudaSuccess) HostWords{sort.words, event}.keep(sort.device);
 #endif
   PyTypeObject* type = Py_TYPE(self);
@@ -830,7 +830,7 @@ FASTSPARSE_ARGUMENTS(PlaceBatchCall, OBJECT(nodes, FASTSPARSE_HOPS), OBJECT(edge
                         edge_index_is_64bit),
                      OBJECT(tensors, "Sequence[tuple[Tensor, Tensor, int, int, bool, bool]]"));
 
-// Where hops begin in the memory, and where they end in the batch.
+// First row of every hop in the memory, and its last row in the batch.
 HopRows hop_rows(PyObject* hops) {
   const auto both = each(hops, integers);
   if (both.size() != 2 || both[1].size() > kMostHops || both[0].size() != both[1].size() + 1) {
@@ -947,7 +947,7 @@ FASTSPARSE_ARGUMENTS(HoldSameCall, OBJECT(containers, "Sequence[dict[Any, Any] |
                      OBJECT(values, "list[Any]"));
 
 // Whether `values` are the objects in the containers, one container after the other. Those of a large dataset
-// are nowhere in the caches, so they are fetched ahead.
+// are not in the caches, so they are prefetched.
 PyObject* hold_same(const HoldSameCall& call, const Nothing&) {
   constexpr Py_ssize_t kAhead = 8;
   const auto containers = held(PySequence_Fast(call.containers, "expected a sequence"));
@@ -993,8 +993,8 @@ struct GatherRowsOfHostCall {
 FASTSPARSE_ARGUMENTS(GatherRowsOfHostCall,
                      FIELDS(table, index, staging, out, num_rows, row_bytes, threads, piece));
 
-// Rows that the host's threads gather: into its memory; or, with a device, through page-locked memory for all
-// of them, from where every piece is sent as soon as it is full.
+// Rows that host threads gather into host memory; or, with a device, into page-locked memory, from where
+// every piece is sent as soon as it is full.
 void gather_rows_of_host(const GatherRowsOfHostCall& call, const Place& place) {
   const bool sends = place.device >= 0;
   const GatherRowsArgs args{call.table,

@@ -1,6 +1,6 @@
 // Operators of inference at PyTorch's dispatcher, for C++ programs without Python: AOTInductor's packages of
 // `fastsparse_core.export.for_cpp` call them. A layer over the launchers, in PyTorch's stable ABI: one build
-// serves PyTorch 2.10 and newer. A structure is what `compress` returns, four tensors.
+// handles PyTorch 2.10 and newer. A structure is what `compress` returns, four tensors.
 #define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 10) << 48))
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

@@ -1,4 +1,4 @@
-"""Steps of training that are captured, beside the same steps that are not."""
+"""Captured training steps, compared with the same steps that are not captured."""
 
 from __future__ import annotations
 

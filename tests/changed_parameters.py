@@ -1,4 +1,4 @@
-"""Layers of which one parameter is pruned, normalised or parametrised: no entry of `_parameters` any more."""
+"""Layers with one parameter pruned, normalised or parametrised: no entry of `_parameters` any more."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from fastsparse_pyg import nn as fast
 
 PAGE = Path(__file__).parents[1] / "docs" / "compile.md"
 COLUMNS = ("compile", "other sizes", "reduce-overhead", "export", "AOTInductor")
-#: Layers, or calls of them, of which PyG's code is traced, and the message that says so.
+#: Layers, or calls of them, for which PyG's code is traced, and the message that says so.
 _TYPED = "typed edges"
 FALLBACKS: dict[str, str] = {
     "HGTConv": _TYPED,

@@ -38,7 +38,7 @@ def _why_no_gpu() -> str:
 def pytest_configure(config: pytest.Config) -> None:
     """Loads DGL where pytest-xdist collects the workers' warnings: it imports the module of each, DGL's too.
 
-    DGL 2.1.0 cannot be imported beside a current torchdata without what `fastsparse_dgl` does first.
+    DGL 2.1.0 cannot be imported with a current torchdata unless `fastsparse_dgl` is imported first.
     """
     found = find_spec("dgl")  # without DGL that may be the folder tests/dgl, which has no file of its own
     if config.getoption("numprocesses", None) and found is not None and found.origin is not None:

@@ -20,7 +20,7 @@ def moved(model: nn.Module, loss: Callable[[], Tensor], *, captures: bool) -> Te
 
     Args:
         model: on the GPU.
-        loss: of the model, computed anew.
+        loss: of the model, computed again.
         captures: whether the ten steps are replays of a CUDA graph.
     """
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -20,7 +20,8 @@ _MOST = 2.0
 
 
 class Problem(NamedTuple):
-    """The original, the layer, what is differentiated beside the parameters, and how either is called.
+    """The original, the layer, what is differentiated in addition to the parameters, and how either is
+    called.
 
     ``call`` takes a layer, these tensors in its dtype and on its device, and the device.
     """
@@ -36,7 +37,7 @@ def check_digits(make: Callable[[int], Problem], ignore: Sequence[str] = ()) -> 
 
     Args:
         make: a problem from a seed.
-        ignore: parameters whose gradient is 0 but for rounding.
+        ignore: parameters whose gradient is 0 except for rounding.
     """
     ratios = defaultdict(list)
     for seed in range(_PROBLEMS):

@@ -65,7 +65,7 @@ def _address(memory: Memory) -> int:
 
 
 def _matrix(memory: Memory, rows: int, width: int, stride: int) -> Tensor:
-    """What lies at an address, as the kernels read it."""
+    """What is at an address, as the kernels read it."""
     address = _address(memory)
     assert rows > 0, "an empty grid cannot be launched"
     assert address > 0

@@ -4,8 +4,8 @@
     python tests/mutate.py 3 17     some of them
 
 Works in a copy of the checkout: changes one file, builds the extension if it is C++ (objects are cached, so
-one file compiles), runs the tests that are named beside the fault, and puts the file back. A fault that no
-test notices needs a test. Run it after a change to how the tests are cut or parametrised. It takes about five
+one file compiles), runs the tests that are named with the fault, and puts the file back. A fault that no test
+notices needs a test. Run it after a change to how the tests are cut or parametrised. It takes about five
 minutes on two idle cores and is no part of ``make test``; `tests/packaging/test_mutate.py` checks that the
 list still fits the code.
 """
@@ -47,7 +47,7 @@ class Fault:
         file: Where, from the checkout on.
         text: What stands there, exactly once.
         replacement: What is put in its place.
-        tests: Tests of which at least one must fail, as pytest names them, without parameters.
+        tests: Tests, at least one of which must fail, as pytest names them, without parameters.
     """
 
     what: str

@@ -1,4 +1,4 @@
-"""Layers on the structures that captured steps make anew, for both plugins."""
+"""Layers on the structures that captured steps make again, for both plugins."""
 
 from __future__ import annotations
 

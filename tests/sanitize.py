@@ -179,7 +179,7 @@ def few_sources() -> Adjacency:
 
 @functools.cache
 def grouped() -> Adjacency:
-    """Similar rows that lie apart and share a window."""
+    """Similar rows that are apart and share a window."""
     cluster, col = _edges(300, 20, 3000)
     col = (cluster % 13) * 20 + col
     return Adjacency.from_coo(cluster, col, (300, 300), group_rows="minhash").to(DEVICE)

@@ -6,9 +6,9 @@ extension (whose tensors stand for their memory). A replay runs them again on th
 
 - backward passes run in a thread of autograd's own, where `threading.local` is empty;
 - what the host would read from the device, while it records, is an error, as is a structure that is built;
-- memory that nobody holds when the recording ends holds NaN after every replay, for other graphs use it;
-  replays fill what graphs recorded later keep, for it may lie in what this one had freed, and what nobody
-  held of earlier ones when this one was recorded;
+- memory without references at the end of the recording holds NaN after every replay, because other graphs use
+  it; replays also overwrite memory that later graphs use, because it may be memory that this one had freed,
+  and memory of earlier graphs that was free when this one was recorded;
 - a pool lives as long as a graph that was recorded to it; a recording that was made invalid stays open.
 """
 
@@ -161,7 +161,7 @@ class Tape(TorchDispatchMode):
         self._before.clear()
 
     def finish(self, others: Iterable[Tape] = ()) -> tuple[list[Tensor], list[Tensor]]:
-        """Memory that nobody holds any more but this tape and others, and all that was allocated."""
+        """Memory that only this tape and others still hold, and all that was allocated."""
         gc.collect()
         own: Counter[int] = Counter()
         for launch in [launch for tape in (self, *others) for launch in tape.launches]:

@@ -65,7 +65,7 @@ class NodeDataset:
         return self.edge_index.size(1)
 
     def split(self, run: int, seed: int) -> Split:
-        """The split of run `run`: the given ones in turn, else one drawn from ``seed + run``."""
+        """The split of run `run`: the given ones one after the other, else one drawn from ``seed + run``."""
         if self.given_splits:
             return self.given_splits[run % len(self.given_splits)]
         return random_split(self.y, self.random_shares, seed + run)

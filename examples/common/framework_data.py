@@ -85,7 +85,7 @@ def load(name: str, root: Path, framework: str, *, download: bool) -> Parts:
 
 
 def _refuse(name: str, root: Path, missing: str, loader: str) -> NoReturn:
-    """Refuses where a loader would start a download that nobody asked for."""
+    """Raises an error if a loader would start a download without permission."""
     raise ExampleError(
         f"--dataset {name}: neither {root / (name.replace('-', '_') + '.npz')} nor {missing} is there."
         f" Put the .npz file or the files of {loader} there, set --root (or FASTSPARSE_DATA) to the folder"

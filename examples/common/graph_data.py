@@ -165,7 +165,7 @@ def pyg_loader(
     device: torch.device,
     generator: torch.Generator | None = None,
 ) -> Iterable[Any]:
-    """PyG's batches of up to `size` of the graphs, shuffled anew in every epoch if a generator is given."""
+    """PyG's batches of up to `size` of the graphs, shuffled again in every epoch if a generator is given."""
     make = importlib.import_module("fastsparse_pyg").DataLoader
     data = dataset.pyg_graphs(graphs)
     return make(data, batch_size=size, shuffle=generator is not None, generator=generator, device=device)

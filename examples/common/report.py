@@ -117,7 +117,7 @@ def print_table(console: Console, title: str, results: Sequence[LayerResult]) ->
 def print_parts(console: Console, results: Sequence[LayerResult]) -> None:
     """Prints where the time of an epoch of batches goes, by the host's clock.
 
-    A GPU draws batches beside the steps and works on while the host goes on: what the host did not wait for
+    A GPU samples batches during the steps and works on while the host goes on: what the host did not wait for
     is in none of its times, and the GPU's own gathering in those of training.
     """
     table = Table(title="milliseconds per epoch", title_justify="left")

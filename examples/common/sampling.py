@@ -62,7 +62,7 @@ def opened(own: Any, layers: int) -> tuple[list[Any], Tensor, Tensor]:
 
 @dataclass
 class Batches:
-    """Mini-batches over some nodes; iterating draws them anew.
+    """Mini-batches over some nodes; iterating draws them again.
 
     Everything is drawn from PyTorch's generator, so ``torch.manual_seed`` before iterating repeats it.
 

@@ -77,7 +77,7 @@ class RunResult:
         scores: Test scores (``accuracy``, for two classes also ``roc_auc``) at the best validation score.
         best_epoch: That epoch, counted from 0.
         peak_bytes: Most memory in use above data and graph; None where it cannot be measured.
-        waiting_ms, gather_ms: Of `step_ms`, what the host spent waiting for batches and gathering their data;
+        waiting_ms, gather_ms: Parts of `step_ms`: waiting for batches, and gathering their data;
             only where training is on batches.
     """
 

@@ -1,5 +1,5 @@
 // Answers a request with a model that serve.py has packaged, without Python:
-// serve MODEL.pt2 REQUEST.pt RESULT.pt [repeats]
+// `serve MODEL.pt2 REQUEST.pt RESULT.pt [repeats]`.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 

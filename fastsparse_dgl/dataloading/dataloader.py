@@ -1,4 +1,4 @@
-"""DataLoader: batches prepared on a GPU beside the step."""
+"""DataLoader: batches prepared on a GPU during the step."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ class DataLoader(dgl.dataloading.DataLoader):
     """Drop-in replacement of :class:`dgl.dataloading.DataLoader` that samples on a GPU with pip's DGL.
 
     With :class:`fastsparse_dgl.NeighborSampler` and ``device`` a GPU, neighbours are sampled there, on a
-    separate stream, two batches ahead. The graph may be on the CPU, or where
-    :func:`fastsparse_dgl.enable` puts it on a GPU. It yields ``(input_nodes, output_nodes,
-    blocks)``. The blocks' ``srcdata``, ``dstdata`` and ``edata`` have all data of the graph: the sampler's
-    ``prefetch_node_feats``, ``prefetch_labels`` and ``prefetch_edge_feats`` are gathered with the batch,
-    other data on the GPU when they are first read. Features that take more than half of the free memory stay
-    on the host and are sent row by row. With ``gpu_cache={"node": {"feat": count}}`` the GPU also keeps those
-    of the nodes with the most outgoing edges. If DGL was built without CUDA, blocks are
-    :class:`fastsparse_dgl.SampledBlock`, which drop-in layers take.
+    separate stream, two batches ahead. The graph may be on the CPU, or on the GPU after
+    :func:`fastsparse_dgl.enable`. It yields ``(input_nodes, output_nodes, blocks)``. ``srcdata``, ``dstdata``
+    and ``edata`` of the blocks have all data of the graph. The sampler's ``prefetch_node_feats``,
+    ``prefetch_labels`` and ``prefetch_edge_feats`` are gathered with the batch, and other data when they are
+    first read. Features that take more than half of the free memory stay on the host and are sent row by row.
+    With ``gpu_cache={"node": {"feat": count}}``, the GPU also keeps the features of the nodes with the most
+    outgoing edges. If DGL was built without CUDA, blocks are :class:`fastsparse_dgl.SampledBlock`, which
+    drop-in layers take.
 
-    In all other cases it is DGL's.
+    In all other cases, DGL's loader runs.
 
     Args:
         graph: DGLGraph.
-        indices: seeds, by node type where there are several.
+        indices: seeds; a dict by node type if there are several.
         graph_sampler: a sampler.
         device: where batches are wanted; None: the graph's device.
-        others: as in DGL; those of worker processes and of DGL's own transfers are ignored on a GPU.
+        others: as in DGL. On a GPU, arguments about worker processes and DGL's own transfers are ignored.
 
     Raises:
-        ValueError: see the sampler; or ``gpu_cache`` has other than numbers of nodes.
+        ValueError: as for the sampler, or a value in ``gpu_cache`` is not a number of nodes.
 
     Example:
         >>> import dgl, torch
@@ -91,12 +91,12 @@ class DataLoader(dgl.dataloading.DataLoader):
         if self._target is None:
             super().__init__(graph, indices, graph_sampler, device=device, **kwargs)
             if not self.num_workers:
-                # Else every epoch warns that worker processes, of which there are none, should be pinned.
+                # Otherwise every epoch warns that worker processes should be pinned, although there are none.
                 self.cpu_affinity_enabled = True
             if isinstance(graph_sampler, NeighborSampler) and not graph_sampler.why_not(graph):
                 graph_sampler.prepare(graph, torch.device("cpu"))  # before worker processes are forked
             return
-        # Of a graph on the GPU DGL refuses them.
+        # DGL rejects them for a graph on the GPU.
         ignored = [] if is_on_gpu else [name for name in _IGNORED if kwargs.pop(name, None)]
         gpu_cache = kwargs.pop("gpu_cache", None) or {}
         of_nodes = _rows_to_keep(gpu_cache)

@@ -49,8 +49,8 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
     In all other cases DGL's loader makes the batches, and a ``SlowPathWarning`` says why. For a dataset of
     your own pass ``[dataset[i] for i in range(len(dataset))]``.
 
-    At the beginning of every epoch the loader checks the dataset, and stores changed graphs again. Of a long
-    list it checks 1,024 tensors for in-place writes, and other ones in the next epoch.
+    At the beginning of every epoch the loader checks the dataset, and stores changed graphs again. In a long
+    list, it checks 1,024 tensors per epoch for in-place writes, and others in the next epoch.
 
     Args:
         dataset: as in DGL.
@@ -58,8 +58,8 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         use_ddp: as in DGL.
         ddp_seed: as in DGL.
         device: where batches are; None: on the CPU, as in DGL. Graphs on a GPU need a DGL with CUDA, or
-            :func:`fastsparse_dgl.enable`. After that call, None means the GPU for epochs that begin when
-            the script has used it.
+            :func:`fastsparse_dgl.enable`. After that call, None means the GPU in epochs that begin after the
+            script has used the GPU.
         kwargs: as in PyTorch's loader. Stored graphs need no worker processes, so ``num_workers`` and related
             arguments are ignored.
 
@@ -75,7 +75,8 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         [4, 2]
     """
 
-    #: Whether loaders without a device give batches on the GPU once the script has used it: under `enable()`.
+    #: Whether loaders without a device yield batches on the GPU after the script has used it; set by
+    #: `enable()`.
     _follows_script = False
 
     def __init__(
@@ -140,12 +141,12 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state["_graphs"], state["_outline"] = None, ([], [])  # stored anew in the other process
+        state["_graphs"], state["_outline"] = None, ([], [])  # stored again in the other process
         return state
 
 
 def _outline(dataset: Any) -> Outline:
-    """The objects that a dataset consists of, and the positions that are taken of them.
+    """The objects of a dataset, and the selected positions.
 
     Raises:
         NotStored: it is not known to be in memory, or may change what it gives.

@@ -24,7 +24,7 @@ from fastsparse_dgl.graph import GraphLike
 from fastsparse_dgl.sampled_block import SampledBlock
 
 _logger = logging.getLogger("fastsparse_dgl")
-#: Why DGL samples graphs on a GPU, which it does there as fast.
+#: The reason for DGL's sampling of graphs on a GPU, which is as fast.
 ON_GPU = "the graph is on a GPU, where DGL can sample"
 
 
@@ -45,21 +45,21 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
     r"""Drop-in replacement of :class:`dgl.dataloading.NeighborSampler` that samples on GPUs with any DGL.
 
     Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
-    section 3.1. With :class:`fastsparse_dgl.DataLoader` and a GPU, it samples on the GPU. Else it samples in
-    C++ threads, which also works with DGL's ``DataLoader`` and worker processes. The nodes of every block
-    sample again, as in DGL. Random numbers come from PyTorch's generator: ``torch.manual_seed`` repeats
-    batches.
+    section 3.1. With :class:`fastsparse_dgl.DataLoader` and a GPU, it samples on the GPU. Otherwise it
+    samples in C++ threads, also in DGL's ``DataLoader`` and its worker processes. As in DGL, every block
+    samples neighbours for all of its nodes. Random numbers come from PyTorch's generator, so
+    ``torch.manual_seed`` makes batches repeatable.
 
     DGL's own code runs for ``edge_dir="out"`` and for excluded edges.
 
     Args:
-        fanouts: neighbours per layer, the first layer's first; -1 for all. Also dicts by edge type.
-        prob: name of edge data that neighbours are drawn in proportion to.
-        mask: name of edge data that says which edges may be drawn.
+        fanouts: neighbours per layer, starting with the first layer; -1 for all. Also dicts by edge type.
+        prob: name of the edge data with weights; neighbours are drawn in proportion to them.
+        mask: name of the edge data that marks which edges may be drawn.
         others: as in DGL.
 
     Raises:
-        ValueError: fan-outs or weights are not as above, when sampling begins.
+        ValueError: fan-outs or weights do not fit; raised when sampling begins.
 
     Example:
         >>> import dgl, torch
@@ -75,12 +75,12 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
     _reads: Any = None
 
     def sample_blocks(self, g: GraphLike, seed_nodes: Any, exclude_eids: Any = None) -> Any:
-        """Blocks on the graph's device, as DGL's.
+        """Samples blocks on the device of the graph, as DGL's sampler does.
 
         Args:
             g: the graph to sample from.
             seed_nodes: ids (num_seeds,), or a dict of them by node type.
-            exclude_eids: ids of edges that are not drawn; DGL's own code samples then.
+            exclude_eids: ids of edges that must not be drawn; DGL's own code runs then.
         """
         reason = self.why_not(g, exclude_eids)
         if reason:
@@ -89,7 +89,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         return self.finish(g, self.start(g, seed_nodes, g.device), seed_nodes)
 
     def why_not(self, g: GraphLike, exclude_eids: Any = None) -> str:
-        """The reason why DGL's own code must sample; "" if it need not.
+        """Returns why DGL's own code must sample; "" if FastSparse can.
 
         Args:
             g: the graph to sample from.
@@ -104,7 +104,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         return "" if exclude_eids is None else "excluded edges are not supported. Sample without `exclude`"
 
     def start(self, g: GraphLike, seed_nodes: Any, device: torch.device) -> Draw:
-        """Begins to draw on a device; does not wait for it.
+        """Starts to sample on a device, without waiting.
 
         Args:
             g: the graph to sample from.
@@ -127,7 +127,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
             return core.start({name: torch.as_tensor(ids) for name, ids in seed_nodes.items()})
 
     def finish(self, g: GraphLike, draw: Draw, seed_nodes: Any) -> tuple[Any, Any, list[Any]]:
-        """Input nodes, output nodes and blocks, on the device where they were sampled.
+        """Returns input nodes, output nodes and blocks, on the device where they were sampled.
 
         Args:
             g: the graph to sample from.
@@ -144,7 +144,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         return (nodes[g.ntypes[0]] if len(g.ntypes) == 1 else nodes), seeds, blocks
 
     def prepare(self, g: GraphLike, device: torch.device) -> CoreSampler:
-        """The core's sampler of a graph on a device, remembered while the structure lives.
+        """Returns the sampler of a graph on a device, cached as long as the structure is alive.
 
         Args:
             g: the graph to sample from.
@@ -172,7 +172,8 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
                     blocks=True,
                     num_nodes={name: g.num_nodes(name) for name in g.ntypes},
                 )
-            # The weights too: of a tensor that is gone another may have the address, and so the stamp.
+            # The weights are stored too: after a tensor is freed, another one may have its address and so the
+            # same stamp.
             entry = by_device[device] = (stamp, core, weight)
         return entry[1]
 

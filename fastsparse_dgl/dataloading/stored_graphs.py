@@ -68,7 +68,7 @@ class StoredGraphs:
         if not items:
             raise NothingToStore("the dataset is empty")
         self.store = GraphStore(len(items), device)
-        #: The structure of DGL's graphs is the host's.
+        #: The structure of DGL's graphs is on the host.
         self.host = self.store
         if device.type != "cpu":
             self.host = GraphStore(len(items), torch.device("cpu"))
@@ -168,7 +168,7 @@ class StoredGraphs:
 
 
 def _graphs_part(stored: StoredGraphs, graphs: list[Any]) -> _Part:
-    """Of graphs, by the rules of `dgl.batch`.
+    """For graphs, by the rules of `dgl.batch`.
 
     Raises:
         NotStored: they do not fit together, and why.
@@ -199,9 +199,9 @@ class _Graphs:
 
     def __init__(self, stored: StoredGraphs, graphs: list[Any], like: Any) -> None:
         self._stored, self._all = stored, graphs
-        #: In DGL 1.1 int64 whatever the graphs' is.
+        #: In DGL 1.1 always int64, whatever the graphs use.
         self._dtype_of_counts = dgl.batch([like]).batch_num_nodes(like.ntypes[0]).dtype
-        #: Pointers of nodes or edges whose graphs without any have other data.
+        #: Node or edge types for which empty graphs have other data.
         self._uneven: list[int] = []
         self._ntypes, self._canonical = list(like.ntypes), list(like.canonical_etypes)
         self._metagraph = like._graph.metagraph

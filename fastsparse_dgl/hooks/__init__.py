@@ -17,31 +17,31 @@ _installed: list[replacement.Change] = []
 
 
 def enable(*, report: bool = False, _devices: tuple[str, ...] | None = None) -> None:
-    """Runs DGL's operators on FastSparse, and puts DGLGraphs on the GPU where DGL itself cannot.
+    """Runs DGL's operators on FastSparse, and lets DGLGraphs move to the GPU without a CUDA build of DGL.
 
-    From here on ``update_all``, ``apply_edges``, ``edge_softmax``, the readouts and every layer of ``dgl.nn``
-    run on FastSparse's operators, on the CPU and on CUDA. A layer that has a drop-in becomes it when it is
-    first called, as :func:`~fastsparse_dgl.accelerate` would make it. It stays as it is after
-    :func:`~fastsparse_dgl.restore`. It is pickled and copied as its original.
+    After the call, ``update_all``, ``apply_edges``, ``edge_softmax``, the readouts and every layer of
+    ``dgl.nn`` run on FastSparse's operators, on the CPU and on CUDA. A layer with a drop-in becomes the
+    drop-in when it is first called, as with :func:`~fastsparse_dgl.accelerate`. After
+    :func:`~fastsparse_dgl.restore` it is not replaced again. It is pickled and copied as the original layer.
 
-    With pip's DGL, which has no CUDA, ``graph.to("cuda")`` works, too. The structure stays on the host for
-    DGL's functions, and a copy is on the GPU for the operators. Node and edge data are on the GPU. If DGL has
-    CUDA, only the operators, layers and loaders are replaced.
+    ``graph.to("cuda")`` also works with DGL's wheels from PyPI, which have no CUDA: the structure stays on
+    the host for DGL's functions, and the operators use a copy on the GPU. Node and edge data are on the GPU.
+    If DGL has CUDA, only the operators, layers and loaders are replaced.
 
     ``DataLoader``, ``GraphDataLoader``, ``NeighborSampler`` and ``MultiLayerFullNeighborSampler`` of
-    ``dgl.dataloading`` are those of this package, also where they were imported before.
+    ``dgl.dataloading`` are replaced by those of this package, also in modules that imported them before.
 
     Calling it again changes nothing. :func:`disable` undoes it. The environment variable
-    ``FASTSPARSE_DISABLE=dgl`` keeps it from doing anything, ``FASTSPARSE_DISABLE=loaders`` keeps DGL's
-    loaders, and ``FASTSPARSE_DISABLE=layers`` its layers. Processes that are spawned have to call it
-    themselves; forked ones inherit it.
+    ``FASTSPARSE_DISABLE=dgl`` switches it off, ``FASTSPARSE_DISABLE=loaders`` keeps DGL's loaders, and
+    ``FASTSPARSE_DISABLE=layers`` its layers. Spawned processes must call it themselves; forked processes
+    inherit it.
 
     Args:
         report: whether to record which calls ran on FastSparse, for :func:`fastsparse_core.report`.
 
     Raises:
-        DGLError: the internals of the installed DGL are not those of a version that FastSparse knows;
-            the message says which, and nothing was changed.
+        DGLError: FastSparse does not support the installed version of DGL. The message names the difference,
+            and nothing was changed.
 
     Examples:
         >>> import fastsparse_dgl
@@ -67,8 +67,8 @@ def enable(*, report: bool = False, _devices: tuple[str, ...] | None = None) -> 
 def disable() -> None:
     """Restores DGL's own operators and layers: the inverse of :func:`enable`.
 
-    Layers of :func:`~fastsparse_dgl.accelerate` stay drop-ins. Graphs that are on the GPU by FastSparse alone
-    cannot be used until it is enabled again; every use says so.
+    Layers that :func:`~fastsparse_dgl.accelerate` replaced stay drop-ins. Graphs that :func:`enable` moved to
+    the GPU cannot be used until it is called again: every use raises an error.
 
     Example:
         >>> import fastsparse_dgl

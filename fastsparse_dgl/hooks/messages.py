@@ -22,8 +22,8 @@ from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.segment import scatter
 from fastsparse_core.structure.incidence import incidence
 
-#: Bytes of the tensors that exist for part of the edges, or of the features, at a time: messages of which a
-#: result is made and that nobody keeps.
+#: Bytes of the tensors that exist for part of the edges, or of the features, at a time: messages that are
+#: reduced at once and not stored.
 _PART_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
 #: Numbers of an edge below which `scatter` reduces edges on the CPU in less time than `spmm`.
 _WIDE_EXTREMUM = 16

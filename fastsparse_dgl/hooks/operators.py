@@ -30,7 +30,7 @@ from fastsparse_dgl.hooks import messages, products
 from fastsparse_dgl.hooks.joint import joint, relations
 
 ALL = dgl.base.ALL
-#: DGL's own operators, which nobody replaces there.
+#: DGL's own operators, which are not replaced there.
 _dgl = importlib.import_module("dgl.backend.pytorch.sparse")
 _TARGETS = {"u": "u", "src": "u", "v": "v", "dst": "v", "e": "e", "edge": "e"}
 
@@ -76,7 +76,7 @@ def _are_cpu_floats(*operands: Any) -> bool:
     )
 
 
-#: Numbers of a row from which results for every edge take DGL's CPU kernels longer than ours.
+#: Width from which DGL's CPU kernels take longer than ours for results per edge.
 _WIDE_EDGE = 32
 
 
@@ -129,7 +129,7 @@ def _gspmm(adj: Adjacency, op: str, reduce: Reduce, x: Any, e: Any) -> Tensor:
     out = _reduced_messages(adj, op, reduce, x, e)
     if reduce in ("sum", "mean") or adj.num_edges == 0 or not adj.has_empty_rows():
         return out
-    # DGL's operators leave where they began, and `update_all` makes that 0.
+    # DGL's operators leave the initial value, which `update_all` replaces by 0.
     empty = adj.derived("fastsparse_dgl.empty_rows", lambda: adj.in_degree() == 0)
     empty = empty.reshape(-1, *[1] * (out.dim() - 1))
     return out.masked_fill(empty, math.inf if reduce == "min" else -math.inf)
@@ -256,7 +256,7 @@ def gspmm_hetero(g: Any, op: str, reduce_op: Reduce, lhs_len: int, *lhs_and_rhs:
         elif reduce_op == "sum":
             out[target] = best + part
         else:
-            # As within a type: NaN wins, and of equal values the first.
+            # As within a type: NaN wins, and the first of equal values.
             loses = (part <= best if reduce_op == "max" else part >= best) | best.isnan()
             out[target] = torch.where(loses, best, part)
     return tuple(out)

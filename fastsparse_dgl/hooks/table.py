@@ -22,7 +22,7 @@ _GSDDMM_HETERO = "g, op, lhs_len, lhs_target, rhs_target, lhs_and_rhs_tuple"
 _SOFTMAX = "gidx, logits, eids, norm_by"
 _SOFTMAX_HETERO = "gidx, eids, norm_by, logits"
 
-#: DGL's operators: exchanged whatever DGL it is.
+#: DGL's operators, replaced in every build of DGL.
 OPERATORS: tuple[Hook, ...] = (
     Hook("dgl.backend", "gspmm", _GSPMM, operators.gspmm),
     Hook("dgl.ops.spmm", "gspmm_internal", _GSPMM, operators.gspmm),
@@ -61,7 +61,7 @@ OPERATORS: tuple[Hook, ...] = (
     ),
 )
 
-#: What puts graphs on a GPU that DGL has no code for.
+#: Functions that put graphs on a GPU for which DGL has no code.
 DEVICES: tuple[Hook, ...] = (
     Hook("dgl.heterograph_index:HeteroGraphIndex", "copy_to", "self, ctx", device_graph.copy_to, wraps=True),
     Hook("dgl._ffi.function:Function", "__call__", None, device_graph.call, wraps=True),
@@ -83,8 +83,8 @@ DEVICES: tuple[Hook, ...] = (
     Hook("dgl:DGLGraph", "out_degrees", "self, u, etype", degrees.out_degrees, wraps=True),
 )
 
-#: Functions that ask for a graph on the CPU, or have the library write to tensors without saying so: replaced
-#: wherever DGL's modules have them, whatever they take.
+#: Functions that need a graph on the CPU, or whose library code writes to tensors: replaced in all modules of
+#: DGL.
 ON_HOST = (
     ("dgl.geometry.fps", "farthest_point_sampler"),
     ("dgl.transforms.functional", "to_simple"),

@@ -33,10 +33,10 @@ from fastsparse_dgl.hooks import messages
 from fastsparse_dgl.nn.base import tell
 
 ALL = dgl.base.ALL
-#: Traces kept of one function.
+#: Largest number of traces kept per function.
 _MOST_TRACES = 8
-#: Edges below which DGL's own code takes less time than the host needs to find a plan, by kind of device.
-#: Reduce functions of the user are planned for any number: DGL calls them once per degree.
+#: Number of edges, by kind of device, below which DGL's own code takes less time than finding a plan. Reduce
+#: functions of the user are always planned, because DGL calls them once per degree.
 FEW_EDGES = {"cpu": 4096, "cuda": 32_768}
 _FEW = Reason("few edges and a reduction of DGL's", "", "DGL")
 #: DGL's message functions of two operands that are planned before a reduce function of the user.
@@ -45,7 +45,7 @@ _PLACES = {"u": "src", "v": "dst", "e": "edge"}
 
 
 def message_passing(original: Any, g: Any, mfunc: Any, rfunc: Any, afunc: Any) -> Any:
-    """``dgl.core.message_passing``: what ``update_all`` and its like call."""
+    """``dgl.core.message_passing``: what ``update_all`` and similar functions call."""
     core = dgl.core
     are_known = core.is_builtin(mfunc) and core.is_builtin(rfunc)
     ndata = None if are_known else _planned("update_all", g, mfunc, rfunc)
@@ -116,7 +116,7 @@ def _trace_of(function: Function, argument: Callable[[Any], Any], place: str) ->
         found.written = {name: each.node for name, each in batch.data.written.items()}
     except Untraceable as reason:
         found.reason = str(reason)
-    except Exception as error:  # whatever a symbol cannot do
+    except Exception as error:  # any operation that a symbol does not support
         found.reason = f"cannot be traced ({(str(error).splitlines() or [type(error).__name__])[0][:60]})"
     return found
 
@@ -197,7 +197,7 @@ class _Edges:
         value = frame[name]
         if place == "node" or (value.dim() > 1 and value.is_floating_point()):
             return value, place
-        return gather(value, end), "edge"  # plans know no such rows of nodes
+        return gather(value, end), "edge"  # plans do not support such rows of nodes
 
 
 def _planned(call: str, g: Any, mfunc: Any, rfunc: Any) -> dict[str, Tensor] | None:
@@ -231,7 +231,7 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
         _, destination = g._graph.metagraph.find_edge(0)
         frame = g._node_frames[destination]
         if frame._initializers or frame._default_initializer not in (None, dgl.init.zero_initializer):
-            raise Untraceable("nodes without messages have an initial value of the user's")
+            raise Untraceable("an initializer is set for nodes without messages")
     mixed = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     if mixed is not None and device.type == "cuda" and core.is_builtin(mfunc):
         raise Untraceable("autocast is on")  # DGL casts what its own message functions read
@@ -256,7 +256,7 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
     kind = _kind_of(found, traces)
     num_operands = len(trace.graph.find_nodes(op="placeholder"))
     if core.is_builtin(mfunc) and len({len(shape) for _, _, shape in kind[:num_operands]}) > 1:
-        raise Untraceable("features differ in their number of dimensions, which DGL aligns")
+        raise Untraceable("features differ in their number of dimensions")
     key: tuple[Any, ...] = (kind, device.type, mixed)
     if has_own_reduction:
         key += (traces[1],)
@@ -277,7 +277,7 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
 class _Planner(MailboxPlanner):
     @staticmethod
     def reduce(layer: Any, found: Any, x: Tensor, how: Any) -> Tensor:
-        """Of equal messages the first in the order of edge ids gets the gradient, as in a mailbox."""
+        """If messages are equal, the first in the order of edge ids gets the gradient, as in a mailbox."""
         if how in ("max", "min"):
             return messages.extremum_edges(found.special["adj"], x, how)
         return reduce(x, found.dst, how)
@@ -299,7 +299,7 @@ def _find_plan(
         return planner.plan_reduction(trace.graph, trace.written, rfunc.msg_field, rfunc.name)
     except NoPlan as reason:
         return str(reason)
-    except Exception:  # whatever an operator cannot do with tensors without content
+    except Exception:  # any error of an operator on tensors without content
         return ""
 
 
@@ -311,7 +311,7 @@ def _kind_of(found: _Edges, traces: list[_Trace]) -> tuple[Any, ...]:
     """What of the features a plan depends on.
 
     Raises:
-        Untraceable: no plan serves them.
+        Untraceable: no plan handles them.
     """
     kind: list[Any] = []
     device = found.special["adj"].device

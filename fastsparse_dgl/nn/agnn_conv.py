@@ -25,8 +25,9 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
     Parameters, defaults, state_dict, repr and errors are the original's. Scores, softmax and sum are one
     operator, :func:`fastsparse_core.attention`, on normalised queries and keys. Beyond the original,
     ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a GPU while the graph is
-    on the CPU. Of a pair on a graph whose sources are its destinations the original compares the second with
-    itself; so does this layer, unless it gets an Adjacency, which does not tell.
+    on the CPU. For a pair of features on a graph whose sources are its destinations, the original compares
+    the second one with itself. This layer does so too, but not with an Adjacency, which does not know whether
+    they are the same nodes.
 
     Args:
         init_beta: initial :math:`\beta`.
@@ -75,7 +76,7 @@ class FastAGNNConv(AggregationMixin, dgl.nn.pytorch.AGNNConv):
         # Beta may be wider than the features, and must stay in the graph of autograd: no plain scale.
         beta = beta_by_row(adjacency, self.beta).view(-1, *[1] * (query.dim() - 1))
         query = (beta * query).to(key.dtype)
-        # What stands between the nodes and the width counts as heads; features without a width have width 1.
+        # Dimensions between the nodes and the width count as heads; features without a width have width 1.
         query, key, value = (x.reshape(x.size(0), source.shape[1:].numel()) for x in (query, key, source))
         out = attention(adjacency, query, key, value, scale=1.0, heads=source.shape[1:-1].numel())
         return out.reshape(adjacency.num_dst, *source.shape[1:])

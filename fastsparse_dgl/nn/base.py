@@ -21,9 +21,9 @@ _ZERO_IN_DEGREE = (
 )
 
 
-#: Says once that DGL's implementation ran: ``tell(class name, reason)``.
+#: Reports once that DGL's implementation ran: ``tell(class name, reason)``.
 tell = functools.partial(fallback.tell, logging.getLogger("fastsparse_dgl"), "DGL")
-#: Calls DGL's implementation and says so: ``run(class name, reason, call, *args)``.
+#: Calls DGL's implementation and reports it: ``run(class name, reason, call, *args)``.
 run = functools.partial(fallback.run, tell)
 
 
@@ -125,7 +125,7 @@ class AggregationMixin:
         num_dst, num_src = adjacency.shape
         if feat is None:
             # Only blocks promise that destinations are the first source nodes; an Adjacency of that shape is
-            # taken as one. For other bipartite graphs DGL wants a pair.
+            # taken as one. For other bipartite graphs, DGL requires a pair.
             if num_dst < num_src and (graph is adjacency or graph.is_block):
                 return source[:num_dst]
             feat = source
@@ -246,7 +246,7 @@ def edge_factor(adjacency: Adjacency, like: Tensor, edge_weight: Tensor) -> Tens
     """One factor per edge, or one for all, (E, 1) or (1, 1), which multiplies the attention (E, H).
 
     Raises:
-        DGLError: ``edge_weight`` is not a tensor, lies elsewhere, or has other than one entry per edge.
+        DGLError: ``edge_weight`` is not a tensor, is elsewhere, or has other than one entry per edge.
     """
     num_edges = adjacency.num_values
     if not isinstance(edge_weight, Tensor):

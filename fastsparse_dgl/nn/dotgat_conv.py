@@ -26,8 +26,9 @@ class FastDotGatConv(AggregationMixin, dgl.nn.pytorch.DotGatConv):
     operator, :func:`fastsparse_core.attention`, which stores nothing per edge; ``get_attention`` computes the
     attention of every edge. Beyond the original, ``graph`` may be an :class:`fastsparse_core.Adjacency`,
     features may be on a GPU while the graph is on the CPU, and features may have more dimensions, as in
-    GATConv. Of a pair on a graph whose sources are its destinations the original uses the second only,
-    transformed by ``fc_dst``; so does this layer, unless it gets an Adjacency, which does not tell.
+    GATConv. For a pair of features on a graph whose sources are its destinations, the original uses only the
+    second one, transformed by ``fc_dst``. This layer does so too, but not with an Adjacency, which does not
+    know whether they are the same nodes.
 
     Args:
         in_feats: width of the input, or a pair of widths (source, destination).

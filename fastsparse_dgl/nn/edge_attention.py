@@ -43,12 +43,12 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
         \mathbf{v}_i \Vert \mathbf{\Theta}_n \mathbf{v}_j \Vert \mathbf{\Theta}_e \mathbf{e}_{ij}])\big)
 
     Parameters, defaults, state_dict, repr and errors are the original's. The scores are a number per edge and
-    head; softmax, dropout and both sums are one operator, :func:`fastsparse_core.attention`, and
-    :math:`\mathbf{\Theta}_e` stands before and behind it: no edge gets ``num_heads * out_feats`` numbers.
-    ``get_attention`` needs the attention of every edge and stores the projected edges, as the original does.
-    Beyond the original, ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a GPU
-    while the graph is on the CPU. Features are matrices: more dimensions are not supported, nor does the
-    original take them without edge features of equal dimensions.
+    head. Softmax, dropout and both sums are one operator, :func:`fastsparse_core.attention`, and
+    :math:`\mathbf{\Theta}_e` is applied before and after it. So no row of ``num_heads * out_feats`` numbers
+    per edge is stored. ``get_attention`` needs the attention of every edge and stores the projected edges, as
+    the original does. Beyond the original, ``graph`` may be an :class:`fastsparse_core.Adjacency` and
+    features may be on a GPU while the graph is on the CPU. Features must be matrices. (The original takes
+    more dimensions only with edge features of the same dimensions.)
 
     Args:
         in_feats: width of the input, or a pair of widths (source, destination).

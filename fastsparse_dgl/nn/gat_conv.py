@@ -30,9 +30,10 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         \mathbf{a}_r^\top \mathbf{W} \mathbf{h}_i)\big)
 
     Parameters, defaults, state_dict, repr and errors are the original's. Scores, softmax, dropout and sum are
-    one operator, :func:`fastsparse_core.additive_attention`, which stores nothing per edge; ``edge_weight``
-    and ``get_attention`` need the attention of every edge and compute it. Beyond the original, ``graph`` may
-    be an :class:`fastsparse_core.Adjacency` and features may be on a GPU while the graph is on the CPU.
+    one operator, :func:`fastsparse_core.additive_attention`, which stores nothing per edge; With
+    ``edge_weight`` or ``get_attention``, the attention of every edge is computed and stored. Beyond the
+    original, ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a GPU while the
+    graph is on the CPU.
 
     Args:
         in_feats: width of the input, or a pair of widths (source, destination).
@@ -41,7 +42,7 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         feat_drop: dropout of the input.
         attn_drop: dropout of the attention.
         negative_slope: of the LeakyReLU.
-        residual: whether the input is added to the result, through a linear layer where widths differ.
+        residual: whether the input is added to the result, through a linear layer if the widths differ.
         activation: applied to the result.
         allow_zero_in_degree: whether nodes without incoming edges are accepted; their attention sums to 0.
         bias: whether the layer has a bias.
@@ -103,7 +104,7 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
                 x_src = fc_src(source)
                 (score_src,) = head_scores(x_src, self.attn_l)
                 (score_dst,) = head_scores(fc_dst(destination), self.attn_r)
-            # The recipe counts what stands between the nodes and the heads as more heads.
+            # The recipe counts dimensions between the nodes and the heads as more heads.
             out, weight = recipes.gat(
                 adjacency,
                 score_dst.flatten(1),

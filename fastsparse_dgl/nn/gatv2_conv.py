@@ -25,10 +25,10 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
         \mathbf{h}_j + \mathbf{W}_\text{dst} \mathbf{h}_i)\big)
 
     Parameters, defaults, state_dict, repr and errors are the original's. Scores, softmax, dropout and sum are
-    one operator, :func:`fastsparse_core.gatv2_attention`, which stores nothing per edge, where the original
-    stores ``num_heads * out_feats`` numbers; ``get_attention`` computes the attention of every edge. Beyond
-    the original, ``graph`` may be an :class:`fastsparse_core.Adjacency`, features may be on a GPU while the
-    graph is on the CPU, and features may have more dimensions, as in GATConv.
+    one operator, :func:`fastsparse_core.gatv2_attention`, which stores nothing per edge (the original stores
+    ``num_heads * out_feats`` numbers per edge); ``get_attention`` computes the attention of every edge.
+    Beyond the original, ``graph`` may be an :class:`fastsparse_core.Adjacency`, features may be on a GPU
+    while the graph is on the CPU, and features may have more dimensions, as in GATConv.
 
     Args:
         in_feats: width of the input, or a pair of widths (source, destination).
@@ -37,7 +37,7 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
         feat_drop: dropout of the input.
         attn_drop: dropout of the attention.
         negative_slope: of the LeakyReLU.
-        residual: whether the input is added to the result, through a linear layer where widths differ.
+        residual: whether the input is added to the result, through a linear layer if the widths differ.
         activation: applied to the result.
         allow_zero_in_degree: whether nodes without incoming edges are accepted; their attention sums to 0.
         bias: whether the linear layers have biases.
@@ -90,7 +90,7 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
                 x_src, x_dst = joint_linear(source, (self.fc_src, self.fc_dst))
             else:
                 x_src, x_dst = self.fc_src(source), self.fc_dst(destination)
-            # The recipe counts what stands between the nodes and the heads as more heads.
+            # The recipe counts dimensions between the nodes and the heads as more heads.
             between = x_src.shape[1:-1]
             out, weight = recipes.gatv2(
                 adjacency,

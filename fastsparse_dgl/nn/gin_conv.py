@@ -56,7 +56,7 @@ class FastGINConv(AggregationMixin, dgl.nn.pytorch.GINConv):
                 the edge ids.
 
         Returns:
-            (number of destinations, ...), as ``apply_func`` leaves it.
+            (number of destinations, ...), after ``apply_func``.
 
         Raises:
             DGLError: sizes or devices do not fit.

@@ -56,7 +56,7 @@ class FastGINEConv(AggregationMixin, dgl.nn.pytorch.GINEConv):
                 against one node's features.
 
         Returns:
-            (number of destinations, ...), as ``apply_func`` leaves it.
+            (number of destinations, ...), after ``apply_func``.
 
         Raises:
             DGLError: sizes or devices do not fit.

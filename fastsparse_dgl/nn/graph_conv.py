@@ -28,14 +28,14 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
 
     Parameters, defaults, state_dict, repr and errors are the original's. Normalisation and bias are part of
     the aggregation, so nothing is computed per edge. Beyond the original: ``graph`` may be an
-    :class:`fastsparse_core.Adjacency`, and features may be on a GPU while the graph is on the CPU; its
-    structure is moved once.
+    :class:`fastsparse_core.Adjacency`, and features may be on a GPU while the graph is on the CPU: the
+    structure is copied once.
 
     Args:
         in_feats: width of the input.
         out_feats: width of the output.
-        norm: ``"both"``, ``"right"`` (by in-degree), ``"left"`` (by out-degree) or ``"none"``. Degrees count
-            edges, with a minimum of 1; edge weights do not enter.
+        norm: ``"both"``, ``"right"`` (by in-degree), ``"left"`` (by out-degree) or ``"none"``. Degrees are at
+            least 1 and ignore edge weights.
         weight: whether the layer has a weight (in_feats, out_feats).
         bias: whether the layer has a bias (out_feats,).
         activation: applied to the result.
@@ -60,8 +60,8 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: (N, ..., in_feats), float64, float32, float16 or bfloat16. Of a pair of source and
-                destination features the first is used.
+            feat: (N, ..., in_feats), float64, float32, float16 or bfloat16. From a pair (source, destination
+                features), the first one is used.
             weight: (in_feats, out_feats), in the dtype of ``feat``, for a layer without its own.
             edge_weight: numbers (E,) or (E, 1), or broadcastable against one node's features, in the order of
                 the edge ids.

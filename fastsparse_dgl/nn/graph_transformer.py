@@ -22,9 +22,9 @@ class GraphTransformerLayer(AggregationMixin, GraphTransformer):
         \mathbf{h}_i' &= \mathrm{Norm}\big(\hat{\mathbf{h}}_i + \mathbf{W}_2\, \mathrm{ReLU}(\mathbf{W}_1
         \hat{\mathbf{h}}_i)\big)
 
-    Scores, softmax, dropout and sum are one operator, :func:`fastsparse_core.attention`. The scores are not
-    clamped, as the authors' code does against overflow: the softmax subtracts the row's maximum. Nodes
-    without incoming edges are accepted; their attention is 0.
+    Scores, softmax, dropout and sum are one operator, :func:`fastsparse_core.attention`. The authors' code
+    clamps the scores against overflow. This layer does not, because its softmax subtracts the maximum of each
+    row. Nodes without incoming edges are accepted; their attention is 0.
 
     Args:
         in_feats: width of the input; equal to ``out_feats`` with ``residual``.

@@ -18,10 +18,9 @@ class FastHeteroGraphConv(dgl.nn.pytorch.HeteroGraphConv):
     .. math::
         \mathbf{h}_i' = \mathrm{aggregate}_{r} f_r(\mathcal{G}_r, \mathbf{h})_i
 
-    Parameters, defaults, state_dict, repr and results are the original's, and it computes nothing else. DGL
-    makes a new graph for each edge type in every forward pass, so drop-in layers inside the original would
-    convert it every time. Inside this layer, they find the converted structure. The layers inside may be
-    drop-ins or not.
+    Parameters, defaults, state_dict, repr and results are the original's. DGL creates a new graph for each
+    edge type in every forward pass, so drop-in layers inside the original would convert it every time. Inside
+    this layer, they find the converted structure in the cache. The layers inside need not be drop-ins.
 
     Args:
         mods: layer of each edge type.
@@ -48,7 +47,7 @@ class FastHeteroGraphConv(dgl.nn.pytorch.HeteroGraphConv):
 
         Args:
             g: DGLGraph or block.
-            inputs: features per node type, or a pair of those, of sources and of destinations.
+            inputs: features by node type, or a pair of such dicts for sources and destinations.
             mod_args: further positional arguments of the layers, per edge type.
             mod_kwargs: further named arguments of the layers, per edge type.
 

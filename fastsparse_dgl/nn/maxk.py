@@ -65,17 +65,17 @@ class FastMaxKGraphConv(FastGraphConv):
         \mathbf{h}_i' = \sigma\Big(\mathbf{b} + \sum_{j \in \mathcal{N}(i)} \frac{e_{ji}}{c_{ji}}\,
         \mathrm{MaxK}(\mathbf{h}_j) \mathbf{W}\Big)
 
-    After `MaxK-GNN <https://arxiv.org/abs/2312.08656>`_, section 3: ``FastMaxKGraphConv(F, G, k)`` gives what
-    ``GraphConv(F, G)`` gives for ``MaxK(k)(feat)``, so that in a stack of layers MaxK takes the place of the
-    activation; let a linear layer go before the first. Only the k kept entries of each row are gathered
+    After `MaxK-GNN <https://arxiv.org/abs/2312.08656>`_, section 3: ``FastMaxKGraphConv(F, G, k)`` gives the
+    result of ``GraphConv(F, G)`` for ``MaxK(k)(feat)``. In a stack of layers MaxK replaces the activation;
+    put a linear layer in front of the stack. Only the k kept entries of each row are gathered
     (:func:`fastsparse_core.ssd`). Parameters and state_dict are those of :class:`dgl.nn.pytorch.GraphConv`.
 
     Args:
         in_feats: width of the input.
         out_feats: width of the output.
         k: kept entries of each row, from 1 to ``in_feats``.
-        recompute: whether the backward pass aggregates the kept entries once more, for the weight's gradient,
-            so that they are all that is stored. Otherwise their sums, which are dense, are stored too.
+        recompute: whether the backward pass aggregates the kept entries a second time, for the gradient of
+            the weight. Then only the kept entries are stored; otherwise their dense sums are stored too.
         kwargs: further arguments of GraphConv.
 
     Example:
@@ -104,8 +104,8 @@ class FastMaxKGraphConv(FastGraphConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: as in :meth:`FastGraphConv.forward`, or :class:`fastsparse_core.CBSR`, taken as the
-                activations.
+            feat: as in :meth:`FastGraphConv.forward`, or :class:`fastsparse_core.CBSR`, to which MaxK is not
+                applied again.
             weight: (in_feats, out_feats), in the dtype of ``feat``, for a layer without its own.
             edge_weight: as in :meth:`FastGraphConv.forward`; with more than one weight per edge the dense
                 MaxK features are aggregated.
@@ -153,7 +153,7 @@ class FastMaxKSAGEConv(FastSAGEConv):
         \mathrm{MaxK}(\mathbf{h}_j))\big)
 
     After `MaxK-GNN <https://arxiv.org/abs/2312.08656>`_, section 3: ``FastMaxKSAGEConv(F, G, "mean", k)``
-    gives what ``SAGEConv(F, G, "mean")`` gives for ``MaxK(k)(feat)``; see :class:`FastMaxKGraphConv`. With
+    gives the result of ``SAGEConv(F, G, "mean")`` for ``MaxK(k)(feat)``; see :class:`FastMaxKGraphConv`. With
     ``"mean"`` and ``"gcn"`` the sparse rows are aggregated, with ``"pool"`` and ``"lstm"`` the dense MaxK
     features.
 
@@ -192,8 +192,8 @@ class FastMaxKSAGEConv(FastSAGEConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: as in :meth:`FastSAGEConv.forward`, or :class:`fastsparse_core.CBSR`, taken as the
-                activations, or a pair of either.
+            feat: as in :meth:`FastSAGEConv.forward`, or :class:`fastsparse_core.CBSR`, to which MaxK is not
+                applied again, or a pair of either.
             edge_weight: as in :meth:`FastSAGEConv.forward`; with more than one weight per edge the dense MaxK
                 features are aggregated.
 

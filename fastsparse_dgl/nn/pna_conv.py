@@ -31,8 +31,8 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
 
     Parameters, defaults, state_dict and repr are the original's. :math:`M` is linear, so its products with
     nodes are computed once per node, for all towers together; :func:`fastsparse_core.multi_aggregate` adds
-    the edge's part (of up to 32 features) and computes all aggregations in one pass over the graph, where the
-    original takes one for every degree that occurs. No message and no scaled aggregation is stored. The
+    the edge's part (of up to 32 features) and computes all aggregations in one pass over the graph. The
+    original takes one pass for every degree that occurs. No message and no scaled aggregation is stored. The
     aggregators ``moment3``, ``moment4`` and ``moment5`` run DGL's own code. If several messages share a
     minimum or maximum, they share its gradient evenly; the original gives it to one of them. Beyond the
     original, ``graph`` may be an :class:`fastsparse_core.Adjacency`, which counts as one graph in the
@@ -40,7 +40,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
 
     Args:
         in_size: width of the input, divisible by ``num_towers``.
-        out_size: width of the output, likewise.
+        out_size: width of the output, divisible by ``num_towers``.
         aggregators: of ``"mean"``, ``"max"``, ``"min"``, ``"std"``, ``"var"``, ``"sum"``, ``"moment3"`` to
             ``"moment5"``.
         scalers: of ``"identity"``, ``"amplification"``, ``"attenuation"``.
@@ -48,7 +48,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         dropout: of every tower's result.
         num_towers: into which the input is split.
         edge_feat_size: width of the edges' features, 0: none.
-        residual: whether the input is added to the result, where both have one width.
+        residual: whether the input is added to the result, if both have the same width.
 
     Example:
         >>> import dgl, torch
@@ -67,7 +67,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
             graph: homogeneous DGLGraph or Adjacency.
             node_feat: (N, in_size), float64, float32, float16 or bfloat16.
             edge_feat: (E, edge_feat_size), in the dtype of ``node_feat``, in the order of the edge ids;
-                needed where the layer has such.
+                required with ``edge_feat_size``.
 
         Returns:
             (N, out_size).
@@ -96,7 +96,8 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         of_dst, of_src, of_edge, of_own, weights, biases, own_biases = [], [], [], [], [], [], []
         for tower in towers:
             message, update = tower.M, tower.U
-            # The gradient of a split is one tensor; each slice's would be a matrix of zeros.
+            # The gradient of a split is one tensor; the gradient of each slice would be a matrix full of
+            # zeros.
             src, dst, edge = message.weight.split_with_sizes([width, width, self.edge_feat_size], 1)
             own, rest = update.weight.split_with_sizes([width, update.weight.size(1) - width], 1)
             of_dst.append(dst)

@@ -29,9 +29,9 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
 
     and with ``"gcn"`` :math:`\mathbf{W}_\text{neigh} (\mathbf{h}_i + \sum_j e_{ji} \mathbf{h}_j) /
     (|\mathcal{N}(i)| + 1) + \mathbf{b}`. Parameters, defaults, state_dict and repr are the original's.
-    ``"mean"``, ``"gcn"`` and ``"pool"`` are accelerated, ``"lstm"`` is DGL's own code. Beyond the original,
-    ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a GPU while the graph is
-    on the CPU (not for lstm).
+    FastSparse computes ``"mean"``, ``"gcn"`` and ``"pool"``; ``"lstm"`` runs DGL's own code. Beyond the
+    original, ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a GPU while the
+    graph is on the CPU (not for lstm).
 
     Args:
         in_feats: width of the input, or a pair of widths (source, destination).

@@ -30,7 +30,7 @@ _MODULES: dict[str, ModuleType] = {"torch_scatter": torch_scatter, "torch_sparse
 #: What :func:`install` replaced, and which modules it added.
 _changes: list[replacement.Change] = []
 _added: list[str] = []
-#: Ours -> theirs that other code imports by name.
+#: Our function -> their function, if other code imports it by name.
 _PARTS = {
     "torch_scatter": {
         "composite": "composite composite.logsumexp composite.softmax composite.std",
@@ -53,18 +53,18 @@ _HOLDERS = ("torch_geometric", "fastsparse_pyg")
 
 
 def install() -> dict[str, bool]:
-    """Puts this package's ``torch_scatter`` and ``torch_sparse`` in place of those that are not installed.
+    """Provides the modules ``torch_scatter`` and ``torch_sparse`` if these packages are not installed.
 
-    ``import torch_scatter`` and ``import torch_sparse`` then find them, and PyG uses them. PyG decided at its
-    own import that the packages are missing. So this function replaces its flags
-    (``torch_geometric.typing.WITH_TORCH_SPARSE`` and ``WITH_TORCH_SCATTER``) and the stand-ins for
-    ``SparseTensor`` in all its modules. Call it before your own code imports ``SparseTensor`` from
-    ``torch_geometric.typing``: modules that are neither PyG's nor FastSparse's keep what they hold.
-    ``torch.jit.script`` does not know these classes, so script PyG's layers in a process without them. A
-    package that is installed stays, working or not. A second call changes nothing.
+    ``import torch_scatter`` and ``import torch_sparse`` then work, and PyG uses the modules. PyG checks at
+    its own import which packages are missing, so this function also sets PyG's flags
+    (``torch_geometric.typing.WITH_TORCH_SPARSE`` and ``WITH_TORCH_SCATTER``) and replaces the placeholder for
+    ``SparseTensor`` in PyG's modules. Call it before your own code imports ``SparseTensor`` from
+    ``torch_geometric.typing``: a name that your modules imported earlier is not replaced.
+    ``torch.jit.script`` does not know these classes, so script PyG's layers in a process without them. An
+    installed package is never replaced, even if it is broken. A second call changes nothing.
 
     Returns:
-        For each of the two names whether this package's module stands in for it now.
+        For each of the two names, whether FastSparse provides the module.
 
     Example:
         >>> from fastsparse_pyg import compat
@@ -79,7 +79,7 @@ def install() -> dict[str, bool]:
 
 
 def uninstall() -> None:
-    """Removes what :func:`install` put in place of missing packages, and tells PyG that they are missing."""
+    """Removes what :func:`install` put in place of missing packages, and sets PyG's flags accordingly."""
     replacement.remove(_changes)
     for name in _added:
         sys.modules.pop(name, None)
@@ -90,7 +90,7 @@ def _install(name: str, module: ModuleType) -> bool:
     if sys.modules.get(name) is module:
         return True
     if name in sys.modules or importlib.util.find_spec(name) is not None:
-        _logger.info("%s is installed: it stays, fastsparse_pyg.compat does not replace it", name)
+        _logger.info("%s is installed, so fastsparse_pyg.compat does not replace it", name)
         return False
     sys.modules[name] = module
     _added.append(name)
@@ -104,7 +104,7 @@ def _install(name: str, module: ModuleType) -> bool:
         operators.provide()
     replaced = _tell_pyg(name, module)
     _logger.info(
-        "%s is not installed: fastsparse_pyg.compat stands in for it; PyG was told, in %d modules",
+        "%s is not installed: fastsparse_pyg.compat provides it, also for %d loaded modules of PyG",
         name,
         replaced,
     )

@@ -28,11 +28,11 @@ _enabled: set[str] = set()
 
 
 def enable(parts: str | Iterable[str] | None = None, *, report: bool | str = False) -> None:
-    """Runs PyG and products of ``torch.sparse`` matrices on FastSparse, whatever imported them before.
+    """Runs PyG and products of ``torch.sparse`` matrices on FastSparse.
 
-    - ``"layers"``: each `MessagePassing` layer becomes a drop-in when it is first called, as
-      :func:`~fastsparse_pyg.accelerate` would make it. It stays as it is after
-      :func:`~fastsparse_pyg.restore`. It is pickled and copied as its original.
+    - ``"layers"``: each `MessagePassing` layer becomes a drop-in when it is first called, as with
+      :func:`~fastsparse_pyg.accelerate`. After :func:`~fastsparse_pyg.restore` it is not replaced again. It
+      is pickled and copied as the original layer.
     - ``"scatter"``: ``scatter``, ``softmax``, ``segment``, ``degree`` and ``spmm`` of
       ``torch_geometric.utils``.
     - ``"pool"``: the same functions within PyG's aggregations, global pools and normalisations.
@@ -43,20 +43,21 @@ def enable(parts: str | Iterable[str] | None = None, *, report: bool | str = Fal
     - ``"shims"``: modules in place of ``torch_scatter`` and ``torch_sparse`` if the script imports them and
       they are missing.
 
-    Names that modules imported before are replaced too. Functions that were put elsewhere before (a list, an
-    attribute of an object, a default argument) stay, so call it early. Calling it again adds parts.
-    :func:`disable` undoes it. Processes that are spawned have to call it themselves; forked ones inherit it.
+    Names that other modules imported earlier are replaced too. Functions that are stored elsewhere (in a
+    list, in an attribute of an object, as a default argument) are not, so call it early. Calling it again
+    adds parts. :func:`disable` undoes it. Spawned processes must call it themselves; forked processes inherit
+    it.
 
     Args:
-        parts: the names of parts, or one name; None: all. Those that the environment variable
-            ``FASTSPARSE_DISABLE`` names, separated by commas, stay off.
+        parts: names of parts, or one name; None: all. Parts in the environment variable
+            ``FASTSPARSE_DISABLE`` (separated by commas) stay off.
         report: whether to record which calls ran on FastSparse, for :func:`fastsparse_core.report`. With
             ``"time"``, it also measures how long calls take, if nothing is enabled yet.
 
     Raises:
         ValueError: there is no such part, or no such report.
-        RuntimeError: the functions of the installed PyG are not those that FastSparse knows; the message says
-            which, and nothing was changed.
+        RuntimeError: FastSparse does not support the installed version of PyG. The message names the
+            difference, and nothing was changed.
 
     Example:
         >>> import fastsparse_pyg
@@ -98,8 +99,8 @@ def enable(parts: str | Iterable[str] | None = None, *, report: bool | str = Fal
 def disable() -> None:
     """Restores PyG's and PyTorch's own code: the inverse of :func:`enable`.
 
-    Layers that became drop-ins when they were called are PyG's again; those of
-    :func:`~fastsparse_pyg.accelerate` stay.
+    Layers that became drop-ins when they were called become PyG's again. Layers that
+    :func:`~fastsparse_pyg.accelerate` replaced stay drop-ins.
 
     Example:
         >>> import fastsparse_pyg
@@ -126,7 +127,7 @@ def disable() -> None:
 
 
 def _stand_in() -> None:
-    from fastsparse_pyg import compat  # which takes time to import, and few scripts need
+    from fastsparse_pyg import compat  # whose import takes time, and which few scripts need
 
     compat.install()
 

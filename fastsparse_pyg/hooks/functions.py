@@ -38,11 +38,12 @@ _REDUCTIONS = {
     "amax": "max",
     "mul": "mul",
 }
-#: Reductions that pay on the CPU even if the index is sorted for one call. Sums of an index that is new take
-#: a third longer than PyTorch's there (10,000 rows of 16; for softmax 1.5 times faster, for max 3.6 times).
+#: Reductions that are faster on the CPU even if the index is sorted for one call. With a new index, sums take
+#: a third longer than PyTorch's (10,000 rows of 16; for softmax 1.5 times faster, for max 3.6 times).
 _PAY_WHEN_NEW = ("min", "max", "softmax")
-#: Rows below which launches decide how long sums and means take, and PyTorch's are the shorter: pools of
-#: 169,000 rows of 64, forward and backward, took ours 1.25 to 1.75 times as long (H100, record `enabled`).
+#: Number of rows below which launch overhead decides the time of sums and means, and PyTorch's is smaller:
+#: pools of 169,000 rows of 64, forward and backward, took ours 1.25 to 1.75 times as long (H100, record
+#: `enabled`).
 _FEW_SUMS_ON_GPU = 262_144
 _NEW = "the index is new"
 _CURES = {_NEW: "Keep one index tensor instead of making it in every call"}
@@ -219,7 +220,7 @@ def _why_no_rows(src: Any, dim: int, rows: int | None, device: torch.device) -> 
     if src.device != device:
         return "two devices"
     if not src.dim() or (dim != 0 and dim != -src.dim()):
-        return "a reduction along another dimension than the first"
+        return "a reduction that is not along the first dimension"
     if (rows is not None and src.size(0) != rows) or not src.numel():
         return "sizes that differ, or no values"
     plain = src.detach() if type(src) is Parameter else src
@@ -237,7 +238,7 @@ def _why_slower(src: Tensor, index: Tensor, how: str) -> str:
         return f"fewer than {_FEW_SUMS_ON_GPU:,} rows to add: PyG is faster there"
     wants = src.requires_grad and torch.is_grad_enabled()
     if index.is_cpu and how in ("min", "max") and not wants and bool((index[1:] < index[:-1]).any()):
-        return "an extremum without a gradient, of an index that does not ascend"
+        return "max or min without a gradient, with an index that is not sorted"
     return ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# What the parts replace has to be loaded.
+# The modules that the parts replace must be loaded.
 import torch_geometric.loader
 import torch_geometric.nn.aggr
 import torch_geometric.nn.norm

@@ -54,7 +54,7 @@ def checked_num_neighbors(given: Any, edge_types: list[EdgeType] | None) -> Any:
         return list(checked_fanouts(values, [ONLY_EDGES], "num_neighbors")[ONLY_EDGES])
     if not isinstance(values, Mapping):
         return checked_fanouts(values, edge_types, "num_neighbors")
-    # PyG takes "source__name__destination", too.
+    # PyG also accepts "source__name__destination".
     values = {
         tuple(name.split("__")) if isinstance(name, str) else name: item for name, item in values.items()
     }
@@ -75,7 +75,7 @@ def checked_input_nodes(given: Any, num_nodes: NumNodes, is_data: bool) -> Any:
     Args:
         given: the user's `input_nodes`.
         num_nodes: of the graph.
-        is_data: whether the graph is a data object, of which PyG knows all nodes.
+        is_data: whether the graph is a data object, in which PyG knows all nodes.
 
     Raises:
         TypeError: not integers or a mask.

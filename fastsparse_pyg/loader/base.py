@@ -51,7 +51,7 @@ def follows_script(device: torch.device | str | int | None) -> bool:
 
 
 def choose_device(data: Any, device: torch.device | str | int | None) -> torch.device:
-    """Where to sample: as told, else where the data lies, else on the GPU if there is one."""
+    """Device for sampling: as given, otherwise where the data is, otherwise the GPU if there is one."""
     if device is not None:
         return usable_device(device)
     if isinstance(data, (Data, HeteroData)):
@@ -116,7 +116,7 @@ class LoaderMixin:
     _on_gpu: Callable[[torch.device], Any] | None = None
 
     def _prepare(self, sampler: Any, device: torch.device, filter_per_worker: Any, kwargs: Any) -> None:
-        """Before PyTorch's loader is made: what it must not be told on a GPU."""
+        """Arguments that PyTorch's loader must not get on a GPU."""
         self._sampler = sampler if isinstance(sampler, GraphSampler) else None
         self._device = device
         if self._sampler is None or device.type == "cpu":
@@ -132,7 +132,7 @@ class LoaderMixin:
             )
 
     def _keep_rows(self, count: int) -> None:
-        """Of the nodes that are drawn most often, on the GPU; see ``gpu_cache`` of the loaders."""
+        """Features of the nodes that are sampled most often, on the GPU; see ``gpu_cache`` of the loaders."""
         if not (isinstance(count, Integral) and count >= 0):  # NumPy's, too
             raise ValueError(f"gpu_cache: expected a number of nodes, got {count!r}")
         if not count or self._sampler is None or self._device.type == "cpu":

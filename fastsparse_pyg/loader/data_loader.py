@@ -40,7 +40,7 @@ class DataLoader(PygDataLoader):
     These datasets are stored:
 
     - a list or tuple of `Data` or `HeteroData`,
-    - an `InMemoryDataset`, and what it gives for ``dataset[index]``,
+    - an `InMemoryDataset`, and subsets ``dataset[index]`` of it,
     - a `Subset` or `ConcatDataset` of these.
 
     PyG's code makes the batches, with a ``SlowPathWarning`` that says why, if the dataset has a
@@ -50,9 +50,8 @@ class DataLoader(PygDataLoader):
 
     Storing takes as much memory as the graphs, except for an `InMemoryDataset` on the CPU, whose storage is
     read in place. At the beginning of every epoch the loader checks the dataset, and stores changed graphs
-    again. It always detects a replaced graph or attribute. For in-place writes it checks 1,024 tensors of the
-    dataset per epoch, and other ones in the next epoch: it detects a write to a few tensors of a large
-    dataset some epochs later.
+    again. It always detects a replaced graph or attribute. For in-place writes, it checks 1,024 tensors per
+    epoch, and others in the next epoch, so in a large dataset it may detect a write some epochs later.
 
     Args:
         dataset: as in PyG.
@@ -60,10 +59,10 @@ class DataLoader(PygDataLoader):
         shuffle: as in PyG.
         follow_batch: as in PyG.
         exclude_keys: as in PyG.
-        device: where batches are. None: the GPU that the data is on, else the current GPU if there is one,
-            else the CPU, as in :class:`NeighborLoader`. ``batch.to(device)`` copies nothing then. On a GPU
-            the graphs are stored in its memory if they take at most half of what is free, else in
-            page-locked memory of the host.
+        device: where batches are. None: the GPU that the data is on; otherwise the current GPU if there is
+            one, or the CPU, as in :class:`NeighborLoader`. ``batch.to(device)`` then copies nothing. With a
+            GPU, the graphs are stored in its memory if they take at most half of the free memory, otherwise
+            in page-locked host memory.
         kwargs: as in PyTorch's loader. Stored graphs need no worker processes, so ``num_workers`` and related
             arguments are ignored.
 
@@ -157,7 +156,7 @@ class DataLoader(PygDataLoader):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state["_graphs"] = state["_source"] = None  # stored anew in the other process
+        state["_graphs"] = state["_source"] = None  # stored again in the other process
         return state
 
 
@@ -252,7 +251,7 @@ _Parts = list[tuple[Any, list[int] | None]]
 
 
 def _outline(dataset: Any) -> Outline:
-    """The objects that a dataset consists of, and the positions that are taken of them.
+    """The objects of a dataset, and the selected positions.
 
     Raises:
         NotStored: the dataset is not in memory, or changes graphs when they are read.
@@ -277,7 +276,7 @@ def _outline(dataset: Any) -> Outline:
     return objects, [] if dataset._indices is None else [_as_list(dataset._indices)]
 
 
-#: What PyG's datasets in memory are read by.
+#: Attributes by which PyG's in-memory datasets are read.
 _READING = (
     ("get", InMemoryDataset),
     ("len", InMemoryDataset),

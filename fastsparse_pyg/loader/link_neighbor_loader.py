@@ -18,8 +18,8 @@ from fastsparse_pyg.loader.batches import make_batch
 class LinkNeighborLoader(LoaderMixin, torch_geometric.loader.LinkNeighborLoader):
     r"""Drop-in replacement of :class:`torch_geometric.loader.LinkNeighborLoader` that needs no pyg-lib.
 
-    As :class:`NeighborLoader`, for links: neighbours of both ends of ``edge_label_index`` and of negative
-    samples are drawn. The ends and negative samples of a batch are prepared on the CPU, as in PyG.
+    Like :class:`NeighborLoader`, for links: it samples neighbours of both ends of ``edge_label_index`` and of
+    negative samples. The ends and negative samples of a batch are prepared on the CPU, as in PyG.
 
     Args:
         data: Data, HeteroData or (FeatureStore, GraphStore).
@@ -119,10 +119,10 @@ class LinkNeighborLoader(LoaderMixin, torch_geometric.loader.LinkNeighborLoader)
         return self.filter_fn(out)
 
     def filter_fn(self, out: Any) -> Any:
-        """Joins what was sampled with its features and with the links.
+        """Adds features and links to a sampled batch.
 
         Args:
-            out: what was sampled.
+            out: the sampled nodes and edges.
         """
         if self._sampler is None:
             return super().filter_fn(out)

@@ -27,20 +27,20 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
 
     If there is a GPU, it samples and gathers there, on a separate stream, two batches ahead. Batches are on
     the GPU. Features that take more than half of its free memory stay on the host and are sent row by row.
-    ``num_workers`` and what belongs to it are ignored then. Without a GPU it samples in C++ threads, with
+    ``num_workers`` and related arguments are ignored then. Without a GPU it samples in C++ threads, with
     ``num_workers`` in worker processes.
 
-    PyG's own sampler, which needs pyg-lib or torch-sparse, runs for ``time_attr``, a ``neighbor_sampler`` of
-    the caller's, and graphs stored as ``adj_t``.
+    PyG's own sampler, which needs pyg-lib or torch-sparse, runs for ``time_attr``, your own
+    ``neighbor_sampler``, and graphs stored as ``adj_t``.
 
     Args:
-        data: Data, HeteroData or (FeatureStore, GraphStore). In place of an ``edge_index`` of 16 bytes per
-            edge it may hold an :class:`fastsparse_core.Adjacency`, of 4.
+        data: Data, HeteroData or (FeatureStore, GraphStore). Its ``edge_index`` may be an
+            :class:`fastsparse_core.Adjacency`, which takes 4 bytes per edge instead of 16.
         num_neighbors: neighbours per hop, -1 for all; also by edge type.
         input_nodes: indices or mask of the seeds, in heterogeneous graphs ``(node type, indices)``; None:
             all.
-        device: where to sample, and the device of the batches; None: where the data is on a GPU, there, else
-            on the GPU if there is one.
+        device: where to sample, and the device of the batches; None: the GPU that the data is on; otherwise
+            the GPU if there is one.
         gpu_cache: if the features stay on the host, the number of nodes of each type whose features the GPU
             also keeps: those with the most outgoing edges.
         others: as in PyG.
@@ -140,10 +140,10 @@ class NeighborLoader(LoaderMixin, torch_geometric.loader.NeighborLoader):
         return self.filter_fn(out)
 
     def filter_fn(self, out: Any) -> Any:
-        """Joins what was sampled with its features.
+        """Adds features to a sampled batch.
 
         Args:
-            out: what was sampled.
+            out: the sampled nodes and edges.
         """
         if self._sampler is None:
             return super().filter_fn(out)

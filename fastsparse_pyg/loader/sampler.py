@@ -237,7 +237,7 @@ def _from_csc(
     row: Tensor, colptr: Tensor, perm: Tensor | None, shape: tuple[int, int], device: torch.device
 ) -> Adjacency:
     colptr = colptr.to(device)
-    if colptr.numel() <= shape[0]:  # nodes behind the last that has an edge
+    if colptr.numel() <= shape[0]:  # nodes after the last one with an edge
         colptr = torch.cat([colptr, colptr[-1:].expand(shape[0] + 1 - colptr.numel())])
     return Adjacency.from_csr(
         colptr, row.to(device), shape, edge_id=None if perm is None else perm.to(device)

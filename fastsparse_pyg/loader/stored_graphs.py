@@ -336,7 +336,7 @@ class StoredGraphs:
         return _Rows(nth, pointer, added, shape)
 
     def _read_graphs(self) -> list[_Store]:
-        """Of graphs as they are."""
+        """For graphs as they are."""
         graphs = self._graphs = list(self._graphs)
         first = graphs[0]
         if not isinstance(first, (Data, HeteroData)) or isinstance(first, Batch):
@@ -405,7 +405,7 @@ class StoredGraphs:
         return _Store(key, parts, num_nodes, members, edges)
 
     def _read_collated(self, data: Any, slices: Mapping[Any, Any]) -> list[_Store] | None:
-        """Of PyG's own storage, without a look at the graphs; None where that says too little."""
+        """From PyG's own storage, without reading the graphs; None if that lacks information."""
         if type(data) not in (Data, HeteroData):
             return None
         try:

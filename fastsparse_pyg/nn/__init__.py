@@ -71,7 +71,7 @@ __all__ = [
     "GraphTransformerLayer",
 ]
 
-# Of each drop-in the last base is PyG's layer; the others have layers of ours, or none.
+# The last base of each drop-in is PyG's layer; the other bases are ours.
 _classes = [globals()[name] for name in __all__]
 DROP_INS |= {
     drop_in.__bases__[-1]: drop_in

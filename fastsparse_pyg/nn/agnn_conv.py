@@ -20,10 +20,10 @@ class FastAGNNConv(AttentionConv, AGNNConv):
         \mathbf{x}^{\prime}_i = \sum_{j \in \mathcal{N}(i) \cup \{ i \}} \mathrm{softmax}_j \left( \beta \cos(
         \mathbf{x}_i, \mathbf{x}_j) \right) \mathbf{x}_j
 
-    after "Attention-based Graph Neural Network for Semi-Supervised Learning"
+    From "Attention-based Graph Neural Network for Semi-Supervised Learning"
     (https://arxiv.org/abs/1803.03735), section 4.2. Arguments, parameters, ``state_dict`` and results are the
-    original's. It is dot-product attention (:func:`fastsparse_core.attention`) on normalised features:
-    nothing of the size of the edges is stored. Under autocast the result has the autocast dtype.
+    original's. It is dot-product attention (:func:`fastsparse_core.attention`) on normalised features, and
+    nothing is stored per edge. Under autocast the result has the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F)`, float64, float32, float16 or bfloat16; edges
@@ -46,9 +46,9 @@ class FastAGNNConv(AttentionConv, AGNNConv):
 
         Args:
             x: node features.
-            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. Self loops are
-                added to an Adjacency that was built without, as to edges; one that was built with them is
-                taken as it is.
+            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. An Adjacency
+                without self loops gets them, as edges do. An Adjacency that was built with self loops is used
+                as it is.
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit together.

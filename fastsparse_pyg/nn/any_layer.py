@@ -28,14 +28,16 @@ from fastsparse_pyg.nn.message_pattern import Pattern, find_joint_pattern, find_
 from fastsparse_pyg.nn.message_planner import FEW, planned, reduce_by_plan
 from fastsparse_pyg.nn.segments import aggregate, reduction_of
 
-#: Patterns kept of one class; a layer whose attributes change with every call is not traced for ever.
+#: Largest number of patterns kept per class, so that a layer whose attributes change in every call is not
+#: traced again and again.
 _MOST_PATTERNS = 8
-#: On the CPU, edges below which the host's work for a call counts more than the edges'.
+#: On the CPU: number of edges below which the overhead of a call exceeds the work for the edges.
 FEW_EDGES = 4096
-#: Few edges are so many times `FEW_EDGES_ON_GPU`, that is 131,072: the host bounds PyG's steps on fewer. A
-#: plan is taken there if the host takes less time for it (`Plan.is_short`). Copied features take one kernel.
-#: Measured with a loaded host, forward and backward, PyG's code and a plan that is not short: an edge MLP in
-#: bfloat16 on 10,556 edges 1.06 and 2.17 ms, five on batches of 26,000 new edges 5.7 and 13.2 ms (H100).
+#: This multiple of `FEW_EDGES_ON_GPU`, 131,072, still counts as few edges: on fewer, launch overhead decides
+#: PyG's time. A plan is taken there if the host takes less time for it (`Plan.is_short`). Copied features
+#: take one kernel. Measured with a loaded host, forward and backward, PyG's code and a plan that is not
+#: short: an edge MLP in bfloat16 on 10,556 edges 1.06 and 2.17 ms, five on batches of 26,000 new edges 5.7
+#: and 13.2 ms (H100).
 _TIMES_FEW = 4
 _FEW_ON_GPU = Reason(
     f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU, for which the plan takes longer to launch",
@@ -46,9 +48,10 @@ _NEW_ON_GPU = Reason(
     f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU, in a tensor that is new", "", "PyG"
 )
 FEW_ON_CPU = Reason(f"fewer than {FEW_EDGES:,} edges on the CPU", "", "PyG")
-#: Of pairs PyG documents that the second is the sources' there; what it generates reads the first.
+#: PyG documents that the second tensor of a pair belongs to the sources there; its generated code reads the
+#: first.
 _TURNED_PAIR = Reason(
-    "a pair of features with flow='target_to_source', which PyG reads in another order than it says",
+    "a pair of features with flow='target_to_source', which PyG's code and documentation order differently",
     fallback.USUAL_FLOW,
 )
 _POSITIONAL = Reason("propagate() with positional arguments", "Pass its arguments by name")
@@ -72,10 +75,10 @@ class AnyLayer(MessagePassing):
     _original: ClassVar[type[MessagePassing]]
     _patterns: ClassVar[dict[Any, list[Pattern]]]
     _signature: ClassVar[Signature | None]
-    #: Kind of a call (aggregation, names and dtypes of arguments) -> what serves it at once; False: nothing.
+    #: Kind of a call (aggregation, names and dtypes of arguments) -> what handles it at once; False: nothing.
     _served: ClassVar[dict[Any, Copies | Literal[False]]]
     #: Aggregation -> whether few edges on a GPU are left to PyG, because its code takes the host less time
-    #: than the plan; None: no one kernel serves them, and the plan is not known yet.
+    #: than the plan; None: no one kernel handles them, and the plan is not known yet.
     _left: ClassVar[dict[type, bool | None]]
 
     flow: str
@@ -85,7 +88,7 @@ class AnyLayer(MessagePassing):
         """As PyG's."""
         kind = count = None
         if not (args or _is_dynamo_compiling() or _is_tracing()):
-            # Keep checks few: the host limits how fast steps on small graphs are.
+            # Keep checks few, because launch overhead decides the time of steps on small graphs.
             aggregation = self.__dict__["_modules"].get("aggr_module").__class__
             count = _few_edges(edge_index, kwargs)
             if count is not None:
@@ -198,7 +201,9 @@ class AnyLayer(MessagePassing):
             sizes_itself: whether the result has no row for every destination, but as many as the layer's own
                 code makes.
         """
-        if type(edge_index) is Tensor and edge_index.shape[0] == 2:  # of which there is nothing else to check
+        if (
+            type(edge_index) is Tensor and edge_index.shape[0] == 2
+        ):  # for which there is nothing else to check
             sizes = [None, None] if size is None else list(size)
         else:
             sizes = self._check_input(edge_index, size)
@@ -220,7 +225,7 @@ class AnyLayer(MessagePassing):
         num_dst = sizes[i] if sizes[i] is not None else sizes[j]
         num_src = sizes[j] if sizes[j] is not None else sizes[i]
         if num_dst is None or num_src is None:
-            return Reason("the number of nodes is not known before the messages are", _SIZE)
+            return Reason("the number of nodes is not known before the messages are computed", _SIZE)
         edges = edge_index._data if isinstance(edge_index, EdgeIndex) else edge_index
         options = (num_dst, num_src, self.flow, False)
         adj = known(edge_index, options)
@@ -229,7 +234,7 @@ class AnyLayer(MessagePassing):
                 adj = lookup(edge_index, (edge_index,), options, lambda: edges_made_anew(edges, options))
             except IndexError:
                 # Some indices exceed the features. If PyG reads no features at that end, and `size` was not
-                # given, its code can still serve the call.
+                # given, its code can still handle the call.
                 if sizes[j] is not None and (sizes[i] is not None or not sizes_itself):
                     raise
                 return Reason("the edges have more nodes at an end than the features have rows", _SIZE)
@@ -374,7 +379,7 @@ class AnyLayer(MessagePassing):
         return f"{where}: {reduction} on segments"
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
-        # They belong to the original's class, from which this one inherits.
+        # They belong to the original's class, from which this class inherits.
         accelerated = type(self)
         self.__class__ = accelerated._original
         try:
@@ -402,7 +407,7 @@ def _kind_of(argument: Any) -> Any:
 def _few_edges(edge_index: Any, given: dict[str, Any]) -> int | None:
     """How many edges there are if PyG's code may take less time for so few; 0 where it does, on the CPU.
 
-    None: the kernels serve them, as they do where features have 16 bits, which PyTorch does not sum in
+    None: the kernels handle them, as they do where features have 16 bits, which PyTorch does not sum in
     float32, and under autocast on the CPU. Its other sums on the CPU have the same bits every time too, for
     one thread adds in order.
     """
@@ -450,7 +455,7 @@ def _new(original: type[MessagePassing], *args: Any) -> Any:
 
 
 def _with_edge_list(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` that gets edges in place of an Adjacency, of which layers know nothing."""
+    """`forward` that gets edges in place of an Adjacency, which the original layers do not know."""
 
     @functools.wraps(forward)
     def with_edge_list(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FastConv, is_plain_linear
 
-#: Reductions over edge features, for those of self loops, that are a product with the structure.
+#: Reductions for the features of self loops that are a product with the structure.
 _LINEAR_FILLS = ("mean", "add", "sum")
 _WEIGHTS_OF_LOOPS = Reason(
     "the attention weights of added self loops under torch.compile", "Add the loops to the edges before"
@@ -179,11 +179,11 @@ class AttentionConv(FastConv):
             values = edge_attr if edge_attr.is_floating_point() else edge_attr.double()
             total = sum_of_edges(by_row, adj.extend_value(values, 0.0, keep_existing=False))[:count]
             if values is not edge_attr:
-                total = total.long().to(edge_attr.dtype)  # in which PyG adds: of bool that is "any"
+                total = total.long().to(edge_attr.dtype)  # PyG adds in this dtype; for bool that is "any"
             if fill_value != "mean":
                 return total
             key, dtype = ("fastsparse_pyg.edges_of_loops", total.dtype), total.dtype
-            if torch.compiler.is_compiling():  # a trace would depend on what the structure keeps
+            if torch.compiler.is_compiling():  # a trace would depend on what the structure has cached
                 degree = (by_row.rowptr.diff() - 1).clamp(min=1).to(dtype)[:, None]
             else:
                 degree = by_row.derived(key, lambda: (by_row.in_degree() - 1).clamp(min=1).to(dtype)[:, None])

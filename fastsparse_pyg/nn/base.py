@@ -37,9 +37,9 @@ REDUCE: dict[type, Reduce] = {
     MaxAggregation: "max",
     MinAggregation: "min",
 }
-#: Aggregations of layers whose kernels know them all.
+#: Aggregations of layers whose kernels support all of them.
 ANY_REDUCTION = tuple(REDUCE)
-#: What to do about a method of message passing that is the user's.
+#: What to do about a method of message passing that the user overrides.
 OWN_MESSAGES = "Override it in a subclass of PyG's layer and call `fastsparse_pyg.accelerate(model)`"
 #: PyG's layers -> their drop-ins; `fastsparse_pyg.nn` fills it.
 DROP_INS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
@@ -102,22 +102,22 @@ class FastConv(MessagePassing):
     #: Whether features may be a sparse matrix.
     _takes_sparse_features: ClassVar[bool] = False
 
-    #: What becomes of the loops of a torch.sparse matrix where the layer adds some: see :func:`resolve`.
+    #: What happens to the loops of a torch.sparse matrix if the layer adds some: see :func:`resolve`.
     _matrix_loops: ClassVar[str] = "replace"
 
-    #: Aggregations that the layer's kernels know.
+    #: Aggregations that the layer's kernels support.
     _aggregations: ClassVar[tuple[type[Module], ...]] = (SumAggregation,)
 
-    #: The method of PyG's layer that a user's subclass replaced, "" for none: its messages are not ours to
-    #: skip.
+    #: The method of PyG's layer that a user's subclass overrides, "" if none: FastSparse must not skip its
+    #: messages.
     _overridden: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for klass in cls.__mro__[: cls.__mro__.index(FastConv)]:
             if klass is not cls and issubclass(klass, FastConv):
-                # Its own record counts: PyG has perhaps put a generated `propagate` into its namespace by
-                # now.
+                # The record of the class counts, because PyG may have added a generated `propagate` to its
+                # namespace.
                 found = klass._overridden
             else:
                 found = next((name for name in MESSAGE_METHODS if name in klass.__dict__), "")
@@ -127,9 +127,9 @@ class FastConv(MessagePassing):
 
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
         super()._set_jittable_templates(raise_on_error)
-        # PyG takes for the plain method of a class whatever it inherited, and for a subclass of a layer that
-        # was used before that is the layer's specialised copy, which knows no explain mode: explanations
-        # would be silently ignored. (Seen in PyG 2.8.1.)
+        # PyG treats an inherited method as the plain method of a class. For a subclass of a layer that was
+        # used before, that is the layer's specialised copy without explain mode, so explanations would be
+        # silently ignored. (Seen in PyG 2.8.1.)
         if self._overridden != "propagate":
             type(self)._orig_propagate = _plain_propagate
 
@@ -146,7 +146,7 @@ class FastConv(MessagePassing):
                 f"torch.jit.script: {type(self).__name__} has no original that TorchScript could compile; "
                 "use torch.compile"
             )
-        layer._set_jittable_templates()  # of a class that perhaps nobody has constructed yet
+        layer._set_jittable_templates()  # of a class that may not have been constructed yet
         fallback.tell(type(self).__name__, Reason("torch.jit.script compiles PyG's layer", ""))
         return layer
 
@@ -350,7 +350,7 @@ class FastConv(MessagePassing):
         return out if bias is None else out + bias
 
     def _plain_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """The sum, or mean, of neighbours without weights, see `TiledLayer.neighbour_sum`."""
+        """The sum, or mean, of neighbours without weights, see `TiledLayer._neighbour_sum`."""
         adj = self._structure(x, edges)
         reason = adj.message if isinstance(adj, Reason) else ""
         if not reason and self._reduce() not in ("sum", "mean"):
@@ -409,7 +409,7 @@ class FastConv(MessagePassing):
             out = lin(self._aggregate_neighbours(adj, x_src, value))
         if lin_root is None or x_dst is None:
             return out
-        # Hooks may have kept what a layer with hooks gave: that must stay as it is.
+        # Hooks may have stored the result of a layer, so it must not be overwritten.
         return (
             add_linear(out, (x_dst,), (lin_root,), Linear) if is_plain_linear(lin) else out + lin_root(x_dst)
         )
@@ -504,7 +504,7 @@ def are_few_on_gpu(edge_index: Any, times: int = 1) -> bool:
 
 
 def has_message_hook(state: dict[str, Any]) -> bool:
-    """Whether somebody watches a step of message passing.
+    """Whether someone watches a step of message passing.
 
     Args:
         state: the layer's ``__dict__``.

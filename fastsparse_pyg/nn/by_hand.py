@@ -216,7 +216,7 @@ class _Edges(_Plain):
     def _taken_over(func: Any, args: Any, kwargs: Any) -> Any:
         edges = args[0]
         if func in (Tensor.unbind, torch.unbind) and args[1:] in ((), (0,)) and not kwargs:
-            return edges.ends  # which `row, col = edges` asks, too
+            return edges.ends  # which `row, col = edges` calls, too
         if func is Tensor.__getitem__ and type(args[1]) is int and args[1] in (0, 1, -1, -2):
             return edges.ends[args[1]]
         return NotImplemented
@@ -245,7 +245,7 @@ class _Index(NodeIndex):
 
 
 class _Rows(Tensor):
-    """Rows per edge that are not there until somebody reads them: parts side by side.
+    """Rows per edge that are not there until someone reads them: parts side by side.
 
     Linear maps and concatenations do not read them. For autograd they are the result of the gather.
 
@@ -280,7 +280,7 @@ class _Rows(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Of code that asks no `__torch_function__`, such as `torch.autograd.Function`: below autograd."""
+        """For code that ignores `__torch_function__`, such as `torch.autograd.Function`: below autograd."""
         if func._schema.is_mutable:
             raise RuntimeError(
                 f"{func} writes into x[edge_index[0]], which is not gathered yet: use "
@@ -294,7 +294,7 @@ class _Rows(Tensor):
     def rows(self) -> Tensor:
         """The rows themselves."""
         if self.made is None:
-            with torch.enable_grad():  # parts of which there is no gradient are detached
+            with torch.enable_grad():  # parts without a gradient are detached
                 self.made = self.made_anew()
         return self.made
 
@@ -317,13 +317,13 @@ class _Rows(Tensor):
         return self.parts
 
 
-#: What is read of rows without reading them.
+#: Attributes that can be read without reading the rows.
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")
 _METADATA = (
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
 )
-#: Functions after which rows have to be the object that they were called on.
+#: Functions that must return the rows object that they were called on.
 _OF_THE_OBJECT = ("register_hook", "retain_grad", "requires_grad_")
 
 

@@ -64,9 +64,9 @@ class FastChebConv(PropagatingConv, ChebConv):
         \mathbf{Z}^{(k)} = 2 \mathbf{\hat{L}} \mathbf{Z}^{(k-1)} - \mathbf{Z}^{(k-2)}, \quad
         \mathbf{\hat{L}} = \frac{2 \mathbf{L}}{\lambda_{\max}} - \mathbf{I}
 
-    after "Convolutional Neural Networks on Graphs with Fast Localized Spectral Filtering"
-    (https://arxiv.org/abs/1606.09375). Without edge weights no value per edge exists: the Laplacian's
-    diagonal is a number per node, and its normalisation scales rows inside the kernel.
+    From "Convolutional Neural Networks on Graphs with Fast Localized Spectral Filtering"
+    (https://arxiv.org/abs/1606.09375). Without edge weights, nothing is stored per edge: the kernel scales
+    rows to normalise the Laplacian, and its diagonal is one number per node.
 
     Example:
         >>> import torch

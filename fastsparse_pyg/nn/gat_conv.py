@@ -28,12 +28,12 @@ class FastGATConv(AttentionConv, GATConv):
         \mathbf{a}^{\top}_{s} \mathbf{\Theta} \mathbf{x}_j + \mathbf{a}^{\top}_{t} \mathbf{\Theta}
         \mathbf{x}_i + \mathbf{a}^{\top}_{e} \mathbf{\Theta}_{e} \mathbf{e}_{i,j} \right) \right)
 
-    after "Graph Attention Networks" (https://arxiv.org/abs/1710.10903), section 2.1. Arguments, parameters,
+    From "Graph Attention Networks" (https://arxiv.org/abs/1710.10903), section 2.1. Arguments, parameters,
     ``state_dict`` and results are the original's. Scores, softmax, dropout and sum are one operator
-    (:func:`fastsparse_core.additive_attention`): nothing of the size of the edges is stored but, with
-    ``edge_dim``, one number per edge and head. Attention dropout draws a different mask than the original,
-    the same in the forward and the backward pass. ``return_attention_weights`` computes the weights of all
-    edges. Under autocast the result has the autocast dtype.
+    (:func:`fastsparse_core.additive_attention`): nothing is stored per edge, except one number per edge and
+    head with ``edge_dim``. Attention dropout draws a different mask than the original; the forward and the
+    backward pass use the same mask. ``return_attention_weights`` computes the weights of all edges. Under
+    autocast the result has the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -64,9 +64,9 @@ class FastGATConv(AttentionConv, GATConv):
 
         Args:
             x: node features, or (source features, destination features or None).
-            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. Self loops are
-                added to an Adjacency that was built without, as to edges; one that was built with them is
-                taken as it is.
+            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. An Adjacency
+                without self loops gets them, as edges do. An Adjacency that was built with self loops is used
+                as it is.
             edge_attr: features of the edges, for edges and Adjacency; ignored without ``edge_dim``.
             size: (sources, destinations), for edge lists.
             return_attention_weights: True: also returns the edges, self loops included, and their attention

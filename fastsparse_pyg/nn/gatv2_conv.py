@@ -27,12 +27,12 @@ class FastGATv2Conv(AttentionConv, GATv2Conv):
         \left( \mathbf{\Theta}_{s} \mathbf{x}_j + \mathbf{\Theta}_{t} \mathbf{x}_i + \mathbf{\Theta}_{e}
         \mathbf{e}_{i,j} \right) \right)
 
-    after "How Attentive are Graph Attention Networks?" (https://arxiv.org/abs/2105.14491), section 3.
+    From "How Attentive are Graph Attention Networks?" (https://arxiv.org/abs/2105.14491), section 3.
     Arguments, parameters, ``state_dict`` and results are the original's. Scores, softmax, dropout and sum are
-    one operator (:func:`fastsparse_core.gatv2_attention`) that stores nothing of the size of the edges. Edge
-    features are inside the non-linearity. Up to 32 of them are projected inside the operator; with more, the
-    unfused operators run. Attention dropout draws a different mask than the original. Under autocast the
-    result has the autocast dtype.
+    one operator (:func:`fastsparse_core.gatv2_attention`) that stores nothing per edge. Edge features are
+    inside the non-linearity. Up to 32 of them are projected inside the operator; with more, the unfused
+    operators run. Attention dropout draws a different mask than the original. Under autocast the result has
+    the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or

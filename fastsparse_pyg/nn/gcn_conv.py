@@ -31,12 +31,12 @@ class FastGCNConv(PropagatingConv, GCNConv):
         \mathbf{X}^{\prime} = \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2} \mathbf{X}
         \mathbf{\Theta}
 
-    after "Semi-Supervised Classification with Graph Convolutional Networks"
+    From "Semi-Supervised Classification with Graph Convolutional Networks"
     (https://arxiv.org/abs/1609.02907). Arguments, parameters, ``state_dict`` and results are the original's.
-    Without edge weights, the kernel normalises by scaling rows, so no value per edge is stored. The product
-    with the weight comes before or after the aggregation, whichever gathers less; results agree up to
-    rounding. Under autocast the aggregation runs, and returns, in the autocast dtype. Message hooks, explain
-    mode and aggregations other than the sum run PyG's own code.
+    Without edge weights, the kernel normalises by scaling rows, so no value per edge is stored. The weight is
+    applied before or after the aggregation, whichever gathers fewer numbers; results agree up to rounding.
+    Under autocast, the aggregation and its result use the autocast dtype. Message hooks, explain mode and
+    aggregations other than the sum run PyG's own code.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or :math:`(B, |\mathcal{V}|, F_{in})`,
@@ -63,15 +63,15 @@ class FastGCNConv(PropagatingConv, GCNConv):
 
         Args:
             x: node features (N, F_in) or (B, N, F_in), float64, float32, float16 or bfloat16.
-            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. Self loops are
-                added to an Adjacency that was built without, as to edges; one that was built with them is
-                taken as it is.
+            edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations. An Adjacency
+                without self loops gets them, as edges do. An Adjacency that was built with self loops is used
+                as it is.
             edge_weight: floating (E,), for edges and Adjacency (a matrix carries its own).
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit together, or `x` is a tuple.
             IndexError: an index points to no node.
-            NotImplementedError: a sparse matrix of layout CSC under normalisation.
+            NotImplementedError: a sparse matrix in CSC layout with ``normalize=True``.
         """
         if isinstance(x, (tuple, list)):
             raise ValueError(
@@ -116,7 +116,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
         out = self._aggregate_neighbours(adj, x, value, scales=scales, bias=bias)
         return _plus_own(out, x, *scales) if adds_loops else out
 
-    def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
+    def _neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
         """What :func:`fastsparse_pyg.tiled` sums over a tile's neighbours."""
         state = self.__dict__
         found: Propagation | Reason | None = None
@@ -133,7 +133,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
         loop = one(x.device, accumulation_dtype(x.dtype)) if found.adds_loops else None
         return NeighbourSum(found.adj, found.scale_dst, found.scale_src, loop, reads_own=False)
 
-    def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
+    def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
         """What :func:`fastsparse_pyg.tiled` computes of a tile's sums."""
         if is_plain_linear(self.lin, Linear):
             return F.linear(sums, self.lin.weight, self.bias)
@@ -162,10 +162,10 @@ class FastGCNConv(PropagatingConv, GCNConv):
             return None
         num_nodes, flow = x.shape[0], state["flow"]
         adj = known(edge_index, (num_nodes, num_nodes, flow, BY_KERNEL))
-        if adj is None:  # perhaps they were prepared with their loops, or come to other layers too
+        if adj is None:  # they may have been prepared with their loops, or may be used by other layers
             adj = known(edge_index, (num_nodes, num_nodes, flow, True))
         if adj is None:
-            if recorded.current() is not None:  # of the edges of a padded batch nobody knows
+            if recorded.current() is not None:  # for the edges of a padded batch this is unknown
                 return None
             adj = edges_for_loops(edge_index, num_nodes, flow)
         scale, adds = gcn_factors(adj, x.dtype, True)

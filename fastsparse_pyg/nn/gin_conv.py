@@ -27,7 +27,7 @@ class FastGINConv(FastConv, GINConv):
         \mathbf{x}^{\prime}_i = h_{\mathbf{\Theta}} \left( (1 + \epsilon) \cdot \mathbf{x}_i + \sum_{j \in
         \mathcal{N}(i)} \mathbf{x}_j \right)
 
-    after "How Powerful are Graph Neural Networks?" (https://arxiv.org/abs/1810.00826). Arguments, parameters,
+    From "How Powerful are Graph Neural Networks?" (https://arxiv.org/abs/1810.00826). Arguments, parameters,
     ``state_dict`` and results are the original's. Kernels support ``aggr`` sum, add, mean, max and min;
     anything else runs PyG's own code on the same parameters.
 
@@ -81,11 +81,11 @@ class FastGINConv(FastConv, GINConv):
             out = torch.addcmul(out, 1 + eps, x_dst)
         return network(out)
 
-    def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
+    def _neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
         """What :func:`fastsparse_pyg.tiled` sums over a tile's neighbours."""
         return self._plain_sum(x, edges)
 
-    def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
+    def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
         """What :func:`fastsparse_pyg.tiled` computes of a tile's sums."""
         out: Tensor = self.nn(torch.addcmul(sums, 1 + self.eps, x))
         return out

@@ -31,10 +31,10 @@ class FastGINEConv(AttentionConv, GINEConv):
         \mathbf{x}^{\prime}_i = h_{\mathbf{\Theta}} \left( (1 + \epsilon) \cdot \mathbf{x}_i + \sum_{j \in
         \mathcal{N}(i)} \mathrm{ReLU} ( \mathbf{x}_j + \mathbf{e}_{j,i} ) \right)
 
-    after "Strategies for Pre-training Graph Neural Networks" (https://arxiv.org/abs/1905.12265). Arguments,
+    From "Strategies for Pre-training Graph Neural Networks" (https://arxiv.org/abs/1905.12265). Arguments,
     parameters, ``state_dict`` and results are the original's. Messages and sum are one operator
-    (:func:`fastsparse_core.gine_aggregate`). With ``edge_dim`` up to 32 the linear map of the edges' features
-    is part of it, and no edge gets a row of :math:`F_{in}` numbers, forward or backward.
+    (:func:`fastsparse_core.gine_aggregate`). With ``edge_dim`` up to 32, the operator includes the linear map
+    of the edge features, so no row of :math:`F_{in}` numbers per edge is stored, forward or backward.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -63,9 +63,9 @@ class FastGINEConv(AttentionConv, GINEConv):
         """Computes the layer.
 
         Args:
-            x: node features, or (source features, destination features), the latter perhaps None.
+            x: node features, or (source features, destination features or None).
             edge_index: edges, or an Adjacency whose rows are the destinations.
-            edge_attr: features of the edges, of the width of ``x`` or ``edge_dim``.
+            edge_attr: features of the edges, as wide as ``x``, or ``edge_dim`` wide.
             size: numbers of (source, destination) nodes.
 
         Raises:
@@ -128,7 +128,7 @@ class FastGINEConv(AttentionConv, GINEConv):
                 return None
         under = autocast_dtype(x) if is_any_autocast_enabled() else None
         if under is not None and lin is None and x.dtype.itemsize == 2 and edge_attr.dtype is torch.float32:
-            x = x.float()  # as the original's messages are: what a layer before gave has 16 bits
+            x = x.float()  # as in the original's messages, because results of an earlier layer have 16 bits
         if under is not None and (
             # The original would then sum in float32, or add messages of two dtypes.
             (first is None and x.dtype is not torch.float32)

@@ -25,11 +25,11 @@ class GraphTransformerLayer(GraphTransformer):
         \mathbf{h}_i' &= \mathrm{Norm}\big(\hat{\mathbf{h}}_i + \mathbf{W}_2\, \mathrm{ReLU}(\mathbf{W}_1
         \hat{\mathbf{h}}_i)\big)
 
-    after Dwivedi and Bresson, "A Generalization of Transformer Networks to Graphs"
+    From Dwivedi and Bresson, "A Generalization of Transformer Networks to Graphs"
     (https://arxiv.org/abs/2012.09699), section 2.2, equations 4 to 8. Scores, softmax, dropout and sum are
-    one operator (:func:`fastsparse_core.attention`) that stores nothing of the size of the edges. The scores
-    are not clamped, as the authors' code does against overflow: the softmax subtracts the row's maximum. No
-    self loops are added; nodes without incoming edges get an attention of 0. Parameters have the names of
+    one operator (:func:`fastsparse_core.attention`) that stores nothing per edge. The authors' code clamps
+    the scores against overflow. This layer does not, because its softmax subtracts the maximum of each row.
+    No self loops are added; nodes without incoming edges get an attention of 0. Parameters have the names of
     ``fastsparse_dgl.GraphTransformerLayer``.
 
     Args:
@@ -105,8 +105,8 @@ class GraphTransformerLayer(GraphTransformer):
         Args:
             x: node features, or (source features, destination features).
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
-            edge_attr: features of the edges (number of edges, edge_dim), in the order of the edges or, of an
-                Adjacency, of its values; required with ``edge_dim``.
+            edge_attr: features of the edges (number of edges, edge_dim), in the order of the edges, or of the
+                values of an Adjacency; required with ``edge_dim``.
 
         Raises:
             ValueError: sizes, dtypes or devices do not fit together.

@@ -31,11 +31,11 @@ class FastHGTConv(AttentionConv, HGTConv):
         \mathbf{x}_i)^{\top} \mathbf{W}^A_r \mathbf{W}^K_{\tau(j)} \mathbf{x}_j \right), \qquad
         \mathbf{h}_i = \sum_{j, r} \alpha_{i,j} \mathbf{W}^M_r \mathbf{W}^V_{\tau(j)} \mathbf{x}_j
 
-    after "Heterogeneous Graph Transformer" (https://arxiv.org/abs/2003.01332), section 3. Arguments,
-    parameters, ``state_dict`` and results are the original's. All relations of all destinations are one call
-    of :func:`fastsparse_core.attention`, which stores nothing of the size of the edges. A relation's matrices
-    and its prior :math:`\mu_r` are multiplied into those of its source's keys and values, so that every type
-    of node takes one product.
+    From "Heterogeneous Graph Transformer" (https://arxiv.org/abs/2003.01332), section 3. Arguments,
+    parameters, ``state_dict`` and results are the original's. One call of :func:`fastsparse_core.attention`,
+    which stores nothing per edge, computes all relations. The matrices of a relation and its prior
+    :math:`\mu_r` are multiplied into the weights of the source's keys and values, so each node type takes one
+    matrix product.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}_t|, F_t)`, edges :math:`(2, |\mathcal{E}_r|)`, by type
@@ -183,13 +183,13 @@ class FastHGTConv(AttentionConv, HGTConv):
             x.dim() != 2 or x.layout is not torch.strided for x in features
         ):
             return Reason("features that are not matrices of one dtype", fallback.ONE_DTYPE)
-        # Hooks may have to see keys and values; a lazy layer gets its sizes by one.
+        # Hooks may need keys and values; a lazy layer gets its sizes from a hook.
         modules = (self.kqv_lin, self.k_rel, self.v_rel)
         if tuple(map(type, modules)) != (HeteroDictLinear, HeteroLinear, HeteroLinear):
             return Reason("a replaced linear layer", "Keep the linear layers that HGTConv makes")
         maps = [self.kqv_lin.lins[node_type] for node_type in x_src if node_type in self.kqv_lin.lins]
         if any(is_uninitialized_parameter(linear.weight) for linear in maps):
-            return Reason("a linear layer that has no sizes yet", "")
+            return Reason("a lazy linear layer that is not initialized yet", "")
         if len(maps) < len(x_src) or not all(map(is_plain_linear, maps)):
             return fallback.HOOKED_LINEAR
         if any(module._forward_hooks or module._forward_pre_hooks for module in modules):

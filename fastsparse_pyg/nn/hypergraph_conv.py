@@ -28,9 +28,9 @@ class FastHypergraphConv(FastConv, HypergraphConv):
         \mathbf{X}^{\prime} = \mathbf{D}^{-1} \mathbf{H} \mathbf{W} \mathbf{B}^{-1} \mathbf{H}^{\top}
         \mathbf{X} \mathbf{\Theta}
 
-    after "Hypergraph Convolution and Hypergraph Attention" (https://arxiv.org/abs/1901.08150). Both products
-    use one structure and its transpose; attention scores are a number per node and head, and one per
-    hyperedge and head.
+    From "Hypergraph Convolution and Hypergraph Attention" (https://arxiv.org/abs/1901.08150). Both products
+    use one structure and its transpose. The attention scores are sums of a number per node and head and a
+    number per hyperedge and head.
 
     Example:
         >>> import torch

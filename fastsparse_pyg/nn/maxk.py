@@ -58,23 +58,23 @@ class FastMaxKGCNConv(FastGCNConv):
         \mathbf{X}^{\prime} = \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2} \,
         \mathrm{MaxK}(\mathbf{X}) \, \mathbf{\Theta}
 
-    after MaxK-GNN (arXiv:2312.08656, section 3): ``FastMaxKGCNConv(F, G, k=k)`` gives what ``GCNConv(F,
-    G)(MaxK(k)(x), ...)`` gives, so that in a stack of layers MaxK takes the place of ReLU; let a linear layer
-    go before the first. Only the k kept entries of each row are gathered (:func:`fastsparse_core.ssd`).
-    Parameters and ``state_dict`` are those of :class:`~torch_geometric.nn.conv.GCNConv`. If PyG's own code
-    must run (message hooks, explain mode), it gets the dense MaxK features.
+    From MaxK-GNN (arXiv:2312.08656, section 3): ``FastMaxKGCNConv(F, G, k=k)`` gives the result of
+    ``GCNConv(F, G)(MaxK(k)(x), ...)``. In a stack of layers MaxK replaces ReLU; put a linear layer in front
+    of the stack. Only the k kept entries of each row are gathered (:func:`fastsparse_core.ssd`). Parameters
+    and ``state_dict`` are those of :class:`~torch_geometric.nn.conv.GCNConv`. If PyG's own code must run
+    (message hooks, explain mode), it gets the dense MaxK features.
 
     Args:
         in_channels: width of the input; -1: taken from the first call.
         out_channels: width of the output.
         k: kept entries of each row, from 1 to ``in_channels``.
-        recompute: whether the backward pass aggregates the kept entries once more, for the weight's gradient,
-            so that they are all that is stored. Otherwise their sums, which are dense, are stored too.
+        recompute: whether the backward pass aggregates the kept entries a second time, for the gradient of
+            the weight. Then only the kept entries are stored; otherwise their dense sums are stored too.
         kwargs: further arguments of GCNConv.
 
     Shapes:
-        - **input:** as :class:`FastGCNConv`, or features as :class:`~fastsparse_core.CBSR`, which are taken
-          as the activations
+        - **input:** as :class:`FastGCNConv`, or :class:`~fastsparse_core.CBSR`, to which MaxK is not applied
+          again
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
 
     Example:
@@ -98,7 +98,7 @@ class FastMaxKGCNConv(FastGCNConv):
 
         Args:
             x: node features (N, F_in), float64, float32, float16 or bfloat16, or
-                :class:`~fastsparse_core.CBSR`, taken as the activations.
+                :class:`~fastsparse_core.CBSR`, to which MaxK is not applied again.
             edge_index: as in :meth:`FastGCNConv.forward`.
             edge_weight: as in :meth:`FastGCNConv.forward`.
 
@@ -144,9 +144,9 @@ class FastMaxKSAGEConv(FastSAGEConv):
         \mathbf{x}^{\prime}_i = \mathbf{W}_1 \mathrm{MaxK}(\mathbf{x}_i) + \mathbf{W}_2 \cdot \mathrm{aggr}_{j
         \in \mathcal{N}(i)} \mathrm{MaxK}(\mathbf{x}_j)
 
-    after MaxK-GNN (arXiv:2312.08656, section 3): ``FastMaxKSAGEConv(F, G, k=k)`` gives what
-    ``SAGEConv(F, G)(MaxK(k)(x), ...)`` gives; see :class:`FastMaxKGCNConv`. With ``aggr`` sum, add or mean
-    and without ``project`` the sparse rows are aggregated; otherwise, the dense MaxK features.
+    From MaxK-GNN (arXiv:2312.08656, section 3): ``FastMaxKSAGEConv(F, G, k=k)`` gives the result of
+    ``SAGEConv(F, G)(MaxK(k)(x), ...)``; see :class:`FastMaxKGCNConv`. With ``aggr`` sum, add or mean and
+    without ``project`` the sparse rows are aggregated; otherwise, the dense MaxK features.
 
     Args:
         in_channels: width of the input, or a pair for sources and destinations; -1: taken from the first
@@ -157,8 +157,8 @@ class FastMaxKSAGEConv(FastSAGEConv):
         kwargs: further arguments of SAGEConv.
 
     Shapes:
-        - **input:** as :class:`FastSAGEConv`, each tensor of features or a :class:`~fastsparse_core.CBSR`,
-          which is taken as the activations
+        - **input:** as :class:`FastSAGEConv`, where each tensor may also be a :class:`~fastsparse_core.CBSR`,
+          to which MaxK is not applied again
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})` or :math:`(|\mathcal{V_t}|, F_{out})`
 
     Example:
@@ -189,7 +189,7 @@ class FastMaxKSAGEConv(FastSAGEConv):
 
         Args:
             x: node features (N, F_in), float64, float32, float16 or bfloat16, or
-                :class:`~fastsparse_core.CBSR`, taken as the activations; or a pair of either.
+                :class:`~fastsparse_core.CBSR`, to which MaxK is not applied again; or a pair of either.
             edge_index: as in :meth:`FastSAGEConv.forward`.
             size: as in :meth:`FastSAGEConv.forward`.
 

@@ -86,7 +86,7 @@ def find_pattern(
         return replace(found, graph=graph, assigned=assigned)
     except Untraceable as reason:
         return Pattern(guards=guards, reason=str(reason))
-    except Exception as error:  # whatever a symbol cannot do
+    except Exception as error:  # any operation that a symbol does not support
         said = str(error).splitlines()
         return Pattern(guards=guards, reason=f"cannot be traced ({(said or [type(error).__name__])[0][:60]})")
 
@@ -137,8 +137,8 @@ def find_joint_pattern(
 def _recognise(graph: Graph, assigned: dict[str, Node], guards: dict[str, Any]) -> Pattern:
     out = list(graph.nodes)[-1].args[0]
     if not isinstance(out, Node):
-        raise Untraceable("gives something else than a tensor")
-    if any(node.target is torch._assert for node in graph.nodes):  # plans check shapes, nothing else would
+        raise Untraceable("returns something else than a tensor")
+    if any(node.target is torch._assert for node in graph.nodes):  # only plans check the shapes
         return Pattern(guards=guards, reason="checks its arguments")
     found = _product(graph, out, assigned, guards)
     if found is not None:

@@ -1,4 +1,4 @@
-"""Plans of PyG's layers: arguments that they serve, and what of PyG a trace may hold."""
+"""Plans of PyG's layers: arguments that they handle, and what of PyG a trace may hold."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str, are
 
 
 def _kind_of(found: Arguments, pattern: Pattern) -> tuple[Any, ...] | None:
-    """What of the arguments a plan depends on; None: no plan serves them."""
+    """What of the arguments a plan depends on; None: no plan handles them."""
     dst, src = found.dst, found.src
     if not dst.is_current() or dst.num_edges < max(dst.num_nodes, src.num_nodes):
         return None
@@ -117,7 +117,7 @@ def _find_plan(
         return plan._replace(dtypes=(values[list(graph.nodes)[-1].args[0]].dtype, own))
     except NoPlan as reason:
         return str(reason)
-    except Exception:  # whatever an operator cannot do with tensors without content
+    except Exception:  # any error of an operator on tensors without content
         return ""
 
 

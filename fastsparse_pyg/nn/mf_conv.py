@@ -16,7 +16,7 @@ from fastsparse_pyg.graph import EdgesLike
 from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv, is_plain_linear, size_for_pyg
 
 _UNKNOWN_SIZES = Reason(
-    "torch.compile, which does not know the parts of sizes that depend on the edges", fallback.NOT_COMPILED
+    "torch.compile, which cannot handle sizes that depend on the edges", fallback.NOT_COMPILED
 )
 
 
@@ -27,9 +27,9 @@ class FastMFConv(FastConv, MFConv):
         \mathbf{x}^{\prime}_i = \mathbf{W}^{(\deg(i))}_1 \mathbf{x}_i + \mathbf{W}^{(\deg(i))}_2
         \sum_{j \in \mathcal{N}(i)} \mathbf{x}_j
 
-    after "Convolutional Networks on Graphs for Learning Molecular Fingerprints"
-    (https://arxiv.org/abs/1509.09292). Nodes are sorted by degree once per structure, not looked for in every
-    call. Sparse matrices run PyG's own code.
+    From "Convolutional Networks on Graphs for Learning Molecular Fingerprints"
+    (https://arxiv.org/abs/1509.09292). Nodes are sorted by degree once per structure, not in every call.
+    Sparse matrices run PyG's own code.
 
     Example:
         >>> import torch
@@ -57,7 +57,7 @@ class FastMFConv(FastConv, MFConv):
         for lin, lin_root, of_sums, of_roots in zip(self.lins_l, self.lins_r, sums, roots, strict=True):
             out = lin(of_sums)
             if of_roots is not None:
-                plain = is_plain_linear(lin)  # hooks may have kept what a layer with hooks gave
+                plain = is_plain_linear(lin)  # hooks may have stored the result of the layer
                 out = add_linear(out, (of_roots,), (lin_root,), Linear) if plain else out + lin_root(of_roots)
             parts.append(out)
         return torch.cat(parts).index_select(0, place)

@@ -43,7 +43,8 @@ _AGGREGATIONS = {
     VarAggregation: "var",
     StdAggregation: "std",
 }
-#: Scalers: whether they divide the average by the degree, and not the degree by it; what of the degree.
+#: Scaler -> whether it divides the average by the degree (or the degree by the average), and the function of
+#:     the degree.
 _OF_DEGREE: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
     "amplification": (False, lambda degree: torch.log(degree + 1)),
     "attenuation": (True, lambda degree: torch.log(degree.clamp(min=1) + 1)),
@@ -62,16 +63,16 @@ class FastPNAConv(FastConv, PNAConv):
         \mathcal{N}(i)}{\bigoplus} h_{\mathbf{\Theta}} ( \mathbf{x}_i, \mathbf{x}_j, \mathbf{e}_{ij} ) \Big),
         \qquad \bigoplus = \text{scalers} \otimes \text{aggregators}
 
-    after "Principal Neighbourhood Aggregation for Graph Nets" (https://arxiv.org/abs/2004.05718). Arguments,
+    From "Principal Neighbourhood Aggregation for Graph Nets" (https://arxiv.org/abs/2004.05718). Arguments,
     parameters, ``state_dict`` and results are the original's. With ``pre_layers=1`` the message is
     :math:`\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} + \mathbf{b}`. The
     products with nodes are computed once per node. :func:`fastsparse_core.multi_aggregate` adds the edge's
     part (of up to 32 features) and computes all aggregations in one pass. No message is stored. Scalers are
     applied after the update's linear map, so scaled aggregations are not stored either. With more
     ``pre_layers``, PyG's code computes and stores the messages, and the kernel aggregates them. The variance
-    is that of deviations from the mean: more accurate than the original's difference of squares. Entries that
-    share a minimum or maximum share its gradient. If the extremum is exactly 0, PyTorch's ``scatter_reduce``
-    drops a part of the gradient; this layer does not.
+    is computed from deviations from the mean, which is more accurate than the original's difference of
+    squares. Entries that share a minimum or maximum share its gradient. If the minimum or maximum is exactly
+    0, PyTorch's ``scatter_reduce`` drops a part of the gradient; this layer does not.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, float64, float32, float16 or bfloat16;
@@ -99,8 +100,7 @@ class FastPNAConv(FastConv, PNAConv):
         Args:
             x: node features (N, F_in).
             edge_index: edges (2, E), EdgeIndex, transposed sparse matrix, or Adjacency of a prepared graph.
-            edge_attr: features (E, edge_dim) in the order of the edges; needed where the layer has
-                ``edge_dim``.
+            edge_attr: features (E, edge_dim) in the order of the edges; required with ``edge_dim``.
 
         Returns:
             Node features (N, F_out).
@@ -125,7 +125,8 @@ class FastPNAConv(FastConv, PNAConv):
         # Comprehensions would be a call each in Python 3.11.
         of_own, weights, own_biases = [], [], []
         for nn in post_nns:
-            # The gradient of a split is one tensor; each slice's would be a matrix of zeros.
+            # The gradient of a split is one tensor; the gradient of each slice would be a matrix full of
+            # zeros.
             of_node, rest = nn[0].weight.split_with_sizes([width, nn[0].weight.size(1) - width], 1)
             of_own.append(of_node)
             weights.append(rest)
@@ -178,7 +179,7 @@ class FastPNAConv(FastConv, PNAConv):
             if name != "identity":
                 divides, of_degree = _OF_DEGREE[name]
 
-                if torch.compiler.is_compiling():  # a trace would depend on what the structure keeps
+                if torch.compiler.is_compiling():  # a trace would depend on what the structure has cached
                     factor = of_degree(adj.rowptr.diff().to(dtype))
                 else:
 

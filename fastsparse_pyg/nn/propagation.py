@@ -26,7 +26,7 @@ from fastsparse_pyg.graph import (
 from fastsparse_pyg.nn.base import ANY_REDUCTION, REDUCE, FastConv
 
 _NOTHING_CACHED = Reason(
-    "cached=True and nothing cached under torch.compile", "Call the layer once before `torch.compile`"
+    "cached=True under torch.compile, with an empty cache", "Call the layer once before `torch.compile`"
 )
 
 
@@ -37,7 +37,7 @@ class Propagation(NamedTuple):
         adj: structure of V.
         value: its values in the structure's value order; None: all 1.
         scale_dst: s, a constant (num_nodes,); None: all 1.
-        scale_src: t, like s, of which it differs where nothing is gathered.
+        scale_src: t, like s; they differ if nothing is gathered.
         adds_loops: whether the kernel has to add a loop to every node, which V lacks.
     """
 
@@ -193,7 +193,7 @@ class PropagatingConv(FastConv):
         if not isinstance(held, _Held):  # PyG's own code ran first and filled the cache
             return self._as_pyg_cached(held, x)
         if not held.fits(x):
-            # Nodes that came later have no edges in PyG's cache either.
+            # Nodes that were added later have no edges in PyG's cache either.
             found = self._as_pyg_cached(getattr(self, slot.removeprefix("_held")), x)
             held = self.__dict__[slot] = held._replace(propagation=found)
         if held.propagation.adj.device != x.device:
@@ -227,8 +227,8 @@ class PropagatingConv(FastConv):
             scale = scale.masked_fill(scale == float("inf"), 0)
             if not scale.requires_grad:
                 scale = scale.squeeze(1)
-                # Weights below 0 may add up to a degree whose root is NaN, which must not meet a node's empty
-                # sum: without an outgoing edge its gradient is 0.
+                # With weights below 0, the root of a degree may be NaN. It must not be multiplied by the
+                # empty sum of a node without outgoing edges, whose gradient is 0.
                 return Propagation(adj, value, scale, scale.masked_fill(_has_no_outgoing(adj), 0))
             # The product s_i s_j of every edge, differentiable in s.
             return Propagation(adj, value * sddmm(adj, scale, scale).to(value.dtype))
@@ -256,7 +256,7 @@ class PropagatingConv(FastConv):
             value = value.to(x.dtype)
         if not adj.has_inserted_loops:
             return value
-        # A loop that was there keeps its value, but a SparseTensor's diagonal is overwritten.
+        # Existing loops keep their values, but the diagonal of a SparseTensor is overwritten.
         return adj.extend_value(value, fill_value, keep_existing=not isinstance(edge_index, SparseTensor))
 
     def _written_for_original(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> Tensor | None:

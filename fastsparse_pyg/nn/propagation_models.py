@@ -25,7 +25,7 @@ class FastLabelPropagation(PropagatingConv, LabelPropagation):
         \mathbf{Y}^{\prime} = \alpha \mathbf{D}^{-1/2} \mathbf{A} \mathbf{D}^{-1/2} \mathbf{Y} + (1 - \alpha)
         \mathbf{Y}
 
-    after Zhu and Ghahramani, "Learning from Labeled and Unlabeled Data with Label Propagation" (2002).
+    From Zhu and Ghahramani, "Learning from Labeled and Unlabeled Data with Label Propagation" (2002).
 
     Example:
         >>> import torch
@@ -51,8 +51,9 @@ class FastLabelPropagation(PropagatingConv, LabelPropagation):
             y: labels, int64 (num_nodes,), or a number per node and class.
             edge_index: edges, or a sparse matrix or Adjacency whose rows are the destinations.
             mask: nodes whose labels are known, bool (num_nodes,) or their indices; None: all.
-            edge_weight: floating (E,), taken as it is; None: the symmetric normalisation.
-            post_step: what happens to the labels after every step; None: clamped to 0 and 1.
+            edge_weight: floating (E,), used without normalisation; None: symmetric normalisation.
+            post_step: function that is applied to the labels after every step; None: they are clamped to 0
+                and 1.
         """
         labels = one_hot(y.view(-1)) if y.dtype == torch.long and y.size(0) == y.numel() else y
         out = labels
@@ -82,7 +83,7 @@ class FastLightGCN(LightGCN):
         \mathbf{x}_i = \sum_{l=0}^{L} \alpha_l \mathbf{x}^{(l)}_i, \quad \mathbf{x}^{(l+1)}_i = \sum_{j \in
         \mathcal{N}(i)} \frac{1}{\sqrt{\deg(i) \deg(j)}} \mathbf{x}^{(l)}_j
 
-    after "LightGCN" (https://arxiv.org/abs/2002.02126). Arguments, parameters and results are the original's.
+    From "LightGCN" (https://arxiv.org/abs/2002.02126). Arguments, parameters and results are the original's.
 
     Example:
         >>> import torch

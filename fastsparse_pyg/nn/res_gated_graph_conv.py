@@ -32,11 +32,11 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         \mathbf{W}_2 \mathbf{x}_j, \qquad \eta_{i,j} = \sigma(\mathbf{W}_3 \mathbf{x}_i + \mathbf{W}_4
         \mathbf{x}_j)
 
-    after "Residual Gated Graph ConvNets" (https://arxiv.org/abs/1711.07553). Arguments, parameters,
+    From "Residual Gated Graph ConvNets" (https://arxiv.org/abs/1711.07553). Arguments, parameters,
     ``state_dict`` and results are the original's. Gates, messages and sum are one operator
-    (:func:`fastsparse_core.gated_aggregate`) that stores nothing of the size of the edges. With ``edge_dim``
-    up to 32, the linear maps are split into parts for nodes and for edges, so no row per edge is stored.
-    Kernels support the sigmoid as ``act``; another function runs PyG's own code on the same parameters.
+    (:func:`fastsparse_core.gated_aggregate`) that stores nothing per edge. With ``edge_dim`` up to 32, the
+    linear maps are split into parts for nodes and for edges, so no row per edge is stored. Kernels support
+    the sigmoid as ``act``; another function runs PyG's own code on the same parameters.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or
@@ -149,7 +149,7 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
         else:
             query, value = product(x[0], 0, 2)
             key = linear_before_sum(x[1], of_nodes[2], self.lin_key.bias)
-        # Both ends of an edge see its features, and what the gate gets of them is one product.
+        # Both ends of an edge add a map of its features, so the gate gets one product.
         return key, query, value, of_edges[0] + of_edges[2], of_edges[1]
 
     def _reason(

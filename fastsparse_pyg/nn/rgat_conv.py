@@ -37,12 +37,12 @@ class FastRGATConv(AttentionConv, RGATConv):
         \mathbf{x}^{\prime}_i = \sum_{r \in \mathcal{R}} \sum_{j \in \mathcal{N}_r(i)} \alpha^{(r)}_{i,j}
         \mathbf{W}_r \mathbf{x}_j
 
-    with additive or multiplicative scores, normalised within or across relations, after "Relational Graph
+    Scores are additive or multiplicative, and normalised within or across relations. From "Relational Graph
     Attention Networks" (https://arxiv.org/abs/1904.05811), section 2. Arguments, parameters, ``state_dict``
     and results are the original's. :math:`\mathbf{W}_r \mathbf{x}_j` is computed once for each pair of a
-    source and a relation that has edges, not once per edge. So are the scores of destinations. Additive
-    scores without ``mod`` run the fused kernel; the other options keep one number for every edge and head.
-    Attention dropout draws a different mask than the original.
+    source and a relation with edges, not once per edge. The same holds for the scores of destinations.
+    Additive scores without ``mod`` run the fused kernel; the other options keep one number for every edge and
+    head. Attention dropout draws a different mask than the original.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`; edges :math:`(2, |\mathcal{E}|)`; types
@@ -70,12 +70,12 @@ class FastRGATConv(AttentionConv, RGATConv):
         """Computes the layer.
 
         Args:
-            x: node features (N, F_in), float64, float32, float16 or bfloat16; a pair of them, of sources and
-                destinations, runs PyG's implementation.
+            x: node features (N, F_in), float64, float32, float16 or bfloat16; a pair (source features,
+                destination features) runs PyG's implementation.
             edge_index: edges.
-            edge_type: relation of every edge, int64 (E,), in their order.
+            edge_type: relation of every edge, int64 (E,), in the order of the edges.
             edge_attr: features of the edges (E, edge_dim), in the dtype of ``x``; required with ``edge_dim``.
-            size: runs PyG's code.
+            size: if given, PyG's code runs.
             return_attention_weights: True or False: also returns the edges and their attention weights before
                 dropout.
 
@@ -89,7 +89,7 @@ class FastRGATConv(AttentionConv, RGATConv):
             return self._original_forward(
                 reason, x, edge_index, edge_type, edge_attr, size, return_attention_weights
             )
-        assert isinstance(edge_index, Tensor)  # else there was a reason
+        assert isinstance(edge_index, Tensor)  # otherwise there was a reason
         num_nodes = x.size(0)
         relations = relations_of(edge_index, edge_type, (num_nodes, num_nodes), self.num_relations, self.flow)
         weight = self._weight()
@@ -168,7 +168,7 @@ class FastRGATConv(AttentionConv, RGATConv):
                 relations.between_pairs, of_dst, key, values, self.negative_slope, of_edge, dropout
             )
             return scatter(out, relations.dst_pairs.node, relations.shape[0])
-        # A destination's score depends on the relation: it comes with the edge.
+        # The score of a destination depends on the relation, so it is added per edge.
         bias = rows_of(of_dst, relations.dst_pairs.of_edge)
         bias = bias if of_edge is None else bias + of_edge
         none = of_dst.new_zeros(relations.shape[0], self.heads)

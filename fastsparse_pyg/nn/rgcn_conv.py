@@ -36,7 +36,7 @@ FEW_PAIRS = 65_536
 class _RelationalConv(FastConv):
     """What both forms of RGCN share.
 
-    No base of the other's: PyG's templates of the one would serve the other, whose messages are others.
+    Not a base class of the other: PyG's templates are kept by class, and the messages differ.
     """
 
     _aggregations = ANY_REDUCTION
@@ -48,15 +48,16 @@ class _RelationalConv(FastConv):
         """Computes the layer.
 
         Args:
-            x: node features, indices of trainable ones, None for those of all nodes, or (sources,
+            x: node features; or indices of trainable features, None for all nodes; or a pair (sources,
                 destinations).
             edge_index: edges, or a SparseTensor or Adjacency whose rows are the destinations.
-            edge_type: relation of every edge, int64 (E,), in their order; of a SparseTensor the values are.
+            edge_type: relation of every edge, int64 (E,), in the order of the edges; a SparseTensor has the
+                relations as its values.
 
         Raises:
             ValueError: sizes or devices do not fit.
-            IndexError: an index points to no node, or a type to no relation. Like PyG,
-                :class:`FastRGCNConv` with ``num_blocks`` leaves out edges of other types instead.
+            IndexError: an index points to no node, or a type to no relation. With ``num_blocks``,
+                :class:`FastRGCNConv` ignores edges of other types, as PyG does.
         """
         x_l = x[0] if isinstance(x, tuple) else x
         all_nodes = x_l is None
@@ -117,7 +118,7 @@ class _RelationalConv(FastConv):
         return out
 
     def _are_few(self, relations: Relations, x: Tensor, weight: Tensor) -> bool:
-        """Whether one product serves all relations, with rows for pairs without edges too."""
+        """Whether one product handles all relations, with rows for pairs without edges too."""
         return (
             relations.shape[0] * self.num_relations <= FEW_PAIRS
             and weight.dim() == 3
@@ -159,7 +160,7 @@ class _RelationalConv(FastConv):
         if self.flow == "target_to_source" and isinstance(edge_index, Adjacency):
             return Reason("an Adjacency with flow='target_to_source'", fallback.PLAIN_EDGES)
         features = x_src if is_floating else self.weight
-        return super()._reason(features, features, edge_index)  # relations know either direction of a pair
+        return super()._reason(features, features, edge_index)  # relations handle both directions of a pair
 
 
 class FastRGCNConv(_RelationalConv, RGCNConv):
@@ -169,14 +170,14 @@ class FastRGCNConv(_RelationalConv, RGCNConv):
         \mathbf{x}^{\prime}_i = \mathbf{\Theta}_{\textrm{root}} \cdot \mathbf{x}_i + \sum_{r \in \mathcal{R}}
         \sum_{j \in \mathcal{N}_r(i)} \frac{1}{|\mathcal{N}_r(i)|} \mathbf{\Theta}_r \cdot \mathbf{x}_j
 
-    after "Modeling Relational Data with Graph Convolutional Networks" (https://arxiv.org/abs/1703.06103),
-    sections 2.1 and 2.2. Arguments, parameters, ``state_dict`` and results are the original's; that of PyG's
-    own ``FastRGCNConv`` is :class:`FastFastRGCNConv`. All relations are one aggregation. Its rows are the
-    pairs of a destination and a relation that have edges, sorted by relation, so every relation's matrix
-    multiplies consecutive rows. If that moves fewer numbers, sources are multiplied first. Nothing of the
-    size of nodes times relations is stored. The structure is made once for each pair of ``edge_index`` and
-    ``edge_type``. An edge whose type is none of the relations is an IndexError; a captured step, which reads
-    nothing from the device, leaves it out.
+    From "Modeling Relational Data with Graph Convolutional Networks" (https://arxiv.org/abs/1703.06103),
+    sections 2.1 and 2.2. Arguments, parameters, ``state_dict`` and results are the original's. (The drop-in
+    of PyG's ``FastRGCNConv`` is :class:`FastFastRGCNConv`.) All relations are aggregated at once. The rows
+    are the pairs of a destination and a relation that have edges, sorted by relation, so the matrix of each
+    relation multiplies consecutive rows. If that moves fewer numbers, sources are multiplied first. No tensor
+    of nodes times relations is stored. The structure is built once for each pair of ``edge_index`` and
+    ``edge_type``. An unknown edge type raises an IndexError; captured steps read nothing from the device, and
+    ignore such edges.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})`, indices :math:`(|\mathcal{V}|)`, None, or
@@ -200,8 +201,8 @@ class FastFastRGCNConv(_RelationalConv, pyg.FastRGCNConv):
         \mathbf{x}^{\prime}_i = \mathbf{\Theta}_{\textrm{root}} \cdot \mathbf{x}_i + \sum_{r \in \mathcal{R}}
         \sum_{j \in \mathcal{N}_r(i)} \frac{1}{|\mathcal{N}_r(i)|} \mathbf{\Theta}_r \cdot \mathbf{x}_j
 
-    after "Modeling Relational Data with Graph Convolutional Networks" (https://arxiv.org/abs/1703.06103). It
-    computes what :class:`FastRGCNConv` computes, for sums and means, with the same parameters.
+    From "Modeling Relational Data with Graph Convolutional Networks" (https://arxiv.org/abs/1703.06103). For
+    sums and means it gives the same results as :class:`FastRGCNConv`, with the same parameters.
 
     Example:
         >>> import torch
@@ -221,5 +222,7 @@ class FastFastRGCNConv(_RelationalConv, pyg.FastRGCNConv):
         self, x_src: Any, x_dst: Any, edge_index: Any, edge_type: Any = None, *of_call: Any
     ) -> Reason | None:
         if isinstance(x_src, Tensor) and not x_src.is_floating_point():
-            return Reason("features that are indices", "Use RGCNConv")  # which PyG's takes for the nodes' own
+            return Reason(
+                "features that are indices", "Use RGCNConv"
+            )  # which PyG's layer treats as the nodes' own
         return super()._reason(x_src, x_dst, edge_index, edge_type)

@@ -23,7 +23,7 @@ class FastSAGEConv(FastConv, SAGEConv):
         \mathbf{x}^{\prime}_i = \mathbf{W}_1 \mathbf{x}_i + \mathbf{W}_2 \cdot \mathrm{aggr}_{j \in
         \mathcal{N}(i)} \mathbf{x}_j
 
-    after "Inductive Representation Learning on Large Graphs" (https://arxiv.org/abs/1706.02216). Arguments,
+    From "Inductive Representation Learning on Large Graphs" (https://arxiv.org/abs/1706.02216). Arguments,
     parameters, ``state_dict`` and results are the original's. Kernels support ``aggr`` sum, add, mean, max
     and min; anything else (lists, LSTM, custom modules, message hooks, explain mode) runs PyG's own code on
     the same parameters. If several neighbours share the maximum, its gradient goes to the first of them.
@@ -74,13 +74,13 @@ class FastSAGEConv(FastConv, SAGEConv):
         out = self._neighbours_and_root(adj, x_src, x_dst, value, modules["lin_l"], lin_root)
         return F.normalize(out, p=2.0, dim=-1) if state["normalize"] else out
 
-    def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
+    def _neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
         """What :func:`fastsparse_pyg.tiled` sums over a tile's neighbours."""
         if self.project and hasattr(self, "lin"):
             raise_untiled(self, "project=True")
         return self._plain_sum(x, edges)._replace(reads_own=self.root_weight)
 
-    def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
+    def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
         """What :func:`fastsparse_pyg.tiled` computes of a tile's sums."""
         out: Tensor = self.lin_l(sums)
         if self.root_weight:

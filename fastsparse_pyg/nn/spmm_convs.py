@@ -35,7 +35,7 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
         \mathbf{x}^{\prime}_i = \mathbf{W}_1 \mathbf{x}_i + \mathbf{W}_2 \sum_{j \in \mathcal{N}(i)} e_{j,i}
         \mathbf{x}_j
 
-    after "Weisfeiler and Leman Go Neural" (https://arxiv.org/abs/1810.02244). Kernels support ``aggr`` sum,
+    From "Weisfeiler and Leman Go Neural" (https://arxiv.org/abs/1810.02244). Kernels support ``aggr`` sum,
     add, mean, max and min.
 
     Example:
@@ -85,11 +85,11 @@ class FastGraphConv(PropagatingConv, pyg.GraphConv):
             x_src = x_src.to(message_dtype(x_src, value))
         return self._neighbours_and_root(adj, x_src, x_dst, value, *both)
 
-    def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
+    def _neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
         """What :func:`fastsparse_pyg.tiled` sums over a tile's neighbours."""
         return self._plain_sum(x, edges)
 
-    def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
+    def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
         """What :func:`fastsparse_pyg.tiled` computes of a tile's sums."""
         out: Tensor = self.lin_rel(sums) + self.lin_root(x)
         return out
@@ -159,8 +159,8 @@ class FastSGConv(_Powers, pyg.SGConv):
         \mathbf{X}^{\prime} = \left( \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2}
         \right)^K \mathbf{X} \mathbf{\Theta}
 
-    after "Simplifying Graph Convolutional Networks" (https://arxiv.org/abs/1902.07153). If nothing is cached,
-    and that gathers less, the linear layer comes first.
+    From "Simplifying Graph Convolutional Networks" (https://arxiv.org/abs/1902.07153). If nothing is cached
+    and the output is narrower than the input, the linear layer comes first.
 
     Example:
         >>> import torch
@@ -191,7 +191,7 @@ class FastSSGConv(_Powers, pyg.SSGConv):
         \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2} \right)^k \mathbf{X} \right)
         \mathbf{\Theta}
 
-    after "Simple Spectral Graph Convolution" (https://openreview.net/forum?id=CYO5T-YjWZV).
+    From "Simple Spectral Graph Convolution" (https://openreview.net/forum?id=CYO5T-YjWZV).
 
     Example:
         >>> import torch
@@ -223,7 +223,7 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
         \mathbf{X}^{(k)} = (1 - \alpha) \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2}
         \mathbf{X}^{(k-1)} + \alpha \mathbf{X}^{(0)}
 
-    after "Predict then Propagate" (https://arxiv.org/abs/1810.05997). Dropout of edges draws a different mask
+    From "Predict then Propagate" (https://arxiv.org/abs/1810.05997). Dropout of edges draws a different mask
     than the original.
 
     Example:
@@ -252,7 +252,8 @@ class FastAPPNP(PropagatingConv, pyg.APPNP):
         if not drops and not is_any_autocast_enabled():
             *_, out = out, *self._steps(matrix, out, self.K, [x] * self.K, self.alpha)
             return out
-        # Under autocast the products are in its dtype; the result is in the original's, which casts nothing.
+        # Under autocast, the products are in its dtype, and the result has the dtype of the original, which
+        # casts nothing.
         dtype = x.dtype if value is None else torch.promote_types(x.dtype, value.dtype)
         for step in range(self.K):
             if drops:
@@ -270,7 +271,7 @@ class FastTAGConv(PropagatingConv, pyg.TAGConv):
         \mathbf{X}^{\prime} = \sum_{k=0}^K \left( \mathbf{D}^{-1/2} \mathbf{A} \mathbf{D}^{-1/2} \right)^k
         \mathbf{X} \mathbf{W}_{k}
 
-    after "Topology Adaptive Graph Convolutional Networks" (https://arxiv.org/abs/1710.10370). If the output
+    From "Topology Adaptive Graph Convolutional Networks" (https://arxiv.org/abs/1710.10370). If the output
     is narrower than the input, the sum is computed by Horner's rule at the output's width.
 
     Example:
@@ -309,7 +310,7 @@ class FastMixHopConv(PropagatingConv, pyg.MixHopConv):
         \mathbf{X}^{\prime} = \Vert_{p \in P} \left( \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}}
         \mathbf{\hat{D}}^{-1/2} \right)^p \mathbf{X} \mathbf{\Theta}_p
 
-    after "MixHop" (https://arxiv.org/abs/1905.00067).
+    From "MixHop" (https://arxiv.org/abs/1905.00067).
 
     Example:
         >>> import torch
@@ -340,7 +341,7 @@ class FastGCN2Conv(PropagatingConv, pyg.GCN2Conv):
         \right) \left( (1 - \beta) \mathbf{I} + \beta \mathbf{\Theta} \right), \quad \mathbf{\hat{P}} =
         \mathbf{\hat{D}}^{-1/2} \mathbf{\hat{A}} \mathbf{\hat{D}}^{-1/2}
 
-    after "Simple and Deep Graph Convolutional Networks" (https://arxiv.org/abs/2007.02133).
+    From "Simple and Deep Graph Convolutional Networks" (https://arxiv.org/abs/2007.02133).
 
     Example:
         >>> import torch
@@ -385,7 +386,7 @@ class FastLGConv(PropagatingConv, pyg.LGConv):
         \mathbf{x}^{\prime}_i = \sum_{j \in \mathcal{N}(i)} \frac{e_{j,i}}{\sqrt{\deg(i)} \sqrt{\deg(j)}}
         \mathbf{x}_j
 
-    after "LightGCN" (https://arxiv.org/abs/2002.02126). Under autocast the result has the autocast dtype.
+    From "LightGCN" (https://arxiv.org/abs/2002.02126). Under autocast the result has the autocast dtype.
 
     Example:
         >>> import torch
@@ -398,7 +399,7 @@ class FastLGConv(PropagatingConv, pyg.LGConv):
     def forward(self, x: Tensor, edge_index: EdgesLike, edge_weight: OptTensor = None) -> Tensor:
         """Computes the layer; arguments and errors as in :meth:`FastGCNConv.forward`.
 
-        A pair of features, which PyG takes without ``normalize``, runs PyG's implementation.
+        A pair of features, which is allowed without ``normalize``, runs PyG's implementation.
         """
         if isinstance(x, (tuple, list)):
             return self._original_forward(fallback.PAIR_OF_FEATURES, x, edge_index, edge_weight)
@@ -416,7 +417,7 @@ class FastARMAConv(PropagatingConv, pyg.ARMAConv):
         \mathbf{X}^{(0)} \mathbf{V} \right), \quad \mathbf{X}^{\prime} = \frac{1}{K} \sum_{k=1}^K
         \mathbf{X}_k^{(T)}
 
-    after "Graph Neural Networks with Convolutional ARMA Filters" (https://arxiv.org/abs/1901.01343).
+    From "Graph Neural Networks with Convolutional ARMA Filters" (https://arxiv.org/abs/1901.01343).
 
     Example:
         >>> import torch
@@ -456,7 +457,7 @@ class FastClusterGCNConv(PropagatingConv, pyg.ClusterGCNConv):
         \mathbf{X} \mathbf{W}_1 + \mathbf{X} \mathbf{W}_2, \quad \mathbf{\hat{A}} = (\mathbf{D} +
         \mathbf{I})^{-1} (\mathbf{A} + \mathbf{I})
 
-    after "Cluster-GCN" (https://arxiv.org/abs/1905.07953). Sparse matrices run PyG's own code.
+    From "Cluster-GCN" (https://arxiv.org/abs/1905.07953). Sparse matrices run PyG's own code.
 
     Example:
         >>> import torch
@@ -500,7 +501,7 @@ class FastGatedGraphConv(PropagatingConv, pyg.GatedGraphConv):
         \mathbf{m}_i^{(l+1)} = \sum_{j \in \mathcal{N}(i)} e_{j,i} \mathbf{\Theta} \mathbf{h}_j^{(l)}, \quad
         \mathbf{h}_i^{(l+1)} = \mathrm{GRU}(\mathbf{m}_i^{(l+1)}, \mathbf{h}_i^{(l)})
 
-    after "Gated Graph Sequence Neural Networks" (https://arxiv.org/abs/1511.05493).
+    From "Gated Graph Sequence Neural Networks" (https://arxiv.org/abs/1511.05493).
 
     Example:
         >>> import torch

@@ -31,12 +31,12 @@ class FastTransformerConv(AttentionConv, TransformerConv):
         \mathrm{softmax}_j \left( \frac{(\mathbf{W}_3\mathbf{x}_i)^{\top} (\mathbf{W}_4\mathbf{x}_j +
         \mathbf{W}_6 \mathbf{e}_{ij})}{\sqrt{d}} \right)
 
-    after "Masked Label Prediction: Unified Message Passing Model for Semi-Supervised Classification"
+    From "Masked Label Prediction: Unified Message Passing Model for Semi-Supervised Classification"
     (https://arxiv.org/abs/2009.03509), section 3.1. Arguments, parameters, ``state_dict`` and results are the
     original's. Scores, softmax, dropout and sum are one operator (:func:`fastsparse_core.attention`) that
-    stores nothing of the size of the edges. Edge features join keys and values without a projected row for
-    any edge: :math:`\mathbf{W}_6` moves to the queries and behind the sum. Attention dropout draws a
-    different mask than the original. Under autocast the attention runs in the autocast dtype.
+    stores nothing per edge. Edge features are added to keys and values without projecting them per edge:
+    :math:`\mathbf{W}_6` is applied to the queries and to the weighted sum of edge features instead. Attention
+    dropout draws a different mask than the original. Under autocast the attention runs in the autocast dtype.
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F_{in})` or

@@ -6,7 +6,7 @@ import os
 import sys
 from importlib.machinery import PathFinder
 
-# Nobody but a Python that is started later has to find this folder.
+# Only Python processes that are started later need this folder.
 sys.path[:] = [path for path in sys.path if os.path.abspath(path) != os.path.dirname(__file__)]
 _hidden = PathFinder.find_spec("sitecustomize", sys.path)
 if _hidden is not None and _hidden.loader is not None:

@@ -1,5 +1,5 @@
-// What attention on the CPU does with the features of a block's rows: products with them and weighted sums of
-// them, over vectors. Compiled once for every type, and called from both passes.
+// Attention on the CPU: products with the features of a block's rows and weighted sums of them, with SIMD
+// vectors. Compiled once for every type, and called from both passes.
 #include <algorithm>
 #include <type_traits>
 
@@ -67,8 +67,8 @@ FASTSPARSE_INLINE void leaky_relu(V& z, A slope) {
   }
 }
 
-// Sets the lanes before `first` to 0. The last vector of a head ends with it, so that nothing is read beyond
-// it and no feature is left over; lanes that an earlier vector had count once.
+// Sets the lanes before `first` to 0. The last vector of a head ends where the head ends, so nothing is read
+// beyond it. Lanes that overlap the vector before are set to 0, so that they count once.
 template <typename A>
 FASTSPARSE_INLINE void clear_lanes(std::int64_t first, Vector<A>& lanes) {
   using Mask = BitsOf<Vector<A>>;
@@ -105,7 +105,7 @@ FASTSPARSE_INLINE void row_products(const Hidden<Acc<T>>& hidden, const T* row, 
                                     Vector<Acc<T>>& result) {
   using A = Acc<T>;
   constexpr int kWidth = kVectorWidth<A>;
-  Vector<A> sum = {}, other_sum = {}, product;  // two, for an addition waits for the one before
+  Vector<A> sum = {}, other_sum = {}, product;  // two, because an addition waits for the one before
   std::int64_t f = 0;
   for (; f + 2 * kWidth <= width; f += 2 * kWidth) {
     multiply<T, kHidden>(hidden, row, f, product);
@@ -126,8 +126,8 @@ FASTSPARSE_INLINE void row_products(const Hidden<Acc<T>>& hidden, const T* row, 
   result = sum + other_sum;
 }
 
-// As many rows as a vector has lanes at a time: their sums then come out of adding neighbouring lanes, which
-// puts two vectors into one, a few times over.
+// One row per lane at a time. Neighbouring lanes are added, which joins two vectors to one, until one vector
+// has the sums of all rows.
 template <typename T, bool kHidden>
 FASTSPARSE_INLINE void wide_products(const Hidden<Acc<T>>& hidden, const Rows<T>& right, std::int64_t width,
                                      Acc<T>* product) {
@@ -192,7 +192,7 @@ FASTSPARSE_INLINE void make_term(const V& left, A slope, V& right) {
   }
 }
 
-// Adds a block's sums of a vector of features from `f` on, of which the first `skip` are summed already.
+// Adds a block's sums of a vector of features from `f` on; the first `skip` are summed already.
 template <typename V, typename A>
 FASTSPARSE_INLINE void add_block(V& block, std::int64_t f, std::int64_t skip, const Sum<A>& sum) {
   V total, compensation;
@@ -204,7 +204,7 @@ FASTSPARSE_INLINE void add_block(V& block, std::int64_t f, std::int64_t skip, co
   store_vector<A>(compensation, sum.compensation + f);
 }
 
-// Features of kVectors vectors from `f` on, of which the first `skip` are summed already.
+// Features of kVectors vectors from `f` on; the first `skip` are summed already.
 template <typename T, Term kTerm, int kVectors>
 FASTSPARSE_INLINE void accumulate_tile(const Acc<T>* weight, const Hidden<Acc<T>>& hidden,
                                        const Rows<T>& right, std::int64_t f, std::int64_t skip,
@@ -353,7 +353,7 @@ FASTSPARSE_INLINE void project_block(const Rows<T>& right, const Acc<T>* columns
   }
 }
 
-// The features of kVectors vectors from `f` on, of which the first `skip` are summed already.
+// The features of kVectors vectors from `f` on; the first `skip` are summed already.
 template <typename T, int kVectors>
 FASTSPARSE_INLINE void hidden_tile(const Acc<T>* weight, const Hidden<Acc<T>>& hidden, const Rows<T>& right,
                                    std::int64_t f, std::int64_t skip, const HiddenGradients<Acc<T>>& to) {

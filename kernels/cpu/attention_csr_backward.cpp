@@ -34,7 +34,7 @@ struct Scratch {
   std::int64_t rows_of_task;
 };
 
-// Numbers of the entries of a block, for one head; those beyond its end, up to a whole vector, are 0.
+// Numbers of the entries of a block, for one head; padded with 0 to a whole vector.
 template <typename A>
 struct Terms {
   A weight[kBlock];  // p; then p times the dropout factor
@@ -67,7 +67,7 @@ FASTSPARSE_INLINE void recompute(const AttentionCsrArgs& args, const CsrView& a,
   }
   for (int i = 0; i < lanes; ++i) {
     const A p = exponential(scores.score[i] - terms.lse[i]);
-    terms.weight[i] = terms.lse[i] == -kInfinity ? 0 : p;  // beyond the end, or nothing but masked entries
+    terms.weight[i] = terms.lse[i] == -kInfinity ? 0 : p;  // beyond the end, or only masked entries
   }
 }
 
@@ -81,7 +81,7 @@ FASTSPARSE_INLINE void finish(const A* delta, const A* inverse_sum, int count, T
   }
 }
 
-// Adds what the entries of a block give to the gradient of `left`, up to a constant factor.
+// Adds the contributions of a block's entries to the gradient of `left`, up to a constant factor.
 template <typename A>
 FASTSPARSE_INLINE void add_score_gradients(const AttentionCsrArgs& args, const A* grad, const Gather& rows,
                                            std::int64_t head, const std::vector<A>& left, Sums<A>& sums) {
@@ -134,7 +134,7 @@ struct EdgeGradients {
   const AttentionCsrArgs& forward = args.forward;
   Edges<A>& edges;
   const A scale = static_cast<A>(forward.scale);
-  Sums<A> of_scores, of_values;  // but with GATv2: (heads, stride), sums over a row of ds a and of w a
+  Sums<A> of_scores, of_values;  // except with GATv2: (heads, stride), sums over a row of ds a and of w a
   // The same, the first times the scale, for up to kRowsPerTask rows: (heads, edge_width, kRowsPerTask).
   std::vector<A> score_sums, value_sums;
   std::int32_t kept[kRowsPerTask];  // those rows
@@ -193,8 +193,8 @@ struct EdgeGradients {
     }
   }
 
-  // Keeps the sums of a row. Rows without entries are none of those: what their dst holds, NaN
-  // perhaps, has no part in dW.
+  // Stores the sums of a row. Rows without entries are left out, because their dst may be NaN, which must not
+  // reach dW.
   FASTSPARSE_INLINE void end_row(std::int64_t row, Sums<A>& grad_dst) {
     for (std::int64_t head = 0; head < forward.heads; ++head) {
       const std::int64_t place = head * edges.stride, first = head * edges.head_width;

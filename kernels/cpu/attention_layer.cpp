@@ -1,5 +1,5 @@
-// The attention of a layer in one call each way: scores of nodes, attention, what is added to its result; and
-// the gradients of all that.
+// The attention of a layer in one call each way: scores of nodes, attention, terms that are added to its
+// result, and all gradients.
 #include "fastsparse/attention_layer.h"
 
 #include <vector>
@@ -25,11 +25,11 @@ struct AttentionLayerBackwardArgs {
   DenseView grad_joint;      // of the maps' results: what the pointers in `attention` point into
   std::int64_t joint_width;  // its columns
   void* grad_skip;           // in grad_joint; null: there is none
-  void* grad_bias;           // (width) in the accumulation type; null: not wanted
-  void* grad_map_bias;       // (joint_width) in the accumulation type: sums of grad_joint; null: not wanted
+  void* grad_bias;           // (width) in the accumulation type; null: not computed
+  void* grad_map_bias;       // (joint_width) in the accumulation type: sums of grad_joint; null: not computed
 };
 
-// What a layer's linear maps gave, and what the calls keep.
+// The results of a layer's linear maps, and tensors saved between the calls.
 struct Places {
   const AttentionLayer& layer;
   const AttentionLayerCall& call;

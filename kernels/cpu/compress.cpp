@@ -63,7 +63,8 @@ void reverse_entries(const ReverseEntriesArgs& args, int) {
     const auto* edge_id = static_cast<const decltype(id)*>(args.edge_id);
     auto* out = static_cast<decltype(id)*>(args.id_out);
     for (std::int64_t e = 0; e < args.num_edges; ++e) {
-      // Only a structure that a checksum mistook for a symmetric one leads astray, but nowhere outside.
+      // If the checksum wrongly took the structure for symmetric, results are wrong, but no access is out of
+      // bounds.
       const std::int64_t reverse = std::min(next[args.col[e]]++, args.num_edges - 1);
       out[e] = edge_id != nullptr ? edge_id[reverse] : static_cast<decltype(id)>(reverse);
     }

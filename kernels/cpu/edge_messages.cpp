@@ -18,7 +18,7 @@ std::int64_t work(const CsrView& a, const EdgeMessageInput& input) {
   return a.num_edges * input.width * (1 + input.edge_width);
 }
 
-// Loops over features are functions: compilers know of parameters alone that they lie apart from the others.
+// Loops over features are functions: compilers know that arrays do not overlap only if they are parameters.
 template <typename A>
 FASTSPARSE_INLINE void add_row(const A* from, A* __restrict to, std::int64_t width) {
   for (std::int64_t f = 0; f < width; ++f) to[f] += from[f];
@@ -117,7 +117,8 @@ struct Message {
   const EdgeMessageInput& input;
   const std::int64_t width = input.width;
   const bool gated = input.message != EdgeMessage::kRelu, raw = input.weight != nullptr;
-  std::vector<A> memory;  // of all rows: an allocation each would take as long as the edges of a small graph
+  std::vector<A> memory;  // for all rows, because one allocation per row would take as long as the edges of a
+                          // small graph
   A *z = memory.data(), *value = z + width, *workspace = value + width, *row_workspace = workspace + width;
   A *features_workspace = row_workspace + width, *rows = features_workspace + (raw ? input.edge_width : 0);
   const A* of_row;  // k, or the bias, or zeros
@@ -259,14 +260,14 @@ std::int64_t size_of_group(const EdgeMessageInput& input) {
   return (input.edge_width + (input.message == EdgeMessage::kRelu ? 1 : input.edge_width)) * input.width;
 }
 
-// Groups of rows for dW and dU; how many is a matter of the graph alone, not of threads.
+// Groups of rows for dW and dU; their number depends only on the graph, not on the threads.
 std::int64_t groups_of(const EdgeMessageBackwardArgs& args) {
   const EdgeMapGradients& maps = args.maps;
   if (maps.weight == nullptr && maps.of_value == nullptr && maps.bias == nullptr) return 0;
   return std::clamp<std::int64_t>(args.a.num_rows / 32, 1, 64);
 }
 
-// What a group of rows adds to dW and what is behind it.
+// Adds a group of rows to dW, and to the numbers stored behind it.
 template <typename A>
 FASTSPARSE_INLINE void differentiate_weights(const EdgeMessageBackwardArgs& args, A* grad_weight,
                                              std::int64_t row_begin, std::int64_t row_end) {

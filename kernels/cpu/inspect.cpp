@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::int64_t kSerialEdges = 1 << 15;  // below, waking threads costs more than it saves
 
-// An index as an unsigned number, beyond all valid ones where it is negative.
+// An index as an unsigned number; a negative index becomes larger than all valid ones.
 template <typename Index>
 std::uint64_t as_unsigned(Index index) {
   return static_cast<std::uint64_t>(static_cast<std::int64_t>(index));
@@ -107,7 +107,7 @@ void sort_edges(const SortEdgesArgs& args, int threads) {
     std::int64_t of_rows[kNumEdgeFacts];
     InspectArgs sorted = found;
     sorted.row = nullptr;
-    sorted.num_edges = 0;  // only rows are looked at
+    sorted.num_edges = 0;  // only rows are checked
     sorted.facts = of_rows;
     inspect(sorted, threads);
     for (const EdgeFact fact : {kEmptyRows, kMostEntries}) found.facts[fact] = of_rows[fact];

@@ -44,7 +44,7 @@ FASTSPARSE_INLINE void select_rows(const MaxkArgs& args, std::int64_t row_begin,
     ranked = keys;
     std::nth_element(ranked.begin(), ranked.begin() + (args.k - 1), ranked.end(), std::greater<Key>());
     const Key least = ranked[args.k - 1];
-    std::int64_t ties = args.k;  // how many of those equal to the least are kept
+    std::int64_t ties = args.k;  // how many of those equal to the smallest are kept
     for (std::int64_t c = 0; c < args.width; ++c) ties -= keys[c] > least;
     const auto keeps = [&](std::int64_t c) {
       const bool tie = keys[c] == least && ties > 0;

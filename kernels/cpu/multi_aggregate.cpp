@@ -17,7 +17,7 @@ std::int64_t work(const CsrView& a, const MultiAggregateInput& input) {
   return a.num_edges * (input.width + (input.weight != nullptr ? input.width * input.edge_width : 0));
 }
 
-// Loops over features are functions: compilers know of parameters alone that they lie apart from the others.
+// Loops over features are functions: compilers know that arrays do not overlap only if they are parameters.
 template <typename A>
 FASTSPARSE_INLINE void set_sum(const A* left, const A* right, A* __restrict to, std::int64_t width) {
   for (std::int64_t f = 0; f < width; ++f) to[f] = left[f] + right[f];
@@ -72,8 +72,8 @@ struct Messages {
   }
 };
 
-// A row's sums so far. Squared deviations are those from the mean (Chan et al., Updating formulae and a
-// pairwise algorithm for computing sample variances, 1979): nothing cancels.
+// A row's sums so far. Squared deviations are from the mean (Chan et al., Updating formulae and a pairwise
+// algorithm for computing sample variances, 1979): nothing cancels.
 template <typename A>
 struct Aggregates {
   std::int64_t width, count = 0;
@@ -136,8 +136,8 @@ struct Aggregates {
   }
 };
 
-// The results of one aggregation in a row lie in pieces, one for every group of features. Calls f(element
-// where a piece lies, its first feature, its width) for each.
+// The results of one aggregation in a row are in pieces, one for every group of features. Calls f(element
+// where a piece is, its first feature, its width) for each.
 template <typename F>
 FASTSPARSE_INLINE void for_pieces(const MultiAggregateInput& input, std::int64_t row, int slot, const F& f) {
   for (std::int64_t first = 0; first < input.width; first += input.group_width) {

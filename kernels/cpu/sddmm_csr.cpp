@@ -16,7 +16,7 @@ template <typename T>
 FASTSPARSE_INLINE Acc<T> dot(const T* left, const T* right, std::int64_t width) {
   using A = Acc<T>;
   constexpr int kWidth = kVectorWidth<A>;
-  Vector<A> sum = {}, other_sum = {};  // two, for an addition waits for the one before
+  Vector<A> sum = {}, other_sum = {};  // two, because an addition waits for the one before
   Vector<A> l, r;
   std::int64_t f = 0;
   for (; f + 2 * kWidth <= width; f += 2 * kWidth) {

@@ -24,7 +24,7 @@ FASTSPARSE_INLINE const T* row_of_entry(const SegmentReduceArgs& args, std::int6
   return static_cast<const T*>(args.x.data) + edge_position(args.a, entry) * args.x.stride;
 }
 
-// Room for what is known of every feature of a segment.
+// Workspace for the state of every feature of a segment.
 template <typename A>
 struct Workspace {
   explicit Workspace(std::int64_t width)
@@ -40,7 +40,7 @@ FASTSPARSE_INLINE void sum_tile(const SegmentReduceArgs& args, std::int64_t row,
   using A = Acc<T>;
   using V = Lanes<A, kLanes>;
   const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1];
-  const bool in_order = args.a.edge_id == nullptr;  // then the machine foresees the rows itself
+  const bool in_order = args.a.edge_id == nullptr;  // then the hardware prefetches the rows itself
   V sum[kVectors], total[kVectors] = {}, compensation[kVectors] = {};
   for (std::int64_t block = begin; block < end; block += kEntriesPerSum) {
     const std::int64_t block_end = std::min(block + kEntriesPerSum, end);
@@ -117,7 +117,7 @@ FASTSPARSE_INLINE void extremum_of_segment(const SegmentReduceArgs& args, std::i
   const A sign = args.reduction == Reduction::kMin ? A{-1} : A{1};  // min(v) = -max(-v)
   A* best = workspace.first.data();
   std::int32_t* chosen = workspace.offset.data();  // as wide as float32: both stay in one kind of vectors
-  // The first entry, unless a later one is greater: also where all are the least of all numbers.
+  // The first entry, unless a later one is greater, even if all are the smallest number.
   std::fill(best, best + width, -std::numeric_limits<A>::infinity());
   std::fill(chosen, chosen + width, 0);
   for (std::int64_t entry = begin; entry < end; ++entry) {

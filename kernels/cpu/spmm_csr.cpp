@@ -14,7 +14,7 @@ constexpr int kPrefetchEntries = 8;          // entries between a prefetch and i
 constexpr std::int64_t kEntriesPerSum = 32;  // then the sum moves to a compensated total
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // products below which waking threads costs more than it saves
-constexpr std::int64_t kNearBytes = 1 << 19;   // of x, up to which it lies in a near cache: no prefetching
+constexpr std::int64_t kNearBytes = 1 << 19;   // of x, up to which it is in a near cache: no prefetching
 
 template <typename T>
 FASTSPARSE_INLINE Acc<T> weight_of(const SpmmArgs& args, std::int64_t entry, std::int64_t head) {
@@ -26,7 +26,7 @@ FASTSPARSE_INLINE Acc<T> weight_of(const SpmmArgs& args, std::int64_t entry, std
   return weight;
 }
 
-// The values of the entries where they are all there is of weights, in their order; else null.
+// The values of the entries in their order if there are no other weights; otherwise null.
 template <typename T>
 FASTSPARSE_INLINE const T* plain_weights(const SpmmArgs& args) {
   const bool is_plain = args.value.dtype == args.dtype && args.value.heads == 1 &&

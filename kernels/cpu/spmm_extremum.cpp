@@ -27,7 +27,7 @@ FASTSPARSE_INLINE void reduce_tile(const SpmmExtremumArgs& args, std::int64_t ro
   const std::int64_t heads = args.value.data != nullptr ? args.value.heads : 1;
   const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1];
   const A sign = args.minimum ? A{-1} : A{1};  // min(v) = -max(-v)
-  // The first entry, unless a later one is greater: also where all are the least of all numbers.
+  // The first entry, unless a later one is greater, even if all are the smallest number.
   V best[kVectors];
   V chosen[kVectors];  // as bits
   const auto first = begin == end ? kNoEdge : static_cast<std::int32_t>(edge_position(args.a, begin));

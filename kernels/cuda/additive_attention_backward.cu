@@ -21,8 +21,8 @@
 namespace fastsparse::cuda {
 namespace additive_attention_backward_detail {
 
-// What the column pass needs of a row and head: score_dst, lse, delta, and what p is to be multiplied by. The
-// last makes weights sum to 1 again, which the rounding of a large lse spoils.
+// Data of a row and head for the column pass: score_dst, lse, delta, and the factor of p. The last makes
+// weights sum to 1 again, which the rounding of a large lse spoils.
 using RowState = float4;
 
 // Sums over a row's entries with positive (plus) and other (minus) logits.
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
   const WarpLength length(slice.length);
   const std::int64_t row = row_of(args.split, slice), row_head = lane.at(row);
   const float score_dst = input.score_dst[row_head], lse = finite_lse(args.lse[row_head]);
-  // Not of a row without entries, which may be NaN: lanes go on to the longest slice of their warp.
+  // Not for a row without entries, which may be NaN: lanes loop up to the longest slice of their warp.
   float grad[kLaneFeatures] = {};
   if (slice.length > 0) lane.load(grad, args.grad, row);
   const auto rows = lane.gather(input.v);
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
   const WarpLength length(slice.length);
   const std::int64_t source = row_of(args.split_t, slice), source_head = lane.at(source);
   const float score_src = input.score_src[source_head];
-  // Not of a source without entries, which may be NaN: lanes go on to the longest slice of their warp.
+  // Not for a source without entries, which may be NaN: lanes loop up to the longest slice of their warp.
   float v[kLaneFeatures] = {};
   if (slice.length > 0) lane.load(v, input.v, source);
   const auto rows = lane.gather(args.grad);

@@ -7,14 +7,13 @@
 // exactly, and of nine products six are summed; the others are below 2^-22 of the first (two terms and three
 // products where torch.set_float32_matmul_precision asks for less).
 //
-// Both weights lie in shared memory all the time, as terms, where they are up to 128 wide. Wider ones are
+// Both weights are in shared memory all the time, as terms, where they are up to 128 wide. Wider ones are
 // taken in tiles of 128, a launch each: neighbours are gathered once and their sums written, which the next
 // tiles of outputs read, and the next tiles of features add to what is there. The weights are all that a
 // block's warps share: its two warpgroups never wait for each other, so that one gathers while the other
 // multiplies. A warp takes 16 rows: a quad of lanes gathers two of them straight into the registers that
-// become operand A, lane t of it features 16 j + 4 t .. + 3 of every group j of 16, one of which is what a
-// product sums over, in any order. Outputs are dealt out likewise: a quad stores 64 contiguous bytes of a
-// row.
+// become operand A, lane t of it features 16 j + 4 t .. + 3 of every group j of 16. A product sums over one
+// group, in any order. Outputs are dealt out likewise: a quad stores 64 contiguous bytes of a row.
 
 #include <algorithm>
 

@@ -4,9 +4,10 @@
 // Floors per call, n rows: 4 n (2 K + N) bytes, 4 n K N flops, as bfloat16 terms on tensor cores as in
 // aggregate_linear.cu. A block sums a slab of rows for the up to 128 x 128 gradients of W or W_r in
 // registers, its two warpgroups 64 of dY's columns each. Rows come in stages of 64: dY as it is, into shared
-// memory, of which every lane makes terms of its part of operand A, by columns; S or X through registers into
-// terms in shared memory, operand B, while the tensor cores work on the stage before. A second kernel adds up
-// the slabs, a gradient a thread, in an order that their number alone decides: the same bits every time.
+// memory, from where every lane splits its part of operand A into terms, by columns; S or X through registers
+// into terms in shared memory, operand B, while the tensor cores work on the stage before. A second kernel
+// adds up the slabs, a gradient a thread, in an order that their number alone decides: the same bits every
+// time.
 
 #include <cuda_pipeline.h>
 
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(kThreads)
   const int width = min(static_cast<int>(args.width) - first_feature, kTile);
   const int out_width = min(static_cast<int>(args.out_width) - first_output, kTile);
 
-  // Slabs are whole stages, but for the last row's, and differ by one at most.
+  // Slabs are whole stages, except for the last row's, and differ by one at most.
   const std::int64_t all = (args.num_rows + kRows - 1) / kRows;
   const std::int64_t begin = all * blockIdx.x / args.num_slabs * kRows;
   const std::int64_t end = min(all * (blockIdx.x + 1) / args.num_slabs * kRows, args.num_rows);

@@ -21,7 +21,7 @@ using namespace attention;
 
 constexpr float kSlack = 8.0f;  // weights stay below 256
 
-// Shared memory of a warp: stages of two tiles, and the stages' blocks. Own rows lie in the last stage until
+// Shared memory of a warp: stages of two tiles, and the stages' blocks. Own rows are in the last stage until
 // they are in registers, results in the first when its last block is done.
 template <typename S>
 struct Layout {

@@ -39,7 +39,7 @@ struct Pass {
 };
 
 // Shared memory of a warp: stages of two tiles, the gathered rows' states, the stages' blocks. Own rows that
-// fit the registers lie in the last stage until they are there, results in the first when its last block is
+// fit the registers are in the last stage until they are there, results in the first when its last block is
 // done.
 template <typename S, bool kTransposed>
 struct Layout {

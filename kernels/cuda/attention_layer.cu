@@ -18,7 +18,7 @@ constexpr int kBlockRows = 8;  // of a window of binary sparse blocks
 
 std::int64_t ceil_div(std::int64_t count, std::int64_t size) { return (count + size - 1) / size; }
 
-// Room, cut into arrays that start at multiples of 16 bytes.
+// Workspace, divided into arrays that start at multiples of 16 bytes.
 struct Workspace {
   float* base;
   std::int64_t used = 0;

@@ -1,5 +1,5 @@
-// What is around the attention of a layer on CUDA: small kernels, for small graphs take as long as the host
-// needs for its calls.
+// The parts of an attention layer around the attention itself, on CUDA. They are few kernels, because on
+// small graphs a step takes as long as the host needs for its launches.
 //   - scores_kernel: <a_h, v_ih> for both vectors of every head. Lanes as in head_lanes.cuh; a group of lanes
 //     takes every `groups`-th row and keeps the vectors in registers. Floor: v read once.
 //   - score_gradients_kernel: dv_ih += ds_ih a_h (both vectors), and sums over the rows of ds_ih v_ih and of
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kHeadThreads)
   float first[kLaneFeatures], second[kLaneFeatures];
   lane.load_vector(first, static_cast<const float*>(args.vectors[0]));
   lane.load_vector(second, static_cast<const float*>(args.vectors[1]));
-  // All lanes of a warp take as many steps, for they add up together.
+  // All lanes of a warp take the same number of steps, because they add up together.
   for (std::int64_t base = 0; base < args.num_rows; base += groups) {
     const std::int64_t row = base + lane.group;
     const bool inside = row < args.num_rows;
@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(kHeadThreads)
   lane.load_vector(second, static_cast<const float*>(scores.vectors[1]));
   const bool sums_grad = args.grad.data != nullptr;
   const auto rows_v = lane.gather(scores.v), rows_grad = lane.gather(sums_grad ? args.grad : scores.v);
-  // What is written here too: by loads that do not assume otherwise, but all of a step before its stores.
+  // Memory that this kernel also writes: no loads through the read-only cache, and all loads of a step before
+  // its stores.
   const auto load_grad_v = [&](std::int64_t row) {
     Features<T, kVec> features{};
     const T* from = static_cast<const T*>(args.grad_v) + row * width + lane.first;
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(kThreads) add_kernel(const Addends args) {
   const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (item >= args.num_rows * packs) return;
   const std::int64_t row = item / packs, column = (item - row * packs) * kVec;
-  // The result may be what is read here: no load that assumes otherwise.
+  // The result may be the input itself, so no loads through the read-only cache.
   Pack<T, kVec> pack =
       *reinterpret_cast<const Pack<T, kVec>*>(static_cast<const T*>(args.out) + row * args.width + column);
   float sum[kVec];

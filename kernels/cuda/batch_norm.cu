@@ -1,6 +1,6 @@
-// Batch normalisation whose mean and variance are those of the rows that a mask names, and its gradient: of
-// batches in memory with room for more, where how many rows there are is known on the device alone. Every
-// row is normalised; the gradient of a row that the mask does not name is zero.
+// Batch normalisation whose mean and variance are those of the rows that a mask names, and its gradient, for
+// batches in memory with spare capacity, where only the device knows the number of rows. Every row is
+// normalised; the gradient of a row that the mask does not name is zero.
 //
 //   out = (x - mean) inverse w + b              inverse = 1 / sqrt(var + eps)
 //   dx  = (dy - db / n - (x - mean) inverse dw / n) inverse w      db = sum of dy, dw = sum of dy (x - mean)
@@ -11,12 +11,13 @@
 // the sizes alone:
 // 1. pairs_kernel: rows are divided into parts. In a block of threads, lane x of `columns` takes kVec
 // columns,
-//    one load each, and line y every (kThreads / columns)-th row of the part; lines are added in turn.
+//    one load each, and line y every (kThreads / columns)-th row of the part; lines are added one after the
+//    other.
 // 2. moments_kernel, gradients_kernel: a warp's lanes take a column each, its 32 warps every 32nd part.
 // 3. normalise_kernel, differentiate_kernel: lanes as in 1, what a column needs in registers.
 //
 // Floor: x twice and out once, 3 num_rows width sizeof(T) bytes, of the gradient 5: 8 and 14 us for
-// 13,000 x 256 in float32 from memory at 4.8 TB/s; batches of molecules lie in the L2.
+// 13,000 x 256 in float32 from memory at 4.8 TB/s; batches of molecules are in the L2.
 #include <algorithm>
 
 #include "fastsparse/batch_norm.h"

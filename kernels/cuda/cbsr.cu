@@ -2,7 +2,7 @@
 //
 // To dense: some lanes lay out one row in shared memory, a tile at a time, and write it in 16-byte pieces, so
 // that every byte of the result goes out once and coalesced: num_rows * (k * (sizeof(T) + id) + width *
-// sizeof(T)) bytes in all. Gather: a thread takes up to four entries of a row, which lie close to each other;
+// sizeof(T)) bytes in all. Gather: a thread takes up to four entries of a row, which are close to each other;
 // what is read are the sectors that have kept columns, nearly all of them from k = width / 8 on.
 
 #include <type_traits>

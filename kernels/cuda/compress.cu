@@ -41,7 +41,7 @@ KeyLayout key_layout(const CompressArgs& args) {
 using cub::NullType;
 
 // Without a minor index, one that is negative or too large sorts behind all others: major_ptr[num_major]
-// tells. With one they were looked at before.
+// tells. With one they were checked before.
 template <typename Index, typename Key, typename Id>
 __global__ void make_keys_kernel(const CompressArgs args, int minor_bits, Key* keys, Id* ids) {
   const std::int64_t e = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -169,8 +169,7 @@ __global__ void make_segment_keys_kernel(const SortSegmentsArgs args, std::uint3
   const auto* index = static_cast<const Index*>(args.index);
   const auto most = static_cast<std::uint64_t>(args.num_segments);
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kThreads * kKeysPerThread + threadIdx.x;
-  // All of them are asked for before the first is written, which might be to the same memory for all that the
-  // compiler knows.
+  // All loads come before the first store, because the compiler cannot know that they do not overlap.
   Index segment[kKeysPerThread], before[kKeysPerThread];
 #pragma unroll
   for (int i = 0; i < kKeysPerThread; ++i) {
@@ -188,11 +187,11 @@ __global__ void make_segment_keys_kernel(const SortSegmentsArgs args, std::uint3
     ids[e] = static_cast<std::int32_t>(e);
     if (segment[i] < before[i]) descends = true;
   }
-  // Once per block: that many stores to one place already take a microsecond.
+  // Once per block; even so, the stores to one place take a microsecond.
   if (__syncthreads_or(descends ? 1 : 0) != 0 && threadIdx.x == 0) args.facts[kIndexDescends] = 1;
 }
 
-// Where in one piece of scratch the parts of a sort lie.
+// Where in one piece of scratch the parts of a sort are.
 struct SegmentScratch {
   std::size_t second_keys, ids, counts, of_sort, sort_bytes, bytes;
   int bits;  // of a key
@@ -262,7 +261,8 @@ __device__ void reverse_entry(const ReverseEntriesArgs& args, std::int64_t row, 
   const std::int64_t c = args.col[e];
   const std::int64_t nth = e - first_at_least(args.col, args.rowptr[row], e, c);
   std::int64_t id = first_at_least(args.col, args.rowptr[c], args.rowptr[c + 1], row) + nth;
-  // Only a structure that a checksum mistook for a symmetric one leads astray, but nowhere outside.
+  // If the checksum wrongly took the structure for symmetric, results are wrong, but no access is out of
+  // bounds.
   if (id >= args.num_edges) id = args.num_edges - 1;
   if (args.id_is_64bit) {
     if (args.edge_id != nullptr) id = static_cast<const std::int64_t*>(args.edge_id)[id];

@@ -9,7 +9,7 @@
 //   - The row pass gathers k_j and v_j (GATv2: x_j) and keeps {w, dS} of every edge and head, and GATv2's
 //     signs of z, a bit per feature.
 //   - The column pass is then two weighted sums of gathered rows without a product between lanes: q_i and
-//     dO_i (GATv2: dO_i alone, for the signs say what leaky_relu' was).
+//     dO_i (GATv2: dO_i alone, because the signs determine leaky_relu').
 //   - Without the transposed structure, which costs more than it saves where a structure is used once, that
 //   pass (of dot products) goes over the rows and adds to the columns' sums by float atomics: 8 E F bytes.
 //   - GATv2's dW is one pass over the edges that gathers nothing.
@@ -26,7 +26,7 @@
 namespace fastsparse::cuda {
 namespace edge_attention_backward_detail {
 
-// Where a pair {w, dS} lies.
+// Where a pair {w, dS} is.
 __device__ __forceinline__ float2* pair_at(void* work, std::uint32_t position, std::int64_t heads,
                                            std::int64_t head) {
   return static_cast<float2*>(work) + head +
@@ -73,7 +73,7 @@ __device__ __forceinline__ void store_features_of_heads(const FeatureGradients<T
                                                         float (&part)[kCount][kEdge]) {
   const int lane_of_group = threadIdx.x & (lane.group_lanes - 1);
   if (lane.group_lanes >= 4 * lane.lanes) {
-    // Numbers change sides as in `scatter_sum`, but between heads: the group's head h gets those of h % 4.
+    // Numbers are exchanged as in `scatter_sum`, but between heads: the group's head h gets those of h % 4.
     const bool upper = (lane_of_group & 2 * lane.lanes) != 0, odd = (lane_of_group & lane.lanes) != 0;
     const int nth = 2 * upper + odd;
 #pragma unroll
@@ -134,8 +134,8 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
   Entries<kInFlight> next;
   next.read(of_slice, 0);
 
-  // As loaded, for registers are short in 16 bits.
-  // Not of a row without entries, which may be NaN: lanes go on to the longest slice of their warp.
+  // Kept as loaded, because registers are scarce in 16 bits. Not for a row without entries, which may be NaN:
+  // lanes loop up to the longest slice of their warp.
   LaneFeatures<T> q = {}, grad = {};
   if (slice.length > 0) {
     q = lane.load_packed<T>(input.q, row);
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(kHeadThreads, sizeof(T) == 2 ? 8 : 5)
   const auto q_rows = lane.gather<T>(input.q), grad_rows = lane.gather<T>(args.grad);
   const RowSlice slice = load_slice(args.split_t, lane.group);
   if (lane.group >= args.split_t.num_slices) return;
-  // A group goes by its own length, for no lane waits for another.
+  // Each group uses its own length, because no lane waits for another.
   const SliceEntries of_slice(args.a_t, slice);
   Entries<kInFlight> next;
   next.read(of_slice, 0);

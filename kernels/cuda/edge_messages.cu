@@ -3,7 +3,7 @@
 //
 // A message is made feature by feature, so that tiles of the width are independent and nothing is summed over
 // lanes (lane map in edge_messages.cuh). Raw features are projected here, from W in the L1: every weight that
-// is read serves all edges in flight, and W a_ij is stored nowhere.
+// is read handles all edges in flight, and W a_ij is stored nowhere.
 // Floors, E entries of width F, A raw features, bytes: relu E F T gathered, E F T or E A T of edges read, E F
 // / 8 of signs written (for the backward pass, which then needs neither x nor the edges); gates 2 E F T
 // gathered; with state E F T read and written besides. Gates also sum sigmoid'(z) v_ij, so that the gradient

@@ -8,8 +8,8 @@
 //   the row).
 // - The column pass goes over the transpose and gathers dO_i (relu, which reads signs: E F T + E F / 8
 // bytes),
-//   dO_i and k_i (gates: 2 E F T), or dO_i and dside_i beside rows of edges (with state). It also writes de
-//   or da.
+//   dO_i and k_i (gates: 2 E F T), or dO_i and dside_i in addition to rows of edges (with state). It also
+//   writes de or da.
 // - The weight pass goes over the rows once more for dW and dU: relu reads signs and raw features only, gates
 //   gather again. A group of lanes adds up every `groups`-th slice in registers.
 // - Two small kernels add the groups, in float64, and the tiles of da.
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kMessageThreads, kMessageBlocks<T>)
   if constexpr (kGated) lane.store_sum(slice, args.grad_v, args.partial_v, grad_v);
 }
 
-// Rows that a group has for dW, and for dbias beside it, which relu's terms give.
+// Rows that a group has for dW and, next to it, for dbias, which relu's terms give.
 __host__ __device__ inline std::int64_t rows_of_group(const EdgeMessageInput& input) {
   return input.edge_width + (input.message == EdgeMessage::kRelu ? 1 : 0);
 }

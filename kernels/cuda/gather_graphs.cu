@@ -2,7 +2,7 @@
 // graph's rows are contiguous, so no thread searches for its graph, and neighbouring lanes have neighbouring
 // words.
 //
-// Tensors of the dataset may lie in page-locked memory of the host, which is read over PCIe.
+// Tensors of the dataset may be in page-locked memory of the host, which is read over PCIe.
 //
 // Floor: all tensors of the batch read and written once.
 #include <algorithm>

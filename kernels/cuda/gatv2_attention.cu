@@ -1,6 +1,6 @@
 // GATv2 attention, forward, from CSR on CUDA cores.
 //
-// The score <att, leaky_relu(x_dst_i + x_src_j)> is not a product of matrices, so tensor cores do not serve
+// The score <att, leaky_relu(x_dst_i + x_src_j)> is not a product of matrices, so tensor cores do not handle
 // it; but the row x_src_j that it gathers is also the value, so one gather does. Per entry and feature:
 // conversion, sum, leaky_relu (slope product, maximum), two multiply-adds. Floors, E entries of width F: E F
 // sizeof(T) bytes gathered; 6 E F instructions' lanes, which is the nearer floor for 16-bit features in the

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
     const std::int64_t row = row_of(args.split, slice), row_head = lane.at(row);
     float x_dst[kLaneFeatures] = {}, grad[kLaneFeatures] = {};
     float out[kLaneFeatures], grad_x[kLaneFeatures] = {};
-    // Not of a row without entries, which may be NaN: lanes go on to the longest slice of their warp.
+    // Not for a row without entries, which may be NaN: lanes loop up to the longest slice of their warp.
     if (slice.length > 0) {
       lane.load(x_dst, input.x_dst, row);
       lane.load(grad, args.grad, row);
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
     }
 
     if (index >= args.split.num_slices || !lane.live) continue;
-    // The slope's part of dx_dst sums to 0 and is left out, but for a score that is NaN.
+    // The slope's part of dx_dst sums to 0 and is left out, except for a score that is NaN.
     const float zero_or_nan = 0.0f * score_sum;
 #pragma unroll
     for (int i = 0; i < kLaneFeatures; ++i) {

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, 2)
             *right = static_cast<const T*>(args.y) + row * args.y_stride + column,
             *e = static_cast<const T*>(args.x_edge) + of_head,
             *f = static_cast<const T*>(args.y_edge) + of_head;
-    // In 32 bits, for registers are short: a part has fewer rows, and a step of a line is less than 2^32
+    // In 32 bits, because registers are scarce: a part has fewer rows, and a step of a line is less than 2^32
     // bytes.
     const auto left_step = static_cast<std::uint32_t>(lines * args.x_stride),
                right_step = static_cast<std::uint32_t>(lines * args.y_stride),

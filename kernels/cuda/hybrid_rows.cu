@@ -14,7 +14,7 @@ namespace fastsparse::cuda {
 namespace hybrid_rows_detail {
 
 constexpr int kThreads = 256;
-constexpr std::int64_t kMostBlocks = 1024;  // about what an H100 or H200 has under way at once
+constexpr std::int64_t kMostBlocks = 1024;  // about the number that an H100 or H200 runs at once
 
 // Rows that a block takes: as many whole tiles of a row per thread as keep the number of blocks low.
 std::int64_t rows_of_block(std::int64_t num_rows) {

@@ -44,13 +44,13 @@ __device__ Word reduce_block(Word value, Combine combine) {
 }
 
 __device__ __forceinline__ void raise(std::int64_t* fact, Word value) {
-  // Zero is where facts begin: most blocks have nothing to add to the flags.
+  // Facts start at zero, so most blocks do not need to set a flag.
   if (value != 0) atomicMax(reinterpret_cast<Word*>(fact), value);
 }
 
 __device__ __forceinline__ Word greater(Word a, Word b) { return a > b ? a : b; }
 
-// A negative index becomes greater than all valid ones.
+// A negative index becomes larger than all valid ones.
 template <typename Index>
 __device__ __forceinline__ Word as_unsigned(Index index) {
   return static_cast<Word>(static_cast<std::int64_t>(index));
@@ -147,7 +147,7 @@ __device__ void inspect_block(const InspectArgs& args, std::int64_t row_blocks) 
                      : inspect_edges<Index>(args, block - row_blocks, gridDim.x - row_blocks);
 }
 
-// The first blocks are those that look for rows, which wait for memory while the others pass over edges.
+// The first blocks search for rows; they wait for memory while the others pass over edges.
 __global__ void inspect_kernel(const __grid_constant__ InspectArgs args, std::int64_t row_blocks) {
   args.index_is_64bit ? inspect_block<std::int64_t>(args, row_blocks)
                       : inspect_block<std::int32_t>(args, row_blocks);
@@ -332,7 +332,7 @@ int sort_edges(const SortEdgesArgs& args, void* stream) {
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   }
   if (error != cudaSuccess) return error;
-  // Blocks that wait for each other must all be there at once: one on each multiprocessor always can.
+  // Blocks that wait for each other must all be resident at once; one per multiprocessor always fits.
   const auto work = ceil_div(std::max(args.found.num_edges, args.found.num_rows), kThreads);
   const unsigned blocks =
       std::min(std::max(work, 1u), static_cast<unsigned>(std::min(processors, kMostSortBlocks)));

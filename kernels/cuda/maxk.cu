@@ -126,7 +126,7 @@ struct Row {
   }
 };
 
-// A row that is read again whenever it is looked at.
+// A row that is not kept in registers, but read again for every pass.
 template <typename T, int kLanes, int kChunks>
 struct Row<T, kLanes, kChunks, 0> {
   using A = Acc<T>;
@@ -206,7 +206,7 @@ __device__ __forceinline__ int count_above(const R& row, typename R::A threshold
   return R::OfTeam::sum(found);
 }
 
-// What a team knows from its rows before: their thresholds and the distance between entries there, both
+// State of a team from its earlier rows: their thresholds and the distance between entries there, both
 // smoothed.
 template <typename A>
 struct Guess {
@@ -464,9 +464,8 @@ __device__ __forceinline__ void write_from(const R& row, const Threshold<R>& thr
   });
 }
 
-// Where k entries are not parted by a threshold: those above it, and of those equal to it as many as there is
-// room for, in the order of columns. Where the entries that are NaN would fill a row, they are those equal to
-// it.
+// If no threshold separates exactly k entries: all entries above it, and the first of those equal to it, in
+// the order of columns. If NaN entries would fill the row, NaN is the threshold.
 template <int kChunks, typename R>
 struct Tied {
   using A = typename R::A;
@@ -576,8 +575,8 @@ __device__ __forceinline__ void write_panel(const Panel<Acc<T>, kChunks>& panel,
   }
 }
 
-// A dense row of the kept entries, and their bits: those of `chunks` chunks come from all lanes at once, of
-// which lane 8 g + c then has the word of columns c * kChunk + 32 g on.
+// A dense row of the kept entries, and their bits: those of `chunks` chunks come from all lanes at once; then
+// lane 8 g + c has the word of columns c * kChunk + 32 g on.
 template <typename T, int kChunks, bool kAligned, typename R>
 __device__ __forceinline__ void write_dense(const R& row, const Threshold<R>& threshold, const MaxkArgs& args,
                                             std::int64_t index) {

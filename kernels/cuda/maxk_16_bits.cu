@@ -20,7 +20,7 @@
 //
 // The floor is the memory traffic: num_rows * (width * 2 + k * (2 + id)) bytes, or for dense rows num_rows *
 // (width * 4 + width / 8). Instructions of a warp for eight rows of 256 with dense results (counted in the
-// machine code for sm_90): 1043, of which 670 select.
+// machine code for sm_90): 1043, 670 of them for the selection.
 
 #include <algorithm>
 #include <type_traits>
@@ -174,7 +174,7 @@ __device__ __forceinline__ void kept_columns(const Bits* from, int column, int w
   OfTeam::ranks(left, before);
 #pragma unroll
   for (int w = 0; w < kWords; ++w) {
-    // Of the candidates, which are equal, those in higher columns go.
+    // The candidates are equal, so those in higher columns are dropped.
     const int count = __popc(left[w]);
 #pragma unroll 1
     for (int kept_of = max(remaining - before[w], 0); kept_of < count; ++kept_of) {

@@ -19,7 +19,7 @@ constexpr int kPlanes = 6;  // of a partial result
 template <typename T>
 constexpr int kInFlight = sizeof(T) == 8 ? 4 : 8;
 
-// What is known of the entries of a row so far, for kWidth features.
+// State of a row after some of its entries, for kWidth features.
 template <typename A, int kWidth>
 struct Aggregates {
   A count = 0;

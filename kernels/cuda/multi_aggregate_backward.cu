@@ -5,10 +5,10 @@
 // the number of entries that have them.
 //   - The row pass writes A - B (mean - x_i), B, C and D of its row, gathers x_j once, and marks with a bit
 //     per feature which entries have the maximum and which the minimum. Where edges have features it
-//     multiplies dm by W for theirs and by the features for W's, whose sums lie in shared memory, a copy per
+//     multiplies dm by W for theirs and by the features for W's, whose sums are in shared memory, a copy per
 //     warp. Where they have rows it writes dm.
 //   - The column pass adds A' and B of the destinations, 8 E F bytes for E entries of width F (float32), the
-//     marks, E F / 4, and C and D where a mark says so, once per row and feature but for ties. What B
+//     marks, E F / 4, and C and D where a mark says so, once per row and feature except for ties. What B
 //     multiplies is x_j, which stands before the sum, and W a_ij. Of edges with rows it adds up dm.
 // Sums of rows with several slices and of W are combined in a fixed order: no atomics.
 
@@ -106,7 +106,7 @@ __device__ __forceinline__ void prepare(RowGradient<Acc<T>>& gradient, const Mul
 }
 
 // Gradients of the edges' features and of W from those of some messages; `of_weight` is this lane's place in
-// its warp's sums, null: not wanted. Every lane of the warp takes part.
+// its warp's sums, null: not computed. Every lane of the warp takes part.
 template <typename T, int kCount>
 __device__ __forceinline__ void differentiate_features(const MultiAggregateBackwardArgs& args,
                                                        const Quad& quad, const Entries<kCount>& entries,

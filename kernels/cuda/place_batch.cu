@@ -1,4 +1,4 @@
-// A batch into memory with room for a larger one: one launch, in which the first row of blocks writes masks
+// Copies a batch into memory with spare capacity: one launch, in which the first row of blocks writes masks
 // and counts, the second edges, and every other one a tensor. The sizes of hops are arguments of the launch,
 // so nothing is copied to the device first.
 //

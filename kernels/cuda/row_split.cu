@@ -29,7 +29,7 @@ struct Row {
 
 __device__ Row row_between(std::int64_t begin, std::int64_t end, std::int64_t longest) {
   Row row{begin, end - begin, 0, 0};
-  // Of rows that turn out not to be sorted; the counts are then not used.
+  // If rows turn out not to be sorted, the counts are not used.
   if (row.length < 0) row.length = 0;
   row.pieces = row.length > longest ? (row.length + longest - 1) / longest : 1;
   const std::int64_t last = row.length - (row.pieces - 1) * longest;
@@ -138,7 +138,7 @@ __global__ void find_and_count_kernel(const RowSplitArgs args, const SortedKeys 
 }
 
 // Turns the counts into the place of each block's first slice of a kind, split row and slot. One warp per
-// counter. `host_facts` unless null: `totals` are facts of segments, of which the host gets a copy.
+// counter. `host_facts` unless null: `totals` are facts of segments; the host gets a copy.
 __global__ void place_kernel(const RowSplitArgs args, std::int64_t blocks, std::int64_t* host_facts) {
   __shared__ std::int64_t totals[kCounters];
   const int lane = threadIdx.x % kWarp, counter = threadIdx.x / kWarp;

@@ -4,7 +4,7 @@
 //
 // Lanes: without replacement a power of two of them, up to 32, has a row: each draws one number by Floyd's
 // method, they settle duplicates by shuffles, and each fetches what it drew. By weight a warp has a row and
-// selects the least keys by counting digits in shared memory. Otherwise every slot has a thread.
+// selects the smallest keys by counting digits in shared memory. Otherwise every slot has a thread.
 //
 // Floor, per edge: 32 bytes (a sector) for the entry's column and 32 more for its position where the caller's
 // order differs, from memory; in the second-level cache a sector of the table whenever its value is lowered,
@@ -39,7 +39,7 @@ struct Row {
 
 __device__ __forceinline__ Row load_row(const SampleStep& step, std::int64_t number) {
   const std::int64_t node = step.dst.node[number];
-  // A node that is none of the graph's, which the host will hear of, has no neighbours.
+  // A node that is not in the graph has no neighbours; the host reports the error.
   const bool is_valid = node >= 0 && node < step.a.num_rows;
   return {number, is_valid ? step.a.rowptr[node] : 0, is_valid ? step.a.rowptr[node + 1] : 0,
           step.dst.seed == nullptr ? 0 : step.dst.seed[number]};
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kThreads)
       const bool draws = j < fanout;
       const std::uint32_t number = draws ? below(draw_bits(seed, step, row.number, j), last + 1) : 0;
       bool taken = false;
-      // What earlier chunks drew lies in their slots until all have drawn.
+      // What earlier chunks drew is in their slots until all have drawn.
       for (std::uint32_t i = 0; i < chunk; ++i) taken |= step.slot_place[slots + i] == number;
 #pragma unroll
       for (int i = 0; i < kLanes; ++i) {
@@ -196,7 +196,7 @@ __device__ __forceinline__ int sum_of_warp(int value) {
   return value;
 }
 
-// By weight without replacement: a warp has a row. The k-th least key is found digit by digit, from the
+// By weight without replacement: a warp has a row. The k-th smallest key is found digit by digit, from the
 // highest of four, by counting the entries whose key begins as found so far; of equal keys the first entries
 // are taken.
 __global__ void __launch_bounds__(kThreads)
@@ -219,8 +219,9 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = lane; i < degree; i += kWarp) drawable += is_drawable(i);
     drawable = sum_of_warp(drawable);
 
-    std::uint32_t found = 0, known = 0;  // the digits of the k-th least key, and which of its bits those are
-    int left = fanout;                   // how many to take of those whose key begins so
+    std::uint32_t found = 0,
+                  known = 0;  // the digits of the k-th smallest key, and which of its bits those are
+    int left = fanout;        // how many to take of those whose key begins so
     if (drawable > fanout) {
       for (int shift = 24; shift >= 0; shift -= 8) {
         for (int digit = lane; digit < kDigits; digit += kWarp) count[digit] = 0;
@@ -372,8 +373,7 @@ __global__ void __launch_bounds__(kThreads)
     const std::int64_t number = nodes_before + static_cast<std::int64_t>(own >> 32);
     step.src.node[number] = node_at(table, step.src, place);
     if (step.src.seed != nullptr) step.src.seed[number] = seed_at(table, place);
-    // Others that ask whether they are the first see a slot that is not theirs, or this number, which is
-    // none.
+    // Threads that check whether they are the first see another slot, or this number, which is not a slot.
     *static_cast<volatile std::uint32_t*>(table.value + place) = static_cast<std::uint32_t>(number);
   }
   if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) {
@@ -476,7 +476,7 @@ __global__ void __launch_bounds__(kThreads) emit_rows_kernel(const EmitRowsArgs 
   args.slices[r] = {begin, static_cast<std::int32_t>(degree), static_cast<std::int32_t>(r)};
 }
 
-// Where a row of a table lies.
+// Where a row of a table is.
 template <typename Word>
 __device__ const Word* row_of_table(const GatherRowsArgs& args, std::int64_t row, std::int64_t words) {
   if (args.parts == nullptr) return static_cast<const Word*>(args.table) + row * words;

@@ -12,7 +12,7 @@
 //   - heads of up to 64 bytes: 4 neighbouring lanes load one gathered row, and half of X_dst's operand is 0.
 // Either way thread t ends up with the results of row g and vectors 4t .. 4t + 3 of the block.
 //
-// Of a block's 128 products only the entries are wanted, some 20 of them, scattered over the warp. A row's
+// Only about 20 of a block's 128 products belong to entries; these are scattered over the warp. A row's
 // entries follow each other in the vectors as in a CSR structure with sorted rows, so an entry's position
 // there is that of the row's first one plus the mask bits of the row before it. Results queue in shared
 // memory by row and leave as runs of neighbours, so that few store transactions reach the L2.
@@ -238,7 +238,7 @@ class Queue {
   int filled_ = 0;          // results of row g in the queue
 };
 
-// Row r of a window; where the window has fewer rows, row 0, of which nothing is written.
+// Row r of a window; if the window has fewer rows, row 0, whose results are not written.
 __device__ __forceinline__ std::uint32_t row_of_window(const BsbView& a, std::int64_t window, int r) {
   const std::int64_t row = WindowRow{a.window_row, a.num_rows}(window, r);
   return row < 0 ? 0 : static_cast<std::uint32_t>(row);

@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kLong>)
   const std::uint32_t own_bytes = blockIdx.y * head_bytes + lane * 16;
   const char* dst = static_cast<const char*>(args.x_dst.data) + own_bytes;
   const char* src = static_cast<const char*>(args.x_src.data) + own_bytes;
-  // Words as they lie in memory: taken apart before all have come, 16-bit features would fill twice the
+  // Words as they are in memory: taken apart before all have come, 16-bit features would fill twice the
   // registers.
   const auto load = [&](const char* base, std::int32_t index, std::uint32_t bytes, std::uint32_t step) {
     const bool inside = kPlain || step + lane * 16 < head_bytes;

@@ -30,7 +30,7 @@ __device__ __forceinline__ V from_lane(V v, int distance) {
   return __shfl_xor_sync(kFullWarp, v, distance);
 }
 
-// What is known of one feature of some entries. `offset` counts the entries of a segment.
+// State of one feature after some entries. `offset` counts the entries of a segment.
 template <typename A>
 struct SumState {
   A sum = 0, total = 0;

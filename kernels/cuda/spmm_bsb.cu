@@ -47,7 +47,7 @@ __device__ __forceinline__ std::uint32_t round_tf32(float v) {
   return rounded;
 }
 
-// What a bit of the bitmap stands for.
+// Meaning of a bit of the bitmap.
 enum class Weight {
   kOne,
   kVectorScale,  // a factor of its column: one number per vector, streamed with the masks

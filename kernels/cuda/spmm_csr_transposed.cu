@@ -17,7 +17,7 @@ namespace spmm_csr_transposed_detail {
 
 constexpr int kThreads = 128;
 
-// Where the result lies.
+// Where the result is.
 template <typename T>
 __device__ __forceinline__ T* result(const SpmmTransposedArgs& args) {
   if constexpr (std::is_same_v<T, float>) return args.sum;
@@ -31,7 +31,7 @@ __device__ __forceinline__ bool is_stored(const SpmmTransposedArgs& args, std::i
 
 __global__ void count_kernel(const SpmmTransposedArgs args) {
   const std::int64_t e = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  // A padded structure has room for more entries than it holds.
+  // A padded structure has space for more entries than it holds.
   if (e < args.a.rowptr[args.a.num_rows]) atomicAdd(args.count + args.a.col[e], 1);
 }
 

@@ -4,7 +4,7 @@
 //
 // Floors as in spmm_tca.cu. Long items fill whole products and short ones pad nothing: the row lengths cost
 // no lane. Rows with several items leave partial sums, which a second kernel adds in order. The paper's
-// atomics would send as many bytes to the same lines, and could not serve 16-bit results without a buffer of
+// atomics would send as many bytes to the same lines, and could not handle 16-bit results without a buffer of
 // floats either.
 
 #include "fastsparse/combine_partials.cuh"

@@ -202,8 +202,8 @@ struct Partition {
   __device__ __forceinline__ int before(int warp) const { return warp * work + min(warp, more); }
 };
 
-// The last row of which entries and ends before it cost at most `target`; eight neighbouring lanes have one
-// target. `sample` has the costs before every sample_step-th row.
+// The last row for which the entries and row ends before it cost at most `target`; eight neighbouring lanes
+// have one target. `sample` has the costs before every sample_step-th row.
 __device__ __forceinline__ int find_row(const CsrView& a, const Partition& partition, const int* sample,
                                         int target) {
   constexpr int kLanes = 8;
@@ -335,7 +335,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   int row_begin;
   find_cuts(a, partition, sample, begin, end, row_begin);
   const int count = end.entry - begin.entry, rows = end.row - begin.row;
-  // The warp begins within a row of which an earlier warp has the first entries.
+  // The warp begins within a row whose first entries belong to an earlier warp.
   const bool within = begin.entry > row_begin;
 
   const TileArgs tile_args{a, args.value, static_cast<const float*>(args.scale_src), args.x,
@@ -447,8 +447,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (open) store(end.row);
 }
 
-// Blocks for each tile of features: what takes least where a wave of blocks takes as long as one of them, its
-// share of the rows and its tile.
+// Blocks for each tile of features: what takes least time if a wave of blocks takes as long as one of them,
+// its share of the rows and its tile.
 std::int64_t row_groups(const CsrView& a, std::int64_t tiles) {
   int device = 0, num_sms = 1;
   cudaGetDevice(&device);

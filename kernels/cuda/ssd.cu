@@ -157,7 +157,7 @@ struct PackedQuad {
   static constexpr unsigned kNumber = 0xfffffc00u, kOffset = 0x3fcu;
   unsigned word[4];
 
-  // 2^(exponent), twice of which bounds every entry; 0 for four zeros, infinity for one that is no number.
+  // 2^(exponent); twice that bounds every entry; 0 for four zeros, infinity for one that is no number.
   __device__ __forceinline__ float power() const {
     const unsigned exponent = (word[0] & 3) | (word[1] & 3) << 2 | (word[2] & 3) << 4 | (word[3] & 3) << 6;
     return __uint_as_float(exponent << 23);
@@ -341,7 +341,7 @@ struct FixedRow {
 
   __device__ __forceinline__ FixedRow(int* sum, int vectors) : sum(sum), vectors(vectors) {}
 
-  // Makes room for terms of magnitudes up to the one with the bits `most`, a number.
+  // Makes space for terms of magnitudes up to the one with the bits `most`, a number.
   __device__ __forceinline__ void make_room(unsigned most) {
     if (most >= limit) {
       const int raised = static_cast<int>(most >> 23) - 126;
@@ -365,7 +365,7 @@ struct FixedRow {
     atomicAdd(sum + id, __float2int_rn(term * scale));
   }
 
-  // Adds four packed entries times `weight`: their numbers times a factor, of which the high word is kept.
+  // Adds four packed entries times `weight`: the high word of their numbers times a factor.
   __device__ __forceinline__ void add(const PackedQuad& quad, float weight) {
     const int factor = __float2int_rn(weight * quad.power() * (4 * scale));
 #pragma unroll
@@ -577,9 +577,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs ar
   }
 }
 
-// The kernels of the other groups run beside ssd_kernel, of which they need nothing, and fill the GPU where
-// it has few blocks left. What follows them has to wait for both: so their last block, which has no groups,
-// waits.
+// The kernels of the other groups run at the same time as ssd_kernel, as they need none of its results, and
+// fill the GPU when it has few blocks left. What follows them has to wait for both: so their last block,
+// which has no groups, waits.
 __device__ __forceinline__ bool waited_as_last_block() {
   if (blockIdx.x + 1 < gridDim.x) return false;
   wait_for_kernel_before();
@@ -599,7 +599,7 @@ __global__ void __launch_bounds__(kThreads, kWeighted ? 7 : 0)
   const int nth = static_cast<int>(threadIdx.x) / OfTeam::kLanes;
   const std::int64_t group = args.num_long + static_cast<std::int64_t>(blockIdx.x) * (kWarps * kTeams) + nth;
   RowSlice slice = load_slice(args.groups, group);
-  if (slice.length == 0) slice.begin = 0;  // an empty row's may lie behind the last entry
+  if (slice.length == 0) slice.begin = 0;  // an empty row's may be behind the last entry
   const int longest = static_cast<int>(__reduce_max_sync(kFullWarp, static_cast<unsigned>(slice.length)));
   const int shortest = static_cast<int>(__reduce_min_sync(kFullWarp, static_cast<unsigned>(slice.length)));
   const int vectors = static_cast<int>((args.width + 3) / 4);

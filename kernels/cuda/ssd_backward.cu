@@ -23,14 +23,14 @@
 namespace fastsparse::cuda {
 namespace ssd_backward_detail {
 
-// Threads of a block that works on a window: few where shared memory has room for several blocks.
+// Threads of a block that works on a window: few where shared memory has space for several blocks.
 constexpr int kFewThreads = 384;
 constexpr int kManyThreads = 768;
 constexpr int kEntriesInFlight = 4;
 constexpr int kRowBits = 6;  // of an entry: its row in the window, below the source
 constexpr std::uint32_t kRowMask = (1u << kRowBits) - 1;
 constexpr std::uint32_t kNoEntry = 0xffffffffu;  // its source is greater than that of any entry
-constexpr std::uint32_t kSole = 0x80000000u;     // all entries of the source lie in this strip
+constexpr std::uint32_t kSole = 0x80000000u;     // all entries of the source are in this strip
 
 // Lanes that share the k kept columns of a source, kVec each: a power of two.
 inline int lanes_for(std::int64_t k, int vec) {

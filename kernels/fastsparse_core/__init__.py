@@ -74,11 +74,11 @@ try:
     )
     from fastsparse_core.structure.adjacency import Adjacency
 except (ImportError, OSError) as error:
-    # Torch or the extension is missing or broken: `python -m fastsparse_core.doctor` must still start and say
-    # so.
+    # If PyTorch or the extension is missing or broken, `python -m fastsparse_core.doctor` must still start
+    # and report it.
     _reason = error
 
-    if not TYPE_CHECKING:  # which would take every misspelt name for one of the module's
+    if not TYPE_CHECKING:  # otherwise a type checker would accept every misspelt name
 
         def __getattr__(name: str) -> Any:
             if name.startswith("__"):
@@ -90,7 +90,7 @@ else:
     if _unusable_gpu():
         _warn_once(_unusable_gpu())
 
-    #: Old names, what they give, what to use, and the version that drops them (CONTRIBUTING.md).
+    #: Old name -> what it returns, the new name, and the version that drops the old one (CONTRIBUTING.md).
     _RENAMED = {"CapturedStep": (_captured_step, "capture", "0.4")}
 
     if not TYPE_CHECKING:

@@ -16,19 +16,20 @@ from fastsparse_core import recorded
 from fastsparse_core.locks import ForkSafeLock
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Different options (self loops, direction, device, ...) kept per graph object; the oldest goes first.
+#: Number of option sets (self loops, direction, device, ...) kept per graph object; the oldest is dropped
+#: first.
 MAX_OPTIONS = 8
 
 
-#: Objects that :class:`Sightings` counts before it forgets all of them.
+#: Number of objects that :class:`Sightings` counts before it forgets all of them.
 _MOST_COUNTED = 1024
 
 
 class Sightings:
-    """How often objects came: a structure pays for those that come again."""
+    """How often objects came: a structure is worth building for those that are used again."""
 
     def __init__(self) -> None:
-        # By id, which belongs to another object once the reference is dead.
+        # By id; once the reference is dead, another object may have the same id.
         self._counts: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def of(self, key: object) -> int:
@@ -55,7 +56,7 @@ class CacheInfo:
 
     Attributes:
         hits: look-ups that found a valid entry.
-        misses: look-ups that had to build, stale ones included.
+        misses: look-ups that had to build an entry, including those that found a stale one.
         stale: entries dropped because their graph had changed.
         entries: structures held now.
         bytes: memory of the structures held now.
@@ -87,7 +88,7 @@ class AdjacencyCache:
     def __init__(self, name: str) -> None:
         self.name = name
         self._lock = ForkSafeLock()
-        # By id, which belongs to another object once the reference is dead.
+        # By id; once the reference is dead, another object may have the same id.
         self._graphs: dict[int, tuple[weakref.ref[Any], dict[Hashable, tuple[Hashable, Adjacency]]]] = {}
         self.hits = self._misses = self._stale = 0
         self.latest: dict[Hashable, tuple[Any, Hashable, Adjacency]] = {}
@@ -104,7 +105,9 @@ class AdjacencyCache:
             build: makes the Adjacency; it must not keep ``key`` alive. Called at most once per miss, under
                 the lock.
         """
-        latest = self.latest.get(options)  # most look-ups repeat one: full-batch training has one graph
+        latest = self.latest.get(
+            options
+        )  # most look-ups repeat the last one: full-batch training has one graph
         if latest is not None and latest[0]() is key and latest[1] == stamp:
             self.hits += 1
             return latest[2]
@@ -120,7 +123,7 @@ class AdjacencyCache:
                     del entries[options]
                     self._stale += 1
             run = recorded.current()
-            if run is not None:  # a structure of this execution: nothing of it may be kept
+            if run is not None:  # a structure of this execution only, so nothing of it may be cached
                 return run.structure(key, options, build)
             self._misses += 1
             adjacency = build()

@@ -17,11 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fastsparse_core.log import current_line, table_text
 
-#: Sentences of advice that a report gives at most.
+#: Largest number of sentences of advice in a report.
 MOST_ADVICE = 3
-#: Share of the time from which loading is worth a sentence.
+#: Share of the time above which the advice mentions loading.
 _MUCH_LOADING = 0.3
-#: Events that are kept before those that have passed are read.
+#: Number of events kept before the finished ones are read.
 _MOST_EVENTS = 512
 
 _counts: Counter[Row] = Counter()
@@ -30,14 +30,14 @@ _is_recording = False
 
 @dataclass(frozen=True)
 class Row:
-    """Calls that were alike.
+    """Calls from one line that ran in the same way.
 
     Attributes:
         place: the user's line.
         call: the function or the layer's class.
         by: the kernel, or the package whose implementation ran.
-        reason: why it was not a kernel; "" if it was.
-        cure: what to do about that; "" if nothing, because it is faster so.
+        reason: why no kernel ran; "" if one ran.
+        cure: what to do about it; "" if PyG's or DGL's code is faster here.
 
     Example:
         >>> from fastsparse_core.call_report import Row
@@ -74,11 +74,12 @@ class Times:
 
 @dataclass(frozen=True)
 class CallReport:
-    """What was recorded; ``print`` shows it as a table.
+    """The recorded calls; ``print`` shows them as a table.
 
     Attributes:
-        rows: kinds of calls and how many there were, the most frequent first.
-        times: what was measured besides; None: nothing. The time of a layer includes that of the calls in it.
+        rows: kinds of calls and their numbers, the most frequent first.
+        times: measured times; None: nothing was measured. The time of a layer includes that of the calls in
+            it.
 
     Example:
         >>> import fastsparse_core
@@ -94,7 +95,7 @@ class CallReport:
     def advice(self) -> tuple[str, ...]:
         """Advice on what would make most calls faster, three sentences at most.
 
-        There is none for a call that ran on a kernel most of the time, because every index is new once.
+        A call that mostly ran on a kernel gets no advice, because every index is new once.
         """
         served: Counter[tuple[str, str]] = Counter()
         for row, count in self.rows:

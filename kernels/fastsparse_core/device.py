@@ -15,7 +15,7 @@ from fastsparse_core import _C
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
 
 _HAS_CUDA_KERNELS = bool(_C.build_info()["cuda"])
-#: Where Linux has a file for every NVIDIA GPU of the machine, or of the container; and WSL the driver.
+#: Linux has a file here for every NVIDIA GPU of the machine or the container; WSL has the driver here.
 _GPU_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libcuda.so*")
 
 

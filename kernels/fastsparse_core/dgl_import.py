@@ -56,7 +56,7 @@ class GraphboltStub(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the placeholder, when it is needed and nobody has put another one in place."""
+    """Finds the placeholder, when it is needed and no other one is installed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -76,7 +76,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def graphbolt_problem() -> str | None:
-    """Why ``import dgl`` would fail in ``dgl.graphbolt``; None where it would not or that cannot be told.
+    """Why ``import dgl`` would fail in ``dgl.graphbolt``; None if it would import, or if that is unknown.
 
     Nothing is imported to find out.
     """

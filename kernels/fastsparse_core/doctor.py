@@ -31,7 +31,7 @@ _OLDEST_ARCH = 80
 #: The first driver of each major version of CUDA. It runs programs of all minor versions. The errors of the
 #: extension name it too (`old_driver_text` in kernels/include/fastsparse/on_device.h).
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
-#: Without the cache, where pip keeps what it built from the sources: a build without the CUDA half, too.
+#: Without pip's cache, which may contain a build without the CUDA half.
 _REBUILD = "python -m pip install --force-reinstall --no-deps --no-cache-dir fastsparse-gnn"
 _REBUILD += " (or, in a checkout, -e .)"
 
@@ -66,7 +66,7 @@ COMPONENTS = (
     Component(
         "DGL",
         "dgl",
-        # The plugin first: it makes DGL 2.x importable under a PyTorch that is newer than DGL knows.
+        # The plugin is imported first, because it makes DGL 2.x importable under a newer PyTorch.
         "import contextlib\nwith contextlib.suppress(Exception):\n    import fastsparse_dgl\nimport dgl",
         "python -m pip install dgl==2.1.0 packaging pandas, and import fastsparse_dgl before dgl",
         breaks=True,
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     parser = argparse.ArgumentParser(
-        prog="fastsparse doctor", description="Says what is installed and whether it works."
+        prog="fastsparse doctor", description="Shows what is installed and checks whether it works."
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     wants_json = parser.parse_args(arguments).json
@@ -378,7 +378,7 @@ def _examine_operators(report: Report, torch: Any, build_info: dict[str, Any]) -
             what += f"differs from the reference by {check.error:.1e}"
         key, cure = _kind_of_failure(check)
         if key == "driver-old" and any(problem.key == key for problem in report.problems):
-            continue  # one driver is the reason for all of them
+            continue  # the driver is the common cause
         report.problems.append(Problem(key, what, cure, breaks=True))
 
 
@@ -389,7 +389,7 @@ def _kind_of_failure(check: Check) -> tuple[Key, str]:
     if "no kernel image" in check.message:
         return "no-kernel-image", f"FASTSPARSE_CUDA_ARCHS= (this GPU's architecture) {_REBUILD}"
     if "out of memory" in check.message:
-        cure = "free some GPU memory (nvidia-smi shows who holds it) and run the doctor again"
+        cure = "free some GPU memory (nvidia-smi shows which process uses it) and run the doctor again"
         return "out-of-memory", cure
     return "check-failed", f"{_REBUILD}; if that does not help, report this output"
 

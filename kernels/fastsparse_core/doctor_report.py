@@ -131,4 +131,4 @@ def print_tables(report: Report) -> None:
     if report.usable:
         console.print("[bold green]usable[/]")
     else:
-        console.print("[bold red]not usable until the above is cured[/]")
+        console.print("[bold red]not usable until the problems above are solved[/]")

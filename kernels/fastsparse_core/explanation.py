@@ -24,7 +24,7 @@ class Explanation:
         layer: name of its class.
         by: ``"FastSparse"``, the name of the framework, or ``"not called"``.
         kernel: what of FastSparse computed it, as the report of ``accelerate`` says; "" if nothing did.
-        reason: why it was the framework, and what to do about it; "" if it was not.
+        reason: why the framework computed it, and what to do about it; "" if FastSparse did.
 
     Example:
         >>> from fastsparse_core.explanation import Explanation
@@ -95,7 +95,7 @@ def explain(
         is_ours: whether a layer is a drop-in or accelerated.
         kernel: what computes such a layer.
         drop_ins: original -> drop-in.
-        if_empty: what the user is told if there is no graph layer.
+        if_empty: message for the user if there is no graph layer.
 
     Raises:
         TypeError: `model` is not a module.

@@ -18,26 +18,26 @@ from fastsparse_core.ops._edge_messages_fused import unfused_gated, unfused_gine
 from fastsparse_core.ops._multi_aggregate_fused import unfused as unfused_aggregates
 from fastsparse_core.structure.edge_values import EdgeValues
 
-#: Steps of a trace that hold a part of it in a module of its own.
+#: Steps of a trace whose body is in a separate module.
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
 def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """The same program in PyTorch's operators alone, for inference.
 
-    It runs where FastSparse is not installed, and ``torch.onnx.export`` takes it. Each operator becomes a
-    gather, the formula and a scatter, with a row of features for every edge: slower, and with more memory.
+    It runs without FastSparse, and ``torch.onnx.export`` takes it. Each operator becomes a gather, the
+    formula and a scatter, with a row of features per edge, so the program is slower and needs more memory.
 
     Args:
-        program: of ``torch.export.export``, of a model in evaluation.
+        program: result of ``torch.export.export`` for a model in evaluation mode.
 
     Returns:
-        A program with the same inputs, whose sizes may change as those of ``program`` do.
+        A program with the same inputs and the same dynamic sizes.
 
     Raises:
-        ValueError: the program has no example inputs, was exported with an `Adjacency`, or drops attention
-            weights, which only training does.
-        NotImplementedError: an operator of the program is none that inference needs.
+        ValueError: the program has no example inputs, was exported with an `Adjacency`, or contains attention
+            dropout, that is, was exported in training mode.
+        NotImplementedError: the program has an operator that inference does not need.
 
     Example:
         >>> program = torch.export.export(model.eval(), (x, edge_index))  # doctest: +SKIP
@@ -49,22 +49,22 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
 def for_cpp(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """The same program for AOTInductor, whose packages C++ programs load without Python.
 
-    Sums, maxima and attention call operators of a library that :func:`cpp_library` finds. Other operators
-    become PyTorch's own, as :func:`decompose` writes them. On CUDA that includes attention with features of
-    the edges, of dot products, in float64 and with heads wider than 256. A program builds the structure of
-    its edges once per call, or once and for all if edges are a buffer of the model, and sizes of its other
-    inputs are fixed.
+    Sums, maxima and attention call operators of the library at :func:`cpp_library`. Other operators become
+    PyTorch's, as in :func:`decompose`. On CUDA that includes attention with edge features, with dot products,
+    in float64, and with heads wider than 256. A program builds the structure of its edges once per call. If
+    the edges are a buffer of the model, the structure becomes a part of the program, and the sizes of its
+    other inputs are fixed.
 
     Args:
-        program: of ``torch.export.export``, of a model in evaluation.
+        program: result of ``torch.export.export`` for a model in evaluation mode.
 
     Returns:
         A program with the same inputs, for ``torch._inductor.aoti_compile_and_package``.
 
     Raises:
         FileNotFoundError: the library was not built.
-        ValueError: as of :func:`decompose`.
-        NotImplementedError: as of :func:`decompose`.
+        ValueError: as in :func:`decompose`.
+        NotImplementedError: as in :func:`decompose`.
 
     Example:
         >>> program = torch.export.export(model.eval(), (x, edge_index))  # doctest: +SKIP
@@ -152,7 +152,8 @@ def _replace_operators(module: GraphModule, formulas: dict[str, Callable[..., An
     for node in module.graph.nodes:
         name = getattr(node.target, "__name__", str(node.target))
         if name in _REGIONS and node.op == "call_function":
-            # In inference neither changes a result: no gradient is kept, and parts without autocast stay so.
+            # In inference, neither changes a result: no gradient is computed, and parts without autocast stay
+            # without it.
             at = 1 if name == "wrap_with_set_grad_enabled" else 4
             node.target, node.args = _called, node.args[at:]
         elif isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fastsparse":

@@ -1,4 +1,4 @@
-"""Why a framework's implementation runs in place of the kernels, and what the user is told about it."""
+"""Why a framework's implementation runs in place of the kernels, and how the user is informed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Reason(NamedTuple):
         return f"{self.message} (as asked for)"
 
 
-#: Who is told instead of the user: see `listening`.
+#: Gets reasons instead of the user: see `listening`.
 _listener: ContextVar[Callable[[Reason], None] | None] = ContextVar("fastsparse_listener", default=None)
 
 
@@ -81,8 +81,8 @@ def run(
 ) -> Any:
     """Calls the framework's implementation, then tells the user.
 
-    If the call raises, its error is enough. A call that runs out of memory is told nevertheless: the kernels
-    may need less.
+    If the call raises, its error is enough. A call that runs out of memory is reported nevertheless: the
+    kernels may need less.
 
     Args:
         tell: :func:`tell` of a plugin.

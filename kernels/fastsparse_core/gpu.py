@@ -29,7 +29,7 @@ _KNOWN_BEST = "nvidia_h200"
 
 
 def _constant(scales_with: str = "") -> Any:
-    """A measured constant; ``scales_with``: the size that it grows with on a GPU nobody has measured."""
+    """A measured constant; ``scales_with``: the size that it grows with on a GPU that was not measured."""
     return field(metadata={"scales_with": scales_with})
 
 
@@ -149,7 +149,7 @@ def write(profile: GpuProfile, path: Path) -> None:
 
 
 def scaled(known: GpuProfile, sizes: Mapping[str, Any]) -> GpuProfile:
-    """The profile of a GPU that nobody has measured, from that of one that somebody has.
+    """Estimates the profile of a GPU that was not measured from that of another GPU.
 
     What a crossover grows with, multiprocessors, L2 or bandwidth, decides how it is scaled; ratios, such as
     entries per row, stay.
@@ -178,7 +178,8 @@ def sizes_of(device: torch.device) -> dict[str, Any]:
         "num_sms": properties.multi_processor_count,
         "shared_memory": getattr(properties, "shared_memory_per_block_optin", 48 * 1024),
         "l2_bytes": getattr(properties, "L2_cache_size", 0) or known.l2_bytes,
-        # Two transfers a clock; where PyTorch does not say, memory is taken to be as fast for its processors.
+        # Two transfers per clock; if PyTorch does not know the clock, bandwidth is scaled by the number of
+        # multiprocessors.
         "bandwidth": float(2 * kilohertz * bits // 8)
         or known.bandwidth * properties.multi_processor_count / known.num_sms,
     }

@@ -30,7 +30,7 @@ from fastsparse_core.structure.batch import adjacency_of_batch
 
 _logger = logging.getLogger("fastsparse_core")
 
-#: Share of the GPU's free memory that the graphs may take; more than that stays with the host.
+#: Share of the GPU's free memory that the graphs may take; larger data sets stay on the host.
 _SHARE_OF_FREE = 0.5
 
 
@@ -221,7 +221,7 @@ class GraphStore:
         on_gpu = self.device.type == "cuda"
         host = torch.empty((len(pointers), 2, count + 1), dtype=torch.int64, pin_memory=on_gpu, device="cpu")
         num_positions = self.num_graphs if graph_at is None else graph_at.numel()
-        # The extension reads it as it lies there; a sampler of the user's may give any tensor.
+        # The extension reads it as it is there; a sampler of the user's may give any tensor.
         is_tensor = (
             type(index) is Tensor
             and index.dtype == torch.int64
@@ -242,7 +242,7 @@ class GraphStore:
         )
         table = host.to(self.device, non_blocking=True) if on_gpu else host
         first, source = host.unbind(1)
-        # Callers get the first rows: of a copy, for kernels must not read what somebody else can write.
+        # Callers get a copy of the first rows, because they could overwrite memory that kernels read.
         return Chosen(count, totals, first.clone(), table, source)
 
 
@@ -324,7 +324,7 @@ class StoredEdges:
         return self._store.device
 
     def _parts(self) -> Iterator[tuple[Chosen, Tensor]]:
-        """Batches of consecutive graphs and their edges, int64 (2, number of edges): all graphs in turn.
+        """Batches of consecutive graphs that cover all graphs, and their edges, int64 (2, number of edges).
 
         Parts bound the memory that sorting takes.
         """
@@ -444,7 +444,7 @@ class _StoredStructure:
             if is_square:
                 loops.append(_any_by_graph(whole.row_once() == whole.col, chosen.first[edges]))
         has_loops = torch.cat(loops) if loops else torch.zeros(0, dtype=torch.bool, device="cpu")
-        #: Whether some edge of a graph is a loop; None: of none is.
+        #: Whether some edge of a graph is a loop; None: no graph has one.
         self._loops = has_loops if bool(has_loops.any()) else None
         self._is_symmetric = is_symmetric
         self._forward = _RowsOfGraphs(store, edges, destinations, sources, forward)
@@ -482,7 +482,7 @@ def _cut(whole: Adjacency, chosen: Chosen, edges: int, rows: int, columns: int) 
     first, device = chosen.first, whole.device
 
     def begins(pointer: int, of: int) -> Tensor:
-        """Of every row of one pointer, where those of the other begin in its graph."""
+        """For every row of one pointer, where those of the other begin in its graph."""
         return first[pointer][:-1].repeat_interleave(first[of].diff()).to(device)
 
     degree = whole.in_degree()
@@ -522,7 +522,7 @@ class _RowsOfGraphs:
         empty = torch.cat([part.pop("has_empty_rows") for part in parts])
         #: Whether a graph has a row without entries; None: none has.
         self._empty = empty if bool(empty.any()) else None
-        if len(parts) > 1:  # all of them may be more than the device holds
+        if len(parts) > 1:  # together they may exceed the device's memory
             parts = [{name: item.cpu() for name, item in part.items()} for part in parts]
         whole = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
         order = whole["edge_id"]
@@ -572,7 +572,7 @@ def _any_by_graph(flags: Tensor, pointer: Tensor) -> Tensor:
     return before[pointer].diff() > 0
 
 
-#: The objects that a dataset consists of, and the positions that are taken of them.
+#: The objects of a dataset, and the selected positions.
 Outline = tuple[list[Any], list[list[int]]]
 
 
@@ -585,7 +585,8 @@ class Content:
     """What was stored of a dataset, so that later changes of it are detected.
 
     Another object in one of the dictionaries is always detected. Writes in place are detected when the tensor
-    that was written to is looked at: at most `_MOST_VERSIONS` of them are each time, all of them in turn.
+    that was written to is looked at: at most `_MOST_VERSIONS` of them are looked at each time, until all have
+    been.
 
     Args:
         mappings: dictionaries of the dataset.
@@ -600,7 +601,8 @@ class Content:
         if step > 1:
             step += 1 - step % 2  # odd, so that with few attributes each part has tensors of all of them
         parts = [tensors[nth::step] for nth in range(step)]
-        #: What is looked at together, and the sum of its versions, next first.
+        #: Groups of tensors that are checked together, and the sums of their versions; the next group is
+        #: first.
         self._parts = deque((part, _sum_of_versions(part)) for part in parts)
 
     def is_as_it_was(self) -> bool:

@@ -21,7 +21,7 @@ def grouped_product(x: Tensor, weight: Tensor, starts: tuple[int, ...]) -> Tenso
     of the result: nothing is padded, copied or gathered. Under autocast in the autocast dtype.
 
     Args:
-        x: (P, B * I), the rows of a group beside each other.
+        x: (P, B * I), the rows of a group next to each other.
         weight: (R, I, O), or (R, B, I, O) of B blocks.
         starts: (R + 1) first row of every group, and P.
 
@@ -46,7 +46,7 @@ def grouped_product(x: Tensor, weight: Tensor, starts: tuple[int, ...]) -> Tenso
 
 def _by_block(rows: Tensor, num_blocks: int) -> Tensor:
     """(P, B * I) as (B, P, I)."""
-    # Not -1, which says nothing of tensors without elements.
+    # Not -1, which fails for tensors without elements.
     return rows.view(rows.size(0), num_blocks, rows.size(1) // num_blocks).transpose(0, 1)
 
 

@@ -27,7 +27,7 @@ _is_tracing = torch._C._is_tracing
 #: Original class -> drop-in class.
 DropIns = Mapping[type[Module], type[Module]]
 
-#: What a class body may define without changing what a layer that was constructed does.
+#: Names that a class body may define without changing the behaviour of a constructed layer.
 _WITHOUT_EFFECT = frozenset(
     {
         "__annotate__",
@@ -58,11 +58,11 @@ class Row:
     """The result of :func:`accelerate` for one layer.
 
     Attributes:
-        paths: its names in the model, several for a shared layer; "" is the model itself.
+        paths: names of the layer in the model, several if it is shared; "" is the model itself.
         original: name of its class before.
         drop_in: name of its class now if that is a drop-in, else "".
-        reason: why nothing was changed, "" if something was.
-        kernel: what computes it now, where a plugin says so.
+        reason: why the layer was not changed; "" if it was.
+        kernel: what computes the layer now, if the plugin reports it.
 
     Example:
         >>> from fastsparse_core.layer_swap import Row
@@ -271,19 +271,19 @@ class FirstCalls:
         """The layers' `__reduce_ex__`: pickles and copies need no FastSparse, as they name the original."""
         if layer not in self._swapped:
             return original(layer, protocol)
-        twin = self.as_original(layer)
-        reduced: Any = twin.__reduce_ex__(protocol)
+        second = self.as_original(layer)
+        reduced: Any = second.__reduce_ex__(protocol)
         how, what, *rest = reduced
-        if how is copyreg.__newobj__ and what == (type(twin),):  # type: ignore[attr-defined]
+        if how is copyreg.__newobj__ and what == (type(second),):  # type: ignore[attr-defined]
             # Which pickle refuses for an object of another class.
-            return copyreg._reconstructor, (type(twin), object, None), *rest  # type: ignore[attr-defined]
+            return copyreg._reconstructor, (type(second), object, None), *rest  # type: ignore[attr-defined]
         return how, what, *rest
 
     def as_original(self, layer: Module) -> Module:
         """A second object of a layer, of the original's class, with the same parameters and buffers."""
-        twin = second_object(layer)
-        restore_layer(twin, self._originals)
-        return twin
+        second = second_object(layer)
+        restore_layer(second, self._originals)
+        return second
 
     def original_class(self, layer: Module) -> type[Module]:
         """The class that a layer had before it became a drop-in."""

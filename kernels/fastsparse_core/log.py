@@ -23,14 +23,14 @@ seen: set[tuple[str, str]] = set()
 _NOT_THE_USER = {"fastsparse_core", "fastsparse_dgl", "fastsparse_pyg", "torch", "torch_geometric", "dgl"}
 
 
-#: Why layers are perhaps not found, and what to do.
+#: Why layers may not be found, and what to do.
 NOT_FOUND = "Layers in a Python list or dict are not found: keep them in a torch.nn.ModuleList or ModuleDict"
 #: Set where `fastsparse run` started this process.
 _RUN_VARIABLE = "FASTSPARSE_RUN"
 
 
 class SlowPathWarning(UserWarning):
-    """FastSparse does not run a call the fast way that was asked for; the message has the cause and the cure.
+    """A call did not run on the fast kernels; the message has the cause and the cure.
 
     Example:
         >>> import fastsparse_core, warnings

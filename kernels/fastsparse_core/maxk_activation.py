@@ -9,15 +9,16 @@ from fastsparse_core.ops.maxk import check_k, maxk, maxk_dense
 
 
 class MaxK(nn.Module):
-    r"""Keeps the k largest entries of the last dimension and sets the others to 0, in the place of ReLU.
+    r"""Keeps the k largest entries of the last dimension and sets the others to 0; replaces ReLU.
 
     .. math::
         \mathrm{MaxK}(\mathbf{x})_c = \begin{cases} x_c & c \in \operatorname{top}_k(\mathbf{x}) \\ 0 &
         \text{else} \end{cases}
 
-    From MaxK-GNN (arXiv:2312.08656), section 3.1. Called, it gives dense features; :meth:`compress` gives the
-    kept entries as they are, which the FastMaxK layers take. For the backward pass the one stores a bit for
-    each column, the other k bytes (2 k from 257 columns on) per row, where ReLU stores its whole result.
+    From MaxK-GNN (arXiv:2312.08656), section 3.1. A call returns dense features. :meth:`compress` returns the
+    kept entries only, which the FastMaxK layers take. For the backward pass, a call stores one bit per
+    column, and :meth:`compress` stores k bytes per row (2 k from 257 columns on). ReLU stores its whole
+    result.
 
     Args:
         k: number of kept entries, at most the width of the features.
@@ -55,7 +56,7 @@ class MaxK(nn.Module):
         return maxk_dense(x.reshape(-1, x.size(-1)), self.k).reshape(x.shape)
 
     def compress(self, x: Tensor) -> CBSR:
-        """MaxK of (n, D), its zeros left out.
+        """Returns the kept entries of a matrix (n, D), without the zeros.
 
         Args:
             x: (n, D), float64, float32, float16 or bfloat16.

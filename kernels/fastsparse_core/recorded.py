@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 _RUN, _DROPS = "fastsparse_core.run", "fastsparse_core.drops"
-#: The contexts of this module that are entered, in all threads: where there are none, nobody is asked.
+#: The contexts of this module that are entered, in all threads: if there are none, no lookup is needed.
 entered: set[object] = set()
 _DEFAULTS: dict[str, Any] = {_RUN: None, _DROPS: True}
 

@@ -98,7 +98,7 @@ class Relations:
 
     @property
     def with_every_pair(self) -> Relations:
-        """The same edges, with pairs of every node and relation, those of a node beside each other."""
+        """The same edges, with pairs of every node and relation, those of a node next to each other."""
         return self._memo.get("with_every_pair", lambda: _WithEveryPair(self))
 
     @property

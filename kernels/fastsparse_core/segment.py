@@ -42,16 +42,16 @@ def segment_reduce(
 
     Args:
         src: (E, ...), float64, float32, float16, bfloat16 or integer.
-        rowptr: int32 or int64 (S + 1,), ascending from 0 to E. It is checked once as long as the tensor lives
-            and is not written.
+        rowptr: int32 or int64 (S + 1,), ascending from 0 to E. It is checked again only if the tensor was
+            changed.
         reduce: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"mul"``, ``"var"`` or ``"std"``. Variance and
-            deviation are those of the segment itself, not estimates: squares are divided by their number.
-        return_arg: also returns the row that every maximum or minimum was taken from.
+            standard deviation divide by the number of rows (no Bessel correction).
+        return_arg: whether to return also the row of each maximum or minimum.
 
     Returns:
-        (S, ...) in the dtype of ``src``, 16-bit numbers reduced in float32; 0 for empty segments, 1 for their
-        product. With ``return_arg`` also int64 (S, ...): of equal values the first one's row, E where there
-        is none. The gradient of an extremum goes to that row. Differentiable any number of times.
+        (S, ...) in the dtype of ``src``; 16-bit numbers are reduced in float32. Empty segments give 0, and 1
+        for products. With ``return_arg`` also int64 (S, ...): the first row that has the maximum or minimum,
+        or E for empty segments. That row gets the gradient. Differentiable any number of times.
 
     Raises:
         TypeError: a dtype is not supported.
@@ -105,13 +105,13 @@ def scatter(
     .. math::
         out_s = \bigoplus_{e : index_e = s} src_e
 
-    The index is sorted once as long as the tensor lives and is not written; rows are read through the order,
-    not copied. An index that ascends already is not sorted at all.
+    The index is sorted once, and the order is kept until the tensor is changed or freed. Rows are read in
+    that order without a copy. An ascending index is not sorted.
 
     Args:
         src: (E, ...), float64, float32, float16, bfloat16 or integer.
         index: int32 or int64 (E,), in any order.
-        dim_size: number of results S; None: one more than the greatest index.
+        dim_size: number of results S; None: the largest index + 1.
         reduce: as in :func:`segment_reduce`.
         return_arg: as in :func:`segment_reduce`.
 
@@ -138,7 +138,7 @@ def scatter(
 
 
 def segment_softmax(src: Tensor, rowptr: Tensor) -> Tensor:
-    r"""Softmax over consecutive rows, every feature by itself.
+    r"""Softmax over consecutive rows, for each feature separately.
 
     .. math::
         out_e = \frac{\exp(src_e)}{\sum_{k \in s(e)} \exp(src_k)}
@@ -167,7 +167,7 @@ def segment_softmax(src: Tensor, rowptr: Tensor) -> Tensor:
 
 
 def scatter_softmax(src: Tensor, index: Tensor, dim_size: int | None = None) -> Tensor:
-    r"""Softmax over the rows that have the same index, every feature by itself.
+    r"""Softmax over the rows that have the same index, for each feature separately.
 
     .. math::
         out_e = \frac{\exp(src_e)}{\sum_{k : index_k = index_e} \exp(src_k)}
@@ -195,12 +195,12 @@ def scatter_softmax(src: Tensor, index: Tensor, dim_size: int | None = None) -> 
 
 
 def gather_csr(src: Tensor, rowptr: Tensor, num_rows: int | None = None) -> Tensor:
-    r"""Gives every row of a segment what ``src`` has for the segment: the reverse of :func:`segment_reduce`.
+    r"""Copies the row of each segment to all rows of that segment: the reverse of :func:`segment_reduce`.
 
     Args:
         src: (S, ...), any dtype.
         rowptr: int32 or int64 (S + 1,), as in :func:`segment_reduce`.
-        num_rows: E, the last of ``rowptr``; None reads it from the device.
+        num_rows: E, the last entry of ``rowptr``; None: read from the device.
 
     Returns:
         (E, ...) with :math:`out_e = src_s` for :math:`rowptr_s \le e < rowptr_{s + 1}`. Its gradient is a sum
@@ -250,7 +250,7 @@ def _as_matrix(src: Tensor) -> Tensor:
     src = written_out(src)
     if src.dim() == 2:
         return src
-    width = src.shape[1:].numel()  # not -1, which says nothing of tensors without elements
+    width = src.shape[1:].numel()  # not -1, which fails for tensors without elements
     return src.reshape(src.size(0), width)
 
 

@@ -6,8 +6,8 @@ by the operator's ``out=`` form, a registration of its own, because a kernel tha
 in no PyTorch before 2.9.
 
 Structures are kept as long as the matrix lives. A CSR matrix and its transposed form share them, because one
-is a view of the other. PyTorch copies a COO matrix that it transposes, so the copy is told whose it is. A
-matrix that is made anew is another one, even from the same tensors: PyTorch counts their edits apart.
+is a view of the other. PyTorch copies a COO matrix that it transposes, so the copy is marked with its source.
+A matrix that is made again is another one, even from the same tensors: PyTorch counts their edits apart.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from fastsparse_core.structure.adjacency import Adjacency
 #: one product. Other structures are built when the matrix comes for the second time, unless PyTorch has no
 #: product in 16 bits.
 FROM_FIRST_PRODUCT = 4096
-#: Entries of a COO matrix on the CPU up to which gradients of ``A @ x`` are PyTorch's: telling the transposed
-#: copy, which it makes in every backward pass, its structure takes as long as the product.
+#: Entries of a COO matrix on the CPU up to which gradients of ``A @ x`` are PyTorch's: marking the transposed
+#: copy of every backward pass with its structure takes as long as the product.
 _FEW = 2048
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc)
 _16_BITS = (torch.float16, torch.bfloat16)
@@ -166,7 +166,7 @@ def _is_small(matrix: Tensor) -> bool:
 
 
 def _transpose(matrix: Tensor, dim0: int, dim1: int) -> Tensor:
-    """PyTorch's transposition of a COO matrix, whose result is told which structure it has."""
+    """PyTorch's transposition of a COO matrix, whose result is marked with its structure."""
     out = matrix.clone().transpose_(dim0, dim1)
     if _is_small(matrix):
         return out

@@ -1,4 +1,4 @@
-"""Work beside other work: streams that wait for each other, and branches of CUDA graphs."""
+"""Work on a separate stream: streams that wait for each other, and branches of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def on_stream(stream: torch.cuda.Stream, job: Callable[[], _T]) -> _T:
 
 
 def fork(job: Callable[[], _T], like: Tensor) -> Callable[[], _T]:
-    """Starts a job beside what comes next, until the function that is returned is called for its result.
+    """Starts a job on a separate stream. The returned function waits for it and returns its result.
 
     In a CUDA graph that is being recorded, the two are branches, which small kernels share the GPU by.
     Otherwise the job is done at once: the host launches one kernel after the other.

@@ -1,4 +1,4 @@
-"""Full-graph training in tiles of rows: a model's activations need not fit beside each other.
+"""Full-graph training in tiles of rows: a model's activations need not fit into memory at the same time.
 
 Between two neighbour sums a model works row by row, so that part runs for one tile of rows at a time. Only
 the inputs of the sums are whole matrices. The backward pass computes everything else again.
@@ -25,7 +25,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 _TILE_BYTES = 2**28
 #: Rows of the check whether the model works row by row.
 _ROWS_CHECKED = 64
-#: Relative difference up to which two results of the check are the same but for rounding.
+#: Relative difference up to which two results of the check are the same except for rounding.
 _ROUNDING = 0.02
 #: The same for results of equal operations on equally many rows, of more than 16 bits.
 _SAME_OPERATIONS = 1e-4
@@ -81,7 +81,7 @@ class NeighbourSum(NamedTuple):
     def tile(self, x: Tensor, begin: int, end: int) -> Tensor:
         """The sums of the rows from ``begin`` to ``end``."""
         adj = self.adj
-        # Read from the device once: the host goes ahead of it in later passes.
+        # Read from the device once, so later passes do not wait for it.
         place = ("fastsparse_core.tiling", begin, end)
         first, last = adj.derived(place, lambda: adj.rowptr[[begin, end]].tolist())
         rows = Adjacency(adj.rowptr[begin : end + 1] - first, adj.col[first:last], (end - begin, adj.num_src))
@@ -130,15 +130,15 @@ def is_free_of_loops(part: Any) -> bool:
 class TiledLayer(Protocol):
     """What a layer has to know to run in tiles."""
 
-    def neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
-        """The sum that the layer begins with. Of ``x`` only shape and dtype are those of its features.
+    def _neighbour_sum(self, x: Tensor, edges: Any) -> NeighbourSum:
+        """The sum that the layer begins with. Only the shape and the dtype of ``x`` are used.
 
         Raises:
             ValueError: the layer begins with something else.
         """
         ...
 
-    def after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
+    def _after_sum(self, sums: Tensor, x: Tensor) -> Tensor:
         """The layer's result for some rows, of their sums and their own features."""
         ...
 
@@ -248,7 +248,7 @@ class _Run:
         self.tile_rows = tiled.tile_rows or max(_TILE_BYTES // max(row_bytes, 1), 1)
         shapes = [each.new_empty(1, 1).expand(self.num_nodes, each.size(1)) for each in self._inputs]
         self.sums: list[NeighbourSum] = [
-            layer.neighbour_sum(like, edges).of_this_process(like)
+            layer._neighbour_sum(like, edges).of_this_process(like)
             for layer, like in zip(self.called, shapes, strict=True)
         ]
 
@@ -259,7 +259,8 @@ class _Run:
         """Random numbers and autocast of the call; layers are replaced by parts of them."""
         cuda = [self.device] if self.device.type == "cuda" else []
         is_on, dtype = self.autocast
-        # A cast that is cached without gradients would hide the parameter from those who need them.
+        # A cast that autocast caches without gradients would hide the parameter from calls that need
+        # gradients.
         precision = torch.autocast(self.device.type, dtype, enabled=is_on, cache_enabled=False)
         given = {layer: layer.__dict__.get("forward") for layer in self.layers}
         with torch.random.fork_rng(cuda), precision:
@@ -287,12 +288,12 @@ class _Run:
             elif nth == self._part + 1:
                 raise _Reached(x)
             elif nth == self._part:
-                own: Tensor = layer.after_sum(self._sums, self._own)
+                own: Tensor = layer._after_sum(self._sums, self._own)
                 return own
             if self._is_whole:
                 self._set_seed(nth, 0)
             # Before the current part nothing is computed: its tensors have no rows.
-            found: Tensor = layer.after_sum(x, x)
+            found: Tensor = layer._after_sum(x, x)
             return found
 
         return forward
@@ -466,7 +467,7 @@ class _Run:
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Gradients of the input and the parameters. ``kept`` is emptied, so that memory is free early."""
         totals = _Totals(parameters)
-        gradients = [grad]  # the list alone holds them: one that was read is overwritten or freed
+        gradients = [grad]  # only the list holds them, so one that was read can be overwritten or freed
         del grad
         for nth in range(len(self.sums), 0, -1):
             continues = nth > 1 or x.requires_grad or not self.begins_with_layer
@@ -517,7 +518,7 @@ class _Run:
             del tile
         grad = sums_of.to_owners(total)
         del total
-        # What reaches the nodes' own features besides: by the layer, and by loops.
+        # Other gradients of the nodes' own features: from the layer, and from loops.
         for begin, end in _tiles(num_rows, self.tile_rows):
             if sums_of.loop is None and (of_own is None or is_added):
                 break
@@ -712,7 +713,7 @@ class _Offloaded(_Kept):
 
 
 class _HostTiles:
-    """Tiles of a matrix in page-locked memory, behind two buffers on the GPU in turn.
+    """Tiles of a matrix in page-locked memory, copied through two alternating buffers on the GPU.
 
     A copy runs on a stream of its own, so that it takes no time from the computation. Tiles of 256 MiB waste
     nothing where PyTorch rounds page-locked memory up to powers of two.

@@ -50,7 +50,7 @@ class TracedAdjacency(Adjacency):
         site: what the edges are in the trace, from :func:`site_of`.
     """
 
-    is_padded = True  # how many entries there are is known when it runs
+    is_padded = True  # the number of entries is known only when it runs
 
     def __init__(
         self,
@@ -78,12 +78,12 @@ class TracedAdjacency(Adjacency):
 
     @property
     def device(self) -> torch.device:
-        """Where the structure lies."""
+        """Where the structure is."""
         return self.edges.device
 
     @property
     def gpu(self) -> GpuProfile:
-        """What is known of the GPU that it lies on."""
+        """What is known of the GPU that it is on."""
         return profile_of(self.edges.device)
 
     @property
@@ -129,7 +129,7 @@ class TracedAdjacency(Adjacency):
         return TracedAdjacency(self.edges, *shape, not self.reverse, self.self_loops, self.site)
 
     def without_self_loops(self) -> TracedAdjacency:
-        """The structure without its self loops; edge values keep the order and the number that they had."""
+        """The structure without its self loops; edge values keep their order and number."""
         return TracedAdjacency(self.edges, *self.shape, self.reverse, "remove", self.site)
 
     def derived(self, key: Any, build: Callable[[], Any]) -> Any:
@@ -220,7 +220,8 @@ def clear() -> None:
         structures.clear()
 
 
-#: Who finds the structure: a plugin whose layers have a cache puts its own function here, and shares it so.
+#: Function that finds the structure; a plugin with a cache replaces it by its own, so that the cache is
+#: shared.
 find: Callable[[Tensor, int, int, bool, SelfLoops], Adjacency] = _find
 
 
@@ -334,7 +335,7 @@ def _look(trace: Any) -> None:
         source = edges._i_will_not_complain_if_bc_breaks_VariableTracker().source
         is_unchanged = source is not None and edges.as_fake()._version == 0
         _seen.site = str(edges.as_proxy().node.name) if is_unchanged else ""
-    except Exception:  # another PyTorch, whose compiler says it in another way
+    except Exception:  # another version of PyTorch, whose compiler marks this differently
         _seen.site = ""
 
 

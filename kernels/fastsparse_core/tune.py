@@ -146,7 +146,7 @@ def tune(device: torch.device, clock: Clock, note: Callable[[str, str], None]) -
     Args:
         device: a GPU.
         clock: milliseconds of a call.
-        note: is told the name of a constant and what became of it, after each.
+        note: called with the name of each constant and its result.
     """
     before = gpu.profile_of(device)
     found: dict[str, float] = {}
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     if device.type != "cuda" or not torch.cuda.is_available():
-        print("there is no GPU here to measure; the CPU's kernels have no such constants", file=sys.stderr)
+        print("there is no GPU here to measure; the CPU kernels do not use such a profile", file=sys.stderr)
         return 1
 
     from rich.progress import Progress
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         profile = tune(torch.device("cuda", torch.cuda.current_device()), time_of, note)
     path = options.out or gpu.cache_folder() / f"{gpu.file_name(profile.name)}.json"
     gpu.write(profile, path)
-    print(f"stored in {path}; it decides from the next start of Python on")
+    print(f"stored in {path}; FastSparse uses it from the next start of Python on")
     return 0
 
 

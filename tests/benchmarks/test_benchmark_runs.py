@@ -813,7 +813,7 @@ TINY = "--width 16 --train-nodes 48 --seeds 16 --molecules 32 --batch 16 --links
 
 @pytest.fixture
 def program_list(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The programs, whose data is drawn anew from the small stand-ins."""
+    """The programs, whose data is drawn again from the small stand-ins."""
     pytest.importorskip("fastsparse_pyg", exc_type=ImportError)
     pytest.importorskip("fastsparse_dgl", exc_type=ImportError)
     from benchmarks import program_list

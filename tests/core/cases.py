@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsparse_core import Adjacency
 
-#: Of random tests, whose examples share the fixtures of a function.
+#: For random tests, whose examples share the fixtures of a function.
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -559,7 +559,7 @@ def test_zeros_behind_the_features(
 ):
     """Products of rows of 100 features are those of 104; gradients are of 100, once and twice.
 
-    Rows that lie so already are summed as they lie.
+    Rows that are so already are summed as they are.
     """
     given = torch.float32 if casts else dtype
     weight, bias, root_weight = parameters(given, device, width=100)
@@ -677,7 +677,8 @@ SERVED_WIDTHS = (4, 8, 20, 64, 68, 100, 128, 132, 200, 256)
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def hopper(request, monkeypatch) -> Hopper:
-    """The kernels, which serve any number of rows here; on the CPU what is as strict stands for them."""
+    """The kernels, which handle any number of rows here; on the CPU, an equally strict implementation is used
+    instead."""
     return prepare(request.param, monkeypatch)
 
 
@@ -807,7 +808,7 @@ def test_launches(hopper, poisoned_memory, gathers, keeps_sums, scaled, num_dst,
 @pytest.mark.parametrize("needs_x", [True, False])
 @pytest.mark.parametrize("gathers", [True, False])
 def test_one_kernel_with_few_operations(hopper, monkeypatch, needs_x, gathers):
-    """The host bounds layers on small graphs."""
+    """Launch overhead decides the time of layers on small graphs."""
     for kernel in (FORWARD, BACKWARD):
         monkeypatch.setattr(_C, kernel, lambda **_: None)  # what stands for it on the CPU is operations
     adj = block(hopper.device, 100, 100, 3)

@@ -161,7 +161,7 @@ def test_equals_the_operators(device, poisoned_memory, edges, call, heads, width
         dtype = torch.float32
     if device == "cuda":
         width = {1: 8, 4: 16, 20: 24}.get(width, width) if kind.startswith("dot") else width
-        bias = True  # else nobody may write to the result
+        bias = True  # otherwise the result could not be written to
     layer = Layer(kind, heads, width, dtype, device, mean=mean, bias=bias)
     adj = edges.adjacency(device)
     if kernel and device == "cuda" and adj.num_edges:
@@ -202,7 +202,7 @@ def test_second_derivatives_with_features_of_edges(kind):
 def reference_of(
     layer: Layer, adj: Adjacency, x: Tensor, grad: Tensor, seed: int
 ) -> tuple[list[Tensor], list[float]]:
-    """Of dot products in float64, from what the linear maps give: as `both`; and what sums may be off by.
+    """Dot products in float64, from what the linear maps give: as `both`; and what sums may be off by.
 
     The gradient of a bias sums numbers that were rounded each: their norm, where rounding adds up at random.
     """

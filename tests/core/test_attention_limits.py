@@ -1,4 +1,4 @@
-"""Attention operators under PyTorch's tools, their memory, what kernels cannot serve, and errors."""
+"""Attention operators under PyTorch's tools, their memory, what kernels cannot handle, and errors."""
 
 from __future__ import annotations
 

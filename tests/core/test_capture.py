@@ -593,7 +593,7 @@ def draw_edges(generator, counts, of_sources, of_targets):
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
 def test_rows_of_padding_copy_the_first(rows, device):
-    """Of nodes and edges, of rows of any size and alignment, of all hops and the first, of many tensors."""
+    """Rows of nodes and edges, of any size and alignment, of all hops and the first, of many tensors."""
     sizes = Sizes(((rows, 4),), ((3 * rows,),))
     capacity = capacity_for([sizes])
     places = BatchPlaces(capacity, torch.device(device))

@@ -45,7 +45,7 @@ from fastsparse_core.sampling import FeatureTable, NeighborSampler
 from fastsparse_core.structure.segments import Segments
 
 NODES, EDGES = 60, 240
-#: Of our check and of PyTorch's own, where it is PyTorch that reads first.
+#: Errors of our check, and PyTorch's own where PyTorch reads first.
 NO_MEMORY = ("has no memory: its storage was resized to 0 bytes", "out of bounds for storage of size 0")
 
 

@@ -82,7 +82,7 @@ def owners(kind: str, size: int) -> Partition:
         )
     if kind == "empty_rank":
         return Partition.from_assignment(torch.zeros(NODES, dtype=torch.long), size)
-    # By communities of 20, of which with two ranks the first has two.
+    # By communities of 20; with two ranks, the first rank has two.
     return Partition.from_assignment(((node // 20) % size), size)
 
 
@@ -471,7 +471,7 @@ def _failure(rank: int, size: int, device: torch.device, send: Any) -> None:
 
 
 def _on_their_way() -> list[Any]:
-    """Features of other ranks, and messages, that somebody holds."""
+    """Features of other ranks, and messages, that someone holds."""
     gc.collect()
     return [each for each in gc.get_objects() if type(each) in (HaloFeatures, Transfer)]
 

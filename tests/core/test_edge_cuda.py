@@ -176,7 +176,7 @@ def test_lanes_have_fewer_features_where_these_have_many_weights(monkeypatch: py
 
 @pytest.mark.parametrize("name", ["two maps", "mlp"])
 def test_second_derivatives_are_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of mapped features, too, whose gradients are products of rows per edge."""
+    """Also of mapped features, whose gradients are products of rows per edge."""
     expression, places = CASES[name]
     adj = graph("cpu")
     tensors = tensors_of(places, adj, 40, torch.float32)

@@ -92,7 +92,7 @@ def derivatives(outs: tuple[Tensor, ...], tensors: list[Tensor]) -> list[Tensor]
 
 @pytest.fixture(autouse=True)
 def kernels(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Generated anew; Triton's interpreter runs them on the CPU."""
+    """Generated again; Triton's interpreter runs them on the CPU."""
     device = getattr(request.node, "callspec", None) and request.node.callspec.params.get("device")
     if device is not None:
         monkeypatch.setenv("TRITON_INTERPRET", "1" if device == "cpu" else "0")

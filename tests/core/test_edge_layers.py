@@ -59,7 +59,7 @@ def test_gine_with_a_heavy_row_and_column(dtype: torch.dtype, width: int, device
     row[:3000], col[4000:7000] = 7, 11
     adj = Adjacency.from_coo(row.to(device), col.to(device), (300, 300))
     shapes = ((300, width), (9000, 5), (width, 5), (width,))
-    # Eighths: a message before its relu is exact in both precisions, and so is on which side of 0 it lies.
+    # Eighths: a message before its relu is exact in both precisions, and so is on which side of 0 it is.
     wide = [draw(*shape, device=device).detach().mul(4).round().div(8).to(dtype).double() for shape in shapes]
     given = [each.to(dtype).requires_grad_() for each in wide]
     wide = [each.requires_grad_() for each in wide]
@@ -103,7 +103,7 @@ def test_gine_of_one_gradient(wanted: int, device: str) -> None:
 
 @pytest.mark.parametrize("features", [0, 3])
 def test_gine_of_a_model_s_first_layer_needs_no_transpose(features: int, device: str) -> None:
-    """Nobody asks for the gradients of what a model is given."""
+    """The inputs of a model need no gradients."""
     adj = graph(device)
     x, edge = torch.randn(NODES, WIDTH, device=device), torch.randn(EDGES, features or WIDTH, device=device)
     maps = [torch.randn(WIDTH, features, device=device), torch.randn(WIDTH, device=device)]
@@ -142,7 +142,7 @@ def test_gated(features: int, has_root: bool, has_bias: bool, device: str) -> No
 
 
 def test_only_wanted_gradients(device: str) -> None:
-    """Frozen parameters get none, and what nobody wants is not returned."""
+    """Frozen parameters get none, and unused gradients are not returned."""
     adj, x = graph(device), torch.randn(NODES, 4, dtype=torch.float64, device=device)
     weights = tuple(draw(WIDTH, 4, device=device) for _ in range(3))
     biases = tuple(draw(WIDTH, device=device).detach() for _ in range(3))

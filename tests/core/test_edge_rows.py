@@ -33,7 +33,7 @@ def ends(device: str) -> list[End]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (5,), (16,), (2, 3)])
 def test_lift(device, ends, dtype, shape):
-    """One matrix at both ends, and another one; a result that nobody uses has no gradient."""
+    """One matrix at both ends, and another one; an unused result has no gradient."""
     x = torch.randn(9, *shape, device=device, dtype=dtype, requires_grad=True)
     y = torch.randn(7, *shape, device=device, dtype=dtype, requires_grad=True)
     unused = torch.randn(7, device=device, dtype=dtype, requires_grad=True)
@@ -101,7 +101,7 @@ def test_parameters_go_through_the_dispatcher(device, ends):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8])
 @pytest.mark.parametrize("width", [0, 1, 2, 3, 4, 8, 16, 33, 128, 300])
 def test_gathered_rows(device, poisoned_memory, dtype, width):
-    """Of any dtype and alignment, by 32- and 64-bit indices."""
+    """Rows of any dtype and alignment, by 32- and 64-bit indices."""
     generator = torch.Generator().manual_seed(0)
     table = torch.randint(100, (20, width + 1), generator=generator).to(device, dtype)
     index = torch.randint(20, (700,), generator=generator).to(device)

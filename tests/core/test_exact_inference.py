@@ -1,4 +1,4 @@
-"""Where results of exact inference lie."""
+"""Where results of exact inference are."""
 
 from __future__ import annotations
 

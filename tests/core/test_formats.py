@@ -49,7 +49,7 @@ def dense_of(edges: EdgeList, value: Tensor | None = None) -> Tensor:
 def vectors_by_hand(adj: Adjacency, window_row: Tensor | None, height: int) -> list[int]:
     """Vectors of every window: per column as many as its most frequent row needs, but each entry in one.
 
-    Entries of a column go by row; each starts a vector unless its row lies behind the last one's.
+    Entries of a column go by row; each starts a vector unless its row is behind the last one's.
     """
     rows = range(adj.num_dst) if window_row is None else [r for r in window_row.flatten().tolist() if r >= 0]
     place = {row: at for at, row in enumerate(rows)}

@@ -102,7 +102,7 @@ def test_grouping_of_long_rows_and_large_numbers(device, num_src):
 
 @pytest.mark.parametrize("near", [False, True])
 def test_grouping_follows_chains_of_links(device, near):
-    """Hundreds of rows in clusters, in their own order where similar rows lie near each other."""
+    """Hundreds of rows in clusters, in their own order where similar rows are near each other."""
     generator = torch.Generator().manual_seed(5)
     cluster = torch.arange(600) // 12
     if not near:

@@ -60,7 +60,7 @@ def test_sorts_in_pieces_give_the_same(device, in_pieces, shape, entries, dtype)
 
 
 def test_sorts_in_pieces_take_little_memory(in_pieces) -> None:
-    """The memory beside the result depends on the piece, not on the number of edges."""
+    """The memory in addition to the result depends on the piece, not on the number of edges."""
     extra, nodes = [], 1_000
     for count in (20_000, 80_000):
         row = torch.arange(nodes).repeat_interleave(count // nodes)
@@ -178,7 +178,8 @@ def test_parts_of_a_graph_are_built_within_their_memory() -> None:
 
 @pytest.mark.gpu
 def test_lean_structures_on_a_gpu(monkeypatch) -> None:
-    """Wrapping compressed rows takes nothing that stays, and transposing one piece beside the result."""
+    """Wrapping compressed rows takes nothing that stays, and transposing takes one piece in addition to the
+    result."""
     count, nodes = 2**24, 2**16
     rowptr = torch.arange(0, count + 1, count // nodes, device="cuda")
     col = torch.randint(nodes, (count,), device="cuda", dtype=torch.int32)

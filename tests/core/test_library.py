@@ -82,7 +82,7 @@ def test_capture_never_keeps_what_it_only_recorded(prepared):
 def test_the_work_list_of_hr_is_read_before_a_capture():
     adj = graph("cuda", 30)
     x = torch.randn(30, 64, device="cuda", dtype=torch.float16)
-    adj.hybrid_rows  # noqa: B018  # built, but nobody has asked how long it is
+    adj.hybrid_rows  # noqa: B018  # built, but its length was not read yet
     torch.cuda.synchronize()
     with (
         pytest.raises(RuntimeError, match="must be built before a CUDA graph"),
@@ -163,7 +163,7 @@ def _set_data(x: torch.Tensor, data: torch.Tensor) -> None:
         (True, lambda x: x.mul_(2)),
         (True, lambda x: x[:, 0].fill_(3)),
         (True, lambda x: x.requires_grad_()),
-        # Of a square matrix, lest the shape tell.
+        # A square matrix, whose shape does not show it.
         (False, lambda x: x.t_()),
         (False, lambda x: x.resize_(12, 11)),
         (False, lambda x: x.as_strided_((12, 11), (16, 1))),

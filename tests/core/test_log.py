@@ -1,4 +1,4 @@
-"""What is said once: log records and warnings."""
+"""What is logged once: log records and warnings."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def test_any_subset_in_any_order(op, aggregations, device):
     adj = ragged(600, device)
     tensors = op.make(adj, (12, 5), torch.float32)
     if set(aggregations) <= {"var", "std"}:
-        del tensors["x_dst"]  # whose gradient is 0 but for rounding
+        del tensors["x_dst"]  # whose gradient is 0 except for rounding
     op.compare(adj, tensors, 4, aggregations=aggregations)
 
 

@@ -197,7 +197,7 @@ def test_opcheck(op: Operator, device: str) -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiles_without_graph_breaks(op: Operator, device: str) -> None:
     adj = ragged(600, device).prepare()
-    adj.bsb  # noqa: B018, of which prepare() has no use on the CPU
+    adj.bsb  # noqa: B018, built on a GPU only
     names, values = zip(*op.make(adj, op.small, torch.float32).items(), strict=True)
     values = [value.requires_grad_() for value in values]
 

@@ -167,7 +167,7 @@ def test_a_few_seeds_of_a_large_graph(layout, device):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_positions_beyond_31_bits(layout, device):
-    """The last entries of a structure whose others nobody reads, so that they need no memory."""
+    """The last entries of a structure whose other entries are not read, so that they need no memory."""
     _, _, graph = random_graph(300, 3000, device)
     before = 3 * 2**30
     graph = Adjacency.from_csr(graph.rowptr, graph.col, graph.shape)
@@ -268,7 +268,7 @@ def test_torch_seeds_batches():
 
 
 def chi_square(counts: Tensor, expected: Tensor) -> float:
-    """How many standard deviations the statistic lies above its mean."""
+    """How many standard deviations the statistic is above its mean."""
     used = expected > 0
     assert counts[~used].sum() == 0
     statistic = ((counts[used] - expected[used]) ** 2 / expected[used]).sum()
@@ -278,7 +278,7 @@ def chi_square(counts: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize(("degree", "fanout"), [(6, 3), (7, 1), (5, 4), (9, 6)])
 def test_sets_without_replacement_are_equally_likely(degree, fanout, device):
-    """Of one star, over seeds that all are its centre and draw each for itself."""
+    """One star: all seeds are its centre, and each draws for itself."""
     draws = 40000
     graph = Adjacency.from_coo(
         torch.zeros(degree, dtype=torch.int64, device=device),
@@ -613,7 +613,7 @@ def test_features_that_the_host_gathers(width, is_pinned, monkeypatch):
     table[3:] += 1
     assert torch.equal(rows[index].cpu(), table[index.cpu()])
 
-    # Beside a step that is longer, and one that is shorter; batches that nobody takes.
+    # During a longer step, and during a shorter one; batches that are not used.
     items = [torch.randint(70_000, (30_000,), device="cuda") for _ in range(6)]
     for cycles in (0, 20_000_000):
         for most in (6, 2):

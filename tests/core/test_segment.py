@@ -256,7 +256,7 @@ def test_new_indices_of_one_size(device):
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_a_new_index_is_reduced_before_it_is_known(device, poisoned_memory, reduce):
-    # On a GPU: slices and cut segments of which the host knows but how many there can be.
+    # On a GPU: slices and cut segments; the host only knows how many there can be.
     for num_rows, heavy in ((3000, 0), (2100, 1000), (4000, 3999), (2048, 2048)):
         index = torch.randint(0, 300, (num_rows,), device=device)
         index[:heavy] = 7

@@ -395,8 +395,8 @@ def test_half_rounds_to_nearest_everywhere(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [40, 64])
 def test_calls_that_differ_from_those_before(device, poisoned_memory, dtype, width):
-    # What a call with the blocks found out serves later ones of its dtype and width: with another bias, other
-    # factors, rows that lie elsewhere, values, the transpose, or a request for another kernel.
+    # What a call with the blocks found out handles later ones of its dtype and width: with another bias,
+    # other factors, rows that are elsewhere, values, the transpose, or a request for another kernel.
     adj = ragged(4000, device)
     generator = torch.Generator().manual_seed(5)
     scale = torch.rand(adj.num_dst, generator=generator).to(device) + 0.5

@@ -185,7 +185,7 @@ def test_orders_of_magnitude(device, valued):
 
 @pytest.mark.parametrize("least", [1e-37, 1e-40, 1e-44])
 def test_smallest_numbers(device, least):
-    """Down to subnormal numbers: exact among themselves, within rounding beside ordinary ones."""
+    """Down to subnormal numbers: exact among themselves, and up to rounding together with ordinary ones."""
     adj = Adjacency.from_coo(
         torch.tensor([0, 0, 1, 1, 2], device=device), torch.tensor([0, 1, 0, 2, 3], device=device), (3, 4)
     )
@@ -258,7 +258,7 @@ def test_weights_that_are_not_finite(device, dtype, weight, k):
     ],
 )
 def test_packed_entries(device, often_packed, dtype, size, rows_k):
-    """Of every size, down to subnormal numbers, and with others that are no numbers among them."""
+    """Numbers of every size, down to subnormal ones, some of them NaN or infinite."""
     rows, k = rows_k
     adj = heavy(device)
     adj = Adjacency.from_coo(adj.row() % rows, adj.col, (rows, 90))

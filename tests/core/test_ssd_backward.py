@@ -354,7 +354,7 @@ def test_layouts(monkeypatch, poisoned_memory, edges, num_blocks, height, strip,
 
 @pytest.mark.gpu
 def test_a_capture_takes_a_layout_that_is_there(monkeypatch):
-    """A warm-up with some kept columns serves others: no layout can be built while a graph is captured."""
+    """A warm-up with some kept columns handles others: no layout can be built while a graph is captured."""
     monkeypatch.setattr(policy, "ssd_backward_algorithm", lambda *call: "windows")
     monkeypatch.setattr(policy, "panel_layout", lambda *rest: PanelLayout(HEIGHT, 1 + rest[3] // 16, 8, 1024))
     adj = many_kinds().adjacency("cuda")

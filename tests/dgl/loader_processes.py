@@ -1,9 +1,9 @@
-"""Loaders with a worker process each beside graphs on a device; prints a line for each case.
+"""Loaders with one worker process each, while graphs are on a device; prints a line for each case.
 
     python loader_processes.py START DEVICE
 
 A script, because spawned processes import the main module, and because a process that hangs can be ended.
-Workers never touch CUDA: what is sent to them lies on the CPU, or is a structure alone.
+Workers never touch CUDA: what is sent to them is on the CPU, or is a structure alone.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def neighbours(start: str, device: str) -> Iterator[str]:
 
 
 def graphs(start: str, device: str) -> Iterator[str]:
-    """Graphs of which the first ones lie on the CPU, the last ones on the device, in batches of two."""
+    """Graphs in batches of two; the first ones are on the CPU, the last ones on the device."""
     host = [graph_of(seed) for seed in range(4)]
     last = [in_use(graph_of(seed), device) for seed in range(2)] if device != "cpu" else []
     wanted = torch.stack([graph.ndata["h"].sum(0) for graph in host])
@@ -104,7 +104,7 @@ def main(start: str, device: str) -> None:
     if device != "meta":
         cases.append(neighbours)
     running = [case(start, device) for case in cases]
-    for case in running:  # so that the workers come up beside each other
+    for case in running:  # so that the workers start at the same time
         assert next(case) == "started"
     for case in running:
         try:

@@ -1,7 +1,7 @@
-"""A GPU that is not there: tensors that say they lie on `the device`, computed on the CPU.
+"""A GPU that is not there: tensors that say they are on `the device`, computed on the CPU.
 
-As on a GPU, what lies on the device and what does not cannot meet in an operator, so that a tensor that was
-left on the wrong side is found on a machine without one. Kernels of FastSparse get the tensors underneath.
+As on a GPU, an operator cannot mix tensors of the device and of the CPU, so that a tensor that was left on
+the wrong side is found on a machine without one. Kernels of FastSparse get the tensors underneath.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _build, _transpose, _row = graph.adjacency_from_index, Adjacency._transpose, Row
 
 #: Operators between the two sides.
 _COPIES = (aten.copy_.default, aten._to_copy.default)
-#: Those whose indices may lie on the CPU.
+#: Those whose indices may be on the CPU.
 _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
 

@@ -204,7 +204,7 @@ def hetero_results(model: nn.Module, graph: Any, device: str) -> Results:
 def hetero_close(found: Results, expected: Results) -> None:
     """Errors relative to the size of usual gradients, 1.
 
-    Where no score of a row lies on the other side of GAT's leaky ReLU, the gradient of the destinations'
+    Where no score of a row is on the other side of GAT's leaky ReLU, the gradient of the destinations'
     scores is nothing but rounding.
     """
     assert found.keys() == expected.keys()

@@ -1,4 +1,4 @@
-"""Samplers and loaders of dgl.dataloading with `enable()`, and processes and threads beside it."""
+"""Samplers and loaders of dgl.dataloading with `enable()`, and processes and threads after it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def graph_with_data() -> Any:
 
 
 def check_blocks(input_nodes: Tensor, output_nodes: Tensor, blocks: Any, whole: Any, device: str) -> None:
-    """The blocks lie on the device with their data, and a layer on them computes there."""
+    """The blocks are on the device with their data, and a layer on them computes there."""
     assert str(input_nodes.device) == str(output_nodes.device) == device
     for block in blocks:
         assert str(block.device) == device

@@ -1,4 +1,4 @@
-"""How much Python of ours a warm step runs: the host bounds steps of small models."""
+"""How much Python of ours a warm step runs: launch overhead decides the time of steps of small models."""
 
 from __future__ import annotations
 

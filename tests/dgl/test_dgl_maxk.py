@@ -125,7 +125,7 @@ def test_different_widths(graph, device):
 @pytest.mark.parametrize("family", ["gcn", "sage"])
 @RECOMPUTE
 def test_rows_are_aggregated_once_or_twice_in_a_step(family, recompute, device, monkeypatch):
-    """Of 32 features, so that kept entries are few enough for their own kernel on a GPU."""
+    """32 features, so that kept entries are few enough for their own kernel on a GPU."""
     graph = homogeneous()
     both = layers(family, 32, 4, *([] if family == "gcn" else ["mean"]), recompute=recompute)
     launched, launch = [], ssd_op.kernel

@@ -186,7 +186,7 @@ def test_products_by_type(width: int, device: str) -> None:
 
 
 def heterogeneous(idtype: torch.dtype = torch.int64) -> Any:
-    """Two types of nodes, three of edges, two of which end in the same type."""
+    """Two types of nodes, three of edges, and two of these end in the same type."""
     generator = torch.Generator().manual_seed(0)
     edges = {
         ("user", "follows", "user"): (torch.randint(6, (15,), generator=generator),

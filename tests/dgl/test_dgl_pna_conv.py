@@ -43,7 +43,7 @@ def check(graph, device, edge_feat_size=0, in_size=6, **options):
 
 
 def compare(pair, graph, feat, device, fast_graph=None, **given):
-    """Result and every gradient; those of biases in front of a batch norm are 0 but for rounding."""
+    """Result and every gradient; those of biases in front of a batch norm are 0 except for rounding."""
     fast, reference = pair
     expected = outputs_and_gradients(reference, graph, feat, given, "cpu")
     found = outputs_and_gradients(fast, graph if fast_graph is None else fast_graph, feat, given, device)

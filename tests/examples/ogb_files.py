@@ -30,7 +30,7 @@ def split_of(size: int, generator: np.random.Generator) -> dict[str, np.ndarray]
 
 
 def start(root: Path, name: str) -> Path:
-    """The folder of a dataset with what lies beside raw/ and split/."""
+    """The folder of a dataset with the files next to raw/ and split/."""
     folder = root / name.replace("-", "_")
     (folder / "mapping").mkdir(parents=True)
     (folder / "raw").mkdir()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
+import itertools
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +21,8 @@ from benchmarks.pyg_layers import LAYERS, Inputs
 from fastsparse_core.fallback import Reason, listening
 from fastsparse_pyg import accelerate
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "layers.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "layers.md"
 _BLOCK = r"(?<=<!-- {} layers: python tests/packaging/layer_table.py -->\n\n).*?(?=\n\n)"
 _WIDTH, _NODES, _EDGES = 8, 300, 6000
 
@@ -43,9 +48,41 @@ def _tried(name: str, change: Callable[[Inputs], Any]) -> str:
     return "PyG" if reasons else "yes"
 
 
+def _table_of_tests(module: str) -> Any:
+    """A module of the tests that has a table of layers."""
+    tests = DOCS.parent / "tests"
+    for folder in (tests, tests / "pyg", tests / "dgl"):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    return importlib.import_module(module)
+
+
+def _under_autocast(name: str) -> str:
+    """Returns "yes", or "PyG" if a call under autocast falls back to PyG."""
+    reasons: list[Reason] = []
+    for row in _table_of_tests("compiled_layers").ROWS:
+        if row.name.partition(" ")[0] == name:
+            with (
+                warnings.catch_warnings(),
+                listening(reasons.append),
+                torch.autocast("cpu", torch.bfloat16),
+            ):
+                warnings.simplefilter("ignore")
+                row.run(row.make(), *row.draw(_NODES))
+    return "PyG" if reasons else "yes"
+
+
+def _compiled(name: str) -> tuple[str, str]:
+    """Whether PyG's layer compiles, and whether it can be exported, by the table of docs/compile.md."""
+    rows = re.findall(rf"^\| `{name}`[^|]*\| (.+) \|$", (DOCS / "compile.md").read_text(), re.MULTILINE)
+    cells = [row.split(" | ") for row in rows]
+    return ("PyG", "-") if cells[0][0] != "yes" else ("yes", _word(all(row[3] == "yes" for row in cells)))
+
+
 def pyg_table() -> str:
     """A row for each drop-in of PyG's plugin."""
-    columns = ["layer", "replaces", "computed by", "edge weights", "edge features", "pair", "static", "lazy"]
+    columns = ["layer", "computed by", "edge weights", "edge features", "pair", "static", "lazy"]
+    columns += ["autocast", "compile", "export"]
     rows = []
     for original, drop_in in fastsparse_pyg.nn.DROP_INS.items():
         name = original.__name__
@@ -53,16 +90,30 @@ def pyg_table() -> str:
         rows.append(
             [
                 f"`{drop_in.__name__}`",
-                f"`{name}`",
                 f"`{drop_in._kernel}`",
                 _word(bool(arguments & {"edge_weight", "hyperedge_weight"})),
                 _word("edge_dim" in inspect.signature(original.__init__).parameters),
                 _tried(name, lambda it: (it.x, it.x)),
                 _tried(name, lambda it: torch.stack([it.x, it.x])),
                 _word(bool(re.search(r"`-1`|-1 to", original.__doc__ or ""))),
+                _under_autocast(name),
+                *_compiled(name),
             ]
         )
     return _table(columns, sorted(rows))
+
+
+def _takes_pair(name: str) -> bool:
+    """Whether a drop-in of DGL takes features of the sources and of the destinations of a bipartite graph."""
+    tables = _table_of_tests("dgl_layer_cases")
+    graph = tables.bipartite()
+    features = tables.pair(graph, _WIDTH, _WIDTH)
+    tried = itertools.product(tables.CASES, (_WIDTH, (_WIDTH, _WIDTH)))  # some layers need two widths
+    for case, width in ((case, width) for case, width in tried if case.name == name):
+        with contextlib.suppress(Exception):
+            case.run(case.pair(width, _WIDTH)[1], graph, features, *case.rest(graph, _WIDTH))
+            return True
+    return False
 
 
 def dgl_table() -> str:
@@ -73,12 +124,12 @@ def dgl_table() -> str:
         rows.append(
             [
                 f"`{drop_in.__name__}`",
-                f"`{original.__name__}`",
                 _word("edge_weight" in arguments),
                 _word(bool(arguments & {"edge_feat", "edge_feats", "efeat", "efeats"})),
+                _word(_takes_pair(original.__name__)),
             ]
         )
-    return _table(["layer", "replaces", "edge weights", "edge features"], sorted(rows))
+    return _table(["layer", "edge weights", "edge features", "pair"], sorted(rows))
 
 
 def _word(is_so: bool) -> str:

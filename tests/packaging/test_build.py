@@ -112,7 +112,7 @@ int main() {
 
 @pytest.fixture
 def old_driver(tmp_path):
-    """Compiles and runs OLD_DRIVER beside a driver that is one of CUDA 12.2 by its own words; its lines."""
+    """Compiles and runs OLD_DRIVER with a driver that reports CUDA 12.2; its lines."""
 
     def run(*options):
         source, driver = tmp_path / "old_driver.cpp", tmp_path / "driver.c"

@@ -104,6 +104,8 @@ def test_every_environment_variable_has_a_line():
         for name in named - {"FASTSPARSE_NOT_IN_WORKERS", "FASTSPARSE_ARGUMENTS", "FASTSPARSE_WITH_CUDA"}
         if f"`{name}`" not in page
     } == set()
+    rows = re.findall(r"^\| `(\w+)`", page, re.MULTILINE)
+    assert sorted(set(rows)) == sorted(rows)
 
 
 TREES = re.compile(r"```{toctree}\n(.*?)```", re.DOTALL)

@@ -1,4 +1,4 @@
-"""Imports go downwards only, and the kernels know neither PyTorch nor, but for the binding, Python."""
+"""Imports go downwards only, and the kernels know neither PyTorch nor, except for the binding, Python."""
 
 import ast
 import re

@@ -6,9 +6,11 @@ As a script it checks the titles of the commits in a range, as `main..HEAD`.
 from __future__ import annotations
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ LONGEST_TITLE = 72
 #: What is not written -> what is written instead.
 BANNED = {
     r"\brivals?\b": "baseline",
-    r"(?<!at )(?<!At )\bleast\b": "worst case, smallest",
+    r"(?<!at )(?<!At )(?<!takes )\bleast\b(?!-significant)": "worst case, smallest",
     r"\btwins?\b": "masked function",
     r"\b[Rr]oom (for|of|in)\b": "capacity",
     r"\bjournal\b": "rollback",
@@ -27,17 +29,20 @@ BANNED = {
     r"\blies?\b": "is, are",
     r"\b(comes?|came) again\b": "is used again",
     r"\b(sets?|bounds?) the pace\b|\bhost (decides|bounds)\b": "launch overhead decides",
-    r"\bof which\b|\bwhich those\b|\bthat which\b": "a sentence of its own",
+    r"(?<!each )(?<!some )(?<!both )(?<!one )\bof which\b|\bwhich those\b|\bthat which\b": "two sentences",
     r"\bbut for\b|\bsave for\b": "except",
     r"\banew\b": "again",
     r"\bbeside\b": "next to, during, with",
-    r"\bserves?\b|\bserved\b": "supports, runs",
+    r"(?<!/)\bserves?\b(?!/|\.py)|\bserved\b": "supports, runs",
     r"\btakes? no notice\b": "ignores",
-    r"\bin turn\b|\bthe like\b|\band its like\b": "and similar",
+    r"\bin turn\b|\bthe like\b|\band (its|their) like\b": "and similar",
     r"\bis said (once|by)\b|\bsays? so on\b": "is logged",
     r"\b(are|is|were|was|been) noticed\b": "is detected",
     r"\bTo no\b|\bOf (these|those) only\b": "subject first",
+    r"\b[Nn]obody\b|\b[Ss]omebody\b|\b[Ww]hoever\b": "no, not, only, who does it",
+    r"(^|[.:] )Of (?!(course|the)\b)[^.,:]+,": "subject first",
     r"^(What|Whatever|Whoever|Where|Whether) [^?]*[.:]$": "subject, verb, object",
+    r"^(If|When|Because|While) [^,]*\.$": "a main clause",
 }
 #: Written from records, mostly tables.
 GENERATED = {f"docs/results/{path.name}" for path in (CHECKOUT / "docs" / "results").glob("*.md")} - {
@@ -50,7 +55,7 @@ PAGES = {
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences in paragraphs, lists and cells of tables; code and headings are left out."""
+    """The sentences in headings, paragraphs, lists and cells of tables; code is left out."""
     text = re.sub(r"^```.*?^```", "\n\n", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
@@ -58,8 +63,7 @@ def sentences(text: str) -> list[str]:
     text = re.sub(r"``[^`]*``|`[^`]*`|\$\$.*?\$\$|\$[^$\n]+\$", "X", text, flags=re.DOTALL)
     found = []
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):
-        if paragraph.lstrip().startswith("#"):
-            continue
+        paragraph = re.sub(r"^\s*#+ ", "", paragraph)
         is_table = paragraph.lstrip().startswith("|")
         for part in re.split(r"[|\n]", paragraph) if is_table else [paragraph]:
             line = re.sub(r"\s+", " ", re.sub(r"^\s*(?:[-*]|\d+\.) ", "", part)).replace("**", "").strip()
@@ -126,7 +130,42 @@ def test_messages(package: str) -> None:
     } == {}
 
 
-def test_faults_are_found() -> None:
+def notes(path: Path) -> list[str]:
+    """The comments and docstrings of a file of Python, C++ or CUDA, each run of comments as one text."""
+    code = path.read_text()
+    if path.suffix != ".py":
+        return ["\n".join(re.findall(r"//+(.*)", run)) for run in re.findall(r"(?:.*//.*\n)+", code)]
+    tokens = tokenize.generate_tokens(io.StringIO(code).readline)
+    lines = {token.start[0]: token.string.lstrip("#: ") for token in tokens if token.type == tokenize.COMMENT}
+    runs: list[str] = []
+    for number, line in lines.items():
+        if number - 1 in lines:
+            runs[-1] += f"\n{line}"
+        else:
+            runs.append(line)
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [ast.get_docstring(node) for node in ast.walk(ast.parse(code)) if isinstance(node, owners)]
+    return runs + [text for text in found if text]
+
+
+@pytest.mark.parametrize(
+    "folder", ["kernels", "fastsparse_pyg", "fastsparse_dgl", "fastsparse_run", "examples", "tests"]
+)
+def test_comments(folder: str) -> None:
+    """The words alone: a comment need not be a sentence."""
+    words = {pattern: instead for pattern, instead in BANNED.items() if pattern[0] != "^"}
+    kinds = {".py", ".h", ".cuh", ".cpp", ".cu"}
+    paths = [path for path in sorted((CHECKOUT / folder).rglob("*")) if path.suffix in kinds]
+    assert [
+        f"{path.name}: {match[0]!r}, write {instead!r}: {text}"
+        for path in paths
+        for text in notes(path)
+        for pattern, instead in words.items()
+        if (match := re.search(pattern, re.sub(r"``[^`]*``|`[^`]*`", "X", re.sub(r"\s+", " ", text))))
+    ] == []
+
+
+def test_faults_are_found(tmp_path: Path) -> None:
     long = " ".join(["Word"] * (LONGEST + 1)) + "."
     table = "| the rival | ok |\n|---|---|\n"
     text = f"# What is here\n\nIt is good. {long}\n\n{table}\n- What no kernel covers runs PyG.\n"
@@ -138,6 +177,10 @@ def test_faults_are_found() -> None:
     assert messages('"""The rival."""\nraise ValueError(f"{name}: the rival of all {names} is faster")') == [
         "X: the rival of all X is faster"
     ]
+    (python := tmp_path / "a.py").write_text('"""The rival."""\nx = "a rival"  # of the\n# rival\n')
+    (cuda := tmp_path / "a.cu").write_text("// of the\n// rival\nint rival = 1;\n")
+    assert notes(python) == ["of the\nrival", "The rival."]
+    assert notes(cuda) == [" of the\n rival"]
     assert faults("What is it? `rival`\n\n```python\nrival = 1\n```\n") == []
 
 

@@ -39,12 +39,16 @@ ELEMENTARY = {"edge_softmax", "gather_csr", "scatter", "scatter_softmax", "segme
 @functools.cache
 def entries(package: str) -> dict[str, Any]:
     """What the package's page shows, by full name."""
-    found = {}
-    for name, module, members in ENTRY.findall((CHECKOUT / "docs" / "api" / f"{package}.md").read_text()):
-        for one in [name] if name else [f"{module}.{member.strip()}" for member in members.split(",")]:
-            owner, _, attribute = one.rpartition(".")
-            found[one] = getattr(importlib.import_module(owner), attribute)
-    return found
+    page = (CHECKOUT / "docs" / "api" / f"{package}.md").read_text()
+    names = []
+    for name, module, members in ENTRY.findall(page):
+        names += [name] if name else [f"{module}.{member.strip()}" for member in members.split(",")]
+    if f"<!-- layers of {package} -->" in page:  # which `docs/conf.py` replaces with an entry for each
+        names += [f"{package}.{name}" for name in importlib.import_module(f"{package}.nn").__all__]
+    return {
+        name: getattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2])
+        for name in names
+    }
 
 
 def sections(thing: Any) -> dict[str, str]:
@@ -217,6 +221,14 @@ def test_examples_run(package: str) -> None:
             (example,) = finder.find(thing, name, globs={}, module=False)
             runner.run(example, out=report.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(report)
+
+
+@pytest.mark.parametrize("package", ["fastsparse_dgl", "fastsparse_pyg"])
+def test_layers_are_entries(package: str) -> None:
+    pytest.importorskip(package, exc_type=ImportError)
+    layers = {f"{package}.{name}" for name in importlib.import_module(f"{package}.nn").__all__}
+    assert len(layers) > 10
+    assert layers - entries(package).keys() == set()
 
 
 def test_gaps_are_found() -> None:

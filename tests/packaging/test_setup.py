@@ -45,7 +45,7 @@ def test_parse_archs_says_what_was_expected(setup_py, text):
         ("all", ["90"], KNOWN, (["80", "86", "89", "90", "100", "120"], ["120"])),
         ("ALL", [], KNOWN[:4], (["80", "86", "89", "90"], ["90"])),
         ("all", [], ["87", "88"], (["88"], ["88"])),
-        # a GPU newer than nvcc, alone or beside one that it knows: PTX must cover it
+        # a GPU newer than nvcc, alone or together with one that it knows: PTX must cover it
         ("", ["120"], KNOWN[:4], (["90"], ["90"])),
         ("", ["80", "120"], KNOWN[:4], (["80", "90"], ["90"])),
         ("", ["88"], KNOWN, (["86"], ["86"])),
@@ -249,7 +249,7 @@ def test_every_source_is_compiled_once(setup_py):
 
 
 def test_files_that_are_compiled_as_one(setup_py, small_project, tmp_path, capsys):
-    """Both are in the object, a line says so, and a change to either compiles it anew."""
+    """Both are in the object, a line says so, and a change to either compiles it again."""
     one, two = (small_project / "cpu" / f"{name}.cpp" for name in ("one", "two"))
     two.write_text("int two() { return one(); }\n")
 
@@ -297,7 +297,7 @@ def test_plan_gives_each_source_what_it_needs(setup_py, tmp_path):
     without = {job.source.name: job for job in setup_py.plan(["c++"], None, {})}
     assert not any(name.endswith(".cu") for name in without)
     assert "-DFASTSPARSE_WITH_CUDA" not in without["binding.cpp"].command
-    # Only the binding knows of CUDA: the other objects of the CPU half serve both builds.
+    # Only the binding knows of CUDA: the other objects of the CPU half handle both builds.
     flags = {"CXXFLAGS": "-Werror -g"}
     for job in setup_py.plan(["c++"], None, flags):
         assert (job.object_name() == jobs[job.source.name].object_name()) == (job.source != binding.source)

@@ -87,7 +87,7 @@ def close(got: Tensor, expected: Tensor, tolerance: float = 1e-5, floor: float =
 
 
 def alike(got: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Equal to `tolerance` by the norm of their difference: single sums in 16 bits may lie far off."""
+    """Equal to `tolerance` by the norm of their difference: single sums in 16 bits may be far off."""
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     difference = float(torch.linalg.vector_norm((got - expected).double()))
     assert difference <= tolerance * float(torch.linalg.vector_norm(expected.double()))
@@ -115,8 +115,8 @@ def same(
 ) -> None:
     """Output and gradients of every parameter and every tensor in `inputs` agree.
 
-    Raise `floor` to the size of usual gradients where some are zero but for rounding. Gradients of parameters
-    of one number are compared with the terms that they sum up (`gradient_terms`).
+    Raise `floor` to the size of usual gradients where some are zero except for rounding. Gradients of
+    parameters of one number are compared with the terms that they sum up (`gradient_terms`).
     """
     layer.load_state_dict(reference.state_dict())
     expected = call(reference)

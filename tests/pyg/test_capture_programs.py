@@ -364,7 +364,7 @@ def test_tensors_of_the_hosts_constants(device):
 
 
 def test_status_and_warnings(device):
-    """Each refusal is said once, at the line that calls the step."""
+    """Each refusal is logged once, at the line that calls the step."""
     x, step = torch.ones(3, device=device), capture(lambda x, n: x.sum().item() > n)
     assert step.captured.status == "watching (no call yet)"
     with warnings.catch_warnings(record=True) as warned:
@@ -425,7 +425,7 @@ def noisy(x: torch.Tensor, size: float) -> torch.Tensor:
 
 
 def test_noise_of_the_device_is_told_from_faults(monkeypatch):
-    """Noise beyond the usual tolerance is measured; a fault of the same size beside no noise is refused."""
+    """Noise beyond the usual tolerance is measured; a fault of the same size without noise is refused."""
     x, calls = torch.ones(5), []
 
     def step(noise, drift):

@@ -224,7 +224,7 @@ def test_dense_batches_of_larger_graphs(device, conv):
 
 
 def test_dense_batches_of_unknown_graphs(device):
-    """Without the loader's notes nobody knows how large graphs are."""
+    """Without the loader's notes, the sizes of the graphs are unknown."""
     batches = on(device, draw([9] * 12))
     for batch in batches:
         del batch._slice_dict
@@ -378,7 +378,7 @@ def test_a_captured_model_sees_what_changed_in_a_graph(device):
 
 
 def test_a_step_that_gathers(device):
-    """The loader's data has no features; those of its nodes come from a table that lies on the device."""
+    """The loader's data has no features; those of its nodes come from a table that is on the device."""
     data = whole_graph("cpu")
     table = FeatureTable(data.x.to(device), torch.empty(0, device=device).device)
     losses = []

@@ -245,7 +245,7 @@ def test_types_of_edges(device, conv):
 
 
 def test_what_is_not_recorded_says_why(device):
-    """Features from beside the batch have no row for padding."""
+    """Features that are not in the batch have no row for padding."""
     data = typed_graph()
     x = {name: data[name].x.to(device) for name in data.node_types}
     loader = NeighborLoader(data, [4], batch_size=16, input_nodes="paper", device=device)

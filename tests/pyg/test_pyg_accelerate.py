@@ -30,7 +30,7 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-#: The first case of every layer, in float32 but for PNA.
+#: The first case of every layer, in float32 except for PNA.
 LAYERS = {case.name: case for case in reversed(CASES) if case.dtypes and case.edges in ("", -1)}
 
 

@@ -777,7 +777,7 @@ class FewerDestinations(OwnSize):
 
 
 class UnreadSources(Hostile):
-    """Sources of which nobody reads anything are not bounded."""
+    """Sources whose features are not read are not bounded."""
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
         other = torch.stack([edge_index[0] * 3, edge_index[1]])
@@ -871,7 +871,7 @@ class Mode(Hostile):
 
 
 class OrderOfEdges(Hostile):
-    """The message of an edge depends on the edges beside it."""
+    """The message of an edge depends on neighbouring edges."""
 
     def message(self, x_j: Tensor) -> Tensor:
         return x_j + x_j.roll(1, 0)
@@ -1111,7 +1111,7 @@ def test_indices_out_of_range() -> None:
         layer(torch.randn(3, 6), torch.tensor([[0, 1], [1, 3]]))
     layer = OwnSize()
     accelerate(layer, show=False)
-    with pytest.raises(IndexError):  # sources beyond the features are nobody's
+    with pytest.raises(IndexError):  # sources beyond the features do not exist
         layer.propagate(torch.tensor([[0, 3], [1, 1]]), x=torch.randn(3, 6), edge_attr=torch.ones(2, 1))
 
 

@@ -208,7 +208,7 @@ def test_inference_tensors_are_not_remembered():
 
 @pytest.mark.parametrize("kind", ["edge_index", "csr", "Adjacency"])
 def test_training_after_evaluation_in_inference_mode(device, kind):
-    """A structure first used under inference_mode still serves autograd."""
+    """A structure first used under inference_mode still handles autograd."""
     graph = as_kind(kind, simple_graph(device=device), 40, 40)
     x = torch.randn(40, 4, device=device, requires_grad=True)
     for layer in (FastGCNConv(4, 6).to(device), FastSAGEConv(4, 6).to(device)):

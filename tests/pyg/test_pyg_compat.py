@@ -18,7 +18,7 @@ from fastsparse_pyg import compat
 from fastsparse_pyg.compat import operators, torch_scatter, torch_sparse
 from fastsparse_pyg.compat.torch_sparse import SparseTensor
 
-# Of PyTorch's compressed rows, once a process, wherever it makes them first.
+# About PyTorch's compressed rows, once per process, wherever it first makes them.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 
 # ---------------------------------------------------------------- torch_scatter
@@ -591,7 +591,7 @@ def test_a_package_that_is_there_stays(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "torch_scatter", types.ModuleType("torch_scatter"))
     with caplog.at_level(logging.INFO, "fastsparse_pyg"):
         assert not compat._install("torch_scatter", torch_scatter)
-    assert "torch_scatter is installed: it stays" in caplog.text
+    assert "torch_scatter is installed, so fastsparse_pyg.compat does not replace it" in caplog.text
     assert sys.modules["torch_scatter"] is not torch_scatter
 
 

@@ -111,7 +111,7 @@ def test_edge_features_compile_with_an_adjacency(device, make):
 
 
 def test_sage_compiles_under_autocast(device):
-    """A trace sees the operators themselves, not what serves eager calls in one step."""
+    """A trace sees the operators themselves, not what handles eager calls in one step."""
     layer = FastSAGEConv(6, 9).to(device)
     adj = prepare(random_graph(device=device), 40)
     x = torch.randn(40, 6, device=device)

@@ -458,7 +458,7 @@ def test_compiled_models_run_pygs_code(enabled, graph):
 
 
 def test_extrema_run_on_the_kernels_where_they_are_faster(enabled):
-    """On the CPU PyTorch's is faster for an index that does not ascend, if nobody wants a gradient."""
+    """On the CPU PyTorch's is faster for an index that does not ascend, if no gradient is needed."""
     src, index = torch.randn(ROWS, 8), torch.randint(SEGMENTS, (ROWS,))
     for _ in range(3):
         scatter(src, index, dim_size=SEGMENTS, reduce="max")
@@ -634,7 +634,7 @@ def test_every_hook_fits_this_pyg():
     assert problems(hook for hooks in table.HOOKS.values() for hook in hooks) == []
 
 
-# ---------------------------------------------------------------- whoever else watches calls
+# ---------------------------------------------------------------- other code that watches calls
 
 
 class Named(torch.Tensor):

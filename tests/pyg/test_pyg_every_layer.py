@@ -224,7 +224,7 @@ def test_an_adjacency_with_and_without_loops(case: Case, device: str) -> None:
 @each_case(PLAIN)
 @pytest.mark.usefixtures("kernels_only")
 def test_strides(case: Case, device: str) -> None:
-    """Of features, and of edges."""
+    """Gradients of features and of edges."""
     edges = random_graph(device=device)
     reference, layer = case.pair(device)
     wide, turned = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((40, 11), (6, 40)))
@@ -467,7 +467,8 @@ def first_in_double() -> list[Case]:
 
 @each_case(first_in_double())
 def test_hooks_within_a_layer_are_called(case: Case) -> None:
-    """Of each linear map alone, as adapters use them: whatever is fused otherwise, its result counts."""
+    """Hooks on single linear maps, as adapters use them: the result of the hook counts, whatever is fused
+    otherwise."""
     reference, layer = case.pair(dtype=torch.float64)
     edges = random_graph()
     x, rest = case.features(40, dtype=torch.float64), case.rest(edges, torch.float64)
@@ -483,7 +484,7 @@ def test_hooks_within_a_layer_are_called(case: Case) -> None:
                 handle.remove()
 
 
-#: Options that no kernel serves, and what the user is told.
+#: Options that no kernel handles, and what the user is told.
 FALL_BACK = [
     *((case, {"aggr": aggr}, f"aggr='{aggr}'") for case in ATTENTION for aggr in ("mean", "max")),
     *((case, {"edge_dim": 3, "fill_value": "max"}, "fill_value='max'") for case in ATTENTION[:2]),

@@ -399,7 +399,7 @@ def test_features_on_the_host_of_a_gpu(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "GIN"])
 def test_columns_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Features of which a quarter fits are sent column by column."""
+    """If only a quarter of the features fits, they are sent column by column."""
     generator = torch.Generator().manual_seed(0)
     edges = torch.randint(400_000, (2, 12_000_000), generator=generator)
     data = Data(x=torch.randn(400_000, 8, generator=generator), edge_index=edges)

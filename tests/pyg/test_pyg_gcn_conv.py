@@ -89,7 +89,7 @@ def test_sparse_features(device, layout):
 
 @pytest.mark.usefixtures("kernels_only")
 def test_mixed_dtypes_promote_like_the_original(device):
-    """Of features and edge weights, and for AGNN of features and its parameter."""
+    """Gradients of features and edge weights, and for AGNN of features and its parameter."""
     edge_index = random_graph(device=device)
     for x_dtype, other in itertools.permutations([torch.float32, torch.float64, torch.bfloat16], 2):
         reference, layer = (conv(4, 6).to(device, x_dtype) for conv in (GCNConv, FastGCNConv))

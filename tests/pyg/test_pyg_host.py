@@ -1,4 +1,4 @@
-"""How much Python of ours a warm call runs: the host bounds steps of small models."""
+"""How much Python of ours a warm call runs: launch overhead decides the time of steps of small models."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_enabled_layers_run_as_drop_ins_do(name: str) -> None:
     assert found <= frames + 2
 
 
-#: Layers whose code is PyG's where edges are few, for all of which it propagates once.
+#: Layers that run PyG's code on few edges, with one `propagate` for all of them.
 LEFT_TO_PYG = {
     "LEConv": lambda: pyg.LEConv(16, 8),
     "FiLMConv": lambda: pyg.FiLMConv(16, 8),

@@ -139,7 +139,7 @@ def test_takes_sparse_features(device, family, recompute):
 
 @RECOMPUTE
 def test_rows_are_aggregated_once_or_twice_in_a_step(device, family, recompute, monkeypatch):
-    """Of 64 features, so that kept entries are few enough for their own kernel on a GPU."""
+    """64 features, so that kept entries are few enough for their own kernel on a GPU."""
     reference, layer = pair(family, 64, 4, device, recompute=recompute)
     launched, launch = [], ssd_op.kernel
     monkeypatch.setattr(ssd_op, "kernel", lambda *x: launched.append(1) or launch(*x))

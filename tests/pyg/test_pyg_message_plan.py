@@ -562,7 +562,7 @@ def test_second_derivatives(message: Message, device: str):
 
 @contextlib.contextmanager
 def small_graphs() -> Iterator[None]:
-    """Ours serve few edges on the CPU, too."""
+    """Ours handle few edges on the CPU, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(any_layer, "FEW_EDGES", 0)
         yield
@@ -945,7 +945,7 @@ PASSES: dict[type[Layer], list[tuple[str, ...]]] = {
 
 
 def make_passes(kind: type[Layer], aggr: str = "sum", device: str = "cpu") -> tuple[Layer, Any]:
-    kind = type(kind.__name__, (kind,), {"__module__": __name__})  # of which nothing is known
+    kind = type(kind.__name__, (kind,), {"__module__": __name__})  # about which nothing is known
     layer = kind(aggr).to(device, torch.float64)
     fast = nn.ModuleList([copy.deepcopy(layer)])
     accelerate(fast, show=False)

@@ -87,7 +87,7 @@ CACHING = {
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", CACHING)
 def test_cached_goes_on_with_more_nodes(name: str, weighted: bool, device: str, kernels_only: None) -> None:
-    """Nodes that came after the cache was filled have no edges; then the first ones come again."""
+    """Nodes that came after the cache was filled have no edges; then the first nodes are used again."""
     kind, _, options = name.partition(", ")
     loops = {"add_self_loops": False} if options == "no loops" else {}
     original, ours = made(kind, *CACHING[name], device=device, cached=True, **loops)
@@ -105,7 +105,8 @@ def test_cached_goes_on_with_more_nodes(name: str, weighted: bool, device: str, 
 @pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
 @pytest.mark.parametrize("sides", ["both", "sources", "Adjacency"])
 def test_degrees_of_destinations(sides: str, flow: str, device: str) -> None:
-    """Of MFConv, whose weights depend on them: bipartite graphs, structures, and hooks on its layers."""
+    """Degrees in MFConv, whose weights depend on them: bipartite graphs, structures, and hooks on its
+    layers."""
     original, ours = made("MFConv", (6, 5), 4, device=device, flow=flow)
     edges = random_graph(40, 15, 120, device=device)
     x = torch.randn(40, 6, dtype=torch.float64, device=device, requires_grad=True)

@@ -178,7 +178,7 @@ def test_models_of_pyg(kind, device):
 
 
 def peak_bytes(step: Any, device: str) -> int:
-    """The most memory that a step has beside what was there."""
+    """The peak memory of a step in addition to what was allocated before."""
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

@@ -144,7 +144,7 @@ def test_graph_transformer_layer_input_kinds(device, kind):
 
 
 def test_graph_transformer_layer_dropout(device):
-    """Attention dropout is drawn anew each time, from PyTorch's seed, in training only."""
+    """Attention dropout is drawn again each time, from PyTorch's seed, in training only."""
     edge_index = random_graph(device=device)
     layer = GraphTransformerLayer(8, 8, 2, attention_dropout=0.5, norm="layer").to(device)
     x = torch.randn(40, 8, device=device)

@@ -426,7 +426,7 @@ def test_hgt_that_runs_pygs_code(device, reasons):
     first = lazy(x, edges)
     (record,) = reasons.records  # no warning, for it is the first call alone
     assert record.levelname == "INFO"
-    assert record.message.endswith("a linear layer that has no sizes yet")
+    assert record.message.endswith("a lazy linear layer that is not initialized yet")
     for key, out in lazy(x, edges).items():
         torch.testing.assert_close(out, first[key], rtol=1e-4, atol=1e-5)
     seen = []

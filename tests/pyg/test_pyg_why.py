@@ -53,7 +53,7 @@ def test_each_layer_of_a_model(device):
 
 
 def test_a_layer_alone_twice():
-    """What is said once in a process is found each time."""
+    """Messages that are logged once per process are found each time."""
     layer = Doubled()
     accelerate(layer, show=False)
     for _ in range(2):

@@ -16,7 +16,7 @@ class Rows(NamedTuple):
         segment: (E,), that of every row.
         factor: segments for each value of the caller's index: the elements next to it, where the index
             differs among them and every element is a row of its own.
-        inner: shape of the elements beside the dimension.
+        inner: shape of the elements without the dimension.
         dim: the dimension.
     """
 
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
         return out.reshape(size, *self.inner).movedim(0, self.dim)
 
     def positions(self, arg: Tensor, num: int) -> Tensor:
-        """Chosen rows as positions along the dimension, of which there are ``num``."""
+        """Chosen rows as positions along the dimension, whose size is ``num``."""
         return arg if self.factor == 1 else torch.div(arg, self.factor, rounding_mode="floor").clamp_(max=num)
 
 

@@ -148,7 +148,9 @@ def _segment_csr(
         rows = src.movedim(dim, 0)
         try:
             result = segment_reduce(rows, shared, reduce, return_arg=reduce in _EXTREMA)  # type: ignore[call-overload]
-        except ValueError:  # rows before the first or behind the last segment, or an error to be told again
+        except (
+            ValueError
+        ):  # rows before the first or behind the last segment, or an error that is raised again
             first, last = int(shared[0]), int(shared[-1])
             rows = rows[first:last]
             result = segment_reduce(rows, shared - first, reduce, return_arg=reduce in _EXTREMA)  # type: ignore[call-overload]

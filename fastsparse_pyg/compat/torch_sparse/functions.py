@@ -18,7 +18,7 @@ def t(src: SparseTensor) -> SparseTensor:
 
 
 def cat(tensors: Sequence[SparseTensor], dim: int | tuple[int, int]) -> SparseTensor:
-    """Joins matrices below each other (0), beside each other (1), or along the diagonal (0, 1)."""
+    """Joins matrices below each other (0), side by side (1), or along the diagonal (0, 1)."""
     if dim not in (0, 1, -1, (0, 1), [0, 1]):
         if not isinstance(dim, int):
             raise ValueError(f"dim: expected 0, 1 or (0, 1), got {dim}")

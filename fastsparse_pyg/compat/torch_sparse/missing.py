@@ -13,7 +13,7 @@ METHODS = (
     "sample",
     "sample_adj",
 )
-#: What there is only under ``torch.ops.torch_sparse``.
+#: Functions that exist only under ``torch.ops.torch_sparse``.
 OPERATORS = (
     "ego_k_hop_sample_adj",
     "hetero_neighbor_sample",

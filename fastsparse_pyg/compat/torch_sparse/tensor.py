@@ -280,7 +280,7 @@ class SparseTensor:
         return self.device().type == "cuda"
 
     def dtype(self) -> torch.dtype:
-        """Of the values; float32 where there are none."""
+        """Dtype of the values; float32 if there are none."""
         value = self.storage.value()
         return torch.float32 if value is None else value.dtype
 

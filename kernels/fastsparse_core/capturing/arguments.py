@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fastsparse_core.capturing.padding import Capacity, Rows, Sizes
 
-#: type -> what makes an `Argument` of an object of it; plugins add their own, the last one goes first.
+#: type -> function that makes an `Argument` of such an object; plugins add their own, and the last one has
+#: priority.
 _makers: list[tuple[type, Callable[[Any], Argument | None]]] = []
 
 
@@ -108,7 +109,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class _FixedArgument(Argument):
-    """A number, or an object that is told by its identity."""
+    """A number, or an object that is identified by its address."""
 
     def is_as_given(self) -> bool:
         return True

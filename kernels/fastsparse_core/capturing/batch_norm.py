@@ -1,4 +1,4 @@
-"""Batch normalisation by some of the rows, of which the device alone knows how many there are."""
+"""Batch normalisation by some of the rows, whose number only the device knows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fastsparse_core import _C
 from fastsparse_core.device import place_of
 from fastsparse_core.gpu import multiprocessors
 
-#: Parts of the rows for each multiprocessor: enough blocks of threads to keep its memory busy. And rows of a
-#: part, at least: of few rows the sums of parts would take longer than the parts.
+#: Parts of the rows for each multiprocessor: enough blocks of threads to keep its memory busy. And the
+#: smallest number of rows of a part: with few rows, adding up the parts would take longer than the parts.
 _PARTS, _ROWS_OF_PART = 2, 16
 
 

@@ -40,28 +40,29 @@ from fastsparse_core.log import info_once, warn_once
 
 logger = logging.getLogger("fastsparse_core")
 
-#: Calls after which structures that stay are converted.
+#: Number of calls after which structures that do not change are converted.
 CALLS = policy.REUSE + 4
-#: Calls that show how sizes of batches vary; also after which another form of a recorded step is recorded.
+#: Number of calls that show how sizes of batches vary, and after which another form of a recorded step is
+#: recorded.
 BATCHES = 8
-#: Runs of the form that is recorded before that, so that libraries have what they allocate once.
+#: Runs of a form before it is recorded, so that libraries have made their one-time allocations.
 _PREPARING = 2
-#: Sizes of batches that are recorded apart, and forms of a step (arguments, training or not).
+#: Largest number of batch sizes that are recorded, and of forms of a step (arguments, training or not).
 _MOST_ROOMS = 4
 _MOST_FORMS = 32
-#: Calls in a row that run as they are, after which nobody looks at arguments any more.
+#: After this many calls in a row that run as they are, arguments are no longer inspected.
 _MOST_REFUSALS = 100
-#: How often settings of optimisers may change.
+#: How often settings of optimizers may change.
 _MOST_CHANGES = 8
-#: Relative difference of the padded form that rounding explains, in float32 and in 16 bits. A ReLU that
-#: rounding switches changes gradients by 1e-3; rows of padding, more than the batch has on trial, change much
-#: more.
+#: Tolerance for the padded form, in float32 and in 16 bits, as a relative difference. A ReLU that rounding
+#: switches changes gradients by 1e-3. Rows of padding change them much more, because a trial has more of them
+#: than of the batch.
 _TOLERANCE, _TOLERANCE_16 = 1e-2, 5e-2
-#: Where two runs of the same form differ by more, so many times as much is tolerated, up to a limit.
+#: If two runs of the same form differ by more, this multiple of their difference is tolerated, up to a limit.
 _NOISE, _MOST_TOLERATED = 4, 0.25
-#: Half of a last digit of bfloat16, relative.
+#: Half a unit in the last place of bfloat16, relative.
 _ROUNDING_16 = 2.0**-9
-#: The one refusal that has the same cause for all steps.
+#: The only reason for a refusal that applies to all steps.
 _NO_GPU = "there is no CUDA device"
 
 
@@ -133,7 +134,7 @@ class Captured:
             last = self._last
             call = last if last is not None and last.is_repeated(args, kwargs) else Call(args, kwargs)
             form = self._form(call)
-        except Exception as error:  # whatever objects say that are taken apart
+        except Exception as error:  # the error of any object that is taken apart
             self._latest = reason_of(error)
             self._say(self._latest)
             return self.step(*args, **kwargs)
@@ -154,7 +155,7 @@ class Captured:
         if not all(item.answers.are_valid() for item in form.records):
             self._forget()
             self._changes += 1
-            form.calls = 0  # which tensors stay is to be seen again
+            form.calls = 0  # which tensors do not change must be found out again
         fitting = (item for item in form.records if item.fits(call))
         chosen = min(fitting, key=operator.attrgetter("size"), default=None)
         if chosen is not None:
@@ -381,7 +382,7 @@ class Captured:
         state = self._state(call)
         return self._graphs.beside(lambda: on_trial(lambda: self._probe(job()), state, keeps))
 
-    #: Whether it is a step of its own, whose numbers can be read after a replay; not a model.
+    #: Whether it is a step, whose numbers can be read after a replay, and not a model.
     _defers = True
 
     def _probe(self, result: Any) -> Any:
@@ -523,7 +524,7 @@ class Captured:
             message = f"capture: {reason}, so captured steps run as they are. They are replayed on a GPU"
             if machine_has_gpu():
                 warn_once(f"{message}: install a PyTorch that is built with CUDA")
-            else:  # there is no faster way, so nothing to warn of
+            else:  # there is no faster way, so no warning
                 info_once(logger, message)
             return
         code = getattr(inspect.unwrap(self.step), "__code__", None)
@@ -586,7 +587,7 @@ def _shift(parameters: Sequence[Tensor], shift: float) -> None:
 
 @contextlib.contextmanager
 def _without_autocast(device: torch.device) -> Iterator[None]:
-    """Autocast stays off, whoever turns it on: differences that rounding hides are seen."""
+    """Autocast stays off, even if the code turns it on, so that rounding hides no differences."""
     kind: Any = torch.amp.autocast_mode.autocast
     enter, leave = kind.__enter__, kind.__exit__
     with torch.autocast(device.type, enabled=False):

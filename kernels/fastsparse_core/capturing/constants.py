@@ -20,7 +20,7 @@ from fastsparse_core.capturing.refused import Refused
 from fastsparse_core.log import current_line
 from fastsparse_core.ops._autocast import version_of
 
-#: Functions, by name without underscores, of whose results nothing but their arguments decides.
+#: Functions (names without underscores) whose results depend only on their arguments.
 _PURE = frozenset(
     (
         *("eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and", "logical_or", "logical_xor"),
@@ -38,8 +38,8 @@ _PURE = frozenset(
 )
 
 
-#: Functions that fill a new tensor. Only integers count, and not those that FastSparse's kernels write to: no
-#: version counter tells of that.
+#: Functions that fill a new tensor. Only integers count, and not those that FastSparse's kernels write to:
+#: version counters do not show that.
 _FILLED = frozenset(("ones", "zeros", "full", "new_ones", "new_zeros", "new_full", "ones_like", "zeros_like"))
 
 
@@ -54,7 +54,7 @@ def is_whole(item: Any) -> bool:
 
 
 class Persistent:
-    """Tensors of integers that several calls of a step use, and that nobody writes to meanwhile."""
+    """Tensors of integers that several calls of a step use, and that are not written to in between."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -83,7 +83,7 @@ class Persistent:
         self._seen = {}
 
     def now(self) -> list[Tensor]:
-        """Those that nobody has written to since."""
+        """Those that have not been written to since."""
         return [item for item, version in self._found.values() if version_of(item) == version]
 
 
@@ -177,7 +177,7 @@ class Answers:
         return tree_map(lambda item: item.clone() if isinstance(item, Tensor) else item, answer)
 
     def are_valid(self) -> bool:
-        """Whether nobody has written to the tensors since."""
+        """Whether the tensors have not been written to since."""
         return all(version_of(item) == version for item, version in self.sources.values())
 
 

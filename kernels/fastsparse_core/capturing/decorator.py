@@ -20,15 +20,14 @@ def capture(step: _M) -> _M: ...
 @overload
 def capture(step: _F) -> _F: ...
 def capture(step: Any) -> Any:
-    """Makes a step of a training loop, or a model, run as CUDA graphs; the loop stays as it is.
+    """Runs a training step or a model as CUDA graphs. The training loop does not change.
 
-    A step on a small graph or batch consists of dozens of short kernels. Launching them takes the host longer
-    than running them takes the GPU. A CUDA graph needs one launch.
+    A step on a small graph or batch consists of dozens of short kernels, and launching them takes longer than
+    running them. A CUDA graph needs one launch.
 
     Calls run as follows:
 
-    - The first 20 calls run as they are, on batches the first 8. Meanwhile, `capture` records what the step
-      uses.
+    - The first 20 calls (8 on batches) run as they are. Meanwhile, `capture` notes what the step uses.
     - Then the step is recorded, and later calls replay the recorded graph. Training and evaluation are
       recorded separately. So are calls with other sizes, dtypes or numbers, and calls that accumulate
       gradients.
@@ -45,29 +44,31 @@ def capture(step: Any) -> Any:
     without gradient. A number that the step only returns is read after the replay: ``return loss.item()``,
     ``return int(correct.sum()) / n``.
 
-    A step that cannot be recorded runs as it is. A :class:`SlowPathWarning` says why, once, with the line
-    where that is known. ``captured.status`` of the function says it at any time. It is ``"replaying"``, or
-    ``"refused: "`` and the reason, or ``"watching (3 of 20 calls)"``. Reasons:
+    A step that cannot be recorded runs as it is. A :class:`SlowPathWarning` names the reason once, with the
+    line of the step if it is known. The attribute ``captured.status`` of the function is ``"replaying"``,
+    ``"watching (3 of 20 calls)"``, or ``"refused: "`` followed by the reason. Possible reasons:
 
     - there is no GPU, or an argument that changes is on the CPU;
     - the step continues with a number from the GPU (``total += loss.item()``, ``print``, ``if loss > 1``);
     - a size is known only on the GPU (``dropout_edge``, ``negative_sampling``, ``x[x > 0]``). Sizes that
-      follow from tensors of integers which stay, such as ``edge_index`` and masks, are known from earlier
-      calls;
-    - a scheduler steps in it (call it after the step), or the optimizer counts steps on the CPU (Adagrad);
-    - something mixes the nodes of different graphs of a batch, so that padding would change the results;
+      depend only on integer tensors that do not change, such as ``edge_index`` and masks, are known from
+      earlier calls;
+    - the step calls a learning rate scheduler (call it after the step), or the optimizer counts steps on the
+      CPU (Adagrad);
+    - an operation mixes the nodes of different graphs of a batch, so padding would change the results;
     - the step keeps tensors or Python state from call to call (other effects of its Python code, such as
       appending to a list, happen only in calls that are not replayed);
-    - its arguments have more than 32 forms or 4 sizes, there is too little memory, or algorithms have to be
-      deterministic and batches are padded;
-    - it calls DGL's own layers on batches or blocks, or gets DGL's batches of graphs of several types.
+    - its arguments have more than 32 forms or 4 sizes; there is too little memory; or batches would be padded
+      under ``torch.use_deterministic_algorithms(True)``;
+    - it calls DGL's own layers on batches or blocks, or its argument is a DGL batch of heterogeneous graphs.
 
     Args:
-        step: a function of any arguments, the optimiser's step in it. Or a model: its forward and its
-            backward pass become a CUDA graph each, and the loop calls ``backward()`` before the next call.
+        step: a function with any arguments that includes the optimizer's step. Or a model: its forward and
+            backward pass become a CUDA graph each, and the loop must call ``backward()`` before the next
+            call.
 
     Returns:
-        The function to call instead, with ``captured.status``; of a model, the model itself, with
+        The function to call instead, with ``captured.status``; for a model, the model itself, with
         ``forward.status``.
 
     Raises:

@@ -16,7 +16,7 @@ from fastsparse_core.capturing.numbers import number_of
 from fastsparse_core.capturing.refused import Refused
 from fastsparse_core.log import current_line
 
-#: Numbers of a list that a step returns, at most.
+#: Largest number of numbers in a list that a step returns.
 _MOST_NUMBERS = 64
 _OF_HOST = (int, float, bool)
 
@@ -160,7 +160,7 @@ def _select(reads: DeviceReads, func: Any, x: Tensor, index: Any, *value: Any) -
         sources = reads.origins.of(part)
         if sources is None:
             if not reads.defers or (value and not (isinstance(value[0], Tensor) and value[0].dim())):
-                return NotImplemented  # a number is written without counting
+                return NotImplemented  # the version counter does not count such a write
             raise _refuse(
                 "selects by a mask that changes, and the number of rows is known only on the GPU. Multiply "
                 "by the mask instead, as edge weights do: `mask.float()`"

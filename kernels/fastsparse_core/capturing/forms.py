@@ -21,7 +21,7 @@ from fastsparse_core.capturing.observe import Observed
 from fastsparse_core.capturing.padding import Capacity, Sizes
 from fastsparse_core.capturing.refused import Refused
 
-#: What plugins put around every run of the form that is recorded: functions of what is held.
+#: Contexts of plugins around every run of the recorded form: functions of the held arguments.
 surroundings: list[Callable[[list[Held]], Any]] = []
 
 
@@ -36,10 +36,10 @@ class Call:
         if len(padded) > 1:
             raise Refused("it takes several batches")
         self.sizes: Sizes | None = padded[0] if padded else None
-        #: What is the same for all calls of one form.
+        #: The part that is the same for all calls of one form.
         self.key: Hashable = (self.names, *(argument.key for argument in self.arguments))
         devices = [tensor.device for argument in self.arguments for tensor in argument.tensors]
-        #: Of the tensors: the GPU if some are there.
+        #: Device of the tensors: the GPU if some are there.
         self.device: torch.device | None = next(
             (device for device in devices if device.type == "cuda"), devices[0] if devices else None
         )
@@ -54,7 +54,7 @@ class Call:
         for name, known in self.kwargs.items():
             if kwargs[name] is not known:
                 return False
-        # Arguments of other names in another order are in another order here too.
+        # The order of arguments is the order of their names in the call.
         return (not kwargs or tuple(kwargs) == self.names) and all(
             argument.is_as_given() for argument in self.arguments
         )
@@ -91,7 +91,7 @@ class Form:
         for nth, (last, argument) in enumerate(zip(self._last, call.arguments, strict=True)):
             if not all(x is y for x, y in zip(last, argument.tensors, strict=False)):
                 self.varies[nth] = True
-        # What varies is not kept alive.
+        # Arguments that vary are not kept alive.
         self._last = [
             [] if varies else argument.tensors
             for argument, varies in zip(call.arguments, self.varies, strict=True)
@@ -119,14 +119,14 @@ class Record:
 
     def __init__(self, call: Call, varies: list[bool], capacity: Capacity | None) -> None:
         self.capacity = capacity
-        #: To choose the cheapest of those that fit.
+        #: Used to choose the cheapest graph that fits.
         self.size = (0, 0) if capacity is None else (capacity.largest, sum(map(sum, capacity.kinds)))
         self.held = [
             argument.hold(capacity) if changes else Constant(argument)
             for argument, changes in zip(call.arguments, varies, strict=True)
         ]
         self._names = call.names
-        #: Whether calls of the same objects write nothing.
+        #: Whether calls with the same objects write nothing.
         self.is_constant = all(isinstance(held, Constant) for held in self.held)
         self.prepared = 0
         self.difference = 0.0

@@ -63,7 +63,7 @@ class FreshAdjacency(Adjacency):
             device=index,
             queue=queue(index),
         )
-        if device.type == "cpu":  # where that leaves the work list out
+        if device.type == "cpu":  # if that leaves the work list out
             words = slices.view(torch.int32)
             slices[:, 0] = rowptr[:-1]
             words[:, 2] = rowptr.diff().int()
@@ -114,7 +114,8 @@ class FreshAdjacency(Adjacency):
                         "pass a batch of the framework, or edges without loops and add_self_loops=False"
                     )
                 is_loop = row == col
-                # Other edges say nothing of their own row: at one address for all they would wait in line.
+                # Padded edges are spread over rows: if all wrote to one address, they would wait for each
+                # other.
                 position = torch.arange(num_given, device=row.device).masked_fill(row != col, -1)
                 own = torch.full((shape[0],), -1, dtype=torch.int64, device=row.device)
                 loop_edge = own.scatter_reduce_(0, row.long(), position, "amax")[:count]

@@ -35,7 +35,7 @@ class GradientBuffers:
         ):
             with torch.inference_mode(False), torch.no_grad():
                 buffer = torch.zeros_like(parameter)
-            self._buffers[id(parameter)] = (parameter, buffer)  # the parameter lives on: its id is its own
+            self._buffers[id(parameter)] = (parameter, buffer)  # the parameter is alive, so its id is unique
         return buffer
 
     @contextlib.contextmanager

@@ -31,15 +31,15 @@ def record(
     options.setdefault("pool", torch.cuda.graph_pool_handle())
     failure: Exception | None = None
     try:
-        # The stream is restored here because `torch.cuda.graph` does not do it where recording fails.
+        # The stream is restored here because `torch.cuda.graph` does not restore it if recording fails.
         with warnings.catch_warnings(), torch.cuda.stream(torch.cuda.current_stream()):
-            # That of a step on the CPU: its replays would do nothing.
+            # The warning for a step on the CPU, whose replays would do nothing.
             warnings.filterwarnings("error", message="The CUDA Graph is empty")
             with torch.cuda.graph(graph, stream=stream, **options):
                 try:
                     return graph, job()
                 except Exception as error:
-                    failure = error  # the end of the capture fails too, and would hide it
+                    failure = error  # ending the capture fails too, and would hide this error
                     raise
     except Exception as error:
         _clean_up(stream, options["pool"])
@@ -54,7 +54,7 @@ def _clean_up(stream: torch.cuda.Stream, pool: Any) -> None:
     believe that a graph is recorded, and refuse all draws: the next recording that succeeds ends that.
     """
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-    with contextlib.suppress(Exception):  # the pool is no longer recorded to: it was ended as it should be
+    with contextlib.suppress(Exception):  # the recording to the pool was ended properly
         if end is not None:
             end(stream.device_index, pool)
             torch._C._cuda_releasePool(stream.device_index, pool)
@@ -93,7 +93,7 @@ class CudaGraphs:
         return on_stream(self._stream, job)
 
     def record(self, job: Callable[[], _T]) -> tuple[Callable[[], None], _T]:
-        """Records a job, that ran beside before; returns what replays it, and the job's result.
+        """Records a job that ran on a separate stream before; returns what replays it, and the job's result.
 
         Raises:
             Exception: see :func:`record`.
@@ -101,10 +101,12 @@ class CudaGraphs:
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         device = torch.device("cuda", self._stream.device_index)
-        options = {"capture_error_mode": "thread_local"}  # loaders' threads may allocate meanwhile
+        options = {
+            "capture_error_mode": "thread_local"
+        }  # threads of loaders may allocate memory at the same time
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-            # PyTorch gives up a pool with its last graph, and refuses its handle then: this one stays.
+            # PyTorch frees a pool with its last graph and then refuses its handle, so this graph is kept.
             self._keeper, _ = record(
                 lambda: torch.zeros(1, device=device), self._stream, pool=self._pool, **options
             )

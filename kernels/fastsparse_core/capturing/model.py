@@ -50,7 +50,7 @@ class CapturedModel(Captured):
         return CapturedModel(memo.get(id(self._model), self._model))
 
     def _gradients_are_there(self) -> tuple[bool, ...]:
-        return ()  # they are not the record's
+        return ()  # they do not belong to the recorded graph
 
     @property
     def _name(self) -> str:
@@ -68,7 +68,7 @@ class CapturedModel(Captured):
         return result
 
     def _record(self, chosen: Record) -> Callable[[], Any]:
-        # The two passes share memory, and no others may: another pass may run between them.
+        # Only the two passes of one call share memory: another call may run between them.
         self._graphs.forget_memory()
         launch, result = self._graphs.record(lambda: chosen.run(self.step, self.observed))
         flat, spec = tree_flatten(result)
@@ -81,7 +81,7 @@ class CapturedModel(Captured):
         backward, gradients = self._graphs.record(
             lambda: _Gradients(torch.autograd.grad(outputs, inputs, incoming, allow_unused=True))
         )
-        chosen.execution = None  # until now, for the backward pass reads structures
+        chosen.execution = None  # until now, because the backward pass reads structures
         passes = _Passes(launch, backward, outputs, incoming, gradients)
         return _replay_of(passes, inputs, flat, spec)
 
@@ -131,17 +131,18 @@ class _Gradients:
             if item is not None:
                 is_joined = item.layout is torch.strided and item.numel()
                 (of_dtypes.setdefault(item.dtype, []) if is_joined else self._alone).append((nth, item))
-        #: Joined gradients, tensors of their shapes, and whose they are.
+        #: Joined gradients, tensors of their shapes, and their parameters.
         self._joined: list[tuple[Tensor, list[Tensor], list[int]]] = []
         for pairs in of_dtypes.values():
-            # Those of whole 16 bytes come first, so that kernels can read as many as possible in such pieces.
+            # Tensors of a multiple of 16 bytes come first, so that kernels can read as many as possible in
+            # such pieces.
             pairs.sort(key=lambda pair: pair[1].nbytes % 16 != 0)
             flat = torch.cat([item.reshape(-1) for _, item in pairs])
             shapes = [torch.empty(()).expand(item.shape) for _, item in pairs]  # one number of the host each
             self._joined.append((flat, shapes, [nth for nth, _ in pairs]))
 
     def copies(self) -> list[Tensor | None]:
-        """Of all that a replay has written, which the next one overwrites."""
+        """For everything that a replay has written, which the next one overwrites."""
         found: list[Tensor | None] = [None] * self._number
         for nth, item in self._alone:
             found[nth] = item.clone()
@@ -190,7 +191,8 @@ class _Replay(torch.autograd.Function):
         for held, item in zip(passes.incoming, incoming, strict=True):
             held.copy_(item)
         passes.backward()
-        # Copies, for autograd may take the very tensors as gradients, and the next replay writes there.
+        # Copies, because autograd may use the tensors themselves as gradients, and the next replay overwrites
+        # them.
         return (None, *passes.gradients.copies())
 
 

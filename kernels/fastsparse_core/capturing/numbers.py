@@ -30,7 +30,7 @@ from fastsparse_core.ops._autocast import version_of
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _UNARY = ("neg", "pos", "abs")
-#: Methods that turn a number into something that the step may act on.
+#: Methods that turn a number into a Python value that the step may branch on.
 _USES = (
     *("lt", "le", "gt", "ge", "eq", "ne", "bool", "hash", "format", "str", "repr", "int", "float", "index"),
     *("trunc", "floor", "ceil", "divmod", "rdivmod", "and", "or", "xor", "lshift", "rshift", "invert"),
@@ -115,7 +115,8 @@ class Tracker:
             alive = [
                 line for token, line in self._tokens if token() is not None and id(token()) not in returned
             ]
-            # A number in the result has as many references as a new one in its place, or it is kept besides.
+            # A number in the result has as many references as a new one in its place; if it has more, it is
+            # stored elsewhere too.
             copies = {id(item): _copy(item) for item in flat}
             flat_copies = [copies[id(item)] for item in flat]
             copied = tree_unflatten(flat_copies, spec)
@@ -377,7 +378,8 @@ class Callers:
                 after = patched(before)
                 if after is not before and _NAMES.keys().isdisjoint(function.__globals__):
                     changed.append((function, before, after))
-                    # They stay there: another thread may run patched code, or a generator go on later.
+                    # They are not removed: another thread may run patched code, or a generator may continue
+                    # later.
                     function.__globals__.update(_HELPERS)
                     function.__code__ = after
             yield

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from fastsparse_core.capturing.refused import Refused
 
-#: Optimisers with one kernel for a whole step, which reads the learning rate from a tensor, and also takes
-#: what a gradient scaler finds. SGD has no other way to leave the host out.
+#: Optimizers with one kernel for a whole step. It reads the learning rate from a tensor, and supports
+#: gradient scalers. SGD has no other way to avoid reads by the host.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 #: Settings that recording may turn on.
 _CHANGED = ("capturable", "fused", "foreach")
@@ -58,7 +58,7 @@ class RecordedOptimizer:
         if "capturable" in group:
             group["capturable"] = True
             if not fuses and group.get("foreach", True) is None and not group.get("differentiable"):
-                group["foreach"] = True  # parameter by parameter the learning rate would be read
+                group["foreach"] = True  # the learning rate would be read for every parameter
             # PyTorch would warn of the runs that precede the record.
             self.optimizer._warned_capturable_if_run_uncaptured = True
         elif not fuses:

@@ -4,7 +4,7 @@ Padding is a graph of its own: nodes that copy the batch's first one, with edges
 whatever a layer does per node, edge or graph has a meaning there too, and reaches nothing else. What mixes
 all rows has a masked version that leaves them out (`masked_functions`).
 
-Of sampled neighbours every hop is padded by itself, so that layers may leave hops out, as PyG's
+With sampled neighbours, every hop is padded separately, so that layers may leave hops out, as PyG's
 ``trim_to_layer`` does. Rows of two seeds and three neighbours, with space for four and five:
 
     hop    0  0  0  0  1  1  1  1  1
@@ -26,11 +26,12 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import place_of
 
-#: Hops of a batch that are padded by themselves, at most; as in kernels/include/fastsparse/place_batch.h.
+#: Largest number of hops of a batch that are padded separately; as in
+#: kernels/include/fastsparse/place_batch.h.
 MOST_HOPS = 16
-#: Capacity beyond the greatest size seen, as a share of it; where sizes vary by more, as much as they vary.
+#: Capacity beyond the largest size seen, as a share of it; if sizes vary by more, that much more.
 ROOM = 1 / 64
-#: Entries of padding for each of its nodes, about, as far as sizes seen tell: a row is not cut.
+#: Approximate number of padded entries per padded node, so that no row needs to be cut.
 _EDGES_PER_NODE = 8
 #: As hops, and as ends of edges: there are none.
 _NONE: tuple[list[int], list[int]] = ([0], [])
@@ -153,7 +154,7 @@ def _capacity(
     spare: tuple[tuple[int, ...], ...],
     largest: int,
 ) -> Capacity:
-    """Capacity of at least those sizes: rows of all kinds are told apart by their number."""
+    """Capacity of at least those sizes: rows of all kinds are distinguished by their number."""
     sums: set[int] = set()
     made: list[tuple[int, ...]] = []
     for sizes in (*nodes, *edges):
@@ -303,7 +304,7 @@ class BatchPlaces:
             behind = min(hop + 1, len(capacity.nodes[source]) - 1)
             spare_sources, spare = capacity.spare[source][behind], capacity.spare[target][hop]
             nth_edge = torch.arange(size)
-            # Padding takes the last places: so they are spread, and not the first.
+            # Padding takes the last places, so these are spread, and not the first.
             span = min(size, 2 * _EDGES_PER_NODE * spare)
             end = (nth_edge - (size - span)).clamp(min=0) * spare // span
             if (source, behind) == (target, hop):

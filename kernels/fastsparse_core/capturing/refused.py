@@ -9,7 +9,7 @@ import torch
 
 from fastsparse_core.log import is_of_user, line_of
 
-#: What to do about functions that cannot be recorded, by their names; plugins add the frameworks'.
+#: Function that cannot be recorded -> what to do about it; plugins add functions of the frameworks.
 cures: dict[str, str] = {}
 
 
@@ -18,11 +18,11 @@ class Refused(Exception):
 
 
 def reason_of(error: BaseException) -> str:
-    """What a user is told of an error that ended a trial or a recording."""
+    """Message for the user about an error that ended a trial or a recording."""
     if isinstance(error, torch.OutOfMemoryError):
         return "there is not enough memory to record it"
     if "CUDA Graph is empty" in str(error):
-        return "it gives the GPU nothing to do"
+        return "the step runs nothing on the GPU"
     lines = _lines_of(error.__traceback__)
     for name, line in lines:
         if name in cures:

@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_leaves
 from fastsparse_core.capturing.numbers import Number, check
 
 _T = TypeVar("_T")
-#: Results that can be compared, besides tensors.
+#: Types of results that can be compared, in addition to tensors.
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class _Rollback(TorchDispatchMode):
     """Keeps what memory held before operators write to it, of memory that was there before."""
 
-    #: For operators that leave PyTorch to run what a mode watches: this one has nothing to see in them.
+    #: Operators check whether a mode watches them; this mode need not see inside them.
     is_harmless = True
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ def on_trial(
     with _undone(state, keeps) as rollback:
         results = [_result(item) for item in tree_leaves(job())]
         buffers = [
-            # Means of what was normalised before are nothing but rounding.
+            # Means of normalised numbers are only rounding errors.
             (item.detach().clone(), _norm(item if variance is None else variance.detach().abs().sqrt()))
             for item, variance in state.buffers
         ]
@@ -276,5 +276,5 @@ def _relative(x: Tensor, y: Tensor, norm: float) -> float:
 
 
 def _norm(x: Tensor) -> float:
-    """Of the finite numbers: those that overflow, as a gradient scaler provokes, do so in both."""
+    """Only of the finite numbers: with a gradient scaler, numbers may overflow, in both results."""
     return float(x.double().nan_to_num(0, 0, 0).norm())

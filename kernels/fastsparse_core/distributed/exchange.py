@@ -15,16 +15,16 @@ from torch import Tensor
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Above this share of all rows needed, all are sent: at most a quarter more bytes, and no copies.
+#: If a larger share of the rows is needed, all rows are sent: at most a quarter more bytes, and no copies.
 SEND_ALL = 0.8
 
 
 def exchange_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
-    """A group whose messages go first: give it to a PartitionedAdjacency on GPUs. All processes must call it.
+    """Creates a process group with high priority for a PartitionedAdjacency on GPUs. Collective.
 
-    On CUDA the exchange and the local product start at the same moment. In a stream of high priority, the few
-    blocks of the exchange get the first multiprocessors that are free. At equal priority, the many blocks of
-    the product are dispatched first, and little of the exchange overlaps.
+    On CUDA, the exchange and the local product start at the same time. On a stream with high priority, the
+    few thread blocks of the exchange get the first free multiprocessors. With equal priority, the many blocks
+    of the product are scheduled first, and little of the exchange overlaps.
 
     Args:
         ranks: the processes; None: all.
@@ -73,7 +73,7 @@ class HaloExchange:
 
     The halo of a rank are nodes of other ranks, in the order of their positions: first those of rank 0, then
     those of rank 1, ... They are the neighbours of its rows; or all others' nodes, where most are neighbours
-    anyway: then nobody copies rows together for each rank, and gradients come back in whole blocks.
+    anyway: then rows are not copied together for each rank, and gradients come back in whole blocks.
 
     Attributes:
         group: the processes; None: all.
@@ -232,7 +232,7 @@ class HaloExchange:
 
 
 def column_tiles(width: int, count: int) -> list[slice]:
-    """Columns in up to ``count`` tiles of one width, but for the last.
+    """Columns in up to ``count`` tiles of one width, except for the last.
 
     That width is a multiple of 64, which kernels gather per pass over a structure, or of 16 where tiles are
     narrower: rows of whole tiles then start at multiples of 32 bytes in every dtype.
@@ -351,7 +351,7 @@ class _Arrive(torch.autograd.Function):
         _refuse_second_derivatives()
         grad = grad.contiguous()
         ctx.way.transfers[ctx.tile] = ctx.way.exchange.from_halo(grad)
-        # Its place in the graph keeps the order; what it holds is not what `_Leave` goes on with.
+        # Its place in the autograd graph keeps the order; `_Leave` does not use its content.
         return grad, None, None
 
 

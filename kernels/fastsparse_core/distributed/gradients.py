@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastsparse_core.distributed.agreement import check_agreement
 
-#: What was compared already: processes -> shapes and dtypes of parameters.
+#: Already compared: processes -> shapes and dtypes of parameters.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
@@ -23,20 +23,21 @@ def all_reduce_gradients(
     .. math::
         \nabla_\theta \sum_r L_r = \sum_r \nabla_\theta L_r
 
-    Let each process's loss :math:`L_r` be its share of the whole: its sum over local rows, divided by the
-    number of all rows. Then the result is the gradient that one GPU with the whole graph would have. DDP
-    divides by the number of processes besides. Sums of float32 and wider are taken in their dtype, those of
-    16 bits in float32; one message for each dtype. All processes must call it, with the same parameters.
+    The loss :math:`L_r` of each process must be its share of the whole loss: the sum over local rows, divided
+    by the number of all rows. Then the result is the gradient that one GPU with the whole graph would have.
+    (DDP also divides by the number of processes.) 16-bit gradients are summed in float32, others in their
+    dtype, with one message per dtype. All processes must call it with the same parameters.
 
-    A parameter that some processes have no gradient for, as their part of the graph has none of its edges,
-    gets the sum of the others on all. One that no process has a gradient for is left without.
+    A process may have no gradient for a parameter, for example if its part of the graph has no edges of a
+    type. It gets the sum of the other processes. If no process has a gradient, the parameter stays without
+    one.
 
     Args:
-        parameters: a model or its parameters, those that require gradients.
+        parameters: a model, or a list of parameters; those that need no gradient are ignored.
         group: the processes; None: all.
 
     Raises:
-        ValueError: the processes gave other parameters than each other when they called it first; on all.
+        ValueError: in the first call, the processes passed different parameters; raised on all of them.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -87,7 +88,7 @@ def _all_reduce(parameters: list[Tensor], group: dist.ProcessGroup | None) -> No
     flat = torch.cat([*(grad.detach().reshape(-1).to(wide) for grad in grads), present])
     dist.all_reduce(flat, group=group)
     *totals, present = flat.split([*(grad.numel() for grad in grads), len(grads)])
-    # Read only where it matters: the host would wait for the GPU.
+    # Read only if necessary, because the host would wait for the GPU.
     elsewhere = present.tolist() if any(it.grad is None for it in parameters) else []
     for nth, (parameter, total) in enumerate(zip(parameters, totals, strict=True)):
         if parameter.grad is not None:

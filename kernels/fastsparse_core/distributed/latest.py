@@ -26,7 +26,7 @@ class Latest(Generic[T]):
 
     def get(self, of: Tensor, key: Hashable, make: Callable[[], T]) -> T:
         """Returns the kept result; makes a new one if ``of``, its version or ``key`` has changed."""
-        if of.is_inference():  # has no version: an edit could not be noticed
+        if of.is_inference():  # it has no version counter, so an edit could not be detected
             return make()
         stamp = (of._version, key)
         if self.result is None or self._of is None or self._of() is not of or self._stamp != stamp:

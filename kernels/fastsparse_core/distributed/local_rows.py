@@ -16,7 +16,7 @@ from fastsparse_core.formats.grouping import Method
 from fastsparse_core.log import range_text
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Edges that are looked at at a time: 64-bit copies of them take 0.5 GB.
+#: Number of edges that are processed at a time: 64-bit copies of them take 0.5 GB.
 PIECE_ENTRIES = 2**26
 
 
@@ -75,7 +75,7 @@ def rows_in_order(
 
     Args:
         rowptr: int64 (local nodes + 1,).
-        column: int32 (num_edges,), positions, of which the structure is made, without a copy.
+        column: int32 (num_edges,), positions; the structure uses them without a copy.
         partition: owners of the nodes.
         rank: of this process.
         group: as of :meth:`PartitionedAdjacency.from_coo`.

@@ -30,7 +30,7 @@ from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops.spmm import Reduce, spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Options of the constructors, and what they are where nobody gives them.
+#: Options of the constructors, and their defaults.
 _OPTIONS: dict[str, Any] = {
     "self_loops": "keep",
     "group_rows": "auto",
@@ -44,36 +44,37 @@ _HALO_DTYPES = (None, torch.float64, torch.float32, torch.float16, torch.bfloat1
 
 
 class PartitionedAdjacency(Adjacency):
-    r"""A graph's rows of one rank, which layers take as they take an :class:`~fastsparse_core.Adjacency`.
+    r"""One rank's rows of a graph; layers take it in place of an :class:`~fastsparse_core.Adjacency`.
 
     .. math::
         \mathbf{Y}_r = \mathbf{A}_{rr} \mathbf{X}_r + \mathbf{A}_{rh} \mathbf{X}_h
 
     with :math:`\mathbf{X}_r` the features of the rank's own nodes and :math:`\mathbf{X}_h` those of its halo:
-    nodes of other ranks that its rows have for neighbours. To a layer it looks square, (local nodes, local
-    nodes): features in and out are those of the rank's nodes. The operators (:func:`fastsparse_core.spmm`,
-    ``sddmm``, ``edge_softmax``, the attentions) fetch the halo in the forward pass and return its gradients
-    in the backward pass. Degrees are those of the whole graph. Edge values are those of the rank's edges.
+    the neighbours of its nodes that other ranks own. For a layer it is a square structure (local nodes, local
+    nodes): inputs and outputs are features of the rank's own nodes. The operators
+    (:func:`fastsparse_core.spmm`, ``sddmm``, ``edge_softmax``, the attentions) fetch the halo in the forward
+    pass and return its gradients in the backward pass. Degrees are those of the whole graph. Edge values are
+    those of the rank's edges.
 
-    In ``spmm`` the exchange runs during the product with :math:`\mathbf{A}_{rr}`, and that of the gradients
-    during the product with its transpose. Wide features travel in tiles of columns: the product of
-    :math:`\mathbf{A}_{rh}` with a tile that arrived runs while the next one travels. Attention needs all of a
-    row's neighbours at once: it waits for the exchange, and computes with the concatenated rows. Results are
-    those of one process up to the rounding of sums in another order, and the same from run to run: nothing is
-    added atomically.
+    In ``spmm``, features are exchanged during the product with :math:`\mathbf{A}_{rr}`, and gradients during
+    the product with its transpose. Wide features are sent in tiles of columns: the product of
+    :math:`\mathbf{A}_{rh}` with one tile runs while the next tile is sent. Attention needs all neighbours of
+    a row at once, so it waits for the exchange and uses the concatenated rows. Results are those of one
+    process up to rounding, and have the same bits in every run, because no atomics are used.
 
-    Every operator on it, and its construction, are collective: all processes must call them in one order. It
-    cannot be transposed, saved or moved, and PyG's and DGL's own code cannot run on it, nor ``ssd``.
+    Its construction and all operators on it are collective: all processes must call them in the same order.
+    It cannot be transposed, saved or moved. PyG's and DGL's own code and ``ssd`` do not support it.
 
     Attributes:
-        rows: structure (local nodes, local nodes + halo), columns renumbered: own nodes, then the halo.
-        exchange: who sends which rows to whom.
+        rows: structure (local nodes, local nodes + halo); columns are renumbered: own nodes first, then the
+            halo.
+        exchange: which rows each rank sends to which other rank.
         partition: owners of all nodes.
         rank: of this process in the group.
-        halo_dtype: dtype of features and gradients on the way; None: their own.
-        overlap: whether spmm computes with local columns while the others' features travel.
-        tiles: in how many tiles of columns they travel then; None: :meth:`num_tiles` chooses.
-        cache_inputs: whether rows of other ranks are received only once, if the features need no gradient.
+        halo_dtype: dtype in which features and gradients are sent; None: their own.
+        overlap: whether spmm computes with local columns while features of other ranks are received.
+        tiles: number of tiles of columns in which features are sent; None: :meth:`num_tiles` chooses.
+        cache_inputs: whether features of other ranks that need no gradient are received only once.
         statistics: how well the graph is divided.
 
     Example:
@@ -141,29 +142,29 @@ class PartitionedAdjacency(Adjacency):
         cache_inputs: bool = False,
         send: Literal["auto", "needed", "all"] = "auto",
     ) -> PartitionedAdjacency:
-        """Builds this process's part from edges in any order. Collective; all ranks give the same options.
+        """Builds this process's part from edges in any order. Collective, with equal options.
 
         Args:
             row: destinations, ids of the whole graph, int32 or int64 (E,), on the device of the structure.
-                The rank keeps the edges whose destination it owns (:meth:`Partition.owned_edges`): every rank
-                may give all edges, or its own only.
+                The rank keeps the edges whose destination it owns (:meth:`Partition.owned_edges`), so you can
+                pass all edges or only these.
             col: sources, like ``row``.
             partition: owners of the nodes, the same on all ranks.
             group: the processes, as many as the partition has parts; None: all.
             self_loops: as for :meth:`Adjacency.from_coo`. Values follow the kept edges, then the loops.
             group_rows: as for :meth:`Adjacency.from_coo`.
-            halo_dtype: dtype of features and gradients on the way; None: their own, so that results are those
-                of one process. A 16-bit one halves the bytes of float32 features and rounds them.
+            halo_dtype: dtype in which features and gradients are sent; None: their own, so that results are
+                those of one process. A 16-bit dtype halves the bytes of float32 features and rounds them.
             overlap: whether the exchange runs during the local product. False: one product over all columns
-                when all are there.
-            tiles: in how many tiles of columns features travel then, at most; None: as many as are worth it,
-                see :meth:`num_tiles`.
-            cache_inputs: whether the others' rows of the last features without gradient are kept for spmm:
-                what a first layer aggregates is the same in every step of full-graph training, and travels
-                once then. Takes the memory of these rows. If one rank changes its features, as an object or
-                in place, all must.
-            send: what goes to a rank: ``"needed"``, the rows it has for neighbours; ``"all"``, all; or
-                ``"auto"``: all where at least 80 % are needed.
+                after the exchange.
+            tiles: largest number of tiles of columns in which features are sent; None: :meth:`num_tiles`
+                chooses.
+            cache_inputs: whether spmm keeps the received rows of features that need no gradient. In
+                full-graph training, the first layer aggregates the same features in every step, so they are
+                then sent only once. The kept rows take memory. If one rank changes its features, in place or
+                by a new tensor, all ranks must.
+            send: which rows are sent to a rank: ``"needed"``: those that its edges read; ``"all"``: all;
+                ``"auto"``: all if at least 80 % are needed.
 
         Raises:
             TypeError: an argument is not an integer tensor.
@@ -232,10 +233,10 @@ class PartitionedAdjacency(Adjacency):
             partition: owners of the nodes.
             device: where to build it; None: the device of ``col``.
             group: the processes; None: all.
-            **options: further ones of :meth:`from_coo`.
+            **options: further options of :meth:`from_coo`.
 
         Raises:
-            TypeError: an option is none of :meth:`from_coo`.
+            TypeError: :meth:`from_coo` has no such option.
             ValueError: sizes do not fit.
         """
         if rowptr.numel() != partition.num_nodes + 1:
@@ -296,21 +297,21 @@ class PartitionedAdjacency(Adjacency):
 
     @property
     def num_halo(self) -> int:
-        """Nodes of other ranks whose features come."""
+        """Number of nodes of other ranks whose features are received."""
         return self.exchange.num_halo
 
     @property
     def local(self) -> Adjacency:
-        """The entries whose column is one of the rank's own nodes, (local nodes, local nodes)."""
+        """The entries whose source is one of the rank's own nodes, (local nodes, local nodes)."""
         return self._built.get("local", lambda: columns_of(self.rows, own=True))
 
     @property
     def halo(self) -> Adjacency:
-        """The entries whose column is another rank's node, (local nodes, halo)."""
+        """The entries whose source is a node of another rank, (local nodes, halo)."""
         return self._built.get("halo", lambda: columns_of(self.rows, own=False))
 
     def row(self) -> Tensor:
-        """Not supported: entries name nodes of other ranks, which nothing but the operators can use."""
+        """Not supported: entries refer to nodes of other ranks, which only the operators can use."""
         _unsupported("the ends of its edges")
 
     def t(self, *, valued: bool = True) -> Adjacency:
@@ -353,7 +354,7 @@ class PartitionedAdjacency(Adjacency):
     # ---------------------------------------------------------------- data of nodes
 
     def scatter(self, x: Tensor) -> Tensor:
-        """This rank's rows of data of all nodes (num_nodes, ...).
+        """Selects this rank's rows from data of all nodes (num_nodes, ...).
 
         Args:
             x: (num_nodes, ...), any dtype.
@@ -361,18 +362,18 @@ class PartitionedAdjacency(Adjacency):
         return self.partition.scatter(x, self.rank)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Data of all nodes in their own order, on every rank, from each one's rows. Collective.
+        """Collects the rows of all nodes from all ranks, in the order of the node ids. Collective.
 
         Args:
             x: (local nodes, ...), any dtype; no gradient flows through.
 
         Raises:
-            ValueError: ``x`` has not one row per local node.
+            ValueError: ``x`` does not have one row per local node.
         """
         if x.size(0) != self.num_dst:
             raise ValueError(f"x: expected {self.num_dst} rows, one per own node, got {tuple(x.shape)}")
         sizes = self.statistics.rows
-        # Equal pieces: gloo gathers no others.
+        # Pieces of equal size, because gloo cannot gather others.
         piece = x.new_zeros(max(sizes), *x.shape[1:])
         piece[: x.size(0)] = x.detach()
         pieces = [torch.empty_like(piece) for _ in sizes]
@@ -387,8 +388,8 @@ class PartitionedAdjacency(Adjacency):
         """Features of the own nodes and of the halo, the columns of ``rows``. Collective, differentiable.
 
         Args:
-            features: floating (local nodes, ...) each; cast where autocast is on, unless ``exact``.
-            exact: whether they travel in their own dtype whatever ``halo_dtype`` says.
+            features: floating (local nodes, ...) each; cast under autocast, unless ``exact``.
+            exact: whether to send them in their own dtype and ignore ``halo_dtype``.
         """
         given = [x for x in features if x is not None]
         for x in given:
@@ -416,7 +417,7 @@ class PartitionedAdjacency(Adjacency):
         relu: bool,
         algorithm: str,
     ) -> Tensor:
-        """:func:`fastsparse_core.spmm` over the ranks' rows; collective.
+        """Computes :func:`fastsparse_core.spmm` with the features of all ranks. Collective.
 
         Arguments as in :func:`fastsparse_core.spmm`.
         """
@@ -443,7 +444,7 @@ class PartitionedAdjacency(Adjacency):
             arrived = self._halo_of_inputs(given, flat)
             out = spmm(self.local, flat, value, **local) + spmm(self.halo, arrived, value, **halo)
         else:
-            # Several heads have columns of their own each, which tiles would cut.
+            # Each head has its own columns, which tiles would cut.
             tiles = 1 if value is not None and value.dim() > 1 else self.num_tiles(flat.size(1), flat.dtype)
             with HaloFeatures(self.exchange, flat, self.halo_dtype, tiles) as way:
                 out = spmm(self.local, flat, value, **local)
@@ -454,13 +455,13 @@ class PartitionedAdjacency(Adjacency):
         return out if x.dim() == 2 else out.reshape(self.num_dst, *x.shape[1:])
 
     def num_tiles(self, width: int, dtype: torch.dtype) -> int:
-        """In how many tiles of columns spmm sends features, the same on all ranks.
+        """Number of tiles of columns in which spmm sends features, the same on all ranks.
 
-        The halo's product of a tile runs while the next one travels, so that only the last tile's is left
-        when all have arrived. If ``tiles`` is not given, there is one tile without ``overlap``. There is also
-        one if, by a rough estimate, the local product takes as long as the exchange on every rank: more tiles
-        would hide nothing, and cost copies. Else there is one for each 64 columns, at most 4, each of 32 MiB
-        or more for some rank.
+        The product with one tile of the halo runs while the next tile is sent, so only the last product runs
+        after the exchange. If ``tiles`` is not given, there is one tile without ``overlap``. There is also
+        one tile if, by a rough estimate, the local product takes as long as the exchange on every rank: more
+        tiles would hide nothing, and cost copies. Otherwise there is one tile per 64 columns, at most 4, of
+        at least 32 MiB on some rank.
 
         Args:
             width: features per node.
@@ -483,7 +484,7 @@ class PartitionedAdjacency(Adjacency):
         return self._inputs.get(given, flat.dtype, fetch)
 
     def scales(self, scale_src: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors of the halo's nodes and of all columns of ``rows``; kept for the last ``scale_src``.
+        """Factors of the halo's nodes and of all columns of ``rows``; cached for the last ``scale_src``.
 
         Args:
             scale_src: floating (local nodes,), this rank's factors.
@@ -499,7 +500,7 @@ class PartitionedAdjacency(Adjacency):
         return self._scales.get(scale_src, accumulation_dtype(x.dtype), fetch)
 
     def prepare(self, *, backward: bool = True) -> PartitionedAdjacency:
-        """Builds now what the operators need later; returns self.
+        """Builds everything that the operators need; returns self.
 
         Args:
             backward: also what training needs.
@@ -516,7 +517,7 @@ class PartitionedAdjacency(Adjacency):
     # ---------------------------------------------------------------- memory, devices, pickling
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes held by this rank's part and what was derived from it, by name."""
+        """Bytes of this rank's part and of its derived data, by name."""
         parts = {"rows": self.rows}
         parts |= {
             name: self._built.results[name] for name in ("local", "halo") if name in self._built.results

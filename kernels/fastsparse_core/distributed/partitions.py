@@ -18,8 +18,8 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 Method = Literal["auto", "metis", "contiguous"]
 
-#: What a row costs beside its edges, in edges. Its 256 x 256 matrix products, forward and backward, take some
-#: 10 ns of a GPU of today, an edge's features of 1 KB about 0.5 ns.
+#: Cost of a row in addition to its edges, in edges. Its 256 x 256 matrix products, forward and backward, take
+#: some 10 ns of a GPU of today, an edge's features of 1 KB about 0.5 ns.
 ROW_EDGES = 16
 
 #: ``method="auto"`` takes METIS up to here: a minute or so on one core; beyond, blocks.
@@ -28,14 +28,14 @@ METIS_EDGES = 20_000_000
 
 @dataclass(frozen=True)
 class Partition:
-    """Owners of the nodes of a graph.
+    """Assigns each node of a graph to a rank, its owner.
 
-    The nodes stand in an order in which every rank owns consecutive ones.
+    Nodes are ordered so that every rank owns a contiguous range.
 
     Attributes:
-        starts: position of the first node of every rank, and the number of nodes; (num_parts + 1).
+        starts: position of the first node of every rank, then the number of nodes; (num_parts + 1).
         order: node at every position, int64 (num_nodes,); None: the nodes' own order.
-        method: how it was found, for people.
+        method: name of the method, for display.
 
     Raises:
         TypeError: ``order`` is no int64 tensor.
@@ -58,10 +58,10 @@ class Partition:
         """The partition in which node i belongs to rank ``owner[i]``.
 
         Args:
-            owner: integers (num_nodes,) from 0 to num_parts - 1, of any partitioner, such as
-                ``dgl.metis_partition_assignment``.
+            owner: rank of every node, integers (num_nodes,) from 0 to num_parts - 1, from any partitioner,
+                such as ``dgl.metis_partition_assignment``.
             num_parts: number of ranks; some may own nothing.
-            method: how it was found, for people.
+            method: name of the method, for display.
 
         Raises:
             ValueError: an owner is not a rank.
@@ -103,7 +103,11 @@ class Partition:
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Partition, (self.starts, self.order, self.method)  # which checks: a file may be damaged
+        return Partition, (
+            self.starts,
+            self.order,
+            self.method,
+        )  # which checks it, because a file may be damaged
 
     @property
     def num_parts(self) -> int:
@@ -150,7 +154,7 @@ class Partition:
         return torch.arange(first, last) if self.order is None else self.order[first:last]
 
     def scatter(self, x: Tensor, rank: int) -> Tensor:
-        """The rows of a rank's nodes from data of all nodes (num_nodes, ...).
+        """Selects the rows of a rank's nodes from data of all nodes (num_nodes, ...).
 
         Args:
             x: (num_nodes, ...), any dtype.
@@ -166,7 +170,7 @@ class Partition:
         return x[self.nodes(rank).to(x.device)]
 
     def owned_edges(self, row: Tensor, rank: int) -> Tensor:
-        """Which of some edges a rank owns, by their destinations: positions among them, int64.
+        """Positions of the edges whose destination a rank owns, int64.
 
         Args:
             row: destinations, int32 or int64 (E,).
@@ -186,17 +190,17 @@ def partition(
 ) -> Partition:
     """Divides the nodes of a graph among ranks.
 
-    It is computed by the caller alone, without communication: METIS on one rank, which then sends it to the
-    others (``torch.distributed.broadcast_object_list``); blocks on each.
+    The function does not communicate. Run METIS on one rank and send the result to the others
+    (``torch.distributed.broadcast_object_list``). Contiguous blocks can be computed on every rank.
 
     Args:
         graph: square structure, or edges (2, E): sources, destinations.
         num_parts: number of ranks.
-        method: ``"contiguous"``: consecutive nodes, about as many edges each (a row counts as 16 edges
-            besides). Features keep their order. ``"metis"``: few edges between ranks (Karypis and Kumar,
-            1998), through pymetis 2025.2 or later, which balances edges too, pyg-lib or torch-sparse, which
-            balance nodes: the first that is installed. ``"auto"``: METIS where one is and the graph has at
-            most 20 million edges.
+        method: ``"contiguous"``: consecutive nodes with about equally many edges (each row counts as 16 more
+            edges), so features keep their order. ``"metis"``: few edges between ranks (Karypis and Kumar,
+            1998). It uses the first of these packages that is installed: pymetis 2025.2 or later (balances
+            edges too), pyg-lib or torch-sparse (balance nodes). ``"auto"``: METIS if it is installed and the
+            graph has at most 20 million edges.
         num_nodes: number of nodes, needed for edges.
 
     Returns:
@@ -204,7 +208,7 @@ def partition(
 
     Raises:
         ValueError: the graph is not square, or an argument is out of range.
-        ImportError: ``"metis"`` without a package that has it.
+        ImportError: ``"metis"``, and none of its packages is installed.
 
     Example:
         >>> import torch
@@ -263,7 +267,7 @@ def _blocks(degree: Tensor, num_parts: int) -> Partition:
     cost = torch.cumsum(degree.long() + ROW_EDGES, 0)
     total = int(cost[-1]) if cost.numel() else 0
     wanted = torch.tensor([total * part // num_parts for part in range(1, num_parts)], device=cost.device)
-    # Row i ends at cost[i]: a block ends with the row whose end is nearest below what is wanted, or at it.
+    # Row i ends at cost[i]. A block ends with the last row that ends at or before the target.
     ends = torch.searchsorted(cost, wanted.long(), right=True).tolist()
     return Partition((0, *ends, degree.numel()), None, "contiguous")
 
@@ -275,7 +279,7 @@ def _metis() -> Callable[[Tensor, Tensor, Tensor, int], Tensor] | None:
         graph = module.CSRAdjacency(adj_starts=rowptr.numpy(), adjacent=col.numpy())
         return torch.tensor(module.part_graph(num_parts, graph, vweights=weight.numpy())[1])
 
-    # These two weigh all nodes alike.
+    # These two give all nodes the same weight.
     def of_pyg_lib(module: Any, rowptr: Tensor, col: Tensor, weight: Tensor, num_parts: int) -> Tensor:
         return torch.ops.pyg.metis(rowptr, col, None, num_parts, False)
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 #: Columns that kernels gather per pass over a structure: narrower tiles would cost further passes.
 _TILE_COLUMNS = 64
-#: Bytes that a tile brings at least, 0.1 ms at 0.34 TB/s: a tile is a few launches more.
+#: Smallest number of bytes per tile, 0.1 ms at 0.34 TB/s, because a tile costs a few more launches.
 _TILE_BYTES = 32 << 20
-#: Bytes that a product gathers while an exchange brings one, about, on H200s of one host (4.4 and 0.34 TB/s).
+#: Approximate number of bytes that a product gathers while an exchange sends one, on H200s of one host (4.4
+#: and 0.34 TB/s).
 _GATHERED_PER_RECEIVED = 12
-#: What nothing hides is the last tile's product: a quarter of the halo's then.
+#: Only the product of the last tile is not hidden: a quarter of the halo's product.
 _MOST_TILES = 4
 
 
@@ -21,7 +22,7 @@ class PartitionStatistics:
     Attributes:
         rows: nodes.
         edges: edges of those nodes' rows.
-        halo_edges: of them, edges from nodes of other ranks.
+        halo_edges: those of these edges that start at nodes of other ranks.
         halo_rows: nodes of other ranks whose features are received.
 
     Example:
@@ -43,13 +44,13 @@ class PartitionStatistics:
 
     @property
     def halo_share(self) -> float:
-        """Rows that arrive in an exchange, of those that would if every rank got all others' rows."""
+        """Rows received in an exchange, as a share of all rows of other ranks."""
         most = (len(self.rows) - 1) * sum(self.rows)
         return sum(self.halo_rows) / max(most, 1)
 
     @property
     def balance(self) -> float:
-        """Most edges of a rank over their mean; 1 is even."""
+        """Largest number of edges of a rank divided by the mean; 1 is perfectly even."""
         return max(self.edges) * len(self.edges) / max(sum(self.edges), 1)
 
 

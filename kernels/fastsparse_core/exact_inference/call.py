@@ -45,7 +45,7 @@ def infer(
         rows: nodes whose results are wanted, ids or a mask; None: all.
         out: tensor or array that takes the results; None: a new tensor.
         memory: bytes of the device's memory that may be in use; None: what is free.
-        tile: most destinations of a tile; None: as many as fit.
+        tile: largest number of destinations per tile; None: as many as fit.
         group: processes that divide the destinations; None: this one alone.
 
     Returns:
@@ -89,7 +89,7 @@ def _as_tensor(x: Any, name: str) -> Tensor:
     """A tensor on the memory of an array, which may be a mapped file."""
     if isinstance(x, np.ndarray):
         with warnings.catch_warnings():
-            # Of arrays that may not be written, such as files mapped for reading: nobody writes to features.
+            # For read-only arrays, such as files mapped for reading; features are never written to.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return torch.from_numpy(x)
     if not isinstance(x, Tensor):

@@ -92,7 +92,7 @@ def split(
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(small.num_dst, *like.shape[1:], generator=generator)
-    # Of several magnitudes, so that functions with a kink differ.
+    # Numbers of several magnitudes, so that functions with a kink give different results.
     size = torch.logspace(-1, 1, small.num_dst).view(-1, *([1] * (like.dim() - 1)))
     x = (x * size).to(like.dtype).to(device)
     modules = model.modules() if isinstance(model, Module) else (m for m in model if isinstance(m, Module))

@@ -19,31 +19,32 @@ from fastsparse_core.sampling.features import gather_on_cuda
 from fastsparse_core.sampling.host_rows import HostRows, deferred
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Share of the free memory that a tile may take by the estimate, which leaves out what the allocator rounds.
+#: Share of the free memory that a tile may take by the estimate, which ignores the allocator's rounding.
 _TILE_SHARE = 0.6
 #: Share of the free memory that stays for tiles when features or results are placed on the device.
 _KEPT_FOR_TILES = 0.15
-#: Share of the free memory that the first rows of a result take that does not fit beside its source.
+#: Share of the free memory for the first rows of a result, if the result and its source do not both fit.
 _SHARE_HERE = 0.7
-#: Share of the free memory that some columns of all features take that do not fit as a whole.
+#: Share of the free memory for some columns of all features, if not all columns fit.
 _SHARE_OF_COLUMNS = 0.7
 #: A row of these columns is a multiple of that many bytes, as kernels read it.
 _ROW_BYTES = 16
-#: Memory of a tile on the CPU, where nobody said how much there is.
+#: Memory of a tile on the CPU, if the caller set no limit.
 _CPU_BYTES = 2**30
 #: Entries of a tile: positions among them are int32.
 _MOST_ENTRIES = 2**30
 #: Bytes that are copied between the host and a GPU, or gathered for it, at a time.
 _PIECE_BYTES = 2**26
 _NUM_BUFFERS = 4
-#: The share of a GPU's memory that `torch.cuda.set_per_process_memory_fraction` left; older versions keep it.
+#: The share of a GPU's memory that `torch.cuda.set_per_process_memory_fraction` allows; older versions of
+#: PyTorch store it here.
 _memory_share: Callable[[torch.device], float] = getattr(
     torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0
 )
 
 
 class Graph:
-    """A whole graph, and numbers per node of which tiles take theirs.
+    """A whole graph, and numbers per node from which tiles select theirs.
 
     Args:
         adj: structure, square.
@@ -226,7 +227,7 @@ def run(
         for number, (stage, ids) in enumerate(zip(stages, wanted[1:], strict=True), 1):
             target = out if number == len(stages) and order is None else None
             result = tiles.layer(stage, stored, ids, target)
-            del stored  # before the whole result comes to lie in one place
+            del stored  # before the whole result is gathered in one place
             stored = tiles.rows(result.whole(), ids)
             del result
         found = stored.data
@@ -336,7 +337,7 @@ class _Tiles:
             else:
                 for place, piece in zip(bounds, self._exchanged(part, bounds), strict=False):
                     result.write(place, piece)
-            del part  # before the next tile takes as much
+            del part  # before the next tile allocates as much
             start = bounds[-1]
             if placement.tile is None:
                 growth = self._agreed([budget / max(self._size.bytes(costs), 1)])[0]
@@ -451,7 +452,7 @@ class _Tiles:
 
     @property
     def _wire(self) -> torch.device:
-        """Where what processes exchange lies."""
+        """Where what processes exchange is."""
         return torch.device("cpu") if dist.get_backend(self._placement.group) == "gloo" else self._device
 
     def _exchanged(self, part: Tensor, bounds: list[int]) -> list[Tensor]:
@@ -595,7 +596,7 @@ def _with_loops(rowptr: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
     rowptr = torch.zeros_like(rowptr)
     torch.cumsum(counts, 0, out=rowptr[1:])
     merged = torch.empty(col.numel() + num_rows, dtype=torch.int32, device=col.device)
-    # Before an entry there are as many loops as rows.
+    # The number of loops before an entry is the number of rows before it.
     merged[torch.arange(col.numel(), device=col.device) + row] = col
     merged[rowptr[1:] - 1] = torch.arange(num_rows, dtype=torch.int32, device=col.device)
     return rowptr, merged
@@ -631,7 +632,7 @@ def _send(data: Tensor, out: Tensor) -> None:
 
 
 class _Buffers:
-    """Page-locked memory for pieces, in turn; each is waited for before it is used again."""
+    """Page-locked memory for pieces, used alternately; each is waited for before it is used again."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._memory = [torch.empty(shape, dtype=dtype, pin_memory=True) for _ in range(_NUM_BUFFERS)]
@@ -660,8 +661,8 @@ class _Buffers:
 class _Result:
     """Rows of a result, written tile by tile; on the host while the GPU computes the next tile.
 
-    A result that will fit on the device, but does not beside what it is computed from, has its first rows
-    there and the others on the host until :meth:`whole`.
+    If a result fits on the device, but not together with its inputs, its first rows are there and the others
+    on the host until :meth:`whole`.
 
     Args:
         shape: (num_rows, ...).

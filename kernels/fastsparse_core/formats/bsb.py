@@ -227,7 +227,7 @@ class Bsb:
 
 
 def vectors_together(num_quads: int, num_blocks: int, num_dst: int, num_edges: int) -> int:
-    """Vectors of which windows take a multiple, the rest padded: those of a block, or of a quad.
+    """Windows take a multiple of this number of vectors, with padding: those of a block, or of a quad.
 
     A block whose 64 bytes are in one line of the cache is read faster, but a window of few vectors is padded
     to several times its size.

@@ -29,8 +29,8 @@ def ids_dtype(width: int) -> torch.dtype:
 class CBSR:
     """A matrix of shape (n, width) with k stored entries in every row.
 
-    :func:`fastsparse_core.maxk` makes one. The constructor takes its parts as they are;
-    :meth:`from_parts` checks them, which reads from the device.
+    :func:`fastsparse_core.maxk` returns one. The constructor does not check its parts. :meth:`from_parts`
+    does, and reads from the device for it.
 
     Attributes:
         values: (n, k) float64, float32, float16 or bfloat16; gradients flow through it.
@@ -83,14 +83,18 @@ class CBSR:
         return cbsr
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CBSR.from_parts, (self.values, self.ids, self.width)  # which checks: a file may be damaged
+        return CBSR.from_parts, (
+            self.values,
+            self.ids,
+            self.width,
+        )  # which checks it, because a file may be damaged
 
     def check(self) -> None:
         """Raises an error unless the parts fit together; reads from the device.
 
         Raises:
-            TypeError: the ids have not the type that belongs to the width.
-            ValueError: shapes or devices differ, or a row's ids are not ascending, repeated or beyond the
+            TypeError: the dtype of the ids does not fit the width.
+            ValueError: shapes or devices differ, or the ids of a row are not ascending, repeat, or exceed the
                 width.
         """
         values, ids, width = self.values, self.ids, self.width

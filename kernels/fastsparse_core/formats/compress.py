@@ -12,9 +12,9 @@ from fastsparse_core import _C
 from fastsparse_core.device import device_index, place_of, queue
 
 INT32_MAX = 2**31 - 1
-#: Entries that are looked at, or sorted, at a time where all at once would take too much memory.
+#: Number of entries that are processed at a time, if all at once would take too much memory.
 _PIECE_ENTRIES = 2**26
-#: Bytes of scratch up to which a sort is one.
+#: Bytes of scratch memory up to which all entries are sorted at once.
 _MOST_SCRATCH = 2**32
 
 

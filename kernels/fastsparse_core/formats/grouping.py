@@ -19,15 +19,15 @@ from fastsparse_core.formats.compress import compress
 #: How the rows of a window are chosen.
 Method = Literal["auto", "none", "minhash"]
 _METHODS = get_args(Method)
-#: Sorted orders in which a row meets its neighbours: fewer than there are hashes, and their number's bits
-#: beside those of a key make at most 32.
+#: Number of sorted orders in which rows are compared with their neighbours: fewer than there are hashes, and
+#: the bits of their number and of a key are at most 32 together.
 _BANDS = 8
 #: Pairs of rows compared at a time, which bounds the scratch memory (about 30 bytes a pair).
 _PAIRS = 2**25
-#: Share of the vectors that a grouping has to save: it costs locality, and gathers heavy rows into windows
-#: that take long. Measured on an H200 over 27 graphs, products became faster from here on.
+#: Share of the vectors that a grouping must save, because it costs locality and puts heavy rows into the same
+#: windows. On an H200 and 27 graphs, products were faster from this share on.
 _LEAST_SAVING = 0.1
-#: Entries per row below which products became slower whatever was saved.
+#: Entries per row below which grouping made products slower, whatever it saved.
 _LEAST_ENTRIES = 8
 #: Windows that are counted to estimate a saving.
 _SAMPLE = 4096
@@ -67,8 +67,8 @@ def group_rows(adj: Rows, method: Method = "minhash") -> Tensor | None:
     Min-wise hashing: the share of equal entries in the signatures of two rows, the minima of 16 hashes over
     their columns, estimates the Jaccard similarity of their column sets. Rows sorted by one hash have their
     most similar rows nearby, so every row is compared with its neighbours in several sorted orders and linked
-    to the most similar. Trees of links are clusters. Clusters follow each other by the least hashes of their
-    members; by their first rows where the links show that similar rows are near each other already.
+    to the most similar. Trees of links are clusters. Clusters follow each other by the smallest hashes of
+    their members; by their first rows where the links show that similar rows are near each other already.
 
     Takes one pass over the edges (a minimum of 16 features) and sorts of at most ``num_edges`` keys.
     Deterministic, and the same on every device.
@@ -150,7 +150,7 @@ def _sample(adj: Rows, window_row: Tensor | None, stride: int) -> tuple[Tensor, 
     if stride == 1:
         return place_of_row(window_row, adj.num_dst).index_select(0, adj.row_once()), adj.col, adj.num_dst
     rows = window_row.reshape(-1, HEIGHT)[::stride].flatten()
-    # Only the last places can be absent.
+    # Only the last vectors of a window can be missing.
     rows = rows[rows >= 0]
     length = adj.in_degree()[rows]
     end = length.cumsum(0)
@@ -165,7 +165,7 @@ def _similar_order(adj: Rows) -> Tensor:
     """The rows by cluster, int32 (num_dst,)."""
     num_rows, device = adj.num_dst, adj.device
     index = device_index(device)
-    # A row of few entries has as few different minima; so the sorts stay within the order of the edges.
+    # A row of few entries has few different minima, so the sorts take time in proportion to the edges.
     bands = min(max(adj.num_edges // max(num_rows, 1), 3), _BANDS)
     column_bits = max((adj.num_src - 1).bit_length(), 1)
     signature = torch.empty(num_rows, _C.HASHES, dtype=torch.uint8, device=device)
@@ -210,7 +210,7 @@ def _similar_order(adj: Rows) -> Tensor:
     row = torch.arange(num_rows, dtype=torch.int32, device=device)
     key = torch.where(2 * num_near > num_linked, row, keys[0])
     cluster_ptr, key, order = compress(root, key, num_rows, _INT32_MAX)
-    # Clusters by the least of these; empty rows behind all others.
+    # Clusters by the smallest of these; empty rows behind all others.
     least = key[cluster_ptr[root[order]]]
     is_empty = (adj.rowptr[1:] == adj.rowptr[:-1])[order]
     return order[torch.sort(least.masked_fill_(is_empty, _INT32_MAX), stable=True).indices]

@@ -57,7 +57,7 @@ class HybridRows:
             num_entries: ``rowptr[-1]``.
         """
         num_rows = rowptr.numel() - 1
-        # A long item has 64 entries at least, and of a row only the last may have fewer than 256.
+        # A long item has at least 64 entries, and only the last item of a row may have fewer than 256.
         most_long = min(num_entries // MULTIPLE, (num_entries + num_rows * (LONGEST - MULTIPLE)) // LONGEST)
         most_split = min(num_entries // (MULTIPLE + 1), num_rows)
         slices = rowptr.new_empty(most_long + num_rows, 2)

@@ -1,4 +1,4 @@
-"""An index sorted into segments on a GPU, of which the host learns while the device goes on."""
+"""An index that is sorted into segments on a GPU; the host reads the facts while the device goes on."""
 
 from __future__ import annotations
 

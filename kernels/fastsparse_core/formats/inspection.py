@@ -13,9 +13,9 @@ from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.compress import expand_rows, row_pieces
 from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 
-#: Words that the kernels write, in the order of EdgeFact in kernels/include/fastsparse/views.h.
+#: Facts that the kernels write, in the order of EdgeFact in kernels/include/fastsparse/views.h.
 NUM_FACTS = 11
-#: Edges, and rows, up to which edges are sorted in the launch that looks at them, without a radix sort.
+#: Number of edges and rows up to which one launch inspects and sorts the edges, without a radix sort.
 FEW_EDGES = _C.FEW_EDGES
 #: Further words of edges that are sorted: SortFact in kernels/include/fastsparse/sort_edges.h.
 _IS_SORTED, _NUM_SLICES, _NUM_SLOTS, _NUM_SPLIT_ROWS = range(NUM_FACTS, NUM_FACTS + 4)
@@ -73,7 +73,7 @@ class IndexFacts(NamedTuple):
 
 
 def inspect_indices(row: Tensor, col: Tensor, *, square: bool) -> IndexFacts:
-    """Looks at edges of which others will be made, so that nothing is written but the facts.
+    """Inspects edges that will be replaced by others, so only the facts are written.
 
     Args:
         row: int32 or int64 (num_edges,), contiguous.
@@ -84,7 +84,7 @@ def inspect_indices(row: Tensor, col: Tensor, *, square: bool) -> IndexFacts:
     num_edges, index = row.numel(), device_index(row.device)
     if num_edges == 0:
         return IndexFacts(0, 0, 0)
-    # Of no rows the kernel writes one pointer, here behind the facts.
+    # Without rows, the kernel writes one pointer, here behind the facts.
     workspace = torch.empty(NUM_FACTS + 1, dtype=torch.int64, device=row.device) if index >= 0 else None
     facts = 0 if workspace is None else workspace.data_ptr()
     words = _C.inspect(
@@ -143,7 +143,8 @@ def inspect_edges(row: Tensor, col: Tensor, num_rows: int, longest: int, *, squa
         longest: entries of a slice, for `Inspection.row_split`.
         square: whether there are as many columns as rows.
     """
-    # An empty tensor has no address, which says that pointers are given: without edges all of them are 0.
+    # An empty tensor has no address, and an address means that pointers are given; without edges, all of them
+    # are 0.
     rowptr = (torch.empty if row.numel() else torch.zeros)(num_rows + 1, dtype=torch.int64, device=row.device)
     return _inspect(row, col, None, rowptr, longest, square)
 
@@ -291,7 +292,7 @@ def _found(
 
 
 def _empty_for_autograd(length: int, device: torch.device) -> Tensor:
-    """float32 numbers that are kept: they must serve autograd later, wherever they are made."""
+    """float32 numbers that are kept: they must handle autograd later, wherever they are made."""
     if not torch.is_inference_mode_enabled():
         return torch.empty(length, dtype=torch.float32, device=device)
     with torch.inference_mode(False):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastsparse_core.formats.compress import compress, compress_pairs
 
-#: Rows of a window at most; an entry has space for as many.
+#: Largest number of rows of a window; an entry has space for these.
 HEIGHT = 64
 #: Source nodes that an entry can name.
 MOST_SOURCES = (2**31 - 1) // HEIGHT
@@ -82,7 +82,7 @@ class RowPanels(NamedTuple):
             segment = block.add_(segment, alpha=num_blocks)
         segment_ptr, entry = compress_pairs(segment, entry, num_windows * num_blocks, HEIGHT * shape[1])
 
-        # A source's only sum: of all places where a strip or the source changes, one is of that source.
+        # The only sum of a source: the strip or the source changes at only one place of that source.
         first = torch.ones(col.numel(), dtype=torch.bool, device=col.device)
         torch.ge(entry[1:] ^ entry[:-1], HEIGHT, out=first[1:])
         first[_cut(segment_ptr, strip)[1]] = True

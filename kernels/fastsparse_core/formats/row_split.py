@@ -2,7 +2,7 @@
 
 A slice is what one group of lanes works on, so its greatest length bounds how long one row can keep the grid
 waiting. Slices of like length are neighbours (a warp works on several), in row order among themselves (rows
-that lie together share columns on most graphs, and so the cache).
+that are together share columns on most graphs, and so the cache).
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def unsplit_rows(workspace: Tensor, num_rows: int | None = None) -> RowSplit:
 
 
 class _UnsplitRows(RowSplit):
-    """Slices at the beginning of a tensor, which a view is made of only where somebody asks for it."""
+    """Slices at the beginning of a tensor, which a view is made of only where someone asks for it."""
 
     def __init__(
         self, workspace: Tensor, split_row: Tensor, split_ptr: Tensor, num_slots: int, num_rows: int
@@ -177,7 +177,7 @@ def split_rows(rowptr: Tensor, longest: int, *, is_cut: bool = True) -> RowSplit
     if rowptr.device.type != "cuda":
         return RowSplit.from_rowptr(rowptr, longest)
     num_rows, device = rowptr.numel() - 1, rowptr.device
-    # What is counted by the rows, and behind it the numbers of split rows and of slots.
+    # Counters per row, followed by the numbers of split rows and of slots.
     num_counts = _C.num_row_split_counts(num_rows=num_rows)
     counts = torch.empty(num_counts + 2, dtype=torch.int64, device=device)
     totals = counts.data_ptr() + 8 * num_counts

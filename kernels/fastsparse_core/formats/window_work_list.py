@@ -12,7 +12,7 @@ from torch import Tensor
 from fastsparse_core.formats.bsb import BLOCK, HEIGHT, QUAD, Bsb
 from fastsparse_core.formats.row_split import RowSplit
 
-#: Most windows of a run: as many as a warp has lanes to keep their ends.
+#: Largest number of windows of a run: one per lane of a warp, which stores its end.
 MOST_WINDOWS = 32
 _BLOCK_QUADS = BLOCK // QUAD
 
@@ -37,7 +37,8 @@ def join_short_windows(window_ptr: Tensor, split: RowSplit, blocks: int) -> Tens
         return torch.empty(0, 4, dtype=torch.int32, device=device)
     cut = torch.zeros(num_windows, dtype=torch.bool, device=device)
     cut[split.split_row.long()] = True
-    # A window counts one block at least: storing its rows is work too, and bounds the windows of a run.
+    # A window counts as at least one block, because storing its rows takes time; this also limits the windows
+    # of a run.
     weight = _blocks(length).clamp(min=1).masked_fill(cut, 0)
     group = (weight.cumsum(0) - weight) // blocks
     starts = torch.ones(num_windows, dtype=torch.bool, device=device)

@@ -10,10 +10,10 @@ from fastsparse_core.ops._facts import facts_of
 from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Features or outputs that a block has.
+#: Number of features or outputs per block.
 _TILE = 128
-#: Rows of a slab at least, and slabs at most: each is two blocks of threads for every tile of a weight, which
-#: fill an H200 together.
+#: Smallest number of rows of a slab, and largest number of slabs: each slab has two thread blocks per tile of
+#: a weight, and together they fill an H200.
 _SLAB_ROWS = 128
 _MOST_SLABS = 66
 #: bfloat16 terms that keep all digits of a float32 number; two if PyTorch allows fewer digits.

@@ -41,7 +41,8 @@ from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.streams import fork
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: What is added to eps: PyTorch would make a tensor of a Python number in every call, which takes longer.
+#: Tensor that is added to eps: PyTorch would create a tensor from a Python number in every call, which takes
+#: longer.
 _ONE = {dtype: torch.ones((), dtype=dtype, device="cpu") for dtype in DTYPE_CODE}
 
 
@@ -132,7 +133,7 @@ def aggregate_linear(
 
 
 def starts_with(x: Tensor, root: Tensor) -> bool:
-    """Whether ``root`` is ``x[:n]``, or ``x`` itself, to autograd too, and nobody watches its gradient.
+    """Whether ``root`` is ``x[:n]``, or ``x`` itself, to autograd too, and no hook watches its gradient.
 
     Args:
         x: matrix.
@@ -141,7 +142,7 @@ def starts_with(x: Tensor, root: Tensor) -> bool:
     if root is x:
         return True
     return (
-        # A sibling would have its gradient added to that of x: who watches x would see it.
+        # With a sibling view, its gradient would be added to that of x, and hooks on x would see it.
         (not x._is_view() or (x._backward_hooks is None and not x.retains_grad))
         and root._is_view()
         and root._base is (x._base if x._is_view() else x)
@@ -240,7 +241,7 @@ def relational_linear(
         \mathbf{x}_i \mathbf{W} + \mathbf{b}
 
     Args:
-        adj: structure (num_dst * R, num_src), the relations of a destination beside each other.
+        adj: structure (num_dst * R, num_src), with the relations of a destination next to each other.
         x: features (num_src, width), which `is_plain_eager`.
         weight: (R, width, out width).
         root: (width, out width), where the destinations are the sources, or None.
@@ -267,7 +268,7 @@ class _Form(NamedTuple):
         relu: whether negative results become 0.
         adds_loops: whether every node is a neighbour of its own.
         is_stacked: whether the weight is one of every relation, (R, in width, out width), and the structure
-            (num_dst * R, num_src), with the relations of a destination beside each other.
+            (num_dst * R, num_src), with the relations of a destination next to each other.
     """
 
     out_by_in: bool
@@ -298,7 +299,7 @@ class _Plan:
         num_rows: of the result.
         is_sage: whether two linear maps follow sums without weights, which have kernels of their own.
         casts_first: whether features are cast before they are summed.
-        transforms: whether one kernel serves both linear maps, as far as sizes go.
+        transforms: whether one kernel handles both linear maps, as far as sizes go.
         width: of the features.
         columns: of rows that are multiplied where the features need no gradient: more than those of the
             features, with zeros behind them; 0: the features' own.
@@ -431,7 +432,7 @@ def _product_dtype(
             return None
         if root_weight is not None and root_weight.shape != shape[-2:]:
             return None
-        # Of another width a single linear map raises PyTorch's error.
+        # With another width, a single linear map raises PyTorch's error.
         fits = x.shape[1] == shape[-1 if form.out_by_in else -2]
         if not fits and (form.is_stacked or root_weight is not None):
             return None
@@ -441,7 +442,7 @@ def _product_dtype(
         return x.dtype if len(dtypes) == 1 and x.dtype in DTYPE_CODE else None
     if autocast not in CAST or not dtypes <= {autocast, torch.float32}:
         return None
-    # Second derivatives need such features as they came; separate operators keep what was cast alone.
+    # Second derivatives need the original features; separate operators keep only the cast ones.
     keeps_more = x.requires_grad and x.dtype != autocast and not form.is_stacked
     return None if keeps_more and weight is not None and root_weight is None else autocast
 
@@ -517,7 +518,7 @@ def _compute(
     if columns:
         padded = zero_padded(x, columns)
         x = x if padded is None else padded
-    # Everything that is multiplied has one dtype, so autocast, where it is on, casts nothing more.
+    # All operands have one dtype, so autocast casts nothing more.
     features = x.to(dtype) if plan.casts_first else x
     own: Any = None
     matrix: Any = None
@@ -602,7 +603,8 @@ class _AggregateTransform(torch.autograd.Function):
         if needs_matrix and (matrix is not weight or root_matrix is not root_weight):
             given: Any = ((weight, matrix), (root_weight, root_matrix))
             uncast, root_uncast = (Uncast.of(*each) for each in given)
-        # What no gradient needs may be written before the backward pass, as with separate operators.
+        # A tensor that no gradient needs may be overwritten before the backward pass, as with separate
+        # operators.
         transform_first = plan.transform_first
         keeps_features = needs_value or (needs_weight and transform_first)
         # Second derivatives need x. What is saved twice is unpacked twice.
@@ -633,7 +635,7 @@ _apply = direct(_AggregateTransform)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    once = is_first_derivative(grad)  # else all of it is made of operators that have gradients again
+    once = is_first_derivative(grad)  # otherwise it is composed of operators that are differentiable again
     (adj, plan, loop), uncast, root_uncast, keeps_x = ctx.held
     saved = saved_tensors(ctx, (0,), once) if keeps_x else ctx.saved_tensors
     x, value, features, met, own, matrix, root_matrix, rectified = saved

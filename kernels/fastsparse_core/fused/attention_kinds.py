@@ -19,7 +19,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 Tensors = Sequence[Tensor]
 Flags = Sequence[bool]
-#: Of all heads, and what the backward pass needs.
+#: For all heads, and what the backward pass needs.
 Result = tuple[Tensor, tuple[Any, ...]]
 Gradients = tuple[Tensor, Sequence[Tensor | None]]
 #: Features of the edges, the weight of their linear map to the heads' features, or None, and additive
@@ -36,26 +36,27 @@ class LayerCall(NamedTuple):
     scale: float
     dropout_p: float
     seed: Tensor | None
-    #: Of the features, as they are multiplied.
+    #: Dtype of the features in the products.
     dtype: torch.dtype
-    #: Columns that each linear map gives.
+    #: Number of columns of each linear map's result.
     widths: tuple[int, ...]
     mean: bool
     num_vectors: int
-    #: Whether the backward pass reads the result, which is not to be written then.
+    #: Whether the backward pass reads the result, which then must not be overwritten.
     keeps_result: bool
-    #: All that follows the linear maps in one call each way, an object of `_C`; None: operator by operator.
+    #: Object of `_C` that computes everything after the linear maps in one call each way; None: operator by
+    #: operator.
     plan: Any
 
 
 class Score:
-    """A kind of attention on the results of a layer's linear maps, which lie side by side in one matrix."""
+    """A kind of attention on the results of a layer's linear maps, which are side by side in one matrix."""
 
     #: Whether the backward pass on CUDA reads the result.
     reads_result: ClassVar[bool]
     #: AttentionScore in kernels/include/fastsparse/views.h.
     code: ClassVar[int]
-    #: Linear maps from which the CPU's plan serves.
+    #: Number of linear maps from which the CPU's plan is used.
     least_maps: ClassVar[int]
 
     @staticmethod
@@ -67,7 +68,7 @@ class Score:
     def has_kernel(
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
     ) -> bool:
-        """Whether the kernels serve such a call and its backward pass, without anything to be built.
+        """Whether the kernels handle such a call and its backward pass, without anything to be built.
 
         The algorithm is not ``"unfused"``.
         """
@@ -130,7 +131,8 @@ class _Additive(Score):
             bias = F.linear(features, of_scores)
         if weight is None:
             return unfused.attention(call.adj, *_operands(call, dst, src, joint, bias=bias))
-        # Queries of zeros leave the scores to the bias, and dot products add edges to the values.
+        # With queries of zeros, the scores are the bias alone; attention with dot products also adds edges to
+        # the values.
         score = unfused.additive_scores(call.adj, dst, src, call.scale, bias)
         operands = _operands(call, torch.zeros_like(joint), joint, joint, edges=edges, bias=score)
         return unfused.attention(call.adj, *operands._replace(scale=1.0, kind=launch.DOT_PRODUCT))

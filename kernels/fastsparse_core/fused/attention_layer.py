@@ -92,7 +92,7 @@ def attention_layer(
             return None
         weight, map_bias = module._parameters.get("weight"), module._parameters.get("bias")
         if type(weight) not in PLAIN:
-            return None  # it is not there yet, or something else
+            return None  # not a tensor yet, or something else
         weights.append(weight)
         sizes.append(weight.shape[0])
         if map_bias is not None:
@@ -130,12 +130,14 @@ def attention_layer(
     if records and not learns:
         given = [each for each in (x, bias, *tensors, *of_edges) if each is not None]
         if True in [each.requires_grad for each in given]:
-            return None  # features that no weight's gradient needs may be written before the backward pass
+            return (
+                None  # features that no weight's gradient needs may be overwritten before the backward pass
+            )
         records = False
     if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
         product_dtype = autocast_dtype(x) or dtype
         if dtype not in CAST or weight_dtype not in CAST or (x.requires_grad and dtype != product_dtype):
-            return None  # such features would have to be kept as they came, for second derivatives
+            return None  # second derivatives would need the original features
         dtype = product_dtype
     elif dtype != weight_dtype or dtype not in DTYPE_CODE:
         return None
@@ -153,7 +155,7 @@ def attention_layer(
         return None
     keeps_result = records and x.is_cuda and score.reads_result
     if keeps_result and bias is None and not mean and not score.adds(widths):
-        return None  # the result would be kept as it is, and nobody could write to it
+        return None  # the result would be saved itself, and could not be written to
     seed = None
     if dropout_p:
         if drawn_by_replays(dropout_p):
@@ -331,7 +333,7 @@ class _AttentionLayer(torch.autograd.Function):
         out, features, matrix, joint, kept = _attend(call, x, bias, edges, tensors)
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
         vectors, maps = tensors[: call.num_vectors], tensors[call.num_vectors :]
-        # Second derivatives alone need them, so they may be written before the backward pass.
+        # Only second derivatives need them, so they may be overwritten before the backward pass.
         ctx.maps = maps, versions_of(maps)
         factor = matrix if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(features, factor, joint, edge_attr, edge_weight, of_scores, *vectors, *kept)
@@ -385,7 +387,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     left = grad.t()
     is_same = grad.dtype == weight_dtype
     grad_weight = torch.mm(left, features) if is_same else product_in(left, features, weight_dtype)
-    # Nobody sees what is split, so that its parts need not be known as views.
+    # Only this function sees the tensor that is split, so its parts need not be views.
     grads = grad_weight.unsafe_split_with_sizes(call.widths) if num_maps > 1 else (grad_weight,)
     return grad_x, grad_bias, *of_edges, *grad_vectors, *grads, *sums
 

@@ -94,7 +94,7 @@ def plan_of(
             choice = choice_on_cuda(adj, dtype, widths[0], heads, algorithm, backward=records)
             on_blocks, may_convert = choice.algorithm == "fused3s", not choice.is_final
     if kept is not None and kept.is_sorted and not on_blocks:
-        plan = kept.plan  # the rule has not changed its mind
+        plan = kept.plan  # the rule still gives the same answer
     else:
         plan = _plan(adj, score, dtype, widths, heads, scale, backward, on_blocks)
     is_sorted = on_blocks or _is_sorted(adj, backward)
@@ -116,7 +116,7 @@ def _plan(
     backward: bool,
     on_blocks: bool,
 ) -> Plan:
-    # Pairs of numbers for every edge are in the caller's order; the others read nothing of edges.
+    # Pairs of numbers per edge are in the caller's order; other kinds read nothing per edge.
     valued = score is DOT_PRODUCT and not on_blocks
     transposed = adj.t(valued=valued) if backward else None
     structure = structure_t = blocks = blocks_t = None
@@ -199,8 +199,8 @@ def attend(
         is_float = bias.dtype is not call.dtype
         bias = contiguous_floats(bias) if is_float else bias.contiguous()
     result = joint.new_empty(num_nodes, width)
-    # Bias and what a fourth map gives are added in place where the backward pass does not read the result:
-    # else what attention gave is behind the state.
+    # Bias and the result of a fourth map are added in place if the backward pass does not read the result;
+    # otherwise the result of attention is stored behind the state.
     in_place = not call.keeps_result or (bias is None and len(call.widths) < 4)
     numbers = plan.state
     if not in_place:
@@ -246,7 +246,7 @@ def differentiate(
     first, second, operands = _operands(vectors)
     found = [torch.empty_like(operand) for operand in operands]
     grad_joint = torch.empty_like(joint)
-    # Those of the biases are behind each other: their dtype is the same.
+    # Gradients of the biases are stored one after the other, as they have the same dtype.
     dtype, widths = bias_dtype or map_bias_dtype, call.widths if map_bias_dtype is not None else ()
     if bias_dtype is not None:
         widths = (call.widths[0], *widths)

@@ -138,7 +138,7 @@ def transformer(
     p: float = 0.0,
     ends: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    r"""Scaled dot-product attention, with rows of edges beside keys and values.
+    r"""Scaled dot-product attention, with rows of edges added to keys and values.
 
     .. math::
         \mathbf{y}_i = \sum_j \alpha_{ij} (\mathbf{v}_j + \mathbf{e}_{ij}), \qquad \alpha_{ij} =

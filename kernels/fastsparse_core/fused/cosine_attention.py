@@ -18,7 +18,7 @@ from fastsparse_core.ops._eager import PLAIN, is_first_derivative, is_plain_eage
 from fastsparse_core.ops._kept_results import kept_result, unfused_gradients, was_written
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Least norm, as in `torch.nn.functional.normalize`.
+#: Smallest norm to divide by, as in `torch.nn.functional.normalize`.
 _EPSILON = 1e-12
 
 
@@ -125,7 +125,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if not needs_x:
         return None, grad_beta
     grad_key.addcmul_(grad_query, beta)
-    # What is along the features changes their norm alone, and counts where the norm is not the least.
+    # The part of the gradient along the features changes only their norm; it counts if the norm is above the
+    # limit.
     along = (grad_key * key).sum(dim=1, keepdim=True).masked_fill_(norm <= _EPSILON, 0)
     grad_key.addcmul_(key, along, value=-1)
     return grad_x.addcdiv_(grad_key, norm), grad_beta

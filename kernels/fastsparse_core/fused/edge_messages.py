@@ -37,7 +37,7 @@ def can_pass_messages(
     *others: Tensor | None,
     under: torch.dtype | None = None,
 ) -> bool:
-    """Whether :func:`gine_layer` and :func:`gated_layer` serve a call.
+    """Whether :func:`gine_layer` and :func:`gated_layer` handle a call.
 
     That is: a square structure, plain tensors on one device, of one dtype or under autocast of its dtype or
     float32.
@@ -47,7 +47,7 @@ def can_pass_messages(
         x: features of the nodes, which `is_plain_eager`.
         edge: features of the edges.
         others: weights and biases.
-        under: autocast's dtype, for who serves it where it is on.
+        under: autocast's dtype, if autocast is on.
     """
     dtype, device = x.dtype, x.device
     dtypes = (dtype,) if under is None else (under, torch.float32)
@@ -138,8 +138,8 @@ def _linear(
 class _Gine(torch.autograd.Function):
     """Features may be written after the forward pass, for gradients of gradients too: signs tell enough.
 
-    What the last map multiplied is a second result, which nobody gets: the derivative of that map's gradient
-    comes back by it.
+    What the last map multiplied is a second result, which the caller does not get: the derivative of that
+    map's gradient comes back by it.
     """
 
     @staticmethod
@@ -168,7 +168,7 @@ class _Gine(torch.autograd.Function):
         for each in (x, given, weight, bias, after_bias):  # a comprehension is one more call in Python 3.11
             dtypes.append(None if each is None else each.dtype)
         raw: tuple[Tensor | None, ...] = (None,) * 4
-        if weight is not None:  # of features and map second derivatives alone read more than their copies
+        if weight is not None:  # only second derivatives read more of features and map than their copies
             raw = (given if needs[2] else None, weight if needs[1] else None, operands.edge, operands.maps)
         if after is None:
             ctx.save_for_backward(kept, *raw, None, None)
@@ -287,7 +287,7 @@ def gated_layer(
     Returns:
         (N, F); differentiable in all tensors, twice too.
     """
-    if under is not None:  # not within the node, which keeps x: who gave it may write to it
+    if under is not None:  # not within the node, which stores x: the caller may overwrite it
         x, edge = cast(x, under), None if edge is None else cast(edge, under)
     apply = _Gated.apply if is_wrapped(x) else _apply_gated
     out: Tensor = apply(x, edge, root, bias, adj, *weights, *biases)
@@ -318,13 +318,13 @@ class _Gated(torch.autograd.Function):
             of_query, of_value, of_key = of_edges.split(width)
             if root is not None:
                 of_nodes = torch.cat((of_nodes, root))
-        # A bias of another dtype decides that of the result.
+        # A bias of another dtype decides the dtype of the result.
         joined = root is not None and bias is not None and bias.dtype == dtype
         if root is not None:
             biases = (*biases, bias if bias is not None and joined else biases[0].new_zeros(width))
         of_nodes, of_biases = of_nodes.to(dtype), torch.cat(biases).to(dtype)
         query, value, key, *own = F.linear(x, of_nodes, of_biases).split(width, 1)
-        # Both ends of an edge see its features: the gate's map is the sum of theirs.
+        # Both ends of an edge add a map of its features, so the gate's map is the sum of both.
         operands = Operands.of(launch.GATE, key, query, value, edge, of_query, of_value, added=of_key)
         of_root = own[0] if own else None
         if of_root is not None and (of_root.is_cuda or of_root.stride(1) != 1):
@@ -332,7 +332,7 @@ class _Gated(torch.autograd.Function):
         out, slope, _, _ = launch.forward(adj, operands, width, True in ctx.needs_input_grad, of_root)
         ctx.set_materialize_grads(False)
         ctx.adj, ctx.joined = adj, joined
-        # Of these only second derivatives read more than the dtype.
+        # Only second derivatives read more of these than the dtype.
         ctx.parameters = (root, bias, *maps)
         ctx.versions = versions_of(ctx.parameters)
         # Operands are the rows themselves or, where those must be padded, copies.

@@ -51,7 +51,7 @@ class GraphTransformer(nn.Module):
         self.edge = None if edge_width is None else nn.Linear(edge_width, out_width, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew."""
+        """Initializes all parameters again."""
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.BatchNorm1d, nn.LayerNorm)):
                 module.reset_parameters()
@@ -61,7 +61,8 @@ class GraphTransformer(nn.Module):
     ) -> Tensor:
         """The layer on a structure: (num_dst, in_width) and (num_src, in_width) to (num_dst, out_width).
 
-        ``edge_attr``, (num_values, edge_width), joins keys and values where the layer has an ``edge_width``.
+        ``edge_attr``, (num_values, edge_width), is added to keys and values if the layer has an
+        ``edge_width``.
 
         Args:
             adj: the structure.

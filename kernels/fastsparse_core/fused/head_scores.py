@@ -19,8 +19,8 @@ from fastsparse_core.ops._operands import written_out
 #: heads of 32 cuBLAS takes 52 us that way, and 7 with the features first: a third of a captured step of GAT
 #: on 64 molecules. With more rows features first take up to twice as long.
 _MANY_ROWS = 2_048
-#: Edges of one product on the CPU, whose results are added up: one over 60,000 edges is off by 3e-6 of its
-#: result, in parts by 2e-7.
+#: Number of edges per product on the CPU; the results are added up. A product over 60,000 edges has a
+#: relative error of 3e-6; in parts, 2e-7.
 _PART = 256
 
 
@@ -134,7 +134,7 @@ def scores_of_rows(rows: Tensor, vectors: Sequence[Tensor]) -> tuple[Sequence[Te
     blocks = matrix.view(len(vectors), heads, rows.size(1)).transpose(1, 2)
     factors = cast(rows, dtype).expand(len(vectors), -1, -1), blocks
     if is_plain_eager(rows):
-        # Autocast leaves products with `out` alone, and costs the host less so.
+        # Autocast ignores products with `out`, which also costs the host less.
         out = torch.bmm(*factors, out=matrix.new_empty(len(vectors), rows.size(0), heads))
     else:  # exported programs have gradients, and may not write
         with torch.autocast(rows.device.type, enabled=False):
@@ -208,7 +208,7 @@ def gradients_of_scores(
 
 
 def _has_kernel(rows: Tensor) -> bool:
-    """Whether the CPU's kernel can serve; tensors of traces have no address."""
+    """Whether the CPU's kernel supports the call; tensors of traces have no address."""
     return rows.is_cpu and is_plain_eager(rows) and rows.numel() > 0 and rows.stride(1) == 1
 
 

@@ -108,7 +108,7 @@ def add_linear(
     Saves writing and reading matrices of the result's size. Equal to the sum up to rounding.
 
     Args:
-        out: (N, width of the layers), a result that nobody else sees and no backward pass needs.
+        out: (N, width of the layers), a result without other references, which no backward pass needs.
         features: (N, F) each, of one kind.
         modules: a linear layer for each of them.
         kind: the class of linear layers that the framework has.

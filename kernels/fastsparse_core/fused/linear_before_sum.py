@@ -23,8 +23,8 @@ def linear_before_sum(
 ) -> Tensor:
     """``torch.nn.functional.linear``, where rows without a gradient add nothing to that of the weight.
 
-    Of a node that sends no edge NaN or infinity then stays where the original layer, which sums first,
-    leaves it (`weight_gradient`).
+    NaN or infinity of a node without outgoing edges then reaches the same numbers as in the original layer,
+    which sums first (`weight_gradient`).
 
     Args:
         x: features (..., F).
@@ -61,7 +61,7 @@ class _LinearBeforeSum(torch.autograd.Function):
     ) -> Tensor:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.parts = parts
-        # What no gradient needs may be written before the backward pass, as with a linear layer.
+        # A tensor that no gradient needs may be overwritten before the backward pass, as with a linear layer.
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         return F.linear(x, weight, bias)
 

@@ -37,7 +37,7 @@ def aggregate_cbsr(
     scale_dst: Tensor | None = None,
     scale_src: Tensor | None = None,
 ) -> Tensor:
-    """``transform(ssd(adj, cbsr, ...), cbsr)``, of which autograd stores ``cbsr`` and ``value`` alone.
+    """``transform(ssd(adj, cbsr, ...), cbsr)``, for which autograd stores only ``cbsr`` and ``value``.
 
     For maps that :func:`maxk_linear`, which costs the host less, does not cover.
 
@@ -62,10 +62,10 @@ def aggregate_cbsr(
         return transform(out, kept)
 
     inputs = (cbsr.values, cbsr.ids, value)
-    # A compiler decides for itself what it stores.
+    # A compiler decides itself what it stores.
     if not torch.is_grad_enabled() or not is_plain_eager(cbsr.values):
         return run(*inputs)
-    # Autograd saves a checkpoint's arguments, and notices writes to them.
+    # Autograd saves a checkpoint's arguments and detects writes to them.
     needs_weight = cbsr.values.requires_grad or (value is not None and value.requires_grad)
     noticed = (weight,) if needs_weight else ()
     result: Tensor = checkpoint(run, *inputs, *noticed, use_reentrant=False, preserve_rng_state=False)
@@ -98,7 +98,7 @@ def can_maxk_linear(
     *,
     out_by_in: bool,
 ) -> bool:
-    """Whether :func:`maxk_linear` serves a call: plain matrices, nothing being traced.
+    """Whether :func:`maxk_linear` handles a call: plain matrices, nothing being traced.
 
     Args:
         adj: structure.
@@ -251,7 +251,8 @@ class _MaxKLinear(torch.autograd.Function):
         ctx.how = how
         ctx.dtypes = tuple(None if given is None else given.dtype for given in (value, weight, bias))
         out, sums = _aggregate(how, values, value, weight, bias, root_weight, ids)
-        # What no gradient needs may be written before the backward pass, as with separate operators.
+        # A tensor that no gradient needs may be overwritten before the backward pass, as with separate
+        # operators.
         needs_values, needs_value, needs_weight, _, needs_root = ctx.needs_input_grad[:5]
         ctx.save_for_backward(
             values if needs_value or needs_weight or needs_root else None,
@@ -273,7 +274,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_values, needs_value, needs_weight, needs_bias, needs_root = ctx.needs_input_grad[:5]
     value_dtype, weight_dtype, bias_dtype = ctx.dtypes
     adj = how.adj
-    once = is_first_derivative(grad)  # else all of it is made of operators, which have gradients again
+    once = is_first_derivative(grad)  # otherwise it is composed of operators, which are differentiable again
     scales, place = (how.scale_dst, how.scale_src), (adj, False)
     grad_values = grad_value = grad_weight = grad_root = None
     if needs_values or needs_value:

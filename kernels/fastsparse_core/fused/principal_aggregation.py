@@ -55,7 +55,7 @@ def joined_maps(
     r"""The linear maps of all towers that read features of nodes, and their biases.
 
     A message :math:`\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} +
-    \mathbf{b}` of an edge is a sum of rows of its ends, of which there are as many as nodes.
+    \mathbf{b}` of an edge is a sum of rows of its ends, one row per node.
 
     Args:
         of_dst: :math:`\mathbf{P}` of every tower, (width, F), or (width, F / towers) unless ``shared``; none
@@ -68,7 +68,7 @@ def joined_maps(
 
     Returns:
         Those of destinations, sources and update below each other: (towers * (2 * width + out width), F), and
-        (towers, 2 * width + out width, F / towers) unless ``shared``, for zeros beside the blocks of one
+        (towers, 2 * width + out width, F / towers) unless ``shared``, because zeros outside the blocks of a
         block-diagonal matrix would carry NaN from tower to tower. Their biases, without the last dimension.
     """
     if shared or len(of_own) == 1:
@@ -126,8 +126,8 @@ def scaled_aggregation(
         \mathbf{y}_i = \mathbf{V} \mathbf{x}_i + \mathbf{c} + \sum_k s_{ik} \mathbf{U}_k \bigoplus_j
         (\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} + \mathbf{b})
 
-    One node of autograd's graph where nobody but autograd watches, and towers share the features; else
-    operator by operator.
+    One node of autograd's graph if only autograd watches, and towers share the features; else operator by
+    operator.
 
     Args:
         of: the aggregations.
@@ -281,7 +281,7 @@ class _ScaledAggregation(torch.autograd.Function):
     ) -> Tensor:
         out, *kept = _compute(of, x, matrix, bias, edge, edge_weight, weights, keep=True)
         ctx.of = of
-        # Second derivatives alone need them, so they may be written before the backward pass.
+        # Only second derivatives need them, so they may be overwritten before the backward pass.
         ctx.weights = weights, versions_of(weights)
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x if needs[2] else None, matrix, bias, edge, edge_weight, *kept)

@@ -189,7 +189,7 @@ def sum_of_edges(adj: Adjacency, features: Tensor) -> Tensor:
 
 
 class _SumOfEdges(torch.autograd.Function):
-    """The product with ones, of which only the edges' values have a gradient."""
+    """The product with ones, in which only the edges' values have a gradient."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, ones: Tensor, adj: Adjacency) -> Tensor:

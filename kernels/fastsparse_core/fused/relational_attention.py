@@ -56,7 +56,7 @@ def relational_attention(
         \mathbf{x}_j \mathbf{W}_r \quad \text{for every head}
 
     Args:
-        adj: structure (N, N * R) of nodes and all pairs of a source and a relation, those of a source beside
+        adj: structure (N, N * R) of nodes and all pairs of a source and a relation, those of a source next to
             each other.
         pairs: pair of the destination and the relation of every edge, in that order too.
         x: features (N, F), which `is_plain_eager`.
@@ -101,14 +101,14 @@ def _maps(weight: Tensor, query: Tensor, key: Tensor) -> Sequence[Tensor]:
 def _operands(x: Tensor, maps: Sequence[Tensor], pairs: End) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores of destinations and sources, values, and scores of edges."""
     width, precise = x.shape[1], accumulation_dtype(x.dtype)
-    # The original multiplies the ends of edges: rows of pairs without edges have no part in its gradients.
+    # The original multiplies rows per edge, so rows of pairs without edges must not change its gradients.
     rows, of_src, of_dst = (
         linear_before_sum(x, each.view(width, -1).t(), None, each.shape[0] // width, each.shape[1]).view(
             -1, each.shape[1]
         )
         for each in maps
     )
-    # A destination's score depends on the relation: it comes with the edge.
+    # The score of a destination depends on the relation, so it is added per edge.
     (of_edge,) = lift((of_dst,), (pairs,))
     none = x.new_zeros(x.shape[0], of_edge.shape[1], dtype=precise)
     return none, of_src.to(precise), rows, of_edge

@@ -38,7 +38,7 @@ def weight_gradient(
         grad: gradient of the linear map's result (N, out width).
         features: what was multiplied (N, in width), in the dtype of ``grad``.
         dtype: of the result.
-        once: whether nobody asks for the result's own gradient (`is_first_derivative`).
+        once: whether the result itself needs no gradient (`is_first_derivative`).
         num_parts: parts of the map's result that are summed apart from each other, its first columns. Each
             part has its own rows without a gradient. The columns behind them are multiplied as they are.
         part_width: columns of a part; None: all.

@@ -54,7 +54,7 @@ class EdgeEnd:
         self.num_edges = edges.size(1)
 
     def is_current(self) -> bool:
-        """Whether nobody has written into the edges since."""
+        """Whether the edges have not been written to since."""
         return self._version is None or self._edges._version == self._version
 
     @property

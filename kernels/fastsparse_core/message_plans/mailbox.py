@@ -115,7 +115,7 @@ def results_of(graph: Graph) -> dict[str, Node]:
         isinstance(name, str) and isinstance(node, Node) for name, node in found.items()
     )
     if not is_named:
-        raise Untraceable("gives something else than tensors by name")
+        raise Untraceable("returns something else than a dict of tensors")
     return dict(found)
 
 
@@ -249,7 +249,8 @@ class MailboxPlanner(Planner):
     def _reduced(self, value: Any, how: str) -> Node:
         if how in ("sum", "mean"):
             return super()._reduced(value, how)
-        # Of equal messages the first gets the gradient, which kernels that make none do not know.
+        # If messages are equal, the first one gets the gradient; kernels that store no messages cannot find
+        # it.
         return self.call(self.reduce, (self.layer_node, self.found_node, self._at_edges(value), how))
 
     @staticmethod
@@ -382,7 +383,7 @@ class MailboxPlanner(Planner):
         return dim if dim < 0 else dim - 1
 
     def _aligned(self, item: Any, dims: int) -> Any:
-        """An operand beside messages of so many dimensions, per edge."""
+        """An operand that is combined with messages of so many dimensions, per edge."""
         if isinstance(item, _Mail) and item.dims == dims:
             return item.value
         if isinstance(item, _Rows) and item.meta.dim() == dims and item.meta.size(1) == 1:

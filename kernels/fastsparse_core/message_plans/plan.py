@@ -39,20 +39,23 @@ from fastsparse_core.ops.edge_products import linear_of_rows
 _EDGES = 1_000_003
 #: Features of an edge that the kernels map themselves.
 _MOST_FEATURES = 32
-#: What operators of ours take of the host, in launches of PyTorch's: they and their gradients are called in
-#: Python. A generated kernel is launched through three layers of it, and its weights' gradients are summed.
+#: Host time of our operators, in launches of PyTorch's operators: they and their gradients are called in
+#: Python. A generated kernel is launched through three layers of Python, and the gradients of its weights are
+#: summed.
 _CALL, _GENERATED_CALL, _SOFTMAX, _REDUCTION = 5, 14, 8, 3
 _VIEWS = ("getitem", "view", "reshape", "expand", "unsqueeze", "squeeze", "flatten", "chunk", "split")
-#: Features from which a generated kernel makes rows per edge, or several rows per node: a warp has one edge
-#: at a time. Rows per node that one kernel computes at most.
-_LEAST_WIDTH, _MOST_ROWS = 32, 8
-#: Plans kept of one trace.
+#: Number of features from which a generated kernel computes rows per edge, or several rows per node: a warp
+#: has one edge at a time.
+_LEAST_WIDTH = 32
+#: Largest number of rows per node that one kernel computes.
+_MOST_ROWS = 8
+#: Largest number of plans kept per trace.
 _MOST_PLANS = 16
-#: Reductions that a sparse product knows.
+#: Reductions that a sparse product supports.
 PRODUCTS = ("sum", "mean", "max", "min")
-#: In place of a reduction: what a body gives per edge.
+#: In place of a reduction: the result is per edge.
 PER_EDGE = "per edge"
-#: Likewise: the body reduces its messages itself.
+#: In place of a reduction: the body reduces its messages itself.
 OWN = "its own"
 INDICES = ("index", "edge_index_i", "edge_index_j")
 
@@ -192,7 +195,7 @@ class _Of(_Value):
 
     - joined (values): side by side in the last dimension.
     - stacked (values): side by side in the second dimension, which is not the last.
-    - product, plus, quotient (two values, of which one may be a number).
+    - product, plus, quotient (two values, one of them possibly a number).
     - dot (two values; scale, bias): their product summed over the last dimension,
       times a number, plus a bias.
     - mapped (a value; function, its options): elementwise.
@@ -251,7 +254,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 # ---------------------------------------------------------------- operators and modules
 
-#: Elementwise functions: name -> (function, defaults of what comes behind the tensor).
+#: Elementwise functions: name -> (function, defaults of the arguments after the tensor).
 _ELEMENTWISE: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "relu": (F.relu, {}),
     "leaky_relu": (F.leaky_relu, {"negative_slope": 0.01}),
@@ -264,13 +267,13 @@ _ELEMENTWISE: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "exp": (torch.exp, {}),
     "square": (torch.square, {}),
 }
-#: Kinds of values made of two: the function, and its name in generated kernels.
+#: Kinds of values with two operands: the function, and its name in generated kernels.
 _PAIRS = {
     "product": (operator.mul, "mul"),
     "plus": (operator.add, "add"),
     "quotient": (operator.truediv, "div"),
 }
-#: Those that leave a gradient of 0 alone, whatever their argument.
+#: Functions that keep a gradient of 0, whatever their argument.
 _PER_NODE = ("relu", "leaky_relu")
 _ACTIVATIONS: dict[type, str] = {
     nn.ReLU: "relu",
@@ -367,7 +370,7 @@ class Planner:
 
         Raises:
             NoPlan: nothing would be gained.
-            Exception: whatever an operator cannot do with tensors without content.
+            Exception: any error of an operator on tensors without content.
         """
         self.how = how
         values, out = self._walk(trace)
@@ -376,7 +379,7 @@ class Planner:
                 raise NoPlan
         elif not isinstance(out, (_Sum, _Of)):
             raise NoPlan
-        # First, for the reduction to find them made.
+        # First, so that the reduction finds them.
         kept = {name: self._at_edges(values[node]) for name, node in (assigned or {}).items()}
         as_is = how in (PER_EDGE, OWN)
         plan = self._finished((_mapped(out, self._at_edges) if as_is else self._reduced(out, how), kept))
@@ -1235,7 +1238,9 @@ class Planner:
         if not _share_features(mappings):
             return None
         if not self.found.dst.index.is_cuda and (mappings or gates.is_shared):
-            return None  # gates that are kept are made anyway; mapping edges takes the CPU's kernel longer
+            return (
+                None  # gates that are stored are computed anyway; the CPU's kernel takes longer to map edges
+            )
         if self.generates and mappings:
             return None  # on ogbn-arxiv's edges gated_aggregate takes an H100 11 ms, a generated kernel 8
         weights = [x.mapping.weight if x.mapping is not None else None for x in both]

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, Node, Proxy
 
-#: What a body may name: modules whose functions a trace records.
+#: Modules whose functions a trace records, by the names that a body may use.
 _MODULES = (torch, F, math)
 _BUILTINS = (hasattr,)
 #: Instructions of a body that does more than compute.
@@ -45,7 +45,7 @@ _FORBIDDEN = (
     "SETUP_FINALLY",
     "SETUP_WITH",
 )
-#: Beginnings of names that read a state of the process, which a trace would take for a constant, or write it.
+#: Prefixes of names that read or write state of the process; a trace would treat it as a constant.
 _STATE = (
     *("is_", "get_default", "get_device", "get_rng", "seed", "initial_seed", "manual_seed", "data"),
     *("set_", "no_grad", "enable_grad", "inference_mode", "autocast", "amp", "autograd"),
@@ -117,7 +117,7 @@ def trace(
 
     Raises:
         Untraceable: the body may do something else than compute.
-        Exception: whatever a symbol cannot do.
+        Exception: any operation that a symbol does not support.
     """
     _check_code(body, guards, functions)
     probe, state = _probe(layer, original, body, guards, functions, refused, {})
@@ -135,7 +135,7 @@ class Function(NamedTuple):
         body: the function, or that of a method.
         layer: the module whose method it is, or which it closes over; None: there is none.
         is_method: whether it is a method.
-        captured: what it closes over, by name, but for that module.
+        captured: what it closes over, by name, except for that module.
     """
 
     body: Any
@@ -154,13 +154,13 @@ class Function(NamedTuple):
         if isinstance(function, types.MethodType):
             layer, function = function.__self__, function.__func__
             if not isinstance(layer, nn.Module):
-                raise Untraceable("is a method of something else than a module")
+                raise Untraceable("is a method of an object that is not a module")
         if not isinstance(function, types.FunctionType):
             raise Untraceable("is no function")
         is_method, captured = layer is not None, dict[str, Any]()
         code = function.__code__
         if code.co_argcount != 1 + is_method or code.co_kwonlyargcount or code.co_flags & 0x0C:
-            raise Untraceable("takes other arguments than one")
+            raise Untraceable("does not take exactly one argument")
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents
@@ -192,7 +192,7 @@ def trace_function(
 
     Raises:
         Untraceable: the body may do something else than compute.
-        Exception: whatever a symbol cannot do.
+        Exception: any operation that a symbol does not support.
     """
     body, layer = function.body, nn.Module() if function.layer is None else function.layer
     _check_code(body, guards, (), ("LOAD_DEREF", "STORE_SUBSCR"))
@@ -275,7 +275,7 @@ def _assigned(probe: Any, state: dict[str, Any]) -> dict[str, Node]:
         if isinstance(value, Proxy):
             assigned[name] = value.node
         elif name.startswith("_tensor_constant"):
-            raise Untraceable("makes a tensor of its own")
+            raise Untraceable("creates a tensor")
         elif value is not before:
             raise Untraceable(f"writes self.{name}")
     return assigned
@@ -298,7 +298,7 @@ def holds(guards: Mapping[str, Any], layer: Any) -> bool:
     return True
 
 
-#: Functions whose results nobody else holds.
+#: Functions whose results have no other references.
 _FRESH = ("linear", "add", "sub", "mul", "truediv", "div", "cat", "matmul", "neg")
 
 
@@ -333,7 +333,7 @@ def _check_graph(graph: Graph, layer: Any) -> None:
     for node in graph.nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         if node.op == "get_attr" and name.startswith("_tensor_constant"):
-            raise Untraceable("makes a tensor of its own")
+            raise Untraceable("creates a tensor")
         if node.target is getattr and str(node.args[1]).startswith(_STATE):
             raise Untraceable(f"reads .{node.args[1]}")
         is_check = node.op == "call_function" and name == "_assert_is_none"
@@ -358,7 +358,7 @@ def _check_code(
     its_globals = function.__globals__
     for step in dis.get_instructions(code):
         if step.opname in _FORBIDDEN and step.opname not in allowed:
-            raise Untraceable(f"does more than compute ({step.opname.lower()})")
+            raise Untraceable(f"has side effects or branches ({step.opname.lower()})")
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             value = its_globals.get(step.argval, getattr(builtins, step.argval, ABSENT))
             is_error = isinstance(value, type) and issubclass(value, Exception)

@@ -1,4 +1,4 @@
-"""Attention as PyTorch sees it, one operator for all kinds of scores; and which kernel serves a call.
+"""Attention as PyTorch sees it, one operator for all kinds of scores; and which kernel handles a call.
 
 Nothing of the size of the edges is kept: the forward pass saves the log-sum-exp of every row and, where the
 backward kernels read it, its result, and the backward pass recomputes the scores (FlashAttention-2, section
@@ -34,22 +34,22 @@ from fastsparse_core.ops._registration import FusedOperator
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Widest head that a warp works on, from blocks, or its lanes hold, 8 features each.
+#: Widest head that a warp supports on blocks, or that its lanes can hold with 8 features each.
 MAX_HEAD_WIDTH = 256
 #: Most features of all heads from blocks: sums of slices are combined 128 at a time, by a grid of at most
 #: 65535 blocks of threads; from CSR 32 at a time.
 MAX_WIDTH_ON_BLOCKS, MAX_WIDTH = 128 * 65_535, 32 * 65_535
-#: Most features of an edge: the lanes of a head have room for 16 each; GATv2 projects more to rows once.
+#: Most features of an edge: the lanes of a head have space for 16 each; GATv2 projects more to rows once.
 MOST_FEATURES, MOST_GATV2_FEATURES = 512, 32
 
 
 def run(adj: Adjacency, call: Call, plan: tuple[Any, ...]) -> Tensor:
-    """The result of a call, whose algorithm is as the caller asked, by the kernel that serves it.
+    """The result of a call, whose algorithm is as the caller asked, by the kernel that handles it.
 
     Args:
         adj: structure (num_dst, num_src), whose use may count.
         call: of operands that were checked; the bias (num_values, 1 or heads).
-        plan: under which :func:`plain` calls may come again; kept where they may.
+        plan: where :func:`plain` stores the plan for later calls, if it can be reused.
     """
     kernel = _kernel_of(adj, call, drawn_by_replays(call.dropout_p))
     if kernel == "unfused":
@@ -82,7 +82,7 @@ def plain(adj: Adjacency, call: Call) -> Tensor:
     return launch.forward(adj, call)[0]
 
 
-# ---------------------------------------------------------------- which kernel serves a call
+# ---------------------------------------------------------------- which kernel handles a call
 
 
 def unsupported_reason(
@@ -94,7 +94,7 @@ def unsupported_reason(
     scale: float = 0.0,
     edge_width: int | None = None,
 ) -> str:
-    """Why CUDA's CSR kernels cannot serve a call or its backward pass, "" if they can.
+    """Why CUDA's CSR kernels cannot handle a call or its backward pass, "" if they can.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -180,14 +180,15 @@ def _kernel_of(adj: Adjacency, call: Call, drawn: str) -> str:
         return policy.attention_algorithm(algorithm, no_csr)
     widths = call.dst.size(1), call.src.size(1), v.size(1)
     if widths[0] != widths[2]:
-        no_csr = f"values of {widths[2]} features, queries of {widths[0]}"
-    if adj.is_padded:  # blocks cannot be made anew by replays
+        no_csr = f"v has {widths[2]} features, q has {widths[0]}"
+    if adj.is_padded:  # replays cannot build blocks again
         return "unfused" if no_csr else "csr"
     if algorithm == "unfused":
         return algorithm
     no_blocks = blocks_unsupported_reason(adj, v.dtype, widths, heads)
     if torch.compiler.is_compiling():
-        # A trace does not count: it would be made anew for every number. The operator builds the blocks.
+        # A trace does not count uses, because it would be compiled again for every count. The operator builds
+        # the blocks.
         facts = policy.Facts(True, *adj.shape, adj.num_edges, converted=True)
         return policy.dot_product_algorithm(facts, algorithm, no_blocks, no_csr).algorithm
     operands = (call.dst, call.src, v) if call.bias is None else (call.dst, call.src, v, call.bias)

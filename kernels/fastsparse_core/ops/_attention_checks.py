@@ -113,7 +113,7 @@ def check_additive(
             raise ValueError(
                 f"{name}: expected shape ({rows}, {heads}), one score per head, got {tuple(score.shape)}"
             )
-        # They are small, so they are kept in full precision even where the values are not.
+        # They are small, so they stay in full precision even if the values do not.
         precise = accumulation_dtype(dtype)
         score = written_out(score)
         scores.append(score if score.dtype == precise else score.to(precise))
@@ -216,7 +216,7 @@ def drawn_by_replays(dropout_p: float) -> str:
 
 
 def draw_seed(dropout_p: float) -> tuple[float, Tensor | None]:
-    """The probability, and a seed from PyTorch's generator: a tensor, so that a compiled model draws anew."""
+    """Returns the probability and a random seed, a tensor so that compiled code draws it in every call."""
     if isinstance(dropout_p, Tensor) or not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p: expected a number, got {type(dropout_p).__name__}")
     if not 0 <= dropout_p < 1:

@@ -37,7 +37,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 # AttentionScore in kernels/include/fastsparse/views.h.
 DOT_PRODUCT, ADDITIVE, GATV2 = 0, 1, 2
-#: Bytes that one load takes: rows and heads start at their multiples.
+#: Bytes per load: rows and heads start at multiples of it.
 LOAD_BYTES = 16
 #: Groups of lanes of GATv2's backward row pass: each keeps its own sum for the gradient of ``att``. About 8
 #: slices for each, but enough groups to fill the GPU, and no more than balance the load.
@@ -47,7 +47,7 @@ _GROUPS_PER_BLOCK = 32
 #: Groups of lanes that add up GATv2's gradient of the edges' linear layer: enough to fill a large GPU.
 _WEIGHT_GROUPS = 4096
 #: Parts of the rows for each multiprocessor, whose outer products are added apart: the blocks that it holds.
-#: On an H200 542,080 rows of 16 heads in 16 bits take 0.25 ms, 0.31 with twice as many. And one's least rows.
+#: On an H200 542,080 rows of 16 heads in 16 bits take 0.25 ms, 0.31 with twice as many.
 _PARTS = 2
 _PART_ROWS = 128
 
@@ -282,7 +282,7 @@ def _blocks_input(call: Call) -> _C.AttentionBsbInput:
 
 
 def _forward_on_blocks(adj: Adjacency, call: Call) -> Results:
-    """Of float32, float16 or bfloat16 features.
+    """For float32, float16 or bfloat16 features.
 
     The log-sum-exp is in powers of two (divided by log 2, so that nothing is lost between the passes),
     float64. Rounded to float32 it would be off by 5e-4 for scores of 1e4, and with it all weights of the row.
@@ -446,7 +446,7 @@ def _weight_of_dot_products(weight: Tensor, heads: int) -> Tensor:
     """(heads * D, A) as the kernels of dot products read it: (A, chunks, heads, lanes, 16 bytes).
 
     A lane has eight features of a head, zeros behind its last, in chunks of 16 bytes. All lanes' first chunks
-    lie together, then their second: what a warp reads at once is contiguous.
+    are together, then their second: what a warp reads at once is contiguous.
     """
     width = weight.size(0) // max(heads, 1)
     lanes = _head_lanes(width, weight.size(1))
@@ -531,7 +531,7 @@ def _backward_with_edges(
     else:
         assert out_edge is not None
         lanes = _head_lanes(head_width, edge_width)
-        # The address of no numbers is that of no sums.
+        # An empty tensor has no address, which also means that there are no sums.
         if v.numel() and scatters(adj, algorithm, v.dtype, None):
             sums = torch.zeros(2, *v.shape, dtype=lse.dtype, device=v.device)
         grad_v = v.new_empty(v.shape if sums is None else 0)
@@ -609,7 +609,7 @@ def _features_workspace(adj: Adjacency, like: Tensor, heads: int, lanes: int, ed
     while per_group < heads and per_group * lanes < 32:
         per_group *= 2
     parts = -(-heads // per_group)
-    # Of one part nothing is to be added up.
+    # With one part, there is nothing to add up.
     dtype = like.dtype if parts == 1 else accumulation_dtype(like.dtype)
     return edge_workspace(adj, parts, adj.num_values, edge_width, dtype=dtype)
 

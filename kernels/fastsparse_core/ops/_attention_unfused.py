@@ -83,7 +83,7 @@ def attention(
 ) -> Tensor:
     """The result of a call, its arguments those of :class:`Call`.
 
-    Of edges with features a projected row for every edge is in memory.
+    With edge features, a projected row per edge is stored.
     """
     edges = None if edge is None or edge_weight is None else (edge, edge_weight)
     if kind == GATV2:

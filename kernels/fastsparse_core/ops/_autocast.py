@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastsparse_core.ops._operands import written_out
 
-#: Dtypes that autocast brings to its own.
+#: Dtypes that autocast casts.
 CAST = (torch.float32, torch.bfloat16, torch.float16)
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 #: Whether products of 16-bit matrices give float32 without a cast (torch 2.8 and later, on CUDA).
@@ -27,7 +27,7 @@ def without_autocast(gradients: Callable[..., tuple[Any, ...]], ctx: Any, *grads
 
 
 class Uncast(NamedTuple):
-    """A weight as it came, of which a forward pass under autocast multiplied another dtype.
+    """A weight in its own dtype, which a forward pass under autocast multiplied in another one.
 
     Second derivatives alone need it, so it may be written before the backward pass, as with a linear layer,
     which keeps what autocast cast: saved by autograd, it could not.
@@ -43,7 +43,7 @@ class Uncast(NamedTuple):
 
     @classmethod
     def kept(cls, weight: Tensor) -> Uncast:
-        """A weight of which a forward pass multiplied something else."""
+        """A weight whose copy in another dtype the forward pass multiplied."""
         return cls(weight, version_of(weight))
 
     def as_it_was(self) -> Tensor:
@@ -61,7 +61,7 @@ class Uncast(NamedTuple):
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written, which those made for inference do not count."""
+    """How often a tensor was written; tensors made for inference do not count this."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -93,7 +93,7 @@ def product_in(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool = Tru
         left: matrix.
         right: matrix of its dtype.
         dtype: of the result.
-        once: whether nobody asks for the product's own gradient.
+        once: whether the product itself needs no gradient.
     """
     if left.dtype == dtype:
         return torch.mm(left, right)
@@ -104,7 +104,7 @@ def product_in(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool = Tru
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that matrix products of ``x`` take under autocast; None where it is off."""
-    # The name of a device is a new string each time, which takes longer than both questions.
+    # The name of a device is a new string each time, which takes longer than both checks.
     device_type = "cuda" if x.is_cuda else x.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 

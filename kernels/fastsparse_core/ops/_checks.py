@@ -68,7 +68,7 @@ def check_value(value: Tensor, x: Tensor, name: str) -> None:
 
 
 def widened_value(value: Tensor, x: Tensor) -> Tensor:
-    """The values of edges in a dtype that kernels take beside features ``x``."""
+    """The values of edges in a dtype that kernels take together with features ``x``."""
     accumulation = accumulation_dtype(x.dtype)
     value = written_out(value)
     return value if value.dtype in (x.dtype, accumulation) else value.to(accumulation)

@@ -1,4 +1,4 @@
-"""Who watches a call: kernels and formulas are called by themselves where nobody but autograd does."""
+"""Who watches a call: kernels and formulas are called directly if only autograd does."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.nn import Parameter
 
 from fastsparse_core.content import has_content
 
-#: Classes of tensors whose operators nobody has changed.
+#: Classes of tensors whose operators are not overridden.
 PLAIN = (Parameter, Tensor)
-#: What decides, with the modes in force, how a tensor is computed with; quicker to ask at once, and to look
-#: up, than one by one.
+#: Together with the active modes, these attributes decide how a tensor is computed with. Reading and looking
+#: them up together is faster than one by one.
 kind_of = attrgetter("__class__", "dtype", "shape", "device", "layout", "requires_grad")
-# What is asked in every call, without the way there.
+# Functions used in every call, bound here to save attribute lookups.
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _is_functional = torch._is_functional_tensor
@@ -31,7 +31,7 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def direct(formula: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``formula.apply`` for tensors of which the first `is_plain_eager` and is not `is_wrapped`.
+    """``formula.apply`` for tensors; the first one is `is_plain_eager` and not `is_wrapped`.
 
     What PyTorch's own does before, for transforms of torch.func, takes the host 5 us.
     """

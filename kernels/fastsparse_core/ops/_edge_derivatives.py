@@ -24,7 +24,8 @@ _GRADIENTS: dict[str, Callable[..., tuple[Expression, ...]]] = {
     "leaky_relu_gradient": lambda g, y, a, b, slope: (("leaky_relu_gradient", g, b, slope),),
     "square": lambda g, y, a: (("mul", ("mul", g, a), 2.0),),
 }
-#: Operators of an expression whose gradients are written out; formulas of gradients grow fast.
+#: Largest number of operators of an expression whose gradients are written out, as formulas of gradients grow
+#: fast.
 _MOST_OPERATORS = 40
 
 

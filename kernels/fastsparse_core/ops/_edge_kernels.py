@@ -1,6 +1,7 @@
 """Triton kernels for reductions of elementwise expressions over edges, generated from the expression.
 
-Algorithm: programs take slices of rows in turn (`formats/row_split.py`). A program reads the edges of a slice
+Algorithm: programs take slices of rows one after the other (`formats/row_split.py`). A program reads the
+    edges of a slice
 in tiles, computes the expression in registers and reduces it. The backward pass recomputes the expression: by
 rows for gradients of destinations, edges and constants, by rows of the transpose for those of sources.
 Nothing of the size of the edges is written but gradients of edge tensors that the caller asked for.
@@ -413,7 +414,7 @@ def _constants(leaves: Sequence[Leaf]) -> list[str]:
 
 
 def _tile(leaves: Sequence[Leaf], own: str) -> list[str]:
-    """Loads of a tile of edges: what lies at the other end, and at the edges."""
+    """Loads of a tile of edges: what is at the other end, and at the edges."""
     lines = [
         "t = s + tl.arange(0, BE)",
         "m = t < hi",

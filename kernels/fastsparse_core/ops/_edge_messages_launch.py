@@ -28,7 +28,7 @@ MOST_FEATURES = 32
 _CUDA_GROUPS = 4096
 #: Bytes before relu's signs. They hold 1 + eps and keep the signs aligned.
 _SCALE_BYTES = 16
-#: A structure without rows, for a pass over them that nobody needs.
+#: A structure without rows, for a pass over them that is not needed.
 _NO_ROWS = _C.CsrStructure(
     rowptr=None, col=None, edge_id=None, edge_id_is_64bit=False, num_rows=0, num_cols=0, num_edges=0
 )
@@ -79,7 +79,7 @@ def _cut(x: Tensor, width: int) -> Tensor:
 
 
 def _edge_rows(adj: Adjacency, *shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Room for numbers of every value; zeros where not every value has an entry."""
+    """Space for numbers of every value; zeros where not every value has an entry."""
     every = adj.num_values == adj.col.numel() and 0 not in shape
     return (like.new_empty if every else like.new_zeros)(shape, dtype=dtype)
 
@@ -92,7 +92,7 @@ class Operands(NamedTuple):
     q: Tensor
     v: Tensor | None
     edge: Tensor | None
-    #: Of raw features: rows of the transposed map, of the values' map with gates, then perhaps the bias.
+    #: For raw features: rows of the transposed map, of the values' map with gates, then perhaps the bias.
     maps: Tensor | None = None
 
     @classmethod

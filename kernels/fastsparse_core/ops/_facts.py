@@ -80,10 +80,10 @@ def used_csr(adj: Adjacency, *, valued: bool = True) -> Any:
 
     Args:
         adj: the structure.
-        valued: whether the kernel reads where entries lie in the caller's order.
+        valued: whether the kernel reads where entries are in the caller's order.
     """
     count_csr_use(adj)
     structure = adj.structure_for(valued=valued)
     if valued and adj.has_sorted_slices:
-        adj.plans["csr"] = structure  # nothing is to be counted any more: callers look here first
+        adj.plans["csr"] = structure  # nothing has to be counted any more; callers check this first
     return structure

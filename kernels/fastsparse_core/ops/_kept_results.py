@@ -45,7 +45,7 @@ def was_written(ctx: Any) -> bool:
 
 
 def saved_tensors(ctx: Any, unread: Sequence[int], first: bool) -> tuple[Any, ...]:
-    """What a node of autograd's graph saved, of which a first derivative reads some for their shapes alone.
+    """What a node of autograd's graph saved. A first derivative reads only the shapes of some of it.
 
     Those may be written before the backward pass, as ``x += conv(x, graph)`` does, and cost nothing where
     they are not: autograd, which would refuse, does not compare the versions of what hooks bring back. As
@@ -105,7 +105,7 @@ def unfused_gradients(
         inputs: of the operator.
         needed: which of them want a gradient.
     """
-    # Aliases: one tensor may be several inputs, of which each has a gradient of its own.
+    # Aliases: one tensor may be several inputs, and each has a gradient of its own.
     aliases = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
     wants = [tensor is not None and needs for tensor, needs in zip(aliases, needed, strict=False)]
     wanted = [tensor for tensor, each in zip(aliases, wants, strict=True) if tensor is not None and each]

@@ -50,8 +50,8 @@ class _Slots:
 
     Attributes:
         count: of results.
-        varies: whether some are variances or deviations, of which the backward pass reads means.
-        has_extremum: whether some are minima or maxima, of which it reads numbers of ties.
+        varies: whether some are variances or deviations, for which the backward pass reads means.
+        has_extremum: whether some are minima or maxima, for which it reads numbers of ties.
     """
 
     def __init__(self, slots: Sequence[int]) -> None:

@@ -51,7 +51,7 @@ def scratch(device: torch.device, *lengths: int) -> tuple[Tensor | None, list[in
 
 
 def with_zeros_behind(padded: Tensor, width: int) -> Tensor:
-    """The first columns of a matrix whose others are zeros: a view, of which `zero_padded` finds all."""
+    """The first columns of a matrix whose others are zeros: a view that `zero_padded` finds all of."""
     rows = padded[:, :width]
     rows._fastsparse_padded = padded, width  # type: ignore[attr-defined]
     return rows
@@ -63,12 +63,12 @@ def zero_padded(x: Tensor, columns: int) -> Tensor | None:
     if (
         padded is None
         or padded.shape != (x.shape[0], columns)
-        # What is made of x in place, as by `resize_` or `t_`, has the attribute, too.
+        # In-place operations on x, such as `resize_` or `t_`, keep the attribute.
         or x.shape[1] != width
         or x.stride() != padded.stride()
         or x.data_ptr() != padded.data_ptr()
         or x.dtype is not padded.dtype
-        # So have copies, but autograd would not see that they are written.
+        # Copies have it too, but autograd would not see writes to them.
         or not (x.is_inference() or x._base is padded)
     ):
         return None
@@ -123,7 +123,7 @@ def edges_from_dense(adj: Adjacency, value: Tensor) -> Tensor:
 
 
 def empty_values(adj: Adjacency, like: Tensor) -> Tensor:
-    """Room for a result per edge value, for kernels that write those of stored entries.
+    """Space for a result per edge value, for kernels that write those of stored entries.
 
     Values of edges that inserted loops replaced, which no entry stands for, are 0.
     """
@@ -132,6 +132,6 @@ def empty_values(adj: Adjacency, like: Tensor) -> Tensor:
 
 
 def edge_workspace(adj: Adjacency, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Room for numbers of every value; zeros where not every value has an entry that was written."""
+    """Space for numbers of every value; zeros where not every value has an entry that was written."""
     every = adj.num_values == adj.num_edges and not adj.is_padded
     return (torch.empty if every else torch.zeros)(shape, dtype=dtype, device=adj.device)

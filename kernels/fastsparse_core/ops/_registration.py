@@ -30,7 +30,7 @@ from fastsparse_core.structure.adjacency import Adjacency, from_handle
 #: plain integer. Kernels and formulas take the Adjacency itself, too, which eager calls hand over.
 library = torch.library.Library("fastsparse", "DEF")
 Structure: TypeAlias = Adjacency | int
-#: What was registered, by name: for formulas that need an operator of a module which imports theirs.
+#: Registered operators by name, for formulas that need an operator of a module that imports their own module.
 OPERATORS: dict[str, Operator] = {}
 
 #: A schema's types by the annotations of a kernel; sizes and handles may be symbols of a trace.
@@ -210,7 +210,7 @@ class Operator:
             library.impl(name, dispatched, device)
         torch.library.register_fake(f"fastsparse::{name}", fake_of, lib=library)
         self.kernel = kernel
-        # Where things stand: looking at every argument would take the host longer.
+        # Positions of these arguments: checking every argument would take the host longer.
         others = [each for each in names[1:] if parameters[each].annotation.startswith("Tensor")]
         self._other_tensors = _picker(names[1:], others)
         self._structure_at = names.index("adjacency") if "adjacency" in names else None
@@ -352,7 +352,7 @@ class FusedOperator(Operator):
         asked = [each for each in _parameters(unfused)[1:] if each not in inputs]
         rest = (None,) * (len(names) - len(inputs))
         count, keeps, place = len(inputs), names[-1] == "keep", others.index("adjacency")
-        # Where things stand: a dictionary in every call would take the host longer.
+        # Positions of these arguments: building a dictionary in every call would take the host longer.
         in_forward = [*names, *results]
         saved_of, others_of = _picker(in_forward, [*tensors, *kept]), _picker(in_forward, others)
         in_backward = [*tensors, *kept, *others, *(f"{each}_wanted" for each in inputs)]
@@ -369,7 +369,9 @@ class FusedOperator(Operator):
                 found = below(*arguments)
                 others = found[1:] if found[-1] is not None else found[1:-1]
                 ctx.mark_non_differentiable(*others)
-                ctx.set_materialize_grads(False)  # else the backward pass fills zeros for the other results
+                ctx.set_materialize_grads(
+                    False
+                )  # otherwise the backward pass would fill zeros for the other results
                 ctx.written = None
                 out = found[0]
                 if out_at is not None:

@@ -31,8 +31,8 @@ from fastsparse_core.ops._segment_launch import (
 )
 from fastsparse_core.structure.segments import Segments
 
-#: Of partial results whose number is not known, that an index being sorted is reduced before it is: more than
-#: indices of a hundred million rows need, 16 wide.
+#: Limit for partial results while their number is unknown, because the index is still being sorted. Indices
+#: of a hundred million rows, 16 wide, need fewer.
 _MOST_UNSEEN_BYTES = 2**26
 
 _cache = AdjacencyCache("segments")
@@ -60,7 +60,7 @@ def find_segments(
     """
     key = rowptr if index is None else index
     assert key is not None
-    if key.is_inference():  # has no version: an edit could not be noticed
+    if key.is_inference():  # it has no version counter, so an edit could not be detected
         return _make_segments(index, rowptr, num_segments, num_rows, meanwhile)
     # By the storage, as `edge_index[0]` is another tensor every time.
     options = (
@@ -92,7 +92,7 @@ def _make_segments(
     Inductor writes another index into the memory, and the very tensor object, of one that is needed no more,
     and counts no version up.
     """
-    with torch.inference_mode(False):  # first met while evaluating, they must serve autograd later
+    with torch.inference_mode(False):  # first used during evaluation, they must support autograd later
         run = recorded.current()
         if run is not None and index is not None:
             shape = (num_segments, max(num_rows, 1))
@@ -236,7 +236,7 @@ def _segment_counts(
     index: Tensor | None, rowptr: Tensor | None, num_segments: int, num_rows: int, find: _Find | None = None
 ) -> Tensor:
     """Number of rows of every segment, at least 1, int64 (num_segments, 1)."""
-    # A copy, for results of operators may be written.
+    # A copy, because callers may overwrite results of operators.
     return (find or find_segments)(index, rowptr, num_segments, num_rows).count.clone()[:, None]
 
 

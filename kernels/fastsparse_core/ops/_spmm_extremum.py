@@ -81,7 +81,7 @@ def spmm_extremum(
 ) -> tuple[Tensor, Tensor]:
     """The operator's kernel: results and the chosen edges' positions in the caller's order, -1: no edge.
 
-    Values are factors of the features, or with ``adds`` terms beside them.
+    Values are factors of the features, or terms added to them with ``adds``.
     """
     adj = structure_of(adjacency, transpose)
     x = unit_stride(x)
@@ -221,7 +221,7 @@ def _gradient_formula(
     if value is not None:
         head = torch.arange(width, device=arg.device) // (width // heads)
         flat = edge * heads + head
-        # Of an empty row they are 0 times edge 0's numbers, which may be infinity.
+        # For an empty row, they would be 0 times the numbers of edge 0, which may be infinite.
         term = chosen if x is None else (chosen * x.to(dtype).gather(0, source)).masked_fill(none, 0)
         of_value = torch.zeros(value.numel(), dtype=dtype, device=arg.device)
         grad_value = _scatter_add(of_value, flat, term).to(value.dtype).reshape(value.shape)

@@ -35,7 +35,7 @@ def launch_spmm(
     Args:
         adj: structure (num_dst, num_src).
         x: features (num_src, width).
-        value: values of edges or of dense vectors, in a dtype that kernels take beside ``x``; None: 1.
+        value: values of edges or of dense vectors, in a dtype that kernels take together with ``x``; None: 1.
         scale_dst: (num_dst,) in the accumulation dtype; None: 1.
         scale_src: (num_src,) in the accumulation dtype; None: 1.
         bias: (width,); None: 0.
@@ -110,7 +110,7 @@ class _CsrPlan:
     """A kernel that reads CSR.
 
     - ``"csr"``: rows cut into slices (spmm_csr.cu); whole rows on the CPU
-    - ``"tca"``: tensor cores from CSR as it lies (spmm_tca.cu)
+    - ``"tca"``: tensor cores from CSR as it is (spmm_tca.cu)
     - either of them with all sources in shared memory (spmm_resident.cu)
     - ``"hr"``: tensor cores for long pieces of rows, CUDA cores for the rest (spmm_hr.cu)
     """
@@ -135,7 +135,7 @@ class _CsrPlan:
         if resident or algorithm == "tca":
             structure = adj.structure_for(valued=valued, work_list="plain")
         elif algorithm == "hr":
-            # The structure first: while a graph is captured it says what is missing, before a number is read.
+            # The structure first: during a capture it names what is missing, before a number is read.
             structure = adj.structure_for(valued=valued, work_list="hybrid")
             num_long, self.num_slots = adj.hybrid_rows.num_long, adj.hybrid_rows.num_slots
         else:
@@ -242,7 +242,9 @@ class _BsbPlan:
     ) -> Tensor:
         width = x.shape[1]
         out = x.new_empty(adj.num_dst, width)
-        vector_scale = None  # a name until after the launch: while a graph is captured nothing else keeps it
+        vector_scale = (
+            None  # a variable keeps it alive until after the launch; during a capture nothing else does
+        )
         if scale_src is not None and value is None and not self.is_float32:
             vector_scale = adj.vector_scale(scale_src)
         elif scale_src is not None:
@@ -309,7 +311,7 @@ def add_transposed(
 
     Returns:
         ``total``; or where there is nothing in it yet, `policy.counts_sources` and ``x`` has 16 bits, the
-        result in the dtype of ``x``, and ``total`` served the sums.
+        result in the dtype of ``x``, summed in ``total``.
     """
     x = unit_stride(x)
     if value is not None:

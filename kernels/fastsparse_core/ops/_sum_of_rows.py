@@ -28,7 +28,7 @@ def sum_of_rows(rows: Tensor, dtype: torch.dtype, once: bool | None = None) -> T
     on an H200.
 
     Args:
-        rows: (N, ...); a gradient whose own gradient somebody wants is summed by PyTorch.
+        rows: (N, ...); a gradient whose own gradient someone wants is summed by PyTorch.
         dtype: of the result.
         once: what `is_first_derivative` says of it, for callers that asked.
     """

@@ -49,32 +49,30 @@ def attention(
         \operatorname{softmax}_j(s \langle \mathbf{q}_i, \mathbf{k}_j \rangle + b_{ij}) \, \mathbf{v}_j
         \quad \text{for every head}
 
-    With features :math:`\mathbf{a}_{ij}` of the edges, :math:`\mathbf{k}_j` and :math:`\mathbf{v}_j` are
-    those of the source plus :math:`\mathbf{W} \mathbf{a}_{ij}`, which is not stored
-    (docs/dev/edge_features.md).
+    With edge features :math:`\mathbf{a}_{ij}`, :math:`\mathbf{W} \mathbf{a}_{ij}` is added to
+    :math:`\mathbf{k}_j` and :math:`\mathbf{v}_j` without being stored (docs/dev/edge_features.md).
 
     Args:
         adj: structure (num_dst, num_src).
         q: queries (num_dst, H, D), float64, float32, float16 or bfloat16.
         k: keys (num_src, H, D), in the dtype of ``q``.
-        v: values (num_src, H, Dv), in the dtype of ``q``. Tensors of two dimensions, (n, H * D), hold the
-            heads side by side.
+        v: values (num_src, H, Dv), in the dtype of ``q``. ``q``, ``k`` and ``v`` may also be matrices (n, H *
+            D) with the heads side by side.
         scale: :math:`s`; None: :math:`1 / \sqrt{D}`.
         bias: :math:`b`, (num_values,) for all heads or (num_values, H), in the caller's edge order; of the
             dtype of ``q`` or float32.
         dropout_p: probability with which a weight is dropped; the others are scaled by 1 / (1 - dropout_p).
             The mask follows ``torch.manual_seed``.
-        heads: :math:`H` of tensors of two dimensions; None: 1.
-        algorithm: ``"fused3s"``: one pass without anything of the size of the edges in memory (Fused3S,
-            section 3; its backward pass recomputes the scores, as FlashAttention-2 does) from binary sparse
-            blocks, to which it converts the structure; ``"csr"``: one pass from the rows as they are, two
-            numbers for every edge and head in the backward pass; ``"unfused"``: sddmm, edge_softmax, dropout,
-            spmm; or ``"auto"``: csr while a structure on CUDA is new, fused3s where it is used often, and
-            unfused if neither supports the call.
-        edge_attr: :math:`\mathbf{a}`, (num_values, A) in the caller's edge order, or (num_values,) where A is
-            1; a floating tensor, cast to the dtype of ``q``.
-        edge_weight: :math:`\mathbf{W}`, (H * D, A), in the dtype of ``q``, the weight of a linear layer; goes
-            with ``edge_attr``, and then Dv is D.
+        heads: :math:`H` of matrices ``q``, ``k`` and ``v``; None: 1.
+        algorithm: ``"fused3s"``: one pass over binary sparse blocks, to which the structure is converted. It
+            stores nothing per edge, and its backward pass recomputes the scores (Fused3S, section 3;
+            FlashAttention-2). ``"csr"``: one pass over the CSR rows; the backward pass stores two numbers per
+            edge and head. ``"unfused"``: sddmm, edge_softmax, dropout, spmm. ``"auto"``: csr for a new
+            structure on CUDA, fused3s for one that is used often, and unfused if neither supports the call.
+        edge_attr: :math:`\mathbf{a}`, (num_values, A) in the caller's edge order, or (num_values,) if A is 1;
+            a floating tensor, cast to the dtype of ``q``.
+        edge_weight: :math:`\mathbf{W}`, (H * D, A), in the dtype of ``q``, the weight of a linear layer. It
+            is required with ``edge_attr``, and then Dv must be D.
 
     Returns:
         (num_dst, H, Dv), or (num_dst, H * Dv) for two dimensions; 0 in rows without edges. Accumulated in
@@ -140,7 +138,7 @@ def additive_attention(
     *,
     algorithm: str = "auto",
 ) -> Tensor:
-    r"""Attention of GAT (Veličković et al., 2018): scores that are sums over the two ends of an edge.
+    r"""Attention of GAT (Veličković et al., 2018): a score is the sum of a number of each end of the edge.
 
     .. math::
         \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)}
@@ -151,11 +149,11 @@ def additive_attention(
         adj: structure (num_dst, num_src).
         score_dst: :math:`a`, (num_dst, H), in the dtype of ``v`` or float32.
         score_src: :math:`c`, (num_src, H), like ``score_dst``.
-        v: values (num_src, H, Dv), float64, float32, float16 or bfloat16, or with the heads side by side
-            (num_src, H * Dv), where scores (n,) are those of one head.
+        v: values (num_src, H, Dv), float64, float32, float16 or bfloat16, or (num_src, H * Dv) with the heads
+            side by side. Scores (n,) mean one head.
         negative_slope: of the leaky ReLU.
-        bias: :math:`b`, what the edge itself contributes, (num_values,) for all heads or (num_values, H), in
-            the caller's edge order; of the dtype of ``v`` or float32.
+        bias: :math:`b`, a number per edge that is added to the score, (num_values,) for all heads or
+            (num_values, H), in the caller's edge order; in the dtype of ``v`` or float32.
         dropout_p: probability with which a weight is dropped; the others are scaled by 1 / (1 - dropout_p).
             The mask follows ``torch.manual_seed``.
         algorithm: as for :func:`attention`.
@@ -243,8 +241,8 @@ def gatv2_attention(
         dropout_p: probability with which a weight is dropped; the others are scaled by 1 / (1 - dropout_p).
             The mask follows ``torch.manual_seed``.
         algorithm: as for :func:`attention`.
-        edge_attr: features :math:`\mathbf{e}_{ij}` of the edges, as for :func:`attention`: the sum inside the
-            leaky ReLU has a third term, :math:`\mathbf{W} \mathbf{e}_{ij}`.
+        edge_attr: features :math:`\mathbf{e}_{ij}` of the edges, as for :func:`attention`: :math:`\mathbf{W}
+            \mathbf{e}_{ij}` is added inside the leaky ReLU.
         edge_weight: :math:`\mathbf{W}`, (H * D, A), in the dtype of ``x_dst``, with ``edge_attr``.
 
     Returns:

@@ -31,8 +31,9 @@ def gine_aggregate(
         \quad \text{with} \quad \mathbf{e}_{ij} = \mathbf{W} \mathbf{a}_{ij} + \mathbf{b}
         \text{ where a map is given}
 
-    With raw features :math:`\mathbf{a}` of width up to 32 no tensor of edges times F exists, forward or
-    backward; the backward pass keeps a bit for each of its numbers. More of them are projected to rows once.
+    With up to 32 raw features :math:`\mathbf{a}` per edge, no tensor (num_edges, F) is created, forward or
+    backward: only one bit per number is stored for the backward pass. More features are projected to rows
+    first.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -97,8 +98,8 @@ def gated_aggregate(
         \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)} \sigma(\mathbf{k}_i + \mathbf{q}_j + \mathbf{G}
         \mathbf{a}_{ij}) \odot (\mathbf{v}_j + \mathbf{U} \mathbf{a}_{ij})
 
-    Nothing of the size of edges times F is stored. More than 32 features of an edge run step by step, which
-    stores rows and warns once.
+    No tensor (num_edges, F) is stored. With more than 32 features per edge, the unfused operators run, which
+    store a row per edge and warn once.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -106,7 +107,7 @@ def gated_aggregate(
         q: (num_src, F), in the dtype of ``k``.
         v: (num_src, F), in the dtype of ``k``.
         edge_attr: :math:`\mathbf{a}`, (num_values, A), in the caller's edge order and the dtype of ``k``;
-            None: no third terms.
+            None: no edge terms.
         gate_weight: :math:`\mathbf{G}`, (F, A), in the dtype of ``k``, with ``edge_attr``.
         value_weight: :math:`\mathbf{U}`, (F, A), in the dtype of ``k``, with ``edge_attr``.
 
@@ -157,7 +158,7 @@ def gated_edges(
         \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)} \sigma(\mathbf{z}_{ij}) \odot \mathbf{v}_j, \qquad
         \mathbf{n}_i = \sum_{j \in \mathcal{N}(i)} \sigma(\mathbf{z}_{ij})
 
-    The state :math:`\mathbf{z}` is a result, so it is stored; gates and messages are not.
+    The edge state :math:`\mathbf{z}` is a result and is stored. Gates and messages are not stored.
 
     Args:
         adj: structure (num_dst, num_src).

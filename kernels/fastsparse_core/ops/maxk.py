@@ -22,7 +22,7 @@ def maxk(x: Tensor, k: int) -> CBSR:
         \mathrm{MaxK}(\mathbf{X})_{ic} = \begin{cases} x_{ic} & c \in \operatorname{top}_k(\mathbf{x}_i) \\
         0 & \text{else} \end{cases}
 
-    The nonlinearity of MaxK-GNN (section 3.1), in the place of ReLU. The selection is exact. Among equal
+    It is the nonlinearity of MaxK-GNN (section 3.1) and replaces ReLU. The selection is exact. Among equal
     entries, those in lower columns are kept. NaN counts as the largest, as in :func:`torch.topk`.
 
     Args:
@@ -31,8 +31,8 @@ def maxk(x: Tensor, k: int) -> CBSR:
         k: from 1 to D.
 
     Returns:
-        The kept entries in their columns' order, :math:`n k` values and ids. The gradient goes to them and is
-        0 elsewhere.
+        The kept entries in the order of their columns, :math:`n k` values and ids. Other entries get a
+        gradient of 0.
 
     Raises:
         TypeError: the dtype is not supported, or ``k`` is not an int.

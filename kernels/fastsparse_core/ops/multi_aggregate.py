@@ -32,17 +32,17 @@ def multi_aggregate(
     groups: int = 1,
     min_variance: float = 1e-5,
 ) -> Tensor:
-    r"""Several aggregations of the messages of every destination, in one pass over its neighbours.
+    r"""Computes several aggregations of the messages to each destination in one pass over its neighbours.
 
     .. math::
         \mathbf{m}_{ij} = \mathbf{x}_j + \mathbf{x}_i + \mathbf{W} \mathbf{a}_{ij}, \qquad \mathbf{o}_i =
         \big[ \mathrm{agg}_1 \{\mathbf{m}_{ij}\}_j, \mathrm{agg}_2 \{\mathbf{m}_{ij}\}_j, \dots \big]
 
     with sum, mean, min, max, var (the mean of :math:`(m - \bar{m})^2`) and std, as PyG's
-    ``MultiAggregation`` has them. No message is stored: :math:`\mathbf{W} \mathbf{a}_{ij}` is computed in
-    the kernel where edges have up to 32 features, and the variance is that of deviations from the mean,
-    so nothing cancels. The gradient of a minimum or maximum is shared evenly by the entries that have it.
-    The aggregations are those of Corso et al., "Principal Neighbourhood Aggregation for Graph Nets"
+    ``MultiAggregation`` has them. No message is stored: the kernel computes :math:`\mathbf{W}
+    \mathbf{a}_{ij}` if edges have up to 32 features. The variance is computed from deviations from the mean,
+    which avoids cancellation. Entries that share the minimum or maximum share its gradient evenly. The
+    aggregations are those of Corso et al., "Principal Neighbourhood Aggregation for Graph Nets"
     (https://arxiv.org/abs/2004.05718).
 
     Args:
@@ -50,9 +50,9 @@ def multi_aggregate(
         x_src: :math:`\mathbf{x}_j`, (num_src, F), float64, float32, float16 or bfloat16.
         aggregations: names, each at most once; results come in their order.
         x_dst: :math:`\mathbf{x}_i`, (num_dst, F), in the dtype of ``x_src``; None: 0.
-        edge_attr: in the dtype of ``x_src``; without ``edge_weight`` the rows that edges add, (num_values,
-            F); with it :math:`\mathbf{a}_{ij}`, (num_values, A), in the caller's edge order. More than 32
-            features are projected to rows first.
+        edge_attr: in the dtype of ``x_src`` and the caller's edge order. Without ``edge_weight``: a row per
+            edge that is added to its message, (num_values, F). With it: :math:`\mathbf{a}_{ij}`, (num_values,
+            A). More than 32 features are projected to rows first.
         edge_weight: :math:`\mathbf{W}`, (F, A), in the dtype of ``x_src``.
         groups: equal groups of features; the results of a group are adjacent.
         min_variance: largest variance for which the standard deviation is 0 and has no gradient.
@@ -64,8 +64,8 @@ def multi_aggregate(
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: an unknown or repeated aggregation, shapes or devices that do not fit, or a structure of
-            one of several processes.
+        ValueError: an unknown or repeated aggregation, shapes or devices that do not fit, or a
+            :class:`~fastsparse_core.distributed.PartitionedAdjacency`.
 
     Example:
         >>> import torch

@@ -52,13 +52,12 @@ def sddmm(
             - ``"flashsparse"``: 8x1 vectors on tensor cores (FlashSparse 3.5), on CUDA and for rows and heads
               of multiples of 16 bytes. Float32 uses two TF32 terms, or one if
               ``torch.set_float32_matmul_precision`` allows TF32.
-            - ``"auto"``: flashsparse for one head of 16-bit features of more than 64 bytes, once the
-              structure was prepared, or was used often enough to repay its conversion, unless it is small.
-              Else csr.
-        layout: ``"edges"``, or ``"me_bcrs"``: all values of the non-zero vectors in the order of
-            ``adj.bsb``, without padding, and zeros where the structure has no entry (FlashSparse, figure 9):
-            what ``spmm(value_layout="me_bcrs")`` takes. The tensor cores write it, so ``"auto"`` takes them
-            if they support the call. The values of csr are copied into it.
+            - ``"auto"``: flashsparse for one head of 16-bit features of more than 64 bytes, if the structure
+              is not small and was prepared, or was used so often that the conversion pays off. Otherwise csr.
+        layout: ``"edges"``, or ``"me_bcrs"``: all values of the non-zero vectors in the order of ``adj.bsb``,
+            without padding, and zeros for places without an entry (FlashSparse, figure 9).
+            ``spmm(value_layout="me_bcrs")`` takes this layout. Tensor cores write it, so ``"auto"`` uses them
+            if they support the call. Csr computes values per edge, which are then copied into it.
 
     Returns:
         (num_values,) or, with heads, (num_values, H), in the caller's edge order and the dtype of the

@@ -52,24 +52,24 @@ def spmm(
         \mathbf{y}_i = s_i \bigoplus_{j \in \mathcal{N}(i)} v_{ij} \, t_j \, \mathbf{x}_j + \mathbf{b}
 
     with :math:`\bigoplus` a sum, mean, maximum or minimum. Rows without edges give 0 (plus the bias). Sums
-    are accumulated in float32 (float64 for float64 features) in a fixed order: results are bitwise
-    reproducible. So are gradients, with one exception: on CUDA, the first gradients of ``x`` for a structure
-    whose edges were given in sorted order are added by atomics, which saves the transpose
+    are accumulated in float32 (float64 for float64 features) in a fixed order: results have the same bits in
+    every run. So do gradients, with one exception: on CUDA, if the edges were given in sorted order, the
+    first gradients of ``x`` use atomics, because building the transpose would take longer
     (`policy.scatters`). ``torch.use_deterministic_algorithms(True)`` turns that off.
 
     Args:
         adj: structure (num_dst, num_src).
         x: features (num_src, ...), float64, float32, float16 or bfloat16, any row stride. Under autocast they
-            are cast like those of a matrix product.
+            are cast as for a matrix product.
         value: :math:`v`, (num_values,) or (num_values, H) in the caller's edge order, in the dtype of ``x``
-            or in its accumulation dtype; with H columns the flattened features are H equal blocks, one value
-            for each. None: 1.
-        reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. Ties of max and min go to the first entry of a
-            row, and so does their gradient.
+            or in its accumulation dtype. With H columns, the flattened features are split into H equal
+            blocks, and each block has a value of its own. None: 1.
+        reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. If several entries share the maximum or
+            minimum, the first one in the row gets the gradient.
         scale_dst: constant :math:`s`, floating (num_dst,).
         scale_src: constant :math:`t`, floating (num_src,).
         bias: :math:`\mathbf{b}`, floating (F,) with F features per node.
-        relu: whether negative results become 0, which saves a pass over them.
+        relu: whether to apply ReLU to the result in the same pass.
         algorithm: which kernel runs. If it does not support the call, ``"csr"`` runs:
 
             - ``"csr"``: rows, cut into slices of bounded length, on CUDA cores (HR-SpMM 4.1, RoDe). If all
@@ -79,15 +79,15 @@ def spmm(
               ``torch.set_float32_matmul_precision`` allows TF32.
             - ``"tca"``: matricised dot products on tensor cores, read from CSR (TCA-SpMM 4.1-4.2), for
               float16 and bfloat16 on CUDA. Weights are rounded to the dtype of ``x``.
-            - ``"hr"``: as ``"tca"`` for multiples of 64 entries of a row; CUDA cores for the rest (HR-SpMM
-              4.1-4.3).
-            - ``"auto"``: flashsparse once the structure was prepared, or was used often enough to repay its
-              conversion. Csr before that, and if there are few sources or few rows.
+            - ``"hr"``: like ``"tca"`` for the part of each row that is a multiple of 64 entries, and CUDA
+              cores for the rest (HR-SpMM 4.1-4.3).
+            - ``"auto"``: flashsparse if the structure was prepared, or was used so often that the conversion
+              pays off. Otherwise csr, also if there are few sources or few rows.
         value_layout: ``"edges"``, or ``"me_bcrs"``: ``value`` is (num_vectors, 8) or (num_vectors, 8, H),
             as ``sddmm(layout="me_bcrs")`` returns it, and so is its gradient (FlashSparse, figure 9). Values
-            at places without an entry are ignored, and their gradient is 0. The tensor cores read this
-            layout, so ``"auto"`` takes them if they support the call. Csr and the gradient of ``x`` copy the
-            values of the edges first. Sums and means only.
+            at places without an entry are ignored, and their gradient is 0. Tensor cores read this layout, so
+            ``"auto"`` uses them if they support the call. Csr and the gradient of ``x`` copy the values to
+            edge order first. Only for sums and means.
 
     Returns:
         (num_dst, ...) in the dtype of ``x``; differentiable in ``x``, ``value`` and ``bias``, twice for sum
@@ -279,7 +279,7 @@ class _Spmm(torch.autograd.Function):
             out = _spmm_op.below(*arguments)
         ctx.num_src, ctx.transpose, ctx.algorithm = x.shape[0], transpose, algorithm
         ctx.bias_dtype = None if bias is None else bias.dtype
-        # Of what no gradient reads x may be written, and autograd holds none of it.
+        # If no gradient reads x, it may be written to, so autograd does not store it.
         kept = x if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(kept, value, scale_dst, scale_src, out if relu else None)
         return out
@@ -319,5 +319,5 @@ class _Spmm(torch.autograd.Function):
         return grad_x, grad_value, None, None, grad_bias, None, None, None, None, None
 
 
-# `num_dst` repeats what the structure says, for traces, which have none.
+# `num_dst` repeats the structure's size for traces, which have no structure.
 _spmm_op = Operator(_spmm, lambda of: of.x.new_empty(of.num_dst, of.x.size(1)), _Spmm)

@@ -48,9 +48,9 @@ def ssd(
     .. math::
         \mathbf{y}_i = s_i \bigoplus_{j \in \mathcal{N}(i)} v_{ij} \, t_j \, \mathbf{x}_j + \mathbf{b}
 
-    with :math:`\mathbf{X}` = ``cbsr.to_dense()`` and :math:`\bigoplus` a sum or mean: what :func:`spmm` of
-    the dense rows gives, from k entries per edge instead of all features ("Decoupled SSD", sections III and
-    IV). Results are the same bits every time.
+    with :math:`\mathbf{X}` = ``cbsr.to_dense()`` and :math:`\bigoplus` a sum or mean. The result is that of
+    :func:`spmm` on the dense rows, but only k entries per edge are read ("Decoupled SSD", sections III and
+    IV). Results have the same bits in every run.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -63,8 +63,8 @@ def ssd(
         scale_src: constant :math:`t`, floating (num_src,).
         bias: :math:`\mathbf{b}`, floating (width,).
         algorithm: ``"decoupled"`` (edge groups summed in shared memory; on CUDA in fixed point, see below);
-            ``"densify"`` (:func:`spmm` of the dense rows); or ``"auto"``: decoupled where few of the features
-            are kept, else densify.
+            ``"densify"`` (:func:`spmm` of the dense rows); or ``"auto"``: decoupled if few of the features
+            are kept, otherwise densify.
 
     Returns:
         (num_dst, width) in the dtype of the values; differentiable in them, in ``value`` and in ``bias``,
@@ -75,10 +75,10 @@ def ssd(
         ValueError: a size, device or option does not fit.
 
     Note:
-        On CUDA ``"decoupled"`` sums 128 entries of a row at a time in fixed point, with 24 bits for the
-        greatest of them. Results have float32's accuracy relative to the greatest entry among the neighbours,
-        not relative to the size of each feature. Features of very different scales keep that with
-        ``algorithm="densify"``. Infinities, NaN and float64 are summed as floats.
+        On CUDA, ``"decoupled"`` sums 128 entries of a row at a time in fixed point, with 24 bits for the
+        largest of them. The accuracy is that of float32 relative to the largest entry among the neighbours,
+        not relative to each feature. If features have very different scales, use ``algorithm="densify"``.
+        Infinities, NaN and float64 are summed in floating point.
 
     Examples:
         >>> import torch

@@ -53,18 +53,18 @@ def algorithms(
     attention: str | None = None,
     ssd: str | None = None,
 ) -> Iterator[None]:
-    """Algorithms that stand in for ``"auto"`` in the calls within, of layers too; also a decorator.
+    """Context manager and decorator that replaces ``"auto"`` in the operators and layers called inside.
 
-    A call keeps its algorithm for its gradients, wherever ``backward()`` is called. An algorithm that a call
-    names itself wins. Contexts nest; each applies to its own thread or asynchronous task. Code under
-    ``torch.compile`` is compiled again where the context asks for something else; it goes by the context
-    entered last in any thread.
+    Gradients use the algorithm of the forward pass, wherever ``backward()`` is called. An algorithm that is
+    passed to a call wins. Contexts nest. Each applies to its own thread or asynchronous task.
+    ``torch.compile`` compiles again if the algorithm changes, and uses the context that was entered last in
+    any thread.
 
     Args:
-        spmm: one of `SPMM_ALGORITHMS`; None: as outside.
-        sddmm: one of `SDDMM_ALGORITHMS`; None: as outside.
-        attention: one of `ATTENTION_ALGORITHMS`; None: as outside.
-        ssd: one of `SSD_ALGORITHMS`; None: as outside.
+        spmm: one of `SPMM_ALGORITHMS`; None: no change.
+        sddmm: one of `SDDMM_ALGORITHMS`; None: no change.
+        attention: one of `ATTENTION_ALGORITHMS`; None: no change.
+        ssd: one of `SSD_ALGORITHMS`; None: no change.
 
     Returns:
         A context manager, also usable as a decorator.
@@ -120,8 +120,8 @@ def requested(operator: str, algorithm: str) -> str:
 
 
 def allows_tf32() -> bool:
-    """Whether products of float32 matrices may have fewer digits, as PyTorch's own were told."""
+    """Whether products of float32 matrices may have fewer digits, according to PyTorch's settings."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # it was told by a setting of torch 2.9, after which that question is an error
+    except RuntimeError:  # a new setting of torch 2.9 was used, after which this query is an error
         return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

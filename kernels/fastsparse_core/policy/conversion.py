@@ -9,8 +9,9 @@ from fastsparse_core.policy.facts import Facts
 
 #: Products with a structure before `auto` converts it: a conversion costs about as much as 5 to 10 products.
 REUSE = 16
-#: Products with a structure whose slices are in row order, as they do at first, before they are sorted; and
-#: with one of few edges, which a batch has: each of its layers makes two products, and then it is gone.
+#: Number of products before the slices of a structure, which begin in row order, are sorted. The second
+#: number is for structures of few edges, such as batches: each layer computes two products, and then the
+#: batch is gone.
 UNSORTED_USES, UNSORTED_USES_OF_FEW = 8, 16
 #: Gradients of a new structure that are added by atomics before its transpose is built: a structure that is
 #: seen once gives one to each layer that uses it.
@@ -19,7 +20,7 @@ SCATTERS = 2
 MOST_PER_SUM = 32
 #: Edges up to which a gradient is scattered: batches have no more, and a full graph is used on.
 _MOST_SCATTERED = 4_000_000
-#: Edges per source up to which those of every source are counted before sums are scattered: of a sampled
+#: Edges per source up to which the edges of every source are counted before sums are scattered: of a sampled
 #: batch most sources have one, whose sum is stored instead of cleared and added to.
 _MOST_COUNTED = 2
 #: Bytes of float32 sums from which counting saves more than its launches take.
@@ -64,11 +65,12 @@ def scatters(facts: Facts, algorithm: str, dtype: torch.dtype, per_entry: bool) 
         or facts.num_edges > MOST_PER_SUM * facts.num_src
         or facts.num_edges > _MOST_SCATTERED
         or facts.has_transpose
-        # On the CPU every run gives the same bits, but a transpose, which later gradients take, gives others.
+        # On the CPU every run gives the same bits, but later gradients use a transpose, which gives other
+        # bits.
         or facts.deterministic
     ):
         return False
-    # A transpose cannot be built while a CUDA graph is captured, nor of a structure that is written again.
+    # A transpose cannot be built while a CUDA graph is captured, or for a structure that is overwritten.
     return facts.scattered < SCATTERS or facts.is_padded or (facts.is_cuda and facts.capturing)
 
 

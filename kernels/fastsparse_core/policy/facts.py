@@ -24,7 +24,7 @@ class Facts(NamedTuple):
         has_sddmm_structure: whether that of sddmm on blocks was.
         has_transpose: whether the transpose was built.
         is_padded: whether there is space for more entries.
-        deterministic: whether PyTorch is told to use deterministic algorithms.
+        deterministic: whether PyTorch is set to use deterministic algorithms.
         capturing: whether a CUDA graph is being captured.
     """
 

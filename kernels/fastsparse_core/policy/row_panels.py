@@ -47,10 +47,10 @@ def panel_height(num_dst: int, num_edges: int, longest: int, gpu: GpuProfile) ->
 def panel_blocks(shape: tuple[int, int], num_edges: int, row_bytes: int, k: int, gpu: GpuProfile) -> int:
     """Blocks of sources that ssd's backward works on one after the other, up to 6.
 
-    Of results beyond what the L2 keeps, an addition misses it and takes longer; but every window copies its
-    rows of the gradient once more for every further block. Counted is an addition per edge, of k floats. On
-    the H200, k = 16 in float16: igb-small 0.85 ms with one block and 0.66 with the 2 chosen here, yelp 0.59
-    and 0.50 (2), ogbn-products 5.79 and 3.97 (4).
+    If results exceed the L2 cache, additions miss it and take longer; but every window copies its rows of the
+    gradient once more for every further block. Counted is an addition per edge, of k floats. On the H200, k =
+    16 in float16: igb-small 0.85 ms with one block and 0.66 with the 2 chosen here, yelp 0.59 and 0.50 (2),
+    ogbn-products 5.79 and 3.97 (4).
     """
     added, results = 4.0 * k * num_edges, 4.0 * k * shape[1]
     if results <= gpu.kept_result_bytes:

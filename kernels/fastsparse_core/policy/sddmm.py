@@ -48,9 +48,9 @@ def sddmm_algorithm(
         return Choice("csr")
     if algorithm == "flashsparse" or dense:
         return Choice("flashsparse")
-    # csr gathers a source for every edge, the tensor cores for every vector of 8 rows: it shows where there
-    # is much to gather. In float32 they multiply three times. Several heads were not measured: each reads the
-    # structure again, and writes every heads-th number.
+    # csr gathers a source for every edge, and the tensor cores for every vector of 8 rows, which matters if
+    # there is much to gather. In float32 they multiply three times. Several heads were not measured: each
+    # reads the structure again, and writes every heads-th number.
     if dtype == torch.float32 or head_bytes <= gpu.short_product_bytes or heads > 1:
         return Choice("csr")
     if facts.num_edges < max(gpu.few_edges, gpu.few_per_row * facts.num_dst):

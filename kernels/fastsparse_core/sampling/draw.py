@@ -14,7 +14,7 @@ from fastsparse_core.sampling.part import LIMIT, Known, Layout, Nodes, Output, P
 from fastsparse_core.sampling.relations import ALL, Graph
 from fastsparse_core.sampling.sample import Edges, Sample
 
-#: Slots of the hops that are run together, at most; a hop alone may have more. 28 bytes each, and up to 36
+#: Largest number of slots of hops that run together; a single hop may have more. 28 bytes each, and up to 36
 #: for its place in the table.
 _MOST_SLOTS = 2**23
 #: In place of a hop: the edges between all nodes.
@@ -57,7 +57,7 @@ class Draw:
         self._start_part()
 
     def finish(self) -> Sample:
-        """The batch; waits until it is drawn.
+        """Waits until the batch is sampled, and returns it.
 
         Raises:
             ValueError: see :meth:`NeighborSampler.sample`.
@@ -76,7 +76,7 @@ class Draw:
         """Plans hops as far as bounds allow, and enqueues them."""
         part = Part()
         counts = [nodes.ids.numel() for nodes in self._nodes]
-        # Blocks begin anew with the first node.
+        # Blocks begin again with the first node.
         first = [part.size(0 if self._layout.blocks else nodes.begin) for nodes in self._nodes]
         end = [part.size(count) for count in counts]
         begin_sizes = list(zip(first, end, strict=True))
@@ -171,7 +171,7 @@ class Draw:
         return (first if self._layout.blocks else end), last
 
     def _most_nodes(self, node_type: int) -> int:
-        """Of that type in a batch: seeds may repeat, other nodes do not."""
+        """Bound for that type in a batch: seeds may repeat, other nodes do not."""
         return self._nodes[node_type].counts[0] + self._graph.num_nodes[node_type]
 
     # ---------------------------------------------------------------- completing

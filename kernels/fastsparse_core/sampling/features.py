@@ -21,12 +21,12 @@ from fastsparse_core.sampling.shared_memory import check_processes, divided_rows
 
 _logger = logging.getLogger("fastsparse_core")
 
-#: Share of the GPU's free memory that a table may take; a larger one stays with the host.
+#: Share of the GPU's free memory that a table may take; a larger table stays on the host.
 _SHARE_OF_FREE = 0.5
 #: Bytes per second from which the host's threads gather a table that is not page-locked: a copy that is would
 #: take as much memory again, and an H200 behind an IOMMU read 8e9 of 16 GiB (the threads 2e10).
 _ENOUGH = 8e9
-#: Bytes of rows that are brought to be kept at a time.
+#: Bytes of rows per copy, for rows that are kept on the device.
 _BYTES_AT_ONCE = 2**26
 
 #: table -> device -> (stamp of its content, what gives rows of it)
@@ -42,25 +42,25 @@ _lock = ForkSafeLock()
 class FeatureTable:
     """A tensor with a row per node or edge, from which batches take rows.
 
-    A table on the CPU whose batches are wanted on a GPU is copied there once, if it takes no more than half
-    of the free memory. Rows of a larger one are gathered by the host's threads and sent, or read by the GPU
-    over PCIe from page-locked memory: whichever one trial finds faster. If the table
-    is not page-locked, the GPU reads a page-locked copy. All tables of one tensor share the copy, which lives
-    as long as the tensor. A write to the tensor through PyTorch makes a new copy, except in inference mode,
-    where PyTorch does not count writes.
+    If batches are on a GPU, a table on the CPU is copied there once, unless it takes more than half of the
+    free memory. Rows of a larger table are gathered by host threads and sent, or read by the GPU from
+    page-locked memory over PCIe; a trial decides which is faster. If the table is not page-locked, the GPU
+    reads a page-locked copy. All tables of one tensor share the copy, which is freed with the tensor. After a
+    write to the tensor through PyTorch, a new copy is made, except in inference mode, where PyTorch does not
+    count writes.
 
     With ``shared``, the processes of `torchrun` on one machine hold the table once: each GPU has its share of
-    the rows and reads the others' rows from the GPUs that have them. Tables that are made of the same tensor
-    later, such as those of a loader, read it too. :meth:`keep` copies rows that are read often to this GPU.
-    On the CPU the processes map one copy. Every process must make the table, with the same content; after
-    that they read it without waiting for each other.
+    the rows and reads the others' rows from the GPUs that have them. Tables that are made from the same
+    tensor later, such as those of a loader, use it too. :meth:`keep` copies rows that are read often to this
+    GPU. On the CPU, the processes map one copy. Every process must create the table with the same content.
+    After that, they read it without waiting for each other.
 
     Args:
         table: (N, ...), any dtype.
         device: where rows are wanted.
-        aligned: whether rows of 16-bit numbers that a GPU gathers begin at multiples of 16 bytes, with zeros
-            between them. The result is then a view that is not contiguous, which GraphSAGE sums and
-            multiplies without a copy. Rows that the host's threads gather are always contiguous.
+        aligned: whether 16-bit rows that a GPU gathers begin at multiples of 16 bytes, with zeros between
+            them. The result is then a view that is not contiguous. GraphSAGE's kernels read it without a
+            copy. Rows that host threads gather are always contiguous.
         shared: whether the processes of `torch.distributed`, all on one machine, share the memory of the
             table, which is on the CPU. It may be a memory-mapped file.
 
@@ -101,9 +101,9 @@ class FeatureTable:
                 _copies.setdefault(table, {})[device] = _stamp(table), rows.take
 
     def keep(self, rows: Tensor) -> None:
-        """Keeps some rows on the device, too, if the table stays on the host.
+        """Keeps a copy of some rows on the device if the table is on the host.
 
-        All tables of the tensor share them. They take 4 bytes more for every row of the table.
+        All tables of the tensor share the copy. It takes 4 more bytes per row of the table.
 
         Args:
             rows: int64 (num_rows,), distinct.
@@ -140,7 +140,7 @@ def gather_on_cuda(table: Tensor, index: Tensor, aligned: bool = False, **divide
         table: (N, ...).
         index: int64.
         aligned: as of `FeatureTable`.
-        **divided: of a table in parts, of which ``table`` is one: see ``GatherRowsArgs``.
+        **divided: of a table in parts; ``table`` is one of them: see ``GatherRowsArgs``.
     """
     num_rows, width = index.numel(), table.shape[1:].numel()
     missing = -width % 8 if aligned and table.dim() == 2 and table.itemsize == 2 else 0
@@ -222,7 +222,7 @@ def _place(table: Tensor, device: torch.device, kept: Tensor | None) -> _Take:
 
 
 class _KeptRows:
-    """Rows of a table with the host, some of which a device has too."""
+    """Rows of a table in host memory, with copies of some on a device."""
 
     def __init__(self, table: Tensor, kept: Tensor, by_host: HostRows) -> None:
         self._table, self._by_host = table, by_host

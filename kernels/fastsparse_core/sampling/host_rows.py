@@ -23,9 +23,9 @@ from fastsparse_core.device import device_index
 #: Bytes that are sent at a time: of 256 KiB to 4 MiB this was the fastest, by up to a quarter.
 _PIECE = 2**20
 _MOST_THREADS = 32
-#: Rows, and bytes of them, that are gathered on trial.
+#: Rows, and bytes of rows, that are gathered in the trial.
 _TRIAL_ROWS, _TRIAL_BYTES = 2**18, 2**26
-#: In place of a row's number: behind all others.
+#: In place of a row's number; sorts after all others.
 _LAST = 2**63 - 1
 
 _local = threading.local()
@@ -108,7 +108,7 @@ class HostRows:
             lacks: bool (M,), which rows are to come; None: all.
             defers: whether `deferred` counts.
         """
-        # In ascending order, which the host gathers faster; those that are there behind the others.
+        # In ascending order, which the host gathers faster, followed by the rows that are on the device.
         order = index if lacks is None else index.masked_fill(lacks.logical_not(), _LAST)
         order, places = order.sort()
         numbers = torch.empty(index.numel() + 1, dtype=torch.int64, pin_memory=True)
@@ -139,9 +139,9 @@ class HostRows:
     ) -> None:
         """What the worker does."""
         known.synchronize()
-        self._stream.wait_event(known)  # until then the memory of the result may serve something else
+        self._stream.wait_event(known)  # until then, other work may use the memory of the result
         count = int(numbers[-1])
-        # In inference mode tensors made within and without may be written to.
+        # In inference mode, all tensors may be written to, wherever they were created.
         with torch.cuda.stream(self._stream), torch.inference_mode():
             if count:
                 rows = out.new_empty(count, *out.shape[1:])

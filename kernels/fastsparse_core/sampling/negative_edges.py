@@ -23,8 +23,8 @@ def negative_edges(
     The pairs are numbered row by row, :math:`p = i n + j` with :math:`n` sources. If the edges are
     :math:`e_0 < e_1 < \dots`, the :math:`k`-th pair without an edge is
     :math:`k + |\{m : e_m - m \le k\}|`, which one binary search finds. So every draw is exact, nothing is
-    rejected, and no number is read on the host: the call can be part of a captured step. The sorted numbers
-    (8 bytes an edge) are built in the first call and kept with the structure.
+    rejected, and the host reads nothing: the call can be part of a captured step. The sorted numbers (8 bytes
+    an edge) are built in the first call and kept with the structure.
 
     Args:
         adj: the edges to avoid.

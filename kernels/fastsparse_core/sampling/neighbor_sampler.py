@@ -1,4 +1,4 @@
-"""Neighbour sampling: which neighbours of which nodes a batch consists of."""
+"""Neighbour sampling: the neighbours and nodes of a batch."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ _EDGES_AT_ONCE = 2**26
 
 
 class NeighborSampler:
-    r"""Draws neighbours of seeds, of those, and so on, hop by hop; on the GPU or in C++ threads.
+    r"""Samples neighbours hop by hop, starting from seed nodes; on the GPU or in C++ threads.
 
     Hamilton et al., `Inductive Representation Learning on Large Graphs <https://arxiv.org/abs/1706.02216>`_,
-    section 3.1. Sources are sampled for destinations, from rows of the structure. A node draws once, in the
-    hop after the one that met it. Without replacement all sets of neighbours are equally likely (by weight:
-    as if drawn one after the other, each with a chance in proportion to its weight among those left). A seed
-    gives the same batch on the CPU and on GPUs, except with weights, whose logarithms may differ in the last
-    bit.
+    section 3.1. Each row of the structure has the possible sources of one destination. A node's neighbours
+    are sampled once, in the hop after the one that added the node. Without replacement, all sets of
+    neighbours are equally likely; with weights, neighbours are drawn one after the other, each with a
+    probability in proportion to its weight among those left. The same random seed gives the same batch on the
+    CPU and on GPUs. With weights, batches may differ, because logarithms are rounded differently.
 
-    On a GPU the sizes of a batch are read once, when it is done. Batches of more than 2^23 possible edges,
-    and those of all neighbours of many nodes, are sampled in parts, with one or two reads for each.
+    On a GPU, the host reads the sizes of a batch once, at the end. Batches with more than 2^23 possible
+    edges, and batches of all neighbours of many nodes, are sampled in parts, with one or two reads for each
+    part.
 
     Args:
         graph: in-edges: an :class:`Adjacency` whose rows are destinations, square; or a dict of them by edge
             type ``(source, name, destination)``.
-        fanouts: neighbours per hop, the seeds' first; -1 for all. By edge type too; edge types that a dict
-            does not name are not drawn from.
+        fanouts: neighbours per hop, starting with the hop at the seeds; -1 for all. Or a dict by edge type;
+            edge types that are missing in it are not sampled.
         replace: whether a neighbour may be drawn again.
-        weight: one number per edge in the caller's order, a tensor or a dict by edge type: neighbours are
-            drawn in proportion to it, those of weight 0 never.
-        disjoint: whether every seed gets a subgraph of its own, that shares no nodes with others.
+        weight: one number per edge in the caller's order, a tensor or a dict by edge type. Neighbours are
+            drawn in proportion to it, and never with weight 0.
+        disjoint: whether every seed gets a subgraph of its own that shares no nodes with the others.
         induced: return all edges between the batch's nodes, not only the sampled ones.
-        blocks: return a block per hop, in which all nodes of the hops before sample again.
+        blocks: return a block per hop; in each hop, all nodes of earlier hops are sampled again.
         num_nodes: number of nodes by node type, for types without edges.
 
     Raises:
@@ -84,19 +85,19 @@ class NeighborSampler:
         """Draws a batch.
 
         Args:
-            seeds: int32 or int64 (num_seeds,), ids of nodes, of a graph with types by node type. One that
-                comes twice is two nodes of the batch. Seeds on another device are moved.
-            seed: of the random numbers; None: drawn from PyTorch's generator of the CPU, so that
-                ``torch.manual_seed`` repeats it.
+            seeds: node ids, int32 or int64 (num_seeds,); for a graph with types, a dict by node type. An id
+                that occurs twice becomes two nodes of the batch. Seeds on another device are moved.
+            seed: seed of the random numbers; None: taken from PyTorch's CPU generator, so
+                ``torch.manual_seed`` makes batches repeatable.
 
         Raises:
             TypeError: ``seeds`` are no integers.
-            ValueError: an id is none of the graph, a node type is unknown, or the batch is too large.
+            ValueError: an id is not in the graph, a node type is unknown, or the batch is too large.
         """
         return self.start(seeds, seed=seed).finish()
 
     def start(self, seeds: Tensor | Mapping[str, Tensor], *, seed: int | None = None) -> Draw:
-        """Begins to draw a batch without waiting for the GPU; ``finish()`` of the result waits.
+        """Starts to sample a batch without waiting for the GPU; ``finish()`` of the result waits.
 
         Arguments as in :meth:`NeighborSampler.sample`.
         """
@@ -106,9 +107,9 @@ class NeighborSampler:
         return Draw(self.graph, self.layout, by_type, seed % 2**64)
 
     def most_drawn(self, count: int) -> dict[str, Tensor]:
-        """The nodes of every type from which most edges start, ``count`` at most: those sampled most often.
+        """Returns the nodes with the most outgoing edges, which are sampled most often, by node type.
 
-        A graph without types has one, ``""``.
+        A graph without types has the single type ``""``.
 
         Args:
             count: how many of each type, at most.

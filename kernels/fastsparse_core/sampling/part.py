@@ -46,7 +46,7 @@ class Output:
 
     def allocate(self, device: torch.device) -> None:
         """Sets memory aside for as many as there may be."""
-        with torch.inference_mode(False):  # they may become what the caller gets
+        with torch.inference_mode(False):  # they may become results of the caller
             self.place, self.row = (
                 torch.empty(self.most, dtype=torch.int32, device=device) for _ in range(2)
             )
@@ -81,7 +81,7 @@ class Part:
     """Hops that run together."""
 
     def __init__(self) -> None:
-        self.sizes = 2  # of which the first says that a node is none of the graph's, the second is always 0
+        self.sizes = 2  # the first says that a node is not in the graph, the second is always 0
         self.zero = Size(1, 0)
         self.steps: list[Step] = []
         self.outputs: dict[tuple[int, int], Output] = {}  # by number of the relation, and hop if blocks

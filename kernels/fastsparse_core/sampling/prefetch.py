@@ -1,4 +1,4 @@
-"""The next batches prepared beside the step."""
+"""The next batches, prepared during the step."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def prefetched(
     *,
     reads_rows: bool = True,
 ) -> Iterator[_Batch]:
-    """Batches of items: on a GPU two ahead, on a stream of their own.
+    """Yields a batch per item. On a GPU, two batches are prepared ahead on a separate stream.
 
-    While the caller works with one batch, the device gathers the features of the next and draws the one after
-    it. Drawing is started a batch before its sizes are read, so the host does not wait for it.
+    While the caller uses one batch, the device gathers the features of the next and samples the one after it.
+    Sampling starts one batch before the host reads the sizes, so the host does not wait for it.
 
-    Memory of a batch may be used again as soon as the caller drops it: whatever is prepared first waits for
-    what the caller has given to the stream that it iterates on. Batches that it hands to other streams need
+    The memory of a batch is reused as soon as the caller drops the batch: preparation waits for the work that
+    the caller has queued on its current stream. For batches that are used on other streams, call
     `Tensor.record_stream`.
 
     Args:
-        items: what batches are made of, such as indices of seeds.
-        start: begins to draw a batch; must not wait for the device.
+        items: the inputs of the batches, such as indices of seeds.
+        start: starts to sample a batch; must not wait for the device.
         finish: completes it.
-        stream: where both run; None: where the caller is, one batch at a time.
-        reads_rows: whether ``finish`` reads the rows of a `FeatureTable`. If it only passes them on, the
-            host's threads gather them during the step, too.
+        stream: where both run; None: on the caller's stream, one batch at a time.
+        reads_rows: whether ``finish`` reads the rows of a `FeatureTable`. If it only passes them on, host
+            threads may gather them during the step.
 
     Returns:
         An iterator over the batches, in the order of ``items``.

@@ -226,7 +226,7 @@ def _entry_weight(weight: Tensor, adjacency: Adjacency) -> Tensor:
 
 
 def _weight_sum(weight: Tensor, adjacency: Adjacency) -> Tensor:
-    """Summed on the CPU, so that devices draw alike. Rows of tiny weights lose nothing beside others."""
+    """Summed on the CPU, so that devices draw alike. Rows of tiny weights are as precise as others."""
     row, weight = adjacency.row().long().cpu(), weight.double().cpu()
     greatest = torch.zeros(adjacency.num_dst, dtype=torch.float64).scatter_reduce_(0, row, weight, "amax")
     sums = torch.zeros(weight.numel() + 1, dtype=torch.float64)

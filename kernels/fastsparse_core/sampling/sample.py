@@ -17,15 +17,16 @@ from fastsparse_core.structure.batch import adjacency_of_batch
 
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """Sampled edges of one type, between numbers of nodes in the batch, sorted by destination.
+    """Sampled edges of one type, sorted by destination. Nodes are numbered as in the batch.
 
     Attributes:
         edge_index: int64 (2, num_edges), sources and destinations.
         col: int32 (num_edges,), the sources.
         edge_id: int64 (num_edges,), positions of the edges in the caller's edge order.
-        counts: number of edges of every hop; those of the first hop come first.
-        shape: (num_dst, num_src), nodes that the edges may have as destinations and as sources.
-        most_entries: bound of the number of edges of a destination, known without reading the device.
+        counts: number of edges of every hop, in the order of the edges.
+        shape: (num_dst, num_src), the numbers of possible destinations and sources.
+        most_entries: upper bound of the number of edges per destination, known without reading from the
+            device.
 
     Example:
         >>> import torch
@@ -46,7 +47,7 @@ class Edges:
 
     @property
     def is_sorted(self) -> bool:
-        """Whether destinations are known to ascend: they do."""
+        """True: destinations ascend."""
         return True
 
     @property
@@ -56,12 +57,12 @@ class Edges:
 
     @property
     def has_loops(self) -> bool | None:
-        """Whether some edge is a loop; None: nobody has looked."""
+        """Whether some edge is a loop; None: not checked yet."""
         return None
 
     @functools.cached_property
     def adjacency(self) -> Adjacency:
-        """The edges as a structure, made without reading the device or checking them again."""
+        """The edges as a structure, built without reading from the device or checking them again."""
         device, (num_dst, _) = self.col.device, self.shape
         with torch.inference_mode(False):
             rowptr = torch.empty(num_dst + 1, dtype=torch.int64, device=device)
@@ -109,17 +110,17 @@ class Edges:
 class Sample:
     """A batch of nodes with sampled neighbours.
 
-    Of a graph with several types the fields are dicts, by node type or by edge type.
+    For a graph with several types, the fields are dicts by node type or by edge type.
 
     Attributes:
-        nodes: int64, ids of the batch's nodes in the graph; the seeds first, as they were given, then the
-            nodes of every hop in the order in which they were met, each once.
-        seed_of: int32, of ``disjoint`` sampling: number of the seed whose subgraph a node belongs to; else
+        nodes: int64, ids of the batch's nodes in the graph: first the seeds as they were given, then the new
+            nodes of every hop, each once.
+        seed_of: int32, with ``disjoint``: number of the seed whose subgraph a node belongs to; otherwise
             None.
-        num_nodes: list of the numbers of nodes of every hop; the first is that of the seeds.
-        edges: :class:`Edges` between these nodes; of ``blocks``, None.
-        blocks: of ``blocks``, :class:`Edges` of every hop, the seeds' first; else None. Destinations are the
-            nodes of the hops before, sources those and the nodes that the hop added.
+        num_nodes: number of nodes of every hop; the first is the number of seeds.
+        edges: :class:`Edges` between these nodes; None with ``blocks``.
+        blocks: with ``blocks``: :class:`Edges` of every hop, starting at the seeds; otherwise None.
+            Destinations are the nodes of the hops before; sources are these and the nodes that the hop added.
 
     Example:
         >>> import torch

@@ -15,7 +15,7 @@ from torch import Tensor
 
 #: Bytes of rows that are copied to a GPU at a time.
 _BYTES_AT_ONCE = 2**26
-#: Where files lie in memory.
+#: Where files are in memory.
 _MEMORY_FILES = Path("/dev/shm")
 
 
@@ -88,7 +88,7 @@ def divided_rows(table: Tensor, device: torch.device) -> tuple[Tensor, list[Any]
             storages.append(own)
         else:  # for this process's GPU, which the runtime then lets read the other's memory
             storages.append(torch.UntypedStorage._new_shared_cuda(device.index, *shared[1:]))
-    dist.barrier()  # until all have opened it, nobody may end
+    dist.barrier()  # no process may end until all have opened it
     return part, storages
 
 

@@ -28,27 +28,28 @@ from fastsparse_core.structure.construction import (
 from fastsparse_core.structure.row_formats import TransposedOrder, Usage
 from fastsparse_core.structure.storage import Storage, move
 
-#: Not a WeakValueDictionary, whose entries take the host five times as long.
+#: Not a WeakValueDictionary, whose look-ups take the host five times as long.
 _registry: dict[int, weakref.ref[Adjacency]] = {}
 _next_handle = itertools.count(1)
-#: Entries up to which a structure is transposed without asking before whether it is symmetric.
+#: Number of entries up to which a structure is transposed without checking first whether it is symmetric.
 _FEW_ENTRIES = 2**22
-#: Entries beyond which a structure keeps nothing that nobody asked for.
+#: Number of entries above which a structure caches only what was requested.
 _MANY_ENTRIES = 2**28
 
 
 class Adjacency(Storage):
     r"""Sparse structure of shape ``(num_dst, num_src)``: rows are destinations, columns are sources.
 
-    A message flows from column to row, so aggregation is :math:`A X`. The structure is immutable; whatever is
-    derived from it (transpose, work lists, degrees) is built on first use on its device and kept. Edge values
-    are separate tensors in the caller's edge order, so a change of weights rebuilds nothing.
+    A message flows from column to row, so aggregation is :math:`A X`. The structure is immutable. Derived
+    data (transpose, work lists, degrees) are built on first use, on its device, and cached. Edge values are
+    separate tensors in the caller's edge order, so new weights do not rebuild the structure.
 
     Build one with :meth:`from_coo`, :meth:`from_csr` or :meth:`from_csc`.
 
     Args:
-        rowptr, col, shape, group_rows: see the attributes. The constructor takes them as they are, unchecked.
-        edge_id: position of every entry in the caller's edge order, int64 (num_edges,); None: the identity.
+        rowptr, col, shape, group_rows: see the attributes. The constructor does not check them.
+        edge_id: position of every entry in the caller's edge order, int64 (num_edges,); None: entries are in
+            that order.
         num_values: see the attributes; None: one per entry.
         num_given: number of edges that the caller gave; None: ``num_values``.
         loop_edge: for inserted self loops, the edges that they replaced.
@@ -60,12 +61,12 @@ class Adjacency(Storage):
         shape: (num_dst, num_src).
         num_dst: number of rows.
         num_src: number of columns.
-        num_values: length of an edge-value tensor. It differs from ``num_edges`` where self loops were
-            inserted or replaced (:meth:`extend_value`).
-        group_rows: which rows share a window of the binary sparse blocks: ``"none"``, consecutive ones;
-            ``"minhash"``, similar ones; ``"auto"``, similar ones where rows have 8 entries or more and that
-            saves at least 10 % of the vectors. It changes only the order inside the blocks: features, edge
-            values and results keep theirs.
+        num_values: length of an edge-value tensor. It differs from ``num_edges`` if self loops were inserted
+            or replaced (:meth:`extend_value`).
+        group_rows: which rows share a window of the binary sparse blocks: ``"none"``: consecutive rows;
+            ``"minhash"``: similar rows; ``"auto"``: similar rows if rows have 8 entries or more and this
+            saves at least 10 % of the vectors. The order of features, edge values and results does not
+            change.
         handle: number by which operators find this object.
 
     Example:
@@ -78,7 +79,7 @@ class Adjacency(Storage):
 
     #: Whether it is one rank's part of a graph (:class:`fastsparse_core.distributed.PartitionedAdjacency`).
     is_partitioned: ClassVar[bool] = False
-    #: Whether replays of a CUDA graph make it anew, for other edges (``fresh_adjacency.FreshAdjacency``).
+    #: Whether replays of a CUDA graph rebuild it for other edges (``fresh_adjacency.FreshAdjacency``).
     is_padded: ClassVar[bool] = False
 
     def __init__(
@@ -134,21 +135,21 @@ class Adjacency(Storage):
         self_loops: SelfLoops = "keep",
         group_rows: Method = "auto",
     ) -> Adjacency:
-        """Builds the structure of an edge list in any order.
+        """Builds the structure from an edge list in any order.
 
-        Entries are sorted by (row, column). Edges that come sorted by row, as samplers give them, keep the
-        order within rows, which saves the sort and `edge_id`; unless the structure may equal its transpose,
-        which only sorted columns let it share.
+        Entries are sorted by (row, column). Edges that are sorted by row already, as samplers return them,
+        keep their order within a row, which saves the sort and `edge_id`. The exception is a structure that
+        may equal its transpose: it needs sorted columns to share them.
 
         Args:
             row: destinations, int32 or int64 (E,).
             col: sources, like ``row``.
             shape: (num_dst, num_src).
-            duplicates: ``"keep"`` stores repeated edges as often as they come. ``"sum"`` stores each once:
-                edge values then follow the merged edges, sorted by (row, col); :meth:`coalesce_value` sums
-                the caller's onto them.
+            duplicates: ``"keep"`` stores repeated edges as often as they occur. ``"sum"`` stores each edge
+                once. Edge values then belong to the merged edges, sorted by (row, col), and
+                :meth:`coalesce_value` sums the caller's values.
             self_loops: ``"append"`` adds a loop (i, i) for every i < min(shape) after the caller's edges;
-                ``"replace"`` first drops the caller's own loops, ``"replace_if_some"`` adds none where the
+                ``"replace"`` first drops the caller's own loops; ``"replace_if_some"`` adds no loops if the
                 caller's edges have none (`has_inserted_loops`). Values: :meth:`extend_value`.
             group_rows: ``"auto"``, ``"none"`` or ``"minhash"``, see :class:`Adjacency`.
 
@@ -230,7 +231,7 @@ class Adjacency(Storage):
         if found.inv_sqrt_degree is not None:
             self._of_rows.results[("inv_sqrt_degree", torch.float32, 1)] = found.inv_sqrt_degree
         split = found.row_split
-        if self.col.is_cuda:  # else nothing is cut, and nobody has asked for a work list
+        if self.col.is_cuda:  # otherwise nothing is cut, and no work list was requested
             self._of_rows.results["has_short_rows"] = split is not None and split.num_slots == 0
         if split is not None:
             self._of_rows.results["row_split"] = split
@@ -247,7 +248,7 @@ class Adjacency(Storage):
         group_rows: Method = "auto",
         copy: bool = True,
     ) -> Adjacency:
-        """Builds the structure of compressed rows; the order within rows is kept.
+        """Builds the structure from compressed rows, and keeps the order within rows.
 
         Args:
             rowptr: int32 or int64 (num_dst + 1,), ascending from 0 to the number of edges.
@@ -256,9 +257,9 @@ class Adjacency(Storage):
             edge_id: int32 or int64 (num_edges,), position of every entry in the caller's edge order, a
                 permutation; None: the stored order.
             group_rows: ``"auto"``, ``"none"`` or ``"minhash"``, see :class:`Adjacency`.
-            copy: False: ``rowptr`` is taken itself where it is int64 and contiguous, and ``col`` where it is
-                int32 and contiguous, which saves half of the memory of a large graph. Then nobody may write
-                to them as long as the structure lives: kernels would read beyond the features.
+            copy: False: a contiguous int64 ``rowptr`` and a contiguous int32 ``col`` are used without a copy,
+                which saves half of the memory of a large graph. Do not write to them as long as the structure
+                is alive: kernels would read beyond the features.
 
         Raises:
             TypeError: an argument is not an integer tensor.
@@ -280,7 +281,7 @@ class Adjacency(Storage):
         group_rows: Method = "auto",
         copy: bool = True,
     ) -> Adjacency:
-        """Builds the structure of compressed columns: :meth:`from_csr`, transposed.
+        """Builds the structure from compressed columns: :meth:`from_csr`, transposed.
 
         Args:
             colptr: int32 or int64 (num_src + 1,), ascending from 0 to the number of edges.
@@ -301,22 +302,24 @@ class Adjacency(Storage):
 
     @property
     def has_transpose(self) -> bool:
-        """Whether the transposed structure was built, and still lives."""
+        """Whether the transposed structure was built and is still alive."""
         return "t" in self._built.results or (self._parent is not None and self._parent() is not None)
 
     def t(self, *, valued: bool = True) -> Adjacency:
         """The transposed structure, with edge values in the same order; shares tensors if A is symmetric.
 
         Args:
-            valued: whether its `edge_id` is kept from the sort that makes it. Without edge values nothing
-                reads it, and it takes 4 bytes an edge; where it is read after all, edges are sorted again.
+            valued: whether to keep its `edge_id`, which takes 4 bytes per edge. Only edge values need it. If
+                it is needed later, the edges are sorted again.
         """
         parent = self._parent() if self._parent is not None else None
-        found: Adjacency | None = parent or self._built.results.get("t")  # asked here: `get` is one call more
+        found: Adjacency | None = parent or self._built.results.get(
+            "t"
+        )  # checked here, because `get` would be one more call
         return found or self._built.get("t", lambda: self._transpose(valued))
 
     def keep_transpose(self, transposed: Adjacency) -> None:
-        """Takes a structure that nobody else uses as the transposed one.
+        """Stores a structure as the transpose; nothing else may use it.
 
         Args:
             transposed: the structure.
@@ -378,7 +381,7 @@ class Adjacency(Storage):
             self.symmetric = found.checksum == 0 and not found.cols_descend
 
     def is_free_of_loops(self) -> bool:
-        """Whether no entry is a loop; False while a CUDA graph is captured and nobody has looked."""
+        """Whether no entry is a loop; False while a CUDA graph is captured, unless it was checked before."""
         if self.has_loops is None and self.num_dst == self.num_src:
             if self.col.is_cuda and torch.cuda.is_current_stream_capturing():
                 return False
@@ -399,7 +402,7 @@ class Adjacency(Storage):
         return other
 
     def without_self_loops(self) -> Adjacency:
-        """The structure without its self loops; edge values keep the order and the number that they had."""
+        """The structure without its self loops; edge values keep their order and number."""
         return self.derived("without_self_loops", self._without_self_loops)
 
     def _without_self_loops(self) -> Adjacency:
@@ -416,9 +419,9 @@ class Adjacency(Storage):
         return self.t(valued=False).col is self.col
 
     def prepare(self, *, backward: bool = True) -> Adjacency:
-        """Builds now what the operators need later, so that no call has to; returns self.
+        """Builds everything that the operators need, so that no later call has to; returns self.
 
-        Call it before ``torch.compile`` or CUDA-graph capture: neither can build formats.
+        Call it before ``torch.compile`` or the capture of a CUDA graph, which cannot build formats.
 
         Args:
             backward: also the transposed structure.
@@ -448,7 +451,7 @@ class Adjacency(Storage):
     # ---------------------------------------------------------------- devices
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Adjacency:
-        """The same structure on another device (self where it is there); derived structures are rebuilt.
+        """The same structure on another device (self if it is there); derived structures are rebuilt.
 
         Args:
             device: the target.

@@ -24,7 +24,7 @@ _logger = logging.getLogger("fastsparse_core")
 _INT32_MAX = 2**31 - 1
 #: Bytes per entry that the conversion to blocks takes while it runs: rows, and two sorts of 64-bit keys.
 _CONVERSION_BYTES = 48
-#: What it may take without a question, and share of the free memory that it may take.
+#: Bytes that it may take without a check, and the share of the free memory that it may take.
 _FEW_BYTES = 2**30
 _SHARE_OF_FREE = 0.5
 
@@ -38,7 +38,7 @@ def _free_bytes(device: torch.device) -> float:
 
 
 class BlockFormats(Degrees):
-    """The part of :class:`fastsparse_core.Adjacency` that kernels over tensor-core blocks are served from.
+    """The part of :class:`fastsparse_core.Adjacency` that kernels over tensor-core blocks read.
 
     Attributes:
         group_rows: which rows share a window of the binary sparse blocks.
@@ -61,8 +61,9 @@ class BlockFormats(Degrees):
     def try_bsb(self) -> bool:
         """Builds the binary sparse blocks where they can be; returns whether they are there.
 
-        Without the memory the CSR kernels go on, and with more vectors than can be counted, which is said
-        once and not tried again. They also serve structures with more sources than the blocks can name.
+        If there is too little memory or there are too many vectors, the CSR kernels are used. That is logged
+        once, and the conversion is not tried again. They also handle structures with more sources than the
+        blocks can name.
         """
         if not self.has_bsb and not self._bsb_refused and self.num_src <= MOST_COLUMNS:
             needed = self.num_edges * _CONVERSION_BYTES
@@ -96,7 +97,7 @@ class BlockFormats(Degrees):
 
     @property
     def bsb_split(self) -> RowSplit:
-        """Work list of the tensor-core kernels: windows cut into slices, of whole blocks but for the last."""
+        """Work list of the tensor-core kernels: windows cut into slices of whole blocks."""
         return self._of_pattern.get(
             "bsb_split", lambda: self._slices(lengths.slice_blocks(self.bsb.num_blocks, self.gpu))
         )
@@ -127,7 +128,8 @@ class BlockFormats(Degrees):
         return self._blocks(
             self.bsb_split,
             self.bsb_runs,
-            # Found only now: most structures never meet edge values, and the places take 4 bytes an edge.
+            # Computed on demand: most structures are never used with edge values, and the positions take 4
+            # bytes per edge.
             self._of_pattern.get("quad_entry", self.bsb.quad_entry) if valued else None,
             self.bsb_value_id if valued else None,
         )
@@ -206,7 +208,7 @@ class BlockFormats(Degrees):
         bsb = self.bsb
         slices, num_slices, split_row, split_ptr, num_split_rows = addresses_of(split)
         return _C.BsbStructure(
-            # Of the storage: an empty view has no address, yet the kernels read ahead, behind its end.
+            # Address of the storage: an empty view has none, but the kernels read ahead, behind its end.
             quad=bsb.quad.untyped_storage().data_ptr(),
             window_ptr=bsb.window_ptr,
             window_row=bsb.window_row,

@@ -24,7 +24,7 @@ class BuiltOnce:
     @property
     def lock(self) -> ForkSafeLock:
         """What is held while a result is built; of a structure's locks that of its `_built` comes first."""
-        # Of threads that come at once all take the first one's.
+        # If several threads come at once, all use the result of the first.
         lock: ForkSafeLock = self._lock or self.__dict__.setdefault("_lock", ForkSafeLock())
         return lock
 
@@ -37,7 +37,7 @@ class BuiltOnce:
         result = self.results.get(key)
         if result is None:
             if torch.compiler.is_compiling():
-                return build()  # a trace knows no locks, and what it makes is the graph's
+                return build()  # a trace cannot use locks, and its result belongs to the graph
             with self.lock:
                 result = self.results.get(key)
                 if result is None:
@@ -51,8 +51,8 @@ class BuiltOnce:
                     if not torch.is_inference_mode_enabled():
                         result = self.results[key] = build()
                         return result
-                    # A model may be evaluated before it is trained: what is kept must also serve autograd
-                    # later.
+                    # A model may be evaluated before it is trained, so cached tensors must also support
+                    # autograd.
                     with torch.inference_mode(False):
                         result = self.results[key] = build()
         return result

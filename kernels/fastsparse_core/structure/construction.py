@@ -97,9 +97,9 @@ def rows_of_edges(
 def _as_given(
     row: Tensor, col: Tensor, shape: tuple[int, int], keeps_loops: bool
 ) -> CompressedRows | IndexFacts:
-    """CompressedRows of edges of which each is stored once, in their order where rows ascend.
+    """CompressedRows of edges that are each stored once, in their order if rows ascend.
 
-    Of edges with loops that are not to be kept, only what was found out.
+    For edges with loops that are not kept, only the facts.
     """
     square = shape[0] == shape[1]
     longest = lengths.slice_length(row.numel(), gpu.profile_of(row.device))

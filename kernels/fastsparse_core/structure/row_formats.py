@@ -36,7 +36,7 @@ class Usage:
 
 
 class TransposedOrder(NamedTuple):
-    """Where the entries of a transposed structure lie in the caller's order, as long as nobody has asked.
+    """Where the entries of a transposed structure are in the caller's order, until they are requested.
 
     Attributes:
         rowptr: of the structure that was transposed.
@@ -62,7 +62,7 @@ class TransposedOrder(NamedTuple):
 
 
 class RowFormats:
-    """The part of :class:`fastsparse_core.Adjacency` that kernels over rows are served from.
+    """The part of :class:`fastsparse_core.Adjacency` that kernels over rows read.
 
     Attributes:
         rowptr: int64 (num_dst + 1,), the range of entries of every row.
@@ -74,9 +74,9 @@ class RowFormats:
         handle: number by which the operators know the object.
         plans: what earlier calls found out, by operator and shape, for calls that repeat them.
         usage: how often it was used.
-        has_sorted_slices: whether slices of like length lie together in `row_split`, once it is built.
-        symmetric: whether it equals its transpose, edge values apart; None: nobody has compared them yet.
-        has_loops: whether some edge is a loop; None: nobody has looked.
+        has_sorted_slices: whether slices of like length are together in `row_split`, once it is built.
+        symmetric: whether it equals its transpose, edge values apart; None: not compared yet.
+        has_loops: whether some edge is a loop; None: not checked yet.
     """
 
     rowptr: Tensor
@@ -109,12 +109,12 @@ class RowFormats:
 
     @property
     def device(self) -> torch.device:
-        """Where the structure lies."""
+        """Where the structure is."""
         return self.col.device
 
     @property
     def gpu(self) -> gpu.GpuProfile:
-        """What is known of the GPU that it lies on."""
+        """What is known of the GPU that it is on."""
         return gpu.profile_of(self.col.device)
 
     def row(self) -> Tensor:
@@ -210,7 +210,7 @@ class RowFormats:
         found = results.get(key)
         if found is None and work_list == "hybrid":  # which reads the device: not while a graph is captured
             found = self._built.get(key, lambda: self._rows(self.hybrid_rows.row_split(), valued=valued))
-        elif found is None:  # of threads that come at once each makes one, and all say the same
+        elif found is None:  # if several threads come at once, each builds one, and all are equal
             is_split = work_list == "csr" and self.device.type == "cuda"
             split = self.row_split if is_split else None
             found = results[key] = self._rows(split, valued=valued)
@@ -222,11 +222,12 @@ class RowFormats:
     def sort_slices(self) -> None:
         """Puts slices of like length together, if they are in row order so far.
 
-        What was made of them is made anew at once: a CUDA graph may be captured next, which can make nothing.
+        What was made of them is made again at once: a CUDA graph may be captured next, which can make
+        nothing.
         """
         if self.has_sorted_slices:
             return
-        # Whoever comes second waits: nothing is ever missing, and nothing said to be sorted that is not.
+        # A second thread waits, so it never sees a structure that is incomplete or wrongly marked as sorted.
         with self._built.lock, self._of_rows.lock, torch.inference_mode(False):
             if not self.has_sorted_slices:
                 self._sort_slices()
@@ -235,7 +236,7 @@ class RowFormats:
         results, built = self._of_rows.results, self._built.results
         unsorted = results.get("row_split")
         if unsorted is not None:
-            # Kept, for CUDA graphs were perhaps captured with it.
+            # Kept, because CUDA graphs may have been captured with it.
             results["unsorted_row_split"] = unsorted
             results["row_split"] = split = self._sorted_row_split(unsorted)
             for key, valued in (("csr_structure", True), (("csr_structure", "without ids"), False)):

@@ -19,8 +19,8 @@ from fastsparse_core.log import range_text
 from fastsparse_core.structure.build_once import built_results
 from fastsparse_core.structure.construction import check_shape, rows_of_pointers
 
-#: Binary digits of the numbers of rows and segments of indices on a GPU that did not ascend: the next
-#: one of the kind is sorted before anything is read from the device, until one did ascend.
+#: Bit lengths of the numbers of rows and segments of indices on a GPU that were not ascending. The next index
+#: of these sizes is sorted before anything is read from the device, until one is ascending.
 _unsorted: set[tuple[int, int]] = set()
 
 
@@ -31,7 +31,7 @@ class Segments:
         rowptr: int64 (num_segments + 1,), the range of entries of every segment.
         order: int32 or int64 (num_rows,), the matrix's row behind every entry; None where entry i is row i.
         num_segments: number of segments.
-        num_rows: number of the matrix's rows, of which each belongs to one segment.
+        num_rows: number of the matrix's rows; each belongs to one segment.
         facts: address of what the device knows of segments that the host has yet to look at, whose
             `row_split` has space for all that there can be; 0 for all others.
     """
@@ -59,8 +59,8 @@ class Segments:
         Args:
             index: int32 or int64 (num_rows,), the segment of every row.
             num_segments: number of segments.
-            meanwhile: may be called, with segments of which only reductions may be made, while the device
-                sorts: what it launches is void if this raises.
+            meanwhile: may be called while the device sorts, with segments that may only be used for
+                reductions: what it launches is void if this raises.
 
         Raises:
             ValueError: an index is negative or too large.
@@ -97,7 +97,8 @@ class Segments:
         """Sorts an index on a GPU, unseen; None if some of it is none."""
         check_content("index", index)
         num_rows = index.numel()
-        # The one read from the device is waited for when all that does not need it is on its way.
+        # The host waits for the only read from the device after everything that does not need it was
+        # launched.
         sort = sort_index(index, num_segments, slice_length(num_rows, gpu.profile_of(index.device)))
         if meanwhile is not None:
             unseen = cls(sort.rowptr, sort.order, num_rows, sort.workspace)

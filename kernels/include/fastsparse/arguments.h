@@ -1,5 +1,5 @@
-// Which of Python's arguments fill the fields of a struct. The list stands behind the struct and is all that
-// declares its arguments: the packing, the error messages and `_C.pyi` are made of it.
+// Which of Python's arguments fill the fields of a struct. The list follows the struct and is the only
+// declaration of its arguments: the packing, the error messages and `_C.pyi` are made from it.
 //
 //   FASTSPARSE_ARGUMENTS(MaskRowsArgs, FIELDS(dense), NUM_ROWS(num_rows), WIDTH(width), DTYPE(dtype),
 //                        FIELDS(kept, out));
@@ -47,7 +47,7 @@ struct EdgeValueView;
 struct KeptIdsView;
 class Given;
 
-// What Python may give for a field: in the stub, and in messages.
+// Type of a field for Python, in the stub and in messages.
 struct Kind {
   const char* stub;
   const char* words;

@@ -1,4 +1,4 @@
-// What is around the attention of a layer on CUDA: cuda/attention_layer_parts.cu.
+// The parts of an attention layer around the attention itself, on CUDA: cuda/attention_layer_parts.cu.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,7 +16,7 @@ struct ScoreGradients {
 
 // Of ds_ih v_ih for both vectors, and of `grad`.
 struct ScoreSums {
-  void* to[3];  // null: not wanted
+  void* to[3];  // null: not computed
   Dtype dtype[3];
 };
 

@@ -1,5 +1,5 @@
-// The attention of a layer in one call each way: what its linear maps give lies side by side in one matrix,
-// (num_nodes, num_linears * heads * head_width), and so do their gradients.
+// The attention of a layer in one call each way: the results of its linear maps are side by side in one
+// matrix, (num_nodes, num_linears * heads * head_width), and so are their gradients.
 #pragma once
 
 #include "fastsparse/head_scores.h"
@@ -51,7 +51,7 @@ struct AttentionLayerBackward {
   AttentionLayerCall call;
   DenseView grad;
   void* grad_joint;  // as joint
-  void* grad_first;  // of the vectors, in the accumulation type; null: not wanted, as those that follow
+  void* grad_first;  // of the vectors, in the accumulation type; null: not computed, as those that follow
   void* grad_second;
   void* work;  // as of AttentionCsrBackwardArgs
   void* grad_edge;
@@ -100,9 +100,9 @@ struct CudaAttentionLayerArgs {
   DenseView grad;  // backward, as all that follows: (num_nodes, width)
   void* grad_joint;
   float* grad_vectors[2];
-  void* grad_bias;  // (width); null: not wanted
+  void* grad_bias;  // (width); null: not computed
   Dtype grad_bias_dtype;
-  void* grad_map_bias;  // (num_linears * width): sums of grad_joint; null: not wanted
+  void* grad_map_bias;  // (num_linears * width): sums of grad_joint; null: not computed
   Dtype grad_map_bias_dtype;
 };
 struct CudaAttentionLayerForward;

@@ -2,14 +2,14 @@
 // copies, and products with them on tensor cores. lane = 4 g + t throughout.
 //
 // A warp works alone, on the 8 rows of a window ("own" rows) and the 16 vectors of one block after the other.
-// A tile holds the gathered rows of a block's 16 vectors for kHeads heads. Two products take it as it lies:
+// A tile holds the gathered rows of a block's 16 vectors for kHeads heads. Two products take it as it is:
 //   - multiply_rows: 16 vectors x 8 own rows, the sum over a head's features (K Q^T);
 //   - add_columns: features x 8 own rows, the sum over the vectors, with weights from the first (V^T P^T).
 // Between them a thread owns 4 entries of the block, as the tensor cores leave them (Owned). In 16-bit
 // formats the tile is the first operand of both products, and the weights are transposed on their way to the
 // second. In float32 the own rows are the first operand of the first product: they fill half of its 16 rows
-// and their second TF32 terms the other half, and the weights already lie as the second product wants them.
-// Vector 4q + 2j + e of a block lies in row 8j + 2q + e of a tile.
+// and their second TF32 terms the other half, and the weights already are as the second product wants them.
+// Vector 4q + 2j + e of a block is in row 8j + 2q + e of a tile.
 #pragma once
 
 #include <type_traits>
@@ -304,8 +304,8 @@ __device__ __forceinline__ std::uint32_t matrix_address(std::uint32_t tile, int 
 }
 
 // score[i] = <own row, gathered row> of the thread's i-th entry (Owned), over the features of `head`. To the
-// bit the same where own and gathered rows change places: the passes must agree on scores of 10,000, of which
-// a rounding is 1e-3 of a weight.
+// bit the same where own and gathered rows change places: the passes must agree on scores of 10,000, whose
+// rounding changes a weight by 1e-3.
 template <typename S, int kTerms>
 __device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std::uint32_t (&own)[S::kPieces],
                                               std::uint32_t tile, int head, int lane) {
@@ -345,7 +345,8 @@ __device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std:
           sum[i / 2][i % 2] = 0;
         }
       }
-      // Else wide heads' loads are all moved to the front, where they find no registers.
+      // Otherwise the compiler moves all loads of wide heads to the front, where there are not enough
+      // registers.
       if (S::kHeadPieces > 16 && step % 16 == 14) __syncwarp();
     }
     if constexpr (kTerms > 1) {
@@ -454,7 +455,7 @@ __device__ __forceinline__ void add_entries(float (&sum)[S::kTiles][4], std::uin
   }
 }
 
-// Whether no lane's sums hold infinity or NaN.
+// Whether the sums of all lanes are finite.
 template <typename S>
 __device__ __forceinline__ bool finite(const float (&sum)[S::kTiles][4]) {
   float zero = 0;
@@ -542,8 +543,8 @@ __device__ __forceinline__ void store_partial(const Target& target, const float 
 // ---------------------------------------------------------------- entries
 
 // The 4 entries of a block that a thread owns, and what it keeps of the rows that they stand in: kRowsOwned
-// rows, of which entry i stands in the (i % kRowsOwned)-th. In 16-bit formats rows 2t and 2t + 1 of two
-// vectors; in float32 row g of the vectors 4t .. 4t + 3.
+// rows; entry i is in row i % kRowsOwned. In 16-bit formats rows 2t and 2t + 1 of two vectors; in float32 row
+// g of the vectors 4t .. 4t + 3.
 template <typename S>
 struct Owned {
   static constexpr int kRowsOwned = S::kFloat ? 1 : 2;
@@ -552,7 +553,7 @@ struct Owned {
   static __device__ __forceinline__ int row(int i, int lane) {
     return S::kFloat ? lane / 4 : lane % 4 * 2 + i % 2;
   }
-  // Of the nth vector owned, the place in its block.
+  // Place of the nth owned vector in its block.
   static __device__ __forceinline__ int vector(int nth, int lane) {
     return S::kFloat ? lane % 4 * 4 + nth : lane / 8 * 4 + lane / 4 % 2 + 2 * nth;
   }
@@ -568,7 +569,7 @@ struct Owned {
     }
     return v;
   }
-  // Numbers of the own rows, as the sums of add_columns need them: of rows 2t and 2t + 1.
+  // Numbers of the own rows, in the layout of the sums of add_columns: of rows 2t and 2t + 1.
   static __device__ __forceinline__ void of_sums(float (&of_row)[2], const float (&own)[kRowsOwned],
                                                  int lane) {
     if constexpr (S::kFloat) {
@@ -652,7 +653,7 @@ class Entries {
   __device__ __forceinline__ void positions(std::int64_t (&position)[kOwned], const BsbView& a,
                                             std::int64_t first_quad) const {
     const std::uint32_t masks = this->masks();
-    if (masks == 0) return;  // so has a quad that is not there
+    if (masks == 0) return;  // as for a quad that does not exist
     const std::int64_t first = a.quad_entry[first_quad + quad()];
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
@@ -709,7 +710,7 @@ cudaError_t prepare_kernel(Kernel* kernel, int bytes) {
 }
 
 // Heads whose products take so long that asking for a bias and dropout does not show, and whose registers it
-// does not exceed: one kernel serves calls with and without.
+// does not exceed: one kernel handles calls with and without.
 template <typename S>
 inline constexpr bool kAlwaysExtras = !S::kFloat && S::kHeadWidth == 256;
 

@@ -7,7 +7,7 @@
 
 namespace fastsparse {
 
-// Features in rows one behind the other, which rows count, and what both passes need beside them.
+// Features in rows one behind the other, which rows count, and what both passes need in addition.
 struct MaskedRows {
   const void* x;  // (num_rows, width), not float64
   std::int64_t num_rows, width;

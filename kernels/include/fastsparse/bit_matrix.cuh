@@ -5,7 +5,7 @@
 
 namespace fastsparse::cuda {
 
-// `a` where a bit of the mask is set, `b` elsewhere: one instruction, of which the compiler makes two.
+// `a` where a bit of the mask is set, `b` elsewhere: one instruction, for which the compiler emits two.
 __device__ __forceinline__ unsigned merge(unsigned a, unsigned b, unsigned mask) {
   unsigned merged;
   asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(merged) : "r"(a), "r"(b), "r"(mask));
@@ -61,9 +61,9 @@ __device__ __forceinline__ unsigned transposed_nibbles(unsigned word) {
 // Where bit_planes puts the word of a bit.
 constexpr int plane_of(int bit) { return bit % 2 * 8 + bit / 2; }
 
-// From 32 numbers of 16 bits, of which words[i] has numbers 2 i and 2 i + 1, to the word of each bit: bit e
-// of words[plane_of(b)] is bit b of number e. An index of a register and a position in a word change places
-// one binary digit at a time.
+// From 32 numbers of 16 bits (words[i] has numbers 2 i and 2 i + 1) to the word of each bit: bit e of
+// words[plane_of(b)] is bit b of number e. An index of a register and a position in a word change places one
+// binary digit at a time.
 __device__ __forceinline__ void bit_planes(unsigned (&words)[16]) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) exchange<16>(words[i], words[i + 8]);

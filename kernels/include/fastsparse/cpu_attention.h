@@ -202,7 +202,7 @@ void project(const Gather& right, const double* columns, std::int64_t edge_width
 template <typename A>
 struct HiddenGradients {
   Sum<A> slopes, outputs;
-  A* rows;  // null: not wanted
+  A* rows;  // null: not computed
   std::int64_t stride;
 };
 void differentiate_hidden(const float* weight, const Hidden<float>& hidden, const Gather& right,
@@ -229,7 +229,7 @@ void narrow_row(const float* from, float scale, std::int64_t width, void* to, Dt
 void narrow_row(const double* from, double scale, std::int64_t width, void* to, Dtype dtype,
                 std::int64_t first);
 
-// A row in the type of sums: where it lies if it has that type, else in `workspace`. Kernels that work row by
+// A row in the type of sums: where it is if it has that type, else in `workspace`. Kernels that work row by
 // row need no version for 16-bit numbers then.
 template <typename A>
 FASTSPARSE_INLINE const A* read_row(const DenseView& matrix, Dtype dtype, std::int64_t row,

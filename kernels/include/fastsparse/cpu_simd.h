@@ -12,7 +12,7 @@
 #include "fastsparse/views.h"
 
 #define FASTSPARSE_INLINE inline __attribute__((always_inline))
-// A lambda whose body becomes part of whoever calls it: [&]() FASTSPARSE_INLINED { ... }
+// A lambda that is inlined into its caller: [&]() FASTSPARSE_INLINED { ... }
 #define FASTSPARSE_INLINED __attribute__((always_inline))
 
 namespace fastsparse::cpu {
@@ -239,7 +239,7 @@ FASTSPARSE_INLINE void add_compensated(const V& term, V& total, V& compensation)
   const V corrected = term - compensation;
   const V next = total + corrected;
   compensation = (next - total) - corrected;
-  // Of an infinite total it would be NaN, and so would the total be with the next term.
+  // For an infinite total, it would be NaN and would make the total NaN with the next term.
   if constexpr (std::is_arithmetic_v<V>) {
     compensation = compensation == compensation ? compensation : V{0};
   } else {

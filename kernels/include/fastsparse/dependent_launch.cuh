@@ -12,7 +12,8 @@
 
 namespace fastsparse::cuda {
 
-// Said by every block of a kernel: once all blocks have said it or ended, the next kernel may be launched.
+// Called by every block of a kernel: after all blocks have called it or ended, the next kernel may be
+// launched.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -27,8 +28,8 @@ __device__ __forceinline__ void wait_for_kernel_before() {
 }
 
 // Whether a kernel may start early on the current device: overlapping launches, and the kernel's wait, came
-// with architecture 9.0. All kernels are compiled for the same architectures, so that one answers for all of
-// them, and asking at every launch would cost the host half as much as the launch.
+// with architecture 9.0. All kernels are compiled for the same architectures, so the answer of one kernel
+// holds for all of them; checking at every launch would cost the host half as much as the launch.
 inline cudaError_t can_overlap(const void* kernel, bool& can) {
   thread_local int known_device = -1;
   thread_local bool known = false;

@@ -2,9 +2,9 @@
 //
 // `lanes` neighbouring lanes take one head of one slice of a row, 8 features each, and of an edge's own
 // features every lanes-th four. A group of neighbouring heads takes the same slice, so that together they
-// gather contiguous pieces of a row. The number of lanes is known at run time: one kernel serves every width.
-// Columns and positions of the next entries are read one step ahead by every lane of the group, which is one
-// transaction and no shuffle.
+// gather contiguous pieces of a row. The number of lanes is known at run time: one kernel handles every
+// width. Columns and positions of the next entries are read one step ahead by every lane of the group, which
+// is one transaction and no shuffle.
 #pragma once
 
 #include <type_traits>
@@ -145,7 +145,7 @@ struct EdgeLane {
     return rows;
   }
 
-  // Features of a row as they lie there, zeros where the head has none.
+  // Features of a row as they are there, zeros where the head has none.
   template <typename T>
   __device__ __forceinline__ LaneFeatures<T> load_packed(const DenseView& x, std::int64_t row) const {
     constexpr int kVec = kEdgeVec<T>;
@@ -271,7 +271,7 @@ __device__ __forceinline__ T* kept_in_register(T* address) {
   return address;
 }
 
-// Where the entries of a slice lie.
+// Where the entries of a slice are.
 struct SliceEntries {
   const std::int32_t* cols;
   const std::uint32_t* ids;  // of 64-bit positions the lower halves: the caller has fewer values than 2^32
@@ -350,8 +350,8 @@ __device__ __forceinline__ void sum_over(float (&v)[kCount], int to, int from = 
   }
 }
 
-// The steps of `scatter_sum`: a function each, for a loop that halves its counter is not unrolled, and the
-// numbers would lie in local memory.
+// The steps of `scatter_sum`: one function per step, because a loop that halves its counter is not unrolled,
+// and the numbers would be in local memory.
 template <int kHalf, typename A, int kCount>
 __device__ __forceinline__ void scatter_halves(A (&v)[kCount]) {
   const bool upper = (threadIdx.x & kHalf) != 0;
@@ -454,8 +454,8 @@ __device__ __forceinline__ void add_from_edge_width(float (&to)[kLaneFeatures], 
   }
 }
 
-// What GATv2's leaky ReLU sees of some edges: x_dst_i + x_src_j + W a_ij. Every weight that is read serves
-// all edges in flight.
+// What GATv2's leaky ReLU sees of some edges: x_dst_i + x_src_j + W a_ij. Every weight that is read is used
+// for all edges in flight.
 template <typename T, int kCount>
 __device__ __forceinline__ void add_projected(float (&z)[kCount][kLaneFeatures], const EdgeLane& lane,
                                               const EdgeAttentionInput& input,
@@ -529,14 +529,14 @@ __device__ __forceinline__ void load_edge(Words<T, 4> (&edge)[kKeptWeight / 4], 
   }
 }
 
-// exp(x) as __expf computes it, without the steps that save results below 2^-126, which are 0 here.
+// exp(x) as __expf computes it, without the steps for results below 2^-126, which are 0 here.
 __device__ __forceinline__ float exp_or_zero(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
   return result;
 }
 
-// Edge features that a lane has room for, with dot products.
+// Edge features that a lane has space for, with dot products.
 constexpr int kMostEdge = 16;
 
 // Lanes of a head: as many as hold 8 features each, and with dot products the edge's, a power of two.

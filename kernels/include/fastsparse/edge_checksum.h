@@ -1,4 +1,4 @@
-// A checksum that tells structures that differ from their transpose, without comparing them.
+// A checksum that finds structures that differ from their transpose, without comparing them.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // Lanes of the kernels of edge_messages.cu: a group of `lanes` neighbouring lanes takes one slice of a row
 // for one tile of the width, 8 features to a lane in loads of 16 bytes, chunk by chunk, so that the group's
-// loads of a chunk lie together. Nothing is summed over lanes but the gradients of raw features, so the
+// loads of a chunk are together. Nothing is summed over lanes but the gradients of raw features, so the
 // number of lanes is known at run time. Tiles are the slow dimension of the grid, as in spmm_csr.cu: a tile
 // of a table is likelier to stay in the L2 than the table.
 #pragma once
@@ -31,7 +31,7 @@ template <typename T, int kRows, int kMost = 4>
 constexpr int kMessagesInFlight =
     std::clamp(128 / (kTileFeatures * static_cast<int>(sizeof(T)) * kRows), 1, kMost);
 
-// One multiplication of 32-bit numbers: of 64-bit ones it takes four, for every row that is gathered.
+// One multiplication of 32-bit numbers: 64-bit numbers would take four, for every row that is gathered.
 template <typename T>
 __device__ __forceinline__ const T* row_from(const DenseView& x, std::uint32_t row) {
   const auto row_bytes = static_cast<std::uint32_t>(x.stride * static_cast<std::int64_t>(sizeof(T)));
@@ -203,7 +203,7 @@ struct FourFeatures {
   __device__ __forceinline__ Acc<T> operator[](int i) const { return widen(part[i / kVec].lane[i % kVec]); }
 };
 
-// Adds W a of some edges to `to`. Every weight that is read serves all edges in flight.
+// Adds W a of some edges to `to`. Every weight that is read is used for all edges in flight.
 template <typename T, int kCount>
 __device__ __forceinline__ void add_projected(Acc<T> (&to)[kCount][kTileFeatures], const MessageLane<T>& lane,
                                               const EdgeMessageInput& input, const void* weight,

@@ -49,14 +49,14 @@ struct EdgeMessageArgs {
   RowSplitView split;
   EdgeMessageInput input;
   void* out;    // (num_rows, width): sums of the messages
-  void* side;   // (num_rows, width): kGate: sum_j sigmoid'(z) v_ij, null: not wanted; kGateAndState: sum_j
+  void* side;   // (num_rows, width): kGate: sum_j sigmoid'(z) v_ij, null: not computed; kGateAndState: sum_j
                 // sigmoid(z)
   void* state;  // (num_values, width): z; kGateAndState only
-  std::uint8_t* positive;  // (num_values, sign_bytes): a bit for every z > 0, null: not wanted; relu only
+  std::uint8_t* positive;  // (num_values, sign_bytes): a bit for every z > 0, null: not computed; relu only
   std::int64_t sign_bytes;
   DenseView root;      // (num_rows, width): out_i += root_i, of relu (1 + eps) root_i; null data: nothing
   const void* eps;     // one number in dtype; relu with root only
-  void* scale;         // 1 + eps in dtype, null: not wanted
+  void* scale;         // 1 + eps in dtype, null: not computed
   void* partial;       // (num_slots, width) in the accumulation type; CUDA only, as all partial results
   void* partial_side;  // (num_slots, width)
 };
@@ -64,7 +64,7 @@ FASTSPARSE_ARGUMENTS(EdgeMessageArgs, AS(structure, a), ALSO(split),
                      FIELDS(input, out, side, state, positive, sign_bytes, root, eps, scale, partial,
                             partial_side));
 
-// Gradients of maps and raw features as the caller gets them, of the caller's widths; null: not wanted.
+// Gradients of maps and raw features as the caller gets them, of the caller's widths; null: not computed.
 struct EdgeMapGradients {
   void* weight;    // (width, edge_width) of `dtype`
   void* of_value;  // likewise; gates only
@@ -92,11 +92,11 @@ struct EdgeMessageBackwardArgs {
   std::int64_t num_values;
   void* grad_q;         // (num_cols, width)
   void* grad_v;         // (num_cols, width); gates only
-  void* grad_edge;      // (num_values, width) of rows e, null: not wanted
+  void* grad_edge;      // (num_values, width) of rows e, null: not computed
   void* grad_features;  // (tiles, num_values, edge_width) of raw features in the accumulation type: scratch,
-                        // summed over the tiles of the width to maps.features; null: not wanted
+                        // summed over the tiles of the width to maps.features; null: not computed
   void* grad_weight;  // (groups, edge_width, width) in the accumulation type, relu: (groups, edge_width + 1,
-                      // width), with the bias: scratch, summed over the groups; null: not wanted; CUDA only
+                      // width), with the bias: scratch, summed over the groups; null: not computed; CUDA only
   void* grad_of_value;  // (groups, edge_width, width): likewise; gates only
   std::int64_t groups;
   EdgeMapGradients maps;

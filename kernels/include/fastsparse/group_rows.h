@@ -34,7 +34,7 @@ constexpr HashFactors kHashFactors = {
      15690341, 12195393, 4562755, 7300565, 3754125}};
 
 // Permutations of the columns' numbers below 2^column_bits, made of multiplications by odd numbers and
-// shifts. Of more than 24 bits the upper 24 are kept.
+// shifts. The upper 24 bits are kept.
 struct ColumnHash {
   std::uint32_t mask;  // products may wrap: only their lower bits are kept
   int shift;

@@ -22,9 +22,9 @@ FASTSPARSE_ARGUMENTS(HeadScoresArgs, FIELDS(heads, v), NUM_ROWS(num_rows), WIDTH
 
 struct HeadScoresBackwardArgs {
   HeadScoresArgs forward;
-  void* grad_v;           // (num_rows, heads * head_width) in dtype; null: not wanted
+  void* grad_v;           // (num_rows, heads * head_width) in dtype; null: not computed
   bool adds;              // whether grad_v has something already that this is added to
-  void* grad_vectors[2];  // (heads, head_width) in the accumulation type; null: not wanted
+  void* grad_vectors[2];  // (heads, head_width) in the accumulation type; null: not computed
 };
 FASTSPARSE_ARGUMENTS(HeadScoresBackwardArgs, FIELDS(forward, grad_v, adds), AS(grad_first, grad_vectors[0]),
                      AS(grad_second, grad_vectors[1]));

@@ -21,7 +21,7 @@ void with_edge_term(const MultiAggregateInput& input, F&& f) {
   f(std::integral_constant<EdgeTerm, EdgeTerm::kRow>{});
 }
 
-// Four aligned numbers as they lie in memory, in loads of up to 16 bytes.
+// Four aligned numbers as they are in memory, in loads of up to 16 bytes.
 template <typename T>
 struct RawQuad {
   static constexpr int kVec = sizeof(T) == 8 ? 2 : kQuad;
@@ -131,8 +131,8 @@ class QuadOfResults {
   std::int64_t offset_[kQuad];  // of each feature from there
 };
 
-// A quad of several rows, of which those that `wanted(u)` names are read, others are zeros. All loads are
-// issued before anything looks at what they bring.
+// A quad of several rows: those that `wanted(u)` names are read, others are zeros. All loads are issued
+// before anything looks at what they bring.
 template <typename T, int kCount, typename RowAt, typename Wanted>
 __device__ __forceinline__ void gather_quads(Acc<T> (&to)[kCount][kQuad], const Quad& quad, RowAt row_at,
                                              Wanted wanted) {
@@ -178,7 +178,7 @@ inline int quad_lanes(std::int64_t width) {
   return lanes;
 }
 
-// Adds W a_ij of kCount entries, of which the first `wanted` count; every weight that is read serves all.
+// Adds W a_ij of kCount entries; the first `wanted` count; every weight that is read is used for all of them.
 template <typename T, int kCount>
 __device__ __forceinline__ void add_features(Acc<T> (&x)[kCount][kQuad], const MultiAggregateInput& input,
                                              const Quad& quad, const std::uint32_t (&position)[kCount],
@@ -206,7 +206,7 @@ __device__ __forceinline__ void add_features(Acc<T> (&x)[kCount][kQuad], const M
   }
 }
 
-// x_j + e_ij of some entries, of which the first `wanted` count.
+// x_j + e_ij of some entries; the first `wanted` count.
 template <typename T, EdgeTerm kEdges, int kCount>
 __device__ __forceinline__ void gather_messages(Acc<T> (&x)[kCount][kQuad], const MultiAggregateInput& input,
                                                 const Quad& quad, const Entries<kCount>& entries,

@@ -1,5 +1,5 @@
-// Python's arguments become the fields of structs, by the lists of arguments.h. `_C` knows nothing of PyTorch
-// and asks tensors as Python does.
+// Python's arguments become the fields of structs, by the lists of arguments.h. `_C` does not know PyTorch,
+// and reads attributes of tensors as Python does.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -22,13 +22,13 @@ namespace fastsparse {
 
 namespace py = pybind11;
 
-// What a function of Python's returned; throws its error if there is none.
+// The result of a Python function; throws its error if there is none.
 inline py::object held(PyObject* object) {
   if (object == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(object);
 }
 
-// What tensors are asked for.
+// Attributes that are read from tensors.
 struct Names {
   PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
   PyObject* stride = PyUnicode_InternFromString("stride");
@@ -146,7 +146,7 @@ class Given {
   // storages stay below unless the storage was larger.
   static constexpr auto kLeastAddress = std::uintptr_t{1} << 32;
 
-  // What a tensor answered; other objects know no such thing.
+  // The attribute of a tensor; an error for other objects.
   PyObject* known(PyObject* answer) const {
     if (answer == nullptr && PyErr_ExceptionMatches(PyExc_AttributeError) != 0) {
       PyErr_Clear();
@@ -344,7 +344,7 @@ class Parameters {
   // Fills `args` and `where` from the arguments of a call: `count` by position, then those that `keywords`
   // names.
   void read(PyObject* const* given, Py_ssize_t count, PyObject* keywords, void* args, void* where) {
-    // Reading may let other threads run, which may learn other call sites.
+    // Reading arguments may let other threads run, which may add other call sites.
     PyObject* objects[kMostArguments];
     if (keywords == nullptr && count == static_cast<Py_ssize_t>(arguments_.size())) {
       std::copy_n(given, arguments_.size(), objects);
@@ -398,7 +398,7 @@ class Parameters {
     }
     CallSite learnt = place_arguments(count, keywords);
     CallSite& site = sites_[next_site_++ % kNumSites];
-    Py_XINCREF(keywords);  // else another tuple might come to lie at its address
+    Py_XINCREF(keywords);  // else another tuple might come to be at its address
     std::swap(site, learnt);
     Py_XDECREF(learnt.keywords);
     return site;

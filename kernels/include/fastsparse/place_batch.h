@@ -1,5 +1,5 @@
-// Copies of a batch into memory with room for a larger one, where a CUDA graph reads it: every hop begins at
-// a place of its own, and what is behind its rows is padding. All tensors of a batch at once.
+// Copies a batch into memory with spare capacity, where a CUDA graph reads it: every hop begins at a fixed
+// place, and its rows are followed by padding. All tensors of a batch at once.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,7 @@ struct PlaceBatchArgs {
   PlacedRows tensor[kMostPlaced];
 };
 
-// What lies at a place.
+// What is at a place.
 struct Placed {
   bool is_given;     // not padding
   std::int64_t row;  // of the batch; of padding the first

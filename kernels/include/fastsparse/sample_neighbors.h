@@ -1,7 +1,7 @@
 // Neighbour sampling, what both devices share: arguments, the table of the batch's nodes, random numbers.
 //
 // A batch is drawn in steps, one for every hop and edge type. A step has a slot for every edge that it may
-// draw: a row's neighbours lie in the order in which they were drawn, rows in the order of the batch's nodes.
+// draw: a row's neighbours are in the order in which they were drawn, rows in the order of the batch's nodes.
 //
 //   sample   fills slots: draws entries of the row, finds or makes the place of each source in the table, and
 //            leaves there the first slot of the step that met it, by an atomic minimum: the same whichever
@@ -32,8 +32,8 @@ constexpr std::uint32_t kIsSlot = std::uint32_t{1} << 31;
 constexpr int kMostTiles = 1024;
 
 // Nodes of the batch. All bytes are 0xff where it is empty. Graphs that have no more nodes than a table needs
-// room for give every node a place of its own; others, and disjoint subgraphs, find places by open addressing
-// with linear probing.
+// space for give every node a place of its own; others, and disjoint subgraphs, find places by open
+// addressing with linear probing.
 struct NodeTable {
   std::uint64_t* key;    // (num_places), a power of two; null: every node has its place
   std::uint32_t* value;  // (num_places)
@@ -254,8 +254,8 @@ FASTSPARSE_HOST_DEVICE std::uint32_t below(std::uint64_t bits, std::uint32_t cou
 FASTSPARSE_HOST_DEVICE double unit(std::uint64_t bits) { return static_cast<double>(bits >> 11) * 0x1p-53; }
 
 // The bits of an exponentially distributed key, which order as the keys do: of any number of entries those
-// with the least keys are a sample by weight without replacement (Efraimidis and Spirakis, "Weighted random
-// sampling with a reservoir", 2006).
+// with the smallest keys are a sample by weight without replacement (Efraimidis and Spirakis, "Weighted
+// random sampling with a reservoir", 2006).
 FASTSPARSE_HOST_DEVICE std::uint32_t weighted_key(std::uint64_t bits, float weight) {
   // Rounded to float32 from float64, so that devices whose logarithms differ in a last bit agree.
   const auto key = static_cast<float>(-std::log(1.0 - unit(bits)) / static_cast<double>(weight));

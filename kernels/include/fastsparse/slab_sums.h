@@ -13,7 +13,7 @@ struct SlabSumsArgs {
   float* grad_bias;      // out (of_bias)
   std::int64_t num_slabs;
   std::int64_t of_weight;
-  std::int64_t of_bias;  // 0: not asked for
+  std::int64_t of_bias;  // 0: not computed
 };
 
 }  // namespace fastsparse

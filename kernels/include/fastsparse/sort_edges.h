@@ -1,11 +1,11 @@
-// Few edges looked at and sorted at once: arguments of kernels/c*/inspect.c*.
+// Inspection and sort of few edges in one launch: arguments of kernels/c*/inspect.c*.
 #pragma once
 
 #include "fastsparse/views.h"
 
 namespace fastsparse {
 
-// What the host wants to know besides of edges that are sorted.
+// Additional facts for the host about edges that are sorted.
 enum SortFact : int {
   kIsSorted = kNumEdgeFacts,  // not 0: they were sorted
   kNumSlices,

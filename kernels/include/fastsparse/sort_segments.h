@@ -9,7 +9,7 @@
 
 namespace fastsparse {
 
-// What the host wants to know of an index that was sorted.
+// Facts for the host about a sorted index.
 enum SegmentFact : int {
   kCutSegments = 0,  // the first two are what `RowSplitArgs::totals` has
   kSegmentSlots,
@@ -21,8 +21,8 @@ enum SegmentFact : int {
 // Target of slices that there might have been, behind all that there are: nothing is to be done.
 constexpr std::int32_t kNoTarget = std::numeric_limits<std::int32_t>::min();
 
-// Sorts stably by an index that may be anything, finds the segments and cuts them into slices. What is no
-// index comes behind all segments.
+// Sorts stably by an index that may be anything, finds the segments and cuts them into slices. Numbers that
+// are not valid indices come behind all segments.
 struct SortSegmentsArgs {
   const void* index;  // (num_rows)
   bool index_is_64bit;
@@ -31,7 +31,7 @@ struct SortSegmentsArgs {
   std::int64_t longest;       // entries of a slice, a power of two
   std::int64_t* rowptr;       // (num_segments + 1)
   std::int32_t* order;        // (num_rows) position of each sorted entry in the index
-  RowSlice* slices;           // (num_segments + num_rows / longest), room for as many as there can be
+  RowSlice* slices;           // (num_segments + num_rows / longest), space for as many as there can be
   std::int32_t* split_row;    // (num_rows / longest)
   std::int64_t* split_ptr;    // (num_rows / longest + 1)
   std::int64_t* facts;        // (kNumSegmentFacts) in the device's memory
@@ -42,7 +42,7 @@ struct SortSegmentsArgs {
 struct SortedKeys {
   const std::uint32_t* key;  // (num_keys)
   std::int64_t num_keys;
-  std::int64_t* rowptr;  // out, that of the `RowSplitArgs` beside it
+  std::int64_t* rowptr;  // out, that of the `RowSplitArgs` above
 };
 
 namespace cuda {
@@ -50,13 +50,13 @@ namespace cuda {
 std::size_t sort_segments_scratch_bytes(const SortSegmentsArgs& args);
 int sort_segments(const SortSegmentsArgs& args, void* scratch, std::size_t scratch_bytes, void* stream);
 
-// Row pointers of sorted keys, then the rows' slices. `args.totals` has room for all facts, which are told
-// the host, too; the fact of the index's order is there before.
+// Row pointers of sorted keys, then the rows' slices. `args.totals` has space for all facts, which are also
+// sent to the host; the fact of the index's order is there before.
 int row_split_of_keys(const RowSplitArgs& args, const SortedKeys& keys, std::int64_t* host_facts,
                       void* stream);
 
 // `segment_reduce` of segments whose number of cut ones only the device knows, in `facts`; that of `args` is
-// a bound, as is that of the slices, of which some have no target.
+// a bound, as is that of the slices, some of which have no target.
 int segment_reduce_unseen(const SegmentReduceArgs& args, const std::int64_t* facts, void* stream);
 
 }  // namespace cuda

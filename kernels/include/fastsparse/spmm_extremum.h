@@ -18,7 +18,7 @@ struct SpmmExtremumBackwardArgs {
   const std::int32_t* arg;     // (num_rows, width), of the forward pass
   const std::int32_t* source;  // (num_values): source of every edge; CPU, or where grad_value is wanted
   void* grad_x;                // (num_cols, width); on the CPU in the accumulation type
-  void* grad_value;            // (num_values, heads), zeros in the accumulation type; null: not wanted
+  void* grad_value;            // (num_values, heads), zeros in the accumulation type; null: not computed
   void* partial;               // (num_slots, width) in the accumulation type; CUDA only
   std::int64_t num_rows;
   std::int64_t width;

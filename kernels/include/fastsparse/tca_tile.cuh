@@ -8,11 +8,11 @@
 //
 // That leaves open which entries and features a lane gathers, as long as those of one g and k agree. Here the
 // lanes of one entry take neighbouring pieces of 8 features, so that rows of x are read in runs of up to 128
-// bytes per eight lanes: g names one of kChunks chunks of entries and one of kRowPieces pieces, and t, of
-// which the product takes the sum, one of kLanePieces pieces too. Those are kept apart by zeros in B: lane
-// (g, t) gives its weights only where its piece is the one that column g stands for. The packings of the
-// paper (section 4.2: 4, 8 or 16 features of 32, 16 or 8 entries) are the same idea in g alone; chunks of one
-// warp may also belong to several rows.
+// bytes per eight lanes: g names one of kChunks chunks of entries and one of kRowPieces pieces. t names one
+// of kLanePieces pieces; the product sums over t. Those are kept apart by zeros in B: lane (g, t) gives its
+// weights only where its piece is the one that column g stands for. The packings of the paper (section 4.2:
+// 4, 8 or 16 features of 32, 16 or 8 entries) are the same idea in g alone; chunks of one warp may also
+// belong to several rows.
 #pragma once
 
 #include "fastsparse/cuda_common.cuh"
@@ -20,7 +20,7 @@
 
 namespace fastsparse::cuda {
 
-// What a tile needs to know of a call.
+// Arguments of a call that a tile reads.
 struct TileArgs {
   CsrView a;
   EdgeValueView value;
@@ -155,7 +155,7 @@ struct TcaTile {
     }
   }
 
-  // What follows are the parts of `sum`.
+  // The parts of `sum` follow.
 
   // The result of this lane alone, one entry after the other.
   __device__ __forceinline__ static void sum_plainly(const TileArgs& args, std::int64_t feature,

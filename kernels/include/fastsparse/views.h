@@ -77,7 +77,7 @@ struct BsbView {
                          // without values
   bool value_id_is_64bit;
   std::int64_t num_rows;
-  RowSplitView split;     // of windows, in quads; slices of several are whole blocks but for the last
+  RowSplitView split;     // of windows, in quads; slices of several are whole blocks except for the last
   const WindowRun* runs;  // the same slices, but short windows joined to runs
   std::int64_t num_runs;
 };
@@ -155,7 +155,7 @@ struct AggregateLinearArgs {
   const float* weight;     // (out_width, width) contiguous
   const float* root_weight;
   const float* bias;  // (out_width), null: 0
-  float* sums;        // (num_rows, width) contiguous: out, null: not asked for, up to 128 outputs; or given
+  float* sums;        // (num_rows, width) contiguous: out, null: not computed, up to 128 outputs; or given
   float* out;         // (num_rows, out_width) contiguous
   std::int64_t width;
   std::int64_t out_width;
@@ -170,7 +170,7 @@ struct AggregateLinearBackwardArgs {
   const float* sums;  // (num_rows, width) contiguous
   DenseView x;        // (num_rows, width)
   float* weights;     // out (num_slabs, 2, out_width, width): of W, then of W_r
-  float* bias;        // out (num_slabs, out_width), null: not asked for
+  float* bias;        // out (num_slabs, out_width), null: not computed
   std::int64_t num_rows;
   std::int64_t num_slabs;
   std::int64_t width;
@@ -183,7 +183,7 @@ struct SpmmBsbArgs {
   BsbView a;
   EdgeValueView value;
   const std::int64_t* quad_vector;  // (num_quads) vectors with entries before the quad: then values are
-                                    // (num_vectors, 8, heads), of which those of no entry are not read;
+                                    // (num_vectors, 8, heads), values without an entry are not read;
                                     // null: they are in the caller's edge order
   const float* vector_scale;  // (num_quads, 4) scale_src of every vector's column; null: 1; 16-bit features
                               // without values only
@@ -331,8 +331,8 @@ FASTSPARSE_ARGUMENTS(SddmmArgs, AS(structure, a), ALSO(split), FIELDS(heads, x_d
                      FIELDS(x_src, scale_dst, scale_src, out, out_dtype, row));
 
 // As SddmmArgs, on tensor cores: dtype float16, bfloat16 or float32; rows and heads of the features start at
-// multiples of 16 bytes. Of `a`, values are not used: an entry's position in the CSR structure is a count of
-// mask bits from the first one of its row.
+// multiples of 16 bytes. The values of `a` are not used: an entry's position in the CSR structure is a count
+// of mask bits from the first one of its row.
 struct SddmmBsbArgs {
   BsbView a;
   const std::int64_t* rowptr;       // (num_rows + 1) as in CsrView
@@ -399,7 +399,7 @@ struct AdditiveAttentionBackwardArgs {
   float* grad_score_dst;  // (num_rows, heads)
   float* grad_score_src;  // (num_cols, heads)
   void* grad_v;           // (num_cols, heads * head_width)
-  void* grad_bias;        // (num_values, heads) in bias.dtype; null: not wanted
+  void* grad_bias;        // (num_values, heads) in bias.dtype; null: not computed
   float* row_state;       // (num_rows, heads, 4)
   float* partial_row;     // (num_slots, heads, 4)
   float* partial_v;       // (num_slots of the transposed structure, heads * head_width)
@@ -500,7 +500,7 @@ struct AttentionBsbBackwardArgs {
   void* grad_q;      // (num_rows, heads * head_width)
   void* grad_k;      // (num_cols, heads * head_width)
   void* grad_v;      // (num_cols, heads * value_width)
-  void* grad_bias;   // (num_values, heads) in bias.dtype; null: not wanted
+  void* grad_bias;   // (num_values, heads) in bias.dtype; null: not computed
   float* row_state;  // (num_rows, heads, 2; float32: 4)
   float* partial_q;  // (num_slots, 8, heads * head_width)
   float* partial_k;  // (num_slots of the transposed structure, 8, heads * head_width)
@@ -554,12 +554,12 @@ struct AttentionCsrBackwardArgs {
   void* grad_dst;
   void* grad_src;  // GATv2: with what comes through v
   void* grad_v;    // null for GATv2
-  void* grad_att;  // null but for GATv2
+  void* grad_att;  // null except for GATv2
   // (num_values, heads, 2) in the accumulation type: dropout(p_ij) and ds_ij, the gradient of the bias; null
   // without bias and edge features. It and grad_edge are zeros where not every value has an entry.
   void* work;
-  void* grad_edge;    // (num_values, edge_width); null: not wanted
-  void* grad_weight;  // (heads * value_width, edge_width); null: not wanted
+  void* grad_edge;    // (num_values, edge_width); null: not computed
+  void* grad_weight;  // (heads * value_width, edge_width); null: not computed
 };
 FASTSPARSE_ARGUMENTS(AttentionCsrBackwardArgs, FIELDS(forward), AS(transposed, a_t),
                      FIELDS(grad, grad_dst, grad_src, grad_v, grad_att, work, grad_edge, grad_weight));
@@ -625,9 +625,9 @@ struct EdgeAttentionBackwardArgs {
   void* grad_k;
   void* grad_v;         // null for GATv2, where it is part of that of k
   void* grad_q_edge;    // dot products only
-  void* grad_features;  // (parts, num_values, edge_width) in the accumulation type, null: not wanted
+  void* grad_features;  // (parts, num_values, edge_width) in the accumulation type, null: not computed
   void* grad_att;       // (att_rows, heads * head_width), likewise: the gradient is the sum of its rows
-  void* grad_weight;    // (weight_rows, edge_width, heads * head_width), likewise, null: not wanted
+  void* grad_weight;    // (weight_rows, edge_width, heads * head_width), likewise, null: not computed
   std::int64_t att_rows;
   std::int64_t weight_rows;
   float* partial_q;
@@ -655,13 +655,13 @@ struct MultiAggregateInput {
                        // the edges' features are the rows e_ij, edge_width = width
   std::int64_t edge_width;  // a multiple of 4 on CUDA where there is a weight
   std::int64_t width;
-  std::int64_t group_width;    // the width of each group of features, whose results lie side by side
+  std::int64_t group_width;    // the width of each group of features, whose results are side by side
   int slot[kNumAggregations];  // place of each aggregation in a group's results, -1: not wanted
   int num_slots;               // how many are wanted
   double min_variance;         // up to which the standard deviation is 0
   Dtype dtype;
 
-  // Where a result lies.
+  // Where a result is.
   FASTSPARSE_HOST_DEVICE std::int64_t place(std::int64_t row, int of_slot, std::int64_t feature) const {
     const std::int64_t group = feature / group_width;
     return row * num_slots * width + (group * (num_slots - 1) + of_slot) * group_width + feature;
@@ -676,9 +676,9 @@ struct MultiAggregateArgs {
   RowSplitView split;
   MultiAggregateInput input;
   void* out;      // (num_rows, num_slots * width)
-  void* mean;     // (num_rows, width) in the accumulation type, null: not wanted
+  void* mean;     // (num_rows, width) in the accumulation type, null: not computed
   void* ties;     // (num_rows, 2, width) in the accumulation type: how many entries have the maximum, and the
-                  // minimum; null: not wanted
+                  // minimum; null: not computed
   void* partial;  // (num_slots, 6, width), then (num_slots), in the accumulation type; CUDA only
 };
 FASTSPARSE_ARGUMENTS(MultiAggregateArgs, AS(structure, a), ALSO(split),
@@ -702,7 +702,7 @@ struct MultiAggregateBackwardArgs {
   void* share;          // (num_rows, 2, width), null: neither max nor min
   std::uint8_t* marks;  // (num_values, ceil(width / 4)): a bit for the maximum of each of 4 features, then
                         // for the minimum; CUDA only, null: neither, or the edges have rows
-  void* grad_src;       // (num_cols, width), null: not wanted
+  void* grad_src;       // (num_cols, width), null: not computed
   void* grad_dst;       // (num_rows, width), likewise
   void* grad_edge;      // (parts, num_values, edge_width) in the accumulation type where there is a weight, a
                         // part for every 128 features; else (num_values, width) in dtype; likewise
@@ -742,8 +742,8 @@ enum class Reduction : int {
   kDeviation = 6
 };
 
-// out_s = the reduction over segment s of rows of x, read through the entries' positions. Of `a`, columns are
-// not used. Empty segments: 0, of the product 1.
+// out_s = the reduction over segment s of rows of x, read through the entries' positions. The columns of `a`
+// are not used. Empty segments: 0, of the product 1.
 struct SegmentReduceArgs {
   CsrView a;
   RowSplitView split;
@@ -758,7 +758,7 @@ struct SegmentReduceArgs {
 };
 
 // Windows of `height` rows, at most 64, with the entries of a window by source, then by row. Word:
-// 64 * source + row in the window; the highest bit says that all of the source's entries lie in one strip.
+// 64 * source + row in the window; the highest bit says that all of the source's entries are in one strip.
 // The slices come block of sources by block of sources.
 struct RowPanelsView {
   const std::uint32_t* entry;  // (num_edges)
@@ -873,8 +873,8 @@ struct CompressArgs {
 FASTSPARSE_ARGUMENTS(CompressArgs, FIELDS(major, minor, index_is_64bit, num_edges, num_major, num_minor,
                                           sort_minor, major_ptr, minor_out, order, order_is_64bit));
 
-// What the host wants to know of edges before it builds a structure of them. Words that are maxima of
-// unsigned indices hold more than any index for a negative one.
+// Facts for the host about edges, before it builds a structure. Words that are maxima of unsigned indices
+// hold more than any index for a negative one.
 enum EdgeFact : int {
   kMostRow,      // greatest row
   kMostCol,      // greatest column
@@ -902,7 +902,7 @@ struct InspectArgs {
   std::int64_t num_rows;
   bool square;            // whether the checksum is wanted
   std::int64_t* rowptr;   // (num_rows + 1); written where rows are given, meaningful where they ascend
-  std::int32_t* col_out;  // (num_edges); null: not wanted
+  std::int32_t* col_out;  // (num_edges); null: not computed
   float* inv_degree;      // (num_rows), 0 for rows without entries
   RowSlice* slices;       // (num_rows) every row in one slice, in row order; CUDA only
   std::int64_t* facts;    // (kNumEdgeFacts) in the device's memory
@@ -962,10 +962,10 @@ FASTSPARSE_ARGUMENTS(RowSplitArgs, FIELDS(rowptr, num_rows, longest, counts),
 // The k largest entries of every row; of equal ones those in lower columns, and NaN counts as largest. Either
 // in ascending column order (values, ids), or dense rows and bits (out, kept).
 struct MaxkArgs {
-  DenseView x;          // (num_rows, width)
-  void* values;         // (num_rows, k)
-  void* ids;            // (num_rows, k) uint8 where width <= 256, else uint16
-  void* out;            // (num_rows, width), 0 but for the kept entries; null: values and ids are asked for
+  DenseView x;   // (num_rows, width)
+  void* values;  // (num_rows, k)
+  void* ids;     // (num_rows, k) uint8 where width <= 256, else uint16
+  void* out;     // (num_rows, width), 0 except for the kept entries; null: values and ids are asked for
   std::uint32_t* kept;  // (num_rows, words of width bits): bit c % 32 of word c / 32 for each kept column c
   std::int64_t num_rows;
   std::int64_t width;
@@ -987,7 +987,7 @@ struct MaskRowsArgs {
 FASTSPARSE_ARGUMENTS(MaskRowsArgs, FIELDS(dense), NUM_ROWS(num_rows), WIDTH(width), DTYPE(dtype),
                      FIELDS(kept, out));
 
-// Dense rows from CBSR: 0 but for the values at their ids.
+// Dense rows from CBSR: 0 except for the values at their ids.
 struct CbsrToDenseArgs {
   const void* values;  // (num_rows, k)
   const void* ids;     // as in MaxkArgs

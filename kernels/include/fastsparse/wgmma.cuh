@@ -8,7 +8,7 @@
 
 namespace fastsparse::cuda {
 
-// Bytes of a row of an operand in shared memory; 8 rows are a swizzle atom: piece c of 16 bytes of row r lies
+// Bytes of a row of an operand in shared memory; 8 rows are a swizzle atom: piece c of 16 bytes of row r is
 // at c ^ r % 8. Atoms begin at multiples of kAtomBytes.
 constexpr int kSwizzledRowBytes = 128;
 constexpr int kAtomBytes = 8 * kSwizzledRowBytes;
@@ -17,7 +17,7 @@ __device__ __forceinline__ int swizzled(int row, int byte) {
   return row * kSwizzledRowBytes + (byte ^ (row % 8 * 16));
 }
 
-// Where operand B lies. Rows are outputs and hold 64 elements of the sum's direction: `next_atom` is the
+// Where operand B is. Rows are outputs and hold 64 elements of the sum's direction: `next_atom` is the
 // distance of 8 rows, `next_panel` is not used. Or rows are the sum's and hold 64 outputs: `next_atom` is the
 // distance of 8 rows, `next_panel` that of 64 outputs.
 __device__ __forceinline__ std::uint64_t operand_b(const void* shared, int next_atom, int next_panel) {
