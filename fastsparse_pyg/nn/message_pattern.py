@@ -94,7 +94,13 @@ def find_pattern(
 def find_joint_pattern(
     layer: MessagePassing, original: type[MessagePassing], absent: Mapping[str, Iterable[str]]
 ) -> Pattern:
-    """Traces a layer's `message` and then its own `aggregate`, as one graph; ``absent`` is by method."""
+    """Traces `message` and the layer's own `aggregate` as one graph.
+
+    Args:
+        layer: the layer.
+        original: its class.
+        absent: for both methods, the arguments that are None.
+    """
     guards: dict[str, Any] = {}
     graph, assigned, copies = Graph(), dict[str, Node](), dict[Any, Any]()
     out: Any = None

@@ -221,8 +221,8 @@ def test_sums_over_lanes_of_several_warps_are_left_to_triton() -> None:
         assert _edge_cuda.supports(roots, leaves, wanted, width, [torch.float32]) == is_supported
 
 
-def test_gradients_that_nobody_reads_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forces are gradients of places, whose kernels once gave those of all weights, too."""
+def test_unused_gradients_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forces are gradients with respect to positions only, not to weights."""
     expression, places = CASES["mlp"]
     adj = graph("cpu")
     tensors = tensors_of(places, adj, 40, torch.float32)

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Expression, tuple[str, ...]]] = {
 
 
 FILTER, ROWS = ("add", leaf(1), leaf(6)), ("mul", leaf(0), ("mul", ("silu", leaf(1)), leaf(4)))
-#: Results of one call, and the places of its leaves, of which the two of mapped features have the same ones.
+#: Results of one call, and the places of its leaves. Both mapped leaves have the same features.
 SEVERAL: tuple[tuple[Root, ...], tuple[str, ...]] = (
     (
         Root("sum", ("add", ("mul", leaf(0), FILTER), ("mul", leaf(5), leaf(3)))),
@@ -84,7 +84,7 @@ def of_several(device: str, width: int, dtype: torch.dtype) -> tuple[Adjacency, 
 
 
 def derivatives(outs: tuple[Tensor, ...], tensors: list[Tensor]) -> list[Tensor]:
-    """Results, gradients and second derivatives; of one result that nobody reads, none."""
+    """Results, gradients and second derivatives of a loss that leaves out one of the results."""
     loss = sum((n + 1) * out.square().sum() for n, out in enumerate(outs) if n != 1)
     first = torch.autograd.grad(loss, tensors, create_graph=True)
     return [*outs, *first, *torch.autograd.grad(sum(each.square().sum() for each in first), tensors)]

@@ -913,7 +913,7 @@ class Planner:
         return tuple(self._sliced(x, first, last) for _, first, last in each)
 
     def _sliced(self, x: Any, first: int, last: int) -> Any:
-        """Some columns of a value; all of one that has a single one."""
+        """Columns ``first`` to ``last`` of a value; a value with one column is broadcast, and stays."""
         if not isinstance(x, _Value) or not isinstance(x.meta, Tensor):
             return x
         at: Any = (..., slice(first, last))
@@ -946,7 +946,7 @@ class Planner:
         return _Sum(meta, edge=self.call(operator.getitem, (self._at_edges(x), at)))
 
     def _rows_of(self, x: Any) -> list[Any]:
-        """The values side by side in a value, each a row of an edge.
+        """The rows that a value has per edge, as values of one row each.
 
         Raises:
             NoPlan: it cannot be taken apart.
@@ -960,7 +960,7 @@ class Planner:
         return [row for n in range(x.row[0]) for row in self._rows_of(self._nth(x, n, x.meta.dim()))]
 
     def _nth(self, x: Any, n: int, num_dims: int) -> Any:
-        """What is at a place of the second dimension of a value, or broadcast there.
+        """Entry ``n`` of a value's second dimension, which may be broadcast.
 
         Raises:
             NoPlan: it cannot be taken apart.
@@ -1006,12 +1006,12 @@ class Planner:
         raise NoPlan
 
     def _once(self, target: Any, *args: Any) -> Node:
-        """A call of a function, or of a method by its name, that the plan makes once."""
+        """A call of a function, or of a method given by name. Equal calls share one node."""
         known = (node for node in self.graph.nodes if node.target == target and node.args == args)
         return next(known, None) or (self.method if isinstance(target, str) else self.call)(target, args)
 
     def scattered(self, src: Any, how: str) -> _Value:
-        """What a body reduces itself over the edges of a destination."""
+        """A reduction that the body itself asks for."""
         if self.how != OWN or not isinstance(src, (_Sum, _Of)) or how not in PRODUCTS:
             raise NoPlan
         return _Whole(_meta(src.meta, self.found.dst.num_nodes), node=self._reduced(src, how))

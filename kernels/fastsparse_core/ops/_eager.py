@@ -96,9 +96,9 @@ def is_first_derivative(grad: Tensor) -> bool:
 
 
 def is_read(node: Any) -> bool:
-    """Whether the backward pass that runs reads a gradient for a node of autograd's graph.
+    """Whether the current backward pass uses the gradient that it passes to a node of autograd's graph.
 
-    `ctx.needs_input_grad` also names parameters of a pass that is after the gradient of positions alone.
+    `ctx.needs_input_grad` is also true for parameters whose gradients `torch.autograd.grad` is not asked for.
     """
     try:
         return torch._C._will_engine_execute_node(node)

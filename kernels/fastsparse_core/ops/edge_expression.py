@@ -268,7 +268,7 @@ def _gradients_by_expressions(
             grad = grad / call.adj.in_degree().clamp(min=1).to(grad.dtype).unsqueeze(1)
         given.append(grad)
         places.append("dst" if root.is_of_nodes else "edge")
-    # By the end that they are reduced at, the edges' with that of the destinations.
+    # One call for all results of edges and destinations, and one for those of sources.
     asked: dict[bool, dict[Root, Tensor | None]] = {False: {}, True: {}}
     roots: dict[int, tuple[bool, Root]] = {}
     for n in wanted:

@@ -1,7 +1,7 @@
-"""Linear maps of rows per edge on CUDA in float32: tensor cores multiply, by three TF32 products.
+"""Linear maps of rows per edge in float32, on CUDA's tensor cores by three TF32 products.
 
-Rows are many and columns few, so a product could take as long as reading and writing. cuBLAS multiplies
-float32 without tensor cores, which takes twice as long. Three products of TF32 parts are as exact.
+There are many rows and few columns, so memory could limit the product. cuBLAS does not use tensor cores for
+float32, so multiplication limits it. Three products of TF32 parts have float32 accuracy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastsparse_core.ops._eager import is_plain_eager, is_read
 from fastsparse_core.ops._edge_kernels import module_of
 from fastsparse_core.policy import allows_tf32
 
-#: Columns of a matrix: below them cuBLAS reads and writes as long, above a program cannot keep a row of sums.
+#: Sizes of a matrix. cuBLAS is as fast for smaller ones, and a program cannot keep the sums for larger ones.
 _LEAST_COLUMNS, _MOST_COLUMNS = 64, 128
 #: Rows from which the kernels are used.
 _LEAST_ROWS = 65_536
@@ -94,7 +94,7 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
         and x.size(0) >= _LEAST_ROWS
         and min(weight.shape) >= _LEAST_COLUMNS
         and max(weight.shape) <= _MOST_COLUMNS
-        and not allows_tf32()  # one product of cuBLAS then
+        and not allows_tf32()  # cuBLAS uses tensor cores then
         and not torch.is_autocast_enabled("cuda")
         and is_plain_eager(x)
     )
