@@ -223,29 +223,6 @@ def attention_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
     return written
 
 
-def edge_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
-    """One plot per layer and feature type: a baseline's time of the whole layer over ours."""
-    cells = [
-        {**cell, "graph": f"{cell['graph']}, {cell['heads']} heads"}
-        for cell in by(result["cells"], status="ok", part="layer")
-    ]
-    written = []
-    for layer, dtype in ordered((cell["layer"], cell["dtype"]) for cell in cells):
-        group = by(cells, layer=layer, dtype=dtype)
-        times = _heights(group)
-        baselines = {"pyg": f"PyG's {layer}", "triton": "a Triton kernel"}
-        bars = {
-            label: {graph: time / times["fastsparse"][graph] for graph, time in times.get(name, {}).items()}
-            for name, label in baselines.items()
-            if by(cells, implementation=name)  # of one layer it may have no time
-        }
-        title = f"{layer} with edge features, {dtype} (no bar: out of memory)"
-        path = _plot_path(record_path, layer.lower(), dtype)
-        graphs = ordered(cell["graph"] for cell in group)
-        written.append(_grouped_bars(bars, graphs, "times faster, forward and backward", title, path))
-    return written
-
-
 def _missing(cells: list[dict[str, Any]]) -> str:
     reasons = dict.fromkeys(cell["status"].split(":")[0] for cell in cells if cell["status"] != "ok")
     return " or ".join(reasons) or "not measured"
@@ -408,7 +385,6 @@ def _bars(axes: Axes, bars: dict[str, dict[str, float]], graphs: list[str], unit
 PLOTS = {
     "spmm": (speed_up_bars, roofline_plots),
     "attention": (attention_bars,),
-    "edges": (edge_bars,),
     "train": (training_overview, training_bars),
     "programs": (program_bars,),
     "scaling": (scaling_curves,),

@@ -20,7 +20,6 @@ from fastsparse_core.ops._spmm_extremum import extremum_of_sums as core_extremum
 from fastsparse_core.ops.spmm import Reduce
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.segment import scatter
-from fastsparse_core.structure.incidence import incidence
 
 #: Bytes of the tensors that exist for part of the edges, or of the features, at a time: messages that are
 #: reduced at once and not stored.
@@ -111,7 +110,7 @@ def extremum_edges(adj: Adjacency, e: Tensor, reduce: Literal["max", "min"]) -> 
     if e.is_cuda or rows.size(1) < _WIDE_EXTREMUM:
         return scatter(e, ends(adj, "v"), adj.num_dst, reduce)
     # On the CPU the extremum of edges as sources: it keeps 32-bit choices, and follows them row by row.
-    out = spmm(incidence(in_edge_order(adj)), rows, reduce=reduce)
+    out = spmm(in_edge_order(adj).incidence(), rows, reduce=reduce)
     return out.reshape(adj.num_dst, *e.shape[1:])
 
 
@@ -293,7 +292,7 @@ def dot(adj: Adjacency, x: Tensor, y: Tensor, x_at: str, y_at: str) -> Tensor:
     if "e" in operands:
         rows = operands.pop("e")
         ((target, columns),) = operands.items()
-        structure = incidence(at(adj, target)).t()
+        structure = at(adj, target).incidence().t()
     else:
         rows, columns, structure = operands["v"], operands["u"], adj
     if x.size(1) == 0 or x.size(2) == 0:

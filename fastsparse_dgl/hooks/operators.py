@@ -17,7 +17,7 @@ from torch import Tensor
 from fastsparse_core import Adjacency
 from fastsparse_core import edge_softmax as core_edge_softmax
 from fastsparse_core import spmm as core_spmm
-from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
 from fastsparse_core.ops.spmm import Reduce
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.segment import scatter
@@ -168,7 +168,7 @@ def _reduced_messages(adj: Adjacency, op: str, reduce: Reduce, x: Any, e: Any) -
 
 
 def _mean_of(adj: Adjacency, total: Tensor) -> Tensor:
-    scale = adj.inv_degree(torch.float64 if total.dtype == torch.float64 else torch.float32)
+    scale = adj.inv_degree(accumulation_dtype(total.dtype))
     return (total * scale.reshape(-1, *[1] * (total.dim() - 1))).to(total.dtype)
 
 

@@ -27,11 +27,6 @@ tell = functools.partial(fallback.tell, logging.getLogger("fastsparse_dgl"), "DG
 run = functools.partial(fallback.run, tell)
 
 
-def scale_dtype(feat: Tensor) -> torch.dtype:
-    """Dtype of constants per node: that in which the operators accumulate."""
-    return torch.float64 if feat.dtype == torch.float64 else torch.float32
-
-
 def dropout_p(dropout: torch.nn.Dropout) -> float:
     """The probability with which a dropout layer drops now: 0 in evaluation."""
     return dropout.p if dropout.training else 0.0

@@ -11,8 +11,8 @@ from fastsparse_core import Adjacency, attention, edge_softmax, scatter, spmm
 from fastsparse_core.fused.attention_layer import ADDITIVE, attention_layer
 from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.fused.head_scores import edge_scores, head_scores, map_to_scores
-from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
+from fastsparse_core.ops._eager import is_plain_linear
 from fastsparse_core.segment import rows_of
 from fastsparse_core.structure.incidence import edge_ends
 from fastsparse_dgl.compat import dgl

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency
 from fastsparse_core.fused.aggregate_transform import graph_convolution
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
-from fastsparse_dgl.nn.base import AggregationMixin, scale_dtype
+from fastsparse_dgl.nn.base import AggregationMixin
 
 
 class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
@@ -116,7 +117,7 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
         key = ("DGL GraphConv", self._norm, source.dtype)
         found: dict[str, Any] | None = adjacency.plans.get(key)
         if found is None:
-            dtype, norm, found = scale_dtype(source), self._norm, {}
+            dtype, norm, found = accumulation_dtype(source.dtype), self._norm, {}
             if norm == "both":
                 found["scale_src"] = adjacency.inv_sqrt_out_degree(dtype)
                 found["scale_dst"] = adjacency.inv_sqrt_degree(dtype)

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from fastsparse_core import CBSR, Adjacency, MaxK, ssd
-from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.fused.maxk_linear import (
     aggregate_cbsr,
     can_maxk_linear,
     densifies,
     maxk_linear,
 )
+from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_core.ops._eager import is_plain_linear
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
-from fastsparse_dgl.nn.base import scale_dtype
 from fastsparse_dgl.nn.graph_conv import FastGraphConv
 from fastsparse_dgl.nn.sage_conv import FastSAGEConv
 
@@ -221,7 +221,7 @@ class FastMaxKSAGEConv(FastSAGEConv):
             )
 
         if self._aggre_type == "gcn":
-            scale = inv_degree_with_self(adjacency, scale_dtype(cbsr.values))
+            scale = inv_degree_with_self(adjacency, accumulation_dtype(cbsr.values.dtype))
 
             def transform(out: Tensor, kept: CBSR) -> Tensor:
                 out = self.fc_neigh(torch.addcmul(out, destination(kept), scale[:, None].to(out.dtype)))

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency
 from fastsparse_core.fallback import Reason
-from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.fused.principal_aggregation import Scaled, joined_maps, scaled_aggregation
+from fastsparse_core.ops._dtypes import ACCUMULATION_DTYPE
+from fastsparse_core.ops._eager import is_plain_linear
 from fastsparse_core.ops.multi_aggregate import AGGREGATIONS
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
@@ -121,7 +122,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
 
     def _factors(self, adjacency: Adjacency, dtype: torch.dtype) -> list[Tensor | None]:
         """What every scaler multiplies the aggregations of each node by; None: 1."""
-        dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        dtype = ACCUMULATION_DTYPE[dtype]
 
         def of_degree() -> Tensor:
             return torch.log(adjacency.in_degree().to(dtype).clamp(min=1) + 1)  # without edges sums are 0
@@ -140,7 +141,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         if isinstance(graph, Adjacency) or graph.batch_size == 1:
             return float(max(adjacency.num_dst, 1)) ** -0.5
 
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        dtype = ACCUMULATION_DTYPE[like.dtype]
         norm: Tensor = dgl.broadcast_nodes(graph, graph.batch_num_nodes().to(dtype).rsqrt()[:, None])
         return norm.to(like)
 

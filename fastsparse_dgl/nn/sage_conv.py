@@ -9,11 +9,12 @@ from torch.nn import functional as F
 from fastsparse_core import Adjacency
 from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.aggregate_transform import aggregate_linear
-from fastsparse_core.fused.joint_linear import add_linear, is_plain_linear
-from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_core.fused.joint_linear import add_linear
+from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_core.ops._eager import is_plain_eager, is_plain_linear
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
-from fastsparse_dgl.nn.base import AggregationMixin, run, scale_dtype
+from fastsparse_dgl.nn.base import AggregationMixin, run
 
 NO_LSTM = Reason("aggregator_type='lstm' has no kernel", "Use 'mean', 'gcn' or 'pool'")
 
@@ -167,7 +168,7 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
             source = self.fc_neigh(source)
             given = self.fc_neigh(given) if given is not None else None
         destination = self._destination(graph, adjacency, source, given)
-        scale = inv_degree_with_self(adjacency, scale_dtype(source))
+        scale = inv_degree_with_self(adjacency, accumulation_dtype(source.dtype))
         bias = self.bias if transform_first else None
         out = self._aggregate(adjacency, source, edge_weight, scale_dst=scale, bias=bias)
         scale = scale.to(out.dtype).reshape(-1, *[1] * (destination.dim() - 1))

@@ -19,11 +19,11 @@ from fastsparse_core import Adjacency, recorded, spmm
 from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.aggregate_transform import aggregate_linear
 from fastsparse_core.fused.joint_linear import add_linear, joint_linear
-from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain_linear_of
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.layer_swap import restore
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
+from fastsparse_core.ops._eager import is_plain_linear as is_plain_linear_of
 from fastsparse_core.ops.spmm import Reduce
 from fastsparse_core.tiling import NeighbourSum
 from fastsparse_core.traced import TracedAdjacency, site_of

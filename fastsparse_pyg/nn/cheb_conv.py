@@ -115,7 +115,7 @@ class FastChebConv(PropagatingConv, ChebConv):
     def _laplacian(
         self, adj: Adjacency, x: Tensor, weight: Tensor | None, batch: Tensor | None, lambda_max: Any
     ) -> _Laplacian:
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        dtype = accumulation_dtype(x.dtype)
         # PyG's degrees are those of the first row of the edges, whatever the flow is.
         at_source = self.flow == "source_to_target"
         kind = self.normalization

@@ -15,9 +15,8 @@ from torch_geometric.typing import OptTensor
 from fastsparse_core import Adjacency, recorded
 from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.aggregate_transform import graph_convolution, one
-from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_core.ops._eager import is_plain_eager, is_plain_linear
 from fastsparse_core.tiling import NeighbourSum, is_free_of_loops
 from fastsparse_pyg.graph import BY_KERNEL, EdgesLike, edges_for_loops, gcn_factors, resolve
 from fastsparse_pyg.nn.base import known, raise_untiled
@@ -106,7 +105,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
             assert isinstance(with_loops, Adjacency)
             adj, value, scale_dst, scale_src, adds_loops = self._normalised(with_loops, x, edge_index, None)
         scales = (scale_dst, scale_src)
-        dtype = x.dtype if value is None else message_dtype(x, value)
+        dtype = x.dtype if value is None or value.dtype is x.dtype else message_dtype(x, value)
         if aggregate_first and plain and x.layout is torch.strided and dtype == x.dtype:
             out = self._aggregate_neighbours(adj, x, value, scales=scales)
             return F.linear(_plus_own(out, x, *scales) if adds_loops else out, lin.weight, bias)

@@ -166,9 +166,12 @@ class FastHGTConv(AttentionConv, HGTConv):
             return Reason("no nodes or no edges", "", "PyG")
         if self.flow != "source_to_target":
             return Reason(f"flow={self.flow!r}", fallback.USUAL_FLOW)
+        dtypes, are_matrices = set(), True
         for node_type, x in x_src.items():
             if not isinstance(x, Tensor):
                 raise_features(x, f"x_dict[{node_type!r}]")
+            dtypes.add(x.dtype)
+            are_matrices &= x.dim() == 2 and x.layout is torch.strided
         for edge_type, edges in edge_index.items():
             if not isinstance(edges, (Tensor, SparseTensor, Adjacency)):
                 raise_graph(edges, f"edge_index_dict[{edge_type}]")
@@ -178,20 +181,21 @@ class FastHGTConv(AttentionConv, HGTConv):
                 return Reason("edges that are not integers of shape (2, num_edges)", fallback.PLAIN_EDGES)
             if edge_type not in self.edge_types_map or not {edge_type[0], edge_type[-1]} <= x_src.keys():
                 return Reason("edges between types that have no features", "Pass features of all node types")
-        features = list(x_src.values())
-        if len({x.dtype for x in features}) != 1 or any(
-            x.dim() != 2 or x.layout is not torch.strided for x in features
-        ):
+        if len(dtypes) != 1 or not are_matrices:
             return Reason("features that are not matrices of one dtype", fallback.ONE_DTYPE)
         # Hooks may need keys and values; a lazy layer gets its sizes from a hook.
         modules = (self.kqv_lin, self.k_rel, self.v_rel)
         if tuple(map(type, modules)) != (HeteroDictLinear, HeteroLinear, HeteroLinear):
             return Reason("a replaced linear layer", "Keep the linear layers that HGTConv makes")
-        maps = [self.kqv_lin.lins[node_type] for node_type in x_src if node_type in self.kqv_lin.lins]
-        if any(is_uninitialized_parameter(linear.weight) for linear in maps):
-            return Reason("a lazy linear layer that is not initialized yet", "")
-        if len(maps) < len(x_src) or not all(map(is_plain_linear, maps)):
-            return fallback.HOOKED_LINEAR
-        if any(module._forward_hooks or module._forward_pre_hooks for module in modules):
-            return fallback.HOOKED_LINEAR
-        return super()._reason(features[0], features[0], next(iter(edge_index.values())))
+        maps = self.kqv_lin.lins
+        for node_type in x_src:
+            if node_type not in maps:
+                return fallback.HOOKED_LINEAR
+            if is_uninitialized_parameter(maps[node_type].weight):
+                return Reason("a lazy linear layer that is not initialized yet", "")
+            if not is_plain_linear(maps[node_type]):
+                return fallback.HOOKED_LINEAR
+        for module in modules:
+            if module._forward_hooks or module._forward_pre_hooks:
+                return fallback.HOOKED_LINEAR
+        return super()._reason(x, x, next(iter(edge_index.values())))

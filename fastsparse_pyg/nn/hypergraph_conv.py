@@ -13,6 +13,7 @@ from torch_geometric.typing import OptTensor
 from fastsparse_core import Adjacency, edge_softmax, spmm
 from fastsparse_core.fallback import Reason
 from fastsparse_core.message_plans.ends import EdgeEnd, gather
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.traced import TracedAdjacency, site_of
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import is_sparse_matrix, raise_graph, resolve
@@ -84,7 +85,7 @@ class FastHypergraphConv(FastConv, HypergraphConv):
             assert hyperedge_attr is not None
             attr = _rows_of_hyperedges("hyperedge_attr", hyperedge_attr, num_edges, hyperedge_index)
             alpha = self._attention(to_edges, x, self.lin(attr), hyperedge_index)
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        dtype = accumulation_dtype(x.dtype)
         out = spmm(to_edges, x, alpha, scale_dst=to_edges.inv_degree(dtype))
         if hyperedge_weight is None:
             out = spmm(to_nodes, out, alpha, scale_dst=to_nodes.inv_degree(dtype))

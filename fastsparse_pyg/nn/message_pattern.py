@@ -24,7 +24,6 @@ from fastsparse_pyg.nn.segments import softmax
 _FUNCTIONS = (torch_geometric.utils.softmax, torch_geometric.utils.scatter)
 _MUL = (operator.mul, torch.mul, "mul")
 _DIV = (operator.truediv, torch.div, torch.true_divide, "div")
-_ADD = (operator.add, torch.add, "add")
 #: A factor of a message, and whether it divides.
 Factor = tuple[Node | float, bool]
 

@@ -30,7 +30,7 @@ from fastsparse_core.fused.principal_aggregation import (
     node_parts,
     scaled_aggregation,
 )
-from fastsparse_core.structure.incidence import incidence
+from fastsparse_core.ops._dtypes import ACCUMULATION_DTYPE
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike, is_sparse_matrix, num_caller_values, to_edge_index
 from fastsparse_pyg.nn.base import FastConv, is_plain_linear, raise_features
@@ -136,7 +136,7 @@ class FastPNAConv(FastConv, PNAConv):
             maps = joined_maps([], [], of_own, [], own_biases, shared)
             own = node_parts(x, *maps, len(of_own) * self.F_out)[2]
             rows = self._messages(x, edge_index, adj, edge_attr)
-            aggregated = multi_aggregate(incidence(adj), rows, names, groups=self.towers)
+            aggregated = multi_aggregate(adj.incidence(), rows, names, groups=self.towers)
             out = add_scaled(own, aggregated, weights, factors)
         else:
             sizes = [width] * (2 if edge_attr is None else 3)
@@ -173,7 +173,7 @@ class FastPNAConv(FastConv, PNAConv):
         self, adj: Adjacency, dtype: torch.dtype, scaler: DegreeScalerAggregation
     ) -> list[Tensor | None]:
         """What every scaler multiplies the aggregations of each node by; None: 1."""
-        dtype, factors = torch.float64 if dtype == torch.float64 else torch.float32, []
+        dtype, factors = ACCUMULATION_DTYPE[dtype], []
         for name in scaler.scaler:
             factor: Tensor | None = None
             if name != "identity":

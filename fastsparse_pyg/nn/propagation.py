@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.nn import Module
 from torch_geometric.typing import SparseTensor
 
-from fastsparse_core import Adjacency, sddmm, spmm
+from fastsparse_core import Adjacency, spmm
 from fastsparse_core.fallback import Reason
-from fastsparse_core.fused.propagation import propagate
+from fastsparse_core.fused.propagation import propagate, symmetric_weights
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.traced import TracedAdjacency
 from fastsparse_pyg.graph import (
     caller_edges,
     gcn_factors,
     is_sparse_matrix,
-    num_caller_values,
     resolve,
     to_edge_index,
     values_of,
@@ -219,19 +219,17 @@ class PropagatingConv(FastConv):
         if value is None:
             scale, _ = gcn_factors(adj, x.dtype)
             return Propagation(adj, None, scale, scale)
+        if value.requires_grad and torch.is_grad_enabled():
+            return Propagation(adj, symmetric_weights(adj, value))
         # Degrees are sums of many terms: never in 16 bits, whatever autocast says.
         with torch.autocast(x.device.type, enabled=False):
-            dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+            dtype = accumulation_dtype(value.dtype)
             degree = spmm(adj, torch.ones(adj.num_src, 1, dtype=dtype, device=x.device), value)
-            scale = degree.pow(-0.5)
+            scale = degree.pow(-0.5).squeeze(1)
             scale = scale.masked_fill(scale == float("inf"), 0)
-            if not scale.requires_grad:
-                scale = scale.squeeze(1)
-                # With weights below 0, the root of a degree may be NaN. It must not be multiplied by the
-                # empty sum of a node without outgoing edges, whose gradient is 0.
-                return Propagation(adj, value, scale, scale.masked_fill(_has_no_outgoing(adj), 0))
-            # The product s_i s_j of every edge, differentiable in s.
-            return Propagation(adj, value * sddmm(adj, scale, scale).to(value.dtype))
+            # With weights below 0, the root of a degree may be NaN. It must not be multiplied by the
+            # empty sum of a node without outgoing edges, whose gradient is 0.
+            return Propagation(adj, value, scale, scale.masked_fill(_has_no_outgoing(adj), 0))
 
     def _value(
         self,
@@ -245,16 +243,18 @@ class PropagatingConv(FastConv):
         is_matrix = type(edge_index) is not Tensor or edge_index.layout is not torch.strided
         is_matrix = is_matrix and is_sparse_matrix(edge_index)
         value = values_of(edge_index) if is_matrix else edge_weight
+        has_loops = adj.has_inserted_loops
+        num_given = adj.num_values - min(adj.shape) if has_loops else adj.num_values
         if value is None:
             # PyG 2.8 doubles the loops of `improved` only where edges have values; matrices always have.
-            if not (fill_value != 1.0 and is_matrix and adj.has_inserted_loops):
+            if not (fill_value != 1.0 and is_matrix and has_loops):
                 return None
-            value = torch.ones(num_caller_values(adj), dtype=x.dtype, device=x.device)
+            value = torch.ones(num_given, dtype=x.dtype, device=x.device)
         elif value is edge_weight:
-            value = _check_weight(value, num_caller_values(adj), x)
+            value = _check_weight(value, num_given, x)
         if not value.is_floating_point():
             value = value.to(x.dtype)
-        if not adj.has_inserted_loops:
+        if not has_loops:
             return value
         # Existing loops keep their values, but the diagonal of a SparseTensor is overwritten.
         return adj.extend_value(value, fill_value, keep_existing=not isinstance(edge_index, SparseTensor))

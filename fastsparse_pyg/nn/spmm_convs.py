@@ -16,11 +16,11 @@ from fastsparse_core import Adjacency, sddmm
 from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.aggregate_transform import weighted_linear
 from fastsparse_core.fused.joint_linear import add_linear
-from fastsparse_core.fused.joint_linear import is_plain_linear as is_plain_linear_of
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_core.ops._eager import is_plain_linear as is_plain_linear_of
 from fastsparse_core.tiling import NeighbourSum
 from fastsparse_pyg import fallback
 from fastsparse_pyg.graph import EdgesLike, for_pyg, is_sparse_matrix

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from fastsparse_core import reference
 from fastsparse_core.ops._attention import unsupported_reason
 from fastsparse_core.ops._attention_launch import ADDITIVE, GATV2
+from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._edge_messages_fused import unfused_gated, unfused_gine
 from fastsparse_core.ops._multi_aggregate_fused import unfused as unfused_aggregates
 from fastsparse_core.structure.edge_values import EdgeValues
@@ -329,7 +330,7 @@ def structure_part(edges: Tensor, adj: Entries, name: str, size: int, dtype: tor
 
 def _in(dtype: torch.dtype) -> Any:
     """Formulas in the dtype in which kernels add."""
-    return reference.computing_in(torch.float64 if dtype == torch.float64 else torch.float32)
+    return reference.computing_in(accumulation_dtype(dtype))
 
 
 def spmm(
@@ -565,7 +566,7 @@ def cpp_attention(
         needs_formula = needs_formula or not has_kernel or bool(no_kernel)
     if needs_formula:
         return attention(*tensors, scale, dropout_p, seed, kind, heads, algorithm, adj)
-    sums = torch.float64 if src.dtype == torch.float64 else torch.float32
+    sums = accumulation_dtype(src.dtype)
     if kind == ADDITIVE:
         dst, src = dst.to(sums), src.to(sums)
     att = None if att is None else att.to(sums)

@@ -8,7 +8,7 @@ from cases import relative_error
 
 from fastsparse_core import Adjacency, reference, scatter, sddmm, spmm
 from fastsparse_core.ops import _segment
-from fastsparse_core.structure.incidence import edge_segments, incidence
+from fastsparse_core.structure.incidence import edge_segments
 from fastsparse_core.structure.segments import Segments
 
 
@@ -25,7 +25,7 @@ def test_sums_and_scores(graph, device, converted):
     dst, _, adj = graph
     if converted:  # the blocks of the graph are not those of its incidence
         assert adj.try_bsb()
-    edges = incidence(adj)
+    edges = adj.incidence()
     assert edges.rowptr is adj.rowptr
     assert edges.row_split is adj.row_split
     assert not edges.has_bsb

@@ -214,6 +214,13 @@ def test_entries_beyond_a_row_are_not_multiplied(device, algorithm, dtype, width
         assert torch.equal(touched[4:], expected[4:])
 
 
+def assert_finite_alike(out: torch.Tensor, expected: torch.Tensor) -> None:
+    finite = expected.isfinite()
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.isfinite(), finite)
+    assert relative_error(out[finite], expected[finite]) <= TOLERANCE[out.dtype]
+
+
 @each_kernel("csr", "tca", "hr")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [8, 16, 32, 64, 128, 200])
@@ -224,12 +231,7 @@ def test_infinity_stays_in_its_feature(device, algorithm, dtype, width):
     value = features(adj.num_values, 1, dtype, "contiguous", device, seed=1)[:, 0]
     x[3, width // 2], x[5, 1], x[9, width - 1] = float("inf"), float("nan"), -float("inf")
     for weights in (None, value):
-        out = spmm(adj, x, weights, algorithm=algorithm)
-        expected = reference.spmm(adj, x, weights)
-        finite = expected.isfinite()
-        assert torch.equal(out.isnan(), expected.isnan())
-        assert torch.equal(out.isfinite(), finite)
-        assert relative_error(out[finite], expected[finite]) <= TOLERANCE[dtype]
+        assert_finite_alike(spmm(adj, x, weights, algorithm=algorithm), reference.spmm(adj, x, weights))
 
 
 def few_sources(num_src: int, device: str) -> Adjacency:
@@ -279,11 +281,7 @@ def test_few_sources_that_are_not_finite(device, algorithm, dtype, width):
     x = features(90, width, dtype, "contiguous", device)
     value = features(adj.num_values, 1, dtype, "contiguous", device, seed=1)[:, 0]
     x[3, width // 2], x[5, 1], x[9, width - 1] = float("inf"), float("nan"), -float("inf")
-    out, expected = spmm(adj, x, value, algorithm=algorithm), reference.spmm(adj, x, value)
-    finite = expected.isfinite()
-    assert torch.equal(out.isnan(), expected.isnan())
-    assert torch.equal(out.isfinite(), finite)
-    assert relative_error(out[finite], expected[finite]) <= TOLERANCE[dtype]
+    assert_finite_alike(spmm(adj, x, value, algorithm=algorithm), reference.spmm(adj, x, value))
 
 
 @pytest.mark.parametrize("width", [2000, pytest.param(40_000, marks=pytest.mark.gpu)])

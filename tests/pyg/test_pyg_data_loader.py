@@ -280,29 +280,21 @@ def check_or_same_error(graphs, options, device="cpu", all_stored=True) -> None:
             assert_same_batch(got, original)
 
 
-def test_random_graphs():
-    @settings(max_examples=max(NUM_BATCHES // 2, 10), deadline=None, database=None)
-    @given(st.data())
-    def run(data):
-        graphs = data.draw(homogeneous())
-        options = data.draw(options_of(sorted(graphs[0].keys())))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            check_or_same_error(graphs, options)
-
-    run()
-
-
+@pytest.mark.parametrize(
+    ("attributes", "share"),
+    [(tuple(ATTRIBUTES), 2), ((*ATTRIBUTES, *SLOW_ATTRIBUTES), 8)],
+    ids=["stored", "by PyG"],
+)
 @pytest.mark.filterwarnings("ignore::fastsparse_core.log.SlowPathWarning")
-def test_random_graphs_with_attributes_that_pyg_collates():
-    @settings(max_examples=max(NUM_BATCHES // 8, 10), deadline=None, database=None)
+def test_random_graphs(attributes, share):
+    @settings(max_examples=max(NUM_BATCHES // share, 10), deadline=None, database=None)
     @given(st.data())
     def run(data):
-        graphs = data.draw(homogeneous((*ATTRIBUTES, *SLOW_ATTRIBUTES)))
+        graphs = data.draw(homogeneous(attributes))
         options = data.draw(options_of(sorted(graphs[0].keys())))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            check_or_same_error(graphs, options, all_stored=False)
+            check_or_same_error(graphs, options, all_stored=share == 2)
 
     run()
 

@@ -43,6 +43,29 @@ def test_weighted_matrix_with_loops(device, kind, options):
     same(reference, layer, lambda conv: conv(x, graph, weight), [x])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_weights_twice(device: str, dtype: torch.dtype) -> None:
+    """Degrees included, and of a node whose weights add up to 0, whose root is taken for 0."""
+    edge_index = random_graph(device=device)
+    edge_index = torch.cat([edge_index, torch.tensor([[0, 1], [40, 40]], device=device)], 1)
+    weight = torch.rand(edge_index.size(1), device=device, dtype=dtype).add(0.1)
+    weight[-2], weight[-1] = -1.0, 1.0
+    x = torch.randn(41, 6, device=device, dtype=dtype, requires_grad=True)
+    reference, layer = (conv(6, 9, add_self_loops=False).to(device, dtype) for conv in (GCNConv, FastGCNConv))
+    layer.load_state_dict(reference.state_dict())
+    found = []
+    for conv in (reference, layer):
+        given = weight.clone().requires_grad_()
+        out = conv(x, edge_index, given)
+        once = torch.autograd.grad(out.square().sum(), (x, given), create_graph=True)
+        kept = once[1][:-2]  # of the others the root of 0 makes NaN
+        twice = torch.autograd.grad(once[0].square().sum() + kept.square().sum(), (x, given))
+        (plain,) = torch.autograd.grad(conv(x, edge_index, given).square().sum(), given)
+        found.append((out, once[0], kept, plain[:-2], twice[0], twice[1][:-2]))
+    for got, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.usefixtures("kernels_only")
 def test_trainable_matrix_values(device):
     edge_index = simple_graph(device=device)

@@ -14,8 +14,6 @@ from fastsparse_pyg import FastPNAConv, accelerate, restore
 AGGREGATORS = ["mean", "min", "max", "std"]
 SCALERS = ["identity", "amplification", "attenuation"]
 DEG = torch.tensor([0, 3, 5, 9, 12, 4, 1])
-#: Float64, for the original's variance is a difference of squares.
-EXACT = {"tolerance": 1e-9}
 
 
 def layer_pair(

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from fastsparse_core import _C
 from fastsparse_core.device import place_of
 from fastsparse_core.gpu import multiprocessors
+from fastsparse_core.ops._dtypes import accumulation_dtype
 
 #: Parts of the rows for each multiprocessor: enough blocks of threads to keep its memory busy. And the
 #: smallest number of rows of a part: with few rows, adding up the parts would take longer than the parts.
@@ -186,7 +187,7 @@ def _gradients(
 
 def _widened(x: Tensor) -> Tensor:
     """In the dtype that sums are kept in."""
-    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return x.to(accumulation_dtype(x.dtype))
 
 
 def _columns(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

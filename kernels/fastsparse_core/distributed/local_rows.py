@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastsparse_core.distributed.exchange import HaloExchange
 from fastsparse_core.distributed.partitions import Partition
-from fastsparse_core.formats.compress import expand_rows, row_pieces
+from fastsparse_core.formats.compress import expand_rows, row_pieces, select_rows
 from fastsparse_core.formats.grouping import Method
 from fastsparse_core.log import range_text
 from fastsparse_core.structure.adjacency import Adjacency
@@ -180,16 +180,11 @@ def columns_of_rank(
     columns = torch.empty(int(pointers[-1]), dtype=torch.int32, device=device)
     start = int(begin[0]) if node.numel() else 0
     for first, last, part in row_pieces(pointers, columns):
-        before = int(pointers[first])
         if partition.order is None:
-            found = col[start + before : start + before + part.numel()]
+            before = start + int(pointers[first])
+            found = col[before : before + part.numel()]
         else:
-            counts = pointers[first : last + 1].diff()
-            entry = torch.arange(before, before + part.numel(), device=rowptr.device)
-            entry += (begin[first:last] - pointers[first:last]).repeat_interleave(
-                counts, output_size=part.numel()
-            )
-            found = col[entry.to(col.device)]
+            _, found = select_rows(rowptr, col, node[first:last])
         found = found.to(device)
         check_range("col", found, partition.num_nodes)
         part.copy_(partition.position(found))

@@ -269,9 +269,9 @@ def select_rows(rowptr: Tensor, col: Tensor, ids: Tensor) -> tuple[Tensor, Tenso
     """Pointers, from 0, and columns of some compressed rows. Waits for the device once.
 
     Args:
-        rowptr: int64 (num_rows + 1,).
-        col: (num_edges,).
-        ids: int64 (num_selected,), the rows; on the same device.
+        rowptr: int32 or int64 (num_rows + 1,).
+        col: (num_edges,), on any device.
+        ids: int64 (num_selected,), the rows; on the device of ``rowptr``.
     """
     begin = rowptr[ids]
     selected = torch.zeros(ids.numel() + 1, dtype=torch.int64, device=ids.device)
@@ -279,7 +279,7 @@ def select_rows(rowptr: Tensor, col: Tensor, ids: Tensor) -> tuple[Tensor, Tenso
     num_edges = int(selected[-1])
     entry = torch.arange(num_edges, device=ids.device)
     entry += (begin - selected[:-1]).repeat_interleave(selected.diff(), output_size=num_edges)
-    return selected, col[entry]
+    return selected, col[entry.to(col.device)]
 
 
 def expand_rows(rowptr: Tensor, num_edges: int) -> Tensor:

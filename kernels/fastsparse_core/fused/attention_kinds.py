@@ -65,13 +65,10 @@ class Score:
         return False
 
     @staticmethod
-    def has_kernel(
-        adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
+    def has_cuda_kernel(
+        adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float
     ) -> bool:
-        """Whether the kernels handle such a call and its backward pass, without anything to be built.
-
-        The algorithm is not ``"unfused"``.
-        """
+        """Whether CUDA's kernels handle such a call and its backward pass, without anything to be built."""
         raise NotImplementedError
 
     @staticmethod
@@ -98,11 +95,10 @@ class _Additive(Score):
     reads_result, code, least_maps = False, 1, 1
 
     @staticmethod
-    def has_kernel(
-        adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
+    def has_cuda_kernel(
+        adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float
     ) -> bool:
-        kind = launch.ADDITIVE
-        return not (adj.col.is_cuda and unsupported_reason(adj, kind, dtype, widths[0], heads))
+        return not unsupported_reason(adj, launch.ADDITIVE, dtype, widths[0], heads)
 
     @staticmethod
     def forward(call: LayerCall, joint: Tensor, vectors: Tensors) -> Result:
@@ -144,11 +140,10 @@ class _Gatv2(Score):
     reads_result, code, least_maps = True, 2, 2
 
     @staticmethod
-    def has_kernel(
-        adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
+    def has_cuda_kernel(
+        adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float
     ) -> bool:
-        kind = launch.GATV2
-        return not (adj.col.is_cuda and unsupported_reason(adj, kind, dtype, widths[0], heads, scale))
+        return not unsupported_reason(adj, launch.GATV2, dtype, widths[0], heads, scale)
 
     @staticmethod
     def forward(call: LayerCall, joint: Tensor, vectors: Tensors) -> Result:
@@ -189,14 +184,12 @@ class _DotProduct(Score):
         return len(widths) == 4
 
     @staticmethod
-    def has_kernel(
-        adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float, algorithm: str
+    def has_cuda_kernel(
+        adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float
     ) -> bool:
-        if adj.col.is_cuda:
-            # Heads that loads of 16 bytes do not take are padded by the operator.
-            is_whole = widths[0] // heads * dtype.itemsize % 16 == 0
-            return is_whole and not unsupported_reason(adj, launch.DOT_PRODUCT, dtype, widths[0], heads)
-        return algorithm in ("auto", "fused3s")
+        # Heads that loads of 16 bytes do not take are padded by the operator.
+        is_whole = widths[0] // heads * dtype.itemsize % 16 == 0
+        return is_whole and not unsupported_reason(adj, launch.DOT_PRODUCT, dtype, widths[0], heads)
 
     @staticmethod
     def forward(call: LayerCall, joint: Tensor, vectors: Tensors) -> Result:

@@ -13,7 +13,6 @@ from fastsparse_core import _C, policy
 from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2, LayerCall, LayerEdges, Score
 from fastsparse_core.fused.attention_on_cuda import attend, differentiate, plan_of, stacked
 from fastsparse_core.fused.head_scores import product_in_parts
-from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.ops._attention_checks import draw_seed, drawn_by_replays
 from fastsparse_core.ops._autocast import (
     CAST,
@@ -24,8 +23,15 @@ from fastsparse_core.ops._autocast import (
     versions_of,
     without_autocast,
 )
-from fastsparse_core.ops._dtypes import DTYPE_CODE, cast
-from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
+from fastsparse_core.ops._dtypes import ACCUMULATION_DTYPE, DTYPE_CODE, cast
+from fastsparse_core.ops._eager import (
+    PLAIN,
+    direct,
+    is_first_derivative,
+    is_plain_eager,
+    is_plain_linear,
+    is_wrapped,
+)
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._kept_results import unfused_gradients
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
@@ -151,8 +157,10 @@ def attention_layer(
     ):
         return None
     algorithm = policy.eager_requests().get("attention", "auto")
-    if algorithm == "unfused" or not score.has_kernel(adj, dtype, widths, heads, scale, algorithm):
+    if algorithm == "unfused" or (x.is_cuda and not score.has_cuda_kernel(adj, dtype, widths, heads, scale)):
         return None
+    if score is DOT_PRODUCT and algorithm == "csr" and not x.is_cuda:
+        return None  # the operator says that the CPU has no such
     keeps_result = records and x.is_cuda and score.reads_result
     if keeps_result and bias is None and not mean and not score.adds(widths):
         return None  # the result would be saved itself, and could not be written to
@@ -264,7 +272,7 @@ def _attend_at_once(
     edges: LayerEdges | None,
 ) -> tuple[Tensor, tuple[Any, ...]]:
     num_nodes, dtype = joint.shape[0], call.dtype
-    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    precise = ACCUMULATION_DTYPE[dtype]
     out = joint.new_empty(num_nodes, call.widths[0])
     # Scores of sources and destinations where there are any, and the log-sum-exp.
     state = joint.new_empty(3 if call.score is ADDITIVE else 1, num_nodes, call.heads, dtype=precise)

@@ -24,9 +24,9 @@ from fastsparse_core.ops import (
     sddmm,
     spmm,
 )
-from fastsparse_core.ops._attention_checks import default_scale
+from fastsparse_core.ops._attention_launch import default_scale
 from fastsparse_core.structure.adjacency import Adjacency
-from fastsparse_core.structure.incidence import edge_ends, incidence
+from fastsparse_core.structure.incidence import edge_ends
 
 
 def gat(
@@ -164,7 +164,7 @@ def transformer(
         bias = None
         if edge_rows is not None:
             of_heads = (-1, heads, query.size(1) // heads)
-            bias = sddmm(incidence(adj), query.view(of_heads), edge_rows.view(of_heads))
+            bias = sddmm(adj.incidence(), query.view(of_heads), edge_rows.view(of_heads))
             bias = bias * default_scale(of_heads[2])
         return attention_weights(adj, query, key, bias=bias, heads=heads, **of_edges)
 
@@ -175,7 +175,7 @@ def transformer(
     out = spmm(adj, value, used)
     if edge_rows is None and edges is not None:
         edge_rows = F.linear(*edges)
-    return out if edge_rows is None else out + spmm(incidence(adj), edge_rows, used), alpha
+    return out if edge_rows is None else out + spmm(adj.incidence(), edge_rows, used), alpha
 
 
 def _dropped(

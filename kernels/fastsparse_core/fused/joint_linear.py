@@ -6,40 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as nn_module
 
 from fastsparse_core.fused.bias import linear
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
-from fastsparse_core.ops._eager import is_plain_eager
-
-# Hooks for all modules. (PyTorch 2.6 has no function that asks for them.)
-_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
-    nn_module._global_forward_hooks,
-    nn_module._global_forward_pre_hooks,
-    nn_module._global_backward_hooks,
-    nn_module._global_backward_pre_hooks,
-)
-
-
-def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear, weight: str = "weight") -> bool:
-    """Whether a linear layer is its weight and bias alone, so that its product may be taken elsewhere.
-
-    Args:
-        module: the layer.
-        kind: the class of linear layers that the framework has.
-        weight: name of the layer's weight.
-    """
-    state = module.__dict__  # attributes of a module take four times as long
-    return type(module) is kind and not (
-        state["_forward_hooks"]
-        or state["_forward_pre_hooks"]
-        or state["_backward_hooks"]
-        or state["_backward_pre_hooks"]
-        or "forward" in state
-        or any(_GLOBAL_HOOKS)
-        or weight not in module._parameters  # of replicas of DataParallel: a plain attribute
-    )
+from fastsparse_core.ops._eager import is_plain_eager, is_plain_linear
 
 
 def may_be_cast(network: Any) -> bool:
@@ -92,7 +64,8 @@ def joint_linear(x: Tensor, modules: Sequence[Any], kind: type[nn.Module] = nn.L
         if module.bias is not None:
             biases.append(module.bias)
     if len(weights) == len(modules) > 1 and len(biases) in (0, len(modules)):
-        joint = linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+        by = linear if x.is_cuda else F.linear
+        joint = by(x, torch.cat(weights), torch.cat(biases) if biases else None)
         return joint.split(widths, dim=-1)
     return tuple(module(x) for module in modules)
 

@@ -1,4 +1,4 @@
-"""Several products with one matrix (SG, TAG, APPNP), and sums of edges, as one node of autograd's graph."""
+"""Products with one matrix (SG, TAG, APPNP), sums of edges, GCN's weights: each one node of autograd."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fastsparse_core import policy
 from fastsparse_core.ops._autocast import is_any_autocast_enabled, without_autocast
-from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
 from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
+from fastsparse_core.ops._kept_results import unfused_gradients
 from fastsparse_core.ops._spmm_plan import grad_of_features, launch_spmm
 from fastsparse_core.ops.sddmm import sddmm, sddmm_kernel
 from fastsparse_core.ops.spmm import spmm
@@ -207,3 +208,78 @@ class _SumOfEdges(torch.autograd.Function):
 
 
 _apply_sum = direct(_SumOfEdges)
+
+
+def symmetric_weights(adj: Adjacency, value: Tensor) -> Tensor:
+    r"""GCN's weights of edges, differentiable in their values.
+
+    .. math::
+        \mathbf{w}_{ij} = d_i^{-1/2} \, \mathbf{v}_{ij} \, d_j^{-1/2}, \qquad d_i = \sum_j \mathbf{v}_{ij}
+
+    Args:
+        adj: square structure.
+        value: :math:`\mathbf{v}`, (num_values,), of a floating dtype. The roots of degrees that are 0 are 0.
+
+    Returns:
+        (num_values,); differentiable, twice too. Degrees are summed in float32 or wider.
+    """
+    if (
+        torch.is_grad_enabled()
+        and type(value) in PLAIN
+        and is_plain_eager(value.detach())
+        and not is_any_autocast_enabled()
+        and type(adj) is Adjacency
+        and value.shape == (adj.num_values,)
+        and value.dtype in (torch.float32, torch.float64)
+        and value.device == adj.col.device
+        and not is_wrapped(value)
+    ):
+        found: Tensor = _apply_weights(value, adj)
+        return found
+    # Degrees are sums of many terms: never in 16 bits, whatever autocast says.
+    with torch.autocast(value.device.type, enabled=False):
+        return _weights_by_operators(adj, value)
+
+
+def _weights_by_operators(adj: Adjacency, value: Tensor) -> Tensor:
+    ones = torch.ones(adj.num_src, 1, dtype=accumulation_dtype(value.dtype), device=value.device)
+    scale = spmm(adj, ones, value).pow(-0.5)
+    scale = scale.masked_fill(scale == torch.inf, 0)
+    return value * sddmm(adj, scale, scale).to(value.dtype)
+
+
+class _SymmetricWeights(torch.autograd.Function):
+    """With P_ij = s_i s_j and G of the result: dV = G P + dd 1^T, dd = -s^3 / 2 (A_GV + A_GV^T) s."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, adj: Adjacency) -> Tensor:
+        ones = value.new_ones(adj.num_src, 1)
+        degree = launch_spmm(adj, ones, value, None, None, None, "auto")
+        root = degree.pow(-0.5)
+        scale = root.masked_fill(root == torch.inf, 0)
+        product = sddmm_kernel(scale, scale, None, None, adj.num_values, 1, value.dtype, adj, "csr", False)
+        product = product.squeeze(1)
+        ctx.adj = adj
+        ctx.save_for_backward(value, degree, root, scale, product, ones)
+        return value * product
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        adj, (value, degree, root, scale, product, ones) = ctx.adj, ctx.saved_tensors
+        if not is_first_derivative(grad):
+
+            def compute(value: Tensor) -> Tensor:
+                return _weights_by_operators(adj, value)
+
+            return *unfused_gradients(compute, grad, (value,), ctx.needs_input_grad), None
+        of_product = grad * value
+        of_scale = launch_spmm(adj, scale, of_product, None, None, None, "auto")
+        of_scale += launch_spmm(adj.t(), scale, of_product, None, None, None, "auto")
+        # As autograd has it: a degree of 0 has no root, and no gradient.
+        of_degree = of_scale.masked_fill_(root == torch.inf, 0) * (-0.5 * degree.pow(-1.5))
+        call: Any = (adj.num_values, 1, value.dtype, adj, "csr", False)
+        of_value = sddmm_kernel(of_degree, ones, None, None, *call)
+        return of_value.squeeze(1).addcmul_(grad, product), None
+
+
+_apply_weights = direct(_SymmetricWeights)

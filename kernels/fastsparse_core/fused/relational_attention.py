@@ -21,7 +21,7 @@ from fastsparse_core.ops._attention import unsupported_reason
 from fastsparse_core.ops._attention_checks import draw_seed, drawn_by_replays
 from fastsparse_core.ops._attention_launch import ADDITIVE, Call, Wanted
 from fastsparse_core.ops._autocast import is_any_autocast_enabled, without_autocast
-from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._dtypes import ACCUMULATION_DTYPE, DTYPE_CODE
 from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_plain_eager, is_wrapped
 from fastsparse_core.ops._edge_rows import End, lift, sum_edges
 from fastsparse_core.ops._kept_results import unfused_gradients
@@ -73,19 +73,20 @@ def relational_attention(
     if (
         is_any_autocast_enabled()
         or x.dtype not in DTYPE_CODE
-        or any(
-            type(each) not in PLAIN or each.dtype != x.dtype or each.device != x.device or each.is_neg()
-            for each in given
-        )
         or not is_plain_eager(x)
         or policy.requested("attention", "auto") == "unfused"
         or (x.is_cuda and unsupported_reason(adj, ADDITIVE, x.dtype, *query.shape))
         or drawn_by_replays(dropout_p)
     ):
         return None
+    wrapped = False
+    for each in given:
+        if type(each) not in PLAIN or each.dtype != x.dtype or each.device != x.device or each.is_neg():
+            return None
+        wrapped |= is_wrapped(each)
     call = _Call(adj, pairs, negative_slope, *draw_seed(dropout_p))
     if torch.is_grad_enabled():
-        apply = _RelationalAttention.apply if any(is_wrapped(each) for each in given) else _apply
+        apply = _RelationalAttention.apply if wrapped else _apply
         out: Tensor = apply(*given, call)
         return out
     maps = _maps(weight, query, key)
@@ -100,7 +101,7 @@ def _maps(weight: Tensor, query: Tensor, key: Tensor) -> Sequence[Tensor]:
 
 def _operands(x: Tensor, maps: Sequence[Tensor], pairs: End) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores of destinations and sources, values, and scores of edges."""
-    width, precise = x.shape[1], accumulation_dtype(x.dtype)
+    width, precise = x.shape[1], ACCUMULATION_DTYPE[x.dtype]
     # The original multiplies rows per edge, so rows of pairs without edges must not change its gradients.
     rows, of_src, of_dst = (
         linear_before_sum(x, each.view(width, -1).t(), None, each.shape[0] // width, each.shape[1]).view(

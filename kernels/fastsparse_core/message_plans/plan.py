@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, Interpreter, Node
 
-from fastsparse_core.fused.joint_linear import is_plain_linear
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.message_plans import terms
 from fastsparse_core.message_plans.terms import Edges
 from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._eager import is_plain_linear
 from fastsparse_core.ops._edge_kernels import OPERATORS
 from fastsparse_core.ops.edge_expression import HOW, can_generate
 from fastsparse_core.ops.edge_products import linear_of_rows

@@ -28,7 +28,7 @@ from fastsparse_core.ops._attention_launch import (
     Wanted,
 )
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._eager import is_plain_eager, is_wrapped
+from fastsparse_core.ops._eager import PLAIN, is_plain_eager, is_wrapped
 from fastsparse_core.ops._facts import facts_of, follow
 from fastsparse_core.ops._registration import FusedOperator
 from fastsparse_core.policy import MOST_HEADS
@@ -67,6 +67,28 @@ def run(adj: Adjacency, call: Call, plan: tuple[Any, ...]) -> Tensor:
         adj.plans[plan] = True
     call = Call(*call[:6], per_head(call.bias, call.heads), *call[7:-1], algorithm)
     return plain(adj, call) if is_plain_eager(v) else _attention_op.dispatched(*call, adj.handle)[0]
+
+
+def is_plain_call(adj: Adjacency, dropout_p: float, *matrices: Tensor) -> bool:
+    """Whether a call hides nothing: plain matrices on the structure's device, no dropout, no autocast."""
+    if (
+        not is_plain_eager(matrices[-2])
+        or type(adj) is not Adjacency
+        or type(dropout_p) is not float
+        or dropout_p != 0.0
+    ):
+        return False
+    device = adj.col.device
+    for matrix in matrices:
+        if (
+            type(matrix) not in PLAIN
+            or matrix.dim() != 2
+            or matrix.device != device
+            or matrix.is_neg()
+            or matrix.layout is not torch.strided
+        ):
+            return False
+    return not torch.is_autocast_enabled("cuda" if matrices[0].is_cuda else "cpu")
 
 
 def plain(adj: Adjacency, call: Call) -> Tensor:

@@ -8,41 +8,12 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import recorded
+from fastsparse_core.ops._attention_launch import default_scale
 from fastsparse_core.ops._autocast import autocast
 from fastsparse_core.ops._checks import check_features
 from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
-from fastsparse_core.ops._eager import PLAIN, is_plain_eager
 from fastsparse_core.ops._operands import written_out
 from fastsparse_core.structure.adjacency import Adjacency
-
-_STRIDED = torch.strided
-
-
-def is_plain(adj: Adjacency, dropout_p: float, *matrices: Tensor) -> bool:
-    """Whether a call hides nothing: plain matrices on the structure's device, no dropout, no autocast."""
-    if (
-        not is_plain_eager(matrices[-2])
-        or type(adj) is not Adjacency
-        or type(dropout_p) is not float
-        or dropout_p != 0.0
-    ):
-        return False
-    device = adj.col.device
-    for matrix in matrices:
-        if (
-            type(matrix) not in PLAIN
-            or matrix.dim() != 2
-            or matrix.device != device
-            or matrix.is_neg()
-            or matrix.layout is not _STRIDED
-        ):
-            return False
-    return not torch.is_autocast_enabled("cuda" if matrices[0].is_cuda else "cpu")
-
-
-def default_scale(width: int) -> float:
-    """What dot products of this width are multiplied by: one over its root, always rounded alike."""
-    return 1 / math.sqrt(width) if width else 1.0
 
 
 def check_dot_product(

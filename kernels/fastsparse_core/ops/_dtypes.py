@@ -17,6 +17,10 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
+#: What sums of each feature dtype are kept in.
+ACCUMULATION_DTYPE = dict.fromkeys(DTYPE_CODE, torch.float32) | {torch.float64: torch.float64}
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    """float64 for float64, else float32; warm calls look it up themselves."""
+    return ACCUMULATION_DTYPE.get(dtype, torch.float32)

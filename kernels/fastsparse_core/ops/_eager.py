@@ -7,9 +7,10 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.nn.modules import module as nn_module
 
 from fastsparse_core.content import has_content
 
@@ -28,6 +29,13 @@ _transform = torch._C._functorch.peek_interpreter_stack
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 #: Whether a tensor has outlived a transform of torch.func, or is within one.
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+# Hooks for all modules. (PyTorch 2.6 has no function that asks for them.)
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    nn_module._global_forward_hooks,
+    nn_module._global_forward_pre_hooks,
+    nn_module._global_backward_hooks,
+    nn_module._global_backward_pre_hooks,
+)
 
 
 def direct(formula: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -104,3 +112,23 @@ def is_read(node: Any) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # a leaf of `torch.autograd.grad`
         return True
+
+
+def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear, weight: str = "weight") -> bool:
+    """Whether a linear layer is its weight and bias alone, so that its product may be taken elsewhere.
+
+    Args:
+        module: the layer.
+        kind: the class of linear layers that the framework has.
+        weight: name of the layer's weight.
+    """
+    state = module.__dict__  # attributes of a module take four times as long
+    return type(module) is kind and not (
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or "forward" in state
+        or any(_GLOBAL_HOOKS)
+        or weight not in module._parameters  # of replicas of DataParallel: a plain attribute
+    )

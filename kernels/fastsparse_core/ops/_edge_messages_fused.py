@@ -28,7 +28,6 @@ from fastsparse_core.ops._registration import (
 from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.structure.adjacency import Adjacency
-from fastsparse_core.structure.incidence import incidence
 
 # ---------------------------------------------------------------- step by step
 
@@ -266,12 +265,8 @@ def _gated_edges_backward(
     assert found.edge is not None
     assert found.v is not None
     # The rows of the edges' gradients are the terms of k's.
-    return _row_sums(adj, found.edge), found.q, found.v, found.edge
-
-
-def _row_sums(adj: Adjacency, edge: Tensor) -> Tensor:
-    """Sum of the rows (num_values, width) of the entries of every row."""
-    return launch_spmm(incidence(adj), edge, None, None, None, None, "auto")
+    of_k = launch_spmm(adj.incidence(), found.edge, None, None, None, None, "auto")
+    return of_k, found.q, found.v, found.edge
 
 
 class _GatedEdges(torch.autograd.Function):
@@ -305,7 +300,7 @@ class _GatedEdges(torch.autograd.Function):
             return *unfused_gradients(compute, one, inputs, ctx.needs_input_grad), None
         found = _gated_edges_gradients_op(grad, grad_gates, grad_state, v, state, ctx.adjacency)
         needed = zip(found, ctx.needs_input_grad, strict=False)
-        return *(each if needs else None for each, needs in needed), None
+        return *[each if needs else None for each, needs in needed], None
 
 
 # ---------------------------------------------------------------- registration

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import current_stream
-from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._dtypes import ACCUMULATION_DTYPE, DTYPE_CODE
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
@@ -171,7 +171,7 @@ def _laid_out(
     added: Tensor | None,
 ) -> Tensor:
     """The maps of raw features transposed, padded and in the accumulation dtype, by one launch."""
-    accumulated = torch.float64 if q.dtype == torch.float64 else torch.float32
+    accumulated = ACCUMULATION_DTYPE[q.dtype]
     is_wide = weight.dtype == torch.float64
     dtype = weight.dtype if is_wide == (accumulated == torch.float64) else accumulated
     given_maps: list[Tensor | None] = []
@@ -272,7 +272,7 @@ def _partial(adj: Adjacency, like: Tensor, both: bool) -> tuple[Tensor | None, T
     slots = adj.row_split.num_slots
     if not slots:
         return None, None
-    dtype = accumulation_dtype(like.dtype)
+    dtype = ACCUMULATION_DTYPE[like.dtype]
     partial = like.new_empty(slots, like.size(1), dtype=dtype)
     return partial, torch.empty_like(partial) if both else partial
 
@@ -323,15 +323,17 @@ def backward(
         bias_wanted: whether relu's bias does.
         map_dtype: of the gradients of maps and bias; None: the accumulation dtype.
     """
-    message, dtype = operands.message, torch.float64 if grad.dtype == torch.float64 else torch.float32
+    message, dtype = operands.message, ACCUMULATION_DTYPE[grad.dtype]
     both, transposed = message != RELU, _NO_ROWS
     width, padded, index = grad.shape[1], operands.q.shape[1], grad.get_device()
     is_cuda, raw = index >= 0, operands.maps is not None
     map_dtype = dtype if map_dtype is None else map_dtype
     grad = rows(grad) if both else operands.q
     if message == GATE_AND_STATE:
-        grad_side = None if grad_side is None else rows(grad_side)
-        state, grad_state = (None if each is None else rows(each) for each in (state, grad_state))
+        assert grad_side is not None
+        assert state is not None
+        grad_side, state = rows(grad_side), rows(state)
+        grad_state = None if grad_state is None else rows(grad_state)
     else:
         grad_side = state = grad_state = None
     first: tuple[Any, int] | None = adj.plans.get("first rows")

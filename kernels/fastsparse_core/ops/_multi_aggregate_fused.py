@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import current_stream
-from fastsparse_core.ops._dtypes import accumulation_dtype, cast
+from fastsparse_core.ops._dtypes import ACCUMULATION_DTYPE, accumulation_dtype
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.ops._registration import FusedOperator
@@ -39,7 +39,7 @@ def _prepared(
         missing = -edge.size(1) % _QUAD if edge.is_cuda else 0
         if missing:
             edge, weight = F.pad(edge, (0, missing)), F.pad(weight, (0, missing))
-        weight = weight.to(accumulation_dtype(edge.dtype)).t().contiguous()
+        weight = weight.to(ACCUMULATION_DTYPE[edge.dtype]).t().contiguous()
         if edge.is_cuda and edge.data_ptr() % 16:
             edge = edge.clone(memory_format=torch.contiguous_format)
     return x, x_dst, edge.contiguous(), weight
@@ -83,7 +83,7 @@ def aggregate(
     """Results and, where ``keep``, what the backward pass reads besides: means and numbers of ties."""
     x, x_dst, edge, weight = _prepared(x_src, x_dst, edge, weight)
     width, of = x.size(1), _read(tuple(slots))
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = ACCUMULATION_DTYPE[x.dtype]
     out = x.new_empty(num_dst, of.count * width)
     mean = x.new_empty(num_dst if keep and of.varies else 0, width, dtype=dtype)
     ties = x.new_empty(num_dst if keep and of.has_extremum else 0, 2, width, dtype=dtype)
@@ -138,7 +138,7 @@ def gradients(
     given_edge, given_weight = edge, weight
     grad, (x, x_dst, edge, weight) = grad.contiguous(), _prepared(x_src, x_dst, edge, weight)
     width, of, num_edges = x.size(1), _read(tuple(slots)), adj.col.numel()
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = ACCUMULATION_DTYPE[x.dtype]
     has_rows = edge is not None and weight is None
     make = x.new_empty if width and num_edges else x.new_zeros
     grad_src = make(x.shape) if x_src_wanted else None
@@ -216,9 +216,9 @@ def gradients(
         if not has_rows:
             grad_edge = grad_edge.sum(0) if grad_edge.size(0) > 1 else grad_edge[0]
             grad_edge = grad_edge[:, : given_edge.size(1)]
-        of_edge = cast(grad_edge, given_edge.dtype)
+        of_edge = grad_edge.to(given_edge.dtype)
     if grad_weight is not None and given_weight is not None:
-        of_weight = cast(grad_weight.sum(0)[: given_weight.size(1)].t().contiguous(), given_weight.dtype)
+        of_weight = grad_weight.sum(0)[: given_weight.size(1)].t().contiguous().to(given_weight.dtype)
     return grad_src, grad_dst, of_edge, of_weight
 
 

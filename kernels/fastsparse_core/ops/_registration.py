@@ -395,7 +395,7 @@ class FusedOperator(Operator):
                         return unfused(ctx.keep_alive, *operands, *options)
 
                     return *unfused_gradients(compute, grad, inputs_of(given), needed), *rest
-                if out_at is not None and was_written(ctx):
+                if out_at is not None and ctx.written is not None and was_written(ctx):
                     given[out_at] = below(*arguments_of(given))[0]
                 found = (of_inputs.kernel if is_plain_eager(grad) else of_inputs)(grad, *read_of(given))
                 return *[each if needs else None for each, needs in zip(found, needed, strict=True)], *rest

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import current_stream
-from fastsparse_core.ops._dtypes import accumulation_dtype
+from fastsparse_core.ops._dtypes import ACCUMULATION_DTYPE
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import num_heads, unit_stride
 from fastsparse_core.ops._registration import Operator, Structure, keep_alive, structure_of
@@ -42,7 +42,7 @@ def extremum(
     dtype = x.dtype
     if scale_dst is not None or scale_src is not None or bias is not None:
         # 16-bit features: rounded once, at the end, and not after every factor.
-        x = x.to(accumulation_dtype(dtype))
+        x = x.to(ACCUMULATION_DTYPE[dtype])
         value = None if value is None else value.to(x.dtype)
     if scale_src is not None:
         x = x * scale_src[:, None]
@@ -95,7 +95,7 @@ def spmm_extremum(
     index = x.get_device()
     partial = partial_arg = None
     if index >= 0 and adj.row_split.num_slots:
-        partial = x.new_empty(adj.row_split.num_slots, width, dtype=accumulation_dtype(x.dtype))
+        partial = x.new_empty(adj.row_split.num_slots, width, dtype=ACCUMULATION_DTYPE[x.dtype])
         partial_arg = torch.empty(partial.shape, dtype=torch.int32, device=x.device)
     _C.spmm_extremum(
         structure=adj.plans.get("csr") or used_csr(adj),
@@ -166,7 +166,7 @@ def _spmm_extremum_backward(
     if adj.is_padded:  # which has no transpose to walk along
         return _gradient_formula(grad, arg, x, value, num_src, adjacency, transpose)
     # Sums of 16-bit gradients are accumulated in float32, as in the forward pass.
-    dtype = accumulation_dtype(grad.dtype)
+    dtype = ACCUMULATION_DTYPE[grad.dtype]
     grad, arg = unit_stride(grad), arg.contiguous()
     x = None if x is None else unit_stride(x)
     value = None if value is None else value.contiguous()
@@ -210,7 +210,7 @@ def _gradient_formula(
 ) -> tuple[Tensor, Tensor]:
     """`_spmm_extremum_backward` of PyTorch's operators, which have gradients themselves."""
     adj = structure_of(adjacency, transpose)
-    heads, width, dtype = num_heads(value), arg.size(1), accumulation_dtype(grad.dtype)
+    heads, width, dtype = num_heads(value), arg.size(1), ACCUMULATION_DTYPE[grad.dtype]
     grad_x, grad_value = _empty_gradients(grad, num_src, value)
     if adj.num_edges == 0 or width == 0:
         return grad_x.zero_(), grad_value.zero_()
@@ -242,7 +242,7 @@ def _scatter_add(out: Tensor, index: Tensor, source: Tensor) -> Tensor:
 def _empty_gradients(grad: Tensor, num_src: int, value: Tensor | None) -> tuple[Tensor, Tensor]:
     of_x = grad.new_empty(num_src, grad.size(1))
     if value is None:
-        return of_x, grad.new_empty(0, 1, dtype=accumulation_dtype(grad.dtype))
+        return of_x, grad.new_empty(0, 1, dtype=ACCUMULATION_DTYPE[grad.dtype])
     return of_x, value.new_empty(value.shape)
 
 

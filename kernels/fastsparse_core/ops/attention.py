@@ -15,11 +15,9 @@ from fastsparse_core.ops._attention_checks import (
     check_edges,
     check_gatv2,
     check_width,
-    default_scale,
     draw_seed,
-    is_plain,
 )
-from fastsparse_core.ops._attention_launch import ADDITIVE, DOT_PRODUCT, GATV2, Call
+from fastsparse_core.ops._attention_launch import ADDITIVE, DOT_PRODUCT, GATV2, Call, default_scale
 from fastsparse_core.ops._autocast import autocast
 from fastsparse_core.ops._checks import check_features, is_partitioned
 from fastsparse_core.ops._eager import PLAIN
@@ -96,7 +94,7 @@ def attention(
         and edge_attr is None
         and edge_weight is None
         and type(heads) is int
-        and is_plain(adj, dropout_p, q, k, v)
+        and fused.is_plain_call(adj, dropout_p, q, k, v)
         and q.shape == (adj.num_dst, k.shape[1])
         and k.shape[0] == v.shape[0] == adj.num_src
         and q.dtype == k.dtype == v.dtype
@@ -177,7 +175,7 @@ def additive_attention(
     algorithm = policy.requested("attention", algorithm)
     if (
         bias is None
-        and is_plain(adj, dropout_p, score_dst, score_src, v)
+        and fused.is_plain_call(adj, dropout_p, score_dst, score_src, v)
         and v.shape[0] == adj.num_src
         and score_src.shape == (adj.num_src, score_dst.shape[1])
         and score_dst.shape[0] == adj.num_dst
@@ -267,7 +265,7 @@ def gatv2_attention(
         and edge_weight is None
         and type(att) in PLAIN
         and att.dim() == 2
-        and is_plain(adj, dropout_p, x_dst, x_src, att)
+        and fused.is_plain_call(adj, dropout_p, x_dst, x_src, att)
         and x_dst.shape[0] == adj.num_dst
         and x_src.shape[0] == adj.num_src
         and x_dst.shape[1] == x_src.shape[1] == att.numel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from fastsparse_core.log import warn_once
 from fastsparse_core.ops import _edge_messages_fused as formulas
 from fastsparse_core.ops._checks import check_features, check_structure, is_partitioned
 from fastsparse_core.ops._dtypes import DTYPE_CODE
+from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._edge_messages_launch import MOST_FEATURES
 from fastsparse_core.ops._operands import written_out
 from fastsparse_core.structure.adjacency import Adjacency
@@ -185,19 +187,38 @@ def gated_edges(
         >>> state.shape
         torch.Size([2, 8])
     """
-    check_structure(adj)
-    if is_partitioned(adj):
-        q, v = adj.sources(q, v)
-        adj = adj.rows
-    k, q, v = _check_gates(adj, k, q, v)
-    edge = _edge(adj, "edge", edge, q, q.size(1))
-    if _has_no_kernel(adj):
-        return formulas.unfused_gated_edges(adj, k, q, v, edge)
+    if not _are_plain(adj, k, q, v, edge):
+        check_structure(adj)
+        if is_partitioned(adj):
+            q, v = adj.sources(q, v)
+            adj = adj.rows
+        k, q, v = _check_gates(adj, k, q, v)
+        edge = _edge(adj, "edge", edge, q, q.size(1))
+        if _has_no_kernel(adj):
+            return formulas.unfused_gated_edges(adj, k, q, v, edge)
     total, gates, state = formulas.gated_edges_op(k, q, v, edge, adj)
     return total, gates, state
 
 
 # ---------------------------------------------------------------- checks
+
+
+def _are_plain(adj: Adjacency, k: Tensor, q: Tensor, v: Tensor, edge: Tensor) -> bool:
+    """Whether a call on the CPU is as the kernels take it, so that nothing is left to check."""
+    if not (is_plain_eager(q) and type(adj) is Adjacency and q.is_cpu and adj.col.is_cpu and q.dim() == 2):
+        return False
+    width, dtype = q.shape[1], q.dtype
+    for each, count in ((k, adj.num_dst), (q, adj.num_src), (v, adj.num_src), (edge, adj.num_values)):
+        if (
+            type(each) is not Tensor
+            or each.shape != (count, width)
+            or each.dtype is not dtype
+            or not each.is_cpu
+            or each.layout is not torch.strided
+            or each.is_neg()
+        ):
+            return False
+    return dtype in DTYPE_CODE
 
 
 def _has_no_kernel(adj: Adjacency, features: int = 0) -> bool:

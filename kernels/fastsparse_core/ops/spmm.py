@@ -18,7 +18,7 @@ from fastsparse_core.ops._checks import (
     is_partitioned,
     widened_value,
 )
-from fastsparse_core.ops._dtypes import DTYPE_CODE, accumulation_dtype
+from fastsparse_core.ops._dtypes import ACCUMULATION_DTYPE, DTYPE_CODE, accumulation_dtype
 from fastsparse_core.ops._eager import PLAIN, is_first_derivative, is_plain_eager, is_wrapped
 from fastsparse_core.ops._kept_results import with_cure
 from fastsparse_core.ops._operands import edges_from_dense, is_dense
@@ -216,7 +216,7 @@ def _is_plain_scale(scale: Any, rows: int, x: Tensor) -> bool:
     return (
         type(scale) is Tensor
         and scale.shape == (rows,)
-        and scale.dtype is (torch.float64 if x.dtype == torch.float64 else torch.float32)
+        and scale.dtype is ACCUMULATION_DTYPE.get(x.dtype)
         and scale.device == x.device
         and scale.is_contiguous()
         and not (scale.requires_grad or scale.is_neg())

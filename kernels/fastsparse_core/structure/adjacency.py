@@ -6,7 +6,8 @@ import functools
 import itertools
 import operator
 import weakref
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from fastsparse_core.structure.construction import (
 )
 from fastsparse_core.structure.row_formats import TransposedOrder, Usage
 from fastsparse_core.structure.storage import Storage, move
+
+_T = TypeVar("_T")
 
 #: Not a WeakValueDictionary, whose look-ups take the host five times as long.
 _registry: dict[int, weakref.ref[Adjacency]] = {}
@@ -400,6 +403,31 @@ class Adjacency(Storage):
         )
         other._of_rows = self._of_rows  # cut into the same slices
         return other
+
+    def derived(self, key: Hashable, build: Callable[[], _T]) -> _T:
+        """Result of ``build()``, computed once and kept: for constants that layers derive from a structure.
+
+        Args:
+            key: name of the result; take one that no other module uses. Results must not be None.
+            build: called at most once, under a lock.
+        """
+        found: _T | None = self._built.results.get(("user", key))
+        return self._built.get(("user", key), build) if found is None else found
+
+    def incidence(self) -> Adjacency:
+        """The structure (num_dst, num_values) in which every edge is a source of its own destination.
+
+        An aggregation over it sums features of edges; a sampled product gives every edge one with its
+        destination.
+        """
+
+        def build() -> Adjacency:
+            position = self.edge_id
+            if position is None:
+                position = torch.arange(self.num_edges, dtype=torch.int32, device=self.device)
+            return self._with_columns(position.int(), self.num_values)
+
+        return self.derived("incidence", build)
 
     def without_self_loops(self) -> Adjacency:
         """The structure without its self loops; edge values keep their order and number."""

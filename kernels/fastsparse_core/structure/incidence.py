@@ -1,28 +1,11 @@
-"""The edges of every destination: as sources of a structure, as segments of rows per edge, and their ends."""
+"""The ends of every edge, and the edges of every destination as segments of rows."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fastsparse_core.structure.adjacency import Adjacency
 from fastsparse_core.structure.segments import Segments
-
-
-def incidence(adj: Adjacency) -> Adjacency:
-    """The structure (num_dst, num_values) in which every edge is a source of its own destination.
-
-    An aggregation over it sums features of edges; a sampled product gives every edge one with its
-    destination.
-    """
-
-    def build() -> Adjacency:
-        position = adj.edge_id
-        if position is None:
-            position = torch.arange(adj.num_edges, dtype=torch.int32, device=adj.device)
-        return adj._with_columns(position.int(), adj.num_values)
-
-    return adj.derived("fastsparse_core.structure.incidence", build)
 
 
 def edge_ends(adj: Adjacency) -> tuple[Tensor, Tensor]:

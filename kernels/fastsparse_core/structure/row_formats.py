@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -128,16 +128,6 @@ class RowFormats:
         """The same, not kept: for formats that are made of it."""
         kept = self._of_rows.results.get("row")
         return expand_rows(self.rowptr, self.num_edges) if kept is None else kept
-
-    def derived(self, key: Hashable, build: Callable[[], _T]) -> _T:
-        """Result of ``build()``, computed once and kept: for constants that layers derive from a structure.
-
-        Args:
-            key: name of the result; take one that no other module uses. Results must not be None.
-            build: called at most once, under a lock.
-        """
-        found: _T | None = self._built.results.get(("user", key))
-        return self._built.get(("user", key), build) if found is None else found
 
     # ---------------------------------------------------------------- CSR
 
