@@ -177,7 +177,7 @@ class Writer:
         return self.names[expression]
 
     def gradients(self, roots: Sequence[Root], wanted: Collection[int]) -> dict[int, str]:
-        """Adds the lines for gradients, from those of the results, ``go0``, ``go1``...; returns names by leaf."""
+        """Adds the lines for gradients from those of the results, ``go0``, ``go1``; returns names by leaf."""
         leads = {("leaf", n) for n in wanted}  # the wanted leaves, and all expressions that contain them
         for each, _ in self.order:
             if any(arg in leads for arg in each[1:]):
