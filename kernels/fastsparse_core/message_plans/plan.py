@@ -34,7 +34,6 @@ from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import is_plain_linear
 from fastsparse_core.ops._edge_kernels import OPERATORS
 from fastsparse_core.ops.edge_expression import HOW, can_generate
-from fastsparse_core.ops.edge_products import linear_of_rows
 
 #: Number of edges of the meta tensors by which shapes are found: a number that no other size equals.
 _EDGES = 1_000_003
@@ -400,8 +399,6 @@ class Planner:
                 continue
             elif node.target in (terms.by_expression, terms.by_expressions):
                 total += _GENERATED_CALL
-            elif node.target is linear_of_rows:  # for few edges PyTorch's
-                total += 1
             elif getattr(node.target, "__module__", "").startswith("fastsparse_core."):
                 total += _CALL
             else:
@@ -1061,8 +1058,6 @@ class Planner:
         if value.kind == "mapped":
             return self.call(_ELEMENTWISE[options[0]][0], (*parts, *options[1:]))
         if value.kind == "linear":
-            if self.generates and options[1] is None:
-                return self.call(linear_of_rows, (*parts, options[0]))
             return self.call(F.linear, (*parts, *options))
         if value.kind == "softmax":
             return self.call(terms.softmax, (self.found_node, *parts))
@@ -1159,7 +1154,7 @@ class Planner:
             return (_PAIRS[value.kind][1], *[self._expression(part, leaves) for part in value.parts])
         if _is(value, "linear") and value.options[1] and value.row == (leaves.width,) and value.made is None:
             weight, bias = value.options  # the kernel adds the bias, and so sums its gradient
-            map_ = self.call(linear_of_rows, (self._at_edges(value.parts[0]), weight))
+            map_ = self.call(F.linear, (self._at_edges(value.parts[0]), weight))
             return ("add", leaves.add("edge", map_), leaves.add("whole", bias))
         if not isinstance(value, _Sum) or value.row not in ((leaves.width,), (1,)):
             return leaves.add("edge", self._at_edges(value))

@@ -131,11 +131,7 @@ def kernel_of(
         wanted: leaves whose gradients the kernel computes.
     """
     info_once(_logger, f"Compiling generated kernels of a message, which takes about a second each: {roots}")
-    return module_of(source_of(part, roots, leaves, wanted)).kernel
-
-
-def module_of(source: str) -> Any:
-    """A module with Triton kernels, loaded from a file that is written once."""
+    source = source_of(part, roots, leaves, wanted)
     name = hashlib.sha256(source.encode()).hexdigest()[:24]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastsparse" / "edge_kernels"
     path = home / f"{name}.py"
@@ -149,7 +145,7 @@ def module_of(source: str) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    return module.kernel
 
 
 class Writer:
