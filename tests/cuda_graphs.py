@@ -51,6 +51,9 @@ def check_replays(make: Callable[[], nn.Module], run: Callable[[nn.Module], Tens
     def movement(captures: bool) -> Tensor:
         torch.manual_seed(0)
         layer = make()
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.nan_to_num_()  # PyG's RGATConv leaves those that it does not use uninitialised
         # A layer may have no parameters of its own.
         model = nn.ModuleList([layer, nn.Linear(1, 1).cuda()])
 

@@ -103,6 +103,17 @@ def is_first_derivative(grad: Tensor) -> bool:
     return not _is_grad_enabled() and is_plain_eager(grad)
 
 
+def is_read(node: Any) -> bool:
+    """Whether the current backward pass uses the gradient that it passes to a node of autograd's graph.
+
+    `ctx.needs_input_grad` is also true for parameters whose gradients `torch.autograd.grad` is not asked for.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf of `torch.autograd.grad`
+        return True
+
+
 def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear, weight: str = "weight") -> bool:
     """Whether a linear layer is its weight and bias alone, so that its product may be taken elsewhere.
 
