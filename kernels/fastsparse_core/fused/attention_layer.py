@@ -394,7 +394,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     left = grad.t()
     is_same = grad.dtype == weight_dtype
     grad_weight = torch.mm(left, features) if is_same else product_in(left, features, weight_dtype)
-    # Nobody else has a reference to the tensor that is split, so its parts need not be views.
+    # The tensor that is split has no other reference, so its parts need not be views.
     grads = grad_weight.unsafe_split_with_sizes(call.widths) if num_maps > 1 else (grad_weight,)
     return grad_x, grad_bias, *of_edges, *grad_vectors, *grads, *sums
 

@@ -188,7 +188,7 @@ def drawn_by_replays(dropout_p: float) -> str:
 
 
 def draw_seed(dropout_p: float) -> tuple[float, Tensor | None]:
-    """Checks the probability; returns it and a seed, a tensor so that compiled code gets a new one per call."""
+    """Checks the probability; returns it and a seed, as a tensor, so that compiled calls get new ones."""
     if isinstance(dropout_p, Tensor) or not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p: expected a number, got {type(dropout_p).__name__}")
     if not 0 <= dropout_p < 1:
