@@ -7,10 +7,10 @@ GATv2 with edge features.
 For dot products with edge features, let :math:`W_h` be the rows of the edges' linear layer that belong to
 head h. Then :math:`\langle q_i, W_h a_{ij} \rangle = \langle W_h^\top q_i, a_{ij} \rangle` and
 :math:`\sum_j w_{ij} W_h a_{ij} = W_h \sum_j w_{ij} a_{ij}`. So both products with :math:`W` have a row per
-node instead of a row per edge. CUDA keeps :math:`\sum_j w_{ij} a_{ij}`, (num_dst, heads, A), for the gradient
-of :math:`W`. GATv2 has :math:`W a_{ij}` inside the leaky ReLU, so its kernels compute it for every edge,
-without storing it. Both backward passes store two numbers per edge and head; GATv2's on CUDA also stores a bit per
-feature.
+node instead of a row per edge. CUDA stores :math:`\sum_j w_{ij} a_{ij}`, (num_dst, heads, A), for the
+gradient of :math:`W`. GATv2 has :math:`W a_{ij}` inside the leaky ReLU, so its kernels compute it for every
+edge, without storing it. Both backward passes store two numbers per edge and head; GATv2's on CUDA also
+stores a bit per feature.
 """
 
 from __future__ import annotations

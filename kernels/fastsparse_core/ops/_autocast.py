@@ -27,7 +27,7 @@ def without_autocast(gradients: Callable[..., tuple[Any, ...]], ctx: Any, *grads
 
 
 class Uncast(NamedTuple):
-    """A weight in its own dtype, of which a forward pass under autocast multiplied a cast copy.
+    """A weight in its own dtype; a forward pass under autocast multiplied a cast copy of it.
 
     Only second derivatives need the weight itself. Autograd does not save it, because then it could not be
     edited before the backward pass. A linear layer also saves the cast copy only.

@@ -48,7 +48,7 @@ def partial_bytes(segments: Segments, width: int, reduce: str, dtype: torch.dtyp
 
 
 def launch_reduce(src: Tensor, segments: Segments, reduce: str, out: Tensor, extra: Tensor | None) -> None:
-    """Writes a reduction of a matrix's rows to ``out``, and its second result (`extra_dtype`) to ``extra``."""
+    """Writes a reduction of rows to ``out``, and its second result (`extra_dtype`) to ``extra``."""
     src = unit_stride(src)
     device = device_index(src.device)
     partial = None

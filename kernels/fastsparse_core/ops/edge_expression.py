@@ -73,23 +73,24 @@ def edge_expressions(
     tensors: Sequence[Tensor],
     width: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Expressions of every edge, reduced over the edges of each destination, by one kernel each way.
+    """Computes expressions for every edge and reduces them per destination, with one kernel per pass.
 
     Args:
         adj: structure (num_dst, num_src).
-        roots: reductions and expressions. A reduction is ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or
-            ``"softmax"`` (the mean by softmax weights), or ``"none"``: nothing is reduced, or ``"across"``:
-            the rows of the edges are added up. The last three of destinations stand alone.
-            An expression is ``("leaf", n)``, a number, or ``(operator, *expressions)``.
-        places: of the tensors, see `Leaf`.
-        tensors: the leaves: (num_dst, F), (num_src, F), (num_values, F) in the caller's edge order, or with
-            one number in place of F; (F,) for ``"whole"``; (num_values, K) and (F, K) for ``"mapped"`` and
+        roots: pairs of a reduction and an expression. A reduction is ``"sum"``, ``"mean"``, ``"max"``,
+            ``"min"``, ``"softmax"`` (the mean with softmax weights), ``"none"`` (no reduction) or
+            ``"across"`` (each edge's row is summed to one number). A call with ``"max"``, ``"min"`` or
+            ``"softmax"`` must have one root only. An expression is ``("leaf", n)``, a number, or
+            ``(operator, *expressions)``.
+        places: place of each tensor, see `Leaf`.
+        tensors: the leaves: (num_dst, F), (num_src, F) or (num_values, F) in the caller's edge order, or one
+            number per row; (F,) for ``"whole"``; (num_values, K) and (F, K) for ``"mapped"`` and
             ``"weight"``.
-        width: F; 0 for that of the widest leaf.
+        width: F; 0: the width of the widest leaf.
 
     Returns:
-        For every root (num_dst, F); 0 in rows without edges. Sums are kept in float32 or wider, in the
-        structure's order. For ``"none"`` (num_values, F) in the caller's edge order, for ``"across"``
+        For every root (num_dst, F); 0 in rows without edges. Sums are accumulated in float32 or wider, in the
+        structure's order. For ``"none"``, (num_values, F) in the caller's edge order; for ``"across"``,
         (num_values, 1).
     """
     width = width or max(
