@@ -59,7 +59,7 @@ def with_zeros_behind(padded: Tensor, width: int) -> Tensor:
 
 
 def zero_padded(x: Tensor, columns: int) -> Tensor | None:
-    """The matrix of which ``x`` is a view by `with_zeros_behind`, if it has ``columns`` columns."""
+    """If `with_zeros_behind` made ``x`` from a matrix of ``columns`` columns: that matrix."""
     padded, width = getattr(x, "_fastsparse_padded", (None, 0))
     if (
         padded is None
