@@ -4,14 +4,12 @@
 // at random: rows are in the order of the batch's nodes, and a row's neighbours in the order in which they
 // were chosen.
 //
-//   sample   fills slots: chooses entries of the row at random, and finds or inserts each source in the
-//   table.
-//            The table gets the first slot of the step that has the source, by an atomic minimum, so it does
-//            not depend on the order of threads;
+//   sample   fills slots: chooses entries of the row at random, and finds or inserts their sources in the
+//            table. The table gets the first slot of the step that has the source, by an atomic minimum, so
+//            it does not depend on the order of threads;
 //   count    counts, for tiles of slots, the slots that have an edge, and those that are the first slot of a
 //            node that is new to the batch;
-//   write    numbers both in the order of slots: edges are compacted, and new nodes are appended to the
-//   batch.
+//   write    numbers both in the order of slots: edges are compacted, new nodes are appended to the batch.
 //
 // So results depend neither on the order of threads nor on places in the table. Sizes stay on the device. The
 // host knows upper bounds, and reads the sizes after all steps. Then `emit_edges` writes the edges with the
