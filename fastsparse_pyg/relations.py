@@ -135,8 +135,8 @@ def _in_recorded_step(
     """Edges of a step that reads nothing from the device: those of unknown types become edges of padding."""
     if not run.has_padding:
         raise RuntimeError(
-            "a recorded step cannot leave out edges of unknown types, and these change and are not padded; "
-            "pass a batch of the framework"
+            "a captured step can leave out edges of unknown types only if it pads the edges, but these are "
+            "not padded; pass the batch itself (PyG's Data), which `capture` pads"
         )
     run.check_capacity(dst, shape[0])
     run.check_capacity(src, shape[1])

@@ -201,7 +201,7 @@ def test_bad_input(name, device):
         with pytest.raises(DGLError, match="incoming edge"):
             fast(lonely, torch.randn(3, WIDTH, device=device), torch.randn(1, 3, device=device))
     if name == "GatedGCNConv":
-        with pytest.raises(DGLError, match="feat: expected a matrix"):
+        with pytest.raises(DGLError, match="feat: expected one tensor of shape"):
             fast(graph, (feat, feat), right)
         other = bipartite()
         with pytest.raises(DGLError, match="graph: expected one set of nodes"):

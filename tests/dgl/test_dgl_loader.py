@@ -386,6 +386,6 @@ def test_another_sampler_on_a_gpu_is_a_warning():
     graph = with_data()
     with (
         enabled(),
-        pytest.warns(SlowPathWarning, match="of FastSparse only NeighborSampler samples"),
+        pytest.warns(SlowPathWarning, match="Use fastsparse_dgl.NeighborSampler"),
     ):
         loader(graph, dgl.dataloading.ShaDowKHopSampler([2]), "cuda")
