@@ -61,8 +61,8 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: (N, ..., in_feats), float64, float32, float16 or bfloat16. Of a pair (source
-                features, destination features), only the first is used.
+            feat: (N, ..., in_feats), float64, float32, float16 or bfloat16. If it is a pair (source features,
+                destination features), only the first is used.
             weight: (in_feats, out_feats), in the dtype of ``feat``, for a layer without its own.
             edge_weight: numbers (E,) or (E, 1), or broadcastable against one node's features, in the order of
                 the edge ids.
