@@ -1,4 +1,4 @@
-"""From what PyG's relational layers accept as edges and their types to structures over relations."""
+"""Converts edges with types, as PyG's relational layers accept them, to structures over relations."""
 
 from __future__ import annotations
 
@@ -61,13 +61,15 @@ def relations_of(
         shape: (destinations, sources).
         num_relations: number of types.
         flow: of edge lists.
-        index: what every source stands for, and of how many: they are then the sources.
-        drops_unknown: whether edges of other types are left out, instead of an error. In a recorded step,
-            which reads nothing from the device, they always are.
+        index: for sources that are indices of features: the indices, and the number of features. The features
+            become the sources.
+        drops_unknown: whether edges of other types are left out, instead of an error. A captured step, which
+            reads nothing from the device, always leaves them out.
 
     Raises:
         ValueError: lengths or devices differ.
-        IndexError: an index refers to a node that does not exist, or a type that must be known is not.
+        IndexError: an index refers to a node that does not exist, or a type is unknown and ``drops_unknown``
+            is false.
     """
     key = edge_index
     parts: tuple[Tensor, ...]
