@@ -162,7 +162,7 @@ def test_changed_in_place(name):
 @pytest.mark.parametrize("name", DERIVED)
 @pytest.mark.parametrize("change", IN_PLACE)
 def test_derived_then_changed(name, change):
-    """Neither the original nor what was made from it is mistaken for the other, before or after a change."""
+    """The cache never confuses a graph with a graph derived from it, before or after a change."""
     graph = homogeneous()
     assert_right(graph)
     derived = DERIVED[name](graph)

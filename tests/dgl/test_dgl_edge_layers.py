@@ -167,7 +167,7 @@ def test_dropout_of_gated_gcn(device):
 
 
 def test_features_may_be_written_after_gine(device):
-    """As with the original, whose relu keeps its result."""
+    """As with DGL's layer, whose relu stores its result."""
     graph = homogeneous()
     fast = fastsparse_dgl.FastGINEConv(nn.Linear(WIDTH, WIDTH)).to(device)
     leaves = [features(graph, WIDTH).to(device), weights(graph, WIDTH).to(device)]

@@ -162,7 +162,7 @@ def test_all_neighbours_are_those_of_dgl() -> None:
 
 
 def test_samplers_of_the_script_keep_their_methods(monkeypatch: pytest.MonkeyPatch, reasons: Any) -> None:
-    """Also where batches would be drawn on a GPU, which calls none of them."""
+    """Also if batches would be sampled on a GPU, which would call none of these methods."""
     graph = graph_with_data()
     with enabled():
 
@@ -359,7 +359,7 @@ def test_workers_beside_a_graph_on_the_gpu(start: str) -> None:
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_workers(start: str, device: str) -> None:
-    """Without a GPU, too; `meta` stands for one."""
+    """Also without a GPU; `meta` replaces it."""
     check_loaders(start, device)
 
 

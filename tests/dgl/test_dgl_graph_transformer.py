@@ -54,7 +54,7 @@ class Reference(torch.nn.Module):
 
 
 def made(*arguments, **options):
-    """Our layer, and the reference with equal parameters of its own, under equal names."""
+    """The layer, and the reference with a copy of its parameters, under the same names."""
     torch.manual_seed(0)
     fast = GraphTransformerLayer(*arguments, **options)
     reference = Reference(GraphTransformerLayer(*arguments, **options))
