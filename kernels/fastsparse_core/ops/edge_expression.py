@@ -1,4 +1,4 @@
-"""Reduced elementwise expressions of both ends' and the edges' features: one kernel each way on CUDA."""
+"""Elementwise expressions of features of edges and their ends, reduced per node: one CUDA kernel per pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from fastsparse_core.structure.adjacency import Adjacency
 from fastsparse_core.structure.incidence import edge_segments
 from fastsparse_core.structure.segments import Segments
 
-#: Edges of a tile; Triton programs per multiprocessor, and the same if each program writes its own sums.
+#: Edges per tile; Triton programs per multiprocessor; Triton programs per multiprocessor if each program
+#: writes sums of its own.
 _TILE, _PROGRAMS, _PROGRAMS_WITH_SUMS = 16, 16, 6
 
 #: Warps per block of the kernels in CUDA C++.
@@ -54,7 +55,7 @@ _TORCH: dict[str, Callable[..., Tensor]] = {
 
 @functools.cache
 def can_generate() -> bool:
-    """Whether Triton is there, which comes with PyTorch for CUDA."""
+    """Whether Triton is installed; it comes with PyTorch for CUDA."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -72,23 +73,24 @@ def edge_expressions(
     tensors: Sequence[Tensor],
     width: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Expressions of every edge, reduced over the edges of each destination, by one kernel each way.
+    """Computes expressions for every edge and reduces them per destination, with one kernel per pass.
 
     Args:
         adj: structure (num_dst, num_src).
-        roots: reductions and expressions. A reduction is ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or
-            ``"softmax"`` (the mean by softmax weights), or ``"none"``: nothing is reduced, or ``"across"``:
-            the rows of the edges are added up. The last three of destinations stand alone.
-            An expression is ``("leaf", n)``, a number, or ``(operator, *expressions)``.
-        places: of the tensors, see `Leaf`.
-        tensors: the leaves: (num_dst, F), (num_src, F), (num_values, F) in the caller's edge order, or with
-            one number in place of F; (F,) for ``"whole"``; (num_values, K) and (F, K) for ``"mapped"`` and
+        roots: pairs of a reduction and an expression. A reduction is ``"sum"``, ``"mean"``, ``"max"``,
+            ``"min"``, ``"softmax"`` (the mean with softmax weights), ``"none"`` (no reduction) or
+            ``"across"`` (each edge's row is summed to one number). A call with ``"max"``, ``"min"`` or
+            ``"softmax"`` must have one root only. An expression is ``("leaf", n)``, a number, or
+            ``(operator, *expressions)``.
+        places: place of each tensor, see `Leaf`.
+        tensors: the leaves: (num_dst, F), (num_src, F) or (num_values, F) in the caller's edge order, or one
+            number per row; (F,) for ``"whole"``; (num_values, K) and (F, K) for ``"mapped"`` and
             ``"weight"``.
-        width: F; 0 for that of the widest leaf.
+        width: F; 0: the width of the widest leaf.
 
     Returns:
-        For every root (num_dst, F); 0 in rows without edges. Sums are kept in float32 or wider, in the
-        structure's order. For ``"none"`` (num_values, F) in the caller's edge order, for ``"across"``
+        For every root (num_dst, F); 0 in rows without edges. Sums are accumulated in float32 or wider, in the
+        structure's order. For ``"none"``, (num_values, F) in the caller's edge order; for ``"across"``,
         (num_values, 1).
     """
     width = width or max(
@@ -106,7 +108,7 @@ def edge_expressions(
         )
         for n, (x, place) in enumerate(zip(tensors, places, strict=True))
     )
-    given = [x.contiguous() for x in tensors]  # here, for second derivatives go through the copies
+    given = [x.contiguous() for x in tensors]  # outside of the node, so that the copies are differentiable
     made = tuple(Root(*root) for root in roots)
     out: tuple[Tensor, ...] = _EdgeExpression.apply(adj, made, leaves, width, *given)
     return out
@@ -115,7 +117,7 @@ def edge_expressions(
 def unfused(
     adj: Adjacency, roots: Sequence[Root], leaves: Sequence[Leaf], tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """The same, with a row for every edge."""
+    """`edge_expression` by PyTorch's operators, which store a row per edge."""
     rows: list[Any] = []
     for n, (leaf, x) in enumerate(zip(leaves, tensors, strict=True)):
         if leaf.place in ("dst", "src"):
@@ -148,7 +150,7 @@ def unfused(
 
 
 class _End:
-    """One end of the edges, for the operators that read and reduce rows of edges."""
+    """One end of the edges, for the functions of `_edge_rows`."""
 
     def __init__(self, adj: Adjacency, at_dst: bool) -> None:
         self._rows = adj if at_dst else adj.t()
@@ -168,7 +170,7 @@ class _End:
 
 
 class _EdgeExpression(torch.autograd.Function):
-    """Keeps the leaves and what the reduction's backward pass reads."""
+    """Saves the leaves and what the backward pass of the reduction reads."""
 
     @staticmethod
     def forward(
@@ -190,8 +192,8 @@ class _EdgeExpression(torch.autograd.Function):
         rest = [out for out, root in zip(made, roots, strict=True) if not root.is_of_nodes]
         if how in KEEPS:
             outs.append(outs[0].new_empty(outs[0].shape, dtype=acc if how == "softmax" else torch.int32))
-        # Softmax's backward pass recomputes messages: the last bits of another compiler's exp would change
-        # the weights of messages in the thousands.
+        # The backward pass of softmax recomputes messages. If messages have values in the thousands, rounding
+        # differences of another compiler's functions would change the softmax weights.
         same = [n for n, needs in enumerate(ctx.needs_input_grad[4:]) if needs] if how == "softmax" else []
         ctx.call = call = call._replace(same=tuple(same))
         ctx.set_materialize_grads(False)
@@ -227,7 +229,7 @@ class _EdgeExpression(torch.autograd.Function):
             for n, each in zip(wanted, made, strict=True):
                 found[n] = each
             return (None,) * 4 + tuple(found)
-        # Triton's products of tiles take longer than rows per edge that PyTorch multiplies.
+        # Triton's tile products take longer than storing rows per edge and multiplying them with PyTorch.
         has_mapped = any(
             need and leaf.place == "mapped" for need, leaf in zip(needs, call.leaves, strict=True)
         )
@@ -252,7 +254,7 @@ class _EdgeExpression(torch.autograd.Function):
 def _gradients_by_expressions(
     call: _Call, tensors: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
 ) -> list[Tensor | None] | None:
-    """Gradients that have gradients, by kernels: each is an expression again. None: it has no such form."""
+    """Differentiable gradients: each is an edge expression again. None: there is no such expression."""
     count, leaves = len(tensors), call.leaves
     wanted = [n for n in range(count) if needs[n]]
     if any(root.how in KEEPS for root in call.roots):
@@ -320,14 +322,14 @@ def _gradients_by_expressions(
 
 
 class _Call(NamedTuple):
-    """What a call computes, whatever its tensors hold."""
+    """Properties of a call, without the content of its tensors."""
 
     adj: Adjacency
     roots: tuple[Root, ...]
     leaves: tuple[Leaf, ...]
     width: int
     acc: torch.dtype
-    #: Leaves whose gradients come from kernels of the same language as the result.
+    #: Leaves whose gradients must be computed by kernels in the same language as the forward pass.
     same: tuple[int, ...] = ()
 
     def gradients(
@@ -376,7 +378,7 @@ class _Call(NamedTuple):
         """Runs a kernel.
 
         Returns:
-            What the slices of split rows add to each of `outs`; None where no row is split.
+            For each of `outs`, the partial results of slices of split rows; None: no row is split.
         """
         split, order = rows.first_row_split, rows.edge_id
         num_slices = split.slices.size(0)
@@ -480,13 +482,13 @@ def _are_on_gpu(tensors: Sequence[Tensor]) -> bool:
 
 
 def _num_warps(rows: Adjacency, has_sums: bool) -> int:
-    """Warps of a kernel in CUDA C++: whole blocks, and few where each writes sums of its own."""
+    """Number of warps of a CUDA C++ kernel: a multiple of a block; fewer if each warp writes its own sums."""
     most = rows.gpu.num_sms * (4 if has_sums else 16)
     return _WARPS * max(min(-(-rows.first_row_split.slices.size(0) // _WARPS), most), 1)
 
 
 def _slots(rows: Adjacency) -> Segments:
-    """Which slots belong to which of the rows that are split."""
+    """The slots of each split row, as segments."""
 
     def build() -> Segments:
         split = rows.first_row_split
@@ -511,7 +513,7 @@ def _cut_rows(rows: Adjacency) -> Tensor:
 
 
 def _cut_row_of_slot(rows: Adjacency) -> Tensor:
-    """For every slot, which of the rows that are split it belongs to."""
+    """For every slot, the number of the split row that it belongs to."""
 
     def build() -> Tensor:
         split = rows.first_row_split
@@ -526,7 +528,7 @@ def _sum_slots(rows: Adjacency, part: Tensor) -> Tensor:
 
 
 def _combine(how: str, adj: Adjacency, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Puts together what slices of the same row give."""
+    """Combines the partial results of slices of the same row."""
     slots, row, part = _slots(adj), _cut_rows(adj), parts[0]
     count, nth = row.numel(), _cut_row_of_slot(adj) if how in KEEPS else row
     totals: list[Tensor] = []
