@@ -44,9 +44,7 @@ _FEW_ON_GPU = Reason(
     "",
     "PyG",
 )
-_NEW_ON_GPU = Reason(
-    f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU, in a tensor that is new", "", "PyG"
-)
+_NEW_ON_GPU = Reason(f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU, in a new tensor", "", "PyG")
 FEW_ON_CPU = Reason(f"fewer than {FEW_EDGES:,} edges on the CPU", "", "PyG")
 #: PyG documents that, with this flow, the second tensor of a pair belongs to the sources. PyG's generated
 #: code reads the first one.
@@ -491,8 +489,8 @@ def _edge_list(item: Any, flow: str) -> Any:
         return item
     if item.is_partitioned or item.is_padded or item.num_values != item.num_edges:
         raise ValueError(
-            "edge_index: expected edges or a plain Adjacency for a layer without a drop-in of its own, got "
-            f"{item!r} with other edge values than edges; pass the edges"
+            "edge_index: expected edges or a plain Adjacency for a layer without a drop-in, got "
+            f"{item!r}, which is partitioned or padded, or has inserted self loops; pass the edges"
         )
     edges = item.derived(f"fastsparse_pyg.edge_index.{flow}", lambda: to_edge_index(item, flow))
     if not torch.compiler.is_compiling():

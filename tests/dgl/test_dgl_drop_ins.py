@@ -365,7 +365,7 @@ def test_wrong_number_of_rows(name, rows, device):
     if name in ATTENTION:
         with pytest.raises(DGLError):
             reference(homogeneous(), feat)
-    with pytest.raises(DGLError, match=r"source node, 30, got shape"):
+    with pytest.raises(DGLError, match=r"source node \(30 rows\), got shape"):
         fast.to(device)(homogeneous(), feat.to(device))
 
 
@@ -376,7 +376,7 @@ def test_wrong_number_of_destination_rows(name, device):
     source, destination = inputs(name, graph, False)
     with pytest.raises(DGLError):
         reference(graph, (source, destination[1:]))
-    with pytest.raises(DGLError, match=r"destination node, 23, got shape"):
+    with pytest.raises(DGLError, match=r"destination node \(23 rows\), got shape"):
         fast.to(device)(graph, (source.to(device), destination[1:].to(device)))
 
 
@@ -388,7 +388,7 @@ def test_bipartite_graphs_need_a_pair(name, sizes, device):
     if name in ATTENTION:
         with pytest.raises((DGLError, KeyError)):
             reference(graph, features(graph, WIDTH))
-    message = "pass a pair" if name in ATTENTION else f"one row per destination node, {sizes[1]}"
+    message = "pass a pair" if name in ATTENTION else f"one row per destination node \\({sizes[1]} rows"
     with pytest.raises(DGLError, match=message):
         fast.to(device)(graph, features(graph, WIDTH).to(device))
 
