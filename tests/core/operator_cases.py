@@ -424,7 +424,7 @@ BAD: dict[Callable[..., Any], list[tuple[dict[str, Any], type[Exception], str]]]
         ({"value": _one(400).long()}, TypeError, "value: expected a floating tensor"),
         ({"bias": _one(7)}, ValueError, "bias: expected 8 entries"),
         ({"scale_dst": _one(41)}, ValueError, r"scale_dst: expected shape \(40,\), got \(41,\)"),
-        ({"scale_src": _one(60, requires_grad=True)}, ValueError, "scale_src: is a constant"),
+        ({"scale_src": _one(60, requires_grad=True)}, ValueError, "scale_src: expected a constant"),
         ({"reduce": "prod"}, ValueError, "reduce: expected 'sum', 'mean', 'max' or 'min', got 'prod'"),
         ({"algorithm": "magic"}, ValueError, "algorithm: expected"),
         ({"value_layout": "dense"}, ValueError,
@@ -486,7 +486,7 @@ BAD: dict[Callable[..., Any], list[tuple[dict[str, Any], type[Exception], str]]]
         ({"edge_weight": None}, ValueError, "edge_attr and edge_weight: expected both"),
         ({"edge_attr": _one(399, 4)}, ValueError, "edge_attr: expected shape"),
         ({"edge_weight": _one(16, 3)}, ValueError, "edge_weight: expected shape"),
-        ({"v": _one(60, 2, 7)}, ValueError, "v: expected the width of q and k"),
+        ({"v": _one(60, 2, 7)}, ValueError, "v: expected the same width as q and k"),
         ({"edge_attr": _one(400, 4).int()}, TypeError, "edge_attr: expected a floating tensor"),
     ],
 }  # fmt: skip

@@ -185,7 +185,7 @@ def test_adjacency_and_sparse_matrix() -> None:
     expected = full(make("GIN"), Data(x=data.x, edge_index=edges))
     found = inference(make("GIN"), Data(x=data.x, adj_t=matrix))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
-    with pytest.raises(ValueError, match=r"data\.adj_t: expected a matrix without edge weights"):
+    with pytest.raises(ValueError, match=r"data\.adj_t: expected a matrix without values"):
         inference(make("GIN"), Data(x=data.x, adj_t=2 * matrix))
 
 
