@@ -108,6 +108,7 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
                     _logger, f"{', '.join(ignored)}: ignored, because stored graphs need no worker processes"
                 )
         super().__init__(dataset, collate_fn, use_ddp, ddp_seed, **kwargs)
+        self._collate = self.collate_fn
 
     def _get_iterator(self) -> Any:
         if self._is_stored and self._follows_script and self.device.type == "cpu" and script_uses_gpu():
@@ -125,6 +126,8 @@ class GraphDataLoader(dgl.dataloading.GraphDataLoader):
         if not self._is_stored:
             return None
         try:
+            if self.collate_fn != self._collate:
+                raise NotStored("collate_fn was assigned after the loader was made")
             outline = _outline(self.dataset)
             is_known = same_outline(outline, self._outline)
             if self._graphs is None or not is_known or not self._graphs.is_current():

@@ -118,6 +118,7 @@ class DataLoader(PygDataLoader):
                     logger, f"{', '.join(ignored)}: ignored, because stored graphs need no worker processes"
                 )
         super().__init__(dataset, batch_size, shuffle, follow_batch, exclude_keys, **kwargs)
+        self._collation = _collation_of(self)
 
     def _get_iterator(self) -> Any:
         current = self._current()
@@ -147,6 +148,8 @@ class DataLoader(PygDataLoader):
         if not self._is_stored:
             return None
         try:
+            if _collation_of(self) != self._collation:
+                raise NotStored("collate_fn was assigned or changed after the loader was made")
             source, graphs = _Source(self.dataset), self._graphs
             if self._source is not None and source.is_like(self._source):
                 source = self._source
@@ -162,6 +165,13 @@ class DataLoader(PygDataLoader):
         state = self.__dict__.copy()
         state["_graphs"] = state["_source"] = None  # stored again in the other process
         return state
+
+
+def _collation_of(loader: PygDataLoader) -> tuple[Any, ...]:
+    """What makes the batches in PyG's loader."""
+    collate = loader.collate_fn
+    options = (getattr(collate, name, None) for name in ("follow_batch", "exclude_keys"))
+    return (collate, *(tuple(names or ()) for names in options))
 
 
 def _warn_original(reason: NotStored) -> None:

@@ -378,6 +378,14 @@ def test_graphs_that_do_not_fit(monkeypatch, reasons):
             assert_same_graph(got.cpu(), expected)
 
 
+def test_collate_functions_that_are_assigned(monkeypatch):
+    monkeypatch.setattr("fastsparse_core.log.seen", set())
+    loader = GraphDataLoader(molecules(4), batch_size=2)
+    loader.collate_fn = len
+    with pytest.warns(SlowPathWarning, match="collate_fn was assigned"):
+        assert list(loader) == [2, 2]
+
+
 @pytest.mark.gpu
 def test_memory_on_the_gpu_stays_flat():
     with enabled():

@@ -536,6 +536,21 @@ def test_attributes_of_several_tensors(values, stored):
         check_or_same_error(graphs, {"batch_size": 2, "shuffle": False, **options}, all_stored=stored)
 
 
+def test_collate_functions_that_are_assigned(monkeypatch):
+    """PyG's loader drops the argument `collate_fn`, so people assign the attribute."""
+    for change in ("collate_fn", "follow_batch"):
+        monkeypatch.setattr("fastsparse_core.log.seen", set())
+        loader = DataLoader(molecules(4), batch_size=2)
+        assert len(next(iter(loader))) == 2
+        if change == "collate_fn":
+            loader.collate_fn = len
+        else:
+            loader.collate_fn.follow_batch = ["x"]
+        with pytest.warns(SlowPathWarning, match="collate_fn was assigned"):
+            batch = next(iter(loader))
+        assert batch == 2 if change == "collate_fn" else "x_batch" in batch
+
+
 def test_options_of_workers_are_ignored(reasons):
     check(molecules(), batch_size=4, shuffle=True)
     loader = DataLoader(molecules(), num_workers=3, persistent_workers=True, prefetch_factor=2, device="cpu")
