@@ -183,7 +183,7 @@ def check_capture(options: argparse.Namespace) -> None:
 
 
 def captured(step: AnyStep, wanted: bool) -> AnyStep:
-    """A step, as CUDA graphs if the user asked for them. If it cannot be recorded, the terminal shows why."""
+    """Captures the step if the user asked for it. The terminal shows why a step cannot be captured."""
     if not wanted:
         return step
     from fastsparse_core import capture  # only here: the frameworks' own layers run without FastSparse

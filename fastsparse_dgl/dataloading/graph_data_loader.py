@@ -163,7 +163,7 @@ def _outline(dataset: Any) -> Outline:
     if getattr(dataset, "_transform", None) is not None:
         raise NotStored("the dataset has a transform, which may give another graph every time")
     if not isinstance(dataset, dgl.data.DGLDataset) or not kind.__module__.startswith("dgl.data"):
-        raise NotStored(f"a dataset of type {kind.__name__} is not known to be in memory")
+        raise NotStored(f"a dataset of type {kind.__name__} is not known to keep its graphs in memory")
     return [dataset], []
 
 

@@ -283,7 +283,7 @@ def _outline(dataset: Any) -> Outline:
     if getattr(dataset, "transform", None) is not None:
         raise NotStored("the dataset has a transform, which may give another graph every time")
     if not isinstance(dataset, InMemoryDataset):
-        raise NotStored(f"a dataset of type {kind.__name__} is not known to be in memory")
+        raise NotStored(f"a dataset of type {kind.__name__} is not known to keep its graphs in memory")
     for name, base in _READING:
         if getattr(kind, name) is not getattr(base, name):
             raise NotStored(f"{kind.__name__} has a method {name} of its own")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -316,15 +316,8 @@ class AnyLayer(MessagePassing):
     def _pattern_without(self, method: str, absent: tuple[str, ...]) -> Pattern:
         """The pattern of a method if these arguments are None."""
         cls = type(self)
-        known = cls._patterns.setdefault((getattr(cls, method), absent), [])
-        for pattern in known:
-            if pattern.holds_for(self):
-                return pattern
-        if len(known) == _MOST_PATTERNS:
-            return _ANY
-        pattern = find_pattern(self, cls._original, method, absent)
-        known.append(pattern)
-        return pattern
+        key = (getattr(cls, method), absent)
+        return self._known_pattern(key, lambda: find_pattern(self, cls._original, method, absent))
 
     def _joint_pattern(self, found: Arguments) -> Pattern:
         """What `message` and an `aggregate` of the layer's own compute together."""
@@ -334,13 +327,17 @@ class AnyLayer(MessagePassing):
         methods = ("message", "aggregate")
         absent = {method: tuple(name for name in traced[method] if found.is_none(name)) for method in methods}
         key = (*[getattr(cls, method) for method in methods], *absent.values())
-        known = cls._patterns.setdefault(key, [])
+        return self._known_pattern(key, lambda: find_joint_pattern(self, cls._original, absent))
+
+    def _known_pattern(self, key: Hashable, find: Callable[[], Pattern]) -> Pattern:
+        """The pattern that is kept under a key and holds for this layer; found and kept if there is none."""
+        known = self._patterns.setdefault(key, [])
         for pattern in known:
             if pattern.holds_for(self):
                 return pattern
         if len(known) == _MOST_PATTERNS:
             return _ANY
-        known.append(find_joint_pattern(self, cls._original, absent))
+        known.append(find())
         return known[-1]
 
     def _takes_more_kernels(self) -> bool:

@@ -11,17 +11,7 @@ from torch.fx import Node
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.nn.dense import Linear as PygLinear
 
-from fastsparse_core.message_plans.plan import (
-    INDICES,
-    OWN,
-    PER_EDGE,
-    NoPlan,
-    Plan,
-    Planner,
-    _Value,
-    _Whole,
-    by_plan,
-)
+from fastsparse_core.message_plans.plan import INDICES, OWN, PER_EDGE, NoPlan, Plan, Planner, by_plan
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
 from fastsparse_pyg.nn.layer_arguments import Arguments
 from fastsparse_pyg.nn.message_pattern import Pattern
@@ -133,16 +123,8 @@ class _Planner(Planner):
         if node.target is torch_geometric.utils.softmax:
             return self._softmax(*args, **kwargs)
         if node.target is torch_geometric.utils.scatter:
-            return self._scatter(*args, **kwargs)
+            return self.scattered(*args, **kwargs)
         return super()._value(node, args, kwargs)
-
-    def _scatter(self, src: Any, index: Any, dim: Any = 0, dim_size: Any = None, reduce: Any = "sum") -> Any:
-        index, size = (getattr(item, "special", "") for item in (index, dim_size))
-        dim, reduce = (item.meta if isinstance(item, _Whole) else item for item in (dim, reduce))
-        is_first = isinstance(dim, int) and isinstance(src, _Value) and dim in (0, -src.meta.dim())
-        if index != "index" or size not in ("dim_size", "size_i") or not is_first:
-            raise NoPlan
-        return self.scattered(src, "sum" if reduce == "add" else reduce)
 
     def _softmax(
         self, src: Any, index: Any = None, ptr: Any = None, num_nodes: Any = None, dim: Any = 0

@@ -645,7 +645,8 @@ def drawn_batches(batch_sampler: Any, device: torch.device) -> Iterator[Any]:
     whole = count // size * size
     yield from positions[:whole].split(size) if whole else ()
     if is_shuffled:
-        torch.randperm(count, generator=generator)  # as RandomSampler does behind its last position
+        # RandomSampler makes one more permutation at the end, which changes the state of the generator.
+        torch.randperm(count, generator=generator)
     if whole < count and not batch_sampler.drop_last:
         yield positions[whole:]
 

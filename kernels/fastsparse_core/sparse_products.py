@@ -83,7 +83,7 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Whether products of sparse matrices run on the kernels."""
+    """Whether `enable` is active, so that products of sparse PyTorch matrices run on the kernels."""
     return _library is not None
 
 

@@ -48,13 +48,15 @@ class Experiment:
 
 
 def crossover(points: Sequence[Point]) -> float | None:
-    """Where the second kernel overtakes the first, between the points on either side, on a logarithmic scale.
+    """Estimates the size from which the second kernel is faster.
+
+    It interpolates on a logarithmic scale between the measured sizes on either side.
 
     Args:
-        points: (where, time of the first, time of the second), in any order.
+        points: (size, time of the first kernel, time of the second), in any order.
 
     Returns:
-        None where one of them is faster everywhere: then what was known stays.
+        The size; None if one kernel is faster at every point. The caller keeps the old value then.
     """
     ordered = sorted(points)
     gains = [math.log(first / second) for _, first, second in ordered]

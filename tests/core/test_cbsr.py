@@ -74,7 +74,7 @@ def test_attributes(device):
         ([[0, 256], [1, 2]], 256, ValueError, "ids: expected columns from 0 to 255, got 0 to 256"),
         ([[0, 65_536], [1, 2]], 65_536, ValueError, "ids: expected columns from 0 to 65535"),
         ([[0, 1], [1, 2]], 65_537, ValueError, "width: expected at most 65536 columns"),
-        ([[0], [1]], 5, ValueError, r"expected one shape \(n, k\), got \(2, 2\) and \(2, 1\)"),
+        ([[0], [1]], 5, ValueError, r"expected the same shape \(n, k\), got \(2, 2\) and \(2, 1\)"),
         ([[0, 1], [0, 1]], 1, ValueError, "ids: expected columns from 0 to 0"),
         ([[0.0, 1.0], [0.0, 1.0]], 5, TypeError, "ids: expected an integer tensor, got torch.float32"),
         ([[0, 1], [0, 1]], 5.0, TypeError, "width: expected an int, got float"),

@@ -128,7 +128,7 @@ def dgl_table() -> str:
                 _word("edge_weight" in arguments),
                 _word(bool(arguments & {"edge_feat", "edge_feats", "efeat", "efeats"})),
                 _word(_takes_pair(original.__name__)),
-                _word(original.__name__ not in ("HeteroGraphConv", "PNAConv")),  # see the test for PyG
+                _word(original.__name__ not in _table_of_tests("dgl_layer_cases").NOT_REPLAYED),
             ]
         )
     return _table(["layer", "edge weights", "edge features", "pair", "capture"], sorted(rows))

@@ -473,7 +473,10 @@ def test_order_follows_the_global_seed_too():
         (lambda: [Batch.from_data_list(molecules(3))] * 5, "of type DataBatch"),
         (lambda: [Data(x=torch.ones(2, 1)), Data(x=torch.ones(2, 1), y=1.0)][::-1], "different attributes"),
         (lambda: [Data(x=torch.ones(2, 1)), PairData(x=torch.ones(2, 1))], "several classes"),
-        (lambda: type("Mine", (torch.utils.data.Dataset,), _OF_MINE)(), "not known to be in memory"),
+        (
+            lambda: type("Mine", (torch.utils.data.Dataset,), _OF_MINE)(),
+            "not known to keep its graphs in memory",
+        ),
     ],
 )
 def test_what_pyg_batches_says_why(monkeypatch, make, reason):

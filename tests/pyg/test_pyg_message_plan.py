@@ -825,6 +825,19 @@ def test_energies_forces_and_their_gradients(block: type[MessagePassing], device
     edge_index = torch.randint(200, (2, 6000), device=device)
     edge_index = edge_index[:, edge_index[0] != edge_index[1]]
 
+    check_forces(layer, fast, pos, x, edge_index)
+
+
+def check_forces(layer: nn.ModuleList, fast: nn.ModuleList, *inputs: Tensor) -> None:
+    """Compares energy, forces and the gradients of a loss of both.
+
+    Args:
+        layer: blocks, one after the other.
+        fast: the same, accelerated.
+        inputs: positions, features and edges.
+    """
+    pos, x, edge_index = inputs
+
     def training_step(model: nn.ModuleList) -> list[Tensor]:
         place = pos.clone().requires_grad_()
         h = x

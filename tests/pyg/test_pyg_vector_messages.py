@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_pyg_message_plan import Painn, SchNet
+from test_pyg_message_plan import Painn, SchNet, check_forces
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import scatter
@@ -265,17 +265,7 @@ def test_energies_and_forces_by_plans(
     edge_index = torch.randint(18, (2, 70), device=device)
     edge_index = edge_index[:, edge_index[0] != edge_index[1]]
 
-    def training_step(model: nn.ModuleList) -> list[Tensor]:
-        place, h = pos.clone().requires_grad_(), x
-        for each in model:
-            h = each(h, place, edge_index)
-        energy = h.tanh().sum()
-        (force,) = torch.autograd.grad(energy, place, create_graph=True)
-        loss = energy + (force**2).sum()
-        return [energy.detach(), force.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
-
-    for want, got in zip(training_step(layer), training_step(fast), strict=True):
-        assert (want - got).norm() <= 1e-10 * want.norm().clamp(min=1)
+    check_forces(layer, fast, pos, x, edge_index)
     assert all("one generated kernel" in planned[each].gains for each in fast)
 
 

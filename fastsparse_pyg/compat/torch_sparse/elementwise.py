@@ -155,7 +155,7 @@ def add(src: SparseTensor, other: Any) -> SparseTensor:
 
 
 def add_nnz(src: SparseTensor, other: Any, layout: str | None = None) -> SparseTensor:
-    """Adds one number, or a number for each entry, to the values; without values, entries count as 1."""
+    """Adds one number, or one number per entry, to the values. Values that are None are taken as 1."""
     other = _in_order(src, other, layout)
     value = src.storage.value()
     if value is None:

@@ -129,7 +129,7 @@ def _size(reads: DeviceReads, func: Any, x: Any, *args: Any, **kwargs: Any) -> A
     if found is NotImplemented and reads.defers:
         raise _refuse(
             f"calls {func.__name__}(), whose result has a size that is known only on the GPU. Compute it "
-            "outside of the step, or keep the size and mask the values"
+            "outside of the step, or keep the size and mask the values: torch.where(mask, x, 0)"
         )
     return found
 

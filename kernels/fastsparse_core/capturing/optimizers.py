@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from fastsparse_core.capturing.refused import Refused
 
-#: Optimizers with one kernel for a whole step. It reads the learning rate from a tensor, and supports
-#: gradient scalers. SGD has no other way to avoid reads by the host.
+#: Optimizers whose fused implementation reads the learning rate from a tensor and supports gradient scalers.
+#: SGD's other implementations read the learning rate on the host.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 #: Settings that recording may turn on.
 _CHANGED = ("capturable", "fused", "foreach")

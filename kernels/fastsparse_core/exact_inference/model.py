@@ -271,10 +271,11 @@ def _checked(parts: Sequence[_Part], framework: Framework, x: Tensor, small: Adj
         loose = {torch.float64: 1e-8, torch.float32: 1e-4}.get(expected.dtype, _OF_16_BITS)
         rounding = 0.0
         if loose == _OF_16_BITS and x.is_floating_point():
-            # The order of a sum decides how it is rounded, and the layer may enlarge the difference.
+            # The order of a sum decides how it is rounded, and the layer may enlarge the difference. The
+            # factor of 4 is for what is rounded inside the layer.
             nearby = x.clone(memory_format=torch.contiguous_format)
             nearby.view(-1)[::2] *= 1 + torch.finfo(x.dtype).eps
-            change = (_whole(part, framework, nearby) - expected).double().abs().nan_to_num()
+            change = (_whole(part, framework, nearby) - expected).double().abs().nan_to_num(0.0, 0.0)
             rounding = 4 * change.max().item() if change.numel() else 0.0
         if not _is_close(found, expected, loose, rounding):
             raise ValueError(

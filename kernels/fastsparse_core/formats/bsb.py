@@ -248,7 +248,7 @@ def place_of_row(window_row: Tensor, num_rows: int) -> Tensor:
     """Place of every row in the order of the windows, int32 (num_rows,): the inverse of ``window_row``."""
     rows = window_row.reshape(-1)
     place = torch.empty(num_rows + 1, dtype=torch.int32, device=rows.device)
-    # Absent rows, -1, write to the end, which is cut off.
+    # Padding rows (-1) write to the last element, which is cut off.
     place[rows] = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
     return place[:num_rows]
 

@@ -90,19 +90,20 @@ class CBSR:
         )  # `from_parts` checks the parts, because a file may be damaged
 
     def check(self) -> None:
-        """Raises an error unless the parts fit together; waits for the device.
+        """Raises an error if the parts do not fit together. Synchronizes with the device.
 
         Raises:
             TypeError: the dtype of the ids does not fit the width.
-            ValueError: shapes or devices differ, or the ids of a row are not ascending, repeat, or exceed the
-                width.
+            ValueError: shapes or devices differ, a row has no entry or more than ``width`` entries, or its
+                ids are not strictly ascending or not below ``width``.
         """
         values, ids, width = self.values, self.ids, self.width
         if ids.dtype != ids_dtype(width):
             raise TypeError(f"ids: expected {ids_dtype(width)} for width {width}, got {ids.dtype}")
         if values.dim() != 2 or ids.shape != values.shape:
             raise ValueError(
-                f"values, ids: expected one shape (n, k), got {tuple(values.shape)} and {tuple(ids.shape)}"
+                f"values, ids: expected the same shape (n, k), got {tuple(values.shape)} and "
+                f"{tuple(ids.shape)}"
             )
         if ids.device != values.device:
             raise ValueError(f"ids: expected device {values.device} like values, got {ids.device}")

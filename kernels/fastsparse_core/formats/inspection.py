@@ -13,7 +13,7 @@ from fastsparse_core.device import device_index, queue
 from fastsparse_core.formats.compress import expand_rows, row_pieces
 from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 
-#: Facts that the kernels write, in the order of EdgeFact in kernels/include/fastsparse/views.h.
+#: Number of facts that the kernels write. EdgeFact in kernels/include/fastsparse/views.h lists them.
 NUM_FACTS = 11
 #: Number of edges and rows up to which one launch inspects and sorts the edges, without a radix sort.
 FEW_EDGES = _C.FEW_EDGES

@@ -58,8 +58,8 @@ def relational_attention(
     Args:
         adj: structure (N, N * R); its columns are all pairs of a source and a relation, with the pairs of a
             source next to each other.
-        pairs: for every edge, the pair of its destination and relation, numbered in the same way.
-        x: features (N, F); `is_plain_eager` must be true for them.
+        pairs: for every edge, the number of its (destination, relation) pair: destination * R + relation.
+        x: features (N, F).
         weight: matrices of the relations (R, F, heads * D).
         query: :math:`\mathbf{Q}`, (heads * D, heads).
         key: :math:`\mathbf{K}`, like ``query``.
@@ -67,7 +67,8 @@ def relational_attention(
         dropout_p: probability with which a weight is dropped.
 
     Returns:
-        (N, heads * D), differentiable twice. None under autocast, if dtypes differ, or if there is no kernel.
+        (N, heads * D), differentiable twice. None if no kernel supports the call, such as under autocast,
+        with mixed dtypes, within a trace or a transform, or with dropout in a recorded step.
     """
     given = (x, weight, query, key)
     if (

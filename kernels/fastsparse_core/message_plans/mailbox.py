@@ -38,7 +38,8 @@ from fastsparse_core.message_plans.plan import (
 from fastsparse_core.message_plans.terms import Edges
 from fastsparse_core.message_plans.trace import Untraceable
 
-#: Number of nodes of the meta tensors by which shapes are found: a number that no other size equals.
+#: Number of nodes in the meta tensors from which shapes are inferred. A dimension of this size is taken to be
+#: the nodes, so it is a number that other dimensions are unlikely to have.
 _NODES = 999_983
 
 

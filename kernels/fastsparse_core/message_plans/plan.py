@@ -1009,9 +1009,21 @@ class Planner:
         known = (node for node in self.graph.nodes if node.target == target and node.args == args)
         return next(known, None) or (self.method if isinstance(target, str) else self.call)(target, args)
 
-    def scattered(self, src: Any, how: str) -> _Value:
-        """A reduction that the body itself asks for."""
-        if self.how != OWN or not isinstance(src, (_Sum, _Of)) or how not in PRODUCTS:
+    def scattered(
+        self, src: Any, index: Any, dim: Any = 0, dim_size: Any = None, reduce: Any = "sum"
+    ) -> _Value:
+        """A reduction over the destinations in the method itself, with the arguments of PyG's `scatter`.
+
+        Raises:
+            NoPlan: it reduces something else than values per edge, or over something else than destinations.
+        """
+        index, size = (getattr(item, "special", "") for item in (index, dim_size))
+        dim, how = (item.meta if isinstance(item, _Whole) else item for item in (dim, reduce))
+        how = "sum" if how == "add" else how
+        is_known = self.how == OWN and isinstance(src, (_Sum, _Of)) and how in PRODUCTS
+        if not is_known or index != "index" or size not in ("dim_size", "size_i"):
+            raise NoPlan
+        if not isinstance(dim, int) or dim not in (0, -src.meta.dim()):
             raise NoPlan
         return _Whole(_meta(src.meta, self.found.dst.num_nodes), node=self._reduced(src, how))
 

@@ -416,8 +416,8 @@ class _Call(NamedTuple):
                 split.num_slots > 0,
                 "tf32" if allows_tf32() else "tf32x3",
                 num_warps=4 if self.width <= 128 else 8,
-                enable_fp_fusion=self.roots[0].how
-                != "softmax",  # all kernels subtract from the same rounded message
+                # All kernels of a softmax must subtract from the same rounded message.
+                enable_fp_fusion=self.roots[0].how != "softmax",
             )
         return parts if parts and split.num_slots else None
 

@@ -9,7 +9,10 @@ from fastsparse_core.structure.segments import Segments
 
 
 def edge_ends(adj: Adjacency) -> tuple[Tensor, Tensor]:
-    """Source and destination of every edge value, int64 (num_values,); 0 for edges that loops replaced."""
+    """Source and destination of every edge, in the order of the edge values, int64 (num_values,).
+
+    Both are 0 for self loops of the caller that were replaced by inserted loops.
+    """
 
     def build() -> tuple[Tensor, Tensor]:
         ends = adj.col.long(), adj.row().long()
