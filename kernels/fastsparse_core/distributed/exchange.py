@@ -189,9 +189,14 @@ class HaloExchange:
             sums = zeros.index_add_(0, self.send_index, received)
         return sums if out is None else out.copy_(sums)
 
-    def to_halo(self, rows: Tensor) -> Transfer:
-        """Starts to send packed rows to the ranks that have them in their halo."""
-        received = rows.new_empty(self.num_halo, *rows.shape[1:])
+    def to_halo(self, rows: Tensor, out: Tensor | None = None) -> Transfer:
+        """Starts to send packed rows to the ranks that have them in their halo.
+
+        Args:
+            rows: what `pack` returns.
+            out: (num_halo, ...), contiguous, where the rows of the halo arrive; None: a new tensor.
+        """
+        received = rows.new_empty(self.num_halo, *rows.shape[1:]) if out is None else out
         if not self.sends_all:
             return self._send(received, rows, self.recv_counts, self.send_counts)
         sent = [rows if other != self.rank else rows[:0] for other in range(len(self.sizes))]
