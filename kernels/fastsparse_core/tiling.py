@@ -73,7 +73,7 @@ class NeighbourSum(NamedTuple):
         """All sums of ``some``, which has rows of this divided structure. Collective."""
         out = x.new_empty(some.adj.num_dst, x.size(1))
         for columns, sources in self.part.sources_by_columns(x):
-            for begin, end in _tiles(out.size(0), tile_rows):
+            for begin, end in _tiles(out.size(0), tile_rows * x.size(1) // max(sources.size(1), 1)):
                 out[begin:end, columns] = some.tile(sources, begin, end)
         return out
 
@@ -83,13 +83,13 @@ class NeighbourSum(NamedTuple):
         Args:
             back: takes the gradients of the sums back.
             of_sums: (sums, width).
-            tile_rows: rows of a tile.
+            tile_rows: rows of a tile of all columns; tiles of some columns have more.
         """
 
         def of_sources(columns: slice) -> Tensor:
             given = of_sums[:, columns].contiguous()
             total = given.new_empty(back.adj.num_dst, given.size(1))
-            for begin, end in _tiles(total.size(0), tile_rows):
+            for begin, end in _tiles(total.size(0), tile_rows * of_sums.size(1) // max(given.size(1), 1)):
                 total[begin:end] = back.tile(given, begin, end)
             return total
 
