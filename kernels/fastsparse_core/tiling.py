@@ -45,6 +45,7 @@ class NeighbourSum(NamedTuple):
         reads_own: whether the layer reads a node's own features after the sum.
         part: the :class:`fastsparse_core.distributed.PartitionedAdjacency` whose rows ``adj`` has; None:
             there is one process.
+        by_columns: its exchange of features.
     """
 
     adj: Adjacency
@@ -53,6 +54,7 @@ class NeighbourSum(NamedTuple):
     loop: Tensor | None = None
     reads_own: bool = True
     part: Any = None
+    by_columns: Any = None
 
     def of_this_process(self, like: Tensor) -> NeighbourSum:
         """The same with the rows of a partitioned structure; ``like`` has the features' dtype. Collective."""
@@ -60,40 +62,40 @@ class NeighbourSum(NamedTuple):
         if not part.is_partitioned:
             return self
         scale_src = None if self.scale_src is None else part.scales(self.scale_src, like)[1]
-        return self._replace(adj=part.rows, scale_src=scale_src, part=part)
+        return self._replace(adj=part.rows, scale_src=scale_src, part=part, by_columns=part.by_columns)
 
     def reader(self, x: Tensor, tile_rows: int) -> Callable[[int, int], tuple[Tensor, Tensor]]:
         """What returns the sums and own features of the rows from one to another. Collective."""
         if self.part is None:
             return lambda begin, end: (self.tile(x, begin, end), x[begin:end])
-        sums = self.by_columns(self, x, tile_rows)
+        sums = self.of_all_rows(x, tile_rows)
         return lambda begin, end: (sums[begin:end], x[begin:end])
 
-    def by_columns(self, some: NeighbourSum, x: Tensor, tile_rows: int) -> Tensor:
-        """All sums of ``some``, which has rows of this divided structure. Collective."""
-        out = x.new_empty(some.adj.num_dst, x.size(1))
-        for columns, sources in self.part.sources_by_columns(x):
+    def of_all_rows(self, x: Tensor, tile_rows: int) -> Tensor:
+        """The sums of all rows of a divided structure. Collective."""
+        out = x.new_empty(self.adj.num_dst, x.size(1))
+        for columns, sources in self.by_columns.sources(x):
             for begin, end in _tiles(out.size(0), tile_rows * x.size(1) // max(sources.size(1), 1)):
-                out[begin:end, columns] = some.tile(sources, begin, end)
+                out[begin:end, columns] = self.tile(sources, begin, end)
         return out
 
-    def to_owners(self, back: NeighbourSum, of_sums: Tensor, tile_rows: int) -> Tensor:
-        """Gradients of the own nodes' features, of those of sums. Collective.
+    def to_owners(self, of_sums: Tensor, tile_rows: int) -> Tensor:
+        """Gradients of the own nodes' features, of those of the sums. Collective.
 
         Args:
-            back: takes the gradients of the sums back.
-            of_sums: (sums, width).
+            of_sums: (num_dst, width).
             tile_rows: rows of a tile of all columns; tiles of some columns have more.
         """
+        back = self.transposed()
 
         def of_sources(columns: slice) -> Tensor:
-            given = of_sums[:, columns].contiguous()
-            total = given.new_empty(back.adj.num_dst, given.size(1))
+            given = of_sums[:, columns]
+            total = of_sums.new_empty(back.adj.num_dst, given.size(1))
             for begin, end in _tiles(total.size(0), tile_rows * of_sums.size(1) // max(given.size(1), 1)):
                 total[begin:end] = back.tile(given, begin, end)
             return total
 
-        grad: Tensor = self.part.to_owners_by_columns(of_sums, of_sources)
+        grad: Tensor = self.by_columns.to_owners(of_sums, of_sources)
         return grad
 
     def tile(self, x: Tensor, begin: int, end: int) -> Tensor:
@@ -123,11 +125,15 @@ class NeighbourSum(NamedTuple):
 
     def of_rows(self, rows: Tensor) -> NeighbourSum:
         """The same for some of the rows, int64 (num_rows,), without loops."""
-        adj = self.adj
+        adj, scale_src, by_columns = self.adj, self.scale_src, None
         rowptr, col = select_rows(adj.rowptr, adj.col, rows)
         scale_dst = None if self.scale_dst is None else self.scale_dst[rows]
-        some = Adjacency(rowptr, col, (rows.numel(), adj.num_src))
-        return NeighbourSum(some, scale_dst, self.scale_src, part=self.part)
+        num_src = adj.num_src
+        if self.part is not None:
+            col, kept, by_columns = self.part.only(col)
+            num_src, scale_src = kept.numel(), None if scale_src is None else scale_src[kept]
+        some = Adjacency(rowptr, col, (rows.numel(), num_src))
+        return NeighbourSum(some, scale_dst, scale_src, part=self.part, by_columns=by_columns)
 
 
 def is_free_of_loops(part: Any) -> bool:
@@ -524,13 +530,14 @@ class _Run:
         if not continues:
             return
         like, rows, num_rows = layer.like, layer.rows, layer.num_rows
-        back, sums_of = layer.sums.transposed(), self.sums[nth - 1]
+        of_layer, sums_of = layer.sums, self.sums[nth - 1]
         del grad, layer
         of_sums = like.new_empty(0, like.size(1)) if of_sums is None else of_sums
         is_added = of_own is not None and rows is None and sums_of.part is None
         if sums_of.part is not None:
-            grad = sums_of.to_owners(back, of_sums, self.tile_rows)
+            grad = of_layer.to_owners(of_sums, self.tile_rows)
         else:
+            back = of_layer.transposed()
             total = of_own if is_added else like.new_empty(back.adj.num_dst, like.size(1))
             assert total is not None
             for begin, end in _tiles(total.size(0), self.tile_rows):
@@ -687,7 +694,7 @@ class _Divided(_Kept):
 
     def __init__(self, sums: NeighbourSum, features: Tensor, tile_rows: int) -> None:
         super().__init__(sums, features, tile_rows)
-        self.sum, self.own = sums.by_columns(sums, features, tile_rows), features
+        self.sum, self.own = sums.of_all_rows(features, tile_rows), features
 
     def compute(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         return self.sum[begin:end], self.own[begin:end]
@@ -705,7 +712,7 @@ class _LastRows(_Kept):
         super().__init__(of_rows, features, tile_rows, rows)
         self.own = features[rows]
         if sums.part is not None:
-            found = sums.by_columns(of_rows, features, tile_rows)
+            found = of_rows.of_all_rows(features, tile_rows)
         else:
             pieces = [of_rows.tile(features, *each) for each in _tiles(rows.numel(), tile_rows)]
             found = torch.cat([self.like, *pieces])

@@ -30,9 +30,9 @@ def _compare(
     rank: int, size: int, device: torch.device, kind: str, loops: bool, offload: bool, piece: int
 ) -> None:
     import fastsparse_pyg
-    from fastsparse_core.distributed import partitioned_adjacency
+    from fastsparse_core.distributed import exchange
 
-    partitioned_adjacency.PIECE_BYTES = piece
+    exchange.PIECE_BYTES = piece
 
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Literal, NoReturn
 
@@ -11,13 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastsparse_core.distributed.agreement import check_agreement
-from fastsparse_core.distributed.exchange import (
-    AddColumns,
-    HaloExchange,
-    HaloFeatures,
-    Transfer,
-    column_tiles,
-)
+from fastsparse_core.distributed.exchange import AddColumns, ColumnExchange, HaloExchange, HaloFeatures
 from fastsparse_core.distributed.latest import Latest
 from fastsparse_core.distributed.local_rows import (
     PIECE_ENTRIES,
@@ -36,8 +30,6 @@ from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops.spmm import Reduce, spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Bytes of the features of all sources that are on a process in one piece; there are two pieces at a time.
-PIECE_BYTES = 2**33
 #: Options of the constructors, and their defaults.
 _OPTIONS: dict[str, Any] = {
     "self_loops": "keep",
@@ -413,62 +405,33 @@ class PartitionedAdjacency(Adjacency):
             for x, like in zip(whole, cast, strict=True)
         )
 
-    def sources_by_columns(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Features of the own nodes and of the halo, some columns at a time, without gradient. Collective.
+    @property
+    def by_columns(self) -> ColumnExchange:
+        """Exchanges features some columns at a time."""
+        return ColumnExchange(self.exchange)
 
-        All columns at a time would take the memory of the whole graph. The next columns are exchanged while
-        the caller uses the present ones.
-
-        Args:
-            x: floating (local nodes, F).
-
-        Yields:
-            Columns, and their features (num_src, columns), contiguous: the columns of ``rows``.
-        """
-        columns = self._columns(x)
-        begun = [self._begin(x[:, columns[0]])]
-        for nth, each in enumerate(columns):
-            begun += [self._begin(x[:, after]) for after in columns[nth + 1 : nth + 2]]
-            sources, transfer = begun.pop(0)
-            transfer.wait()
-            yield each, sources
-            del sources, transfer
-
-    def to_owners_by_columns(self, like: Tensor, gradients: Callable[[slice], Tensor]) -> Tensor:
-        """Gradients of the own nodes' features, of those of all sources. Collective.
+    def only(self, col: Tensor) -> tuple[Tensor, Tensor, ColumnExchange]:
+        """Columns of some rows of ``rows``, with the halo that they need. Collective.
 
         Args:
-            like: (any number of rows, F), with the dtype of the features.
-            gradients: returns those of some columns, (num_src, columns).
+            col: int32, columns of ``rows``.
 
         Returns:
-            (local nodes, F).
+            The same columns, numbered among the own nodes and the halo's nodes that are needed; int64, the
+            columns of ``rows`` that these are; the exchange of their features.
         """
-        out = like.new_empty(self.num_dst, like.size(1))
-        begun: list[tuple[slice, Tensor, Transfer]] = []
-        columns = self._columns(like)
-        for each in [*columns, None]:  # the gradients before are sent while the next are computed
-            if each is not None:
-                found = gradients(each)
-                begun.append((each, found, self.exchange.from_halo(found[self.num_dst :])))
-                del found
-            if len(begun) > (each is not None):
-                place, found, transfer = begun.pop(0)
-                own = self.exchange.add_up(transfer.wait(), out.dtype)
-                out[:, place] = own.add_(found[: self.num_dst])
-                del own, found, transfer
-        return out
-
-    def _columns(self, x: Tensor) -> list[slice]:
-        size = self.rows.num_src * x.size(1) * x.itemsize
-        return column_tiles(x.size(1), max(-(-size // PIECE_BYTES), 1))
-
-    def _begin(self, x: Tensor) -> tuple[Tensor, Transfer]:
-        """Features of all sources, of which those of the halo are still to arrive."""
-        sources = x.new_empty(self.rows.num_src, x.size(1))
-        sources[: self.num_dst] = x
-        sent = sources[: self.num_dst] if self.exchange.sends_all else self.exchange.pack(x, x.dtype)
-        return sources, self.exchange.to_halo(sent, sources[self.num_dst :])
+        own, every = self.num_dst, self.exchange
+        is_needed = torch.zeros(every.num_halo, dtype=torch.bool, device=col.device)
+        of_halo = col >= own
+        is_needed[col[of_halo].long() - own] = True
+        needed = torch.zeros(self.partition.num_nodes, dtype=torch.bool, device=col.device)
+        needed[every.halo[is_needed]] = True
+        exchange = HaloExchange(needed, self.partition.starts, self.rank, every.group, "needed")
+        place = is_needed.cumsum(0, dtype=torch.int32).add_(own - 1)
+        numbered = col.clone()
+        numbered[of_halo] = place[col[of_halo].long() - own]
+        kept = torch.cat([torch.arange(own, device=col.device), is_needed.nonzero().flatten() + own])
+        return numbered, kept, ColumnExchange(exchange)
 
     def spmm(
         self,
