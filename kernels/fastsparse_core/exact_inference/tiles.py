@@ -389,6 +389,10 @@ class _Tiles:
     ) -> _Result:
         """The results of a stage for all nodes, whose sums are computed for some columns at a time.
 
+        With F bytes of features, S of structure, R of results and P parts, 3 F + P S bytes are sent to the
+        device (columns, features of destinations, sums; the structure) and F + R bytes come back. All but the
+        structure is copied through page-locked buffers on the host.
+
         Args:
             stage: a layer with ``sums``.
             stored: the features of all nodes, on the host.
