@@ -657,5 +657,5 @@ def test_a_training_step_is_replayed(case: Case) -> None:
     if case.original in (pyg.RGCNConv, pyg.FastRGCNConv, pyg.RGATConv):
         case = case._replace(call=lambda layer, *given: layer(*given[:2], types, *given[2:]))
     elif case.original is pyg.HypergraphConv:
-        case = case._replace(call=lambda layer, x, _: layer(x, hyperedges))
+        case = case._replace(call=lambda layer, x, _: layer(x, hyperedges, num_edges=9))
     check_replays(lambda: case.make(case.fast, "cuda"), lambda layer: case.run(layer, x, edges, *rest))
