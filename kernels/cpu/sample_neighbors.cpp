@@ -33,7 +33,7 @@ constexpr std::int64_t kChunkRows = 1024;
 struct Row {
   std::int64_t begin;  // first entry
   std::int64_t end;
-  std::uint32_t number;  // in the batch
+  std::uint32_t number;  // number of the row's node among the batch's nodes
   std::uint32_t count;   // number of chosen edges
 };
 
@@ -45,7 +45,7 @@ struct Scratch {
   std::vector<std::uint32_t> row, degree, chosen;
   std::vector<std::int64_t> entry;
   std::vector<std::int32_t> node;     // the source
-  std::vector<std::uint32_t> number;  // of the source in the batch
+  std::vector<std::uint32_t> number;  // number of the source among the batch's nodes
   std::vector<std::int32_t> new_node, new_seed;
   std::vector<std::pair<std::uint32_t, std::int64_t>> weighted;  // key and entry
 };

@@ -826,7 +826,8 @@ void launch_in_shared_memory(SsdArgs args, cudaStream_t stream) {
       launch_long<2, kWeighted ? 7 : 10, T, Id, Rows, kWeighted>(args, stream);
     }
   } else {
-    // Kept entries that are not multiples of four are rare: they share one kernel, with weights of 1.
+    // A k that is not a multiple of four is rare. All such calls share one weighted kernel, in which calls
+    // without weights use 1.
     launch_long<2, 6, T, Id, QuadOfRows<T, Id, false>, true, true>(args, stream);
   }
   if constexpr (sizeof(Id) == 1) {
