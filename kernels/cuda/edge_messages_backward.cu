@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kMessageThreads, kMessageBlocks<T>)
             z[u][i] = slope * value[u][i] * of_out;
           }
           value[u][i] = gate * of_out;
-          if (has[u]) {  // entries beyond the slice would add 0 times infinity
+          if (has[u]) {  // entries beyond the slice may give NaN
             grad_q[i] += z[u][i];
             grad_v[i] += value[u][i];
           }
