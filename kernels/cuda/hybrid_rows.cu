@@ -1,7 +1,7 @@
 // The work list of spmm_hr (HR-SpMM, section 4.1, algorithm 1) in two launches, without a wait for the GPU.
 // First, each block counts the items of its rows. Then each block sums the counts of the blocks before it and
 // writes the items of its rows. The number of blocks is limited, so that these sums stay small and time is
-// proportional to rows and items. A thread handles a row: a row of n entries writes n / 256 items.
+// proportional to rows and items. A thread handles a row and writes its items.
 
 #include <algorithm>
 #include <cub/block/block_scan.cuh>
