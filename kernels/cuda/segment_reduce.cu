@@ -30,7 +30,7 @@ __device__ __forceinline__ V from_lane(V v, int distance) {
   return __shfl_xor_sync(kFullWarp, v, distance);
 }
 
-// State of one feature after some entries. `offset` is an entry's position in its segment.
+// State of one feature after some entries. `add` gets a value and its entry.
 template <typename A>
 struct SumState {
   A sum = 0, total = 0;

@@ -103,8 +103,8 @@ struct EdgeLane {
   int head;            // a valid head even if not live
   bool live;           // false for lanes beyond the last head
   int sub;             // lane within its head
-  int lanes;           // of a head
-  int group_lanes;     // of a slice
+  int lanes;           // lanes per head
+  int group_lanes;     // lanes per slice
   int first;           // the head's first feature in a row of all heads
   int head_width;
   int edge_width;
@@ -161,7 +161,7 @@ struct EdgeLane {
     return features;
   }
 
-  // The same times `factor`.
+  // As load_packed, converted to float32 and multiplied by `factor`.
   template <typename T>
   __device__ __forceinline__ void load(float (&to)[kLaneFeatures], const DenseView& x, std::int64_t row,
                                        float factor = 1.0f) const {
@@ -170,7 +170,7 @@ struct EdgeLane {
     for (int i = 0; i < kLaneFeatures; ++i) to[i] = features[i] * factor;
   }
 
-  // The same for a float32 vector, (heads * head_width), in the layout of features of type T.
+  // Elements of a float32 vector, (heads * head_width), in the layout of features of type T.
   template <typename T>
   __device__ __forceinline__ void load_vector(float (&to)[kLaneFeatures], const float* x) const {
     constexpr int kVec = kEdgeVec<T>;
@@ -314,10 +314,11 @@ struct Entries {
   }
 };
 
-// Calls add(whole, entries, base) for all entries of the slices of a warp. It passes kCount entries, which
-// `next` has: unmasked while every group has that many (`whole`, a compile-time 0 or 1), then masked; at last
-// kRest entries, if no group has more. How entries are combined affects rounding, so it must not depend on
-// the other slices of the warp. `add` reads the entries after those that it gets into `next`.
+// Calls add(whole, entries, base) for all entries of the slices of a warp, kCount entries at a time. They are
+// unmasked while every group has that many (`whole`, a compile-time 0 or 1), then masked. At the end it
+// passes kRest entries, if no group has more. How entries are combined affects rounding, so it must not
+// depend on the other slices of the warp. `next` has the next entries, and `add` must read the ones after
+// those into it.
 template <int kCount, int kRest, typename F>
 __device__ __forceinline__ void for_entries(int longest, int shortest, const Entries<kCount>& next, F&& add) {
   int base = 0;
@@ -505,7 +506,7 @@ struct KeptWeight {
     }
   }
 
-  // The same as `add_projected`, with edge features that were read before.
+  // As add_projected, with edge features that are already in registers.
   __device__ __forceinline__ void add_to(float (&z)[kLaneFeatures],
                                          const Words<T, 4> (&edge)[kKeptWeight / 4]) const {
 #pragma unroll
