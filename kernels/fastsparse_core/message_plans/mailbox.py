@@ -209,7 +209,7 @@ class MailboxPlanner(Planner):
         self._check(out)
         kept = {name: self._at_edges(values[node]) for name, node in written.items()}
         plan = self._finished(((self._reduced(out[field], how), kept), {}))
-        is_cast = self.found.special["adj"].device.type == "cuda"  # there, DGL's own sums are cast too
+        is_cast = self.found.special["adj"].device.type == "cuda"  # DGL's own sums are also cast on CUDA
         return self._with_dtypes(
             plan, trace, written, lambda messages: self.mixed if is_cast else messages[field].dtype
         )
