@@ -39,7 +39,7 @@ from .timing import step_time
 
 WIDTH = 128
 GRAPHS = ("ogbn-arxiv", "cora", "molecules")
-#: Relative, of outputs: sums of hundreds of terms in another order.
+#: Accepted relative error of outputs: sums of hundreds of terms have another order.
 TOLERANCE = 1e-4
 PAGE = Path(__file__).parents[1] / "docs" / "pyg_layers.md"
 BEGIN, END = "<!-- layers: python -m benchmarks.any_layer --write -->", "<!-- layers end -->"
