@@ -142,7 +142,7 @@ def test_what_it_leaves_to_others(device: str) -> None:
         {"value": value[:-1]},
         {"value": value[:, None]},
         {"value": value.double()},
-        {"value": torch.complex(value, value).conj().imag},  # its sign is not in memory
+        {"value": torch.complex(value, value).conj().imag},  # a lazy negation: its sign is not in memory
         {"root_weight": root_weight[:, 1:]},
         {"bias": bias.double()},
     ):
