@@ -2,7 +2,7 @@
 // builds no other format and has one launch. tca_tile.cuh has the product.
 //
 // Floors per call, E entries of width F: 2 E F bytes gathered and 4 E F ceil(F / tile) / F bytes of columns.
-// The tensor cores multiply 16 E F flops, of which an eighth is useful: a few per cent of what they can do in
+// The tensor cores multiply 16 E F flops, an eighth of them useful: a few per cent of what they can do in
 // the time of the gather. So loads decide: runs of 128 bytes (F >= 64), eight in flight per lane. Tiles of
 // features are the slow grid dimension, because a tile of x is more likely to stay in the caches than x.
 //
