@@ -23,7 +23,7 @@ namespace fastsparse::cuda {
 namespace additive_attention_backward_detail {
 
 // What the column pass reads of a row and head: score_dst, lse, delta, and a factor of p. The factor makes
-// the weights sum to 1 where a large lse was rounded.
+// the weights sum to 1 although a large lse has a rounding error.
 using RowState = float4;
 
 // Sums over a row's entries with positive (plus) and other (minus) logits.

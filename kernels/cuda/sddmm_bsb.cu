@@ -104,7 +104,7 @@ class Products {
   __device__ __forceinline__ void add(const Rows& rows, const uint4& words) {
     multiply<T, kTerms>(sum_, rows, words);
     if constexpr (kTerms > 1) {
-      // Tensor cores truncate their sums, so they are added to sums that round to nearest.
+      // Tensor cores truncate their sums, so these are added to sums that round to nearest.
       total_[0] += kLanes == 8 ? sum_[0] + sum_[3] : sum_[0];
       if constexpr (kLanes == 4) total_[1] += sum_[1];
 #pragma unroll

@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kThreads) spmm_csr_kernel(const SpmmArgs args)
   const std::int64_t group =
       static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   const RowSlice slice = load_slice(args.split, group);
-  // All groups of a warp loop to the longest slice, with their own entries masked, so that shuffles need no
-  // divergent branches.
+  // All groups of a warp loop to the longest slice, masked beyond the end of their own, so that shuffles need
+  // no divergent branches.
   const int longest = __reduce_max_sync(kFullWarp, slice.length);
   const std::int64_t feature0 = static_cast<std::int64_t>(blockIdx.y) * (kChunkWidth * kChunks) + lane * kVec;
   const T* x = static_cast<const T*>(args.x.data) + feature0;

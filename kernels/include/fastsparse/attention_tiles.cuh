@@ -295,8 +295,8 @@ __device__ __forceinline__ void load_own(std::uint32_t (&own)[S::kPieces], std::
   }
 }
 
-// Address, for load_matrices, of pieces (piece, piece + 1) of rows 0..7 and 8..15: by row and piece, or by
-// piece and row.
+// Address, for load_matrices, of pieces (piece, piece + 1) of rows 0..7 and 8..15. The four matrices are
+// ordered by rows, then pieces (kRowsFirst), or by pieces, then rows.
 template <typename S, bool kRowsFirst>
 __device__ __forceinline__ std::uint32_t matrix_address(std::uint32_t tile, int piece, int lane) {
   const int low = lane / 8 % 2, high = lane / 16;

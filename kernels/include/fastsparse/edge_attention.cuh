@@ -317,8 +317,8 @@ struct Entries {
 // Calls add(whole, entries, base) for all entries of the slices of a warp, kCount entries at a time. They are
 // unmasked while every group has that many (`whole`, a compile-time 0 or 1), then masked. At the end it
 // passes kRest entries, if no group has more. How entries are combined affects rounding, so it must not
-// depend on the other slices of the warp. `next` has the next entries, and `add` must read the ones after
-// those into it.
+// depend on the other slices of the warp. `next` must hold the first entries. `add` must read the entries
+// after those that it gets into `next`.
 template <int kCount, int kRest, typename F>
 __device__ __forceinline__ void for_entries(int longest, int shortest, const Entries<kCount>& next, F&& add) {
   int base = 0;

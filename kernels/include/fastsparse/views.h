@@ -714,8 +714,8 @@ struct MultiAggregateBackwardArgs {
   void* grad_dst;       // (num_rows, width), null: not computed
   void* grad_edge;      // with a weight: (parts, num_values, edge_width) in the accumulation type, a part per
                         // 128 features; otherwise (num_values, width) in dtype; null: not computed
-  void* grad_weight;  // (weight_parts, edge_width, width) in the accumulation type, likewise: the gradient is
-                      // the sum of its parts
+  void* grad_weight;    // (weight_parts, edge_width, width) in the accumulation type, null: not computed. The
+                      // gradient is the sum of its parts
   std::int64_t weight_parts;
   std::int64_t num_values;
   void* partial;  // (num_slots of the transpose, width) in the accumulation type; CUDA only
@@ -943,7 +943,7 @@ struct SimilarRowsArgs {
 };
 FASTSPARSE_ARGUMENTS(SimilarRowsArgs, FIELDS(signature, order, num_rows, num_bands, best));
 
-// Follows the links from rows to their most similar ones (group_rows.h).
+// Follows the links from rows to their most similar rows (group_rows.h).
 struct LinkRowsArgs {
   const std::int64_t* rowptr;  // (num_rows + 1)
   const std::int64_t* best;    // (num_rows)
