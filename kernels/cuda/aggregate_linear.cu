@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-  const int feature = 4 * t;  // of the first group
+  const int feature = 4 * t;  // first feature of this thread in the first group
   const std::int64_t num_rows = args.a.num_rows;
   // The warps of a warpgroup multiply together.
   const int warpgroup = threadIdx.x / kWarpgroup;

@@ -194,7 +194,7 @@ __global__ void make_segment_keys_kernel(const SortSegmentsArgs args, std::uint3
 // Offsets of a sort's arrays in one piece of scratch.
 struct SegmentScratch {
   std::size_t second_keys, ids, counts, of_sort, sort_bytes, bytes;
-  int bits;  // of a key
+  int bits;  // bits of a key that are sorted
 
   cudaError_t measure(const SortSegmentsArgs& args) {
     bits = bits_of(args.num_segments + 1);

@@ -217,7 +217,7 @@ __device__ __forceinline__ int count_above(const R& row, typename R::A threshold
 template <typename A>
 struct Guess {
   A threshold;
-  A gap;  // 0: nothing is known
+  A gap;  // 0: both are unknown
 };
 
 template <typename T, int kChunks, typename R>
@@ -255,7 +255,7 @@ struct Threshold {
   typename R::A value;
   bool exact;  // whether exactly k entries are not below the value; otherwise it is the k-th largest entry,
                // and others equal it
-  Counts<R::kHeld> counts;  // of entries that are not below the value
+  Counts<R::kHeld> counts;  // counts of entries that are not below the value
 };
 
 // A team that has found its threshold keeps it while the warp's other teams continue.

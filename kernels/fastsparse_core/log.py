@@ -97,7 +97,7 @@ def _warn_in_trace(message: str) -> bool:
     return True  # a constant, which the compiler puts in place of the call
 
 
-# As torch.compiler.assume_constant_result, which would import the compiler, and that takes a second.
+# torch.compiler.assume_constant_result sets this too, but imports the compiler, which takes a second.
 _warn_in_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

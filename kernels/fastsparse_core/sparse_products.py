@@ -189,7 +189,7 @@ class _Repeated(NamedTuple):
     version: int
     indices_at: int
     values_at: int
-    shape: torch.Size  # of the dense operand
+    shape: torch.Size  # shape of the dense operand
     dtype: torch.dtype
     adj: Adjacency
     plan: Hashable

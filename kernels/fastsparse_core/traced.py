@@ -345,5 +345,5 @@ def _take() -> str:
     return found
 
 
-# As torch.compiler.assume_constant_result, which would import the compiler, and that takes a second.
+# torch.compiler.assume_constant_result sets this too, but imports the compiler, which takes a second.
 _take._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -421,7 +421,7 @@ def test_sending_to_a_process_keeps_memory(of):
     own += [segments.rowptr, segments.order]
     before = [tensor.data_ptr() for tensor in own]
     again, segments_again = pickle.loads(ForkingPickler.dumps((sent, segments)))
-    assert [tensor.data_ptr() for tensor in own] == before  # compiled kernels keep them
+    assert [tensor.data_ptr() for tensor in own] == before  # compiled kernels keep these addresses
     assert stored_edges(again) == stored_edges(sent)
     assert torch.equal(segments_again.order, segments.order)
     assert sum(name.startswith("sent") for name in sent.memory_usage()) >= 2

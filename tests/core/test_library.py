@@ -163,7 +163,7 @@ def _set_data(x: torch.Tensor, data: torch.Tensor) -> None:
         (True, lambda x: x.mul_(2)),
         (True, lambda x: x[:, 0].fill_(3)),
         (True, lambda x: x.requires_grad_()),
-        # A square matrix, whose shape does not show it.
+        # x is square, so its shape does not show this edit.
         (False, lambda x: x.t_()),
         (False, lambda x: x.resize_(12, 11)),
         (False, lambda x: x.as_strided_((12, 11), (16, 1))),

@@ -149,7 +149,7 @@ def test_what_it_leaves_to_others(device: str) -> None:
         assert not serves(**other), other
     with torch.autocast(device, dtype=torch.bfloat16):
         assert serves()
-        assert not serves(x=x.bfloat16())  # of another dtype than the values
+        assert not serves(x=x.bfloat16())  # x and the values have different dtypes
         assert not serves(x=x.half(), value=value.half())
     out = weighted_linear(adj, *given, "sum")
     assert out is not None

@@ -253,7 +253,7 @@ def slices_of_map(self, x_j, w):
     return out[:, :6] * w.unsqueeze(-1) + out[:, 6:]
 
 
-# Edges' features.
+# Messages that use edge features.
 
 
 def gine(self, x_j, ea):

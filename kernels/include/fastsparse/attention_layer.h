@@ -50,11 +50,11 @@ struct AttentionLayerBackward {
   CsrView a_t;
   AttentionLayerCall call;
   DenseView grad;
-  void* grad_joint;  // as joint
-  void* grad_first;  // of the vectors, in the accumulation type. These and the next gradients: null: not
+  void* grad_joint;  // has the shape of joint
+  void* grad_first;  // gradients of the vectors, in the accumulation type. These and the next ones: null: not
                      // computed
   void* grad_second;
-  void* work;  // as in AttentionCsrBackwardArgs
+  void* work;  // the same as in AttentionCsrBackwardArgs
   void* grad_edge;
   void* grad_edge_weight;
   void* grad_bias;      // (width) in the accumulation type

@@ -55,7 +55,7 @@ struct Epilogue {
   }
 };
 
-// For SpmmArgs and SpmmBsbArgs.
+// The epilogue of SpmmArgs or SpmmBsbArgs.
 template <typename Args>
 __host__ __device__ __forceinline__ Epilogue epilogue_of(const Args& args) {
   return {args.scale_dst, args.bias, args.relu, args.out, args.width, {args.loop, args.scale_src, args.x}};

@@ -276,7 +276,8 @@ __device__ __forceinline__ T* kept_in_register(T* address) {
 // The entries of a slice.
 struct SliceEntries {
   const std::int32_t* cols;
-  const std::uint32_t* ids;  // of 64-bit positions only the lower halves: there are fewer than 2^32 values
+  const std::uint32_t*
+      ids;  // positions of values; only lower halves of 64-bit ones: there are fewer than 2^32 values
   int id_words;
   std::uint32_t begin;
   int length;

@@ -90,7 +90,7 @@ struct EdgeMessageBackwardArgs {
   DenseView grad_state;  // (num_values, width), null data: 0
   const std::uint8_t* positive;
   std::int64_t sign_bytes;
-  const void* scale;  // of the forward pass: grad_q_i += scale grad_i; null: 0; relu only
+  const void* scale;  // the scale of the forward pass: grad_q_i += scale grad_i; null: 0; relu only
   std::int64_t num_values;
   void* grad_q;         // (num_cols, width)
   void* grad_v;         // (num_cols, width); gates only

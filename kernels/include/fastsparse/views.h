@@ -141,7 +141,7 @@ struct SpmmTransposedArgs {
   void* out;  // with counts and 16-bit x: (num_cols, width) contiguous in the dtype of x, gets the result,
               // and `sum` is scratch; otherwise null
   std::int64_t width;
-  Dtype dtype;  // of x
+  Dtype dtype;  // dtype of x
 };
 FASTSPARSE_ARGUMENTS(SpmmTransposedArgs, AS(structure, a), ALSO(split), FIELDS(x), WIDTH(width), DTYPE(dtype),
                      FIELDS(value, scale_dst, scale_src, sum, num_given, count, out));
@@ -446,7 +446,7 @@ struct Gatv2AttentionBackwardArgs {
   CsrView a_t;
   RowSplitView split_t;
   Gatv2AttentionInput input;
-  DenseView out;   // of the forward pass
+  DenseView out;   // result of the forward pass
   DenseView grad;  // (num_rows, heads * head_width)
   const float* lse;
   void* grad_x_dst;       // (num_rows, heads * head_width)
@@ -715,7 +715,7 @@ struct MultiAggregateBackwardArgs {
   void* grad_edge;      // with a weight: (parts, num_values, edge_width) in the accumulation type, a part per
                         // 128 features; otherwise (num_values, width) in dtype; null: not computed
   void* grad_weight;    // (weight_parts, edge_width, width) in the accumulation type, null: not computed. The
-                      // gradient is the sum of its parts
+                        // gradient is the sum of its parts
   std::int64_t weight_parts;
   std::int64_t num_values;
   void* partial;  // (num_slots of the transpose, width) in the accumulation type; CUDA only
@@ -904,7 +904,7 @@ struct InspectArgs {
   const void* row;      // (num_edges); null: rowptr is given
   const void* col;      // (num_edges)
   const void* edge_id;  // (num_edges); null: none
-  bool index_is_64bit;  // of row and col
+  bool index_is_64bit;  // whether row and col are 64-bit
   bool edge_id_is_64bit;
   std::int64_t num_edges;
   std::int64_t num_rows;
@@ -925,7 +925,7 @@ struct RowSignaturesArgs {
   const std::int64_t* rowptr;  // (num_rows + 1)
   const std::int32_t* col;     // (num_edges)
   std::int64_t num_rows;
-  int column_bits;          // of a column's number, at most 31
+  int column_bits;          // bits of a column's number, at most 31
   int num_bands;            // orders to sort rows by, fewer than there are hashes
   std::uint8_t* signature;  // (num_rows, 16) eight bits of every hash
   std::int32_t* keys;       // (num_bands, num_rows) sort keys of every order
