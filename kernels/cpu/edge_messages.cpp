@@ -85,7 +85,7 @@ FASTSPARSE_INLINE void keep_signs(const A* z, std::int64_t width, std::uint8_t* 
   for (std::int64_t byte = 0; byte < bytes; ++byte) {
     const int count = static_cast<int>(std::clamp<std::int64_t>(width - 8 * byte, 0, 8));
     unsigned bits = 0;
-    for (int i = 0; i < count; ++i) bits |= (z[8 * byte + i] <= A{0} ? 0u : 1u) << i;  // set for NaN, too
+    for (int i = 0; i < count; ++i) bits |= (z[8 * byte + i] <= A{0} ? 0u : 1u) << i;  // also set for NaN
     positive[byte] = static_cast<std::uint8_t>(bits);
   }
 }

@@ -21,13 +21,13 @@ from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Bytes of a tile's features. Some ten such matrices exist at a time in the backward pass.
+#: Bytes of a tile's features. About ten such matrices exist at a time in the backward pass.
 _TILE_BYTES = 2**28
 #: Rows of the check whether the model works row by row.
 _ROWS_CHECKED = 64
 #: Relative difference up to which two results of the check are the same except for rounding.
 _ROUNDING = 0.02
-#: The same for results of equal operations on equally many rows, of more than 16 bits.
+#: The same difference for equal operations on equally many rows, in dtypes of more than 16 bits.
 _SAME_OPERATIONS = 1e-4
 
 
@@ -316,7 +316,7 @@ class _Run:
                 return own
             if self._is_whole:
                 self._set_seed(nth, 0)
-            # Before the current part nothing is computed: its tensors have no rows.
+            # Parts before the current one get tensors without rows, so they compute nothing.
             found: Tensor = layer._after_sum(x, x)
             return found
 

@@ -128,7 +128,7 @@ class Rounding(nn.Module):
     """Rounds differently in a tile, as sums on a GPU do, whose terms come in any order."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.size(0) >= 12:  # all nodes of the graph that the layers are tried on
+        if x.size(0) >= 12:  # all nodes of the trial graph
             return x
         signs = (1 - 2 * (torch.arange(x.size(1)) % 2)).to(x.dtype)
         return x * (1 + signs * torch.finfo(x.dtype).eps)

@@ -19,16 +19,17 @@ from fastsparse_core.sampling.features import gather_on_cuda
 from fastsparse_core.sampling.host_rows import HostRows, deferred
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Share of the free memory that a tile may take by the estimate, which ignores the allocator's rounding.
+#: Share of the free memory that a tile may take. The estimate of a tile's memory ignores the allocator's
+#: rounding.
 _TILE_SHARE = 0.6
 #: Share of the free memory that stays for tiles when features or results are placed on the device.
 _KEPT_FOR_TILES = 0.15
 #: Share of the free memory for the first rows of a result, if the result and its source do not both fit.
 _SHARE_HERE = 0.7
-#: Share of the free memory for some columns of all features, if not all columns fit. Their tiles are small:
-#: a wider part of the columns saves more, as the whole structure is sent with each part.
+#: Share of the free memory for a group of columns of all features, if not all columns fit. The structure is
+#: sent once for every group, so wider groups are faster.
 _SHARE_OF_COLUMNS = 0.9
-#: Kernels read rows in pieces of this many bytes, so the width of these columns is a multiple of it.
+#: Kernels read rows in pieces of this many bytes, so a group of columns has a multiple of it.
 _ROW_BYTES = 16
 #: Memory of a tile on the CPU, if the caller set no limit.
 _CPU_BYTES = 2**30
@@ -39,8 +40,8 @@ _PIECE_BYTES = 2**26
 _NUM_BUFFERS = 4
 #: Larger data of the host is copied to page-locked buffers first, so that the host does not wait for the GPU.
 _STAGED_BYTES = 2**20
-#: The share of a GPU's memory that `torch.cuda.set_per_process_memory_fraction` allows; older versions of
-#: PyTorch store it here.
+#: Share of a GPU's memory that `torch.cuda.set_per_process_memory_fraction` allows. Older versions of PyTorch
+#: cannot return it; there it counts as 1.
 _memory_share: Callable[[torch.device], float] = getattr(
     torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0
 )
@@ -255,7 +256,7 @@ class _Tiles:
             self.rowptr, self.col = self.rowptr.to(self._device), self._sent(self.col)
         self._graph = Graph(adj, self._device)
         self._host: HostRows | None = None
-        self._size = _Size(0, 0, 0)  # of the latest tile
+        self._size = _Size(0, 0, 0)  # size of the latest tile
 
     def close(self) -> None:
         """Waits for copies from the host, and unlocks the structure's memory."""
@@ -289,7 +290,7 @@ class _Tiles:
         if x.device == self._device or ids is None:
             return _Rows(x, is_given=True)
         if not self._placement.fits(ids.numel() * x[:1].nbytes):
-            return _Rows(x, is_given=True)  # which tiles gather
+            return _Rows(x, is_given=True)  # every tile gathers its rows
         return self.rows(self._gathered(x, ids.to(self._device)), ids)
 
     def rows(self, data: Tensor, ids: Tensor | None) -> _Rows:
@@ -353,7 +354,7 @@ class _Tiles:
             else:
                 for place, piece in zip(bounds, self._exchanged(part, bounds), strict=False):
                     result.write(place, piece)
-            del part  # before the next tile allocates as much
+            del part  # frees memory before the next tile allocates as much
             start = bounds[-1]
             if placement.tile is None:
                 growth = self._agreed([budget / max(self._size.bytes(costs), 1)])[0]
@@ -511,7 +512,7 @@ class _Tiles:
         """Bytes that each row, entry and source of a tile takes, roughly."""
         source, result = stored.data[:1].nbytes, first[:1].nbytes
         ranks = self._placement.num_ranks
-        pieces = 4 if ranks == 1 else 6 + ranks  # a tile of each process, and what is sent
+        pieces = 4 if ranks == 1 else 6 + ranks  # a tile of each process, and the buffers of the exchange
         costs = _Size(rows=32 + 2 * source + pieces * result, entries=4, sources=0)
         if self._is_gathered(stage, stored.data.device == self._device):
             is_transformed = stage.reads == "sources"

@@ -9,17 +9,18 @@ namespace fastsparse {
 // z = k_i + q_j + e_ij and v_ij = v_j + u_ij; e and u depend on the edge's features.
 enum class EdgeMessage : int { kRelu = 0, kGate = 1, kGateAndState = 2 };
 
-// Edge features a are raw (then e = W a + bias and u = U a), or they are rows e themselves, or there are
+// Edge features may be raw features a (then e = W a + bias and u = U a), or they are e itself, or there are
 // none.
 struct EdgeMessageInput {
-  EdgeMessage message;   // kGateAndState: for rows e; z and the sums of the gates are results, too
-  DenseView k;           // (num_rows, width); gates only
-  DenseView q;           // (num_cols, width)
-  DenseView v;           // (num_cols, width); gates only
-  DenseView edge;        // (num_values, edge_width) if raw, otherwise (num_values, width); null data: none
-  const void* weight;    // (edge_width, width) in the accumulation type: W transposed; null: not raw
-  const void* of_value;  // (edge_width, width): U transposed, likewise; gates with raw features only
-  const void* bias;      // (width) in the accumulation type, null: 0; relu with raw features only
+  EdgeMessage message;  // kGateAndState: only if `edge` has e; z and the sums of the gates are also results
+  DenseView k;          // (num_rows, width); gates only
+  DenseView q;          // (num_cols, width)
+  DenseView v;          // (num_cols, width); gates only
+  DenseView edge;       // (num_values, edge_width) if raw, otherwise (num_values, width); null data: none
+  const void* weight;   // (edge_width, width) in the accumulation type: W transposed; null: not raw
+  const void*
+      of_value;  // (edge_width, width) in the accumulation type: U transposed; gates with raw features only
+  const void* bias;  // (width) in the accumulation type, null: 0; relu with raw features only
   std::int64_t width;
   std::int64_t edge_width;
   Dtype dtype;
@@ -31,12 +32,12 @@ FASTSPARSE_ARGUMENTS(EdgeMessageInput, FIELDS(message, k, q), WIDTH(width), DTYP
 // zeros, in the accumulation type.
 struct EdgeMapsArgs {
   DenseView weight;    // (given_width, given_edge_width) of `dtype`
-  DenseView added;     // likewise: added to W; null data: nothing
-  DenseView of_value;  // likewise: U; null data: none
+  DenseView added;     // (given_width, given_edge_width) of `dtype`: added to W; null data: nothing
+  DenseView of_value;  // (given_width, given_edge_width) of `dtype`: U; null data: none
   const void* bias;    // (given_width); null: none
   std::int64_t given_width;
   std::int64_t given_edge_width;
-  Dtype dtype;  // of all of them
+  Dtype dtype;  // dtype of all maps and the bias
   void* out;    // rows of `width`: edge_width of W, as many of U if it is given, and the bias if it is
   std::int64_t width;
   std::int64_t edge_width;
@@ -55,7 +56,7 @@ struct EdgeMessageArgs {
   void* state;  // (num_values, width): z; kGateAndState only
   std::uint8_t* positive;  // (num_values, sign_bytes): a bit for every z > 0, null: not computed; relu only
   std::int64_t sign_bytes;
-  DenseView root;      // (num_rows, width): out_i += root_i, of relu (1 + eps) root_i; null data: nothing
+  DenseView root;      // (num_rows, width): out_i += root_i, for relu (1 + eps) root_i; null data: nothing
   const void* eps;     // one number in dtype; relu with root only
   void* scale;         // 1 + eps in dtype, null: not computed
   void* partial;       // (num_slots, width) in the accumulation type; CUDA only, as all partial results
@@ -68,7 +69,7 @@ FASTSPARSE_ARGUMENTS(EdgeMessageArgs, AS(structure, a), ALSO(split),
 // Gradients of maps and raw features for the caller, without padding; null: not computed.
 struct EdgeMapGradients {
   void* weight;    // (width, edge_width) of `dtype`
-  void* of_value;  // likewise; gates only
+  void* of_value;  // (width, edge_width) of `dtype`; gates only
   void* bias;      // (width) of `dtype`; relu only
   void* features;  // (num_values, edge_width) in the features' type
   std::int64_t width;
@@ -89,16 +90,16 @@ struct EdgeMessageBackwardArgs {
   DenseView grad_state;  // (num_values, width), null data: 0
   const std::uint8_t* positive;
   std::int64_t sign_bytes;
-  const void* scale;  // of the forward pass: grad_q_i += scale grad_i; null: 0; relu only
+  const void* scale;  // the scale of the forward pass: grad_q_i += scale grad_i; null: 0; relu only
   std::int64_t num_values;
   void* grad_q;         // (num_cols, width)
   void* grad_v;         // (num_cols, width); gates only
-  void* grad_edge;      // (num_values, width) of rows e, null: not computed
+  void* grad_edge;      // (num_values, width), gradient of e; null: not computed
   void* grad_features;  // (tiles, num_values, edge_width) of raw features in the accumulation type: scratch,
                         // summed over the tiles of the width to maps.features; null: not computed
   void* grad_weight;  // (groups, edge_width, width) in the accumulation type, relu: (groups, edge_width + 1,
                       // width), with the bias: scratch, summed over the groups; null: not computed; CUDA only
-  void* grad_of_value;  // (groups, edge_width, width): likewise; gates only
+  void* grad_of_value;  // (groups, edge_width, width): as grad_weight; gates only
   std::int64_t groups;
   EdgeMapGradients maps;
   void* partial_q;
