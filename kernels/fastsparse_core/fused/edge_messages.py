@@ -241,7 +241,7 @@ def _gine_gradients(ctx: Any, grad: Tensor | None, of_summed: Tensor | None) -> 
         has_scale=ctx.has_root,
         source_wanted=needs[0],
         edge_wanted=needs[1],
-        weight_wanted=needs[2],
+        weight_wanted=needs[2] or needs[3],
         bias_wanted=needs[3],
         map_dtype=map_dtype or grad.dtype,
     )
@@ -337,7 +337,7 @@ class _Gated(torch.autograd.Function):
         ctx.parameters = (root, bias, *maps)
         ctx.versions = versions_of(ctx.parameters)
         # Operands are the rows themselves, or padded copies.
-        ctx.save_for_backward(x, edge, of_nodes, slope, *operands[1:])
+        ctx.save_for_backward(x, edge, of_nodes, slope, *operands[1:6])
         if bias is None or joined:
             return out
         return out.add_(bias) if out.dtype == bias.dtype else out + bias
