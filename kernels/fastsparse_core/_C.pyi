@@ -686,7 +686,6 @@ def edge_messages_backward(
     partial_v: _Memory,
     device: int,
     queue: int,
-    *,
 ) -> None: ...
 def edge_softmax(
     *,

@@ -178,7 +178,7 @@ def forward(
         Sums (num_dst, width); sums of gates, or of their slopes, (num_dst, width); the state
         (num_values, width); the bytes that relu stores (`kept_bytes`).
     """
-    q, message = operands.q, operands.message
+    message, k, q, v, edge, maps, (weight, added, of_value, bias) = operands
     padded = q.shape[1]
     out = q.new_empty(adj.num_dst, padded)
     side = state = kept = partial = partial_side = None
@@ -198,15 +198,23 @@ def forward(
         partial, partial_side = _partial(adj, q, side is not None)
     _C.edge_messages(
         adj.plans.get("csr") or used_csr(adj),
-        *operands[:6],
-        *operands.given,
+        message,
+        k,
+        q,
+        v,
+        edge,
+        maps,
+        weight,
+        added,
+        of_value,
+        bias,
         out,
-        side=side,
-        state=state,
-        positive=at and at + _SCALE_BYTES,
-        sign_bytes=sign_width,
-        root=root,
-        eps=eps,
+        side,
+        state,
+        at and at + _SCALE_BYTES,
+        sign_width,
+        root,
+        eps,
         scale=None if eps is None else at,
         partial=partial,
         partial_side=partial_side,
@@ -279,7 +287,7 @@ def backward(
         bias_wanted: whether to compute the gradient of relu's bias; only with the gradients of the maps.
         map_dtype: dtype of the gradients of maps and bias; None: the accumulation dtype.
     """
-    message, _, q, _, _, maps, given = operands
+    message, k, q, v, edge, maps, (weight, added, of_value, _) = operands
     both, raw, dtype = message != RELU, maps is not None, ACCUMULATION_DTYPE[grad.dtype]
     width, padded, index = grad.shape[1], q.shape[1], grad.get_device()
     grad = rows(grad) if both else q
@@ -320,8 +328,15 @@ def backward(
     _C.edge_messages_backward(
         first[0],
         transposed,
-        *operands[:6],
-        *given[:3],
+        message,
+        k,
+        q,
+        v,
+        edge,
+        maps,
+        weight,
+        added,
+        of_value,
         grad,
         grad_side,
         state,
@@ -339,12 +354,12 @@ def backward(
         groups,
         of_raw,
         grad_weight,
-        grad_of_value=grad_of_value,
-        grad_bias=grad_bias,
-        partial_q=parts[3],
-        partial_v=parts[4],
-        device=index,
-        queue=torch.get_num_threads() if index < 0 else current_stream(index),
+        grad_of_value,
+        grad_bias,
+        parts[3],
+        parts[4],
+        index,
+        torch.get_num_threads() if index < 0 else current_stream(index),
     )
     if padded != width:
         grad_edge = grad_edge if grad_edge is None or raw else _cut(grad_edge, width)
