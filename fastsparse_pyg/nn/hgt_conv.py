@@ -70,8 +70,11 @@ class FastHGTConv(AttentionConv, HGTConv):
         width = self.out_channels
         queries: list[Tensor] = []
         of_type: dict[EdgeType, Tensor] = {}
+        leaving: dict[NodeType, list[EdgeType]] = {}
+        for edge_type in edge_index_dict:
+            leaving.setdefault(edge_type[0], []).append(edge_type)
         for node_type, x in x_dict.items():
-            outgoing = [edge_type for edge_type in edge_index_dict if edge_type[0] == node_type]
+            outgoing = leaving.get(node_type, [])
             weight, bias = self._joint_weights(node_type, outgoing)
             # The prior is multiplied into the weight here; PyG multiplies the messages by it.
             joint = linear_before_sum(x, weight, bias, 1 + 2 * len(outgoing), width)
