@@ -238,25 +238,29 @@ def _gine_gradients(ctx: Any, grad: Tensor | None, of_summed: Tensor | None) -> 
             for each, need, of in zip((of_x, *others), needs, dtypes, strict=False)
         ]
         return (*again, grad_after, grad_after_bias)
-    rows = grad if not grad.is_cuda and grad.stride(1) == 1 else launch.rows(grad)
-    found = launch.backward(
-        adj,
-        Operands(launch.RELU, None, rows, None, edge_read, maps),
-        grad,
-        edge_width,
-        kept=kept,
-        has_scale=has_root,
-        source_wanted=needs[0],
-        edge_wanted=needs[1],
-        weight_wanted=needs[2] or needs[3],
-        bias_wanted=needs[3],
-        map_dtype=dtypes[2],
-    )
-    of_edge, of_bias = found.edge, found.bias
+    of_source: Tensor | None
+    if not grad.is_cuda and (maps is None or not needs[1] or maps.dtype is dtype):
+        grad, scale = grad if grad.stride(1) == 1 else launch.rows(grad), kept if has_root else None
+        operands = (adj, grad, edge_read, maps, kept, edge_width, scale, needs, dtypes[2])
+        of_source, of_edge, of_weight, of_bias = launch.relu_backward_on_cpu(*operands)
+    else:
+        of_source, _, of_edge, of_weight, _, of_bias = launch.backward(
+            adj,
+            Operands(launch.RELU, None, launch.rows(grad), None, edge_read, maps),
+            grad,
+            edge_width,
+            kept=kept,
+            has_scale=has_root,
+            source_wanted=needs[0],
+            edge_wanted=needs[1],
+            weight_wanted=needs[2] or needs[3],
+            bias_wanted=needs[3],
+            map_dtype=dtypes[2],
+        )
     return (
-        found.q if needs[0] else None,
+        of_source if needs[0] else None,
         of_edge if of_edge is None or of_edge.dtype is dtypes[1] else of_edge.to(dtypes[1]),
-        found.weight,
+        of_weight,
         of_bias if of_bias is None or of_bias.dtype is dtypes[3] else of_bias.to(dtypes[3]),
         grad_after,
         grad_after_bias,
