@@ -644,8 +644,8 @@ def drawn_batches(batch_sampler: Any, device: torch.device) -> Iterator[Any]:
     positions, size = positions.to(device), batch_sampler.batch_size
     whole = count // size * size
     yield from positions[:whole].split(size) if whole else ()
-    if is_shuffled:
-        # RandomSampler makes one more permutation at the end, which changes the state of the generator.
+    if is_shuffled and order.generator is not None:
+        # RandomSampler makes one more permutation at the end, which changes the user's generator.
         torch.randperm(count, generator=generator)
     if whole < count and not batch_sampler.drop_last:
         yield positions[whole:]
