@@ -1150,8 +1150,6 @@ void define_all(PyObject* m) {
              {"on_blocks", T_BOOL, kLayer + offsetof(CudaAttentionLayer, args.on_blocks), READONLY,
               "bool"}})}});
 
-  define_class<EdgeMessageInput>(m);
-  define_class<EdgeMapGradients>(m);
   define_class<MultiAggregateInput>(m);
   define_class<NodeTable>(m);
   define_class<NodeList>(m);

@@ -156,7 +156,7 @@ void launch(const EdgeMessageArgs& args, cudaStream_t stream) {
 int lay_out_edge_maps(const EdgeMapsArgs& args, void* stream) {
   using namespace edge_messages_detail;
   const std::int64_t size = map_rows(args) * args.width;
-  if (size == 0) return cudaSuccess;
+  if (size == 0 || args.weight.data == nullptr) return cudaSuccess;
   with_type(args.dtype, [&](auto type) {
     lay_out_maps_kernel<decltype(type)>
         <<<ceil_div(size, kMapThreads), kMapThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
@@ -164,8 +164,12 @@ int lay_out_edge_maps(const EdgeMapsArgs& args, void* stream) {
   return cudaGetLastError();
 }
 
-int edge_messages(const EdgeMessageArgs& args, void* stream) {
+int edge_messages(const EdgeMessageArgs& given, void* stream) {
   using namespace edge_messages_detail;
+  EdgeMessageArgs args = given;
+  find_maps(args.input);
+  const int error = lay_out_edge_maps(args.input.maps, stream);
+  if (error != cudaSuccess) return error;
   with_type(args.input.dtype,
             [&](auto type) { launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
   return cudaGetLastError();

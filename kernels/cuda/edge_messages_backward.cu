@@ -412,8 +412,12 @@ void launch(const EdgeMessageBackwardArgs& args, cudaStream_t stream) {
 
 }  // namespace edge_messages_backward_detail
 
-int edge_messages_backward(const EdgeMessageBackwardArgs& args, void* stream) {
+int edge_messages_backward(const EdgeMessageBackwardArgs& given, void* stream) {
   using namespace edge_messages_backward_detail;
+  EdgeMessageBackwardArgs args = given;
+  find_maps(args.input);
+  const int error = lay_out_edge_maps(args.input.maps, stream);
+  if (error != cudaSuccess) return error;
   with_type(args.input.dtype,
             [&](auto type) { launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
   return cudaGetLastError();

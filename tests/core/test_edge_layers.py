@@ -35,13 +35,14 @@ def assert_same(found: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("features", [0, 3, 4])
+@pytest.mark.parametrize("features", [0, 3, 4, 5])
 @pytest.mark.parametrize("width", [5, WIDTH])
 def test_gine(features: int, width: int, device: str) -> None:
     adj, x = graph(device), draw(NODES, width, device=device)
     edge, weight, bias = draw(EDGES, features or width, device=device), None, None
     if features:
-        weight, bias = draw(width, features, device=device), draw(width, device=device)
+        weight = draw(width, features, device=device)
+        bias = None if features == 5 else draw(width, device=device)
     eps = torch.tensor([0.3], dtype=torch.float64, device=device)
     assert can_pass_messages(adj, x, edge, weight, bias, eps)
     expected = gine_aggregate(adj, x, edge, edge_weight=weight, edge_bias=bias) + (1 + eps) * x

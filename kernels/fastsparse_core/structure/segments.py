@@ -184,7 +184,7 @@ class Segments:
     @property
     def structure(self) -> Any:
         """The segments as the compiled kernels take them."""
-        return self._built.get("structure", self._structure)
+        return self._built.results.get("structure") or self._built.get("structure", self._structure)
 
     def _structure(self) -> Any:
         split = self.row_split if self.rowptr.device.type == "cuda" else None
