@@ -141,7 +141,7 @@ class _Powers(PropagatingConv):
         if not (narrow and x.size(-1) > self.out_channels and self._is_linear() and is_plain_linear(lin)):
             return lin(self._kept(matrix, x) if self.cached else self._polynomial(matrix, x))
         out = self._polynomial(matrix, linear_before_sum(x, lin.weight))
-        return out if lin.bias is None else out + lin.bias
+        return out if lin.bias is None else out + lin.bias.to(out.dtype)
 
     def _polynomial(self, matrix: Propagation, x: Tensor) -> Tensor:
         raise NotImplementedError

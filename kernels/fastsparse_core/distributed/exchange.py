@@ -319,7 +319,7 @@ class ColumnExchange:
         return column_tiles(x.size(1), max(-(-size // PIECE_BYTES), 1))
 
     def _begin(self, x: Tensor) -> tuple[Tensor, Transfer]:
-        """Features of all sources, of which those of the halo are still to arrive."""
+        """Features of all sources; those of the halo are still to arrive."""
         sources = x.new_empty(self.num_sources, x.size(1))
         sources[: self.num_own] = x
         sent = sources[: self.num_own] if self.exchange.sends_all else self.exchange.pack(x, x.dtype)
