@@ -23,7 +23,14 @@ from fastsparse_pyg.caching import is_new, lookup
 from fastsparse_pyg.graph import edges_made_anew, for_pyg, is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
-from fastsparse_pyg.nn.message_kernels import NO_COPIES, Copies, GatheredMessages, evaluate, kernel_of, reduce_by_kernel
+from fastsparse_pyg.nn.message_kernels import (
+    NO_COPIES,
+    Copies,
+    GatheredMessages,
+    evaluate,
+    kernel_of,
+    reduce_by_kernel,
+)
 from fastsparse_pyg.nn.message_pattern import Pattern, find_joint_pattern, find_pattern
 from fastsparse_pyg.nn.message_planner import FEW, planned, reduce_by_plan
 from fastsparse_pyg.nn.segments import aggregate, reduction_of

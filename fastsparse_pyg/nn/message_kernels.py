@@ -141,7 +141,9 @@ class GatheredMessages(NamedTuple):
     how: str
 
     @classmethod
-    def of(cls, layer: Any, pattern: Pattern, how: str, names: Signature, given: Any) -> GatheredMessages | None:
+    def of(
+        cls, layer: Any, pattern: Pattern, how: str, names: Signature, given: Any
+    ) -> GatheredMessages | None:
         """The steps for calls with these arguments; None if PyG's code has to run."""
         at = {(base, at_dst): name for name, base, at_dst in names.lifted if name in names.message}
         special = tuple(name for name in names.message if name in layer.special_args)
@@ -179,7 +181,9 @@ class GatheredMessages(NamedTuple):
         ):
             return None
         # If the layer writes into its arguments, they must not be views of one tensor.
-        joins = self.pattern.graph is not None and edge_index.is_contiguous() and self.pattern.holds_for(layer)
+        joins = (
+            self.pattern.graph is not None and edge_index.is_contiguous() and self.pattern.holds_for(layer)
+        )
         num_nodes, arguments = -1, {}
         try:
             for name, at_src, at_dst in self.ends:

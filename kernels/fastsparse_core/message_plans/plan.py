@@ -40,9 +40,8 @@ _EDGES = 1_000_003
 #: Largest number of edge features that the kernels project themselves.
 _MOST_FEATURES = 32
 #: Time on the host of operators, in units of one launch of a PyTorch operator. FastSparse's operators and
-#: their gradients are called from Python. A generated kernel is launched through three layers of Python, and
-#: the gradients of its weights need a further sum.
-_CALL, _GENERATED_CALL, _SOFTMAX, _REDUCTION = 5, 14, 8, 3
+#: their gradients are called from Python.
+_CALL, _SOFTMAX, _REDUCTION = 5, 8, 3
 _VIEWS = ("getitem", "view", "reshape", "expand", "unsqueeze", "squeeze", "flatten", "chunk", "split")
 #: Smallest number of features for which a generated kernel computes rows per edge, or several rows per node:
 #: with fewer features, lanes of a warp would be idle, because a warp processes one edge at a time.
@@ -397,8 +396,6 @@ class Planner:
                 total += sum(not each._modules for each in module.modules())
             elif node.op not in ("call_function", "call_method") or name in _VIEWS:
                 continue
-            elif node.target in (terms.by_expression, terms.by_expressions):
-                total += _GENERATED_CALL
             elif getattr(node.target, "__module__", "").startswith("fastsparse_core."):
                 total += _CALL
             else:
