@@ -83,7 +83,9 @@ class AnyLayer(MessagePassing):
     _signature: ClassVar[Signature | None]
     #: Kind of a call (aggregation, names and dtypes of arguments) -> the object that computes such calls
     #: without further checks; False if there is none.
-    _served: ClassVar[dict[Any, Copies | GatheredMessages | Literal[False] | None]]
+    _served: ClassVar[dict[Any, Copies | Literal[False]]]
+    #: Aggregation and names of arguments -> the steps for few edges; None: PyG's `propagate`.
+    _gathered: ClassVar[dict[Any, GatheredMessages | None]]
     #: Aggregation -> whether PyG's code handles few edges on a GPU, because it takes less time on the host
     #: than the plan. None: no single kernel computes the layer, and its plan is not known yet.
     _left: ClassVar[dict[type, bool | None]]
@@ -106,7 +108,7 @@ class AnyLayer(MessagePassing):
                 if not count or new or self._left[aggregation]:
                     if is_first:
                         fallback.tell(type(self).__name__, _NEW_ON_GPU if count else FEW_ON_CPU)
-                    steps = self._served.get((aggregation, *kwargs), _UNKNOWN)
+                    steps = self._gathered.get((aggregation, *kwargs), _UNKNOWN)
                     if steps is _UNKNOWN:
                         steps = self._few_steps(aggregation, kwargs)
                     if steps is not None and size is None:
@@ -360,7 +362,7 @@ class AnyLayer(MessagePassing):
         """The steps of calls with few edges and these arguments; None: PyG's own."""
         pattern = self._pattern_without("message", ()) if "message" not in self.__dict__ else _ANY
         steps = GatheredMessages.of(self, pattern, self._kernel_reduce(), self._names(), given)
-        self._served[aggregation, *given] = steps
+        self._gathered[(aggregation, *given)] = steps
         return steps
 
     def _takes_more_kernels(self) -> bool:
@@ -474,6 +476,7 @@ def accelerated_class(original: type[MessagePassing]) -> type[AnyLayer]:
             "_patterns": {},
             "_signature": None,
             "_served": {},
+            "_gathered": {},
             "_left": {},
             # PyG restores this method after explain mode.
             "_jinja_propagate": AnyLayer.propagate,

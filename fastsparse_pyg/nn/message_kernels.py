@@ -21,7 +21,7 @@ from fastsparse_pyg.graph import edges_made_anew
 from fastsparse_pyg.nn.base import has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import Arguments, Signature
 from fastsparse_pyg.nn.message_pattern import Pattern
-from fastsparse_pyg.nn.segments import aggregate
+from fastsparse_pyg.nn.segments import aggregate, reduction_of
 
 #: Returned in place of a result if the messages' weights are not one per edge or head.
 NO_COPIES = "no copies"
@@ -152,6 +152,7 @@ class GatheredMessages(NamedTuple):
         if (
             len(at) < len(names.lifted)
             or not bases
+            or layer._modules.get("aggr_module") is None
             or not {*bases, *passed} <= set(given)
             or not set(special) <= {"index", "ptr", "size_i", "size_j", "dim_size"}
             or type(layer).update is not MessagePassing.update
@@ -174,8 +175,8 @@ class GatheredMessages(NamedTuple):
         dim, i = state["node_dim"], 1 if state["flow"] == "source_to_target" else 0
         if (
             edge_index.dtype is not torch.int64
-            or edge_index.shape[0] != 2
             or edge_index.dim() != 2
+            or edge_index.shape[0] != 2
             or not _is_plain_call(state)
             or type(layer).message is not self.message
         ):
@@ -184,7 +185,7 @@ class GatheredMessages(NamedTuple):
         joins = (
             self.pattern.graph is not None and edge_index.is_contiguous() and self.pattern.holds_for(layer)
         )
-        num_nodes, arguments = -1, {}
+        num_nodes, ends, arguments = -1, edge_index.unbind(0), dict[str, Any]()
         try:
             for name, at_src, at_dst in self.ends:
                 x = given[name]
@@ -196,18 +197,18 @@ class GatheredMessages(NamedTuple):
                     return None
                 num_nodes = x.shape[0]
                 if joins and at_src and at_dst:
-                    rows = x.index_select(0, edge_index.view(-1)).view(2, -1, *x.shape[1:]).unbind(0)
+                    rows = x.index_select(0, edge_index.view(-1)).chunk(2)
                     arguments[at_src], arguments[at_dst] = rows[1 - i], rows[i]
                     continue
                 if at_src:
-                    arguments[at_src] = x.index_select(0, edge_index[1 - i])
+                    arguments[at_src] = x.index_select(0, ends[1 - i])
                 if at_dst:
-                    arguments[at_dst] = x.index_select(0, edge_index[i])
+                    arguments[at_dst] = x.index_select(0, ends[i])
         except (IndexError, RuntimeError):  # which PyG explains
             return None
         for name in self.given:
             arguments[name] = given[name]
-        index = edge_index[i]
+        index = ends[i]
         for name in self.special:
             arguments[name] = index if name == "index" else None if name == "ptr" else num_nodes
         messages, how = layer.message(**arguments), self.how
@@ -221,15 +222,15 @@ class GatheredMessages(NamedTuple):
         ):
             if how == "sum":
                 shape = (num_nodes, *messages.shape[1:])
-                at = index.view(-1, *[1] * (messages.dim() - 1)).expand_as(messages)
-                return messages.new_zeros(shape).scatter_add_(0, at, messages)
+                places = index.view(-1, *[1] * (messages.dim() - 1)).expand_as(messages)
+                return messages.new_zeros(shape).scatter_add_(0, places, messages)
             options = (num_nodes, num_nodes, state["flow"], False)
             adj = known(edge_index, options)
             if adj is None and has_structure:
                 adj = lookup(edge_index, (edge_index,), options, lambda: edges_made_anew(edge_index, options))
-            if adj is not None and is_plain_eager(messages):
-                end = EdgeEnd(adj, edge_index, i, True)
-                out = aggregate(messages, end, how, state["_modules"]["aggr_module"], 0)
+            aggregation = state["_modules"]["aggr_module"]
+            if adj is not None and is_plain_eager(messages) and reduction_of(aggregation) == how:
+                out = aggregate(messages, EdgeEnd(adj, edge_index, i, True), how, aggregation, 0)
                 if out is not None:
                     return out
         return layer.aggregate(messages, index, None, num_nodes)

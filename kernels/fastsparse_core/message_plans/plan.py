@@ -606,8 +606,8 @@ class Planner:
         meta = F.linear(x.meta, weight.meta)
         if _is(x, "joined"):
             total: _Sum | None = None
-            for part, first, last in _columns(self._as_sums(x.parts)):
-                matrix = self.call(operator.getitem, (weight.node, (slice(None), slice(first, last))))
+            parts = self._as_sums(x.parts)
+            for part, matrix in zip(parts, self._divided(weight.node, parts), strict=True):
                 each = self._mapped_terms(part, meta, matrix)
                 total = each if total is None else self._added(total, each, meta)
             assert total is not None
@@ -617,6 +617,11 @@ class Planner:
                 meta, kind="linear", parts=(x,), options=(weight.node, None if bias is None else bias.node)
             )
         return self._plus(self._mapped_terms(x, meta, weight.node), bias, meta)
+
+    def _divided(self, weight: Node, parts: Sequence[_Sum]) -> list[Node]:
+        """The columns of a weight for each of the concatenated parts; their gradient is one `cat`."""
+        each = self.method("split", (weight, [part.row[-1] for part in parts], -1))
+        return [self.call(operator.getitem, (each, n)) for n in range(len(parts))]
 
     def _mapped_terms(self, x: _Sum, meta: Tensor, weight: Node) -> _Sum:
         """Applies a linear map without bias to every term; terms of nodes are mapped once per node."""
@@ -783,11 +788,9 @@ class Planner:
         if rows.row and len(rows.row) > 2:
             return None
         total: _Sum | None = None
-        for part, first, last in _columns(self._as_sums(rows.parts) if isinstance(rows, _Of) else [rows]):
-            node: Any = vector.node
-            if isinstance(rows, _Of):
-                at: Any = (..., slice(first, last))
-                node = self.call(operator.getitem, (node, at))
+        parts = self._as_sums(rows.parts) if isinstance(rows, _Of) else [rows]
+        vectors = self._divided(vector.node, parts) if isinstance(rows, _Of) else [vector.node]
+        for part, node in zip(parts, vectors, strict=True):
             each = self._each_term(part, meta, terms.scores, node)
             total = each if total is None else self._added(total, each, meta)
         assert total is not None
