@@ -44,7 +44,7 @@ _ROUNDS, _CALLS, _ROUND_MS = 7, 25, 100.0
 _WARM_UP, _WARM_UP_FULL = 3, CALLS + 6
 #: Seconds after which epochs of one step are enough.
 _BUDGET_S = 2.0
-#: Without a GPU, and for DGL on the CPU of a machine with one.
+#: Epochs before the clock starts without a GPU, and for DGL on the CPU of a machine with a GPU.
 _WARM_UP_CPU = 1
 #: The variant without changes.
 RUN = "fastsparse run"
@@ -266,7 +266,10 @@ BENCHMARK = Benchmark(
         "seeds": option(1_024, "seeds in a batch"),
         "molecules": option(8_192, "molecules in an epoch"),
         "batch": option(256, "molecules in a batch"),
-        "links": option(65_536, "links in an epoch; purchases of LightGCN are about three times"),
+        "links": option(
+            65_536,
+            "links in an epoch; LightGCN's users and items shrink with it",
+        ),
         "workers": option(8, "processes of the framework's loader"),
         "compile": {
             "action": argparse.BooleanOptionalAction,
