@@ -23,6 +23,9 @@ from fastsparse_pyg.nn.layer_arguments import Arguments, Signature
 from fastsparse_pyg.nn.message_pattern import Pattern
 from fastsparse_pyg.nn.segments import aggregate, reduction_of
 
+#: Largest number of elements that are gathered for both ends at once. The gradients of the two halves are
+#: copied into one tensor: of 32 MB in float32 that takes an H100 20 us, as long as the launches that it saves.
+_MOST_JOINED = 1 << 23
 #: Returned in place of a result if the messages' weights are not one per edge or head.
 NO_COPIES = "no copies"
 
@@ -196,7 +199,8 @@ class GatheredMessages(NamedTuple):
                 if num_nodes not in (-1, x.shape[0]):
                     return None
                 num_nodes = x.shape[0]
-                if joins and at_src and at_dst:
+                joined = edge_index.numel() * x.shape[1:].numel()
+                if joins and at_src and at_dst and joined <= _MOST_JOINED:
                     rows = x.index_select(0, edge_index.view(-1)).chunk(2)
                     arguments[at_src], arguments[at_dst] = rows[1 - i], rows[i]
                     continue
