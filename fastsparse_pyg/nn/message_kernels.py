@@ -23,8 +23,8 @@ from fastsparse_pyg.nn.layer_arguments import Arguments, Signature
 from fastsparse_pyg.nn.message_pattern import Pattern
 from fastsparse_pyg.nn.segments import aggregate, reduction_of
 
-#: Largest number of elements that are gathered for both ends at once. The gradients of the two halves are
-#: copied into one tensor: of 32 MB in float32 that takes an H100 20 us, as long as the launches that it saves.
+#: Largest number of elements that are gathered for both ends at once. The gradients of both halves are copied
+#: into one tensor. For 32 MB, an H100 should need about as long as for the launches that this saves.
 _MOST_JOINED = 1 << 23
 #: Returned in place of a result if the messages' weights are not one per edge or head.
 NO_COPIES = "no copies"
@@ -184,10 +184,6 @@ class GatheredMessages(NamedTuple):
             or type(layer).message is not self.message
         ):
             return None
-        # If the layer writes into its arguments, they must not be views of one tensor.
-        joins = (
-            self.pattern.graph is not None and edge_index.is_contiguous() and self.pattern.holds_for(layer)
-        )
         num_nodes, ends, arguments = -1, edge_index.unbind(0), dict[str, Any]()
         try:
             for name, at_src, at_dst in self.ends:
@@ -199,8 +195,14 @@ class GatheredMessages(NamedTuple):
                 if num_nodes not in (-1, x.shape[0]):
                     return None
                 num_nodes = x.shape[0]
-                joined = edge_index.numel() * x.shape[1:].numel()
-                if joins and at_src and at_dst and joined <= _MOST_JOINED:
+                if (
+                    (at_src and at_dst)
+                    and edge_index.is_contiguous()
+                    and edge_index.numel() * x.shape[1:].numel() <= _MOST_JOINED
+                    # A message that was not traced may write into its arguments.
+                    and self.pattern.graph is not None
+                    and self.pattern.holds_for(layer)
+                ):
                     rows = x.index_select(0, edge_index.view(-1)).chunk(2)
                     arguments[at_src], arguments[at_dst] = rows[1 - i], rows[i]
                     continue
@@ -227,7 +229,10 @@ class GatheredMessages(NamedTuple):
             if how == "sum":
                 shape = (num_nodes, *messages.shape[1:])
                 places = index.view(-1, *[1] * (messages.dim() - 1)).expand_as(messages)
-                return messages.new_zeros(shape).scatter_add_(0, places, messages)
+                try:
+                    return messages.new_zeros(shape).scatter_add_(0, places, messages)
+                except RuntimeError:  # which PyG explains
+                    return layer.aggregate(messages, index, None, num_nodes)
             options = (num_nodes, num_nodes, state["flow"], False)
             adj = known(edge_index, options)
             if adj is None and has_structure:

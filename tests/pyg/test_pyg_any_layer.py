@@ -650,6 +650,19 @@ def test_wrong_calls_with_few_edges(monkeypatch: pytest.MonkeyPatch) -> None:
         assert str(got.value) == str(expected.value)
 
 
+def test_few_edges_with_a_destination_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyG's own error."""
+    monkeypatch.setattr(any_layer, "FEW_EDGES", E + 1)
+    layer, edges = pyg.SimpleConv(), torch.stack([torch.zeros(N, dtype=torch.int64), torch.arange(N)])
+    said = []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="dim_size") as error:
+            layer(torch.randn(5, WIDTH), edges)
+        said.append(str(error.value))
+        accelerate(layer, show=False)
+    assert said[0] == said[1]
+
+
 def test_softmax_is_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """In weights, messages, edge updates and PyG's aggregation."""
     it = Inputs.draw(EDGES, N, WIDTH, torch.float32)
