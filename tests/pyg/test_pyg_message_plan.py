@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import scatter, softmax
 
-from fastsparse_core.message_plans.plan import Plan
+from fastsparse_core.message_plans.plan import Plan, Planner
 from fastsparse_pyg import accelerate
 from fastsparse_pyg.layer_swap import kernel_of
 from fastsparse_pyg.nn import any_layer
@@ -777,6 +777,21 @@ def test_few_edges_take_what_launches_less(monkeypatch: pytest.MonkeyPatch):
         assert type(fast)._left[type(fast.aggr_module)] != is_planned, message
 
 
+def test_few_edges_compile_no_kernel(monkeypatch: pytest.MonkeyPatch):
+    begin = Planner.__init__
+
+    def generating(planner, *args):
+        begin(planner, *args)
+        planner.generates = True
+
+    monkeypatch.setattr(Planner, "__init__", generating)
+    monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda *_: True)
+    monkeypatch.setattr(any_layer, "is_new", lambda *_: False)
+    layer, fast = make(gated_with_edges)
+    check(layer, fast, *problem())
+    assert GENERATED not in str(planned.get(fast))
+
+
 class Counting(nn.Linear):
     """Counts its calls."""
 
@@ -810,7 +825,7 @@ def test_attention_of_one_tensor_is_one_node(message: Message):
         names.add(type(node).__name__)
         nodes += [each for each, _ in node.next_functions if each is not None]
     assert "_AttentionLayerBackward" in names
-    assert "_ScoresBackward" not in names
+    assert names.isdisjoint(("_ScoresBackward", "SliceBackward0"))  # halves of a vector are one `split`
 
 
 @pytest.mark.parametrize("device", DEVICES)
