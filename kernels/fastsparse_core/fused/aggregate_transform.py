@@ -46,8 +46,6 @@ from fastsparse_core.structure.adjacency import Adjacency
 #: Tensor that is added to eps: PyTorch would create a tensor from a Python number in every call, which takes
 #: longer.
 _ONE = {dtype: torch.ones((), dtype=dtype, device="cpu") for dtype in DTYPE_CODE}
-#: PyTorch 2.6 does not say which traces are exported: there all of them keep separate operators.
-_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
 def graph_convolution(
@@ -808,10 +806,12 @@ def _traced(
 ) -> Tensor | None:
     """`aggregate_linear` as one operator of `torch.compile`; None where a trace needs separate operators.
 
-    Inductor's products of float32 matrices take longer than the kernels of eager calls. Exported programs keep
-    separate operators, which have decompositions and C++ kernels.
+    Inductor's products of float32 matrices take longer than the kernels of eager calls. Exported programs
+    keep separate operators, which have decompositions and C++ kernels.
     """
-    if transform_first or not torch.compiler.is_dynamo_compiling() or _is_exporting():
+    # `torch.compiler.is_exporting()` is true in every trace of PyTorch 2.11; 2.6 has no flag.
+    is_exporting = getattr(torch.compiler, "_is_exporting_flag", True)
+    if transform_first or is_exporting or not torch.compiler.is_dynamo_compiling():
         return None
     if (root is not None and root is not x) or adj.num_dst != adj.num_src or x.dim() != 2:
         return None
@@ -838,7 +838,7 @@ def _traced_plan(
     is_mean: bool,
     algorithm: str,
 ) -> _Plan:
-    """The eager call's plan, without streams of its own, which CUDA graphs of a compiled step cannot track."""
+    """The eager plan without streams of its own, which CUDA graphs of a compiled step cannot track."""
     key = ("traced", is_mean, algorithm, kind_of(x), kind_of(weight), None if bias is None else kind_of(bias))
     plan: _Plan | None = adj.plans.get(key)
     if plan is None:
