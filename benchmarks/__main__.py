@@ -55,7 +55,7 @@ COMMANDS = {
     "plots": "stored results as plots",
 }
 
-#: What `all` runs where there is a GPU and where there is none; first what matters most, in case time ends.
+#: Commands that `all` runs with and without a GPU. The most important ones come first, in case time runs out.
 ON_CUDA = (
     "programs --parts programs forms",
     "attention",
@@ -91,7 +91,7 @@ ON_CPU = ("cpu", "dgl_operators", "formats", "accuracy")
 
 
 def make_parser(chosen: str | None) -> argparse.ArgumentParser:
-    """The parser; only the chosen command's module is imported, since each needs other packages."""
+    """The parser. Only the module of the chosen command is imported: each needs different packages."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Benchmarks of FastSparse.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     shape = argparse.ArgumentDefaultsHelpFormatter
@@ -105,7 +105,7 @@ def make_parser(chosen: str | None) -> argparse.ArgumentParser:
 
 
 def _module(name: str) -> Any:
-    """What has the arguments of a command and runs it."""
+    """The object that declares the arguments of a command and runs it."""
     module = importlib.import_module(f"benchmarks.{name}")
     return getattr(module, "BENCHMARK", module)
 
@@ -140,7 +140,7 @@ def run(arguments: Sequence[str], console: Console) -> None:
 
 
 def _run_all(steps: Sequence[Sequence[str]], console: Console) -> None:
-    """Runs commands one after the other; one that fails does not keep the others from running.
+    """Runs commands one after the other, also if one of them fails.
 
     Raises:
         SystemExit: With code 1, at the end, if one failed.
@@ -152,7 +152,7 @@ def _run_all(steps: Sequence[Sequence[str]], console: Console) -> None:
         try:
             run(step, console)
         except (Exception, SystemExit):
-            # Whatever stopped it, even a parser's exit: what the others measure is worth hours.
+            # Any error, even the exit of a parser: the other commands take hours, so they still run.
             console.print_exception()
             failed.append(" ".join(step))
         console.print(f"{time.perf_counter() - start:.0f} s")

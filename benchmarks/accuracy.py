@@ -30,7 +30,7 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
 class Model(NamedTuple):
-    """An example and what of it is run by default.
+    """An example, and the settings that run by default.
 
     Attributes:
         example: Its module.
@@ -50,12 +50,12 @@ class Model(NamedTuple):
 
 
 def _molecules(kind: str) -> Model:
-    """Layers with edge features, on 400 of the molecules that the example draws."""
+    """Layers with edge features, on 400 random molecules."""
     arguments = ("--model", kind, "--molecules", "400", "--batch-size", "64")
     return Model("molecules", ("molecules",), ("pyg", "dgl"), ("fp32",), 5, arguments)
 
 
-#: The originals of attention in DGL are left to be asked for: without CUDA they would take most of the time.
+#: DGL's own attention layers run only on request: without CUDA they would take most of the time.
 MODELS = {
     "gcn": Model(
         "gcn", ("cora", "citeseer", "minesweeper", "actor", "amazon_photo"), ("pyg", "dgl"), PRECISIONS, 10
@@ -70,7 +70,7 @@ MODELS = {
 
 
 class Task(NamedTuple):
-    """Trainings of one layer on one dataset in one precision, all seeds.
+    """Training runs of one layer on one dataset in one precision, for all seeds.
 
     Attributes:
         model: Of `MODELS`.
@@ -93,7 +93,7 @@ class Task(NamedTuple):
 
     @property
     def name(self) -> dict[str, str]:
-        """What tells the task apart in a record."""
+        """The name that identifies the task in a record."""
         return {
             "model": self.model,
             "dataset": Path(self.dataset).stem,
@@ -111,7 +111,7 @@ class Task(NamedTuple):
 
 
 def cells(run: Run, tasks: list[Task]) -> Iterator[Cell]:
-    """All cells; at the end they stand in the order of the tasks, whichever came to its end first."""
+    """All cells, in the order of the tasks and not in the order in which they finished."""
     for task, cells in progress(_outcomes(tasks, run.options.jobs), "trainings", len(tasks)):
         yield from ({**task.name, **cell} for cell in cells)
     names = [task.name for task in tasks]
@@ -138,7 +138,7 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
 
 
 def _outcomes(tasks: list[Task], jobs: int) -> Iterator[tuple[Task, list[Cell]]]:
-    """Trains; a task that fails gives one cell that says why."""
+    """Trains. If a task fails, its one cell has the reason."""
     if jobs == 1:
         for task in tasks:
             yield task, _train_safely(task, timed=True)
@@ -147,7 +147,7 @@ def _outcomes(tasks: list[Task], jobs: int) -> Iterator[tuple[Task, list[Cell]]]
     # CUDA does not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, initializer=_start_worker, initargs=(threads,)) as pool:
-        # What takes longest first: many graphs, then the originals of a DGL without CUDA, on the CPU.
+        # Longest tasks first: many graphs, then layers of a DGL without CUDA, which run on the CPU.
         queue = sorted(
             tasks, key=lambda task: (task.model != "gt", task.conv != "reference", task.framework != "dgl")
         )
@@ -175,7 +175,7 @@ def _train_safely(task: Task, *, timed: bool) -> list[Cell]:
 
 def _train(task: Task, *, timed: bool) -> list[Cell]:
     """The cells of a task, one per metric."""
-    # The examples are scripts beside the package, not part of it.
+    # The examples are scripts and not part of a package.
     folder = str(REPOSITORY / "examples")
     if folder not in sys.path:
         sys.path.insert(0, folder)

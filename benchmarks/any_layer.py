@@ -43,10 +43,10 @@ GRAPHS = ("ogbn-arxiv", "cora", "molecules")
 TOLERANCE = 1e-4
 PAGE = Path(__file__).parents[1] / "docs" / "pyg_layers.md"
 BEGIN, END = "<!-- layers: python -m benchmarks.any_layer --write -->", "<!-- layers end -->"
-#: Seconds of a first step from which one step is timed, and those from which none is.
+#: If the first step takes longer than SLOW seconds, one step is timed; above TOO_SLOW, none.
 SLOW, TOO_SLOW = 0.5, 1.0
-#: Milliseconds of a step below which both implementations are timed in turn, in many short rounds of which
-#: the best counts: the host bounds such steps, so other work of the machine shows in them.
+#: Milliseconds of a step below which both implementations are timed in turn, in many short rounds and the
+#: best round counts. The host limits such steps, so other work of the machine affects them.
 SHORT, ROUNDS, PER_ROUND = 10.0, 10, 0.25
 
 
@@ -140,7 +140,7 @@ def _measure(run: Run, layer: Layer, module: nn.Module, it: Inputs, expected: Te
     if seconds > TOO_SLOW:
         return {"status": f"left out: a step takes {seconds:.1f} s"}
     is_slow = seconds > SLOW
-    for _ in range(0 if is_slow else 3):  # also what the cache does with edges that are made anew
+    for _ in range(0 if is_slow else 3):  # so that the cache also handles edges that are new in every call
         step()
     peak = peak_bytes(step, run.device, above=True)
     samples = {"warm_up": 1, "least": 1} if is_slow else {"warm_up": 2, "least": 3}
@@ -175,7 +175,7 @@ def rows() -> list[tuple[str, str, str]]:
 
 
 def speed_ups(record: dict[str, Any]) -> dict[tuple[str, str], float]:
-    """(layer, graph) -> time of PyG's layer over ours."""
+    """(layer, graph) -> time of PyG's layer divided by ours."""
     times = {
         (cell["layer"], cell["graph"], cell["implementation"]): cell["median_ms"]
         for cell in record["cells"]
@@ -189,7 +189,7 @@ def speed_ups(record: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def table(results: Path = RESULTS) -> str:
-    """Markdown; the speed-ups stand there if they were measured."""
+    """The table in Markdown, with speed-ups that were measured."""
     stored = sorted(results.rglob("any_layer.json"))
     measured = speed_ups(json.loads(stored[-1].read_text())) if stored else {}
     titles = ["layer", "becomes", "computed by", *(f"x PyG, {graph}" for graph in GRAPHS if measured)]

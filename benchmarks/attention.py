@@ -1,7 +1,8 @@
 """Attention over neighbours, forward and backward: time, error and peak memory, against stored baselines.
 
-Every result is checked against float64 before it is timed. On large graphs a sample of rows is: the upstream
-gradient is zero outside them, so that their edges alone decide all gradients, which must be zero elsewhere.
+Every result is checked against float64 before it is timed. On large graphs, a sample of rows is checked: the
+upstream gradient is zero outside of them, so only their edges contribute to gradients, which must be zero
+elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from .runner import DTYPES, TOLERANCE, Benchmark, Cell, Job, Run, check, option,
 #: Edges of the rows that are compared with float64: all of them would take longer than the timings.
 CHECKED = 200_000
 
-#: A gradient's error over a result's: it is computed from the rounded result, and rounded in turn.
+#: Accepted error of a gradient, relative to that of a result: a gradient is computed from the rounded result,
+#: and then rounded itself.
 GRADIENT_ROUNDINGS = 2
 
 
@@ -104,7 +106,7 @@ class Sample:
 
 
 def sample(graph: suite.Graph, edges: int) -> Sample:
-    """The row with most edges, and random ones up to so many edges."""
+    """The row with most edges, and random rows until the sample has this number of edges."""
     degree = (graph.rowptr[1:] - graph.rowptr[:-1]).long()
     order = torch.randperm(graph.num_nodes, device=degree.device)
     order = torch.cat([degree.argmax()[None], order[order != degree.argmax()]])
@@ -189,13 +191,13 @@ def _gradient_error(found: Tensor, rows: Tensor | None, expected: Tensor) -> flo
 
 
 def _judge(run: Run, call: Callable[[], list[Tensor]], error: float, tolerance: float) -> Cell:
-    """Time and memory of a call whose result is right, else what is wrong with it."""
+    """Time and memory of a call if its result is right, otherwise what is wrong with it."""
     check(error, tolerance)
     return {"error": error, **_memory(call, run.device), **run.time(call)}
 
 
 def _memory(call: Callable[[], list[Tensor]], device: torch.device) -> Cell:
-    """Bytes of the results, and the most in use during the call above what was before."""
+    """Bytes of the results, and peak memory of the call above the memory in use before it."""
     before = 0
     if device.type == "cuda":
         torch.cuda.synchronize(device)

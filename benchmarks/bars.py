@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .tables.cells import Table
 
-#: Ink of medium brightness on no ground; baseline first, then ours.
+#: Text of medium brightness on a transparent background; baseline first, then FastSparse.
 INK, COLOURS = "#7d8590", ("#9aa0a6", "#4c9be0", "#e89a3c")
 WIDTH, LABELS, BAR, GAP = 760, 290, 14, 8
 

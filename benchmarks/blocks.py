@@ -1,4 +1,4 @@
-"""Mini-batches of sampled neighbours, drawn on the device where the graph lies."""
+"""Mini-batches of neighbours, sampled on the device of the graph."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Training steps under `torch.compile`, with edges as plain tensors: our layers and PyG's.
 
-Three layers with ReLU, 128 wide, forward and backward with all gradients. Whole graphs of the size of pubmed
-and ogbn-arxiv; and batches of 64 molecules, of which every step sees another one, of another size.
+Three layers with ReLU, 128 wide, forward and backward with all gradients. The graphs have the sizes of pubmed
+and ogbn-arxiv. Batches have 64 molecules, and every step gets a batch of another size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .timing import step_time
 WIDTH, HEADS = 128, 4
 GRAPHS = ("pubmed", "ogbn-arxiv", "molecules")
 LAYERS = ("GCN", "SAGE", "GIN", "GINE", "Transformer", "GATv2", "GAT")
-#: Implementation -> the plugin, and the mode of `torch.compile`; None: not compiled.
+#: Implementation -> the plugin, and the mode of `torch.compile` (None if it is not compiled).
 IMPLEMENTATIONS: dict[str, tuple[str, str | None]] = {
     "FastSparse": ("fast", None),
     "FastSparse, compiled": ("fast", "default"),
@@ -37,11 +37,11 @@ TOLERANCE = 1e-3
 
 
 def cases(options: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Compiled PyG comes last, and GAT last of it: what it asserts on a GPU may end the process."""
+    """Compiled PyG runs last, with GAT at the end, because its assertions on a GPU may end the process."""
     found = [
         case
         for case in itertools.product(options.implementations, options.drawn, options.layers)
-        if case[:2] != ("FastSparse, reduce-overhead", "molecules")  # each batch would be recorded
+        if case[:2] != ("FastSparse, reduce-overhead", "molecules")  # would record every batch
     ]
     return sorted(found, key=lambda case: (case[0] == "PyG, compiled") * (1 + (case[2] == "GAT")))
 
@@ -66,7 +66,7 @@ def cells(run: Run, case: tuple[str, str, str]) -> Iterator[Job]:
                 result = call(*given)
                 error = max(error, relative_error(result, exact.double()))
                 result.sum().backward()
-                model.zero_grad()  # the next replay writes where these gradients lie
+                model.zero_grad()  # the next replay overwrites these gradients
         check(error, TOLERANCE)
         turns = itertools.cycle(inputs)
 

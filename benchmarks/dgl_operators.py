@@ -1,4 +1,4 @@
-"""DGL's operators on FastSparse, forward and backward, against our own, PyG's gather and scatter, and DGL's.
+"""DGL's operators on FastSparse, forward and backward, against FastSparse's own operators, PyG and DGL.
 
 DGL's own run on the CPU alone, as pip's DGL does. On CUDA only GATConv is timed on the CPU too, with two
 threads.
@@ -22,12 +22,12 @@ from . import suite
 from .runner import Benchmark, Cell, Job, Run, attempt, check, option, peak_bytes, relative_error, release
 from .timing import summarise, wall_times
 
-#: Stand-ins whose messages fit a CPU's cache or nearly so, and the one of the GPU.
+#: Stand-ins whose messages (nearly) fit into a CPU's cache, and the graph for GPUs.
 SMALL = ("pubmed", "peptides-batch", "github")
 LARGE = ("ogbn-arxiv",)
 HEADS = 8
 TOLERANCE = 1e-4
-#: Calls that the two-core CPU makes of GATConv where the rest runs on CUDA, seconds each.
+#: Number of calls of GATConv on two CPU cores, if everything else runs on CUDA. Each takes seconds.
 CPU_CALLS = 2
 
 #: Name -> what is called with the leaves, and the leaves.
@@ -35,7 +35,7 @@ Step = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
 
 
 def graphs(options: argparse.Namespace) -> list[str]:
-    """Those that are asked for, else the device's; the record's settings name them."""
+    """The graphs that the command line names, otherwise the device's defaults; the record stores them."""
     usual = LARGE if torch.device(options.device).type == "cuda" else SMALL
     options.graphs = options.graphs or list(usual)
     return options.graphs
@@ -76,7 +76,7 @@ def cells(run: Run, name: str) -> Iterator[Job | Cell]:
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """DGL runs on FastSparse inside."""
+    """Context in which DGL runs on FastSparse."""
     import fastsparse_dgl
 
     fastsparse_dgl.enable()
@@ -86,7 +86,7 @@ def enabled() -> Iterator[None]:
         fastsparse_dgl.disable()
 
 
-#: What is entered for the calls of an implementation.
+#: Context for the calls of an implementation.
 AROUND = {"enabled": enabled}
 
 
@@ -132,7 +132,7 @@ class Draws:
 
 
 def dgl_steps(dgl: Any, g: Any, draws: Draws) -> Iterator[tuple[str, Step]]:
-    """DGL's operators, whoever runs them."""
+    """DGL's operators, on DGL or on FastSparse."""
     ops, x, y = dgl.ops, draws.x, draws.y
 
     def update_all(*leaves: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 Layers are 128 wide. One layer on the stand-in of ogbn-arxiv, its structure known; and a model of five on a
 batch of 512 molecule-like graphs, whose edges are new to the layers in every step, as a loader brings them.
-All gradients are wanted, the edges' too. Errors are against PyG's layer in float32: its 16-bit sums of rows
+All gradients are computed, those of the edges too. Errors are against PyG's layer in float32: its 16-bit sums
+of rows
 with many entries lose most digits.
 """
 
@@ -26,7 +27,7 @@ GRAPHS = ("ogbn-arxiv", "molecules")
 #: Layers, and features of an edge that they take: None, as many as the layer is wide, or raw ones.
 LAYERS = (("GINEConv", RAW), ("GINEConv", WIDTH), ("ResGatedGraphConv", 0), ("ResGatedGraphConv", RAW))
 MOLECULES, DEPTH = 512, 5
-#: A result may differ from the original's in float32 by this much, relative.
+#: Accepted relative difference from the result of PyG's layer in float32.
 TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 4e-2}
 
 
@@ -133,7 +134,7 @@ def message_steps(
         expected = exact(x.float(), graph.edge_index, tuple(each.float() for each in edge_attr))
 
     def step(module: nn.Module) -> Tensor:
-        # A batch's edges are another tensor each time: whatever a layer remembers of them is new.
+        # Edges of a batch are a new tensor in every step, so that no cached structure is found.
         edge_index = graph.edge_index if graph.depth == 1 else graph.edge_index.clone()
         out: Tensor = module(x, edge_index, edge_attr)
         out.backward(upstream)

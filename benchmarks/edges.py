@@ -2,8 +2,9 @@
 
 The Triton column needs ``models/src/anemoi/models/triton/gt.py`` of ecmwf/anemoi-core on the path, as
 ``anemoi_gt.py``. The graphs are that model's (an icosahedral mesh of 40,962 nodes and an n320 grid of
-542,080) and two of the suite, drawn from seeds. Layers are 256 wide with 8 features per edge; all gradients
-are wanted, the edges' too. The operator alone starts from projected queries, keys and values and from raw
+542,080) and two of the suite, drawn from seeds. Layers are 256 wide with 8 features per edge. All gradients
+are computed, those of the edges too. The operator alone starts from projected queries, keys and values and
+from raw
 features; for the Triton kernel that includes the projection of the edges, without which it cannot start. GINE
 and residual gated layers are in `edge_messages`.
 """
@@ -69,7 +70,7 @@ def draw_graph(name: str, device: torch.device) -> Bipartite:
 
 
 def triton_kernel() -> Callable[..., Tensor] | None:
-    """The baseline's operator, None where its module is not on the path."""
+    """The baseline's operator; None if its module is not on the path."""
     try:
         return importlib.import_module("anemoi_gt").graph_transformer_attention_conv
     except ImportError:

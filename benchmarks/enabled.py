@@ -5,7 +5,8 @@
   with a sorted ``batch`` of graphs of about 26 nodes.
 - start: a process that imports PyTorch and PyG, alone and by `fastsparse run`.
 
-On a GPU calls follow each other without a wait, so the host's work counts where it is what takes the time.
+On a GPU, calls follow each other without synchronisation, so the time of the host counts only if the host is
+the slower part.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .any_layer import draw_graph
 from .runner import DTYPES, Benchmark, Cell, Run, attempt, option, relative_error, release
 from .timing import step_time, summarise
 
-#: Edges up to which a graph's functions are measured: they have a row of features for each.
+#: Functions are measured on graphs of up to this number of edges: they need a row of features per edge.
 MOST_EDGES = 20_000_000
 HEADS, NODES_OF_A_GRAPH = 4, 26
 #: Rounds in which plain and enabled calls alternate; the best of each counts.
@@ -68,7 +69,7 @@ def _calls(run: Run, edges: int) -> Iterator[tuple[str, str, bool]]:
 def _step(
     call: str, edges: Tensor, nodes: int, width: int, dtype: torch.dtype, backward: bool
 ) -> Callable[[], Tensor]:
-    """The call, as one function of nothing; with the gradient where asked."""
+    """The call as a function without arguments, with or without the gradient."""
     name, _, how = call.rpartition(" ")
     if how in ("COO", "CSR"):
         scale = torch.bincount(edges[1], minlength=nodes).clamp(min=1).rsqrt()
@@ -100,7 +101,7 @@ def _step(
 
 
 def _compare(run: Run, make: Callable[[], Callable[[], Tensor]]) -> dict[str, Cell]:
-    """The best times of both, and how far the results are apart."""
+    """The best times of both, and the difference of their results."""
     best: dict[str, Cell] = {}
     expected: list[Tensor] = []
 
@@ -124,7 +125,7 @@ def _compare(run: Run, make: Callable[[], Callable[[], Tensor]]) -> dict[str, Ce
 
 
 def _start(count: int) -> Iterator[Cell]:
-    """How long a script takes that does nothing but import, until it has ended."""
+    """Time of a script that only imports, until its process has ended."""
     command = "import sys, fastsparse_run; sys.exit(fastsparse_run.main(sys.argv[1:]))"
     times: dict[str, list[float]] = {"plain": [], "enabled": []}
     with tempfile.TemporaryDirectory() as folder:

@@ -44,11 +44,11 @@ LAYERS: dict[str, dict[str, Callable[..., nn.Module]]] = {
 
 
 class Variant(NamedTuple):
-    """What an epoch is made with.
+    """The layers and the loader of an epoch.
 
     Attributes:
-        layers: whose.
-        loader: whose.
+        layers: implementation of the layers.
+        loader: implementation of the loader.
         workers: processes of PyG's loader.
         captures: whether the step is captured.
     """
@@ -66,7 +66,7 @@ class Variant(NamedTuple):
 
 
 def variants(workers: Iterable[int], captures: bool) -> list[Variant]:
-    """All that are compared; first what they are compared with."""
+    """All variants, the baseline first."""
     steps = [("PyG", False), ("FastSparse", False)] + [("FastSparse", True)] * captures
     found = [Variant(layers, "PyG", count, is_captured) for layers, is_captured in steps for count in workers]
     return found + [Variant(layers, "FastSparse", 0, is_captured) for layers, is_captured in steps]
@@ -207,7 +207,7 @@ class Epoch:
         self._captured = self._step.captured if variant.captures else None
 
     def warm_up(self) -> None:
-        """Until the step is recorded, if it is to be.
+        """Runs until the step is recorded, if it is captured.
 
         Raises:
             RuntimeError: it was not.

@@ -30,7 +30,7 @@ finan512 github bcsstk33 blogcatalog3 soc_slashdot0902 cornell5 dd ogbl_ddi molh
 
 
 def default_graphs() -> list[str]:
-    """The real graphs at hand, and the stand-ins where a GPU draws them."""
+    """The real graphs whose files exist, and the stand-ins if a GPU can draw them."""
     real = suite.at_hand(REAL_GRAPHS.split())
     return [*real, *(suite.PEER_GRAPHS if torch.cuda.is_available() or not real else ())]
 
@@ -68,7 +68,7 @@ def _measure(run: Run, adj: Adjacency, grouping: Method) -> Cell:
 
 
 def _scratch_gb(convert: Callable[[], Bsb], device: torch.device) -> float:
-    """Peak of what a conversion takes above what it leaves."""
+    """Peak memory of a conversion above the memory of its result, in GB."""
     release()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

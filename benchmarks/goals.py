@@ -1,8 +1,9 @@
-"""What was asked of the kernels beforehand, on an H200: the results page says which goal was missed."""
+"""Goals that were set for the kernels in advance, on an H200. The results page shows which were missed."""
 
 from __future__ import annotations
 
-#: What is compared, as the tables name it -> baseline -> its time over ours, geometric mean over the graphs.
+#: Name of the comparison in the tables -> baseline -> baseline's time divided by ours, geometric mean over
+#: graphs.
 SPEED_UPS: dict[str, dict[str, float]] = {
     **{
         f"flashsparse, forward, {dtype}, F = {width}": {"cuSPARSE": speed, "FlashSparse fp16": 1.75}

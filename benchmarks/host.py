@@ -1,4 +1,4 @@
-"""Host time of layers where the device has little to do, both ways, in units of `torch.nn.Linear`.
+"""Host time of layers on tiny inputs, forward and backward, in units of `torch.nn.Linear`.
 
 One layer on a tiny graph, by the clock of its calls. On a GPU also three layers with ReLU on a graph of
 pubmed's size, 128 wide, by the clock of whole steps, with edges that were seen before and with new ones in
@@ -25,7 +25,7 @@ NODES, EDGES, WIDTH = 64, 256, 32
 STACK, STACK_WIDTH = "pubmed", 128
 #: Edges of three layers: the same tensor in every step, or another one.
 STRUCTURES = ("same", "new")
-#: What the first calls of a turn find in the processor's caches is another layer's.
+#: Calls before the timed ones: at first, the processor's caches have data of another layer.
 WARM_UP = 10
 
 
@@ -142,7 +142,7 @@ class _Step:
 
 
 def _pyg_layers(width: int) -> dict[str, Callable[[], nn.Module]]:
-    """Name -> what makes a layer, ours before the original; none where PyG or the plugin is missing."""
+    """Name -> constructor of a layer, the drop-in before PyG's; empty if PyG or the plugin is missing."""
     try:
         import torch_geometric.nn as pyg
 

@@ -45,7 +45,7 @@ def cells(run: Run, place: str) -> Iterator[Job]:
 
 
 def _infer(layer: Any, adj: Adjacency, x: Tensor, limit: int | None, options: argparse.Namespace) -> Cell:
-    """Seconds and peak memory of one pass over all nodes, after one over few that compiles and pins."""
+    """Seconds and peak memory of a pass over all nodes, after a pass over few nodes to warm up."""
     device = torch.device(options.device)
     torch.manual_seed(0)
     widths = (large.FEATURES, *(options.width,) * 3)
@@ -67,7 +67,7 @@ def _infer(layer: Any, adj: Adjacency, x: Tensor, limit: int | None, options: ar
     peak = peak_bytes(step, device)
     if peak is None:
         step()
-    # Of some nodes, what layers give that see no more than the nodes need.
+    # The same results for some nodes, computed only from what these nodes depend on.
     rows = torch.randint(adj.num_dst, (64,), generator=torch.Generator().manual_seed(0))
     some = inference(model, data, rows=rows, memory=limit).float()
     error = (found[0][rows.to(found[0].device)].to(device).float() - some).norm() / some.norm()

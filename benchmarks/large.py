@@ -1,7 +1,8 @@
 """A stand-in of ogbn-papers100M, drawn as compressed rows: its edges as pairs would not fit on a GPU.
 
 Degrees fall as a power of their rank, and both ends of an entry are drawn in proportion to them. Sampling
-reads rows and where their columns lie, no more, so three things of `suite` are left out: rows and columns are
+reads only rows and their columns, so this graph lacks three properties of the graphs in `suite`: rows and
+columns are
 drawn apart (the structure is not symmetric, though its degrees are), columns may repeat and are not sorted,
 and there are no communities, which would let batches share nodes. Full-graph training needs a symmetric
 structure, whose entries come in pairs, (i, j) and (j, i) (`draw_symmetric`).
@@ -91,7 +92,7 @@ def draw_symmetric(spec: suite.Spec, device: torch.device) -> Adjacency:
     degree = suite.expected_degrees(spec, device)
     degree.add_(torch.rand(n, generator=generator, device=device, dtype=torch.float64))
     degree = degree.long().sort(descending=True).values
-    # Nodes of every round, of which an odd one is left out.
+    # Nodes of every round; if their number is odd, one is left out.
     rounds = torch.arange(int(degree[0]), device=device)
     sizes = n - torch.searchsorted(degree.flip(0), rounds, right=True)
     odd = sizes[sizes % 2 == 1] - 1
@@ -121,8 +122,8 @@ def features(nodes: int, device: torch.device, *, on_host: bool, out: Tensor | N
     Args:
         nodes: number of rows.
         device: where they are drawn.
-        on_host: whether they come to lie on the host; then in page-locked memory where the device is a GPU.
-        out: where they come to lie instead.
+        on_host: whether they are stored on the host, in page-locked memory if the device is a GPU.
+        out: tensor to write them to instead.
     """
     generator = torch.Generator(device=device).manual_seed(0)
     x = out

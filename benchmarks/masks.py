@@ -26,7 +26,7 @@ from . import suite
 from .runner import DTYPES, Benchmark, Cell, Job, Run, option
 from .timing import kernel_time
 
-#: Tokens up to which a dense mask is tried: its scores, of all heads, have a number for every pair.
+#: Largest number of tokens for a dense mask, whose scores have a number per head and pair.
 MOST_DENSE = 32_768
 #: Relative; float16 and bfloat16 are rounded in other places by every implementation.
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
@@ -123,7 +123,7 @@ def _measure(
         return torch.cat(torch.autograd.grad(out, (q, k, v), upstream))
 
     tolerance = TOLERANCE[str(leaves.dtype).removeprefix("torch.")]
-    # Events around each call: launches of the host do not count, as they would not in a compiled model.
+    # Timed by events around each call, without host overhead, as in a compiled model.
     return run.compared(step, expected, tolerance * (2 if backward else 1), kernel_time, above=True)()
 
 
@@ -172,7 +172,7 @@ def _flex(mask: Mask) -> Call:
         def keeps(batch: Any, head: Any, row: Any, col: Any) -> Any:
             return pairs[row, col]
 
-    blocks = create_block_mask(keeps, None, None, tokens, tokens, device=str(device), _compile=tokens > 4096)
+    blocks = create_block_mask(keeps, None, None, tokens, tokens, device=str(device))
     return _heads_first(partial(torch.compile(flex_attention), block_mask=blocks))
 
 

@@ -21,7 +21,7 @@ from .runner import Benchmark, Cell, Run, option
 
 
 def cells(run: Run, case: tuple[str, str]) -> Iterator[Cell]:
-    # The examples are scripts beside the package, not part of it.
+    # The examples are scripts and not part of a package.
     sys.path.insert(0, str(REPOSITORY / "examples"))
     example = importlib.import_module("maxk")
     (dataset, operator), options = case, run.options

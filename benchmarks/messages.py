@@ -1,6 +1,6 @@
-"""Messages written by hand under `accelerate`, against PyG, PyG compiled, and the same as a named layer.
+"""Messages written by hand under `accelerate`, against PyG, compiled PyG, and the drop-in layer.
 
-A step is forward and backward of one layer 128 wide with 16 features per edge, which want no gradient. On
+A step is forward and backward of one layer 128 wide with 16 features per edge, which need no gradient. On
 molecules it has five layers, and the edges of the batch are a new tensor in every step. Large graphs have
 their edges in random order. bfloat16 is autocast's. Errors are against PyG in float32.
 
@@ -43,10 +43,10 @@ WIDTH, FEATURES = 128, 16
 GRAPHS = ("ogbn-arxiv", "molecules", "cora", "yelp", "atoms")
 #: Atoms, neighbors of each, Gaussians of a distance.
 ATOMS, NEIGHBORS, GAUSSIANS = 20_000, 40, 20
-#: What of them `--quick` measures.
+#: The graphs that `--quick` measures.
 QUICK = ("ogbn-arxiv", "molecules")
 IMPLEMENTATIONS = ("pyg", "fastsparse", "named", "compiled")
-#: Of graphs on which PyG's layer is also compiled: that takes ten seconds for each layer and dtype.
+#: Graphs on which PyG's layer is also compiled, which takes ten seconds for each layer and dtype.
 COMPILED = ("ogbn-arxiv",)
 #: Relative, of outputs and gradients, on top of twice PyG's own error in that dtype; in float32 sums of up
 #: to 13,161 terms in another order.
@@ -279,7 +279,7 @@ class Case(NamedTuple):
 
 
 def cases(options: Any) -> list[Case]:
-    """All that runs at once, then what is compiled, until the time is over."""
+    """Cases without compilation first, then compiled ones until the time limit."""
     graphs = options.drawn or (QUICK if options.quick else GRAPHS)
     all_of = [
         Case(*each, is_compiled)
@@ -365,7 +365,7 @@ def _inputs(graph: Edges, device: torch.device) -> Inputs:
 
 
 def _forward(module: nn.Module, graph: Edges, inputs: Inputs, dtype: str) -> Tensor:
-    # A batch's edges are another tensor each time: whatever a layer remembers of them is new.
+    # Edges of a batch are a new tensor in every step, so that no cached structure is found.
     edge_index = graph.edge_index if graph.depth == 1 else graph.edge_index.clone()
     device = graph.edge_index.device.type
     is_mixed = dtype != "float32"
@@ -375,7 +375,7 @@ def _forward(module: nn.Module, graph: Edges, inputs: Inputs, dtype: str) -> Ten
 
 
 def _loss(module: nn.Module, graph: Edges, inputs: Inputs, dtype: str) -> Tensor:
-    """The output; of a force field what it is trained with."""
+    """The output, or the training loss of a force field."""
     out = _forward(module, graph, inputs, dtype)
     if inputs.upstream is not None:
         return out
@@ -401,7 +401,7 @@ def _results(module: nn.Module, graph: Edges, inputs: Inputs, dtype: str) -> lis
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
-    """Relative error; of a gradient that is zero but for rounding, the absolute one."""
+    """Relative error; for a gradient that is zero up to rounding, the absolute error."""
     return min(relative_error(found, expected), (found - expected).abs().max().item())
 
 

@@ -1,6 +1,6 @@
 """Graphs that are seen once: a GraphSAGE step on sampled blocks, structure, forward and backward.
 
-Every repetition gives every implementation tensors that it has not seen, so that nothing can be remembered.
+Every repetition uses new tensors, so that no implementation can use a cache.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .blocks import Block, sample
 from .runner import Benchmark, Cell, Run, attempt, option, relative_error, synchronise
 from .timing import summarise
 
-#: Whose layers are the measure of what rounding does.
+#: The implementation whose rounding error is the reference.
 _ORIGINAL = "PyG SAGEConv"
 
 
 class Precision(NamedTuple):
-    """What a step is computed in.
+    """Dtypes and precision of a step.
 
     Attributes:
         dtype: of features and weights.
@@ -60,7 +60,7 @@ PRECISIONS = {
     "bfloat16": Precision(torch.bfloat16, 8e-3),
     "bf16-amp": Precision(torch.float32, 8e-3, amp=torch.bfloat16),
 }
-#: What all are compared with.
+#: The reference for all others.
 _EXACT = Precision(torch.float64, 0.0)
 
 
@@ -139,7 +139,7 @@ class Batch:
 
 
 class Model:
-    """GraphSAGE on blocks: layers, how they are called, and how they get a structure nobody has seen.
+    """GraphSAGE on blocks: layers, how they are called, and how they get a new structure.
 
     Args:
         layers: the convolutions.
@@ -219,7 +219,7 @@ def _models(width: int, depth: int, device: torch.device, precision: Precision) 
         "FastSAGEConv (PyG)": _pyg_model(FastSAGEConv, *shape, _adjacency),
         _ORIGINAL: _pyg_model(SAGEConv, *shape),
     }
-    if device.type == "cpu":  # the wheel of DGL knows no CUDA
+    if device.type == "cpu":  # DGL's wheel has no CUDA
         try:
             dgl_nn = importlib.import_module("fastsparse_dgl.compat").dgl.nn
             fast = importlib.import_module("fastsparse_dgl")
@@ -251,7 +251,7 @@ def _call_dgl(layer: nn.Module, graph: Any, x: Tensor, _: int) -> Tensor:
     try:
         return layer(graph, x)
     except importlib.import_module("fastsparse_dgl.compat").dgl.DGLError as error:
-        raise TypeError(str(error)) from error  # `attempt` knows nothing of DGL
+        raise TypeError(str(error)) from error  # `attempt` does not handle DGL's errors
 
 
 def _adjacency(edge_index: Tensor, block: Block) -> Adjacency:

@@ -1,4 +1,4 @@
-"""The one chart of training: time and memory of an epoch against PyG's layers, a row for each graph."""
+"""Chart of training: time and memory of an epoch against PyG's layers, a row for each graph."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-#: The model of the chart: of those that are measured on all three graphs, the one that PyG's layers train on
-#: all three too.
+#: The model of the chart, which PyG's layers can train on all three graphs.
 MODEL = "sage3-128"
 GRAPHS = ("ogbn-arxiv", "reddit", "ogbn-products")
 #: (implementation, dtype) -> label and colour
@@ -20,7 +19,7 @@ BARS = {
     ("FastSAGEConv", "bf16-amp"): ("FastSparse, bf16", "#6aaed6"),
 }
 COLUMNS = (("median_ms", "ms", "time of an epoch"), ("peak_gb", "GB", "peak memory"))
-#: Inches. Narrow, so that letters can still be read where a page shows it some 360 pixels wide.
+#: Inches. The chart is narrow, so that text is readable on pages about 360 pixels wide.
 SIZE = (5.6, 3.9)
 
 

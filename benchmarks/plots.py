@@ -26,16 +26,16 @@ from .tables.pivots import REGRET_SEEN, csr_over_flashsparse
 from .tables.programs import OURS, baseline, of_programs
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
-#: Inches. Pages show a plot some 800 pixels wide: at 100 pixels an inch, letters of 7 points stay readable.
+#: Inches. Pages show plots about 800 pixels wide: at 100 pixels per inch, 7-point text is readable.
 WIDTH = 8.0
-#: No ground and ink of medium brightness, as in `bars`: readable on light and on dark pages.
+#: Transparent background and text of medium brightness, as in `bars`: readable on light and dark pages.
 _INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
 mpl.rcParams.update({"font.size": 9, "savefig.dpi": 150, "savefig.transparent": True, "legend.framealpha": 0})
 mpl.rcParams.update(dict.fromkeys(_INKED, INK))
 
 
 def _plot_path(record_path: Path, *parts: str) -> Path:
-    """Where a plot of a record lies: beside it, under its name."""
+    """Path of a plot of a record: in the same folder, beginning with the name of the record."""
     return record_path.with_name("_".join((record_path.stem, *parts)) + ".png")
 
 
@@ -85,7 +85,7 @@ def roofline_plots(result: dict[str, Any], record_path: Path) -> list[Path]:
     axes.set_xlabel("feature table, MB")
     axes.set_ylabel("rows gathered, TB/s")
     axes.grid(alpha=0.3)
-    # The points fill the plot: the legend lies above them.
+    # Leaves space for the legend above the points.
     axes.set_ylim(0, 1.4 * axes.get_ylim()[1])
     axes.legend(fontsize=8, loc="upper center", ncols=2)
     axes.set_title(f"spmm on {result['machine']['gpu']}: gather rate and its bound")
@@ -114,7 +114,7 @@ def _is_large(cell: dict[str, Any]) -> bool:
 
 
 def choice_heat_maps(result: dict[str, Any], record_path: Path) -> list[Path]:
-    """Time of csr over that of flashsparse by graph and width, a map per feature type."""
+    """Time of csr divided by time of flashsparse, by graph and width; a map per feature type."""
     cells = [cell for cell in result["cells"] if cell["status"] == "ok" and csr_over_flashsparse(cell)]
     dtypes = ordered(cell["dtype"] for cell in cells)
     if not dtypes:
@@ -190,7 +190,7 @@ def training_bars(result: dict[str, Any], record_path: Path) -> list[Path]:
                 group = by(of_dtype, model=model)
                 _bars(axes, _heights([cell for cell in group if cell.get(field)], field), graphs, "")
                 axes.set_yscale("log")
-                axes.margins(y=0.25)  # room for upright numbers above the bars
+                axes.margins(y=0.25)  # space for the rotated numbers above the bars
                 axes.set_ylabel(label)
                 axes.set_title(f"{model}, {dtype} (no bar: {_missing(group)})")
             written.append(_saved(figure, _plot_path(record_path, name, dtype)))
@@ -259,7 +259,7 @@ def scaling_curves(result: dict[str, Any], record_path: Path) -> list[Path]:
             points = [(1, 1.0)]
             for cell in group:
                 if cell["variant"] == variant and cell["gpus"] > 1:
-                    # A step of mini-batches handles as many nodes more as there are GPUs more.
+                    # With mini-batches, the number of nodes per step is proportional to the number of GPUs.
                     work = cell["gpus"] if kind == "ddp" else 1
                     points.append((cell["gpus"], work * one["median_ms"] / cell["median_ms"]))
             axes.plot(*zip(*sorted(points), strict=True), marker="o", label=f"{graph}, {dtype}, {variant}")
@@ -372,7 +372,7 @@ def _bars(axes: Axes, bars: dict[str, dict[str, float]], graphs: list[str], unit
             continue
         positions = [i - 0.4 + (place + 0.5) * width for i in range(len(graphs))]
         drawn = axes.bar(positions, heights, width, label=label, color=f"C{place}")
-        if many <= 40:  # with more of them the numbers would cover each other; the tables have them
+        if many <= 40:  # with more bars the numbers would overlap; the tables have them
             texts = [f"{h:.0f}{unit}" if h >= 100 else f"{h:.3g}{unit}" if h else "" for h in heights]
             axes.bar_label(drawn, texts, fontsize=7, padding=2, rotation=90 if many > 16 else 0)
         axes.margins(x=0.01, y=0.15)

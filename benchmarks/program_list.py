@@ -64,7 +64,7 @@ class Layers:
 
 
 class Kit:
-    """What one variant makes a program of.
+    """Layers, loaders and settings from which one variant makes a program.
 
     Args:
         framework: `pyg` or `dgl`.
@@ -127,7 +127,7 @@ class Kit:
 
 
 class Program(NamedTuple):
-    """What is known of a program before it runs.
+    """A program and its properties.
 
     Attributes:
         make: makes an epoch from a kit.
@@ -135,7 +135,7 @@ class Program(NamedTuple):
         loads: whether it has a loader.
         compiles: whether `torch.compile` is tried.
         metric: what the second number of an epoch is.
-        equivalent: PyG's program of the same model and data, of one of DGL.
+        equivalent: for a program of DGL, PyG's program with the same model and data.
     """
 
     make: Callable[[Kit], Epoch]
@@ -171,7 +171,7 @@ def program(
 
 @functools.cache
 def node_data(name: str, features: int) -> Data:
-    """A graph whose classes are alike among neighbours and show in the features, on the CPU."""
+    """A graph on the CPU whose neighbours often share a class, with features that depend on the class."""
     if name == "pubmed" and suite.at_hand([name]):
         name = suite.REAL + name
     graph = suite.load(name, "cpu")
@@ -189,7 +189,7 @@ def node_data(name: str, features: int) -> Data:
 
 @functools.cache
 def molecules(count: int) -> list[Data]:
-    """Molecules with a kind for every bond, and a class that shows in the mean of their features."""
+    """Molecules with a kind for every bond, and a class that depends on the mean of their features."""
     found = epochs.molecules(count)
     generator = torch.Generator().manual_seed(1)
     for item in found:
@@ -362,7 +362,7 @@ def _epoch(
 
 
 def _moved(batch: Any, device: torch.device) -> list[Any]:
-    """The arguments of a step: PyG's batch; or DGL's graph and labels, or blocks, which lie there already."""
+    """The arguments of a step: PyG's batch, or DGL's graph and labels, or blocks, which are on the device."""
     items = batch if isinstance(batch, tuple | list) else [batch]
     return [item if isinstance(item, list) else item.to(device, non_blocking=True) for item in items]
 
@@ -568,7 +568,7 @@ def gps_molecules(kit: Kit) -> Epoch:
 
 @functools.cache
 def _links(name: str, features: int) -> tuple[Data, Tensor, Tensor]:
-    """A graph without a tenth of its links; these as pairs; as many random pairs."""
+    """A graph without a tenth of its links, the removed links as pairs, and as many random pairs."""
     data, generator = node_data(name, features).clone(), torch.Generator().manual_seed(4)
     one_way = data.edge_index[:, data.edge_index[0] < data.edge_index[1]]
     one_way = one_way[:, torch.randperm(one_way.size(1), generator=generator)]

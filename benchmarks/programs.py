@@ -8,7 +8,8 @@
 - forms: a step in every form of `step_forms`, plain and captured, calls of both in turn. Needs a GPU.
 
 pip's DGL knows no CUDA. On a GPU the baseline of its programs is PyG's program of the same model and data,
-and DGL's own runs on the CPU. If PyG's neighbour loaders miss pyg-lib, PyG's layers run on our loader.
+and DGL's own runs on the CPU. If pyg-lib is not installed, PyG's layers run with FastSparse's neighbour
+loader.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _ROUNDS, _CALLS, _ROUND_MS = 7, 25, 100.0
 _WARM_UP, _WARM_UP_FULL = 3, CALLS + 6
 #: Seconds after which epochs of one step are enough.
 _BUDGET_S = 2.0
-#: Where there is no GPU, and for DGL on the CPU beside one.
+#: Without a GPU, and for DGL on the CPU of a machine with one.
 _WARM_UP_CPU = 1
 #: The variant without changes.
 RUN = "fastsparse run"
@@ -120,7 +121,7 @@ def _program(run: Run, name: str) -> Iterator[Cell]:
 
 
 def _attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """As `attempt`, for errors of any kind: the other programs still run."""
+    """Like `attempt`, but for errors of any kind, so that the other programs still run."""
     try:
         return attempt(measure)
     except Exception as error:
@@ -226,7 +227,7 @@ def _numbers(result: Any) -> list[float]:
 
 
 def effort(milliseconds: float, is_replaying: bool) -> tuple[int, int]:
-    """Rounds, and calls of a round, for a step that takes so long.
+    """Number of rounds, and of calls per round, for a step with this duration.
 
     A refused step has three times as many rounds, because a few per cent matter, unless it is slow.
     """
@@ -245,7 +246,7 @@ def _time(step: Step, calls: int) -> float:
 
 
 def _cases(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """(part, name); without a GPU one form says for all that there is none."""
+    """(part, name). Without a GPU there is only one form, whose cell says that it needs a GPU."""
     supported = graphs.CudaGraphs.supports(torch.device(options.device))
     forms = options.forms if supported else options.forms[:1]
     names = {"programs": options.programs, "forms": forms}

@@ -10,7 +10,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
-#: Names of `torch_geometric.nn.conv` that are no layer of their own, and what they are.
+#: Names in `torch_geometric.nn.conv` that are not layers, and what they are.
 NO_LAYER = {
     "MessagePassing": "the base class",
     "HeteroConv": "a container of layers",
@@ -51,7 +51,7 @@ class Inputs:
 
     Attributes:
         edge_index: (2, num_edges).
-        turned: (2, num_edges), those edges the other way, for layers of two lists.
+        turned: (2, num_edges), the same edges reversed, for layers that take two lists of edges.
         x: (num_nodes, width).
         edge_attr: (num_edges, FEATURES).
         edge_weight: (num_edges,), positive.
@@ -71,7 +71,7 @@ class Inputs:
 
     @classmethod
     def draw(cls, edge_index: Tensor, num_nodes: int, width: int, dtype: torch.dtype) -> Inputs:
-        """Random inputs that want gradients."""
+        """Random inputs that require gradients."""
         device, count = edge_index.device, edge_index.size(1)
 
         def normal(*shape: int) -> Tensor:
@@ -90,7 +90,7 @@ class Inputs:
         )
 
     def leaves(self) -> list[Tensor]:
-        """The tensors that want gradients."""
+        """The tensors that require gradients."""
         return [self.x, self.edge_attr, self.edge_weight, self.pos]
 
 
@@ -101,7 +101,7 @@ class Layer:
     Attributes:
         make: the layer, from the width of its input and output.
         call: its result on some inputs.
-        widest: of layers with a matrix per edge: the widest that fits in memory.
+        widest: largest width that fits in memory, for layers with a matrix per edge.
     """
 
     make: Callable[[int], nn.Module]

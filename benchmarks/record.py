@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "numpy", "torch_geometric", "dgl", "triton")
 
-#: Sources that decide what a kernel does; the digest covers these and nothing that a build leaves behind.
+#: Suffixes of sources. The digest covers only these, and no files that a build creates.
 SOURCE_SUFFIXES = {".cpp", ".cu", ".cuh", ".h", ".py"}
 
 
@@ -50,7 +50,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
     }
     if hasattr(os, "getloadavg"):
-        # Other work on the machine makes CPU times worthless: let the reader judge.
+        # Readers can see whether other work on the machine distorted the CPU times.
         facts["load_average"] = round(os.getloadavg()[0], 2)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -180,7 +180,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def problems_of(record: Any) -> list[str]:
-    """What keeps a value from being a record of this schema; empty when it is one."""
+    """The reasons why a value is not a record of this schema; empty if it is one."""
     expected = {
         "schema": int,
         "name": str,

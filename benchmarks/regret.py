@@ -70,8 +70,8 @@ def cells(run: Run, name: str) -> Iterator[Job | Cell]:
 
 
 def runs_as(call: Callable[[], Tensor], adj: Adjacency, operator: str = "spmm") -> str:
-    """The algorithm that a call of an operator comes down to, asked of the call itself."""
-    adj.plans.clear()  # what was found out before would not be asked
+    """The algorithm that a call of an operator actually runs."""
+    adj.plans.clear()  # otherwise an earlier choice would be reused
     resolved = []
     original = getattr(policy, f"{operator}_algorithm")
 

@@ -1,4 +1,4 @@
-"""What bounds a sparse kernel: the gather of rows named by the column indices."""
+"""The limit of a sparse kernel: the rate at which it can gather rows by column indices."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def gather_bandwidth(table_bytes: int) -> float:
 
 
 def spmm_floor_ms(rows: int, num_src: int, width: int, itemsize: int) -> float:
-    """Least time of gathering so many rows, at the measured bandwidth for a table of this size.
+    """Minimum time to gather a number of rows, at the measured bandwidth for a table of this size.
 
     Real columns repeat more than uniformly random ones and so hit the cache more often: on graphs with a few
     very popular nodes a kernel can come out below this time.

@@ -24,7 +24,7 @@ from .timing import Timing, kernel_time
 
 T = TypeVar("T")
 Cell = dict[str, Any]
-#: What a cell is named by, and what measures it.
+#: The fields that identify a cell, and the function that measures it.
 Job = tuple[Cell, Callable[[], Cell]]
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -61,7 +61,7 @@ def add_common(
     Args:
         parser: gets them.
         graphs: those of the suite that are measured by default; none: it takes others.
-        budget_ms: how long a timing takes by default; None: nobody can say.
+        budget_ms: how long a timing takes by default; None: unknown.
     """
     cuda = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if cuda else "cpu", help="cpu, cuda or cuda:N")
@@ -111,11 +111,11 @@ class Run:
         return itertools.product(*(getattr(self.options, name) for name in names))
 
     def time(self, fn: Callable[[], Any], timer: Callable[..., Timing] = kernel_time, **more: Any) -> Cell:
-        """The cell of a timing that takes the time which ``--budget-ms`` gives it."""
+        """The cell of a timing that takes as long as ``--budget-ms`` says."""
         return timer(fn, self.device, budget_ms=self.options.budget_ms, **more).as_cell()
 
     def checked(self, fn: Callable[[], Tensor], exact: Tensor, dtype: str) -> Callable[[], Cell]:
-        """Measures error and device time of a call that gives the exact result in a dtype."""
+        """Measures error and device time of a call in a dtype, against the exact result."""
 
         def measure() -> Cell:
             poison(exact.shape, DTYPES[dtype], exact.device)
@@ -138,10 +138,10 @@ class Run:
 
         Args:
             step: the call.
-            expected: its result; none: the list gets that of this step.
+            expected: its result. An empty list gets the result of this step.
             tolerance: the largest relative error; None: any.
             timer: how.
-            above: whether memory that is held before does not count.
+            above: whether to subtract the memory in use before the step.
         """
 
         def measure() -> Cell:
@@ -159,7 +159,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What is measured, and how it is asked for.
+    """A benchmark and its command line.
 
     Attributes:
         name: Of the benchmark.
@@ -199,7 +199,7 @@ class Benchmark:
         run = Run(options, device, out)
         for case in progress(list(cases), self.name):
             for job in self.cells(run, case):
-                # What is no pair was measured by the benchmark itself.
+                # A dict is a cell that the benchmark measured itself.
                 out.add(**(job if isinstance(job, dict) else {**job[0], **attempt(job[1])}))
                 del job
             release()
@@ -226,7 +226,7 @@ def end_workers() -> None:
 
 
 def release() -> None:
-    """Ends worker processes, and gives memory that nothing refers to any more back to the device."""
+    """Ends worker processes, and returns unreferenced memory to the device."""
     end_workers()
     gc.collect()
     if torch.cuda.is_available():
@@ -248,7 +248,7 @@ class WrongResult(Exception):
 
 
 def attempt(fn: Callable[[], Cell]) -> Cell:
-    """Runs a measurement; what is wrong, does not fit in memory or is not supported is the cell's status."""
+    """Runs a measurement; wrong results, lack of memory and unsupported calls become the cell's status."""
     try:
         return {"status": "ok", **fn()}
     except WrongResult as wrong:
@@ -275,12 +275,12 @@ def check(error: float, tolerance: float, what: str = "") -> None:
 
 
 def poison(shape: list[int] | torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-    """Fills the memory that the allocator hands out for a result next: what nothing writes shows as a nan."""
+    """Fills the memory of the next result with nan, so that elements that are not written show."""
     torch.full(shape, float("nan"), dtype=dtype, device=device)
 
 
 def peak_bytes(step: Callable[[], Any], device: torch.device, *, above: bool = False) -> int | None:
-    """Peak of a step's memory, or of what it takes above what is held before; None on the CPU."""
+    """Peak memory of a step, or its increase over the memory in use before; None on the CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)

@@ -27,14 +27,14 @@ from .runner import Benchmark, Cell, Job, Run, option, progress, release, synchr
 from .timing import wall_times
 
 PRECISIONS = {"float32": None, "bf16-amp": torch.bfloat16}
-#: Batches that are not timed where an epoch is long: steps are recorded meanwhile.
+#: Untimed batches before a long epoch, in which steps are recorded.
 _WARM_UP = 64
 #: Sets of seeds that are drawn before drawing is timed, and taken in turn.
 _SEEDS = 32
 
 
 def cells(run: Run, name: str | None) -> Iterator[Job | Cell]:
-    """All cells of one graph; of None those of papers, if they are asked for."""
+    """All cells of one graph. None: those of papers, if the command line asks for them."""
     if name is None:
         yield from _papers(run)
         return
@@ -197,7 +197,7 @@ def _long_epoch(loader: Any, captured: bool, options: argparse.Namespace) -> dic
     model = Sage(large.FEATURES, options.width, large.CLASSES, len(options.fanouts)).to(device)
     passes = [min(count, len(loader)) for count in (_WARM_UP, options.batches or len(loader))]
     name = f"papers, {'captured' if captured else 'loop'}"
-    # Where there is room for them, the loader would copy the features to the GPU.
+    # Prevents the loader from copying the features to the GPU, even if they fit.
     with mock.patch.object(feature_tables, "_SHARE_OF_FREE", 0.0):
         _, timed = train_batches(model, loader, torch.bfloat16, captured, passes, name)
     seconds, batches = timed["seconds"], timed["batches"]

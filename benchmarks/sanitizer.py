@@ -1,7 +1,7 @@
 """Every CUDA kernel under compute-sanitizer: parts of tests/sanitize.py in processes side by side.
 
-A process instruments what it launches on one core for minutes, so the parts, which share next to no kernels,
-run at the same time. Only kernels of this package are instrumented. memcheck runs without PyTorch's pool of
+Each process instruments kernels on one core for minutes. The parts share almost no kernels, so they run at
+the same time. Only kernels of this package are instrumented. memcheck runs without PyTorch's pool of
 memory, in which every address is valid.
 """
 
@@ -37,29 +37,30 @@ SUMMARY = re.compile(
     r"RACECHECK SUMMARY: \d+ hazards? displayed \((?P<errors>\d+) errors?, (?P<warnings>\d+) warnings?\)"
     r"|ERROR SUMMARY: (?P<found>\d+) errors?"
 )
-#: What the driver prints when all its calls returned.
+#: Line that the driver prints after all calls returned.
 DONE = "all kernels ran"
-#: How its line begins that says why this GPU has no such kernels.
+#: Beginning of the line in which the driver says why this GPU cannot run a part.
 NOT_RUN = "not run: "
-#: compute-sanitizer talks to its target through a port; processes side by side need some each.
+#: compute-sanitizer talks to its target through a port, so concurrent processes need different ports.
 FIRST_PORT, PORTS = 49152, 16
-#: What asks this process to end, whose processes, in sessions of their own, no terminal or `timeout` reaches.
+#: Signals that end this process. It must end its child processes itself, because they run in sessions of
+#: their own.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
 class End:
-    """When all processes are ended at the latest, by the monotonic clock."""
+    """Deadline for all processes, by the monotonic clock."""
 
     at: float
 
     def now(self, *_: object) -> None:
-        """Ends all that run and starts no other; a handler of signals, and so without a lock."""
+        """Ends all processes and starts no others. Signal handlers call it, so it takes no lock."""
         self.at = float("-inf")
 
     @contextmanager
     def by_signals(self) -> Iterator[None]:
-        """Signals bring the end, as what leaves this does; the record is written all the same."""
+        """Context that ends all processes after a signal or an exception."""
         before = {number: signal.signal(number, self.now) for number in SIGNALS}
         try:
             yield
@@ -200,12 +201,12 @@ def check(
         return {**cell, "status": "not started"}
     log = log_folder / f"{part}-{tool}.log"
     with log.open("wb") as output:
-        # A session of its own: what is ended at the limit is the sanitizer together with its target.
+        # In its own session, so that the sanitizer and its target can be ended together at the limit.
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
         while process.poll() is None and time.monotonic() < min(start + limit, end.at):
-            time.sleep(0.1)  # and not until the limit: a signal may bring the end forward
+            time.sleep(0.1)  # instead of one long wait, because a signal may move the deadline
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -215,7 +216,7 @@ def check(
 
 
 def found_in(log: str) -> dict[str, Any]:
-    """What a log says of errors and warnings, and whether the driver came to its end."""
+    """Errors and warnings in a log, and whether the driver finished."""
     for line in log.splitlines():
         if line.startswith(NOT_RUN):
             return {"status": line}

@@ -58,7 +58,7 @@ from .train import DTYPES, Stack, autocast
 GRAPHS = ("ogbn-products", "amazonproducts")
 DDP_GRAPH = "ogbn-products"
 PARTS = ("full", "ddp", "papers", "large")
-#: What each variant of full-graph training asks of its PartitionedAdjacency.
+#: Options of the PartitionedAdjacency for each variant of full-graph training.
 VARIANTS: dict[str, dict[str, Any]] = {
     "overlap": {},
     "in turn": {"overlap": False},
@@ -77,7 +77,7 @@ VARIANTS |= {
 IN_CHANNELS, HIDDEN, CLASSES = 100, 256, 47
 FANOUTS = (15, 10, 5)
 
-#: Times that mini-batches are timed, some steps each.
+#: Number of times that mini-batches are timed; each time is the mean over several steps.
 ROUNDS = 5
 
 #: Steps after which every structure is converted for its kernels.
@@ -172,10 +172,10 @@ class Team:
         return self.largest([start.elapsed_time(end) for start, end in itertools.pairwise(events)])
 
     def mean_ms(self, step: Callable[[], None], count: int) -> float:
-        """Milliseconds of a step, as the whole of some steps back to back takes the slowest process.
+        """Milliseconds per step, from the total time of consecutive steps in the slowest process.
 
-        Throughput counts from this: processes wait for one another in every step, so a step's slowest
-        process is another every time, and the slowest of each step add up to more than what passed.
+        Throughput counts from this: processes wait for each other in every step, and a different process is
+        the slowest each time, so the sum of the slowest times exceeds the elapsed time.
         """
         self.barrier()
         begin = time.perf_counter()
@@ -196,7 +196,7 @@ class Team:
 def _process(
     rank: int, counts: list[int], folder: str, options: argparse.Namespace, specs: dict[str, suite.Spec]
 ) -> None:
-    """One process: takes part in every measurement that has as many."""
+    """One process. It takes part in all measurements with enough processes."""
     suite.SUITE.update(specs)
     device = torch.device(options.device)
     if device.type == "cuda":
@@ -263,7 +263,7 @@ def _add(out: Recorder | None, **cell: Any) -> None:
 
 
 def _shared_graph(name: str, team: Team) -> suite.Graph:
-    """The graph, drawn by the first process and sent to the others: each would draw others' rounding."""
+    """The graph, drawn by the first process and sent to the others, whose rounding may differ."""
     sizes = torch.zeros(2, dtype=torch.int64, device=team.device)
     graph = None
     if team.rank == 0:
@@ -312,7 +312,7 @@ def _full(name: str, teams: Sequence[Team], options: argparse.Namespace, out: Re
 
 
 def _sent(first: FirstStep | None, nodes: int, team: Team) -> FirstStep:
-    """What the first process computed, on all."""
+    """The results of the first process, sent to all."""
     if first is None:
         logits = torch.empty(nodes, CLASSES, device=team.device)
         first = FirstStep(logits, [torch.empty_like(p) for p in _gcn().to(team.device).parameters()])
@@ -329,7 +329,7 @@ def _gcn() -> nn.Module:
 def _train_full(
     graph: suite.Graph, team: Team, dtype: str, variant: str, first: FirstStep | None, steps: int
 ) -> tuple[dict[str, Any], FirstStep]:
-    """Time, memory and error of training steps on one team; what the first step gave."""
+    """Time, memory and error of training steps on one team, and the results of the first step."""
     device, cuda = team.device, team.device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if cuda else 0
     if cuda:
@@ -397,7 +397,7 @@ def _train_full(
 
 
 def _error(found: FirstStep, first: FirstStep, adj: PartitionedAdjacency, team: Team) -> float:
-    """Distance to what one GPU computed, the larger of logits' and gradients'."""
+    """Difference from one GPU's results: the larger of the logits' and the gradients'."""
     logits = adj.scatter(first.logits)
     squares = team.total(
         [(found.logits.double() - logits).square().sum().item(), logits.double().square().sum().item()]
@@ -503,7 +503,7 @@ class Prefetch:
         self.draw, self.train = draw, train
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            # Kernels of drawing are short and each is waited for: they go before those of training.
+            # High priority: sampling kernels are short, and the host waits for each of them.
             self.stream = torch.cuda.Stream(device, priority=-1)
             self.stream.wait_stream(torch.cuda.current_stream(device))
             self.trained = torch.cuda.current_stream(device).record_event()
@@ -516,7 +516,7 @@ class Prefetch:
             torch.cuda.current_stream().wait_stream(self.stream)
         self.train(batch)
         self.next = self._drawn()
-        # `batch` lives until here: what was drawn above must not have got its memory.
+        # `batch` is kept until here, so that the next batch cannot get its memory.
 
     def _drawn(self) -> Batch:
         if self.stream is None:
@@ -562,7 +562,7 @@ def _train_batches(
     model: nn.Module = Sage(IN_CHANNELS, HIDDEN, CLASSES, len(FANOUTS)).to(device)
     if team.size > 1:
         ids = [device.index] if device.type == "cuda" else None
-        # Gradients lie in what is reduced, which saves copying them back.
+        # Gradients are views of the reduced buckets, which saves a copy.
         model = DistributedDataParallel(
             model, device_ids=ids, process_group=team.group, gradient_as_bucket_view=True
         )
@@ -588,7 +588,7 @@ def _train_batches(
         ahead.step()
     with_sampling = [team.mean_ms(ahead.step, steps) for _ in range(ROUNDS)]
     del ahead
-    # Each once: a structure that comes again would be converted for the tensor cores.
+    # Each batch is used once: a structure that is used again would be converted for the tensor cores.
     ready = iter([draw() for _ in range(ROUNDS * steps + 2)])
     for _ in range(2):
         train(next(ready))

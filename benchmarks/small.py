@@ -9,8 +9,8 @@ A step is that of a plain loop: `zero_grad`, forward, loss, backward, Adam. Grap
 - blocks: neighbours of 1,024 seeds, 15, 10 and 5 of them, in a graph of 169,343 nodes; three layers, 128
   wide.
 
-Inputs lie on the device. In every step on molecules and blocks the layers get their edges in a tensor (DGL: a
-graph) that nobody has seen.
+Inputs lie on the device. In every step on molecules and blocks, the layers get their edges in a new tensor
+(DGL: a new graph).
 
 With PyG on a GPU the step with our layers is timed captured too, once it is recorded, and GCN on whole graphs
 with only its model captured.
@@ -93,7 +93,7 @@ def cells(run: Run, kind: str) -> Iterator[Cell]:
 
 
 def _compare(loops: dict[str, Loop], dtype: str) -> dict[str, dict[str, Any]]:
-    """Runs what is captured until it is recorded, and compares losses; entries of the cells."""
+    """Runs captured steps until they are recorded, and compares losses. Returns entries of the cells."""
     rounding = loops.pop(_ROUNDING)
     losses = {}
     if dtype == "float32":
@@ -223,7 +223,7 @@ def _loss(out: Tensor, data: Data) -> Tensor:
 def _loops(
     framework: str, kind: str, layer: str, dtype: str, inputs: list[Data], captures: bool
 ) -> dict[str, Loop]:
-    """A loop for each implementation; and where steps are captured, one that tells what rounding does."""
+    """A loop for each implementation. If steps are captured, another loop measures the effect of rounding."""
     first = inputs[0]
     models = _models(framework, kind, layer, first, captures)
     if captures:
@@ -244,7 +244,7 @@ def _models(framework: str, kind: str, layer: str, first: Data, captures: bool) 
     depth, width = (2, 64) if kind in WHOLE else (5 if is_molecules else 3, 128)
     outputs = 1 if is_molecules else int(first.y.max()) + 1
     if framework == "dgl":
-        import fastsparse_dgl as ours  # before DGL, which it lets import beside a current torchdata
+        import fastsparse_dgl as ours  # before DGL, whose import it makes work
 
         # isort: split
         import dgl.nn.pytorch as own

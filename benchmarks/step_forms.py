@@ -24,7 +24,7 @@ from fastsparse_pyg import FastGATConv, FastGCNConv, FastSAGEConv
 Step = Callable[[], Any]
 #: name -> makes the step.
 FORMS: dict[str, Callable[[Problem], Step]] = {}
-#: Forms that run as they are, and a part of the reason.
+#: Forms that cannot be captured, and a part of the reason in the message.
 REFUSED = {
     "adagrad": "counts its steps on the CPU",
     "negative_samples": "negative_edges",
@@ -506,7 +506,7 @@ def random_edges(problem: Problem) -> Step:
 
 @form
 def infomax(problem: Problem) -> Step:
-    """Nodes against the same with shuffled features, as Deep Graph Infomax does."""
+    """Deep Graph Infomax: nodes against the same nodes with shuffled features."""
     model, mix = problem.model(out=problem.width), nn.Linear(problem.width, problem.width).to(problem.device)
     optimizer = torch.optim.Adam([*model.parameters(), *mix.parameters()], lr=0.001)
 

@@ -1,7 +1,8 @@
 """The graphs that are measured: seeded stand-ins for published benchmark graphs, and real graphs from files.
 
-The published graphs are large downloads, so each stand-in reproduces what a sparse kernel feels of the
-original: the numbers of nodes and edges, the mean and the largest degree, and the number of non-zero 8x1
+The published graphs are large downloads, so each stand-in reproduces the properties on which the time of a
+sparse kernel depends: the numbers of nodes and edges, the mean and the largest degree, and the number of
+non-zero 8x1
 row vectors per edge. A stand-in is drawn on one device from a fixed seed; the same seed gives another graph
 on another kind of device. Baseline times in ``peers.json`` were taken on exactly the graphs that CUDA devices
 draw here, so the order of random calls must not change.
@@ -135,7 +136,7 @@ class Graph:
 
 
 def at_hand(names: Iterable[str]) -> list[str]:
-    """The real graphs among these that there are files of, as names for `load`."""
+    """The real graphs among these whose files exist, as names for `load`."""
     folder = os.environ.get("FASTSPARSE_DATA")
     return [REAL + name for name in names if folder and Path(folder, f"{name}.npz").is_file()]
 
@@ -245,7 +246,7 @@ def _powerlaw(spec: Spec, device: torch.device | str, generator: torch.Generator
 
     links = torch.empty(0, dtype=torch.int64, device=device)
     wanted = int(spec.edges / 2 * 1.03)
-    for _ in range(12):  # each round redraws what duplicates and self loops cost the one before
+    for _ in range(12):  # each round replaces the duplicates and self loops of the round before
         count = max(wanted - links.numel(), 0)
         if count < spec.edges * 0.002:
             break

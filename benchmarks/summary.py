@@ -292,7 +292,7 @@ def _plain(text: str) -> str:
 _IN_ONE_CELL = re.compile(r"[\d.e+-]+x?(, [\d.e+-]+( GB|x))+")
 _WITH_A_NAME = re.compile(r"([\d.]+x) ([\w., =-]+)")
 _OF_BOTH = re.compile(r"([\d.]+|-) / ([\d.]+|-)(?: (\w+))?")
-#: What the numbers of one cell are, by how they end: unit -> (title, end of the text).
+#: Meaning of the numbers in a cell, by their suffix: title -> suffix.
 _UNITS = {"time, ms": "", "baseline / ours": "x", "peak memory, GB": " GB"}
 
 
@@ -313,7 +313,7 @@ def readable(table: Table) -> list[Table]:
 
 
 def _part(cell: str, unit: str, end: str) -> str:
-    """The number of one unit in a cell; words, and cells of one number, stand with the times."""
+    """The number with one unit in a cell. Words, and cells with one number, belong to the times."""
     if not _IN_ONE_CELL.fullmatch(cell):
         return cell if unit == "time, ms" else "-"
     for part in cell.split(", "):
@@ -371,7 +371,7 @@ def _together(records: list[Record], chapter: tables.Chapter) -> list[tuple[str,
 
 
 def _goals(records: list[Record]) -> str:
-    """How many goals were reached, by record; nothing where none was set."""
+    """Number of goals that were reached, by record; empty if there are none."""
     made = [
         (f"{chapter.title}, {_heading(path, result)}", chapter.tables(result))
         for path, result in records

@@ -56,7 +56,7 @@ def summarise(milliseconds: Sequence[float], method: str) -> Timing:
 
 
 def in_turn(calls: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """Results of several calls, made in turn so that other work on the machine slows all alike, by name."""
+    """Results by name of several calls, which alternate: other work on the machine slows all equally."""
     found: dict[str, list[T]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -90,7 +90,7 @@ def kernel_time(fn: Callable[[], Any], device: torch.device, *, budget_ms: float
     queued = time.perf_counter()
     torch.cuda.synchronize(device)
     one_call_ms = (time.perf_counter() - begin) * 1e3
-    # The wait must outlast the host's work on one call; 2 GHz is the order of every GPU's clock.
+    # The wait must be longer than the host's work on one call. GPU clocks run at about 2 GHz.
     wait_cycles = int(min((queued - begin) * 1.5 + 50e-6, 2e-3) * 2e9)
     count = _samples(one_call_ms, budget_ms, 5, 100)
     starts = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
@@ -179,8 +179,8 @@ def wall_times(
 ) -> dict[str, Timing]:
     """`wall_time` of several calls in turn, so that other work on the machine slows all alike.
 
-    Before each timed call of several the same call is made once more: it meets the caches as it left them
-    itself, and not as another, longer one did.
+    Before each timed call of several the same call is made once more: then its caches have its own data, and
+    not that of another call.
 
     Args:
         calls: The calls, by name.

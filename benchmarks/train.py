@@ -15,7 +15,7 @@ All models have 128 input features and 40 classes, ReLU between layers, cross en
 Peak memory is the allocator's, above edge list and features (so what our layer caches counts).
 
 Steps of GCN and GraphSAGE with our layers are timed once more with ``capture``, one CUDA graph of the
-whole step, optimiser included: what the device needs where the host needs no time.
+whole step, optimiser included: the time of the device without host overhead.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Stack(nn.Module):
             x = F.relu(self.before(x))
         for conv in self.convs[:-1]:
             x = conv(x, graph)
-            # Between propagations without weights of their own nothing needs a nonlinearity.
+            # No activation between propagations that have no weights.
             x = x if self.after is not None else F.relu(x)
         x = self.convs[-1](x, graph)
         return x if self.after is None else self.after(x)
@@ -198,7 +198,7 @@ RIVALLED = tuple(model for model in MODELS if model not in OWN)
 def cells(run: Run, name: str) -> Iterator[Job]:
     """All cells of one graph."""
     graph = suite.load(name, run.options.device)
-    # One form of the graph on the device at a time: peak memory must not depend on the other's presence.
+    # Only one form of the graph is on the device at a time, so that the other does not count as peak memory.
     graph = suite.Graph(name, graph.rowptr.cpu(), graph.col.cpu())
     for form in ("edge_index", "sparse_csr"):
         yield from _cells_of_form(run, graph, form)

@@ -26,8 +26,8 @@ PLANETOID = Recipe(
     hidden=16, weight_decay=5e-4, decay_first_layer_only=True, epochs=200, runs=10, normalise_features=True
 )
 
-#: Hyper-parameters by dataset. Minesweeper's labels are the neighbours' counts, not the neighbours' labels: a
-#: plain GCN hardly learns it, residual blocks with layer norms do (Platonov et al., 2023).
+#: Hyper-parameters by dataset. Minesweeper's nodes rarely share their neighbours' labels, so a plain GCN
+#: hardly learns them. Residual blocks with layer norms do (Platonov et al., 2023).
 RECIPES = {
     "planted": Recipe(hidden=64, lr=0.02, epochs=30, runs=2),
     "cora": PLANETOID,

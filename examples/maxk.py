@@ -113,7 +113,7 @@ class StoredBytes:
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self.parameters:
-                # All are alive until the backward pass, so that no address is counted for two tensors.
+                # All of these tensors are alive until the backward pass, so their addresses are unique.
                 self.sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 

@@ -2,7 +2,7 @@
 
     python examples/minibatch_sage.py --framework pyg --conv both --dataset planted --fanouts 10,5
 
-Every batch is a new graph: what building its structure costs is part of every step.
+Every batch is a new graph, so every step includes the time to build its structure.
 fastsparse_pyg.NeighborLoader or fastsparse_dgl.DataLoader draws the neighbours, on the device. Waiting for a
 batch, gathering its features and the step are timed by themselves. With --capture steps become CUDA graphs.
 See docs/minibatch.md.

@@ -100,7 +100,7 @@ def make_gin(options: argparse.Namespace, data: OgbGraphs, recipe: LongRecipe) -
 def make_gcn(options: argparse.Namespace, data: OgbGraphs, recipe: LongRecipe) -> tuple[nn.Module, str]:
     """GCN."""
     name, constructor = layer(options.framework, "gcn", options.conv)
-    # Every batch is another graph: the layer must not keep one.
+    # Every batch is another graph, so the layer must not cache one.
     extra = {"cached": False} if options.framework == "pyg" else {}
     convs = [constructor(recipe.hidden, recipe.hidden, **extra) for _ in range(recipe.layers)]
     return GraphModel(FRAMEWORKS[options.framework], convs, data.code_sizes, recipe), name

@@ -73,7 +73,7 @@ def recipe_of(dataset: str, model: str, batching: str) -> NodeRecipe:
             recipe, hidden=512, lr=1e-3, epochs=100, batch_size=512, fanouts=fanouts, eval_every=10
         )
     if model in ("gat", "gt"):
-        # OGB has no example of these: a smaller step for attention, no other change.
+        # OGB has no examples of these models: attention gets a smaller learning rate, all else is equal.
         return replace(recipe, lr=min(recipe.lr, 2e-3 if model == "gat" else 1e-3), batch_norm=model == "gat")
     return recipe
 
@@ -130,7 +130,7 @@ class NodeTask:
         from fastsparse_core.distributed import PartitionedAdjacency, exchange_group, partition
 
         data, parallel = self.data, self.parallel
-        # METIS, where it is installed, runs once; what the first process found goes to all.
+        # METIS, if it is installed, runs once; the first process sends the result to all.
         found = (
             [partition(data.edge_index, parallel.size, num_nodes=data.num_nodes)]
             if parallel.is_first
@@ -209,7 +209,7 @@ class NodeTask:
         """This process's share of the mean loss over all nodes to train on, and how many those are."""
         logits = self.model(self.graphs, self.x)[self.train]
         everyone = self.data.split["train"].numel()
-        if self.train.numel() == 0:  # the gradients of the others' losses come through here all the same
+        if self.train.numel() == 0:  # the backward pass of the other processes still needs this process
             return logits.sum() * 0.0, everyone
         return self.data.loss(logits, self.train_y) * (self.train.numel() / everyone), everyone
 

@@ -55,4 +55,4 @@ __all__ += _nn.__all__
 if not TYPE_CHECKING:  # with a module-level __getattr__, type checkers accept every misspelt name
 
     def __getattr__(name: str) -> object:
-        raise _no_such_name(__name__, name, _dgl.nn, "after enable() FastSparse's operators run DGL's")
+        raise _no_such_name(__name__, name, _dgl.nn, "after enable(), FastSparse's operators run DGL's")

@@ -124,7 +124,7 @@ def _keeps_structure(graph: GraphLike) -> bool:
 
 
 def _on_host(handle: Any) -> Any:
-    """DGL's handle on the CPU. A graph that `enable()` put on a GPU shares the structures of that graph."""
+    """DGL's handle on the CPU. Graphs that `enable()` moved to a GPU share its cached structures."""
     return getattr(handle, "host", handle)
 
 

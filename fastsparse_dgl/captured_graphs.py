@@ -36,7 +36,7 @@ _Frame = dict[str, Tensor]
 
 def _graph(graph: Any) -> Argument:
     if graph.is_block:
-        raise TypeError("a block of DGL is not padded by itself; pass the list of blocks")
+        raise TypeError("a single DGL block is not padded; pass the list of blocks")
     if graph.batch_size == 1:
         return _GraphArgument(graph)
     if len(graph.canonical_etypes) != 1 or len(graph.ntypes) != 1:
@@ -163,7 +163,7 @@ class _HeldBatch(Held):
 
 @contextlib.contextmanager
 def _stand_ins(held: list[Held]) -> Iterator[None]:
-    """Within this context, readouts omit the padding's graph; data set on graphs is dropped at the end."""
+    """Context in which readouts omit the padding's graph. Data that the step sets on graphs is removed."""
     batches = [item for item in held if isinstance(item, _HeldBatch)]
     graphs = [item.value for item in batches]
     graphs += [block for item in held if isinstance(item, _HeldBlocks) for block in item.value]
@@ -202,7 +202,7 @@ def _stand_ins(held: list[Held]) -> Iterator[None]:
 
 
 def _block(block: Any) -> Argument:
-    raise TypeError("a sampled block is not padded by itself; pass the list of blocks")
+    raise TypeError("a single sampled block is not padded; pass the list of blocks")
 
 
 def _blocks(blocks: Sequence[Any]) -> Argument | None:

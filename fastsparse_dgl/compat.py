@@ -26,10 +26,7 @@ def import_dgl() -> ModuleType:
             raise
         cure = 'install it with `pip install "dgl==2.1.0" pandas packaging`'
         if sys.version_info >= (3, 13):
-            cure = (
-                "DGL publishes no wheel for Python 3.13 or newer, so use Python 3.10 to 3.12 there and "
-                + cure
-            )
+            cure = "DGL publishes no wheel for Python 3.13 or newer, so use Python 3.10 to 3.12 and " + cure
         raise ImportError(f"fastsparse_dgl needs DGL, which is not installed: {cure}", name="dgl") from error
 
 

@@ -155,9 +155,9 @@ class StrandedIndex(_IndexClass):
         if name.startswith("__") or name in ("host", "device", "_kept", "_cache"):
             return super().__getattribute__(name)
         raise DGLError(
-            f"this graph is on {self.device}, where fastsparse_dgl alone can use it, and "
-            "fastsparse_dgl.disable() was called: call fastsparse_dgl.enable() again, and take graph.cpu() "
-            "before the next disable()"
+            f"this graph is on {self.device}, where only FastSparse can use it, but "
+            "fastsparse_dgl.disable() was called. Call fastsparse_dgl.enable() again, and move the graph "
+            "with graph.cpu() before the next disable()"
         )
 
     def __reduce__(self) -> Any:
@@ -201,8 +201,8 @@ def place(host: Any, device: torch.device) -> Any:
     if device.type == "cpu":
         return host
     raise DGLError(
-        f"cannot put this graph on {device}: it came from a process in which fastsparse_dgl kept it there; "
-        "call fastsparse_dgl.enable() in this one too"
+        f"cannot put this graph on {device}: it comes from a process that had called "
+        "fastsparse_dgl.enable(). Call fastsparse_dgl.enable() in this process too"
     )
 
 
@@ -228,7 +228,8 @@ def call(original: Any, function: Any, *args: Any) -> Any:
 def _bind_call(call: Callable[..., Any], original: Any) -> Callable[..., Any]:
     """Makes the replacement of DGL's calls.
 
-    Until a graph is on such a device, it adds only one Python frame: making a block takes a hundred calls.
+    Until a graph is on such a device, a call costs only one more Python frame, because making a block takes a
+    hundred calls.
     """
 
     @functools.wraps(original)

@@ -28,8 +28,8 @@ def adjacency_from_graph(graph: GraphLike, device: torch.device) -> Adjacency:
     """Builds the Adjacency of a graph: row = destination, values in the order of DGL's edge ids.
 
     Args:
-        graph: DGLGraph; homogeneous, block, bipartite or batched.
-        device: where the result is.
+        graph: DGLGraph (homogeneous, block, bipartite or batched).
+        device: device of the result.
 
     Raises:
         DGLError: the graph has several edge types.
@@ -39,14 +39,14 @@ def adjacency_from_graph(graph: GraphLike, device: torch.device) -> Adjacency:
 
 
 def adjacency_from_index(index: Any, device: torch.device) -> Adjacency:
-    """Builds the Adjacency of what DGL keeps of a graph with one edge type, its ``HeteroGraphIndex``.
+    """Builds the Adjacency of a ``HeteroGraphIndex``, DGL's structure of a graph, with one edge type.
 
-    The tensors are those that DGL holds, in its ``idtype``. They are moved to ``device`` first where the
-    graph is elsewhere, which is how a CPU-only build of DGL supports layers on a GPU.
+    It uses DGL's tensors, in DGL's ``idtype``. If they are on another device, they are moved to ``device``
+    first. So layers run on a GPU even if DGL was built without CUDA.
 
     Args:
         index: ``graph._graph``.
-        device: where the result is.
+        device: device of the result.
     """
     source_type, target_type = index.metagraph.find_edge(0)
     shape = (index.num_nodes(target_type), index.num_nodes(source_type))
@@ -66,12 +66,12 @@ def adjacency_from_index(index: Any, device: torch.device) -> Adjacency:
         return Adjacency.from_coo(dst, src, shape)
     pointer, neighbour, edge_id = tensors
     make = Adjacency.from_csr if layout == "csc" else Adjacency.from_csc
-    # DGL leaves the edge ids out (length 0) where they are 0, 1, 2, ...
+    # If the edge ids are 0, 1, 2, ..., DGL leaves them out (length 0).
     return make(pointer, neighbour, shape, edge_id=edge_id if edge_id.numel() else None)
 
 
 def inv_degree_with_self(adjacency: Adjacency, dtype: torch.dtype = torch.float32) -> Tensor:
-    """1 / (in-degree + 1), (num_dst,): the mean over a node and its neighbours. Kept with the structure."""
+    """1 / (in-degree + 1), (num_dst,): the factor of a mean over a node and its neighbours. Cached."""
     return adjacency.derived(
         ("fastsparse_dgl.inv_degree_with_self", dtype),
         lambda: (adjacency.in_degree() + 1).to(dtype).reciprocal_(),

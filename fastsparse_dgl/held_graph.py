@@ -1,4 +1,4 @@
-"""What a captured step is given for graphs of DGL that are padded."""
+"""The objects that a captured step gets in place of DGL's graphs, with padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastsparse_dgl.sampled_block import SampledBlock
 
 
 class HeldEdges(Edges):
-    """Edges whose structure is made again in every run of the step."""
+    """Edges of a captured step, whose structure is built again in every run."""
 
     is_sorted = False
 
@@ -24,7 +24,7 @@ class HeldEdges(Edges):
     def adjacency(self) -> Adjacency:
         """The structure."""
         run = recorded.current()
-        assert run is not None  # the graph has no other references
+        assert run is not None  # only a captured step gets these edges
         source, destination = self.edge_index
         made: Adjacency = run.structure(
             self,
@@ -35,18 +35,18 @@ class HeldEdges(Edges):
 
 
 class HeldSortedEdges(HeldEdges):
-    """Edges that ascend by destination."""
+    """Edges sorted by destination."""
 
     is_sorted = True
 
 
 def held_edges(ends: Tensor, shape: tuple[int, int], *, is_sorted: bool) -> HeldEdges:
-    """Edges in memory that the step reads.
+    """The edges in memory that the captured step reads.
 
     Args:
         ends: sources and destinations (2, E).
         shape: (destinations, sources).
-        is_sorted: whether destinations ascend.
+        is_sorted: whether the edges are sorted by destination.
     """
     count = ends.size(1)
     return (HeldSortedEdges if is_sorted else HeldEdges)(
@@ -55,14 +55,14 @@ def held_edges(ends: Tensor, shape: tuple[int, int], *, is_sorted: bool) -> Held
 
 
 class HeldGraph(SampledBlock):
-    """A padded batch of graphs: the part of DGL's that layers and readouts use.
+    """A padded batch of graphs, with the part of DGLGraph's interface that layers and readouts use.
 
     Args:
-        like: the batch of DGL.
+        like: a DGL batch with the same types and number of graphs.
         ends: sources and destinations (2, E).
         frames: data of nodes and of edges.
         lengths: numbers of nodes and of edges of every graph.
-        capacity: the batch has.
+        capacity: number of nodes and edges that fit.
     """
 
     is_block = is_unibipartite = False

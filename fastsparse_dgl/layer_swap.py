@@ -76,7 +76,7 @@ def restore(model: Module) -> None:
 
 
 def as_drop_in(layer: Module) -> Module:
-    """A second object of the layer, with its parameters, that is a drop-in if the layer has one."""
+    """A second object that shares the layer's parameters; it is a drop-in if the layer has one."""
     second = core.second_object(layer)
     core.swap(second, DROP_INS, **_RULES)
     return second

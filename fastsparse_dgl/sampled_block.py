@@ -18,7 +18,7 @@ from fastsparse_dgl.graph import DGLError
 
 #: (source node type, name, destination node type)
 EdgeType = tuple[str, str, str]
-#: The block has a method of the name ``int``.
+#: The type ``int`` under another name, because the block has a method ``int``.
 Count = int
 
 
@@ -90,8 +90,8 @@ class SampledBlock:
             frames = {("src", name): Frame(num_rows=count) for name, count in num_src.items()}
             frames |= {("dst", name): Frame(num_rows=count) for name, count in num_dst.items()}
             frames |= {("edge", name): Frame(num_rows=item.col.numel()) for name, item in edges.items()}
-        #: The dict of the block. Views share it instead of the block, so the memory of a dropped block is
-        #: freed at once.
+        #: Views refer to this dict instead of the block. Without a reference cycle, the memory of a dropped
+        #: block is freed at once.
         self.frames = frames
         self.srcnodes = _NodeViews("src", num_src, frames, device, idtype)
         self.dstnodes = _NodeViews("dst", num_dst, frames, device, idtype)
@@ -255,23 +255,24 @@ class SampledBlock:
         """
         if len(self.canonical_etypes) != 1:
             raise ValueError(
-                f"graph: expected a block of one edge type, got {len(self.canonical_etypes)}; "
-                "take block[etype]"
+                f"graph: expected a block with one edge type, got {len(self.canonical_etypes)}; "
+                "pass block[etype]"
             )
         return self.edges.sampled[self.canonical_etypes[0]].adjacency
 
     def __getattr__(self, name: str) -> Any:
-        """What else DGL's block has.
+        """Attributes that only DGL's block has.
 
         Raises:
-            AttributeError: it has none, or, a DGLError too, this DGL holds no block here.
+            AttributeError: DGL's block has no such attribute.
+            MissingError: DGL does not support blocks on this device.
         """
         if name != "_graph" and (name.startswith("_") or not hasattr(dgl.DGLGraph, name)):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if not dgl_can_hold(self.device):
             raise MissingError(
-                f"block.{name} needs a block of DGL's own, and this DGL holds none on {self.device}: call "
-                "fastsparse_dgl.enable() before, or take block.to('cpu')"
+                f"block.{name} needs a DGL block, but this DGL supports none on {self.device}: call "
+                "fastsparse_dgl.enable() before, or use block.to('cpu')"
             )
         return getattr(self._of_dgls(), name)
 
@@ -298,7 +299,7 @@ class SampledBlock:
 
 
 class _NodeViews(dict[str, DataView]):
-    """Nodes by type: their tensors, and by calling, their numbers."""
+    """Nodes by type: indexing returns their tensors, calling returns their ids in the block."""
 
     def __init__(
         self,
@@ -312,7 +313,7 @@ class _NodeViews(dict[str, DataView]):
         self.counts, self._device, self._idtype = dict(counts), device, idtype
 
     def number(self, ntype: str | None) -> int:
-        """How many, of one type or of all."""
+        """Number of nodes, of one type or of all."""
         return sum(self.counts.values()) if ntype is None else self.counts[ntype]
 
     def __call__(self, ntype: str | None = None) -> Tensor:
@@ -321,7 +322,7 @@ class _NodeViews(dict[str, DataView]):
 
 
 class _EdgeViews:
-    """Edges by type: their tensors, and by calling, their ends."""
+    """Edges by type: indexing returns their tensors, calling returns their sources and destinations."""
 
     def __init__(self, edges: Mapping[EdgeType, Edges], frames: Frames, idtype: torch.dtype) -> None:
         self.sampled = dict(edges)
@@ -329,10 +330,10 @@ class _EdgeViews:
         self._idtype = idtype
 
     def canonical(self, etype: Any) -> EdgeType:
-        """The edge type of a name or of a triplet, or the only one.
+        """The edge type with a name or triplet; for None, the only edge type.
 
         Raises:
-            KeyError: there is none, or several have the name.
+            KeyError: no edge type matches, or several do.
         """
         found = [name for name in self.sampled if etype in (name, name[1], None)]
         if len(found) != 1:
@@ -361,7 +362,7 @@ class _EdgeViews:
 
 
 class _OfAllTypes(MutableMapping[str, Any]):
-    """Tensors of several types of nodes or edges: by name, dicts by type, as DGL's."""
+    """Tensors of several types of nodes or edges. As in DGL, every name has a dict of tensors by type."""
 
     def __init__(self, views: Mapping[Any, DataView]) -> None:
         self._views = views

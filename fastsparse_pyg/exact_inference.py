@@ -85,7 +85,10 @@ def inference(
             f"data: expected features x and edges, got a {type(data).__name__} without {missing}"
         )
     if values_of(edges) is not None:
-        raise ValueError("data.adj_t: expected a matrix without edge weights; inference() takes none")
+        raise ValueError(
+            "data.adj_t: expected a matrix without values, got one with values; inference() does not support "
+            "edge weights"
+        )
     place = edges.device() if callable(edges.device) else edges.device
     adj = resolve(edges, len(x), len(x), place)
     options: dict[str, Any] = {"device": device, "rows": rows, "out": out, "memory": memory, "tile": tile}

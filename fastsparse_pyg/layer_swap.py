@@ -135,7 +135,7 @@ def _any_layer(layer: Any) -> type[Module] | str:
 
 
 def as_drop_in(layer: Module) -> Module:
-    """A second object of the layer, with its parameters, that is a drop-in if the layer has one."""
+    """A second object that shares the layer's parameters; it is a drop-in if the layer has one."""
     second = core.second_object(layer)
     core.swap(second, DROP_INS, **_RULES | {"any_layer": None})
     return second

@@ -100,7 +100,7 @@ def _sizes(graph: Any, num_nodes: int | tuple[int, int] | None, flow: str) -> tu
         sizes = num_nodes if isinstance(num_nodes, (tuple, list)) else (num_nodes, num_nodes)
         if len(sizes) != 2 or not all(hasattr(size, "__index__") and size >= 0 for size in sizes):
             raise ValueError(
-                "num_nodes: expected a number of nodes from 0 on, or (sources, destinations), got "
+                "num_nodes: expected a number of nodes of at least 0, or (sources, destinations), got "
                 f"{num_nodes!r}; None: as many as the edges need"
             )
         num_src, num_dst = map(operator.index, sizes)

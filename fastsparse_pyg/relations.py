@@ -1,4 +1,4 @@
-"""From what PyG's relational layers accept as edges and their types to structures over relations."""
+"""Converts edges with types, as PyG's relational layers accept them, to structures over relations."""
 
 from __future__ import annotations
 
@@ -61,13 +61,15 @@ def relations_of(
         shape: (destinations, sources).
         num_relations: number of types.
         flow: of edge lists.
-        index: what every source stands for, and of how many: they are then the sources.
-        drops_unknown: whether edges of other types are left out, instead of an error. In a recorded step,
-            which reads nothing from the device, they always are.
+        index: for sources that are indices of features: the indices, and the number of features. The features
+            become the sources.
+        drops_unknown: whether edges of other types are left out, instead of an error. A captured step, which
+            reads nothing from the device, always leaves them out.
 
     Raises:
         ValueError: lengths or devices differ.
-        IndexError: an index refers to a node that does not exist, or a type that must be known is not.
+        IndexError: an index refers to a node that does not exist, or a type is unknown and ``drops_unknown``
+            is false.
     """
     key = edge_index
     parts: tuple[Tensor, ...]
@@ -135,8 +137,8 @@ def _in_recorded_step(
     """Edges of a step that reads nothing from the device: those of unknown types become edges of padding."""
     if not run.has_padding:
         raise RuntimeError(
-            "a recorded step cannot leave out edges of unknown types, and these change and are not padded; "
-            "pass a batch of the framework"
+            "a captured step can leave out edges of unknown types only if it pads the edges, but these are "
+            "not padded; pass the batch itself (PyG's Data), which `capture` pads"
         )
     run.check_capacity(dst, shape[0])
     run.check_capacity(src, shape[1])

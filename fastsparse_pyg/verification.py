@@ -17,7 +17,7 @@ from fastsparse_core.fallback import Reason, listening
 from fastsparse_pyg.caching import SIGHTS, logger
 from fastsparse_pyg.nn.any_layer import AnyLayer
 
-#: Largest difference, relative to the largest number of the tensor. PyG counts degrees in float32 even where
+#: Largest difference, relative to the largest number of the tensor. PyG counts degrees in float32 even if
 #: features are float64.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _HOOK = "_verification"
@@ -44,7 +44,7 @@ def verify_first_calls(
     Args:
         model: any module.
         is_accelerated: whether a layer is one of ours.
-        restore: makes a layer PyG's again.
+        restore: turns a layer back into PyG's.
     """
     for name, module in model.named_modules():
         if is_accelerated(module) and _HOOK not in vars(module):
@@ -54,14 +54,14 @@ def verify_first_calls(
 
 
 def forget_verification(layer: Module) -> None:
-    """Takes the comparison of a layer away, if there is one."""
+    """Removes the comparison of a layer, if there is one."""
     handle = vars(layer).pop(_HOOK, None)
     if handle is not None:
         handle.remove()
 
 
 class _FirstCall:
-    """Forward hook that compares the first call that a kernel computes, and takes itself away."""
+    """Forward hook that compares the first call that a kernel computes, and then removes itself."""
 
     def __init__(self, name: str, restore: Callable[[Module], None]) -> None:
         self.name = name
@@ -101,7 +101,7 @@ class _FirstCall:
 
 
 def _alone(layer: Module) -> Module:
-    """A copy without the user's hooks, which are not to see the comparison, and without dropout."""
+    """A copy without dropout and without the user's hooks, which must not notice the comparison."""
     hooks = {name: value for name, value in vars(layer).items() if name.endswith("_hooks") and value}
     memo: dict[int, Any] = {id(value): type(value)() for value in hooks.values()}
     for module in layer.modules():
@@ -112,7 +112,7 @@ def _alone(layer: Module) -> Module:
                     memo[id(item)] = item.detach()
     alone = copy.deepcopy(layer, memo)
     for module in alone.modules():
-        # Kernels draw other random numbers, so results with dropout never agree.
+        # Kernels use other random numbers than PyG, so results with dropout never agree.
         for name in ("dropout", "p"):
             if isinstance(getattr(module, name, None), float) and (
                 name == "dropout" or isinstance(module, _DropoutNd)
@@ -122,7 +122,7 @@ def _alone(layer: Module) -> Module:
 
 
 def _results(layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
-    """Outputs and gradients by name, of the same random numbers each time."""
+    """Outputs and gradients by name, with the same random numbers in every call."""
     inputs: list[Tensor] = []
 
     def own(item: Any) -> Any:

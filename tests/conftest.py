@@ -52,7 +52,7 @@ def pytest_collectstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keeps what was found out of later collections, which would else take a second each."""
+    """Excludes existing objects from later garbage collections, which would take a second each."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -110,7 +110,7 @@ def device(request: pytest.FixtureRequest) -> str:
 def reasons(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> Iterator[pytest.LogCaptureFixture]:
-    """What FastSparse logs, its warnings included as records, as if it had said nothing before."""
+    """Log records of FastSparse, including warnings, as in a new process."""
     from fastsparse_core import SlowPathWarning
 
     monkeypatch.setattr("fastsparse_core.log.seen", set())
@@ -142,7 +142,7 @@ def graphs_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """``torch.compile`` knows nothing, before and after."""
+    """Clears the caches of ``torch.compile`` before and after the test."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

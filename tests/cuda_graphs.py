@@ -38,3 +38,30 @@ def moved(model: nn.Module, loss: Callable[[], Tensor], *, captures: bool) -> Te
         run()
     assert not captures or run.captured.is_recorded
     return parameters_to_vector(model.parameters()).detach() - before
+
+
+def check_replays(make: Callable[[], nn.Module], run: Callable[[nn.Module], Tensor]) -> None:
+    """Checks that a layer's training step is replayed, and trains as the step itself does.
+
+    Args:
+        make: the layer, on the GPU.
+        run: its result on some inputs.
+    """
+
+    def movement(captures: bool) -> Tensor:
+        torch.manual_seed(0)
+        layer = make()
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.nan_to_num_()  # PyG's RGATConv leaves those that it does not use uninitialised
+        # A layer may have no parameters of its own.
+        model = nn.ModuleList([layer, nn.Linear(1, 1).cuda()])
+
+        def loss() -> Tensor:
+            return run(layer).float().mul(0.1).square().mean() * model[1].weight.sum()
+
+        return moved(model, loss, captures=captures)
+
+    steps, replays = movement(False), movement(True)
+    assert steps.norm() > 0
+    assert (replays - steps).norm() <= 1e-4 * steps.norm()

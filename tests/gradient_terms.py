@@ -1,4 +1,4 @@
-"""How large what a gradient sums up is, for parameters of one number."""
+"""The size of the terms that a gradient sums up, for parameters with one number."""
 
 from __future__ import annotations
 

@@ -645,7 +645,7 @@ class Copy:
 
 
 def main() -> int:
-    """Plants the faults that were asked for; returns how many were not noticed."""
+    """Plants the given faults; returns the number of faults that no test noticed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

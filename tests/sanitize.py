@@ -80,7 +80,8 @@ NOT_RUN = "not run: "
 #: Last line of a run in which nothing failed.
 DONE = "all kernels ran"
 
-#: What modules are told while a part runs. Bounds of `policy` are as small as the structures here: kernels
+#: Values that are set in modules while a part runs. Bounds of `policy` are as small as the structures here:
+#: kernels
 #: and lists of work for large ones run too. Windows are stored in quads however cheap whole blocks are, so
 #: that kernels cut the last.
 CHANGED = ((bsb, {"_SHARE_OF_CSR": 0, "_BLOCKS_OVER_QUADS": 0}),)
@@ -102,7 +103,7 @@ class NotHere(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """Kernels that one process drives under a sanitizer.
+    """Kernels that one process runs under a sanitizer.
 
     Attributes:
         files: the stems of the sources in ``kernels/cuda`` whose kernels it is there for.

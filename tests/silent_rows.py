@@ -35,7 +35,7 @@ def features_with(special: float, width: int, where: str = "silent", seed: int =
 
 
 def goes_no_further(name: str, got: Tensor | None, expected: Tensor | None, special: float) -> None:
-    """Equal where the original is finite; the result NaN where the original's is.
+    """Results are equal if the original's is finite, and NaN if the original's is NaN.
 
     Gradients may be finite where the original multiplies a gradient of 0 by NaN, and the softmax of a row
     whose scores are all -inf is 0 where the original's is NaN.

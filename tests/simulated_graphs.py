@@ -1,6 +1,6 @@
 """CUDA graphs as the CPU can have them: what they would break breaks here too.
 
-A recording keeps the kernels that ran, with the memory that they read and wrote, and nothing of Python: calls
+A recording stores only the kernels that ran, with the memory that they read and wrote: calls
 of PyTorch's operators below autograd (a dispatch mode sees them, in every thread) and of the compiled
 extension (whose tensors stand for their memory). A replay runs them again on that memory. As with CUDA:
 
@@ -176,7 +176,7 @@ class Tape(TorchDispatchMode):
 
 
 def _apart(args: Any, kwargs: Any) -> Any:
-    """Other tensors of that memory: what is done to the objects later is not seen."""
+    """Other tensors with the same memory, which later changes of the objects do not affect."""
     return tree_map(lambda item: item.detach() if isinstance(item, Tensor) else item, (args, kwargs))
 
 

@@ -1,6 +1,6 @@
-"""What a type checker has to accept and to refuse; `make typecheck` reads this file, nothing runs it.
+"""Calls that a type checker must accept or reject; `make typecheck` reads this file, but nothing runs it.
 
-A comment that ignores an error stands for a refusal: mypy reports the comment if there is no error.
+A comment that ignores an error marks a call to reject: mypy reports the comment if there is no error.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ def relative(path: Path, folder: Path) -> str:
 
 
 def plots_of(path: Path) -> list[Path]:
-    """The plots drawn from a record: those whose name begins with its own, and with no longer one's."""
+    """The plots of a record: those whose names begin with its name, but not with a longer record's name."""
 
     def owner(plot: Path) -> str:
         stems = (other.stem for other in path.parent.glob("*.json"))

@@ -1,4 +1,4 @@
-"""What all tables are made of: the table itself, how numbers are shown, how cells are found."""
+"""Building blocks of all tables: the table itself, formats of numbers, search for cells."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def dlmc(result: dict[str, Any]) -> list[Table]:
 
 
 def _microseconds(name: str, field: str = "median_ms") -> Column:
-    """A time of a cell that has it, else what became of the cell."""
+    """A time of a cell, otherwise its status."""
 
     def text(row: Row) -> str:
         cell = row[name]

@@ -413,7 +413,7 @@ def choice(result: Record) -> list[Table]:
     def crossover(cell: Cell | None) -> str:
         if cell is None or cell["status"] != "ok":
             return shown(cell)
-        # Two timings of one call differ by a few per cent.
+        # Two timings of the same call differ by a few per cent.
         mark = cell["pick"][0] + ("!" if cell["regret"] > REGRET_SEEN else "")
         speed = csr_over_flashsparse(cell)
         return f"{ratio(speed)} {mark}" if speed else mark
@@ -610,7 +610,7 @@ def _exponent(number: float | None) -> str:
 
 
 def sampling(result: Record) -> list[Table]:
-    """Drawing against plain PyTorch, by device; then epochs, of a graph of billions of entries too."""
+    """Sampling against plain PyTorch, by device; then epochs, also on a graph with billions of entries."""
 
     def faster(row: Row) -> str:
         plain = first(row.table, implementation="plain PyTorch, blocks")

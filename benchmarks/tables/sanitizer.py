@@ -22,7 +22,7 @@ def sanitizer(result: dict[str, Any]) -> list[Table]:
 
 
 def sanitizer_in_short(result: dict[str, Any]) -> list[Table]:
-    """The sums, and parts with errors or without an end."""
+    """The totals, and parts that had errors or did not finish."""
     table = sanitizer(result)[0]
     clean = {
         cell["part"]

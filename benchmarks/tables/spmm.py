@@ -29,7 +29,7 @@ from .cells import (
 )
 
 RODE = "RoDe fp32"
-#: Baselines of the same precision that something was asked of, beside the fastest.
+#: Baselines of the same precision that have a goal; shown beside the fastest baseline.
 NAMED = ("FlashSparse fp16", RODE)
 
 
@@ -38,7 +38,7 @@ def _is_ours(cell: Cell) -> bool:
 
 
 def _stored(result: dict[str, Any], cell: Cell) -> dict[str, float]:
-    """Baselines' times of a product forward; what is stored of the gradient is the same product."""
+    """Baselines' times of the product; they also count for the gradient, which is the same product."""
     if cell["direction"] != "forward":
         return {}
     return stored_baselines(result, f"spmm@{cell['width']}", cell["dtype"], cell["graph"])

@@ -36,7 +36,7 @@ def _is_ours(cell: Cell) -> bool:
 
 
 def train(result: dict[str, Any]) -> list[Table]:
-    """What was measured, and behind it what is stored from the same GPU model and was not run."""
+    """The measured cells, then stored ones from the same GPU model that were not measured."""
 
     def beside(row: Row, field: str) -> str:
         ours = next(filter(_is_ours, by(row.table, graph=row.cell["graph"])), {})
@@ -141,7 +141,7 @@ def _pyg_over_ours(
 
 
 def _step(cell: Cell | None, ours: float | None) -> str:
-    """Time, that over ours, and memory; what kept a cell from being measured; "not run"."""
+    """Time, its quotient to ours, and memory; or why the cell was not measured; or "not run"."""
     if cell is None:
         return "not run"
     if cell["status"] != "ok":

@@ -183,10 +183,10 @@ def check_capture(options: argparse.Namespace) -> None:
 
 
 def captured(step: AnyStep, wanted: bool) -> AnyStep:
-    """A step, as CUDA graphs if that is wanted; why it runs as it is is said on the terminal."""
+    """A step, as CUDA graphs if the user asked for them. If it cannot be recorded, the terminal shows why."""
     if not wanted:
         return step
-    from fastsparse_core import capture  # with the originals alone it need not be there
+    from fastsparse_core import capture  # only here: the frameworks' own layers run without FastSparse
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("fastsparse_core").setLevel(logging.INFO)

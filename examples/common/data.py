@@ -236,7 +236,7 @@ def from_parts(
     directed: bool = False,
     notes: tuple[str, ...] = (),
 ) -> NodeDataset:
-    """Checks what a source gave and brings it into the one form that the examples use."""
+    """Checks the data of a source, and converts it to the form that the examples use."""
     num_nodes = y.numel()
     if y.dim() != 1:
         raise ExampleError(

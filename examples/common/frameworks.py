@@ -26,7 +26,7 @@ LAYERS: dict[tuple[str, str], tuple[str, str, dict[str, Any]]] = {
     ("dgl", "gcn"): ("dgl.nn.GraphConv", "fastsparse_dgl.FastGraphConv", {}),
     ("pyg", "sage"): ("torch_geometric.nn.SAGEConv", "fastsparse_pyg.FastSAGEConv", {}),
     ("dgl", "sage"): ("dgl.nn.SAGEConv", "fastsparse_dgl.FastSAGEConv", {"aggregator_type": "mean"}),
-    # On MaxK's dense features the reference gives what the layer gives.
+    # On MaxK's dense features, the reference layer gives the same result as the MaxK layer.
     ("pyg", "maxk-gcn"): ("torch_geometric.nn.GCNConv", "fastsparse_pyg.FastMaxKGCNConv", {"cached": True}),
     ("dgl", "maxk-gcn"): ("dgl.nn.GraphConv", "fastsparse_dgl.FastMaxKGraphConv", {}),
     ("pyg", "maxk-sage"): ("torch_geometric.nn.SAGEConv", "fastsparse_pyg.FastMaxKSAGEConv", {}),
@@ -161,7 +161,7 @@ def make_graph(
     """The graph in the form that the framework's layers take.
 
     PyG: the edge_index on `device`. DGL: a DGLGraph, with self loops unless they are not wanted, since its
-    layers add none; the wheel on PyPI knows no CUDA, so for ``fast`` the graph may stay on the CPU (the layer
+    layers add none; the wheel on PyPI has no CUDA, so for ``fast`` the graph may stay on the CPU (the layer
     moves the structure once), while ``reference`` needs it on `device`.
 
     Raises:

@@ -35,7 +35,7 @@ EVALUATED_AT_ONCE = 1024
 
 
 class Evaluation:
-    """A fixed part of the data. Logits stay on the device until the last batch is on its way.
+    """A fixed part of the data. Logits stay on the device until the last batch has been launched.
 
     Args:
         model: What is evaluated.

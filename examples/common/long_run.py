@@ -1,8 +1,8 @@
-"""Training that takes hours: progress, logs while it runs, checkpoints, and resuming bit by bit.
+"""Training that takes hours: progress, logs while it runs, checkpoints, and exact resuming.
 
 Every epoch draws from a seed of its own, made from the run's seed and the epoch's number. So a checkpoint
-needs no state of generators, and what follows one is what would have followed without the break, bit for bit
-where the operators repeat their bits (``--deterministic``).
+needs no generator state. A resumed training gives the same results as one without a break, bit for bit if the
+operators are deterministic (``--deterministic``).
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def widths_of(data: OgbNodes, recipe: NodeRecipe) -> list[tuple[int, int]]:
 def make_gcn(options: Options, data: OgbNodes, recipe: NodeRecipe) -> tuple[nn.Module, str]:
     """GCN as in OGB's examples."""
     name, constructor = layer(options.framework, "gcn", options.conv)
-    # Only a graph that is always the same may be kept by the layer.
+    # The layer may cache the graph only if it is the same in every step.
     extra = {"cached": options.batching == "full"} if options.framework == "pyg" else {}
     convs = [constructor(*widths, **extra) for widths in widths_of(data, recipe)]
     return NodeModel(FRAMEWORKS[options.framework], convs, between(recipe, nn.ReLU)), name

@@ -1,6 +1,6 @@
 """OGB's own loaders and Evaluators on current software: no prompt, no look-up and no download unasked.
 
-ogb 1.3.6 is older than what it runs on. All that needs a hand is here:
+ogb 1.3.6 is older than the software that it runs on. This module contains all workarounds:
 
 * its import asks the network for a newer version: the package it asks through is hidden meanwhile
 * ``torch.load`` refuses the files that it has saved itself: the classes in them are allowed

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/ogb_node.py --dataset ogbn-products --parallel fullgraph
 
-`Parallel` is what the training loop asks: what to do with gradients, losses and scores, and whether this
-process is the one that prints and writes. `ALONE` is a training of one process.
+The training loop calls `Parallel` to combine gradients, losses and scores, and to find out whether this
+process prints and writes. `ALONE` is a training of one process.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class _GraphTransformerLayer(nn.Module):
         self.norm2 = _NORMS[norm](out_channels)
 
     def _layer(self, x: Tensor, graph: Any, num_targets: int) -> Tensor:
-        """The first `num_targets` of the nodes are those that are computed."""
+        """Computes the first `num_targets` nodes."""
         key, value = (linear(x).unflatten(-1, (self.heads, -1)) for linear in (self.key, self.value))
         x = x[:num_targets]
         query = self.query(x).unflatten(-1, (self.heads, -1))

@@ -43,7 +43,7 @@ def check_writable(path: Path | None, option: str) -> None:
     else:
         try:
             is_new = not path.exists()
-            with path.open("ab"):  # permissions alone do not say it: a file system may be read-only or full
+            with path.open("ab"):  # a test by writing, because a file system may be read-only or full
                 pass
             if is_new:
                 path.unlink()

@@ -208,7 +208,7 @@ class PeakMemory:
             return
         self.start = None
         try:
-            # Freed memory that the C library still holds would hide as much of the next peak.
+            # Otherwise freed memory that the C library keeps would hide part of the next peak.
             ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
             self.start = self._resident("VmRSS")

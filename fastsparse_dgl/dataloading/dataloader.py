@@ -107,7 +107,7 @@ class DataLoader(dgl.dataloading.DataLoader):
         if ignored:
             info_once(
                 _logger,
-                f"{', '.join(ignored)}: ignored, because {target} samples and gathers during the step",
+                f"{', '.join(ignored)}: ignored, because {target} makes the batches during the step",
             )
         if not is_on_gpu:
             indices = _on_cpu(indices)
@@ -149,12 +149,12 @@ def _why_not_sampled(graph: GraphLike, sampler: Any) -> str:
     kind = type(sampler)
     if not isinstance(sampler, NeighborSampler):
         return (
-            f"graph_sampler is a {kind.__name__}; of FastSparse only NeighborSampler samples, with fanouts "
-            "of -1 for all neighbours"
+            f"graph_sampler is a {kind.__name__}. Use fastsparse_dgl.NeighborSampler; a fanout of -1 takes "
+            "all neighbours"
         )
     for name in ("sample", "sample_blocks", "assign_lazy_features"):
         if getattr(kind, name) is not getattr(NeighborSampler, name):
-            return f"{kind.__name__} has a method {name} of its own. Read the batches that the loader yields"
+            return f"{kind.__name__} overrides {name}. Change the batches that the loader yields instead"
     return sampler.why_not(graph)
 
 

@@ -168,7 +168,7 @@ def _warn_original(reason: NotStored) -> None:
     if isinstance(reason, NothingToStore):
         return
     cure = (
-        "A kernel batches graphs with the same data in a list: "
+        "A kernel makes the batches if the graphs have the same kinds of data and are in a list: "
         "GraphDataLoader([dataset[i] for i in range(len(dataset))])"
     )
     record("GraphDataLoader", "DGL", str(reason), cure)

@@ -82,7 +82,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
         Args:
             g: the graph to sample from.
             seed_nodes: ids (num_seeds,), or a dict of them by node type.
-            exclude_eids: ids of edges that must not be drawn. If they are given, DGL's own code runs.
+            exclude_eids: ids of edges that must not be sampled. If they are given, DGL's own code runs.
         """
         reason = self.why_not(g, exclude_eids)
         if reason:
@@ -117,7 +117,6 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
             g: the graph to sample from.
             seed_nodes: ids (num_seeds,), or a dict of them by node type.
             device: where to sample.
-
 
         Raises:
             ValueError: the graph has several node types and ``seed_nodes`` is no dict.
@@ -201,7 +200,7 @@ class NeighborSampler(dgl.dataloading.NeighborSampler):
             if missing:
                 raise ValueError(
                     f"fanouts[{layer}]: expected a number of neighbours for every edge type, got none for "
-                    f"{missing}; 0 draws none"
+                    f"{missing}; pass 0 to sample none"
                 )
             for name, fanouts in by_type.items():
                 try:

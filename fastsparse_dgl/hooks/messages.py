@@ -28,7 +28,7 @@ _WIDE_EXTREMUM = 16
 
 
 def without_autocast(tensor: Tensor) -> Any:
-    """Context without autocast on the tensor's device, because operators cast before, like DGL's."""
+    """Context without autocast on the tensor's device, because operators cast their operands before."""
     kind = "cuda" if tensor.is_cuda else "cpu"
     return (
         torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
@@ -103,7 +103,7 @@ class _ToEdges(torch.autograd.Function):
 def extremum_edges(adj: Adjacency, e: Tensor, reduce: Literal["max", "min"]) -> Tensor:
     """Maxima or minima of the features of the edges that share a destination; 0 where there are none.
 
-    Ties go to the first edge in the caller's order, and NaN wins.
+    If values are equal, the first edge in the caller's order counts. If one is NaN, so is the result.
     """
     rows = e.reshape(e.size(0), math.prod(e.shape[1:]))
     if e.is_cuda or rows.size(1) < _WIDE_EXTREMUM:
@@ -139,7 +139,7 @@ def reduced(grad: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class Heads:
-    """Converts broadcast features and edge values to the form of the kernels: heads with one value each.
+    """Converts broadcast features and edge values to the form of the kernels: one edge value per head.
 
     Dimensions along which edge values differ come first and become heads; the others become the width.
 

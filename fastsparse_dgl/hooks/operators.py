@@ -256,7 +256,7 @@ def gspmm_hetero(g: Any, op: str, reduce_op: Reduce, lhs_len: int, *lhs_and_rhs:
         elif reduce_op == "sum":
             out[target] = best + part
         else:
-            # As within one edge type: NaN wins, and of equal values the first one.
+            # As within one edge type: NaN takes precedence. If values are equal, the first one counts.
             loses = (part <= best if reduce_op == "max" else part >= best) | best.isnan()
             out[target] = torch.where(loses, best, part)
     return tuple(out)
@@ -284,7 +284,7 @@ def edge_softmax_hetero(gidx: Any, eids: Any = ALL, norm_by: str = "dst", *logit
     scores = _cast(*logits)
     given = [score for score in scores if score is not None]
     if len(given) != len(scores):
-        raise DGLError("Expected logits of every edge type")
+        raise DGLError("logits: expected a tensor for every edge type, got None for some of them")
     shape = given[0].shape[1:]
     with _plain(*given):
         for (_, _, relation), score in zip(relations(gidx), given, strict=True):

@@ -135,6 +135,7 @@ def check(hooks: tuple[Hook, ...], version: str) -> None:
     """Raises a DGLError that names every hook whose target differs from the table."""
     if found := problems(hooks):
         raise DGLError(
-            f"fastsparse_dgl.enable() does not know this DGL ({version}): {'; '.join(found)}. Nothing was "
-            f"changed. It is made for DGL {' and '.join(VERSIONS)}; layers of fastsparse_dgl work without it"
+            f"fastsparse_dgl.enable() does not support DGL {version}: {'; '.join(found)}. Nothing was "
+            f"changed. Install DGL {' or '.join(VERSIONS)}, or use the "
+            "layers of fastsparse_dgl without enable()"
         )

@@ -2,7 +2,7 @@
 
 Such functions are traced once and planned together (`fastsparse_core.message_plans`): linear maps run once
 per node, attention and gates use the core's kernels, and nodes are not grouped by degree. DGL's own code runs
-for functions that do more than compute, and for few edges.
+for functions that cannot be traced, and for few edges.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOST_TRACES = 8
 #: Number of edges, by kind of device, below which DGL's own code takes less time than finding a plan. Reduce
 #: functions of the user are always planned, because DGL calls them once per degree.
 FEW_EDGES = {"cpu": 4096, "cuda": 32_768}
-_FEW = Reason("few edges and a reduction of DGL's", "", "DGL")
+_FEW = Reason("few edges and a built-in reduce function", "", "DGL")
 #: DGL's binary message functions that are planned if the user's own reduce function follows.
 _OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
 _PLACES = {"u": "src", "v": "dst", "e": "edge"}
@@ -327,8 +327,8 @@ def _kind_of(found: _Edges, traces: list[_Trace]) -> tuple[Any, ...]:
             if type(value) is nn.Parameter:
                 value = value.detach()
             if type(value) is not Tensor or not is_plain_eager(value) or value.device != device:
-                raise Untraceable(f"{node.target} is no plain tensor on the graph's device")
+                raise Untraceable(f"{node.target} is not a plain tensor on the graph's device")
             if value.is_floating_point() and value.dtype not in DTYPE_CODE:
-                raise Untraceable(f"{node.target} is of {value.dtype}")
+                raise Untraceable(f"{node.target} has dtype {value.dtype}")
             kind.append((value.dtype, place, value.shape[1:] if place else value.shape))
     return tuple(kind)

@@ -33,10 +33,10 @@ def dropout_p(dropout: torch.nn.Dropout) -> float:
 
 
 def check_edges(name: str, feat: Any, adjacency: Adjacency, width: int) -> Tensor:
-    """Features of the edges, (E, width).
+    """Returns features of the edges after checking their type, shape (E, width) and device.
 
     Raises:
-        DGLError: they are not that.
+        DGLError: ``feat`` is not a tensor, or has another shape or device.
     """
     if not isinstance(feat, Tensor):
         raise DGLError(f"{name}: expected a tensor, got {type(feat).__name__}")
@@ -74,8 +74,8 @@ class AggregationMixin:
 
         Raises:
             DGLError: the features are no tensors, their number of rows does not fit the graph, a node has no
-                incoming edge (if the layer has `allow_zero_in_degree`, and that is False), or see
-                :func:`fastsparse_dgl.caching.adjacency_of`.
+                incoming edge (if the layer has `allow_zero_in_degree`, and that is False), or
+                :func:`fastsparse_dgl.caching.adjacency_of` does not accept the graph.
         """
         source, given = feat, None
         if isinstance(feat, tuple):
@@ -98,7 +98,7 @@ class AggregationMixin:
         adjacency = adjacency_of(graph, source.device)
         if source.shape[0] != adjacency.num_src:
             raise DGLError(
-                f"{name}: expected one row per source node, {adjacency.num_src}, "
+                f"{name}: expected one row per source node ({adjacency.num_src} rows), "
                 f"got shape {tuple(source.shape)}"
             )
         if not self.__dict__.get("_allow_zero_in_degree", True):
@@ -126,7 +126,8 @@ class AggregationMixin:
             feat = source
         if feat.shape[0] != num_dst:
             raise DGLError(
-                f"feat: expected one row per destination node, {num_dst}, got shape {tuple(feat.shape)}; "
+                f"feat: expected one row per destination node ({num_dst} rows), "
+                f"got shape {tuple(feat.shape)}; "
                 "pass a pair (source features, destination features) for a bipartite graph"
             )
         return feat
@@ -141,7 +142,7 @@ class AggregationMixin:
     def _check_in_degree(self, adjacency: Adjacency) -> None:
         """DGL's error for nodes that receive nothing; reads from the device once per structure.
 
-        A captured step reads nothing: its first calls, which run as they are, were checked.
+        A padded graph of a captured step is not checked: the calls before the recording were.
         """
         if not adjacency.is_padded and adjacency.has_empty_rows():
             raise DGLError(_ZERO_IN_DEGREE)
@@ -201,14 +202,14 @@ def _broadcast_edge_weight(adjacency: Adjacency, feat: Tensor, edge_weight: Tens
     """Features and edge values for ``spmm`` such that their product broadcasts as DGL's ``u_mul_e`` does.
 
     DGL aligns the trailing dimensions of one node's features and one edge's weight on the right. ``spmm``
-    takes one value per edge, or one per edge and equal block of the flattened features, so weights that vary
-    along the leading dimensions only need no copy; all others are expanded.
+    takes one value per edge and head, where heads are equal blocks of the flattened features. So weights that
+    vary only along leading dimensions need no copy; all others are expanded.
     """
     if not isinstance(edge_weight, Tensor):
         raise DGLError(f"edge_weight: expected a tensor, got {type(edge_weight).__name__}")
     if edge_weight.dim() == 0 or edge_weight.shape[0] != adjacency.num_values:
         raise DGLError(
-            f"edge_weight: expected one row per edge, {adjacency.num_values}, "
+            f"edge_weight: expected one row per edge ({adjacency.num_values} rows), "
             f"got shape {tuple(edge_weight.shape)}"
         )
     if edge_weight.device != feat.device:
@@ -241,7 +242,8 @@ def edge_factor(adjacency: Adjacency, like: Tensor, edge_weight: Tensor) -> Tens
     """One factor per edge, or one for all, (E, 1) or (1, 1), which multiplies the attention (E, H).
 
     Raises:
-        DGLError: ``edge_weight`` is not a tensor, is elsewhere, or has other than one entry per edge.
+        DGLError: ``edge_weight`` is not a tensor, is on another device, or has neither one value per edge nor
+            one for all edges.
     """
     num_edges = adjacency.num_values
     if not isinstance(edge_weight, Tensor):
@@ -252,6 +254,7 @@ def edge_factor(adjacency: Adjacency, like: Tensor, edge_weight: Tensor) -> Tens
         )
     if tuple(edge_weight.shape) not in {(), (1,), (1, 1), (num_edges,), (1, num_edges)}:
         raise DGLError(
-            f"edge_weight: expected one value per edge, ({num_edges},), got shape {tuple(edge_weight.shape)}"
+            f"edge_weight: expected shape ({num_edges},), one value per edge, or one value for all edges, "
+            f"got shape {tuple(edge_weight.shape)}"
         )
     return edge_weight.reshape(-1, 1)

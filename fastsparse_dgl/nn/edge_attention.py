@@ -57,7 +57,7 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
         num_heads: number of heads.
         feat_drop: dropout of the input.
         attn_drop: dropout of the attention.
-        negative_slope: of the LeakyReLU.
+        negative_slope: slope of the LeakyReLU for negative numbers.
         residual: whether the input is added to the result, through a linear layer.
         activation: applied to the result.
         allow_zero_in_degree: whether nodes without incoming edges are accepted; their attention sums to 0.
@@ -145,7 +145,7 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
         return (out, alpha[:, :, None].to(source.dtype)) if get_attention and alpha is not None else out
 
     def _finished(self, out: Tensor, destination: Tensor) -> Tensor:
-        """Residual and activation."""
+        """Adds the residual and applies the activation."""
         if self.res_fc is not None:
             out = out + self.res_fc(destination).unflatten(1, (self._num_heads, self._out_feats))
         return self.activation(out) if self.activation else out
@@ -153,7 +153,7 @@ class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):
     def _as_one_node(
         self, adjacency: Adjacency, source: Tensor, edge_feat: Tensor, p: float
     ) -> Tensor | None:
-        """The layer as one node of autograd's graph; None: operator by operator."""
+        """The layer as one node of autograd's graph; None if it must run operator by operator."""
         lin = self.fc_edge
         if edge_feat.is_cuda or is_any_autocast_enabled() or not is_plain_linear(lin):
             return None

@@ -41,7 +41,7 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         num_heads: number of heads.
         feat_drop: dropout of the input.
         attn_drop: dropout of the attention.
-        negative_slope: of the LeakyReLU.
+        negative_slope: slope of the LeakyReLU for negative numbers.
         residual: whether the input is added to the result, through a linear layer if the widths differ.
         activation: applied to the result.
         allow_zero_in_degree: whether nodes without incoming edges are accepted; their attention sums to 0.
@@ -91,7 +91,7 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
             graph, adjacency, source, None if given is None else self.feat_drop(given)
         )
         out = weight = None
-        is_plain = given is None and destination is source  # a layer made for pairs has two maps
+        is_plain = given is None and destination is source  # pairs may have two linear layers
         if is_plain and not get_attention and edge_weight is None and p < 1:
             out = self._as_one_node(adjacency, source, p)
         if out is None:
@@ -127,7 +127,7 @@ class FastGATConv(AggregationMixin, dgl.nn.pytorch.GATConv):
         return out, weight.to(source.dtype).reshape(adjacency.num_values, *score_src.shape[1:], 1)
 
     def _as_one_node(self, adjacency: Adjacency, source: Tensor, p: float) -> Tensor | None:
-        """The layer as one node of autograd's graph; None: operator by operator."""
+        """The layer as one node of autograd's graph; None if it must run operator by operator."""
         vectors, heads = (self.attn_l, self.attn_r), self._num_heads
         options = {"heads": heads, "scale": self.leaky_relu.negative_slope, "dropout_p": p}
         out = attention_layer(ADDITIVE, adjacency, source, (self.fc,), vectors, self.bias, **options)

@@ -14,11 +14,12 @@ from fastsparse_dgl.nn.base import AggregationMixin, check_edges
 
 
 class _Missing(nn.Module):
-    """The original in versions of DGL that have none."""
+    """Stands in for GatedGCNConv in versions of DGL that do not have it."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         raise NotImplementedError(
-            f"FastGatedGCNConv: expected a DGL that has GatedGCNConv, 2.0 or newer, got {dgl.__version__}"
+            f"FastGatedGCNConv: expected DGL 2.0 or newer, which has GatedGCNConv, got {dgl.__version__}; "
+            "install DGL 2.1.0"
         )
 
 
@@ -26,7 +27,7 @@ _GatedGCNConv: Any = getattr(dgl.nn.pytorch, "GatedGCNConv", _Missing)
 
 
 class FastGatedGCNConv(AggregationMixin, _GatedGCNConv):
-    r"""Drop-in replacement of :class:`dgl.nn.pytorch.GatedGCNConv`, which DGL has since 2.0.
+    r"""Drop-in replacement of :class:`dgl.nn.pytorch.GatedGCNConv`, which exists since DGL 2.0.
 
     From Dwivedi et al., `Benchmarking Graph Neural Networks <https://arxiv.org/abs/2003.00982>`_:
 
@@ -46,10 +47,10 @@ class FastGatedGCNConv(AggregationMixin, _GatedGCNConv):
         input_feats: width of the nodes' features.
         edge_feats: width of the edges' features.
         output_feats: width of both results.
-        dropout: of both results.
+        dropout: dropout probability of both results.
         batch_norm: whether both are normalised over the batch.
         residual: whether to add the input, if all three widths are equal.
-        activation: applied to both; None: nothing.
+        activation: applied to both results; None: no activation.
 
     Example:
         >>> import dgl, torch
@@ -78,9 +79,15 @@ class FastGatedGCNConv(AggregationMixin, _GatedGCNConv):
         """
         adjacency, source, given = self._structure(graph, feat)
         if given is not None or source.dim() != 2:
-            raise DGLError("feat: expected a matrix, (N, input_feats), of one set of nodes")
+            raise DGLError(
+                f"feat: expected one tensor of shape (N, {self.A.in_features}), "
+                f"got {'a pair' if given is not None else f'shape {tuple(source.shape)}'}"
+            )
         if adjacency.num_src != adjacency.num_dst:
-            raise DGLError(f"graph: expected one set of nodes, got shape {adjacency.shape}")
+            raise DGLError(
+                f"graph: expected one set of nodes, got {adjacency.num_src} sources and "
+                f"{adjacency.num_dst} destinations"
+            )
         edge_feat = check_edges("edge_feat", edge_feat, adjacency, self.C.in_features)
 
         own, value, query, key = joint_linear(source, (self.A, self.B, self.D, self.E))

@@ -36,7 +36,7 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
         num_heads: number of heads.
         feat_drop: dropout of the input.
         attn_drop: dropout of the attention.
-        negative_slope: of the LeakyReLU.
+        negative_slope: slope of the LeakyReLU for negative numbers.
         residual: whether the input is added to the result, through a linear layer if the widths differ.
         activation: applied to the result.
         allow_zero_in_degree: whether nodes without incoming edges are accepted; their attention sums to 0.
@@ -112,7 +112,7 @@ class FastGATv2Conv(AggregationMixin, dgl.nn.pytorch.GATv2Conv):
         return out, weight.to(source.dtype).reshape(adjacency.num_values, *between, heads[0], 1)
 
     def _as_one_node(self, adjacency: Adjacency, source: Tensor, p: float) -> Tensor | None:
-        """The layer as one node of autograd's graph; None: operator by operator."""
+        """The layer as one node of autograd's graph; None if it must run operator by operator."""
         maps = (self.fc_src,) if self.share_weights else (self.fc_src, self.fc_dst)
         options = {"heads": self._num_heads, "scale": self.leaky_relu.negative_slope, "dropout_p": p}
         out = attention_layer(GATV2, adjacency, source, maps, (self.attn,), None, **options)

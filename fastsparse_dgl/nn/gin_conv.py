@@ -26,7 +26,7 @@ class FastGINConv(AggregationMixin, dgl.nn.pytorch.GINConv):
     :class:`fastsparse_core.Adjacency` and features may be on a GPU while the graph is on the CPU.
 
     Args:
-        apply_func: :math:`f_\Theta`, applied to the sum; None: nothing.
+        apply_func: :math:`f_\Theta`, applied to the sum; None: identity.
         aggregator_type: ``"sum"``, ``"max"`` or ``"mean"``.
         init_eps: initial :math:`\epsilon`.
         learn_eps: whether :math:`\epsilon` is a parameter.

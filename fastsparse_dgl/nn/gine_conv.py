@@ -29,7 +29,7 @@ class FastGINEConv(AggregationMixin, dgl.nn.pytorch.GINEConv):
     :class:`fastsparse_core.Adjacency` and features may be on a GPU while the graph is on the CPU.
 
     Args:
-        apply_func: :math:`f_\Theta`, applied to the sum; None: nothing.
+        apply_func: :math:`f_\Theta`, applied to the sum; None: identity.
         init_eps: initial :math:`\epsilon`.
         learn_eps: whether :math:`\epsilon` is a parameter.
 
@@ -72,7 +72,7 @@ class FastGINEConv(AggregationMixin, dgl.nn.pytorch.GINEConv):
             and can_pass_messages(adjacency, source, edge_feat, self.eps)
         ):
             out = gine_layer(adjacency, source, edge_feat, None, None, eps)
-            if eps is None:  # it learns
+            if eps is None:  # `eps` is a parameter, not a buffer
                 out = torch.addcmul(out, 1 + self.eps, source)
         else:
             out = torch.addcmul(_sum_of_messages(adjacency, source, edge_feat), 1 + self.eps, destination)
@@ -80,12 +80,12 @@ class FastGINEConv(AggregationMixin, dgl.nn.pytorch.GINEConv):
 
 
 def _sum_of_messages(adjacency: Adjacency, source: Tensor, edge_feat: Any) -> Tensor:
-    """GINE's sum, (num_dst, ...), of features that broadcast as DGL's messages do."""
+    """GINE's sum of messages, (num_dst, ...), with node and edge features broadcast as in DGL."""
     if not isinstance(edge_feat, Tensor):
         raise DGLError(f"edge_feat: expected a tensor, got {type(edge_feat).__name__}")
     if edge_feat.dim() == 0 or edge_feat.size(0) != adjacency.num_values:
         raise DGLError(
-            f"edge_feat: expected one row per edge, {adjacency.num_values}, "
+            f"edge_feat: expected one row per edge ({adjacency.num_values} rows), "
             f"got shape {tuple(edge_feat.shape)}"
         )
     if edge_feat.device != source.device:
@@ -95,7 +95,7 @@ def _sum_of_messages(adjacency: Adjacency, source: Tensor, edge_feat: Any) -> Te
     # If the numbers of dimensions differ, DGL's sum would broadcast edges against features.
     if edge_feat.dim() != source.dim():
         raise DGLError(
-            f"edge_feat: expected {source.dim()} dimensions as the features have, "
+            f"edge_feat: expected {source.dim()} dimensions like the node features, "
             f"got shape {tuple(edge_feat.shape)}"
         )
     try:

@@ -35,8 +35,8 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
     Args:
         in_feats: width of the input.
         out_feats: width of the output.
-        norm: ``"both"``, ``"right"`` (by in-degree), ``"left"`` (by out-degree) or ``"none"``. Degrees are at
-            least 1 and ignore edge weights.
+        norm: ``"both"``, ``"right"`` (by in-degree), ``"left"`` (by out-degree) or ``"none"``. Degrees are
+            clamped to at least 1 and ignore edge weights.
         weight: whether the layer has a weight (in_feats, out_feats).
         bias: whether the layer has a bias (out_feats,).
         activation: applied to the result.
@@ -61,8 +61,8 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
 
         Args:
             graph: DGLGraph with one edge type, block, or Adjacency.
-            feat: (N, ..., in_feats), float64, float32, float16 or bfloat16. From a pair (source, destination
-                features), the first one is used.
+            feat: (N, ..., in_feats), float64, float32, float16 or bfloat16. If it is a pair (source features,
+                destination features), only the first is used.
             weight: (in_feats, out_feats), in the dtype of ``feat``, for a layer without its own.
             edge_weight: numbers (E,) or (E, 1), or broadcastable against one node's features, in the order of
                 the edge ids.
@@ -75,7 +75,7 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
         """
         adjacency, source, _ = self._structure(graph, feat)
         if self._norm in ("both", "left") and not source.is_floating_point():
-            source = source.to(torch.get_default_dtype())  # as DGL's factors of the sources make them
+            source = source.to(torch.get_default_dtype())  # as in DGL, whose degree factors are floating
         if weight is None:
             weight = self.weight
         elif self.weight is not None:
@@ -87,7 +87,8 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
 
         scales = self._scales(adjacency, source)
         relu = self._activation in (torch.relu, torch.nn.functional.relu)
-        # DGL's own order: it decides what broadcast edge weights mean, and what may be written in place.
+        # The same order of aggregation and product as in DGL. It decides how edge weights are broadcast, and
+        # which tensors may be written in place.
         aggregate_first = self._in_feats <= self._out_feats
         out = None
         if edge_weight is None and is_plain_eager(source):
@@ -113,7 +114,7 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
         return out if self._activation is None else self._activation(out)
 
     def _scales(self, adjacency: Adjacency, source: Tensor) -> dict[str, Any]:
-        """The normalisation, as arguments of the aggregation; the structure keeps it."""
+        """The normalisation, as arguments of the aggregation; cached with the structure."""
         key = ("DGL GraphConv", self._norm, source.dtype)
         found: dict[str, Any] | None = adjacency.plans.get(key)
         if found is None:

@@ -30,7 +30,7 @@ class GraphTransformerLayer(AggregationMixin, GraphTransformer):
         in_feats: width of the input; equal to ``out_feats`` with ``residual``.
         out_feats: width of the output, a multiple of ``num_heads``.
         num_heads: number of heads, of width ``out_feats / num_heads`` each.
-        dropout: of the attention's result and inside the feed-forward part.
+        dropout: dropout probability of the attention's result, and inside the feed-forward part.
         attn_drop: dropout of the attention.
         norm: ``"batch"``, ``"layer"`` or None.
         residual: whether each of the two parts adds its input.
@@ -65,7 +65,8 @@ class GraphTransformerLayer(AggregationMixin, GraphTransformer):
     ) -> None:
         if num_heads < 1 or out_feats % num_heads:
             raise DGLError(
-                f"out_feats: expected a multiple of num_heads={num_heads}, at least 1, got {out_feats}"
+                f"out_feats: expected a multiple of num_heads={num_heads}, which must be at least 1, "
+                f"got {out_feats}"
             )
         if residual and in_feats != out_feats:
             raise DGLError(
@@ -99,7 +100,9 @@ class GraphTransformerLayer(AggregationMixin, GraphTransformer):
         """
         if (edge_feat is None) != (self.edge is None):
             raise DGLError(
-                "edge_feat: expected features of the edges in a layer with edge_feats, none in one without"
+                f"edge_feat: expected {'None' if self.edge is None else 'a tensor (E, edge_feats)'}, because "
+                f"the layer was made with{'out' if self.edge is None else ''} edge_feats, got "
+                f"{type(edge_feat).__name__}"
             )
         adjacency, source, given = self._structure(graph, feat)
         destination = self._destination(graph, adjacency, source, given)

@@ -19,7 +19,7 @@ class FastHeteroGraphConv(dgl.nn.pytorch.HeteroGraphConv):
         \mathbf{h}_i' = \mathrm{aggregate}_{r} f_r(\mathcal{G}_r, \mathbf{h})_i
 
     Parameters, defaults, state_dict, repr and results are the same as DGL's. DGL creates a new graph for each
-    edge type in every forward pass, so drop-in layers inside the original would convert it every time. Inside
+    edge type in every forward pass, so drop-in layers inside DGL's module would convert it every time. Inside
     this layer, they find the converted structure in the cache. The layers inside need not be drop-ins.
 
     Args:
@@ -58,7 +58,7 @@ class FastHeteroGraphConv(dgl.nn.pytorch.HeteroGraphConv):
 
 
 class _Relations:
-    """A graph whose slices ``graph[edge type]`` are recognised when they are made again."""
+    """A graph whose slices ``graph[edge type]`` have the same handle every time, for the cache."""
 
     def __init__(self, graph: GraphLike) -> None:
         self._whole = graph

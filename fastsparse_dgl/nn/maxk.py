@@ -30,7 +30,7 @@ def _activation(k: int, in_feats: int | tuple[int, int]) -> MaxK:
 
 
 def _dense(feat: Any, activation: MaxK) -> Any:
-    """MaxK of features, dense; those in CBSR have passed it already."""
+    """MaxK of the features, dense. Features in CBSR are only converted: they are results of MaxK."""
     if isinstance(feat, tuple):
         return tuple(_dense(part, activation) for part in feat)
     if isinstance(feat, CBSR):
@@ -39,7 +39,7 @@ def _dense(feat: Any, activation: MaxK) -> Any:
 
 
 def _compressed(feat: Any, activation: MaxK) -> CBSR | None:
-    """The source features' activations; None where they are no matrix, or where dense rows are faster."""
+    """MaxK of the source features in CBSR; None if they are not a matrix, or if dense rows are faster."""
     source = feat[0] if isinstance(feat, tuple) and len(feat) == 2 else feat
     if isinstance(source, CBSR):
         return None if densifies(source.values, source.values.size(1), source.width) else source
@@ -212,7 +212,7 @@ class FastMaxKSAGEConv(FastSAGEConv):
         cbsr = cbsr.with_values(self.feat_drop(cbsr.values))
         other = None if other is None else self.feat_drop(other)
         value = None if edge_weight is None else edge_weight.reshape(-1)
-        # Checks its size before anything is computed.
+        # Checks the number of destinations before anything is computed.
         self._destination(graph, adjacency, cbsr.values, other)
 
         def destination(kept: CBSR) -> Tensor:
@@ -250,14 +250,14 @@ class FastMaxKSAGEConv(FastSAGEConv):
         bias: Tensor | None = None,
         root_weight: Tensor | None = None,
     ) -> Tensor:
-        """The neighbours' mean by ``fc_neigh``, with what `_is_one_map` was asked about."""
+        """The mean over neighbours, transformed by ``fc_neigh``; used if `_is_one_map` is true."""
         weight, recompute = self.fc_neigh.weight, self.recompute
         return maxk_linear(
             adjacency, cbsr, weight, bias, root_weight, value, "mean", out_by_in=True, recompute=recompute
         )
 
     def _is_one_map(self, adjacency: Adjacency, cbsr: CBSR, own: nn.Linear | None = None) -> bool:
-        """Whether the mean layer's linear maps, ``own`` among them, can be taken with the aggregation."""
+        """Whether one operator can compute the mean together with ``fc_neigh`` (and ``own``, if given)."""
         neigh = self.fc_neigh
         return (
             (own is None or is_plain_linear(own))

@@ -32,22 +32,22 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
 
     Parameters, defaults, state_dict and repr are the same as DGL's. :math:`M` is linear, so its products with
     nodes are computed once per node, for all towers together; :func:`fastsparse_core.multi_aggregate` adds
-    the edge's part (of up to 32 features) and computes all aggregations in one pass over the graph. The
-    original takes one pass for every degree that occurs. No message and no scaled aggregation is stored. The
-    aggregators ``moment3``, ``moment4`` and ``moment5`` run DGL's own code. If several messages share a
-    minimum or maximum, they share its gradient evenly; the original gives it to one of them. Beyond the
-    original, ``graph`` may be an :class:`fastsparse_core.Adjacency`, which counts as one graph in the
-    normalisation by graph sizes, and features may be on a GPU while the graph is on the CPU.
+    the edge's part (of up to 32 features) and computes all aggregations in one pass over the graph. DGL
+    takes one pass for every distinct degree. No message and no scaled aggregation is stored. With the
+    aggregators ``moment3``, ``moment4`` or ``moment5``, DGL's own code runs. If several messages are equal to
+    a minimum or maximum, they share its gradient evenly; DGL gives it to one of them. Unlike in DGL,
+    ``graph`` may be an :class:`fastsparse_core.Adjacency`, which counts as one graph in the normalisation by
+    graph sizes, and features may be on a GPU while the graph is on the CPU.
 
     Args:
         in_size: width of the input, divisible by ``num_towers``.
         out_size: width of the output, divisible by ``num_towers``.
-        aggregators: of ``"mean"``, ``"max"``, ``"min"``, ``"std"``, ``"var"``, ``"sum"``, ``"moment3"`` to
-            ``"moment5"``.
-        scalers: of ``"identity"``, ``"amplification"``, ``"attenuation"``.
+        aggregators: any of ``"mean"``, ``"max"``, ``"min"``, ``"std"``, ``"var"``, ``"sum"``,
+            ``"moment3"``, ``"moment4"`` and ``"moment5"``.
+        scalers: any of ``"identity"``, ``"amplification"``, ``"attenuation"``.
         delta: mean of :math:`\log(d + 1)` over the training set's nodes.
-        dropout: of every tower's result.
-        num_towers: into which the input is split.
+        dropout: dropout probability of every tower's result.
+        num_towers: number of towers; the input is split into as many parts.
         edge_feat_size: width of the edges' features, 0: none.
         residual: whether the input is added to the result, if both have the same width.
 
@@ -74,12 +74,16 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
             (N, out_size).
 
         Raises:
-            DGLError: sizes or devices do not fit, or DGL's own code would need a DGLGraph.
+            DGLError: sizes or devices do not fit, or ``graph`` is an Adjacency but DGL's
+                own code must run.
         """
         reason = why_no_kernel(self)
         if reason is not None:
             if isinstance(graph, Adjacency):
-                raise DGLError(f"graph: {reason.message} needs a DGLGraph, got an Adjacency")
+                raise DGLError(
+                    f"graph: expected a DGLGraph, because DGL's own code runs ({reason.message}), "
+                    "got an Adjacency"
+                )
             name, forward = type(self).__name__, super().forward
             out: Tensor = run(name, reason, forward, graph, node_feat, edge_feat)
             return out
@@ -87,13 +91,16 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         if adjacency.num_dst != adjacency.num_src or not (
             isinstance(graph, Adjacency) or graph.is_homogeneous
         ):
-            raise DGLError("graph: expected a homogeneous graph, whose nodes are sources and destinations")
+            raise DGLError(
+                "graph: expected a homogeneous graph, got one whose sources and destinations "
+                "are different nodes"
+            )
         if node_feat.dim() != 2 or node_feat.size(1) != self.in_size:
             raise DGLError(f"node_feat: expected shape (N, {self.in_size}), got {tuple(node_feat.shape)}")
         if self.edge_feat_size > 0:
             check_edges("edge_feat", edge_feat, adjacency, self.edge_feat_size)
         width, towers = self.tower_in_size, list(self.towers)
-        # Comprehensions would be a call each in Python 3.11.
+        # One loop, because each comprehension would be a function call in Python 3.11.
         of_dst, of_src, of_edge, of_own, weights, biases, own_biases = [], [], [], [], [], [], []
         for tower in towers:
             message, update = tower.M, tower.U
@@ -125,7 +132,9 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         dtype = ACCUMULATION_DTYPE[dtype]
 
         def of_degree() -> Tensor:
-            return torch.log(adjacency.in_degree().to(dtype).clamp(min=1) + 1)  # without edges sums are 0
+            return torch.log(
+                adjacency.in_degree().to(dtype).clamp(min=1) + 1
+            )  # without edges the aggregations are 0
 
         first, factors = self.towers[0], []
         for name in first.scalers:
@@ -137,7 +146,7 @@ class FastPNAConv(AggregationMixin, dgl.nn.pytorch.PNAConv):
         return factors
 
     def _graph_norm(self, graph: GraphLike, adjacency: Adjacency, like: Tensor) -> Tensor | float:
-        """The root of one over the number of nodes of a node's graph, (N, 1) or a number."""
+        """1 / sqrt(number of nodes) of every node's graph, (N, 1); one number if there is one graph."""
         if isinstance(graph, Adjacency) or graph.batch_size == 1:
             return float(max(adjacency.num_dst, 1)) ** -0.5
 
@@ -152,10 +161,10 @@ def why_no_kernel(layer: Any) -> Reason | None:
     names = list(first.aggregators)
     if not names or not set(names) <= set(AGGREGATIONS) or len(set(names)) < len(names):
         cure = f"Use each of {', '.join(AGGREGATIONS)} at most once"
-        return Reason(f"aggregators {names}, some without a kernel", cure)
+        return Reason(f"aggregators={names} are not supported", cure)
     if not first.scalers or not set(first.scalers) <= set(_SCALERS):
         cure = f"Use {', '.join(_SCALERS)}"
-        return Reason(f"scalers {list(first.scalers)}, some without a kernel", cure)
+        return Reason(f"scalers={list(first.scalers)} are not supported", cure)
     for tower in layer.towers:
         if (
             not is_plain_linear(tower.M)
@@ -164,5 +173,5 @@ def why_no_kernel(layer: Any) -> Reason | None:
             or tower._forward_pre_hooks
             or tower._backward_hooks
         ):
-            return Reason("hooks in a tower", "")
+            return Reason("a tower has hooks", "")
     return None

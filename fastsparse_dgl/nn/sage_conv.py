@@ -31,9 +31,9 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
 
     and with ``"gcn"`` :math:`\mathbf{W}_\text{neigh} (\mathbf{h}_i + \sum_j e_{ji} \mathbf{h}_j) /
     (|\mathcal{N}(i)| + 1) + \mathbf{b}`. Parameters, defaults, state_dict and repr are the same as DGL's.
-    FastSparse computes ``"mean"``, ``"gcn"`` and ``"pool"``; ``"lstm"`` runs DGL's own code. Beyond the
-    original, ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a GPU while the
-    graph is on the CPU (not for lstm).
+    FastSparse computes ``"mean"``, ``"gcn"`` and ``"pool"``; with ``"lstm"``, DGL's own code runs. Unlike
+    in DGL, ``graph`` may be an :class:`fastsparse_core.Adjacency` and features may be on a GPU while the
+    graph is on the CPU (except with ``"lstm"``).
 
     Args:
         in_feats: width of the input, or a pair of widths (source, destination).
@@ -75,7 +75,7 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
         """
         if self._aggre_type == "lstm":
             if isinstance(graph, Adjacency):
-                raise DGLError("graph: aggregator_type='lstm' needs a DGLGraph, got Adjacency")
+                raise DGLError("graph: aggregator_type='lstm' needs a DGLGraph, got an Adjacency")
             name, forward = type(self).__name__, super().forward
             result: Tensor = run(name, NO_LSTM, forward, graph, feat, edge_weight)
             return result
@@ -105,7 +105,7 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
     def _in_one_step(
         self, adjacency: Adjacency, source: Tensor, destination: Tensor, edge_weight: Tensor | None
     ) -> Tensor | None:
-        """The mean layer as one operator; None if that does not support the call."""
+        """The mean layer as one operator; None if the operator does not support the call."""
         own, neigh = self.fc_self, self.fc_neigh
         if (
             self._aggre_type == "mean"
@@ -129,7 +129,7 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
     def _plus_neighbours(
         self, out: Tensor, adjacency: Adjacency, source: Tensor, edge_weight: Tensor | None
     ) -> Tensor:
-        """Adds the neighbours' part of the mean and pool layers to ``out``, what ``fc_self`` gave."""
+        """Adds the neighbours' part of the mean and pool layers to ``out``, the result of ``fc_self``."""
         if self._aggre_type == "pool":
             neighbours = self._aggregate(adjacency, F.relu(self.fc_pool(source)), edge_weight, "max")
         elif self._transform_first:
@@ -138,7 +138,7 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
             neighbours = self._aggregate(adjacency, source, edge_weight, "mean")
         if is_plain_linear(self.fc_self):
             return add_linear(out, (neighbours,), (self.fc_neigh,))
-        return out + self.fc_neigh(neighbours)  # a hook may have kept `out`, which must stay as it is
+        return out + self.fc_neigh(neighbours)  # not in place: a hook may have stored `out`
 
     def _gcn(
         self,
@@ -160,7 +160,7 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
         transform_first = self._transform_first
         if given is not None and given.shape[1:] != source.shape[1:]:
             raise DGLError(
-                f"feat: aggregator_type='gcn' expects source and destination features of one width, "
+                f"feat: expected source and destination features of one width for aggregator_type='gcn', "
                 f"got shapes {tuple(source.shape)} and {tuple(given.shape)}"
             )
         if given is not None and self._has_one_frame(graph):

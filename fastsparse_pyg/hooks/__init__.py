@@ -75,8 +75,8 @@ def enable(parts: str | Iterable[str] | None = None, *, report: bool | str = Fal
         hooks = [hook for part in new for hook in table.HOOKS.get(part, ())]
         if found := replacement.problems(hooks):
             raise RuntimeError(
-                f"fastsparse_pyg.enable() does not know this PyG: {'; '.join(found)}. Nothing was changed. "
-                "Name the parts that you need, or use the drop-in layers"
+                f"fastsparse_pyg.enable() does not support this PyG: {'; '.join(found)}. Nothing was "
+                "changed. Pass the `parts` that you need, or use the drop-in layers"
             )
         if report:
             call_report.start_recording(times=report == "time")

@@ -30,7 +30,8 @@ def checked_num_nodes(count: Any, name: str) -> int:
     """
     if not isinstance(count, int) or count < 0:
         raise ValueError(
-            f"{name}: expected a number of nodes from 0 on, got {count}; set it, or give the nodes features"
+            f"{name}: expected a number of nodes of at least 0, got {count}; set it, or give the nodes "
+            "features"
         )
     return count
 
@@ -86,7 +87,7 @@ def checked_input_nodes(given: Any, num_nodes: NumNodes, is_data: bool) -> Any:
             return None
         if given is None or isinstance(given, str) or _is_typed(given):
             raise ValueError(
-                "input_nodes: expected ids or a mask of the nodes, for the graph has no node types, got "
+                "input_nodes: expected ids or a mask of the nodes, because the graph has no node types, got "
                 f"{_shown(given)}"
             )
         return _checked_ids("input_nodes", given, num_nodes)

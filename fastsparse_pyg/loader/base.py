@@ -127,7 +127,7 @@ class LoaderMixin:
         if ignored:
             info_once(
                 logger,
-                f"{', '.join(ignored)}: ignored, because {device} samples and gathers during the step, "
+                f"{', '.join(ignored)}: ignored, because {device} makes the batches during the step, "
                 "without worker processes",
             )
 

@@ -92,7 +92,7 @@ class DataLoader(PygDataLoader):
         if isinstance(dataset, BaseData):
             raise TypeError(
                 f"dataset: expected a dataset or a list of graphs, got one {type(dataset).__name__}. "
-                "Pass [data], or use NeighborLoader to draw batches from one graph"
+                "Pass [data], or use NeighborLoader to sample batches from one graph"
             )
         self._fields = _Fields(follow_batch, exclude_keys)
         self._source: _Source | None = None
@@ -168,7 +168,8 @@ def _warn_original(reason: NotStored) -> None:
     if isinstance(reason, NothingToStore):
         return
     cure = (
-        "A kernel batches graphs with the same attributes in a list or an InMemoryDataset without transform"
+        "A kernel makes the batches if the graphs have the same attributes and are in a list, or in an "
+        "InMemoryDataset without transform"
     )
     record("DataLoader", "PyG", str(reason), cure)
     message = "fastsparse_pyg.DataLoader: PyG's DataLoader makes the batches, graph by graph, because"

@@ -211,14 +211,14 @@ def _from_stores(feature_store: Any, graph_store: Any, device: torch.device) -> 
         size = attributes[0].size
         if size is None:
             raise ValueError(
-                "data: expected a graph store that knows the size of its edges, got "
-                f"{type(graph_store).__name__} without; put them there by put_edge_index(edge_index, "
-                "layout='coo', size=(num_nodes, num_nodes)), or pass one Data in place of the pair"
+                f"data: expected a graph store whose edges have a size, got {type(graph_store).__name__} "
+                "without sizes; call put_edge_index(edge_index, layout='coo', size=(num_nodes, num_nodes)), "
+                "or pass one Data in place of the pair"
             )
         if isinstance(feature_store, Data) and feature_store.get_all_tensor_attrs():
             raise ValueError(
                 "data: expected a feature store whose tensors have group names, got Data, which has none; "
-                "pass one Data in place of the pair, or a HeteroData in it"
+                "pass one Data in place of the pair, or use HeteroData in the pair"
             )
         num_nodes = max(size)
         row, colptr, perm = graph_store.csc()

@@ -15,7 +15,7 @@ from torch_geometric.nn.conv import MessagePassing
 from fastsparse_core import Adjacency
 from fastsparse_core.fallback import Reason
 from fastsparse_core.message_plans.ends import EdgeEnd
-from fastsparse_core.message_plans.plan import PER_EDGE
+from fastsparse_core.message_plans.plan import OWN, PER_EDGE
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
 from fastsparse_pyg import fallback
@@ -24,7 +24,7 @@ from fastsparse_pyg.graph import edges_made_anew, for_pyg, is_sparse_matrix, to_
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
 from fastsparse_pyg.nn.message_kernels import NO_COPIES, Copies, evaluate, kernel_of, reduce_by_kernel
-from fastsparse_pyg.nn.message_pattern import Pattern, find_pattern
+from fastsparse_pyg.nn.message_pattern import Pattern, find_joint_pattern, find_pattern
 from fastsparse_pyg.nn.message_planner import FEW, planned, reduce_by_plan
 from fastsparse_pyg.nn.segments import aggregate, reduction_of
 
@@ -44,9 +44,7 @@ _FEW_ON_GPU = Reason(
     "",
     "PyG",
 )
-_NEW_ON_GPU = Reason(
-    f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU, in a tensor that is new", "", "PyG"
-)
+_NEW_ON_GPU = Reason(f"at most {_TIMES_FEW * FEW_EDGES_ON_GPU:,} edges on a GPU, in a new tensor", "", "PyG")
 FEW_ON_CPU = Reason(f"fewer than {FEW_EDGES:,} edges on the CPU", "", "PyG")
 #: PyG documents that, with this flow, the second tensor of a pair belongs to the sources. PyG's generated
 #: code reads the first one.
@@ -261,7 +259,12 @@ class AnyLayer(MessagePassing):
     # ---------------------------------------------------------------- messages
 
     def _propagate_lazily(self, found: Arguments, pattern: Pattern, how: str, are_few: bool = False) -> Any:
-        out = reduce_by_plan(self, pattern, found, how, are_few)
+        out = None
+        if not how and self._has_own_aggregate():
+            both = self._joint_pattern(found)
+            out = reduce_by_plan(self, both, found, OWN, are_few)
+        if out is None:
+            out = reduce_by_plan(self, pattern, found, how, are_few)
         if are_few:
             aggregation = type(self._modules.get("aggr_module"))
             if out is FEW or (out is None and self._left.get(aggregation) is None):
@@ -322,6 +325,23 @@ class AnyLayer(MessagePassing):
         pattern = find_pattern(self, cls._original, method, absent)
         known.append(pattern)
         return pattern
+
+    def _joint_pattern(self, found: Arguments) -> Pattern:
+        """What `message` and an `aggregate` of the layer's own compute together."""
+        if "message" in self.__dict__ or "aggregate" in self.__dict__:
+            return _ANY
+        cls, traced = type(self), self._names().traced
+        methods = ("message", "aggregate")
+        absent = {method: tuple(name for name in traced[method] if found.is_none(name)) for method in methods}
+        key = (*[getattr(cls, method) for method in methods], *absent.values())
+        known = cls._patterns.setdefault(key, [])
+        for pattern in known:
+            if pattern.holds_for(self):
+                return pattern
+        if len(known) == _MOST_PATTERNS:
+            return _ANY
+        known.append(find_joint_pattern(self, cls._original, absent))
+        return known[-1]
 
     def _takes_more_kernels(self) -> bool:
         """Whether the layer needs more than one kernel.
@@ -469,8 +489,8 @@ def _edge_list(item: Any, flow: str) -> Any:
         return item
     if item.is_partitioned or item.is_padded or item.num_values != item.num_edges:
         raise ValueError(
-            "edge_index: expected edges or a plain Adjacency for a layer without a drop-in of its own, got "
-            f"{item!r} with other edge values than edges; pass the edges"
+            "edge_index: expected edges or a plain Adjacency for a layer without a drop-in, got "
+            f"{item!r}, which is partitioned or padded, or has inserted self loops; pass the edges"
         )
     edges = item.derived(f"fastsparse_pyg.edge_index.{flow}", lambda: to_edge_index(item, flow))
     if not torch.compiler.is_compiling():

@@ -142,7 +142,7 @@ class AttentionConv(FastConv):
         expected = adj.num_values - min(adj.shape) if adds_loops else adj.num_values
         if edge_attr.size(0) != expected:
             raise ValueError(
-                f"edge_attr: expected one row per edge, {expected}, got shape {tuple(edge_attr.shape)}"
+                f"edge_attr: expected one row per edge ({expected} rows), got shape {tuple(edge_attr.shape)}"
             )
         if edge_attr.device != adj.col.device:
             raise ValueError(
@@ -162,8 +162,8 @@ class AttentionConv(FastConv):
         count = min(adj.shape)
         if not hasattr(self, "fill_value"):
             raise ValueError(
-                "edge_index: expected an Adjacency without inserted self loops where edges have features, "
-                "since this layer has none for them; prepare it with add_self_loops=False"
+                "edge_index: expected an Adjacency without inserted self loops, because this layer gives "
+                "the loops no edge features, got one with loops; prepare it with add_self_loops=False"
             )
         fill_value = self.fill_value
         if not isinstance(fill_value, str):

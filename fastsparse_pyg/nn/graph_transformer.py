@@ -77,7 +77,8 @@ class GraphTransformerLayer(GraphTransformer):
     ) -> None:
         if heads < 1 or out_channels % heads:
             raise ValueError(
-                f"out_channels: expected a multiple of heads={heads}, at least 1, got {out_channels}"
+                f"out_channels: expected a multiple of heads={heads}, which must be at least 1, "
+                f"got {out_channels}"
             )
         if residual and in_channels != out_channels:
             raise ValueError(
@@ -114,7 +115,9 @@ class GraphTransformerLayer(GraphTransformer):
         """
         if (edge_attr is None) != (self.edge is None):
             raise ValueError(
-                "edge_attr: expected features of the edges in a layer with edge_dim, and none in one without"
+                f"edge_attr: expected {'None' if self.edge is None else 'a tensor (E, edge_dim)'}, because "
+                f"the layer was made with{'out' if self.edge is None else ''} edge_dim, got "
+                f"{type(edge_attr).__name__}"
             )
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         num_src, num_dst = x_src.size(0), x_dst.size(0)

@@ -25,7 +25,8 @@ class Signature(NamedTuple):
         lifted: arguments of `message`, `aggregate` and `update` that are gathered per edge: (name, name
             without ``_i`` or ``_j``, whether it is ``_i``).
         message: arguments of `message`.
-        traced: for `message` and `edge_update`, the arguments that the caller passes to `propagate`.
+        traced: for `message`, `edge_update` and `aggregate`, the arguments that the caller passes to
+            `propagate`.
         aggregate: arguments of `aggregate`.
         update: arguments of `update`.
         edge_update: arguments of `edge_update`.
@@ -71,7 +72,7 @@ class Signature(NamedTuple):
             each["message"],
             {
                 method: tuple(name for name in each[method] if name not in special)
-                for method in ("message", "edge_update")
+                for method in ("message", "edge_update", "aggregate")
             },
             each["aggregate"],
             each["update"],

@@ -90,6 +90,55 @@ def find_pattern(
         return Pattern(guards=guards, reason=f"cannot be traced ({(said or [type(error).__name__])[0][:60]})")
 
 
+def find_joint_pattern(
+    layer: MessagePassing, original: type[MessagePassing], absent: Mapping[str, Iterable[str]]
+) -> Pattern:
+    """Traces `message` and the layer's own `aggregate` as one graph.
+
+    Args:
+        layer: the layer.
+        original: its class.
+        absent: for both methods, the arguments that are None.
+    """
+    guards: dict[str, Any] = {}
+    graph, assigned, copies = Graph(), dict[str, Node](), dict[Any, Any]()
+    out: Any = None
+    try:
+        for method in ("message", "aggregate"):
+            body, given = getattr(original, method), dict.fromkeys(absent[method])
+            part, sets = trace(layer, original, body, guards, given, _FUNCTIONS, vars(MessagePassing))
+            placeholders = [node for node in part.nodes if node.op == "placeholder"]
+            messages = placeholders[0] if method == "aggregate" else None
+            for node in part.nodes:
+                name = (node.op, node.target)
+                if node is messages:
+                    copies[node] = out
+                elif node.op == "output":
+                    out = torch.fx.map_arg(node.args[0], copies.__getitem__)
+                elif node.op == "placeholder" and name in copies:
+                    copies[node] = copies[name]
+                elif (
+                    node.target is operator.getitem
+                    and node.args[0] is messages
+                    and isinstance(out, (tuple, list))
+                ):
+                    copies[node] = out[node.args[1]]
+                else:
+                    copies[node] = copies[name] = graph.node_copy(node, copies.__getitem__)
+            assigned.update({name: copies[node] for name, node in sets.items()})
+        graph.output(out)
+    except Exception as error:  # whatever a symbol cannot do, and `Untraceable`
+        return Pattern(guards=guards, reason=str(error))
+    ordered = Graph()  # placeholders first
+    nodes = sorted(graph.nodes, key=lambda node: node.op != "placeholder")
+    new: dict[Node, Node] = {}
+    for node in nodes:
+        new[node] = ordered.node_copy(node, new.__getitem__)
+    return Pattern(
+        guards=guards, graph=ordered, assigned={name: new[node] for name, node in assigned.items()}
+    )
+
+
 def _recognise(graph: Graph, assigned: dict[str, Node], guards: dict[str, Any]) -> Pattern:
     out = list(graph.nodes)[-1].args[0]
     if not isinstance(out, Node):

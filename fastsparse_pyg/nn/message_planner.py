@@ -11,7 +11,17 @@ from torch.fx import Node
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.nn.dense import Linear as PygLinear
 
-from fastsparse_core.message_plans.plan import INDICES, PER_EDGE, NoPlan, Plan, Planner, by_plan
+from fastsparse_core.message_plans.plan import (
+    INDICES,
+    OWN,
+    PER_EDGE,
+    NoPlan,
+    Plan,
+    Planner,
+    _Value,
+    _Whole,
+    by_plan,
+)
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
 from fastsparse_pyg.nn.layer_arguments import Arguments
 from fastsparse_pyg.nn.message_pattern import Pattern
@@ -32,7 +42,8 @@ def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str, are
         layer: the layer.
         pattern: pattern of its `message` or `edge_update`.
         found: arguments of its methods.
-        how: the reduction; "" if the layer has its own; `PER_EDGE` to return the messages unreduced.
+        how: the reduction; "" if the layer has its own; `PER_EDGE` to return the messages unreduced; `OWN` if
+            the pattern contains the reduction.
         are_few: whether there are so few edges that launch overhead decides the time.
     """
     is_copy = pattern.kind == "product" and pattern.compute is None
@@ -99,6 +110,8 @@ def _find_plan(
         plan = planner.plan(graph, how, assigned)
         if mixed is None:
             return plan
+        if how == OWN:
+            raise NoPlan
         values = planner.without_edges(graph)
         own = {name: values[node].dtype for name, node in (assigned or {}).items()}
         return plan._replace(dtypes=(values[list(graph.nodes)[-1].args[0]].dtype, own))
@@ -120,8 +133,16 @@ class _Planner(Planner):
         if node.target is torch_geometric.utils.softmax:
             return self._softmax(*args, **kwargs)
         if node.target is torch_geometric.utils.scatter:
-            raise NoPlan
+            return self._scatter(*args, **kwargs)
         return super()._value(node, args, kwargs)
+
+    def _scatter(self, src: Any, index: Any, dim: Any = 0, dim_size: Any = None, reduce: Any = "sum") -> Any:
+        index, size = (getattr(item, "special", "") for item in (index, dim_size))
+        dim, reduce = (item.meta if isinstance(item, _Whole) else item for item in (dim, reduce))
+        is_first = isinstance(dim, int) and isinstance(src, _Value) and dim in (0, -src.meta.dim())
+        if index != "index" or size not in ("dim_size", "size_i") or not is_first:
+            raise NoPlan
+        return self.scattered(src, "sum" if reduce == "add" else reduce)
 
     def _softmax(
         self, src: Any, index: Any = None, ptr: Any = None, num_nodes: Any = None, dim: Any = 0

@@ -117,7 +117,7 @@ class FastPNAConv(FastConv, PNAConv):
             return self._original_forward(adj, x, edge_index, edge_attr)
         if edge_attr is not None and edge_attr.size(0) != num_caller_values(adj):
             raise ValueError(
-                f"edge_attr: expected one row per edge, {num_caller_values(adj)}, "
+                f"edge_attr: expected one row per edge ({num_caller_values(adj)} rows), "
                 f"got shape {tuple(edge_attr.shape)}"
             )
         width, shared = self.F_in, not self.divide_input

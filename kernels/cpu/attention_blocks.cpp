@@ -1,4 +1,4 @@
-// Attention on the CPU: products with the features of a block's rows and weighted sums of them, with SIMD
+// Attention on the CPU: products with the rows of a block, and weighted sums of these rows, with SIMD
 // vectors. Compiled once for every type, and called from both passes.
 #include <algorithm>
 #include <type_traits>
@@ -15,8 +15,9 @@ namespace {
   __builtin_shuffle(a, b, Lanes<Int, sizeof(a) / sizeof(Int)>{__VA_ARGS__})
 #endif
 
-// Turns `a` into sums of neighbouring lanes of it and of those of `b`, half by half: AVX2's shuffles stay in
-// a half. With `halves`, into the sums of the halves of `a`, then of those of `b`.
+// Adds neighbouring lanes of `a`, and of `b`, and writes the sums to `a`. It does that in each half of the
+// vectors, because AVX2's shuffles do not cross halves. With `halves`: adds the two halves of `a`, and those
+// of `b`.
 FASTSPARSE_INLINE void add_neighbours(Vector<float>& a, const Vector<float>& b, bool halves) {
   a = halves ? FASTSPARSE_SHUFFLE(std::int32_t, a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
                    FASTSPARSE_SHUFFLE(std::int32_t, a, b, 4, 5, 6, 7, 12, 13, 14, 15)
@@ -30,7 +31,7 @@ FASTSPARSE_INLINE void add_neighbours(Vector<double>& a, const Vector<double>& b
                    FASTSPARSE_SHUFFLE(std::int64_t, a, b, 1, 5, 3, 7);
 }
 
-// The rows of a `Gather`, in their type.
+// The rows of a `Gather`, with their C++ type.
 template <typename T>
 struct Rows {
   const T* base;
@@ -56,7 +57,7 @@ struct Rows {
   }
 };
 
-// V: a number or a vector of them. z * slope is z where z is 0, whose sign does not matter then.
+// V: a number or a vector of numbers. Zeros may count as positive or negative: z * slope is 0, too.
 template <typename V, typename A>
 FASTSPARSE_INLINE void leaky_relu(V& z, A slope) {
   if constexpr (std::is_arithmetic_v<V>) {
@@ -67,8 +68,8 @@ FASTSPARSE_INLINE void leaky_relu(V& z, A slope) {
   }
 }
 
-// Sets the lanes before `first` to 0. The last vector of a head ends where the head ends, so nothing is read
-// beyond it. Lanes that overlap the vector before are set to 0, so that they count once.
+// Sets the lanes before `first` to 0. The last vector of a head ends where the head ends, so that nothing is
+// read beyond it. Its lanes that overlap the previous vector are set to 0, so that they count once.
 template <typename A>
 FASTSPARSE_INLINE void clear_lanes(std::int64_t first, Vector<A>& lanes) {
   using Mask = BitsOf<Vector<A>>;
@@ -80,7 +81,7 @@ FASTSPARSE_INLINE void clear_lanes(std::int64_t first, Vector<A>& lanes) {
   lanes = reinterpret_cast<Vector<A>>(reinterpret_cast<Mask>(lanes) & mask);
 }
 
-// Products of the features from `f` on, a vector of them.
+// Products of the vector of features that begins at `f`.
 template <typename T, bool kHidden>
 FASTSPARSE_INLINE void multiply(const Hidden<Acc<T>>& hidden, const T* right, std::int64_t f,
                                 Vector<Acc<T>>& product) {
@@ -99,13 +100,13 @@ FASTSPARSE_INLINE void multiply(const Hidden<Acc<T>>& hidden, const T* right, st
   }
 }
 
-// Products with the features of one row, summed up to a vector; at least one vector of features.
+// Products with the features of one row, summed into one vector; there is at least one vector of features.
 template <typename T, bool kHidden>
 FASTSPARSE_INLINE void row_products(const Hidden<Acc<T>>& hidden, const T* row, std::int64_t width,
                                     Vector<Acc<T>>& result) {
   using A = Acc<T>;
   constexpr int kWidth = kVectorWidth<A>;
-  Vector<A> sum = {}, other_sum = {}, product;  // two, because an addition waits for the one before
+  Vector<A> sum = {}, other_sum = {}, product;  // two sums, because an addition waits for the previous one
   std::int64_t f = 0;
   for (; f + 2 * kWidth <= width; f += 2 * kWidth) {
     multiply<T, kHidden>(hidden, row, f, product);
@@ -126,8 +127,8 @@ FASTSPARSE_INLINE void row_products(const Hidden<Acc<T>>& hidden, const T* row, 
   result = sum + other_sum;
 }
 
-// One row per lane at a time. Neighbouring lanes are added, which joins two vectors to one, until one vector
-// has the sums of all rows.
+// Processes one row per lane at a time. Neighbouring lanes are added, so that two vectors become one, until
+// one vector has the sums of all rows.
 template <typename T, bool kHidden>
 FASTSPARSE_INLINE void wide_products(const Hidden<Acc<T>>& hidden, const Rows<T>& right, std::int64_t width,
                                      Acc<T>* product) {
@@ -176,7 +177,7 @@ FASTSPARSE_INLINE void block_products(const Hidden<Acc<T>>& hidden, const Rows<T
   }
 }
 
-// Turns `right` into its term.
+// Replaces `right` by its term of the sum.
 template <Term kTerm, typename V, typename A>
 FASTSPARSE_INLINE void make_term(const V& left, A slope, V& right) {
   if constexpr (kTerm == Term::kSlope) {
@@ -192,7 +193,8 @@ FASTSPARSE_INLINE void make_term(const V& left, A slope, V& right) {
   }
 }
 
-// Adds a block's sums of a vector of features from `f` on; the first `skip` are summed already.
+// Adds a block's sums of the vector of features that begins at `f`. Its first `skip` features were added
+// before.
 template <typename V, typename A>
 FASTSPARSE_INLINE void add_block(V& block, std::int64_t f, std::int64_t skip, const Sum<A>& sum) {
   V total, compensation;
@@ -204,7 +206,8 @@ FASTSPARSE_INLINE void add_block(V& block, std::int64_t f, std::int64_t skip, co
   store_vector<A>(compensation, sum.compensation + f);
 }
 
-// Features of kVectors vectors from `f` on; the first `skip` are summed already.
+// Accumulates the kVectors vectors of features that begin at `f`. The first `skip` features were summed
+// before.
 template <typename T, Term kTerm, int kVectors>
 FASTSPARSE_INLINE void accumulate_tile(const Acc<T>* weight, const Hidden<Acc<T>>& hidden,
                                        const Rows<T>& right, std::int64_t f, std::int64_t skip,
@@ -283,7 +286,7 @@ FASTSPARSE_INLINE void accumulate_block(Term term, const Acc<T>* weight, const H
   }
 }
 
-// Rows `entry` on of what is gathered plus W a, the features of kVectors vectors from `f` on.
+// Gathered rows plus W a, for the rows that begin at `entry` and the kVectors vectors of features at `f`.
 template <typename T, int kEntries, int kVectors>
 FASTSPARSE_INLINE void project_tile(const Rows<T>& right, int entry, std::int64_t f, const Acc<T>* columns,
                                     std::int64_t edge_width, const Acc<T>* weight, std::int64_t width,
@@ -353,7 +356,7 @@ FASTSPARSE_INLINE void project_block(const Rows<T>& right, const Acc<T>* columns
   }
 }
 
-// The features of kVectors vectors from `f` on; the first `skip` are summed already.
+// The kVectors vectors of features that begin at `f`. The first `skip` features were summed before.
 template <typename T, int kVectors>
 FASTSPARSE_INLINE void hidden_tile(const Acc<T>* weight, const Hidden<Acc<T>>& hidden, const Rows<T>& right,
                                    std::int64_t f, std::int64_t skip, const HiddenGradients<Acc<T>>& to) {

@@ -1,5 +1,5 @@
-// Attention on the CPU, forward: scores, online softmax (Milakov and Gimelshein, 2018) and weighted sum of
-// one row at a time, 64 entries at a time. Bound by the gather of keys and values: E H (D + Dv) elements.
+// Attention on the CPU, forward: scores, online softmax (Milakov and Gimelshein, 2018) and weighted sum, row
+// by row, in blocks of 64 entries. Bound by the gather of keys and values: E H (D + Dv) elements.
 #include <vector>
 
 #include "fastsparse/cpu_attention.h"
@@ -44,10 +44,10 @@ FASTSPARSE_INLINE void attend_rows(const AttentionCsrArgs& args, const std::vect
         block_scores<A>(args, args.a, block, head, left.data(), args.src, edges, scores);
         for (int i = block.count; i < lanes; ++i) scores.score[i] = -kInfinity;
         const A block_highest = largest<A>(scores.score, lanes);
-        // NaN stays.
+        // A NaN becomes the maximum and remains it.
         const bool is_higher = block_highest > maximum[head] || block_highest != block_highest;
         const A highest = is_higher ? block_highest : maximum[head];
-        // Masked entries enter the sums with the weight 0: 0 times infinity is NaN, as on CUDA.
+        // Masked entries are summed with weight 0, so infinite values give NaN, as on CUDA.
         const A reference = highest == -kInfinity ? A{0} : highest;
         for (int i = 0; i < lanes; ++i) scores.score[i] = exponential(scores.score[i] - reference);
         const Sum<A> of_head = out.from(head * value_width);

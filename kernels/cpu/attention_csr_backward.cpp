@@ -1,9 +1,9 @@
 // Attention on the CPU, backward, with the scores recomputed as in FlashAttention-2: with p = exp(score -
 // lse), dp_ij = <dO_i, v_j> and ds_ij = p_ij (dropout_ij dp_ij - <dO_i, O_i>),
 //   the pass over rows sums d(dst), the pass over columns sums d(src) and dV.
-// With a bias or features of edges (docs/dev/edge_features.md) the pass over rows also gives their gradients,
-// and leaves dropout_ij p_ij and ds_ij to the pass over columns, which recomputes neither then.
-// Nothing is scattered: no atomics, and sums in a fixed order.
+// With a bias or edge features (docs/dev/edge_features.md), the pass over rows also computes their gradients.
+// It stores dropout_ij p_ij and ds_ij, so that the pass over columns need not recompute them.
+// There are no atomics, and sums have a fixed order.
 #include <utility>
 #include <vector>
 
@@ -14,10 +14,10 @@
 namespace fastsparse::cpu {
 namespace {
 
-// What the pass over rows leaves to the pass over columns. The sum of a row's weights, as they are
-// recomputed, makes up for the rounding of lse, which is coarse where scores are large; <dO_i, O_i> is summed
-// again for the same reason. Both in float64: where one entry has all the weight, or entries are equal, ds is
-// then exactly 0, as it is step by step, and not a rounding error times features that may be large.
+// What the pass over rows stores for the pass over columns. The recomputed weights are divided by their sum,
+// because the rounding error of lse is large for large scores. <dO_i, O_i> is recomputed for the same reason.
+// Both are float64. So ds is exactly 0, as in the unfused operators, if one entry has all the weight or all
+// entries are equal. Otherwise, it would be a rounding error times features, which may be large.
 template <typename A>
 struct RowState {
   A delta;
@@ -34,18 +34,18 @@ struct Scratch {
   std::int64_t rows_of_task;
 };
 
-// Numbers of the entries of a block, for one head; padded with 0 to a whole vector.
+// Numbers per entry of a block, for one head, padded with 0 to whole vectors.
 template <typename A>
 struct Terms {
   A weight[kBlock];  // p; then p times the dropout factor
   A factor[kBlock];  // of dropout
-  A grad[kBlock];    // dp; then ds, of additive attention times the slope
+  A grad[kBlock];    // dp; then ds (for additive attention, times the slope)
   A slope[kBlock];
   A lse[kBlock];
 };
 
-// Fills in weights, up to the sum of each row, dp and slopes. `left` and `value` are the row's own, of dst
-// and dO, or in the transposed structure of src and v; `right` and `values` are gathered.
+// Computes weights (before the division by the row's sum), dp and slopes. `left` and `value` are rows of dst
+// and dO or, in the transposed structure, of src and v. `right` and `values` are gathered.
 template <typename A>
 FASTSPARSE_INLINE void recompute(const AttentionCsrArgs& args, const CsrView& a, const Block& block,
                                  std::int64_t head, const std::vector<A>& left, const DenseView& right,
@@ -67,11 +67,12 @@ FASTSPARSE_INLINE void recompute(const AttentionCsrArgs& args, const CsrView& a,
   }
   for (int i = 0; i < lanes; ++i) {
     const A p = exponential(scores.score[i] - terms.lse[i]);
-    terms.weight[i] = terms.lse[i] == -kInfinity ? 0 : p;  // beyond the end, or only masked entries
+    terms.weight[i] = terms.lse[i] == -kInfinity ? 0 : p;  // padding, or a row with masked entries only
   }
 }
 
-// Turns weights into normalised ones with dropout, and dp into ds, for row states `delta` and `inverse_sum`.
+// Normalises weights and applies dropout to them; computes ds from dp. `delta` and `inverse_sum` are the row
+// states.
 template <typename A>
 FASTSPARSE_INLINE void finish(const A* delta, const A* inverse_sum, int count, Terms<A>& terms) {
   for (int i = 0; i < count; ++i) {
@@ -103,7 +104,7 @@ FASTSPARSE_INLINE void write_score_row(const AttentionCsrArgs& args, const std::
   narrow_row(total.data(), scale, static_cast<std::int64_t>(total.size()), to, score_dtype(args), first);
 }
 
-// Weights and ds of a block, for the pass over columns.
+// Stores weights and ds of a block for the pass over columns.
 template <typename A>
 FASTSPARSE_INLINE void write_work(const AttentionCsrBackwardArgs& args, const Block& block, std::int64_t head,
                                   const Terms<A>& terms) {
@@ -114,7 +115,7 @@ FASTSPARSE_INLINE void write_work(const AttentionCsrBackwardArgs& args, const Bl
   }
 }
 
-// The same of a block of the transposed structure, as the pass over rows left them.
+// Reads weights and ds of a block of the transposed structure, which the pass over rows stored.
 template <typename A>
 FASTSPARSE_INLINE void read_work(const AttentionCsrBackwardArgs& args, const Block& block, std::int64_t head,
                                  Terms<A>& terms) {
@@ -126,21 +127,21 @@ FASTSPARSE_INLINE void read_work(const AttentionCsrBackwardArgs& args, const Blo
   std::fill(terms.grad + block.count, terms.grad + padded<A>(block.count), A{0});
 }
 
-// What features of edges add to the pass over rows: their own gradients, that of W, and with dot products
-// what W brings to that of dst.
+// The part of the pass over rows for edge features: their gradients, the gradient of W and, for dot products,
+// a term of the gradient of dst.
 template <typename A>
 struct EdgeGradients {
   const AttentionCsrBackwardArgs& args;
   const AttentionCsrArgs& forward = args.forward;
   Edges<A>& edges;
   const A scale = static_cast<A>(forward.scale);
-  Sums<A> of_scores, of_values;  // except with GATv2: (heads, stride), sums over a row of ds a and of w a
-  // The same, the first times the scale, for up to kRowsPerTask rows: (heads, edge_width, kRowsPerTask).
+  Sums<A> of_scores, of_values;  // except for GATv2: (heads, stride), sums over a row of ds a and of w a
+  // The same sums for up to kRowsPerTask rows, (heads, edge_width, kRowsPerTask); the first times the scale.
   std::vector<A> score_sums, value_sums;
   std::int32_t kept[kRowsPerTask];  // those rows
   int num_kept = 0;
-  std::vector<A> columns;  // gradients of a block's features, as Edges has those
-  std::vector<A> rows;     // GATv2: (kBlock, heads * head_width), gradients of what is in Edges::rows
+  std::vector<A> columns;  // gradients of a block's features, in the layout of Edges::columns
+  std::vector<A> rows;     // GATv2: (kBlock, heads * head_width), gradients of Edges::rows
   Sums<A> weight;          // (edge_width, heads * head_width)
 
   EdgeGradients(const AttentionCsrBackwardArgs& of, Edges<A>& with)
@@ -159,7 +160,7 @@ struct EdgeGradients {
     of_values.clear();
   }
 
-  // One head of a block; the first head comes first.
+  // Adds one head of a block; heads must be added in order.
   FASTSPARSE_INLINE void add_head(const Block& block, std::int64_t head, const Terms<A>& terms) {
     if (!edges.in_values) return;
     const int lanes = padded<A>(block.count);
@@ -193,8 +194,8 @@ struct EdgeGradients {
     }
   }
 
-  // Stores the sums of a row. Rows without entries are left out, because their dst may be NaN, which must not
-  // reach dW.
+  // Stores the sums of a row. Rows without entries are omitted, because their dst may be NaN and must not
+  // affect dW.
   FASTSPARSE_INLINE void end_row(std::int64_t row, Sums<A>& grad_dst) {
     for (std::int64_t head = 0; head < forward.heads; ++head) {
       const std::int64_t place = head * edges.stride, first = head * edges.head_width;
@@ -208,7 +209,7 @@ struct EdgeGradients {
     kept[num_kept++] = static_cast<std::int32_t>(row);
   }
 
-  // dW_h += sum over the rows that are kept of dO_h (w a)^T and, with dot products, dst_h (scale ds a)^T.
+  // dW_h += sum over the stored rows of dO_h (w a)^T and, for dot products, dst_h (scale ds a)^T.
   FASTSPARSE_INLINE void add_rows() {
     const int count = std::exchange(num_kept, 0);
     if (args.grad_weight == nullptr || count == 0) return;
@@ -250,7 +251,8 @@ FASTSPARSE_INLINE void differentiate_rows(const AttentionCsrBackwardArgs& args, 
     const A* lse = static_cast<const A*>(forward.lse) + row * heads;
     const std::int64_t begin = forward.a.rowptr[row], end = forward.a.rowptr[row + 1];
     std::fill(sums.begin(), sums.end(), RowState<double>{0, 0});
-    // Twice over the row: its sums, then its gradients. The only block of a short row is still there.
+    // Two passes over the row: first its sums, then its gradients. If the row has one block only, the second
+    // pass does not compute it again.
     for (const bool summing : {true, false}) {
       for (std::int64_t entry = begin; entry < end; entry += kBlock) {
         const Block block = block_at(forward.a, entry, end, last);

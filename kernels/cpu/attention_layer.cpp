@@ -1,4 +1,4 @@
-// The attention of a layer in one call each way: scores of nodes, attention, terms that are added to its
+// The attention of a layer, with one call per pass: scores of nodes, attention, terms that are added to its
 // result, and all gradients.
 #include "fastsparse/attention_layer.h"
 
@@ -14,7 +14,7 @@ namespace {
 struct AttentionLayerArgs {
   AttentionCsrArgs attention;
   HeadScoresArgs scores;  // additive attention only: gives dst and src
-  DenseView skip;         // (num_rows, width), added to the result; null data: nothing is
+  DenseView skip;         // (num_rows, width), added to the result; null data: nothing is added
   const void* bias;       // (width) in dtype; null: 0
 };
 
@@ -22,9 +22,9 @@ struct AttentionLayerBackwardArgs {
   AttentionCsrBackwardArgs attention;  // additive: without grad_dst and grad_src
   HeadScoresArgs scores;
   void* grad_vectors[2];     // additive: (heads, head_width) in the accumulation type
-  DenseView grad_joint;      // of the maps' results: what the pointers in `attention` point into
+  DenseView grad_joint;      // of the maps' results; the pointers in `attention` point into it
   std::int64_t joint_width;  // its columns
-  void* grad_skip;           // in grad_joint; null: there is none
+  void* grad_skip;           // points into grad_joint; null: there is none
   void* grad_bias;           // (width) in the accumulation type; null: not computed
   void* grad_map_bias;       // (joint_width) in the accumulation type: sums of grad_joint; null: not computed
 };
@@ -131,7 +131,7 @@ AttentionLayerBackwardArgs arguments_of(const AttentionLayerBackward& given) {
   return args;
 }
 
-constexpr std::int64_t kRows = 1024;  // of one task
+constexpr std::int64_t kRows = 1024;  // rows per task
 
 template <typename A>
 void add_to_rows(const AttentionLayerArgs& args, std::int64_t begin, std::int64_t end) {
@@ -153,7 +153,7 @@ void add_to_rows(const AttentionLayerArgs& args, std::int64_t begin, std::int64_
   }
 }
 
-// Sums of the columns of a matrix, those of tasks added up in order.
+// Sums the columns of a matrix; the sums of tasks are added in order.
 template <typename A>
 void sum_columns(const DenseView& matrix, Dtype dtype, std::int64_t num_rows, std::int64_t width, void* to,
                  int threads) {

@@ -1,5 +1,5 @@
-// COO -> compressed rows on the CPU: a least-significant-digit sort, one counting pass for every 16 bits of
-// the minor index and one for the major index.
+// COO -> compressed rows on the CPU: a least-significant-digit radix sort, with a counting pass for every 16
+// bits of the minor index, and one for the major index.
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -56,15 +56,15 @@ void expand_rows(const ExpandRowsArgs& args, int) {
   }
 }
 
-// Entries of column c come in the order in which row c has their reverses.
+// The entries of column c have the same order as their reverses in row c.
 void reverse_entries(const ReverseEntriesArgs& args, int) {
   std::vector<std::int64_t> next(args.rowptr, args.rowptr + args.num_rows);
   const auto write = [&](auto id) {
     const auto* edge_id = static_cast<const decltype(id)*>(args.edge_id);
     auto* out = static_cast<decltype(id)*>(args.id_out);
     for (std::int64_t e = 0; e < args.num_edges; ++e) {
-      // If the checksum wrongly took the structure for symmetric, results are wrong, but no access is out of
-      // bounds.
+      // If the checksum failed to detect that the structure is not symmetric, results are wrong, but no
+      // access is out of bounds.
       const std::int64_t reverse = std::min(next[args.col[e]]++, args.num_edges - 1);
       out[e] = edge_id != nullptr ? edge_id[reverse] : static_cast<decltype(id)>(reverse);
     }

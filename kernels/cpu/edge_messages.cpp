@@ -1,6 +1,6 @@
-// Messages that meet their edges' features on the CPU, forward and backward: rows over threads, one entry at
-// a time, sums in the accumulation type. Formulas and passes are those of the CUDA kernels (edge_messages.cu
-// and edge_messages_backward.cu); features are bits f % 8 of bytes f / 8 of the signs.
+// Messages with edge features on the CPU, forward and backward: rows are divided among threads, entries are
+// processed one by one, sums have the accumulation type. Formulas and passes are those of the CUDA kernels
+// (edge_messages.cu and edge_messages_backward.cu). The sign of feature f is bit f % 8 of byte f / 8.
 #include "fastsparse/edge_messages.h"
 
 #include <algorithm>
@@ -18,7 +18,8 @@ std::int64_t work(const CsrView& a, const EdgeMessageInput& input) {
   return a.num_edges * input.width * (1 + input.edge_width);
 }
 
-// Loops over features are functions: compilers know that arrays do not overlap only if they are parameters.
+// Loops over features are functions, because __restrict tells compilers only about parameters that arrays do
+// not overlap.
 template <typename A>
 FASTSPARSE_INLINE void add_row(const A* from, A* __restrict to, std::int64_t width) {
   for (std::int64_t f = 0; f < width; ++f) to[f] += from[f];
@@ -33,7 +34,7 @@ FASTSPARSE_INLINE void set_sum(const A* left, const A* right, A* __restrict to, 
   for (std::int64_t f = 0; f < width; ++f) to[f] = left[f] + right[f];
 }
 
-// 1 + eps, rounded as PyTorch's sum is.
+// 1 + eps, rounded like PyTorch's sum.
 template <typename A>
 A one_plus(const void* eps, Dtype dtype) {
   double number;
@@ -47,7 +48,7 @@ FASTSPARSE_INLINE A sigmoid(A z) {
   return (z < A{0} ? e : A{1}) / (A{1} + e);
 }
 
-// What a gated entry adds to its row.
+// Adds the terms of a gated entry to its row's sums.
 template <typename A>
 FASTSPARSE_INLINE void add_gated(const A* z, const A* value, bool with_state, A* __restrict sum,
                                  A* __restrict side, std::int64_t width) {
@@ -58,7 +59,7 @@ FASTSPARSE_INLINE void add_gated(const A* z, const A* value, bool with_state, A*
   }
 }
 
-// Turns z and v_ij into their gradients.
+// Replaces z and v_ij by their gradients.
 template <typename A>
 FASTSPARSE_INLINE void differentiate_gated(const A* grad, const A* side, const A* grad_state, A* __restrict z,
                                            A* __restrict value, std::int64_t width) {
@@ -69,7 +70,7 @@ FASTSPARSE_INLINE void differentiate_gated(const A* grad, const A* side, const A
   }
 }
 
-// All bits or none, for each bit of a byte: masks for eight numbers at once.
+// Masks for eight numbers: for each bit of a byte, all bits or no bits of a word.
 constexpr auto kMasks = [] {
   std::array<std::array<std::int32_t, 8>, 256> masks{};
   for (int byte = 0; byte < 256; ++byte) {
@@ -84,12 +85,12 @@ FASTSPARSE_INLINE void keep_signs(const A* z, std::int64_t width, std::uint8_t* 
   for (std::int64_t byte = 0; byte < bytes; ++byte) {
     const int count = static_cast<int>(std::clamp<std::int64_t>(width - 8 * byte, 0, 8));
     unsigned bits = 0;
-    for (int i = 0; i < count; ++i) bits |= (z[8 * byte + i] <= A{0} ? 0u : 1u) << i;  // of NaN, too
+    for (int i = 0; i < count; ++i) bits |= (z[8 * byte + i] <= A{0} ? 0u : 1u) << i;  // set for NaN, too
     positive[byte] = static_cast<std::uint8_t>(bits);
   }
 }
 
-// The numbers whose bits are set, else 0.
+// Copies the numbers whose bits are set; the others become 0.
 template <typename A>
 FASTSPARSE_INLINE void where_positive(const std::uint8_t* positive, const A* from, A* __restrict to,
                                       std::int64_t width) {
@@ -111,20 +112,20 @@ FASTSPARSE_INLINE void where_positive(const std::uint8_t* positive, const A* fro
   }
 }
 
-// What one entry sends, made from its row's, its source's and its edge's numbers.
+// The message of one entry, computed from its row, its source and its edge.
 template <typename A>
 struct Message {
   const EdgeMessageInput& input;
   const std::int64_t width = input.width;
   const bool gated = input.message != EdgeMessage::kRelu, raw = input.weight != nullptr;
-  std::vector<A> memory;  // for all rows, because one allocation per row would take as long as the edges of a
-                          // small graph
+  std::vector<A> memory;  // one allocation for all rows, because an allocation per row would take as long as
+                          // the edges of a small graph
   A *z = memory.data(), *value = z + width, *workspace = value + width, *row_workspace = workspace + width;
   A *features_workspace = row_workspace + width, *rows = features_workspace + (raw ? input.edge_width : 0);
   const A* of_row;  // k, or the bias, or zeros
   const A* features = nullptr;
 
-  // With `count` rows of zeros for the caller.
+  // `count`: number of rows of zeros for the caller.
   Message(const EdgeMessageInput& of, std::int64_t count)
       : input(of), memory((4 + count) * width + (raw ? of.edge_width : 0)) {
     of_row = !gated && of.bias != nullptr ? static_cast<const A*>(of.bias) : row_workspace;
@@ -150,7 +151,7 @@ struct Message {
     if (raw) features = read_row(input.edge, input.dtype, position, input.edge_width, features_workspace);
   }
 
-  // z and v_ij of an entry of the row that is set.
+  // Computes z and v_ij for an entry of the current row.
   FASTSPARSE_INLINE void set_entry(std::int64_t col, std::int64_t position) {
     set_sum(of_row, read(input.q, col), z, width);
     if (gated) std::copy_n(read(input.v, col), width, value);
@@ -195,7 +196,7 @@ FASTSPARSE_INLINE void send(const EdgeMessageArgs& args, std::int64_t row_begin,
   }
 }
 
-// Columns of A: gradients of their rows and of their entries' edges.
+// Processes columns of A: gradients of their rows, and of the edges of their entries.
 template <typename A>
 FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args, std::int64_t begin,
                                              std::int64_t end) {
@@ -255,19 +256,19 @@ FASTSPARSE_INLINE void differentiate_columns(const EdgeMessageBackwardArgs& args
   }
 }
 
-// Numbers of a group: rows of dW, and behind them dbias of relu, rows of dU of gates.
+// Size of a group's results: the rows of dW, and then dbias (relu) or the rows of dU (gates).
 std::int64_t size_of_group(const EdgeMessageInput& input) {
   return (input.edge_width + (input.message == EdgeMessage::kRelu ? 1 : input.edge_width)) * input.width;
 }
 
-// Groups of rows for dW and dU; their number depends only on the graph, not on the threads.
+// Number of row groups for dW and dU; it depends only on the graph, not on the number of threads.
 std::int64_t groups_of(const EdgeMessageBackwardArgs& args) {
   const EdgeMapGradients& maps = args.maps;
   if (maps.weight == nullptr && maps.of_value == nullptr && maps.bias == nullptr) return 0;
   return std::clamp<std::int64_t>(args.a.num_rows / 32, 1, 64);
 }
 
-// Adds a group of rows to dW, and to the numbers stored behind it.
+// Adds a group of rows to dW, and to the results stored after it.
 template <typename A>
 FASTSPARSE_INLINE void differentiate_weights(const EdgeMessageBackwardArgs& args, A* grad_weight,
                                              std::int64_t row_begin, std::int64_t row_end) {
@@ -297,7 +298,7 @@ FASTSPARSE_INLINE void differentiate_weights(const EdgeMessageBackwardArgs& args
   }
 }
 
-// The groups' parts of dW, dbias and dU added up, in float64 as on CUDA, and transposed.
+// Adds the groups' parts of dW, dbias and dU in float64, as on CUDA, and transposes them.
 template <typename A>
 void sum_groups(const EdgeMessageBackwardArgs& args, const std::vector<A>& parts) {
   const EdgeMapGradients& to = args.maps;

@@ -7,9 +7,9 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr std::int64_t kFewHeads = 4;  // fewer are computed one after the other, entries side by side
+constexpr std::int64_t kFewHeads = 4;  // fewer heads are computed one by one, with a vector of entries
 
-// All heads of an entry side by side.
+// Computes all heads of an entry together.
 template <typename T>
 FASTSPARSE_INLINE void normalise_heads(const EdgeSoftmaxArgs& args, std::int64_t row_begin,
                                        std::int64_t row_end) {
@@ -31,7 +31,7 @@ FASTSPARSE_INLINE void normalise_heads(const EdgeSoftmaxArgs& args, std::int64_t
       const T* scores = input + edge_position(args.a, begin + i) * heads;
       for (std::int64_t h = 0; h < heads; ++h) {
         const A score = widen(scores[h]), so_far = highest[h];
-        highest[h] = ((score > so_far) | (score != score)) ? score : so_far;  // NaN stays
+        highest[h] = ((score > so_far) | (score != score)) ? score : so_far;  // a NaN remains
       }
     }
     for (std::int64_t i = 0; i < count; ++i) {
@@ -60,7 +60,7 @@ FASTSPARSE_INLINE void normalise_rows(const EdgeSoftmaxArgs& args, std::int64_t 
   constexpr A kInfinity = std::numeric_limits<A>::infinity();
   const auto* input = static_cast<const T*>(args.input);
   auto* out = static_cast<T*>(args.out);
-  std::vector<A> weight;  // of one row and head, padded to whole vectors
+  std::vector<A> weight;  // for one row and head, padded to whole vectors
   for (std::int64_t row = row_begin; row < row_end; ++row) {
     const std::int64_t begin = args.a.rowptr[row], count = args.a.rowptr[row + 1] - begin;
     weight.resize((count + kWidth - 1) / kWidth * kWidth);
@@ -68,7 +68,7 @@ FASTSPARSE_INLINE void normalise_rows(const EdgeSoftmaxArgs& args, std::int64_t 
       A highest = -kInfinity;
       for (std::int64_t i = 0; i < count; ++i) {
         weight[i] = widen(input[edge_position(args.a, begin + i) * args.heads + head]);
-        highest = weight[i] > highest || weight[i] != weight[i] ? weight[i] : highest;  // NaN stays
+        highest = weight[i] > highest || weight[i] != weight[i] ? weight[i] : highest;  // a NaN remains
       }
       std::fill(weight.begin() + count, weight.end(), -kInfinity);
       double sum = 0;

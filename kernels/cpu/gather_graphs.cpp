@@ -1,4 +1,4 @@
-// Batches of graphs on the CPU: a copy for every graph and tensor. Floor: all tensors read and written once.
+// Batches of graphs on the CPU: a copy per graph and tensor. Bound by reading and writing all tensors once.
 #include "fastsparse/gather_graphs.h"
 
 #include <algorithm>

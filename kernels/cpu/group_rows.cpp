@@ -49,7 +49,7 @@ void similar_rows(const SimilarRowsArgs& args, int threads) {
     const auto row_at = [&](std::int64_t place) { return args.order[first + place] - first; };
 #pragma omp parallel for schedule(static) num_threads(threads) if (args.num_rows > kSerialRows)
     for (std::int64_t place = 0; place < args.num_rows; ++place) {
-      const std::int64_t row = row_at(place);  // of no other place: no other thread writes its result
+      const std::int64_t row = row_at(place);  // the places of a band have different rows
       for (const std::int64_t neighbour : {place - 1, place + 1}) {
         if (neighbour < 0 || neighbour >= args.num_rows) continue;
         const std::int64_t other = row_at(neighbour);

@@ -1,6 +1,6 @@
 // Scores of nodes for additive attention on the CPU: blocks of rows, one head at a time, with the products
-// and sums of attention's own passes. Bound by reading the features once: N H D elements; the backward pass
-// writes as many. Sums over rows are those of blocks, added up in order.
+// and sums of the attention kernels. Bound by reading the features once (N H D elements); the backward pass
+// also writes as many. Sums over rows are computed per task and added in order.
 #include "fastsparse/head_scores.h"
 
 #include <array>
@@ -21,7 +21,7 @@ std::array<std::int32_t, kBlock> all_rows() {
   return rows;
 }
 
-// The features of one head in the rows from `row` on, as attention gathers those of neighbours.
+// The features of one head in the rows that begin at `row`, in the form in which attention gathers rows.
 FASTSPARSE_INLINE Gather rows_from(const HeadScoresArgs& args, std::int64_t row, std::int64_t head,
                                    std::int64_t end, const std::int32_t* rows) {
   const std::int64_t count = std::min<std::int64_t>(kBlock, end - row);
@@ -44,7 +44,7 @@ void score_rows(const HeadScoresArgs& args, std::int64_t begin, std::int64_t end
   }
 }
 
-// Sums of a task's rows for the gradients of the vectors, two of them, (2, heads * head_width).
+// Sums a task's rows for the gradients of the two vectors, (2, heads * head_width).
 template <typename A>
 void differentiate_rows(const HeadScoresBackwardArgs& args, std::int64_t begin, std::int64_t end,
                         const std::int32_t* rows, A* sums) {

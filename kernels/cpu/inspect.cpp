@@ -1,5 +1,5 @@
-// Checks of edges and compressed rows on the CPU, in one pass that also writes what a structure of sorted
-// edges consists of.
+// Checks edges or compressed rows on the CPU. If edges are sorted, the same pass also writes the arrays of
+// their structure.
 #include <algorithm>
 #include <cmath>
 
@@ -56,7 +56,7 @@ void inspect_edges(const InspectArgs& args, int threads) {
   args.facts[kChecksum] = static_cast<std::int64_t>(checksum);
   args.facts[kLoops] = loops;
   if (row == nullptr || rows_descend || most_row >= as_unsigned(args.num_rows)) return;
-  std::int64_t next = 0;  // the first row whose beginning is not known yet
+  std::int64_t next = 0;  // the first row whose pointer has not been written
   for (std::int64_t e = 0; e < args.num_edges; ++e) {
     while (next <= row[e]) args.rowptr[next++] = e;
   }
@@ -74,7 +74,7 @@ void inspect(const InspectArgs& args, int threads) {
         args.edge_id_is_64bit ? greatest<std::int64_t>(args.edge_id, args.num_edges)
                               : greatest<std::int32_t>(args.edge_id, args.num_edges));
   }
-  // Without edges, rows never begin; where indices are out of range, pointers were not written.
+  // Pointers were not written if there are no edges, or if indices are out of range.
   const bool has_rows =
       args.row == nullptr ||
       (args.facts[kRowsDescend] == 0 && as_unsigned(args.facts[kMostRow]) < as_unsigned(args.num_rows));
@@ -107,7 +107,7 @@ void sort_edges(const SortEdgesArgs& args, int threads) {
     std::int64_t of_rows[kNumEdgeFacts];
     InspectArgs sorted = found;
     sorted.row = nullptr;
-    sorted.num_edges = 0;  // only rows are checked
+    sorted.num_edges = 0;  // only row pointers are checked
     sorted.facts = of_rows;
     inspect(sorted, threads);
     for (const EdgeFact fact : {kEmptyRows, kMostEntries}) found.facts[fact] = of_rows[fact];

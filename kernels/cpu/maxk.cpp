@@ -1,4 +1,4 @@
-// MaxK on the CPU, its gradient, and the way between CBSR and dense rows.
+// MaxK on the CPU, its gradient, and conversions between CBSR and dense rows.
 #include <algorithm>
 #include <functional>
 #include <type_traits>
@@ -13,7 +13,7 @@ namespace {
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 15;  // entries below which waking threads costs more than it saves
 
-// An unsigned integer that orders as the value does: +0 and -0 the same, NaN above all.
+// An unsigned integer with the order of the values: +0 and -0 are equal, and NaN is the largest.
 template <typename A>
 FASTSPARSE_INLINE auto order_key(A value) {
   using Key = std::conditional_t<std::is_same_v<A, double>, std::uint64_t, std::uint32_t>;
@@ -44,7 +44,7 @@ FASTSPARSE_INLINE void select_rows(const MaxkArgs& args, std::int64_t row_begin,
     ranked = keys;
     std::nth_element(ranked.begin(), ranked.begin() + (args.k - 1), ranked.end(), std::greater<Key>());
     const Key least = ranked[args.k - 1];
-    std::int64_t ties = args.k;  // how many of those equal to the smallest are kept
+    std::int64_t ties = args.k;  // number of kept entries that equal the smallest kept one
     for (std::int64_t c = 0; c < args.width; ++c) ties -= keys[c] > least;
     const auto keeps = [&](std::int64_t c) {
       const bool tie = keys[c] == least && ties > 0;

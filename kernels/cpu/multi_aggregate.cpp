@@ -1,6 +1,7 @@
-// Several aggregations of messages at once on the CPU, forward and backward: rows over threads, vectors over
-// features. Formulas are those of the CUDA kernels (multi_aggregate.cu and multi_aggregate_backward.cu), but
-// the column pass recomputes the messages and compares them with the row's maximum and minimum.
+// Several aggregations of messages at once on the CPU, forward and backward: rows are divided among threads,
+// features are processed in vectors. Formulas are those of the CUDA kernels (multi_aggregate.cu and
+// multi_aggregate_backward.cu), but the column pass recomputes the messages and compares them with the row's
+// maximum and minimum.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -11,13 +12,14 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr int kBlockEntries = 8;  // whose squared deviations are summed around their own mean
+constexpr int kBlockEntries = 8;  // squared deviations are computed from the mean of so many entries
 
 std::int64_t work(const CsrView& a, const MultiAggregateInput& input) {
   return a.num_edges * (input.width + (input.weight != nullptr ? input.width * input.edge_width : 0));
 }
 
-// Loops over features are functions: compilers know that arrays do not overlap only if they are parameters.
+// Loops over features are functions, because __restrict tells compilers only about parameters that arrays do
+// not overlap.
 template <typename A>
 FASTSPARSE_INLINE void set_sum(const A* left, const A* right, A* __restrict to, std::int64_t width) {
   for (std::int64_t f = 0; f < width; ++f) to[f] = left[f] + right[f];
@@ -27,7 +29,7 @@ FASTSPARSE_INLINE void add_scaled(A by, const A* from, A* __restrict to, std::in
   for (std::int64_t f = 0; f < width; ++f) to[f] += by * from[f];
 }
 
-// x_j + e_ij of an entry and, with the destination's row (zeros where there is none), its message.
+// Computes x_j + e_ij of an entry and, with the destination's row (zeros if there is none), its message.
 template <typename A>
 struct Messages {
   const MultiAggregateInput& input;
@@ -72,8 +74,8 @@ struct Messages {
   }
 };
 
-// A row's sums so far. Squared deviations are from the mean (Chan et al., Updating formulae and a pairwise
-// algorithm for computing sample variances, 1979): nothing cancels.
+// A row's sums so far. Squared deviations are relative to the mean, which avoids cancellation (Chan et al.,
+// Updating formulae and a pairwise algorithm for computing sample variances, 1979).
 template <typename A>
 struct Aggregates {
   std::int64_t width, count = 0;
@@ -89,7 +91,7 @@ struct Aggregates {
     }
   }
 
-  // One message of a block, in the sums of the block and the extrema.
+  // Adds one message to the sums of its block and to the extrema.
   static FASTSPARSE_INLINE void add_one(const A* m, bool first, A* __restrict total, A* __restrict most,
                                         A* __restrict most_ties, A* __restrict least,
                                         A* __restrict least_ties, std::int64_t width) {
@@ -103,7 +105,7 @@ struct Aggregates {
       least[f] = lower ? m[f] : least[f];
     }
   }
-  // A block's sums among those so far, and the squared shift between their means.
+  // Merges a block's sums with the sums so far, including the term of the difference of their means.
   static FASTSPARSE_INLINE void merge(const A* block, A of_entries, A of_count, A both, A* __restrict total,
                                       A* __restrict squared, std::int64_t width) {
     for (std::int64_t f = 0; f < width; ++f) {
@@ -136,8 +138,8 @@ struct Aggregates {
   }
 };
 
-// The results of one aggregation in a row are in pieces, one for every group of features. Calls f(element
-// where a piece is, its first feature, its width) for each.
+// The results of one aggregation in a row are in pieces, one per group of features. Calls f(position of a
+// piece, its first feature, its width) for each.
 template <typename F>
 FASTSPARSE_INLINE void for_pieces(const MultiAggregateInput& input, std::int64_t row, int slot, const F& f) {
   for (std::int64_t first = 0; first < input.width; first += input.group_width) {
@@ -188,7 +190,7 @@ FASTSPARSE_INLINE void aggregate_rows(const MultiAggregateArgs& args, std::int64
   }
 }
 
-// What a row's messages get: dm = base + slope (x_j + e_ij) + [m = high] high_share + [m = low] low_share.
+// Gradient of a row's messages: dm = base + slope (x_j + e_ij) + [m = high] high_share + [m = low] low_share.
 template <typename A>
 struct RowGradient {
   const MultiAggregateBackwardArgs& args;
@@ -196,10 +198,10 @@ struct RowGradient {
   std::vector<A> of_results[kNumAggregations], out, grad_dst;
 
   explicit RowGradient(const MultiAggregateBackwardArgs& of) : args(of), out(width), grad_dst(width) {
-    for (auto& of_one : of_results) of_one.resize(width);  // zeros where an aggregation is not wanted
+    for (auto& of_one : of_results) of_one.resize(width);  // zeros if an aggregation is not wanted
   }
 
-  // The results of one aggregation in a row, or their gradients.
+  // Reads the results of one aggregation in a row, or their gradients.
   FASTSPARSE_INLINE void read(const void* results, std::int64_t row, int aggregation, A* to) const {
     const MultiAggregateInput& input = args.input;
     if (input.slot[aggregation] < 0) return;

@@ -1,16 +1,17 @@
-// Neighbour sampling on the CPU: the batches of sample_neighbors.h, in other steps than on a GPU. A thread
-// takes a chunk of rows at a time:
+// Neighbour sampling on the CPU. The batches are those of sample_neighbors.h, but the steps differ from those
+// on a GPU. A thread takes a chunk of rows at a time:
 //
-//   draw     reads the rows' ranges, draws entries, reads their columns, touches places in the table;
-//   number   gives sources their numbers and appends those that the batch does not have. Chunks take turns,
-//            in the order of rows, while other threads draw: an edge looks into the table once, which holds
-//            numbers alone, and nothing depends on the number of threads;
-//   write    puts the chunk's edges behind those of the chunks before, with numbers in place of places.
+//   choose   reads the rows' ranges, chooses entries at random, reads their columns, prefetches the table;
+//   number   numbers the sources and appends those that are new to the batch. Chunks do this one after the
+//            other, in the order of rows, while other threads choose. So there is one table look-up per edge,
+//            the table only has numbers, and results do not depend on the number of threads;
+//   write    appends the chunk's edges to those of earlier chunks, with the sources' numbers.
 //
-// Floor of an edge: a line of columns from memory (64 bytes, 4 of them used), a line of the table from the
-// last-level cache or memory, 16 + 28 bytes written. Lines are asked for, for a whole chunk, before they are
-// read, and only into the L2 cache: a core waits for twice as many of those as of loads and of prefetches
-// into its L1 cache (random lines of 500 MB in huge pages, an EPYC 9004: 4.4 ns each against 8.6 and 6.4).
+// Lower bound per edge: a cache line of columns from memory (64 bytes, 4 of them used), a line of the table
+// from the last-level cache or memory, and 16 + 28 bytes written. The lines of a whole chunk are prefetched
+// before they are read, and only into the L2 cache, because a core can have more such requests in flight than
+// loads or prefetches into its L1 cache. (Random lines of 500 MB in huge pages on an EPYC 9004 take 4.4 ns
+// each, with loads 8.6 ns, with prefetches into L1 6.4 ns.)
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -26,20 +27,21 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr std::int64_t kChunkSlots = 2048;  // about as many edges has a chunk: they stay in the L2 cache
+constexpr std::int64_t kChunkSlots = 2048;  // approximate number of edges per chunk; they fit the L2 cache
 constexpr std::int64_t kChunkRows = 1024;
 
 struct Row {
   std::int64_t begin;  // first entry
   std::int64_t end;
   std::uint32_t number;  // in the batch
-  std::uint32_t count;   // edges that were drawn
+  std::uint32_t count;   // number of chosen edges
 };
 
-// What a thread keeps from chunk to chunk; vectors only grow.
+// Memory that a thread reuses from chunk to chunk; vectors only grow.
 struct Scratch {
   std::vector<Row> rows;
-  // Rows that are drawn from, how many entries each has, and which are drawn: the first of all rows first.
+  // Rows in which entries are chosen, their numbers of entries, and the chosen entries: first the first entry
+  // of every row, then the second ones, ...
   std::vector<std::uint32_t> row, degree, chosen;
   std::vector<std::int64_t> entry;
   std::vector<std::int32_t> node;     // the source
@@ -54,8 +56,8 @@ T* resized(std::vector<T>& vector, std::size_t size) {
   return vector.data();
 }
 
-// Asks for the line of an address, see above. What only calls it must be inlined by force: GCC takes that to
-// do nothing, and leaves their calls out.
+// Prefetches the cache line of an address, see above. Functions that do nothing else must be force-inlined:
+// GCC assumes that they have no effect and removes the calls.
 FASTSPARSE_INLINE void fetch_to_l2(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 #ifdef __x86_64__
@@ -63,16 +65,16 @@ __attribute__((target("avx2"))) inline __m256i widen_four(const std::uint32_t* f
   return _mm256_cvtepu32_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
 
-// chosen[k] = below(draw_bits(seed, step, row[k], nth), degree[k] - fewer) for the first elements, as many as
-// fill vectors; returns how many. Compilers' own vectors of such products take three times as long (6.4 ns a
-// number, these 2.1), which is a tenth of a batch.
+// chosen[k] = below(draw_bits(seed, step, row[k], nth), degree[k] - fewer) for the first elements, a multiple
+// of the vector width; returns their number. The compilers' vector code takes three times as long (6.4 ns per
+// number instead of 2.1), which is a tenth of the time of a batch.
 __attribute__((target("avx2"))) std::size_t choose_with_avx2(std::uint64_t seed, std::uint32_t step,
                                                              std::uint32_t nth, std::uint32_t fewer,
                                                              std::size_t count, const std::uint32_t* row,
                                                              const std::uint32_t* degree,
                                                              std::uint32_t* chosen) {
-  // `philox64`: four elements a vector, each in the lower half of 64 bits; products ignore what is in the
-  // upper one. Two vectors at a time, whose products do not wait for each other.
+  // `philox64` with four elements per vector, each in the lower half of 64 bits; products ignore the upper
+  // half. Two vectors at a time, because their products do not wait for each other.
   constexpr int kVectors = 2, kLanes = 4;
   std::size_t k = 0;
   for (; k + kVectors * kLanes <= count; k += kVectors * kLanes) {
@@ -100,7 +102,7 @@ __attribute__((target("avx2"))) std::size_t choose_with_avx2(std::uint64_t seed,
     for (int v = 0; v < kVectors; ++v) {
       const __m256i choices =
           _mm256_sub_epi64(widen_four(degree + k + v * kLanes), _mm256_set1_epi64x(fewer));
-      // The upper half of the product by halves of the bits.
+      // The upper half of the product of the 64 bits and `choices`, computed from both halves of the bits.
       const __m256i low = _mm256_mul_epu32(c0[v], choices), high = _mm256_mul_epu32(c1[v], choices);
       const __m256i sum = _mm256_add_epi64(high, _mm256_srli_epi64(low, 32));
       const __m256i upper = _mm256_permutevar8x32_epi32(sum, _mm256_setr_epi32(1, 3, 5, 7, 1, 3, 5, 7));
@@ -111,7 +113,7 @@ __attribute__((target("avx2"))) std::size_t choose_with_avx2(std::uint64_t seed,
 }
 #endif
 
-// Draws from all rows at a time: chosen[j * rows + k] is the j-th number of row k.
+// Chooses numbers for all rows together: chosen[j * rows + k] is the j-th number of row k.
 void choose(const SampleStep& step, std::uint64_t seed, std::size_t rows, const std::uint32_t* __restrict row,
             const std::uint32_t* __restrict degree, std::uint32_t* chosen) {
   const auto fanout = static_cast<std::uint32_t>(step.fanout);
@@ -126,8 +128,8 @@ void choose(const SampleStep& step, std::uint64_t seed, std::size_t rows, const 
 #endif
     for (; k < rows; ++k) drawn[k] = below(draw_bits(seed, step, row[k], j), degree[k] - fewer);
     if (step.replace) continue;
-    // Floyd's method (Bentley and Floyd, "A sample of brilliance", 1987): the last number of those there were
-    // to choose from in place of one that an earlier draw has, which sets all bits.
+    // Floyd's method (Bentley and Floyd, "A sample of brilliance", 1987): a number that was chosen before is
+    // replaced by the largest possible number. The comparison gives a mask with all bits set.
     for (std::uint32_t i = 0; i < j; ++i) {
       const std::uint32_t* __restrict earlier = chosen + i * rows;
       for (k = 0; k < rows; ++k) drawn[k] |= drawn[k] == earlier[k] ? ~std::uint32_t{0} : 0;
@@ -142,7 +144,7 @@ std::int64_t most_edges(const SampleStep& step, const Row& row) {
   return step.replace ? (degree > 0 ? step.fanout : 0) : std::min(degree, step.fanout);
 }
 
-// Entries of all rows where they are equally likely.
+// Chooses entries of all rows if all entries are equally likely.
 void draw_evenly(const SampleStep& step, std::uint64_t seed, Scratch& s, std::int64_t most) {
   std::uint32_t *row = resized(s.row, s.rows.size()), *degree = resized(s.degree, s.rows.size());
   const auto takes_all = [&](const Row& r) { return !step.replace && r.end - r.begin <= step.fanout; };
@@ -164,7 +166,7 @@ void draw_evenly(const SampleStep& step, std::uint64_t seed, Scratch& s, std::in
   }
 }
 
-// Entries of one row in all other cases; returns how many.
+// Chooses entries of one row in all other cases; returns their number.
 std::uint32_t draw_row(const SampleStep& step, std::uint64_t seed, const Row& row, std::int64_t* entry,
                        Scratch& s) {
   const auto fanout = static_cast<std::uint32_t>(step.fanout);
@@ -215,8 +217,8 @@ FASTSPARSE_INLINE void for_each_source(const SampleStep& step, const Scratch& s,
   }
 }
 
-// Draws for rows first .. last - 1 of the batch; returns the number of edges, whose entries and sources are
-// in the scratch.
+// Chooses entries for rows first .. last - 1 of the batch and writes entries and sources to the scratch;
+// returns the number of edges.
 std::int64_t draw_chunk(const SampleStep& step, const SampleArgs& args, std::int64_t first, std::int64_t last,
                         Scratch& s) {
   const auto is_valid = [&](std::int64_t node) { return node >= 0 && node < step.a.num_rows; };
@@ -266,7 +268,7 @@ std::int64_t draw_chunk(const SampleStep& step, const SampleArgs& args, std::int
   return count;
 }
 
-// Numbers of the sources; those that are new come behind the `nodes` that the batch has. Returns how many.
+// Numbers the sources and appends new ones to the `nodes` nodes of the batch; returns the number of new ones.
 std::int64_t number_chunk(const SampleStep& step, const NodeTable& table, std::int64_t nodes,
                           std::int64_t count, Scratch& s) {
   std::uint32_t* number = resized(s.number, count);
@@ -275,9 +277,9 @@ std::int64_t number_chunk(const SampleStep& step, const NodeTable& table, std::i
   for_each_source(step, s, count,
                   [&](std::int64_t k, std::int32_t node, std::int32_t seed) FASTSPARSE_INLINED {
                     std::uint32_t& value = table.value[find_or_insert(table, step.src, node, seed)];
-                    // Whether a node is new is unpredictable, so there must be no branch, which compilers may
-                    // generate for a conditional expression (4.5 instead of 3.3 ns per edge). Values of new
-                    // nodes have all bits.
+                    // Whether a node is new is unpredictable, so there must be no branch. Compilers may
+                    // generate one for a conditional expression (4.5 instead of 3.3 ns per edge). Values of
+                    // new nodes have all bits set.
                     const std::uint32_t is_new = value == kNoPlace;
                     value &= static_cast<std::uint32_t>(nodes + added) | (is_new - 1);
                     number[k] = value;
@@ -288,8 +290,8 @@ std::int64_t number_chunk(const SampleStep& step, const NodeTable& table, std::i
   return added;
 }
 
-// For induced steps: numbers of the sources. Keeps only edges whose source is in the batch, and returns their
-// number.
+// Numbers the sources in induced steps: keeps only edges whose source is in the batch, and returns the number
+// of these edges.
 std::int64_t keep_known(const SampleStep& step, const NodeTable& table, std::int64_t count, Scratch& s) {
   std::uint32_t* number = resized(s.number, count);
   std::int64_t kept = 0, k = 0;
@@ -351,15 +353,15 @@ void run_step(const SampleStep& step, const SampleArgs& args, int threads) {
   *step.nodes_after = nodes;
 }
 
-// Bytes of rows that are prefetched while one row is copied, and the limit per row: the core itself
-// prefetches the rest of a longer row.
+// Bytes of later rows that are prefetched while a row is copied, and the largest number of bytes per row: the
+// hardware prefetches the rest of a longer row.
 constexpr std::int64_t kBytesAhead = 3072, kMostOfRow = 1024, kLine = 64;
 
 void fetch(const char* row, std::int64_t bytes) {
   for (std::int64_t at = 0; at < std::min(bytes, kMostOfRow); at += kLine) __builtin_prefetch(row + at);
 }
 
-// Rows first .. last - 1.
+// Copies rows first .. last - 1.
 void copy_rows(const GatherRowsArgs& args, std::int64_t first, std::int64_t last, bool past_caches) {
   const auto* table = static_cast<const char*>(args.table);
   auto* out = static_cast<char*>(args.out);

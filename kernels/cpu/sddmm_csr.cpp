@@ -16,7 +16,7 @@ template <typename T>
 FASTSPARSE_INLINE Acc<T> dot(const T* left, const T* right, std::int64_t width) {
   using A = Acc<T>;
   constexpr int kWidth = kVectorWidth<A>;
-  Vector<A> sum = {}, other_sum = {};  // two, because an addition waits for the one before
+  Vector<A> sum = {}, other_sum = {};  // two sums, because an addition waits for the previous one
   Vector<A> l, r;
   std::int64_t f = 0;
   for (; f + 2 * kWidth <= width; f += 2 * kWidth) {
@@ -39,7 +39,7 @@ FASTSPARSE_INLINE Acc<T> dot(const T* left, const T* right, std::int64_t width) 
   return total;
 }
 
-// Products of single features, as many as there are heads of one feature each.
+// Products for heads of one feature each.
 template <typename T, typename Out>
 FASTSPARSE_INLINE void multiply(const T* left, const T* right, Acc<T> scale, std::int64_t width, Out* out) {
   for (std::int64_t f = 0; f < width; ++f) narrow(scale * (widen(left[f]) * widen(right[f])), out + f);

@@ -1,6 +1,6 @@
-// Reductions of segments of rows on the CPU: sum, mean, maximum, minimum, product, variance, deviation. One
-// segment after the other, all features of a row at a time; rows are read through the entries' positions.
-// Ties of extrema go to the first entry; NaN wins, as in torch.
+// Reductions of segments of rows on the CPU: sum, mean, maximum, minimum, product, variance, deviation. A
+// thread processes its segments one by one, with all features of a row at a time. Rows are read through the
+// entries' positions. Among equal extrema, the first entry is chosen; NaN is an extremum, as in torch.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -13,7 +13,7 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr std::int64_t kEntriesPerSum = 32;  // then the sum moves to a compensated total
+constexpr std::int64_t kEntriesPerSum = 32;  // afterwards, the sum is added to a compensated total
 constexpr int kTileVectors = 8;              // accumulators of a sum held in registers
 constexpr int kPrefetchEntries = 8;          // entries between a prefetch and its use
 constexpr std::int64_t kRowsPerTask = 64;
@@ -34,20 +34,20 @@ struct Workspace {
   std::vector<double> wide_first, wide_second;
 };
 
-// Sums kVectors * kLanes features, f .., of a segment in registers.
+// Sums the kVectors * kLanes features that begin at f over a segment, in registers.
 template <typename T, int kLanes, int kVectors>
 FASTSPARSE_INLINE void sum_tile(const SegmentReduceArgs& args, std::int64_t row, std::int64_t f) {
   using A = Acc<T>;
   using V = Lanes<A, kLanes>;
   const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1];
-  const bool in_order = args.a.edge_id == nullptr;  // then the hardware prefetches the rows itself
+  const bool in_order = args.a.edge_id == nullptr;  // if so, the hardware prefetches the rows
   V sum[kVectors], total[kVectors] = {}, compensation[kVectors] = {};
   for (std::int64_t block = begin; block < end; block += kEntriesPerSum) {
     const std::int64_t block_end = std::min(block + kEntriesPerSum, end);
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) sum[v] = V{};
     for (std::int64_t entry = block; entry < block_end; ++entry) {
-      if (!in_order && entry + kPrefetchEntries < args.a.num_edges) {  // of the segments that follow, too
+      if (!in_order && entry + kPrefetchEntries < args.a.num_edges) {  // also in later segments
         const T* next = row_of_entry<T>(args, entry + kPrefetchEntries) + f;
         for (int byte = 0; byte < kVectors * kLanes * static_cast<int>(sizeof(T)); byte += 64) {
           __builtin_prefetch(reinterpret_cast<const char*>(next) + byte);
@@ -61,7 +61,7 @@ FASTSPARSE_INLINE void sum_tile(const SegmentReduceArgs& args, std::int64_t row,
         sum[v] += features;
       }
     }
-    if (end - begin <= kEntriesPerSum) {  // one block, whose sum is the total
+    if (end - begin <= kEntriesPerSum) {  // there is one block, and its sum is the total
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) total[v] = sum[v];
     } else {
@@ -116,8 +116,8 @@ FASTSPARSE_INLINE void extremum_of_segment(const SegmentReduceArgs& args, std::i
   const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1], width = args.width;
   const A sign = args.reduction == Reduction::kMin ? A{-1} : A{1};  // min(v) = -max(-v)
   A* best = workspace.first.data();
-  std::int32_t* chosen = workspace.offset.data();  // as wide as float32: both stay in one kind of vectors
-  // The first entry, unless a later one is greater, even if all are the smallest number.
+  std::int32_t* chosen = workspace.offset.data();  // as wide as float32, for equal vectors
+  // The first entry is chosen unless a later one is greater, also if all are the smallest number.
   std::fill(best, best + width, -std::numeric_limits<A>::infinity());
   std::fill(chosen, chosen + width, 0);
   for (std::int64_t entry = begin; entry < end; ++entry) {
@@ -160,7 +160,8 @@ FASTSPARSE_INLINE void multiply_segment(const SegmentReduceArgs& args, std::int6
   for (std::int64_t f = 0; f < width; ++f) narrow(product[f], out + f);
 }
 
-// Welford's mean and sum of squared deviations of a block of entries; blocks are merged by Chan's formula.
+// Mean and sum of squared deviations of a block of entries by Welford's method; blocks are merged with Chan's
+// formula.
 template <typename T>
 FASTSPARSE_INLINE void moments_of_segment(const SegmentReduceArgs& args, std::int64_t row,
                                           Workspace<Acc<T>>& workspace) {

@@ -1,5 +1,5 @@
-// SpMM from CSR on the CPU: one row at a time, accumulators held in registers, the rows that come next
-// prefetched. Bound by the gather of x: num_edges * width * sizeof(T) bytes.
+// SpMM from CSR on the CPU: one row at a time, with accumulators in registers, and rows of x prefetched.
+// Bound by the gather of x: num_edges * width * sizeof(T) bytes.
 #include <algorithm>
 
 #include "fastsparse/cpu_pages.h"
@@ -11,10 +11,10 @@ namespace {
 
 constexpr int kTileVectors = 8;              // accumulators held in registers
 constexpr int kPrefetchEntries = 8;          // entries between a prefetch and its use
-constexpr std::int64_t kEntriesPerSum = 32;  // then the sum moves to a compensated total
+constexpr std::int64_t kEntriesPerSum = 32;  // afterwards, the sum is added to a compensated total
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // products below which waking threads costs more than it saves
-constexpr std::int64_t kNearBytes = 1 << 19;   // of x, up to which it is in a near cache: no prefetching
+constexpr std::int64_t kNearBytes = 1 << 19;   // size of x up to which it is in a near cache: no prefetching
 
 template <typename T>
 FASTSPARSE_INLINE Acc<T> weight_of(const SpmmArgs& args, std::int64_t entry, std::int64_t head) {
@@ -26,7 +26,7 @@ FASTSPARSE_INLINE Acc<T> weight_of(const SpmmArgs& args, std::int64_t entry, std
   return weight;
 }
 
-// The values of the entries in their order if there are no other weights; otherwise null.
+// The values, if they are in the order of the entries and the only weights; otherwise null.
 template <typename T>
 FASTSPARSE_INLINE const T* plain_weights(const SpmmArgs& args) {
   const bool is_plain = args.value.dtype == args.dtype && args.value.heads == 1 &&
@@ -42,7 +42,7 @@ FASTSPARSE_INLINE Acc<T> loop_of(const SpmmArgs& args, std::int64_t row) {
   return args.scale_src == nullptr ? loop : loop * static_cast<const Acc<T>*>(args.scale_src)[row];
 }
 
-// Loads the values that an edge has for consecutive features, each its own.
+// Loads an edge's values for consecutive features that have one value each.
 template <typename T>
 FASTSPARSE_INLINE void load_values(const SpmmArgs& args, std::int64_t index, Vector<Acc<T>>& to) {
   if (args.value.dtype == args.dtype) {
@@ -52,8 +52,8 @@ FASTSPARSE_INLINE void load_values(const SpmmArgs& args, std::int64_t index, Vec
   }
 }
 
-// Accumulates kVectors vectors of accumulators, features f .. of one row; kByFeature: every feature has
-// values of its own, as many as there are heads.
+// Accumulates the kVectors vectors of features that begin at f, for one row. kByFeature: heads have one
+// feature each, so every feature has its own value.
 template <typename T, int kVectors, bool kByFeature = false>
 FASTSPARSE_INLINE void accumulate_tile(const SpmmArgs& args, std::int64_t row, std::int64_t head,
                                        std::int64_t f) {
@@ -70,7 +70,7 @@ FASTSPARSE_INLINE void accumulate_tile(const SpmmArgs& args, std::int64_t row, s
     const std::int64_t block_end = std::min(block + kEntriesPerSum, end);
     Vector<A> sum[kVectors] = {};
     for (std::int64_t entry = block; entry < block_end; ++entry) {
-      if (entry + kPrefetchEntries < prefetched) {  // of the rows that follow, too
+      if (entry + kPrefetchEntries < prefetched) {  // also in later rows
         const T* next = x + args.a.col[entry + kPrefetchEntries] * args.x.stride;
         for (int byte = 0; byte < kVectors * kWidth * static_cast<int>(sizeof(T)); byte += 64) {
           __builtin_prefetch(reinterpret_cast<const char*>(next) + byte);
@@ -179,7 +179,7 @@ FASTSPARSE_INLINE void multiply_rows(const SpmmArgs& args, std::int64_t row_begi
         accumulate_tile<T, 1>(args, row, head, f);
         f += kWidth;
       }
-      if (f < end && head_width >= kWidth) {  // the last vector again, from where it ends with the head
+      if (f < end && head_width >= kWidth) {  // the last vector overlaps the previous one
         accumulate_tile<T, 1>(args, row, head, end - kWidth);
         f = end;
       }

@@ -1,6 +1,6 @@
-// The transposed product from the rows of the structure as it is, on the CPU: every thread takes a range of
-// columns and looks through all entries for them, so that sums of a column are taken in entry order whatever
-// the number of threads, and no two threads write one column.
+// The transposed product from the untransposed structure, on the CPU. Every thread searches all entries for
+// those in its range of columns. So every column is written by one thread, and summed in the order of entries
+// with any number of threads.
 #include <algorithm>
 #include <type_traits>
 

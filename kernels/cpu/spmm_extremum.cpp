@@ -1,5 +1,5 @@
-// Maximum and minimum aggregation from CSR on the CPU. Ties go to the first entry of the row; NaN wins, as in
-// torch.
+// Maximum and minimum aggregation from CSR on the CPU. Among equal extrema, the first entry of the row is
+// chosen; NaN is an extremum, as in torch.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -12,12 +12,13 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr int kTileVectors = 4;      // results held in registers, and as many positions
+constexpr int kTileVectors = 4;      // vectors of results in registers, and as many of positions
 constexpr int kPrefetchEntries = 8;  // entries between a prefetch and its use
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 16;  // products below which waking threads costs more than it saves
 
-// Features f .. of a row, kVectors * kLanes of one head, or with a value each, in registers.
+// Reduces the kVectors * kLanes features that begin at f, for one row, in registers. They belong to one head,
+// or (kOwnValues) have one value each.
 template <typename T, int kLanes, int kVectors, bool kOwnValues>
 FASTSPARSE_INLINE void reduce_tile(const SpmmExtremumArgs& args, std::int64_t row, std::int64_t head,
                                    std::int64_t f) {
@@ -27,7 +28,7 @@ FASTSPARSE_INLINE void reduce_tile(const SpmmExtremumArgs& args, std::int64_t ro
   const std::int64_t heads = args.value.data != nullptr ? args.value.heads : 1;
   const std::int64_t begin = args.a.rowptr[row], end = args.a.rowptr[row + 1];
   const A sign = args.minimum ? A{-1} : A{1};  // min(v) = -max(-v)
-  // The first entry, unless a later one is greater, even if all are the smallest number.
+  // The first entry is chosen unless a later one is greater, also if all are the smallest number.
   V best[kVectors];
   V chosen[kVectors];  // as bits
   const auto first = begin == end ? kNoEdge : static_cast<std::int32_t>(edge_position(args.a, begin));
@@ -39,7 +40,7 @@ FASTSPARSE_INLINE void reduce_tile(const SpmmExtremumArgs& args, std::int64_t ro
   }
   const T* x = static_cast<const T*>(args.x.data) + f;
   for (std::int64_t entry = begin; entry < end; ++entry) {
-    if (kVectors == kTileVectors && entry + kPrefetchEntries < args.a.num_edges) {  // of later rows, too
+    if (kVectors == kTileVectors && entry + kPrefetchEntries < args.a.num_edges) {  // also in later rows
       const T* next = x + args.a.col[entry + kPrefetchEntries] * args.x.stride;
       for (int byte = 0; byte < kVectors * kLanes * static_cast<int>(sizeof(T)); byte += 64) {
         __builtin_prefetch(reinterpret_cast<const char*>(next) + byte);
@@ -48,7 +49,7 @@ FASTSPARSE_INLINE void reduce_tile(const SpmmExtremumArgs& args, std::int64_t ro
     const T* source = x + args.a.col[entry] * args.x.stride;
     const std::int64_t edge = edge_position(args.a, entry);
     const Bits position = Bits{} + static_cast<std::int32_t>(edge);
-    A weight = sign, addend = A{-0.0};  // which changes nothing, 0 included
+    A weight = sign, addend = A{-0.0};  // adding -0 changes no number, not even +0
     if (!kOwnValues && args.value.data != nullptr) {
       (args.adds ? addend : weight) = sign * edge_value<T>(args.value, args.dtype, edge * heads + head);
     }

@@ -1,12 +1,12 @@
-// Gradients of spmm_extremum.cpp. Every result has one term, which goes to the source, and the value, of the
-// edge that was chosen.
+// Gradients of spmm_extremum.cpp. The gradient of every result goes to the source and the value of the chosen
+// edge.
 //
-// - Of sources: tasks are blocks of features, one for each thread, over all rows in their order: no two
-//   threads add to the same number, and the order of a sum depends on nothing but the structure. Rows of few
-//   entries are gone through entry by entry, whole vectors at a time; of longer ones every feature looks up
-//   its source.
-// - Of values: tasks are blocks of rows, since an edge belongs to one row.
-// Bytes: num_rows * width * (4 + sizeof(T)) read, as many numbers added at random places of the sources.
+// - Gradients of sources: every thread takes a block of features, and processes all rows in order. So threads
+//   do not add to the same numbers, and the order of a sum depends only on the structure. For rows of few
+//   entries, all entries are compared with the chosen positions, in whole vectors. For longer rows, every
+//   feature looks up its source.
+// - Gradients of values: every task takes a block of rows, because an edge belongs to one row.
+// Bytes: num_rows * width * (4 + sizeof(T)) are read, and num_rows * width numbers are added in random order.
 #include <algorithm>
 #include <cstring>
 
@@ -17,7 +17,7 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr std::int64_t kFewEntries = 16;      // as many features as a vector has are looked up otherwise
+constexpr std::int64_t kFewEntries = 16;      // in longer rows, features look up their sources
 constexpr std::int64_t kPrefetchEntries = 8;  // entries between a prefetch and its use
 constexpr std::int64_t kFeaturesPerLine = 16;
 constexpr std::int64_t kRowsPerTask = 64;
@@ -41,7 +41,7 @@ FASTSPARSE_INLINE void add_row(const SpmmExtremumBackwardArgs& args, std::int64_
   }
 }
 
-// One value for all features of an edge, or none.
+// For edges with one value for all features, or without values.
 template <typename T>
 FASTSPARSE_INLINE void add_entries(const SpmmExtremumBackwardArgs& args, std::int64_t row, std::int64_t first,
                                    std::int64_t last) {
@@ -52,7 +52,7 @@ FASTSPARSE_INLINE void add_entries(const SpmmExtremumBackwardArgs& args, std::in
   const std::int32_t* arg = args.arg + row * args.width;
   auto* grad_x = static_cast<A*>(args.grad_x);
   for (std::int64_t entry = args.a.rowptr[row]; entry < args.a.rowptr[row + 1]; ++entry) {
-    if (entry + kPrefetchEntries < args.a.num_edges) {  // of the rows that follow, too
+    if (entry + kPrefetchEntries < args.a.num_edges) {  // also in later rows
       const A* next = grad_x + args.a.col[entry + kPrefetchEntries] * args.width;
       for (std::int64_t f = first; f < last; f += kFeaturesPerLine) __builtin_prefetch(next + f, 1);
     }

@@ -1,5 +1,5 @@
-// Sparse rows times a sparse structure on the CPU: each row adds the entries of its neighbours into one dense
-// row of double, which stays in the L1 cache. Bound by the scattered additions: num_edges * k.
+// Sparse rows times a sparse structure on the CPU: for each row, the entries of its neighbours are added to
+// one dense row of double, which stays in the L1 cache. Bound by the scattered additions: num_edges * k.
 #include <algorithm>
 #include <vector>
 

@@ -1,5 +1,5 @@
-// Backward of the product with sparse features on the CPU: the gradient of the kept values row by row of the
-// transposed structure, that of the edge values entry by entry. Sums are in double.
+// Backward pass of the product with sparse features on the CPU: the gradient of the kept values is computed
+// row by row of the transposed structure, that of the edge values entry by entry. Sums are in double.
 #include <algorithm>
 #include <vector>
 
@@ -56,8 +56,8 @@ void sample_rows(const SsdValueGradArgs& args, std::int64_t row_begin, std::int6
   }
 }
 
-// Calls rows(type, id, begin, end) for tasks of consecutive rows, with values of the dtype's and the ids'
-// type.
+// Calls rows(value, id, begin, end) for tasks of consecutive rows; the C++ types of `value` and `id` are
+// those of the dtype and of the ids.
 template <typename Rows>
 void in_parallel(Dtype dtype, bool ids_are_16bit, std::int64_t num_rows, std::int64_t work, int threads,
                  const Rows& rows) {

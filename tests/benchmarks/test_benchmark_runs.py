@@ -893,7 +893,7 @@ def test_every_program_runs(tmp_path: Path, program_list: ModuleType) -> None:
 def test_programs_are_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program_list: ModuleType
 ) -> None:
-    """Those whose operators on the CPU read no number of the device, which no recording can."""
+    """Programs whose operators read no number from the device, because a recording cannot."""
     simulate(monkeypatch)
     names = "gae gin_molecules gat_sampled dgl_gin_molecules lightgcn"
     result = result_of(tmp_path, "programs", TINY, "--seeds 4 --batch 2 --no-compile --programs", names)

@@ -18,10 +18,10 @@ from benchmarks import record, sanitizer, tables
 from benchmarks.__main__ import run
 from fastsparse_core.fused.aggregate_linear_launch import gathers_neighbours
 
-#: The part whose kernels other GPUs have not.
+#: The part whose kernels run only on Hopper GPUs.
 HOPPER = "aggregate-linear"
 
-#: Stands for compute-sanitizer: runs nothing, and says or does what the name of the part asks for.
+#: Replaces compute-sanitizer: it runs nothing, and prints or does what the name of the part says.
 STAND_IN = """#!{python}
 import sys, time
 print("Version 1.2.3.4") if "--version" in sys.argv else None

@@ -1,4 +1,4 @@
-"""The results pages: what they say is in the records, and they leave out nothing that a reader must know."""
+"""The results pages: every statement is in the records, and nothing important is missing."""
 
 import re
 from pathlib import Path

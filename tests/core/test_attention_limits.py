@@ -219,7 +219,7 @@ def arguments(kind: str) -> dict[str, object]:
     [
         ("dot_product", {"q": torch.ones(4, 2, 4)}, ValueError, "q: expected num_dst = 3 rows"),
         ("dot_product", {"k": torch.ones(4, 2, 3)}, ValueError, "q and k: expected features of one width"),
-        ("dot_product", {"v": torch.ones(4, 3, 5)}, ValueError, "expected as many heads each, got 2, 2"),
+        ("dot_product", {"v": torch.ones(4, 3, 5)}, ValueError, "same number of heads, got 2, 2"),
         ("dot_product", {"v": torch.ones(4, 5)}, ValueError, "q, k and v: expected"),
         ("dot_product", {"v": torch.ones(4, 2, 5).half()}, TypeError, "q, k and v: expected one dtype"),
         ("dot_product", {"q": torch.ones(3, 2, 4).int()}, TypeError, "q: expected float64"),

@@ -11,9 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from test_edge_expression import CASES, HOW, NUM_DST, NUM_SRC, graph, leaves_of, tensors_of
+from test_edge_expression import (
+    CASES,
+    HOW,
+    NUM_DST,
+    NUM_SRC,
+    derivatives,
+    graph,
+    leaves_of,
+    of_several,
+    tensors_of,
+)
 
 from fastsparse_core.ops import _edge_cuda, edge_expression
+from fastsparse_core.ops._edge_kernels import Root
 
 SHIM = """
 #include <cmath>
@@ -24,6 +35,10 @@ SHIM = """
 #define __launch_bounds__(n)
 #define __fdividef(a, b) ((a) / (b))
 #define __fsub_rn(a, b) ((a) - (b))
+// A lane after the other adds what it holds.
+#define PUT_SUM
+template <typename T> void put(T*, float);
+template <typename T> void put_sum(T* p, float v, int lane) { *p = lane ? *p + v : v; }
 struct Place { int x, y; };
 static Place threadIdx, blockIdx, blockDim, gridDim;
 template <typename A, typename B> static A bits_as(B b) { A a; std::memcpy(&a, &b, sizeof a); return a; }
@@ -93,7 +108,7 @@ def check(name: str, how: str, width: int, dtype: torch.dtype, tolerance: float)
     exact = [x.detach().double().requires_grad_(x.requires_grad) for x in tensors]
     kinds = tuple(place.split()[0] for place in places)
     out = edge_expression.edge_expression(adj, expression, kinds, tensors, how)
-    want = edge_expression.unfused(adj, expression, leaves_of(places, tensors, width), how, exact)
+    want = edge_expression.unfused(adj, [Root(how, expression)], leaves_of(places, tensors, width), exact)[0]
     grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
     wanted = [n for n, x in enumerate(tensors) if x.requires_grad]
     found = [out, *torch.autograd.grad(out, [tensors[n] for n in wanted], grad)]
@@ -167,7 +182,7 @@ def test_second_derivatives_are_kernels(name: str, monkeypatch: pytest.MonkeyPat
     tensors = tensors_of(places, adj, 40, torch.float32)
     exact = [x.detach().double().requires_grad_() for x in tensors]
     leaves, found = leaves_of(places, tensors, 40), []
-    want = edge_expression.unfused(adj, expression, leaves, "sum", exact)
+    want = edge_expression.unfused(adj, [Root("sum", expression)], leaves, exact)[0]
     refused = lambda *_: pytest.fail("ran by PyTorch's operators")  # noqa: E731
     monkeypatch.setattr(edge_expression, "unfused", refused)
     out = edge_expression.edge_expression(adj, expression, places, tensors, "sum")
@@ -177,6 +192,53 @@ def test_second_derivatives_are_kernels(name: str, monkeypatch: pytest.MonkeyPat
         found.append([*grads, *second])
     for got, best in zip(*found, strict=True):
         assert (got.double() - best).norm() <= 2e-5 * best.norm().clamp(min=1)
+
+
+@pytest.mark.parametrize("width", [1, 40, 70, 128])
+def test_several_results_of_a_kernel(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers per edge and their gradients, too, which are sums over the lanes."""
+    _, tensors, (fused, unfused) = of_several("cpu", width, torch.float32)
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    want = derivatives(unfused(exact), exact)
+    monkeypatch.setattr(edge_expression, "unfused", lambda *_: pytest.fail("ran by PyTorch's operators"))
+    monkeypatch.setattr(edge_expression, "kernel_of", lambda *_: pytest.fail("ran by Triton"))
+    for got, best in zip(derivatives(fused(tensors), tensors), want, strict=True):
+        assert (got.double() - best).norm() <= 2e-5 * best.norm().clamp(min=1)
+
+
+def test_sums_over_lanes_of_several_warps_are_left_to_triton() -> None:
+    leaves = leaves_of(
+        ("src", "edge one"), tensors_of(("src", "edge one"), graph("cpu"), 132, torch.float32), 132
+    )
+    for how, wanted, width, is_supported in (
+        ("across", (), 128, True),
+        ("across", (), 132, False),
+        ("sum", (1,), 128, True),
+        ("sum", (1,), 132, False),
+        ("sum", (0,), 132, True),
+    ):
+        roots = [Root(how, ("mul", ("leaf", 0), ("leaf", 1)))]
+        assert _edge_cuda.supports(roots, leaves, wanted, width, [torch.float32]) == is_supported
+
+
+def test_unused_gradients_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forces are gradients with respect to positions only, not to weights."""
+    expression, places = CASES["mlp"]
+    adj = graph("cpu")
+    tensors = tensors_of(places, adj, 40, torch.float32)
+    out = edge_expression.edge_expression(adj, expression, places, tensors)
+    seen: list[tuple[Any, Any]] = []
+    launch = edge_expression._Call.launch
+
+    def launched(call: Any, part: str, *rest: Any) -> Any:
+        seen.append((part, rest[4] if len(rest) > 4 else [root.how for root in call.roots]))
+        return launch(call, part, *rest)
+
+    monkeypatch.setattr(edge_expression._Call, "launch", launched)
+    torch.autograd.grad(out.sum(), tensors[0], retain_graph=True)
+    torch.autograd.grad(out.sum(), tensors[1], create_graph=True)
+    torch.autograd.grad(out.sum(), tensors[2], create_graph=True)
+    assert seen == [("rows", (0,)), ("forward", ["sum"]), ("forward", ["none"])]
 
 
 @pytest.mark.parametrize("name", ["tanh", "softplus", "elu"])

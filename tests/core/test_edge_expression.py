@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fastsparse_core import Adjacency
 from fastsparse_core.ops import _edge_kernels, edge_expression
-from fastsparse_core.ops._edge_kernels import Expression, Leaf
+from fastsparse_core.ops._edge_kernels import Expression, Leaf, Root
 
 NUM_DST, NUM_SRC, EDGES, FEATURES = 17, 13, 60, 5
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -47,6 +48,46 @@ CASES: dict[str, tuple[Expression, tuple[str, ...]]] = {
     "quotient": (("div", ("silu", leaf(0)), ("add", ("square", ("tanh", leaf(1))), 0.5)), ("dst", "src")),
     "rectifiers": (("elu", ("leaky_relu", ("sub", leaf(0), leaf(1)), 0.2), 1.0), ("dst", "src")),
 }
+
+
+FILTER, ROWS = ("add", leaf(1), leaf(6)), ("mul", leaf(0), ("mul", ("silu", leaf(1)), leaf(4)))
+#: Results of one call, and the places of its leaves. Both mapped leaves have the same features.
+SEVERAL: tuple[tuple[Root, ...], tuple[str, ...]] = (
+    (
+        Root("sum", ("add", ("mul", leaf(0), FILTER), ("mul", leaf(5), leaf(3)))),
+        Root("mean", ROWS),
+        Root("none", ("mul", ROWS, leaf(5))),
+        Root("across", ROWS),
+        Root("across", ("mul", leaf(3), leaf(0))),
+    ),
+    ("src", "mapped", "weight", "edge one", "edge", "dst", "mapped", "weight"),
+)
+
+
+def of_several(device: str, width: int, dtype: torch.dtype) -> tuple[Adjacency, list[Tensor], list[Any]]:
+    """Structure and leaves of `SEVERAL`, and what computes its results: kernels and PyTorch's operators."""
+    roots, places = SEVERAL
+    adj = graph(device)
+    tensors = tensors_of(places, adj, width, dtype)
+    tensors[6] = tensors[1]
+    leaves, kinds = leaves_of(places, tensors, width), [place.split()[0] for place in places]
+    return (
+        adj,
+        [*tensors[:6], tensors[7]],
+        [
+            lambda given: edge_expression.edge_expressions(
+                adj, roots, kinds, [*given[:6], given[1], given[6]]
+            ),
+            lambda given: edge_expression.unfused(adj, roots, leaves, [*given[:6], given[1], given[6]]),
+        ],
+    )
+
+
+def derivatives(outs: tuple[Tensor, ...], tensors: list[Tensor]) -> list[Tensor]:
+    """Results, gradients and second derivatives of a loss that leaves out one of the results."""
+    loss = sum((n + 1) * out.square().sum() for n, out in enumerate(outs) if n != 1)
+    first = torch.autograd.grad(loss, tensors, create_graph=True)
+    return [*outs, *first, *torch.autograd.grad(sum(each.square().sum() for each in first), tensors)]
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +144,7 @@ def check(name: str, how: str, adj: Adjacency, width: int, dtype: torch.dtype, t
     exact = [x.detach().double().requires_grad_() for x in tensors]
     kinds = tuple(place.split()[0] for place in places)
     out = edge_expression.edge_expression(adj, expression, kinds, tensors, how)
-    want = edge_expression.unfused(adj, expression, leaves_of(places, tensors, width), how, exact)
+    want = edge_expression.unfused(adj, [Root(how, expression)], leaves_of(places, tensors, width), exact)[0]
     grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     grad = grad.to(adj.device, dtype)
     found = [out, *torch.autograd.grad(out, tensors, grad)]
@@ -174,7 +215,7 @@ def test_nan_is_the_extremum(how: str, device: str):
         tensors[0][2, 1] = float("nan")
     out = edge_expression.edge_expression(adj, expression, places, tensors, how)
     leaves = leaves_of(places, tensors, 4)
-    want = edge_expression.unfused(adj, expression, leaves, how, tensors)
+    want = edge_expression.unfused(adj, [Root(how, expression)], leaves, tensors)[0]
     assert want.isnan().any()
     torch.testing.assert_close(out, want, equal_nan=True)
 
@@ -193,7 +234,7 @@ def test_second_derivatives(name: str, how: str, device: str):
     kinds = [place.split()[0] for place in places]
     for run in (
         edge_expression.edge_expression(adj, expression, kinds, tensors, how),
-        edge_expression.unfused(adj, expression, leaves_of(places, tensors, 3), how, tensors),
+        edge_expression.unfused(adj, [Root(how, expression)], leaves_of(places, tensors, 3), tensors)[0],
     ):
         grads = torch.autograd.grad(run.square().sum(), tensors, create_graph=True)
         found.append(torch.autograd.grad(sum(grad.tanh().sum() for grad in grads), tensors))
@@ -201,14 +242,53 @@ def test_second_derivatives(name: str, how: str, device: str):
         assert (got - want).norm() <= 1e-11 * want.norm().clamp(min=1)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_either_setting_of_tf32(device: str):
+    """PyTorch answers no question about the older one once it was told by the newer one."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        check("filter", "sum", graph(device), 6, torch.float64, 1e-12)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_several_results_of_a_kernel(device: str):
+    _, tensors, (fused, unfused) = of_several(device, 5, torch.float64)
+    for got, want in zip(
+        derivatives(fused(tensors), tensors), derivatives(unfused(tensors), tensors), strict=True
+    ):
+        assert (got - want).norm() <= 1e-11 * want.norm().clamp(min=1)
+    first = [
+        torch.autograd.grad(run(tensors)[:2], tensors, [torch.ones(NUM_DST, 5).to(tensors[0])] * 2)
+        for run in (fused, unfused)
+    ]
+    for got, want in zip(*first, strict=True):
+        assert (got - want).norm() <= 1e-11 * want.norm().clamp(min=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [7, 40, 70, 128, 200])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 5e-2)])
+def test_several_results_on_a_gpu(width: int, dtype: torch.dtype, tolerance: float):
+    _, tensors, (fused, unfused) = of_several("cuda", width, dtype)
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    count = len(SEVERAL[0]) + len(tensors) if dtype == torch.bfloat16 else None
+    got, want = derivatives(fused(tensors), tensors)[:count], derivatives(unfused(exact), exact)[:count]
+    for each, best in zip(got, want, strict=True):
+        assert each.dtype == dtype
+        assert (each.double() - best).norm() <= tolerance * best.norm().clamp(min=1)
+
+
 @pytest.mark.parametrize("part", ["forward", "rows", "columns"])
 def test_source_holds_what_is_wanted_only(part: str):
     expression, places = CASES["mlp"]
     leaves = tuple(Leaf(place, False, FEATURES if place in ("mapped", "weight") else 0) for place in places)
     wanted = {"forward": (), "rows": (0, 3), "columns": (1,)}[part]
-    source = _edge_kernels.source_of(part, expression, leaves, "sum", wanted)
+    source = _edge_kernels.source_of(part, (Root("sum", expression),), leaves, wanted)
     compile(source, part, "exec")
-    assert source == _edge_kernels.source_of(part, expression, leaves, "sum", wanted)
+    assert source == _edge_kernels.source_of(part, (Root("sum", expression),), leaves, wanted)
     stored = {n for n in range(4) if f"tl.store(d{n} " in source}
     assert stored == set(wanted)
-    assert ("tl.store(out" in source) == (part == "forward")
+    assert ("tl.store(out0" in source) == (part == "forward")

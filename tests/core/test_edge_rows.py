@@ -86,7 +86,7 @@ def test_second_derivatives(device, ends):
 
 
 def test_parameters_go_through_the_dispatcher(device, ends):
-    """As all that is no plain tensor."""
+    """Like everything that is not a plain tensor."""
     x = torch.nn.Parameter(torch.randn(9, 3, device=device))
     count = torch.bincount(ends[0].index, minlength=9)
     lift([x], [ends[0]])[0].sum().backward()

@@ -384,10 +384,10 @@ def test_too_little_memory_for_another_layout(monkeypatch, caplog):
     monkeypatch.setattr(RowPanels, "from_csr", refuse)
     assert all(ssd_backward._windows(adj, second) is windows for _ in range(2))
     assert len(caplog.records) == 1
-    assert "stays with an earlier conversion" in caplog.text
+    assert "uses an earlier conversion instead" in caplog.text
     other = many_kinds().adjacency("cpu")
     assert ssd_backward._windows(other, first) is None
-    assert "stays with csr" in caplog.text
+    assert "uses csr instead" in caplog.text
 
 
 @pytest.mark.gpu

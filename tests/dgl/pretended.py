@@ -1,4 +1,4 @@
-"""A GPU that is not there: tensors that say they are on `the device`, computed on the CPU.
+"""A simulated GPU: tensors that report to be on `the device`, computed on the CPU.
 
 As on a GPU, an operator cannot mix tensors of the device and of the CPU, so that a tensor that was left on
 the wrong side is found on a machine without one. Kernels of FastSparse get the tensors underneath.
@@ -44,7 +44,7 @@ _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
 
 class Pretended(Tensor):
-    """A tensor on the device that is not there."""
+    """A tensor on the simulated device."""
 
     inner: Tensor
 

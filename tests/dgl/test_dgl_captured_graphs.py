@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graphs_on")]
 
 
 def test_graphs():
-    """A graph that stays, whose data do not; a step may leave data there."""
+    """The same graph in every call, with changing data; a step may store data in it."""
     graph = dgl.add_self_loop(dgl.rand_graph(40, 200))
     given = [torch.randn(40, 8) for _ in range(machinery.CALLS + 8)]
 
@@ -109,7 +109,7 @@ def test_blocks(monkeypatch, conv, is_dgls):
 
 
 def test_features_that_the_step_reads(monkeypatch):
-    """Blocks have all data of the graph; the record has what the step read, and nothing else."""
+    """Blocks have all data of the graph; the record has only the data that the step read."""
     monkeypatch.setattr(neighbor_sampler, "dgl_can_hold", lambda device: False)
     monkeypatch.setattr(neighbor_sampler, "gathered", unread_on_cpu)
     generator = torch.Generator().manual_seed(0)

@@ -17,7 +17,7 @@ from fastsparse_dgl import accelerate
 @pytest.mark.parametrize("change", CHANGES)
 @each_case(CASES)
 def test_changed_parameters(case: Case, change: str) -> None:
-    """On the CPU, where pip's DGL has its own layers; where parameters are decides nothing here."""
+    """On the CPU, where pip's DGL can run its layers; the device of the parameters makes no difference."""
     graph = homogeneous()
     torch.manual_seed(3)
     layer, _ = case.pair(6, 4)

@@ -20,7 +20,7 @@ fn = dgl.function
 
 @pytest.fixture(params=AWAY)
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A device whose graphs are ours, while FastSparse is enabled."""
+    """A device whose graphs FastSparse holds, while it is enabled."""
     with enabled_for(request.param):
         yield request.param
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_graphs import check_replays
 from dgl_cases import (
     GRAPHS,
     SINGLE,
@@ -364,7 +365,7 @@ def test_wrong_number_of_rows(name, rows, device):
     if name in ATTENTION:
         with pytest.raises(DGLError):
             reference(homogeneous(), feat)
-    with pytest.raises(DGLError, match=r"source node, 30, got shape"):
+    with pytest.raises(DGLError, match=r"source node \(30 rows\), got shape"):
         fast.to(device)(homogeneous(), feat.to(device))
 
 
@@ -375,7 +376,7 @@ def test_wrong_number_of_destination_rows(name, device):
     source, destination = inputs(name, graph, False)
     with pytest.raises(DGLError):
         reference(graph, (source, destination[1:]))
-    with pytest.raises(DGLError, match=r"destination node, 23, got shape"):
+    with pytest.raises(DGLError, match=r"destination node \(23 rows\), got shape"):
         fast.to(device)(graph, (source.to(device), destination[1:].to(device)))
 
 
@@ -387,7 +388,7 @@ def test_bipartite_graphs_need_a_pair(name, sizes, device):
     if name in ATTENTION:
         with pytest.raises((DGLError, KeyError)):
             reference(graph, features(graph, WIDTH))
-    message = "pass a pair" if name in ATTENTION else f"one row per destination node, {sizes[1]}"
+    message = "pass a pair" if name in ATTENTION else f"one row per destination node \\({sizes[1]} rows"
     with pytest.raises(DGLError, match=message):
         fast.to(device)(graph, features(graph, WIDTH).to(device))
 
@@ -511,3 +512,17 @@ def test_dtypes_of_results_under_autocast(case: Case):
         assert found == [torch.float32 if case.name in OURS else None, torch.bfloat16]
     else:
         assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@each_case({case.name: case for case in reversed(CASES) if case.name != "PNAConv"}.values())
+def test_a_training_step_is_replayed(case: Case) -> None:
+    """The graph is on the CPU, as wheels of DGL may know no CUDA. PNAConv stores features in the graph."""
+    graph = dgl.add_self_loop(homogeneous())
+    x, rest = features(graph, 16).cuda().detach(), [each.cuda().detach() for each in case.rest(graph, 16)]
+
+    def run(layer: torch.nn.Module) -> torch.Tensor:
+        result = case.run(layer, graph, x, *rest)
+        return result[0] if isinstance(result, tuple) else result
+
+    check_replays(lambda: case.pair(16, 16)[1].cuda(), run)

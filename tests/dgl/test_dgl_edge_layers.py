@@ -167,7 +167,7 @@ def test_dropout_of_gated_gcn(device):
 
 
 def test_features_may_be_written_after_gine(device):
-    """As with the original, whose relu keeps its result."""
+    """As with DGL's layer, whose relu stores its result."""
     graph = homogeneous()
     fast = fastsparse_dgl.FastGINEConv(nn.Linear(WIDTH, WIDTH)).to(device)
     leaves = [features(graph, WIDTH).to(device), weights(graph, WIDTH).to(device)]
@@ -201,7 +201,7 @@ def test_bad_input(name, device):
         with pytest.raises(DGLError, match="incoming edge"):
             fast(lonely, torch.randn(3, WIDTH, device=device), torch.randn(1, 3, device=device))
     if name == "GatedGCNConv":
-        with pytest.raises(DGLError, match="feat: expected a matrix"):
+        with pytest.raises(DGLError, match="feat: expected one tensor of shape"):
             fast(graph, (feat, feat), right)
         other = bipartite()
         with pytest.raises(DGLError, match="graph: expected one set of nodes"):

@@ -140,7 +140,7 @@ def test_loaders_are_in_the_report() -> None:
     }
     others = sorted(row for row in loaders if row[2])
     assert [row[1] for row in others] == ["DGL", "DGL"]
-    assert "OwnSampler has a method sample of its own" in others[0][2]
+    assert "OwnSampler overrides sample" in others[0][2]
     assert "graph_sampler is a ShaDowKHopSampler" in others[1][2]
 
 
@@ -162,7 +162,7 @@ def test_all_neighbours_are_those_of_dgl() -> None:
 
 
 def test_samplers_of_the_script_keep_their_methods(monkeypatch: pytest.MonkeyPatch, reasons: Any) -> None:
-    """Also where batches would be drawn on a GPU, which calls none of them."""
+    """Also if batches would be sampled on a GPU, which would call none of these methods."""
     graph = graph_with_data()
     with enabled():
 
@@ -180,7 +180,7 @@ def test_samplers_of_the_script_keep_their_methods(monkeypatch: pytest.MonkeyPat
         sampler = Counting([2])
         loader = dgl.dataloading.DataLoader(graph, torch.arange(12), sampler, device="cuda", batch_size=5)
         assert len(list(loader)) == sampler.calls == 3
-        assert "Counting has a method sample_blocks of its own" in reasons.text
+        assert "Counting overrides sample_blocks" in reasons.text
         sampler = dgl.dataloading.NeighborSampler([2])
         loader = dgl.dataloading.DataLoader(graph, Seeds(), sampler, device="cuda")
         assert [len(outputs) for _, outputs, _ in loader] == [3, 2]
@@ -359,7 +359,7 @@ def test_workers_beside_a_graph_on_the_gpu(start: str) -> None:
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_workers(start: str, device: str) -> None:
-    """Without a GPU, too; `meta` stands for one."""
+    """Also without a GPU; `meta` replaces it."""
     check_loaders(start, device)
 
 
@@ -367,7 +367,7 @@ def test_workers(start: str, device: str) -> None:
 def test_spawned_workers_that_do_not_enable_it() -> None:
     printed, errors = run_loaders("spawn", "meta", FASTSPARSE_NOT_IN_WORKERS="1")
     assert "exited unexpectedly" in printed
-    assert "call fastsparse_dgl.enable() in this one too" in errors
+    assert "Call fastsparse_dgl.enable() in this process too" in errors
 
 
 @pytest.mark.gpu

@@ -352,7 +352,7 @@ def test_layer(name: str, device: str) -> None:
 def errors_of_rounding(case: Case, exact: list[Tensor]) -> list[float]:
     """The largest errors of DGL's own code in float32, over inputs that differ in their last bits.
 
-    One run says too little: of the terms of a sum that cancels to zero, by chance nothing may be left.
+    One run is not enough: the rounding errors of a sum that cancels to zero may be zero by chance.
     """
     layer, graph, inputs = case
 

@@ -54,7 +54,7 @@ class Reference(torch.nn.Module):
 
 
 def made(*arguments, **options):
-    """Our layer, and the reference with equal parameters of its own, under equal names."""
+    """The layer, and the reference with a copy of its parameters, under the same names."""
     torch.manual_seed(0)
     fast = GraphTransformerLayer(*arguments, **options)
     reference = Reference(GraphTransformerLayer(*arguments, **options))
@@ -241,7 +241,7 @@ def test_reset_parameters(norm):
     ("arguments", "options", "message"),
     [
         ((12, 12, 5), {}, "out_feats: expected a multiple of num_heads=5"),
-        ((12, 12, 0), {}, "out_feats: expected a multiple of num_heads=0, at least 1"),
+        ((12, 12, 0), {}, "out_feats: expected a multiple of num_heads=0, which must be at least 1"),
         ((7, 12, 3), {}, "in_feats: expected 12 like out_feats, got 7"),
         ((12, 12, 3), {"attn_drop": 1.0}, "attn_drop: expected a probability"),
         ((12, 12, 3), {"attn_drop": -0.1}, "attn_drop: expected a probability"),
@@ -260,7 +260,7 @@ def test_dropout_outside_its_range():
 
 def test_wrong_rows_and_widths(device):
     fast = GraphTransformerLayer(12, 12, 3).to(device)
-    with pytest.raises(DGLError, match="source node, 30"):
+    with pytest.raises(DGLError, match=r"source node \(30 rows"):
         fast(homogeneous(), torch.ones(29, 12, device=device))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         fast(homogeneous(), torch.ones(30, 11, device=device))

@@ -102,7 +102,7 @@ def test_blocks(idtype, workers, device):
 
 
 def test_blocks_without_dgls(without_dgls_blocks):
-    """The block that stands in for DGL's on a GPU, here on the CPU."""
+    """SampledBlock, which replaces DGL's block on a GPU, on the CPU."""
     graph = with_data()
     sampler = fastsparse_dgl.NeighborSampler([3, 2])
     inputs, outputs, blocks = sampler.sample_blocks(graph, torch.tensor([4, 9, 17]))
@@ -386,6 +386,6 @@ def test_another_sampler_on_a_gpu_is_a_warning():
     graph = with_data()
     with (
         enabled(),
-        pytest.warns(SlowPathWarning, match="of FastSparse only NeighborSampler samples"),
+        pytest.warns(SlowPathWarning, match="Use fastsparse_dgl.NeighborSampler"),
     ):
         loader(graph, dgl.dataloading.ShaDowKHopSampler([2]), "cuda")

@@ -93,7 +93,7 @@ def test_moments_run_dgls_code(reasons):
     feat = features(graph, 6, dtype=torch.float64)
     compare(pair, graph, feat, "cpu")
     assert "FastPNAConv falls back to DGL's implementation, which is slower: aggregators" in reasons.text
-    with pytest.raises(DGLError, match="needs a DGLGraph"):
+    with pytest.raises(DGLError, match="graph: expected a DGLGraph"):
         pair[0](fastsparse_dgl.prepare(graph), feat)
 
 

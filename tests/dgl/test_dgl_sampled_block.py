@@ -89,7 +89,7 @@ def updated(block: Any) -> Any:
 
 
 def one_updated(block: Any) -> Any:
-    """A slice of a block shares its data, whichever is asked first."""
+    """A slice of a block shares its data, whether the block or the slice is read first."""
     block["cites"].update_all(fn.copy_u("h", "m"), fn.mean("m", "out"))
     block.update_all(fn.copy_u("h", "m"), fn.mean("m", "again"), etype="cites")
     return block.dstnodes["paper"].data["out"], block["cites"].dstdata["again"]

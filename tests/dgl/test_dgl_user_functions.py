@@ -293,7 +293,7 @@ def inputs() -> dict[str, dict[str, Tensor]]:
 
 
 def graph() -> Any:
-    """Some nodes have no edges, some edges come twice."""
+    """Some nodes have no edges, and some edges are repeated."""
     generator = torch.Generator().manual_seed(2)
     src = torch.randint(NODES - 4, (EDGES,), generator=generator)
     dst = torch.randint(NODES - 9, (EDGES,), generator=generator)

@@ -209,7 +209,7 @@ def test_download_that_was_asked_for(
 
 
 def test_versions_are_not_looked_up() -> None:
-    """In a process of its own, for ogb asks once, when it is first imported, if only by DGL."""
+    """In a separate process, because ogb checks its version only at its first import, which may be by DGL."""
     program = (
         "import sys; from common import ogb_data\n"
         "assert ogb_data.import_ogb('ogb.version').check_outdated is None\n"
@@ -439,7 +439,7 @@ def test_what_is_left_behind(root: Path, tmp_path: Path) -> None:
 
 
 class Stopped(Exception):
-    """Stands for a machine that goes away."""
+    """Simulates a machine that disappears."""
 
 
 def stop_after(epochs: int, monkeypatch: pytest.MonkeyPatch) -> None:

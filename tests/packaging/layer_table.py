@@ -82,7 +82,7 @@ def _compiled(name: str) -> tuple[str, str]:
 def pyg_table() -> str:
     """A row for each drop-in of PyG's plugin."""
     columns = ["layer", "computed by", "edge weights", "edge features", "pair", "static", "lazy"]
-    columns += ["autocast", "compile", "export"]
+    columns += ["autocast", "capture", "compile", "export"]
     rows = []
     for original, drop_in in fastsparse_pyg.nn.DROP_INS.items():
         name = original.__name__
@@ -97,6 +97,7 @@ def pyg_table() -> str:
                 _tried(name, lambda it: torch.stack([it.x, it.x])),
                 _word(bool(re.search(r"`-1`|-1 to", original.__doc__ or ""))),
                 _under_autocast(name),
+                "yes",  # `test_a_training_step_is_replayed`, on a GPU
                 *_compiled(name),
             ]
         )
@@ -127,9 +128,10 @@ def dgl_table() -> str:
                 _word("edge_weight" in arguments),
                 _word(bool(arguments & {"edge_feat", "edge_feats", "efeat", "efeats"})),
                 _word(_takes_pair(original.__name__)),
+                _word(original.__name__ not in ("HeteroGraphConv", "PNAConv")),  # see the test for PyG
             ]
         )
-    return _table(["layer", "edge weights", "edge features", "pair"], sorted(rows))
+    return _table(["layer", "edge weights", "edge features", "pair", "capture"], sorted(rows))
 
 
 def _word(is_so: bool) -> str:

@@ -346,7 +346,8 @@ def test_prepare_sizes():
 
 @pytest.mark.parametrize("num_nodes", [-1, 2.5, "5", (5,), (5, -1), (5, 5, 5)], ids=str)
 def test_prepare_rejects_numbers_of_nodes(num_nodes):
-    with pytest.raises(ValueError, match=r"num_nodes: expected a number of nodes from 0 on, or .*, got \S+"):
+    message = r"num_nodes: expected a number of nodes of at least 0, or .*, got \S+"
+    with pytest.raises(ValueError, match=message):
         prepare(torch.tensor([[0, 4], [2, 1]]), num_nodes)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_graphs import check_replays
 from pyg_cases import KINDS, as_kind, close, gradients, random_graph, same, simple_graph
 from pyg_layer_cases import ATTENTION, CASES, PLAIN, WEIGHTS, WITH_DROPOUT, Case, each_case, first
 from torch import Tensor, nn
@@ -253,7 +254,7 @@ def test_features_of_edges_of_wrong_length(case: Case, device: str) -> None:
     (features,) = case.rest(edges, dtype)
     for graph in (edges, prepare(edges, 20)):
         for wrong in (features[1:], torch.cat([features, features[:1]])):
-            with pytest.raises(ValueError, match="edge_attr: expected one row per edge, 55"):
+            with pytest.raises(ValueError, match=r"edge_attr: expected one row per edge \(55 rows"):
                 layer(x, graph, wrong)
     with pytest.raises((RuntimeError, ValueError), match="shape|size|dimension"):
         layer(x, edges, torch.cat([features, features], 1))
@@ -644,3 +645,17 @@ def test_wrong_widths_and_shapes(case: Case, device: str) -> None:
             for conv in (reference, layer):
                 with pytest.raises(IndexError):
                     conv(torch.randn(shape, device=device), edges)
+
+
+@pytest.mark.gpu
+@each_case(first_of_each())
+def test_a_training_step_is_replayed(case: Case) -> None:
+    edges = random_graph(device="cuda")
+    x, rest = case.features(40, "cuda").detach(), [each.detach() for each in case.rest(edges)]
+    # New tensors of edges in every step would be new structures, which wait for the GPU.
+    types, hyperedges = torch.arange(edges.size(1)).cuda() % 3, torch.stack([edges[0], edges[1] % 9])
+    if case.original in (pyg.RGCNConv, pyg.FastRGCNConv, pyg.RGATConv):
+        case = case._replace(call=lambda layer, *given: layer(*given[:2], types, *given[2:]))
+    elif case.original is pyg.HypergraphConv:
+        case = case._replace(call=lambda layer, x, _: layer(x, hyperedges, num_edges=9))
+    check_replays(lambda: case.make(case.fast, "cuda"), lambda layer: case.run(layer, x, edges, *rest))

@@ -122,6 +122,28 @@ def test_bfloat16(device: str, name: str) -> None:
     assert error <= 2 * of_plain + 1e-2 * expected.abs().max().item()
 
 
+class Rounding(nn.Module):
+    """Rounds differently in a tile, as sums on a GPU do, whose terms come in any order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.size(0) >= 12:  # all nodes of the graph that the layers are tried on
+            return x
+        signs = (1 - 2 * (torch.arange(x.size(1)) % 2)).to(x.dtype)
+        return x * (1 + signs * torch.finfo(x.dtype).eps)
+
+
+def test_a_layer_may_enlarge_rounding() -> None:
+    torch.manual_seed(0)
+    first, last = nn.Linear(8, 2, bias=False), nn.Linear(2, 1, bias=False)
+    conv = GINConv(nn.Sequential(first, Rounding(), last)).bfloat16()
+    with torch.no_grad():  # after GINConv, which resets the parameters
+        first.weight[1] = first.weight[0] * 1.0625
+        last.weight.copy_(torch.tensor([[1.0, -1.0]]))
+    assert inference([conv], graph(torch.bfloat16)).shape == (NODES, 1)
+    with pytest.raises(ValueError, match="from a node and its neighbours alone"):
+        inference([SGConv(8, 5, K=2).bfloat16()], graph(torch.bfloat16))
+
+
 @pytest.mark.parametrize("options", [{"improved": True}, {"add_self_loops": False}, {"normalize": False}])
 @pytest.mark.parametrize("sizes", [(8, 4), (8, 16)])
 def test_options_of_gcn(options: dict[str, bool], sizes: tuple[int, int]) -> None:

@@ -576,7 +576,7 @@ WRONG = {
         [2],
         None,
         ValueError,
-        "data.num_nodes: expected a number of nodes from 0 on, got -1",
+        "data.num_nodes: expected a number of nodes of at least 0, got -1",
     ),
     "nodes unknown": (without_features, [2], "paper", ValueError, r"data\['tag'\].num_nodes: .*got None"),
     "no edge types": (lambda: HeteroData(a={"x": ENDS}), [2], "a", ValueError, "data: expected.*edge types"),

@@ -562,7 +562,7 @@ def test_second_derivatives(message: Message, device: str):
 
 @contextlib.contextmanager
 def small_graphs() -> Iterator[None]:
-    """Ours handle few edges on the CPU, too."""
+    """FastSparse also handles few edges on the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(any_layer, "FEW_EDGES", 0)
         yield

@@ -54,7 +54,7 @@ class SparseStorage:
         trust_data: bool = False,
     ) -> None:
         if col is None or (row is None and rowptr is None):
-            raise ValueError("row, rowptr and col: expected col and one of row and rowptr, got None")
+            raise ValueError("row, rowptr and col: expected col, and row or rowptr, got None for them")
         for name, index in (("row", row), ("rowptr", rowptr), ("col", col)):
             if index is not None and (index.dtype != torch.int64 or index.dim() != 1):
                 raise ValueError(f"{name}: expected int64 of one dimension, got {index.dtype} {index.shape}")
@@ -178,7 +178,7 @@ class SparseStorage:
         if value is not None:
             if value.size(0) != self._col.numel():
                 raise ValueError(
-                    f"value: expected one per entry, {self._col.numel()}, got shape {value.shape}"
+                    f"value: expected {self._col.numel()} rows, one per entry, got shape {value.shape}"
                 )
             value = value.to(self.device)
             value = (value[self.csc2csr()] if layout == "csc" else value).contiguous()

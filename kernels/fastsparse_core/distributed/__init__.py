@@ -1,4 +1,4 @@
-"""One graph over several processes, each with its rows: full-graph training beyond one GPU."""
+"""Full-graph training on several GPUs: every process has a part of the graph's rows."""
 
 from fastsparse_core.distributed.exchange import exchange_group
 from fastsparse_core.distributed.gradients import all_reduce_gradients

@@ -1,4 +1,4 @@
-"""Options that all ranks must give alike, or their messages would never meet."""
+"""Checks that all ranks pass the same options; otherwise they would wait for each other forever."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch.distributed as dist
 def check_agreement(
     options: dict[str, Any], device: torch.device, rank: int, group: dist.ProcessGroup | None
 ) -> None:
-    """Compares options by what they print as. Collective.
+    """Raises an error on every rank unless all ranks pass options with the same ``repr``. Collective.
 
     Args:
         options: name -> value.
-        device: where the group's messages are.
+        device: device of the messages that the group sends.
         rank: of this process in the group.
         group: the processes; None: all.
 
     Raises:
-        ValueError: a rank gave another value; on every rank, so that none waits for the others.
+        ValueError: a rank passed another value. All ranks raise it, so that none waits for the others.
     """
     mine = [zlib.crc32(repr(value).encode()) for value in options.values()]
     own = torch.tensor(mine, device=device)

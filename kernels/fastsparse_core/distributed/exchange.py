@@ -1,4 +1,4 @@
-"""Sending the features of nodes to the ranks whose rows have them for neighbours, and gradients back."""
+"""Sends the features of nodes to the ranks that have neighbours of these nodes, and gradients back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import Tensor
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: If a larger share of the rows is needed, all rows are sent: at most a quarter more bytes, and no copies.
+#: If at least this share of all rows is needed, all rows are sent. That is at most a quarter more bytes, and
+#: saves the copies.
 SEND_ALL = 0.8
 
 
@@ -49,12 +50,12 @@ def exchange_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
 
 @dataclass
 class Transfer:
-    """Rows on their way.
+    """Rows that are being sent and received.
 
     Attributes:
-        received: where they arrive.
-        sent: what leaves, which must live until then.
-        works: the messages.
+        received: the rows that arrive from other ranks; complete after :meth:`wait`.
+        sent: the rows that this rank sends; must stay alive until :meth:`wait`.
+        works: handles of the messages.
     """
 
     received: Tensor
@@ -62,27 +63,28 @@ class Transfer:
     works: list[dist.Work]
 
     def wait(self) -> Tensor:
-        """The rows that arrived; on CUDA it is the current stream that waits."""
+        """Waits for the messages and returns the received rows; on CUDA, only the current stream waits."""
         for work in self.works:
             work.wait()
         return self.received
 
 
 class HaloExchange:
-    """Who sends which rows to whom.
+    """Which rows each rank sends to which other rank.
 
-    The halo of a rank are nodes of other ranks, in the order of their positions: first those of rank 0, then
-    those of rank 1, ... They are the neighbours of its rows; or all others' nodes, where most are neighbours
-    anyway: then rows are not copied together for each rank, and gradients come back in whole blocks.
+    The halo of a rank is a list of nodes of other ranks, ordered by position: first those of rank 0, then
+    those of rank 1, ... It has the neighbours of the rank's rows. If most nodes are neighbours, it has all
+    nodes of the other ranks: then rows need not be copied for every rank, and gradients return in whole
+    blocks.
 
     Attributes:
         group: the processes; None: all.
         rank: of this process in the group.
         sizes: number of nodes of every rank.
         sends_all: whether every rank gets all rows of the others.
-        send_index: int64, local rows to send: for rank 0, for rank 1, ...; None where all are sent.
-        send_counts: how many for each rank.
-        recv_counts: how many halo nodes each rank sends.
+        send_index: int64, local rows to send to rank 0, to rank 1, ...; None: all rows are sent.
+        send_counts: number of rows to send to each rank.
+        recv_counts: number of halo nodes that each rank sends.
     """
 
     def __init__(
@@ -93,14 +95,15 @@ class HaloExchange:
         group: dist.ProcessGroup | None,
         send: Literal["auto", "needed", "all"] = "auto",
     ) -> None:
-        """Tells every rank what it must send; all processes of the group must call it.
+        """Tells every rank which rows it must send. Collective.
 
         Args:
-            needed: bool, for every position whether it is another rank's and a neighbour of this one's rows.
-            starts: position of every rank's first node.
+            needed: bool (num_nodes,), for every position whether its node belongs to another rank and is a
+                neighbour of this rank's rows.
+            starts: position of every rank's first node, then the number of nodes.
             rank: of this process in the group.
             group: the processes; None: all.
-            send: what: the rows needed, or all; ``"auto"``: all where 80 % are needed.
+            send: which rows: those that are needed, or all; ``"auto"``: all if at least 80 % are needed.
         """
         self.group = group
         self.rank = rank
@@ -127,50 +130,51 @@ class HaloExchange:
         self.send_index -= starts[rank]
 
     def _share(self, halo: Tensor) -> float:
-        """Rows that all ranks need, of those they would get if all were sent."""
+        """Number of rows that all ranks need, divided by the number of rows if all were sent. Collective."""
         rows = torch.tensor([halo.numel()], device=halo.device)
         dist.all_reduce(rows, group=self.group)
         return int(rows) / max((len(self.sizes) - 1) * sum(self.sizes), 1)
 
     @property
     def num_local(self) -> int:
-        """Nodes of this rank."""
+        """Number of nodes of this rank."""
         return self.sizes[self.rank]
 
     @property
     def num_halo(self) -> int:
-        """Nodes of other ranks."""
+        """Number of nodes of other ranks in the halo."""
         return sum(self.recv_counts)
 
     @cached_property
     def returned(self) -> Adjacency:
-        """Sums what comes back onto the local rows it was sent from, in a fixed order: (num_local, sent)."""
+        """Structure (num_local, sent rows) that sums returned rows per local row, in a fixed order."""
         assert self.send_index is not None
         sent = self.send_index.numel()
         column = torch.arange(sent, device=self.send_index.device)
         returned = Adjacency.from_coo(self.send_index, column, (self.num_local, sent))
-        returned.usage.scattered = None  # used again and again: the same bits every time
+        returned.usage.scattered = None  # no atomics, so that every run gives the same bits
         return returned
 
     def pack(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rows to send of data (num_local, ...), contiguous."""
+        """Copies the rows to send from data (num_local, ...) into a contiguous tensor of a dtype."""
         if self.send_index is not None:
             return x.index_select(0, self.send_index).to(dtype)
         x = x.to(dtype)
         strided = not x.is_contiguous() and x.dim() == 2 and x.stride(1) == 1 and x.data_ptr() % 8 == 0
         lengths = (x.size(1), x.stride(0), x.storage_offset()) if strided else ()
         if strided and all(length * dtype.itemsize % 8 == 0 for length in lengths):
-            # PyTorch copies columns of a wider matrix element by element: fewer and larger ones go faster.
+            # PyTorch copies columns of a wider matrix element by element, so fewer and larger elements are
+            # faster.
             return x.view(torch.int64).contiguous().view(dtype)
         return x.contiguous()
 
     def add_up(self, received: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Sums what came back for each row, in the order of the ranks.
+        """Sums the rows that other ranks returned for each local row, in the order of the ranks.
 
         Args:
-            received: in any dtype.
+            received: (returned rows, ...), any dtype.
             dtype: of the sums.
-            out: where to, (num_local, ...); may be columns of a wider matrix. None: a tensor of its own.
+            out: (num_local, ...), tensor for the sums; may be columns of a wider matrix. None: a new tensor.
 
         Returns:
             The sums.
@@ -186,7 +190,7 @@ class HaloExchange:
         return sums if out is None else out.copy_(sums)
 
     def to_halo(self, rows: Tensor) -> Transfer:
-        """Starts to send packed rows to those whose halo they are."""
+        """Starts to send packed rows to the ranks that have them in their halo."""
         received = rows.new_empty(self.num_halo, *rows.shape[1:])
         if not self.sends_all:
             return self._send(received, rows, self.recv_counts, self.send_counts)
@@ -194,7 +198,7 @@ class HaloExchange:
         return Transfer(received, rows, self._blocks(received.split(self.recv_counts), sent))
 
     def from_halo(self, rows: Tensor) -> Transfer:
-        """Starts to send rows (num_halo, ...) back to the halo's owners."""
+        """Starts to send rows (num_halo, ...) back to the ranks that own the halo's nodes."""
         received = rows.new_empty(sum(self.send_counts), *rows.shape[1:])
         if not self.sends_all:
             return self._send(received, rows, self.send_counts, self.recv_counts)
@@ -206,7 +210,7 @@ class HaloExchange:
         return Transfer(out, rows, [work])
 
     def _blocks(self, out: Sequence[Tensor], sent: Sequence[Tensor]) -> list[dist.Work]:
-        """One message for each other rank and back; the same rows may go to several without copies."""
+        """One message to and one from each other rank; sending the same rows to several needs no copies."""
         operations = []
         for other in range(len(self.sizes)):
             if other != self.rank:
@@ -218,11 +222,11 @@ class HaloExchange:
         return dist.batch_isend_irecv(operations) if operations else []
 
     def halo_of(self, x: Tensor) -> Tensor:
-        """The halo's rows of constants (num_local, ...), without gradient."""
+        """The halo's rows of a tensor (num_local, ...), without gradient. Collective."""
         return self.to_halo(self.pack(x.detach(), x.dtype)).wait()
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes of what is kept, by name."""
+        """Bytes of the stored tensors, by name."""
         sizes = {"halo": self.halo.nbytes}
         if self.send_index is not None:
             sizes["send_index"] = self.send_index.nbytes
@@ -232,10 +236,10 @@ class HaloExchange:
 
 
 def column_tiles(width: int, count: int) -> list[slice]:
-    """Columns in up to ``count`` tiles of one width, except for the last.
+    """Divides columns into at most ``count`` tiles, which have one width except for the last.
 
-    That width is a multiple of 64, which kernels gather per pass over a structure, or of 16 where tiles are
-    narrower: rows of whole tiles then start at multiples of 32 bytes in every dtype.
+    The width is a multiple of 64, the number of columns that kernels gather per pass over a structure.
+    Narrower tiles have a multiple of 16, so that their rows start at multiples of 32 bytes in every dtype.
     """
     step = -(-width // count)
     unit = 64 if step >= 64 else 16
@@ -244,17 +248,17 @@ def column_tiles(width: int, count: int) -> list[slice]:
 
 
 class HaloFeatures:
-    """Features of the halo on their way, in tiles of columns, each a transfer of its own.
+    """Features of the halo while they are exchanged, in tiles of columns, with one transfer per tile.
 
-    Between start and the first of :meth:`tiles` the local product runs, and the halo's product of a tile
-    while the next one travels. The backward pass mirrors that. Autograd calls the last function first: the
-    gradient of the halo's last product comes first, leaves for its owners in :class:`_Arrive`, and travels
-    while that of the tile before is computed. All are waited for in :class:`_Leave`, after the gradient of
+    In the forward pass, the local product runs between the start and the first of :meth:`tiles`. The product
+    with a tile of the halo runs while the next tile is sent. The backward pass has the reverse order: the
+    gradient of the last tile is computed first, :class:`_Arrive` starts to send it back, and it is sent while
+    the gradient of the tile before is computed. :class:`_Leave` waits for all of them, after the gradient of
     the local product.
 
-    It is a context: where one of those products fails, what is still on its way ends before the exception
-    leaves it. Else the features would be kept for ever, in a cycle through autograd's graph, or a message
-    in flight would lose its memory, after which gloo gives up the connection.
+    Use it as a context manager. If a product fails, it waits for the open transfers before the exception
+    leaves the context. Otherwise, a cycle through autograd's graph would keep the features alive forever, or
+    the memory of an open message would be freed, and gloo would close the connection.
     """
 
     def __init__(
@@ -263,10 +267,10 @@ class HaloFeatures:
         """Starts to send features (num_local, F).
 
         Args:
-            exchange: who gets which.
-            x: the features.
-            dtype: on the way, gradients too; None: that of the features.
-            tiles: how many, at most; the same on all ranks.
+            exchange: which rows each rank sends.
+            x: floating (num_local, F), the features.
+            dtype: in which features and gradients are sent; None: the dtype of the features.
+            tiles: largest number of tiles; the same on all ranks.
         """
         self.exchange = exchange
         self.dtype = dtype or x.dtype
@@ -285,32 +289,34 @@ class HaloFeatures:
                 self.finish(tile)
 
     def tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """Columns, and the halo's features in them, of every tile that arrived; once.
+        """Yields the columns of every tile and the halo's features in them; can be called once only.
 
-        The features are (num_halo, columns), contiguous, differentiable and in the local ones' dtype.
+        The features are (num_halo, columns), contiguous, differentiable, and in the dtype of the local
+        features.
         """
-        arriving, self.arriving = self.arriving, ()  # kept, it would close a cycle through autograd's graph
+        arriving, self.arriving = self.arriving, ()  # avoids a cycle through autograd's graph
         for tile, columns in enumerate(self.columns):
             yield columns, _Arrive.apply(arriving[tile], self, tile).to(self.feature_dtype)
 
     def whole(self) -> Tensor:
-        """The halo's features (num_halo, F) where they travel in one tile."""
+        """The halo's features (num_halo, F), if they are sent in one tile."""
         ((_, rows),) = self.tiles()
         return rows
 
     def finish(self, tile: int) -> Tensor:
-        """The rows of a tile that arrived; on CUDA it is the stream that waits."""
+        """Waits for a tile and returns its rows; on CUDA, only the current stream waits."""
         transfer, self.transfers[tile] = self.transfers[tile], None
         assert transfer is not None
         return transfer.wait()
 
 
 def _refuse_second_derivatives() -> None:
-    # PyTorch's once_differentiable raises in `backward()` alone: `autograd.grad` would leave terms out.
+    # PyTorch's once_differentiable raises an error in `backward()` only: `autograd.grad` would silently omit
+    # terms.
     if torch.is_grad_enabled():
         raise NotImplementedError(
-            "create_graph: expected False, got True; features that travel between processes have first "
-            "derivatives only"
+            "create_graph: expected False, got True; features that are exchanged between processes have "
+            "first derivatives only"
         )
 
 
@@ -332,7 +338,7 @@ class _Leave(torch.autograd.Function):
         if len(way.columns) == 1:
             return way.exchange.add_up(way.finish(0), ctx.dtype), None
         total = grads[0].new_empty(way.exchange.num_local, way.columns[-1].stop, dtype=ctx.dtype)
-        for tile in reversed(range(len(way.columns))):  # as they left
+        for tile in reversed(range(len(way.columns))):  # in the order in which they were sent
             way.exchange.add_up(way.finish(tile), ctx.dtype, total[:, way.columns[tile]])
         return total, None
 
@@ -351,12 +357,12 @@ class _Arrive(torch.autograd.Function):
         _refuse_second_derivatives()
         grad = grad.contiguous()
         ctx.way.transfers[ctx.tile] = ctx.way.exchange.from_halo(grad)
-        # Its place in the autograd graph keeps the order; `_Leave` does not use its content.
+        # The returned gradient only makes autograd call `_Leave` afterwards, which does not read it.
         return grad, None, None
 
 
 class AddColumns(torch.autograd.Function):
-    """Adds a part to some columns of a total, in place: nothing wide is copied."""
+    """Adds a part to some columns of a total, in place, so that no wide matrix is copied."""
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, part: Tensor, columns: slice) -> Tensor:

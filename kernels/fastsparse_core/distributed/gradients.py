@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastsparse_core.distributed.agreement import check_agreement
 
-#: Already compared: processes -> shapes and dtypes of parameters.
+#: Process group -> shapes and dtypes of parameters that its processes have compared.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
@@ -60,7 +60,7 @@ def all_reduce_gradients(
 
 
 def _check_parameters(parameters: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Where processes differ, their messages would not meet: they would wait for ever, or add up anything."""
+    """Raises an error if parameters differ; the processes would wait forever, or add unrelated gradients."""
     if not parameters:
         return
     kinds = tuple(f"{tuple(it.shape)} of {it.dtype}" for it in parameters)
@@ -76,7 +76,10 @@ def _check_parameters(parameters: list[Tensor], group: dist.ProcessGroup | None)
 
 
 def _all_reduce(parameters: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Sums of the gradients of parameters of one dtype, and of how many processes have each."""
+    """Sums the gradients of parameters of one dtype over all processes, in one message.
+
+    The message also counts the processes that have a gradient, for parameters without one in this process.
+    """
     dtype = parameters[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     present = torch.ones(len(parameters), dtype=wide, device=parameters[0].device)

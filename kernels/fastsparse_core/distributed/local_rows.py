@@ -1,4 +1,4 @@
-"""The edges of one rank's rows, columns renumbered: own nodes, then the halo."""
+"""Builds the structure of one rank's rows; its columns are the rank's own nodes, then the halo."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def local_rows(
     self_loops: Literal["keep", "append", "replace"],
     group_rows: Method,
 ) -> tuple[Adjacency, HaloExchange]:
-    """The rank's rows of edges in any order, and who sends which of the halo's. Collective.
+    """Builds the rank's rows and the exchange of the halo from edges in any order. Collective.
 
-    Arguments as of :meth:`PartitionedAdjacency.from_coo`, checked.
+    The arguments are those of :meth:`PartitionedAdjacency.from_coo`, after its checks.
     """
     num_local = partition.size(rank)
     count = torch.zeros(num_local, dtype=torch.int64, device=row.device)
@@ -45,7 +45,7 @@ def local_rows(
     rowptr = torch.zeros(num_local + 1, dtype=torch.int64, device=row.device)
     torch.cumsum(count, 0, out=rowptr[1:])
     del count
-    is_in_order = ascends and self_loops == "keep"  # then the rows themselves are not needed again
+    is_in_order = ascends and self_loops == "keep"  # then `rowptr` and `column` are the structure
     column = torch.empty(int(rowptr[-1]), dtype=torch.int32, device=row.device)
     local_row = torch.empty_like(column) if not is_in_order else column
     filled = 0
@@ -71,17 +71,17 @@ def rows_in_order(
     group_rows: Method,
     self_loops: Literal["keep", "append", "replace"] = "keep",
 ) -> tuple[Adjacency, HaloExchange]:
-    """The same of compressed rows. Collective.
+    """Builds the rank's rows and the exchange of the halo from compressed rows. Collective.
 
     Args:
         rowptr: int64 (local nodes + 1,).
-        column: int32 (num_edges,), positions; the structure uses them without a copy.
+        column: int32 (num_edges,), positions of the sources; overwritten, and used without a copy.
         partition: owners of the nodes.
         rank: of this process.
-        group: as of :meth:`PartitionedAdjacency.from_coo`.
-        send: likewise.
-        group_rows: likewise.
-        self_loops: likewise.
+        group: as for :meth:`PartitionedAdjacency.from_coo`.
+        send: as for :meth:`PartitionedAdjacency.from_coo`.
+        group_rows: as for :meth:`PartitionedAdjacency.from_coo`.
+        self_loops: as for :meth:`PartitionedAdjacency.from_coo`.
     """
     exchange, num_columns = _renumber(column, partition, rank, group, send)
     shape = (partition.size(rank), num_columns)
@@ -92,7 +92,7 @@ def rows_in_order(
 
 
 def _owned(row: Tensor, col: Tensor, partition: Partition, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of a rank, counted from its first, and positions of columns of its edges, int32, in pieces."""
+    """Yields a rank's edges in pieces: local rows, and positions of the columns, both int32."""
     first = partition.starts[rank]
     for rows, columns in zip(row.split(PIECE_ENTRIES), col.split(PIECE_ENTRIES), strict=True):
         mine = partition.owned_edges(rows, rank)
@@ -108,21 +108,21 @@ def _renumber(
     group: dist.ProcessGroup | None,
     send: Literal["auto", "needed", "all"],
 ) -> tuple[HaloExchange, int]:
-    """Numbers the columns of a rank's rows, own nodes and then the halo, in place. Collective.
+    """Renumbers the columns of a rank's rows in place: own nodes first, then the halo. Collective.
 
     Args:
         column: int32 (num_edges,), positions.
         partition: owners of the nodes.
         rank: of this process.
-        group: as of :meth:`PartitionedAdjacency.from_coo`.
-        send: likewise.
+        group: as for :meth:`PartitionedAdjacency.from_coo`.
+        send: as for :meth:`PartitionedAdjacency.from_coo`.
 
     Returns:
-        who sends which of the halo's rows; the number of columns.
+        The exchange of the halo's rows, and the number of columns.
     """
     first, last = partition.starts[rank], partition.starts[rank + 1]
     num_local, device = last - first, column.device
-    # Marks instead of sorted ids: a pass over the nodes costs less than sorting the edges.
+    # The halo is found with a mask over all nodes, because that costs less than sorting the edges.
     needed = torch.zeros(partition.num_nodes, dtype=torch.bool, device=device)
     for part in column.split(PIECE_ENTRIES):
         needed[part.long()] = True
@@ -139,7 +139,7 @@ def _renumber(
 
 
 def columns_of(rows: Adjacency, *, own: bool) -> Adjacency:
-    """The entries of a rank's rows whose column is one of its own nodes, or another rank's."""
+    """The entries whose column is one of the rank's own nodes; without ``own``, those of other ranks."""
     num_local, num_columns = rows.shape
     kept = rows.col < num_local if own else rows.col >= num_local
     before = torch.zeros(rows.num_edges + 1, dtype=torch.int64, device=rows.device)
@@ -161,17 +161,17 @@ def columns_of(rows: Adjacency, *, own: bool) -> Adjacency:
 def columns_of_rank(
     rowptr: Tensor, col: Tensor, partition: Partition, rank: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Pointers of the rank's rows, and positions of their columns, int32, on ``device``.
+    """Row pointers of the rank's rows (int64), and positions of their columns (int32).
 
     Args:
-        rowptr: int32 or int64 (num_nodes + 1,), of the whole graph.
-        col: int32 or int64 (num_edges,).
+        rowptr: int32 or int64 (num_nodes + 1,), row pointers of the whole graph.
+        col: int32 or int64 (num_edges,), columns of the whole graph.
         partition: owners of the nodes.
         rank: of this process.
-        device: where the results are.
+        device: of the results.
 
     Raises:
-        ValueError: a column is no node.
+        ValueError: a column is not a node id.
     """
     node = partition.nodes(rank).to(rowptr.device)
     begin = rowptr[node].long()
@@ -192,7 +192,7 @@ def columns_of_rank(
 
 
 def check_ends(row: Tensor, col: Tensor, num_nodes: int) -> None:
-    """Raises an error unless both name nodes, on one device and as many."""
+    """Raises an error unless both are node ids, of the same length and on the same device."""
     for name, index in (("row", row), ("col", col)):
         if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
             kind = index.dtype if isinstance(index, Tensor) else type(index).__name__
@@ -206,7 +206,7 @@ def check_ends(row: Tensor, col: Tensor, num_nodes: int) -> None:
 
 
 def check_range(name: str, index: Tensor, num_nodes: int) -> None:
-    """Raises an error unless an index names nodes."""
+    """Raises an error unless all entries of an index are node ids."""
     if index.numel():
         low, high = (int(end) for end in torch.aminmax(index))
         if low < 0 or high >= num_nodes:

@@ -1,4 +1,4 @@
-"""The rows of a graph that one of several processes holds, as the layers take them."""
+"""The structure of one rank's rows of a graph, for the layers and operators."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class PartitionedAdjacency(Adjacency):
         self_loops: str,
         options: dict[str, Any],
     ) -> PartitionedAdjacency:
-        """Checks options, and that they are the same on all ranks, and wraps what ``rows_of(rank)`` makes."""
+        """Checks options, compares them on all ranks, and wraps the result of ``rows_of(rank)``."""
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if size != partition.num_parts:
             raise ValueError(f"partition: expected {size} parts, one per process, got {partition.num_parts}")
@@ -225,7 +225,7 @@ class PartitionedAdjacency(Adjacency):
         """Builds this process's part from the whole graph in compressed rows. Collective.
 
         Only the rank's rows are read and moved to ``device``, so the whole graph may be in host memory, or in
-        a file that all processes of a machine map.
+        a file that all processes of a machine map into memory.
 
         Args:
             rowptr: int32 or int64 (num_nodes + 1,).
@@ -236,8 +236,8 @@ class PartitionedAdjacency(Adjacency):
             **options: further options of :meth:`from_coo`.
 
         Raises:
-            TypeError: :meth:`from_coo` has no such option.
-            ValueError: sizes do not fit.
+            TypeError: an option is not one of :meth:`from_coo`.
+            ValueError: ``rowptr`` does not have ``num_nodes + 1`` entries, or as in :meth:`from_coo`.
         """
         if rowptr.numel() != partition.num_nodes + 1:
             raise ValueError(
@@ -373,7 +373,7 @@ class PartitionedAdjacency(Adjacency):
         if x.size(0) != self.num_dst:
             raise ValueError(f"x: expected {self.num_dst} rows, one per own node, got {tuple(x.shape)}")
         sizes = self.statistics.rows
-        # Pieces of equal size, because gloo cannot gather others.
+        # All pieces have the same size, because gloo cannot gather pieces of different sizes.
         piece = x.new_zeros(max(sizes), *x.shape[1:])
         piece[: x.size(0)] = x.detach()
         pieces = [torch.empty_like(piece) for _ in sizes]
@@ -444,7 +444,7 @@ class PartitionedAdjacency(Adjacency):
             arrived = self._halo_of_inputs(given, flat)
             out = spmm(self.local, flat, value, **local) + spmm(self.halo, arrived, value, **halo)
         else:
-            # Each head has its own columns, which tiles would cut.
+            # Tiles would cut heads, whose columns have their own edge values.
             tiles = 1 if value is not None and value.dim() > 1 else self.num_tiles(flat.size(1), flat.dtype)
             with HaloFeatures(self.exchange, flat, self.halo_dtype, tiles) as way:
                 out = spmm(self.local, flat, value, **local)
@@ -475,7 +475,7 @@ class PartitionedAdjacency(Adjacency):
         return tiles_that_pay(self.statistics, width, dtype.itemsize, sent)
 
     def _halo_of_inputs(self, given: Tensor, flat: Tensor) -> Tensor:
-        """The halo's rows of features without gradient; kept for the last ones, as they were given."""
+        """The halo's rows of features without gradient; cached for the features of the last call."""
 
         def fetch() -> Tensor:
             rows = self.exchange.pack(flat.detach(), self.halo_dtype or flat.dtype)
@@ -503,7 +503,7 @@ class PartitionedAdjacency(Adjacency):
         """Builds everything that the operators need; returns self.
 
         Args:
-            backward: also what training needs.
+            backward: whether to build what the backward pass needs too.
         """
         if self.overlap:
             self.local.prepare(backward=backward)
@@ -533,7 +533,7 @@ class PartitionedAdjacency(Adjacency):
         """Returns itself if it is on that device; other devices are not supported.
 
         Args:
-            device: the target.
+            device: the target device.
             non_blocking: as in :meth:`torch.Tensor.to`.
         """
         if torch.empty(0, device=device).device == self.device:

@@ -1,4 +1,4 @@
-"""Which process owns which nodes."""
+"""Divides the nodes of a graph among processes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 Method = Literal["auto", "metis", "contiguous"]
 
-#: Cost of a row in addition to its edges, in edges. Its 256 x 256 matrix products, forward and backward, take
-#: some 10 ns of a GPU of today, an edge's features of 1 KB about 0.5 ns.
+#: Cost of a row in addition to its edges, as a number of edges. On a current GPU, the 256 x 256 matrix
+#: products of a row, forward and backward, take about 10 ns, and an edge's features of 1 KB about 0.5 ns.
 ROW_EDGES = 16
 
-#: ``method="auto"`` takes METIS up to here: a minute or so on one core; beyond, blocks.
+#: Largest number of edges for which ``method="auto"`` uses METIS, which takes about a minute on one core.
 METIS_EDGES = 20_000_000
 
 
@@ -38,8 +38,8 @@ class Partition:
         method: name of the method, for display.
 
     Raises:
-        TypeError: ``order`` is no int64 tensor.
-        ValueError: ``starts`` descend, or ``order`` does not have every node once.
+        TypeError: ``order`` is not an int64 tensor.
+        ValueError: ``starts`` does not ascend from 0, or ``order`` does not contain every node once.
 
     Example:
         >>> import torch
@@ -58,8 +58,8 @@ class Partition:
         """The partition in which node i belongs to rank ``owner[i]``.
 
         Args:
-            owner: rank of every node, integers (num_nodes,) from 0 to num_parts - 1, from any partitioner,
-                such as ``dgl.metis_partition_assignment``.
+            owner: integers (num_nodes,) from 0 to num_parts - 1, rank of every node. They may come from any
+                partitioner, such as ``dgl.metis_partition_assignment``.
             num_parts: number of ranks; some may own nothing.
             method: name of the method, for display.
 
@@ -108,7 +108,7 @@ class Partition:
             self.starts,
             self.order,
             self.method,
-        )  # which checks it, because a file may be damaged
+        )  # calls the constructor, whose checks detect damaged files
 
     @property
     def num_parts(self) -> int:
@@ -162,7 +162,7 @@ class Partition:
             rank: from 0 to num_parts - 1.
 
         Raises:
-            ValueError: not one row per node.
+            ValueError: ``x`` does not have one row per node.
         """
         if x.size(0) != self.num_nodes:
             raise ValueError(f"x: expected {self.num_nodes} rows, one per node, got shape {tuple(x.shape)}")
@@ -227,9 +227,7 @@ def partition(
             raise ValueError(f"graph: expected as many destinations as sources, got shape {graph.shape}")
         num_nodes, num_edges = graph.num_dst, graph.num_edges
     elif num_nodes is None:
-        raise ValueError(
-            "num_nodes: expected the number of nodes where the graph is given as edges, got None"
-        )
+        raise ValueError("num_nodes: expected the number of nodes if the graph is given as edges, got None")
     else:
         num_edges = graph.size(1)
     if method == "auto":
@@ -252,7 +250,7 @@ def partition(
         torch.stack([graph.row().long(), graph.col.long()]) if isinstance(graph, Adjacency) else graph.long()
     )
     ends = ends[:, ends[0] != ends[1]]
-    # METIS wants every edge in both directions, once.
+    # METIS expects every edge once in each direction.
     both = Adjacency.from_coo(
         torch.cat([ends[0], ends[1]]).cpu(),
         torch.cat([ends[1], ends[0]]).cpu(),
@@ -274,7 +272,7 @@ def _blocks(degree: Tensor, num_parts: int) -> Partition:
 
 
 def _metis() -> Callable[[Tensor, Tensor, Tensor, int], Tensor] | None:
-    """A function (rowptr, col, weight, num_parts) -> owner of every node; None where no package has METIS."""
+    """A function (rowptr, col, weight, num_parts) -> owner of every node; None: no package has METIS."""
 
     def of_pymetis(module: Any, rowptr: Tensor, col: Tensor, weight: Tensor, num_parts: int) -> Tensor:
         graph = module.CSRAdjacency(adj_starts=rowptr.numpy(), adjacent=col.numpy())

@@ -1,4 +1,4 @@
-"""How well a graph is divided, and in how many pieces features travel then."""
+"""How well a graph is divided, and in how many tiles its features are sent."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class PartitionStatistics:
     """How well a graph is divided; lists have an entry per rank.
 
     Attributes:
-        rows: nodes.
-        edges: edges of those nodes' rows.
-        halo_edges: those of these edges that start at nodes of other ranks.
-        halo_rows: nodes of other ranks whose features are received.
+        rows: number of nodes.
+        edges: number of edges that end at these nodes.
+        halo_edges: number of these edges that start at nodes of other ranks.
+        halo_rows: number of nodes of other ranks whose features are received.
 
     Example:
         >>> from fastsparse_core.distributed import PartitionStatistics
@@ -58,10 +58,10 @@ def tiles_that_pay(facts: PartitionStatistics, width: int, itemsize: int, sent: 
     """See :meth:`PartitionedAdjacency.num_tiles`.
 
     Args:
-        facts: of the graph.
+        facts: statistics of the partition.
         width: features per node.
-        itemsize: bytes of one of them.
-        sent: the same on the way.
+        itemsize: bytes of a feature in memory.
+        sent: bytes of a feature in the messages.
     """
     if not any(
         _GATHERED_PER_RECEIVED * rows * sent > (edges - halo_edges) * itemsize

@@ -1,4 +1,4 @@
-"""A call of inference: its arguments, the model's stages, the run."""
+"""Runs `inference` of both plugins: checks the arguments, splits the model into stages, computes them."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def infer(
     tile: int | None,
     group: Any,
 ) -> Any:
-    """What both plugins' ``inference`` does, whose arguments these are.
+    """Implements ``inference`` of both plugins; the arguments are those of that function.
 
     Args:
         model: module, or list of layers and functions.
         framework: the plugin's.
         adj: structure of the graph.
         x: (num_nodes, ...).
-        name: of the features, for messages.
-        device: where layers are computed; None: where the model is.
+        name: name of the features' argument, for messages.
+        device: where layers are computed; None: the model's device.
         rows: nodes whose results are wanted, ids or a mask; None: all.
-        out: tensor or array that takes the results; None: a new tensor.
-        memory: bytes of the device's memory that may be in use; None: what is free.
+        out: tensor or array for the results; None: a new tensor.
+        memory: bytes of the device's memory that may be in use; None: all free memory.
         tile: largest number of destinations per tile; None: as many as fit.
-        group: processes that divide the destinations; None: this one alone.
+        group: processes that divide the destinations; None: only this process.
 
     Returns:
         A tensor, or ``out``.
@@ -100,12 +100,12 @@ def _as_tensor(x: Any, name: str) -> Tensor:
 
 
 def _checked_out(out: Any) -> Tensor:
-    """The tensor that takes the results.
+    """The tensor for the results.
 
     Raises:
         TypeError: it is neither a tensor nor an array, or not floating-point.
-        ValueError: the array is read-only. PyTorch would write to it all the same, and writing to a file that
-            is mapped for reading ends the process.
+        ValueError: the array is read-only. PyTorch would write to it anyway, and writing to a file that is
+            mapped for reading kills the process.
     """
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError(
@@ -119,7 +119,7 @@ def _checked_out(out: Any) -> Tensor:
 
 
 def _device_of(model: Any, device: torch.device | str | None) -> torch.device:
-    """The device that was asked for, or the model's, which must be the same."""
+    """The requested device, or the model's; the model must be on it."""
     roots = [model] if isinstance(model, Module) else [item for item in model if isinstance(item, Module)]
     found = {tensor.device for root in roots for tensor in (*root.parameters(), *root.buffers())}
     if device is None:

@@ -257,12 +257,11 @@ def _checked(parts: Sequence[_Part], framework: Framework, x: Tensor, small: Adj
     placement = Placement(x.device, tile=max(small.num_dst // 2 - 1, 1))
     for part in parts:
         stage = _stage_of(part, framework)
-        expected = x if part.layer is None else framework.call(part.layer, x)
+        expected = _whole(part, framework, x)
         if not isinstance(expected, Tensor):
             raise ValueError(
                 f"model: expected layers that return one tensor, got {type(expected).__name__} of {part.name}"
             )
-        expected = part.finish(expected)
         try:
             found = run(small, x, [stage], placement)
         except Exception as error:
@@ -270,7 +269,14 @@ def _checked(parts: Sequence[_Part], framework: Framework, x: Tensor, small: Adj
                 f"model: {part.name} cannot be computed from a node and its neighbours alone: {error}"
             ) from error
         loose = {torch.float64: 1e-8, torch.float32: 1e-4}.get(expected.dtype, _OF_16_BITS)
-        if not _is_close(found, expected, loose):
+        rounding = 0.0
+        if loose == _OF_16_BITS and x.is_floating_point():
+            # The order of a sum decides how it is rounded, and the layer may enlarge the difference.
+            nearby = x.clone(memory_format=torch.contiguous_format)
+            nearby.view(-1)[::2] *= 1 + torch.finfo(x.dtype).eps
+            change = (_whole(part, framework, nearby) - expected).double().abs().nan_to_num()
+            rounding = 4 * change.max().item() if change.numel() else 0.0
+        if not _is_close(found, expected, loose, rounding):
             raise ValueError(
                 f"model: {part.name}, with the functions behind it, gives other results when it is computed "
                 "from a node and its neighbours alone, as layers of several hops and normalisation over all "
@@ -278,6 +284,12 @@ def _checked(parts: Sequence[_Part], framework: Framework, x: Tensor, small: Adj
             )
         yield stage
         x = expected
+
+
+def _whole(part: _Part, framework: Framework, x: Tensor) -> Any:
+    """What the framework's layer and the functions behind it make of all nodes."""
+    result = x if part.layer is None else framework.call(part.layer, x)
+    return part.finish(result) if isinstance(result, Tensor) else result
 
 
 def _stage_of(part: _Part, framework: Framework) -> Stage:
@@ -291,15 +303,15 @@ def _stage_of(part: _Part, framework: Framework) -> Stage:
     return replace(stage, compute=compute)
 
 
-def _is_close(found: Tensor, expected: Tensor, loose: float) -> bool:
-    """Whether rows are the same up to a share of their largest number."""
+def _is_close(found: Tensor, expected: Tensor, loose: float, rounding: float = 0.0) -> bool:
+    """Whether rows are the same up to a share of their largest number and a difference by rounding."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     a, b = found.double().flatten(1), expected.double().flatten(1)
     if not b.numel():
         return True
     size = b.abs().nan_to_num().amax(1, keepdim=True)
-    is_same = (a - b).abs() <= loose * (size + size.max() / 50)
+    is_same = (a - b).abs() <= loose * (size + size.max() / 50) + rounding
     return bool((is_same | (a == b) | (a.isnan() & b.isnan())).all())
 
 

@@ -1,1 +1,1 @@
-"""Functions of whole layers, each one node of autograd's graph, shared by both plugins."""
+"""Functions that compute whole layers, each with one node in autograd's graph. Both plugins use them."""

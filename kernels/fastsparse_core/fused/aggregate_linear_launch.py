@@ -1,4 +1,4 @@
-"""Launches of the kernels that aggregate neighbours and transform them at once."""
+"""Launches the kernels that aggregate the neighbours' features and transform them in one pass."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 #: Number of features or outputs per block.
 _TILE = 128
-#: Smallest number of rows of a slab, and largest number of slabs: each slab has two thread blocks per tile of
-#: a weight, and together they fill an H200.
+#: Smallest number of rows per slab, and largest number of slabs times tiles. Each slab has two thread blocks
+#: per tile of a weight; together they fill an H200.
 _SLAB_ROWS = 128
 _MOST_SLABS = 66
-#: bfloat16 terms that keep all digits of a float32 number; two if PyTorch allows fewer digits.
+#: Number of bfloat16 terms that represent a float32 number exactly; two terms are used if PyTorch allows
+#: TF32.
 _ALL_TERMS = 3
 
 
 def is_laid_out(x: Tensor, *contiguous: Tensor) -> bool:
-    """Whether rows of ``x``, and matrices without gaps, all float32, can be read 16 bytes at a time."""
+    """Whether 16-byte loads can read float32 tensors: the rows of ``x``, and other, contiguous matrices."""
     row_stride, column_stride = x.stride()
     if column_stride != 1 or row_stride % 4 or x.data_ptr() % 16:
         return False
-    for matrix in contiguous:  # noqa: SIM110 (a generator takes the host longer)
+    for matrix in contiguous:  # noqa: SIM110 (a generator takes more host time)
         if matrix.data_ptr() % 16 or not matrix.is_contiguous():
             return False
     return True
 
 
 def gathers_neighbours(adj: Adjacency, algorithm: str) -> bool:
-    """Whether the kernel sums the neighbours too (`policy.gathers_and_transforms`)."""
+    """Whether the kernel also sums the neighbours (`policy.gathers_and_transforms`)."""
     return policy.gathers_and_transforms(facts_of(adj), algorithm, adj.gpu) and adj.has_short_rows
 
 
@@ -46,19 +47,17 @@ def aggregate_and_transform(
     algorithm: str,
     keeps_sums: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The result of `aggregate_linear` where the launch supports it.
-
-    That is where `policy.transforms_on_tensor_cores` and `is_laid_out` say so, of plain tensors.
+    """Computes `aggregate_linear`, if `policy.transforms_on_tensor_cores` and `is_laid_out` are true.
 
     Args:
-        adj: structure.
-        x: float32 features of the sources.
-        weight: of the neighbours' sums.
-        bias: contiguous, or None.
-        root_weight: of the destinations.
+        adj: structure (num_dst, num_src).
+        x: float32 (num_src, width), features of the sources; the first rows are the destinations.
+        weight: (out width, width), multiplied by the neighbours' sums.
+        bias: (out width,), contiguous, or None.
+        root_weight: (out width, width), multiplied by the destinations' own features.
         scale_dst: float32 (num_dst,), factors of the sums; None: 1.
-        algorithm: of the sum, as the caller asked.
-        keeps_sums: whether the neighbours' sums are wanted too.
+        algorithm: the caller's choice for the sum.
+        keeps_sums: whether to return the neighbours' sums.
 
     Returns:
         (num_dst, out width), and the sums or None.
@@ -66,7 +65,7 @@ def aggregate_and_transform(
     key = ("aggregate_linear", algorithm)
     known = adj.plans.get(key)
     if known is None:
-        # No work list: none is needed, and asking for one counts as a use of it.
+        # The kernel needs no work list, and requesting one would count as a use of it.
         known = (gathers_neighbours(adj, algorithm), adj.plain_structure, device_index(adj.device))
         adj.plans[key] = known
     gathers, structure, index = known
@@ -97,12 +96,12 @@ def aggregate_and_transform(
 def gradients_of_parameters(
     grad: Tensor, sums: Tensor, own: Tensor, needs_bias: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Gradients of what `aggregate_and_transform` takes as parameters, where that could be called.
+    """Gradients of the weights and the bias of `aggregate_and_transform`, under the same conditions.
 
     Args:
-        grad: of its result.
-        sums: of the neighbours, laid out without gaps.
-        own: features of the destinations, laid out as those of the sources.
+        grad: gradient of its result.
+        sums: sums of the neighbours' features, contiguous.
+        own: features of the destinations; `is_laid_out` must be true for them.
         needs_bias: whether the gradient of the bias is wanted.
 
     Returns:
@@ -111,7 +110,7 @@ def gradients_of_parameters(
     if not grad.is_contiguous():
         grad = grad.contiguous()
     if grad.data_ptr() % 16:
-        grad = grad.clone()  # read in 16-byte pieces
+        grad = grad.clone()  # the kernel uses 16-byte loads
     num_rows, out_width = grad.shape
     width = own.shape[1]
     grad_weight, grad_root = grad.new_empty(out_width, width), grad.new_empty(out_width, width)

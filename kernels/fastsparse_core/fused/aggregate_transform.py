@@ -1,6 +1,6 @@
-"""Aggregation and linear maps of a layer as one node of autograd's graph, which costs the host less.
+"""Aggregation and linear maps of a layer in one node of autograd's graph, to save host time.
 
-GCN, GraphSAGE, GraphConv, GIN and RGCN on small graphs are forms of it: docs/dev/decisions/one_node.md.
+GCN, GraphSAGE, GraphConv, GIN and RGCN on small graphs use it: docs/dev/decisions/one_node.md.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.streams import fork
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Tensor that is added to eps: PyTorch would create a tensor from a Python number in every call, which takes
-#: longer.
+#: The 1 of ``1 + eps`` as a tensor. From a Python number, PyTorch would create a tensor in every call, which
+#: takes longer.
 _ONE = {dtype: torch.ones((), dtype=dtype, device="cpu") for dtype in DTYPE_CODE}
 
 
@@ -60,26 +60,26 @@ def graph_convolution(
     relu: bool = False,
     add_loops: bool = False,
 ) -> Tensor | None:
-    r"""Transforms the neighbours' features and aggregates them, in the order that the caller says.
+    r"""Transforms the neighbours' features and aggregates them, in the order that the caller chooses.
 
     .. math::
         \mathbf{y}_i = s_i \sum_{j \in \mathcal{N}(i)} t_j \, \mathbf{x}_j \mathbf{W} + \mathbf{b}
 
     Args:
         adj: structure (num_dst, num_src).
-        x: features (num_src, in width), which `is_plain_eager`.
+        x: features (num_src, in width); `is_plain_eager` must be true for them.
         weight: (out width, in width) or (in width, out width).
         bias: (out width,) or None.
         out_by_in: whether the weight is (out width, in width).
-        aggregate_first: whether neighbours are summed before the linear map. Only for features without
-            gradient, whose sums alone are kept then.
+        aggregate_first: whether neighbours are summed before the linear map. Only for features that need no
+            gradient: then only their sums are stored.
         scale_dst: constant s, (num_dst,); None: 1.
         scale_src: constant t, (num_src,); None: 1.
         relu: whether negative results become 0.
-        add_loops: whether every node is a neighbour of its own too, of a square structure without loops.
+        add_loops: whether to add a self loop to every node; for square structures without self loops.
 
     Returns:
-        (num_dst, out width), as `_in_one_node` says.
+        (num_dst, out width), or None, as `_in_one_node`.
     """
     if weight is None or (aggregate_first and x.requires_grad):
         return None
@@ -89,7 +89,7 @@ def graph_convolution(
 
 @functools.cache
 def one(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The number 1 on a device, for loops."""
+    """The number 1 on a device, the value of added self loops."""
     with torch.inference_mode(False):
         return torch.ones((), dtype=dtype, device=device)
 
@@ -105,28 +105,29 @@ def aggregate_linear(
     root: Tensor | None = None,
     transform_first: bool = False,
 ) -> Tensor | None:
-    r"""Aggregates the neighbours' features and transforms them and the node's own.
+    r"""Aggregates the neighbours' features; adds linear maps of the result and of the node's own features.
 
     .. math::
         \mathbf{y}_i = \mathbf{W} \bigoplus_{j \in \mathcal{N}(i)} \mathbf{x}_j + \mathbf{W}_r \mathbf{x}_i
         + \mathbf{b}
 
-    with :math:`\bigoplus` a sum or mean; the destinations are the first sources. Under autocast neighbours
-    are summed in its dtype or, where that moves fewer bytes (`policy.casts_first`), in float32, as PyG does.
+    with :math:`\bigoplus` a sum or mean. The destinations are the first sources. Under autocast, neighbours
+    are summed in its dtype or, if that moves fewer bytes (`policy.casts_first`), in float32, as in PyG.
 
     Args:
         adj: structure (num_dst, num_src), with num_dst <= num_src.
-        x: features (num_src, width), which `is_plain_eager` or are traced by `torch.compile`.
+        x: features (num_src, width); `is_plain_eager` must be true for them, or `torch.compile` traces them.
         weight: (out width, width).
         bias: (out width,) or None.
         root_weight: (out width, width).
         reduce: ``"sum"`` or ``"mean"``.
-        root: the destinations' features, where they may be others than the first of ``x``.
-        transform_first: whether neighbours are summed after the linear map, which pays where that is narrow.
+        root: the destinations' features, if the caller has them as a separate tensor.
+        transform_first: whether neighbours are summed after the linear map, which is worthwhile if its result
+            is narrow.
 
     Returns:
-        (num_dst, out width), as `_in_one_node` says; None for a ``root`` that is not the first of ``x``
-        (`starts_with`), too.
+        (num_dst, out width), or None, as `_in_one_node`; also None if ``root`` is not the first rows of ``x``
+        (`starts_with`).
     """
     if not is_plain_eager(x):
         return _traced(adj, x, weight, bias, root_weight, reduce, root, transform_first)
@@ -137,7 +138,7 @@ def aggregate_linear(
 
 
 def starts_with(x: Tensor, root: Tensor) -> bool:
-    """Whether ``root`` is ``x[:n]``, or ``x`` itself, to autograd too, and no hook watches its gradient.
+    """Whether ``root`` is ``x[:n]`` or ``x`` itself, also for autograd, and no hook reads its gradient.
 
     Args:
         x: matrix.
@@ -146,7 +147,8 @@ def starts_with(x: Tensor, root: Tensor) -> bool:
     if root is x:
         return True
     return (
-        # With a sibling view, its gradient would be added to that of x, and hooks on x would see it.
+        # If both are views of one tensor, the gradient of root must not be added to that of x if a hook reads
+        # the latter.
         (not x._is_view() or (x._backward_hooks is None and not x.retains_grad))
         and root._is_view()
         and root._base is (x._base if x._is_view() else x)
@@ -171,7 +173,7 @@ def weighted_linear(
     *,
     transform_first: bool = False,
 ) -> Tensor | None:
-    r"""Transforms the weighted sums, or means, over the neighbours and the node's own features.
+    r"""Linear maps of weighted sums, or means, of the neighbours' features, and of the node's own features.
 
     .. math::
         \mathbf{y}_i = \mathbf{W} \bigoplus_{j \in \mathcal{N}(i)} v_{ij} \mathbf{x}_j + \mathbf{W}_r
@@ -179,16 +181,17 @@ def weighted_linear(
 
     Args:
         adj: square structure.
-        x: features (num_nodes, width), which `is_plain_eager`.
+        x: features (num_nodes, width); `is_plain_eager` must be true for them.
         value: (num_values,), one per edge in the caller's order.
         weight: (out width, width).
         bias: (out width,) or None.
         root_weight: (out width, width).
         reduce: ``"sum"`` or ``"mean"``.
-        transform_first: whether neighbours are summed after the linear map, which pays where that is narrow.
+        transform_first: whether neighbours are summed after the linear map, which is worthwhile if its result
+            is narrow.
 
     Returns:
-        (num_nodes, out width), as `_in_one_node` says.
+        (num_nodes, out width), or None, as `_in_one_node`.
     """
     if type(adj) is not Adjacency or adj.num_dst != adj.num_src or not is_plain_eager(value):
         return None
@@ -202,16 +205,16 @@ def aggregate_and_self(adj: Adjacency, x: Tensor, eps: Tensor) -> Tensor | None:
     .. math::
         \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)} \mathbf{x}_j + (1 + \epsilon) \, \mathbf{x}_i
 
-    The node's own part is one entry more of its row. Under autocast the result has its dtype, as a linear
-    layer would cast it: for callers who have one next.
+    The node's own part is computed as one more entry of its row. Under autocast, the result has autocast's
+    dtype. Callers must pass it to a linear layer, which would cast it anyway.
 
     Args:
         adj: square structure.
-        x: features (N, width), which `is_plain_eager`.
+        x: features (N, width); `is_plain_eager` must be true for them.
         eps: one number, which gets no gradient.
 
     Returns:
-        (N, width), as `_in_one_node` says; None for an ``eps`` that learns, too.
+        (N, width), or None, as `_in_one_node`; also None if ``eps`` requires a gradient.
     """
     dtype = eps.dtype
     if (
@@ -238,7 +241,7 @@ def aggregate_and_self(adj: Adjacency, x: Tensor, eps: Tensor) -> Tensor | None:
 def relational_linear(
     adj: Adjacency, x: Tensor, weight: Tensor, root: Tensor | None, bias: Tensor | None, reduce: str
 ) -> Tensor | None:
-    r"""Transforms the neighbours' sums, or means, of every relation and the node's own features.
+    r"""Linear maps of the neighbours' sums, or means, of every relation, and of the node's own features.
 
     .. math::
         \mathbf{y}_i = \sum_r \Big( \bigoplus_{j \in \mathcal{N}_r(i)} \mathbf{x}_j \Big) \mathbf{W}_r +
@@ -246,14 +249,14 @@ def relational_linear(
 
     Args:
         adj: structure (num_dst * R, num_src), with the relations of a destination next to each other.
-        x: features (num_src, width), which `is_plain_eager`.
+        x: features (num_src, width); `is_plain_eager` must be true for them.
         weight: (R, width, out width).
-        root: (width, out width), where the destinations are the sources, or None.
+        root: (width, out width), only if the destinations are the sources; or None.
         bias: (out width,) or None.
         reduce: ``"sum"`` or ``"mean"``.
 
     Returns:
-        (num_dst, out width), as `_in_one_node` says.
+        (num_dst, out width), or None, as `_in_one_node`.
     """
     form = (False, False, reduce, False, False, True)
     return _in_one_node(adj, form, x, None, weight, bias, root)
@@ -263,15 +266,15 @@ def relational_linear(
 
 
 class _Form(NamedTuple):
-    """What a layer computes, its tensors aside.
+    """Options of a layer, without its tensors.
 
     Attributes:
-        out_by_in: whether weights are (out width, in width), and not (in width, out width).
+        out_by_in: whether weights are (out width, in width); otherwise, (in width, out width).
         transform_first: whether neighbours are summed after the linear map.
         reduce: ``"sum"`` or ``"mean"``.
         relu: whether negative results become 0.
-        adds_loops: whether every node is a neighbour of its own.
-        is_stacked: whether the weight is one of every relation, (R, in width, out width), and the structure
+        adds_loops: whether a self loop is added to every node.
+        is_stacked: whether there is one weight per relation, (R, in width, out width). Then the structure is
             (num_dst * R, num_src), with the relations of a destination next to each other.
     """
 
@@ -285,28 +288,28 @@ class _Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What calls on like tensors share. The structure keeps it; it does not keep the structure.
+    """What calls with tensors of the same kinds share. The structure stores it, so it must not refer to it.
 
     Attributes:
-        out_by_in: as of the form.
-        transform_first: as of the form; True where there is no linear map.
-        relu: as of the form.
-        is_stacked: as of the form.
-        given_dst: factor of every destination as the caller gave it.
-        given_src: factor of every source likewise.
-        scale_dst: (num_dst,) as kernels read it, or None.
-        scale_src: (num_src,) likewise.
-        loop: value of the loops that the form adds; None: none.
+        out_by_in: as in the form.
+        transform_first: as in the form; True if there is no linear map.
+        relu: as in the form.
+        is_stacked: as in the form.
+        given_dst: the caller's factors of the destinations.
+        given_src: the caller's factors of the sources.
+        scale_dst: (num_dst,), in the form that kernels read, or None.
+        scale_src: (num_src,), in the form that kernels read, or None.
+        loop: value of the self loops that the form adds; None: none.
         algorithm: of the sum.
         dtype: of the products.
         given: dtypes of x, weight, bias and root_weight.
-        num_rows: of the result.
-        is_sage: whether two linear maps follow sums without weights, which have kernels of their own.
+        num_rows: number of rows of the result.
+        is_sage: whether two linear maps follow sums without edge values, a case with special kernels.
         casts_first: whether features are cast before they are summed.
-        transforms: whether one kernel handles both linear maps, as far as sizes go.
+        transforms: whether one kernel can compute both linear maps for these sizes.
         width: of the features.
-        columns: of rows that are multiplied where the features need no gradient: more than those of the
-            features, with zeros behind them; 0: the features' own.
+        columns: number of columns to which features are padded with zeros before they are multiplied, if they
+            need no gradient; 0: no padding.
     """
 
     out_by_in: bool
@@ -329,7 +332,7 @@ class _Plan:
     columns: int
 
 
-#: The structure, the plan, and the loops' value: no tensor of it has a gradient.
+#: The structure, the plan, and the value of self loops. None of their tensors has a gradient.
 _Call = tuple[Adjacency, _Plan, Tensor | None]
 
 
@@ -345,36 +348,37 @@ def _in_one_node(
     scale_dst: Tensor | None = None,
     scale_src: Tensor | None = None,
 ) -> Tensor | None:
-    r"""Sums the neighbours' features and transforms them and the node's own.
+    r"""Sums the neighbours' features; adds linear maps of the sums and of the node's own features.
 
     .. math::
         \mathbf{y}_i = s_i \Big( \sum_{j \in \mathcal{N}(i)} v_{ij} \, t_j \, \mathbf{x}_j + l \, t_i \,
         \mathbf{x}_i \Big) \mathbf{W} + \mathbf{x}_i \mathbf{W}_r + \mathbf{b}
 
-    The result equals ``spmm`` and linear maps up to rounding, in fewer steps: products add their results and
-    gradients in place. The gradient of the features of a structure that is new comes without its transpose
-    (`policy.scatters`), on CUDA by atomics.
+    The result equals that of ``spmm`` and linear maps up to rounding. It takes fewer steps, because products
+    add to results and gradients in place. For a new structure, the gradient of the features is computed
+    without its transpose (`policy.scatters`), on CUDA with atomics.
 
-    Under autocast linear maps are products in its dtype, and gradients come in the dtypes of what they are
-    of. Those of a float32 bias are summed in float32, and so, on CUDA with torch 2.8 or later, are those of
-    float32 weights.
+    Under autocast, products are computed in its dtype, and gradients have the dtype of the tensor that they
+    belong to. The gradient of a float32 bias is summed in float32. So is, on CUDA with torch 2.8 or later,
+    that of float32 weights.
 
     Args:
         adj: structure (num_dst, num_src).
-        form: of the layer, the fields of a `_Form`, which takes longer to make.
-        x: features (num_src, in width), which `is_plain_eager`; with ``root_weight`` the destinations are the
-            first sources.
+        form: fields of a `_Form` as a plain tuple, which is faster to create.
+        x: features (num_src, in width); `is_plain_eager` must be true for them. With ``root_weight``, the
+            destinations are the first sources.
         value: of the edges, (num_values,), in the dtype of ``x``; None: 1.
-        weight: of the sums, as the form says; None: no linear map.
+        weight: multiplied by the sums, in the layout of ``form``; None: no linear map.
         bias: (out width,) or None.
-        root_weight: of the nodes themselves, shaped as one weight, or None.
-        loop: value of other loops than the form's, one constant in the accumulation dtype; None: none.
+        root_weight: multiplied by the nodes' own features, in the shape of one weight; or None.
+        loop: value of self loops in place of the form's, one constant in the accumulation dtype; None: the
+            form's.
         scale_dst: constant s, (num_dst,); None: 1, or the inverse degree for a mean.
         scale_src: constant t, (num_src,); None: 1.
 
     Returns:
-        (num_dst, out width), in the autocast dtype where that is on; differentiable, twice too. None where
-        operators have to run one by one: dtypes, devices or sizes that do not go together.
+        (num_dst, out width), in autocast's dtype if it is on; differentiable twice. None if operators have to
+        run one by one, because dtypes, devices or sizes do not fit.
     """
     key = (
         form,
@@ -413,7 +417,7 @@ def _product_dtype(
     bias: Tensor | None,
     root_weight: Tensor | None,
 ) -> torch.dtype | None:
-    """The dtype in which a call multiplies; None where operators have to run one by one."""
+    """The dtype of a call's products; None if operators have to run one by one."""
     others = [each for each in (value, weight, bias, root_weight) if each is not None]
     if (
         adj.is_partitioned
@@ -436,7 +440,7 @@ def _product_dtype(
             return None
         if root_weight is not None and root_weight.shape != shape[-2:]:
             return None
-        # With another width, a single linear map raises PyTorch's error.
+        # If the width of x does not fit a single linear map, PyTorch raises its own error later.
         fits = x.shape[1] == shape[-1 if form.out_by_in else -2]
         if not fits and (form.is_stacked or root_weight is not None):
             return None
@@ -446,7 +450,7 @@ def _product_dtype(
         return x.dtype if len(dtypes) == 1 and x.dtype in DTYPE_CODE else None
     if autocast not in CAST or not dtypes <= {autocast, torch.float32}:
         return None
-    # Second derivatives need the original features; separate operators keep only the cast ones.
+    # Second derivatives would need the original features, but separate operators store only the cast ones.
     keeps_more = x.requires_grad and x.dtype != autocast and not form.is_stacked
     return None if keeps_more and weight is not None and root_weight is None else autocast
 
@@ -513,9 +517,12 @@ def _compute(
     keeps_met: bool = False,
     keeps_own: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The result; features, those of the destinations, and both weights, as they were multiplied.
+    """Computes the result.
 
-    At the third place is what the second of both steps met: the sums, or the features that it sums.
+    Returns:
+        The result; the features as they were cast; the input of the second step: the sums, or the transformed
+        features that are summed; the destinations' features, the weight and the root weight as they were
+        multiplied.
     """
     adj, plan, loop = call
     dtype, num_rows, scale_dst, scale_src = plan.dtype, plan.num_rows, plan.scale_dst, plan.scale_src
@@ -531,7 +538,7 @@ def _compute(
         matrix = weight if weight.dtype is dtype and not columns else _multiplied(weight, dtype, columns)
     if root_weight is not None:
         is_part = num_rows < adj.num_src
-        # A part of what was cast would keep all of it until the backward pass.
+        # A slice of the cast features would keep all of them in memory until the backward pass.
         own = x if keeps_own and is_part and not plan.transform_first else features
         own = own[:num_rows] if is_part else own
         root_matrix = root_weight
@@ -568,7 +575,7 @@ def _compute(
 
 
 def _multiplied(x: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
-    """A matrix as a product takes it: in its dtype, where there are ``columns`` with zeros behind its own."""
+    """A matrix in the dtype of a product, padded with zeros to ``columns`` (0: not padded)."""
     width = x.shape[1]
     if not columns or width == columns:
         return x if x.dtype is dtype else x.to(dtype)  # not `cast`: a warm layer makes few calls
@@ -579,7 +586,7 @@ def _multiplied(x: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
 
 
 class _AggregateTransform(torch.autograd.Function):
-    """With A scaled, and loops in it, Y = (A X) W + X W_r + b.
+    """With A including scales and self loops, Y = (A X) W + X W_r + b.
 
     Sums first: dX = A^T (dY W^T) + dY W_r^T; dW = (A X)^T dY; dv = sddmm(dY W^T, X).
     Linear map first: dX = (A^T dY) W^T + dY W_r^T; dW = X^T (A^T dY); dv = sddmm(dY, X W).
@@ -607,11 +614,11 @@ class _AggregateTransform(torch.autograd.Function):
         if needs_matrix and (matrix is not weight or root_matrix is not root_weight):
             given: Any = ((weight, matrix), (root_weight, root_matrix))
             uncast, root_uncast = (Uncast.of(*each) for each in given)
-        # A tensor that no gradient needs may be overwritten before the backward pass, as with separate
+        # Tensors that no gradient needs are not saved, so callers may overwrite them, as with separate
         # operators.
         transform_first = plan.transform_first
         keeps_features = needs_value or (needs_weight and transform_first)
-        # Second derivatives need x. What is saved twice is unpacked twice.
+        # Second derivatives need x. It is not saved twice, because unpacking takes host time.
         keeps_x = needs_x and (needs_value or needs_weight or needs_root)
         if keeps_x and ((keeps_features and features is x) or (needs_root and own is x)):
             keeps_x = False
@@ -639,7 +646,7 @@ _apply = direct(_AggregateTransform)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    once = is_first_derivative(grad)  # otherwise it is composed of operators that are differentiable again
+    once = is_first_derivative(grad)  # otherwise, operators with gradients of their own are used
     (adj, plan, loop), uncast, root_uncast, keeps_x = ctx.held
     saved = saved_tensors(ctx, (0,), once) if keeps_x else ctx.saved_tensors
     x, value, features, met, own, matrix, root_matrix, rectified = saved
@@ -658,7 +665,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             own = features[: plan.num_rows]
         if transform_first and needs_value:
             met = features @ (matrix.t() if plan.out_by_in else matrix)
-        elif needs_weight and not transform_first and (needs_x or needs_value):  # else sums are constant
+        elif needs_weight and not transform_first and (needs_x or needs_value):  # otherwise sums are constant
             met = _differentiable_sum(plan, adj, features, value, loop).view(plan.num_rows, -1)
     if matrix is not None and not plan.out_by_in:
         matrix = (matrix.reshape(-1, matrix.shape[2]) if plan.is_stacked else matrix).t()
@@ -675,7 +682,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             left, right = (back.t(), features) if plan.out_by_in else (features.t(), back)
             is_same = back.dtype is weight_dtype
             grad_weight = torch.mm(left, right) if is_same else product_in(left, right, weight_dtype, once)
-        elif needs_weight:  # the original sums first
+        elif needs_weight:  # the original layer sums before the linear map
             grad_weight = weight_gradient(back, features, weight_dtype, once, out_by_in=plan.out_by_in)
         if needs_x:
             grad_x = back if matrix is None else torch.mm(back, matrix)
@@ -717,7 +724,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _of_parameters(
     plan: _Plan, needed: tuple[bool, ...], grad: Tensor, sums: Tensor, own: Tensor, once: bool
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of weight, bias and root weight, of linear maps that come after the sums."""
+    """Gradients of weight, bias and root weight, if the linear map comes after the sums."""
     _, _, needs_weight, needs_bias, needs_root, _ = needed
     _, weight_dtype, bias_dtype, root_dtype = plan.given
     if plan.transforms and once and needs_weight and needs_root and is_laid_out(own, sums):
@@ -740,7 +747,7 @@ def _of_parameters(
 
 
 def _of_weight(plan: _Plan, grad: Tensor, rows: Tensor, dtype: torch.dtype, once: bool) -> Tensor:
-    """The gradient of a weight that was multiplied by these rows, without that of the zeros behind it."""
+    """The gradient of a weight that was multiplied by these rows, without the columns of the padding."""
     left, right = (grad.t(), rows) if plan.out_by_in else (rows.t(), grad)
     product = torch.mm(left, right) if grad.dtype is dtype else product_in(left, right, dtype, once)
     return product[:, : plan.width] if plan.columns else product
@@ -749,7 +756,7 @@ def _of_weight(plan: _Plan, grad: Tensor, rows: Tensor, dtype: torch.dtype, once
 def _of_value(
     plan: _Plan, adj: Adjacency, at_dst: Tensor, at_src: Tensor, value: Tensor, once: bool
 ) -> Tensor:
-    """The gradient of the edges' values, from gradients of the sums and from what was summed."""
+    """The gradient of the edges' values from the gradients of the sums and the features that were summed."""
     scales = (plan.scale_dst, plan.scale_src)
     if not once:
         return sddmm(adj, at_dst, at_src, scale_dst=scales[0], scale_src=scales[1])
@@ -767,7 +774,7 @@ def _differentiable_sum(
     *,
     back: bool = False,
 ) -> Tensor:
-    """The sum, or with ``back`` its transpose, by operators that have gradients."""
+    """The sum, or with ``back`` the transposed sum, computed by operators with gradients of their own."""
     scales = (plan.scale_dst, plan.scale_src)
     if back:
         adj, scales = adj.t(valued=value is not None), scales[::-1]
@@ -778,7 +785,7 @@ def _differentiable_sum(
 def _onto_root(
     plan: _Plan, adj: Adjacency, grad_sums: Tensor, grad: Tensor, root_matrix: Tensor
 ) -> Tensor | None:
-    """The features' gradient where one kernel adds it up (`policy.scatters`); None elsewhere."""
+    """The features' gradient if it can be scattered onto that of the own features (`policy.scatters`)."""
     dtype = plan.given[0]
     if dtype != torch.float32 or adj.symmetric or not scatters(adj, plan.algorithm, grad.dtype, None):
         return None

@@ -1,4 +1,4 @@
-"""Kinds of attention in a layer that is one node of autograd's graph (`attention_layer`)."""
+"""The kinds of attention that `attention_layer` computes in one node of autograd's graph."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 Tensors = Sequence[Tensor]
 Flags = Sequence[bool]
-#: For all heads, and what the backward pass needs.
+#: Result of all heads, and what the backward pass needs.
 Result = tuple[Tensor, tuple[Any, ...]]
 Gradients = tuple[Tensor, Sequence[Tensor | None]]
-#: Features of the edges, the weight of their linear map to the heads' features, or None, and additive
-#: attention's to the scores.
+#: Features of the edges; the weight of their linear map to the heads' features, or None; for additive
+#: attention, the weight of their linear map to the scores.
 LayerEdges = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class LayerCall(NamedTuple):
-    """What a call is, besides its tensors with gradients."""
+    """Arguments of a call, without the tensors that have gradients."""
 
     score: type[Score]
     adj: Adjacency
@@ -44,19 +44,19 @@ class LayerCall(NamedTuple):
     num_vectors: int
     #: Whether the backward pass reads the result, which then must not be overwritten.
     keeps_result: bool
-    #: Object of `_C` that computes everything after the linear maps in one call each way; None: operator by
-    #: operator.
+    #: Object of `_C` that computes everything after the linear maps, with one call per pass; None: operators
+    #: run one by one.
     plan: Any
 
 
 class Score:
-    """A kind of attention on the results of a layer's linear maps, which are side by side in one matrix."""
+    """A kind of attention. Its input is one matrix, the results of the layer's linear maps side by side."""
 
     #: Whether the backward pass on CUDA reads the result.
     reads_result: ClassVar[bool]
     #: AttentionScore in kernels/include/fastsparse/views.h.
     code: ClassVar[int]
-    #: Number of linear maps from which the CPU's plan is used.
+    #: Smallest number of linear maps for which the CPU's plan is used.
     least_maps: ClassVar[int]
 
     @staticmethod
@@ -68,7 +68,7 @@ class Score:
     def has_cuda_kernel(
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float
     ) -> bool:
-        """Whether CUDA's kernels handle such a call and its backward pass, without anything to be built."""
+        """Whether CUDA kernels support the call and its backward pass."""
         raise NotImplementedError
 
     @staticmethod
@@ -85,12 +85,12 @@ class Score:
 
     @staticmethod
     def formula(call: LayerCall, joint: Tensor, vectors: Tensors, edges: LayerEdges | None) -> Tensor:
-        """The result by operators that are differentiable twice."""
+        """Computes the result with operators that are differentiable twice."""
         raise NotImplementedError
 
 
 class _Additive(Score):
-    """GAT: a linear map gives the values, two vectors of every head the scores of both ends."""
+    """GAT: a linear map gives the values; two vectors per head give the scores of both ends."""
 
     reads_result, code, least_maps = False, 1, 1
 
@@ -127,15 +127,15 @@ class _Additive(Score):
             bias = F.linear(features, of_scores)
         if weight is None:
             return unfused.attention(call.adj, *_operands(call, dst, src, joint, bias=bias))
-        # With queries of zeros, the scores are the bias alone; attention with dot products also adds edges to
-        # the values.
+        # Computed as dot-product attention, because it adds edge features to the values. Its queries are
+        # zeros, so its scores are the bias.
         score = unfused.additive_scores(call.adj, dst, src, call.scale, bias)
         operands = _operands(call, torch.zeros_like(joint), joint, joint, edges=edges, bias=score)
         return unfused.attention(call.adj, *operands._replace(scale=1.0, kind=launch.DOT_PRODUCT))
 
 
 class _Gatv2(Score):
-    """GATv2: linear maps of sources and destinations, or one for both, and a vector of every head."""
+    """GATv2: linear maps of sources and destinations, or one for both, and a vector per head."""
 
     reads_result, code, least_maps = True, 2, 2
 
@@ -175,7 +175,7 @@ class _Gatv2(Score):
 
 
 class _DotProduct(Score):
-    """Transformers: linear maps give keys, values, queries and perhaps what is added to the result."""
+    """Transformers: linear maps give keys, values, queries and, optionally, a term added to the result."""
 
     reads_result, code, least_maps = True, 0, 3
 
@@ -187,7 +187,7 @@ class _DotProduct(Score):
     def has_cuda_kernel(
         adj: Adjacency, dtype: torch.dtype, widths: tuple[int, ...], heads: int, scale: float
     ) -> bool:
-        # Heads that loads of 16 bytes do not take are padded by the operator.
+        # If heads are not a multiple of 16 bytes, the operator has to pad them.
         is_whole = widths[0] // heads * dtype.itemsize % 16 == 0
         return is_whole and not unsupported_reason(adj, launch.DOT_PRODUCT, dtype, widths[0], heads)
 
@@ -231,7 +231,7 @@ def _operands(
     edges: LayerEdges | None = None,
     bias: Tensor | None = None,
 ) -> Call:
-    """The call as an operator's."""
+    """The call in the form that the attention operator takes."""
     edge, edge_weight, _ = edges or (None, None, None)
     options = (call.scale, call.dropout_p, call.seed, call.score.code, call.heads)
     return Call(dst, src, v, att, edge, edge_weight, bias, *options)

@@ -1,4 +1,4 @@
-"""Linear maps, attention and bias of a layer as one node of autograd's graph, which costs the host less."""
+"""Linear maps, attention and bias of a layer in one node of autograd's graph, to save host time."""
 
 from __future__ import annotations
 
@@ -55,34 +55,34 @@ def attention_layer(
     kind: type[nn.Module] = nn.Linear,
     edges: tuple[Any, ...] | None = None,
 ) -> Tensor | None:
-    r"""Attention between the rows of linear maps of the same features.
+    r"""Attention between the results of linear maps of the same features.
 
     .. math::
         \mathbf{Y} = \mathrm{Attention}(\mathbf{X} \mathbf{W}_1^{\top} + \mathbf{b}_1, \dots) + \mathbf{b}
 
-    Equal to the operators one after the other up to rounding.
+    The result equals that of separate operators up to rounding.
 
     Args:
         score: :data:`ADDITIVE`, :data:`GATV2` or :data:`DOT_PRODUCT`.
         adj: square structure.
         x: features (N, F) of sources and destinations.
-        maps: linear layers, as `score` says; none: additive attention between the features as they are.
-        vectors: learned vectors of the heads, as `score` says.
+        maps: linear layers, in the order of `score`; none: additive attention without a linear map.
+        vectors: learned vectors of the heads, in the order of `score`.
         bias: of the result; None: 0.
         heads: number of heads.
         scale: of dot products, or the slope of the leaky ReLU.
         dropout_p: probability with which a weight is dropped.
         mean: whether the result is the mean of the heads.
-        kind: the class of linear layers that the framework has.
-        edges: features (num_values, A) in the caller's edge order, and their linear layer, without bias, to
-            (num_values, heads * D). Additive attention adds the result to the values, with None for the layer
-            nothing, and has a third: (heads, A), whose product with the features adds to the scores. On the
-            CPU alone.
+        kind: the framework's class of linear layers.
+        edges: features (num_values, A) in the caller's edge order, and their linear layer without bias to
+            (num_values, heads * D). Additive attention adds its result to the values (None for the layer:
+            adds nothing). It takes a third item, a weight (heads, A): its product with the features is added
+            to the scores. Only on the CPU.
 
     Returns:
-        (N, heads * D), or (N, D) for the mean, in the autocast dtype where that is on; differentiable, twice
-        too. None where the operators have to run one after the other: hooks on a linear map, traces,
-        tensors of other devices or dtypes, no kernel.
+        (N, heads * D), or (N, D) for the mean, in autocast's dtype if it is on; differentiable twice. None if
+        operators have to run one by one: a linear map has hooks, the call is traced, devices or dtypes
+        differ, or there is no kernel.
     """
     if not (
         is_plain_eager(x)
@@ -98,7 +98,7 @@ def attention_layer(
             return None
         weight, map_bias = module._parameters.get("weight"), module._parameters.get("bias")
         if type(weight) not in PLAIN:
-            return None  # not a tensor yet, or something else
+            return None  # for example, a lazy module's parameter that has no content yet
         weights.append(weight)
         sizes.append(weight.shape[0])
         if map_bias is not None:
@@ -136,9 +136,7 @@ def attention_layer(
     if records and not learns:
         given = [each for each in (x, bias, *tensors, *of_edges) if each is not None]
         if True in [each.requires_grad for each in given]:
-            return (
-                None  # features that no weight's gradient needs may be overwritten before the backward pass
-            )
+            return None  # the node would save features that the caller may overwrite before the backward pass
         records = False
     if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
         product_dtype = autocast_dtype(x) or dtype
@@ -160,10 +158,10 @@ def attention_layer(
     if algorithm == "unfused" or (x.is_cuda and not score.has_cuda_kernel(adj, dtype, widths, heads, scale)):
         return None
     if score is DOT_PRODUCT and algorithm == "csr" and not x.is_cuda:
-        return None  # the operator says that the CPU has no such
+        return None  # the operator warns that the CPU has no such kernel
     keeps_result = records and x.is_cuda and score.reads_result
     if keeps_result and bias is None and not mean and not score.adds(widths):
-        return None  # the result would be saved itself, and could not be written to
+        return None  # the node would save the result, so the caller could not edit it in place
     seed = None
     if dropout_p:
         if drawn_by_replays(dropout_p):
@@ -195,7 +193,7 @@ def _edges(
     width: int,
     kind: type[nn.Module],
 ) -> LayerEdges | None:
-    """What the node takes of edges; None where they have to be operators' operands."""
+    """The edges' tensors in the form that the node takes; None: operators have to run one by one."""
     features, module, *rest = edges
     of_scores: Tensor | None = rest[0] if rest else None
     weight = None
@@ -229,7 +227,7 @@ def _plan(
     algorithm: str,
     records: bool,
 ) -> Any:
-    """What makes one call of all that follows the linear maps; None: it is operator by operator."""
+    """The plan that computes everything after the linear maps in one call; None: operators run one by one."""
     if x.is_cuda:
         if not x.shape[0]:
             return None
@@ -247,7 +245,7 @@ def _plan(
 def _attend(
     call: LayerCall, x: Tensor, bias: Tensor | None, edges: LayerEdges | None, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, tuple[Any, ...]]:
-    """The result; features and weight as they were multiplied, and their product; more to keep."""
+    """The result; features and weight as they were multiplied; their product; what the backward needs."""
     vectors, features = tensors[: call.num_vectors], x if x.dtype == call.dtype else x.to(call.dtype)
     joint, matrix = _project(call, features, tensors)
     if type(call.plan) is _C.AttentionLayer:
@@ -274,7 +272,7 @@ def _attend_at_once(
     num_nodes, dtype = joint.shape[0], call.dtype
     precise = ACCUMULATION_DTYPE[dtype]
     out = joint.new_empty(num_nodes, call.widths[0])
-    # Scores of sources and destinations where there are any, and the log-sum-exp.
+    # Log-sum-exp; for additive attention, also the scores of destinations and sources.
     state = joint.new_empty(3 if call.score is ADDITIVE else 1, num_nodes, call.heads, dtype=precise)
     operands = []
     for vector in vectors:
@@ -285,7 +283,7 @@ def _attend_at_once(
     if of_scores is not None and edge_attr is not None:
         scores = F.linear(edge_attr, of_scores).to(precise).contiguous()
     if edge_weight is None:
-        edge_attr = None  # which the values take no part of
+        edge_attr = None  # they affect the scores only, not the values
     assert call.plan is not None
     call.plan.forward(
         joint,
@@ -305,7 +303,7 @@ def _attend_at_once(
 
 
 def _project(call: LayerCall, features: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
-    """The linear maps' results side by side, and the weight of the one product that gives them, if any."""
+    """The linear maps' results side by side, and the joined weight; None: there is no linear map."""
     maps, count = tensors[call.num_vectors :], len(call.widths)
     if not maps:
         return features, None
@@ -324,7 +322,7 @@ def _project(call: LayerCall, features: Tensor, tensors: tuple[Tensor, ...]) -> 
 
 
 class _AttentionLayer(torch.autograd.Function):
-    """The kernels' gradients, then those of the linear maps: dW = dJ^T X, dX = dJ W."""
+    """With dJ, the kernels' gradient of the linear maps' results: dW = dJ^T X, dX = dJ W."""
 
     @staticmethod
     def forward(
@@ -341,7 +339,8 @@ class _AttentionLayer(torch.autograd.Function):
         out, features, matrix, joint, kept = _attend(call, x, bias, edges, tensors)
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
         vectors, maps = tensors[: call.num_vectors], tensors[call.num_vectors :]
-        # Only second derivatives need them, so they may be overwritten before the backward pass.
+        # Only second derivatives need the maps. Autograd does not save them, so that the caller may edit them
+        # before the backward pass.
         ctx.maps = maps, versions_of(maps)
         factor = matrix if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(features, factor, joint, edge_attr, edge_weight, of_scores, *vectors, *kept)
@@ -395,7 +394,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     left = grad.t()
     is_same = grad.dtype == weight_dtype
     grad_weight = torch.mm(left, features) if is_same else product_in(left, features, weight_dtype)
-    # Only this function sees the tensor that is split, so its parts need not be views.
+    # The tensor that is split has no other reference, so its parts need not be views.
     grads = grad_weight.unsafe_split_with_sizes(call.widths) if num_maps > 1 else (grad_weight,)
     return grad_x, grad_bias, *of_edges, *grad_vectors, *grads, *sums
 
@@ -411,9 +410,9 @@ def _differentiate_at_once(
     edges: LayerEdges | None,
     edges_wanted: Sequence[bool],
 ) -> tuple[tuple[Tensor, list[Tensor], Tensor | None, Sequence[Tensor]], Sequence[Tensor | None]]:
-    """Gradients of the linear maps' results, of the vectors and, where they have a dtype, of the biases.
+    """Gradients of the linear maps' results, of the vectors, and of the biases if they have a dtype.
 
-    And those of the edges' features and of both that they are multiplied by.
+    Also returns the gradients of the edges' features and of both their weights.
     """
     state, scores = kept
     precise = state.dtype
@@ -431,7 +430,7 @@ def _differentiate_at_once(
     work = grad_edge = grad_weight = grad_of_scores = None
     if edge_attr is not None:
         adj, num_values = call.adj, call.adj.num_values
-        # Zeros where not every value has an entry that is written.
+        # Zeros if the kernel does not write every value, because some values have no entry.
         is_whole = num_values == adj.col.numel() and not adj.is_padded
         make = edge_attr.new_empty if is_whole else edge_attr.new_zeros
         work = make((num_values, call.heads, 2), dtype=precise)
@@ -486,7 +485,7 @@ def _second_gradients(
     vectors: Sequence[Tensor],
     grad_bias: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients that have gradients themselves."""
+    """Gradients that are differentiable again."""
     call, (maps, versions) = ctx.call, ctx.maps
     check_versions(maps, versions)
 

@@ -1,4 +1,4 @@
-"""The attention of a layer on CUDA: one call into `_C` each way, and what it needs beforehand."""
+"""The attention of a layer on CUDA: one call into `_C` per pass, and the plans of these calls."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _PARTS = 4
 
 
 class _Provisional(NamedTuple):
-    """A plan that a later call may replace: its structure may come to be converted, or its slices sorted.
+    """A plan that a later call may replace, because its structure is converted, or its slices are sorted.
 
-    It is counted as a use, so that a batch that is seen once asks the rules once.
+    Calls count uses here, so that the rules are not evaluated in every call.
     """
 
     plan: Plan
@@ -39,7 +39,7 @@ class _Provisional(NamedTuple):
     may_convert: bool
 
     def serves(self, adj: Adjacency, backward: bool) -> bool:
-        """Whether this call, which counts, still takes it."""
+        """Counts a use; returns whether the call can still use the plan."""
         if not self.is_sorted:
             count_csr_use(adj)
             if backward:
@@ -65,19 +65,18 @@ def plan_of(
     records: bool,
     backward: bool = False,
 ) -> Plan:
-    """What calls on a structure share: all of one pass but the tensors' addresses.
+    """The plan that calls on a structure share: everything of one pass except the tensors' addresses.
 
     Args:
         adj: structure.
-        score: the kind of attention, which has a kernel.
+        score: the kind of attention; it must have a kernel.
         dtype: of the features.
         widths: of the linear maps' results.
         heads: number of heads.
         scale: of dot products, or the slope of the leaky ReLU.
-        algorithm: as the caller asked; of a backward pass the kernel of dot products that its forward pass
-            took.
+        algorithm: the caller's choice. For the backward pass of dot products, the kernel of the forward pass.
         records: whether a backward pass follows.
-        backward: whether this is it.
+        backward: whether the plan is for the backward pass.
     """
     key = (score, dtype, widths, heads, scale, algorithm, records, backward)
     kept: Plan | _Provisional | None = adj.plans.get(key)
@@ -116,7 +115,8 @@ def _plan(
     backward: bool,
     on_blocks: bool,
 ) -> Plan:
-    # Pairs of numbers per edge are in the caller's order; other kinds read nothing per edge.
+    # Dot products from CSR store two numbers per edge, in the caller's order. Other kinds store nothing per
+    # edge.
     valued = score is DOT_PRODUCT and not on_blocks
     transposed = adj.t(valued=valued) if backward else None
     structure = structure_t = blocks = blocks_t = None
@@ -128,7 +128,8 @@ def _plan(
     else:
         if score is GATV2 and backward:
             if not torch.cuda.is_current_stream_capturing():
-                adj.sort_slices()  # the gradient of att is summed in their order, which must not change
+                # The gradient of att is summed in the order of the slices, which must not change later.
+                adj.sort_slices()
             att_rows = att_rows_of(adj.row_split.slices.size(0))
         structure = used_csr(adj, valued=valued)
         structure_t = None if transposed is None else used_csr(transposed, valued=valued)
@@ -157,10 +158,10 @@ def _plan(
 
 
 def stacked(call: LayerCall, maps: Sequence[Tensor]) -> tuple[Tensor, Tensor | None] | None:
-    """Weights and biases of several linear maps as one, in the dtype of the product, by one launch.
+    """Joins the weights and biases of several linear maps, in the dtype of the product, with one launch.
 
-    None where operators have to do it, or say what is wrong: other dtypes, shapes that differ, weights that
-    are not contiguous.
+    Returns None if dtypes or shapes differ, or a weight is not contiguous; then PyTorch's operators join them
+    or raise an error.
     """
     first, count = maps[0], len(call.widths)
     shape = first.shape
@@ -191,7 +192,7 @@ def stacked(call: LayerCall, maps: Sequence[Tensor]) -> tuple[Tensor, Tensor | N
 def attend(
     call: LayerCall, joint: Tensor, vectors: Sequence[Tensor], bias: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The result with the bias, and for the backward pass the state of the nodes and what attention gave."""
+    """The result with the bias; for the backward pass, the nodes' state and the result of attention."""
     plan, num_nodes, width = call.plan, joint.shape[0], call.widths[0]
     first, second, _ = _operands(vectors)
     is_float = False
@@ -235,7 +236,7 @@ def differentiate(
     bias_dtype: torch.dtype | None,
     map_bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, list[Tensor], Tensor | None, Sequence[Tensor]]:
-    """Gradients of the linear maps' results, of the vectors and, where they have a dtype, of the biases."""
+    """Gradients of the linear maps' results, of the vectors, and of the biases if they have a dtype."""
     algorithm = "fused3s" if call.plan.on_blocks else "csr"
     how = (call.score, call.dtype, call.widths, call.heads, call.scale, algorithm)
     plan = plan_of(call.adj, *how, records=True, backward=True)
@@ -282,7 +283,7 @@ def differentiate(
 
 
 def _operands(vectors: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
-    """Both vectors in float32, None where there is none, and those that there are."""
+    """Both vectors in float32 (None: there is none), and a list of those that are not None."""
     operands = [contiguous_floats(vector) for vector in vectors]
     first = operands[0] if operands else None
     return first, operands[1] if len(operands) > 1 else None, operands

@@ -1,7 +1,8 @@
-"""GAT, GATv2 and the graph transformer behind their linear maps: results and attention weights.
+"""GAT, GATv2 and the graph transformer after their linear maps: results and attention weights.
 
-A call that returns the weights, drops all of them or multiplies them by a factor computes the weight of every
-edge. Where weights are dropped, the sum uses the weights that are returned. Any other call is one operator.
+A call that returns the weights, multiplies them by a factor, or drops all of them (p = 1) stores the weight
+of every edge. Any other call is one operator. `gat` and `gatv2` return the weights after dropout, which the
+sum uses; `transformer` returns them before dropout.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def gat(
     wants_weights: bool = False,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    r"""GAT of values and scores.
+    r"""GAT's attention, from values and scores.
 
     .. math::
         \mathbf{y}_i = \sum_j \alpha_{ij} \mathbf{v}_j, \qquad \alpha_{ij} = \mathrm{softmax}_j(
@@ -57,13 +58,13 @@ def gat(
         slope: of the leaky ReLU.
         edge_scores: e, (num_values, H).
         p: probability with which a weight is dropped.
-        drop: what drops them where all weights are made; None: dropout with `p`.
+        drop: function that drops weights, if all weights are stored; None: dropout with `p`.
         factor: (num_values, 1) or (1, 1), multiplies the weights after dropout.
-        wants_weights: whether the weights are a result.
+        wants_weights: whether to return the weights.
         dtype: of the weights; None: that of the operator.
 
     Returns:
-        (num_dst, H * D), and the weights (num_values, H) after dropout and factor, if they were made.
+        (num_dst, H * D), and the weights (num_values, H) after dropout and factor, if they were stored.
     """
     alpha = None
     if wants_weights or factor is not None or p >= 1:
@@ -90,7 +91,7 @@ def gatv2(
     wants_weights: bool = False,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    r"""GATv2 of projected features.
+    r"""GATv2's attention, from projected features.
 
     .. math::
         \mathbf{y}_i = \sum_j \alpha_{ij} \mathbf{x}_j, \qquad \alpha_{ij} = \mathrm{softmax}_j(
@@ -103,14 +104,14 @@ def gatv2(
         att: a, (H, D).
         slope: of the leaky ReLU.
         edges: features (num_values, A) and the weight (H * D, A) whose product is e.
-        edge_rows: e itself, (num_values, H * D), where it has to be stored.
+        edge_rows: e itself, (num_values, H * D), if the caller has it.
         p: probability with which a weight is dropped.
-        drop: what drops them where all weights are made; None: dropout with `p`.
-        wants_weights: whether the weights are a result.
+        drop: function that drops weights, if all weights are stored; None: dropout with `p`.
+        wants_weights: whether to return the weights.
         dtype: of the weights; None: that of the operator.
 
     Returns:
-        (num_dst, H * D), and the weights (num_values, H) after dropout, if they were made.
+        (num_dst, H * D), and the weights (num_values, H) after dropout, if they were stored.
     """
     of_edges: Any = {} if edges is None else {"edge_attr": edges[0], "edge_weight": edges[1]}
     alpha = None
@@ -138,7 +139,7 @@ def transformer(
     p: float = 0.0,
     ends: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    r"""Scaled dot-product attention, with rows of edges added to keys and values.
+    r"""Scaled dot-product attention; a row per edge is added to its key and value.
 
     .. math::
         \mathbf{y}_i = \sum_j \alpha_{ij} (\mathbf{v}_j + \mathbf{e}_{ij}), \qquad \alpha_{ij} =
@@ -151,12 +152,12 @@ def transformer(
         value: (num_src, H * D).
         heads: H.
         edges: features (num_values, A) and the weight (H * D, A) whose product is e.
-        edge_rows: e itself, (num_values, H * D), where it has to be stored.
+        edge_rows: e itself, (num_values, H * D), if the caller has it.
         p: probability with which a weight is dropped.
-        ends: queries and keys that the weights are made of, if they are a result; perhaps the same tensors.
+        ends: queries and keys for the returned weights; None: no weights are returned.
 
     Returns:
-        (num_dst, H * D), and the weights (num_values, H) before dropout if they are wanted.
+        (num_dst, H * D), and the weights (num_values, H) before dropout, with ``ends``.
     """
     of_edges: Any = {} if edges is None else {"edge_attr": edges[0], "edge_weight": edges[1]}
 

@@ -1,4 +1,4 @@
-"""Biases of tall results, whose gradients PyTorch would sum slowly (`sum_of_rows`)."""
+"""Adds biases to tall matrices. PyTorch would sum their gradients slowly (`sum_of_rows`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fastsparse_core import recorded
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 
-#: Rows from which the sum is worth a node of its own in autograd's graph, which takes the host 10 us. In a
-#: step that is recorded it always is.
+#: Number of rows from which our sum is faster, although its node in autograd's graph takes 10 us of host
+#: time. Recorded steps always use it.
 _TALL = 32_768
 
 
@@ -22,7 +22,7 @@ def add_bias(out: Tensor, bias: Tensor) -> Tensor:
 
     Args:
         out: (N, ...).
-        bias: of the shape of one row, or of one that is broadcast to it.
+        bias: in the shape of a row, or a shape that is broadcast to it.
     """
     if torch.is_grad_enabled() and out.shape[1:] == bias.shape and _sums_by_itself(out, bias):
         return _Bias.apply(out, bias, False)
@@ -30,7 +30,7 @@ def add_bias(out: Tensor, bias: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``torch.nn.functional.linear``, whose result is not to be written in place.
+    """``torch.nn.functional.linear``; callers must not edit the result in place.
 
     Args:
         x: features (..., F).
@@ -45,7 +45,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _sums_by_itself(rows: Tensor, bias: Tensor) -> bool:
     return (
         rows.is_cuda
-        and is_plain_eager(rows)  # before the size, which a trace would remember
+        and is_plain_eager(rows)  # before the size is read, because a trace would specialize on it
         and (rows.size(0) >= _TALL or recorded.current() is not None)
         and bias.requires_grad
         and is_plain_eager(bias.detach())
@@ -53,7 +53,7 @@ def _sums_by_itself(rows: Tensor, bias: Tensor) -> bool:
 
 
 class _Bias(torch.autograd.Function):
-    """A bias that is in the result without autograd's knowledge, or is to be added to it; db = sum of dY."""
+    """Adds a bias, unless it was added outside of autograd before (``is_added``); db = sum of dY."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, bias: Tensor, is_added: bool) -> Tensor:

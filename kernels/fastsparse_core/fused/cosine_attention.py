@@ -1,4 +1,4 @@
-"""Normalisation and attention of AGNN as one node of autograd's graph, which costs the host less."""
+"""Normalisation and attention of AGNN in one node of autograd's graph, to save host time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cosine_attention(adj: Adjacency, x: Tensor, beta: Tensor) -> Tensor | None:
         \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)} \mathrm{softmax}_j(\beta \cos(\mathbf{x}_i, \mathbf{x}_j))
         \, \mathbf{x}_j
 
-    Equal to the operators one after the other up to rounding.
+    The result equals that of separate operators up to rounding.
 
     Args:
         adj: square structure.
@@ -37,8 +37,8 @@ def cosine_attention(adj: Adjacency, x: Tensor, beta: Tensor) -> Tensor | None:
         beta: :math:`\beta`, (1,).
 
     Returns:
-        (N, F), differentiable, twice too. None where the operators have to run one after the other: traces,
-        autocast, other devices or dtypes, no kernel.
+        (N, F), differentiable twice. None if operators have to run one by one: the call is traced or under
+        autocast, devices or dtypes differ, or there is no kernel.
     """
     if not (
         is_plain_eager(x)
@@ -56,7 +56,7 @@ def cosine_attention(adj: Adjacency, x: Tensor, beta: Tensor) -> Tensor | None:
     ):
         return None
     width, algorithm = x.shape[1], policy.eager_requests().get("attention", "auto")
-    # On CUDA the operator notes which structures have blocks.
+    # On CUDA, this plan exists if the attention operator has run before and has built the blocks.
     noted = ("attention", x.dtype, width, width, 1, algorithm) in adj.plans
     if not (noted if x.is_cuda else algorithm in ("auto", "fused3s")):
         return None
@@ -67,18 +67,18 @@ def cosine_attention(adj: Adjacency, x: Tensor, beta: Tensor) -> Tensor | None:
 
 
 def beta_by_row(adj: Adjacency, beta: Tensor) -> Tensor:
-    """Beta for every destination (num_dst, 1), as a factor of the queries.
+    """Beta for every destination (num_dst, 1), as a factor of the queries; 0 for nodes without edges.
 
-    A node without an edge has no score: whatever its features hold stays out of beta's gradient, where
-    PyTorch would add its gradient of 0 times them.
+    Nodes without edges have no scores, so their features must not affect beta's gradient. If they are NaN or
+    infinite, PyTorch would add 0 times NaN or infinity.
     """
-    # Traces would be guarded by whether the structure keeps its degrees.
+    # A trace would get a guard on whether the structure has cached its degrees.
     degree = adj.rowptr.diff() if torch.compiler.is_compiling() else adj.in_degree()
     return torch.where((degree == 0)[:, None], beta.new_zeros(()), beta)
 
 
 def _attend(adj: Adjacency, x: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The result, its log-sum-exp, norms and what was normalised."""
+    """The result, its log-sum-exp, the norms and the normalised features."""
     norm = torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min_(_EPSILON)
     key = x / norm
     out, lse, _ = launch.forward(adj, _call(key * beta, key, x))
@@ -125,8 +125,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if not needs_x:
         return None, grad_beta
     grad_key.addcmul_(grad_query, beta)
-    # The part of the gradient along the features changes only their norm; it counts if the norm is above the
-    # limit.
+    # Normalisation removes the component of the gradient along the features, unless the norm was clamped.
     along = (grad_key * key).sum(dim=1, keepdim=True).masked_fill_(norm <= _EPSILON, 0)
     grad_key.addcmul_(key, along, value=-1)
     return grad_x.addcdiv_(grad_key, norm), grad_beta

@@ -1,4 +1,4 @@
-"""GINE and gated layers as one node of autograd's graph each, which costs the host less."""
+"""GINE and gated layers, each in one node of autograd's graph, to save host time."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def can_pass_messages(
     *others: Tensor | None,
     under: torch.dtype | None = None,
 ) -> bool:
-    """Whether :func:`gine_layer` and :func:`gated_layer` handle a call.
+    """Whether :func:`gine_layer` and :func:`gated_layer` support a call.
 
-    That is: a square structure, plain tensors on one device, of one dtype or under autocast of its dtype or
-    float32.
+    They need a square structure, and plain tensors on one device and of one dtype. Under autocast, tensors
+    may have autocast's dtype or float32.
 
     Args:
         adj: structure.
-        x: features of the nodes, which `is_plain_eager`.
+        x: features of the nodes; `is_plain_eager` must be true for them.
         edge: features of the edges.
         others: weights and biases.
         under: autocast's dtype, if autocast is on.
@@ -92,7 +92,7 @@ def gine_layer(
     after_bias: Tensor | None = None,
     under: torch.dtype | None = None,
 ) -> Tensor:
-    r"""What GINE gives its network, or what the network's first linear map makes of it.
+    r"""The input of GINE's network or, with ``after``, the result of the network's first linear map.
 
     .. math::
         \mathbf{y}_i = (1 + \epsilon) \, \mathbf{x}_i + \sum_{j \in \mathcal{N}(i)}
@@ -100,18 +100,19 @@ def gine_layer(
         \mathbf{z}_i = \mathbf{U} \mathbf{y}_i + \mathbf{c}
 
     Args:
-        adj: structure (N, N); all tensors as `can_pass_messages` asks for.
+        adj: structure (N, N); `can_pass_messages` must be true for all tensors.
         x: (N, F).
-        edge: :math:`\mathbf{a}`, (num_values, A), A up to 32; without ``weight`` the rows that edges add.
+        edge: :math:`\mathbf{a}`, (num_values, A), A up to 32; without ``weight``, rows (num_values, F) that
+            are added.
         weight: :math:`\mathbf{W}`, (F, A), or None.
         bias: :math:`\mathbf{b}`, (F,), with ``weight``, or None.
-        eps: :math:`\epsilon`, one number without gradient; None: the sum alone.
+        eps: :math:`\epsilon`, one number without gradient; None: only the sum, without :math:`\mathbf{x}_i`.
         after: :math:`\mathbf{U}`, (out width, F), or None: then the result is :math:`\mathbf{y}`.
         after_bias: :math:`\mathbf{c}`, (out width,), with ``after``, or None.
-        under: autocast's dtype, that of the last product, where it is on. Messages are in the dtype of ``x``.
+        under: autocast's dtype, used for the last product, or None. Messages have the dtype of ``x``.
 
     Returns:
-        (N, F) or (N, out width); differentiable in all tensors but ``eps``, twice too.
+        (N, F) or (N, out width); differentiable twice in all tensors except ``eps``.
     """
     if torch.is_grad_enabled():
         apply = _Gine.apply if is_wrapped(x) or is_wrapped(edge) else _apply_gine
@@ -131,15 +132,15 @@ def _linear(
     dtype: torch.dtype,
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
 ) -> Tensor:
-    """A linear map in a dtype; of its own operands autocast casts nothing."""
+    """A linear map in a dtype. Its operands are cast before, so autocast casts nothing."""
     return linear(cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype))
 
 
 class _Gine(torch.autograd.Function):
-    """Features may be written after the forward pass, for gradients of gradients too: signs tell enough.
+    """Stores relu's signs, not the features, so callers may edit these even before second derivatives.
 
-    What the last map multiplied is a second result, which the caller does not get: the derivative of that
-    map's gradient comes back by it.
+    The input of the last map is a second result, which callers do not see. Through it, the gradient of that
+    map is differentiable again.
     """
 
     @staticmethod
@@ -165,10 +166,10 @@ class _Gine(torch.autograd.Function):
         ctx.has_root = eps is not None
         ctx.adj, ctx.uncast, ctx.edge_width = adj, None, edge.shape[1]
         ctx.dtypes = dtypes = []
-        for each in (x, given, weight, bias, after_bias):  # a comprehension is one more call in Python 3.11
+        for each in (x, given, weight, bias, after_bias):  # in Python 3.11, a comprehension is one more call
             dtypes.append(None if each is None else each.dtype)
         raw: tuple[Tensor | None, ...] = (None,) * 4
-        if weight is not None:  # only second derivatives read more of features and map than their copies
+        if weight is not None:  # first derivatives read the operands' copies; second ones, the originals
             raw = (given if needs[2] else None, weight if needs[1] else None, operands.edge, operands.maps)
         if after is None:
             ctx.save_for_backward(kept, *raw, None, None)
@@ -275,19 +276,19 @@ def gated_layer(
         \mathbf{V} [\mathbf{x}_j \Vert \mathbf{a}_{ij}]
 
     Args:
-        adj: structure (N, N); all tensors as `can_pass_messages` asks for.
+        adj: structure (N, N); `can_pass_messages` must be true for all tensors.
         x: (N, in width).
         edge: :math:`\mathbf{a}`, (num_values, A), A up to 32, or None.
         weights: :math:`\mathbf{Q}, \mathbf{V}, \mathbf{K}`, (F, in width + A) each.
-        biases: theirs, (F,) each.
+        biases: biases of the three maps, (F,) each.
         root: :math:`\mathbf{W}`, (F, in width), or None.
         bias: :math:`\mathbf{b}`, (F,), or None.
-        under: autocast's dtype, that of all but the sum with the bias, where it is on.
+        under: autocast's dtype, used for everything except the addition of the bias, or None.
 
     Returns:
-        (N, F); differentiable in all tensors, twice too.
+        (N, F); differentiable twice in all tensors.
     """
-    if under is not None:  # not within the node, which stores x: the caller may overwrite it
+    if under is not None:  # outside of the node, because the node saves x, which the caller may overwrite
         x, edge = cast(x, under), None if edge is None else cast(edge, under)
     apply = _Gated.apply if is_wrapped(x) else _apply_gated
     out: Tensor = apply(x, edge, root, bias, adj, *weights, *biases)
@@ -295,7 +296,7 @@ def gated_layer(
 
 
 class _Gated(torch.autograd.Function):
-    """With G = [dQ | dV | dK | dY] of the rows: dX = G W, dW = G^T X, db = sum of G."""
+    """With the rows' gradients G = [dQ | dV | dK | dY]: dX = G W, dW = G^T X, db = sum of G."""
 
     @staticmethod
     def forward(
@@ -318,13 +319,13 @@ class _Gated(torch.autograd.Function):
             of_query, of_value, of_key = of_edges.split(width)
             if root is not None:
                 of_nodes = torch.cat((of_nodes, root))
-        # A bias of another dtype decides the dtype of the result.
+        # If the bias has another dtype, the result gets the promoted dtype, so the bias is added later.
         joined = root is not None and bias is not None and bias.dtype == dtype
         if root is not None:
             biases = (*biases, bias if bias is not None and joined else biases[0].new_zeros(width))
         of_nodes, of_biases = of_nodes.to(dtype), torch.cat(biases).to(dtype)
         query, value, key, *own = F.linear(x, of_nodes, of_biases).split(width, 1)
-        # Both ends of an edge add a map of its features, so the gate's map is the sum of both.
+        # Both ends of an edge add a linear map of its features, so the gate's map is the sum of both.
         operands = Operands.of(launch.GATE, key, query, value, edge, of_query, of_value, added=of_key)
         of_root = own[0] if own else None
         if of_root is not None and (of_root.is_cuda or of_root.stride(1) != 1):
@@ -332,10 +333,10 @@ class _Gated(torch.autograd.Function):
         out, slope, _, _ = launch.forward(adj, operands, width, True in ctx.needs_input_grad, of_root)
         ctx.set_materialize_grads(False)
         ctx.adj, ctx.joined = adj, joined
-        # Only second derivatives read more of these than the dtype.
+        # First derivatives read only the dtypes of these tensors, so autograd does not save them.
         ctx.parameters = (root, bias, *maps)
         ctx.versions = versions_of(ctx.parameters)
-        # Operands are the rows themselves or, where those must be padded, copies.
+        # Operands are the rows themselves, or padded copies.
         ctx.save_for_backward(x, edge, of_nodes, slope, *operands[1:])
         if bias is None or joined:
             return out
@@ -388,7 +389,7 @@ def _gated_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_maps: tuple[Tensor | None, ...] = (None,) * 3
     grad_root = grad_bias = None
     if maps_need or needs[2]:
-        if edge is None:  # as in the original, whose linear maps come first
+        if edge is None:  # as in the original layer, whose linear maps come before the sum
             product = product_in(of_rows.t(), x, dtype)
         else:
             product = weight_gradient(of_rows, x, dtype, True, 3, width)
@@ -417,7 +418,7 @@ def _unfused_layer(
     bias: Tensor | None,
     *maps: Tensor,
 ) -> Tensor:
-    """`gated_layer` by operators that have gradients again."""
+    """`gated_layer` by operators with gradients of their own."""
     in_width, dtype = x.shape[1], x.dtype
     of_nodes = F.linear if edge is None else linear_before_sum
     query, value, key = (

@@ -1,4 +1,4 @@
-"""The graph transformer layer of both plugins, between their checks and their graphs."""
+"""The graph transformer layer, without the checks of arguments and the graphs of the plugins."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from fastsparse_core.fused.joint_linear import joint_linear
 from fastsparse_core.ops.attention import attention
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Name of a normalisation -> module.
+#: Name of a normalisation -> its module.
 NORMS = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm, None: nn.Identity}
 
 
 class GraphTransformer(nn.Module):
-    """Attention over the edges and a feed-forward part, each with residual and normalisation.
+    """Attention over the edges and a feed-forward network, each with residual and normalisation.
 
     Dwivedi and Bresson, "A Generalization of Transformer Networks to Graphs" (arXiv:2012.09699), section 2.2,
-    equations 4 to 8. The plugins' layers check the arguments and say what they mean.
+    equations 4 to 8. The plugins' layers check and document the arguments.
     """
 
     def __init__(

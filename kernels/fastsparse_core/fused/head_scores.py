@@ -1,4 +1,4 @@
-"""Scores of nodes for additive attention: what each head's learned vector sees in the features."""
+"""Scores of additive attention: dot products of each head's features with a learned vector."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fastsparse_core.ops._dtypes import accumulation_dtype, cast
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._operands import written_out
 
-#: Rows from which the vectors' gradients are a product with the scores' gradients first. For fewer and four
-#: heads of 32 cuBLAS takes 52 us that way, and 7 with the features first: a third of a captured step of GAT
-#: on 64 molecules. With more rows features first take up to twice as long.
+#: Number of rows from which the vectors' gradients are computed as ``grads.t() @ rows``. For fewer rows and
+#: four heads of 32, cuBLAS takes 52 us for that, but 7 us for ``(rows.t() @ grads).t()``; the difference is a
+#: third of a captured step of GAT on 64 molecules. For more rows, the latter takes up to twice as long.
 _MANY_ROWS = 2_048
 #: Number of edges per product on the CPU; the results are added up. A product over 60,000 edges has a
 #: relative error of 3e-6; in parts, 2e-7.
@@ -25,12 +25,12 @@ _PART = 256
 
 
 def head_scores(feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
-    r"""Dot products of each head's features with learned vectors (GAT, Veličković et al., section 2.1).
+    r"""The dot products of each head's features with learned vectors (GAT, Veličković et al., section 2.1).
 
     .. math::
         s_{ih} = \langle \mathbf{a}_h, \mathbf{x}_{ih} \rangle
 
-    It keeps nothing as large as the features. Autocast does not lower its precision.
+    The backward pass needs no other tensor as large as the features. Autocast does not lower the precision.
 
     Args:
         feat: features (N, ..., H * D), the heads side by side.
@@ -41,13 +41,13 @@ def head_scores(feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
     """
     if torch.is_grad_enabled():
         return _HeadScores.apply(feat, *vectors)
-    # A trace without gradients cannot read a node of autograd's graph whose inputs are several vectors.
+    # Without gradients, a trace does not support an autograd.Function with a variable number of inputs.
     scores, _ = scores_of_rows(feat.reshape(-1, vectors[0][0].numel()), vectors)
     return tuple(item.view(*feat.shape[:-1], vectors[0].size(1)) for item in scores)
 
 
 class _HeadScores(torch.autograd.Function):
-    """Plain operators would keep the features' float32 copy for the backward pass; this makes it twice."""
+    """Saves the 16-bit features, not their float32 copy as plain operators would, and casts them twice."""
 
     @staticmethod
     def forward(ctx: Any, feat: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
@@ -66,12 +66,12 @@ class _HeadScores(torch.autograd.Function):
 
 
 def edge_scores(features: Tensor, weight: Tensor, vector: Tensor) -> Tensor:
-    r"""What each head's learned vector sees in the features of edges, mapped.
+    r"""Dot products of each head's learned vector with linear maps of the edges' features.
 
     .. math::
         s_{ijh} = \langle \mathbf{a}_h, \mathbf{W}_h \mathbf{e}_{ij} \rangle
 
-    Both factors are linear: their product is taken first, so that no edge gets H * D numbers.
+    The vector and the linear map are multiplied first, so that no H * D numbers per edge are computed.
 
     Args:
         features: of the edges (E, A).
@@ -86,13 +86,13 @@ def edge_scores(features: Tensor, weight: Tensor, vector: Tensor) -> Tensor:
 
 
 def map_to_scores(weight: Tensor, vector: Tensor) -> Tensor:
-    """The linear map (H, A) of edges' features to what each head's vector sees of them (`edge_scores`)."""
+    """The linear map (H, A) from the edges' features to the scores of each head (`edge_scores`)."""
     heads, width = vector.shape[1:]
     return (weight.view(heads, width, -1) * vector.view(heads, width, 1)).sum(1)
 
 
 class _LinearInParts(torch.autograd.Function):
-    """A linear map whose gradient is summed in parts."""
+    """A linear map; the gradient of its weight is summed in parts (`product_in_parts`)."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class _LinearInParts(torch.autograd.Function):
 
 
 def product_in_parts(left: Tensor, right: Tensor) -> Tensor:
-    """``left.t() @ right`` of tall matrices, products of `_PART` rows each added up."""
+    """``left.t() @ right`` of tall matrices, as the sum of products of `_PART` rows each."""
     whole = left.shape[0] // _PART * _PART
     rest = left[whole:].t() @ right[whole:]
     if not whole:
@@ -119,10 +119,10 @@ def product_in_parts(left: Tensor, right: Tensor) -> Tensor:
 
 
 def scores_of_rows(rows: Tensor, vectors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
-    """:func:`head_scores` of features of two dimensions, nothing being recorded.
+    """:func:`head_scores` for a matrix of features, without autograd.
 
-    On CUDA one product with the vectors as the blocks of block-diagonal matrices, which the backward pass
-    wants back.
+    On CUDA, one product with block-diagonal matrices of the vectors computes all scores. The second result is
+    these matrices, for the backward pass.
     """
     heads, dtype = vectors[0].shape[1], accumulation_dtype(rows.dtype)
     if _has_kernel(rows):
@@ -134,9 +134,9 @@ def scores_of_rows(rows: Tensor, vectors: Sequence[Tensor]) -> tuple[Sequence[Te
     blocks = matrix.view(len(vectors), heads, rows.size(1)).transpose(1, 2)
     factors = cast(rows, dtype).expand(len(vectors), -1, -1), blocks
     if is_plain_eager(rows):
-        # Autocast ignores products with `out`, which also costs the host less.
+        # Autocast ignores products with `out`. This takes less host time than turning autocast off.
         out = torch.bmm(*factors, out=matrix.new_empty(len(vectors), rows.size(0), heads))
-    else:  # exported programs have gradients, and may not write
+    else:  # products with `out` are not differentiable, and exported programs must not write in place
         with torch.autocast(rows.device.type, enabled=False):
             out = torch.bmm(*factors)
     return out.unbind(), matrix
@@ -151,16 +151,16 @@ def gradients_of_scores(
     needed: Sequence[bool],
     grad_rows: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Gradients of :func:`scores_of_rows`, differentiable again where gradients are recorded.
+    """Gradients of :func:`scores_of_rows`, differentiable again if gradients are enabled.
 
     Args:
-        grads: of the scores of each vector, (N, H) in their dtype.
+        grads: gradients of the scores of each vector, (N, H), in the dtype of the scores.
         rows: features.
         matrix: second result of the forward pass.
         vectors: as in the forward pass.
         needs_rows: whether the gradient of the features is wanted.
-        needed: whether that of each vector is.
-        grad_rows: another gradient of the features, contiguous, which this one is added to in place.
+        needed: for each vector, whether its gradient is wanted.
+        grad_rows: another gradient of the features, contiguous; this one is added to it in place.
     """
     heads, width = vectors[0].shape[1:]
     dtype = accumulation_dtype(rows.dtype)
@@ -169,7 +169,7 @@ def gradients_of_scores(
         if grad_rows is None and needs_rows:
             grad_rows = rows.new_empty(rows.shape)
         operands = [_operand(vector, dtype) for vector in vectors]
-        of_scores = [_operand(grad, dtype) for grad in grads]  # alive until the launch
+        of_scores = [_operand(grad, dtype) for grad in grads]  # keeps copies alive until the launch
         found = [
             torch.empty_like(operand) if wanted else None
             for operand, wanted in zip(operands, needed, strict=True)
@@ -190,7 +190,7 @@ def gradients_of_scores(
         ]
     grad = torch.cat(tuple(grads), dim=1)
     if needs_rows:
-        if matrix is None or torch.is_grad_enabled():  # second derivatives pass through the vectors
+        if matrix is None or torch.is_grad_enabled():  # for second derivatives with respect to the vectors
             matrix = _block_diagonal(vectors, dtype)
         product = grad @ matrix
         grad_rows = cast(product, rows.dtype) if grad_rows is None else grad_rows.add_(product)
@@ -208,7 +208,7 @@ def gradients_of_scores(
 
 
 def _has_kernel(rows: Tensor) -> bool:
-    """Whether the CPU's kernel supports the call; tensors of traces have no address."""
+    """Whether the CPU's kernel supports the call. Tensors in a trace have no address for it."""
     return rows.is_cpu and is_plain_eager(rows) and rows.numel() > 0 and rows.stride(1) == 1
 
 
@@ -229,7 +229,7 @@ def _arguments(rows: Tensor, vectors: Sequence[Tensor], scores: Sequence[Tensor]
 
 
 def _block_diagonal(vectors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """(number of vectors * H, H * D): the block-diagonal matrices of the vectors' heads below each other."""
+    """(number of vectors * H, H * D): one block-diagonal matrix per vector, stacked vertically."""
     heads = torch.cat(tuple(vectors)).to(dtype)  # (number of vectors, H, D)
     if heads.size(1) == 1:
         return heads.view(heads.size(0), -1)

@@ -1,4 +1,4 @@
-"""Linear maps that share features, as in attention layers, or a result, as in GraphSAGE: passes saved."""
+"""Joins linear maps with the same input, as in attention layers, or whose results are added (GraphSAGE)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fastsparse_core.ops._eager import is_plain_eager, is_plain_linear
 
 
 def may_be_cast(network: Any) -> bool:
-    """Whether a network may be given autocast's dtype: that is off, or a linear map comes first."""
+    """Whether a network's input may be in autocast's dtype: autocast is off, or a linear map comes first."""
     return not is_any_autocast_enabled() or first_linear(network)[0] is not None
 
 
 def first_linear(network: Any) -> tuple[Any, Sequence[Any]]:
-    """The plain linear map that a network begins with, and what follows it; None and nothing: it has none."""
+    """A network's first module, if it is a plain linear map (otherwise None), and the modules after it."""
     if type(network) is nn.Linear:
         return (network, ()) if is_plain_linear(network) else (None, ())
     if (
@@ -43,17 +43,18 @@ def joint_linear(x: Tensor, modules: Sequence[Any], kind: type[nn.Module] = nn.L
         [\mathbf{W}_1^{\top} \Vert \dots \Vert \mathbf{W}_m^{\top}] + [\mathbf{b}_1 \Vert \dots \Vert
         \mathbf{b}_m]
 
-    One product forward and two backward instead of one and two for each layer, and no sum of the layers'
-    gradients of the features. Equal to the layers' own results up to rounding. Layers that cannot be joined
-    (hooks, another class, biases in some of them only) are called one by one.
+    The forward pass is one product and the backward pass two products, instead of as many per layer, and the
+    layers' gradients of the features need not be added. The results equal those of the layers up to rounding.
+    Layers that cannot be joined (with hooks, of another class, or if only some have a bias) are called one by
+    one.
 
     Args:
         x: features (..., F).
         modules: linear layers of input width F.
-        kind: the class of linear layers that the framework has.
+        kind: the framework's class of linear layers.
 
     Returns:
-        One tensor (..., width of the layer) for each layer: columns of one tensor where they were joined.
+        One tensor (..., width of the layer) per layer. If layers were joined, they are columns of one tensor.
     """
     weights, biases, widths = [], [], []
     for module in modules:
@@ -73,18 +74,18 @@ def joint_linear(x: Tensor, modules: Sequence[Any], kind: type[nn.Module] = nn.L
 def add_linear(
     out: Tensor, features: Sequence[Tensor], modules: Sequence[Any], kind: type[nn.Module] = nn.Linear
 ) -> Tensor:
-    r"""``out + module(x) + ...``, added to ``out`` in place by the products themselves where that can be.
+    r"""``out + module(x) + ...``; the products add to ``out`` in place if possible.
 
     .. math::
         \mathbf{y} + \sum_k \mathbf{x}_k \, \mathbf{W}_k^{\top}
 
-    Saves writing and reading matrices of the result's size. Equal to the sum up to rounding.
+    That saves writing and reading matrices of the result's size. The result equals the sum up to rounding.
 
     Args:
-        out: (N, width of the layers), a result without other references, which no backward pass needs.
-        features: (N, F) each, of one kind.
-        modules: a linear layer for each of them.
-        kind: the class of linear layers that the framework has.
+        out: (N, width of the layers), a result without other references that no backward pass needs.
+        features: (N, F) each, with equal dtypes, devices and shapes.
+        modules: one linear layer per tensor of ``features``.
+        kind: the framework's class of linear layers.
     """
     x = features[0] if features else out
     may_add = (

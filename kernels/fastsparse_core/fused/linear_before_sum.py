@@ -1,4 +1,4 @@
-"""Linear maps whose results are summed over edges, where the original layer sums first."""
+"""Linear maps whose results are summed over edges; the original layers sum before the linear map."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def linear_before_sum(
     num_parts: int = 1,
     part_width: int | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.linear``, where rows without a gradient add nothing to that of the weight.
+    """``torch.nn.functional.linear``, but rows with a gradient of 0 do not change the weight's gradient.
 
-    NaN or infinity of a node without outgoing edges then reaches the same numbers as in the original layer,
-    which sums first (`weight_gradient`).
+    So NaN or infinity in the features of a node without outgoing edges does not affect that gradient, as in
+    the original layer, which sums first (`weight_gradient`).
 
     Args:
         x: features (..., F).
         weight: (out width, F).
         bias: (out width,) or None.
-        num_parts: parts of the result that are summed apart from each other, its first columns.
-        part_width: columns of a part; None: all.
+        num_parts: number of parts of the result, its first columns, that are summed over different edges.
+        part_width: number of columns of a part; None: all.
 
     Returns:
-        (..., out width), not to be written in place; differentiable, twice too.
+        (..., out width), which callers must not edit in place; differentiable twice.
     """
     if (
         not torch.is_grad_enabled()
@@ -53,7 +53,7 @@ def linear_before_sum(
 
 
 class _LinearBeforeSum(torch.autograd.Function):
-    """dX = dY W, dW = dY^T X of the rows with a gradient, db = sum of dY."""
+    """dX = dY W, dW = dY^T X without rows whose gradient is 0, db = sum of dY."""
 
     @staticmethod
     def forward(
@@ -61,7 +61,7 @@ class _LinearBeforeSum(torch.autograd.Function):
     ) -> Tensor:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.parts = parts
-        # A tensor that no gradient needs may be overwritten before the backward pass, as with a linear layer.
+        # Tensors that no gradient needs are not saved, so callers may overwrite them, as with a linear layer.
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         return F.linear(x, weight, bias)
 

@@ -1,7 +1,7 @@
-"""Aggregation of MaxK's sparse rows with the linear map that follows it.
+"""Aggregation of MaxK's sparse rows and the linear map after it.
 
-The gradient of the map's weight needs its input, the aggregated rows, which are dense. They are stored; or,
-to save memory, the backward pass aggregates the sparse rows once more, which takes k of D entries per edge.
+The gradient of the map's weight needs the map's input, the aggregated rows, which are dense. They are either
+stored, or, to save memory, the backward pass aggregates the sparse rows again and reads k entries per edge.
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ def aggregate_cbsr(
 ) -> Tensor:
     """``transform(ssd(adj, cbsr, ...), cbsr)``, for which autograd stores only ``cbsr`` and ``value``.
 
-    For maps that :func:`maxk_linear`, which costs the host less, does not cover.
+    For maps that :func:`maxk_linear` does not support; that function takes less host time.
 
     Args:
         adj: structure (num_dst, num_src).
         cbsr: sparse features (num_src, D).
-        transform: from the aggregated features (num_dst, D), and sparse features with the values that its
-            gradient must go to, to the result. It must not draw random numbers, and its gradients must need
-            no tensor but its arguments, ``weight`` and constants: it runs again in the backward pass, where
-            nothing would tell that another one was written since. So it runs no hooks.
-        weight: what it multiplies the features by. As with a linear layer it must not be written before the
-            backward pass where the features have a gradient.
+        transform: function of the aggregated features (num_dst, D) and the sparse features. It runs again in
+            the backward pass. So it must not use random numbers or run hooks, and it may use only its
+            arguments, ``weight`` and constants: edits of other tensors would not be detected.
+        weight: the weight that ``transform`` uses. If the features have a gradient, it must not be edited
+            before the backward pass, as with a linear layer.
         value: edge values, see :func:`fastsparse_core.ssd`.
         reduce: ``"sum"`` or ``"mean"``.
         scale_dst: constant (num_dst,).
@@ -62,7 +61,7 @@ def aggregate_cbsr(
         return transform(out, kept)
 
     inputs = (cbsr.values, cbsr.ids, value)
-    # A compiler decides itself what it stores.
+    # torch.compile decides on its own which tensors it stores for the backward pass.
     if not torch.is_grad_enabled() or not is_plain_eager(cbsr.values):
         return run(*inputs)
     # Autograd saves a checkpoint's arguments and detects writes to them.
@@ -73,16 +72,15 @@ def aggregate_cbsr(
 
 
 def densifies(values: Tensor, k: int, width: int) -> bool:
-    """Whether the layer of the dense activations is the faster one, as ``auto`` of :func:`ssd` says.
+    """Whether a layer on dense activations is faster, according to the rule for ``auto`` of :func:`ssd`.
 
-    That layer aggregates the dense rows once in the forward pass and their gradient once in the backward one,
-    in whichever order with its linear map is cheaper. Where `ssd` would write the sparse rows out first,
-    they need not be made at all.
+    If `ssd` would convert the sparse rows to dense ones first, it is better not to create sparse rows. The
+    dense layer aggregates once per pass, and can put its linear map before or after, whichever is cheaper.
 
     Args:
-        values: features, or the kept entries of sparse ones.
-        k: kept entries of each row.
-        width: columns.
+        values: dense features, or the kept entries of sparse features.
+        k: kept entries per row.
+        width: number of columns.
     """
     dtype = autocast_dtype(values) or values.dtype
     algorithm = policy.requested("ssd", "auto")
@@ -98,14 +96,14 @@ def can_maxk_linear(
     *,
     out_by_in: bool,
 ) -> bool:
-    """Whether :func:`maxk_linear` handles a call: plain matrices, nothing being traced.
+    """Whether :func:`maxk_linear` supports a call: plain matrices, outside of traces.
 
     Args:
         adj: structure.
         cbsr: sparse features of the sources.
-        weight: of the aggregated neighbours.
+        weight: multiplied by the aggregated neighbours.
         bias: of the result, or None.
-        root_weight: of the destinations, which are the first sources; or None.
+        root_weight: multiplied by the destinations, which are the first sources; or None.
         out_by_in: as for :func:`maxk_linear`.
     """
     values, device = cbsr.values, cbsr.values.device
@@ -137,7 +135,7 @@ def can_maxk_linear(
 
 
 class _Aggregation(NamedTuple):
-    """What an aggregation of sparse rows with a linear map is, besides its tensors with gradients."""
+    """Arguments of an aggregation with a linear map, without the tensors that have gradients."""
 
     adj: Adjacency
     width: int
@@ -149,7 +147,7 @@ class _Aggregation(NamedTuple):
     dtype: torch.dtype
 
     def sums(self, values: Tensor, ids: Tensor, value: Tensor | None, once: bool = True) -> Tensor:
-        """The aggregated rows (num_dst, width); those of the operator unless ``once``."""
+        """The aggregated rows (num_dst, width), by the kernel, or by the operator unless ``once``."""
         adj = self.adj
         factors = (value, self.scale_dst, self.scale_src, None)
         place = (adj.num_dst, adj, False, self.algorithm)
@@ -157,7 +155,7 @@ class _Aggregation(NamedTuple):
         return out
 
     def roots(self, values: Tensor, ids: Tensor, once: bool = True) -> Tensor:
-        """The destinations' own rows (num_dst, width); those of the operator unless ``once``."""
+        """The destinations' own rows (num_dst, width), by the kernel, or by the operator unless ``once``."""
         num_dst = self.adj.num_dst
         dense = to_dense_op.kernel if once else to_dense_op
         out: Tensor = dense(values[:num_dst], ids[:num_dst], self.width)
@@ -183,32 +181,32 @@ def maxk_linear(
     scale_dst: Tensor | None = None,
     scale_src: Tensor | None = None,
 ) -> Tensor:
-    r"""Aggregates the neighbours' sparse rows and transforms them and, where asked, the node's own.
+    r"""Linear maps of the aggregated sparse rows of the neighbours and, optionally, of the node's own row.
 
     .. math::
         \mathbf{y}_i = \mathbf{W} \, s_i \bigoplus_{j \in \mathcal{N}(i)} v_{ij} \, t_j \, \mathbf{x}_j
         + \mathbf{W}_r \mathbf{x}_i + \mathbf{b}
 
-    with :math:`\mathbf{X}` = ``cbsr.to_dense()``. Equal to :func:`fastsparse_core.ssd` and linear maps up to
-    rounding, under autocast too, as one node of autograd's graph. It stores ``cbsr``, ``value`` and, where
-    ``weight`` needs a gradient, the aggregated rows; weights are cast once more in the backward pass, and the
-    nodes' own rows written out once more.
+    with :math:`\mathbf{X}` = ``cbsr.to_dense()``. The result equals that of :func:`fastsparse_core.ssd` and
+    linear maps up to rounding, also under autocast. Autograd gets one node, which stores ``cbsr``, ``value``
+    and, if ``weight`` needs a gradient, the aggregated rows. The backward pass casts the weights and makes
+    the nodes' own rows dense again.
 
     Args:
         adj: structure (num_dst, num_src).
-        cbsr: sparse features (num_src, in width), as `can_maxk_linear` asks for.
+        cbsr: sparse features (num_src, in width); `can_maxk_linear` must be true.
         weight: :math:`\mathbf{W}`, (out width, in width) or (in width, out width).
         bias: :math:`\mathbf{b}`, (out width,) or None.
-        root_weight: :math:`\mathbf{W}_r`, shaped as ``weight``, or None: without the node's own row.
+        root_weight: :math:`\mathbf{W}_r`, in the shape of ``weight``; None: no term of the node's own row.
         value: edge values, see :func:`fastsparse_core.ssd`.
         reduce: ``"sum"`` or ``"mean"``.
         out_by_in: whether weights are (out width, in width).
-        recompute: whether the backward pass aggregates once more, and the aggregated rows are not stored.
+        recompute: whether the backward pass aggregates again, instead of storing the aggregated rows.
         scale_dst: constant :math:`s`, (num_dst,); None: 1.
         scale_src: constant :math:`t`, (num_src,); None: 1.
 
     Returns:
-        (num_dst, out width), in the autocast dtype where that is on; differentiable, twice too.
+        (num_dst, out width), in autocast's dtype if it is on; differentiable twice.
     """
     algorithm = policy.requested("ssd", "auto")
     values, value, scale_dst, scale_src = operands(adj, cbsr, value, reduce, scale_dst, scale_src)
@@ -235,7 +233,7 @@ def _aggregate(
 
 
 class _MaxKLinear(torch.autograd.Function):
-    """dV = what dY W^T sums up to in the kept columns, dW = (A X)^T dY, db = sum of dY; the same for W_r."""
+    """dV = A^T (dY W^T) in the kept columns, dW = (A X)^T dY, db = sum of dY; W_r likewise, without A."""
 
     @staticmethod
     def forward(
@@ -251,7 +249,7 @@ class _MaxKLinear(torch.autograd.Function):
         ctx.how = how
         ctx.dtypes = tuple(None if given is None else given.dtype for given in (value, weight, bias))
         out, sums = _aggregate(how, values, value, weight, bias, root_weight, ids)
-        # A tensor that no gradient needs may be overwritten before the backward pass, as with separate
+        # Tensors that no gradient needs are not saved, so callers may overwrite them, as with separate
         # operators.
         needs_values, needs_value, needs_weight, _, needs_root = ctx.needs_input_grad[:5]
         ctx.save_for_backward(
@@ -274,7 +272,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_values, needs_value, needs_weight, needs_bias, needs_root = ctx.needs_input_grad[:5]
     value_dtype, weight_dtype, bias_dtype = ctx.dtypes
     adj = how.adj
-    once = is_first_derivative(grad)  # otherwise it is composed of operators, which are differentiable again
+    once = is_first_derivative(grad)  # otherwise, operators with gradients of their own are used
     scales, place = (how.scale_dst, how.scale_src), (adj, False)
     grad_values = grad_value = grad_weight = grad_root = None
     if needs_values or needs_value:
@@ -289,7 +287,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             value_dtype
         )
     if needs_weight:
-        if sums is None or not once:  # stored rows have no gradient
+        if sums is None or not once:  # the stored rows are not differentiable
             sums = how.sums(values, ids, value, once)
         grad_weight = _weight_gradient(how, sums, grad, weight_dtype, once)
     if needs_root:

@@ -1,4 +1,4 @@
-"""Principal neighbourhood aggregation (PNA) of both plugins: messages, aggregations and their scales."""
+"""Principal neighbourhood aggregation (PNA) for both plugins: messages, aggregations and scalers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 
 class Scaled(NamedTuple):
-    """What a layer aggregates, all of it but parameters and features.
+    """Arguments of a layer's aggregation, without parameters and features.
 
     Attributes:
         adj: square structure.
         names: of the aggregations.
         towers: number of towers.
-        min_variance: up to which the standard deviation is 0.
-        factors: what each scaler multiplies the aggregations of every node by, (N,) each; None: 1.
+        min_variance: largest variance for which the standard deviation is 0.
+        factors: for each scaler, the factor of every node's aggregations, (N,); None: 1.
     """
 
     adj: Adjacency
@@ -52,24 +52,25 @@ def joined_maps(
     own_biases: Sequence[Any],
     shared: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    r"""The linear maps of all towers that read features of nodes, and their biases.
+    r"""Joins the linear maps of node features of all towers, and their biases.
 
-    A message :math:`\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} +
-    \mathbf{b}` of an edge is a sum of rows of its ends, one row per node.
+    A message is :math:`\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} +
+    \mathbf{b}`. So its first two terms can be computed per node instead of per edge.
 
     Args:
-        of_dst: :math:`\mathbf{P}` of every tower, (width, F), or (width, F / towers) unless ``shared``; none
-            where messages are stored, which are no sum.
-        of_src: :math:`\mathbf{Q}` likewise.
-        of_own: what the update multiplies the node's own features by, likewise.
-        message_biases: :math:`\mathbf{b}`, in one tensor or in one for each tower.
-        own_biases: of the update, likewise.
-        shared: whether every tower reads all features, and not its own part of them.
+        of_dst: :math:`\mathbf{P}` of every tower, (width, F), or (width, F / towers) unless ``shared``; empty
+            if messages are stored because they are not such a sum.
+        of_src: :math:`\mathbf{Q}` of every tower, like ``of_dst``.
+        of_own: weight of the update for the node's own features, for every tower.
+        message_biases: :math:`\mathbf{b}`, one tensor for all towers or one per tower.
+        own_biases: biases of the update, like ``message_biases``.
+        shared: whether every tower reads all features; otherwise, each reads its own part of them.
 
     Returns:
-        Those of destinations, sources and update below each other: (towers * (2 * width + out width), F), and
-        (towers, 2 * width + out width, F / towers) unless ``shared``, because zeros outside the blocks of a
-        block-diagonal matrix would carry NaN from tower to tower. Their biases, without the last dimension.
+        The maps of destinations, sources and update, stacked: (towers * (2 * width + out width), F), or
+        (towers, 2 * width + out width, F / towers) unless ``shared``. The latter is not one block-diagonal
+        matrix, because its zeros times NaN would spread NaN from tower to tower. And the biases, in the same
+        shape without the last dimension.
     """
     if shared or len(of_own) == 1:
         count = 1
@@ -90,13 +91,13 @@ def joined_maps(
 
 
 def node_parts(x: Tensor, matrix: Tensor, bias: Tensor | None, num_own: int) -> Sequence[Tensor]:
-    """Rows of destinations, sources and update from the maps of `joined_maps`.
+    """Applies the maps of `joined_maps`; returns the rows of destinations, sources and update.
 
     Args:
         x: (N, F).
         matrix: the maps.
         bias: their biases.
-        num_own: features of the update, those of all towers.
+        num_own: number of features of the update in all towers together.
     """
     if matrix.dim() == 2:
         width = (matrix.size(0) - num_own) // 2
@@ -120,32 +121,32 @@ def scaled_aggregation(
     edges: tuple[Tensor, Tensor] | None,
     weights: Sequence[Tensor],
 ) -> Tensor:
-    r"""Messages, their aggregations, and the linear map of the update.
+    r"""Computes messages, their aggregations, and the linear map of the update.
 
     .. math::
         \mathbf{y}_i = \mathbf{V} \mathbf{x}_i + \mathbf{c} + \sum_k s_{ik} \mathbf{U}_k \bigoplus_j
         (\mathbf{P} \mathbf{x}_i + \mathbf{Q} \mathbf{x}_j + \mathbf{R} \mathbf{e}_{ij} + \mathbf{b})
 
-    One node of autograd's graph if only autograd watches, and towers share the features; else operator by
-    operator.
+    Autograd gets one node if the call is eager, without autocast, and all towers read all features.
+    Otherwise, operators run one by one.
 
     Args:
         of: the aggregations.
         x: (N, F).
-        matrix: :math:`\mathbf{P}, \mathbf{Q}, \mathbf{V}` of all towers, by `joined_maps`.
+        matrix: :math:`\mathbf{P}, \mathbf{Q}, \mathbf{V}` of all towers, from `joined_maps`.
         bias: their biases.
         edges: features (num_values, A) and :math:`\mathbf{R}`, (towers * width, A), or None.
         weights: :math:`\mathbf{U}` of every tower, (out width, K * width).
 
     Returns:
-        (N, towers * out width); differentiable, twice too.
+        (N, towers * out width); differentiable twice.
     """
     edge: Any = None
     edge_weight = None
     if edges is not None:
         edge, edge_weight = edges
     learns_factors = False
-    for factor in of.factors:  # a comprehension is one more call in Python 3.11
+    for factor in of.factors:  # in Python 3.11, a comprehension is one more call
         learns_factors |= factor is not None and factor.requires_grad
     if not (
         is_plain_eager(x)
@@ -166,13 +167,14 @@ def scaled_aggregation(
 def add_scaled(
     own: Tensor, aggregated: Tensor, weights: Sequence[Tensor], factors: Sequence[Tensor | None]
 ) -> Tensor:
-    r"""Adds the product of scaled aggregations with the update's linear maps.
+    r"""Adds the update's linear maps of the scaled aggregations.
 
     .. math::
         \mathbf{y}_i + \mathbf{U} \, [s_{i1} \mathbf{o}_i \Vert \dots \Vert s_{iK} \mathbf{o}_i] =
         \mathbf{y}_i + \sum_k s_{ik} \mathbf{U}_k \mathbf{o}_i
 
-    so that scaled aggregations are never written out: a product of K times the output's width, scaled.
+    The second form is computed: one product, K times as wide as the output, whose parts are scaled and added.
+    So scaled aggregations are not stored.
 
     Args:
         own: :math:`\mathbf{y}`, (N, towers * out width).
@@ -184,7 +186,7 @@ def add_scaled(
 
 
 def _by_scale(weights: Sequence[Tensor], num_scales: int) -> Tensor:
-    """The update's linear maps, (towers, K * out width, width)."""
+    """The update's linear maps, stacked by scaler: (towers, K * out width, width)."""
     maps = weights[0][None] if len(weights) == 1 else torch.stack(tuple(weights))
     towers, out_width, width = maps.shape
     by_scale = maps.view(towers, out_width, num_scales, width // num_scales).transpose(1, 2)
@@ -219,7 +221,7 @@ def _by_operators(
     edge_weight: Tensor | None,
     *weights: Tensor,
 ) -> Tensor:
-    """`scaled_aggregation` by operators that have gradients again."""
+    """`scaled_aggregation` by operators with gradients of their own."""
     dst, src, own = node_parts(x, matrix, bias, of.towers * weights[0].size(0))
     aggregated = multi_aggregate(
         of.adj,
@@ -245,7 +247,7 @@ def _compute(
     *,
     keep: bool,
 ) -> tuple[Tensor, ...]:
-    """The result; rows of destinations and sources, the update's maps, and results of the aggregation."""
+    """The result; rows of destinations and sources; the update's maps; results of the aggregation."""
     num_own = of.towers * weights[0].shape[0]
     width = (matrix.shape[0] - num_own) // 2
     dst, src, own = F.linear(x, matrix, bias).split((width, width, num_own), 1)
@@ -266,7 +268,7 @@ def _compute(
 
 
 class _ScaledAggregation(torch.autograd.Function):
-    """With G_k = s_k dY: dU_k = G_k^T O, dO = sum of G_k U_k; the kernels and the maps take dO on."""
+    """With G_k = s_k dY: dU_k = G_k^T O, dO = sum of G_k U_k; from dO, kernels and maps get the rest."""
 
     @staticmethod
     def forward(
@@ -281,7 +283,8 @@ class _ScaledAggregation(torch.autograd.Function):
     ) -> Tensor:
         out, *kept = _compute(of, x, matrix, bias, edge, edge_weight, weights, keep=True)
         ctx.of = of
-        # Only second derivatives need them, so they may be overwritten before the backward pass.
+        # Only second derivatives need these weights. Autograd does not save them, so that the caller may edit
+        # them before the backward pass.
         ctx.weights = weights, versions_of(weights)
         needs = ctx.needs_input_grad
         ctx.save_for_backward(x if needs[2] else None, matrix, bias, edge, edge_weight, *kept)

@@ -1,4 +1,4 @@
-"""Products with one matrix (SG, TAG, APPNP), sums of edges, GCN's weights: each one node of autograd."""
+"""Repeated products (SG, TAG, APPNP), sums of edge features, GCN's weights, each in one autograd node."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 
 class _Steps(NamedTuple):
-    """What the products share.
+    """Arguments that all products share.
 
     Attributes:
         adj: square structure.
         scale_dst: constant factor of every row, in the accumulation dtype, or None.
-        scale_src: of every column, likewise.
+        scale_src: constant factor of every column, in the accumulation dtype, or None.
         algorithm: of the products.
-        alpha: share of the terms; None: they are added.
+        alpha: weight of the terms; None: they are added without weights.
     """
 
     adj: Adjacency
@@ -47,7 +47,7 @@ def propagate(
     terms: Sequence[Tensor] = (),
     alpha: float | None = None,
 ) -> Sequence[Tensor] | None:
-    r"""Multiplies features by a matrix again and again.
+    r"""Multiplies features by a matrix several times.
 
     .. math::
         \mathbf{H}_0 = \mathbf{X}, \qquad \mathbf{H}_k = \mathbf{A} \mathbf{H}_{k-1} + \mathbf{T}_k
@@ -59,13 +59,14 @@ def propagate(
         count: number of products.
         value: of the edges, (num_values,), without gradient; None: 1.
         scale_dst: constant factors of the rows, (N,) in the accumulation dtype; None: 1.
-        scale_src: of the columns, likewise.
-        terms: :math:`\mathbf{T}_1, \dots`, (N, F) each; none: 0.
-        alpha: share of the terms; None: they are added.
+        scale_src: constant factors of the columns, (N,) in the accumulation dtype; None: 1.
+        terms: :math:`\mathbf{T}_1, \dots`, (N, F) each; empty: 0.
+        alpha: :math:`\alpha`, weight of the terms; None: they are added without weights.
 
     Returns:
-        :math:`\mathbf{H}_1, \dots`; differentiable in features and terms, twice too. None where ``spmm`` has
-        to be called for every product: autocast, traces, values with a gradient or of another dtype.
+        :math:`\mathbf{H}_1, \dots`; differentiable twice in features and terms. None if ``spmm`` has to be
+        called for every product: under autocast, in traces, or if values need a gradient or have another
+        dtype.
     """
     if not (
         is_plain_eager(x)
@@ -112,7 +113,7 @@ def _compute(
 
 
 class _Propagation(torch.autograd.Function):
-    """With G_k of H_k: dT_k = G_k, and A^T G_k reaches H_(k-1). All of it is linear: no features are kept."""
+    """With G_k, the gradient of H_k: dT_k = G_k, and H_(k-1) gets A^T G_k. No features are saved."""
 
     @staticmethod
     def forward(
@@ -172,7 +173,7 @@ def sum_of_edges(adj: Adjacency, features: Tensor) -> Tensor:
         features: :math:`\mathbf{a}`, (num_values, A) in the caller's edge order, of a floating dtype.
 
     Returns:
-        (num_dst, A); differentiable, twice too.
+        (num_dst, A); differentiable twice.
     """
     ones = features.new_ones(adj.num_src, features.shape[1])
     if (
@@ -190,7 +191,7 @@ def sum_of_edges(adj: Adjacency, features: Tensor) -> Tensor:
 
 
 class _SumOfEdges(torch.autograd.Function):
-    """The product with ones, in which only the edges' values have a gradient."""
+    """A product with ones, with the edges' features as its values; only these have a gradient."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, ones: Tensor, adj: Adjacency) -> Tensor:
@@ -211,17 +212,18 @@ _apply_sum = direct(_SumOfEdges)
 
 
 def symmetric_weights(adj: Adjacency, value: Tensor) -> Tensor:
-    r"""GCN's weights of edges, differentiable in their values.
+    r"""GCN's normalized edge weights, differentiable in the edge values.
 
     .. math::
         \mathbf{w}_{ij} = d_i^{-1/2} \, \mathbf{v}_{ij} \, d_j^{-1/2}, \qquad d_i = \sum_j \mathbf{v}_{ij}
 
     Args:
         adj: square structure.
-        value: :math:`\mathbf{v}`, (num_values,), of a floating dtype. The roots of degrees that are 0 are 0.
+        value: :math:`\mathbf{v}`, (num_values,), of a floating dtype. If a degree is 0, its inverse root
+            counts as 0.
 
     Returns:
-        (num_values,); differentiable, twice too. Degrees are summed in float32 or wider.
+        (num_values,); differentiable twice. Degrees are summed in float32 or wider.
     """
     if (
         torch.is_grad_enabled()
@@ -236,7 +238,7 @@ def symmetric_weights(adj: Adjacency, value: Tensor) -> Tensor:
     ):
         found: Tensor = _apply_weights(value, adj)
         return found
-    # Degrees are sums of many terms: never in 16 bits, whatever autocast says.
+    # Degrees are sums of many terms, so they are not computed in 16 bits, even under autocast.
     with torch.autocast(value.device.type, enabled=False):
         return _weights_by_operators(adj, value)
 
@@ -249,7 +251,7 @@ def _weights_by_operators(adj: Adjacency, value: Tensor) -> Tensor:
 
 
 class _SymmetricWeights(torch.autograd.Function):
-    """With P_ij = s_i s_j and G of the result: dV = G P + dd 1^T, dd = -s^3 / 2 (A_GV + A_GV^T) s."""
+    """With P_ij = s_i s_j, G the result's gradient: dV = G P + dd 1^T, dd = -s^3 / 2 (A_GV + A_GV^T) s."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, adj: Adjacency) -> Tensor:
@@ -275,7 +277,7 @@ class _SymmetricWeights(torch.autograd.Function):
         of_product = grad * value
         of_scale = launch_spmm(adj, scale, of_product, None, None, None, "auto")
         of_scale += launch_spmm(adj.t(), scale, of_product, None, None, None, "auto")
-        # As autograd has it: a degree of 0 has no root, and no gradient.
+        # As in autograd's formula, a degree of 0 gets no gradient.
         of_degree = of_scale.masked_fill_(root == torch.inf, 0) * (-0.5 * degree.pow(-1.5))
         call: Any = (adj.num_values, 1, value.dtype, adj, "csr", False)
         of_value = sddmm_kernel(of_degree, ones, None, None, *call)

@@ -1,7 +1,7 @@
-"""The relations' linear maps and additive attention across them (RGAT) as one node of autograd's graph.
+"""The relations' linear maps and additive attention over them (RGAT) in one node of autograd's graph.
 
-All nodes are multiplied by the matrices of all relations: for small graphs, whose steps take as long as the
-host needs for them.
+All nodes are multiplied by the matrices of all relations. That is meant for small graphs, where host time
+determines the time of a step.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def relational_attention(
         \mathbf{x}_j \mathbf{W}_r \quad \text{for every head}
 
     Args:
-        adj: structure (N, N * R) of nodes and all pairs of a source and a relation, those of a source next to
-            each other.
-        pairs: pair of the destination and the relation of every edge, in that order too.
-        x: features (N, F), which `is_plain_eager`.
+        adj: structure (N, N * R); its columns are all pairs of a source and a relation, with the pairs of a
+            source next to each other.
+        pairs: for every edge, the pair of its destination and relation, numbered in the same way.
+        x: features (N, F); `is_plain_eager` must be true for them.
         weight: matrices of the relations (R, F, heads * D).
         query: :math:`\mathbf{Q}`, (heads * D, heads).
         key: :math:`\mathbf{K}`, like ``query``.
@@ -67,7 +67,7 @@ def relational_attention(
         dropout_p: probability with which a weight is dropped.
 
     Returns:
-        (N, heads * D), differentiable, twice too. None: autocast, dtypes that do not go together, no kernel.
+        (N, heads * D), differentiable twice. None under autocast, if dtypes differ, or if there is no kernel.
     """
     given = (x, weight, query, key)
     if (
@@ -94,7 +94,7 @@ def relational_attention(
 
 
 def _maps(weight: Tensor, query: Tensor, key: Tensor) -> Sequence[Tensor]:
-    """What features are multiplied by to give values, keys and queries: (F * R, columns)."""
+    """The matrices of values, and of scores of sources and destinations: (F * R, columns) each."""
     by_feature = weight.transpose(0, 1).reshape(-1, weight.shape[2])
     return by_feature, torch.mm(by_feature, key), torch.mm(by_feature, query)
 
@@ -102,7 +102,7 @@ def _maps(weight: Tensor, query: Tensor, key: Tensor) -> Sequence[Tensor]:
 def _operands(x: Tensor, maps: Sequence[Tensor], pairs: End) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores of destinations and sources, values, and scores of edges."""
     width, precise = x.shape[1], ACCUMULATION_DTYPE[x.dtype]
-    # The original multiplies rows per edge, so rows of pairs without edges must not change its gradients.
+    # The original layer multiplies rows per edge, so rows of pairs without edges must not change gradients.
     rows, of_src, of_dst = (
         linear_before_sum(x, each.view(width, -1).t(), None, each.shape[0] // width, each.shape[1]).view(
             -1, each.shape[1]
@@ -172,7 +172,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The same gradients of operators that have gradients again."""
+    """The same gradients, by operators with gradients of their own."""
     adj, pairs, *_ = ctx.call
 
     def compute(x: Tensor, *matrices: Tensor) -> Tensor:

@@ -23,38 +23,38 @@ def weight_gradient(
     *,
     out_by_in: bool = True,
 ) -> Tensor:
-    r"""The gradient of a weight, to which rows without a gradient add nothing, whatever they hold.
+    r"""The gradient of a weight, without rows whose gradient is 0, even if they have NaN or infinity.
 
     .. math::
         \mathbf{G}^{\top} \mathbf{X} = \sum_{j : \mathbf{g}_j \ne 0} \mathbf{g}_j \mathbf{x}_j^{\top}
 
-    The original layers sum over edges first, and never read the features of a node that sends no edge. Here
-    the linear map comes first, the gradient of that node's row is 0, and 0 times NaN would be NaN. So a
-    product that is not finite is computed again without the rows whose gradient is 0. Masking the features in
-    every call would read and write all of them once more; asking the product whether it is finite reads only
-    the product. On CUDA the kernel asks, so that nothing waits for the device.
+    The original layers sum over edges first, and do not read the features of nodes without outgoing edges.
+    Here the linear map comes first. The gradient of such a node's row is 0, and 0 times NaN would be NaN. So
+    if the product is not finite, it is computed again without the rows whose gradient is 0. Masking the
+    features in every call would read and write all of them; checking the product reads only the product. On
+    CUDA, a kernel checks it, so that the host need not wait.
 
     Args:
         grad: gradient of the linear map's result (N, out width).
-        features: what was multiplied (N, in width), in the dtype of ``grad``.
+        features: input of the linear map (N, in width), in the dtype of ``grad``.
         dtype: of the result.
         once: whether the result itself needs no gradient (`is_first_derivative`).
-        num_parts: parts of the map's result that are summed apart from each other, its first columns. Each
-            part has its own rows without a gradient. The columns behind them are multiplied as they are.
-        part_width: columns of a part; None: all.
-        out_by_in: whether the weight is (out width, in width), and not (in width, out width).
+        num_parts: number of parts of the map's result, its first columns, that are summed over different
+            edges. Rows with a gradient of 0 differ from part to part. Later columns are not checked.
+        part_width: number of columns of a part; None: all.
+        out_by_in: whether the weight is (out width, in width); otherwise, (in width, out width).
 
     Returns:
-        Of the weight's shape.
+        The gradient, in the shape of the weight.
     """
     is_cuda = grad.is_cuda
-    # A recorded step reads no number.
+    # A recorded step cannot read a number on the host.
     if not once or (recorded.entered and not is_cuda and recorded.current() is not None):
         return _differentiable(grad, features, dtype, num_parts, part_width, out_by_in)
     left, right = (grad.t(), features) if out_by_in else (features.t(), grad)
     product = torch.mm(left, right) if left.dtype == dtype else product_in(left, right, dtype)
     if not is_cuda and math.isfinite(product.sum(dtype=None if dtype != torch.float16 else torch.float32)):
-        return product  # a sum that overflows is computed again, too
+        return product  # otherwise it is computed again, also if only the sum overflowed
     width = grad.shape[1] if part_width is None else part_width
     by_row = product if out_by_in else product.t()
     if is_cuda:
@@ -89,7 +89,7 @@ def _differentiable(
     part_width: int | None,
     out_by_in: bool,
 ) -> Tensor:
-    """The same, of operators that have gradients again; for every product, finite or not."""
+    """The same by operators with gradients of their own; masks rows in every call."""
     width = grad.shape[1] if part_width is None else part_width
     parts = grad.split([width] * num_parts + [grad.shape[1] - num_parts * width], 1)
     products = []

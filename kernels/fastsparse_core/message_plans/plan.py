@@ -44,15 +44,19 @@ _MOST_FEATURES = 32
 #: the gradients of its weights need a further sum.
 _CALL, _GENERATED_CALL, _SOFTMAX, _REDUCTION = 5, 14, 8, 3
 _VIEWS = ("getitem", "view", "reshape", "expand", "unsqueeze", "squeeze", "flatten", "chunk", "split")
-#: Smallest number of features for which a generated kernel computes rows per edge: with fewer features, lanes
-#: of a warp would be idle, because a warp processes one edge at a time.
+#: Smallest number of features for which a generated kernel computes rows per edge, or several rows per node:
+#: with fewer features, lanes of a warp would be idle, because a warp processes one edge at a time.
 _LEAST_WIDTH = 32
+#: Largest number of rows per node that one kernel computes.
+_MOST_ROWS = 8
 #: Largest number of plans kept per trace.
 _MOST_PLANS = 16
 #: Reductions that a sparse product supports.
 PRODUCTS = ("sum", "mean", "max", "min")
 #: Value in place of a reduction: the messages are not reduced.
 PER_EDGE = "per edge"
+#: Value in place of a reduction: the method reduces its messages itself.
+OWN = "its own"
 INDICES = ("index", "edge_index_i", "edge_index_j")
 
 
@@ -190,7 +194,8 @@ class _Sum(_Value):
 class _Of(_Value):
     """A function of other values, by kind.
 
-    - joined (sums): concatenated along the last dimension.
+    - joined (values): concatenated along the last dimension.
+    - stacked (values): concatenated along the second dimension, which is not the last.
     - product, plus, quotient (two values, one of them possibly a number).
     - dot (two values; scale, bias): their product summed over the last dimension,
       times a number, plus a bias.
@@ -283,7 +288,7 @@ _ACTIVATIONS: dict[type, str] = {
 }
 #: Operators that have a method of the planner.
 _KNOWN = (
-    *("add", "sub", "neg", "mul", "div", "sum", "cat", "linear", "dropout"),
+    *("add", "sub", "neg", "mul", "div", "pow", "sum", "cat", "stack", "linear", "dropout"),
     *("chunk", "split", "getitem", "view", "reshape", "unsqueeze", "squeeze", "flatten"),
 )
 _SYNONYMS = {
@@ -352,6 +357,7 @@ class Planner:
         self.modules: dict[str, tuple[Any, ...]] = {}
         self.gains: dict[str, None] = {}
         self.dtype: torch.dtype | None = None
+        self.how = ""
         self.generates = found.special["adj"].device.type == "cuda" and can_generate()
 
     def plan(self, trace: Graph, how: str, assigned: Mapping[str, Node] | None = None) -> Plan:
@@ -359,19 +365,24 @@ class Planner:
 
         Args:
             trace: trace of the method.
-            how: the reduction; :data:`PER_EDGE` for no reduction.
+            how: the reduction; :data:`PER_EDGE` for no reduction, :data:`OWN` if the method reduces.
             assigned: attributes that the method sets, with their nodes in the trace.
 
         Raises:
             NoPlan: a plan would gain nothing, or an operator is not supported.
             Exception: an operator may raise any error on meta tensors.
         """
+        self.how = how
         values, out = self._walk(trace)
-        if not isinstance(out, (_Sum, _Of)):
+        if how == OWN:
+            if not all(isinstance(each, _Whole) and each.node is not None for each in _leaves(out)):
+                raise NoPlan
+        elif not isinstance(out, (_Sum, _Of)):
             raise NoPlan
         # Made before the reduction, so that it can use the values per edge.
         kept = {name: self._at_edges(values[node]) for name, node in (assigned or {}).items()}
-        plan = self._finished((self._at_edges(out) if how == PER_EDGE else self._reduced(out, how), kept))
+        as_is = how in (PER_EDGE, OWN)
+        plan = self._finished((_mapped(out, self._at_edges) if as_is else self._reduced(out, how), kept))
         gathers = sum(name.endswith(("_i", "_j")) for name in self.arguments)
         of_message = gathers + self._launches(trace) + _REDUCTION
         return plan._replace(is_short=self._launches(self.graph) < of_message)
@@ -386,7 +397,7 @@ class Planner:
                 total += sum(not each._modules for each in module.modules())
             elif node.op not in ("call_function", "call_method") or name in _VIEWS:
                 continue
-            elif node.target is terms.by_expression:
+            elif node.target in (terms.by_expression, terms.by_expressions):
                 total += _GENERATED_CALL
             elif getattr(node.target, "__module__", "").startswith("fastsparse_core."):
                 total += _CALL
@@ -598,7 +609,7 @@ class Planner:
         meta = F.linear(x.meta, weight.meta)
         if _is(x, "joined"):
             total: _Sum | None = None
-            for part, first, last in _columns(x.parts):
+            for part, first, last in _columns(self._as_sums(x.parts)):
                 matrix = self.call(operator.getitem, (weight.node, (slice(None), slice(first, last))))
                 each = self._mapped_terms(part, meta, matrix)
                 total = each if total is None else self._added(total, each, meta)
@@ -703,6 +714,8 @@ class Planner:
         return None if negative is None else self._add(left, negative)
 
     def _neg(self, x: Any) -> _Value | None:
+        if isinstance(x, _Whole) and isinstance(x.meta, Tensor) and not x.special:
+            return _Whole(-x.meta, node=self.call(operator.neg, (x.node,)))
         return self._mul(x, -1.0)
 
     def _div(self, left: Any, right: Any) -> _Value | None:
@@ -711,6 +724,10 @@ class Planner:
         if not (isinstance(left, (_Sum, _Of)) or isinstance(right, (_Sum, _Of))):
             return None
         return self._pair("quotient", left, right, torch.div(_meta_of(left), _meta_of(right)))
+
+    def _pow(self, x: Any, exponent: Any) -> _Value | None:
+        is_square = isinstance(x, (_Sum, _Of)) and isinstance(exponent, (int, float)) and exponent == 2
+        return self._elementwise("square", x, (), {}) if is_square else None
 
     def _pair(self, kind: str, left: Any, right: Any, meta: Tensor) -> _Value | None:
         """A binary operator, which only a generated kernel can combine with others."""
@@ -769,7 +786,7 @@ class Planner:
         if rows.row and len(rows.row) > 2:
             return None
         total: _Sum | None = None
-        for part, first, last in _columns(rows.parts if isinstance(rows, _Of) else [rows]):
+        for part, first, last in _columns(self._as_sums(rows.parts) if isinstance(rows, _Of) else [rows]):
             node: Any = vector.node
             if isinstance(rows, _Of):
                 at: Any = (..., slice(first, last))
@@ -785,10 +802,22 @@ class Planner:
         if not isinstance(tensors, (list, tuple)) or not all(isinstance(x, (_Sum, _Of)) for x in tensors):
             return None
         each = [part for x in tensors for part in (x.parts if _is(x, "joined") else [x])]
-        parts = [x if isinstance(x, _Sum) else _Sum(x.meta, edge=self._at_edges(x)) for x in each]
-        if dim not in (-1, parts[0].meta.dim() - 1) or dim == 0:
+        num_dims = each[0].meta.dim()
+        if dim in (1, 1 - num_dims) and num_dims > 2:
+            return _Of(torch.cat([x.meta for x in tensors], 1), kind="stacked", parts=tensors)
+        if dim not in (-1, num_dims - 1) or dim == 0:
             return None
-        return _Of(torch.cat([x.meta for x in parts], -1), kind="joined", parts=parts)
+        return _Of(torch.cat([x.meta for x in each], -1), kind="joined", parts=each)
+
+    def _stack(self, tensors: Any, dim: Any = 0) -> _Value | None:
+        if not isinstance(tensors, (list, tuple)) or not all(isinstance(x, (_Sum, _Of)) for x in tensors):
+            return None
+        if tensors[0].meta.dim() < 2 or dim not in (1, -tensors[0].meta.dim()):
+            return None
+        return self._cat([self._shaped(x, x.meta.unsqueeze(1)) for x in tensors], 1)
+
+    def _as_sums(self, parts: Sequence[Any]) -> list[_Sum]:
+        return [x if isinstance(x, _Sum) else _Sum(x.meta, edge=self._at_edges(x)) for x in parts]
 
     def _elementwise(self, name: str, x: Any, args: Any, kwargs: Any) -> _Value | None:
         function, defaults = _ELEMENTWISE[name]
@@ -879,12 +908,112 @@ class Planner:
     def _parted(self, x: Any, dim: Any, parts: Callable[[Tensor], Sequence[Tensor]]) -> Any:
         if not isinstance(x, (_Sum, _Of)) or dim not in (-1, x.meta.dim() - 1) or dim == 0:
             return None
-        whole = x if isinstance(x, _Sum) else _Sum(x.meta, edge=self._at_edges(x))
         each = _columns([_Sum(meta) for meta in parts(x.meta)])
-        return tuple(
-            self._each_term(whole, part.meta, operator.getitem, (..., slice(first, last)))
-            for part, first, last in each
-        )
+        return tuple(self._sliced(x, first, last) for _, first, last in each)
+
+    def _sliced(self, x: Any, first: int, last: int) -> Any:
+        """Columns ``first`` to ``last`` of a value; a value with one column is broadcast, and stays."""
+        if not isinstance(x, _Value) or not isinstance(x.meta, Tensor):
+            return x
+        at: Any = (..., slice(first, last))
+        if not x.meta.dim() or x.meta.size(-1) == 1 or (first, last) == (0, x.meta.size(-1)):
+            return x
+        meta = x.meta[at]
+        if isinstance(x, _Whole):
+            if x.special:
+                raise NoPlan
+            return _Whole(meta, node=self._once(operator.getitem, self._at_edges(x), at))
+        if isinstance(x, _Sum):
+            made: dict[str, Any] = {}
+            for name, term in x.terms.items():
+                if name == "edge" and x.mapping is not None:
+                    weight = self.call(operator.getitem, (x.mapping.weight, slice(first, last)))
+                    made["mapping"] = x.mapping._replace(weight=weight)
+                    made[name] = self.call(F.linear, (x.mapping.features, weight))
+                else:
+                    made[name] = self.call(operator.getitem, (term, at))
+            return _Sum(meta, **made, bias=self._sliced(x.bias, first, last))
+        if isinstance(x, _Of) and x.made is None and not x.is_shared:
+            if x.kind in ("mapped", *_PAIRS):
+                parts = [self._sliced(part, first, last) for part in x.parts]
+                return _Of(meta, kind=x.kind, parts=parts, options=x.options)
+            if x.kind == "linear":
+                rows = [
+                    node and self.call(operator.getitem, (node, slice(first, last))) for node in x.options
+                ]
+                return _Of(meta, kind=x.kind, parts=x.parts, options=tuple(rows))
+        return _Sum(meta, edge=self.call(operator.getitem, (self._at_edges(x), at)))
+
+    def _rows_of(self, x: Any) -> list[Any]:
+        """The rows that a value has per edge, as values of one row each.
+
+        Raises:
+            NoPlan: it cannot be taken apart.
+        """
+        if _is(x, "joined") or _is(x, "stacked"):
+            return [row for part in x.parts for row in self._rows_of(part)]
+        if _is(x, "shaped") and (len(x.row) == 1 or len(x.parts[0].row) > 1):
+            return self._rows_of(x.parts[0])
+        if len(x.row) == 1:
+            return [x]
+        return [row for n in range(x.row[0]) for row in self._rows_of(self._nth(x, n, x.meta.dim()))]
+
+    def _nth(self, x: Any, n: int, num_dims: int) -> Any:
+        """Entry ``n`` of a value's second dimension, which may be broadcast.
+
+        Raises:
+            NoPlan: it cannot be taken apart.
+        """
+        if not isinstance(x, _Value) or not isinstance(x.meta, Tensor):
+            return x
+        if isinstance(x, _Whole):
+            left_out = num_dims - x.meta.dim()
+            if x.special or (left_out == 0 and x.meta.size(0) != 1):
+                raise NoPlan
+            if left_out > 1:
+                return x
+            at = (0,) * (1 - left_out) + (n if x.meta.size(1 - left_out) > 1 else 0,)
+            return _Whole(x.meta[at], node=self._once(operator.getitem, x.node, at))
+        if x.meta.dim() != num_dims:
+            raise NoPlan
+        n = n if x.row[0] > 1 else 0
+        meta = x.meta[:, n]
+        if isinstance(x, _Sum):
+            size, made = math.prod(meta.shape[1:]), dict[str, Any]()
+            for name, term in x.terms.items():
+                if name == "edge" and x.mapping is not None:
+                    weight = self.call(operator.getitem, (x.mapping.weight, slice(n * size, (n + 1) * size)))
+                    made["mapping"] = x.mapping._replace(weight=weight)
+                    rows = self.call(F.linear, (x.mapping.features, weight))
+                    made[name] = self.method("reshape", (rows, (-1, *meta.shape[1:])))
+                else:
+                    each = self._once(torch.unbind, term, 1)
+                    made[name] = self._once(operator.getitem, each, n)
+            bias = None if x.bias is None else self._nth(x.bias, n, num_dims)
+            return _Sum(meta, **made, bias=bias)
+        if isinstance(x, _Of) and x.made is None and x.kind in ("mapped", *_PAIRS):
+            parts = [self._nth(part, n, num_dims) for part in x.parts]
+            return _Of(meta, kind=x.kind, parts=parts, options=x.options)
+        if _is(x, "shaped") and num_dims == 3 and len(x.parts[0].row) == 1:
+            width = x.row[1]
+            return self._sliced(x.parts[0], n * width, (n + 1) * width)
+        if _is(x, "stacked"):
+            for part in x.parts:
+                if n < part.row[0]:
+                    return self._nth(part, n, num_dims)
+                n -= part.row[0]
+        raise NoPlan
+
+    def _once(self, target: Any, *args: Any) -> Node:
+        """A call of a function, or of a method given by name. Equal calls share one node."""
+        known = (node for node in self.graph.nodes if node.target == target and node.args == args)
+        return next(known, None) or (self.method if isinstance(target, str) else self.call)(target, args)
+
+    def scattered(self, src: Any, how: str) -> _Value:
+        """A reduction that the body itself asks for."""
+        if self.how != OWN or not isinstance(src, (_Sum, _Of)) or how not in PRODUCTS:
+            raise NoPlan
+        return _Whole(_meta(src.meta, self.found.dst.num_nodes), node=self._reduced(src, how))
 
     def _unsqueeze(self, x: Any, dim: Any) -> _Value | None:
         return self._shaped(x, x.meta.unsqueeze(dim)) if isinstance(x, (_Sum, _Of)) else None
@@ -918,8 +1047,8 @@ class Planner:
             if made is not None:
                 return made
         parts, options = [self._at_edges(part) for part in value.parts], value.options
-        if value.kind == "joined":
-            return self.call(torch.cat, (parts, -1))
+        if value.kind in ("joined", "stacked"):
+            return self.call(torch.cat, (parts, -1 if value.kind == "joined" else 1))
         if value.kind in _PAIRS:
             return self.call(_PAIRS[value.kind][0], tuple(parts))
         if value.kind == "dot":
@@ -959,9 +1088,11 @@ class Planner:
             made = self._weighted(value, how)
         if made is None and isinstance(value, _Sum) and how in PRODUCTS:
             made = self._reduced_terms(value, how)
-        if made is None and self.generates and how in HOW and len(value.row) == 1:
-            made = self._generated(value, how)
-        return made or self.call(self.reduce, (self.layer_node, self.found_node, self._at_edges(value), how))
+        if made is None and self.generates and how in HOW:
+            is_one_row = len(value.row) == 1 and not _is(value, "joined")
+            made = (self._generated if is_one_row else self._generated_rows)(value, how)
+        reduce = Planner.reduce if self.how == OWN else self.reduce  # the layer's would be its own
+        return made or self.call(reduce, (self.layer_node, self.found_node, self._at_edges(value), how))
 
     @staticmethod
     def reduce(layer: Any, found: Edges, messages: Tensor, how: str) -> Any:
@@ -984,6 +1115,24 @@ class Planner:
         operands = (self.found_node, expression, tuple(leaves.places), how, *leaves.nodes)
         return self.call(terms.by_expression, operands)
 
+    def _generated_rows(self, value: Any, how: str) -> Node | None:
+        """One kernel for several rows per node."""
+        if value.made is not None or how not in ("sum", "mean"):
+            return None
+        try:
+            rows = self._rows_of(value)
+            leaves = _Leaves(rows[0].row[0])
+            if len(rows) > _MOST_ROWS or leaves.width < _LEAST_WIDTH or len({row.row for row in rows}) > 1:
+                return None
+            roots = tuple((how, self._expression(row, leaves)) for row in rows)
+        except NoPlan:
+            return None
+        if not {"dst", "src"} & set(leaves.places):
+            return None
+        self.gains["one generated kernel"] = None
+        operands = (self.found_node, roots, tuple(leaves.places), *leaves.nodes)
+        return self.method("reshape", (self.call(terms.by_expressions, operands), (-1, *value.row)))
+
     def _expression(self, value: Any, leaves: _Leaves) -> Any:
         """The expression of a value for a generated kernel; values that it cannot compute become leaves.
 
@@ -996,7 +1145,7 @@ class Planner:
             size = tuple(value.meta.shape) if isinstance(value.meta, Tensor) else (0,)
             if value.special or math.prod(size) not in (1, leaves.width) or math.prod(size[:-1]) != 1:
                 raise NoPlan
-            return leaves.add("whole", self.method("reshape", (value.node, (-1,))))
+            return leaves.add("whole", self._once("reshape", value.node, (-1,)))
         if _is(value, "mapped") and _has_kernel(*value.options):
             name, *options = value.options
             options = [] if name == "softplus" else options
@@ -1189,6 +1338,9 @@ class _Leaves:
 
     def add_mapped(self, features: Any, weight: Any) -> tuple[str, int]:
         """Adds the leaf of mapped features, followed by the leaf of their weight."""
+        for n, place in enumerate(self.places):
+            if place == "mapped" and self.nodes[n : n + 2] == [features, weight]:
+                return ("leaf", n)
         self.places += ["mapped", "weight"]
         self.nodes += [features, weight]
         return ("leaf", len(self.nodes) - 2)

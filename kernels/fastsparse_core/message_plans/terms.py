@@ -20,7 +20,7 @@ from fastsparse_core.message_plans.ends import EdgeEnd, fits_softmax, gather, re
 from fastsparse_core.ops._autocast import autocast_dtype, is_any_autocast_enabled
 from fastsparse_core.ops._edge_rows import lift
 from fastsparse_core.ops.attention import additive_attention, attention, gatv2_attention
-from fastsparse_core.ops.edge_expression import edge_expression
+from fastsparse_core.ops.edge_expression import edge_expressions
 from fastsparse_core.ops.edge_messages import gated_aggregate, gine_aggregate
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.policy import MOST_HEADS
@@ -264,13 +264,19 @@ def by_gine_aggregate(
 
 def by_expression(found: Edges, expression: Any, places: Any, how: str, *tensors: Tensor) -> Tensor:
     """Computes and reduces an elementwise expression with a generated kernel."""
+    return by_expressions(found, ((how, expression),), places, *tensors)
+
+
+def by_expressions(found: Edges, roots: Any, places: Any, *tensors: Tensor) -> Tensor:
+    """Computes several expressions, and concatenates the results along the second dimension."""
     dtype = autocast_dtype(tensors[0]) if is_any_autocast_enabled() else None
     if dtype is not None:  # autocast casts linear maps
         tensors = tuple(
             x.to(dtype) if place in ("mapped", "weight") else x
             for x, place in zip(tensors, places, strict=True)
         )
-    return edge_expression(_adjacency(found), expression, places, tensors, how)
+    outs = edge_expressions(_adjacency(found), roots, places, tensors)
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
 
 def without_autocast(x: Tensor) -> Any:

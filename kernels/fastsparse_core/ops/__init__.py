@@ -1,4 +1,4 @@
-"""Operators on an Adjacency, one module each."""
+"""The operators on an Adjacency, one module per operator."""
 
 from fastsparse_core.ops.attention import (
     additive_attention,

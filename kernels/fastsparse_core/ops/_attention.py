@@ -1,8 +1,8 @@
-"""Attention as PyTorch sees it, one operator for all kinds of scores; and which kernel handles a call.
+"""The PyTorch operator for all kinds of attention scores, and the choice of the kernel for a call.
 
-Nothing of the size of the edges is kept: the forward pass saves the log-sum-exp of every row and, where the
-backward kernels read it, its result, and the backward pass recomputes the scores (FlashAttention-2, section
-3). Second derivatives come from the unfused operators. ``lse`` and ``seed`` get no gradient.
+The forward pass saves no tensor with a row per edge. It saves the log-sum-exp of every row and, if the
+backward kernels read it, the result. The backward pass recomputes the scores (FlashAttention-2, section 3).
+Second derivatives come from the unfused operators. ``lse`` and ``seed`` get no gradient.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ from fastsparse_core.ops._registration import FusedOperator
 from fastsparse_core.policy import MOST_HEADS
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Widest head that a warp supports on blocks, or that its lanes can hold with 8 features each.
+#: Largest width of a head: one warp computes it, and from CSR each of its 32 lanes has 8 features.
 MAX_HEAD_WIDTH = 256
-#: Most features of all heads from blocks: sums of slices are combined 128 at a time, by a grid of at most
-#: 65535 blocks of threads; from CSR 32 at a time.
+#: Largest number of features of all heads together, with blocks and with CSR: a grid of at most 65,535 thread
+#: blocks combines the sums of slices, 128 or 32 features per thread block.
 MAX_WIDTH_ON_BLOCKS, MAX_WIDTH = 128 * 65_535, 32 * 65_535
-#: Most features of an edge: the lanes of a head have space for 16 each; GATv2 projects more to rows once.
+#: Largest number of edge features, for dot products and for GATv2. Each of a head's 32 lanes has space for
+#: 16. More features of GATv2 are projected to stored rows.
 MOST_FEATURES, MOST_GATV2_FEATURES = 512, 32
 
 
 def run(adj: Adjacency, call: Call, plan: tuple[Any, ...]) -> Tensor:
-    """The result of a call, whose algorithm is as the caller asked, by the kernel that handles it.
+    """Chooses the kernel for a call and runs it.
 
     Args:
-        adj: structure (num_dst, num_src), whose use may count.
-        call: of operands that were checked; the bias (num_values, 1 or heads).
-        plan: where :func:`plain` stores the plan for later calls, if it can be reused.
+        adj: structure (num_dst, num_src); the call may count as a use.
+        call: checked operands and the caller's choice of the algorithm; the bias is (num_values, 1 or heads).
+        plan: key in ``adj.plans`` under which to record that later calls of this kind need no checks.
     """
     kernel = _kernel_of(adj, call, drawn_by_replays(call.dropout_p))
     if kernel == "unfused":
@@ -70,7 +71,7 @@ def run(adj: Adjacency, call: Call, plan: tuple[Any, ...]) -> Tensor:
 
 
 def is_plain_call(adj: Adjacency, dropout_p: float, *matrices: Tensor) -> bool:
-    """Whether a call hides nothing: plain matrices on the structure's device, no dropout, no autocast."""
+    """Whether a call has plain matrices on the structure's device, no dropout and no autocast."""
     if (
         not is_plain_eager(matrices[-2])
         or type(adj) is not Adjacency
@@ -92,7 +93,7 @@ def is_plain_call(adj: Adjacency, dropout_p: float, *matrices: Tensor) -> bool:
 
 
 def plain(adj: Adjacency, call: Call) -> Tensor:
-    """The result in plain eager mode by the kernel, whose algorithm and bias are as it takes them."""
+    """Runs the kernel in plain eager mode; the call's algorithm and bias are in the form that it takes."""
     if torch.is_grad_enabled():
         needs_grad, apply = False, _attention_op.apply
         for each in call[:7]:
@@ -116,16 +117,16 @@ def unsupported_reason(
     scale: float = 0.0,
     edge_width: int | None = None,
 ) -> str:
-    """Why CUDA's CSR kernels cannot handle a call or its backward pass, "" if they can.
+    """Why CUDA's CSR kernels do not support a call or its backward pass; "" if they do.
 
     Args:
         adj: structure (num_dst, num_src).
         kind: of the scores.
         dtype: of the values.
-        width: of the values, that of all heads.
+        width: of the values, all heads together.
         heads: number of heads.
-        scale: the slope; GATv2's kernels take the leaky ReLU as the greater of z and ``scale * z``.
-        edge_width: features of an edge; None: edges have none.
+        scale: slope of the leaky ReLU, which GATv2's kernels compute as the maximum of z and ``scale * z``.
+        edge_width: number of features per edge; None: there are no edge features.
     """
     if edge_width is not None:
         most = MOST_GATV2_FEATURES if kind == GATV2 else MOST_FEATURES
@@ -147,12 +148,12 @@ def unsupported_reason(
 
 
 def blocks_unsupported_reason(adj: Adjacency, dtype: torch.dtype, widths: Iterable[int], heads: int) -> str:
-    """The same of the kernels of dot products that read blocks.
+    """Why the kernels of dot products on blocks do not support a call or its backward pass; "" if they do.
 
     Args:
         adj: structure (num_dst, num_src).
         dtype: of the features.
-        widths: of queries, keys and values, those of all heads; or one for all.
+        widths: of queries, keys and values, all heads together; or one width for all three.
         heads: number of heads.
     """
     if dtype == torch.float64:
@@ -176,22 +177,22 @@ def blocks_unsupported_reason(adj: Adjacency, dtype: torch.dtype, widths: Iterab
 
 
 def has_blocks(adj: Adjacency, *, backward: bool) -> bool:
-    """Builds the blocks that a call reads, its backward pass included, where memory allows.
+    """Builds the blocks for a call and its backward pass; returns whether there was enough memory.
 
     Args:
         adj: structure of the call.
-        backward: whether gradients are wanted, which need those of the transposed structure.
+        backward: whether gradients are wanted; they need the blocks of the transposed structure.
     """
     return adj.try_bsb() and (not backward or adj.t().try_bsb())
 
 
 def _kernel_of(adj: Adjacency, call: Call, drawn: str) -> str:
-    """The kernel of a call: ``"csr"``, ``"fused3s"`` or ``"unfused"``; its blocks are built where it has any.
+    """The kernel of a call: ``"csr"``, ``"fused3s"`` or ``"unfused"``. Builds the blocks for ``"fused3s"``.
 
     Args:
-        adj: structure (num_dst, num_src), whose use may count.
-        call: its algorithm as the caller asked.
-        drawn: why no kernel supports its dropout; "" if one can.
+        adj: structure (num_dst, num_src); the call may count as a use.
+        call: operands and the caller's choice of the algorithm.
+        drawn: why no kernel supports its dropout; "" if one does.
     """
     algorithm, v, heads = call.algorithm, call.values, call.heads
     no_csr = drawn
@@ -203,14 +204,14 @@ def _kernel_of(adj: Adjacency, call: Call, drawn: str) -> str:
     widths = call.dst.size(1), call.src.size(1), v.size(1)
     if widths[0] != widths[2]:
         no_csr = f"v has {widths[2]} features, q has {widths[0]}"
-    if adj.is_padded:  # replays cannot build blocks again
+    if adj.is_padded:  # its edges change between replays, which cannot build blocks
         return "unfused" if no_csr else "csr"
     if algorithm == "unfused":
         return algorithm
     no_blocks = blocks_unsupported_reason(adj, v.dtype, widths, heads)
     if torch.compiler.is_compiling():
-        # A trace does not count uses, because it would be compiled again for every count. The operator builds
-        # the blocks.
+        # A trace does not count uses, because torch.compile would compile again for every count. The operator
+        # builds the blocks when it runs.
         facts = policy.Facts(True, *adj.shape, adj.num_edges, converted=True)
         return policy.dot_product_algorithm(facts, algorithm, no_blocks, no_csr).algorithm
     operands = (call.dst, call.src, v) if call.bias is None else (call.dst, call.src, v, call.bias)
@@ -221,14 +222,14 @@ def _kernel_of(adj: Adjacency, call: Call, drawn: str) -> str:
 def choice_on_cuda(
     adj: Adjacency, dtype: torch.dtype, width: int, heads: int, algorithm: str, *, backward: bool
 ) -> policy.Choice:
-    """The rule's answer for queries, keys and values of one width on CUDA; see :func:`run`.
+    """The kernel for queries, keys and values of one width on CUDA. Builds the blocks for ``"fused3s"``.
 
     Args:
-        adj: structure, whose use may count.
+        adj: structure; the call may count as a use.
         dtype: of the features.
-        width: that of all heads.
+        width: of all heads together.
         heads: number of heads.
-        algorithm: as the caller asked, not ``"unfused"``.
+        algorithm: the caller's choice, except ``"unfused"``.
         backward: whether gradients are wanted.
     """
     no_blocks = blocks_unsupported_reason(adj, dtype, (width,), heads)
@@ -275,7 +276,7 @@ def _fake(of: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _reads_out(*arguments: Any) -> bool:
-    """The CPU and GAT sum <grad, out> from the entries."""
+    """Whether gradients need the result; the kernels of the CPU and of GAT compute <grad, out> per entry."""
     return arguments[1].is_cuda and arguments[_KIND] != ADDITIVE
 
 

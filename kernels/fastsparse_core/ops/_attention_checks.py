@@ -1,4 +1,4 @@
-"""Checks of attention's arguments, and the seed of its dropout."""
+"""Checks the arguments of attention, and draws the seed of its dropout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_dot_product(
     scale: float | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, int, float, Tensor | None]:
-    """Queries, keys and values of as many dimensions as they had, number of heads, scale and bias."""
+    """Checks the arguments; returns queries, keys and values (cast), number of heads, scale and bias."""
     check_features("q", q, adj.num_dst, "num_dst", adj)
     check_features("k", k, adj.num_src, "num_src", adj)
     check_features("v", v, adj.num_src, "num_src", adj)
@@ -39,7 +39,9 @@ def check_dot_product(
         raise TypeError(f"q, k and v: expected one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     found = 1 if q.dim() == 2 else q.size(1)
     if q.dim() == 3 and (found != k.size(1) or found != v.size(1)):
-        raise ValueError(f"q, k and v: expected as many heads each, got {found}, {k.size(1)} and {v.size(1)}")
+        raise ValueError(
+            f"q, k and v: expected the same number of heads, got {found}, {k.size(1)} and {v.size(1)}"
+        )
     if heads is None:
         heads = found
     elif q.dim() == 3 and heads != found:
@@ -55,7 +57,7 @@ def check_dot_product(
 
 
 def check_width(name: str, x: Tensor, heads: int) -> None:
-    """Whether features of two dimensions can be heads side by side."""
+    """Raises an error if a matrix of features cannot be divided into heads."""
     if x.dim() == 2 and (heads < 1 or x.size(1) % heads):
         raise ValueError(
             f"{name}: expected (n, {heads} * D) for {heads} heads side by side, got {tuple(x.shape)}"
@@ -71,7 +73,7 @@ def check_additive(
     negative_slope: float,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Scores as (n, heads) in the accumulation dtype, and the bias."""
+    """Checks the arguments; returns scores as (n, heads) in the accumulation dtype, and the bias."""
     scores = []
     for name, score, rows, rows_name in (
         ("score_dst", score_dst, adj.num_dst, "num_dst"),
@@ -84,7 +86,7 @@ def check_additive(
             raise ValueError(
                 f"{name}: expected shape ({rows}, {heads}), one score per head, got {tuple(score.shape)}"
             )
-        # They are small, so they stay in full precision even if the values do not.
+        # Scores are small, so they stay in full precision even if the values have 16 bits.
         precise = accumulation_dtype(dtype)
         score = written_out(score)
         scores.append(score if score.dtype == precise else score.to(precise))
@@ -95,7 +97,7 @@ def check_additive(
 def check_gatv2(
     adj: Adjacency, x_dst: Tensor, x_src: Tensor, att: Tensor, negative_slope: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Features, and the attention vectors (heads, D) in the accumulation dtype."""
+    """Checks the arguments; returns features, and attention vectors (heads, D) in the accumulation dtype."""
     check_features("x_dst", x_dst, adj.num_dst, "num_dst", adj)
     check_features("x_src", x_src, adj.num_src, "num_src", adj)
     if x_dst.dim() not in (2, 3) or x_dst.shape[1:] != x_src.shape[1:]:
@@ -125,7 +127,7 @@ def check_gatv2(
 def check_edges(
     adj: Adjacency, edge_attr: Tensor | None, edge_weight: Tensor | None, x: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Features of the edges as (num_values, A) and their linear map, in the dtype of the features ``x``."""
+    """Checks and returns edge features (num_values, A) and their linear map, in the dtype of ``x``."""
     if edge_attr is None and edge_weight is None:
         return None
     if edge_attr is None or edge_weight is None:
@@ -142,8 +144,7 @@ def check_edges(
     expected = (x[0].numel() if x.size(0) else x.flatten(1).size(1), edge_attr.size(1))
     if tuple(edge_weight.shape) != expected:
         raise ValueError(
-            f"edge_weight: expected shape {expected}, all heads' features by those of an edge, "
-            f"got {tuple(edge_weight.shape)}"
+            f"edge_weight: expected shape {expected}, (heads * D, A), got {tuple(edge_weight.shape)}"
         )
     return edge_attr.to(x.dtype), edge_weight.to(x.dtype)
 
@@ -155,7 +156,7 @@ def _check_bias(adj: Adjacency, bias: Tensor | None, heads: int, dtype: torch.dt
     if not isinstance(bias, Tensor) or bias.dtype not in DTYPE_CODE:
         kind = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
         raise TypeError(f"bias: expected a floating tensor, got {kind}")
-    # Not `shape in (...)`, which torch.compile answers wrongly where one of the sizes is symbolic.
+    # Not `shape in (...)`, which torch.compile evaluates wrongly for symbolic sizes.
     if bias.dim() not in (1, 2) or bias.size(0) != adj.num_values or bias.shape[1:].numel() not in (1, heads):
         raise ValueError(
             f"bias: expected shape ({adj.num_values},) or ({adj.num_values}, {heads}), "
@@ -176,18 +177,18 @@ def per_head(bias: Tensor | None, heads: int) -> Tensor | None:
 def _check_number(name: str, number: float) -> float:
     if isinstance(number, Tensor) or not isinstance(number, (int, float)):
         raise TypeError(f"{name}: expected a number, got {type(number).__name__}")
-    if not -math.inf < number < math.inf:  # `isfinite` takes no symbolic number
+    if not -math.inf < number < math.inf:  # `math.isfinite` does not accept symbolic numbers
         raise ValueError(f"{name}: expected a finite number, got {number}")
     return float(number)
 
 
 def drawn_by_replays(dropout_p: float) -> str:
-    """Why the kernels cannot drop weights: the host has their seed. "" if they need not, or can."""
+    """Why the kernels cannot drop weights, "" if they can: in recorded steps, the host's seed is constant."""
     return "dropout in a recorded step" if dropout_p and recorded.current() is not None else ""
 
 
 def draw_seed(dropout_p: float) -> tuple[float, Tensor | None]:
-    """Returns the probability and a random seed, a tensor so that compiled code draws it in every call."""
+    """Checks the probability; returns it and a seed, as a tensor, so that compiled calls get new ones."""
     if isinstance(dropout_p, Tensor) or not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p: expected a number, got {type(dropout_p).__name__}")
     if not 0 <= dropout_p < 1:
@@ -200,6 +201,6 @@ def draw_seed(dropout_p: float) -> tuple[float, Tensor | None]:
     if not traced and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"dropout_p: expected 0 while a CUDA graph is captured, got {dropout_p}: the host draws the "
-            "mask, so that every replay would drop the same weights"
+            "seed of the mask, so every replay would drop the same weights"
         )
     return dropout_p, torch.randint(2**63 - 1, ())

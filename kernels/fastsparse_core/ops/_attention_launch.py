@@ -1,14 +1,16 @@
-r"""Launches of attention: forward and backward of a call, on the CPU and by CUDA's kernels.
+r"""Launches the kernels of attention, forward and backward, on the CPU and on CUDA.
 
-The CPU has one kernel for all calls. CUDA has three families: dot products from binary sparse blocks, GAT and
-GATv2 from CSR, and what reads numbers of edges from CSR: dot products, and GATv2 with edge features.
+The CPU has one kernel for all calls. CUDA has three families of kernels: dot products from binary sparse
+blocks; GAT and GATv2 from CSR; and kernels that read numbers of edges from CSR, for dot products and for
+GATv2 with edge features.
 
-Dot products with edge features, :math:`W_h` being the rows of the edges' linear layer that belong to head h:
-:math:`\langle q_i, W_h a_{ij} \rangle = \langle W_h^\top q_i, a_{ij} \rangle` and
-:math:`\sum_j w_{ij} W_h a_{ij} = W_h \sum_j w_{ij} a_{ij}`. Both products with :math:`W` have a row per node
-and not one per edge. CUDA keeps :math:`\sum_j w_{ij} a_{ij}`, (num_dst, heads, A), for the gradient of
-:math:`W`. GATv2 has :math:`W a_{ij}` inside the leaky ReLU, so its kernels compute and do not store it.
-Either backward pass keeps two numbers for every edge and head, GATv2's on CUDA also a bit per feature.
+For dot products with edge features, let :math:`W_h` be the rows of the edges' linear layer that belong to
+head h. Then :math:`\langle q_i, W_h a_{ij} \rangle = \langle W_h^\top q_i, a_{ij} \rangle` and
+:math:`\sum_j w_{ij} W_h a_{ij} = W_h \sum_j w_{ij} a_{ij}`. So both products with :math:`W` have a row per
+node instead of a row per edge. CUDA stores :math:`\sum_j w_{ij} a_{ij}`, (num_dst, heads, A), for the
+gradient of :math:`W`. GATv2 has :math:`W a_{ij}` inside the leaky ReLU, so its kernels compute it for every
+edge, without storing it. Both backward passes store two numbers per edge and head; GATv2's on CUDA also
+stores a bit per feature.
 """
 
 from __future__ import annotations
@@ -38,45 +40,47 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 # AttentionScore in kernels/include/fastsparse/views.h.
 DOT_PRODUCT, ADDITIVE, GATV2 = 0, 1, 2
-#: Bytes per load: rows and heads start at multiples of it.
+#: Bytes per load. Rows and heads start at multiples of this.
 LOAD_BYTES = 16
-#: Groups of lanes of GATv2's backward row pass: each keeps its own sum for the gradient of ``att``. About 8
-#: slices for each, but enough groups to fill the GPU, and no more than balance the load.
+#: Number of lane groups in the row pass of GATv2's backward kernel. Each group has its own sum for the
+#: gradient of ``att``. A group gets about 8 slices, but there are enough groups to fill the GPU, and not more
+#: than needed to balance the load.
 _LEAST_GROUPS, _MOST_GROUPS = 8192, 32768
-#: Most groups of a thread block: the number of groups is a multiple of it.
+#: Largest number of lane groups per thread block; the number of groups is a multiple of this.
 _GROUPS_PER_BLOCK = 32
-#: Groups of lanes that add up GATv2's gradient of the edges' linear layer: enough to fill a large GPU.
+#: Number of lane groups that sum GATv2's gradient of the edges' linear layer: enough to fill a large GPU.
 _WEIGHT_GROUPS = 4096
-#: Parts of the rows for each multiprocessor, whose outer products are added apart: the blocks that it holds.
-#: On an H200 542,080 rows of 16 heads in 16 bits take 0.25 ms, 0.31 with twice as many.
+#: Number of parts into which rows are divided, per multiprocessor, for sums of outer products: the number of
+#: thread blocks that fit a multiprocessor. On an H200, 542,080 rows of 16 heads in 16 bits take 0.25 ms, and
+#: 0.31 ms with twice as many parts.
 _PARTS = 2
 _PART_ROWS = 128
 
 
 def default_scale(width: int) -> float:
-    """What dot products of this width are multiplied by: one over its root, always rounded alike."""
+    """The default factor of dot products, one over the root of the width, in one place for equal rounding."""
     return 1 / math.sqrt(width) if width else 1.0
 
 
 class Call(NamedTuple):
-    """What both passes read, in the order of the operator's schema.
+    """Operands and options of both passes, in the order of the operator's schema.
 
     Attributes:
-        dst: queries (num_dst, heads * D), GAT's scores of the destinations (num_dst, heads), or GATv2's
-            features of them.
-        src: keys, GAT's scores of the sources, or GATv2's features of them.
-        v: values (num_src, heads * Dv); None: those are GATv2's ``src``.
-        att: (heads, D), GATv2 alone.
+        dst: queries (num_dst, heads * D); GAT: scores of the destinations (num_dst, heads); GATv2: features
+            of the destinations.
+        src: keys; GAT: scores of the sources; GATv2: features of the sources.
+        v: values (num_src, heads * Dv); None: GATv2, whose values are ``src``.
+        att: (heads, D), only for GATv2.
         edge: features of the edges (num_values, A) in the caller's edge order, in the dtype of ``v``.
         edge_weight: (heads * D, A) of the edges' linear layer, with ``edge``.
         bias: (num_values, heads) in the caller's edge order, in the accumulation dtype or that of ``v``.
-        scale: of dot products, or the slope of the leaky ReLU.
+        scale: factor of dot products, or slope of the leaky ReLU.
         dropout_p: from 0 to below 1.
         seed: of the dropout mask; None: no dropout.
         kind: of the scores.
         heads: number of heads.
-        algorithm: of dot products without edge features: ``"fused3s"``, where CUDA reads blocks, or what
-            follows. ``"csr"``, or ``"auto"``, which may scatter the sources' gradients.
+        algorithm: for dot products without edge features, ``"fused3s"`` selects blocks on CUDA. All others
+            are ``"csr"`` or ``"auto"``, which may scatter the sources' gradients.
     """
 
     dst: Tensor
@@ -95,26 +99,26 @@ class Call(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """What is summed."""
+        """The rows that are summed with the attention weights."""
         return self.src if self.v is None else self.v
 
     @property
     def drawn(self) -> int:
-        """The seed as kernels take it."""
+        """The seed as an int, for the kernels."""
         return 0 if self.seed is None else int(self.seed)
 
     @property
     def on_blocks(self) -> bool:
-        """Whether CUDA reads binary sparse blocks, and the log-sum-exp is float64."""
+        """Whether the CUDA kernel reads binary sparse blocks; then the log-sum-exp is float64."""
         return self.kind == DOT_PRODUCT and self.edge is None and self.algorithm == "fused3s"
 
 
-#: Result, log-sum-exp of every row and head, and on CUDA of dot products from CSR the sums of edge features.
+#: Result; log-sum-exp of every row and head; for dot products from CSR on CUDA, the sums of edge features.
 Results = tuple[Tensor, Tensor, Tensor | None]
 
 
 class Gradients(NamedTuple):
-    """Gradients of a call's tensors; that of GATv2's ``v`` is in that of ``src``."""
+    """Gradients of a call's tensors. For GATv2, the gradient of the values is part of that of ``src``."""
 
     dst: Tensor
     src: Tensor
@@ -126,7 +130,7 @@ class Gradients(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which of the gradients that cost something of their own are wanted."""
+    """Which gradients are wanted, for those that take additional time."""
 
     edge: bool = False
     edge_weight: bool = False
@@ -134,7 +138,7 @@ class Wanted(NamedTuple):
 
 
 def forward(adj: Adjacency, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Softmax of the scores over every row, times the values, for every head."""
+    """Computes the values weighted by the softmax of the scores over every row, for every head."""
     if not call.src.is_cuda:
         return _forward_on_cpu(adj, call)
     if call.on_blocks:
@@ -153,7 +157,7 @@ def backward(
     out_edge: Tensor | None = None,
     wanted: Wanted = Wanted(),  # noqa: B008
 ) -> Gradients:
-    """Gradients from results of :func:`forward`; the CPU and GAT do not read ``out``."""
+    """Computes gradients from the results of :func:`forward`; the CPU and GAT do not read ``out``."""
     if not call.src.is_cuda:
         return _backward_on_cpu(adj, call, grad, lse, wanted)
     if call.on_blocks:
@@ -167,13 +171,13 @@ def backward(
 
 
 def _laid_out_on_cpu(call: Call) -> Call:
-    """The same as kernels read it: rows of unit stride, the rest contiguous."""
+    """The call in the layout of the kernels: rows have unit stride, other tensors are contiguous."""
     dst, src, v, att, edge, edge_weight, bias, *_ = call
     are_rows = dst.stride(1) == src.stride(1) == (src if v is None else v).stride(1) == 1
     if edge is not None and edge_weight is not None:
         edge, edge_weight = (unit_stride(edge), unit_stride(edge_weight)) if edge.size(1) else (None, None)
     elif are_rows and bias is None and (att is None or att.is_contiguous()):
-        return call  # as most are
+        return call  # the usual case
     if not are_rows:
         dst, src, v = unit_stride(dst), unit_stride(src), None if v is None else unit_stride(v)
     att = None if att is None else att.contiguous()
@@ -232,7 +236,7 @@ def _backward_on_cpu(adj: Adjacency, call: Call, grad: Tensor, lse: Tensor, want
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Rows that start at multiples of 16 bytes; copied where they do not. The widths are such multiples."""
+    """The matrix, or a copy whose rows start at multiples of 16 bytes; its width must be such a multiple."""
     x = unit_stride(x)
     if x.data_ptr() % LOAD_BYTES or x.stride(0) * x.element_size() % LOAD_BYTES:
         return x.clone(memory_format=torch.contiguous_format)
@@ -240,7 +244,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def _padded(x: Tensor, heads: int) -> Tensor:
-    """(n, heads * D) with zeros behind every head up to a whole load, rows that loads can take."""
+    """(n, heads * D) with aligned rows, every head padded with zeros to a multiple of 16 bytes."""
     width, step = x.size(1) // max(heads, 1), LOAD_BYTES // x.itemsize
     if width % step:
         return F.pad(x.unflatten(1, (heads, width)), (0, -width % step)).flatten(1)
@@ -248,7 +252,7 @@ def _padded(x: Tensor, heads: int) -> Tensor:
 
 
 def _unpadded(x: Tensor, heads: int, width: int) -> Tensor:
-    """(n, heads * D) of padded heads, `width` features for all heads; not a view, which none may write to."""
+    """Removes the padding of heads; ``width``: features of all heads. Not a view, so it can be edited."""
     if x.size(1) == width:
         return x
     narrow = x.unflatten(1, (heads, -1))[:, :, : width // heads].flatten(1)
@@ -256,7 +260,7 @@ def _unpadded(x: Tensor, heads: int, width: int) -> Tensor:
 
 
 def _padded_edges(edge: Tensor) -> Tensor:
-    """(num_values, A) contiguous, A a multiple of 4."""
+    """(num_values, A), contiguous, with A padded to a multiple of 4."""
     if edge.size(1) % 4:
         return F.pad(edge, (0, -edge.size(1) % 4))
     edge = edge.contiguous()
@@ -264,7 +268,7 @@ def _padded_edges(edge: Tensor) -> Tensor:
 
 
 def _padded_weight(weight: Tensor, heads: int, width: int, edge_width: int) -> Tensor:
-    """(heads * D, A) contiguous, for padded heads and edges."""
+    """(heads * D, A), contiguous, padded like the heads and the edge features."""
     missing = edge_width - weight.size(1)
     per_head = weight.unflatten(0, (heads, -1))
     behind = width // heads - per_head.size(1)
@@ -290,8 +294,8 @@ def _blocks_input(call: Call) -> _C.AttentionBsbInput:
 def _forward_on_blocks(adj: Adjacency, call: Call) -> Results:
     """For float32, float16 or bfloat16 features.
 
-    The log-sum-exp is in powers of two (divided by log 2, so that nothing is lost between the passes),
-    float64. Rounded to float32 it would be off by 5e-4 for scores of 1e4, and with it all weights of the row.
+    The log-sum-exp has base 2, as the kernels compute with powers of two, and is float64. In float32, it
+    would have an error of 5e-4 for scores of 1e4, and so would all weights of the row.
     """
     heads, v = call.heads, call.values
     out = v.new_empty(adj.num_dst, v.size(1))
@@ -310,7 +314,7 @@ def _forward_on_blocks(adj: Adjacency, call: Call) -> Results:
 def _backward_on_blocks(
     adj: Adjacency, call: Call, grad: Tensor, out: Tensor | None, lse: Tensor, wanted: Wanted
 ) -> Gradients:
-    """The gradient of the bias is the only one of the size of the edges."""
+    """Stores nothing per edge except the gradient of the bias."""
     assert out is not None
     call, grad = _laid_out_on_blocks(call), aligned(grad)
     q, k, v, bias, heads = call.dst, call.src, call.values, call.bias, call.heads
@@ -319,7 +323,8 @@ def _backward_on_blocks(
     grad_bias = empty_values(adj, bias) if bias is not None and wanted.bias else None
     transposed = adj.t()
     rows, rows_t = adj.bsb_split.num_slots * HEIGHT, transposed.bsb_split.num_slots * HEIGHT
-    # Log-sum-exp and <grad, out>; in float32 also what the first leaves of a float64, and padding.
+    # Log-sum-exp and <grad, out>. For float32 features, also the low part of the float64 log-sum-exp, and
+    # padding.
     numbers = 4 if v.dtype == torch.float32 else 2
     row_state = torch.empty(adj.num_dst, heads, numbers, dtype=torch.float32, device=v.device)
     partial_q = row_state.new_empty(rows, q.size(1))
@@ -419,7 +424,7 @@ def _gatv2_backward(adj: Adjacency, call: Call, grad: Tensor, out: Tensor, lse: 
 
 
 def _att_rows(adj: Adjacency) -> int:
-    """Rows of the partial gradient of ``att``, summed in the order of slices, which must not change later."""
+    """Number of rows of the partial gradient of ``att``. Sorts slices: their order must not change later."""
     if not torch.cuda.is_current_stream_capturing():
         adj.sort_slices()
     return att_rows_of(adj.row_split.slices.size(0))
@@ -434,13 +439,14 @@ def att_rows_of(num_slices: int) -> int:
 
 
 def _head_lanes(head_width: int, edge_width: int = 0) -> int:
-    """Lanes of a head, as the kernels have them: 8 features each, and of an edge's own 16; a power of two.
+    """Number of lanes per head in the kernels, a power of two.
 
-    GATv2's, whose edges' features are each lane's, also hold a byte of signs each: a bit for every feature.
+    Each lane has 8 features of the head and, with dot products, 16 features of an edge. In GATv2, every lane
+    reads all features of an edge, and stores a byte of signs, one bit per feature of the head.
 
     Args:
         head_width: features of a head.
-        edge_width: of an edge, with dot products.
+        edge_width: features of an edge; only for dot products.
     """
     lanes = 1
     while lanes * 8 < head_width or lanes * 16 < edge_width:
@@ -449,27 +455,27 @@ def _head_lanes(head_width: int, edge_width: int = 0) -> int:
 
 
 def _weight_of_dot_products(weight: Tensor, heads: int) -> Tensor:
-    """(heads * D, A) as the kernels of dot products read it: (A, chunks, heads, lanes, 16 bytes).
+    """(heads * D, A) in the layout of the dot-product kernels: (A, chunks, heads, lanes, 16 bytes).
 
-    A lane has eight features of a head, zeros behind its last, in chunks of 16 bytes. All lanes' first chunks
-    are together, then their second: what a warp reads at once is contiguous.
+    A lane has eight features of a head, padded with zeros, in chunks of 16 bytes. The first chunks of all
+    lanes come before their second chunks, so that a warp reads contiguous memory.
     """
     width = weight.size(0) // max(heads, 1)
     lanes = _head_lanes(width, weight.size(1))
     per_head = weight.t().unflatten(1, (heads, width))
     if width < 8 * lanes:
         per_head = F.pad(per_head, (0, 8 * lanes - width))
-    # Chunks of a lane are a whole head apart.
+    # The chunks of a lane are separated by the chunks of all other lanes.
     chunked = per_head.unflatten(2, (-1, lanes, LOAD_BYTES // weight.element_size()))
     return chunked.permute(0, 2, 1, 3, 4).contiguous()
 
 
 def _laid_out_with_edges(adj: Adjacency, call: Call) -> Call:
-    """Padded; the weight of the edges' layer as the kind's kernels read it, GATv2's as (A, heads * D)."""
+    """The call, padded, with the edges' weight in the layout of the kernels (GATv2: (A, heads * D))."""
     dst, src, v, att, edge, edge_weight, bias, *_ = call
     heads = call.heads
     dst, src, v = _padded(dst, heads), _padded(src, heads), None if v is None else _padded(v, heads)
-    if edge is None or edge_weight is None:  # none: edges with features of width 0
+    if edge is None or edge_weight is None:  # the kernels get edge features of width 0
         edge, edge_weight = src.new_empty(adj.num_values, 0), src.new_empty(call.src.size(1), 0)
     edge = _padded_edges(edge)
     edge_weight = _padded_weight(edge_weight, heads, src.size(1), edge.size(1))
@@ -537,14 +543,14 @@ def _backward_with_edges(
     else:
         assert out_edge is not None
         lanes = _head_lanes(head_width, edge_width)
-        # An empty tensor has no address, which also means that there are no sums.
+        # An empty tensor has no address, and the kernel takes a missing address as "no sums".
         if v.numel() and scatters(adj, algorithm, v.dtype, None):
             sums = torch.zeros(2, *v.shape, dtype=lse.dtype, device=v.device)
         grad_v = v.new_empty(v.shape if sums is None else 0)
         grad_dst_edge = torch.empty_like(out_edge)
     grad_src = src.new_empty(src.shape if sums is None else 0)
     features = _features_workspace(adj, src, heads, lanes, edge_width) if wanted.edge else None
-    # With sums of the sources' gradients the transpose is not read.
+    # The transpose is not read if the sources' gradients are scattered into `sums`.
     transposed, slots_t = adj, 0
     if sums is None:
         transposed = adj.t()
@@ -592,9 +598,9 @@ def _backward_with_edges(
 def _weight_gradient(
     adj: Adjacency, x: Tensor, x_edge: Tensor, y: Tensor, y_edge: Tensor, heads: int
 ) -> Tensor:
-    """``sum_i x_i,h e_i,h^T + y_i,h f_i,h^T``: x, y (n, heads * D), e, f (n, heads, A), (heads * D, A).
+    """``sum_i x_i,h e_i,h^T + y_i,h f_i,h^T``, (heads * D, A), of x, y (n, heads * D) and e, f (n, heads, A).
 
-    Over the rows that have entries: the others may hold NaN.
+    Only rows that have entries are summed, because the others may have NaN.
     """
     num_rows, width, edge_width = *x.shape, x_edge.size(2)
     if not edge_width:
@@ -610,7 +616,7 @@ def _weight_gradient(
 
 
 def _features_workspace(adj: Adjacency, like: Tensor, heads: int, lanes: int, edge_width: int) -> Tensor:
-    """For gradients of the edges' features: a part for every group of heads, (parts, num_values, A)."""
+    """Memory for the gradients of edge features: one part per group of heads, (parts, num_values, A)."""
     per_group = 1
     while per_group < heads and per_group * lanes < 32:
         per_group *= 2

@@ -1,6 +1,6 @@
-"""Attention step by step: scores, softmax and dropout of every edge in memory, then a weighted sum.
+"""Unfused attention: scores, softmax and dropout of every edge are stored, then summed with the values.
 
-What the fused operators do not support runs here, and what needs the weights themselves.
+It is used for calls that the fused operators do not support, and for calls that return the weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def dot_product_scores(
 ) -> Tensor:
     """``scale * <q_i, k_j + W a_ij> + bias`` of every edge, (num_values, heads) in the accumulation dtype.
 
-    No edge gets a row of heads * D.
+    No tensor with heads * D numbers per edge is stored.
     """
     q, k = with_heads(q, heads), with_heads(k, heads)
     score = scale * _edge_products(adj, q, k)
@@ -45,7 +45,7 @@ def additive_scores(
     adj: Adjacency, score_dst: Tensor, score_src: Tensor, negative_slope: float, bias: Tensor | None
 ) -> Tensor:
     """``leaky_relu(score_dst_i + score_src_j + bias)`` of every edge, (num_values, heads)."""
-    # <(s_dst, 1), (1, s_src)>: a sum of two ends is a dot product of width 2, in the caller's edge order.
+    # A sum of two ends is a dot product of width 2: <(s_dst, 1), (1, s_src)>.
     dst = torch.stack([score_dst, torch.ones_like(score_dst)], 2)
     src = torch.stack([torch.ones_like(score_src), score_src], 2)
     return F.leaky_relu(_biased(_edge_products(adj, dst, src), bias), negative_slope)
@@ -56,7 +56,7 @@ def gatv2_scores(
 ) -> Tensor:
     """``<att, leaky_relu(x_dst_i + x_src_j + W a_ij)>`` of every edge, (num_values, heads)."""
     heads, dtype = att.size(0), accumulation_dtype(x_dst.dtype)
-    # Widened before the gather, so that its gradient is summed in full precision too.
+    # Cast before the gather, so that its gradient is summed in full precision too.
     x_dst, x_src = (with_heads(x.to(dtype), heads) for x in (x_dst, x_src))
     hidden = x_dst[adj.row().long()] + x_src[adj.col.long()]
     if edges is not None:
@@ -81,7 +81,7 @@ def attention(
     heads: int,
     algorithm: str = "",
 ) -> Tensor:
-    """The result of a call, its arguments those of :class:`Call`.
+    """Computes a call; the arguments are the fields of :class:`Call`.
 
     With edge features, a projected row per edge is stored.
     """
@@ -111,7 +111,7 @@ def _dot_product_with_edges(
     seed: Tensor | None,
     heads: int,
 ) -> Tensor:
-    """Projected rows of the edges join keys, whose scores without them are given, and values."""
+    """Adds projected edge features to keys and values. ``score``: the scores without edge features."""
     dtype, row = accumulation_dtype(q.dtype), adj.row().long()
     projected = _projected(adj, edges, heads).to(dtype)
     of_edges = _to_caller_order(adj, (with_heads(q, heads).to(dtype)[row] * projected).sum(-1))
@@ -128,7 +128,7 @@ def dropped_weights(adj: Adjacency, score: Tensor, dropout_p: float, seed: Tenso
     if seed is not None:
         keep = reference.dropout_keep(adj, weight.size(1), dropout_p, seed)
         weight = weight * _to_caller_order(adj, keep.to(weight.dtype)) / (1 - dropout_p)
-    elif dropout_p:  # of a recorded step: PyTorch draws again in every replay
+    elif dropout_p:  # in a recorded step, PyTorch's dropout draws a new mask in every replay
         weight = F.dropout(weight, dropout_p)
     return weight
 
@@ -139,7 +139,7 @@ def weighted_sum(adj: Adjacency, weight: Tensor, v: Tensor) -> Tensor:
 
 
 def with_heads(x: Tensor, heads: int) -> Tensor:
-    """Features (n, heads, D), whether they came so or side by side, (n, heads * D)."""
+    """Features as (n, heads, D), given as (n, heads, D) or (n, heads * D)."""
     return x.unflatten(1, (heads, x.size(1) // max(heads, 1))) if x.dim() == 2 else x
 
 
@@ -153,7 +153,7 @@ def _edge_products(adj: Adjacency, x_dst: Tensor, x_src: Tensor) -> Tensor:
     heads = x_dst.size(1)
     check_heads(heads, x_dst.device)
     dtype = accumulation_dtype(x_dst.dtype)
-    # csr, whose products and gradients are float32 throughout, not TF32 terms: for that it is asked for.
+    # "csr" is requested because it computes products and gradients in float32, not in TF32 terms.
     arguments = (None, None, adj.num_values, heads, dtype, adj.handle, "csr", False)
     return torch.ops.fastsparse.sddmm.default(x_dst.flatten(1), x_src.flatten(1), *arguments)
 

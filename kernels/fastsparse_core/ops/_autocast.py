@@ -1,4 +1,4 @@
-"""Mixed precision: what autocast does to operands, and what backward passes need of what it cast."""
+"""Mixed precision: casts operands as autocast does, and keeps what backward passes need of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GIVES_FLOAT32 = "dtype" in torch.ops.aten.mm.overloads()
 
 
 def without_autocast(gradients: Callable[..., tuple[Any, ...]], ctx: Any, *grads: Tensor | None) -> Any:
-    """``gradients(ctx, *grads)`` with autocast off: the forward pass has decided every dtype."""
+    """``gradients(ctx, *grads)`` with autocast off, because the forward pass has chosen every dtype."""
     if not is_any_autocast_enabled():
         return gradients(ctx, *grads)
     some = next(each for each in grads if each is not None)
@@ -27,10 +27,10 @@ def without_autocast(gradients: Callable[..., tuple[Any, ...]], ctx: Any, *grads
 
 
 class Uncast(NamedTuple):
-    """A weight in its own dtype, which a forward pass under autocast multiplied in another one.
+    """A weight in its own dtype; a forward pass under autocast multiplied a cast copy of it.
 
-    Second derivatives alone need it, so it may be written before the backward pass, as with a linear layer,
-    which keeps what autocast cast: saved by autograd, it could not.
+    Only second derivatives need the weight itself. Autograd does not save it, because then it could not be
+    edited before the backward pass. A linear layer also saves the cast copy only.
     """
 
     weight: Tensor
@@ -38,7 +38,7 @@ class Uncast(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, multiplied: Tensor) -> Uncast | None:
-        """None where nothing was cast."""
+        """The weight, if ``multiplied`` is a cast copy of it; None: nothing was cast."""
         return None if multiplied is weight else cls.kept(weight)
 
     @classmethod
@@ -47,37 +47,37 @@ class Uncast(NamedTuple):
         return cls(weight, version_of(weight))
 
     def as_it_was(self) -> Tensor:
-        """The weight.
+        """The weight, if it has not changed.
 
         Raises:
-            RuntimeError: it was written since.
+            RuntimeError: it was edited after the forward pass.
         """
         check_versions((self.weight,), (self.version,))
         return self.weight
 
     def cast_again(self, dtype: torch.dtype) -> Tensor:
-        """The weight in the dtype of the products, by a cast that has a gradient; errors of `as_it_was`."""
+        """The weight in the dtype of the products, by a differentiable cast; raises errors of `as_it_was`."""
         return self.as_it_was().to(dtype)
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written; tensors made for inference do not count this."""
+    """The version counter of a tensor; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def versions_of(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """:func:`version_of` each, 0 for None."""
+    """:func:`version_of` for several tensors; 0 for None."""
     versions: tuple[int, ...] = ()
-    for tensor in tensors:  # a comprehension is one more call in Python 3.11
+    for tensor in tensors:  # in Python 3.11, a comprehension is one more call
         versions += (0 if tensor is None or tensor.is_inference() else tensor._version,)
     return versions
 
 
 def check_versions(tensors: Sequence[Tensor | None], versions: tuple[int, ...]) -> None:
-    """Refuses weights that a backward pass needs as they were in the forward pass.
+    """Raises an error if weights were edited after the forward pass.
 
     Raises:
-        RuntimeError: one was written since.
+        RuntimeError: a weight was edited.
     """
     if versions_of(tensors) != versions:
         raise RuntimeError(
@@ -87,7 +87,7 @@ def check_versions(tensors: Sequence[Tensor | None], versions: tuple[int, ...]) 
 
 
 def product_in(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool = True) -> Tensor:
-    """The product of two matrices in a dtype that need not be theirs, as a weight's gradient under autocast.
+    """The product of two matrices in another dtype than theirs, for gradients of weights under autocast.
 
     Args:
         left: matrix.
@@ -103,16 +103,16 @@ def product_in(left: Tensor, right: Tensor, dtype: torch.dtype, once: bool = Tru
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that matrix products of ``x`` take under autocast; None where it is off."""
-    # The name of a device is a new string each time, which takes longer than both checks.
+    """The dtype of matrix products of ``x`` under autocast; None if autocast is off."""
+    # Reading `device.type` creates a string in every call, which takes longer than both checks.
     device_type = "cuda" if x.is_cuda else x.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Casts float32 features to the autocast dtype where autocast is on, as for a matrix product.
+    """Casts float32 features to autocast's dtype if autocast is on, as for a matrix product.
 
-    Negative views are written out.
+    Views with PyTorch's negative bit are copied.
     """
     dtype = autocast_dtype(next(tensor for tensor in tensors if tensor is not None))
     if dtype is None:

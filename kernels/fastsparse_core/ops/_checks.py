@@ -1,4 +1,4 @@
-"""What operators check of their arguments, and how messages name it."""
+"""Checks of arguments that several operators share."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 
 def check_structure(adj: Adjacency) -> None:
-    """Rejects whatever is no structure: operators look at it before anything else.
+    """Raises an error unless ``adj`` is a structure. Operators check this first.
 
     Raises:
-        TypeError: with what to pass.
+        TypeError: it is not; the message says how to make one.
     """
     if not hasattr(adj, "is_partitioned"):
         raise TypeError(
             f"adj: expected an Adjacency, got {type(adj).__name__}; make one with "
-            "Adjacency.from_coo(row, col, (num_dst, num_src)), rows being destinations, or with "
+            "Adjacency.from_coo(row, col, (num_dst, num_src)), where row has the destinations, or with "
             "prepare(graph) of fastsparse_pyg or fastsparse_dgl"
         )
 
 
 def is_partitioned(adj: Adjacency) -> TypeGuard[Any]:
-    """Whether a structure is one rank's part of a graph; `check_structure` where it is none at all."""
+    """Whether a structure is one rank's part of a graph; the error of `check_structure` if it is none."""
     try:
         return adj.is_partitioned
     except AttributeError:
@@ -37,7 +37,7 @@ def is_partitioned(adj: Adjacency) -> TypeGuard[Any]:
 
 
 def check_features(name: str, x: Tensor, rows: int, rows_name: str, adj: Adjacency) -> None:
-    """Features of one node side: floating tensor of `rows` rows on the structure's device."""
+    """Raises an error unless ``x`` is a floating tensor of ``rows`` rows on the structure's device."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     if x.dtype not in DTYPE_CODE:
@@ -51,7 +51,7 @@ def check_features(name: str, x: Tensor, rows: int, rows_name: str, adj: Adjacen
 
 
 def check_heads(heads: int, device: torch.device) -> None:
-    """Rejects more heads than the grid of a CUDA kernel has space for."""
+    """Raises an error if there are more heads than the grid of a CUDA kernel allows."""
     if device.type == "cuda" and heads > MOST_HEADS:
         raise ValueError(
             f"expected at most {MOST_HEADS} heads on CUDA, got {heads}; pass them in several calls"
@@ -59,7 +59,7 @@ def check_heads(heads: int, device: torch.device) -> None:
 
 
 def check_value(value: Tensor, x: Tensor, name: str) -> None:
-    """Values of edges, whatever their shape: floating, on the device of the features ``x`` called `name`."""
+    """Raises an error unless edge values are floating and on the device of ``x``, named `name`."""
     if not isinstance(value, Tensor) or value.dtype not in DTYPE_CODE:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"value: expected a floating tensor, got {kind}")
@@ -68,14 +68,14 @@ def check_value(value: Tensor, x: Tensor, name: str) -> None:
 
 
 def widened_value(value: Tensor, x: Tensor) -> Tensor:
-    """The values of edges in a dtype that kernels take together with features ``x``."""
+    """The edge values in a dtype that kernels support together with features ``x``."""
     accumulation = accumulation_dtype(x.dtype)
     value = written_out(value)
     return value if value.dtype in (x.dtype, accumulation) else value.to(accumulation)
 
 
 def check_bias(bias: Tensor, x: Tensor, width: int, name: str) -> Tensor:
-    """One number per feature, flat, on the device of the features ``x`` called `name`."""
+    """Checks a bias; returns one number per feature, on the device of the features ``x``, named `name`."""
     if bias.numel() != width:
         raise ValueError(f"bias: expected {width} entries, one per feature, got {bias.numel()}")
     if bias.device != x.device:
@@ -85,7 +85,7 @@ def check_bias(bias: Tensor, x: Tensor, width: int, name: str) -> Tensor:
 
 
 def check_scale(name: str, scale: Tensor | None, rows: int, x: Tensor) -> Tensor | None:
-    """A constant factor per row, in the accumulation dtype."""
+    """Checks a constant factor per row; returns it in the accumulation dtype."""
     if scale is None:
         return None
     if scale.shape != (rows,):
@@ -94,7 +94,7 @@ def check_scale(name: str, scale: Tensor | None, rows: int, x: Tensor) -> Tensor
         raise ValueError(f"{name}: expected device {x.device}, got {scale.device}")
     if scale.requires_grad:
         raise ValueError(
-            f"{name}: is a constant and gets no gradient, but it requires one; "
+            f"{name}: expected a constant without gradient, got a tensor with requires_grad=True; "
             "multiply the features (scale_src) or the result (scale_dst) by it instead"
         )
     dtype = accumulation_dtype(x.dtype)

@@ -1,4 +1,4 @@
-"""Dtypes: the kernels' codes for them, what sums are kept in."""
+"""The kernels' codes of dtypes, and the dtypes of sums."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _C.know_dtypes(dtypes=list(DTYPE_CODE))
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor.to(dtype)``, which takes the host 1 us even where it gives the tensor itself."""
+    """``tensor.to(dtype)``, without the 1 us that this takes if the tensor has the dtype already."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-#: What sums of each feature dtype are kept in.
+#: Dtype of features -> dtype in which their sums are accumulated.
 ACCUMULATION_DTYPE = dict.fromkeys(DTYPE_CODE, torch.float32) | {torch.float64: torch.float64}
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, else float32; warm calls look it up themselves."""
+    """float64 for float64, otherwise float32. Code in hot paths reads `ACCUMULATION_DTYPE` itself."""
     return ACCUMULATION_DTYPE.get(dtype, torch.float32)

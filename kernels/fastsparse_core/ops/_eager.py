@@ -25,11 +25,11 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_functional = torch._is_functional_tensor
 _num_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
-#: Whether a tensor is many, as gradients are with is_grads_batched=True.
+#: Whether a tensor stands for a batch of tensors, such as gradients with is_grads_batched=True.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
-#: Whether a tensor has outlived a transform of torch.func, or is within one.
+#: Whether a tensor belongs to a transform of torch.func, even one that has ended.
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-# Hooks for all modules. (PyTorch 2.6 has no function that asks for them.)
+# Hooks for all modules. (PyTorch 2.6 has no public function for this check.)
 _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     nn_module._global_forward_hooks,
     nn_module._global_forward_pre_hooks,
@@ -39,9 +39,9 @@ _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 
 
 def direct(formula: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``formula.apply`` for tensors; the first one is `is_plain_eager` and not `is_wrapped`.
+    """``formula.apply``, for calls whose first tensor `is_plain_eager` and is not `is_wrapped`.
 
-    What PyTorch's own does before, for transforms of torch.func, takes the host 5 us.
+    It skips the checks of PyTorch's ``apply`` for transforms of torch.func, which take 5 us of host time.
     """
     apply: Callable[..., Any] = super(torch.autograd.Function, formula).apply  # type: ignore[misc]
     return apply
@@ -101,6 +101,17 @@ def is_first_derivative(grad: Tensor) -> bool:
     A second derivative, which ``create_graph=True`` asks for, goes through the operators' own formulas.
     """
     return not _is_grad_enabled() and is_plain_eager(grad)
+
+
+def is_read(node: Any) -> bool:
+    """Whether the current backward pass uses the gradient that it passes to a node of autograd's graph.
+
+    `ctx.needs_input_grad` is also true for parameters whose gradients `torch.autograd.grad` is not asked for.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf of `torch.autograd.grad`
+        return True
 
 
 def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear, weight: str = "weight") -> bool:

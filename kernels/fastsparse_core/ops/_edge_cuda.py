@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fastsparse_core.ops._edge_kernels import KEEPS, Expression, Leaf, Writer, indent
+from fastsparse_core.ops._edge_kernels import KEEPS, Leaf, Root, Writer, indent
 
 #: dtype -> its name in the kernels.
 TYPES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
@@ -42,6 +42,20 @@ __device__ __forceinline__ float tl_log(float v) { return logf(v); }
 // Never part of a fused multiply-add: softmax needs the same rounded message in all kernels.
 __device__ __forceinline__ float minus(float a, float b) { return __fsub_rn(a, b); }
 template <int M, typename T> struct alignas(M * sizeof(T)) Pack { T lane[M]; };
+#ifndef PUT_SUM
+// Stores the sum of v over all lanes that have features, in a fixed order.
+template <typename T>
+__device__ __forceinline__ void put_sum(T* p, float v, int lane) {
+  const int lanes = (W + N - 1) / N < 32 ? (W + N - 1) / N : 32;
+  const unsigned mask = lanes < 32 ? (1u << lanes) - 1 : 0xffffffffu;
+#pragma unroll
+  for (int d = 16; d > 0; d >>= 1) {
+    const float other = __shfl_down_sync(mask, v, d);
+    if (lane + d < lanes) v += other;
+  }
+  if (lane == 0) put(p, v);
+}
+#endif
 template <int M, typename T>
 __device__ __forceinline__ void get(const T* p, int left, float (&v)[M]) {
   if (IS_WHOLE) {
@@ -51,6 +65,20 @@ __device__ __forceinline__ void get(const T* p, int left, float (&v)[M]) {
   } else {
 #pragma unroll
     for (int c = 0; c < M; ++c) v[c] = c < left ? widen(p[c]) : 0.f;
+  }
+}
+template <int K, typename T>
+__device__ __forceinline__ void get_features(const T* p, float (&x)[K]) {
+  if (IS_ALIGNED && K % 4 == 0) {
+#pragma unroll
+    for (int k = 0; k < K / 4; ++k) {
+      const Pack<4, T> pack = reinterpret_cast<const Pack<4, T>*>(p)[k];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[4 * k + c] = widen(pack.lane[c]);
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < K; ++k) x[k] = widen(p[k]);
   }
 }
 template <int M, typename T, typename V>
@@ -68,15 +96,26 @@ __device__ __forceinline__ void set(T* p, int left, const V (&v)[M]) {
 """
 
 
-def supports(leaves: Sequence[Leaf], wanted: Sequence[int], dtypes: Sequence[torch.dtype]) -> bool:
+def supports(
+    roots: Sequence[Root],
+    leaves: Sequence[Leaf],
+    wanted: Sequence[int],
+    width: int,
+    dtypes: Sequence[torch.dtype],
+) -> bool:
     """Whether these kernels support the call.
 
-    They have no gradients of scalar leaves and of mapped features, which would be sums over lanes.
+    A number per edge, as a result or a gradient, is a sum over the lanes of one warp. They have no gradients
+    of numbers per node and of mapped features.
     """
+    numbers = [leaves[n].place for n in wanted if leaves[n].is_scalar]
+    adds = "edge" in numbers or any(root.how == "across" for root in roots)
     return (
         all(dtype in TYPES for dtype in dtypes)
         and _weights(leaves, wanted) <= _MOST_WEIGHTS
-        and not any(leaves[n].is_scalar or leaves[n].place == "mapped" for n in wanted)
+        and set(numbers) <= {"edge"}
+        and not any(leaves[n].place == "mapped" for n in wanted)
+        and not (adds and width > 32 * features_per_lane(leaves, wanted, width))
     )
 
 
@@ -105,9 +144,8 @@ def _weights(leaves: Sequence[Leaf], wanted: Sequence[int]) -> int:
 @lru_cache(maxsize=512)
 def source_of(
     part: str,
-    expression: Expression,
+    roots: tuple[Root, ...],
     leaves: tuple[Leaf, ...],
-    how: str,
     wanted: tuple[int, ...],
     width: int,
     types: tuple[str, ...],
@@ -120,9 +158,8 @@ def source_of(
 
     Args:
         part: ``"forward"``, ``"rows"`` or ``"columns"``.
-        expression: what to compute.
-        leaves: tensors of the expression.
-        how: the reduction.
+        roots: what to compute.
+        leaves: tensors of the expressions.
         wanted: leaves whose gradients the kernel computes.
         width: width of a row.
         types: C++ types of the leaves.
@@ -132,28 +169,35 @@ def source_of(
         is_aligned: whether rows are aligned for reading all features of a lane at once.
     """
     writer = Writer()
-    value = writer.value(expression)
-    grads = writer.gradients(expression, {n - (leaves[n].place == "weight") for n in wanted})
+    values = [writer.value(root.value) for root in roots]
+    grads = writer.gradients(roots, {n - (leaves[n].place == "weight") for n in wanted})
     own = "src" if part == "columns" else "dst"
     sums = [n for n in wanted if leaves[n].place in ("weight", "whole")]
     mine = [n for n in wanted if leaves[n].place == own]
-    aux = "float" if how == "softmax" else "int"
+    aux = "float" if roots[0].how == "softmax" else "int"
+    kept = KEEPS.get(roots[0].how, ())
     arguments = [f"const {kind}* p{n}" for n, kind in enumerate(types)]
     if part == "forward":
-        outs = [("out", out_type), *([("aux", aux)] if how in KEEPS else [])]
+        outs = [(f"out{k}", out_type) for k, root in enumerate(roots) if root.is_of_nodes]
+        outs += [("aux", aux)] if kept else []
     else:
         outs = [(f"d{n}", types[n]) for n in mine]
     arguments += [f"{kind}* {name}" for name, kind in outs]
     arguments += [f"{'int' if kind == 'int' else 'float'}* part_{name}" for name, kind in outs]
-    if part != "forward":
+    if part == "forward":
+        arguments += [f"{out_type}* out{k}" for k, root in enumerate(roots) if not root.is_of_nodes]
+        each = [
+            _reduction(value, root.how, k) for k, (value, root) in enumerate(zip(values, roots, strict=True))
+        ]
+        begin = [line for lines, _, _ in each for line in lines]
+        tile = tuple([line for _, lines, _ in each for line in lines[n]] for n in range(4))
+        end = [line for _, _, lines in each for line in lines]
+    else:
         others = [n for n in wanted if n not in mine]
         arguments += [f"{'float' if n in sums else types[n]}* d{n}" for n in others]
-        arguments += [f"const {out_type}* grad"]
-        arguments += [f"const {aux if name == 'aux' else out_type}* {name}" for name in KEEPS.get(how, ())]
-    if part == "forward":
-        begin, tile, end = _reduction(value, how)
-    else:
-        begin, tile, end = _gradients(leaves, how, wanted, own, value, grads)
+        arguments += [f"const {out_type}* grad{k}" for k in range(len(roots))]
+        arguments += [f"const {aux if name == 'aux' else out_type}* {name}" for name in kept]
+        begin, tile, end = _gradients(leaves, roots, wanted, own, values, grads)
     lines = [
         "const int lane = threadIdx.x & 31, f = (blockIdx.y * 32 + lane) * N, left = W - f;",
         "if (left <= 0) return;",
@@ -176,8 +220,7 @@ def source_of(
                     [
                         f"const i64 c = other[t], q = {'position[t]' if position else 't'};",
                         *_tile(leaves, own),
-                        *(_kept(how, own) if part != "forward" else []),
-                        *(["float each[N];"] if part == "forward" and how == "none" else []),
+                        *tile[3],
                         "#pragma unroll",
                         "for (int u = 0; u < N; ++u) {",
                         *indent(
@@ -223,6 +266,7 @@ def source_of(
     head = [
         f"#define W {width}",
         f"#define N {per_lane}",
+        f"#define IS_ALIGNED {int(is_aligned)}",
         f"#define IS_WHOLE {int(is_whole)}",
         _PRELUDE,
         'extern "C" __global__ void __launch_bounds__(128) kernel('
@@ -251,11 +295,19 @@ def _c(text: str) -> str:
     return re.sub(r"(?<![\w.])(\d+\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+)(?![\w.])", r"\1f", text)
 
 
-def _reduction(value: str, how: str) -> tuple[list[str], tuple[list[str], ...], list[str]]:
+def _reduction(value: str, how: str, k: int) -> tuple[list[str], tuple[list[str], ...], list[str]]:
+    """Lines before, in and after the loop over edges.
+
+    Four lists for the loop: the value of a feature, its gradients, what follows both, and what precedes both.
+    """
     value, inf = _c(value), "__int_as_float(0x7f800000)"
     if how == "none":
-        return [], ([f"each[u] = {value};"], [], ["set(out + q * W + f, left, each);"]), []
-    stores = [*_stores("out", "total")]
+        store = f"set(out{k} + q * W + f, left, each{k});"
+        return [], ([f"each{k}[u] = {value};"], [], [store], [f"float each{k}[N];"]), []
+    if how == "across":
+        store = f"put_sum(out{k} + q, each{k}, lane);"
+        return [], ([f"if (u < left) each{k} += {value};"], [], [store], [f"float each{k} = 0.f;"]), []
+    stores = _stores("out0", "total")
     if how in ("max", "min"):
         least, sign = (f"-{inf}", ">") if how == "max" else (inf, "<")
         begin = [
@@ -266,7 +318,7 @@ def _reduction(value: str, how: str) -> tuple[list[str], tuple[list[str], ...], 
             f"if (at[u] < 0 || z {sign} total[u] || z != z) {{ total[u] = z; at[u] = int(q); }}",
         ]
         end = ["if (lo == hi) for (int u = 0; u < N; ++u) total[u] = 0.f;", *stores, *_stores("aux", "at")]
-        return begin, (tile, [], []), end
+        return begin, (tile, [], [], []), end
     if how == "softmax":
         begin = [
             f"float most[N], share[N] = {{}}, total[N] = {{}}; for (int u = 0; u < N; ++u) most[u] = -{inf};"
@@ -284,12 +336,12 @@ def _reduction(value: str, how: str) -> tuple[list[str], tuple[list[str], ...], 
             *stores,
             *_stores("aux", "most"),
         ]
-        return begin, (tile, [], []), end
-    divided = ["for (int u = 0; u < N; ++u) total[u] /= fmaxf(float(degree[i]), 1.f);"]
+        return begin, (tile, [], [], []), end
+    divided = [f"for (int u = 0; u < N; ++u) total{k}[u] /= fmaxf(float(degree[i]), 1.f);"]
     return (
-        ["float total[N] = {};"],
-        ([f"total[u] += {value};"], [], []),
-        [*(divided if how == "mean" else []), *stores],
+        [f"float total{k}[N] = {{}};"],
+        ([f"total{k}[u] += {value};"], [], [], []),
+        [*(divided if how == "mean" else []), *_stores(f"out{k}", f"total{k}")],
     )
 
 
@@ -301,15 +353,11 @@ def _stores(out: str, value: str) -> list[str]:
     ]
 
 
-def _kept(how: str, own: str) -> list[str]:
-    """Lines that load, for each edge, what the backward pass needs of the destination."""
-    if how == "none":
-        return _kept_rows(how, "q")
-    return [] if own == "dst" else _kept_rows(how, "c")
-
-
-def _kept_rows(how: str, row: str) -> list[str]:
-    lines = [f"float t_grad[N]; get(grad + {row} * W + f, left, t_grad);"]
+def _kept_rows(how: str, k: int, row: str) -> list[str]:
+    """Lines that load what the backward pass needs of a result: its gradient, and what the reduction kept."""
+    if how == "across":
+        return [f"const float t_grad{k} = widen(grad{k}[{row}]);"]
+    lines = [f"float t_grad{k}[N]; get(grad{k} + {row} * W + f, left, t_grad{k});"]
     if how in ("max", "min"):
         lines.append(
             f"int t_aux[N]; for (int u = 0; u < N; ++u) t_aux[u] = u < left ? aux[{row} * W + f + u] : -1;"
@@ -317,23 +365,38 @@ def _kept_rows(how: str, row: str) -> list[str]:
     elif how == "softmax":
         lines.append(
             f"float t_aux[N], t_out[N]; get(aux + {row} * W + f, left, t_aux); "
-            f"get(out + {row} * W + f, left, t_out);"
+            f"get(out0 + {row} * W + f, left, t_out);"
         )
     elif how == "mean":
-        lines.append(f"const float share = 1.f / fmaxf(float(degree[{row}]), 1.f);")
+        lines.append(f"const float share{k} = 1.f / fmaxf(float(degree[{row}]), 1.f);")
     return lines
 
 
 def _gradients(
-    leaves: Sequence[Leaf], how: str, wanted: Sequence[int], own: str, value: str, grads: dict[int, str]
+    leaves: Sequence[Leaf],
+    roots: Sequence[Root],
+    wanted: Sequence[int],
+    own: str,
+    values: Sequence[str],
+    grads: dict[int, str],
 ) -> tuple[list[str], tuple[list[str], ...], list[str]]:
-    begin = _kept_rows(how, "i") if own == "dst" and how != "none" else []
-    go = {
-        "mean": "t_grad[u] * share",
-        "softmax": f"t_grad[u] * tl_exp(minus({_c(value)}, t_aux[u])) * (1.f + minus({_c(value)}, t_out[u]))",
-        "max": "t_aux[u] == int(q) ? t_grad[u] : 0.f",
-        "min": "t_aux[u] == int(q) ? t_grad[u] : 0.f",
-    }.get(how, "t_grad[u]")
+    begin: list[str] = []
+    before: list[str] = []
+    go: list[str] = []
+    for k, root in enumerate(roots):
+        if root.is_of_nodes and own == "dst":
+            begin += _kept_rows(root.how, k, "i")
+        else:
+            before += _kept_rows(root.how, k, "c" if root.is_of_nodes else "q")
+        value = _c(values[k])
+        formula = {
+            "mean": f"t_grad{k}[u] * share{k}",
+            "softmax": f"t_grad0[u] * tl_exp(minus({value}, t_aux[u])) * (1.f + minus({value}, t_out[u]))",
+            "max": "t_aux[u] == int(q) ? t_grad0[u] : 0.f",
+            "min": "t_aux[u] == int(q) ? t_grad0[u] : 0.f",
+            "across": f"t_grad{k}",
+        }.get(root.how, f"t_grad{k}[u]")
+        go.append(f"const float go{k} = {formula};")
     inside: list[str] = []
     behind: list[str] = []
     end: list[str] = []
@@ -347,6 +410,10 @@ def _gradients(
             ]
         elif leaf.place == "whole":
             inside.append(f"if (u < left) a{n}[0][u] += {grad};")
+        elif leaf.place == "edge" and leaf.is_scalar:
+            before.append(f"float e{n} = 0.f;")
+            inside.append(f"if (u < left) e{n} += {grad};")
+            behind.append(f"put_sum(d{n} + q, e{n}, lane);")
         elif leaf.place == "edge":
             begin.append(f"float e{n}[N];")
             inside.append(f"e{n}[u] = {grad};")
@@ -355,7 +422,7 @@ def _gradients(
             begin.append(f"float a{n}[N] = {{}};")
             inside.append(f"a{n}[u] += {grad};")
             end += _stores(f"d{n}", f"a{n}")
-    return begin, ([f"const float go = {go};"], inside, behind), end
+    return begin, (go, inside, behind, before), end
 
 
 def _load(leaf: Leaf, n: int, row: str) -> list[str]:
@@ -387,10 +454,12 @@ def _tile(leaves: Sequence[Leaf], own: str) -> list[str]:
             lines += _load(leaf, n, "q" if leaf.place == "edge" else "c")
         elif leaf.place == "mapped":
             k = leaf.features
+            if leaf.first in (n, -1):
+                lines.append(f"float x{n}[{k}]; get_features(p{n} + q * {k}, x{n});")
+            else:
+                lines.append(f"const float (&x{n})[{k}] = x{leaf.first};")
             lines += [
-                f"float x{n}[{k}], r{n}[N] = {{}};",
-                "#pragma unroll",
-                f"for (int k = 0; k < {k}; ++k) x{n}[k] = widen(p{n}[q * {k} + k]);",
+                f"float r{n}[N] = {{}};",
                 "#pragma unroll",
                 f"for (int k = 0; k < {k}; ++k)",
                 "#pragma unroll",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
-from fastsparse_core.ops._edge_kernels import Expression, Writer
+from fastsparse_core.ops._edge_kernels import Expression, Root, Writer
 
 #: Operator -> function of (gradient of the result, result, arguments) that returns the gradients of the
 #: arguments. Operators that are not here have no second derivative.
@@ -31,24 +31,27 @@ _MOST_OPERATORS = 40
 
 
 def gradients_of(
-    expression: Expression, wanted: Collection[int], grad: Expression
+    roots: Sequence[Root], wanted: Collection[int], grads: Sequence[Expression]
 ) -> dict[int, Expression] | None:
     """Gradients of the wanted leaves, by number; None if an operator has none, or there are too many.
 
     Args:
-        expression: the expression.
+        roots: the results.
         wanted: numbers of the leaves.
-        grad: gradient of the expression's value.
+        grads: gradients of the values of the results, per edge.
     """
     writer = Writer()
-    writer.value(expression)
+    for root in roots:
+        writer.value(root.value)
     if len(writer.order) > _MOST_OPERATORS or any(each[0] not in _GRADIENTS for each, _ in writer.order):
         return None
     leads = {("leaf", n) for n in wanted}
     for each, _ in writer.order:
         if any(arg in leads for arg in each[1:]):
             leads.add(each)
-    found: dict[Expression, Expression] = {expression: grad}
+    found: dict[Expression, Expression] = {}
+    for root, grad in zip(roots, grads, strict=True):
+        found[root.value] = ("add", found[root.value], grad) if root.value in found else grad
     for each, _ in reversed(writer.order):
         if each in found:
             name, *args = each

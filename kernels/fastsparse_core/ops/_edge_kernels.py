@@ -67,15 +67,36 @@ class Leaf(NamedTuple):
             rows.
         is_scalar: whether a row is one number.
         features: number of features of a ``"mapped"`` leaf and its weight.
+        first: number of the first ``"mapped"`` leaf with the same features.
     """
 
     place: str
     is_scalar: bool = False
     features: int = 0
+    first: int = -1
 
 
 #: ``("leaf", n)``, a number, or ``(operator, *expressions)``.
 Expression = Any
+
+
+class Root(NamedTuple):
+    """A result of a kernel.
+
+    Attributes:
+        how: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"softmax"`` (the mean with softmax weights):
+            over the edges of each destination. ``"none"``: one row per edge. ``"across"``: the sum of the
+            row of each edge.
+        value: the expression.
+    """
+
+    how: str
+    value: Expression
+
+    @property
+    def is_of_nodes(self) -> bool:
+        """Whether it has a row per destination."""
+        return self.how not in ("none", "across")
 
 
 #: Source code of functions that the kernels call.
@@ -98,26 +119,22 @@ def product(a, b, PRECISION: tl.constexpr):
 
 @lru_cache(maxsize=512)
 def kernel_of(
-    part: str, expression: Expression, leaves: tuple[Leaf, ...], how: str, wanted: tuple[int, ...] = ()
+    part: str, roots: tuple[Root, ...], leaves: tuple[Leaf, ...], wanted: tuple[int, ...] = ()
 ) -> Any:
     """Loads a kernel from its generated file, which is written once.
 
     Args:
         part: ``"forward"``; ``"rows"``: gradients, over rows; ``"columns"``: gradients, over rows of the
             transpose.
-        expression: what to compute.
-        leaves: tensors of the expression.
-        how: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"softmax"`` (the mean with softmax weights) or
-            ``"none"`` (no reduction).
+        roots: what to compute; a kernel with ``"max"``, ``"min"`` or ``"softmax"`` has one result.
+        leaves: tensors of the expressions.
         wanted: leaves whose gradients the kernel computes.
     """
-    source = source_of(part, expression, leaves, how, wanted)
+    info_once(_logger, f"Compiling generated kernels of a message, which takes about a second each: {roots}")
+    source = source_of(part, roots, leaves, wanted)
     name = hashlib.sha256(source.encode()).hexdigest()[:24]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastsparse" / "edge_kernels"
     path = home / f"{name}.py"
-    info_once(
-        _logger, f"Compiling generated kernels of a message, which takes about a second each: {expression}"
-    )
     if not path.exists():
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=home, suffix=".part", delete=False) as file:
@@ -155,13 +172,15 @@ class Writer:
                 self.order.append((expression, made))
         return self.names[expression]
 
-    def gradients(self, expression: Expression, wanted: Collection[int]) -> dict[int, str]:
-        """Adds the lines for gradients, from ``go``, the expression's gradient; returns names by leaf."""
+    def gradients(self, roots: Sequence[Root], wanted: Collection[int]) -> dict[int, str]:
+        """Adds the lines for gradients from those of the results, ``go0``, ``go1``; returns names by leaf."""
         leads = {("leaf", n) for n in wanted}  # the wanted leaves, and all expressions that contain them
         for each, _ in self.order:
             if any(arg in leads for arg in each[1:]):
                 leads.add(each)
-        grads: dict[Any, str] = {expression: "go"}
+        grads: dict[Any, str] = {}
+        for k, root in enumerate(roots):
+            grads[root.value] = f"({grads[root.value]} + go{k})" if root.value in grads else f"go{k}"
         for each, made in reversed(self.order):
             if each not in grads:
                 continue
@@ -176,26 +195,26 @@ class Writer:
         return {arg[1]: made for arg, made in grads.items() if arg[0] == "leaf" and arg[1] in wanted}
 
 
-def source_of(
-    part: str, expression: Expression, leaves: tuple[Leaf, ...], how: str, wanted: tuple[int, ...]
-) -> str:
+def source_of(part: str, roots: tuple[Root, ...], leaves: tuple[Leaf, ...], wanted: tuple[int, ...]) -> str:
     """The text of a kernel."""
     writer = Writer()
-    value = writer.value(expression)
+    values = [writer.value(root.value) for root in roots]
+    kept = KEEPS.get(roots[0].how, ())
     # Mapped features are leaf n - 1 and their weight leaf n: its gradient follows from that of leaf n - 1.
-    grads = writer.gradients(expression, {n - (leaves[n].place == "weight") for n in wanted})
+    grads = writer.gradients(roots, {n - (leaves[n].place == "weight") for n in wanted})
     own = "src" if part == "columns" else "dst"
     sums = [n for n in wanted if leaves[n].place in ("weight", "whole")]
     mine = [n for n in wanted if leaves[n].place == own]
     if part == "forward":
-        outs = ["out", "aux"] if how in KEEPS else ["out"]
-        begin, tile, end = _reduction(value, how)
+        outs = [f"out{k}" for k, root in enumerate(roots) if root.is_of_nodes] + (["aux"] if kept else [])
+        extra = [f"out{k}" for k, root in enumerate(roots) if not root.is_of_nodes]
+        each = [_reduction(values[k], root.how, k) for k, root in enumerate(roots)]
+        begin, tile, end = ([line for lines in each for line in lines[n]] for n in range(3))
     else:
         outs = [f"d{n}" for n in mine]
-        begin, tile, end = _gradients(leaves, how, wanted, own, value, grads, writer.grads)
-    extra = [*outs, *(f"part_{out}" for out in outs)]
-    if part != "forward":
-        extra += [*(f"d{n}" for n in wanted if n not in mine), "grad", *KEEPS.get(how, ())]
+        extra = [*(f"d{n}" for n in wanted if n not in mine), *(f"grad{k}" for k in range(len(roots))), *kept]
+        begin, tile, end = _gradients(leaves, roots, wanted, own, values, grads, writer.grads)
+    extra = [*outs, *(f"part_{out}" for out in outs), *extra]
     tensors = ", ".join([*(f"p{n}" for n in range(len(leaves))), *extra])
     lines = [
         '@triton.jit(do_not_specialize=["num"])',
@@ -245,16 +264,18 @@ def source_of(
 
 #: Reduction -> tensors that its backward pass reads in addition to the gradient. ``aux`` has the chosen edges
 #: of an extremum, or the log-sum-exp of a softmax.
-KEEPS = {"max": ("aux",), "min": ("aux",), "softmax": ("aux", "out")}
+KEEPS = {"max": ("aux",), "min": ("aux",), "softmax": ("aux", "out0")}
 
 _DIVIDED = "{0} = {0} / tl.maximum(tl.load(degree + {1}, mask={2}, other=1), 1).to(ACC){3}"
 
 
-def _reduction(value: str, how: str) -> tuple[list[str], list[str], list[str]]:
+def _reduction(value: str, how: str, k: int) -> tuple[list[str], list[str], list[str]]:
     """Lines before, in and after the loop over the tiles of a slice."""
     if how == "none":
-        at = "out + q[:, None] * W + f[None, :]"
+        at = f"out{k} + q[:, None] * W + f[None, :]"
         return [], [f"tl.store({at}, {value} + tl.zeros((BE, WP), ACC), mask=mm)"], []
+    if how == "across":
+        return [], [f"tl.store(out{k} + q, tl.sum(tl.where(mm, {value}, 0.0), 1), mask=m)"], []
     if how in ("max", "min"):
         least, sign = ('-float("inf")', ">") if how == "max" else ('float("inf")', "<")
         begin = [f"total = tl.full((WP,), {least}, ACC)", "at = tl.full((WP,), -1, tl.int32)"]
@@ -268,7 +289,7 @@ def _reduction(value: str, how: str) -> tuple[list[str], list[str], list[str]]:
             "at = tl.where(is_better, edge.to(tl.int32), at)",
             "total = tl.where(is_better, best, total)",
         ]
-        end = ["total = tl.where(lo < hi, total, 0.0)", *_stores("out", "total"), *_stores("aux", "at")]
+        end = ["total = tl.where(lo < hi, total, 0.0)", *_stores("out0", "total"), *_stores("aux", "at")]
         return begin, tile, end
     if how == "softmax":
         begin = [
@@ -288,13 +309,13 @@ def _reduction(value: str, how: str) -> tuple[list[str], list[str], list[str]]:
         end = [
             "total = tl.where(lo < hi, total / share, 0.0)",
             "most = tl.where(lo < hi, most + tl.log(share), 0.0)",
-            *_stores("out", "total"),
+            *_stores("out0", "total"),
             *_stores("aux", "most"),
         ]
         return begin, tile, end
-    end = [_DIVIDED.format("total", "i", "True", "")] if how == "mean" else []
-    tile = [f"total += tl.sum(tl.where(mm, {value}, 0.0), 0)"]
-    return ["total = tl.zeros((WP,), ACC)"], tile, [*end, *_stores("out", "total")]
+    end = [_DIVIDED.format(f"total{k}", "i", "True", "")] if how == "mean" else []
+    tile = [f"total{k} += tl.sum(tl.where(mm, {value}, 0.0), 0)"]
+    return [f"total{k} = tl.zeros((WP,), ACC)"], tile, [*end, *_stores(f"out{k}", f"total{k}")]
 
 
 def _stores(out: str, value: str, is_scalar: bool = False) -> list[str]:
@@ -309,30 +330,36 @@ def _stores(out: str, value: str, is_scalar: bool = False) -> list[str]:
 
 def _gradients(
     leaves: Sequence[Leaf],
-    how: str,
+    roots: Sequence[Root],
     wanted: Sequence[int],
     own: str,
-    value: str,
+    values: Sequence[str],
     grads: dict[int, str],
     lines: Sequence[str],
 ) -> tuple[list[str], list[str], list[str]]:
     """Lines before, in and after the loop: gradients of one end and, over rows, of edges and constants."""
-    kept = ("grad", *KEEPS.get(how, ()))
-    if how == "none":
-        begin, tile = [], ["t_grad = tl.load(grad + q[:, None] * W + f[None, :], mask=mm, other=0)"]
-    elif own == "dst":
-        begin = [f"r_{name} = tl.load({name} + i * W + f, mask=fm, other=0)" for name in kept]
-        tile = [f"t_{name} = r_{name}[None, :]" for name in kept]
-    else:
-        begin, at = [], "c[:, None] * W + f[None, :], mask=mm, other=0"
-        tile = [f"t_{name} = tl.load({name} + {at})" for name in kept]
-    tile.append("go = tl.where(mm, t_grad.to(ACC), 0.0)")
-    if how == "mean":
-        tile.append(_DIVIDED.format("go", *(("i", "True", "") if own == "dst" else ("c", "m", "[:, None]"))))
-    elif how == "softmax":
-        tile.append(f"go = go * tl.exp({value} - t_aux) * (1 + {value} - t_out.to(ACC))")
-    elif how in KEEPS:
-        tile.append("go = tl.where(t_aux == q[:, None], go, 0.0)")
+    begin: list[str] = []
+    tile: list[str] = []
+    for k, root in enumerate(roots):
+        kept = (f"grad{k}", *KEEPS.get(root.how, ()))
+        if root.how == "across":
+            tile.append(f"t_grad{k} = tl.load(grad{k} + q, mask=m, other=0)[:, None]")
+        elif root.how == "none":
+            tile.append(f"t_grad{k} = tl.load(grad{k} + q[:, None] * W + f[None, :], mask=mm, other=0)")
+        elif own == "dst":
+            begin += [f"r_{name} = tl.load({name} + i * W + f, mask=fm, other=0)" for name in kept]
+            tile += [f"t_{name} = r_{name}[None, :]" for name in kept]
+        else:
+            at = "c[:, None] * W + f[None, :], mask=mm, other=0"
+            tile += [f"t_{name} = tl.load({name} + {at})" for name in kept]
+        tile.append(f"go{k} = tl.where(mm, t_grad{k}.to(ACC), 0.0)")
+        if root.how == "mean":
+            at_end = ("i", "True", "") if own == "dst" else ("c", "m", "[:, None]")
+            tile.append(_DIVIDED.format(f"go{k}", *at_end))
+        elif root.how == "softmax":
+            tile.append(f"go0 = go0 * tl.exp({values[0]} - t_aux) * (1 + {values[0]} - t_out0.to(ACC))")
+        elif root.how in KEEPS:
+            tile.append("go0 = tl.where(t_aux == q[:, None], go0, 0.0)")
     tile, end = [*tile, *lines], []
     for n in wanted:
         leaf, k = leaves[n], leaves[n].features
@@ -403,7 +430,10 @@ def _tile(leaves: Sequence[Leaf], own: str) -> list[str]:
         elif leaf.place == "mapped":
             k, w = leaf.features, n + 1
             at, mask = f"q[:, None] * {k} + k{w}[None, :]", f"m[:, None] & km{w}[None, :]"
-            lines.append(f"x{n} = tl.load(p{n} + {at}, mask={mask}, other=0)")
+            is_first = leaf.first in (n, -1)
+            lines.append(
+                f"x{n} = tl.load(p{n} + {at}, mask={mask}, other=0)" if is_first else f"x{n} = x{leaf.first}"
+            )
             lines.append(f"l{n} = product(x{n}, w{w}, PRECISION)")
     return lines
 

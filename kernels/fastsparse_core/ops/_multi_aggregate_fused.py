@@ -178,7 +178,7 @@ def gradients(
                 marks = torch.empty(adj.num_values, quads, dtype=torch.uint8, device=x.device)
         index, partial = x.get_device(), None
         if index >= 0 and grad_weight is not None and not torch.cuda.is_current_stream_capturing():
-            adj.sort_slices()  # now, because the order in which W's gradient is summed must not change later
+            adj.sort_slices()  # W's gradient is summed in the order of slices, which must not change later
         columns = adj.t()
         if index >= 0:
             num = columns.row_split.num_slots

@@ -1,4 +1,4 @@
-"""Tensors as kernels read and write them: strides, signs, scratch memory, values of edges."""
+"""Brings tensors into the form that kernels need: strides, signs, scratch memory, layouts of edge values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastsparse_core.structure.adjacency import Adjacency
 
 
 def untouched(like: Tensor, *size: int) -> Tensor:
-    """``like.new_empty(size)``. On the CPU, large tensors use huge pages, as the kernels' results do."""
+    """``like.new_empty(size)``. On the CPU, large tensors use huge pages, like the kernels' results."""
     out = like.new_empty(size)
     if out.device.type == "cpu":
         _C.prefer_huge_pages(out=out, bytes=out.nbytes, collapse=False)
@@ -21,24 +21,25 @@ def untouched(like: Tensor, *size: int) -> Tensor:
 
 
 def contiguous_floats(tensor: Tensor) -> Tensor:
-    """The tensor itself where it is contiguous float32; else a copy that is."""
+    """The tensor as contiguous float32; a copy only if it is needed."""
     return tensor if tensor.dtype == torch.float32 and tensor.is_contiguous() else tensor.float().contiguous()
 
 
 def unit_stride(matrix: Tensor) -> Tensor:
-    """The matrix itself where its column stride is 1, whatever its row stride; else a copy."""
+    """The matrix itself if its column stride is 1, with any row stride; otherwise a contiguous copy."""
     return matrix if matrix.stride(1) == 1 or matrix.size(1) <= 1 else matrix.contiguous()
 
 
 def scratch(device: torch.device, *lengths: int) -> tuple[Tensor | None, list[int]]:
-    """Room that a launch needs for itself: float32 arrays in one allocation.
+    """Scratch memory for a launch: float32 arrays in one allocation.
 
     Args:
-        device: where.
-        lengths: numbers of each array.
+        device: of the memory.
+        lengths: number of elements of each array.
 
     Returns:
-        What has to live until the launch, and the address of every array, a multiple of 16 bytes.
+        The allocation, which must stay alive until the launch, and the address of every array, a multiple of
+        16 bytes.
     """
     starts, total = [], 0
     for length in lengths:
@@ -51,24 +52,24 @@ def scratch(device: torch.device, *lengths: int) -> tuple[Tensor | None, list[in
 
 
 def with_zeros_behind(padded: Tensor, width: int) -> Tensor:
-    """The first columns of a matrix whose others are zeros: a view that `zero_padded` finds all of."""
+    """A view of the first columns of a matrix whose other columns are 0; `zero_padded` finds the matrix."""
     rows = padded[:, :width]
     rows._fastsparse_padded = padded, width  # type: ignore[attr-defined]
     return rows
 
 
 def zero_padded(x: Tensor, columns: int) -> Tensor | None:
-    """The matrix whose first columns are ``x``, and others, up to ``columns``, zeros, where one is known."""
+    """If `with_zeros_behind` made ``x`` from a matrix of ``columns`` columns: that matrix."""
     padded, width = getattr(x, "_fastsparse_padded", (None, 0))
     if (
         padded is None
         or padded.shape != (x.shape[0], columns)
-        # In-place operations on x, such as `resize_` or `t_`, keep the attribute.
+        # The attribute remains after in-place operations such as `resize_` or `t_`.
         or x.shape[1] != width
         or x.stride() != padded.stride()
         or x.data_ptr() != padded.data_ptr()
         or x.dtype is not padded.dtype
-        # Copies have it too, but autograd would not see writes to them.
+        # Python copies of x have the attribute too, but they are not views that autograd tracks.
         or not (x.is_inference() or x._base is padded)
     ):
         return None
@@ -85,9 +86,9 @@ def written_out(tensor: Tensor | None) -> Tensor | None: ...
 
 
 def written_out(tensor: Tensor | None) -> Tensor | None:
-    """The tensor with its sign in memory: that of ``z.conj().imag`` is a flag, which no kernel sees.
+    """Copies a tensor with PyTorch's negative bit, such as ``z.conj().imag``, because kernels do not read it.
 
-    Traces, which cannot ask for it, end in PyTorch's dispatcher, which writes such operands out.
+    Traces cannot read the bit. Their calls go through PyTorch's dispatcher, which copies such operands.
     """
     if tensor is None or torch.compiler.is_compiling() or not tensor.is_neg():
         return tensor
@@ -98,17 +99,17 @@ def written_out(tensor: Tensor | None) -> Tensor | None:
 
 
 def num_heads(value: Tensor | None) -> int:
-    """Columns of edge values, 1 where they have one dimension or are not given."""
+    """Number of columns of edge values; 1 if they have one dimension or are None."""
     return value.size(-1) if value is not None and value.dim() > 1 else 1
 
 
 def is_dense(value: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether an operator's values are dense vectors, (num_vectors, 8, heads), not one per edge and head."""
+    """Whether values are dense vectors, (num_vectors, 8, heads), instead of one per edge and head."""
     return value is not None and value.dim() == 3
 
 
 def dense_from_edges(adj: Adjacency, value: Tensor) -> Tensor:
-    """Values (num_values, heads) as dense vectors (num_vectors, 8, heads), 0 where there is no entry."""
+    """Converts values (num_values, heads) to dense vectors (num_vectors, 8, heads), 0 without an entry."""
     length, heads = adj.bsb.num_vectors, value.size(1)
     out = value.new_zeros(length * HEIGHT, heads)
     out.index_copy_(0, adj.dense_place.long(), value.index_select(0, adj.bsb_value_id))
@@ -116,22 +117,22 @@ def dense_from_edges(adj: Adjacency, value: Tensor) -> Tensor:
 
 
 def edges_from_dense(adj: Adjacency, value: Tensor) -> Tensor:
-    """The inverse: values (num_values, heads) in the caller's edge order."""
+    """Converts dense vectors to values (num_values, heads) in the caller's edge order."""
     every_value_is_written = adj.num_values == adj.num_edges
     out = (value.new_empty if every_value_is_written else value.new_zeros)(adj.num_values, value.size(2))
     return out.index_copy_(0, adj.bsb_value_id.long(), value.flatten(0, 1).index_select(0, adj.dense_place))
 
 
 def empty_values(adj: Adjacency, like: Tensor) -> Tensor:
-    """Space for a result per edge value, for kernels that write those of stored entries.
+    """Memory for a result per edge value, for kernels that write the results of stored entries.
 
-    Values of edges that inserted loops replaced, which no entry stands for, are 0.
+    Results of edges that self loops replaced, which have no entry, are 0.
     """
     every_value_is_written = adj.num_values == adj.num_edges
     return (torch.empty_like if every_value_is_written else torch.zeros_like)(like)
 
 
 def edge_workspace(adj: Adjacency, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Space for numbers of every value; zeros where not every value has an entry that was written."""
+    """Memory for numbers per edge value; filled with 0 if kernels do not write all of them."""
     every = adj.num_values == adj.num_edges and not adj.is_padded
     return (torch.empty if every else torch.zeros)(shape, dtype=dtype, device=adj.device)

@@ -1,8 +1,8 @@
-"""Operators as PyTorch knows them: a kernel's signature is the schema, and one object has all parts.
+"""Registers operators with PyTorch. The signature of an operator's kernel gives its schema.
 
-In plain eager mode an operator's kernel, or the formula of its gradients, is called by itself: PyTorch's
-dispatcher would cost more host time than all else around a kernel launch. Whatever watches operators (traces,
-modes, function transforms, subclasses) gets the registered one.
+In plain eager mode, an operator's kernel or autograd formula is called directly, because PyTorch's dispatcher
+takes more host time than everything else around a kernel launch. Traces, modes, function transforms and
+subclasses call the registered operator.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from fastsparse_core.structure.adjacency import Adjacency, from_handle
 
 #: Namespace of the operators: ``torch.ops.fastsparse``. An operator takes the structure as the integer handle
 #: of an Adjacency, so that schemas stay short, derived formats can be built lazily, and torch.compile sees a
-#: plain integer. Kernels and formulas take the Adjacency itself, too, which eager calls hand over.
+#: plain integer. Kernels and formulas also accept the Adjacency itself, which eager calls pass.
 library = torch.library.Library("fastsparse", "DEF")
 Structure: TypeAlias = Adjacency | int
-#: Registered operators by name, for formulas that need an operator of a module that imports their own module.
+#: Registered operators by name, for formulas that need an operator whose module imports their own module.
 OPERATORS: dict[str, Operator] = {}
 
-#: A schema's types by the annotations of a kernel; sizes and handles may be symbols of a trace.
+#: Annotation in a kernel's signature -> type in the schema. Sizes and handles may be symbols of a trace.
 _TYPES = {
     "Tensor": "Tensor",
     "Tensor | None": "Tensor?",
@@ -51,8 +51,8 @@ _TYPES = {
 def tell_inspect(module: str) -> None:
     """Tells `inspect` which file a module is from.
 
-    PyTorch asks that of each module that registers what a trace needs. `inspect` would look through all
-    modules that are loaded, which takes 0.1 s.
+    PyTorch asks `inspect` for it when a module registers a fake kernel. `inspect` would search all loaded
+    modules, which takes 0.1 s.
     """
     file = os.path.normcase(os.path.abspath(sys.modules[module].__file__ or ""))
     getattr(inspect, "modulesbyfile", {})[file] = module
@@ -62,15 +62,15 @@ tell_inspect(__name__)
 
 
 def structure_of(adjacency: Structure, transpose: bool = False) -> Adjacency:
-    """The structure that a kernel was given, or its transpose."""
+    """The structure of a kernel's argument, an Adjacency or its handle, or its transpose."""
     adj = adjacency if isinstance(adjacency, Adjacency) else from_handle(adjacency)
     return adj.t() if transpose else adj
 
 
 def keep_alive(adjacency: Structure) -> Adjacency | None:
-    """The structure, for an autograd context that outlives the caller's reference.
+    """The structure, for an autograd context that must keep it alive.
 
-    None for the symbolic handle of a trace, which stands for no object.
+    None for the symbolic handle of a trace, which does not refer to an object.
     """
     if isinstance(adjacency, Adjacency):
         return adjacency
@@ -78,11 +78,10 @@ def keep_alive(adjacency: Structure) -> Adjacency | None:
 
 
 def schema_of(kernel: Callable[..., Any]) -> str:
-    """The schema of a kernel, whose parameters with defaults are no part of it.
+    """The schema of a kernel, without the parameters that have defaults.
 
     Raises:
-        KeyError: an annotation is none that operators have; the module needs
-            ``from __future__ import annotations``.
+        KeyError: an annotation is not supported, or the module lacks ``from __future__ import annotations``.
     """
     signature = inspect.signature(kernel)
     parameters = [
@@ -97,7 +96,7 @@ def schema_of(kernel: Callable[..., Any]) -> str:
 
 
 def _fields(function: Callable[..., Any], annotation: str) -> dict[str, str]:
-    """Annotations of the fields of a NamedTuple, by their names; of no other type are there any."""
+    """Name -> annotation of the fields of a NamedTuple; empty for other types."""
     kind: Any = function.__globals__.get(annotation)
     if not hasattr(kind, "_fields"):
         return {}
@@ -106,17 +105,17 @@ def _fields(function: Callable[..., Any], annotation: str) -> dict[str, str]:
 
 
 def on_handle(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel from a function whose first argument is the structure, which the kernel takes later.
+    """Makes a kernel from a function whose first argument is the structure.
 
-    It comes after the other arguments, and what the function takes by name alone after that. In place of a
-    NamedTuple the kernel takes its fields; those of one that is called ``wanted`` are ``x_wanted`` there.
+    The kernel takes the structure after the positional arguments, and then the keyword-only ones. In place of
+    a NamedTuple, it takes the tuple's fields. For a NamedTuple ``wanted``, field ``x`` becomes ``x_wanted``.
     """
     signature = inspect.signature(function)
     _, *given = signature.parameters.values()
     taken: list[inspect.Parameter] = []
 
     def place(parameter: inspect.Parameter) -> tuple[int | slice, Callable[[Any], Any] | None]:
-        """Position of the function's argument among the kernel's, and how several become one."""
+        """Where a function's argument is among the kernel's, and how to build it from several of them."""
         at, fields = len(taken), _fields(function, parameter.annotation)
         suffix = "_wanted" if parameter.name == "wanted" else ""
         names = {name + suffix: of for name, of in fields.items()} or {parameter.name: parameter.annotation}
@@ -155,7 +154,7 @@ def on_handle(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_none(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel among whose results None becomes an empty tensor, for operators return tensors."""
+    """Wraps a kernel so that results of None become empty tensors, because operators must return tensors."""
 
     def filled(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
         results = kernel(*arguments, **options)
@@ -165,14 +164,14 @@ def without_none(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Operator:
-    """An operator on both devices: its kernel, what traces get for it, and its gradients.
+    """An operator for CPU and CUDA: its kernel, its fake kernel for traces, and its gradients.
 
     Attributes:
-        kernel: the operator below autograd.
-        formula: of the gradients.
-        apply: the formula's, for tensors that `is_plain_eager` and are not `is_wrapped`.
-        apply_wrapped: the formula's, for all tensors.
-        dispatched: the operator as PyTorch's dispatcher runs it; takes the handle of a structure.
+        kernel: the operator without autograd.
+        formula: the autograd formula.
+        apply: calls the formula, for tensors that are `is_plain_eager` and not `is_wrapped`.
+        apply_wrapped: calls the formula, for all tensors.
+        dispatched: calls the operator through PyTorch's dispatcher; takes the handle of a structure.
     """
 
     def __init__(
@@ -186,13 +185,13 @@ class Operator:
         """Registers the operator.
 
         Args:
-            kernel: the operator below autograd; takes tensors on either device.
-            fake: results without content, from an object whose attributes are the kernel's arguments.
-            formula: of the gradients, an ``autograd.Function`` whose ``forward`` takes what the kernel takes;
-                or a function of PyTorch's operators with the kernel's arguments and results. None: the
-                operator is a gradient itself, and says that it has no derivative.
-            name: "": the kernel's, without a leading underscore.
-            options: what PyTorch's dispatcher calls the kernel with for parameters that have defaults.
+            kernel: the operator without autograd; takes tensors on either device.
+            fake: returns results without content; its argument has the kernel's arguments as attributes.
+            formula: an ``autograd.Function`` whose ``forward`` takes the kernel's arguments, or a function of
+                PyTorch's operators with the kernel's arguments and results. None: the operator is a gradient,
+                and differentiating it raises an error.
+            name: of the operator; "": the kernel's name without a leading underscore.
+            options: values of the kernel's parameters with defaults in calls through PyTorch's dispatcher.
         """
         self.name = name = name or kernel.__name__.removeprefix("_")
         parameters = inspect.signature(kernel).parameters
@@ -210,7 +209,7 @@ class Operator:
             library.impl(name, dispatched, device)
         torch.library.register_fake(f"fastsparse::{name}", fake_of, lib=library)
         self.kernel = kernel
-        # Positions of these arguments: checking every argument would take the host longer.
+        # Positions of the tensors, because checking every argument would take more host time.
         others = [each for each in names[1:] if parameters[each].annotation.startswith("Tensor")]
         self._other_tensors = _picker(names[1:], others)
         self._structure_at = names.index("adjacency") if "adjacency" in names else None
@@ -219,24 +218,24 @@ class Operator:
         is_function = isinstance(formula, FunctionType)
         self.apply = formula if is_function else direct(formula)
         self.apply_wrapped = formula if is_function else formula.apply
-        # `torch.library.register_autograd` would do the same, at 15 us of host time more per call (measured
-        # on a CPU build of torch 2.13), which is more than all else around a kernel launch.
+        # `torch.library.register_autograd` would do the same, but takes 15 us more host time per call
+        # (measured with a CPU build of torch 2.13). That is more than everything else around a kernel launch.
         library.impl(name, self._differentiably, "Autograd")
         OPERATORS[name] = self
 
     def __call__(self, first: Tensor, *arguments: Any, **eager: Any) -> Any:
-        """The results; in plain eager mode, which its tensors tell, without the dispatcher.
+        """Calls the operator; in plain eager mode without the dispatcher.
 
         Args:
-            first: the first argument.
-            arguments: the others; the structure itself, or its handle.
-            eager: what kernel and formula take besides, at the end, in plain eager mode.
+            first: the first argument, a tensor.
+            arguments: the others; the structure may be an Adjacency or a handle.
+            eager: additional last arguments of kernel and formula, which are used in plain eager mode only.
         """
         if not is_plain_eager(first):
             return self.dispatched(first, *[_handle_of(each) for each in arguments])
         others = self._other_tensors(arguments)
         for each in others:
-            if each is not None and is_batched(each):  # as gradients may be where no operand is
+            if each is not None and is_batched(each):  # gradients may be batched although operands are not
                 return self.dispatched(first, *[_handle_of(each) for each in arguments])
         if torch.is_grad_enabled():
             needs_grad, apply = first.requires_grad, self.apply_wrapped if is_wrapped(first) else self.apply
@@ -249,7 +248,7 @@ class Operator:
         return self.kernel(first, *arguments, **eager)
 
     def below(self, *arguments: Any, **eager: Any) -> Any:
-        """The results below autograd, for the operator's own formula, with what that was given."""
+        """Calls the operator without autograd, for its own formula, with the formula's arguments."""
         at = self._structure_at
         if is_plain_eager(arguments[0]) if at is None else isinstance(arguments[at], Adjacency):
             return self.kernel(*arguments, **eager)
@@ -257,7 +256,7 @@ class Operator:
             return self.dispatched(*arguments)
 
     def _differentiably(self, *arguments: Any) -> Any:
-        """What PyTorch's dispatcher runs where a tensor may want a gradient."""
+        """The operator's implementation for PyTorch's dispatch key Autograd."""
         if forward_ad._current_level >= 0:
             _refuse_tangents(self.name, arguments)
         if torch.SymInt in map(type, arguments):
@@ -266,14 +265,14 @@ class Operator:
             for argument in arguments:
                 if isinstance(argument, Tensor) and argument.requires_grad:
                     found = self.apply_wrapped(*arguments)
-                    if type(found) is tuple and found[-1] is None:  # operators return tensors
+                    if type(found) is tuple and found[-1] is None:  # operators must return tensors
                         return *found[:-1], found[0].new_empty(0)
                     return found
         with below_autograd():
             return self.dispatched(*arguments)
 
     def _without_derivative(self) -> type[torch.autograd.Function]:
-        """The formula of a gradient, which has no derivative, and says so where one is asked for."""
+        """The formula of an operator that is a gradient: its backward pass raises an error."""
         dispatched, name = self.dispatched, self.name
 
         class Formula(torch.autograd.Function):
@@ -285,8 +284,8 @@ class Operator:
             @staticmethod
             def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
                 raise NotImplementedError(
-                    f"{name}: has no derivative when it is called by itself; differentiate the operator "
-                    "that it belongs to, whose gradients have gradients"
+                    f"{name}: is the gradient of an operator and has no derivative if it is called directly; "
+                    "differentiate that operator twice instead"
                 )
 
         return Formula
@@ -297,12 +296,12 @@ def _handle_of(argument: Any) -> Any:
 
 
 def _refuse_tangents(name: str, arguments: tuple[Any, ...]) -> None:
-    """Raises where forward-mode differentiation would lose what depends on an operator's result."""
+    """Raises an error under forward-mode differentiation, which would silently treat results as constants."""
     for argument in arguments:
         if isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None:
             raise NotImplementedError(
                 f"{name}: expected tensors without tangents, got one of forward-mode differentiation; "
-                "gradients come by backward()"
+                "use backward() instead"
             )
 
 
@@ -310,10 +309,11 @@ def _refuse_tangents(name: str, arguments: tuple[Any, ...]) -> None:
 
 
 class FusedOperator(Operator):
-    """An operator whose first result is differentiable twice, and that of its gradients.
+    """An operator whose first result is differentiable twice, and the operator of its gradients.
 
-    The parameters' names say what a function is given. The first ones of the kernel are the tensors that have
-    gradients; its argument ``keep``, if there is one, is true where a backward pass may follow.
+    Functions get their arguments by the names of their parameters. The kernel's first parameters are the
+    tensors that have gradients. If the kernel has a parameter ``keep``, it is true if a backward pass may
+    follow.
     """
 
     def __init__(
@@ -327,20 +327,20 @@ class FusedOperator(Operator):
         *,
         reads_out: Callable[..., bool] | None = None,
     ) -> None:
-        """Registers both.
+        """Registers both operators.
 
         Args:
-            name: of the operator; that of its gradients is ``name_backward``.
-            kernel: results from the structure and the arguments of a call.
-            gradients: those of the first tensors, None where not wanted, from the structure, ``grad``, all of
-                these tensors, other arguments and results of the kernel, and ``x_wanted``: whether ``x``
-                needs its own.
-            unfused: the first result, by operators that have gradients again, from the structure, the tensors
-                and other arguments of the kernel.
-            fake: of the kernel's results, as `Operator` takes it.
+            name: of the operator; the name of the other is ``name_backward``.
+            kernel: computes the results from the structure and the arguments of a call.
+            gradients: computes the gradients of the kernel's first tensors; None for those that are not
+                wanted. Its arguments: the structure, ``grad``, any of the kernel's arguments and results, and
+                ``x_wanted``, whether ``x`` needs a gradient.
+            unfused: computes the first result from the structure, the tensors and other arguments of the
+                kernel, by operators with gradients of their own.
+            fake: for the kernel's results, as in `Operator`.
             results: names of the kernel's results.
-            reads_out: whether the gradients of a call need its result ``out``, from the kernel's arguments;
-                None: they always do.
+            reads_out: takes the kernel's arguments; returns whether the gradients need the result ``out``.
+                None: they do if ``gradients`` has a parameter ``out``.
         """
         of_results, of_gradients = on_handle(kernel), on_handle(gradients)
         names, read = _parameters(of_results), _parameters(of_gradients)[1:]
@@ -352,7 +352,7 @@ class FusedOperator(Operator):
         asked = [each for each in _parameters(unfused)[1:] if each not in inputs]
         rest = (None,) * (len(names) - len(inputs))
         count, keeps, place = len(inputs), names[-1] == "keep", others.index("adjacency")
-        # Positions of these arguments: building a dictionary in every call would take the host longer.
+        # Positions of the arguments, because building a dictionary in every call would take more host time.
         in_forward = [*names, *results]
         saved_of, others_of = _picker(in_forward, [*tensors, *kept]), _picker(in_forward, others)
         in_backward = [*tensors, *kept, *others, *(f"{each}_wanted" for each in inputs)]
@@ -371,7 +371,7 @@ class FusedOperator(Operator):
                 ctx.mark_non_differentiable(*others)
                 ctx.set_materialize_grads(
                     False
-                )  # otherwise the backward pass would fill zeros for the other results
+                )  # otherwise, autograd would allocate zeros as gradients of the other results
                 ctx.written = None
                 out = found[0]
                 if out_at is not None:
@@ -416,8 +416,8 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 
 
 def _picker(names: Sequence[str], wanted: Sequence[str]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A function that takes the values of some names out of those of all."""
+    """A function that selects the values of ``wanted`` names from the values of all ``names``."""
     places: list[Any] = [names.index(each) for each in wanted]
-    if len(places) < 2:  # slices: of one place alone `itemgetter` gives no sequence
+    if len(places) < 2:  # `itemgetter` of a single position would return the item, not a sequence
         return operator.itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
     return operator.itemgetter(*places)

@@ -1,8 +1,7 @@
-"""Operators on segments of rows: their gradients, and the segments that are remembered.
+"""Operators on segments of rows, their gradients, and the cache of sorted segments.
 
-An operator takes the tensor that says which row belongs where, `index` (num_rows,) or `rowptr`
-(num_segments + 1,), the other one being None, and finds the sorted segments by it: `torch.compile` then sees
-tensors alone.
+An operator takes either `index` (num_rows,), the segment of every row, or `rowptr` (num_segments + 1,); the
+other one is None. It looks up the sorted segments by that tensor, so `torch.compile` sees only tensors.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from fastsparse_core.ops._segment_launch import (
 )
 from fastsparse_core.structure.segments import Segments
 
-#: Limit for partial results while their number is unknown, because the index is still being sorted. Indices
-#: of a hundred million rows, 16 wide, need fewer.
+#: Largest size of partial results for a launch while the index is still being sorted and their number is only
+#: an upper bound. A hundred million rows of width 16 need less.
 _MOST_UNSEEN_BYTES = 2**26
 
 _cache = AdjacencyCache("segments")
@@ -46,23 +45,23 @@ def find_segments(
     num_rows: int,
     meanwhile: Callable[[Segments], None] | None = None,
 ) -> Segments:
-    """The segments of an index or of row pointers, made once as long as its memory lives and is not written.
+    """The segments of an index or of row pointers, cached until the tensor's memory is freed or edited.
 
     Args:
-        index: as the operators take it.
-        rowptr: the same.
+        index: as for the operators.
+        rowptr: as for the operators.
         num_segments: number of segments.
         num_rows: number of rows.
-        meanwhile: as of `Segments.from_index`.
+        meanwhile: as for `Segments.from_index`.
 
     Raises:
-        ValueError: it does not fit the sizes.
+        ValueError: the tensor does not fit the sizes.
     """
     key = rowptr if index is None else index
     assert key is not None
-    if key.is_inference():  # it has no version counter, so an edit could not be detected
+    if key.is_inference():  # such tensors have no version counter, so edits cannot be detected
         return _make_segments(index, rowptr, num_segments, num_rows, meanwhile)
-    # By the storage, as `edge_index[0]` is another tensor every time.
+    # The key is the storage, because `edge_index[0]` is a new tensor object every time.
     options = (
         index is None,
         num_rows if index is None else num_segments,
@@ -76,7 +75,7 @@ def find_segments(
 
 
 def is_kept(index: Tensor) -> bool:
-    """Whether segments are kept of an index, or of another tensor in its memory."""
+    """Whether segments are cached for an index, or for another tensor in its memory."""
     return _cache.holds(index.untyped_storage())
 
 
@@ -87,12 +86,12 @@ def _make_segments(
     num_rows: int,
     meanwhile: Callable[[Segments], None] | None = None,
 ) -> Segments:
-    """:func:`find_segments` for tensors that compiled code may have made.
+    """:func:`find_segments` without the cache, for tensors that compiled code may have made.
 
-    Inductor writes another index into the memory, and the very tensor object, of one that is needed no more,
-    and counts no version up.
+    Inductor reuses the memory, and even the tensor object, of an index that is no longer needed, without
+    changing the version counter.
     """
-    with torch.inference_mode(False):  # first used during evaluation, they must support autograd later
+    with torch.inference_mode(False):  # segments made during evaluation must support autograd later
         run = recorded.current()
         if run is not None and index is not None:
             shape = (num_segments, max(num_rows, 1))
@@ -107,7 +106,7 @@ def _make_segments(
 
 
 def clear_segments() -> None:
-    """Frees every sorted index that is kept."""
+    """Frees all cached segments."""
     _cache.clear()
 
 
@@ -149,11 +148,11 @@ def _empty_results(src: Tensor, num_segments: int, reduce: str) -> tuple[Tensor,
     return out, src.new_empty(0) if dtype is None else torch.empty_like(out, dtype=dtype)
 
 
-# The last argument, how segments are found, is not there where PyTorch's dispatcher calls.
+# In calls from PyTorch's dispatcher, the last argument, the function that finds segments, is missing.
 
 
 class _SegmentReduce(torch.autograd.Function):
-    """Sums give every row the gradient of its segment, extrema give it to the row that was chosen."""
+    """For sums, every row gets the gradient of its segment; for extrema, only the chosen row does."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -190,8 +189,8 @@ class _SegmentReduce(torch.autograd.Function):
             if reduce == "mean":
                 grad_src = gather((grad / counts()).to(grad.dtype))
             elif reduce in EXTREMA:
-                # Row num_rows stands for the segments without rows. A row belongs to one segment, so that no
-                # place is written twice.
+                # The additional row, num_rows, is for segments without rows. A row belongs to one segment, so
+                # no other place is written twice.
                 places = grad.new_zeros(ctx.num_rows + 1, grad.size(1))
                 grad_src = places.scatter_(0, extra, grad)[: ctx.num_rows]
             elif reduce == "mul":
@@ -204,7 +203,7 @@ class _SegmentReduce(torch.autograd.Function):
                 factor = grad.to(wide) / counts().to(wide)
                 if reduce == "var":
                     factor = 2 * factor
-                else:  # where all rows are equal there is no derivative; 0 is among the subgradients
+                else:  # a deviation of 0 has no derivative; its gradient is defined as 0
                     factor = torch.where(out == 0, 0, factor / torch.where(out == 0, 1, out.to(wide)))
                 grad_src = (gather(factor) * (src.to(wide) - gather(extra))).to(src.dtype)
         return grad_src, None, None, None, None, None
@@ -219,7 +218,7 @@ def _gradient_of_product(
     gather: Any,
     reduced: Any,
 ) -> Tensor:
-    """Gradient times the product of a segment's other rows, exact where some of them are 0."""
+    """The gradient times the product of a segment's other rows, also correct if some rows are 0."""
     zero = src == 0
     wide = accumulation_dtype(src.dtype)
     nonzero = torch.where(zero, 1, src.to(wide))
@@ -236,7 +235,7 @@ def _segment_counts(
     index: Tensor | None, rowptr: Tensor | None, num_segments: int, num_rows: int, find: _Find | None = None
 ) -> Tensor:
     """Number of rows of every segment, at least 1, int64 (num_segments, 1)."""
-    # A copy, because callers may overwrite results of operators.
+    # A copy, because callers may edit results of operators in place.
     return (find or find_segments)(index, rowptr, num_segments, num_rows).count.clone()[:, None]
 
 
@@ -254,7 +253,7 @@ def _segment_gather(
 
 
 class _SegmentGather(torch.autograd.Function):
-    """Its gradient sums over each segment."""
+    """Gathers the row of each segment; the gradient sums over each segment."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -312,9 +311,10 @@ class _SegmentSoftmax(torch.autograd.Function):
 
 
 class _SegmentSoftmaxBackward(torch.autograd.Function):
-    """The gradient is linear in g, and its own adjoint; in p it is u (g - R(p g)) - g R(p u).
+    """Derivatives of the gradient ds = p (g - R(p g)), where R gives every row the sum of its segment.
 
-    R sums over each segment and gives every row the sum of its segment.
+    With the incoming gradient u: ds is linear in g and self-adjoint, so dg = p (u - R(p u)). The derivative
+    by p is dp = u (g - R(p g)) - g R(p u).
     """
 
     @staticmethod
@@ -345,7 +345,7 @@ def _counts_fake(of: Any) -> Tensor:
 
 
 def _operator(kernel: Any, fake: Callable[[Any], Any], formula: Any = None) -> Operator:
-    """Compiled code has no tensors that segments could be remembered by."""
+    """Registers an operator. Compiled code does not use the cache of segments (see `_make_segments`)."""
     return Operator(kernel, fake, formula, find=_make_segments)
 
 

@@ -1,4 +1,4 @@
-"""Launches of the kernels on segments of rows, nothing being checked or recorded."""
+"""Launches the kernels on segments of rows, without checks and without autograd."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ MOMENTS = ("var", "std")
 
 
 def extra_dtype(reduce: str, dtype: torch.dtype) -> torch.dtype | None:
-    """Of what a reduction gives besides its result: rows that were chosen, or means; None: nothing."""
+    """Dtype of a reduction's second result, the chosen rows or the means; None: it has none."""
     if reduce in EXTREMA:
         return torch.int64
     return accumulation_dtype(dtype) if reduce in MOMENTS else None
 
 
 def _state_bytes(reduce: str, dtype: torch.dtype) -> int:
-    """Size of the kernel's state of one feature: sums have two numbers, moments three."""
+    """Bytes of the kernel's state per feature."""
     if reduce in EXTREMA:
         return 16
     return accumulation_dtype(dtype).itemsize * {"sum": 2, "mean": 2, "mul": 1, "var": 3, "std": 3}[reduce]
 
 
 def sum_rows(src: Tensor, segments: Segments, reduce: str) -> Tensor:
-    """Sums or means (num_segments, width) of the rows of a matrix, nothing being checked or recorded."""
+    """Sums or means (num_segments, width) of the rows of a matrix."""
     out = src.new_empty(segments.num_segments, src.shape[1])
     if out.numel():
         launch_reduce(src, segments, reduce, out, None)
@@ -43,12 +43,12 @@ def sum_rows(src: Tensor, segments: Segments, reduce: str) -> Tensor:
 
 
 def partial_bytes(segments: Segments, width: int, reduce: str, dtype: torch.dtype) -> int:
-    """Bytes that the slices of cut segments leave for the kernel's second level."""
+    """Bytes of the partial results of segments that are cut into slices."""
     return segments.row_split.num_slots * width * _state_bytes(reduce, dtype)
 
 
 def launch_reduce(src: Tensor, segments: Segments, reduce: str, out: Tensor, extra: Tensor | None) -> None:
-    """Writes a reduction of the rows of a matrix, and where `extra_dtype` says so what comes with it."""
+    """Writes a reduction of rows to ``out``, and its second result (`extra_dtype`) to ``extra``."""
     src = unit_stride(src)
     device = device_index(src.device)
     partial = None
@@ -69,9 +69,9 @@ def launch_reduce(src: Tensor, segments: Segments, reduce: str, out: Tensor, ext
 
 
 def gather_rows(src: Tensor, index: Tensor) -> Tensor:
-    """``src.index_select(0, index)`` of a matrix on CUDA, indices not being checked.
+    """``src.index_select(0, index)`` of a matrix on CUDA, without checking indices.
 
-    PyTorch's kernel launches a block for every row, however narrow.
+    PyTorch's kernel launches a thread block for every row, even if rows are narrow.
     """
     src, index = src.contiguous(), index.long().contiguous()
     num_rows = index.numel()
@@ -92,7 +92,7 @@ def gather_rows(src: Tensor, index: Tensor) -> Tensor:
 
 
 def launch_softmax(matrix: Tensor, grad: Tensor | None, find: Callable[[], Segments]) -> Tensor:
-    """Softmax of `matrix`, or, with `grad`, its gradient from the weights that `matrix` then holds."""
+    """Softmax of `matrix`. With `grad`: the softmax's gradient, where `matrix` is its result."""
     matrix = matrix.contiguous()
     grad = None if grad is None else grad.contiguous()
     out = torch.empty_like(matrix)
@@ -105,7 +105,7 @@ def launch_softmax(matrix: Tensor, grad: Tensor | None, find: Callable[[], Segme
 def softmax_of_rows(
     of: Segments | Adjacency, structure: _C.CsrStructure, matrix: Tensor, grad: Tensor | None, out: Tensor
 ) -> Tensor:
-    """Writes the softmax of contiguous rows, or its gradient, to `out`, which it returns."""
+    """Writes the softmax of contiguous rows, or its gradient, to `out`; returns `out`."""
     width = matrix.size(1)
     device = device_index(matrix.device)
     partial = None

@@ -1,4 +1,4 @@
-"""Maximum and minimum over the neighbours of every row: what `spmm` does with reduce="max" and "min"."""
+"""Maximum and minimum over the neighbours of every row: `spmm` with reduce="max" and "min"."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def extremum(
     scale_src: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Maximum or minimum, and the scales and bias of :func:`fastsparse_core.spmm`; differentiable.
+    """Maximum or minimum with the scales and bias of :func:`fastsparse_core.spmm`; differentiable.
 
     Args:
         adj: structure (num_dst, num_src).
         x: (num_src, width).
         value: (num_values,) or (num_values, heads).
-        minimum: instead of the maximum.
+        minimum: whether to compute the minimum instead of the maximum.
         scale_dst: (num_dst,).
         scale_src: (num_src,).
         bias: (width,), in any floating dtype.
@@ -41,7 +41,7 @@ def extremum(
     """
     dtype = x.dtype
     if scale_dst is not None or scale_src is not None or bias is not None:
-        # 16-bit features: rounded once, at the end, and not after every factor.
+        # 16-bit results are rounded once, at the end, instead of after every factor.
         x = x.to(ACCUMULATION_DTYPE[dtype])
         value = None if value is None else value.to(x.dtype)
     if scale_src is not None:
@@ -60,8 +60,8 @@ def extremum_of_sums(adj: Adjacency, x: Tensor, value: Tensor, minimum: bool) ->
     Args:
         adj: structure (num_dst, num_src).
         x: (num_src, heads * width).
-        value: (num_values, heads), in the dtype of ``x`` or the one that its numbers are summed in.
-        minimum: instead of the maximum.
+        value: (num_values, heads), in the dtype of ``x`` or its accumulation dtype.
+        minimum: whether to compute the minimum instead of the maximum.
 
     Returns:
         (num_dst, heads * width) in the dtype of ``x``.
@@ -79,9 +79,9 @@ def spmm_extremum(
     minimum: bool,
     adds: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The operator's kernel: results and the chosen edges' positions in the caller's order, -1: no edge.
+    """The operator's kernel: results, and the chosen edges' positions in the caller's order (-1: no edge).
 
-    Values are factors of the features, or terms added to them with ``adds``.
+    Values are factors of the features. With ``adds``, they are added to the features.
     """
     adj = structure_of(adjacency, transpose)
     x = unit_stride(x)
@@ -115,7 +115,7 @@ def spmm_extremum(
 
 
 class _SpmmExtremum(torch.autograd.Function):
-    """The gradient goes to the entry that was chosen."""
+    """The gradient goes to the chosen entry."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -157,13 +157,13 @@ def _spmm_extremum_backward(
     adjacency: Structure,
     transpose: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients' kernel; ``x``: features that were multiplied by ``value``."""
+    """The kernel of the gradients; ``x``: the features that were multiplied by ``value``."""
     adj = structure_of(adjacency, transpose)
     heads, width = num_heads(value), arg.size(1)
     grad_x, grad_value = _empty_gradients(grad, num_src, value)
     if adj.num_edges == 0 or width == 0:
         return grad_x.zero_(), grad_value.zero_()
-    if adj.is_padded:  # which has no transpose to walk along
+    if adj.is_padded:  # padded structures have no transpose
         return _gradient_formula(grad, arg, x, value, num_src, adjacency, transpose)
     # Sums of 16-bit gradients are accumulated in float32, as in the forward pass.
     dtype = ACCUMULATION_DTYPE[grad.dtype]
@@ -208,7 +208,7 @@ def _gradient_formula(
     adjacency: Structure,
     transpose: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`_spmm_extremum_backward` of PyTorch's operators, which have gradients themselves."""
+    """`_spmm_extremum_backward` by PyTorch's operators, which are differentiable."""
     adj = structure_of(adjacency, transpose)
     heads, width, dtype = num_heads(value), arg.size(1), ACCUMULATION_DTYPE[grad.dtype]
     grad_x, grad_value = _empty_gradients(grad, num_src, value)
@@ -221,7 +221,8 @@ def _gradient_formula(
     if value is not None:
         head = torch.arange(width, device=arg.device) // (width // heads)
         flat = edge * heads + head
-        # For an empty row, they would be 0 times the numbers of edge 0, which may be infinite.
+        # The mask is for empty rows: they read edge 0, whose features may be infinite, and 0 times infinity
+        # is NaN.
         term = chosen if x is None else (chosen * x.to(dtype).gather(0, source)).masked_fill(none, 0)
         of_value = torch.zeros(value.numel(), dtype=dtype, device=arg.device)
         grad_value = _scatter_add(of_value, flat, term).to(value.dtype).reshape(value.shape)

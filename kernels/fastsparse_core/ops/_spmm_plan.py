@@ -1,4 +1,4 @@
-"""Plans of spmm: what a product can know beforehand, and the one call that is left."""
+"""Plans of spmm. A plan stores what calls of one kind share, so that a call is a single launch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastsparse_core.ops._facts import count_csr_use, facts_of, follow, scatters
 from fastsparse_core.ops._operands import edges_from_dense, is_dense, num_heads, unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: SpmmKernel in kernels/binding.cpp; those named "resident" gather from shared memory.
+#: SpmmKernel in kernels/binding.cpp. Kernels named "resident" gather from shared memory.
 _KERNEL_CODE = {"csr": 0, "tca": 1, "resident_csr": 2, "resident_tca": 3, "hr": 4}
 
 
@@ -30,19 +30,20 @@ def launch_spmm(
     relu: bool = False,
     loop: Tensor | None = None,
 ) -> Tensor:
-    """The sum that `spmm` computes, nothing being checked or recorded.
+    """Computes the sum of `spmm`, without checks and without autograd.
 
     Args:
         adj: structure (num_dst, num_src).
         x: features (num_src, width).
-        value: values of edges or of dense vectors, in a dtype that kernels take together with ``x``; None: 1.
+        value: values of edges or of dense vectors, in a dtype that kernels support together with ``x``; None:
+            1.
         scale_dst: (num_dst,) in the accumulation dtype; None: 1.
         scale_src: (num_src,) in the accumulation dtype; None: 1.
         bias: (width,); None: 0.
-        algorithm: as the caller asked.
+        algorithm: the caller's choice.
         relu: whether negative results become 0.
-        loop: one number in the accumulation dtype, the value of an entry (i, i) that every row has besides
-            those stored, of a square structure and without ``value``; None: there are none.
+        loop: one number in the accumulation dtype, the value of an additional entry (i, i) in every row; only
+            for square structures without ``value``. None: no additional entries.
 
     Returns:
         (num_dst, width) in the dtype of ``x``.
@@ -54,12 +55,12 @@ def launch_spmm(
     dtype, width = x.dtype, x.shape[1]
     if bias is not None and not (bias.dtype is dtype and bias.is_contiguous()):
         bias = bias.to(dtype).contiguous()
-    aligned = False  # which no kernel of the CPU asks for
+    aligned = False  # CPU kernels do not need it
     if x.is_cuda:
         item = dtype.itemsize
         pieces = not (x.data_ptr() | row_stride * item | width * item) & 15
         aligned = pieces and row_stride * item < 1 << 32
-    # Most calls repeat an earlier one.
+    # Most calls repeat an earlier one, whose plan is cached.
     key: tuple[Any, ...]
     if value is None:
         key = ("spmm", dtype, width, algorithm, aligned, scale_src is None)
@@ -83,7 +84,7 @@ def _plan(
     aligned: bool,
     key: tuple[Any, ...],
 ) -> SpmmPlan:
-    """The plan for calls like this one, kept where later ones will get the same."""
+    """Makes the plan for calls like this one and caches it."""
     dtype, width, heads, dense = x.dtype, x.shape[1], num_heads(value), is_dense(value)
     weighted = value is not None or scales_src
     call = (algorithm, dtype, width, heads, aligned, dense)
@@ -135,7 +136,8 @@ class _CsrPlan:
         if resident or algorithm == "tca":
             structure = adj.structure_for(valued=valued, work_list="plain")
         elif algorithm == "hr":
-            # The structure first: during a capture it names what is missing, before a number is read.
+            # The structure comes first: during a capture, its error names what is missing. `num_long` would
+            # be read from the GPU, which a capture does not allow.
             structure = adj.structure_for(valued=valued, work_list="hybrid")
             num_long, self.num_slots = adj.hybrid_rows.num_long, adj.hybrid_rows.num_slots
         else:
@@ -190,9 +192,9 @@ class _CsrPlan:
 
 
 class _CountedPlan:
-    """The plan of a structure that may come to be converted, until it was used so often.
+    """A provisional plan, until the structure is converted or has been used `policy.REUSE` times.
 
-    Without it the rules would be asked in every call of a batch that is seen once.
+    It counts uses, so that the rules are not evaluated in every call.
     """
 
     def __init__(self, plan: SpmmPlan, algorithm: str, aligned: bool, key: tuple[Any, ...]) -> None:
@@ -243,16 +245,17 @@ class _BsbPlan:
         width = x.shape[1]
         out = x.new_empty(adj.num_dst, width)
         vector_scale = (
-            None  # a variable keeps it alive until after the launch; during a capture nothing else does
+            None  # this variable keeps it alive until after the launch; during a capture, nothing else does
         )
         if scale_src is not None and value is None and not self.is_float32:
             vector_scale = adj.vector_scale(scale_src)
         elif scale_src is not None:
-            # In float32 a weight costs a third product on the tensor cores: more than scaling the features.
+            # In float32, scaling in the kernel takes a third product on the tensor cores, which takes longer
+            # than scaling the features.
             x = (x * scale_src[:, None]).to(x.dtype)
             scale_src = None
         if bias is not None and bias.data_ptr() % 16:
-            bias = bias.clone()  # read in 16-byte pieces
+            bias = bias.clone()  # the kernel uses 16-byte loads
         partial = x.new_empty(self.num_partial, width, dtype=torch.float32) if self.num_partial else None
         index = x.get_device()
         _C.spmm_bsb(
@@ -279,7 +282,7 @@ class _BsbPlan:
 
 
 class _DensePlan:
-    """Values of dense vectors for a kernel that takes those of edges: copied first."""
+    """A plan for values of dense vectors with a kernel for values per edge: copies the values first."""
 
     def __init__(self, plan: SpmmPlan) -> None:
         self.plan = plan
@@ -289,8 +292,9 @@ class _DensePlan:
         return self.plan.run(adj, x, edges_from_dense(adj, value), *rest)
 
 
-#: A kernel of spmm with what it reads of a structure, for calls of one dtype, width and layout. It does not
-#: keep the structure, which keeps it. `run` takes the arguments of `launch_spmm`, but ``x`` of unit stride.
+#: A kernel of spmm and what it reads of a structure, for calls of one dtype, width and layout. The structure
+#: stores it, so it must not refer to the structure. `run` takes the arguments of `launch_spmm`; ``x`` must
+#: have unit column stride.
 SpmmPlan: TypeAlias = _CsrPlan | _CountedPlan | _BsbPlan | _DensePlan
 
 
@@ -305,13 +309,13 @@ def add_transposed(
 ) -> Tensor:
     """Adds the transposed product to ``total``, contiguous float32 (num_src, width), without a transpose.
 
-    On CUDA by atomics, in any order. The arguments are those of the product itself, ``x`` is (num_dst,
-    width), and of ``total`` only the first ``num_given`` rows hold something yet. Where this may be called,
-    `policy.scatters` says.
+    On CUDA, it uses atomics, so the order of the sums varies. `policy.scatters` tells whether it may be
+    called. The arguments are those of the untransposed product, and ``x`` is (num_dst, width). Only the first
+    ``num_given`` rows of ``total`` are initialized; the others count as 0.
 
     Returns:
-        ``total``; or where there is nothing in it yet, `policy.counts_sources` and ``x`` has 16 bits, the
-        result in the dtype of ``x``, summed in ``total``.
+        ``total``. If ``num_given`` is 0, `policy.counts_sources` is true and ``x`` has 16 bits: the result in
+        the dtype of ``x``; ``total`` is then overwritten.
     """
     x = unit_stride(x)
     if value is not None:
@@ -341,7 +345,7 @@ def add_transposed(
 def with_loops(
     out: Tensor, x: Tensor, scale_dst: Tensor | None, scale_src: Tensor | None, loop: Tensor
 ) -> Tensor:
-    """``out`` and what loops of value ``loop`` add to a product of ``x``; differentiable."""
+    """Adds the terms of self loops with value ``loop`` to ``out``, a product of ``x``; differentiable."""
     for scale in (scale_dst, scale_src):
         x = x if scale is None else x * scale[:, None]
     return torch.addcmul(out, x, loop.to(x.dtype)).to(out.dtype)
@@ -356,11 +360,11 @@ def grad_of_features(
     algorithm: str,
     loop: Tensor | None = None,
 ) -> Tensor:
-    """The transposed product: what reaches the features of a product with ``adj``, nothing being recorded.
+    """The gradient of the features of a product with ``adj``, the transposed product, without autograd.
 
-    The arguments are those of the product itself, and ``grad`` is the gradient of its result.
+    ``grad`` is the gradient of the product's result; the other arguments are those of the product.
     """
-    if value is None and adj.symmetric:  # one structure, and one plan, for both
+    if value is None and adj.symmetric:  # forward and backward pass share the structure and its plan
         return launch_spmm(adj, grad, None, scale_src, scale_dst, None, algorithm, loop=loop)
     if adj.usage.scattered is not None and scatters(adj, algorithm, grad.dtype, value):
         total = grad.new_empty(adj.num_src, grad.size(1), dtype=torch.float32)

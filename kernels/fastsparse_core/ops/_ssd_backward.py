@@ -1,4 +1,4 @@
-"""Backward of the product with sparse features: gradients of the kept values and of the edge values."""
+"""The backward pass of ssd: gradients of the kept values and of the edge values."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def grad_of_values(
     .. math::
         d_{jc} = t_j \sum_{i : (i, j) \in E} s_i \, v_{ij} \, \mathbf{g}_i[\mathrm{ids}_{jc}]
 
-    On CUDA from row panels: sums over the destinations of a window, added atomically, in an order that
-    differs from call to call. Under ``torch.use_deterministic_algorithms``, in float64, for rows too wide for
-    shared memory and for structures too large for the windows, row by row of the transposed structure.
+    On CUDA, row panels are used: sums over the destinations of a panel are added atomically, in an order that
+    differs from call to call. A kernel for rows of the transposed structure, without atomics, is used under
+    ``torch.use_deterministic_algorithms``, in float64, if rows are too wide for shared memory, if there are
+    too many sources for panels, and if rows have few entries (`policy.ssd_backward_algorithm`).
 
     Args:
         grad: :math:`\mathbf{g}`, (num_dst, D), gradient of the product.
@@ -45,8 +46,8 @@ def grad_of_values(
             accumulation dtype; None: 1.
         scale_dst: :math:`s`, (num_dst,) in the accumulation dtype; None: 1.
         scale_src: :math:`t`, (num_src,) in the accumulation dtype; None: 1.
-        adjacency: handle of the structure.
-        transpose: whether the product was with its transpose.
+        adjacency: the structure or its handle.
+        transpose: whether the product used the transpose of the structure.
 
     Returns:
         (num_src, k) in the dtype of ``grad``, accumulated in float32 or wider.
@@ -97,10 +98,10 @@ def grad_of_values(
 
 
 def _windows(adj: Adjacency, layout: PanelLayout) -> RowPanels | None:
-    """The row panels of a layout, kept once built.
+    """The row panels of a layout, built once.
 
-    All layouts give right results. Where this one is not built yet and cannot be, because a CUDA graph is
-    captured or there is too little memory, it is one that is; None where there is none, which is csr's case.
+    All layouts give correct results. If this one cannot be built, because a CUDA graph is captured or there
+    is not enough memory, row panels of another layout are returned. None: there are none, and csr has to run.
     """
     built: dict[PanelLayout, RowPanels | None] = adj.derived("row_panels", dict)
     if layout in built:
@@ -111,10 +112,12 @@ def _windows(adj: Adjacency, layout: PanelLayout) -> RowPanels | None:
     try:
         built[layout] = RowPanels.from_csr(adj.row_once(), adj.col, adj.shape, layout)
     except torch.OutOfMemoryError:
-        built[layout] = other  # and is not tried again
+        built[layout] = other  # later calls do not try again
         kept = "csr" if other is None else "an earlier conversion"
         _logger.warning(
-            "%r: not enough memory to convert it for the backward pass of ssd, which stays with %s", adj, kept
+            "%r: not enough memory to convert it for the backward pass of ssd, which uses %s instead",
+            adj,
+            kept,
         )
     return built[layout]
 
@@ -130,7 +133,7 @@ def _value_id(adj: Adjacency, height: int) -> Tensor:
 
 
 def _windows_structure(adj: Adjacency, windows: RowPanels, *, valued: bool) -> Any:
-    """The row panels as the compiled kernel takes them."""
+    """The row panels in the form that the kernel takes."""
     layout = windows.layout
 
     def build() -> Any:
@@ -175,8 +178,8 @@ def grad_of_edge_values(
         scale_dst: :math:`s`, (num_dst,) in the accumulation dtype; None: 1.
         scale_src: :math:`t`, (num_src,) in the accumulation dtype; None: 1.
         num_values: number of edge values.
-        adjacency: handle of the structure.
-        transpose: whether the product was with its transpose.
+        adjacency: the structure or its handle.
+        transpose: whether the product used the transpose of the structure.
 
     Returns:
         (num_values,) in the accumulation dtype, float32 or float64, in the caller's edge order; 0 for edges
@@ -206,7 +209,7 @@ def grad_of_edge_values(
 
 
 class _GradOfValues(torch.autograd.Function):
-    """The kept values' gradient is linear in the product's gradient, and in the edge values."""
+    """The gradient of the kept values, which is linear in the product's gradient and in the edge values."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -232,7 +235,7 @@ class _GradOfValues(torch.autograd.Function):
 
 
 class _GradOfEdgeValues(torch.autograd.Function):
-    """The edge values' gradient is linear in the product's gradient, and in the kept values."""
+    """The gradient of the edge values, which is linear in the product's gradient and in the kept values."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:

@@ -116,7 +116,7 @@ def attention(
     features = (q.flatten(1), k.flatten(1), v.flatten(1))
     if edges is not None and features[0].size(1) != features[2].size(1):
         raise ValueError(
-            "v: expected the width of q and k where edges have features, which join keys and values, "
+            "v: expected the same width as q and k, because edge features are added to keys and values, "
             f"got shape {tuple(v.shape)}"
         )
     edge, weight = edges or (None, None)

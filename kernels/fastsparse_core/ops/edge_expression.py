@@ -1,4 +1,4 @@
-"""Reduced elementwise expressions of both ends' and the edges' features: one kernel each way on CUDA."""
+"""Elementwise expressions of features of edges and their ends, reduced per node: one CUDA kernel per pass."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from torch import Tensor
 
 from fastsparse_core.ops import _edge_cuda
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._eager import is_first_derivative
+from fastsparse_core.ops._eager import is_first_derivative, is_read
 from fastsparse_core.ops._edge_derivatives import gradients_of, leaves_in, with_leaves
-from fastsparse_core.ops._edge_kernels import KEEPS, Expression, Leaf, kernel_of
+from fastsparse_core.ops._edge_kernels import KEEPS, Expression, Leaf, Root, kernel_of
 from fastsparse_core.ops._edge_rows import lift
 from fastsparse_core.ops._segment import reduce_op, softmax_op
 from fastsparse_core.ops._segment_launch import sum_rows
+from fastsparse_core.policy import allows_tf32
 from fastsparse_core.structure.adjacency import Adjacency
 from fastsparse_core.structure.incidence import edge_segments
 from fastsparse_core.structure.segments import Segments
 
-#: Edges of a tile; Triton programs per multiprocessor, and the same if each program writes its own sums.
+#: Edges per tile; Triton programs per multiprocessor; Triton programs per multiprocessor if each program
+#: writes sums of its own.
 _TILE, _PROGRAMS, _PROGRAMS_WITH_SUMS = 16, 16, 6
 
 #: Warps per block of the kernels in CUDA C++.
@@ -53,51 +55,69 @@ _TORCH: dict[str, Callable[..., Tensor]] = {
 
 @functools.cache
 def can_generate() -> bool:
-    """Whether Triton is there, which comes with PyTorch for CUDA."""
+    """Whether Triton is installed; it comes with PyTorch for CUDA."""
     return importlib.util.find_spec("triton") is not None
 
 
 def edge_expression(
     adj: Adjacency, expression: Expression, places: Sequence[str], tensors: Sequence[Tensor], how: str = "sum"
 ) -> Tensor:
-    """An expression of every edge, reduced over the edges of each destination.
+    """One of :func:`edge_expressions`."""
+    return edge_expressions(adj, [(how, expression)], places, tensors)[0]
+
+
+def edge_expressions(
+    adj: Adjacency,
+    roots: Sequence[tuple[str, Expression]],
+    places: Sequence[str],
+    tensors: Sequence[Tensor],
+    width: int = 0,
+) -> tuple[Tensor, ...]:
+    """Computes expressions for every edge and reduces them per destination, with one kernel per pass.
 
     Args:
         adj: structure (num_dst, num_src).
-        expression: ``("leaf", n)``, a number, or ``(operator, *expressions)``.
-        places: of the tensors, see `Leaf`.
-        tensors: the leaves: (num_dst, F), (num_src, F), (num_values, F) in the caller's edge order, or with
-            one number in place of F; (F,) for ``"whole"``; (num_values, K) and (F, K) for ``"mapped"`` and
+        roots: pairs of a reduction and an expression. A reduction is ``"sum"``, ``"mean"``, ``"max"``,
+            ``"min"``, ``"softmax"`` (the mean with softmax weights), ``"none"`` (no reduction) or
+            ``"across"`` (each edge's row is summed to one number). A call with ``"max"``, ``"min"`` or
+            ``"softmax"`` must have one root only. An expression is ``("leaf", n)``, a number, or
+            ``(operator, *expressions)``.
+        places: place of each tensor, see `Leaf`.
+        tensors: the leaves: (num_dst, F), (num_src, F) or (num_values, F) in the caller's edge order, or one
+            number per row; (F,) for ``"whole"``; (num_values, K) and (F, K) for ``"mapped"`` and
             ``"weight"``.
-        how: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"softmax"``: the mean by softmax weights.
-            ``"none"``: nothing is reduced.
+        width: F; 0: the width of the widest leaf.
 
     Returns:
-        (num_dst, F); 0 in rows without edges. Sums are kept in float32 or wider, in the structure's order.
-        For ``"none"`` (num_values, F) in the caller's edge order.
+        For every root (num_dst, F); 0 in rows without edges. Sums are accumulated in float32 or wider, in the
+        structure's order. For ``"none"``, (num_values, F) in the caller's edge order; for ``"across"``,
+        (num_values, 1).
     """
-    width = max(
+    width = width or max(
         x.size(0) if place == "weight" else x.shape[-1]
         for x, place in zip(tensors, places, strict=True)
         if place != "mapped"
     )
+    first: dict[int, int] = {}
     leaves = tuple(
         Leaf(
             place,
             place not in ("mapped", "weight") and x.shape[-1] == 1 and width > 1,
             x.shape[-1] if place in ("mapped", "weight") else 0,
+            first.setdefault(id(x), n) if place == "mapped" else n,
         )
-        for x, place in zip(tensors, places, strict=True)
+        for n, (x, place) in enumerate(zip(tensors, places, strict=True))
     )
-    given = [x.contiguous() for x in tensors]  # here, for second derivatives go through the copies
-    out: Tensor = _EdgeExpression.apply(adj, expression, leaves, how, width, *given)
+    given = [x.contiguous() for x in tensors]  # outside of the node, so that the copies are differentiable
+    made = tuple(Root(*root) for root in roots)
+    out: tuple[Tensor, ...] = _EdgeExpression.apply(adj, made, leaves, width, *given)
     return out
 
 
 def unfused(
-    adj: Adjacency, expression: Expression, leaves: Sequence[Leaf], how: str, tensors: Sequence[Tensor]
-) -> Tensor:
-    """The same, with a row for every edge."""
+    adj: Adjacency, roots: Sequence[Root], leaves: Sequence[Leaf], tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """`edge_expression` by PyTorch's operators, which store a row per edge."""
     rows: list[Any] = []
     for n, (leaf, x) in enumerate(zip(leaves, tensors, strict=True)):
         if leaf.place in ("dst", "src"):
@@ -115,18 +135,22 @@ def unfused(
         name, *args = each
         return rows[args[0]] if name == "leaf" else _TORCH[name](*[value(arg) for arg in args])
 
-    messages = value(expression)
-    if how == "none":
-        return messages
-    end = _End(adj, True)
-    if how == "softmax":
-        weights = softmax_op(messages, end.index, None, adj.num_dst, find=end.find)
-        messages, how = weights * messages, "sum"
-    return reduce_op(messages, end.index, None, adj.num_dst, how, find=end.find)[0]
+    def reduced(how: str, messages: Tensor) -> Tensor:
+        if how == "none":
+            return messages
+        if how == "across":
+            return messages.sum(-1, keepdim=True)
+        end = _End(adj, True)
+        if how == "softmax":
+            weights = softmax_op(messages, end.index, None, adj.num_dst, find=end.find)
+            messages, how = weights * messages, "sum"
+        return reduce_op(messages, end.index, None, adj.num_dst, how, find=end.find)[0]
+
+    return tuple(reduced(root.how, value(root.value)) for root in roots)
 
 
 class _End:
-    """One end of the edges, for the operators that read and reduce rows of edges."""
+    """One end of the edges, for the functions of `_edge_rows`."""
 
     def __init__(self, adj: Adjacency, at_dst: bool) -> None:
         self._rows = adj if at_dst else adj.t()
@@ -146,62 +170,73 @@ class _End:
 
 
 class _EdgeExpression(torch.autograd.Function):
-    """Keeps the leaves and what the reduction's backward pass reads."""
+    """Saves the leaves and what the backward pass of the reduction reads."""
 
     @staticmethod
     def forward(
-        ctx: Any, adj: Adjacency, expression: Any, leaves: Any, how: str, width: int, *tensors: Tensor
-    ) -> Tensor:
+        ctx: Any, adj: Adjacency, roots: tuple[Root, ...], leaves: Any, width: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         dtypes = [x.dtype for x, leaf in zip(tensors, leaves, strict=True) if leaf.place != "weight"]
         dtype = functools.reduce(torch.promote_types, dtypes)
         acc = accumulation_dtype(dtype)
-        call = _Call(adj, expression, leaves, how, width, acc)
-        num_rows = adj.num_values if how == "none" else adj.num_dst
-        has_all = how != "none" or adj.num_values == adj.num_edges
-        make = tensors[0].new_empty if has_all else tensors[0].new_zeros
-        outs = [make((num_rows, width), dtype=dtype)]
+        how = roots[0].how
+        call = _Call(adj, roots, leaves, width, acc)
+        of_edges = tensors[0].new_empty if adj.num_values == adj.num_edges else tensors[0].new_zeros
+        made = [
+            tensors[0].new_empty((adj.num_dst, width), dtype=dtype)
+            if root.is_of_nodes
+            else of_edges((adj.num_values, 1 if root.how == "across" else width), dtype=dtype)
+            for root in roots
+        ]
+        outs = [out for out, root in zip(made, roots, strict=True) if root.is_of_nodes]
+        rest = [out for out, root in zip(made, roots, strict=True) if not root.is_of_nodes]
         if how in KEEPS:
             outs.append(outs[0].new_empty(outs[0].shape, dtype=acc if how == "softmax" else torch.int32))
-        # Softmax's backward pass recomputes messages: the last bits of another compiler's exp would change
-        # the weights of messages in the thousands.
-        same = [n for n, needs in enumerate(ctx.needs_input_grad[5:]) if needs] if how == "softmax" else []
+        # The backward pass of softmax recomputes messages. If messages have values in the thousands, rounding
+        # differences of another compiler's functions would change the softmax weights.
+        same = [n for n, needs in enumerate(ctx.needs_input_grad[4:]) if needs] if how == "softmax" else []
         ctx.call = call = call._replace(same=tuple(same))
-        parts = call.launch("forward", adj, tensors, outs)
-        if parts is not None and how != "none":
+        ctx.set_materialize_grads(False)
+        parts = call.launch("forward", adj, tensors, outs, rest)
+        if parts is not None:
             _combine(how, adj, outs, parts)
-        kept = {"out": outs[0], "aux": outs[-1]}
+        kept = {"out0": outs[0], "aux": outs[-1]} if outs else {}
         ctx.save_for_backward(*tensors, *(kept[name] for name in KEEPS.get(how, ())))
-        return outs[0]
+        return tuple(made)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        read = [(root, grad) for root, grad in zip(ctx.call.roots, grads, strict=True) if grad is not None]
+        call: _Call = ctx.call._replace(roots=tuple(root for root, _ in read))
+        given = [grad for _, grad in read]
         count = len(call.leaves)
         tensors, kept = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        needs = ctx.needs_input_grad[5:]
+        needs = [node is not None and is_read(node) for node, _ in ctx.next_functions]
         found: list[Tensor | None] = [None] * count
-        if not is_first_derivative(grad):
-            again = _gradients_by_expressions(call, tensors, grad, needs)
+        made: Sequence[Tensor | None]
+        if not read or not any(needs):
+            return (None,) * 4 + tuple(found)
+        if not all(map(is_first_derivative, given)):
+            again = _gradients_by_expressions(call, tensors, given, needs)
             if again is not None:
-                return (None,) * 5 + tuple(again)
-            with torch.enable_grad():
-                out = unfused(call.adj, call.expression, call.leaves, call.how, tensors)
+                return (None,) * 4 + tuple(again)
             wanted = [n for n in range(count) if needs[n]]
-            grads = torch.autograd.grad(
-                out, [tensors[n] for n in wanted], grad, create_graph=True, allow_unused=True
+            with torch.enable_grad():
+                outs = unfused(call.adj, call.roots, call.leaves, tensors)
+            made = torch.autograd.grad(
+                outs, [tensors[n] for n in wanted], given, create_graph=True, allow_unused=True
             )
-            for n, each in zip(wanted, grads, strict=True):
+            for n, each in zip(wanted, made, strict=True):
                 found[n] = each
-            return (None,) * 5 + tuple(found)
-        # Triton's products of tiles take longer than rows per edge that PyTorch multiplies.
-        mapped = [n for n in range(count) if needs[n] and call.leaves[n].place == "mapped"]
-        if mapped and call._has_cuda_source((), (*tensors, grad)):
-            both = [n in mapped or n - 1 in mapped for n in range(count)]
-            again = _gradients_by_expressions(
-                call, tensors, grad, [need and here for need, here in zip(needs, both, strict=True)]
-            )
+            return (None,) * 4 + tuple(found)
+        # Triton's tile products take longer than storing rows per edge and multiplying them with PyTorch.
+        has_mapped = any(
+            need and leaf.place == "mapped" for need, leaf in zip(needs, call.leaves, strict=True)
+        )
+        if has_mapped and call._has_cuda_source((), (*tensors, *given)):
+            again = _gradients_by_expressions(call, tensors, given, needs)
             if again is not None:
-                found, needs = again, [need and not here for need, here in zip(needs, both, strict=True)]
+                return (None,) * 4 + tuple(again)
         for part in ("rows", "columns"):
             own = "dst" if part == "rows" else "src"
             wanted = [
@@ -210,77 +245,91 @@ class _EdgeExpression(torch.autograd.Function):
                 if needs[n] and (leaf.place == "src") == (own == "src")
             ]
             if wanted:
-                made = call.gradients(part, own, wanted, tensors, grad.contiguous(), kept)
+                made = call.gradients(part, own, wanted, tensors, [x.contiguous() for x in given], kept)
                 for n, each in zip(wanted, made, strict=True):
                     found[n] = each
-        return (None,) * 5 + tuple(found)
+        return (None,) * 4 + tuple(found)
 
 
 def _gradients_by_expressions(
-    call: _Call, tensors: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]
+    call: _Call, tensors: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
 ) -> list[Tensor | None] | None:
-    """Gradients that have gradients, by kernels: each is an expression again. None: it has no such form."""
+    """Differentiable gradients: each is an edge expression again. None: there is no such expression."""
     count, leaves = len(tensors), call.leaves
     wanted = [n for n in range(count) if needs[n]]
-    if call.how not in ("sum", "mean", "none"):
+    if any(root.how in KEEPS for root in call.roots):
         return None
     numbers = {n: n - (leaves[n].place == "weight") for n in wanted}
-    formulas = gradients_of(call.expression, set(numbers.values()), ("leaf", count))
+    leaves_of_grads = [("leaf", count + k) for k in range(len(grads))]
+    formulas = gradients_of(call.roots, set(numbers.values()), leaves_of_grads)
     if formulas is None:
         return None
-    if call.how == "mean":
-        grad = grad / call.adj.in_degree().clamp(min=1).to(grad.dtype).unsqueeze(1)
-    given = [*tensors, grad]
-    places = [*(leaf.place for leaf in leaves), "edge" if call.how == "none" else "dst"]
-
-    @functools.cache
-    def reduced(n: int, at: str) -> Tensor:
-        """The gradient of a leaf's value, summed over the edges of an end, or for every edge."""
-        formula = formulas[n]
-        used: list[int] = []
-        for each in sorted(leaves_in(formula)):
-            used += [each, each + 1] if places[each] == "mapped" else [each]
-        swapped = {"dst": "src", "src": "dst"} if at == "src" else {}
-        return edge_expression(
-            call.adj.t() if at == "src" else call.adj,
-            with_leaves(formula, {each: nth for nth, each in enumerate(used)}),
-            [swapped.get(places[each], places[each]) for each in used],
-            [given[each] for each in used],
-            "none" if at == "none" else "sum",
-        )
-
+    given, places = list(tensors), [leaf.place for leaf in leaves]
+    for root, grad in zip(call.roots, grads, strict=True):
+        if root.how == "mean":
+            grad = grad / call.adj.in_degree().clamp(min=1).to(grad.dtype).unsqueeze(1)
+        given.append(grad)
+        places.append("dst" if root.is_of_nodes else "edge")
+    # One call for all results of edges and destinations, and one for those of sources.
+    asked: dict[bool, dict[Root, Tensor | None]] = {False: {}, True: {}}
+    roots: dict[int, tuple[bool, Root]] = {}
+    for n in wanted:
+        leaf, formula = leaves[n], formulas.get(numbers[n])
+        if formula is None:
+            continue
+        how = "sum"
+        if leaf.place in ("mapped", "weight"):
+            how = "none"
+        elif leaf.place == "edge":
+            how = "across" if leaf.is_scalar else "none"
+        roots[n] = (leaf.place == "src", Root(how, formula))
+        asked[leaf.place == "src"][roots[n][1]] = None
+    for at_src, each in asked.items():
+        if each:
+            used: list[int] = []
+            for number in sorted(set().union(*(leaves_in(root.value) for root in each))):
+                used += [number, number + 1] if places[number] == "mapped" else [number]
+            new = {number: nth for nth, number in enumerate(used)}
+            swapped = {"dst": "src", "src": "dst"} if at_src else {}
+            outs = edge_expressions(
+                call.adj.t() if at_src else call.adj,
+                [(root.how, with_leaves(root.value, new)) for root in each],
+                [swapped.get(places[number], places[number]) for number in used],
+                [given[number] for number in used],
+                call.width,
+            )
+            each.update(zip(each, outs, strict=True))
     found: list[Tensor | None] = [None] * count
     for n in wanted:
-        leaf, number = leaves[n], numbers[n]
-        if number not in formulas:
+        leaf = leaves[n]
+        if n not in roots:
             found[n] = torch.zeros_like(tensors[n])
             continue
+        at_src, root = roots[n]
+        out = asked[at_src][root]
+        assert out is not None
         if leaf.place == "mapped":
             weight = tensors[n + 1]
-            out = reduced(number, "none").to(weight.dtype) @ weight
+            out = out.to(weight.dtype) @ weight
         elif leaf.place == "weight":
-            rows = tensors[n - 1]
-            out = reduced(number, "none").t().to(rows.dtype) @ rows
+            out = out.t().to(tensors[n - 1].dtype) @ tensors[n - 1]
         elif leaf.place == "whole":
-            out = reduced(number, "dst").sum(0)
-        else:
-            out = reduced(number, "none" if leaf.place == "edge" else leaf.place)
-        if leaf.is_scalar:
+            out = out.sum(0)
+        if leaf.is_scalar and leaf.place != "edge":
             out = out.sum(-1, keepdim=True)
         found[n] = out.to(tensors[n].dtype)
     return found
 
 
 class _Call(NamedTuple):
-    """What a call computes, whatever its tensors hold."""
+    """Properties of a call, without the content of its tensors."""
 
     adj: Adjacency
-    expression: Expression
+    roots: tuple[Root, ...]
     leaves: tuple[Leaf, ...]
-    how: str
     width: int
     acc: torch.dtype
-    #: Leaves whose gradients come from kernels of the same language as the result.
+    #: Leaves whose gradients must be computed by kernels in the same language as the forward pass.
     same: tuple[int, ...] = ()
 
     def gradients(
@@ -289,26 +338,26 @@ class _Call(NamedTuple):
         own: str,
         wanted: Sequence[int],
         tensors: Sequence[Tensor],
-        grad: Tensor,
+        grads: Sequence[Tensor],
         kept: Sequence[Tensor],
     ) -> list[Tensor]:
         """Gradients of the leaves that one kernel computes."""
         rows = self.adj if part == "rows" else self.adj.t()
         places = {n: self.leaves[n].place for n in wanted}
         sums = [n for n in wanted if places[n] in ("weight", "whole")]
-        is_cuda_source = self._has_cuda_source(wanted, (*tensors, grad))
+        is_cuda_source = self._has_cuda_source(wanted, (*tensors, *grads))
         programs = _num_warps(rows, bool(sums)) if is_cuda_source else self._programs(rows, bool(sums))
         made: dict[int, Tensor] = {}
         for n in wanted:
             if n in sums:
-                made[n] = grad.new_zeros((programs, *tensors[n].shape), dtype=self.acc)
+                made[n] = grads[0].new_zeros((programs, *tensors[n].shape), dtype=self.acc)
             else:
                 has_all = places[n] == own or rows.num_values == rows.num_edges
                 made[n] = (torch.empty_like if has_all else torch.zeros_like)(tensors[n])
         mine = [n for n in wanted if places[n] == own]
         rest = [made[n] for n in wanted if places[n] != own]
         outs = [made[n] for n in mine]
-        parts = self.launch(part, rows, tensors, outs, (*rest, grad, *kept), tuple(wanted), programs)
+        parts = self.launch(part, rows, tensors, outs, (*rest, *grads, *kept), tuple(wanted), programs)
         if parts is not None:
             for out, each in zip(outs, parts, strict=True):
                 out.index_copy_(0, _cut_rows(rows), _sum_slots(rows, each).to(out.dtype))
@@ -329,7 +378,7 @@ class _Call(NamedTuple):
         """Runs a kernel.
 
         Returns:
-            What the slices of split rows add to each of `outs`; None where no row is split.
+            For each of `outs`, the partial results of slices of split rows; None: no row is split.
         """
         split, order = rows.first_row_split, rows.edge_id
         num_slices = split.slices.size(0)
@@ -339,13 +388,14 @@ class _Call(NamedTuple):
             x.new_empty((split.num_slots, x.size(1)), dtype=self.acc if x.is_floating_point() else x.dtype)
             for x in outs
         ]
-        if self._has_cuda_source(wanted, (*tensors, *(outs[:1] if part == "forward" else ()))):
+        results = (*outs[:1], *extra[:1])[:1] if part == "forward" else ()
+        if self._has_cuda_source(wanted, (*tensors, *results)):
             self._launch_cuda(part, rows, tensors, outs, parts, extra, wanted, programs)
-            return parts if split.num_slots else None
+            return parts if parts and split.num_slots else None
         import triton
         import triton.language as tl
 
-        kernel = kernel_of(part, self.expression, self.leaves, self.how, wanted)
+        kernel = kernel_of(part, self.roots, self.leaves, wanted)
         with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device
             kernel[(programs or self._programs(rows, False),)](
                 split.slices,
@@ -364,16 +414,17 @@ class _Call(NamedTuple):
                 tl.float64 if self.acc == torch.float64 else tl.float32,
                 order is not None,
                 split.num_slots > 0,
-                "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",
+                "tf32" if allows_tf32() else "tf32x3",
                 num_warps=4 if self.width <= 128 else 8,
-                enable_fp_fusion=self.how != "softmax",  # all kernels subtract from the same rounded message
+                enable_fp_fusion=self.roots[0].how
+                != "softmax",  # all kernels subtract from the same rounded message
             )
-        return parts if split.num_slots else None
+        return parts if parts and split.num_slots else None
 
     def _has_cuda_source(self, wanted: Sequence[int], tensors: Sequence[Tensor]) -> bool:
         all_wanted = sorted({*wanted, *self.same})
         return _are_on_gpu(tensors) and _edge_cuda.supports(
-            self.leaves, all_wanted, [x.dtype for x in tensors]
+            self.roots, self.leaves, all_wanted, self.width, [x.dtype for x in tensors]
         )
 
     def _launch_cuda(
@@ -389,19 +440,19 @@ class _Call(NamedTuple):
     ) -> None:
         split, order, degree = rows.first_row_split, rows.edge_id, self.adj.in_degree()
         number = {torch.int32: "int", torch.int64: "i64", torch.float32: "float"}
-        out = outs[0] if part == "forward" else extra[-1 - len(KEEPS.get(self.how, ()))]
+        kept = len(KEEPS.get(self.roots[0].how, ()))
+        out = (*outs, *extra)[0] if part == "forward" else extra[-1 - kept]
         source = _edge_cuda.source_of(
             part,
-            self.expression,
+            self.roots,
             self.leaves,
-            self.how,
             wanted,
             self.width,
             tuple(_edge_cuda.TYPES[x.dtype] for x in tensors),
             _edge_cuda.TYPES[out.dtype],
             "" if order is None else number[order.dtype],
             number[degree.dtype],
-            all(x.data_ptr() % 16 == 0 for x in (*tensors, out)),
+            all(x.data_ptr() % 16 == 0 for x in (*tensors, *outs, *extra)),
         )
         kernel = _edge_cuda.kernel_of(source, tensors[0].get_device())
         tiles = -(-self.width // (32 * _edge_cuda.features_per_lane(self.leaves, wanted, self.width)))
@@ -431,13 +482,13 @@ def _are_on_gpu(tensors: Sequence[Tensor]) -> bool:
 
 
 def _num_warps(rows: Adjacency, has_sums: bool) -> int:
-    """Warps of a kernel in CUDA C++: whole blocks, and few where each writes sums of its own."""
+    """Number of warps of a CUDA C++ kernel: a multiple of a block; fewer if each warp writes its own sums."""
     most = rows.gpu.num_sms * (4 if has_sums else 16)
     return _WARPS * max(min(-(-rows.first_row_split.slices.size(0) // _WARPS), most), 1)
 
 
 def _slots(rows: Adjacency) -> Segments:
-    """Which slots belong to which of the rows that are split."""
+    """The slots of each split row, as segments."""
 
     def build() -> Segments:
         split = rows.first_row_split
@@ -462,7 +513,7 @@ def _cut_rows(rows: Adjacency) -> Tensor:
 
 
 def _cut_row_of_slot(rows: Adjacency) -> Tensor:
-    """For every slot, which of the rows that are split it belongs to."""
+    """For every slot, the number of the split row that it belongs to."""
 
     def build() -> Tensor:
         split = rows.first_row_split
@@ -477,18 +528,19 @@ def _sum_slots(rows: Adjacency, part: Tensor) -> Tensor:
 
 
 def _combine(how: str, adj: Adjacency, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Puts together what slices of the same row give."""
+    """Combines the partial results of slices of the same row."""
     slots, row, part = _slots(adj), _cut_rows(adj), parts[0]
     count, nth = row.numel(), _cut_row_of_slot(adj) if how in KEEPS else row
+    totals: list[Tensor] = []
     if how in ("max", "min"):
         total, chosen = reduce_op(part, nth, None, count, how, find=lambda *_: slots)
-        outs[1].index_copy_(0, row, parts[1].gather(0, chosen.long()))
+        totals = [total, parts[1].gather(0, chosen.long())]
     elif how == "softmax":
         most = reduce_op(parts[1], nth, None, count, "max", find=lambda *_: slots)[0]
         share = (parts[1] - most[nth]).exp_()
         sums = sum_rows(share, slots, "sum")
-        total = sum_rows(share * part, slots, "sum") / sums
-        outs[1].index_copy_(0, row, most + sums.log())
+        totals = [sum_rows(share * part, slots, "sum") / sums, most + sums.log()]
     else:
-        total = sum_rows(part, slots, "sum")
-    outs[0].index_copy_(0, row, total.to(outs[0].dtype))
+        totals = [sum_rows(each, slots, "sum") for each in parts]
+    for out, total in zip(outs, totals, strict=True):
+        out.index_copy_(0, row, total.to(out.dtype))

@@ -1,8 +1,8 @@
-"""Which kernel supports a call, how it cuts its work, and when another form of a structure is worth building.
+"""Rules: which kernel computes a call, how its work is divided, and when a structure is converted.
 
-Every rule is a function of numbers: `Facts` of the structure and its use, a `GpuProfile`, and what the call
-asks for. `algorithm_context` says by which name it asks. The measurements behind the numbers are in
-docs/dev/choosing.md.
+Every rule is a function of numbers: the `Facts` of the structure and its use, a `GpuProfile`, and the
+options of the call. `algorithm_context` defines the names of the algorithms. The measurements behind the
+numbers are in docs/dev/choosing.md.
 """
 
 from fastsparse_core.policy.aggregate_linear import (

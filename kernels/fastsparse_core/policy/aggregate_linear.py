@@ -1,4 +1,4 @@
-"""How GraphSAGE's aggregation and linear maps are computed together."""
+"""Rules for GraphSAGE's aggregation and linear maps, which are computed together."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ import torch
 from fastsparse_core.gpu import GpuProfile
 from fastsparse_core.policy.facts import Facts
 
-#: Widths up to which it is taken: two tiles each way, whose launches read features and sums again. On an H200
-#: 150,000 rows from 100 to 256 take 0.55 ms both ways, cuBLAS 1.08; 16,000 from 256 to 256 0.39 and 0.47.
+#: Largest input and output width of the kernel for both linear maps. That is two tiles of 128 in each
+#: direction; every further tile reads features and sums once more. Forward and backward on an H200: 150,000
+#: rows from width 100 to 256 take 0.55 ms, with cuBLAS 1.08 ms; 16,000 rows from 256 to 256 take 0.39 ms,
+#: with cuBLAS 0.47 ms.
 _MOST_WIDTH = 256
 
 
 def transforms_on_tensor_cores(
     dtype: torch.dtype, num_rows: int, width: int, out_width: int, gpu: GpuProfile
 ) -> bool:
-    """Whether one kernel computes both linear maps, and their gradients, from bfloat16 terms of float32.
+    """Whether one kernel computes both linear maps, and another their gradients, instead of cuBLAS.
 
-    On GPUs that have products of warpgroups (`gpu.has_wgmma`), that is: 23 us against 43 of cuBLAS for 16,000
-    rows of 128 on an H200, 19 against 16 for 1,024.
+    The kernels split float32 numbers into bfloat16 terms and need warpgroup products (`gpu.has_wgmma`). On an
+    H200, 16,000 rows of width 128 take 23 us (cuBLAS: 43 us) and 1,024 rows take 19 us (cuBLAS: 16 us).
 
     Args:
-        dtype: of everything.
-        num_rows: destinations.
-        width: features of a node.
-        out_width: features of a result.
-        gpu: where.
+        dtype: of features and weights.
+        num_rows: number of destinations.
+        width: features per node.
+        out_width: features per result.
+        gpu: profile of the GPU.
     """
     return (
         dtype == torch.float32
@@ -37,52 +39,54 @@ def transforms_on_tensor_cores(
 
 
 def gathers_and_transforms(facts: Facts, algorithm: str, gpu: GpuProfile) -> bool:
-    """Whether that kernel sums the neighbours too, where no row is longer than a slice.
+    """Whether the kernel for both linear maps also sums the neighbours, if no row is longer than a slice.
 
-    That saves writing sums and reading them: 218 us against 255 for 5 edges a row, 361 against 295 for 14.
+    That saves writing the sums and reading them again. It takes 218 us instead of 255 us with 5 edges per
+    row, but 361 us instead of 295 us with 14.
 
     Args:
         facts: of the structure.
-        algorithm: of the sum, as the caller asked.
-        gpu: where.
+        algorithm: the caller's choice for the sum.
+        gpu: profile of the GPU.
     """
     return algorithm == "auto" and facts.num_edges <= gpu.most_gathered * facts.num_dst
 
 
 def casts_first(num_dst: int, num_src: int, num_edges: int) -> bool:
-    """Whether float32 features are cast to 16 bits before their neighbours are summed, or the sums after.
+    """Whether float32 features are cast to 16 bits before they are summed; otherwise the sums are cast.
 
-    Whichever moves fewer bytes, counted for one feature. A sampled batch has about as many sources as edges,
-    and casting them all would take as long as the sum itself; in a graph, where every source is a destination
-    too, the sums are as many as the features and the gathers of half the size come for nothing.
+    The order that moves fewer bytes is used. A sampled batch has about as many sources as edges, so casting
+    all sources would take as long as the sum itself. In a full graph, there are as many sums as sources, so
+    casting first costs nothing extra and halves the bytes that are gathered.
 
     Args:
-        num_dst: destinations, whose own features are cast either way.
-        num_src: sources.
+        num_dst: number of destinations. Their own features are cast in both orders.
+        num_src: number of sources.
         num_edges: entries of the structure.
     """
-    cast = 4 + 2  # bytes of a number that is read in 32 bits and written in 16
-    first = cast * num_src + 2 * num_edges + 2 * num_dst  # casts, gathers, sums written
-    after = 4 * num_edges + 4 * num_dst + cast * num_dst  # gathers, sums written, casts of these
+    # Bytes per feature.
+    cast = 4 + 2  # read float32, write 16 bits
+    first = cast * num_src + 2 * num_edges + 2 * num_dst  # cast features, gather, write sums
+    after = 4 * num_edges + 4 * num_dst + cast * num_dst  # gather, write sums, cast sums
     return first <= after
 
 
 def columns_of_products(
     dtype: torch.dtype, num_rows: int, width: int, out_width: int, gpu: GpuProfile, *, on_gpu: bool
 ) -> int:
-    """Columns of the matrices that are multiplied, with zeros behind those of the features.
+    """Number of columns to which matrices are padded with zeros before they are multiplied.
 
-    cuBLAS loads 16 bytes at once only where rows of 16-bit numbers are multiples of that. Zeros cost two more
-    launches for each matrix: an H200 takes 0.280 s with them and 0.300 without for an epoch of ogbn-products'
-    sampled batches (154,000 rows of 100 to 256 in bfloat16).
+    cuBLAS uses 16-byte loads only if the size of a row is a multiple of 16 bytes. Padding takes two more
+    launches per matrix. On an H200, an epoch of sampled batches of ogbn-products (154,000 rows of width 100
+    to 256 in bfloat16) takes 0.280 s with padding and 0.300 s without.
 
     Args:
         dtype: of the products.
-        num_rows: destinations.
-        width: features of a node.
-        out_width: features of a result.
-        gpu: where.
-        on_gpu: whether cuBLAS multiplies.
+        num_rows: number of destinations.
+        width: features per node.
+        out_width: features per result.
+        gpu: profile of the GPU.
+        on_gpu: whether cuBLAS computes the products.
     """
     if on_gpu and dtype.itemsize == 2 and width % 8 and num_rows * width * out_width >= gpu.many_products:
         return width + -width % 8

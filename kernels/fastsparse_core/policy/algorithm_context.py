@@ -1,4 +1,4 @@
-"""What a user asks of all calls: algorithms by the context `algorithms`, digits by PyTorch's settings."""
+"""The user's settings for all calls: the context manager `algorithms`, and PyTorch's setting for TF32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPMM_ALGORITHMS = ("auto", "csr", "flashsparse", "tca", "hr")
 SDDMM_ALGORITHMS = ("auto", "csr", "flashsparse")
 ATTENTION_ALGORITHMS = ("auto", "fused3s", "csr", "unfused")
 SSD_ALGORITHMS = ("auto", "decoupled", "densify")
-#: operator -> the names that its calls, and `algorithms`, take
+#: Operator -> names that its calls and `algorithms` accept.
 ALGORITHMS = {
     "spmm": SPMM_ALGORITHMS,
     "sddmm": SDDMM_ALGORITHMS,
@@ -23,19 +23,20 @@ ALGORITHMS = {
     "ssd": SSD_ALGORITHMS,
 }
 
-#: What `algorithms` asks for in this thread or asynchronous task: operator -> algorithm.
+#: The choice made with `algorithms` in this thread or asynchronous task: operator -> algorithm.
 _requests: ContextVar[Mapping[str, str]] = ContextVar("requests", default=MappingProxyType({}))
-#: The same where no trace watches, which `requested` would ask about in a call of its own.
+#: Faster than `requested` in code that runs eagerly, because it does not check whether a trace runs.
 eager_requests = _requests.get
-#: The requests of all contexts that are open anywhere, in the order of entry, and the last of them: what
-#: traced code reads, because torch.compile guards on a global but cannot read a context variable.
+#: The choices of all contexts that are open in any thread, in the order of entry, and the last of them.
+#: Traced code reads the last one, because torch.compile can guard on a global, but cannot read a context
+#: variable.
 _open: dict[int, Mapping[str, str]] = {}
 _last_opened: Mapping[str, str] | None = None
 _open_lock = ForkSafeLock()
 
 
 def check_algorithm(algorithm: str, known: tuple[str, ...], name: str = "algorithm") -> None:
-    """Rejects unknown names.
+    """Raises an error unless the name of an algorithm is known.
 
     Raises:
         ValueError: ``algorithm`` is not among ``known``.
@@ -94,7 +95,7 @@ def algorithms(
 
 
 def _show_to_traces(context: int, requests: Mapping[str, str] | None) -> None:
-    """Notes that a context was entered or, without requests, left."""
+    """Records that a context was entered or, if ``requests`` is None, left."""
     global _last_opened
     with _open_lock:
         if requests is None:
@@ -105,9 +106,10 @@ def _show_to_traces(context: int, requests: Mapping[str, str] | None) -> None:
 
 
 def requested(operator: str, algorithm: str) -> str:
-    """The algorithm that a call asks for, by itself or, where it says ``"auto"``, through `algorithms`.
+    """The algorithm of a call: its own argument or, if that is ``"auto"``, the choice made with `algorithms`.
 
-    Operators call it once, in the forward pass: backward runs in other threads, which know no context.
+    Operators call it only in the forward pass, because the backward pass runs in other threads, where the
+    context variable is not set.
 
     Raises:
         ValueError: The operator has no algorithm of that name.
@@ -120,8 +122,8 @@ def requested(operator: str, algorithm: str) -> str:
 
 
 def allows_tf32() -> bool:
-    """Whether products of float32 matrices may have fewer digits, according to PyTorch's settings."""
+    """Whether PyTorch's settings allow products of float32 matrices with lower precision."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # a new setting of torch 2.9 was used, after which this query is an error
+    except RuntimeError:  # raised after `fp32_precision`, new in torch 2.9, was set
         return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

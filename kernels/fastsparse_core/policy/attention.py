@@ -1,4 +1,4 @@
-"""Whether attention runs as one kernel or step by step, and which kernel takes dot products."""
+"""Rules: whether attention runs as one fused kernel, and which kernel computes dot-product attention."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from fastsparse_core.log import warn_once
 from fastsparse_core.policy.conversion import is_reused
 from fastsparse_core.policy.facts import Choice, Facts
 
-#: Edges from which a structure is converted at its first use: batches have no more, a full graph is used on,
-#: and the CSR kernels' backward pass keeps two numbers for every edge and head.
+#: A structure with more edges is converted at its first use: it is a full graph that will be used again, not
+#: a batch, and the backward pass of the CSR kernels stores two numbers per edge and head.
 _MOST_UNCONVERTED = 4_000_000
 _TAKE_AUTO = "Pass algorithm='auto' to let FastSparse choose"
 
@@ -16,16 +16,17 @@ def attention_algorithm(algorithm: str, unsupported_reason: str) -> str:
     """Resolves ``"auto"``, and a request that this call does not support, to ``"fused3s"`` or ``"unfused"``.
 
     Args:
-        algorithm: as the caller asked; of scores that have one fused kernel, ``"csr"`` means that one too.
-        unsupported_reason: why the fused kernels do not support the call, "" if they can.
+        algorithm: the caller's choice. For kinds of scores with only one fused kernel, ``"csr"`` means that
+            kernel.
+        unsupported_reason: why the fused kernels do not support the call; "" if they do.
     """
     if algorithm == "unfused":
         return algorithm
     if unsupported_reason:
         warn_once(
             f"attention stores scores for every edge, which takes time and memory: {unsupported_reason}. "
-            "The fused kernels take float32, float16 and bfloat16, on the CPU float64, and heads of 1 to 256 "
-            "features"
+            "The fused kernels support float32, float16 and bfloat16 (on the CPU also float64), and heads of "
+            "1 to 256 features"
         )
         return "unfused"
     return "fused3s"
@@ -34,15 +35,15 @@ def attention_algorithm(algorithm: str, unsupported_reason: str) -> str:
 def dot_product_algorithm(facts: Facts, algorithm: str, no_blocks: str, no_csr: str) -> Choice:
     """Resolves ``"auto"``, and a request that this call does not support, to the name of a kernel.
 
-    ``"fused3s"`` is faster once a structure is converted to blocks, ``"csr"`` reads it as it is. So
-    ``"auto"`` takes csr until a structure is used often, and always under deterministic algorithms, where the
-    number of uses must not change bits.
+    ``"fused3s"`` is faster, but needs a structure that is converted to blocks. ``"csr"`` needs no conversion.
+    So ``"auto"`` uses csr until a structure has been used often. With deterministic algorithms it does not
+    convert a structure, because the number of uses must not change the bits of the result.
 
     Args:
         facts: of the structure.
-        algorithm: as the caller asked.
-        no_blocks: why ``"fused3s"`` does not support the call, "" if it can.
-        no_csr: the same of ``"csr"``.
+        algorithm: the caller's choice.
+        no_blocks: why ``"fused3s"`` does not support the call; "" if it does.
+        no_csr: why ``"csr"`` does not support the call; "" if it does.
     """
     if algorithm == "unfused" or (no_blocks and no_csr):
         return Choice(attention_algorithm(algorithm, no_blocks))

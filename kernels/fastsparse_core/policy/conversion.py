@@ -1,4 +1,4 @@
-"""How often a structure is used before another form of it is built: blocks, sorted slices, its transpose."""
+"""Rules: after how many uses a structure is converted to blocks, sorted, or transposed."""
 
 from __future__ import annotations
 
@@ -13,49 +13,53 @@ REUSE = 16
 #: number is for structures of few edges, such as batches: each layer computes two products, and then the
 #: batch is gone.
 UNSORTED_USES, UNSORTED_USES_OF_FEW = 8, 16
-#: Gradients of a new structure that are added by atomics before its transpose is built: a structure that is
-#: seen once gives one to each layer that uses it.
+#: Number of gradients of a new structure that are scattered (summed with atomics) before its transpose is
+#: built. A structure that is used in one step only has one gradient per layer.
 SCATTERS = 2
-#: Edges per source up to which they are: longer sums lose digits one by one, and atomics meet.
+#: Largest mean number of edges per source for scattered gradients: longer sums lose precision, and their
+#: atomics contend.
 MOST_PER_SUM = 32
-#: Edges up to which a gradient is scattered: batches have no more, and a full graph is used on.
+#: Largest number of edges for scattered gradients: batches have fewer, and a full graph is used again.
 _MOST_SCATTERED = 4_000_000
-#: Edges per source up to which the edges of every source are counted before sums are scattered: of a sampled
-#: batch most sources have one, whose sum is stored instead of cleared and added to.
+#: Largest mean number of edges per source for which the edges of every source are counted before gradients
+#: are scattered. In a sampled batch, most sources have one edge: their gradient is stored, which is cheaper
+#: than clearing and adding.
 _MOST_COUNTED = 2
-#: Bytes of float32 sums from which counting saves more than its launches take.
+#: Size of float32 sums from which counting saves more time than its launches take.
 _LEAST_COUNTED_BYTES = 16 << 20
 
 
 def sorts_slices(uses: int, num_edges: int) -> bool:
-    """Whether slices that are in row order are sorted by length now.
+    """Whether slices in row order are sorted by length now.
 
     Args:
-        uses: of the structure so far.
-        num_edges: its edges.
+        uses: number of uses of the structure so far.
+        num_edges: number of its edges.
     """
     return uses >= (UNSORTED_USES_OF_FEW if num_edges <= FEW_EDGES else UNSORTED_USES)
 
 
 def is_reused(facts: Facts) -> bool:
-    """Whether this use, which counts, is one too many for the form that a structure has.
+    """Whether a structure has been used so often that converting it is worthwhile.
 
-    Not for deterministic algorithms, whose bits must not change, and not in a CUDA graph.
+    False with deterministic algorithms, whose results must not change, and during the capture of a CUDA
+    graph.
     """
     return facts.uses >= REUSE and not facts.deterministic and not facts.capturing
 
 
 def scatters(facts: Facts, algorithm: str, dtype: torch.dtype, per_entry: bool) -> bool:
-    """Whether a gradient comes straight from the rows of a structure, by atomics.
+    """Whether a gradient is computed from the rows of a structure with atomics, without its transpose.
 
-    Only of structures that came sorted and were used little, as samplers give them; the others are worth
-    their transpose. Not in float64, which is for checks that ask for the same bits.
+    Only for structures that were sorted when they were built and have had few uses, such as sampled batches.
+    For others, the transpose is worth building. Not for float64, which is used in checks that expect the same
+    bits in every run.
 
     Args:
         facts: of the structure of the forward pass.
-        algorithm: as the caller of the forward pass asked.
+        algorithm: the choice of the caller of the forward pass.
         dtype: of the gradient.
-        per_entry: whether there is at most one value for each edge.
+        per_entry: whether there is at most one value per edge.
     """
     if (
         facts.scattered is None
@@ -75,11 +79,11 @@ def scatters(facts: Facts, algorithm: str, dtype: torch.dtype, per_entry: bool) 
 
 
 def counts_sources(facts: Facts, width: int) -> bool:
-    """Whether edges are counted by source before their sums are scattered.
+    """Whether the edges of every source are counted before gradients are scattered.
 
     Args:
         facts: of the structure of the forward pass.
-        width: features.
+        width: features per source.
     """
     return (
         facts.is_cuda

@@ -1,29 +1,29 @@
-"""What the rules know of a call: numbers, no tensors and no structure."""
+"""What the rules know about a structure: numbers, without tensors."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-#: Heads that a grid has space for.
+#: Largest number of heads: the limit of a CUDA grid in its second and third dimension.
 MOST_HEADS = 65_535
 
 
 class Facts(NamedTuple):
-    """A structure and its use so far, as far as the rules ask.
+    """What the rules need to know about a structure and its use so far.
 
     Attributes:
         is_cuda: whether it is on a GPU.
-        num_dst: rows.
-        num_src: columns.
-        num_edges: entries.
-        uses: products that `auto` has counted with it.
-        scattered: gradients that were added by atomics; None where they may not be.
+        num_dst: number of rows.
+        num_src: number of columns.
+        num_edges: number of entries.
+        uses: number of products that `auto` has counted with it.
+        scattered: number of gradients that were summed with atomics; None: atomics are not allowed.
         converted: whether it was converted to binary sparse blocks.
-        can_convert: whether that was not refused.
-        num_vectors: of the blocks.
-        has_sddmm_structure: whether that of sddmm on blocks was.
+        can_convert: whether the conversion is possible.
+        num_vectors: number of vectors in the blocks.
+        has_sddmm_structure: whether the work list of sddmm on blocks was built.
         has_transpose: whether the transpose was built.
-        is_padded: whether there is space for more entries.
+        is_padded: whether it has space for more entries.
         deterministic: whether PyTorch is set to use deterministic algorithms.
         capturing: whether a CUDA graph is being captured.
     """
@@ -45,14 +45,14 @@ class Facts(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a rule says.
+    """The answer of a rule.
 
     Attributes:
         algorithm: name of the kernel.
-        is_final: whether the same call will get the same answer from now on. If not, it does until the
-            structure was used `policy.REUSE` times or is converted.
+        is_final: whether the same call gets the same answer from now on. If not, the answer may change when
+            the structure has been used `policy.REUSE` times or is converted.
         counts: whether the call counts as a use.
-        converts: whether the structure is worth converting now; the rule is asked again afterwards.
+        converts: whether to convert the structure now. The rule is evaluated again afterwards.
     """
 
     algorithm: str

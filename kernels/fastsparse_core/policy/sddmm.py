@@ -1,4 +1,4 @@
-"""Which kernel computes sddmm."""
+"""Rule: which kernel computes sddmm."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def sddmm_algorithm(
 
     Args:
         facts: of the structure.
-        gpu: where.
-        algorithm: as the caller asked.
+        gpu: profile of the GPU.
+        algorithm: the caller's choice.
         dtype: of the features.
-        head_bytes: of one node's features in one head.
-        heads: dot products per edge.
-        aligned: rows of both features, and heads in them, start at multiples of 16 bytes.
-        dense: the result is dense vectors, which only ``"flashsparse"`` writes.
+        head_bytes: bytes of one node's features in one head.
+        heads: number of dot products per edge.
+        aligned: whether rows of both features, and heads in them, start at multiples of 16 bytes.
+        dense: whether the result is stored as dense vectors, which only ``"flashsparse"`` writes.
     """
     if algorithm == "csr":
         return Choice(algorithm)
@@ -48,9 +48,9 @@ def sddmm_algorithm(
         return Choice("csr")
     if algorithm == "flashsparse" or dense:
         return Choice("flashsparse")
-    # csr gathers a source for every edge, and the tensor cores for every vector of 8 rows, which matters if
-    # there is much to gather. In float32 they multiply three times. Several heads were not measured: each
-    # reads the structure again, and writes every heads-th number.
+    # csr gathers a source's features once per edge, flashsparse once per vector of 8 rows, which matters if
+    # features are wide. In float32, flashsparse multiplies three times. Several heads were not measured:
+    # every head reads the structure again and writes with a stride.
     if dtype == torch.float32 or head_bytes <= gpu.short_product_bytes or heads > 1:
         return Choice("csr")
     if facts.num_edges < max(gpu.few_edges, gpu.few_per_row * facts.num_dst):
@@ -58,14 +58,15 @@ def sddmm_algorithm(
     if not facts.converted:
         return Choice("csr", is_final=False, counts=True, converts=facts.can_convert and is_reused(facts))
     if not facts.has_sddmm_structure and facts.capturing:
-        # What spmm converted may lack sddmm's work list, which a capture cannot build.
+        # The work list of sddmm may be missing if spmm converted the structure. A capture cannot build it.
         return Choice("csr", is_final=False)
     return Choice("flashsparse")
 
 
 def sddmm_by_entry(facts: Facts, dtype: torch.dtype, aligned: bool) -> bool:
-    """Whether sddmm with ``"csr"`` works entry by entry on CUDA, else row by row, as float64 always does.
+    """Whether the CUDA kernel of ``"csr"`` processes entry by entry; otherwise, as in float64, row by row.
 
-    It loads 16 bytes a lane, and needs the row of every entry: 4 bytes an entry that stay with the structure.
+    The kernel for entries loads 16 bytes per lane. It needs the row of every entry, 4 bytes per entry that
+    are stored with the structure.
     """
     return facts.is_cuda and aligned and dtype != torch.float64

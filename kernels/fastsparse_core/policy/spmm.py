@@ -1,4 +1,4 @@
-"""Which kernel computes spmm."""
+"""Rule: which kernel computes spmm."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ _WHY_NOT_DIRECT = (
     "bytes, and one value per edge. Pass algorithm='auto' to let FastSparse choose"
 )
 
-#: Bytes of every source's row that a block of spmm keeps in shared memory where x has few rows, and what else
-#: it keeps there: see spmm_resident.cu.
+#: Shared memory of a block of the kernel in spmm_resident.cu: bytes per row of x, and bytes for the rest.
 _RESIDENT_TILE_BYTES = 256
 _RESIDENT_OTHER_BYTES = 16 * (512 + 8) + 16 * 128 * 8 + 512 * 4
-#: Windows of 8 rows per multiprocessor below which flashsparse leaves most of a GPU idle: a pruned matrix of
-#: 2048 x 512 in float16 takes it 79 us, and csr 34 (docs/dev/choosing.md).
+#: With fewer windows of 8 rows per multiprocessor, flashsparse leaves most of a GPU idle: for a pruned matrix
+#: of 2048 x 512 in float16 it takes 79 us, csr 34 us (docs/dev/choosing.md).
 _FEW_WINDOWS = 4
 
 
@@ -44,13 +43,13 @@ def spmm_algorithm(
 
     Args:
         facts: of the structure.
-        gpu: where.
-        algorithm: as the caller asked.
+        gpu: profile of the GPU.
+        algorithm: the caller's choice.
         dtype: of the features.
         width: features per node.
-        heads: values per edge, 1 without.
-        aligned: features and result allow 16-byte accesses to whole rows.
-        dense: values are dense vectors, which only ``"flashsparse"`` reads as they are.
+        heads: number of values per edge; 1 if there are no values.
+        aligned: whether features and result allow 16-byte accesses to whole rows.
+        dense: whether values are stored as dense vectors, which only ``"flashsparse"`` reads.
     """
     if algorithm == "csr":
         return Choice(algorithm)
@@ -70,8 +69,8 @@ def spmm_algorithm(
     if not facts.converted:
         converts = facts.can_convert and is_reused(facts)
         return Choice("csr", is_final=False, counts=True, converts=converts)
-    # In float32 the CSR kernel gathers as fast: tensor cores win by rows of up to 64 bytes, and by the rows
-    # that 8 destinations share.
+    # In float32 the CSR kernel gathers equally fast. flashsparse is faster only for narrow rows, or if the 8
+    # rows of a window share enough sources.
     wins = dtype != torch.float32 or width <= gpu.narrow or facts.num_vectors <= gpu.shared * facts.num_edges
     return Choice("flashsparse" if wins else "csr")
 
@@ -85,28 +84,30 @@ def spmm_resident(
     heads: int,
     aligned: bool,
 ) -> bool:
-    """Whether csr or tca gathers from a tile of all sources in shared memory (spmm_resident.cu).
+    """Whether csr or tca keeps a tile of all sources in shared memory and gathers there (spmm_resident.cu).
 
-    That takes a GPU whose blocks have space for the tile, sources that rows gather several times, and
-    features that fill half a tile in float32, in 16 bits more: tca gathers rows of 128 bytes from the L2 as
-    fast (9.0 us against 13.6 on 512 x 512, half of it kept; 12.4 against 13.0 on 2048 x 512, a fifth). On
-    pruned matrices with four times as many rows as sources both gain 1.1 to 1.9 times; with as many rows csr
-    gains up to 1.3 times, tca 1.05 to 1.15 except for rows of 256 entries (docs/dev/choosing.md).
+    The conditions: the tile fits into the shared memory of a block, there are at least as many rows as
+    sources, and a row of features takes at least half a tile (128 bytes) in float32, and more than that in 16
+    bits. For rows of 128 bytes, tca is faster without the tile, from the L2 cache (9.0 us instead of 13.6 us
+    on 512 x 512 with half of the entries kept; 12.4 us instead of 13.0 us on 2048 x 512 with a fifth). On
+    pruned matrices with four times as many rows as sources, the tile makes both 1.1 to 1.9 times as fast.
+    With as many rows as sources, csr becomes up to 1.3 times as fast, and tca 1.05 to 1.15 times except for
+    rows of 256 entries (docs/dev/choosing.md).
 
     Args:
         facts: of the structure.
-        gpu: where.
-        algorithm: ``"csr"`` or ``"tca"``; the others have no such form.
+        gpu: profile of the GPU.
+        algorithm: ``"csr"`` or ``"tca"``; the others never use the tile.
         dtype: of the features.
         width: features per node.
-        heads: values per edge, 1 without.
-        aligned: features allow 16-byte accesses to whole rows.
+        heads: number of values per edge; 1 if there are no values.
+        aligned: whether features allow 16-byte accesses to whole rows.
     """
     if algorithm not in ("csr", "tca") or not 0 < facts.num_src <= facts.num_dst:
         return False
     if not facts.is_cuda or dtype == torch.float64 or heads > 1 or not aligned:
         return False
-    if facts.is_padded:  # its blocks share out the entries by their number
+    if facts.is_padded:  # the kernel divides the entries among blocks by their number, padding included
         return False
     tile_bytes = (facts.num_src + 1) * _RESIDENT_TILE_BYTES
     fits = tile_bytes + _RESIDENT_OTHER_BYTES <= gpu.shared_memory
@@ -129,5 +130,5 @@ def _flashsparse_fits(facts: Facts, dtype: torch.dtype, width: int, heads: int, 
 
 
 def _has_few_windows(facts: Facts, gpu: GpuProfile) -> bool:
-    """Whether flashsparse would leave most of a GPU idle, while few warps go through long windows."""
+    """Whether a few warps would process long windows in flashsparse while most of the GPU is idle."""
     return facts.num_dst < 8 * _FEW_WINDOWS * gpu.num_sms and facts.num_edges >= 8 * facts.num_dst

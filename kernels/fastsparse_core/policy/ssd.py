@@ -1,4 +1,4 @@
-"""Which kernels compute ssd and its gradient, and how they share work and gather."""
+"""Rules: which kernels compute ssd and its gradient, and how they divide the work."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def ssd_algorithm(algorithm: str, device: torch.device, dtype: torch.dtype, k: i
     """Resolves ``"auto"`` to the name of a kernel.
 
     Args:
-        algorithm: as the caller asked.
+        algorithm: the caller's choice.
         device: of the values.
         dtype: of the values.
-        k: entries in every row.
+        k: kept entries per row.
         width: features per row.
     """
     if algorithm != "auto":
@@ -33,8 +33,9 @@ def ssd_algorithm(algorithm: str, device: torch.device, dtype: torch.dtype, k: i
 def ssd_backward_algorithm(facts: Facts, gpu: GpuProfile, dtype: torch.dtype, width: int, k: int) -> str:
     """``"windows"`` (atomic sums over row panels) or ``"csr"`` (row by row of the transpose).
 
-    Windows read all features of a row, row by row only those that a neighbour kept: with two or three entries
-    per row that is less (measured with k = 16: yeast 0.84, peptides-batch 0.80 of the time; k = 32: more).
+    ``"windows"`` reads all features of a row, ``"csr"`` only those that a neighbour kept. With two or three
+    entries per row, ``"csr"`` is faster for small k: with k = 16 it takes 0.84 of the time on yeast and 0.80
+    on peptides-batch. With k = 32 it takes longer.
     """
     if not facts.is_cuda or dtype == torch.float64 or facts.deterministic:
         return "csr"
@@ -47,12 +48,13 @@ def ssd_backward_algorithm(facts: Facts, gpu: GpuProfile, dtype: torch.dtype, wi
 
 
 def long_edge_groups(groups: RowSplit, num_edges: int, k: int, gpu: GpuProfile) -> tuple[int, bool]:
-    """Edge groups that each take a warp of ssd, and whether the others, which share warps, have few entries.
+    """Number of edge groups that get a warp each in ssd, and whether the others have few entries.
 
-    The others have a launch of their own, so they should be many (pubmed lost a third by it). On the H200 at
-    k = 8 sharing pays where rows have two or three entries (yeast 0.91 to 0.57 ms, peptides 0.085 to 0.054)
-    by one kernel, and by another where most have up to 31 (dd 0.168 to 0.129, 0.162 to 0.096 in float16);
-    with many kept entries it does not.
+    The other groups share warps. They need a launch of their own, so there should be many of them (on pubmed,
+    sharing took a third longer). Measured on an H200 with k = 8: one kernel is for rows with two or three
+    entries (yeast from 0.91 to 0.57 ms, peptides from 0.085 to 0.054 ms), another for groups that mostly have
+    at most 31 entries (dd from 0.168 to 0.129 ms, in float16 from 0.162 to 0.096 ms). With many kept entries,
+    sharing is not worthwhile.
     """
     num_groups = groups.slices.size(0)
     if num_edges < gpu.few_edges:
@@ -64,12 +66,13 @@ def long_edge_groups(groups: RowSplit, num_edges: int, k: int, gpu: GpuProfile) 
 
 
 def packs_ssd_rows(facts: Facts, gpu: GpuProfile, dtype: torch.dtype, k: int, width: int) -> bool:
-    """Whether ssd packs kept entries, four to 16 bytes, before it gathers them.
+    """Whether ssd packs kept entries, four into 16 bytes, before it gathers them.
 
-    The pass moves 9 k bytes per source in float32 and is a launch more, so a source should be gathered often,
-    and from far: on the H200 at k = 32, with edge groups of 128, igb-small takes 0.92 ms without it and 0.81
-    with, yelp 0.80 and 0.72, ogbn-products 5.25 and 4.60; ppi, whose rows are in the L2, 0.079 and 0.086,
-    reddit 3.93 and 4.05.
+    Packing moves 9 k bytes per source in float32 and takes one more launch. It is worthwhile if sources are
+    gathered often and do not stay in the L2 cache. Times on an H200 with k = 32 and edge groups of 128,
+    without and with packing: igb-small 0.92 and 0.81 ms, yelp 0.80 and 0.72 ms, ogbn-products 5.25 and 4.60
+    ms. It is slower on ppi, whose rows are in the L2 cache (0.079 and 0.086 ms), and on reddit (3.93 and 4.05
+    ms).
     """
     often = facts.num_edges >= gpu.gathered_often * facts.num_src and facts.num_src >= gpu.many_sources
     return often and dtype != torch.float64 and 16 <= k <= 32 and k % 4 == 0 and width <= 256

@@ -1,4 +1,4 @@
-"""How much of a row, and how many blocks, spmm's kernels gather at once."""
+"""Rules: how many features of a row, and how many blocks, spmm's kernels gather at once."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from fastsparse_core.policy.facts import Facts
 
 
 def csr_tile(facts: Facts, item_size: int, gpu: GpuProfile, *, weighted: bool) -> int:
-    """Features that the CSR kernel gathers per pass over the structure.
+    """Number of features that the CSR kernel gathers per pass over the structure.
 
-    Eight lanes of 16 bytes, 128 bytes of a row, are the fastest gather. Where a pass costs more than its
-    columns, because rows have few entries or entries have weights to look up, float32 takes 256 bytes.
+    Gathering is fastest with 128 bytes of a row, by eight lanes of 16 bytes. If reading the structure
+    dominates a pass, because rows have few entries or entries have weights, float32 uses 256 bytes.
     """
     few_entries = facts.num_edges < 6 * facts.num_dst and facts.num_edges > gpu.few_edges
     return (256 if item_size == 4 and (weighted or few_entries) else 128) // item_size
 
 
 def features_per_lane(width: int, item_size: int) -> int:
-    """Features per lane and gathered row on the tensor cores: up to 16 bytes, as few as the width needs."""
+    """Features of a gathered row per lane in flashsparse: up to 16 bytes, not more than the width needs."""
     most = 16 // item_size
     while most > 2 and (width % most or width <= 4 * most):
         most //= 2
@@ -25,5 +25,5 @@ def features_per_lane(width: int, item_size: int) -> int:
 
 
 def blocks_per_step(num_blocks: int, num_windows: int) -> int:
-    """Blocks that a warp gathers at once: 2 where windows have several, else 1 and more warps."""
+    """Blocks that a warp gathers at once: 2 if windows have several blocks, otherwise 1, with more warps."""
     return 2 if num_blocks >= 2.5 * num_windows else 1

@@ -1,4 +1,4 @@
-// What the passes of additive attention (GAT, GATv2) share: the score of an entry.
+// The score of an entry in additive attention (GAT, GATv2), for both passes.
 #pragma once
 
 #include "fastsparse/cuda_common.cuh"
@@ -9,12 +9,12 @@ __device__ __forceinline__ float leaky_relu(float x, float negative_slope) {
   return x > 0 ? x : negative_slope * x;
 }
 
-// The same in two instructions, for 0 <= negative_slope <= 1.
+// Leaky ReLU in two instructions, for 0 <= negative_slope <= 1.
 __device__ __forceinline__ float leaky_relu_up_to_1(float x, float negative_slope) {
   return fmaxf(x, negative_slope * x);
 }
 
-// Its derivative; at 0 the slope, as in PyTorch.
+// The derivative of the leaky ReLU; at 0 it is the slope, as in PyTorch.
 __device__ __forceinline__ float leaky_relu_slope(float x, float negative_slope) {
   return x > 0 ? 1.0f : negative_slope;
 }

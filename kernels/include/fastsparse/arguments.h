@@ -1,33 +1,33 @@
-// Which of Python's arguments fill the fields of a struct. The list follows the struct and is the only
-// declaration of its arguments: the packing, the error messages and `_C.pyi` are made from it.
+// Lists of the Python arguments that fill the fields of a struct. The list follows the struct and is the only
+// declaration of its arguments: parsing, error messages and `_C.pyi` are generated from it.
 //
 //   FASTSPARSE_ARGUMENTS(MaskRowsArgs, FIELDS(dense), NUM_ROWS(num_rows), WIDTH(width), DTYPE(dtype),
 //                        FIELDS(kept, out));
 //
-// Arguments, in the order in which they may be given by position:
+// Arguments, in the order in which they may be passed by position:
 //
-//   FIELDS(a, b, ...)     arguments named as the fields; the fields' types say what Python gives
-//   OPTIONAL(a, b, ...)   the same, but they may be left out, and then the field is 0
+//   FIELDS(a, b, ...)     arguments with the names of the fields; the fields' types say what Python passes
+//   OPTIONAL(a, b, ...)   the same, but they may be omitted; then the field is 0
 //   AS(name, field)       an argument of another name; the field may be nested or an array's element
 //   IN(member, a, b, ...) fields of the struct `member`
 //   OPTIONAL_IN(member, a, b, ...)
-//   MATRIX(a)             a pointer whose tensor is asked for more than its address, by the facts that follow
+//   MATRIX(a)             a pointer; the facts that follow also read other properties of its tensor
 //   MATRIX_AS(name, field)
-//   OBJECT(field, type)   a PyObject* as it is, of that type in the stub
+//   OBJECT(field, type)   an unconverted PyObject*, of that type in the stub
 //   DROPOUT(field)        `dropout_p` and `seed`
 //
-// Facts, which fill a field from the argument before them, and nothing if that is None:
+// Facts fill a field from the argument before them, or leave it as it is if that argument is None:
 //
-//   ALSO(field)           the argument once more, read as that field's type
+//   ALSO(field)           the same argument, read as that field's type
 //   NUM_ROWS(field), WIDTH(field), STRIDE(field), DTYPE(field)
 //   KEEP_SCALE(field)     1 / (1 - dropout_p)
-//   PER(field, heads)     field /= heads, both of which have been read
+//   PER(field, heads)     field /= heads, after both have been read
 //
-// FASTSPARSE_ARGUMENTS_AS(Name, Struct, ...) is a list of `Struct` under another name: arguments of a call
+// FASTSPARSE_ARGUMENTS_AS(Name, Struct, ...) is another list for `Struct`, under another name, for a call
 // that fills only some of its fields.
 #pragma once
 
-#ifndef FASTSPARSE_BINDING  // kernels need no lists
+#ifndef FASTSPARSE_BINDING  // only the binding needs lists
 #define FASTSPARSE_ARGUMENTS(...) static_assert(true)
 #define FASTSPARSE_ARGUMENTS_AS(...) static_assert(true)
 #else
@@ -47,7 +47,7 @@ struct EdgeValueView;
 struct KeptIdsView;
 class Given;
 
-// Type of a field for Python, in the stub and in messages.
+// Python type of a field, for the stub and for messages.
 struct Kind {
   const char* stub;
   const char* words;
@@ -66,7 +66,7 @@ struct Argument {
   bool is_optional;
 };
 
-// The list of a struct, or of another name for it.
+// The list of a struct, or of another name for a struct.
 template <typename Struct>
 struct Declared;
 
@@ -173,7 +173,7 @@ constexpr Argument fact(std::size_t at, Argument::Read read, std::size_t also = 
 #define IN(member, ...) FASTSPARSE_EACH(FASTSPARSE_MEMBER, member, __VA_ARGS__)
 #define OPTIONAL_IN(member, ...) FASTSPARSE_EACH(FASTSPARSE_OPTIONAL_MEMBER, member, __VA_ARGS__)
 
-// macro(first, second) for every `second` of up to 64, with commas between them.
+// macro(first, second) for every `second`, at most 64, separated by commas.
 #define FASTSPARSE_EACH(macro, first, ...) FASTSPARSE_64(FASTSPARSE_NEXT(macro, first, __VA_ARGS__))
 #define FASTSPARSE_NEXT(macro, first, second, ...) \
   macro(first, second) __VA_OPT__(, FASTSPARSE_AGAIN FASTSPARSE_NONE(macro, first, __VA_ARGS__))

@@ -1,4 +1,4 @@
-// Sums in any order by float atomics, 16 bytes at a time where the architecture can (sm_90).
+// Sums in any order by float atomics, 16 bytes at a time if the architecture supports it (sm_90).
 #pragma once
 
 namespace fastsparse::cuda {

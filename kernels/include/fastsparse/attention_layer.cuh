@@ -8,13 +8,13 @@
 namespace fastsparse::cuda {
 
 struct ScoreGradients {
-  HeadScoresArgs scores;  // their gradients in it
+  HeadScoresArgs scores;  // `scores` has the gradients
   DenseView grad;         // of the result; null data: its sum is not wanted
-  void* grad_v;           // contiguous; added to
+  void* grad_v;           // contiguous; the gradient is added to it
   float* partial;         // (blocks, 3, width)
 };
 
-// Of ds_ih v_ih for both vectors, and of `grad`.
+// Sums of ds_ih v_ih for both vectors, and of `grad`.
 struct ScoreSums {
   void* to[3];  // null: not computed
   Dtype dtype[3];
@@ -41,7 +41,7 @@ struct Pieces {
 void launch_scores(const HeadScoresArgs& of, std::int64_t most_blocks, cudaStream_t stream);
 void launch_score_gradients(const ScoreGradients& args, const ScoreSums& sums, std::int64_t most_blocks,
                             cudaStream_t stream);
-// Nothing where there is nothing to add.
+// Launches nothing if there is nothing to add.
 void launch_add(Dtype dtype, const Addends& args, cudaStream_t stream);
 void launch_join(Dtype dtype, const Pieces& args, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// The attention of a layer in one call each way: the results of its linear maps are side by side in one
+// The attention of a layer, with one call per pass. The results of its linear maps are side by side in one
 // matrix, (num_nodes, num_linears * heads * head_width), and so are their gradients.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace fastsparse {
 
-// The attention of a layer on the CPU: what is the same for all calls on a structure.
+// The attention of a layer on the CPU: arguments that all calls on a structure share.
 struct AttentionLayer {
   CsrView a;
   AttentionScore kind;
@@ -20,7 +20,7 @@ struct AttentionLayer {
 FASTSPARSE_ARGUMENTS(AttentionLayer, AS(structure, a),
                      FIELDS(kind, dtype, heads, head_width, num_linears, scale));
 
-// What both passes have.
+// Arguments of both passes.
 struct AttentionLayerCall {
   void* joint;               // (num_nodes, num_linears * heads * head_width)
   const void* first_vector;  // additive: of the sources; GATv2: att
@@ -51,9 +51,9 @@ struct AttentionLayerBackward {
   AttentionLayerCall call;
   DenseView grad;
   void* grad_joint;  // as joint
-  void* grad_first;  // of the vectors, in the accumulation type; null: not computed, as those that follow
+  void* grad_first;  // of the vectors, in the accumulation type; null, also below: not computed
   void* grad_second;
-  void* work;  // as of AttentionCsrBackwardArgs
+  void* work;  // as in AttentionCsrBackwardArgs
   void* grad_edge;
   void* grad_edge_weight;
   void* grad_bias;      // (width) in the accumulation type
@@ -74,25 +74,25 @@ struct CudaAttentionLayerArgs {
   std::int64_t heads;
   std::int64_t head_width;
   std::int64_t num_linears;  // additive: 1; GATv2: sources and destinations, or 1 for both; dot products:
-                             // keys, values, queries and perhaps what is added to the result
+                             // keys, values, queries and, optionally, a term added to the result
   float scale;               // of dot products; else the slope of the leaky ReLU
   CsrView a, a_t;            // a_t, split_t, blocks_t and num_slots_t: of the backward pass
   RowSplitView split, split_t;
-  bool on_blocks;  // dot products: whether they read these, not the rows
+  bool on_blocks;  // dot products: whether they read blocks instead of rows
   BsbView blocks, blocks_t;
   std::int64_t num_slots, num_slots_t;
-  std::int64_t num_values;  // dot products of rows
+  std::int64_t num_values;  // dot products that read rows
   std::int64_t att_rows;    // GATv2, backward: see Gatv2AttentionBackwardArgs
-  std::int64_t num_parts;   // most parts of a sum over nodes
+  std::int64_t num_parts;   // largest number of parts of a sum over nodes
   Dropout dropout;
   bool tf32;
 
   const void* joint;        // (num_nodes, num_linears * width)
   const float* vectors[2];  // (heads, head_width); null: there is none
   const void* bias;         // forward: (width); null: 0
-  bool bias_is_float;       // whether it is float32, not of dtype
-  void* out;                // (num_nodes, width): of attention alone
-  void* result;             // forward: with what is added to it; may be `out`
+  bool bias_is_float;       // whether the bias is float32 instead of dtype
+  void* out;                // (num_nodes, width): result of attention alone
+  void* result;             // forward: `out` plus the added terms; may be `out`
   void* state;  // additive: float32 (3, num_nodes, heads): scores of sources, of destinations, log-sum-exp;
                 // others: (num_nodes, heads): log-sum-exp, float32 or, on blocks, float64
   float* scratch;
@@ -120,11 +120,11 @@ FASTSPARSE_ARGUMENTS_AS(CudaAttentionLayerBackward, CudaAttentionLayerArgs, FIEL
 
 constexpr int kMostLinears = 4;
 
-// Weights of a layer's linear maps below each other, and their biases, in the dtype that is multiplied. That
-// is theirs, or they are float32.
+// Stacks the weights of a layer's linear maps, and their biases, in the dtype of the product. They have that
+// dtype or float32.
 struct StackedMapsArgs {
   const void* weights[kMostLinears];  // weight_size numbers each
-  const void* biases[kMostLinears];   // bias_size numbers each, 0: there are none
+  const void* biases[kMostLinears];   // bias_size numbers each; bias_size 0: there are none
   std::int64_t num_linears;
   std::int64_t weight_size;
   std::int64_t bias_size;
@@ -135,9 +135,9 @@ struct StackedMapsArgs {
 };
 
 namespace cuda {
-// Numbers of float32 that `state` takes, a multiple of 16 bytes.
+// Size of `state` as a number of floats; a multiple of 16 bytes.
 std::int64_t attention_layer_state(const CudaAttentionLayerArgs& args);
-// Numbers of float32 that `scratch` has for either pass.
+// Size of `scratch` as a number of floats, for either pass.
 std::int64_t attention_layer_scratch(const CudaAttentionLayerArgs& args, bool backward);
 }  // namespace cuda
 

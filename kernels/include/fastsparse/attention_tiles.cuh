@@ -1,4 +1,4 @@
-// What the fused attention kernels share: tiles of gathered rows in shared memory, filled by asynchronous
+// Shared code of the fused attention kernels: tiles of gathered rows in shared memory, filled by asynchronous
 // copies, and products with them on tensor cores. lane = 4 g + t throughout.
 //
 // A warp works alone, on the 8 rows of a window ("own" rows) and the 16 vectors of one block after the other.
@@ -20,11 +20,11 @@
 
 namespace fastsparse::cuda::attention {
 
-constexpr int kPieceBytes = 16;  // what one lane copies at once
+constexpr int kPieceBytes = 16;  // size of one lane's copy
 constexpr int kBlockBytes = 4 * kQuadWords * kBlockQuads;
 constexpr int kQuadBytes = 4 * kQuadWords;
 constexpr int kMaskByte = 4 * kMaskWord;  // of a quad, the first of its masks
-constexpr int kStages = 2;                // blocks in shared memory: one in use, the other on its way
+constexpr int kStages = 2;                // blocks in shared memory: one in use, one being copied
 
 constexpr float kLog2E = 1.4426950408889634f;
 // Maximum of a row before its first entry: finite, so that differences with it are never NaN.
@@ -51,8 +51,8 @@ struct Shape {
   static_assert(kPieces == 4 || kPieces % 8 == 0);
 };
 
-// A block of threads stays below 48 KB of shared memory where it can, and registers are limited to what lets
-// shared memory decide how many blocks run at once, up to `most_warps`.
+// A thread block uses at most 48 KB of shared memory if possible. Registers are limited so that shared memory
+// determines how many blocks run at once, up to `most_warps`.
 constexpr int warps_of_block(int bytes_of_warp) {
   return 4 * bytes_of_warp <= 48 * 1024 ? 4 : 2 * bytes_of_warp <= 48 * 1024 ? 2 : 1;
 }
@@ -64,7 +64,8 @@ constexpr int blocks_at_once(int bytes_of_warp, int most_warps) {
 
 // ---------------------------------------------------------------- instructions
 
-// Copies kBytes, 16 or 8, of global memory to shared memory, or zeros where `bytes` is 0; 16 past the L1.
+// Copies kBytes (16 or 8) from global to shared memory, or zeros if `bytes` is 0; 16 bytes bypass the L1
+// cache.
 template <int kBytes = kPieceBytes>
 __device__ __forceinline__ void copy_async(std::uint32_t to, const void* from, std::uint32_t bytes) {
   if constexpr (kBytes == 16) {
@@ -177,7 +178,7 @@ __device__ __forceinline__ void split_tf32(float v, std::uint32_t& high, std::ui
 
 // ---------------------------------------------------------------- tiles
 
-// Rows are permuted piece by piece so that neither copies nor matrix loads meet in a bank.
+// The pieces of a row are permuted, so that neither copies nor matrix loads have bank conflicts.
 template <typename S>
 __device__ __forceinline__ std::uint32_t place(int row, int piece) {
   const int swizzle = S::kPieces >= 8 ? row % 8 : row / 2 % 4;
@@ -234,7 +235,7 @@ class Table {
   std::uint32_t present_;  // bit per part
 };
 
-// The 16 rows of a block; `column` holds those of this quarter of the warp.
+// Copies the 16 rows of a block; `column` has the columns of this quarter of the warp.
 template <typename S>
 __device__ __forceinline__ void copy_tile(std::uint32_t tile, const Table<S>& table,
                                           const std::uint32_t (&column)[kOwned], int lane) {
@@ -251,7 +252,7 @@ __device__ __forceinline__ void copy_tile(std::uint32_t tile, const Table<S>& ta
   }
 }
 
-// The block itself, for its masks; `left` quads of it are there, the others become 0.
+// Copies the quads of a block, for its masks; only `left` quads exist, the others become 0.
 __device__ __forceinline__ void copy_block(std::uint32_t to, const std::uint32_t* quads, int left, int lane) {
   static_assert(kQuadBytes == kPieceBytes);
   if (lane < kBlockQuads) {
@@ -455,7 +456,7 @@ __device__ __forceinline__ void add_entries(float (&sum)[S::kTiles][4], std::uin
   }
 }
 
-// Whether the sums of all lanes are finite.
+// Whether the sums in all lanes are finite.
 template <typename S>
 __device__ __forceinline__ bool finite(const float (&sum)[S::kTiles][4]) {
   float zero = 0;
@@ -469,14 +470,14 @@ __device__ __forceinline__ bool finite(const float (&sum)[S::kTiles][4]) {
 
 // ---------------------------------------------------------------- results
 
-// Where results of a window go: heads first_head.. of a (rows, heads * head_width) matrix.
+// The output of a window: the heads from first_head on, in a (rows, heads * head_width) matrix.
 struct Target {
   void* data;
   std::int64_t heads;
   std::int64_t head_width;
 };
 
-// Rows that this warp alone computes: through shared memory, to be stored in whole pieces.
+// Stores rows that only this warp computes, through shared memory, so that stores are whole pieces.
 template <typename S>
 __device__ __forceinline__ void store_rows(const Target& target, const float (&sum)[S::kTiles][4],
                                            std::uint32_t scratch, const WindowRow& window_row,
@@ -709,8 +710,8 @@ cudaError_t prepare_kernel(Kernel* kernel, int bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-// Heads whose products take so long that asking for a bias and dropout does not show, and whose registers it
-// does not exceed: one kernel handles calls with and without.
+// Whether one kernel is used with and without bias and dropout: for wide heads, whose products take so long
+// that testing for both takes no measurable time, and whose registers suffice for it.
 template <typename S>
 inline constexpr bool kAlwaysExtras = !S::kFloat && S::kHeadWidth == 256;
 
@@ -752,7 +753,8 @@ bool with_shape_float(std::int64_t width, std::int64_t heads, Launch& launch) {
   return true;
 }
 
-// Calls launch.run<Shape, TF32 terms>() with the narrowest shape that holds the heads; false where none does.
+// Calls launch.run<Shape, TF32 terms>() with the narrowest shape for the heads; returns false if there is
+// none.
 template <typename Launch>
 bool with_shape(const AttentionBsbInput& input, Launch& launch) {
   const std::int64_t width = input.head_width > input.value_width ? input.head_width : input.value_width;

@@ -1,4 +1,4 @@
-// Batch normalisation by the rows that a mask names, on CUDA: kernels/cuda/batch_norm.cu.
+// Batch normalisation over the rows that a mask selects, on CUDA: kernels/cuda/batch_norm.cu.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,13 @@
 
 namespace fastsparse {
 
-// Features in rows one behind the other, which rows count, and what both passes need in addition.
+// Arguments of both passes: features in contiguous rows, and which rows count.
 struct MaskedRows {
   const void* x;  // (num_rows, width), not float64
   std::int64_t num_rows, width;
   Dtype dtype;
   const bool* mask;    // (num_rows,)
-  const float* count;  // (1,): how many rows the mask names
+  const float* count;  // (1,): number of rows that the mask selects
   double* partial;     // scratch (num_parts, 2, width)
   std::int64_t num_parts;
 };
@@ -22,7 +22,7 @@ struct BatchNormArgs {
   MaskedRows rows;
   const float* weight;  // (width,); null: 1
   const float* bias;    // null: 0
-  float* running_mean;  // (width,), both or none
+  float* running_mean;  // (width,); null, like running_var: not updated
   float* running_var;
   float momentum, eps;
   void* out;
@@ -35,11 +35,11 @@ FASTSPARSE_ARGUMENTS(BatchNormArgs, MATRIX_AS(x, rows.x), NUM_ROWS(rows.num_rows
 
 struct BatchNormBackwardArgs {
   MaskedRows rows;
-  const void* grad;  // as x
+  const void* grad;  // like x
   const float* weight;
   const float* mean;
   const float* inverse;
-  void* out;           // as x: zero where the mask names no row
+  void* out;           // like x; rows that the mask does not select are zero
   float* grad_weight;  // (width,)
   float* grad_bias;
 };

@@ -1,11 +1,11 @@
-// float32 numbers as sums of bfloat16 numbers, for products on tensor cores that are as accurate as float32.
+// float32 numbers as sums of bfloat16 numbers, for products on tensor cores with the accuracy of float32.
 #pragma once
 
 #include <cstdint>
 
 namespace fastsparse::cuda {
 
-// Two float32 numbers as bfloat16 terms: each is the upper half of what those before it leave.
+// Two float32 numbers as bfloat16 terms: each term is the upper half of what remains after the previous ones.
 template <int kTerms>
 __device__ __forceinline__ void split_pair(float x, float y, std::uint32_t (&term)[kTerms]) {
 #pragma unroll

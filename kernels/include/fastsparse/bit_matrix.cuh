@@ -5,21 +5,21 @@
 
 namespace fastsparse::cuda {
 
-// `a` where a bit of the mask is set, `b` elsewhere: one instruction, for which the compiler emits two.
+// `a` where a bit of the mask is set, otherwise `b`, in one instruction; the compiler would emit two.
 __device__ __forceinline__ unsigned merge(unsigned a, unsigned b, unsigned mask) {
   unsigned merged;
   asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(merged) : "r"(a), "r"(b), "r"(mask));
   return merged;
 }
 
-// Bits 15 and 31 in all bits of their halves. __byte_perm would drop what asks for a sign.
+// Copies bits 15 and 31 to all bits of their halves. __byte_perm would ignore the selector's sign flag.
 __device__ __forceinline__ unsigned signs_of_halves(unsigned word) {
   unsigned signs;
   asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(signs) : "r"(word));
   return signs;
 }
 
-// Takes the fields of kShift bits by twos: `a` gets the lower ones of both words, `b` the upper ones.
+// Divides both words into pairs of fields of kShift bits: `a` gets the lower fields of both, `b` the upper.
 template <int kShift>
 __device__ __forceinline__ void exchange(unsigned& a, unsigned& b) {
   const unsigned x = a, y = b;
@@ -33,7 +33,7 @@ __device__ __forceinline__ void exchange(unsigned& a, unsigned& b) {
   }
 }
 
-// The same between lane l and lane l + `distance`, a power of two, for every l without that bit.
+// The same between lane l and lane l + `distance`, a power of two, for every l in which that bit is 0.
 template <int kShift>
 __device__ __forceinline__ unsigned exchange_lanes(unsigned word, int distance) {
   const unsigned other = __shfl_xor_sync(kFullWarp, word, distance);
@@ -58,12 +58,12 @@ __device__ __forceinline__ unsigned transposed_nibbles(unsigned word) {
   return exchange_lanes<4>(exchange_lanes<8>(exchange_lanes<16>(word, 4), 2), 1);
 }
 
-// Where bit_planes puts the word of a bit.
+// Index of the word in which bit_planes stores a bit.
 constexpr int plane_of(int bit) { return bit % 2 * 8 + bit / 2; }
 
-// From 32 numbers of 16 bits (words[i] has numbers 2 i and 2 i + 1) to the word of each bit: bit e of
-// words[plane_of(b)] is bit b of number e. An index of a register and a position in a word change places one
-// binary digit at a time.
+// Converts 32 numbers of 16 bits (words[i] has numbers 2 i and 2 i + 1) to one word per bit: bit e of
+// words[plane_of(b)] is bit b of number e. Every step exchanges one binary digit of the register's index with
+// one of the position in the word.
 __device__ __forceinline__ void bit_planes(unsigned (&words)[16]) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) exchange<16>(words[i], words[i + 8]);
@@ -81,7 +81,7 @@ __device__ __forceinline__ void bit_planes(unsigned (&words)[16]) {
   for (int i = 0; i < 8; ++i) exchange<1>(words[i], words[i + 8]);
 }
 
-// Bits of even numbers in the lower half, those of odd ones in the upper half.
+// Moves the bits of even numbers to the lower half, and those of odd numbers to the upper half.
 __device__ __forceinline__ unsigned evens_first(unsigned word) {
   const auto swap = [&](int shift, unsigned where) {
     const unsigned changed = (word ^ word >> shift) & where;
@@ -94,7 +94,7 @@ __device__ __forceinline__ unsigned evens_first(unsigned word) {
   return word;
 }
 
-// The first `count` bits.
+// A word with the first `count` bits set.
 __device__ __forceinline__ unsigned first_bits(int count) {
   return count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1u;
 }

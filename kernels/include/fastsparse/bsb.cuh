@@ -1,6 +1,6 @@
 // Reading binary sparse blocks. A quad is 16 bytes: the columns of its 4 vectors, 3 bytes each, then their
-// masks, a byte each. A warp takes up to four quads of a window at a time, a block of 16 vectors. Columns are
-// three words and masks one, as other lanes need a quad's masks than its columns.
+// masks, a byte each. A warp processes up to four quads of a window at a time, a block of 16 vectors. Columns
+// (three words) and masks (one word) are read separately, because different lanes need them.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct PackedColumns {
   std::uint32_t word[3];
 };
 
-// The nth quad. The index stays an int until it is scaled, which is one instruction.
+// The nth quad. Scaling an int index takes one instruction, a 64-bit one would take more.
 __device__ __forceinline__ const std::uint32_t* quad_at(const std::uint32_t* quads, int nth) {
   return reinterpret_cast<const std::uint32_t*>(reinterpret_cast<const uint4*>(quads) + nth);
 }
@@ -40,8 +40,8 @@ __device__ __forceinline__ void unpack(const PackedColumns& packed, std::uint32_
   column[3] = packed.word[2] >> 8;
 }
 
-// What the last block of a window lacks, `left` quads being there: quarters of the warp that have read words
-// of a quad behind the window get column 0. All of them gather the same row, without a predicate on loads.
+// Completes the last block of a window, which has only `left` quads: quarters of the warp that have read a
+// quad after the window get column 0. So all of them gather row 0, and loads need no predicate.
 template <int kWords>
 __device__ __forceinline__ void cut_words(std::uint32_t (&word)[kWords], int left) {
 #pragma unroll
@@ -50,13 +50,13 @@ __device__ __forceinline__ void cut_words(std::uint32_t (&word)[kWords], int lef
   }
 }
 
-// One vector at a time, for paths where time does not matter.
+// The column of one vector, for code where time does not matter.
 __device__ __forceinline__ std::uint32_t column_of(const BsbView& a, std::int64_t vector) {
   const auto* byte =
       reinterpret_cast<const std::uint8_t*>(a.quad + vector / kOwned * kQuadWords) + vector % kOwned * 3;
   return byte[0] | byte[1] << 8 | byte[2] << 16;
 }
-// Bits of the quad's four masks, a byte each.
+// The quad's four masks, a byte each.
 __device__ __forceinline__ std::uint32_t masks_of(const BsbView& a, std::int64_t quad) {
   return a.quad[quad * kQuadWords + kMaskWord];
 }
@@ -65,7 +65,7 @@ __device__ __forceinline__ std::uint32_t masks_of(const BsbView& a, std::int64_t
 struct WindowRow {
   const std::int32_t* window_row;
   std::int64_t num_rows;
-  // The r-th row of a window, -1: none.
+  // The r-th row of a window; -1: there is none.
   __device__ __forceinline__ std::int64_t operator()(std::int64_t window, int r) const {
     const std::int64_t at = window * kRows + r;
     if (window_row != nullptr) return window_row[at];
@@ -73,7 +73,7 @@ struct WindowRow {
   }
 };
 
-// base + index * bytes in one instruction: left to itself the compiler adds the halves of a widened `bytes`.
+// base + index * bytes in one instruction; the compiler would widen `bytes` and add two products.
 __device__ __forceinline__ const char* row_address(const char* base, std::uint32_t index,
                                                    std::uint32_t bytes) {
   std::uint64_t address;

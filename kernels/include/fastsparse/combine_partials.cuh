@@ -1,5 +1,5 @@
-// Second level of the sums: rows (or windows of rows) that were cut into slices get their partial sums added
-// in slot order, so that every run gives the same bits.
+// Second level of the sums: adds the partial sums of rows (or windows of rows) that were cut into slices, in
+// the order of slots, so that every run gives the same bits.
 #pragma once
 
 #include "fastsparse/cuda_common.cuh"
@@ -13,14 +13,14 @@ __device__ __forceinline__ A rectify(A v) {
   return v < A{0} ? A{0} : v;
 }
 
-// An entry (i, i) of every row besides those that were summed: value * scale_src_i * x_i.
+// An additional entry (i, i) of every row: value * scale_src_i * x_i.
 struct Loops {
   const void* value;      // one number in the accumulation type, null: there are none
   const void* scale_src;  // (num_rows) in the accumulation type, null: 1
-  DenseView x;            // rows as aligned as those of the result
+  DenseView x;            // rows have the alignment of the result's rows
 };
 
-// What happens to a sum before it is stored: out = scale_dst * (sum + loop) + bias, rectified where asked.
+// Operations on a sum before it is stored: out = scale_dst * (sum + loop) + bias, then ReLU if `relu` is set.
 struct Epilogue {
   const void* scale_dst;  // (num_rows) in the accumulation type, null: 1
   const void* bias;       // (width) in dtype, null: 0
@@ -29,7 +29,7 @@ struct Epilogue {
   std::int64_t width;
   Loops loops{};
 
-  // Only the cast.
+  // Only casts the sum.
   static Epilogue only(void* out, std::int64_t width) { return {nullptr, nullptr, false, out, width}; }
 
   template <typename T, int kVec>
@@ -55,23 +55,24 @@ struct Epilogue {
   }
 };
 
-// Of SpmmArgs and SpmmBsbArgs.
+// For SpmmArgs and SpmmBsbArgs.
 template <typename Args>
 __host__ __device__ __forceinline__ Epilogue epilogue_of(const Args& args) {
   return {args.scale_dst, args.bias, args.relu, args.out, args.width, {args.loop, args.scale_src, args.x}};
 }
 
-// Rows that stand where their number says.
+// Output rows with the same numbers as the rows of the structure.
 struct SameRow {
   __device__ __forceinline__ std::int64_t operator()(std::int64_t row, int) const { return row; }
 };
 
 constexpr int kCombineWarps = 8;
-constexpr int kCombineFeatures = 4;  // per lane: independent sums, so that loads overlap
+constexpr int kCombineFeatures = 4;  // per lane; the sums are independent, so that loads overlap
 
-// partial: (num_slots, kHeight, width). A block takes one split unit (a row, or a window of kHeight rows) and
-// 128 features. Its 8 warps share the rows, and where there are fewer rows than warps the slots of a row:
-// then a fixed tree adds what the warps found. `row_of_unit` maps (unit, r) to a row of the output, -1: none.
+// partial: (num_slots, kHeight, width). A thread block processes one split unit (a row, or a window of
+// kHeight rows) and 128 features. Its 8 warps divide the rows and, if there are fewer rows than warps, the
+// slots of a row; then a fixed tree adds the sums of the warps. `row_of_unit` maps (unit, r) to an output
+// row; -1: none.
 template <typename T, int kHeight, typename RowOfUnit>
 __global__ void __launch_bounds__(kWarp* kCombineWarps)
     combine_partials_kernel(const RowSplitView split, const void* partial, Epilogue epilogue,

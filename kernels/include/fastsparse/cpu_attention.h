@@ -1,5 +1,5 @@
-// What the passes of attention on the CPU share: entries are taken in blocks, scores and weights of a block
-// stay in the L1 cache, and products run over vectors.
+// Shared code of the passes of attention on the CPU. Entries are processed in blocks, so that scores and
+// weights of a block stay in the L1 cache. Products are computed with vectors.
 #pragma once
 
 #include <algorithm>
@@ -19,16 +19,17 @@ constexpr int kPrefetchEntries = 16;  // entries between a prefetch and its use
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 15;  // products below which waking threads costs more than it saves
 
-// The entries of a block in whole vectors: numbers beyond its end are computed and left out.
+// Number of entries of a block, rounded up to whole vectors. Numbers beyond its end are computed but not
+// used.
 template <typename A>
 FASTSPARSE_INLINE int padded(int count) {
   return (count + kVectorWidth<A> - 1) / kVectorWidth<A> * kVectorWidth<A>;
 }
 
-// Loops over the numbers of a block are plain ones: the compiler turns them into vectors of whatever width
-// the machine has, comparisons included.
+// Loops over the numbers of a block are plain loops, because the compiler vectorizes them, including
+// comparisons, for the machine's vector width.
 
-// exp, to 1e-7 of its value, for arguments where it neither overflows nor matters that it underflows to 0.
+// exp with a relative error of 1e-7, for arguments that do not overflow; very small results may become 0.
 FASTSPARSE_INLINE float exponential(float x) {
   constexpr float kRound = 0x1.8p23f, kLeast = -87;
   const float clamped = x < kLeast ? kLeast : x;
@@ -50,7 +51,7 @@ FASTSPARSE_INLINE float exponential(float x) {
 }
 FASTSPARSE_INLINE double exponential(double x) { return std::exp(x); }
 
-// Largest of `count` numbers, whole vectors of them; NaN if there is one.
+// Largest of `count` numbers, a multiple of the vector width; NaN if there is a NaN.
 template <typename A>
 FASTSPARSE_INLINE A largest(const A* numbers, int count) {
   A most[kVectorWidth<A>];
@@ -68,7 +69,7 @@ FASTSPARSE_INLINE A largest(const A* numbers, int count) {
   return result;
 }
 
-// Sum of `count` numbers, whole vectors of them.
+// Sum of `count` numbers, a multiple of the vector width.
 template <typename A>
 FASTSPARSE_INLINE A sum_of(const A* numbers, int count) {
   Vector<A> sum = {}, next;
@@ -79,7 +80,7 @@ FASTSPARSE_INLINE A sum_of(const A* numbers, int count) {
   return sum_lanes<A, kVectorWidth<A>>(sum);
 }
 
-// <left, right> in float64, of whole vectors.
+// <left, right> in float64; `count` is a multiple of the vector width.
 template <typename A>
 FASTSPARSE_INLINE double precise_product(const A* left, const A* right, int count) {
   constexpr int kLanes = kVectorWidth<double>;
@@ -103,13 +104,13 @@ struct Block {
   int readable;  // entries from col on whose rows may be prefetched
 };
 
-// The block from `entry` on in a row that ends at `end`; entries up to `last` may be prefetched.
+// The block that begins at `entry`, in a row that ends at `end`; entries up to `last` may be prefetched.
 FASTSPARSE_INLINE Block block_at(const CsrView& a, std::int64_t entry, std::int64_t end, std::int64_t last) {
   return {entry, a.col + entry, static_cast<int>(std::min<std::int64_t>(kBlock, end - entry)),
           static_cast<int>(std::min<std::int64_t>(kBlock + kPrefetchEntries, last - entry))};
 }
 
-// The rows of a matrix that the entries of a block name, from feature `first` on.
+// The rows of a matrix for the entries of a block, beginning at feature `first`.
 struct Gather {
   DenseView matrix;
   Dtype dtype;
@@ -124,13 +125,13 @@ FASTSPARSE_INLINE Gather gather(const DenseView& matrix, Dtype dtype, std::int64
   return {matrix, dtype, first, block.col, block.count, block.readable};
 }
 
-// The same rows once more: they are in a cache already.
+// The same rows without prefetching, for a second read.
 FASTSPARSE_INLINE Gather again(Gather rows) {
   rows.readable = 0;
   return rows;
 }
 
-// Up to kBlock rows of a contiguous matrix in the type of sums, from feature `first` on.
+// Up to kBlock rows of a contiguous matrix in the accumulation type, beginning at feature `first`.
 inline constexpr auto kInOrder = [] {
   std::array<std::int32_t, kBlock> order{};
   for (int i = 0; i < kBlock; ++i) order[i] = i;
@@ -149,21 +150,21 @@ struct Hidden {
   A slope;
 };
 
-// What an entry adds to a sum over entries, before its weight.
+// The term of an entry in a sum over entries, without its weight.
 enum class Term {
   kFeatures,  // right
   kSlope,     // leaky_relu'(left + right)
 };
 
-// A sum that takes one block of entries after the other with Kahan's addition: rounding errors then grow with
-// kBlock and not with the degree of a row.
+// A sum to which blocks of entries are added with Kahan's addition, so that rounding errors grow with kBlock
+// and not with the degree of a row.
 template <typename A>
 struct Sum {
   A* total;
   A* compensation;
 };
 
-// The numbers of such sums.
+// Memory for such sums.
 template <typename A>
 struct Sums {
   std::vector<A> total, compensation;
@@ -190,8 +191,8 @@ void accumulate(Term term, const float* weight, const Hidden<float>& hidden, con
 void accumulate(Term term, const double* weight, const Hidden<double>& hidden, const Gather& right,
                 std::int64_t width, const Sum<double>& sum);
 
-// rows[e] = right_e + W a_e, (entries, width), from the features of edges as `Edges::columns` has them and
-// from W transposed, (edge_width, width).
+// rows[e] = right_e + W a_e, (entries, width), from edge features in the layout of `Edges::columns`, and W
+// transposed, (edge_width, width).
 void project(const Gather& right, const float* columns, std::int64_t edge_width, const float* weight,
              std::int64_t width, float* rows);
 void project(const Gather& right, const double* columns, std::int64_t edge_width, const double* weight,
@@ -210,8 +211,8 @@ void differentiate_hidden(const float* weight, const Hidden<float>& hidden, cons
 void differentiate_hidden(const double* weight, const Hidden<double>& hidden, const Gather& right,
                           std::int64_t width, const HiddenGradients<double>& to);
 
-// The features of the edges of a block as `Edges::columns` has them, and numbers in that form as a gradient
-// of the features, (num_values, edge_width).
+// Loads the edge features of a block in the layout of `Edges::columns`, and stores numbers in that layout as
+// a gradient of the features, (num_values, edge_width).
 void load_columns(const AttentionCsrArgs& args, const CsrView& a, const Block& block, float* columns);
 void load_columns(const AttentionCsrArgs& args, const CsrView& a, const Block& block, double* columns);
 void store_columns(const AttentionCsrArgs& args, const CsrView& a, const Block& block, const float* columns,
@@ -219,18 +220,18 @@ void store_columns(const AttentionCsrArgs& args, const CsrView& a, const Block& 
 void store_columns(const AttentionCsrArgs& args, const CsrView& a, const Block& block, const double* columns,
                    void* to);
 
-// A row of a matrix of `dtype` in the type of sums.
+// Converts a row of a matrix of `dtype` to the accumulation type.
 void widen_row(const DenseView& matrix, Dtype dtype, std::int64_t row, std::int64_t width, float* to);
 void widen_row(const DenseView& matrix, Dtype dtype, std::int64_t row, std::int64_t width, double* to);
 
-// Writes numbers times `scale` from element `first` of an array of `dtype` on.
+// Writes numbers times `scale` to an array of `dtype`, beginning at element `first`.
 void narrow_row(const float* from, float scale, std::int64_t width, void* to, Dtype dtype,
                 std::int64_t first);
 void narrow_row(const double* from, double scale, std::int64_t width, void* to, Dtype dtype,
                 std::int64_t first);
 
-// A row in the type of sums: where it is if it has that type, else in `workspace`. Kernels that work row by
-// row need no version for 16-bit numbers then.
+// A row in the accumulation type: the row itself if it has that type, otherwise a copy in `workspace`. So
+// kernels that process row by row need no version for 16-bit numbers.
 template <typename A>
 FASTSPARSE_INLINE const A* read_row(const DenseView& matrix, Dtype dtype, std::int64_t row,
                                     std::int64_t width, A* workspace) {
@@ -239,7 +240,7 @@ FASTSPARSE_INLINE const A* read_row(const DenseView& matrix, Dtype dtype, std::i
   return workspace;
 }
 
-// Writes a row of a contiguous array from element `first` on.
+// Writes a row to a contiguous array, beginning at element `first`.
 template <typename A>
 FASTSPARSE_INLINE void write_row(const A* from, std::int64_t width, void* to, Dtype dtype,
                                  std::int64_t first) {
@@ -252,7 +253,7 @@ FASTSPARSE_INLINE void write_row(const A* from, std::int64_t width, void* to, Dt
 
 // ---------------------------------------------------------------- features of edges
 
-// W transposed, (edge_width, heads * value_width), in the type of sums; empty without features.
+// W transposed, (edge_width, heads * value_width), in the accumulation type; empty without edge features.
 template <typename A>
 std::vector<A> transposed_weight(const AttentionCsrArgs& args) {
   const std::int64_t rows = args.edge_width > 0 ? args.heads * args.value_width : 0;
@@ -264,22 +265,22 @@ std::vector<A> transposed_weight(const AttentionCsrArgs& args) {
   return transposed;
 }
 
-// What a pass reads of the features of edges. With dot products W moves to the nodes: <q_h, W_h a> is
-// <W_h^T q_h, a>, and sums over edges of W_h a are W_h times sums of a; with additive attention the latter
-// alone. GATv2 projects each block's features.
+// The edge features that a pass reads. For dot products, W is multiplied per node instead of per edge:
+// <q_h, W_h a> = <W_h^T q_h, a>, and sums over edges of W_h a are W_h times sums of a. Additive attention
+// needs only the latter. GATv2 projects the features of each block.
 template <typename A>
 struct Edges {
-  const std::int64_t width;   // of the features; 0: there are none
-  const std::int64_t stride;  // the same in whole vectors
+  const std::int64_t width;   // of the edge features; 0: there are none
+  const std::int64_t stride;  // the width rounded up to whole vectors
   const std::int64_t head_width;
   const std::int64_t row_width;  // of all heads
-  const bool in_values;          // whether W a joins the values, as it does but with GATv2
-  const bool in_scores;          // whether it joins the keys of dot products
+  const bool in_values;          // whether W a is added to the values: yes, except for GATv2
+  const bool in_scores;          // whether W a is added to the keys of dot products
   const A* const weight;         // W transposed, (width, row_width)
   std::vector<A> columns;        // (width, kBlock): a feature of all entries, 0 beyond the block's end
-  std::vector<A> rows;           // GATv2: (kBlock, row_width), what is gathered plus W a
+  std::vector<A> rows;           // GATv2: (kBlock, row_width), gathered rows plus W a
   std::vector<A> of_left;        // (heads, stride), W_h^T times the row on the left; dot products
-  std::vector<A> of_value;       // the same of the value on the left, backward only
+  std::vector<A> of_value;       // (heads, stride), W_h^T times the value on the left; backward only
 
   Edges(const AttentionCsrArgs& args, const std::vector<A>& weight)
       : width(args.edge_width),
@@ -356,8 +357,8 @@ inline std::int64_t work(const AttentionCsrArgs& args) {
   return args.a.num_edges * args.heads * (args.head_width + args.value_width + args.edge_width);
 }
 
-// Rows, or columns, of one task. With features of edges a task keeps more for itself, so that there are
-// fewer.
+// Number of rows, or columns, per task. With edge features, a task has sums of its own, so there are fewer
+// tasks.
 inline std::int64_t rows_per_task(const AttentionCsrArgs& args, std::int64_t rows) {
   constexpr std::int64_t kMostTasks = 128;
   if (args.edge_width == 0) return kRowsPerTask;
@@ -375,7 +376,7 @@ inline std::int64_t score_columns(const AttentionCsrArgs& args) {
   return args.kind == AttentionScore::kAdditive ? args.heads : args.heads * args.head_width;
 }
 
-// What dropout multiplies a weight by; row and column of the caller's structure.
+// Dropout's factor of a weight; row and column are those of the caller's structure.
 template <typename A>
 FASTSPARSE_INLINE A keep_factor(const AttentionCsrArgs& args, std::int64_t row, std::int64_t col,
                                 std::int64_t head) {
@@ -388,7 +389,7 @@ struct Scores {
   A slope[kBlock];  // d(score) / d(sum) of additive scores
 };
 
-// What the scores of one head gather for the entries of a block, from rows of `right`.
+// The rows of `right` that the scores of one head gather for the entries of a block.
 template <typename A>
 FASTSPARSE_INLINE Gather score_rows(const AttentionCsrArgs& args, const Block& block, std::int64_t head,
                                     const DenseView& right, const Edges<A>& edges) {
@@ -397,9 +398,8 @@ FASTSPARSE_INLINE Gather score_rows(const AttentionCsrArgs& args, const Block& b
   return rows_of(edges.rows.data(), edges.row_width, first, block.count);
 }
 
-// Scores of one head between the row `left` and the entries of a block, whose rows of `right` are gathered:
-// the destination and its sources, or in the transposed structure, without features of edges, the source and
-// its destinations.
+// Scores of one head between the row `left` and the gathered rows of `right` of a block: a destination and
+// its sources or, in the transposed structure and without edge features, a source and its destinations.
 template <typename A>
 FASTSPARSE_INLINE void block_scores(const AttentionCsrArgs& args, const CsrView& a, const Block& block,
                                     std::int64_t head, const A* left, const DenseView& right,

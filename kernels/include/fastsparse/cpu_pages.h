@@ -1,8 +1,8 @@
 // Pages of 2 MB on the CPU.
 //
-// Large results: allocators give memory that was never touched, and the first touch of every page of 4 KB is
-// a fault that takes longer than the kernel needs to fill it. What is read at random: a core translates few
-// addresses at a time, and half as many lines of small pages come in a second.
+// They help large results: allocators return memory that was never touched, and the page fault of every page
+// of 4 KB takes longer than the kernel needs to fill it. They also help random reads: a core can translate
+// only a few addresses at a time, so with small pages it reads half as many cache lines per second.
 #pragma once
 
 #include <cstdint>
@@ -15,19 +15,19 @@
 
 namespace fastsparse::cpu {
 
-// Asks for huge pages under a result before it is written. It is advice: where the system does not give any,
-// or the memory was touched before, nothing changes. With `collapse` the system moves what was touched, now:
-// 1.9 ms of a thread per MB, once.
+// Requests huge pages for a result before it is written. That is only advice: if the system has none, or the
+// memory was touched before, nothing changes. With `collapse`, the system moves touched memory to huge pages
+// immediately, which takes a thread 1.9 ms per MB.
 inline void prefer_huge_pages(void* out, std::int64_t bytes, bool collapse = false) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr std::int64_t kLeast = 8 << 20;  // allocators keep what is smaller, and it was touched
+  constexpr std::int64_t kLeast = 8 << 20;  // allocators reuse smaller blocks, which were touched before
   constexpr std::uintptr_t kPage = 2 << 20;
   if (out == nullptr || bytes < kLeast) return;
   const auto address = reinterpret_cast<std::uintptr_t>(out);
   const std::uintptr_t begin = (address + kPage - 1) / kPage * kPage;
   const std::uintptr_t end = (address + static_cast<std::uintptr_t>(bytes)) / kPage * kPage;
   madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-  constexpr int kCollapse = 25;  // MADV_COLLAPSE of Linux 6.1; older ones refuse, and headers lack it
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE, since Linux 6.1; missing in older headers
   if (collapse) madvise(reinterpret_cast<void*>(begin), end - begin, kCollapse);
 #else
   static_cast<void>(out);

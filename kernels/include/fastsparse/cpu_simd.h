@@ -1,6 +1,6 @@
-// Portable SIMD for the CPU kernels: vectors of the compiler's vector extension, lowered to whatever the
-// machine has. `for_this_machine` compiles a function for AVX2 and for every machine and calls one of the
-// two, so that one binary runs everywhere without -march=native.
+// Portable SIMD for the CPU kernels, with the compiler's vector extension. `for_this_machine` compiles a
+// function twice, for AVX2 and for the baseline of the architecture, and calls one of them. So one binary
+// runs everywhere, without -march=native.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@
 namespace fastsparse::cpu {
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-// AVX-512 would gain little where it gains at all. Machines without AVX2 are rare: what they run compiles
-// fast.
+// AVX-512 would gain little or nothing. Machines without AVX2 are rare, so their version is compiled with
+// fewer optimisations, for a fast build.
 template <typename Body>
 __attribute__((target("avx2,fma"), noinline)) void with_avx2(const Body& body) {
   body();
@@ -57,7 +57,7 @@ struct AccOf<double> {
 template <typename T>
 using Acc = typename AccOf<T>::type;
 
-// The dtype of numbers in which others are summed.
+// The dtype of an accumulation type.
 template <typename A>
 inline constexpr Dtype kDtypeOf = sizeof(A) == 8 ? Dtype::kFloat64 : Dtype::kFloat32;
 
@@ -79,7 +79,7 @@ FASTSPARSE_INLINE float widen(Half v) {
   out *= 0x1p112f;
   std::uint32_t bits;
   std::memcpy(&bits, &out, sizeof bits);
-  bits |= (v.bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;  // infinity and NaN keep their exponent
+  bits |= (v.bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;  // infinity and NaN
   bits |= sign;
   std::memcpy(&out, &bits, sizeof out);
   return out;
@@ -111,7 +111,7 @@ FASTSPARSE_INLINE void narrow(float v, Half* out) {
   } else if (bits >= 0x477ff000u) {
     half = 0x7c00u;  // rounds past 65504: infinity
   } else if (bits < 0x38800000u) {
-    // Subnormal: adding 0.5 lets the float unit do the rounding at the half's last place.
+    // Subnormal: adding 0.5 makes the float addition round at the last place of the 16-bit number.
     float magnitude;
     std::memcpy(&magnitude, &bits, sizeof magnitude);
     magnitude += 0.5f;
@@ -131,17 +131,17 @@ struct LanesOf {
 template <typename A, int kLanes>
 using Lanes = typename LanesOf<A, kLanes>::type;
 
-// 32 bytes of accumulators, as many as AVX2 computes with at once: GCC keeps vectors in memory that are wider
-// than the machine's.
+// Accumulators in 32 bytes, the width of AVX2: GCC keeps vectors in memory if they are wider than the
+// machine's.
 template <typename A>
 inline constexpr int kVectorWidth = 32 / static_cast<int>(sizeof(A));
 template <typename A>
 using Vector = Lanes<A, kVectorWidth<A>>;
 
-// Where one of two results is wanted, masks of bits choose it below, and no comparison: compilers take a
-// comparison of vectors apart into one lane after the other where the machine has none as wide.
+// The code below selects between two results with bit masks instead of vector comparisons: if the machine has
+// no comparison of that width, compilers split it into single lanes.
 
-// `widen` of consecutive numbers.
+// `widen` for consecutive numbers.
 template <typename T, int kLanes>
 FASTSPARSE_INLINE void load_lanes(const T* from, Lanes<Acc<T>, kLanes>& to) {
   if constexpr (sizeof(T) == sizeof(Acc<T>)) {
@@ -159,7 +159,7 @@ FASTSPARSE_INLINE void load_lanes(const T* from, Lanes<Acc<T>, kLanes>& to) {
       std::memcpy(&rescaled, &magnitude, sizeof rescaled);
       rescaled *= 0x1p112f;
       std::memcpy(&magnitude, &rescaled, sizeof magnitude);
-      const Bits not_finite = ((bits & 0x7c00u) + 0x400u) >> 15;  // 1 where the exponent has all its bits
+      const Bits not_finite = ((bits & 0x7c00u) + 0x400u) >> 15;  // 1 if all bits of the exponent are set
       bits = magnitude | ((bits & 0x8000u) << 16) | (-not_finite & 0x7f800000u);
     }
     std::memcpy(&to, &bits, sizeof to);
@@ -188,7 +188,7 @@ template <typename V>
 using BitsOf = Lanes<std::conditional_t<sizeof(Element<V>) == 4, std::int32_t, std::int64_t>,
                      sizeof(V) / sizeof(Element<V>)>;
 
-// Replaces lanes by those of `from`, where `mask` has all bits and not none.
+// Replaces lanes by those of `from` where all bits of `mask` are set; elsewhere none is set.
 template <typename V>
 FASTSPARSE_INLINE void replace(V& lanes, const BitsOf<V>& mask, const V& from) {
   const auto bits = reinterpret_cast<BitsOf<V>>(lanes);
@@ -207,7 +207,7 @@ FASTSPARSE_INLINE void store_lanes(const Lanes<Acc<T>, kLanes>& from, T* to) {
   if constexpr (sizeof(T) == sizeof(Acc<T>)) {
     std::memcpy(to, &from, sizeof from);
   } else {
-    // Shifted to the right, a difference below 0 is a mask.
+    // A negative difference, shifted to the right, is a mask with all bits set.
     using Bits = Lanes<std::int32_t, kLanes>;
     const auto bits = reinterpret_cast<Bits>(from);
     const Bits magnitude = bits & 0x7fffffff, nan = (0x7f800000 - magnitude) >> 31;
@@ -233,13 +233,13 @@ FASTSPARSE_INLINE void store_vector(const Vector<Acc<T>>& from, T* to) {
   store_lanes<T, kVectorWidth<Acc<T>>>(from, to);
 }
 
-// Kahan's addition: rounding errors do not grow with the number of terms. V: a number or a vector of them.
+// Kahan's addition: rounding errors do not grow with the number of terms. V: a number or a vector.
 template <typename V>
 FASTSPARSE_INLINE void add_compensated(const V& term, V& total, V& compensation) {
   const V corrected = term - compensation;
   const V next = total + corrected;
   compensation = (next - total) - corrected;
-  // For an infinite total, it would be NaN and would make the total NaN with the next term.
+  // If the total is infinite, the compensation would be NaN, and the next term would make the total NaN.
   if constexpr (std::is_arithmetic_v<V>) {
     compensation = compensation == compensation ? compensation : V{0};
   } else {
@@ -258,7 +258,7 @@ FASTSPARSE_INLINE Acc<T> edge_value(const EdgeValueView& value, Dtype features, 
   return static_cast<const Acc<T>*>(value.data)[index];
 }
 
-// An element of an array of `dtype`, which A has sums of.
+// An element of an array of `dtype`; A is its accumulation type.
 template <typename A>
 FASTSPARSE_INLINE A number_at(const void* data, Dtype dtype, std::int64_t index) {
   if (dtype == Dtype::kFloat16) return widen(static_cast<const Half*>(data)[index]);
@@ -292,14 +292,14 @@ void with_type(Dtype dtype, F&& f) {
   }
 }
 
-// The same for numbers that are summed in float32.
+// The same for dtypes whose accumulation type is float32.
 template <typename F>
 void with_float_type(Dtype dtype, F&& f) {
   if (dtype == Dtype::kFloat32) return f(float{});
   dtype == Dtype::kFloat16 ? f(Half{}) : f(BFloat16{});
 }
 
-// Calls f with a value of the type in which numbers of `dtype` are summed.
+// Calls f with a value of the accumulation type of `dtype`.
 template <typename F>
 void with_sum_type(Dtype dtype, F&& f) {
   dtype == Dtype::kFloat64 ? f(double{}) : f(float{});

@@ -1,4 +1,4 @@
-// What the CUDA kernels share: element types, vector loads, dispatch from run-time dtypes to types.
+// Shared code of the CUDA kernels: element types, vector loads, dispatch from run-time dtypes to types.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -49,7 +49,7 @@ __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float v) {
   return __float2bfloat16_rn(v);
 }
 
-// kVec elements that move in one instruction.
+// kVec elements that are loaded or stored in one instruction.
 template <typename T, int kVec>
 struct alignas(sizeof(T) * kVec) Pack {
   T lane[kVec];
@@ -75,8 +75,7 @@ __device__ __forceinline__ Pack<T, kVec> load_pack(const T* from) {
   return pack;
 }
 
-// Stores it in one instruction, which a plain assignment leaves to the compiler, and of 16-bit elements it
-// makes several.
+// Stores a pack in one instruction. For a plain assignment of 16-bit elements, the compiler emits several.
 template <typename T, int kVec>
 __device__ __forceinline__ void store_pack(const Pack<T, kVec>& pack, T* to) {
   constexpr int kBytes = static_cast<int>(sizeof(T)) * kVec;
@@ -97,7 +96,7 @@ __device__ __forceinline__ void store_pack(const Pack<T, kVec>& pack, T* to) {
   }
 }
 
-// A number that the caller gave in the features' dtype or in their accumulation type.
+// An edge value, which has the features' dtype or their accumulation type.
 template <typename T>
 __device__ __forceinline__ Acc<T> load_value(const EdgeValueView& value, bool in_feature_dtype,
                                              std::int64_t index) {
@@ -105,7 +104,7 @@ __device__ __forceinline__ Acc<T> load_value(const EdgeValueView& value, bool in
                           : static_cast<const Acc<T>*>(value.data)[index];
 }
 
-// Slice of this group of lanes; groups beyond the list get an empty one so that whole warps stay together.
+// The slice of this lane group. Groups beyond the list get an empty slice, so that warps do not diverge.
 __device__ __forceinline__ RowSlice load_slice(const RowSplitView& split, std::int64_t index) {
   RowSlice slice{0, 0, 0};
   if (index < split.num_slices) {

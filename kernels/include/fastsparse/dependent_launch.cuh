@@ -1,9 +1,9 @@
-// Launches that overlap: a kernel may be launched while the one before it in its stream still runs, so that
-// its launch, and what it does before it waits, fall into the end of that one.
+// Overlapping launches: a kernel may be launched while the previous kernel in its stream still runs, so that
+// its launch, and its code before the wait, overlap with the end of the previous kernel.
 //
-// Only a kernel whose launch asks for it starts early, and only relative to the one right before it in the
-// stream: what came before that one must be over by then, because it was launched as usual, or when it ends,
-// because some of its threads wait until it is.
+// A kernel starts early only if its launch requests it, and only relative to the kernel right before it in
+// the stream. Kernels before that one must have ended by then: either that one was launched as usual, or it
+// does not end before they do, because at least one of its threads waits for them.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace fastsparse::cuda {
 
-// Called by every block of a kernel: after all blocks have called it or ended, the next kernel may be
+// Every block of a kernel calls this. After all blocks have called it or ended, the next kernel may be
 // launched.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
@@ -20,16 +20,16 @@ __device__ __forceinline__ void launch_dependents() {
 #endif
 }
 
-// Waits until the kernel before has ended and what it wrote can be read, though not through __ldg.
+// Waits until the previous kernel has ended and its writes are visible, except to loads with __ldg.
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Whether a kernel may start early on the current device: overlapping launches, and the kernel's wait, came
-// with architecture 9.0. All kernels are compiled for the same architectures, so the answer of one kernel
-// holds for all of them; checking at every launch would cost the host half as much as the launch.
+// Whether kernels may start early on the current device: overlapping launches, and the kernel's wait, need
+// architecture 9.0. All kernels are compiled for the same architectures, so the answer for one kernel holds
+// for all. A check at every launch would take half as much host time as the launch.
 inline cudaError_t can_overlap(const void* kernel, bool& can) {
   thread_local int known_device = -1;
   thread_local bool known = false;
@@ -47,9 +47,9 @@ inline cudaError_t can_overlap(const void* kernel, bool& can) {
   return error;
 }
 
-// Launches a kernel, behind the one before it or, where `overlap` says so and the architecture can, during
-// it; then every thread that needs what that one writes, and one thread at least, calls
-// wait_for_kernel_before.
+// Launches a kernel after the previous one, or, with `overlap` and if the architecture supports it, during
+// it. Then every thread that reads the previous kernel's results must call wait_for_kernel_before, and at
+// least one thread must.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_dependent(void (*kernel)(Parameters...), bool overlap, dim3 grid, dim3 block,
                              std::size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {

@@ -1,10 +1,10 @@
-// How the kernels of attention with edge features lay rows, heads and features over lanes.
+// How the kernels of attention with edge features assign rows, heads and features to lanes.
 //
-// `lanes` neighbouring lanes take one head of one slice of a row, 8 features each, and of an edge's own
-// features every lanes-th four. A group of neighbouring heads takes the same slice, so that together they
-// gather contiguous pieces of a row. The number of lanes is known at run time: one kernel handles every
-// width. Columns and positions of the next entries are read one step ahead by every lane of the group, which
-// is one transaction and no shuffle.
+// `lanes` neighbouring lanes process one head of one slice of a row: 8 features each, and, of the features of
+// an edge, every lanes-th group of four. A group of neighbouring heads processes the same slice, so that
+// together they gather contiguous pieces of a row. The number of lanes is a run-time value, so one kernel
+// supports every width. Every lane of the group reads columns and positions of the next entries one step
+// ahead, which is one transaction and needs no shuffle.
 #pragma once
 
 #include <type_traits>
@@ -13,21 +13,22 @@
 
 namespace fastsparse::cuda {
 
-// Entries that a group gathers at once. With dot products, whose keys and values make it twice the bytes,
-// two: the registers of two more would take a third of the warps (16 bits, H100: 8 to 10 % of forward and
-// backward).
+// Entries that a group gathers at once. For dot products, which gather keys and values, there are fewer: the
+// registers of two more entries would leave a third fewer warps (in 16 bits on an H100, forward and backward
+// would take 8 to 10 % longer).
 template <typename T, int kEdge = 0>
 constexpr int kEdgesInFlight = kEdge > 4                     ? 1
                                : kEdge > 0 || sizeof(T) == 4 ? 2
                                                              : 4;
-// Blocks of a multiprocessor that the registers shall suffice for: float32 rows need twice those of 16 bits.
+// Thread blocks per multiprocessor for which the compiler limits registers. float32 rows need twice the
+// registers of 16-bit rows.
 template <typename T, int kEdge>
 constexpr int kDotBlocks = sizeof(T) == 2 && kEdge == 4 ? 6 : 4;
 template <typename T>
 constexpr int kEdgeVec = 16 / static_cast<int>(sizeof(T));
 
-// Some neighbouring elements as loaded, in whole registers: left to itself, the compiler widens them once for
-// all their uses, or keeps halves of registers, and spills what that needs.
+// Some neighbouring elements, unconverted, in whole registers. Otherwise, the compiler would convert them
+// once for all uses, or keep halves in registers of their own, and spill registers.
 template <typename T, int kCount>
 struct Words {
   static constexpr int kWords = kCount * static_cast<int>(sizeof(T)) / 4;
@@ -80,7 +81,7 @@ struct LaneFeatures {
   __device__ __forceinline__ float operator[](int i) const { return chunk[i / kEdgeVec<T>][i % kEdgeVec<T>]; }
 };
 
-// Where a lane finds its features in the rows of a matrix.
+// Position of a lane's features in the rows of a matrix.
 template <typename T>
 struct LaneRows {
   const char* from[kLaneFeatures / kEdgeVec<T>];
@@ -99,8 +100,8 @@ struct LaneRows {
 
 struct EdgeLane {
   std::int64_t group;  // index of the slice
-  int head;            // valid even where not live
-  bool live;           // lanes beyond the last head are not
+  int head;            // a valid head even if not live
+  bool live;           // false for lanes beyond the last head
   int sub;             // lane within its head
   int lanes;           // of a head
   int group_lanes;     // of a slice
@@ -109,7 +110,8 @@ struct EdgeLane {
   int edge_width;
 
   __device__ __forceinline__ EdgeLane(const EdgeAttentionInput& input, int head_lanes, int heads_per_group) {
-    // Shifts, for both numbers are powers of two: divisions were a tenth of a row of few entries.
+    // Shifts, because both numbers are powers of two. Divisions took a tenth of the time of a row of few
+    // entries.
     lanes = head_lanes;
     group_lanes = head_lanes * heads_per_group;
     const int thread = static_cast<int>(threadIdx.x);
@@ -145,7 +147,7 @@ struct EdgeLane {
     return rows;
   }
 
-  // Features of a row as they are there, zeros where the head has none.
+  // Features of a row, unconverted; zeros beyond the head's last feature.
   template <typename T>
   __device__ __forceinline__ LaneFeatures<T> load_packed(const DenseView& x, std::int64_t row) const {
     constexpr int kVec = kEdgeVec<T>;
@@ -168,7 +170,7 @@ struct EdgeLane {
     for (int i = 0; i < kLaneFeatures; ++i) to[i] = features[i] * factor;
   }
 
-  // The same of a float32 vector, (heads * head_width), laid out as the features of T are.
+  // The same for a float32 vector, (heads * head_width), in the layout of features of type T.
   template <typename T>
   __device__ __forceinline__ void load_vector(float (&to)[kLaneFeatures], const float* x) const {
     constexpr int kVec = kEdgeVec<T>;
@@ -229,7 +231,7 @@ __device__ __forceinline__ const T* edge_row(const void* from, std::uint32_t row
          static_cast<std::uint64_t>(row) * static_cast<std::uint32_t>(edge_width);
 }
 
-// Where a lane finds its part of the features of edges.
+// Position of a lane's part of the edge features.
 template <typename T>
 struct LaneEdges {
   const char* from;
@@ -240,7 +242,7 @@ struct LaneEdges {
         row_bytes(static_cast<std::uint32_t>(lane.edge_width * sizeof(T))) {}
 };
 
-// A lane's part of the features of one edge, or of what belongs to them.
+// A lane's part of the features of one edge, or of numbers in the same layout.
 template <typename T, int kEdge>
 struct EdgePart {
   Words<T, 4> four[kEdge / 4];
@@ -262,8 +264,8 @@ struct EdgePart {
   __device__ __forceinline__ float operator[](int i) const { return four[i / 4][i % 4]; }
 };
 
-// Keeps an address in a register: left to itself, the compiler computes it from the kernel's arguments again
-// for every entry.
+// Keeps an address in a register. Otherwise, the compiler computes it from the kernel's arguments for every
+// entry.
 template <typename T>
 __device__ __forceinline__ T* kept_in_register(T* address) {
   asm volatile("" : "+l"(address));
@@ -271,10 +273,10 @@ __device__ __forceinline__ T* kept_in_register(T* address) {
   return address;
 }
 
-// Where the entries of a slice are.
+// The entries of a slice.
 struct SliceEntries {
   const std::int32_t* cols;
-  const std::uint32_t* ids;  // of 64-bit positions the lower halves: the caller has fewer values than 2^32
+  const std::uint32_t* ids;  // of 64-bit positions only the lower halves: there are fewer than 2^32 values
   int id_words;
   std::uint32_t begin;
   int length;
@@ -296,7 +298,7 @@ struct Entries {
   std::uint32_t col[kCount];
   std::uint32_t position[kCount];
 
-  // Entries beyond the slice are not to be used.
+  // Entries beyond the slice must not be used.
   __device__ __forceinline__ void read(const SliceEntries& slice, int base) {
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
@@ -312,10 +314,10 @@ struct Entries {
   }
 };
 
-// Calls add(whole, entries, base) for all entries of the slices of a warp: kCount of them, which `next`
-// holds, while every group has as many (`whole`, a compile-time 0 or 1), then as many, masked, and at last
-// kRest where no group has more. Which entries come together decides how sums are rounded: it must be the
-// same whichever slices share the warp. `add` reads the entries after those that it is given into `next`.
+// Calls add(whole, entries, base) for all entries of the slices of a warp. It passes kCount entries, which
+// `next` has: unmasked while every group has that many (`whole`, a compile-time 0 or 1), then masked; at last
+// kRest entries, if no group has more. How entries are combined affects rounding, so it must not depend on
+// the other slices of the warp. `add` reads the entries after those that it gets into `next`.
 template <int kCount, int kRest, typename F>
 __device__ __forceinline__ void for_entries(int longest, int shortest, const Entries<kCount>& next, F&& add) {
   int base = 0;
@@ -340,7 +342,7 @@ __device__ __forceinline__ void for_entries(int longest, int shortest, const Ent
   }
 }
 
-// Sums over the lanes from `from` to below `to` of a group, the same bits in all of them.
+// Sums over lanes of a group with steps from `from` to below `to`; all lanes get the same bits.
 template <int kCount>
 __device__ __forceinline__ void sum_over(float (&v)[kCount], int to, int from = 1) {
 #pragma unroll 1
@@ -350,7 +352,7 @@ __device__ __forceinline__ void sum_over(float (&v)[kCount], int to, int from = 
   }
 }
 
-// The steps of `scatter_sum`: one function per step, because a loop that halves its counter is not unrolled,
+// The steps of `scatter_sum`, one function per step: a loop that halves its counter would not be unrolled,
 // and the numbers would be in local memory.
 template <int kHalf, typename A, int kCount>
 __device__ __forceinline__ void scatter_halves(A (&v)[kCount]) {
@@ -364,8 +366,8 @@ __device__ __forceinline__ void scatter_halves(A (&v)[kCount]) {
   if constexpr (kHalf > 1) scatter_halves<kHalf / 2>(v);
 }
 
-// Sums each of kCount numbers over the lanes of a group of at least kCount: lane l of the group gets number l
-// % kCount. Half of the numbers change sides at each step, so that it takes about as many shuffles as
+// Sums each of kCount numbers over the lanes of a group of at least kCount lanes; lane l of the group gets
+// sum l % kCount. In each step, lanes exchange half of the numbers, so there are about as many shuffles as
 // numbers.
 template <typename A, int kCount>
 __device__ __forceinline__ A scatter_sum(A (&v)[kCount], int group_lanes) {
@@ -375,9 +377,9 @@ __device__ __forceinline__ A scatter_sum(A (&v)[kCount], int group_lanes) {
   return v[0];
 }
 
-// Where a lane finds its features in the rows of W transposed, in the features' type: reading W twice per row
-// is most of what the L1 does for rows of few entries. A row is (chunks, heads, lanes, 16 bytes): what a warp
-// reads at once is contiguous.
+// Position of a lane's features in the rows of W transposed, in the features' type. Reading W twice per row
+// dominates the L1 traffic of rows with few entries. A row is (chunks, heads, lanes, 16 bytes), so that a
+// warp reads contiguous memory.
 template <typename T>
 struct LaneWeights {
   const char* from;
@@ -399,8 +401,8 @@ struct LaneWeights {
   }
 };
 
-// W_h^T x of every lane's head, the lane's part of an edge's features. kCount vectors share what is read of
-// W.
+// Computes W_h^T x for every lane's head; a lane gets its part of the edge width. kCount vectors share the
+// reads of W.
 template <int kEdge, int kCount, typename T>
 __device__ __forceinline__ void to_edge_width(float (&to)[kCount][kEdge], const EdgeLane& lane,
                                               const LaneWeights<T>& weight,
@@ -454,8 +456,8 @@ __device__ __forceinline__ void add_from_edge_width(float (&to)[kLaneFeatures], 
   }
 }
 
-// What GATv2's leaky ReLU sees of some edges: x_dst_i + x_src_j + W a_ij. Every weight that is read is used
-// for all edges in flight.
+// The argument of GATv2's leaky ReLU for some edges: x_dst_i + x_src_j + W a_ij. Every weight is read once
+// for all of these edges.
 template <typename T, int kCount>
 __device__ __forceinline__ void add_projected(float (&z)[kCount][kLaneFeatures], const EdgeLane& lane,
                                               const EdgeAttentionInput& input,
@@ -503,7 +505,7 @@ struct KeptWeight {
     }
   }
 
-  // The same as `add_projected`, of edges' features that were read before.
+  // The same as `add_projected`, with edge features that were read before.
   __device__ __forceinline__ void add_to(float (&z)[kLaneFeatures],
                                          const Words<T, 4> (&edge)[kKeptWeight / 4]) const {
 #pragma unroll
@@ -519,7 +521,7 @@ struct NoWeight {
   __device__ __forceinline__ NoWeight(const EdgeLane&, const EdgeAttentionInput&) {}
 };
 
-// Features of one edge for `KeptWeight`, zeros behind the last.
+// Loads the features of one edge for `KeptWeight`, padded with zeros.
 template <typename T>
 __device__ __forceinline__ void load_edge(Words<T, 4> (&edge)[kKeptWeight / 4], const EdgeLane& lane,
                                           const void* from, std::uint32_t row, bool wanted) {
@@ -529,7 +531,7 @@ __device__ __forceinline__ void load_edge(Words<T, 4> (&edge)[kKeptWeight / 4], 
   }
 }
 
-// exp(x) as __expf computes it, without the steps for results below 2^-126, which are 0 here.
+// exp(x) like __expf, but results below 2^-126 are 0, which saves instructions.
 __device__ __forceinline__ float exp_or_zero(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
@@ -539,7 +541,7 @@ __device__ __forceinline__ float exp_or_zero(float x) {
 // Edge features that a lane has space for, with dot products.
 constexpr int kMostEdge = 16;
 
-// Lanes of a head: as many as hold 8 features each, and with dot products the edge's, a power of two.
+// Lanes per head, a power of two: enough for 8 features each and, with dot products, for the edge features.
 inline int edge_head_lanes(const EdgeAttentionInput& input) {
   int lanes = 1;
   while (lanes * kLaneFeatures < input.head_width || (!input.gatv2 && lanes * kMostEdge < input.edge_width)) {
@@ -548,8 +550,8 @@ inline int edge_head_lanes(const EdgeAttentionInput& input) {
   return lanes;
 }
 
-// Whether scores are dot products alone: neither bias nor dropout, whose tests in the loop over a row's
-// entries cost more than a tenth of it.
+// Whether there is neither bias nor dropout. Testing for them in the loop over a row's entries takes more
+// than a tenth of its time.
 inline bool is_plain(const EdgeAttentionInput& input) {
   return input.bias.data == nullptr && input.dropout.threshold == 0;
 }
@@ -565,7 +567,7 @@ void with_edge_type(Dtype dtype, F&& f) {
     case Dtype::kBFloat16:
       return f(__nv_bfloat16{});
     case Dtype::kFloat64:
-      return;  // the caller takes the unfused operators
+      return;  // the caller uses the unfused operators
   }
 }
 

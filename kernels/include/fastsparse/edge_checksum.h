@@ -14,8 +14,8 @@ FASTSPARSE_HOST_DEVICE std::uint64_t mixed(std::uint64_t bits) {
   return bits ^ (bits >> 31);
 }
 
-// What an edge adds: summed over all edges, whatever their order, modulo 2^64, it is 0 where every edge has
-// its reverse.
+// The term of an edge. The sum over all edges, in any order and modulo 2^64, is 0 if every edge has its
+// reverse.
 FASTSPARSE_HOST_DEVICE std::uint64_t edge_checksum(std::uint64_t row, std::uint64_t col) {
   return mixed(row << 32 | (col & 0xffffffffu)) - mixed(col << 32 | (row & 0xffffffffu));
 }

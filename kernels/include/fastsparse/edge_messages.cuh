@@ -1,8 +1,8 @@
-// Lanes of the kernels of edge_messages.cu: a group of `lanes` neighbouring lanes takes one slice of a row
-// for one tile of the width, 8 features to a lane in loads of 16 bytes, chunk by chunk, so that the group's
-// loads of a chunk are together. Nothing is summed over lanes but the gradients of raw features, so the
-// number of lanes is known at run time. Tiles are the slow dimension of the grid, as in spmm_csr.cu: a tile
-// of a table is likelier to stay in the L2 than the table.
+// Lanes of the kernels of edge_messages.cu: a group of `lanes` neighbouring lanes processes one slice of a
+// row for one tile of the width. A lane has 8 features, loaded in chunks of 16 bytes, so that the group's
+// loads of a chunk are contiguous. Only gradients of raw features are summed over lanes, so the number of
+// lanes can be a run-time value. Tiles are the slow dimension of the grid, as in spmm_csr.cu, because one
+// tile of a table is more likely to stay in the L2 cache than the whole table.
 #pragma once
 
 #include <algorithm>
@@ -14,24 +14,24 @@
 namespace fastsparse::cuda {
 
 constexpr int kMessageThreads = 128;
-constexpr int kTileFeatures = 8;  // of a lane
+constexpr int kTileFeatures = 8;  // features per lane
 
 template <typename T>
 constexpr int kTileVec = 16 / static_cast<int>(sizeof(T));
 template <typename T>
 constexpr int kTileChunks = kTileFeatures / kTileVec<T>;
 
-// Blocks of a multiprocessor that the registers shall suffice for.
+// Thread blocks per multiprocessor for which the compiler limits registers.
 template <typename T>
 constexpr int kMessageBlocks = sizeof(Acc<T>) == 4 ? 4 : 2;
 
-// Entries that a group gathers at once: 128 bytes of a lane's registers, shared by the rows of an entry, but
-// no more than kMost.
+// Entries that a group gathers at once: their rows take 128 bytes of a lane's registers; at most kMost.
 template <typename T, int kRows, int kMost = 4>
 constexpr int kMessagesInFlight =
     std::clamp(128 / (kTileFeatures * static_cast<int>(sizeof(T)) * kRows), 1, kMost);
 
-// One multiplication of 32-bit numbers: 64-bit numbers would take four, for every row that is gathered.
+// Address of a row, with one multiplication of 32-bit numbers; 64-bit numbers would take four per gathered
+// row.
 template <typename T>
 __device__ __forceinline__ const T* row_from(const DenseView& x, std::uint32_t row) {
   const auto row_bytes = static_cast<std::uint32_t>(x.stride * static_cast<std::int64_t>(sizeof(T)));
@@ -39,7 +39,7 @@ __device__ __forceinline__ const T* row_from(const DenseView& x, std::uint32_t r
                                     static_cast<std::uint64_t>(row) * row_bytes);
 }
 
-// A lane's features of one row, as loaded.
+// A lane's features of one row, unconverted.
 template <typename T>
 struct TileRow {
   Pack<T, kTileVec<T>> chunk[kTileChunks<T>];
@@ -56,7 +56,7 @@ struct MessageLane {
 
   std::int64_t group;  // index of the slice
   std::int64_t width;
-  std::int64_t first;  // feature of the lane's first chunk
+  std::int64_t first;  // first feature of the lane's first chunk
   int lanes;
   int sub;  // lane within its group
 
@@ -75,7 +75,7 @@ struct MessageLane {
            static_cast<std::uint64_t>(position) * static_cast<std::uint32_t>(sign_bytes);
   }
 
-  // Zeros unless `wanted`, and beyond the width. Rows are fewer than 2^32, and so are a row's bytes.
+  // Zeros unless `wanted`, and beyond the width. The number of rows and a row's bytes are less than 2^32.
   __device__ __forceinline__ TileRow<T> load(const DenseView& x, std::int64_t row, bool wanted = true) const {
     const T* from = row_from<T>(x, static_cast<std::uint32_t>(row));
     TileRow<T> found;
@@ -93,7 +93,7 @@ struct MessageLane {
     for (int i = 0; i < kTileFeatures; ++i) to[i] = found[i];
   }
 
-  // Row of a contiguous matrix (rows, width) in the accumulation type, through the L1.
+  // A row of a contiguous matrix (rows, width) in the accumulation type, cached in L1.
   __device__ __forceinline__ void load_wide(A (&to)[kTileFeatures], const void* x, std::int64_t row) const {
     constexpr int kWide = kVec < kTileVec<A> ? kVec : kTileVec<A>;
     const A* from = static_cast<const A*>(x) + row * width;
@@ -110,7 +110,8 @@ struct MessageLane {
     }
   }
 
-  // The lane's weights in a row of a map, anything beyond the width: nothing of that is stored.
+  // The lane's weights in a row of a map; beyond the width they are undefined, because results are not
+  // stored.
   __device__ __forceinline__ void load_weights(A (&to)[kTileFeatures], const A* row) const {
     constexpr int kWide = kVec < kTileVec<A> ? kVec : kTileVec<A>;
 #pragma unroll
@@ -144,7 +145,7 @@ struct MessageLane {
     }
   }
 
-  // Adds the slice's row of x, `factor` times, to `sum`, if the slice begins that row.
+  // Adds the slice's row of x, times `factor`, to `sum`, if the slice is the first of its row.
   __device__ __forceinline__ void add_root(A (&sum)[kTileFeatures], const DenseView& x, A factor,
                                            const CsrView& a, const RowSplitView& split,
                                            const RowSlice& slice) const {
@@ -155,7 +156,7 @@ struct MessageLane {
     for (int i = 0; i < kTileFeatures; ++i) sum[i] += factor * own[i];
   }
 
-  // The result of a slice: of a whole row, or to its slot.
+  // Stores the result of a slice: to its row if it is the only slice, otherwise to its slot.
   __device__ __forceinline__ void store_sum(const RowSlice& slice, void* out, void* partial,
                                             const A (&sum)[kTileFeatures]) const {
     if (slice.target < 0) {
@@ -166,12 +167,12 @@ struct MessageLane {
   }
 };
 
-// Column and position in the caller's edge order of some entries of a slice, read by every lane of a group
-// alike, which is one transaction and no shuffle.
+// Columns of some entries of a slice, and their positions in the caller's edge order. Every lane of a group
+// reads all of them, which is one transaction and needs no shuffle.
 template <int kCount>
 struct NextEntries {
   std::uint32_t col[kCount];
-  std::uint32_t position[kCount];  // the caller has fewer values than 2^32
+  std::uint32_t position[kCount];  // there are fewer than 2^32 values
 
   __device__ __forceinline__ void read(const CsrView& a, const RowSlice& slice, int base) {
 #pragma unroll
@@ -187,7 +188,7 @@ struct NextEntries {
   }
 };
 
-// Four neighbouring raw features of an edge, as loaded; zeros unless `wanted`.
+// Four neighbouring raw features of an edge, unconverted; zeros unless `wanted`.
 template <typename T>
 struct FourFeatures {
   static constexpr int kVec = kTileVec<T> < 4 ? kTileVec<T> : 4;
@@ -203,7 +204,7 @@ struct FourFeatures {
   __device__ __forceinline__ Acc<T> operator[](int i) const { return widen(part[i / kVec].lane[i % kVec]); }
 };
 
-// Adds W a of some edges to `to`. Every weight that is read is used for all edges in flight.
+// Adds W a of some edges to `to`. Every weight is read once for all of these edges.
 template <typename T, int kCount>
 __device__ __forceinline__ void add_projected(Acc<T> (&to)[kCount][kTileFeatures], const MessageLane<T>& lane,
                                               const EdgeMessageInput& input, const void* weight,
@@ -255,7 +256,7 @@ void with_message(EdgeMessage message, bool raw, F&& f) {
   }
 }
 
-// Lanes of a group: as many as the width needs, at most those of 128 (16-bit) or 256 bytes.
+// Lanes per group: as many as the width needs, at most for 128 bytes (16-bit features) or 256 bytes.
 inline int message_lanes(std::int64_t width) {
   int lanes = 1;
   while (lanes < 8 && lanes * kTileFeatures < width) lanes *= 2;

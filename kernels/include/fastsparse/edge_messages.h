@@ -1,21 +1,22 @@
-// Messages that meet their edges' features: arguments of kernels/c*/edge_messages.c*.
+// Messages with edge features: arguments of kernels/c*/edge_messages.c*.
 #pragma once
 
 #include "fastsparse/views.h"
 
 namespace fastsparse {
 
-// What an entry sends to its row: relu(z) of GINE with z = q_j + e_ij, or sigmoid(z) v_ij of gated layers
-// with z = k_i + q_j + e_ij and v_ij = v_j + u_ij; e and u from the edge's features.
+// The message of an entry: relu(z) for GINE with z = q_j + e_ij, or sigmoid(z) v_ij for gated layers with
+// z = k_i + q_j + e_ij and v_ij = v_j + u_ij; e and u depend on the edge's features.
 enum class EdgeMessage : int { kRelu = 0, kGate = 1, kGateAndState = 2 };
 
-// The features of an edge are raw, and then e = W a + bias and u = U a, or are e itself, or there are none.
+// Edge features a are raw (then e = W a + bias and u = U a), or they are rows e themselves, or there are
+// none.
 struct EdgeMessageInput {
-  EdgeMessage message;   // kGateAndState: of rows e; z is a result too, and the gates are summed up
+  EdgeMessage message;   // kGateAndState: for rows e; z and the sums of the gates are results, too
   DenseView k;           // (num_rows, width); gates only
   DenseView q;           // (num_cols, width)
   DenseView v;           // (num_cols, width); gates only
-  DenseView edge;        // (num_values, edge_width), raw, or (num_values, width), or null data: none
+  DenseView edge;        // (num_values, edge_width) if raw, otherwise (num_values, width); null data: none
   const void* weight;    // (edge_width, width) in the accumulation type: W transposed; null: not raw
   const void* of_value;  // (edge_width, width): U transposed, likewise; gates with raw features only
   const void* bias;      // (width) in the accumulation type, null: 0; relu with raw features only
@@ -26,11 +27,11 @@ struct EdgeMessageInput {
 FASTSPARSE_ARGUMENTS(EdgeMessageInput, FIELDS(message, k, q), WIDTH(width), DTYPE(dtype),
                      FIELDS(v, edge, edge_width, weight, of_value, bias));
 
-// Maps of raw features as the caller has them, and workspace to lay them out for the kernels: transposed,
-// padded with zeros, in the accumulation type.
+// The caller's maps of raw features, and the output in the layout of the kernels: transposed, padded with
+// zeros, in the accumulation type.
 struct EdgeMapsArgs {
   DenseView weight;    // (given_width, given_edge_width) of `dtype`
-  DenseView added;     // likewise: what W is the sum with; null data: nothing
+  DenseView added;     // likewise: added to W; null data: nothing
   DenseView of_value;  // likewise: U; null data: none
   const void* bias;    // (given_width); null: none
   std::int64_t given_width;
@@ -64,7 +65,7 @@ FASTSPARSE_ARGUMENTS(EdgeMessageArgs, AS(structure, a), ALSO(split),
                      FIELDS(input, out, side, state, positive, sign_bytes, root, eps, scale, partial,
                             partial_side));
 
-// Gradients of maps and raw features as the caller gets them, of the caller's widths; null: not computed.
+// Gradients of maps and raw features for the caller, without padding; null: not computed.
 struct EdgeMapGradients {
   void* weight;    // (width, edge_width) of `dtype`
   void* of_value;  // likewise; gates only

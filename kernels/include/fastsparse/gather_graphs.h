@@ -1,6 +1,6 @@
-// Batches of graphs, gathered from tensors that hold the graphs of a whole dataset one after the other. All
-// tensors of a batch at once. A graph's rows are contiguous, so a batch consists of one copy for every graph
-// and tensor.
+// Batches of graphs, gathered from tensors that have the graphs of a whole dataset one after the other. One
+// call gathers all tensors of a batch. A graph's rows are contiguous, so a batch is one copy per graph and
+// tensor.
 //
 // Rows of one kind (nodes, edges, ...) share a pointer: graph g of the dataset has rows
 // pointer[g] .. pointer[g + 1]. `plan_graphs` turns the pointers into the table of a batch, which has two
@@ -20,24 +20,24 @@ constexpr int kMostGathered = 40;
 
 enum class GraphFieldKind : int {
   kCopy = 0,
-  kAddInt64 = 1,  // numbers of rows of another kind, which begin elsewhere in the batch
+  kAddInt64 = 1,  // numbers of rows of another kind: adds where the graph's rows of that kind begin
   kAddInt32 = 2,
   kGraph = 3,       // the graph that a row belongs to, int64; nothing is read
   kFirst = 4,       // the pointer of the batch, int64; nothing is read
-  kRowPointer = 5,  // kAddInt64, and behind the last row the number of what is pointed to
+  kRowPointer = 5,  // kAddInt64, and after the last row the total number of entries
   kSlices = 6,      // (first entry, number of entries and row): the `RowSlice`s of uncut rows
 };
 
-// A tensor of the dataset and that of the batch.
+// A tensor of the dataset and the corresponding tensor of the batch.
 struct GraphField {
   const void* from;
   void* to;
   std::int64_t outer;      // product of the sizes before the dimension of the rows
-  std::int64_t row_bytes;  // of a row, for one index of those
+  std::int64_t row_bytes;  // bytes of a row, for one index of those dimensions
   std::int64_t from_rows;
   std::int64_t to_rows;
   int rows;      // its pointer, by number
-  int added[2];  // pointers whose `first` is added: for the second index before the rows the second one
+  int added[2];  // pointers whose `first` is added, for index 0 and 1 of the dimension before the rows
   GraphFieldKind kind;
 };
 FASTSPARSE_ARGUMENTS(GraphField, FIELDS(from, outer, row_bytes, from_rows, rows), AS(added, added[0]),

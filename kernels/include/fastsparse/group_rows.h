@@ -1,6 +1,6 @@
-// Row grouping, what its CPU and GPU kernels share. Min-wise hashing (Broder, 1997): the share of equal
-// minima in two rows' signatures estimates the Jaccard similarity of their column sets; every row is linked
-// to the most similar one that it was compared with. Integers only, so that every device agrees.
+// Row grouping: shared code of CPU and GPU. Min-wise hashing (Broder, 1997): the share of equal minima in two
+// rows' signatures estimates the Jaccard similarity of their column sets. Every row is linked to the most
+// similar row that it was compared with. All numbers are integers, so that all devices give equal results.
 #pragma once
 
 #include <cstdint>
@@ -9,17 +9,17 @@
 
 namespace fastsparse {
 
-// Hashes of a signature.
+// Number of hashes in a signature.
 constexpr int kHashes = 16;
-// Most bits of a hash.
+// Largest number of bits of a hash.
 constexpr int kHashBits = 24;
-// Bits of the keys that rows are sorted by.
+// Number of bits of the keys by which rows are sorted.
 constexpr int kKeyBits = 28;
-// Equal hashes from which on two rows count as similar (so an estimated Jaccard similarity of 3/16).
+// Smallest number of equal hashes of similar rows (an estimated Jaccard similarity of 3/16).
 constexpr int kAgreement = 3;
-// Links that are followed to a cluster's root; longer chains are rare.
+// Largest number of links that are followed to a cluster's root; longer chains are rare.
 constexpr int kMostLinks = 32;
-// Rows closer than this in natural order are neighbours in it.
+// Rows whose numbers differ by less than this count as near.
 constexpr int kNearRows = 64;
 
 // Random odd factors of every hash. Passed to kernels by value: device code has no host constants.
@@ -33,8 +33,8 @@ constexpr HashFactors kHashFactors = {
     {10564393, 4433777, 6825607, 4441697, 14777443, 3688149, 12471663, 15508901, 6299951, 11032087, 13927979,
      15690341, 12195393, 4562755, 7300565, 3754125}};
 
-// Permutations of the columns' numbers below 2^column_bits, made of multiplications by odd numbers and
-// shifts. If a number has more than 24 bits, only the upper 24 are kept.
+// Permutations of the column numbers below 2^column_bits, by multiplications with odd numbers and shifts. If
+// a number has more than 24 bits, only the upper 24 are kept.
 struct ColumnHash {
   std::uint32_t mask;  // products may wrap: only their lower bits are kept
   int shift;
@@ -49,7 +49,7 @@ struct ColumnHash {
     return value >> dropped;
   }
 
-  // The greatest hash, which is also the minimum over no column.
+  // The largest hash; also the minimum of a row without columns.
   FASTSPARSE_HOST_DEVICE std::uint32_t most() const { return mask >> dropped; }
 };
 
@@ -64,7 +64,7 @@ FASTSPARSE_HOST_DEVICE std::int32_t sort_key(std::uint32_t hash, std::uint32_t n
   return static_cast<std::int32_t>(hash << free | (next & ((1u << free) - 1)));
 }
 
-// Eight bits of each hash of a signature: unequal hashes pass for equal once in 256 times.
+// Eight bits of each hash of a signature. Different hashes are taken for equal with probability 1/256.
 struct alignas(16) Signature {
   std::uint64_t half[2];
 };
@@ -78,18 +78,18 @@ FASTSPARSE_HOST_DEVICE int zero_bytes(std::uint64_t word) {
   return 8 - static_cast<int>(nonzero * kOnes >> 56);
 }
 
-// How similar a row is to another: its number of equal hashes in the upper, the other row in the lower 32
-// bits, so that of equally similar rows the higher one wins.
+// The similarity of a row to another: the number of equal hashes in the upper 32 bits, and the other row in
+// the lower 32 bits, so that among equally similar rows the one with the larger number is chosen.
 FASTSPARSE_HOST_DEVICE std::int64_t similarity(const Signature& row, const Signature& other,
                                                std::int64_t other_row) {
   const int equal = zero_bytes(row.half[0] ^ other.half[0]) + zero_bytes(row.half[1] ^ other.half[1]);
   return static_cast<std::int64_t>(equal) << 32 | other_row;
 }
 
-// The links from every row to its most similar one, itself where none is similar enough.
+// The link from every row to its most similar row; to itself if no row is similar enough.
 struct RowLinks {
   const std::int64_t* rowptr;
-  const std::int64_t* best;  // similarity() of the most similar row, negative where there is none
+  const std::int64_t* best;  // similarity() of the most similar row; negative: there is none
 
   FASTSPARSE_HOST_DEVICE bool is_linked(std::int64_t row) const {
     return best[row] >= static_cast<std::int64_t>(kAgreement) << 32 && rowptr[row] != rowptr[row + 1];
@@ -104,8 +104,8 @@ struct RowLinks {
     return is_linked(row) && distance <= kNearRows && -distance <= kNearRows;
   }
 
-  // Links lead to ever better pairs, equal ones to higher rows: a tree ends in a pair, whose lower row is the
-  // root.
+  // Every link leads to a pair of larger similarity, or of equal similarity and a larger row. So a tree ends
+  // in a pair of rows that are linked to each other; the smaller of them is the root.
   FASTSPARSE_HOST_DEVICE std::int64_t root(std::int64_t row) const {
     std::int64_t linked = next(row);
     for (int links = 0; links < kMostLinks; ++links) {

@@ -1,10 +1,10 @@
-// How the CSR attention kernels lay rows, heads and features over lanes, and what they share.
+// How the CSR attention kernels assign rows, heads and features to lanes, and their shared code.
 //
-// `kHeadLanes` neighbouring lanes take one head of one slice of a row, 8 features each; a group of
-// heads_per_group neighbouring heads takes the same slice, so that together they gather contiguous pieces of
-// a row. Entries go in batches of kHeadLanes: lane `sub` of a head reads the column (and computes what is a
-// number per entry) of the batch's entry `sub`, and hands it to the others by shuffles. All groups of a warp
-// loop to the longest of their slices, masked where their own is over.
+// `kHeadLanes` neighbouring lanes process one head of one slice of a row, 8 features each. A group of
+// heads_per_group neighbouring heads processes the same slice, so that together they gather contiguous pieces
+// of a row. Entries are processed in batches of kHeadLanes: lane `sub` of a head reads the column (and
+// computes the numbers per entry) of the batch's entry `sub`, and passes it to the others by shuffles. All
+// groups of a warp loop over the length of the longest slice, and are masked beyond the end of their own.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace fastsparse::cuda {
 
-constexpr int kHeadThreads = 128;  // of a block
+constexpr int kHeadThreads = 128;  // threads per block
 constexpr int kLaneFeatures = 8;
 constexpr float kInfinity = __builtin_huge_valf();
 
@@ -30,12 +30,12 @@ struct Features {
   __device__ __forceinline__ float operator[](int i) const { return widen(pack[i / kVec].lane[i % kVec]); }
 };
 
-// Where one lane finds its features in the rows of a matrix.
+// Position of a lane's features in the rows of a matrix.
 template <typename T, int kVec>
 struct RowGather {
   const char* from[kLaneFeatures / kVec];
   std::uint32_t row_bytes;
-  int chunks;  // of single elements: as many as the head needs
+  int chunks;  // if chunks are single elements: as many as the head needs
 
   __device__ __forceinline__ Features<T, kVec> load(std::uint32_t row) const {
     Features<T, kVec> features;
@@ -64,8 +64,8 @@ struct HeadLane {
 
   std::int64_t group;  // index of the slice
   int sub;             // lane within its head
-  std::int64_t head;   // valid even where not live
-  bool live;           // lanes beyond the last head are not
+  std::int64_t head;   // a valid head even if not live
+  bool live;           // false for lanes beyond the last head
   std::int64_t first;  // the head's first feature in a row of all heads
   bool inside[kChunks];
   int chunks;
@@ -97,8 +97,8 @@ struct HeadLane {
            head;
   }
 
-  // What to gather of the rows of x. Lanes without features gather their head's first ones and drop them:
-  // cheaper than a predicate on every load.
+  // How to gather rows of x. Lanes without features gather their head's first features and do not use them,
+  // which is cheaper than a predicate on every load.
   __device__ __forceinline__ RowGather<T, kVec> gather(const DenseView& x) const {
     RowGather<T, kVec> rows;
     rows.row_bytes = static_cast<std::uint32_t>(x.stride * sizeof(T));
@@ -111,7 +111,7 @@ struct HeadLane {
     return rows;
   }
 
-  // Features of a row, zeros where the head has none.
+  // Features of a row; zeros beyond the head's last feature.
   __device__ __forceinline__ void load(float (&to)[kLaneFeatures], const DenseView& x,
                                        std::int64_t row) const {
     const Features<T, kVec> features = gather(x).load(static_cast<std::uint32_t>(row));
@@ -147,15 +147,15 @@ struct HeadLane {
 template <int kVec>
 constexpr int kEntriesInFlight = kVec == 1 ? 2 : 4;
 
-// Blocks that a multiprocessor should hold: registers follow from it. `of_16bit`, measured, is for gathers of
-// 16-bit features; others need more registers.
+// Thread blocks per multiprocessor for which the compiler limits registers. `of_16bit` was measured for
+// gathers of 16-bit features; others need more registers.
 template <typename T, int kVec>
 constexpr int resident_blocks(int of_16bit) {
   const int most = kVec == 1 ? 4 : sizeof(T) == 2 ? 8 : 6;
   return of_16bit < most ? of_16bit : most;
 }
 
-// The same bits in all lanes of a head: every step adds (or compares) the same two numbers in both lanes.
+// All lanes of a head get the same bits: in every step, both lanes add (or compare) the same two numbers.
 template <int kHeadLanes>
 __device__ __forceinline__ float sum_lanes(float v) {
 #pragma unroll
@@ -176,8 +176,8 @@ struct WarpLength {
       : longest(__reduce_max_sync(kFullWarp, length)), shortest(__reduce_min_sync(kFullWarp, length)) {}
 };
 
-// Calls f(whole, step) for the steps of a batch of kHeadLanes entries from `base` on. `whole`, a compile-time
-// 0 or 1, says that every group of the warp has all entries of the step, so that nothing needs to be masked.
+// Calls f(whole, step) for the steps of the batch of kHeadLanes entries that begins at `base`. `whole`, a
+// compile-time 0 or 1: every group of the warp has all entries of the step, so nothing needs to be masked.
 template <int kHeadLanes, int kInFlight, typename F>
 __device__ __forceinline__ void for_steps(int base, const WarpLength& length, F&& f) {
 #pragma unroll 1
@@ -190,21 +190,21 @@ __device__ __forceinline__ void for_steps(int base, const WarpLength& length, F&
   }
 }
 
-// What scores are taken relative to: their maximum, where there is one.
+// The number that is subtracted from scores: their maximum, or 0 if it is -infinity.
 __device__ __forceinline__ float reference_score(float max) { return max == -kInfinity ? 0.0f : max; }
 
 // The log-sum-exp that backward passes subtract: rows whose scores are all -inf have no weights, not NaN.
 __device__ __forceinline__ float finite_lse(float lse) { return lse == -kInfinity ? kInfinity : lse; }
 
-// Factor that makes weights sum to 1; no weights: 0.
+// Factor that normalises weights to sum 1; 0 if there are no weights.
 __device__ __forceinline__ float normaliser(float sum) { return sum == 0 ? 0.0f : 1.0f / sum; }
 
 __device__ __forceinline__ float log_sum_exp(float max, float sum) {
   return sum == 0 ? -kInfinity : max + logf(sum);
 }
 
-// Softmax sums of the slices of split rows, in slot order within 8 strands and then strand by strand: no
-// atomics.
+// Combines the softmax sums of the slices of split rows: 8 strands sum their slots in order, and then the
+// strands are added in order. There are no atomics.
 constexpr int kStrands = 8;
 
 // partial: (num_slots, width) relative to its own maximum; state: (num_slots, heads) {maximum, sum}.
@@ -254,7 +254,7 @@ void combine_softmax(const RowSplitView& split, const float* partial, const floa
       split, partial, reinterpret_cast<const float2*>(state), heads, head_width, static_cast<T*>(out), lse);
 }
 
-// Heads that share a group: as many as fit the warp, a power of two.
+// Heads per group: as many as fit a warp, a power of two.
 inline int heads_per_group(std::int64_t heads, int head_lanes) {
   int count = 1;
   while (count < heads && count * head_lanes < kWarp) count *= 2;
@@ -293,7 +293,7 @@ void with_head_lanes(Dtype dtype, std::int64_t head_width, std::initializer_list
     case Dtype::kBFloat16:
       return call(__nv_bfloat16{});
     case Dtype::kFloat64:
-      return;  // the caller takes the unfused operators
+      return;  // the caller uses the unfused operators
   }
 }
 

@@ -1,4 +1,4 @@
-// The operators: each is a struct of arguments and a launcher for the CPU, for CUDA, or for both.
+// The operators. Each has a struct of arguments, and a launcher for the CPU, for CUDA, or for both.
 // CPU launchers run on `threads` OpenMP threads. CUDA launchers enqueue on `stream` (a cudaStream_t) of the
 // current device and return a cudaError_t as int; they never allocate and never synchronise.
 #pragma once
@@ -7,7 +7,7 @@
 
 #include "fastsparse/views.h"
 
-// Functions of `_C` with the arguments that the struct's FASTSPARSE_ARGUMENTS lists.
+// Functions of `_C` whose arguments are those of the struct's FASTSPARSE_ARGUMENTS.
 #define FASTSPARSE_OPERATORS(BOTH, CPU, CUDA)                      \
   BOTH(cbsr_gather, CbsrGatherArgs)                                \
   BOTH(cbsr_to_dense, CbsrToDenseArgs)                             \
@@ -97,7 +97,7 @@ FASTSPARSE_LAUNCHERS(FASTSPARSE_DECLARE_BOTH, FASTSPARSE_DECLARE_CPU, FASTSPARSE
 
 }  // namespace fastsparse
 
-// Those that take more.
+// Launchers with additional parameters.
 namespace fastsparse::cpu {
 
 void compress(const CompressArgs& args);

@@ -1,11 +1,11 @@
-// MaxK of 16-bit numbers (maxk_16_bits.cu), which maxk.cu hands over.
+// MaxK of 16-bit numbers (maxk_16_bits.cu), called by maxk.cu.
 #pragma once
 
 #include "fastsparse/cuda_common.cuh"
 
 namespace fastsparse::cuda {
 
-constexpr std::int64_t kMost16BitColumns = 1024;  // of rows that it takes
+constexpr std::int64_t kMost16BitColumns = 1024;  // largest width that it supports
 
 template <typename T>
 void maxk_16_bits(const MaxkArgs& args, cudaStream_t stream);

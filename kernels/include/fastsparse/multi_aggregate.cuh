@@ -1,4 +1,4 @@
-// What the kernels of several aggregations share: four features per lane, and the messages of some entries.
+// Shared code of the kernels of several aggregations: four features per lane, and the messages of entries.
 #pragma once
 
 #include <type_traits>
@@ -10,7 +10,7 @@ namespace fastsparse::cuda {
 constexpr int kQuad = 4;  // features of a lane
 constexpr int kQuadThreads = 128;
 
-// What edges add to a message: nothing, W a_ij of their own features, or a row of the message's width.
+// The edges' term of a message: none, W a_ij of edge features, or a row of the message's width.
 enum class EdgeTerm { kNone, kFeatures, kRow };
 
 // Calls f with the kind of edges as a constant.
@@ -21,7 +21,7 @@ void with_edge_term(const MultiAggregateInput& input, F&& f) {
   f(std::integral_constant<EdgeTerm, EdgeTerm::kRow>{});
 }
 
-// Four aligned numbers as they are in memory, in loads of up to 16 bytes.
+// Four aligned numbers, unconverted, in loads of up to 16 bytes.
 template <typename T>
 struct RawQuad {
   static constexpr int kVec = sizeof(T) == 8 ? 2 : kQuad;
@@ -54,10 +54,11 @@ __device__ __forceinline__ void store_quad(const Acc<T> (&from)[kQuad], T* to) {
   }
 }
 
-// A lane's features in rows of `width`. Where all rows are aligned it moves them together, else one by one.
+// A lane's features in rows of `width`. If all rows are aligned, they are loaded and stored together,
+// otherwise one by one.
 struct Quad {
   std::int64_t first;
-  int count;  // of its features that are below the width
+  int count;  // number of its features below the width
   bool aligned;
 
   __device__ __forceinline__ Quad(std::int64_t feature, std::int64_t width, bool all_aligned)
@@ -67,7 +68,7 @@ struct Quad {
     aligned = all_aligned && count > 0;
   }
 
-  // Zeros where there is no feature.
+  // Zeros beyond the width.
   template <typename T>
   __device__ __forceinline__ void load(const T* row, Acc<T> (&to)[kQuad]) const {
     if (aligned) return load_quad(row + first, to);
@@ -84,7 +85,7 @@ struct Quad {
   }
 };
 
-// A quad in a row of results, where MultiAggregateInput::place has it, with one division for all
+// A quad in a row of results, at the positions of MultiAggregateInput::place, with one division for all
 // aggregations.
 template <typename T>
 class QuadOfResults {
@@ -95,7 +96,7 @@ class QuadOfResults {
     // Rows have fewer than 2^32 features.
     const auto feature = static_cast<std::uint32_t>(quad.first);
     const std::uint32_t group = feature / static_cast<std::uint32_t>(group_width_);
-    const std::int64_t between = (input.num_slots - 1) * group_width_;  // results of a group and of the next
+    const std::int64_t between = (input.num_slots - 1) * group_width_;  // from a group's results to the next
     first_ = row * input.num_slots * input.width + group * between + feature;
     std::int64_t to_next = (group + 1) * group_width_ - feature, skipped = 0;
 #pragma unroll
@@ -108,7 +109,7 @@ class QuadOfResults {
     }
   }
 
-  // Those of one aggregation; zeros where there is no feature. An aligned quad never leaves its group.
+  // The results of one aggregation; zeros beyond the width. An aligned quad is within one group.
   __device__ __forceinline__ void load(const void* results, int slot, Acc<T> (&to)[kQuad]) const {
     const T* from = static_cast<const T*>(results) + first_ + slot * group_width_;
     if (quad_.aligned) return load_quad(from, to);
@@ -127,12 +128,12 @@ class QuadOfResults {
  private:
   const Quad& quad_;
   std::int64_t group_width_;
-  std::int64_t first_;          // place of the first feature's first aggregation
-  std::int64_t offset_[kQuad];  // of each feature from there
+  std::int64_t first_;          // position of the first feature's first aggregation
+  std::int64_t offset_[kQuad];  // of each feature, relative to first_
 };
 
-// A quad of several rows: those that `wanted(u)` names are read, others are zeros. All loads are issued
-// before anything looks at what they bring.
+// A quad of several rows: those with `wanted(u)` are read, others are zeros. All loads are issued before
+// their results are used.
 template <typename T, int kCount, typename RowAt, typename Wanted>
 __device__ __forceinline__ void gather_quads(Acc<T> (&to)[kCount][kQuad], const Quad& quad, RowAt row_at,
                                              Wanted wanted) {
@@ -158,7 +159,7 @@ __device__ __forceinline__ void gather_quads(Acc<T> (&to)[kCount][kQuad], const 
   }
 }
 
-// Whether quads of every array, in their dtype and in the accumulation type, may move together.
+// Whether quads of every array, in their dtype and in the accumulation type, can be loaded together.
 template <typename T>
 bool quads_aligned(const MultiAggregateInput& input, std::initializer_list<const void*> others) {
   const auto fits = [](const void* address) {
@@ -171,14 +172,14 @@ bool quads_aligned(const MultiAggregateInput& input, std::initializer_list<const
   return aligned;
 }
 
-// Lanes of a row, a power of two.
+// Lanes per row, a power of two.
 inline int quad_lanes(std::int64_t width) {
   int lanes = 1;
   while (lanes < kWarp && lanes * kQuad < width) lanes *= 2;
   return lanes;
 }
 
-// Adds W a_ij of kCount entries; the first `wanted` count; every weight that is read is used for all of them.
+// Adds W a_ij of the first `wanted` of kCount entries. Every weight is read once for all of them.
 template <typename T, int kCount>
 __device__ __forceinline__ void add_features(Acc<T> (&x)[kCount][kQuad], const MultiAggregateInput& input,
                                              const Quad& quad, const std::uint32_t (&position)[kCount],
@@ -206,7 +207,7 @@ __device__ __forceinline__ void add_features(Acc<T> (&x)[kCount][kQuad], const M
   }
 }
 
-// x_j + e_ij of some entries; the first `wanted` count.
+// x_j + e_ij of the first `wanted` of kCount entries.
 template <typename T, EdgeTerm kEdges, int kCount>
 __device__ __forceinline__ void gather_messages(Acc<T> (&x)[kCount][kQuad], const MultiAggregateInput& input,
                                                 const Quad& quad, const Entries<kCount>& entries,
@@ -231,7 +232,7 @@ __device__ __forceinline__ void gather_messages(Acc<T> (&x)[kCount][kQuad], cons
   }
 }
 
-// The message as the features' dtype has it.
+// The message, rounded to the features' dtype.
 template <typename T>
 __device__ __forceinline__ Acc<T> message(Acc<T> without_destination, Acc<T> destination) {
   return widen(narrow<T>(without_destination + destination));

@@ -1,4 +1,4 @@
-// Launches on a device, for callers that have its number and a stream: the binding and the C++ library.
+// Launches on a device, for callers with its number and a stream: the binding and the C++ library.
 #pragma once
 
 #include <stdexcept>
@@ -18,8 +18,8 @@ struct CudaError {
   throw std::runtime_error("fastsparse_core was built without CUDA: see doctor");
 }
 
-// Says which driver a build needs. CUDA versions are as in CUDART_VERSION; `supported` is the driver's, 0
-// without one.
+// The message about the driver that a build needs. CUDA versions are as in CUDART_VERSION; `supported` is
+// that of the driver, 0 without a driver.
 inline std::string old_driver_text(int built_for, int supported) {
   const auto version = [](int of) {
     return std::to_string(of / 1000) + "." + std::to_string(of % 1000 / 10);
@@ -48,8 +48,8 @@ inline std::string text_of(const CudaError& error) {
   return old_driver_text(CUDART_VERSION, supported);
 }
 
-// Launches go to the tensors' device whatever device is current: with a statically linked runtime a launch
-// for another device would otherwise report success and write nothing.
+// Makes the tensors' device current for a launch. With a statically linked runtime, a launch for another
+// device would report success and write nothing.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
@@ -68,7 +68,7 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-// Calls `run` where `device` is current; it returns an error code.
+// Calls `run`, which returns an error code, while `device` is current.
 template <typename Run>
 void on_device(int device, const Run& run) {
   const DeviceGuard guard(device);

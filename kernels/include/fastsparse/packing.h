@@ -1,5 +1,5 @@
-// Python's arguments become the fields of structs, by the lists of arguments.h. `_C` does not know PyTorch,
-// and reads attributes of tensors as Python does.
+// Converts Python arguments to the fields of structs, with the lists of arguments.h. `_C` is not linked to
+// PyTorch, so it reads attributes of tensors as Python does.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -56,7 +56,7 @@ inline std::vector<PyObject*>& known_dtypes() {
 class Given {
  public:
   const char* function = nullptr;
-  PyObject* object = nullptr;  // null: none was given
+  PyObject* object = nullptr;  // null: the argument was omitted
   const Argument* argument = nullptr;
   double probability = 0;
 
@@ -94,7 +94,7 @@ class Given {
     return value != 0;
   }
 
-  // 0 of None.
+  // 0 for None.
   std::uintptr_t address() const {
     if (object == Py_None) return 0;
     constexpr auto kMost = std::numeric_limits<std::uintptr_t>::max();
@@ -102,8 +102,8 @@ class Given {
     const auto found = held(known(PyObject_CallMethodNoArgs(object, names().data_ptr)));
     const std::uintptr_t address = PyLong_AsUnsignedLongLong(found.ptr());
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-    // A freed storage leaves the offset in it for an address. Asking every tensor for the size of its storage
-    // takes 90 ns, 1.6 % of the host's time for a small spmm.
+    // The address of a tensor with a freed storage is its offset in the storage. Checking the storage size of
+    // every tensor would take 90 ns, 1.6 % of the host time of a small spmm.
     if (address < kLeastAddress) check_memory();
     return address;
   }
@@ -142,8 +142,8 @@ class Given {
   T* instance() const;
 
  private:
-  // Allocators give memory above 4 GiB, unless the program is linked to fixed addresses. Offsets in freed
-  // storages stay below unless the storage was larger.
+  // Allocators return memory above 4 GiB, unless the program is linked to fixed addresses. Offsets in freed
+  // storages are less than that unless the storage was larger.
   static constexpr auto kLeastAddress = std::uintptr_t{1} << 32;
 
   // The attribute of a tensor; an error for other objects.
@@ -170,8 +170,8 @@ class Given {
     throw py::error_already_set();
   }
 
-  // Rejects tensors whose storage was resized to nothing, as FSDP does between uses: their shape stays.
-  // Inlined it would make every call longer.
+  // Raises an error for tensors whose storage was resized to 0 bytes, as FSDP does between uses; their shape
+  // does not change. Not inlined, because it would slow down every call.
   [[gnu::cold, gnu::noinline]] void check_memory() const {
     const auto numel = held(known(PyObject_CallMethodNoArgs(object, names().numel)));
     if (PyLong_AsLongLong(numel.ptr()) == 0) return;
@@ -198,7 +198,7 @@ void write(char* args, std::size_t at, const T& value) {
 
 // ---------------------------------------------------------------- classes
 
-// A struct as an object of Python's.
+// A struct as a Python object.
 template <typename T>
 struct Instance {
   PyObject_HEAD T value;
@@ -308,10 +308,10 @@ inline void divide(Given&, char* args, const Argument& argument) {
 
 constexpr std::size_t kMostArguments = 48;
 
-// Arguments of a function of Python's that fill one struct, and then another.
+// Arguments of a Python function that fill one struct and then another.
 class Parameters {
  public:
-  // A list, and what its entries are relative to.
+  // A list of arguments, and the struct to which their offsets are relative.
   struct Part {
     const Argument* begin = nullptr;
     const Argument* end = nullptr;
@@ -335,14 +335,14 @@ class Parameters {
 
   const char* name() const { return name_.c_str(); }
   const char* doc() const { return doc_.c_str(); }
-  // Without the class of a method.
+  // The name without a method's class.
   const char* doc_name() const {
     const std::size_t dot = name_.rfind('.');
     return name_.c_str() + (dot == std::string::npos ? 0 : dot + 1);
   }
 
-  // Fills `args` and `where` from the arguments of a call: `count` by position, then those that `keywords`
-  // names.
+  // Fills `args` and `where` from the arguments of a call: `count` positional ones, then those named by
+  // `keywords`.
   void read(PyObject* const* given, Py_ssize_t count, PyObject* keywords, void* args, void* where) {
     // Reading arguments may let other threads run, which may add other call sites.
     PyObject* objects[kMostArguments];
@@ -364,8 +364,8 @@ class Parameters {
  private:
   static constexpr std::uint8_t kMissing = 255;
 
-  // Where a call has every argument. The names are constants of the calling code, and so is their tuple,
-  // unless the call has more than 15 of them or a starred argument: then Python makes one for every call.
+  // The position of every argument in a call. The tuple of names is a constant of the calling code, unless
+  // the call has more than 15 of them or a starred argument: then Python makes a tuple for every call.
   struct CallSite {
     PyObject* keywords = nullptr;
     Py_ssize_t count = -1;
@@ -398,7 +398,7 @@ class Parameters {
     }
     CallSite learnt = place_arguments(count, keywords);
     CallSite& site = sites_[next_site_++ % kNumSites];
-    Py_XINCREF(keywords);  // else another tuple might come to be at its address
+    Py_XINCREF(keywords);  // otherwise another tuple could get its address
     std::swap(site, learnt);
     Py_XDECREF(learnt.keywords);
     return site;

@@ -1,6 +1,6 @@
-// A counter-based generator (Philox4x32-10; Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-// SC 2011): of attention's dropout, so that every pass, in whatever order it meets the entries, sees the same
-// mask, and of neighbour sampling, so that both devices draw the same.
+// A counter-based random number generator (Philox4x32-10; Salmon et al., "Parallel random numbers: as easy as
+// 1, 2, 3", SC 2011). Attention's dropout uses it, so that every pass gets the same mask in any order of
+// entries. Neighbour sampling uses it, so that both devices choose the same entries.
 #pragma once
 
 #include <cmath>
@@ -41,7 +41,7 @@ FASTSPARSE_HOST_DEVICE std::uint32_t philox(std::uint32_t key0, std::uint32_t ke
   return static_cast<std::uint32_t>(philox64(key0, key1, c0, c1, c2));
 }
 
-// Drops an entry with probability p and scales the others by 1 / (1 - p). threshold 0: drops nothing.
+// Drops an entry with probability p and scales the others by 1 / (1 - p). threshold 0: no dropout.
 struct Dropout {
   std::uint32_t key0;
   std::uint32_t key1;
@@ -56,8 +56,8 @@ inline Dropout make_dropout(double p, std::int64_t seed) {
           static_cast<float>(1.0 / (1.0 - p))};
 }
 
-// Factor of the weight of entry (row, column) and head; row and column are those of the structure that the
-// caller sees, in passes over its transpose too.
+// Factor of the weight of entry (row, column) and head. Row and column are those of the caller's structure,
+// also in passes over its transpose.
 FASTSPARSE_HOST_DEVICE float dropout_factor(const Dropout& dropout, std::uint32_t row, std::uint32_t col,
                                             std::uint32_t head) {
   if (dropout.threshold == 0) return 1.0f;

@@ -1,5 +1,5 @@
-// Copies a batch into memory with spare capacity, where a CUDA graph reads it: every hop begins at a fixed
-// place, and its rows are followed by padding. All tensors of a batch at once.
+// Copies all tensors of a batch into memory with spare capacity, where a CUDA graph reads them: every hop
+// begins at a fixed position, and its rows are followed by padding.
 #pragma once
 
 #include <cstdint>
@@ -11,31 +11,31 @@ namespace fastsparse {
 constexpr int kMostHops = 16;
 constexpr int kMostPlaced = 24;
 
-// Rows by hop: of the memory, and of the batch.
+// Ranges of rows per hop, in the memory and in the batch.
 struct HopRows {
   int num_hops;
-  std::int64_t start[kMostHops + 1];  // where a hop begins in the memory; behind the last: all
+  std::int64_t start[kMostHops + 1];  // where a hop begins in the memory; then the number of all rows
   std::int64_t end[kMostHops];        // where it ends in the batch
 };
 
-// Rows of one tensor, of all hops or of the first ones.
+// Rows of one tensor, for all hops or for the first ones.
 struct PlacedRows {
   const void* from;
   void* to;
   std::int64_t num_rows;  // of `to`
   std::int64_t row_bytes;
   bool is_of_edges;
-  bool is_empty;  // `from` has no row that padding could copy: it is zero
+  bool is_empty;  // `from` has no row that padding could copy, so padding is zero
 };
 FASTSPARSE_ARGUMENTS(PlacedRows, FIELDS(from, to, num_rows, row_bytes, is_of_edges, is_empty));
 
-// Nodes of one type and edges of one type; either may be none, without hops.
+// Nodes of one type and edges of one type; if there are none of a kind, it has no hops.
 struct PlaceBatchArgs {
   HopRows nodes;
   HopRows edges;
   HopRows sources;  // the nodes that the edges connect
   HopRows targets;
-  bool* node_mask;  // whether a row is the batch's
+  bool* node_mask;  // whether a row belongs to the batch
   bool* edge_mask;
   float* node_ends;  // `end` as numbers
   float* edge_ends;
@@ -47,10 +47,10 @@ struct PlaceBatchArgs {
   PlacedRows tensor[kMostPlaced];
 };
 
-// What is at a place.
+// The content of a position in the memory.
 struct Placed {
   bool is_given;     // not padding
-  std::int64_t row;  // of the batch; of padding the first
+  std::int64_t row;  // row of the batch; for padding, its first row
 };
 
 FASTSPARSE_HOST_DEVICE std::int64_t first_row(const HopRows& rows, int hop) {
@@ -67,14 +67,14 @@ FASTSPARSE_HOST_DEVICE Placed placed(const HopRows& rows, std::int64_t place) {
   return {is_given, is_given ? row : 0};
 }
 
-// The place of a row of the batch.
+// The position of a row of the batch in the memory.
 FASTSPARSE_HOST_DEVICE std::int64_t place_of(const HopRows& rows, std::int64_t row) {
   int hop = 0;
   while (hop + 1 < rows.num_hops && rows.end[hop] <= row) ++hop;
   return row - first_row(rows, hop) + rows.start[hop];
 }
 
-// Both ends of the edge at a place.
+// Writes both ends of the edge at a position.
 template <typename Index>
 FASTSPARSE_HOST_DEVICE void place_edge(const PlaceBatchArgs& args, std::int64_t place) {
   const std::int64_t places = all_places(args.edges), given = args.edges.end[args.edges.num_hops - 1];

@@ -1,4 +1,4 @@
-// Gradients of aggregate_linear's parameters from those of slabs: kernels/cuda/aggregate_linear_backward.cu.
+// Sums the gradients of aggregate_linear's parameters over slabs: kernels/cuda/aggregate_linear_backward.cu.
 #pragma once
 
 #include "fastsparse/views.h"

@@ -14,11 +14,11 @@ enum SortFact : int {
   kNumSortFacts,
 };
 
-// Sizes for which rows, slices and slots are counted in one word.
+// Largest size for which one word counts rows, slices and slots.
 constexpr std::int64_t kFewEdges = std::int64_t{1} << 17;
-// Entries of a row up to which its edges are sorted: each is compared with all others of its row.
+// Largest number of entries of a row that is sorted: each entry is compared with all others of its row.
 constexpr std::int64_t kMostCompared = 1024;
-// Blocks of a launch, at most.
+// Largest number of thread blocks of a launch.
 constexpr int kMostSortBlocks = 256;
 
 // What `inspect` finds of few edges, which are also sorted by row, then column, those of one place in their

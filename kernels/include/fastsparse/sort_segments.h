@@ -1,4 +1,4 @@
-// An index sorted into segments, and their reduction before the host knows anything of them: views and
+// Sorts an index into segments and reduces them before the host knows their number and lengths: views and
 // launchers of kernels/cuda/compress.cu, row_split.cu and segment_reduce.cu.
 #pragma once
 
@@ -11,18 +11,18 @@ namespace fastsparse {
 
 // Facts for the host about a sorted index.
 enum SegmentFact : int {
-  kCutSegments = 0,  // the first two are what `RowSplitArgs::totals` has
+  kCutSegments = 0,  // the first two facts are `RowSplitArgs::totals`
   kSegmentSlots,
   kIndexDescends,   // 1: the index did not ascend
-  kEntriesInRange,  // entries of all segments: fewer than the index has if some were none
+  kEntriesInRange,  // number of entries of all segments; less than the index has if some were out of range
   kNumSegmentFacts,
 };
 
-// Target of slices that there might have been, behind all that there are: nothing is to be done.
+// Target of unused slices at the end of the list; kernels skip them.
 constexpr std::int32_t kNoTarget = std::numeric_limits<std::int32_t>::min();
 
-// Sorts stably by an index that may be anything, finds the segments and cuts them into slices. Numbers that
-// are not valid indices come behind all segments.
+// Sorts stably by an unchecked index, finds the segments and cuts them into slices. Numbers that are not
+// valid indices come after all segments.
 struct SortSegmentsArgs {
   const void* index;  // (num_rows)
   bool index_is_64bit;
@@ -31,14 +31,14 @@ struct SortSegmentsArgs {
   std::int64_t longest;       // entries of a slice, a power of two
   std::int64_t* rowptr;       // (num_segments + 1)
   std::int32_t* order;        // (num_rows) position of each sorted entry in the index
-  RowSlice* slices;           // (num_segments + num_rows / longest), space for as many as there can be
+  RowSlice* slices;           // (num_segments + num_rows / longest), the largest possible number
   std::int32_t* split_row;    // (num_rows / longest)
   std::int64_t* split_ptr;    // (num_rows / longest + 1)
   std::int64_t* facts;        // (kNumSegmentFacts) in the device's memory
   std::int64_t* host_facts;   // the same in the host's, which the device can write
 };
 
-// Sorted keys whose rows are looked for: those of row r are `r`.
+// Sorted keys; the keys of row r equal r.
 struct SortedKeys {
   const std::uint32_t* key;  // (num_keys)
   std::int64_t num_keys;
@@ -55,8 +55,8 @@ int sort_segments(const SortSegmentsArgs& args, void* scratch, std::size_t scrat
 int row_split_of_keys(const RowSplitArgs& args, const SortedKeys& keys, std::int64_t* host_facts,
                       void* stream);
 
-// `segment_reduce` of segments whose number of cut ones only the device knows, in `facts`; that of `args` is
-// a bound, as is that of the slices, some of which have no target.
+// `segment_reduce` if only the device knows, in `facts`, how many segments are cut. The numbers in `args` of
+// cut segments and of slices are upper bounds; unused slices have no target.
 int segment_reduce_unseen(const SegmentReduceArgs& args, const std::int64_t* facts, void* stream);
 
 }  // namespace cuda

@@ -7,8 +7,9 @@
 
 namespace fastsparse::cuda {
 
-// The first of the places low .. high whose number is at least `least`, if they ascend; one of low .. high if
-// they do not. A warp asks at 32 places at a time: of a million it waits for memory four times, not twenty.
+// The first of the positions low .. high whose number is at least `least`. If the numbers do not ascend, the
+// result is any position of low .. high. A warp reads 32 positions at a time, so among a million numbers, it
+// waits for memory four times instead of twenty.
 template <typename Number>
 __device__ std::int64_t search_warp(const Number* sorted, std::int64_t low, std::int64_t high,
                                     std::int64_t least) {

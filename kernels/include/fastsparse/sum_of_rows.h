@@ -7,7 +7,7 @@ namespace fastsparse::cuda {
 
 constexpr int kMostSums = 3;
 
-// Of up to kMostSums matrices of float32 and one other dtype, none of it float64.
+// Sums of up to kMostSums matrices. Their dtypes are float32 and at most one other, not float64.
 int sums_of_rows(const SumOfRowsArgs* each, int count, void* stream);
 
 }  // namespace fastsparse::cuda

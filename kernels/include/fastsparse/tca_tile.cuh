@@ -1,4 +1,4 @@
-// The matricised dot product of TCA-SpMM (section 4.1) on mma m16n8k8, straight from CSR.
+// The matricised dot product of TCA-SpMM (section 4.1) with mma m16n8k8, read from CSR.
 //
 // An 8x8 matrix of a row's entries, times the features of those entries, has the row's dot product as its
 // trace. In registers (lane = 4 g + t): lane (g, t) gathers 16 bytes, 8 features, of two entries. A product
@@ -47,7 +47,7 @@ __device__ __forceinline__ std::uint32_t bits_of(float v) {
   return bits;
 }
 
-// kLanePieces <= kRowPieces. A slot, the lanes that sum one row, is 4 kRowPieces kChunks lanes of a warp.
+// kLanePieces <= kRowPieces. The lanes that sum one row, a slot, are 4 kRowPieces kChunks lanes of a warp.
 template <typename T, int kLanePieces, int kRowPieces, int kChunks>
 struct TcaTile {
   static constexpr int kPieces = kLanePieces * kRowPieces;
@@ -58,10 +58,10 @@ struct TcaTile {
   static constexpr int kSteps = 4;                // products per batch: eight 16-byte loads per lane
   static constexpr int kBatch = kStep * kSteps;
   static constexpr int kResult = 2 * kLanePieces;  // features that `sum` leaves in a lane
-  // Of the 2 kSteps entries that the lanes of one chunk gather together each reads the columns of so many.
+  // The lanes of a chunk gather 2 kSteps entries together; each lane reads the columns of kOwn of them.
   static constexpr int kOwn = kPieces < 2 * kSteps ? 2 * kSteps / kPieces : 1;
-  // Batches in a sum before it moves to a total: tensor cores round sums towards zero, so that their error
-  // grows with the number of products.
+  // Number of batches after which a sum is added to a total: tensor cores round sums towards zero, so the
+  // error of a sum grows with the number of products.
   static constexpr int kBatchesPerSum = 32;
 
   int lane, piece, chunk, nth;  // nth: which pair of a chunk's entries
@@ -75,10 +75,10 @@ struct TcaTile {
     in_column = t % kLanePieces == g % kRowPieces;
   }
 
-  // First of the features, of the tile, that `sum` leaves in this lane.
+  // The first feature of the tile whose result `sum` returns in this lane.
   __device__ __forceinline__ int feature() const { return 8 * piece + kResult * nth; }
 
-  // Whether `sum` leaves anything in this lane: in those of one of every kChunks chunks.
+  // Whether `sum` returns results in this lane: only in the lanes of one of every kChunks chunks.
   __device__ __forceinline__ bool has_result() const { return chunk == 0; }
 
   // Sums entries [begin + first, begin + length), kBatch of every `stride`, of the features from `feature0`
@@ -86,17 +86,18 @@ struct TcaTile {
   __device__ __forceinline__ void sum(const TileArgs& args, std::int64_t feature0, std::int64_t width,
                                       std::int64_t begin, int first, int length, int stride,
                                       float (&result)[kResult]) const {
-    // Lanes beyond the width gather other features, and entries beyond the row are its last one again, with a
-    // weight of zero: what they read is there, and nothing has to be tested between the loads.
+    // Lanes beyond the width gather other features. Entries beyond the row read its last entry again, with a
+    // weight of zero. So all addresses are valid, and loads need no tests.
     const std::int64_t my_feature = feature0 + 8 * piece;
     const char* x = reinterpret_cast<const char*>(static_cast<const T*>(args.x.data) +
                                                   (my_feature < width ? my_feature : 0));
-    // The caller sees to it that rows are less than 4 GB apart.
+    // The caller checks that rows are less than 4 GB apart.
     const auto row_bytes = static_cast<std::uint32_t>(args.x.stride * sizeof(T));
     const int* columns = args.a.col + begin;
     const int padding = length > 0 ? __ldg(columns + length - 1) : 0;
     const bool weighted = args.value.data != nullptr || args.scale_src != nullptr;
-    // Entries left to this slot, and the most of any slot of the warp: all take part in the products.
+    // Remaining entries of this slot, and the largest number in any slot of the warp, because all lanes take
+    // part in the products.
     const int first_of_all = first;
     int left = length - first;
     if constexpr (kSlotLanes < kWarp) left = __reduce_max_sync(kFullWarp, left);
@@ -146,7 +147,7 @@ struct TcaTile {
     }
     flush(sums, total);
     trace(total, result);
-    // Zero in B times an infinity, of padding or of another piece, is not zero.
+    // A zero in B times infinity, from padding or another piece, is NaN, so infinities need special handling.
     bool finite = true;
 #pragma unroll
     for (int i = 0; i < kResult; ++i) finite = finite && isfinite(result[i]);
@@ -157,7 +158,7 @@ struct TcaTile {
 
   // The parts of `sum` follow.
 
-  // The result of this lane alone, one entry after the other.
+  // Computes the result of this lane without tensor cores, entry by entry.
   __device__ __forceinline__ static void sum_plainly(const TileArgs& args, std::int64_t feature,
                                                      std::int64_t begin, int first, int length, int stride,
                                                      float (&result)[kResult]) {
@@ -181,10 +182,10 @@ struct TcaTile {
     return i / 2 * kStep + chunk * kChunk + 2 * nth + i % 2;
   }
 
-  // The same of the j-th entry whose column and weight this lane reads.
+  // Place in a batch of the j-th entry whose column and weight this lane reads.
   __device__ __forceinline__ int owned(int j) const { return offset(piece * kOwn % (2 * kSteps) + j); }
 
-  // Columns of the entries that this lane reads for all that share them.
+  // Loads the columns that this lane reads for all lanes of its chunk.
   __device__ __forceinline__ void load_columns(const int* columns, int first, int length, int padding,
                                                int (&own)[kOwn]) const {
 #pragma unroll
@@ -194,7 +195,7 @@ struct TcaTile {
     }
   }
 
-  // What the lane that reads the i-th entry has of it.
+  // The value of the i-th entry, from the lane that has read it.
   template <typename V>
   __device__ __forceinline__ V from_owner(V own, int i) const {
     if constexpr (kPieces == 1) return own;

@@ -1,4 +1,4 @@
-// Plain views of the caller's memory. Nothing here owns memory or knows torch, CUDA or Python: the same
+// Plain views of the caller's memory. They own no memory and do not depend on torch, CUDA or Python. The same
 // structs are passed to the CPU kernels and, by value, to the CUDA kernels.
 #pragma once
 
@@ -29,7 +29,8 @@ FASTSPARSE_HOST_DEVICE std::int64_t edge_position(const CsrView& a, std::int64_t
                             : static_cast<const std::int32_t*>(a.edge_id)[entry];
 }
 
-// Consecutive entries of one row, short enough that no row serialises the grid.
+// Consecutive entries of one row. The length is limited, so that a long row does not occupy one group of
+// lanes while the others are idle.
 struct alignas(16) RowSlice {
   std::int64_t begin;   // first entry
   std::int32_t length;  // number of entries
@@ -47,7 +48,7 @@ struct RowSplitView {
   std::int64_t num_split_rows;
 };
 
-// A structure as Python keeps it, made once per Adjacency so that calls stay short.
+// A structure for Python, made once per Adjacency to save host time in calls.
 struct CsrStructure {
   CsrView a;
   RowSplitView split;
@@ -60,13 +61,13 @@ FASTSPARSE_ARGUMENTS(CsrStructure,
 struct alignas(16) WindowRun {
   std::int32_t begin;        // first quad
   std::int32_t length;       // number of quads
-  std::int32_t target;       // >= 0: the first window, this run has all of it; < 0: ~target is the slot of a
-                             // partial result of one window
-  std::int32_t num_windows;  // 1 where target < 0
+  std::int32_t target;       // >= 0: the first window, which is completely in this run; < 0: ~target is the
+                             // slot of a partial result of one window
+  std::int32_t num_windows;  // 1 if target < 0
 };
 
-// Binary sparse blocks: windows of 8 rows, each a list of non-zero 8x1 vectors, four to a quad, the last quad
-// of a window padded with empty vectors. Kernels take up to four quads of a window at a time, a block.
+// Binary sparse blocks: windows of 8 rows. A window is a list of non-zero 8x1 vectors, four per quad; its
+// last quad is padded with empty vectors. Kernels process a block, up to four quads of a window, at a time.
 struct BsbView {
   const std::uint32_t* quad;  // (num_quads, 4) words: 4 columns of 3 bytes, then 4 masks of a byte, whose
                               // bit r says that row r of the window has an entry; 0: padding
@@ -77,8 +78,8 @@ struct BsbView {
                          // without values
   bool value_id_is_64bit;
   std::int64_t num_rows;
-  RowSplitView split;     // of windows, in quads; slices of several are whole blocks except for the last
-  const WindowRun* runs;  // the same slices, but short windows joined to runs
+  RowSplitView split;     // of windows, in quads; all slices of a cut window but the last are whole blocks
+  const WindowRun* runs;  // the same slices, but short windows are joined to runs
   std::int64_t num_runs;
 };
 using BsbStructure = BsbView;  // its name in Python
@@ -87,7 +88,7 @@ FASTSPARSE_ARGUMENTS(BsbStructure,
                      IN(split, slices, num_slices, split_row, split_ptr, num_split_rows),
                      FIELDS(runs, num_runs));
 
-// Values of the edges, contiguous: (num_values, heads) in the caller's edge order where nothing else is said.
+// Values of the edges, contiguous: (num_values, heads) in the caller's edge order unless stated otherwise.
 // Null data: every value is 1.
 struct EdgeValueView {
   const void* data;
@@ -110,22 +111,23 @@ struct SpmmArgs {
   DenseView x;            // (num_cols, width)
   const void* scale_dst;  // (num_rows)
   const void* scale_src;  // (num_cols)
-  const void* loop;  // one number in the accumulation type: the value of an entry (i, i) that every row has
-                     // besides the stored ones; null: none
+  const void* loop;  // one number in the accumulation type: the value of an additional entry (i, i) in every
+                     // row; null: none
   const void* bias;  // (width) in dtype, null: 0
   bool relu;         // out = max(out, 0)
   void* out;         // (num_rows, width) contiguous
   void* partial;     // (num_slots, width) in the accumulation type; CUDA only
   std::int64_t width;
-  std::int64_t tile;  // features per pass over the structure, at least about: policy.csr_tile; CUDA only
+  std::int64_t
+      tile;  // approximate minimum of features per pass over the structure (policy.csr_tile); CUDA only
   Dtype dtype;
 };
-struct SpmmCall;  // what differs from call to call of a plan, which has the rest
+struct SpmmCall;  // arguments that differ between the calls of a plan
 FASTSPARSE_ARGUMENTS_AS(SpmmCall, SpmmArgs, FIELDS(x), AS(value, value.data),
                         FIELDS(scale_dst, scale_src, loop, bias, relu, out, partial));
 
-// sum_j += scale_dst_i value_ij scale_src_j x_i over the entries (i, j): the transposed product, added onto
-// what the first rows of `sum` hold, straight from the rows of the structure as it is. Not for float64.
+// sum_j += scale_dst_i value_ij scale_src_j x_i over the entries (i, j): the transposed product, computed
+// from the untransposed structure and added to the first rows of `sum`. Not for float64.
 struct SpmmTransposedArgs {
   CsrView a;
   RowSplitView split;      // CUDA only
@@ -134,10 +136,10 @@ struct SpmmTransposedArgs {
   const float* scale_dst;  // (num_rows), null: 1
   const float* scale_src;  // (num_cols), null: 1
   float* sum;              // (num_cols, width) contiguous
-  std::int64_t num_given;  // rows of it that hold something; the others begin as 0
-  std::int32_t* count;     // (num_cols) scratch to count entries by column first; null: without. CUDA only
-  void* out;  // with counts, of 16-bit x: (num_cols, width) contiguous in its dtype, gets the result, and
-              // `sum` is scratch; else null
+  std::int64_t num_given;  // rows of `sum` that are initialized; the others begin as 0
+  std::int32_t* count;     // (num_cols) scratch for counting entries per column; null: no counts; CUDA only
+  void* out;  // with counts and 16-bit x: (num_cols, width) contiguous in the dtype of x, gets the result,
+              // and `sum` is scratch; otherwise null
   std::int64_t width;
   Dtype dtype;  // of x
 };
@@ -149,22 +151,22 @@ FASTSPARSE_ARGUMENTS(SpmmTransposedArgs, AS(structure, a), ALSO(split), FIELDS(x
 // 16-byte accesses. CUDA only.
 struct AggregateLinearArgs {
   CsrView a;
-  bool sums_given;         // then `a` says the number of rows alone
-  const float* scale_dst;  // (num_rows), null: 1; of sums that are not given
+  bool sums_given;         // whether `sums` is an input; then only the number of rows of `a` is used
+  const float* scale_dst;  // (num_rows), null: 1; not used if sums are given
   DenseView x;             // (num_cols, width)
   const float* weight;     // (out_width, width) contiguous
   const float* root_weight;
   const float* bias;  // (out_width), null: 0
-  float* sums;        // (num_rows, width) contiguous: out, null: not stored, up to 128 outputs; or given
+  float* sums;        // (num_rows, width) contiguous: input, or output (null: not stored; out_width <= 128)
   float* out;         // (num_rows, out_width) contiguous
   std::int64_t width;
   std::int64_t out_width;
-  int num_terms;  // bfloat16 terms of a number: 3, or 2 for the first 16 of 24 digits
+  int num_terms;  // bfloat16 terms per number: 3, or 2 for the upper 16 of 24 bits
 };
 FASTSPARSE_ARGUMENTS(AggregateLinearArgs, AS(structure, a), FIELDS(sums_given, scale_dst, x), WIDTH(width),
                      MATRIX(weight), NUM_ROWS(out_width), FIELDS(root_weight, bias, sums, out, num_terms));
 
-// Gradients of the parameters of aggregate_linear, a part for every slab of rows. Alignments as there.
+// Gradients of the parameters of aggregate_linear, one part per slab of rows. Alignments are the same.
 struct AggregateLinearBackwardArgs {
   const float* grad;  // (num_rows, out_width) contiguous
   const float* sums;  // (num_rows, width) contiguous
@@ -175,10 +177,10 @@ struct AggregateLinearBackwardArgs {
   std::int64_t num_slabs;
   std::int64_t width;
   std::int64_t out_width;
-  int num_terms;  // as above
+  int num_terms;  // as in AggregateLinearArgs
 };
 
-// As SpmmArgs, on tensor cores: dtype float16, bfloat16 or float32.
+// Like SpmmArgs, on tensor cores, for float16, bfloat16 and float32.
 struct SpmmBsbArgs {
   BsbView a;
   EdgeValueView value;
@@ -189,7 +191,7 @@ struct SpmmBsbArgs {
                               // without values only
   DenseView x;
   const void* scale_dst;
-  const void* scale_src;  // of the loops alone
+  const void* scale_src;  // used for `loop` only
   const void* loop;       // as in SpmmArgs
   const void* bias;
   bool relu;  // out = max(out, 0)
@@ -221,7 +223,7 @@ struct SumOfRowsArgs {
 FASTSPARSE_ARGUMENTS(SumOfRowsArgs, MATRIX(rows), NUM_ROWS(num_rows), WIDTH(width), STRIDE(row_stride),
                      DTYPE(dtype), FIELDS(partial, num_parts, out, out_dtype));
 
-// The gradient of a linear map's weight, computed again where it is not finite. CUDA only.
+// Computes the gradient of a linear map's weight again where it is not finite. CUDA only.
 struct WeightGradientArgs {
   const void* grad;  // (num_rows, num_parts * part_width) or wider, columns next to each other
   std::int64_t grad_stride;
@@ -232,7 +234,7 @@ struct WeightGradientArgs {
   std::int64_t x_width;
   std::int64_t num_parts;
   std::int64_t part_width;  // columns of the gradient
-  void* out;                // (num_parts * part_width, x_width) or longer, the product as it was computed
+  void* out;                // (num_parts * part_width, x_width) or longer; in and out: the product
   std::int64_t out_row_stride;
   std::int64_t out_column_stride;
   Dtype dtype;
@@ -245,12 +247,12 @@ FASTSPARSE_ARGUMENTS(WeightGradientArgs, MATRIX(grad), STRIDE(grad_stride), MATR
 
 // Sums over rows of the outer products of every head's features with its edges' features. CUDA only.
 struct HeadOuterArgs {
-  CsrView a;      // rows without entries add nothing, whatever x and y hold there
+  CsrView a;      // rows without entries are omitted, even if x and y are NaN there
   const void* x;  // (num_rows, heads * head_width), widths that are multiples of 4
   std::int64_t x_stride;
   const void* y;  // likewise
   std::int64_t y_stride;
-  const void* x_edge;  // (num_rows, heads, edge_width), what x is multiplied with
+  const void* x_edge;  // (num_rows, heads, edge_width), multiplied by x
   const void* y_edge;  // likewise
   std::int64_t num_rows;
   std::int64_t heads;
@@ -265,15 +267,15 @@ FASTSPARSE_ARGUMENTS(HeadOuterArgs, AS(structure, a), MATRIX(x), STRIDE(x_stride
                      FIELDS(x_edge, y_edge, heads), PER(head_width, heads),
                      FIELDS(edge_width, partial, num_parts));
 
-// What rows add to the work list of spmm_hr.
+// Numbers of items of the work list of spmm_hr.
 struct HybridRowsCounts {
   std::int32_t long_items;
   std::int32_t split_rows;  // rows with several items
-  std::int32_t slots;       // items of those
+  std::int32_t slots;       // items of split rows
 };
 
-// Rows cut into long items, multiples of `multiple` entries, and short ones. The host knows only the most
-// that there can be: the list is not waited for. CUDA only.
+// Cuts rows into long items, whose lengths are multiples of `multiple` entries, and short ones. The host only
+// knows upper bounds, so it need not wait for the list. CUDA only.
 struct HybridRowsArgs {
   const std::int64_t* rowptr;  // (num_rows + 1), not of 0 rows
   std::int64_t num_rows;
@@ -282,8 +284,8 @@ struct HybridRowsArgs {
   HybridRowsCounts*
       counts;  // (num_hybrid_rows_counts(num_rows)) scratch, the last one out: those of all rows
   std::int64_t most_long;
-  RowSlice* slices;         // out (most_long + num_rows): the long items, then the short one of every row,
-                            // of length -1 where there is none
+  RowSlice* slices;         // out (most_long + num_rows): the long items, then the short item of every row;
+                            // its length is -1 if there is none
   std::int32_t* split_row;  // out, as in RowSplitView
   std::int64_t* split_ptr;  // out, as in RowSplitView
 };
@@ -303,7 +305,7 @@ struct SpmmExtremumArgs {
   std::int32_t* partial_arg;  // (num_slots, width)
   std::int64_t width;
   bool minimum;
-  bool adds;  // values to features
+  bool adds;  // whether values are added to features
   Dtype dtype;
 };
 FASTSPARSE_ARGUMENTS(SpmmExtremumArgs, AS(structure, a), ALSO(split), FIELDS(x), WIDTH(width), DTYPE(dtype),
@@ -324,15 +326,15 @@ struct SddmmArgs {
   std::int64_t heads;
   std::int64_t head_width;
   Dtype dtype;
-  const std::int32_t* row;  // (num_edges), to work entry by entry; null: row by row; CUDA only
+  const std::int32_t* row;  // (num_edges): work is divided by entries; null: by rows; CUDA only
 };
 FASTSPARSE_ARGUMENTS(SddmmArgs, AS(structure, a), ALSO(split), FIELDS(heads, x_dst), WIDTH(head_width),
                      PER(head_width, heads), DTYPE(dtype),
                      FIELDS(x_src, scale_dst, scale_src, out, out_dtype, row));
 
-// As SddmmArgs, on tensor cores: dtype float16, bfloat16 or float32; rows and heads of the features start at
-// multiples of 16 bytes. The values of `a` are not used: an entry's position in the CSR structure is a count
-// of mask bits from the first one of its row.
+// Like SddmmArgs, on tensor cores, for float16, bfloat16 and float32. Rows and heads of the features start at
+// multiples of 16 bytes. The value ids of `a` are not used: an entry's position in the CSR structure is found
+// by counting mask bits from the first entry of its row.
 struct SddmmBsbArgs {
   BsbView a;
   const std::int64_t* rowptr;       // (num_rows + 1) as in CsrView
@@ -449,7 +451,7 @@ struct Gatv2AttentionBackwardArgs {
   void* grad_x_dst;       // (num_rows, heads * head_width)
   void* grad_x_src;       // (num_cols, heads * head_width)
   float* grad_att;        // (att_rows, heads * head_width): the gradient is the sum of its rows
-  std::int64_t att_rows;  // groups of lanes of the row pass
+  std::int64_t att_rows;  // number of lane groups of the row pass
   float* row_state;       // (num_rows, heads, 2), then (num_rows, heads)
   float* partial_dst;     // (num_slots, heads * head_width)
   float* partial_src;     // (num_slots of the transposed structure, heads * head_width)
@@ -485,7 +487,7 @@ struct AttentionBsbArgs {
   AttentionBsbInput input;
   void* out;             // (num_rows, heads * value_width)
   double* lse;           // (num_rows, heads) log2 of the sum of exp(score); -inf without entries
-  float* partial;        // (num_slots, 8, heads * value_width) not yet divided by the sum
+  float* partial;        // (num_slots, 8, heads * value_width), before the division by the sum
   float* partial_state;  // (num_slots, 8, heads, 2) maximum of the scores, times log2(e), and sum
 };
 FASTSPARSE_ARGUMENTS(AttentionBsbArgs, AS(structure, a), FIELDS(input, out, lse, partial, partial_state));
@@ -516,8 +518,8 @@ enum class AttentionScore : int {
   kAdditive = 1,    // leaky_relu(dst_i,h + src_j,h + bias_ij,h)
   kGatv2 = 2,       // <att_h , leaky_relu(dst_i,h + src_j,h)>
 };
-// Features a_ij of the edges add W_h a_ij to src_j,h and, with dot products, to v_j,h. With additive
-// attention they add it to v_j,h alone.
+// If edges have features a_ij, W_h a_ij is added to src_j,h and, for dot products, to v_j,h. For additive
+// attention, it is added to v_j,h only.
 
 struct AttentionCsrArgs {
   CsrView a;
@@ -546,17 +548,18 @@ FASTSPARSE_ARGUMENTS(AttentionCsrArgs, AS(structure, a), FIELDS(kind, heads), AL
                      AS(bias_dtype, bias.dtype), FIELDS(edge), WIDTH(edge_width), FIELDS(weight, scale),
                      DROPOUT(dropout), KEEP_SCALE(keep_scale), FIELDS(out, lse));
 
-// Contiguous gradients in the dtypes of what they belong to; the forward pass's results are inputs.
+// Gradients are contiguous and have the dtypes of their tensors; results of the forward pass are inputs.
 struct AttentionCsrBackwardArgs {
   AttentionCsrArgs forward;
   CsrView a_t;     // the transposed structure
   DenseView grad;  // (num_rows, heads * value_width)
   void* grad_dst;
-  void* grad_src;  // GATv2: with what comes through v
+  void* grad_src;  // GATv2: includes the gradient of v
   void* grad_v;    // null for GATv2
   void* grad_att;  // null except for GATv2
   // (num_values, heads, 2) in the accumulation type: dropout(p_ij) and ds_ij, the gradient of the bias; null
-  // without bias and edge features. It and grad_edge are zeros where not every value has an entry.
+  // without bias and edge features. If not every value has an entry, work and grad_edge are filled with
+  // zeros.
   void* work;
   void* grad_edge;    // (num_values, edge_width); null: not computed
   void* grad_weight;  // (heads * value_width, edge_width); null: not computed
@@ -564,7 +567,7 @@ struct AttentionCsrBackwardArgs {
 FASTSPARSE_ARGUMENTS(AttentionCsrBackwardArgs, FIELDS(forward), AS(transposed, a_t),
                      FIELDS(grad, grad_dst, grad_src, grad_v, grad_att, work, grad_edge, grad_weight));
 
-// Attention on CUDA whose edges have features a_ij of their own width, in the caller's edge order.
+// Attention on CUDA with edge features a_ij, in the caller's edge order.
 //   Dot products: s_ij,h = scale (<q_i,h , k_j,h> + <q_edge_i,h , a_ij>) + bias_ij,h, out_i,h = sum_j w v_j,h
 //   and out_edge_i,h = sum_j w a_ij, with w the softmax of s over the row, after dropout. GATv2: s_ij,h =
 //   <att_h , leaky_relu(q_i,h + k_j,h + W_h a_ij)>, out_i,h = sum_j w v_j,h, v = k.
@@ -606,15 +609,15 @@ struct EdgeAttentionArgs {
 FASTSPARSE_ARGUMENTS(EdgeAttentionArgs, AS(structure, a), ALSO(split),
                      FIELDS(input, out, out_edge, lse, partial, partial_edge, partial_state));
 
-// The row pass keeps a pair of numbers for every edge and head, so that the column pass is a weighted sum:
-// work = {w, dS}, and for GATv2 the signs of what the leaky ReLU saw, a bit per feature.
+// The row pass stores two numbers per edge and head, so that the column pass is a weighted sum: work = {w,
+// dS}. For GATv2, it also stores the signs of the leaky ReLU's argument, a bit per feature.
 struct EdgeAttentionBackwardArgs {
   CsrView a;
   RowSplitView split;
   CsrView a_t;
   RowSplitView split_t;
   EdgeAttentionInput input;
-  DenseView out;   // of the layer: dot products with what the edges' features add
+  DenseView out;   // result of the layer; for dot products, including the terms of edge features
   DenseView grad;  // (num_rows, heads * head_width)
   const void* lse;
   void* work;              // (num_values, heads, 2) in the accumulation type
@@ -623,7 +626,7 @@ struct EdgeAttentionBackwardArgs {
   std::int64_t num_values;
   void* grad_q;
   void* grad_k;
-  void* grad_v;         // null for GATv2, where it is part of that of k
+  void* grad_v;         // null for GATv2, where it is part of the gradient of k
   void* grad_q_edge;    // dot products only
   void* grad_features;  // (parts, num_values, edge_width) in the accumulation type, null: not computed
   void* grad_att;       // (att_rows, heads * head_width), likewise: the gradient is the sum of its rows
@@ -634,8 +637,10 @@ struct EdgeAttentionBackwardArgs {
   float* partial_q_edge;
   float* partial_k;
   float* partial_v;
-  void* sum_k;  // zeros, (num_cols, heads * head_width) in the accumulation type: gets the gradient of k, and
-  void* sum_v;  // this that of v, added entry by entry without a_t; null: not so; dot products only
+  // Dot products only, null: a_t is used. Otherwise zeros, (num_cols, heads * head_width) in the accumulation
+  // type, to which the gradients of k and v are added entry by entry.
+  void* sum_k;
+  void* sum_v;
 };
 FASTSPARSE_ARGUMENTS(EdgeAttentionBackwardArgs, AS(structure, a), ALSO(split), AS(transposed, a_t),
                      ALSO(split_t),
@@ -643,8 +648,8 @@ FASTSPARSE_ARGUMENTS(EdgeAttentionBackwardArgs, AS(structure, a), ALSO(split), A
                             grad_v, grad_q_edge, grad_features, grad_att, grad_weight, att_rows, weight_rows,
                             partial_q, partial_q_edge, partial_k, partial_v, sum_k, sum_v));
 
-// Several aggregations at once of the messages m_ij = x_i + x_j + e_ij, each rounded to the features' dtype:
-// sum, mean, min, max, var, std, in this order where one number stands for one of them.
+// Several aggregations at once of the messages m_ij = x_i + x_j + e_ij, each rounded to the features' dtype.
+// The aggregations are numbered in this order: sum, mean, min, max, var, std.
 constexpr int kNumAggregations = 6;
 
 struct MultiAggregateInput {
@@ -653,15 +658,15 @@ struct MultiAggregateInput {
   const void* edge;    // (num_values, edge_width) in dtype, null: 0
   const void* weight;  // (edge_width, width) in the accumulation type: e_ij = W a_ij from W transposed; null:
                        // the edges' features are the rows e_ij, edge_width = width
-  std::int64_t edge_width;  // a multiple of 4 on CUDA where there is a weight
+  std::int64_t edge_width;  // a multiple of 4 on CUDA if there is a weight
   std::int64_t width;
   std::int64_t group_width;    // the width of each group of features, whose results are side by side
   int slot[kNumAggregations];  // place of each aggregation in a group's results, -1: not wanted
-  int num_slots;               // how many are wanted
-  double min_variance;         // up to which the standard deviation is 0
+  int num_slots;               // number of wanted aggregations
+  double min_variance;         // largest variance for which the standard deviation is 0
   Dtype dtype;
 
-  // Where a result is.
+  // The position of a result.
   FASTSPARSE_HOST_DEVICE std::int64_t place(std::int64_t row, int of_slot, std::int64_t feature) const {
     const std::int64_t group = feature / group_width;
     return row * num_slots * width + (group * (num_slots - 1) + of_slot) * group_width + feature;
@@ -697,15 +702,15 @@ struct MultiAggregateBackwardArgs {
   const void* mean;
   const void* ties;
   const void* grad;     // (num_rows, num_slots * width)
-  void* base;           // (num_rows, width) in the accumulation type, as the next two
+  void* base;           // (num_rows, width) in the accumulation type, like the next two
   void* slope;          // (num_rows, width), null: neither var nor std
   void* share;          // (num_rows, 2, width), null: neither max nor min
   std::uint8_t* marks;  // (num_values, ceil(width / 4)): a bit for the maximum of each of 4 features, then
                         // for the minimum; CUDA only, null: neither, or the edges have rows
   void* grad_src;       // (num_cols, width), null: not computed
   void* grad_dst;       // (num_rows, width), likewise
-  void* grad_edge;      // (parts, num_values, edge_width) in the accumulation type where there is a weight, a
-                        // part for every 128 features; else (num_values, width) in dtype; likewise
+  void* grad_edge;      // with a weight: (parts, num_values, edge_width) in the accumulation type, a part per
+                        // 128 features; otherwise (num_values, width) in dtype; null: not computed
   void* grad_weight;  // (weight_parts, edge_width, width) in the accumulation type, likewise: the gradient is
                       // the sum of its parts
   std::int64_t weight_parts;
@@ -717,8 +722,8 @@ FASTSPARSE_ARGUMENTS(MultiAggregateBackwardArgs, AS(structure, a), ALSO(split), 
                      FIELDS(input, out, mean, ties, grad, base, slope, share, marks, grad_src, grad_dst,
                             grad_edge, grad_weight, weight_parts, num_values, partial));
 
-// Softmax of edge values over the entries of every row; with `grad` its gradient, and `input` are the
-// weights.
+// Softmax of edge values over the entries of every row. With `grad`: its gradient, where `input` is the
+// result of the softmax.
 struct EdgeSoftmaxArgs {
   CsrView a;
   RowSplitView split;
@@ -743,33 +748,33 @@ enum class Reduction : int {
 };
 
 // out_s = the reduction over segment s of rows of x, read through the entries' positions. The columns of `a`
-// are not used. Empty segments: 0, of the product 1.
+// are not used. The result of an empty segment is 0; for products, it is 1.
 struct SegmentReduceArgs {
   CsrView a;
   RowSplitView split;
   DenseView x;    // (num_edges, width)
   void* out;      // (num_rows, width) contiguous
-  void* extra;    // (num_rows, width); maximum and minimum: int64 position of the first one chosen, num_edges
-                  // where there is none; variance and deviation: the mean in the accumulation type; else null
+  void* extra;    // (num_rows, width); maximum and minimum: int64 position of the chosen row, num_edges if
+                  // there is none; variance and deviation: the mean in the accumulation type; otherwise null
   void* partial;  // (num_slots, width) states of up to 24 bytes; CUDA only
   std::int64_t width;
   Reduction reduction;
   Dtype dtype;
 };
 
-// Windows of `height` rows, at most 64, with the entries of a window by source, then by row. Word:
-// 64 * source + row in the window; the highest bit says that all of the source's entries are in one strip.
-// The slices come block of sources by block of sources.
+// Windows of `height` rows, at most 64. The entries of a window are sorted by source, then by row. An entry
+// is 64 * source + row in the window; its highest bit: all entries of the source are in one strip. Slices are
+// sorted by block of sources.
 struct RowPanelsView {
   const std::uint32_t* entry;  // (num_edges)
   const void* value_id;        // (num_edges) position in the caller's edge order; null without values
   bool value_id_is_64bit;
-  const std::int32_t* other_source;  // (num_other) sources without that bit, or without entries
+  const std::int32_t* other_source;  // (num_other) sources whose entries lack that bit, or without entries
   std::int64_t num_other;
-  const RowSlice* slices;  // entries of one window that a block of threads takes; the target is the window
+  const RowSlice* slices;  // entries of one window for one thread block; the target is the window
   std::int64_t num_slices;
   std::int32_t height;
-  std::int32_t strip;  // entries that one group of lanes sums; slices of a window are cut between strips
+  std::int32_t strip;  // entries that one lane group sums; slices are cut between strips
   std::int64_t num_rows;
   std::int64_t num_cols;
 };
@@ -801,7 +806,7 @@ struct SsdBackwardArgs {
 FASTSPARSE_ARGUMENTS(SsdBackwardArgs, AS(transposed, a_t), ALSO(split_t), FIELDS(grad), DTYPE(dtype),
                      FIELDS(value, ids, scale_dst, scale_src, out, partial));
 
-// The same from row panels, not for float64. CUDA only.
+// The same, computed from row panels. Not for float64; CUDA only.
 struct SsdBackwardWindowsArgs {
   RowPanelsView a;
   EdgeValueView value;
@@ -810,7 +815,7 @@ struct SsdBackwardWindowsArgs {
   KeptIdsView ids;
   const float* scale_dst;
   const float* scale_src;
-  float* sum;  // (num_src, k), 16-byte aligned; in float32 it is `out`
+  float* sum;  // (num_src, k), 16-byte aligned; for float32, it is `out`
   void* out;   // (num_src, k), 16-byte aligned
   Dtype dtype;
 };
@@ -843,7 +848,7 @@ struct ExpandRowsArgs {
 FASTSPARSE_ARGUMENTS(ExpandRowsArgs, FIELDS(rowptr, num_rows, num_edges, row));
 
 // id_out_e = the caller's position of the reverse of entry e = (i, j), for structures that equal their
-// transpose and have ascending columns in every row. Of equal entries the n-th belongs to the n-th.
+// transpose and have ascending columns in every row. The n-th of equal entries belongs to the n-th reverse.
 struct ReverseEntriesArgs {
   const std::int64_t* rowptr;  // (num_rows + 1)
   const std::int32_t* col;     // (num_edges)
@@ -856,10 +861,10 @@ struct ReverseEntriesArgs {
 FASTSPARSE_ARGUMENTS(ReverseEntriesArgs,
                      FIELDS(rowptr, col, edge_id, num_rows, num_edges, id_out, id_is_64bit));
 
-// Sorts edges by (major, minor), or by major alone and otherwise stably, into compressed form.
+// Sorts edges by (major, minor), or stably by major only, into compressed form.
 struct CompressArgs {
   const void* major;  // (num_edges) the index to be compressed
-  const void* minor;  // (num_edges), or null: the order by major alone is all that is wanted
+  const void* minor;  // (num_edges); null: sort by major only
   bool index_is_64bit;
   std::int64_t num_edges;
   std::int64_t num_major;
@@ -873,25 +878,25 @@ struct CompressArgs {
 FASTSPARSE_ARGUMENTS(CompressArgs, FIELDS(major, minor, index_is_64bit, num_edges, num_major, num_minor,
                                           sort_minor, major_ptr, minor_out, order, order_is_64bit));
 
-// Facts for the host about edges, before it builds a structure. Words that are maxima of unsigned indices
-// hold more than any index for a negative one.
+// Facts for the host about edges, before it builds a structure. Maxima treat indices as unsigned, so a
+// negative index gives a number that is larger than any valid index.
 enum EdgeFact : int {
   kMostRow,      // greatest row
   kMostCol,      // greatest column
   kMostEdgeId,   // greatest edge id
-  kRowsDescend,  // not 0: rows do not come in ascending order; for compressed rows, pointers descend
-  kColsDescend,  // not 0: the columns of some row do not
-  kChecksum,     // 0 where the structure equals its transpose, else very probably not 0
+  kRowsDescend,  // not 0: rows are not in ascending order; for compressed rows, pointers descend
+  kColsDescend,  // not 0: the columns of some row are not in ascending order
+  kChecksum,     // 0 if the structure equals its transpose, otherwise almost certainly not 0
   kEmptyRows,    // not 0: some row has no entry
   kFirstEntry,   // rowptr[0]
   kLastEntry,    // rowptr[num_rows]
   kMostEntries,  // length of the longest row
-  kLoops,        // of a square structure given as edges: not 0: some edge is a loop
+  kLoops,        // for square structures given as edges; not 0: some edge is a self loop
   kNumEdgeFacts,
 };
 
-// One pass over edges (row and col) or compressed rows (rowptr and col), before their indices were checked:
-// nothing is addressed with them.
+// One pass over edges (row and col) or compressed rows (rowptr and col). Indices are not checked yet, so they
+// are not used as addresses.
 struct InspectArgs {
   const void* row;      // (num_edges); null: rowptr is given
   const void* col;      // (num_edges)
@@ -901,7 +906,7 @@ struct InspectArgs {
   std::int64_t num_edges;
   std::int64_t num_rows;
   bool square;            // whether the checksum is wanted
-  std::int64_t* rowptr;   // (num_rows + 1); written where rows are given, meaningful where they ascend
+  std::int64_t* rowptr;   // (num_rows + 1); written if rows are given, valid if they ascend
   std::int32_t* col_out;  // (num_edges); null: not computed
   float* inv_degree;      // (num_rows), 0 for rows without entries
   RowSlice* slices;       // (num_rows) every row in one slice, in row order; CUDA only
@@ -920,7 +925,7 @@ struct RowSignaturesArgs {
   int column_bits;          // of a column's number, at most 31
   int num_bands;            // orders to sort rows by, fewer than there are hashes
   std::uint8_t* signature;  // (num_rows, 16) eight bits of every hash
-  std::int32_t* keys;       // (num_bands, num_rows) what an order sorts by
+  std::int32_t* keys;       // (num_bands, num_rows) sort keys of every order
 };
 FASTSPARSE_ARGUMENTS(RowSignaturesArgs,
                      FIELDS(rowptr, col, num_rows, column_bits, num_bands, signature, keys));
@@ -941,11 +946,11 @@ struct LinkRowsArgs {
   const std::int64_t* best;    // (num_rows)
   std::int64_t num_rows;
   std::int32_t* root;    // (num_rows) of the row's cluster
-  std::int64_t* counts;  // (2) in: 0; out: rows that are linked, and those linked to a row near by
+  std::int64_t* counts;  // (2) in: 0; out: number of linked rows, and of rows linked to a near row
 };
 FASTSPARSE_ARGUMENTS(LinkRowsArgs, FIELDS(rowptr, best, num_rows, root, counts));
 
-// Rows cut into slices, long slices first (RowSplitView): count first, then allocate, then fill.
+// Cuts rows into slices, long slices first (RowSplitView): first count, then allocate, then fill.
 struct RowSplitArgs {
   const std::int64_t* rowptr;  // (num_rows + 1)
   std::int64_t num_rows;
@@ -959,8 +964,8 @@ struct RowSplitArgs {
 FASTSPARSE_ARGUMENTS(RowSplitArgs, FIELDS(rowptr, num_rows, longest, counts),
                      OPTIONAL(totals, slices, split_row, split_ptr));
 
-// The k largest entries of every row; of equal ones those in lower columns, and NaN counts as largest. Either
-// in ascending column order (values, ids), or dense rows and bits (out, kept).
+// The k largest entries of every row. Among equal entries, those in lower columns are kept; NaN counts as
+// largest. Results are either values and ids in ascending column order, or dense rows and bits (out, kept).
 struct MaxkArgs {
   DenseView x;   // (num_rows, width)
   void* values;  // (num_rows, k)
@@ -1020,8 +1025,8 @@ struct SsdArgs {
   CsrView a;
   RowSplitView groups;    // edge groups; CUDA only
   int longest_group;      // entries that they have at most
-  std::int64_t num_long;  // the first of them, a warp each; the others share warps
-  bool few_entries;       // the others have at most kShortGroupEntries entries
+  std::int64_t num_long;  // number of groups, at the beginning, that get a warp each; the others share warps
+  bool few_entries;       // whether the others have at most kShortGroupEntries entries
   EdgeValueView value;    // one per edge
   const void* values;     // (num_cols, k) in dtype
   const void* ids;        // (num_cols, k) uint8 where width <= 256, else uint16; ascending
@@ -1030,7 +1035,7 @@ struct SsdArgs {
   const void* bias;
   void* out;      // (num_rows, width)
   void* partial;  // (num_slots, width) in the accumulation type; CUDA only
-  void* packed;   // (num_cols of a, k) words to pack up to 32 entries in; null: they are not; CUDA only
+  void* packed;   // (num_cols of a, k) words for packed entries, k <= 32; null: not packed; CUDA only
   std::int64_t width;
   std::int64_t k;
   Dtype dtype;
@@ -1050,7 +1055,7 @@ struct SsdSlotsArgs {
   const void* scale_src;
   float* sum;          // (num_rows, width) zeros
   int slots;           // edge groups, and buffers, per warp: a power of two up to 32
-  bool update_mode;    // rows of one group are stored; else every group adds by atomics
+  bool update_mode;    // rows of one group are stored; otherwise every group adds with atomics
   bool coupled;        // a block waits for all its groups before it updates, as MaxK does
   std::int64_t width;  // at most 1024
   std::int64_t k;

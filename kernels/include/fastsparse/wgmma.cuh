@@ -1,5 +1,5 @@
-// Products of a warpgroup (128 threads) on Hopper's tensor cores: operand A in registers, as mma.sync has it,
-// operand B in shared memory. Only in code for architecture 9.0a.
+// Products of a warpgroup (128 threads) on Hopper's tensor cores: operand A is in registers, in the layout of
+// mma.sync, and operand B is in shared memory. Only in code for architecture 9.0a.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,8 +8,8 @@
 
 namespace fastsparse::cuda {
 
-// Bytes of a row of an operand in shared memory; 8 rows are a swizzle atom: piece c of 16 bytes of row r is
-// at c ^ r % 8. Atoms begin at multiples of kAtomBytes.
+// Bytes per row of an operand in shared memory. 8 rows are a swizzle atom, in which the 16-byte piece c of
+// row r is at c ^ r % 8. Atoms begin at multiples of kAtomBytes.
 constexpr int kSwizzledRowBytes = 128;
 constexpr int kAtomBytes = 8 * kSwizzledRowBytes;
 
@@ -35,14 +35,14 @@ __device__ __forceinline__ void wgmma_bf16(float (&c)[16][4], const std::uint32_
 template <bool kByRow>
 __device__ __forceinline__ void wgmma_bf16(float (&c)[8][4], const std::uint32_t (&a)[4], std::uint64_t b,
                                            bool adds);
-// Before the first product of a group: A and C are in their registers.
+// Must be called before the first product of a group, after A and C are in their registers.
 __device__ __forceinline__ void wgmma_fence();
 // Ends a group.
 __device__ __forceinline__ void wgmma_commit();
-// Until all groups are done, and c, which they wrote, can be read.
+// Waits for all groups; afterwards, c has their results.
 template <int kTiles>
 __device__ __forceinline__ void wgmma_wait(float (&c)[kTiles][4]);
-// What threads wrote to shared memory is there for products behind this and a barrier.
+// After this and a barrier, products see what threads wrote to shared memory.
 __device__ __forceinline__ void shared_to_wgmma();
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -102,7 +102,7 @@ __device__ __forceinline__ void shared_to_wgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 #else
-// Other architectures have none: choose.transforms_on_tensor_cores keeps the kernels from them.
+// Other architectures have no such instruction; `gpu.has_wgmma` prevents launches of the kernels there.
 template <bool kByRow>
 __device__ __forceinline__ void wgmma_bf16(float (&)[16][4], const std::uint32_t (&)[4], std::uint64_t,
                                            bool) {
