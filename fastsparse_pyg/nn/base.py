@@ -393,7 +393,7 @@ class FastConv(MessagePassing):
             and is_plain_linear(lin)
             and is_plain_linear(lin_root)
             and lin_root._parameters["bias"] is None
-            and is_plain_eager(x_src)
+            and (is_plain_eager(x_src) or torch.compiler.is_dynamo_compiling())
         ):
             parameters = (lin._parameters["weight"], lin._parameters["bias"], lin_root._parameters["weight"])
             whole = aggregate_linear(

@@ -24,7 +24,10 @@ from compiled_layers import (
 from pyg_cases import close, gradients, random_graph
 from pyg_layer_cases import ATTENTION, each_case, first
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_geometric import nn as pyg
 
@@ -108,6 +111,36 @@ def test_edge_features_compile_with_an_adjacency(device, make):
     for one, other in zip(gradients(got, parameters), gradients(expected, parameters), strict=True):
         if other is not None:
             close(one, other)
+
+
+@pytest.mark.parametrize("aggr", ["mean", "sum"])
+def test_compiled_sage_is_the_eager_layers_node(device, aggr):
+    """One operator forward and one backward for each layer: no product is left to Inductor."""
+    layers = nn.ModuleList(FastSAGEConv(6, 6, aggr=aggr) for _ in range(2)).to(device)
+    edge_index, found = random_graph(device=device), []
+
+    def model(x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        return layers[1](layers[0](x, edges).relu(), edges)
+
+    def record(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        found.append([str(node.target) for node in module.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(module.forward)
+
+    backend = aot_autograd(
+        fw_compiler=record, bw_compiler=record, partition_fn=min_cut_rematerialization_partition
+    )
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    x = torch.randn(40, 6, device=device, requires_grad=True)
+    got, expected = compiled(x, edge_index), model(x, edge_index)
+    close(got, expected)
+    parameters = [x, *layers.parameters()]
+    for one, other in zip(gradients(got, parameters), gradients(expected, parameters), strict=True):
+        close(one, other)
+    forward, backward = found
+    assert forward.count("fastsparse.aggregate_linear.default") == 2
+    assert backward.count("fastsparse.aggregate_linear_backward.default") == 2
+    for names in found:
+        assert not [each for each in names if each.startswith(("aten.mm", "aten.addmm", "fastsparse.spmm"))]
 
 
 def test_sage_compiles_under_autocast(device):

@@ -6,7 +6,8 @@ GCN, GraphSAGE, GraphConv, GIN and RGCN on small graphs use it: docs/dev/decisio
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_pl
 from fastsparse_core.ops._facts import scatters
 from fastsparse_core.ops._kept_results import saved_tensors
 from fastsparse_core.ops._operands import zero_padded
+from fastsparse_core.ops._registration import FusedOperator
 from fastsparse_core.ops._spmm_plan import add_transposed, grad_of_features, launch_spmm, with_loops
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.ops.sddmm import sddmm, sddmm_kernel
@@ -114,7 +116,7 @@ def aggregate_linear(
 
     Args:
         adj: structure (num_dst, num_src), with num_dst <= num_src.
-        x: features (num_src, width); `is_plain_eager` must be true for them.
+        x: features (num_src, width); `is_plain_eager` must be true for them, or `torch.compile` traces them.
         weight: (out width, width).
         bias: (out width,) or None.
         root_weight: (out width, width).
@@ -127,6 +129,8 @@ def aggregate_linear(
         (num_dst, out width), or None, as `_in_one_node`; also None if ``root`` is not the first rows of ``x``
         (`starts_with`).
     """
+    if not is_plain_eager(x):
+        return _traced(adj, x, weight, bias, root_weight, reduce, root, transform_first)
     if root is not None and not (root.shape[0] == adj.num_dst and (root is x or starts_with(x, root))):
         return None
     form = (True, transform_first, reduce, False, False, False)
@@ -792,3 +796,134 @@ def _onto_root(
     else:
         own.copy_(torch.mm(grad, root_matrix))
     return add_transposed(adj, grad_sums, None, plan.scale_dst, None, total, plan.num_rows)
+
+
+# ---------------------------------------------------------------- the node within a trace
+
+
+def _traced(
+    adj: Adjacency,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    root_weight: Tensor,
+    reduce: str,
+    root: Tensor | None,
+    transform_first: bool,
+) -> Tensor | None:
+    """`aggregate_linear` as one operator of `torch.compile`; None where a trace needs separate operators.
+
+    Inductor's products of float32 matrices take longer than the kernels of eager calls. Exported programs
+    keep separate operators, which have decompositions and C++ kernels.
+    """
+    # `torch.compiler.is_exporting()` is true in every trace of PyTorch 2.11; 2.6 has no flag.
+    is_exporting = getattr(torch.compiler, "_is_exporting_flag", True)
+    if transform_first or is_exporting or not torch.compiler.is_dynamo_compiling():
+        return None
+    if (root is not None and root is not x) or adj.num_dst != adj.num_src or x.dim() != 2:
+        return None
+    if is_any_autocast_enabled() or x.dtype not in DTYPE_CODE:
+        return None
+    if x.shape[0] != adj.num_src or x.shape[1] != weight.shape[1] or weight.shape != root_weight.shape:
+        return None
+    for each in (weight, root_weight) if bias is None else (weight, root_weight, bias):
+        if each.dtype != x.dtype or each.device != x.device:
+            return None
+    algorithm = policy.requested("spmm", "auto")
+    out: Tensor = aggregate_linear_op.dispatched(
+        x, weight, bias, root_weight, reduce == "mean", algorithm, adj.handle, False
+    )[0]
+    return out
+
+
+def _traced_plan(
+    adj: Adjacency,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    root_weight: Tensor,
+    is_mean: bool,
+    algorithm: str,
+) -> _Plan:
+    """The eager plan without streams of its own, which CUDA graphs of a compiled step cannot track."""
+    key = ("traced", is_mean, algorithm, kind_of(x), kind_of(weight), None if bias is None else kind_of(bias))
+    plan: _Plan | None = adj.plans.get(key)
+    if plan is None:
+        form = _Form(True, False, "mean" if is_mean else "sum", False, False, False)
+        made = _plan(adj, form, x, None, weight, bias, root_weight, x.dtype, (None, None))
+        plan = adj.plans[key] = replace(made, algorithm=algorithm, is_sage=False, columns=0)
+    return plan
+
+
+def _aggregate_linear(
+    adj: Adjacency,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    root_weight: Tensor,
+    is_mean: bool,
+    algorithm: str,
+    *,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """The result, and the neighbours' sums; empty unless ``keep``."""
+    plan = _traced_plan(adj, x, weight, bias, root_weight, is_mean, algorithm)
+    out, _, sums, *_ = _compute(x, None, weight, bias, root_weight, (adj, plan, None), 0, keep)
+    return out, sums if keep and sums is not None else x.new_empty(0, x.shape[1])
+
+
+def _aggregate_linear_gradients(
+    adj: Adjacency,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    root_weight: Tensor,
+    sums: Tensor,
+    is_mean: bool,
+    algorithm: str,
+    *,
+    x_wanted: bool,
+    weight_wanted: bool,
+    bias_wanted: bool,
+    root_weight_wanted: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of features and parameters; None: not wanted."""
+    plan = _traced_plan(adj, x, weight, bias, root_weight, is_mean, algorithm)
+    needed = (x_wanted, False, weight_wanted, bias_wanted and bias is not None, root_weight_wanted, False)
+    saved = (None, None, None, sums, x, weight, root_weight, None)
+    ctx = SimpleNamespace(
+        held=((adj, plan, None), None, None, False), saved_tensors=saved, needs_input_grad=needed
+    )
+    with torch.no_grad():
+        grad_x, _, grad_weight, grad_bias, grad_root = _gradients(ctx, grad)
+    return grad_x, grad_weight, grad_bias, grad_root
+
+
+def _aggregate_linear_unfused(
+    adj: Adjacency,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    root_weight: Tensor,
+    is_mean: bool,
+    algorithm: str,
+) -> Tensor:
+    """The operator by others, which have gradients again."""
+    sums = spmm(adj, x, None, "mean" if is_mean else "sum", algorithm=algorithm)
+    return F.linear(sums, weight, bias) + F.linear(x, root_weight)
+
+
+def _aggregate_linear_fake(of: Any) -> tuple[Tensor, Tensor]:
+    num_rows, width = of.x.shape
+    return of.x.new_empty(num_rows, of.weight.shape[0]), of.x.new_empty(num_rows if of.keep else 0, width)
+
+
+aggregate_linear_op = FusedOperator(
+    "aggregate_linear",
+    _aggregate_linear,
+    _aggregate_linear_gradients,
+    _aggregate_linear_unfused,
+    _aggregate_linear_fake,
+    ("out", "sums"),
+)
