@@ -29,7 +29,7 @@ from fastsparse_core.tiling import NeighbourSum
 from fastsparse_core.traced import TracedAdjacency, site_of
 from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import layer_cache, stamp_attributes
-from fastsparse_pyg.graph import for_pyg, is_sparse_matrix, resolve, to_edge_index
+from fastsparse_pyg.graph import SELF_LOOPS, for_pyg, is_sparse_matrix, resolve, to_edge_index
 
 REDUCE: dict[type, Reduce] = {
     SumAggregation: "sum",
@@ -152,7 +152,7 @@ class FastConv(MessagePassing):
     # ---------------------------------------------------------------- from a call to a structure
 
     def _structure(
-        self, x: Any, edge_index: Any, size: Any = None, loops: bool = False, *of_call: Any
+        self, x: Any, edge_index: Any, size: Any = None, loops: bool | str = False, *of_call: Any
     ) -> Adjacency | Reason:
         """The structure for a call, or why PyG's own code has to run.
 
@@ -161,7 +161,7 @@ class FastConv(MessagePassing):
                 the features twice.
             edge_index: argument of the layer.
             size: argument of the layer.
-            loops: whether to add self loops as the original does.
+            loops: whether to add self loops as the original does; `BY_KERNEL` in a trace.
             *of_call: further arguments of this layer's :meth:`_reason`.
         """
         if isinstance(x, Tensor):
@@ -188,7 +188,7 @@ class FastConv(MessagePassing):
                     place = (num_src if num_dst is None else num_dst, num_src)
                     reverse = flow == "target_to_source"
                     site = site_of(edge_index)
-                    return TracedAdjacency(edge_index, *place, reverse, "replace" if loops else "keep", site)
+                    return TracedAdjacency(edge_index, *place, reverse, SELF_LOOPS[loops], site)
                 adj = known(edge_index, (num_src if num_dst is None else num_dst, num_src, flow, loops))
                 if adj is not None:
                     return adj

@@ -71,7 +71,7 @@ class FastGINConv(FastConv, GINConv):
             and isinstance(adj, Adjacency)
             and type(modules["aggr_module"]) is SumAggregation
             and may_be_cast(network)
-            and is_plain_eager(x_src)
+            and (is_plain_eager(x_src) or torch.compiler.is_dynamo_compiling())
         ):
             whole = aggregate_and_self(adj, x_src, eps)
             if whole is not None:

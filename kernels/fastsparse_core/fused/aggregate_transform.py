@@ -35,7 +35,7 @@ from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_pl
 from fastsparse_core.ops._facts import scatters
 from fastsparse_core.ops._kept_results import saved_tensors
 from fastsparse_core.ops._operands import zero_padded
-from fastsparse_core.ops._registration import FusedOperator
+from fastsparse_core.ops._registration import FusedOperator, fits_one_operator
 from fastsparse_core.ops._spmm_plan import add_transposed, grad_of_features, launch_spmm, with_loops
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.ops.sddmm import sddmm, sddmm_kernel
@@ -59,6 +59,7 @@ def graph_convolution(
     scale_src: Tensor | None = None,
     relu: bool = False,
     add_loops: bool = False,
+    is_symmetric: bool = False,
 ) -> Tensor | None:
     r"""Transforms the neighbours' features and aggregates them, in the order that the caller chooses.
 
@@ -67,7 +68,7 @@ def graph_convolution(
 
     Args:
         adj: structure (num_dst, num_src).
-        x: features (num_src, in width); `is_plain_eager` must be true for them.
+        x: features (num_src, in width); `is_plain_eager` must be true for them, or `torch.compile` traces them.
         weight: (out width, in width) or (in width, out width).
         bias: (out width,) or None.
         out_by_in: whether the weight is (out width, in width).
@@ -77,12 +78,18 @@ def graph_convolution(
         scale_src: constant t, (num_src,); None: 1.
         relu: whether negative results become 0.
         add_loops: whether to add a self loop to every node; for square structures without self loops.
+        is_symmetric: whether s and t are the inverse roots of the degrees. A trace takes them from the structure.
 
     Returns:
         (num_dst, out width), or None, as `_in_one_node`.
     """
     if weight is None or (aggregate_first and x.requires_grad):
         return None
+    if not is_plain_eager(x):
+        if relu or not out_by_in or not (is_symmetric or scale_dst is scale_src is None):
+            return None
+        scales = "symmetric with loops" if add_loops else "symmetric" if is_symmetric else ""
+        return _traced(adj, x, weight, bias, scales=scales, transform_first=not aggregate_first)
     form = (out_by_in, not aggregate_first, "sum", relu, add_loops, False)
     return _in_one_node(adj, form, x, None, weight, bias, None, None, scale_dst, scale_src)
 
@@ -130,7 +137,12 @@ def aggregate_linear(
         (`starts_with`).
     """
     if not is_plain_eager(x):
-        return _traced(adj, x, weight, bias, root_weight, reduce, root, transform_first)
+        if root is not None and root is not x:
+            return None
+        scales = "mean" if reduce == "mean" else ""
+        return _traced(
+            adj, x, weight, bias, root_weight, scales=scales, transform_first=transform_first
+        )
     if root is not None and not (root.shape[0] == adj.num_dst and (root is x or starts_with(x, root))):
         return None
     form = (True, transform_first, reduce, False, False, False)
@@ -210,7 +222,7 @@ def aggregate_and_self(adj: Adjacency, x: Tensor, eps: Tensor) -> Tensor | None:
 
     Args:
         adj: square structure.
-        x: features (N, width); `is_plain_eager` must be true for them.
+        x: features (N, width); `is_plain_eager` must be true for them, or `torch.compile` traces them.
         eps: one number, which gets no gradient.
 
     Returns:
@@ -219,7 +231,6 @@ def aggregate_and_self(adj: Adjacency, x: Tensor, eps: Tensor) -> Tensor | None:
     dtype = eps.dtype
     if (
         eps.requires_grad
-        or type(adj) is not Adjacency
         or type(eps) not in PLAIN
         or eps.numel() != 1
         or eps.dim() > 1
@@ -232,10 +243,19 @@ def aggregate_and_self(adj: Adjacency, x: Tensor, eps: Tensor) -> Tensor | None:
         )
     ):
         return None
-    loop = eps + _ONE[dtype]
-    if dtype.itemsize == 2:
-        loop = loop.float()
-    return _in_one_node(adj, (True, True, "sum", False, False, False), x, None, None, None, None, loop)
+    if not is_plain_eager(x):
+        return _traced(adj, x, None, eps=eps)
+    if type(adj) is not Adjacency:
+        return None
+    return _in_one_node(
+        adj, (True, True, "sum", False, False, False), x, None, None, None, None, _one_more(eps)
+    )
+
+
+def _one_more(eps: Tensor) -> Tensor:
+    """``1 + eps`` in the accumulation dtype."""
+    loop = eps + _ONE[eps.dtype]
+    return loop.float() if loop.dtype.itemsize == 2 else loop
 
 
 def relational_linear(
@@ -804,126 +824,156 @@ def _onto_root(
 def _traced(
     adj: Adjacency,
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    root_weight: Tensor,
-    reduce: str,
-    root: Tensor | None,
-    transform_first: bool,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    root_weight: Tensor | None = None,
+    eps: Tensor | None = None,
+    *,
+    scales: str = "",
+    transform_first: bool = True,
 ) -> Tensor | None:
-    """`aggregate_linear` as one operator of `torch.compile`; None where a trace needs separate operators.
+    """The node as one operator of `torch.compile`; None where a trace needs separate operators.
 
-    Inductor's products of float32 matrices take longer than the kernels of eager calls. Exported programs
-    keep separate operators, which have decompositions and C++ kernels.
+    Inductor would compute biases, self loops and GIN's own term in passes of their own, and products of
+    float32 matrices by slower kernels.
+
+    Args:
+        adj: structure.
+        x: features.
+        weight: (out width, in width), or None.
+        bias: (out width,), or None.
+        root_weight: (out width, in width), or None.
+        eps: GIN's, or None.
+        scales: "mean"; "symmetric": GCN's; "symmetric with loops": the same, and every node has a self loop;
+            "": none.
+        transform_first: as in the form.
     """
-    # `torch.compiler.is_exporting()` is true in every trace of PyTorch 2.11; 2.6 has no flag.
-    is_exporting = getattr(torch.compiler, "_is_exporting_flag", True)
-    if transform_first or is_exporting or not torch.compiler.is_dynamo_compiling():
+    if adj.num_dst != adj.num_src or x.dim() != 2 or x.shape[0] != adj.num_src:
         return None
-    if (root is not None and root is not x) or adj.num_dst != adj.num_src or x.dim() != 2:
+    if not fits_one_operator(x, weight, bias, root_weight, eps):
         return None
-    if is_any_autocast_enabled() or x.dtype not in DTYPE_CODE:
+    if weight is not None and x.shape[1] != weight.shape[1]:
         return None
-    if x.shape[0] != adj.num_src or x.shape[1] != weight.shape[1] or weight.shape != root_weight.shape:
+    if root_weight is not None and (weight is None or weight.shape != root_weight.shape):
         return None
-    for each in (weight, root_weight) if bias is None else (weight, root_weight, bias):
-        if each.dtype != x.dtype or each.device != x.device:
-            return None
     algorithm = policy.requested("spmm", "auto")
-    out: Tensor = aggregate_linear_op.dispatched(
-        x, weight, bias, root_weight, reduce == "mean", algorithm, adj.handle, False
+    out: Tensor = aggregate_transform_op.dispatched(
+        x, weight, bias, root_weight, eps, scales, transform_first, algorithm, adj.handle, False
     )[0]
     return out
 
 
-def _traced_plan(
+def _traced_call(
     adj: Adjacency,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
-    root_weight: Tensor,
-    is_mean: bool,
+    root_weight: Tensor | None,
+    eps: Tensor | None,
+    scales: str,
+    transform_first: bool,
     algorithm: str,
-) -> _Plan:
+) -> _Call:
     """The eager plan without streams of its own, which CUDA graphs of a compiled step cannot track."""
-    key = ("traced", is_mean, algorithm, kind_of(x), kind_of(weight), None if bias is None else kind_of(bias))
+    tensors = (x, weight, bias, root_weight)
+    kinds = tuple([None if each is None else kind_of(each) for each in tensors])
+    key = ("traced", scales, transform_first, algorithm, kinds)
     plan: _Plan | None = adj.plans.get(key)
     if plan is None:
-        form = _Form(True, False, "mean" if is_mean else "sum", False, False, False)
-        made = _plan(adj, form, x, None, weight, bias, root_weight, x.dtype, (None, None))
-        plan = adj.plans[key] = replace(made, algorithm=algorithm, is_sage=False, columns=0)
-    return plan
+        adds_loops = scales == "symmetric with loops" and not adj.has_inserted_loops
+        factors = None
+        if scales.startswith("symmetric"):
+            factors = adj.inv_sqrt_degree(accumulation_dtype(x.dtype), loops=int(adds_loops))
+        form = _Form(True, transform_first, "mean" if scales == "mean" else "sum", False, adds_loops, False)
+        plan = _plan(adj, form, x, None, weight, bias, root_weight, x.dtype, (factors, factors))
+        plan = adj.plans[key] = replace(plan, algorithm=algorithm, is_sage=False, columns=0)
+    return adj, plan, plan.loop if eps is None else _one_more(eps)
 
 
-def _aggregate_linear(
+def _aggregate_transform(
     adj: Adjacency,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
-    root_weight: Tensor,
-    is_mean: bool,
+    root_weight: Tensor | None,
+    eps: Tensor | None,
+    scales: str,
+    transform_first: bool,
     algorithm: str,
     *,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The result, and the neighbours' sums; empty unless ``keep``."""
-    plan = _traced_plan(adj, x, weight, bias, root_weight, is_mean, algorithm)
-    out, _, sums, *_ = _compute(x, None, weight, bias, root_weight, (adj, plan, None), 0, keep)
+    """The result, and the neighbours' sums; empty if no gradient needs them."""
+    tensors = (weight, bias, root_weight)
+    call = _traced_call(adj, x, *tensors, eps, scales, transform_first, algorithm)
+    keep = keep and not transform_first
+    out, _, sums, *_ = _compute(x, None, *tensors, call, 0, keep)
     return out, sums if keep and sums is not None else x.new_empty(0, x.shape[1])
 
 
-def _aggregate_linear_gradients(
+def _aggregate_transform_gradients(
     adj: Adjacency,
     grad: Tensor,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
-    root_weight: Tensor,
+    root_weight: Tensor | None,
+    eps: Tensor | None,
     sums: Tensor,
-    is_mean: bool,
+    scales: str,
+    transform_first: bool,
     algorithm: str,
     *,
     x_wanted: bool,
     weight_wanted: bool,
     bias_wanted: bool,
     root_weight_wanted: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of features and parameters; None: not wanted."""
-    plan = _traced_plan(adj, x, weight, bias, root_weight, is_mean, algorithm)
-    needed = (x_wanted, False, weight_wanted, bias_wanted and bias is not None, root_weight_wanted, False)
-    saved = (None, None, None, sums, x, weight, root_weight, None)
-    ctx = SimpleNamespace(
-        held=((adj, plan, None), None, None, False), saved_tensors=saved, needs_input_grad=needed
-    )
+    call = _traced_call(adj, x, weight, bias, root_weight, eps, scales, transform_first, algorithm)
+    wanted = (x_wanted, False, weight_wanted, bias_wanted, root_weight_wanted, False)
+    given = (None, None, weight, bias, root_weight, None)
+    needed = [x_wanted, *(need and each is not None for need, each in zip(wanted[1:], given[1:], strict=True))]
+    saved = (None, None, x, sums, x if needed[4] else None, weight, root_weight, None)
+    ctx = SimpleNamespace(held=(call, None, None, False), saved_tensors=saved, needs_input_grad=needed)
     with torch.no_grad():
         grad_x, _, grad_weight, grad_bias, grad_root = _gradients(ctx, grad)
-    return grad_x, grad_weight, grad_bias, grad_root
+    return grad_x, grad_weight, grad_bias, grad_root, None
 
 
-def _aggregate_linear_unfused(
+def _aggregate_transform_unfused(
     adj: Adjacency,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
-    root_weight: Tensor,
-    is_mean: bool,
+    root_weight: Tensor | None,
+    eps: Tensor | None,
+    scales: str,
+    transform_first: bool,
     algorithm: str,
 ) -> Tensor:
     """The operator by others, which have gradients again."""
-    sums = spmm(adj, x, None, "mean" if is_mean else "sum", algorithm=algorithm)
-    return F.linear(sums, weight, bias) + F.linear(x, root_weight)
+    _, plan, loop = _traced_call(adj, x, weight, bias, root_weight, eps, scales, transform_first, algorithm)
+    out = _differentiable_sum(plan, adj, x, None, loop)
+    if weight is not None:
+        out = F.linear(out, weight)
+    if bias is not None:
+        out = out + bias
+    return out if root_weight is None else out + F.linear(x, root_weight)
 
 
-def _aggregate_linear_fake(of: Any) -> tuple[Tensor, Tensor]:
+def _aggregate_transform_fake(of: Any) -> tuple[Tensor, Tensor]:
     num_rows, width = of.x.shape
-    return of.x.new_empty(num_rows, of.weight.shape[0]), of.x.new_empty(num_rows if of.keep else 0, width)
+    keeps = of.keep and not of.transform_first
+    out = of.x.new_empty(num_rows, width if of.weight is None else of.weight.shape[0])
+    return out, of.x.new_empty(num_rows if keeps else 0, width)
 
 
-aggregate_linear_op = FusedOperator(
-    "aggregate_linear",
-    _aggregate_linear,
-    _aggregate_linear_gradients,
-    _aggregate_linear_unfused,
-    _aggregate_linear_fake,
+aggregate_transform_op = FusedOperator(
+    "aggregate_transform",
+    _aggregate_transform,
+    _aggregate_transform_gradients,
+    _aggregate_transform_unfused,
+    _aggregate_transform_fake,
     ("out", "sums"),
 )

@@ -221,14 +221,11 @@ def _gine_gradients(ctx: Any, grad: Tensor | None, of_summed: Tensor | None) -> 
         grad = of_summed if of_summed.dtype == dtype else of_summed.to(dtype)
     assert grad is not None
     if not first:
-        found = gine_gradients_again(adj, grad, kept, edge, weight, maps is not None)
-        of_x, *others = found
-        if ctx.has_root:
-            of_x = of_x + grad.to(of_x.dtype) * launch.scale_of(kept, dtype).to(of_x.dtype)
+        found = gine_gradients_again(adj, grad, kept, edge, weight, maps is not None, ctx.has_root)
         dtypes = (dtype, edge_dtype, map_dtype, bias_dtype)
         again = [
             each.to(of) if need and each is not None else None
-            for each, need, of in zip((of_x, *others), needs, dtypes, strict=False)
+            for each, need, of in zip(found, needs, dtypes, strict=False)
         ]
         return (*again, grad_after, grad_after_bias)
     is_read = not grad.is_cuda and grad.stride(1) == 1

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fastsparse_core.ops._autocast import is_any_autocast_enabled
+from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import below_autograd, direct, is_batched, is_plain_eager, is_wrapped
 from fastsparse_core.ops._handles import built_outside_of_graphs, in_backward
 from fastsparse_core.ops._kept_results import alias_of, unfused_gradients, was_written
@@ -303,6 +305,23 @@ def _refuse_tangents(name: str, arguments: tuple[Any, ...]) -> None:
                 f"{name}: expected tensors without tangents, got one of forward-mode differentiation; "
                 "use backward() instead"
             )
+
+
+def fits_one_operator(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether `torch.compile` traces a call that a layer's own operator can compute.
+
+    Exported programs have separate operators, for which there are decompositions and C++ kernels. Under
+    autocast, casts would be part of the operator.
+    """
+    # `torch.compiler.is_exporting()` is true in every trace of PyTorch 2.11; 2.6 has no flag.
+    is_exporting = getattr(torch.compiler, "_is_exporting_flag", True)
+    if is_exporting or not torch.compiler.is_dynamo_compiling() or is_any_autocast_enabled():
+        return False
+    dtype, device = x.dtype, x.device
+    for each in others:
+        if each is not None and (each.dtype != dtype or each.device != device):
+            return False
+    return dtype in DTYPE_CODE
 
 
 # ---------------------------------------------------------------- kernels with gradients of their own
