@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from fastsparse_core import _C, policy
 from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2, LayerCall, LayerEdges, Score
-from fastsparse_core.fused.attention_on_cuda import attend, differentiate, numbers_of_state, plan_of, stacked
+from fastsparse_core.fused.attention_on_cuda import (
+    attend,
+    differentiate,
+    kept_for,
+    numbers_of_state,
+    plan_of,
+    stacked,
+    state_for_both,
+)
 from fastsparse_core.fused.head_scores import product_in_parts
 from fastsparse_core.ops._attention_checks import draw_seed, drawn_by_replays
 from fastsparse_core.ops._autocast import (
@@ -574,6 +582,8 @@ def _traced(
         if drawn_by_replays(dropout_p):
             return None
         dropout_p, seed = draw_seed(dropout_p)
+        if score is DOT_PRODUCT:
+            algorithm = "csr" if x.is_cuda else algorithm  # rows and blocks draw different masks
     first, second, *_ = (*vectors, None, None)
     weight = weights[0] if count == 1 else torch.cat(tuple(weights))
     map_bias = torch.cat(tuple(biases)) if len(biases) > 1 else biases[0] if biases else None
@@ -635,6 +645,8 @@ def _attention(
     empty = x.new_empty(0)
     if not keep:
         return out, empty, x.new_empty(0, dtype=state.dtype), empty.clone()
+    if x.is_cuda:
+        state = state_for_both(call, state, x.shape[0])
     return out, joint, state, empty if result is None else result
 
 
@@ -666,11 +678,13 @@ def _attention_gradients(
     options = (kind, num_maps, heads, scale, dropout_p, mean, algorithm)
     call = _traced_call(adj, x, weight, vectors, seed, *options, records=True)
     maps = (weight,) * num_maps if map_bias is None else (weight,) * num_maps + (map_bias,)
+    kept = (state, result if result.numel() else None)
+    kept = kept_for(call, *kept, x.shape[0]) if x.is_cuda else kept
     ctx = SimpleNamespace(
         call=call,
         bias_dtype=None if bias is None else bias.dtype,
         maps=(maps, None),
-        saved_tensors=(x, weight, joint, None, None, None, *vectors, state, result if result.numel() else None),
+        saved_tensors=(x, weight, joint, None, None, None, *vectors, *kept),
         needs_input_grad=(False, x_wanted, bias_wanted and bias is not None, False, False, False)
         + (True,) * (len(vectors) + len(maps)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -195,6 +196,30 @@ def numbers_of_state(score: type[Score], num_nodes: int, heads: int) -> int:
     return -(-arrays * num_nodes * heads // 4) * 4
 
 
+def state_for_both(call: LayerCall, state: Tensor, num_nodes: int) -> Tensor:
+    """Writes the state of dot products from rows in the form of that from blocks: float64, to base 2.
+
+    In a trace, a structure may be converted to blocks between a forward pass and its backward pass.
+    """
+    if call.score is DOT_PRODUCT and not call.plan.on_blocks:
+        count = num_nodes * call.heads
+        state[: 2 * count].view(torch.float64).copy_(state[:count].double() / math.log(2))
+    return state
+
+
+def kept_for(
+    call: LayerCall, state: Tensor, result: Tensor | None, num_nodes: int
+) -> tuple[Tensor, Tensor | None]:
+    """State and result as the kernel of the backward pass reads them, from the tensor of `state_for_both`."""
+    if call.score is not DOT_PRODUCT or call.plan.on_blocks:
+        return state, result
+    if result is None:
+        behind = state[numbers_of_state(call.score, num_nodes, call.heads) :].view(call.dtype)
+        result = behind[: num_nodes * call.widths[0]].view(num_nodes, call.widths[0])
+    lse = state[: 2 * num_nodes * call.heads].view(torch.float64) * math.log(2)
+    return lse.float(), result
+
+
 def attend(
     call: LayerCall, joint: Tensor, vectors: Sequence[Tensor], bias: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -209,7 +234,7 @@ def attend(
     # Bias and the result of a fourth map are added in place if the backward pass does not read the result;
     # otherwise the result of attention is stored behind the state.
     in_place = not call.keeps_result or (bias is None and len(call.widths) < 4)
-    numbers = numbers_of_state(call.score, num_nodes, call.heads)
+    numbers = behind = numbers_of_state(call.score, num_nodes, call.heads)
     if not in_place:
         numbers += (num_nodes * width * joint.itemsize + 3) // 4
     state = joint.new_empty(numbers, dtype=torch.float32)
@@ -221,7 +246,7 @@ def attend(
         second,
         bias,
         is_float,
-        result if in_place else address + 4 * plan.state,
+        result if in_place else address + 4 * behind,
         result,
         address,
         workspace,
@@ -260,7 +285,7 @@ def differentiate(
         joint,
         first,
         second,
-        address + 4 * plan.state if out is None else out,
+        address + 4 * numbers_of_state(call.score, joint.shape[0], call.heads) if out is None else out,
         address,
         workspace,
         grad,
