@@ -22,7 +22,7 @@ from fastsparse_core.fused.joint_linear import add_linear, joint_linear
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.layer_swap import restore
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._eager import is_plain_eager, why_watched
+from fastsparse_core.ops._eager import is_plain_eager, may_be_one_node, why_watched
 from fastsparse_core.ops._eager import is_plain_linear as is_plain_linear_of
 from fastsparse_core.ops.spmm import Reduce
 from fastsparse_core.tiling import NeighbourSum
@@ -393,7 +393,7 @@ class FastConv(MessagePassing):
             and is_plain_linear(lin)
             and is_plain_linear(lin_root)
             and lin_root._parameters["bias"] is None
-            and (is_plain_eager(x_src) or torch.compiler.is_dynamo_compiling())
+            and may_be_one_node(x_src)
         ):
             parameters = (lin._parameters["weight"], lin._parameters["bias"], lin_root._parameters["weight"])
             whole = aggregate_linear(

@@ -16,12 +16,15 @@ from fastsparse_core import Adjacency, recorded
 from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.aggregate_transform import graph_convolution, one
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._eager import is_plain_eager, is_plain_linear
+from fastsparse_core.ops._eager import is_plain_linear, may_be_one_node
 from fastsparse_core.ops._registration import fits_one_operator
 from fastsparse_core.tiling import NeighbourSum, is_free_of_loops
 from fastsparse_pyg.graph import BY_KERNEL, EdgesLike, edges_for_loops, gcn_factors, resolve
 from fastsparse_pyg.nn.base import known, raise_untiled
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
+
+#: Methods of an Adjacency that return the factors of destinations and sources.
+_NORMS = ("inv_sqrt_degree", "inv_sqrt_degree")
 
 
 class FastGCNConv(PropagatingConv, GCNConv):
@@ -95,7 +98,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
         # the backward pass then needs no aggregation.
         aggregate_first = width < out_channels or (width == out_channels and not x.requires_grad)
         plain = is_plain_linear(lin, Linear) and lin._parameters["bias"] is None
-        if plain and value is None and (is_plain_eager(x) or torch.compiler.is_dynamo_compiling()):
+        if plain and value is None and may_be_one_node(x):
             weight = lin._parameters.get("weight")
             out = graph_convolution(
                 adj,
@@ -107,7 +110,7 @@ class FastGCNConv(PropagatingConv, GCNConv):
                 scale_dst,
                 scale_src,
                 add_loops=adds_loops,
-                is_symmetric=adds_loops or scale_dst is not None,
+                norms=("", "") if scale_dst is None and not adds_loops else _NORMS,
             )
             if out is not None:
                 return out

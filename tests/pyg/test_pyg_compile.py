@@ -129,7 +129,10 @@ ONE_NODE = {
     "GATv2": (lambda: FastGATv2Conv(8, 4, heads=2), "attention_layer"),
     "GATv2 of means": (lambda: FastGATv2Conv(8, 4, heads=2, concat=False), "attention_layer"),
     "Transformer": (lambda: FastTransformerConv(8, 4, heads=2), "attention_layer"),
-    "Transformer, plain": (lambda: FastTransformerConv(8, 4, root_weight=False, bias=False), "attention_layer"),
+    "Transformer, plain": (
+        lambda: FastTransformerConv(8, 4, root_weight=False, bias=False),
+        "attention_layer",
+    ),
 }
 
 
@@ -161,13 +164,23 @@ def test_compiled_layers_are_the_nodes_of_eager_ones(device, name):
     forward, backward = found
     assert forward.count(f"fastsparse.{node}.default") == 1
     assert backward.count(f"fastsparse.{node}_backward.default") == 1
-    own = ("aten.permute", "aten.view", "aten.cat", "aten.slice", "_operator.getitem", "<built-in", "aten.alias")
+    own = (
+        "aten.permute",
+        "aten.view",
+        "aten.cat",
+        "aten.slice",
+        "_operator.getitem",
+        "<built-in",
+        "aten.alias",
+    )
     if name[:3] == "GIN":  # the layer's network
         own += ("aten.addmm", "aten.mm", "aten.sum", "aten.t.")
     for names in found:
         own_operators = [each for each in names if not each.startswith(("fastsparse.", "aten.sym", *own))]
         assert not own_operators
-        assert len([each for each in names if each.startswith("fastsparse.") and "structure" not in each]) == 1
+        assert (
+            len([each for each in names if each.startswith("fastsparse.") and "structure" not in each]) == 1
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in ONE_NODE if "constant" not in name])

@@ -59,7 +59,7 @@ def graph_convolution(
     scale_src: Tensor | None = None,
     relu: bool = False,
     add_loops: bool = False,
-    is_symmetric: bool = False,
+    norms: tuple[str, str] = ("", ""),
 ) -> Tensor | None:
     r"""Transforms the neighbours' features and aggregates them, in the order that the caller chooses.
 
@@ -68,7 +68,7 @@ def graph_convolution(
 
     Args:
         adj: structure (num_dst, num_src).
-        x: features (num_src, in width); `is_plain_eager` must be true for them, or `torch.compile` traces them.
+        x: features (num_src, in width); `may_be_one_node` must be true for them.
         weight: (out width, in width) or (in width, out width).
         bias: (out width,) or None.
         out_by_in: whether the weight is (out width, in width).
@@ -78,7 +78,8 @@ def graph_convolution(
         scale_src: constant t, (num_src,); None: 1.
         relu: whether negative results become 0.
         add_loops: whether to add a self loop to every node; for square structures without self loops.
-        is_symmetric: whether s and t are the inverse roots of the degrees. A trace takes them from the structure.
+        norms: names of the methods of ``adj`` that return s and t, "" for None. A trace contains these names
+            in place of s and t.
 
     Returns:
         (num_dst, out width), or None, as `_in_one_node`.
@@ -86,10 +87,10 @@ def graph_convolution(
     if weight is None or (aggregate_first and x.requires_grad):
         return None
     if not is_plain_eager(x):
-        if relu or not out_by_in or not (is_symmetric or scale_dst is scale_src is None):
-            return None
-        scales = "symmetric with loops" if add_loops else "symmetric" if is_symmetric else ""
-        return _traced(adj, x, weight, bias, scales=scales, transform_first=not aggregate_first)
+        weight = weight if out_by_in else weight.t()
+        options: Any = {"norms": norms, "adds_loops": add_loops, "transform_first": not aggregate_first}
+        out = _traced(adj, x, weight, bias, **options)
+        return out if out is None or not relu else out.relu()
     form = (out_by_in, not aggregate_first, "sum", relu, add_loops, False)
     return _in_one_node(adj, form, x, None, weight, bias, None, None, scale_dst, scale_src)
 
@@ -123,7 +124,7 @@ def aggregate_linear(
 
     Args:
         adj: structure (num_dst, num_src), with num_dst <= num_src.
-        x: features (num_src, width); `is_plain_eager` must be true for them, or `torch.compile` traces them.
+        x: features (num_src, width); `may_be_one_node` must be true for them.
         weight: (out width, width).
         bias: (out width,) or None.
         root_weight: (out width, width).
@@ -139,10 +140,8 @@ def aggregate_linear(
     if not is_plain_eager(x):
         if root is not None and root is not x:
             return None
-        scales = "mean" if reduce == "mean" else ""
-        return _traced(
-            adj, x, weight, bias, root_weight, scales=scales, transform_first=transform_first
-        )
+        norms = ("inv_degree" if reduce == "mean" else "", "")
+        return _traced(adj, x, weight, bias, root_weight, norms=norms, transform_first=transform_first)
     if root is not None and not (root.shape[0] == adj.num_dst and (root is x or starts_with(x, root))):
         return None
     form = (True, transform_first, reduce, False, False, False)
@@ -222,7 +221,7 @@ def aggregate_and_self(adj: Adjacency, x: Tensor, eps: Tensor) -> Tensor | None:
 
     Args:
         adj: square structure.
-        x: features (N, width); `is_plain_eager` must be true for them, or `torch.compile` traces them.
+        x: features (N, width); `may_be_one_node` must be true for them.
         eps: one number, which gets no gradient.
 
     Returns:
@@ -829,7 +828,8 @@ def _traced(
     root_weight: Tensor | None = None,
     eps: Tensor | None = None,
     *,
-    scales: str = "",
+    norms: tuple[str, str] = ("", ""),
+    adds_loops: bool = False,
     transform_first: bool = True,
 ) -> Tensor | None:
     """The node as one operator of `torch.compile`; None where a trace needs separate operators.
@@ -844,8 +844,8 @@ def _traced(
         bias: (out width,), or None.
         root_weight: (out width, in width), or None.
         eps: GIN's, or None.
-        scales: "mean"; "symmetric": GCN's; "symmetric with loops": the same, and every node has a self loop;
-            "": none.
+        norms: names of the methods of ``adj`` that return the factors of destinations and sources, or "".
+        adds_loops: whether to add a self loop to every node if the structure has none.
         transform_first: as in the form.
     """
     if adj.num_dst != adj.num_src or x.dim() != 2 or x.shape[0] != adj.num_src:
@@ -858,7 +858,7 @@ def _traced(
         return None
     algorithm = policy.requested("spmm", "auto")
     out: Tensor = aggregate_transform_op.dispatched(
-        x, weight, bias, root_weight, eps, scales, transform_first, algorithm, adj.handle, False
+        x, weight, bias, root_weight, eps, *norms, adds_loops, transform_first, algorithm, adj.handle, False
     )[0]
     return out
 
@@ -870,22 +870,29 @@ def _traced_call(
     bias: Tensor | None,
     root_weight: Tensor | None,
     eps: Tensor | None,
-    scales: str,
+    norm_dst: str,
+    norm_src: str,
+    adds_loops: bool,
     transform_first: bool,
     algorithm: str,
 ) -> _Call:
     """The eager plan without streams of its own, which CUDA graphs of a compiled step cannot track."""
     tensors = (x, weight, bias, root_weight)
     kinds = tuple([None if each is None else kind_of(each) for each in tensors])
-    key = ("traced", scales, transform_first, algorithm, kinds)
+    key = ("traced", norm_dst, norm_src, adds_loops, transform_first, algorithm, kinds)
     plan: _Plan | None = adj.plans.get(key)
     if plan is None:
-        adds_loops = scales == "symmetric with loops" and not adj.has_inserted_loops
-        factors = None
-        if scales.startswith("symmetric"):
-            factors = adj.inv_sqrt_degree(accumulation_dtype(x.dtype), loops=int(adds_loops))
-        form = _Form(True, transform_first, "mean" if scales == "mean" else "sum", False, adds_loops, False)
-        plan = _plan(adj, form, x, None, weight, bias, root_weight, x.dtype, (factors, factors))
+        adds, dtype = adds_loops and not adj.has_inserted_loops, accumulation_dtype(x.dtype)
+        factors = {"": None}
+        for name in (norm_dst, norm_src):
+            if name not in factors:
+                loops = {"loops": 1} if adds and name == "inv_sqrt_degree" else {}
+                factors[name] = getattr(adj, name)(dtype, **loops)
+        form, scales = (
+            _Form(True, transform_first, "sum", False, adds, False),
+            (factors[norm_dst], factors[norm_src]),
+        )
+        plan = _plan(adj, form, x, None, weight, bias, root_weight, x.dtype, scales)
         plan = adj.plans[key] = replace(plan, algorithm=algorithm, is_sage=False, columns=0)
     return adj, plan, plan.loop if eps is None else _one_more(eps)
 
@@ -897,15 +904,20 @@ def _aggregate_transform(
     bias: Tensor | None,
     root_weight: Tensor | None,
     eps: Tensor | None,
-    scales: str,
+    norm_dst: str,
+    norm_src: str,
+    adds_loops: bool,
     transform_first: bool,
     algorithm: str,
     *,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     """The result, and the neighbours' sums; empty if no gradient needs them."""
-    tensors = (weight, bias, root_weight)
-    call = _traced_call(adj, x, *tensors, eps, scales, transform_first, algorithm)
+    tensors, options = (
+        (weight, bias, root_weight),
+        (norm_dst, norm_src, adds_loops, transform_first, algorithm),
+    )
+    call = _traced_call(adj, x, *tensors, eps, *options)
     keep = keep and not transform_first
     out, _, sums, *_ = _compute(x, None, *tensors, call, 0, keep)
     return out, sums if keep and sums is not None else x.new_empty(0, x.shape[1])
@@ -920,7 +932,9 @@ def _aggregate_transform_gradients(
     root_weight: Tensor | None,
     eps: Tensor | None,
     sums: Tensor,
-    scales: str,
+    norm_dst: str,
+    norm_src: str,
+    adds_loops: bool,
     transform_first: bool,
     algorithm: str,
     *,
@@ -930,10 +944,14 @@ def _aggregate_transform_gradients(
     root_weight_wanted: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of features and parameters; None: not wanted."""
-    call = _traced_call(adj, x, weight, bias, root_weight, eps, scales, transform_first, algorithm)
+    options = (norm_dst, norm_src, adds_loops, transform_first, algorithm)
+    call = _traced_call(adj, x, weight, bias, root_weight, eps, *options)
     wanted = (x_wanted, False, weight_wanted, bias_wanted, root_weight_wanted, False)
     given = (None, None, weight, bias, root_weight, None)
-    needed = [x_wanted, *(need and each is not None for need, each in zip(wanted[1:], given[1:], strict=True))]
+    needed = [
+        x_wanted,
+        *(need and each is not None for need, each in zip(wanted[1:], given[1:], strict=True)),
+    ]
     saved = (None, None, x, sums, x if needed[4] else None, weight, root_weight, None)
     ctx = SimpleNamespace(held=(call, None, None, False), saved_tensors=saved, needs_input_grad=needed)
     with torch.no_grad():
@@ -948,12 +966,15 @@ def _aggregate_transform_unfused(
     bias: Tensor | None,
     root_weight: Tensor | None,
     eps: Tensor | None,
-    scales: str,
+    norm_dst: str,
+    norm_src: str,
+    adds_loops: bool,
     transform_first: bool,
     algorithm: str,
 ) -> Tensor:
     """The operator by others, which have gradients again."""
-    _, plan, loop = _traced_call(adj, x, weight, bias, root_weight, eps, scales, transform_first, algorithm)
+    options = (norm_dst, norm_src, adds_loops, transform_first, algorithm)
+    _, plan, loop = _traced_call(adj, x, weight, bias, root_weight, eps, *options)
     out = _differentiable_sum(plan, adj, x, None, loop)
     if weight is not None:
         out = F.linear(out, weight)

@@ -561,7 +561,13 @@ def _traced(
     """The node as one operator of `torch.compile`; None where a trace needs separate operators."""
     widths = tuple([weight.shape[0] for weight in weights])
     width, count, algorithm = widths[0], len(widths), policy.requested("attention", "auto")
-    if widths.count(width) < count or not width or width % heads or not x.shape[0] or x.dtype not in DTYPE_CODE:
+    if (
+        widths.count(width) < count
+        or not width
+        or width % heads
+        or not x.shape[0]
+        or x.dtype not in DTYPE_CODE
+    ):
         return None
     if [each for each in vectors if each.numel() != width]:
         return None
@@ -570,11 +576,8 @@ def _traced(
     if algorithm == "unfused" or [each for each in weights if each.shape[1] != x.shape[1]]:
         return None
     if x.is_cuda:
-        kept_apart = bias is not None or mean or score.adds(widths)
         if not score.has_cuda_kernel(adj, x.dtype, widths, heads, scale):
             return None
-        if score.reads_result and not kept_apart:
-            return None  # two results of the operator would share memory
     elif count < score.least_maps or (score is DOT_PRODUCT and algorithm == "csr"):
         return None
     seed = None
@@ -636,12 +639,13 @@ def _attention(
     *,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The result, and for the backward pass: the linear maps' results, the nodes' state, heads before a mean."""
+    """The result; for the backward pass, the linear maps' results, the nodes' state, and the heads' results."""
     vectors = tuple([each for each in (first, second) if each is not None])
     options = (kind, num_maps, heads, scale, dropout_p, mean, algorithm)
     call = _traced_call(adj, x, weight, vectors, seed, *options, records=keep)
     joint = F.linear(x, weight, map_bias)
     out, (state, result) = _attend_to(call, joint, vectors, bias)
+    result = out.clone() if result is out else result  # results of an operator must not share memory
     empty = x.new_empty(0)
     if not keep:
         return out, empty, x.new_empty(0, dtype=state.dtype), empty.clone()
@@ -732,7 +736,7 @@ def _attention_fake(of: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         state = x.new_empty(3 if score is ADDITIVE else 1, num_nodes, of.heads, dtype=precise)
         return out, joint, state, result
     numbers = numbers_of_state(score, num_nodes, of.heads)
-    if score.reads_result and of.mean:
+    if score.reads_result and (of.mean or (of.bias is None and not score.adds((width,) * of.num_maps))):
         result = x.new_empty(num_nodes, width)
     elif score.reads_result:
         numbers += (num_nodes * width * x.itemsize + 3) // 4

@@ -27,7 +27,6 @@ from fastsparse_core.ops._registration import (
     structure_of,
 )
 from fastsparse_core.ops._spmm_plan import launch_spmm
-from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.structure.adjacency import Adjacency
 
 # ---------------------------------------------------------------- step by step
