@@ -198,7 +198,7 @@ class FastConv(MessagePassing):
             num_dst,
             x_src.device,
             flow=flow,
-            add_self_loops=loops,
+            add_self_loops=bool(loops),
             matrix_loops=self._matrix_loops,
         )
 

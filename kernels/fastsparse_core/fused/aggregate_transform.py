@@ -820,6 +820,55 @@ def _onto_root(
 # ---------------------------------------------------------------- the node within a trace
 
 
+class _Traced(NamedTuple):
+    """Arguments of the operator.
+
+    Attributes:
+        x: features.
+        weight: (out width, in width), or None.
+        bias: (out width,), or None.
+        root_weight: (out width, in width), or None.
+        eps: GIN's, or None.
+        norm_dst: name of the structure's method that returns the factors of the destinations, or "".
+        norm_src: name of the method for the sources, or "".
+        adds_loops: whether to add a self loop to every node if the structure has none.
+        transform_first: as in the form.
+        algorithm: of the sum.
+    """
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    root_weight: Tensor | None
+    eps: Tensor | None
+    norm_dst: str
+    norm_src: str
+    adds_loops: bool
+    transform_first: bool
+    algorithm: str
+
+    def of_node(self, adj: Adjacency) -> _Call:
+        """The eager plan without streams of its own, which CUDA graphs of a compiled step cannot track."""
+        x, weight, bias, root_weight, eps, norm_dst, norm_src, adds_loops, transform_first, algorithm = self
+        kinds = tuple([None if each is None else kind_of(each) for each in self[:4]])
+        key = ("traced", self[5:], kinds)
+        plan: _Plan | None = adj.plans.get(key)
+        if plan is None:
+            adds, dtype = adds_loops and not adj.has_inserted_loops, accumulation_dtype(x.dtype)
+            factors: dict[str, Tensor | None] = {"": None}
+            for name in (norm_dst, norm_src):
+                if name not in factors:
+                    loops = {"loops": 1} if adds and name == "inv_sqrt_degree" else {}
+                    factors[name] = getattr(adj, name)(dtype, **loops)
+            form, scales = (
+                _Form(True, transform_first, "sum", False, adds, False),
+                (factors[norm_dst], factors[norm_src]),
+            )
+            plan = _plan(adj, form, x, None, weight, bias, root_weight, x.dtype, scales)
+            plan = adj.plans[key] = replace(plan, algorithm=algorithm, is_sage=False, columns=0)
+        return adj, plan, plan.loop if eps is None else _one_more(eps)
+
+
 def _traced(
     adj: Adjacency,
     x: Tensor,
@@ -836,17 +885,6 @@ def _traced(
 
     Inductor would compute biases, self loops and GIN's own term in passes of their own, and products of
     float32 matrices by slower kernels.
-
-    Args:
-        adj: structure.
-        x: features.
-        weight: (out width, in width), or None.
-        bias: (out width,), or None.
-        root_weight: (out width, in width), or None.
-        eps: GIN's, or None.
-        norms: names of the methods of ``adj`` that return the factors of destinations and sources, or "".
-        adds_loops: whether to add a self loop to every node if the structure has none.
-        transform_first: as in the form.
     """
     if adj.num_dst != adj.num_src or x.dim() != 2 or x.shape[0] != adj.num_src:
         return None
@@ -856,87 +894,25 @@ def _traced(
         return None
     if root_weight is not None and (weight is None or weight.shape != root_weight.shape):
         return None
-    algorithm = policy.requested("spmm", "auto")
-    out: Tensor = aggregate_transform_op.dispatched(
-        x, weight, bias, root_weight, eps, *norms, adds_loops, transform_first, algorithm, adj.handle, False
-    )[0]
+    options = (*norms, adds_loops, transform_first, policy.requested("spmm", "auto"))
+    call = _Traced(x, weight, bias, root_weight, eps, *options)
+    out: Tensor = aggregate_transform_op.dispatched(*call, adj.handle, False)[0]
     return out
 
 
-def _traced_call(
-    adj: Adjacency,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    root_weight: Tensor | None,
-    eps: Tensor | None,
-    norm_dst: str,
-    norm_src: str,
-    adds_loops: bool,
-    transform_first: bool,
-    algorithm: str,
-) -> _Call:
-    """The eager plan without streams of its own, which CUDA graphs of a compiled step cannot track."""
-    tensors = (x, weight, bias, root_weight)
-    kinds = tuple([None if each is None else kind_of(each) for each in tensors])
-    key = ("traced", norm_dst, norm_src, adds_loops, transform_first, algorithm, kinds)
-    plan: _Plan | None = adj.plans.get(key)
-    if plan is None:
-        adds, dtype = adds_loops and not adj.has_inserted_loops, accumulation_dtype(x.dtype)
-        factors = {"": None}
-        for name in (norm_dst, norm_src):
-            if name not in factors:
-                loops = {"loops": 1} if adds and name == "inv_sqrt_degree" else {}
-                factors[name] = getattr(adj, name)(dtype, **loops)
-        form, scales = (
-            _Form(True, transform_first, "sum", False, adds, False),
-            (factors[norm_dst], factors[norm_src]),
-        )
-        plan = _plan(adj, form, x, None, weight, bias, root_weight, x.dtype, scales)
-        plan = adj.plans[key] = replace(plan, algorithm=algorithm, is_sage=False, columns=0)
-    return adj, plan, plan.loop if eps is None else _one_more(eps)
-
-
-def _aggregate_transform(
-    adj: Adjacency,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    root_weight: Tensor | None,
-    eps: Tensor | None,
-    norm_dst: str,
-    norm_src: str,
-    adds_loops: bool,
-    transform_first: bool,
-    algorithm: str,
-    *,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
+def _aggregate_transform(adj: Adjacency, call: _Traced, *, keep: bool) -> tuple[Tensor, Tensor]:
     """The result, and the neighbours' sums; empty if no gradient needs them."""
-    tensors, options = (
-        (weight, bias, root_weight),
-        (norm_dst, norm_src, adds_loops, transform_first, algorithm),
-    )
-    call = _traced_call(adj, x, *tensors, eps, *options)
-    keep = keep and not transform_first
-    out, _, sums, *_ = _compute(x, None, *tensors, call, 0, keep)
+    x, weight, bias, root_weight, *_ = call
+    keep = keep and not call.transform_first
+    out, _, sums, *_ = _compute(x, None, weight, bias, root_weight, call.of_node(adj), 0, keep)
     return out, sums if keep and sums is not None else x.new_empty(0, x.shape[1])
 
 
 def _aggregate_transform_gradients(
     adj: Adjacency,
     grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    root_weight: Tensor | None,
-    eps: Tensor | None,
+    call: _Traced,
     sums: Tensor,
-    norm_dst: str,
-    norm_src: str,
-    adds_loops: bool,
-    transform_first: bool,
-    algorithm: str,
     *,
     x_wanted: bool,
     weight_wanted: bool,
@@ -944,37 +920,21 @@ def _aggregate_transform_gradients(
     root_weight_wanted: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of features and parameters; None: not wanted."""
-    options = (norm_dst, norm_src, adds_loops, transform_first, algorithm)
-    call = _traced_call(adj, x, weight, bias, root_weight, eps, *options)
-    wanted = (x_wanted, False, weight_wanted, bias_wanted, root_weight_wanted, False)
-    given = (None, None, weight, bias, root_weight, None)
-    needed = [
-        x_wanted,
-        *(need and each is not None for need, each in zip(wanted[1:], given[1:], strict=True)),
-    ]
+    x, weight, bias, root_weight, *_ = call
+    pairs = ((weight, weight_wanted), (bias, bias_wanted), (root_weight, root_weight_wanted))
+    needed = (x_wanted, False, *[given is not None and wanted for given, wanted in pairs], False)
     saved = (None, None, x, sums, x if needed[4] else None, weight, root_weight, None)
-    ctx = SimpleNamespace(held=(call, None, None, False), saved_tensors=saved, needs_input_grad=needed)
+    held = (call.of_node(adj), None, None, False)
+    ctx = SimpleNamespace(held=held, saved_tensors=saved, needs_input_grad=needed)
     with torch.no_grad():
         grad_x, _, grad_weight, grad_bias, grad_root = _gradients(ctx, grad)
     return grad_x, grad_weight, grad_bias, grad_root, None
 
 
-def _aggregate_transform_unfused(
-    adj: Adjacency,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    root_weight: Tensor | None,
-    eps: Tensor | None,
-    norm_dst: str,
-    norm_src: str,
-    adds_loops: bool,
-    transform_first: bool,
-    algorithm: str,
-) -> Tensor:
+def _aggregate_transform_unfused(adj: Adjacency, call: _Traced) -> Tensor:
     """The operator by others, which have gradients again."""
-    options = (norm_dst, norm_src, adds_loops, transform_first, algorithm)
-    _, plan, loop = _traced_call(adj, x, weight, bias, root_weight, eps, *options)
+    x, weight, bias, root_weight, *_ = call
+    _, plan, loop = call.of_node(adj)
     out = _differentiable_sum(plan, adj, x, None, loop)
     if weight is not None:
         out = F.linear(out, weight)

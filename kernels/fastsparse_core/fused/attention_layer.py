@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -116,10 +116,9 @@ def attention_layer(
     if biases and len(biases) < len(weights):
         return None
     if is_traced:
-        if not (maps and edges is None and fits_one_operator(x, *vectors, *weights, *biases, bias)):
+        if edges is not None or not maps:
             return None
-        how = {"heads": heads, "scale": scale, "dropout_p": dropout_p, "mean": mean}
-        return _traced(score, adj, x, weights, biases, vectors, bias, **how)
+        return _traced(score, adj, x, weights, biases, vectors, bias, (heads, scale, dropout_p, mean))
     if not maps:
         sizes = [x.shape[1]]
     of_edges: Any = ()
@@ -544,6 +543,38 @@ def _second_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 # ---------------------------------------------------------------- the node within a trace
 
 
+class _Traced(NamedTuple):
+    """Arguments of the operator. Weights and biases of several linear maps are stacked."""
+
+    x: Tensor
+    weight: Tensor
+    map_bias: Tensor | None
+    first: Tensor | None
+    second: Tensor | None
+    bias: Tensor | None
+    seed: Tensor | None
+    kind: int
+    num_maps: int
+    heads: int
+    scale: float
+    dropout_p: float
+    mean: bool
+    algorithm: str
+
+    @property
+    def vectors(self) -> tuple[Tensor, ...]:
+        return tuple([each for each in (self.first, self.second) if each is not None])
+
+    def of_layer(self, adj: Adjacency, *, records: bool) -> LayerCall:
+        """The call in the form that the eager node takes."""
+        x, score, vectors = self.x, _SCORES[self.kind], self.vectors
+        widths = (self.weight.shape[0] // self.num_maps,) * self.num_maps
+        plan = _plan(adj, x, score, x.dtype, widths, self.heads, self.scale, self.algorithm, records)
+        keeps_result = records and x.is_cuda and score.reads_result
+        how = (self.dropout_p, self.seed, x.dtype, widths, self.mean, len(vectors), keeps_result, plan)
+        return LayerCall(score, adj, self.heads, self.scale, *how)
+
+
 def _traced(
     score: type[Score],
     adj: Adjacency,
@@ -552,28 +583,36 @@ def _traced(
     biases: Sequence[Tensor],
     vectors: Sequence[Tensor],
     bias: Tensor | None,
-    *,
-    heads: int,
-    scale: float,
-    dropout_p: float,
-    mean: bool,
+    options: tuple[int, float, float, bool],
 ) -> Tensor | None:
-    """The node as one operator of `torch.compile`; None where a trace needs separate operators."""
+    """The node as one operator of `torch.compile`; None where a trace needs separate operators.
+
+    Args:
+        score: as in `attention_layer`, like the other arguments.
+        adj: structure.
+        x: features.
+        weights: of the linear maps.
+        biases: of the linear maps, or none.
+        vectors: of the heads.
+        bias: of the result, or None.
+        options: heads, scale, dropout_p and mean.
+    """
+    heads, scale, dropout_p, mean = options
     widths = tuple([weight.shape[0] for weight in weights])
     width, count, algorithm = widths[0], len(widths), policy.requested("attention", "auto")
     if (
-        widths.count(width) < count
-        or not width
-        or width % heads
+        not fits_one_operator(x, *weights, *biases, *vectors, bias)
+        or algorithm == "unfused"
         or not x.shape[0]
-        or x.dtype not in DTYPE_CODE
     ):
+        return None
+    if widths.count(width) < count or not width or width % heads:
+        return None
+    if [each for each in weights if each.shape[1] != x.shape[1]]:
         return None
     if [each for each in vectors if each.numel() != width]:
         return None
     if bias is not None and bias.shape != (width // heads if mean else width,):
-        return None
-    if algorithm == "unfused" or [each for each in weights if each.shape[1] != x.shape[1]]:
         return None
     if x.is_cuda:
         if not score.has_cuda_kernel(adj, x.dtype, widths, heads, scale):
@@ -585,111 +624,53 @@ def _traced(
         if drawn_by_replays(dropout_p):
             return None
         dropout_p, seed = draw_seed(dropout_p)
-        if score is DOT_PRODUCT:
-            algorithm = "csr" if x.is_cuda else algorithm  # rows and blocks draw different masks
+        if score is DOT_PRODUCT and x.is_cuda:
+            algorithm = "csr"  # blocks draw another mask, and backward passes choose their kernel again
     first, second, *_ = (*vectors, None, None)
     weight = weights[0] if count == 1 else torch.cat(tuple(weights))
     map_bias = torch.cat(tuple(biases)) if len(biases) > 1 else biases[0] if biases else None
-    tensors = (x, weight, map_bias, first, second, bias, seed)
-    options = (score.code, count, heads, scale, dropout_p, mean, algorithm)
-    out: Tensor = attention_layer_op.dispatched(*tensors, *options, adj.handle, False)[0]
+    how = (score.code, count, heads, scale, dropout_p, mean, algorithm)
+    call = _Traced(x, weight, map_bias, first, second, bias, seed, *how)
+    out: Tensor = attention_layer_op.dispatched(*call, adj.handle, False)[0]
     return out
 
 
-def _traced_call(
-    adj: Adjacency,
-    x: Tensor,
-    weight: Tensor,
-    vectors: Sequence[Tensor],
-    seed: Tensor | None,
-    kind: int,
-    num_maps: int,
-    heads: int,
-    scale: float,
-    dropout_p: float,
-    mean: bool,
-    algorithm: str,
-    *,
-    records: bool,
-) -> LayerCall:
-    score = _SCORES[kind]
-    widths = (weight.shape[0] // num_maps,) * num_maps
-    plan = _plan(adj, x, score, x.dtype, widths, heads, scale, algorithm, records)
-    keeps_result = records and x.is_cuda and score.reads_result
-    how = (dropout_p, seed, x.dtype, widths, mean, len(vectors), keeps_result, plan)
-    return LayerCall(score, adj, heads, scale, *how)
-
-
-def _attention(
-    adj: Adjacency,
-    x: Tensor,
-    weight: Tensor,
-    map_bias: Tensor | None,
-    first: Tensor | None,
-    second: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    kind: int,
-    num_maps: int,
-    heads: int,
-    scale: float,
-    dropout_p: float,
-    mean: bool,
-    algorithm: str,
-    *,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The result; for the backward pass, the linear maps' results, the nodes' state, and the heads' results."""
-    vectors = tuple([each for each in (first, second) if each is not None])
-    options = (kind, num_maps, heads, scale, dropout_p, mean, algorithm)
-    call = _traced_call(adj, x, weight, vectors, seed, *options, records=keep)
-    joint = F.linear(x, weight, map_bias)
-    out, (state, result) = _attend_to(call, joint, vectors, bias)
-    result = out.clone() if result is out else result  # results of an operator must not share memory
-    empty = x.new_empty(0)
+def _attention(adj: Adjacency, call: _Traced, *, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result; for the backward pass, the maps' results, the nodes' state, and the heads' results."""
+    x, of_layer = call.x, call.of_layer(adj, records=keep)
+    joint = F.linear(x, call.weight, call.map_bias)
+    out, (state, result) = _attend_to(of_layer, joint, call.vectors, call.bias)
     if not keep:
-        return out, empty, x.new_empty(0, dtype=state.dtype), empty.clone()
+        return out, x.new_empty(0), state.new_empty(0), x.new_empty(0)
     if x.is_cuda:
-        state = state_for_both(call, state, x.shape[0])
-    return out, joint, state, empty if result is None else result
+        state = state_for_both(of_layer, state, x.shape[0])
+    if result is None:
+        result = x.new_empty(0)
+    return out, joint, state, out.clone() if result is out else result  # results must not share memory
 
 
 def _attention_gradients(
     adj: Adjacency,
     grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    map_bias: Tensor | None,
-    first: Tensor | None,
-    second: Tensor | None,
-    bias: Tensor | None,
+    call: _Traced,
     joint: Tensor,
     state: Tensor,
     result: Tensor,
-    seed: Tensor | None,
-    kind: int,
-    num_maps: int,
-    heads: int,
-    scale: float,
-    dropout_p: float,
-    mean: bool,
-    algorithm: str,
     *,
     x_wanted: bool,
     bias_wanted: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    vectors = [each for each in (first, second) if each is not None]
-    options = (kind, num_maps, heads, scale, dropout_p, mean, algorithm)
-    call = _traced_call(adj, x, weight, vectors, seed, *options, records=True)
-    maps = (weight,) * num_maps if map_bias is None else (weight,) * num_maps + (map_bias,)
+    x, weight, map_bias, _, _, bias, *_ = call
+    vectors, of_layer = call.vectors, call.of_layer(adj, records=True)
+    maps = (*(weight,) * call.num_maps, *(() if map_bias is None else (map_bias,)))
     kept = (state, result if result.numel() else None)
-    kept = kept_for(call, *kept, x.shape[0]) if x.is_cuda else kept
+    kept = kept_for(of_layer, *kept, x.shape[0]) if x.is_cuda else kept
     ctx = SimpleNamespace(
-        call=call,
+        call=of_layer,
         bias_dtype=None if bias is None else bias.dtype,
         maps=(maps, None),
         saved_tensors=(x, weight, joint, None, None, None, *vectors, *kept),
-        needs_input_grad=(False, x_wanted, bias_wanted and bias is not None, False, False, False)
+        needs_input_grad=(False, x_wanted, bias_wanted and bias is not None, *(False,) * 3)
         + (True,) * (len(vectors) + len(maps)),
     )
     with torch.no_grad():
@@ -698,29 +679,12 @@ def _attention_gradients(
     return grad_x, grad_weight, sums, of_first, of_second, grad_bias
 
 
-def _attention_unfused(
-    adj: Adjacency,
-    x: Tensor,
-    weight: Tensor,
-    map_bias: Tensor | None,
-    first: Tensor | None,
-    second: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    kind: int,
-    num_maps: int,
-    heads: int,
-    scale: float,
-    dropout_p: float,
-    mean: bool,
-    algorithm: str,
-) -> Tensor:
+def _attention_unfused(adj: Adjacency, call: _Traced) -> Tensor:
     """The operator by others, which have gradients again."""
-    vectors = [each for each in (first, second) if each is not None]
-    options = (kind, num_maps, heads, scale, dropout_p, mean, algorithm)
-    call = _traced_call(adj, x, weight, vectors, seed, *options, records=True)
-    out = call.score.formula(call, F.linear(x, weight, map_bias), vectors, None)
-    out = out.unflatten(1, (heads, -1)).mean(dim=1) if mean else out
+    of_layer, bias = call.of_layer(adj, records=True), call.bias
+    joint = F.linear(call.x, call.weight, call.map_bias)
+    out = of_layer.score.formula(of_layer, joint, call.vectors, None)
+    out = out.unflatten(1, (call.heads, -1)).mean(dim=1) if call.mean else out
     return out if bias is None else out + bias
 
 

@@ -361,14 +361,14 @@ class FusedOperator(Operator):
             reads_out: takes the kernel's arguments; returns whether the gradients need the result ``out``.
                 None: they do if ``gradients`` has a parameter ``out``.
         """
-        of_results, of_gradients = on_handle(kernel), on_handle(gradients)
+        of_results, of_gradients, by_others = (on_handle(each) for each in (kernel, gradients, unfused))
         names, read = _parameters(of_results), _parameters(of_gradients)[1:]
         parameters = inspect.signature(of_results).parameters
         tensors = [each for each in names if parameters[each].annotation.startswith("Tensor")]
         inputs = [each for each in tensors if each != "seed"]
         others = [each for each in names if each not in tensors]
         kept = [each for each in results if each in read]
-        asked = [each for each in _parameters(unfused)[1:] if each not in inputs]
+        asked = [each for each in _parameters(by_others)[:-1] if each not in inputs]
         rest = (None,) * (len(names) - len(inputs))
         count, keeps, place = len(inputs), names[-1] == "keep", others.index("adjacency")
         # Positions of the arguments, because building a dictionary in every call would take more host time.
@@ -411,7 +411,8 @@ class FusedOperator(Operator):
                     options = asked_of(given)
 
                     def compute(*operands: Tensor | None) -> Tensor:
-                        return unfused(ctx.keep_alive, *operands, *options)
+                        out: Tensor = by_others(*operands, *options, ctx.keep_alive)
+                        return out
 
                     return *unfused_gradients(compute, grad, inputs_of(given), needed), *rest
                 if out_at is not None and ctx.written is not None and was_written(ctx):
