@@ -185,7 +185,7 @@ def test_compiled_layers_are_the_nodes_of_eager_ones(device, name):
 
 @pytest.mark.parametrize("name", [name for name in ONE_NODE if "constant" not in name])
 def test_compiled_layers_are_differentiable_twice(device, name):
-    """The operator's second derivatives, from the operators of which the layer consists."""
+    """Second derivatives come from separate operators."""
     make, node = ONE_NODE[name]
     layer, edge_index = make().to(device).double(), random_graph(device=device)
     rest = [torch.randn(edge_index.size(1), 3, device=device).double()] if name == "GINE" else []
