@@ -266,7 +266,10 @@ BENCHMARK = Benchmark(
         "seeds": option(1_024, "seeds in a batch"),
         "molecules": option(8_192, "molecules in an epoch"),
         "batch": option(256, "molecules in a batch"),
-        "links": option(65_536, "links in an epoch; purchases of LightGCN are about three times"),
+        "links": option(
+            65_536,
+            "links in an epoch; LightGCN's users and items shrink with it",
+        ),
         "workers": option(8, "processes of the framework's loader"),
         "compile": {
             "action": argparse.BooleanOptionalAction,

@@ -106,7 +106,7 @@ class FastRGATConv(AttentionConv, RGATConv):
             options = (self.q, self.k, self.negative_slope, dropout)
             out = relational_attention(relations.from_pairs, relations.dst_pairs, x, weight, *options)
             if out is not None:
-                return self.update(out)
+                return self.update(out if self.concat else out.view(-1, self.heads, self.out_channels))
         sources, destinations = relations.src_pairs, relations.dst_pairs
         # `weight @ q` is computed first, because it is narrower than the features; not possible for blocks.
         if takes_every_pair:

@@ -7,9 +7,11 @@ import gc
 import pickle
 import threading
 import weakref
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
+import torch.multiprocessing
 from cases import EdgeList, Operations, edge_lists
 from hypothesis import HealthCheck, given, settings
 
@@ -19,6 +21,7 @@ from fastsparse_core.formats.row_split import split_rows, unsplit_rows
 from fastsparse_core.fused.aggregate_transform import graph_convolution
 from fastsparse_core.structure import adjacency as adjacency_module
 from fastsparse_core.structure import row_formats
+from fastsparse_core.structure.segments import Segments
 
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -407,6 +410,39 @@ def test_copies_and_pickles(device, copier):
     assert stored_edges(again) == stored_edges(adj)
     assert again.has_inserted_loops
     assert again.extend_value(torch.ones(3, device=device), 2.0).tolist() == [1, 1, 1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("of", [lambda adj: adj, lambda adj: adj.t(), lambda adj: adj.prepare()])
+def test_sending_to_a_process_keeps_memory(of):
+    adj = Adjacency.from_coo(torch.tensor([2, 0, 1]), torch.tensor([0, 1, 1]), (3, 3), self_loops="replace")
+    sent = of(adj)
+    segments = Segments.from_index(torch.tensor([2, 0, 2]), 3)
+    own = [tensor for each in (adj, sent) for tensor in each._own_tensors().values()]
+    own += [segments.rowptr, segments.order]
+    before = [tensor.data_ptr() for tensor in own]
+    again, segments_again = pickle.loads(ForkingPickler.dumps((sent, segments)))
+    assert [tensor.data_ptr() for tensor in own] == before  # compiled kernels keep them
+    assert stored_edges(again) == stored_edges(sent)
+    assert torch.equal(segments_again.order, segments.order)
+    assert sum(name.startswith("sent") for name in sent.memory_usage()) >= 2
+
+
+def _add_to(result: torch.Tensor, adj: Adjacency, x: torch.Tensor) -> None:
+    result += spmm(adj, x)
+
+
+def test_another_process_uses_it():
+    row, col = torch.randint(50, (2, 300))
+    adj, x, result = Adjacency.from_coo(row, col, (50, 50)), torch.randn(50, 4), torch.zeros(50, 4)
+    want = spmm(adj, x)
+    for _ in range(2):
+        process = torch.multiprocessing.get_context("spawn").Process(
+            target=_add_to, args=(result.share_memory_(), adj, x)
+        )
+        process.start()
+        process.join()
+    torch.testing.assert_close(result, 2 * want)
+    torch.testing.assert_close(spmm(adj, x), want)
 
 
 def test_to(device):

@@ -349,6 +349,17 @@ def test_worker_processes(filter_per_worker):
         assert torch.equal(torch.cat(seen).sort().values, torch.arange(NUM_NODES))
 
 
+def test_spawned_workers_beside_a_loader_of_the_same_data():
+    data = homogeneous()
+    validation = NeighborLoader(data, [4, 3], batch_size=20, device="cpu")
+    training = NeighborLoader(
+        data, [4, 3], batch_size=20, num_workers=1, multiprocessing_context="spawn", device="cpu"
+    )
+    for loader in (validation, training, validation):
+        for batch in loader:
+            check_batch(batch, data)
+
+
 @pytest.mark.gpu
 def test_what_a_gpu_ignores_is_logged_once(messages):
     data = homogeneous()

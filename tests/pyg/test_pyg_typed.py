@@ -289,6 +289,7 @@ def test_rgat(device, monkeypatch, every_pair, mechanism, mode, mod):
     x = torch.randn(NODES, 8, dtype=torch.float64, device=device, requires_grad=True)
     cases = [
         ({}, True, None, None),
+        ({}, False, None, None),
         ({"num_bases": 3}, False, features, None),
         ({"num_blocks": 2}, True, features, True),
         ({}, True, features[:, 0], False),

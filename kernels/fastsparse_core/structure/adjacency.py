@@ -27,7 +27,7 @@ from fastsparse_core.structure.construction import (
     rows_of_pointers,
 )
 from fastsparse_core.structure.row_formats import TransposedOrder, Usage
-from fastsparse_core.structure.storage import Storage, move
+from fastsparse_core.structure.storage import Storage, move, send_copies
 
 _T = TypeVar("_T")
 
@@ -263,8 +263,9 @@ class Adjacency(Storage):
                 (num_edges,); None: entries are in that order.
             group_rows: ``"auto"``, ``"none"`` or ``"minhash"``, see :class:`Adjacency`.
             copy: False: a contiguous int64 ``rowptr`` and a contiguous int32 ``col`` are used without a copy,
-                which saves half of the memory of a large graph. Do not write to them as long as the structure
-                is alive: kernels would read beyond the features.
+                which saves half of the memory of a large graph. As long as the structure is alive, do not
+                write to them and do not move them to shared memory (``share_memory_()``): kernels would read
+                beyond the features, or freed memory.
 
         Raises:
             TypeError: an argument is not an integer tensor.
@@ -513,6 +514,9 @@ class Adjacency(Storage):
 
     def __repr__(self) -> str:
         return f"Adjacency(shape={self.shape}, num_edges={self.num_edges}, device={str(self.device)!r})"
+
+
+send_copies(Adjacency)
 
 
 def from_handle(handle: int) -> Adjacency:

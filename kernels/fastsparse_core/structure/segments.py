@@ -18,6 +18,7 @@ from fastsparse_core.formats.row_split import RowSplit, addresses_of, split_rows
 from fastsparse_core.log import range_text
 from fastsparse_core.structure.build_once import built_results
 from fastsparse_core.structure.construction import check_shape, rows_of_pointers
+from fastsparse_core.structure.storage import send_copies
 
 #: Bit lengths of the numbers of rows and segments of indices on a GPU that were not ascending. The next index
 #: of these sizes is sorted before anything is read from the device, until one is ascending.
@@ -221,6 +222,9 @@ class Segments:
         if split is not None:
             tensors |= split.tensors()
         return {name: it.nbytes for name, it in tensors.items() if it is not None}
+
+
+send_copies(Segments)
 
 
 def _kind(num_rows: int, num_segments: int) -> tuple[int, int]:

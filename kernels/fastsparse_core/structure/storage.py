@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -88,3 +89,29 @@ def move(item: Any, device: torch.device, non_blocking: bool) -> Any:
     if isinstance(item, tuple):
         return tuple(move(part, device, non_blocking) for part in item)
     return item
+
+
+def send_copies(cls: type[Any]) -> None:
+    """Makes a class send copies of its tensors to other processes.
+
+    PyTorch moves a tensor that it sends to shared memory and frees the tensor's previous memory, whose
+    address compiled kernels may keep. A structure keeps the copies: a process that is still starting opens
+    them by the descriptors of their files, and the next process gets the same copies. Saving to a file copies
+    nothing.
+    """
+    ForkingPickler.register(cls, _reduce_with_copies)
+
+
+def _reduce_with_copies(structure: Any) -> tuple[Any, ...]:
+    make, arguments, state, *_ = structure.__reduce_ex__(2)
+
+    def copies() -> dict[str, Any]:
+        return {name: _copy_unless_shared(item) for name, item in state.items()}
+
+    return make, arguments, structure._built.get("sent", copies)
+
+
+def _copy_unless_shared(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return item if item.is_shared() else item.clone()  # of tensors on a GPU, `is_shared` is true
+    return tuple(map(_copy_unless_shared, item)) if isinstance(item, tuple) else item
