@@ -105,7 +105,7 @@ def _rows() -> Iterator[Row]:
     )
     yield Row(
         "LightGCN",
-        lambda: fast.FastLightGCN(80, 5, 2),
+        lambda: fast.FastLightGCN(150, 5, 2),
         lambda nodes: (draw_edges(nodes),),
         lambda layer, edges: layer.get_embedding(edges),
     )

@@ -207,6 +207,27 @@ def test_compiled_layers_are_differentiable_twice(device, name):
             torch.testing.assert_close(one, other)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("root_weight", [True, False])
+def test_structures_may_be_converted_before_a_compiled_backward_pass(root_weight):
+    """Kernels on rows and on blocks store different states of a row."""
+    layer = FastTransformerConv(8, 8, heads=2, root_weight=root_weight).cuda()
+    x, edge_index = torch.randn(40, 8, device="cuda", requires_grad=True), random_graph(device="cuda")
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    got, expected = compiled(x, edge_index), layer(x, edge_index)
+    adj = layer._structure(x, edge_index)
+    assert not adj.has_bsb
+    parameters = [x, layer.lin_query.weight, layer.lin_key.weight, layer.lin_value.weight]
+    wanted = gradients(expected, parameters)
+    assert adj.try_bsb()
+    assert adj.t().try_bsb()
+    close(got, expected)
+    for one, other in zip(gradients(got, parameters), wanted, strict=True):
+        close(one, other, 1e-4)
+    for one, other in zip(gradients(compiled(x, edge_index), parameters), wanted, strict=True):
+        close(one, other, 1e-2)  # blocks multiply in TF32
+
+
 def test_sage_compiles_under_autocast(device):
     """A trace sees the operators themselves, not what handles eager calls in one step."""
     layer = FastSAGEConv(6, 9).to(device)
