@@ -62,7 +62,7 @@ def lookup(
         build: function that makes the structure.
     """
     try:
-        stamp = tuple([stamp_of(part) for part in parts])
+        stamp = tuple(map(stamp_of, parts))
     except RuntimeError:  # inference tensors have no version counter, so in-place edits cannot be detected
         warn_once(
             "the graph is converted in every forward pass, which is slow: it was made in inference mode, "

@@ -536,7 +536,7 @@ def _gru(cell: torch.nn.GRUCell, x: Tensor, hidden: Tensor) -> Tensor:
     of_hidden = F.linear(hidden, cell.weight_hh, cell.bias_hh).chunk(3, dim=1)
     new = torch.tanh(new + torch.sigmoid(reset + of_hidden[0]) * of_hidden[2])
     if hidden.is_cuda:
-        hidden = hidden.to(new.dtype)  # as autocast does there
+        hidden = hidden.to(new.dtype)  # as autocast does on CUDA
     return new + torch.sigmoid(update + of_hidden[1]) * (hidden - new)
 
 

@@ -21,7 +21,7 @@ from fastsparse_core.structure.incidence import edge_ends
 
 KINDS = ("gat", "gatv2", "gatv2 shared", "dot", "dot with skip")
 MAPS = dict(zip(KINDS, (1, 2, 1, 3, 4), strict=True)) | {"edge gat": 1}
-#: Kinds, and kernels of dot products on CUDA: structures that are new are read by rows.
+#: Kinds, and kernels of dot products on CUDA. New structures are read by rows.
 CALLS = [(kind, "") for kind in KINDS] + [("dot", "blocks"), ("dot with skip", "blocks")]
 calls = pytest.mark.parametrize(("kind", "kernel"), CALLS)
 F_IN = 6
@@ -137,7 +137,7 @@ def both(layer: Layer, adj: Adjacency, x: Tensor, grad: Tensor | None = None, se
 def assert_close(found, tolerance, floor=0.0):
     for got, want in zip(*found, strict=True):
         assert got.dtype == want.dtype
-        # Some gradients cancel: a bias of keys moves all scores of a row alike.
+        # Some gradients cancel: a bias of keys changes all scores of a row by the same amount.
         error = (got.double() - want.double()).norm() / max(
             float(want.detach().double().norm()), floor, 1e-30
         )
@@ -162,7 +162,7 @@ def test_equals_the_operators(device, poisoned_memory, edges, call, heads, width
         dtype = torch.float32
     if device == "cuda":
         width = {1: 8, 4: 16, 20: 24}.get(width, width) if kind.startswith("dot") else width
-        bias = True  # otherwise the result could not be written to
+        bias = True  # otherwise the caller may not edit the result
     layer = Layer(kind, heads, width, dtype, device, mean=mean, bias=bias)
     adj = edges.adjacency(device)
     if kernel and device == "cuda" and adj.num_edges:
@@ -245,7 +245,7 @@ def test_dot_products_equal_the_reference(device, poisoned_memory, algorithm, he
     for got, want, noise in zip(found, wanted, rounded, strict=True):
         assert got.dtype == dtype
         error = (got.double() - want).norm()
-        # The gradient of the keys' bias is 0: only what was rounded is left of it.
+        # The gradient of the keys' bias is 0 except for rounding.
         assert error <= TOLERANCE[dtype] * (8 * want.norm().clamp_min(1.0) + noise)
 
 
@@ -325,7 +325,7 @@ def test_autocast(device, kind, kernel, dtype):
             assert found[0][0].dtype == dtype
             assert_close(found, 4 * TOLERANCE[dtype], floor=1.0)
         wide = torch.randn(70, F_IN, device=device, requires_grad=True)
-        assert call(layer, adj, wide) is None  # second derivatives would need it as it came
+        assert call(layer, adj, wide) is None  # second derivatives would need the uncast features
 
 
 def call(layer: Layer, adj: Adjacency, x: Tensor, **options: object) -> Tensor | None:
@@ -371,7 +371,7 @@ def test_what_runs_operator_by_operator():
     assert call(negative, adj, x) is None
     frozen = new()
     frozen.maps[0].requires_grad_(False)
-    assert call(frozen, adj, x) is None  # x may be written before the backward pass
+    assert call(frozen, adj, x) is None  # the caller may edit x before the backward pass
     for tensor in frozen.parameters():
         tensor.requires_grad_(False)
     assert not call(frozen, adj, x).requires_grad

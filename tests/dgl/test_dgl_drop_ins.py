@@ -168,7 +168,7 @@ def test_no_edges(name, nodes, device):
     if name not in ("sage pool", "gin max") and (nodes or name in ATTENTION):
         check_layer(name, graph, device, **allowing_zero(name))
         return
-    # DGL adds a gradient to node 0 of a maximum, which is wrong, and sums over no nodes fail.
+    # DGL wrongly adds a gradient of a maximum to node 0, and its sums over no nodes fail.
     fast, reference = layers(name, **allowing_zero(name))
     feat = inputs(name, graph).to(device).requires_grad_()
     out = fast.to(device)(graph, feat)
@@ -277,7 +277,7 @@ def test_relations_of_a_heterograph(name, as_blocks, device):
         gradients = [leaf.grad for leaf in leaves.values()] + [item.grad for item in model.parameters()]
         results.append([*(out[node] for node in "ab"), *gradients])
     for found, expected in zip(*results, strict=True):
-        # DotGatConv leaves one matrix of a relation from a node type to itself unused.
+        # DotGatConv does not use one of its matrices for a relation from a node type to itself.
         assert (found is None) == (expected is None)
         if found is not None:
             torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=2e-5)
@@ -341,8 +341,8 @@ def test_compile_with_an_adjacency(case):
             parts = out if isinstance(out, tuple) else (out,)
             total = sum(part.square().sum() for part in parts)
             results.append((*parts, *torch.autograd.grad(total, wanted, allow_unused=True)))
-        # Two orders of the same sums: gradients of scores cancel, and have an error of the terms' size
-        # (against float64 both are off by as much).
+        # The sums have two orders. Gradients of scores cancel, so their error is relative to the terms (both
+        # have the same error against float64).
         for ours, theirs in zip(*results, strict=True):
             assert (ours is None) == (theirs is None)
             if theirs is not None:
@@ -502,14 +502,14 @@ def test_destination_features_of_another_width_than_dgl_can_compare():
 
 # ---------------------------------------------------------------- dtypes under autocast
 
-#: Results are autocast's, and the original's float32.
+#: Results have autocast's dtype, but the original's results are float32.
 OURS = {"GraphConv", "AGNNConv", "EdgeGATConv"}
 #: The original multiplies float32 attention by values in 16 bits, which DGL's products refuse.
 FAILS = {"GATConv", "GATv2Conv", "EGATConv"}
 
 
 def test_every_drop_in_has_a_case():
-    named = {each.__name__ for each in DROP_INS} - {"HeteroGraphConv"}  # which has layers of others
+    named = {each.__name__ for each in DROP_INS} - {"HeteroGraphConv"}  # it contains other layers
     assert named <= {case.name for case in CASES}
 
 

@@ -37,7 +37,7 @@ E = EDGES.size(1)
 
 @pytest.fixture(autouse=True)
 def kernels_for_every_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    _met.clear()  # what was few in one test is not in another
+    _met.clear()  # uses of edges in other tests do not count
     if request.function is not test_few_edges_on_the_cpu:
         monkeypatch.setattr(any_layer, "FEW_EDGES", 0)
 
@@ -190,7 +190,7 @@ def test_a_pair_against_the_flow(
     monkeypatch.setattr(log, "seen", set())
     with pytest.warns(SlowPathWarning, match="a pair of features with flow='target_to_source'"):
         check(layer, lambda one: one((x, dst), edges), [x, dst])
-    # One tensor for both ends is the same in either order.
+    # If both ends have one tensor, the order does not matter.
     with warnings.catch_warnings():
         warnings.simplefilter("error", SlowPathWarning)
         check(layer, lambda one: one((x, x), edges), [x])
@@ -469,7 +469,7 @@ def test_few_edges_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (pyg.CGConv(WIDTH), plain, False),
         (Attending(), attributed, False),
         (EdgeUpdater(), plain, True),  # weights by PyG's code, the sum by the kernel
-        (pyg.SimpleConv("median"), plain, False),  # which says nothing of its other aggregations
+        (pyg.SimpleConv("median"), plain, False),  # "median" has no kernel
         (pyg.SimpleConv(), weighted, True),
         (pyg.WLConvContinuous(), plain, True),
     ]
@@ -482,11 +482,11 @@ def test_few_edges_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             close(call(layer, new), expected, 1e-5)
             assert bool(ran) == (by_kernel and nth >= SIGHTS), layer
     ran.clear()
-    for _ in range(4):  # the same edges in another tensor each time, as of layers that add self loops
+    for _ in range(4):  # equal edges in a new tensor per call
         cases[-2][0](it.x, EDGES.clone())
     assert not ran
     half = Inputs.draw(EDGES, N, WIDTH, torch.bfloat16)
-    weighted(cases[0][0].bfloat16(), half)  # which PyG would not sum in float32
+    weighted(cases[0][0].bfloat16(), half)  # PyG would not sum in float32
     assert ran == ["aggregate"]
 
 
@@ -993,7 +993,7 @@ def test_hooks_added_later(reasons: pytest.LogCaptureFixture) -> None:
     before = plain(layer, it)
     handle = layer.register_message_forward_hook(lambda module, inputs, out: 3 * out)
     close(plain(layer, it), 3 * before, 1e-10)
-    (record,) = reasons.records  # no warning, for the hook asks for it
+    (record,) = reasons.records  # no warning, because the user asked for the hook
     assert record.levelname == "INFO"
     assert record.message.endswith("falls back to PyG's implementation: a hook on message passing")
     handle.remove()
@@ -1111,14 +1111,14 @@ def test_indices_out_of_range() -> None:
         layer(torch.randn(3, 6), torch.tensor([[0, 1], [1, 3]]))
     layer = OwnSize()
     accelerate(layer, show=False)
-    with pytest.raises(IndexError):  # sources beyond the features do not exist
+    with pytest.raises(IndexError):  # the features have no row for such a source
         layer.propagate(torch.tensor([[0, 3], [1, 1]]), x=torch.randn(3, 6), edge_attr=torch.ones(2, 1))
 
 
 def test_sixteen_bits_and_autocast(device: str) -> None:
     it = Inputs.draw(random_graph(N, device=device), N, WIDTH, torch.bfloat16)
 
-    def smooth() -> Edgewise:  # rounding may change a ReLU's sign and which edge holds the maximum
+    def smooth() -> Edgewise:  # rounding may change a ReLU's sign or a maximum's edge
         layer = Edgewise()
         layer.mlp[1] = nn.Tanh()
         layer.aggr_module = pyg.aggr.MeanAggregation()

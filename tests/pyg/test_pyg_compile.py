@@ -275,7 +275,7 @@ def test_every_layer_compiles_with_edges(device, row, reasons):
     assert not reasons.records
     assert written()[row.name][:2] == ("yes", "yes")
     assert written()[row.name][3] == "yes"
-    if HAS_CPP:  # what AOTInductor makes of them, `tests/examples/test_example_serve.py` checks
+    if HAS_CPP:  # `tests/examples/test_example_serve.py` runs AOTInductor
         found = check_for_cpp(exported)
         assert device == "cuda" or written()[row.name][4] == found
 
@@ -409,7 +409,7 @@ def test_changing_batches_compile_twice(device):
             close(one, other)
     assert len(frames) == 2
     assert cache_info().misses == 2 * 4  # with the loops that GAT adds, and without
-    edge_index[:, 0] = 7  # seen, as by eager layers
+    edge_index[:, 0] = 7  # the edit is detected, as by eager layers
     close(compiled(x, edge_index), model(x, edge_index))
     assert cache_info().misses == 2 * 5
 
@@ -463,7 +463,7 @@ def test_a_model_of_edges_trains_by_inductor(device):
     for mode in ("default", "reduce-overhead") if device == "cuda" else ("default",):
         compiled = torch.compile(model, fullgraph=True, mode=mode)
         for step in range(4):
-            if step == 3:  # a record of the steps before would not see it
+            if step == 3:  # earlier CUDA graphs would not use the new edges
                 edge_index = edge_index.flip(0).contiguous()
             got, expected = compiled(x, edge_index), model(x, edge_index)
             close(got, expected)
@@ -658,7 +658,7 @@ def test_a_program_in_pytorchs_operators(device):
     close(plain.module()(*inputs), expected)
 
 
-#: One of each operator.
+#: One case for each operator.
 DECOMPOSED = (
     "GCNConv with edge weights",
     "GINConv",

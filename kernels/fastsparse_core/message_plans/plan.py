@@ -35,7 +35,8 @@ from fastsparse_core.ops._eager import is_plain_linear
 from fastsparse_core.ops._edge_kernels import OPERATORS
 from fastsparse_core.ops.edge_expression import HOW, can_generate
 
-#: Number of edges of the meta tensors by which shapes are found: a number that no other size equals.
+#: Number of edges in the meta tensors from which shapes are inferred. A dimension of this size is taken to be
+#: the edges, so it is a number that other dimensions are unlikely to have.
 _EDGES = 1_000_003
 #: Largest number of edge features that the kernels project themselves.
 _MOST_FEATURES = 32
@@ -379,7 +380,7 @@ class Planner:
                 raise NoPlan
         elif not isinstance(out, (_Sum, _Of)):
             raise NoPlan
-        # Made before the reduction, so that it can use the values per edge.
+        # Made before the reduction, so that the reduction can use the values per edge.
         kept = {name: self._at_edges(values[node]) for name, node in (assigned or {}).items()}
         as_is = how in (PER_EDGE, OWN)
         plan = self._finished((_mapped(out, self._at_edges) if as_is else self._reduced(out, how), kept))
@@ -554,7 +555,7 @@ class Planner:
     def _as_written(self, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> _Value:
         """An operator of the trace, unchanged, on values per edge."""
         metas, options = _mapped((args, kwargs), _meta_of)
-        if node.target is torch._assert and metas[0] is not True:  # it reads values, or fails
+        if node.target is torch._assert and metas[0] is not True:  # the assertion reads values, or fails
             raise NoPlan
         if node.op == "call_method":
             meta = getattr(metas[0], str(node.target))(*metas[1:], **options)

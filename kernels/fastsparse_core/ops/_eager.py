@@ -135,5 +135,5 @@ def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear, weight
         or state["_backward_pre_hooks"]
         or "forward" in state
         or any(_GLOBAL_HOOKS)
-        or weight not in module._parameters  # of replicas of DataParallel: a plain attribute
+        or weight not in module._parameters  # replicas of DataParallel have a plain attribute
     )

@@ -106,12 +106,12 @@ def _gine_gradients(
         kept=kept,
         has_scale=has_root,
         edge_wanted=edge_wanted,
-        weight_wanted=weight_wanted,
+        weight_wanted=weight_wanted or bias_wanted,
         bias_wanted=bias_wanted,
     )
     assert found.q is not None
-    of_bias = None if found.bias is None else found.bias.to(bias_dtype)
-    return found.q, found.edge, _as_map(found.weight, weight), of_bias
+    of_weight = _as_map(found.weight, weight) if weight_wanted else None
+    return found.q, found.edge, of_weight, None if found.bias is None else found.bias.to(bias_dtype)
 
 
 def gine_gradients_again(

@@ -418,7 +418,10 @@ class FusedOperator(Operator):
                 if out_at is not None and ctx.written is not None and was_written(ctx):
                     given[out_at] = below(*arguments_of(given))[0]
                 found = (of_inputs.kernel if is_plain_eager(grad) else of_inputs)(grad, *read_of(given))
-                return *[each if needs else None for each, needs in zip(found, needed, strict=True)], *rest
+                wanted: tuple[Tensor | None, ...] = ()
+                for each, needs in zip(found, needed, strict=True):  # a comprehension is one more call
+                    wanted += (each if needs else None,)
+                return wanted + rest
 
         def gradients_fake(of: Any) -> tuple[Tensor, ...]:
             wanted = [(getattr(of, each), getattr(of, f"{each}_wanted", True)) for each in inputs]
