@@ -488,7 +488,7 @@ FORMULAS: dict[str, Callable[..., Any]] = {
         ssd,
     )
 }
-FORMULAS["gine_aggregate"] = _unfused(unfused_gine, 4, 2)
+FORMULAS["gine_aggregate"] = _unfused(unfused_gine, 5, 2)
 FORMULAS["gated_aggregate"] = _unfused(unfused_gated, 6, 2)
 FORMULAS["multi_aggregate"] = _unfused(unfused_aggregates, 7, 3)
 

@@ -356,6 +356,7 @@ def gine_aggregate(
     *,
     edge_weight: Tensor | None = None,
     edge_bias: Tensor | None = None,
+    eps: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Reference of :func:`fastsparse_core.gine_aggregate` in ``dtype``, differentiable."""
@@ -363,7 +364,8 @@ def gine_aggregate(
     edges = edge_attr.to(dtype)
     if edge_weight is not None:
         edges = F.linear(edges, edge_weight.to(dtype), None if edge_bias is None else edge_bias.to(dtype))
-    return _row_sums(adj, row, (x.to(dtype)[col] + edges[position]).relu())
+    sums = _row_sums(adj, row, (x.to(dtype)[col] + edges[position]).relu())
+    return sums if eps is None else sums + (1 + eps.to(dtype)) * x.to(dtype)
 
 
 def gated_aggregate(

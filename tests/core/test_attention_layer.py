@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fastsparse_core import Adjacency, additive_attention, attention, gatv2_attention, policy, reference
+from fastsparse_core.fused import attention_on_cuda
 from fastsparse_core.fused.attention_layer import ADDITIVE, DOT_PRODUCT, GATV2, attention_layer
 from fastsparse_core.fused.attention_on_cuda import stacked
 from fastsparse_core.fused.head_scores import edge_scores, head_scores, map_to_scores
@@ -485,3 +486,31 @@ def test_features_as_they_are(heads: int, dtype: torch.dtype, device: str):
         found.append([out, *first, *second])
     for one, other in zip(*found, strict=True):
         assert relative_error(one, other) <= (1e-11 if dtype == torch.float64 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_state_of_dot_products_serves_rows_and_blocks(dtype):
+    """From rows: natural logarithms in float32. From blocks: logarithms to base 2 in float64."""
+    nodes, heads, width = 5, 3, 12
+    lse, result = torch.randn(nodes * heads), torch.randn(nodes, width).to(dtype)
+    lse[0] = -torch.inf  # of a row without edges
+    numbers = attention_on_cuda.numbers_of_state(DOT_PRODUCT, nodes, heads)
+    stored = result.flatten().view(torch.float32)
+    state = torch.cat([lse, torch.zeros(numbers - lse.numel()), stored])
+    on_rows, on_blocks = (
+        SimpleNamespace(
+            score=DOT_PRODUCT,
+            plan=SimpleNamespace(on_blocks=each),
+            heads=heads,
+            widths=(width,) * 3,
+            dtype=dtype,
+        )
+        for each in (False, True)
+    )
+    state = attention_on_cuda.state_for_both(on_rows, state, nodes)
+    known, behind = attention_on_cuda.kept_for(on_rows, state, None, nodes)
+    assert torch.equal(known, lse)
+    assert torch.equal(behind, result)
+    assert attention_on_cuda.kept_for(on_blocks, state, None, nodes) == (state, None)
+    to_base_2 = state[: 2 * lse.numel()].view(torch.float64)
+    torch.testing.assert_close(to_base_2.exp2(), lse.double().exp())

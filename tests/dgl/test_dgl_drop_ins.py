@@ -47,9 +47,13 @@ from dgl_layer_cases import (
 )
 from digits import SCALES, Problem, check_digits
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 
 from fastsparse_core import Adjacency
 from fastsparse_dgl.nn import DROP_INS
+
+#: The part about DGL's layers.
+COMPILE_PAGE = (Path(__file__).parents[2] / "docs" / "compile.md").read_text().split("\n## DGL\n")[-1]
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -313,21 +317,45 @@ def test_same_class_parameters_and_repr(name):
     reference.load_state_dict(fast.state_dict())
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_compile_with_an_adjacency(name):
-    graph = homogeneous()
-    adjacency = fastsparse_dgl.prepare(graph)
-    fast, _ = layers(name)
-    feat = inputs(name, graph).requires_grad_()
-    wanted = [feat, *fast.parameters()]
-    expected = torch.autograd.grad(fast(adjacency, feat).square().sum(), wanted)
-    compiled = torch.compile(fast, fullgraph=True, backend="aot_eager")
-    found = torch.autograd.grad(compiled(adjacency, feat).square().sum(), wanted)
-    # The sums have two orders. Gradients of scores cancel, so their error is relative to the terms (both have
-    # the same error against float64).
-    for ours, theirs in zip(found, expected, strict=True):
-        largest = theirs.abs().max()
-        torch.testing.assert_close(ours / largest, theirs / largest)
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@each_case(CASES)
+def test_compile_with_an_adjacency(case):
+    """As the table of docs/compile.md says: without graph breaks, and at most twice for all sizes."""
+    (_, fast), frames = case.pair(6, 4), []
+
+    def backend(module: torch.fx.GraphModule, given: list[torch.Tensor]) -> object:
+        frames.append([str(node.target) for node in module.graph.nodes])
+        return aot_eager(module, given)
+
+    compiled = torch.compile(case.run, fullgraph=True, dynamic=True, backend=backend)
+    for nodes in (30, 70, 150):
+        ends = torch.randint(0, nodes, (2, 4 * nodes), generator=torch.Generator().manual_seed(nodes))
+        graph = dgl.add_self_loop(dgl.graph((ends[0], ends[1]), num_nodes=nodes))
+        adjacency, feat = fastsparse_dgl.prepare(graph), features(graph, 6).requires_grad_()
+        given = [adjacency, feat, *case.rest(graph, 6)]
+        wanted = [each for each in (*given[1:], *fast.parameters()) if each.requires_grad]
+        results = []
+        for call in (compiled, case.run):
+            out = call(fast, *given)
+            parts = out if isinstance(out, tuple) else (out,)
+            total = sum(part.square().sum() for part in parts)
+            results.append((*parts, *torch.autograd.grad(total, wanted, allow_unused=True)))
+        # The sums have two orders. Gradients of scores cancel, so their error is relative to the terms (both
+        # have the same error against float64).
+        for ours, theirs in zip(*results, strict=True):
+            assert (ours is None) == (theirs is None)
+            if theirs is not None:
+                largest = theirs.detach().abs().max().clamp(min=1e-3)
+                torch.testing.assert_close(ours / largest, theirs / largest)
+    assert len(frames) <= 2
+    assert all(any(each.startswith("fastsparse.") for each in names) for names in frames)
+    kind = {"": "", "weight": " with edge weights"}.get(case.edges, " with edge features")
+    assert f"| `{case.name}`{kind} | yes | yes |" in COMPILE_PAGE
+
+
+def test_the_page_about_compilation_lists_every_drop_in():
+    assert {each.__name__ for each in DROP_INS} <= set(re.findall(r"^\| `(\w+)`", COMPILE_PAGE, re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -230,12 +230,10 @@ def _gine_gradients(ctx: Any, grad: Tensor | None, of_summed: Tensor | None) -> 
         grad = of_summed if of_summed.dtype is dtype else of_summed.to(dtype)
     assert grad is not None
     if not first:
-        of_x, *others = gine_gradients_again(adj, grad, kept, edge, weight, maps is not None)
-        if has_root:
-            of_x = of_x + grad.to(of_x.dtype) * launch.scale_of(kept, dtype).to(of_x.dtype)
+        found = gine_gradients_again(adj, grad, kept, edge, weight, maps is not None, has_root)
         again = [
             each.to(of) if need and each is not None else None
-            for each, need, of in zip((of_x, *others), needs, dtypes, strict=False)
+            for each, need, of in zip(found, needs, dtypes, strict=False)
         ]
         return (*again, grad_after, grad_after_bias)
     of_source: Tensor | None

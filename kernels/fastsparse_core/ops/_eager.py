@@ -71,6 +71,11 @@ def is_plain_eager(x: Tensor) -> bool:
     )
 
 
+def may_be_one_node(x: Tensor) -> bool:
+    """Whether a layer may be a single node, of autograd's graph or of a graph that `torch.compile` traces."""
+    return torch.compiler.is_dynamo_compiling() or is_plain_eager(x)
+
+
 def _modes_watch() -> bool:
     """Whether one of the modes in force has to see what happens in operators; not so that of `rollback`."""
     modes = (torch._C._get_dispatch_stack_at(nth) for nth in range(torch._C._len_torch_dispatch_stack()))
