@@ -52,8 +52,10 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
   const float score_dst = input.score_dst[row_head], lse = finite_lse(args.lse[row_head]);
   // Zeros for a row without entries, which may hold NaN: its lanes also loop up to the longest slice of their
   // warp.
-  float grad[kLaneFeatures] = {};
-  if (slice.length > 0) lane.load(grad, args.grad, row);
+  float grad[kLaneFeatures];
+  lane.load(grad, args.grad, row);  // without a branch around the load, which costs 7 % (4 heads of 32)
+#pragma unroll
+  for (float& each : grad) each = slice.length > 0 ? each : 0.0f;
   const auto rows = lane.gather(input.v);
 
   const auto column = [&](int entry) {

@@ -39,14 +39,13 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
     const RowSlice slice = load_slice(args.split, index);
     const WarpLength length(slice.length);
     const std::int64_t row = row_of(args.split, slice), row_head = lane.at(row);
-    float x_dst[kLaneFeatures] = {}, grad[kLaneFeatures] = {};
-    float out[kLaneFeatures], grad_x[kLaneFeatures] = {};
+    float x_dst[kLaneFeatures] = {}, grad[kLaneFeatures], out[kLaneFeatures], grad_x[kLaneFeatures] = {};
     // Zeros for a row without entries, which may hold NaN: its lanes also loop up to the longest slice of
     // their warp.
-    if (slice.length > 0) {
-      lane.load(x_dst, input.x_dst, row);
-      lane.load(grad, args.grad, row);
-    }
+    if (slice.length > 0) lane.load(x_dst, input.x_dst, row);
+    lane.load(grad, args.grad, row);
+#pragma unroll
+    for (float& each : grad) each = slice.length > 0 ? each : 0.0f;
     lane.load(out, args.out, row);
     const float lse = finite_lse(args.lse[row_head]);
     float delta = 0;
