@@ -48,7 +48,9 @@ class EdgeEnd:
 
     def __init__(self, adj: Adjacency, edges: Tensor, row: int, is_dst: bool) -> None:
         self._adj, self._edges, self._row, self._is_dst = adj, edges, row, is_dst
-        self._version = None if edges.is_inference() else edges._version
+        # A trace cannot read whether a tensor counts its versions.
+        is_counted = not (torch.compiler.is_compiling() or edges.is_inference())
+        self._version = edges._version if is_counted else None
         self._index: Tensor | None = None
         self.num_nodes = adj.num_dst if is_dst else adj.num_src
         self.num_edges = edges.size(1)
