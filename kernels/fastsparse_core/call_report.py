@@ -158,7 +158,8 @@ class CallReport:
         total = sum(count for _, count in self.rows)
         table = Table(title=f"FastSparse computed {served} of {total} calls")
         for title in ("line", "call", "computed by", "because"):
-            table.add_column(title, overflow="fold")
+            # Places stay whole, so that they can be searched for and clicked.
+            table.add_column(title, overflow="fold", no_wrap=title == "line")
         table.add_column("calls", justify="right")
         measured: dict[str, dict[Row, float]] = {}
         if self.times is not None:
