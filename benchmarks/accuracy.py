@@ -233,7 +233,7 @@ BENCHMARK = Benchmark(
     lambda options: [_tasks(options)],
     options={
         "models": option(["gcn"], choices=tuple(MODELS)),
-        # What is not given is the model's own.
+        # Options that are not given have the model's own values.
         "datasets": option(None, "names or paths of .npz files", nargs="+"),
         "frameworks": {"choices": ("pyg", "dgl"), "nargs": "+"},
         "precisions": {"choices": PRECISIONS, "nargs": "+", "help": "of the drop-ins"},

@@ -39,14 +39,14 @@ from .timing import step_time
 
 WIDTH = 128
 GRAPHS = ("ogbn-arxiv", "cora", "molecules")
-#: Relative, of outputs: sums of hundreds of terms in another order.
+#: Accepted relative error of outputs: sums of hundreds of terms have another order.
 TOLERANCE = 1e-4
 PAGE = Path(__file__).parents[1] / "docs" / "pyg_layers.md"
 BEGIN, END = "<!-- layers: python -m benchmarks.any_layer --write -->", "<!-- layers end -->"
 #: If the first step takes longer than SLOW seconds, one step is timed; above TOO_SLOW, none.
 SLOW, TOO_SLOW = 0.5, 1.0
-#: Milliseconds of a step below which both implementations are timed in turn, in many short rounds and the
-#: best round counts. The host limits such steps, so other work of the machine affects them.
+#: Shorter steps, in milliseconds, are timed in many short rounds that alternate between both implementations,
+#: and the best round counts. The host limits such steps, so other work of the machine affects them.
 SHORT, ROUNDS, PER_ROUND = 10.0, 10, 0.25
 
 

@@ -22,7 +22,7 @@ from fastsparse_core import Adjacency, reference
 from . import suite
 from .runner import DTYPES, TOLERANCE, Benchmark, Cell, Job, Run, check, option, poison, relative_error
 
-#: Edges of the rows that are compared with float64: all of them would take longer than the timings.
+#: Number of edges whose rows are compared with float64: all edges would take longer than the timings.
 CHECKED = 200_000
 
 #: Accepted error of a gradient, relative to that of a result: a gradient is computed from the rounded result,

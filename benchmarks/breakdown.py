@@ -22,7 +22,7 @@ from .train import DTYPES, MODELS, make_steps, random_task
 
 STEPS = 10
 
-#: kind -> what the names of its kernels (on a CPU: of its operators) contain; the first that fits counts
+#: kind -> pattern of the names of its kernels (on a CPU: of its operators); the first match counts
 KINDS = {
     "aggregation": r"fastsparse|^_\w*(spmm|graphconvolution|aggregatetransform|attention|edgesoftmax)",
     "dense products": r"gemm|gemv|cutlass|nvjet|xmma|splitk|cublas|aten::(addmm|mm|bmm|linear)",

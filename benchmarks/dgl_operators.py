@@ -30,7 +30,7 @@ TOLERANCE = 1e-4
 #: Number of calls of GATConv on two CPU cores, if everything else runs on CUDA. Each takes seconds.
 CPU_CALLS = 2
 
-#: Name -> what is called with the leaves, and the leaves.
+#: A function and the leaves that it is called with.
 Step = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
 
 

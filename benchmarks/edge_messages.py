@@ -24,7 +24,7 @@ from .timing import kernel_time, step_time
 
 WIDTH, RAW = 128, 8
 GRAPHS = ("ogbn-arxiv", "molecules")
-#: Layers, and features of an edge that they take: None, as many as the layer is wide, or raw ones.
+#: (layer, number of edge features): no features, as many as the layer's width, or raw features.
 LAYERS = (("GINEConv", RAW), ("GINEConv", WIDTH), ("ResGatedGraphConv", 0), ("ResGatedGraphConv", RAW))
 MOLECULES, DEPTH = 512, 5
 #: Accepted relative difference from the result of PyG's layer in float32.
@@ -47,7 +47,8 @@ def draw_molecules(device: torch.device) -> Edges:
     first = sizes.cumsum(0) - sizes
     node = torch.arange(int(sizes.sum()))
     start = first.repeat_interleave(sizes)
-    # Every node but a molecule's first is bound to one of the three before it, every tenth to one more.
+    # Every node except a molecule's first has a bond to one of the three before it, a tenth of them one more
+    # bond.
     back = torch.randint(1, 4, node.shape, generator=generator)
     parent = torch.maximum(node - back, start)
     more = torch.rand(node.shape, generator=generator) < 0.1

@@ -89,7 +89,7 @@ def _step(
     generator = torch.Generator(device=edges.device).manual_seed(0)
     x = torch.randn(rows, width, device=edges.device, generator=generator).to(dtype).requires_grad_(backward)
     upstream = None
-    if backward:  # the same numbers for both
+    if backward:  # the gradient is the same with and without enable()
         given = forward()
         upstream = torch.randn(given.shape, device=given.device, generator=generator).to(given.dtype)
 

@@ -34,7 +34,7 @@ def cells(run: Run, place: str) -> Iterator[Job]:
     x = large.features(spec.nodes, device, on_host=False)
     limit = None
     if place == "host":
-        # Copies that are not page-locked, as of data that was read from a file.
+        # Copies that are not page-locked, like data that was read from a file.
         x, adj = x.cpu(), adj.cpu()
         limit = int(options.memory_gb * options.scale * 1e9)
         release()

@@ -32,7 +32,7 @@ from .train import Stack
 
 #: Nodes and entries of ogbn-papers100M with every citation in both directions.
 PAPERS = suite.Spec("powerlaw", 111_059_956, 3_231_371_744, 250_000, 0, 0.0, 15)
-#: Width of its features, its classes, and its training nodes, rounded.
+#: Features, classes and (rounded) training nodes of ogbn-papers100M.
 FEATURES, CLASSES, TRAIN_NODES = 128, 172, 1_200_000
 
 #: Entries of the symmetric graph, and its largest degree: every degree is a round of `draw_symmetric`.
@@ -110,7 +110,7 @@ def draw_symmetric(spec: suite.Spec, device: torch.device) -> Adjacency:
         col[begin[one] + nth] = label[other]
         col[begin[other] + nth] = label[one]
     del begin, label
-    for first, last, part in row_pieces(rowptr, col):  # only sorted columns are found to be symmetric
+    for first, last, part in row_pieces(rowptr, col):  # symmetry is detected only if columns are sorted
         row = expand_rows(rowptr[first : last + 1] - rowptr[first], part.numel()).long()
         part.copy_(row.mul_(n).add_(part).sort().values.remainder_(n))
     return Adjacency.from_csr(rowptr, col, (n, n), copy=False)

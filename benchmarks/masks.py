@@ -26,9 +26,9 @@ from . import suite
 from .runner import DTYPES, Benchmark, Cell, Job, Run, option
 from .timing import kernel_time
 
-#: Largest number of tokens for a dense mask, whose scores have a number per head and pair.
+#: Largest number of tokens for a dense mask, because it has a score per head and pair of tokens.
 MOST_DENSE = 32_768
-#: Relative; float16 and bfloat16 are rounded in other places by every implementation.
+#: Accepted relative error: implementations round float16 and bfloat16 in different places.
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 
 

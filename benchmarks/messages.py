@@ -48,8 +48,8 @@ QUICK = ("ogbn-arxiv", "molecules")
 IMPLEMENTATIONS = ("pyg", "fastsparse", "named", "compiled")
 #: Graphs on which PyG's layer is also compiled, which takes ten seconds for each layer and dtype.
 COMPILED = ("ogbn-arxiv",)
-#: Relative, of outputs and gradients, on top of twice PyG's own error in that dtype; in float32 sums of up
-#: to 13,161 terms in another order.
+#: Accepted relative error of outputs and gradients, in addition to twice PyG's own error in that dtype. In
+#: float32, sums of up to 13,161 terms have another order.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
@@ -211,7 +211,7 @@ class Message(NamedTuple):
 
     make: Callable[[], nn.Module]
     make_named: Callable[[], nn.Module] | None = None
-    #: Whether it is a force field.
+    #: Whether the message belongs to a force field.
     has_forces: bool = False
 
 

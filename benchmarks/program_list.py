@@ -709,7 +709,8 @@ def lightgcn_sparse(kit: Kit) -> Epoch:
     return _recommendation(kit, functools.partial(SparseLightGCN, multiply=multiply))
 
 
-#: Of Gowalla, the first data set of LightGCN's authors: users, items, purchases to train with, of a batch.
+#: Sizes of Gowalla, a data set of LightGCN's authors: users, items, purchases to train with, and
+#: purchases per batch.
 _GOWALLA = 29_858, 40_981, 810_128, 2_048
 _PARTS = 12  # an epoch takes one part of the purchases and evaluates one part of the users
 

@@ -44,7 +44,7 @@ _ROUNDS, _CALLS, _ROUND_MS = 7, 25, 100.0
 _WARM_UP, _WARM_UP_FULL = 3, CALLS + 6
 #: Seconds after which epochs of one step are enough.
 _BUDGET_S = 2.0
-#: Without a GPU, and for DGL on the CPU of a machine with one.
+#: Epochs before the clock starts without a GPU, and for DGL on the CPU of a machine with a GPU.
 _WARM_UP_CPU = 1
 #: The variant without changes.
 RUN = "fastsparse run"

@@ -18,8 +18,8 @@ def peers() -> dict[str, Any]:
     return json.loads(PEERS.read_text())
 
 
-#: A graph with more edges is large enough for the roofline to be the limit, and a kernel should reach this
-#: share of it; smaller ones are bound by launch, latency and balance.
+#: On graphs with more edges, the roofline is the limit, and a kernel should reach this share of it. Smaller
+#: graphs are limited by launch overhead, latency and balance.
 LARGE_EDGES = 10_000_000
 TARGET = 0.85
 

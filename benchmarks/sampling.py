@@ -29,7 +29,7 @@ from .timing import wall_times
 PRECISIONS = {"float32": None, "bf16-amp": torch.bfloat16}
 #: Untimed batches before a long epoch, in which steps are recorded.
 _WARM_UP = 64
-#: Sets of seeds that are drawn before drawing is timed, and taken in turn.
+#: Number of sets of seeds, which are drawn before sampling is timed and reused in a cycle.
 _SEEDS = 32
 
 

@@ -485,7 +485,7 @@ class Sampler:
             edges.append(sum(part.numel() for part in rows))
         place[nodes] = -1
         row, col = torch.cat(rows), torch.cat(cols)
-        # The edges of a hop's destinations come before the next hop's: a layer's are a beginning of all.
+        # Edges are in the order of hops, so the edges of a layer are the first ones of all edges.
         layers = [
             Adjacency.from_coo(row[: edges[hop]], col[: edges[hop]], (sizes[hop], sizes[hop + 1]))
             for hop in reversed(range(len(FANOUTS)))
@@ -524,7 +524,8 @@ class Prefetch:
     def _drawn(self) -> Batch:
         if self.stream is None:
             return self.draw()
-        # Memory of the batch before this one's belongs to the stream and is free: once it was trained on.
+        # The memory of the previous batch belongs to this stream. It is free after the training step on that
+        # batch.
         before, self.trained = self.trained, torch.cuda.current_stream().record_event()
         self.stream.wait_event(before)
         with torch.cuda.stream(self.stream):
@@ -574,7 +575,8 @@ def _train_batches(
     batch = min(batch, x.size(0) // 4)
 
     def draw() -> Batch:
-        # Distinct seeds without a permutation of all nodes: of random ones a prefix of the unique.
+        # Distinct seeds without a permutation of all nodes: a selection of the distinct ones among random
+        # nodes.
         found = torch.unique(torch.randint(x.size(0), (2 * batch,), generator=generator, device=device))
         chosen = torch.randperm(found.numel(), generator=generator, device=device)[:batch]
         return sampler.draw(found[chosen])

@@ -15,7 +15,7 @@ from .regret import runs_as
 from .runner import DTYPES, TOLERANCE, Benchmark, Cell, Job, Run, check, option, poison, relative_error
 from .spmm import rows_gathered
 
-#: Edges whose results are compared with float64: all of them would take longer than the timings.
+#: Number of edges whose results are compared with float64: all edges would take longer than the timings.
 CHECKED = 200_000
 
 

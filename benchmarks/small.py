@@ -56,9 +56,9 @@ WHOLE = {
 #: The graph that blocks come from, and its seeds per batch.
 BLOCKS, SEEDS = (169_343, 2_315_598, 128, 40), 1_024
 _HEADS = 4
-#: Different inputs, in turn.
+#: Number of different inputs, which are used in a cycle.
 _BATCHES = 16
-#: The implementations are timed in turn so many times; the median counts.
+#: Number of rounds in which all implementations are timed; the median counts.
 _ROUNDS = 9
 #: Steps whose losses are compared.
 _COMPARED = 50

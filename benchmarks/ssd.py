@@ -23,7 +23,7 @@ from .ssd_slots import slotted_ssd
 #: Graphs on which the paper's ablation and scaling are repeated, if they are among the chosen graphs.
 ABLATION_GRAPHS = ("ogbn-arxiv", "yelp", "dd", "reddit")
 SCALING_GRAPHS = ("ogbn-arxiv", "yelp")
-#: The paper's default: 256 features, of which 16 are kept in the detailed experiments.
+#: The paper's default: 256 features; 16 of them are kept in the detailed experiments.
 WIDTH, KEPT = 256, 16
 PRUNED = (2, 4, 8, 16, 32, 64, 128)
 SLOT_WIDTHS = (128, 256, 512)

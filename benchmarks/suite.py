@@ -28,7 +28,7 @@ from fastsparse_core import Adjacency
 #: Prefix of names that mean a file ``$FASTSPARSE_DATA/<name>.npz`` instead of a stand-in.
 REAL = "real:"
 
-#: For help texts.
+#: What help texts say about names of graphs.
 NAMES = "names of the suite, or real:<name>"
 
 

@@ -54,8 +54,8 @@ GRAPHS = ("pubmed", "ogbn-arxiv", "yelp", "reddit", "ogbn-proteins", "ogbn-produ
 IN_CHANNELS, CLASSES = 128, 40
 DTYPES = ("float32", "bf16-amp")
 
-#: PyG's attention layers keep 1.3 to 5 GB per million edges (35 to 72 GB on yelp's 14 million with 4 heads):
-#: with as many as reddit has they exceed 140 GB, and finding that out takes time.
+#: PyG's attention layers keep 1.3 to 5 GB per million edges (35 to 72 GB on yelp's 14 million with 4 heads).
+#: With as many edges as reddit they exceed 140 GB, and running out of memory takes time.
 REFERENCE_EDGES = 50_000_000
 
 
@@ -139,8 +139,8 @@ class Implementation:
     captured: bool = False
 
 
-#: Steps after which every structure is converted, those of the fewest products a step too, of which there is
-#: one at least: the conversion must not fall into the timed steps.
+#: Number of steps after which every structure is converted, because each step has at least one product. The
+#: conversion must not fall into the timed steps.
 CONVERTED = policy.REUSE + 2
 
 
@@ -190,7 +190,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], dict[str, Implementation]]] = 
     "maxk-sage3-256": (Activated, _activations(FastSAGEConv, FastMaxKSAGEConv)),
     "maxk-gcn3-256": (Activated, _activations(FastGCNConv, FastMaxKGCNConv)),
 }
-#: Models that compare our own layers; they run where `--models` names them.
+#: Models that compare FastSparse's own layers; they run only if `--models` names them.
 OWN = ("maxk-sage3-256", "maxk-gcn3-256")
 RIVALLED = tuple(model for model in MODELS if model not in OWN)
 
@@ -256,7 +256,7 @@ def make_steps(
     amp = autocast(device, dtype)
     torch.manual_seed(0)
     model = make_model().to(device)
-    # The fused form launches least, and the host bounds steps of small models.
+    # The fused optimizer has the fewest launches, and launch overhead decides the time of small models.
     optimiser = torch.optim.Adam(model.parameters(), fused=device.type == "cuda")
 
     def train() -> None:

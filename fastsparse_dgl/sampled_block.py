@@ -281,7 +281,7 @@ class SampledBlock:
         if self._dgls is None:
             if self._whole is not None:
                 self._dgls = self._whole._of_dgls()[self.canonical_etypes[0]]
-                set_frames(self._dgls, self.frames)  # which may be those of a local scope
+                set_frames(self._dgls, self.frames)  # the frames may be those of a local scope
             else:
                 counts = self.srcnodes.counts, self.dstnodes.counts
                 self._dgls = dgl_block(self.edges.sampled, *counts, self.device, self.idtype, self.frames)

@@ -62,7 +62,7 @@ def lookup(
         build: function that makes the structure.
     """
     try:
-        stamp = tuple([stamp_of(part) for part in parts])
+        stamp = tuple(map(stamp_of, parts))
     except RuntimeError:  # inference tensors have no version counter, so in-place edits cannot be detected
         warn_once(
             "the graph is converted in every forward pass, which is slow: it was made in inference mode, "
@@ -101,13 +101,13 @@ def recognise(edges: Tensor, options: Hashable, build: Callable[[], Adjacency]) 
 
 
 def is_new(edges: Tensor) -> bool:
-    """Whether an edge list has been used at most `SIGHTS` times, this use included, and is not converted."""
-    if _met.of(edges):
-        return _met.count(edges) <= SIGHTS
-    if layer_cache.holds(edges) or (len(_of_batches) and edges in _of_batches):
+    """Whether an edge list has been used at most `SIGHTS` times, this use included, and is not converted.
+
+    If the edge list before it was used that often, this one will be, too: it belongs to the next batch.
+    """
+    if not _met.of(edges) and (layer_cache.holds(edges) or (len(_of_batches) and edges in _of_batches)):
         return False
-    _met.count(edges)
-    return True
+    return _met.count(edges) <= SIGHTS and _met.previous < SIGHTS
 
 
 def stamp_of(tensor: Tensor) -> Hashable:

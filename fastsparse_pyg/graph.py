@@ -167,7 +167,8 @@ def _from_edge_list(
 
 #: Value of `add_self_loops`: if no edge is a loop, the structure has none, and the kernel adds them.
 BY_KERNEL = "by the kernel"
-_SELF_LOOPS: dict[bool | str, SelfLoops] = {False: "keep", True: "replace", BY_KERNEL: "replace_if_some"}
+#: How a layer adds self loops -> how a structure does.
+SELF_LOOPS: dict[bool | str, SelfLoops] = {False: "keep", True: "replace", BY_KERNEL: "replace_if_some"}
 
 
 def edges_for_loops(edge_index: Tensor, num_nodes: int, flow: str) -> Adjacency:
@@ -204,7 +205,7 @@ def gcn_factors(adj: Adjacency, dtype: torch.dtype, loops: bool = False) -> tupl
 def _for_trace(edges: Tensor, num_dst: int, num_src: int, reverse: bool, self_loops: SelfLoops) -> Adjacency:
     """Finds structures for compiled code (see `traced.find`), in the cache of eager layers."""
     flow = "target_to_source" if reverse else "source_to_target"
-    add = next(added for added, kind in _SELF_LOOPS.items() if kind == self_loops)
+    add = next(added for added, kind in SELF_LOOPS.items() if kind == self_loops)
     return _from_edge_list(edges, num_dst, num_src, flow, add)  # type: ignore[arg-type]
 
 
@@ -253,7 +254,7 @@ def build_from_edge_list(
         num_dst: number of destinations.
         num_src: number of sources.
         flow: flow of the layer.
-        add_self_loops: a key of :data:`_SELF_LOOPS`.
+        add_self_loops: a key of :data:`SELF_LOOPS`.
         name: name of the caller's argument.
 
     Raises:
@@ -280,7 +281,7 @@ def build_from_edge_list(
     ends = edges.unbind(0)
     try:
         return Adjacency.from_coo(
-            ends[dst], ends[src], (num_dst, num_src), self_loops=_SELF_LOOPS[add_self_loops]
+            ends[dst], ends[src], (num_dst, num_src), self_loops=SELF_LOOPS[add_self_loops]
         )
     except ValueError as error:
         _raise_index_error(edges, {src: num_src, dst: num_dst}, error, name)

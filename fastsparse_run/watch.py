@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-#: ``package=module:function;...``: what to call when which package has been imported.
+#: ``package=module:function;...``: function to call after the import of each package.
 VARIABLE = "FASTSPARSE_RUN"
 #: Id of the process that `fastsparse run` started as the script.
 MAIN_PROCESS = "FASTSPARSE_RUN_PID"
@@ -225,7 +225,7 @@ def _report() -> None:
         with open(path, "w", encoding="utf-8") as file:
             file.write(found.to_json())
     if getattr(sys, "last_type", None) is KeyboardInterrupt:
-        # Python exits as after Ctrl-C (130 in a shell) if the last code that it ran from a text was
-        # interrupted. Printing the table has run some.
+        # Python exits as after Ctrl-C (130 in a shell) if the code that it ran last from a string was
+        # interrupted. Printing the table has run other code from strings.
         with contextlib.suppress(KeyboardInterrupt):
             exec("raise KeyboardInterrupt")

@@ -35,7 +35,7 @@
 
 namespace fastsparse {
 
-// Where a call runs: device < 0 is the CPU and `queue` its number of threads, else `queue` is a stream.
+// Where a call runs. device < 0: the CPU, with `queue` threads; otherwise `queue` is a stream.
 struct Place {
   int device;
   std::uintptr_t queue;
@@ -89,12 +89,12 @@ void launch(const Args& args, const Place& place) {
   }
 }
 
-// The launchers of `name` on either side, which launchers.h declares.
+// The launchers of `name` for the CPU and for CUDA (launchers.h).
 #define FASTSPARSE_LAUNCH(name, Args) launch<Args, &cpu::name, FASTSPARSE_OF_CUDA(name)>
 
 // ---------------------------------------------------------------- calls from Python
 
-// The struct of a list; a type without a list is itself.
+// The struct that a list fills; for a type without a list, the type itself.
 template <typename List, typename = void>
 struct ArgsOf {
   using Type = List;
@@ -182,7 +182,7 @@ struct Method {
   }
 };
 
-// An instance of C, which kMake makes of the struct of `List`.
+// Makes an instance of C from the struct of `List`, by kMake.
 template <typename C, typename List, auto kMake>
 struct Constructor {
   static inline Parameters* parameters = nullptr;
@@ -227,7 +227,7 @@ C same(const C& args) {
   return args;
 }
 
-// A class; `slots` tells Python what it has in addition to its values.
+// Defines a class; `slots` are Python slots in addition to those of its values.
 template <typename C, typename List = C, auto kMake = same<C>>
 void define_class(PyObject* module, const char* name, std::vector<PyType_Slot> slots = {}) {
   using Make = Constructor<C, List, kMake>;
@@ -250,7 +250,7 @@ void define_class(PyObject* module, std::vector<PyType_Slot> slots = {}) {
   define_class<C, List, kMake>(module, Declared<List>::name, std::move(slots));
 }
 
-// The same arguments by position, as a tuple; sequences consist of such tuples.
+// Reads the arguments of a struct from a tuple.
 template <typename Struct>
 Struct read_tuple(PyObject* items) {
   static Parameters parameters(Declared<Struct>::name, part_of<Struct>(), {}, "None");
@@ -312,7 +312,7 @@ enum class SpmmKernel { kCsr, kTca, kResident, kResidentTca, kHr };
 struct SpmmPlan {
   SpmmKernel kernel;
   SpmmArgs args;
-  std::int64_t num_long;  // of kHr
+  std::int64_t num_long;  // kHr only
   int device;
 };
 FASTSPARSE_ARGUMENTS(SpmmPlan, FIELDS(kernel), AS(structure, args.a), ALSO(args.split),
@@ -442,8 +442,8 @@ void stack_maps(const StackMapsCall& call, const Place& place) {
   on_cuda<StackedMapsArgs, FASTSPARSE_OF_CUDA(stack_maps)>(args, place);
 }
 
-// A layer's attention on CUDA, with the structures of one pass, and those of the transposed graph for the
-// backward pass.
+// A layer's attention on CUDA, with the structure of the graph and, for the backward pass, that of the
+// transposed graph.
 struct CudaAttentionLayer {
   CudaAttentionLayerArgs args;
   long long scratch, state;  // numbers of float32
@@ -563,7 +563,7 @@ PyObject* read_facts(const std::int64_t* written, const Place& place) {
   return tuple_of(facts, kCount);
 }
 
-// Returns the facts, for which there is space in the device's memory.
+// Inspects edges and returns the facts. On CUDA, `given.facts` must have space for them.
 PyObject* inspect(const InspectArgs& given, const Place& place) {
   InspectArgs args = given;
   std::int64_t facts[kNumEdgeFacts];
@@ -577,7 +577,7 @@ struct SortWorkspaceCall {
 };
 FASTSPARSE_ARGUMENTS(SortWorkspaceCall, FIELDS(num_edges, num_rows, longest));
 
-// Bytes of that workspace, and where split_ptr and split_row are in it.
+// Number of bytes of a SortWorkspace, and the offsets of split_ptr and split_row.
 PyObject* sort_workspace(const SortWorkspaceCall& call, const Nothing&) {
   const SortWorkspace places(nullptr, call.num_edges, call.num_rows, call.longest);
   const std::int64_t found[] = {reinterpret_cast<std::int64_t>(places.end),
@@ -594,7 +594,7 @@ FASTSPARSE_ARGUMENTS(SortEdgesCall, IN(args.found, row, col, index_is_64bit, num
                      IN(args, num_cols, longest), IN(args.found, rowptr, col_out), IN(args, order),
                      IN(args.found, inv_degree), IN(args, inv_sqrt_degree), FIELDS(workspace));
 
-// The facts of few edges, which it sorts.
+// Sorts few edges and returns their facts.
 PyObject* sort_edges(const SortEdgesCall& call, const Place& place) {
   SortEdgesArgs args = call.args;
   InspectArgs& found = args.found;
@@ -619,7 +619,7 @@ struct TransposeCall {
   std::int64_t num_rows, num_cols, num_edges;
   std::int64_t* colptr;
   std::int32_t* row_out;
-  char* order;  // places before; null: they are not kept
+  char* order;  // position of each entry before the sort; null: not kept
   char* scratch;
   std::size_t scratch_bytes;
 
@@ -648,14 +648,14 @@ std::size_t transpose_scratch_bytes(const TransposeBytesCall& call, const Device
   return call.sizes.row_bytes() + order + compress_bytes(call.sizes.sort(nullptr, &any), where.device);
 }
 
-// Sorts the entries of compressed rows by column, those of a column by row.
+// Sorts the entries of compressed rows by column, then by row.
 void transpose(const TransposeCall& call, const Place& place) {
   auto* row = reinterpret_cast<std::int32_t*>(call.scratch);
   const ExpandRowsArgs rows{call.rowptr, call.num_rows, call.num_edges, row};
   FASTSPARSE_LAUNCH(expand_rows, ExpandRowsArgs)(rows, place);
   std::size_t used = call.row_bytes();
   char* order = call.order;
-  if (order == nullptr && place.device >= 0) {  // the radix sort carries it along in any case
+  if (order == nullptr && place.device >= 0) {  // the radix sort needs the order in any case
     order = call.scratch + used;
     used += call.order_bytes();
   }
@@ -764,7 +764,7 @@ void free_segment_sort(PyObject* self) {
   Py_DECREF(type);
 }
 
-// Waits for the device.
+// Waits for the device and returns the facts.
 PyObject* segment_facts(const SegmentSort& sort, const Nothing&, const Nothing&) {
   on_device(sort.device, [&] {
 #ifdef FASTSPARSE_WITH_CUDA
@@ -830,7 +830,7 @@ FASTSPARSE_ARGUMENTS(PlaceBatchCall, OBJECT(nodes, FASTSPARSE_HOPS), OBJECT(edge
                         edge_index_is_64bit),
                      OBJECT(tensors, "Sequence[tuple[Tensor, Tensor, int, int, bool, bool]]"));
 
-// Where every hop begins in the memory, and where it ends in the batch.
+// The hops' positions in the memory and their ends in the batch.
 HopRows hop_rows(PyObject* hops) {
   const auto both = each(hops, integers);
   if (both.size() != 2 || both[1].size() > kMostHops || both[0].size() != both[1].size() + 1) {
@@ -859,9 +859,11 @@ void place_batch(const PlaceBatchCall& call, const Place& place) {
   } while (done < tensors.size());
 }
 
-// index: positions of the batch's graphs, from the end where they are negative; None: they are the
-// `num_graphs` numbers of `positions`. graph_at: the graph at every one of `num_positions` positions; null:
-// their numbers. pointers: of every kind, on the host.
+// Arguments of plan_graphs:
+//   - index: positions of the batch's graphs; negative ones count from the end. None: `positions` has the
+//     `num_graphs` positions.
+//   - graph_at: number of the graph at each of `num_positions` positions; null: the position itself.
+//   - pointers: one per kind of rows, on the host.
 struct PlanGraphsCall {
   PyObject* index;
   const std::int64_t* positions;
@@ -909,8 +911,10 @@ PyObject* plan_graphs(const PlanGraphsCall& call, const Nothing&) {
   return tuple_of(totals.data(), totals.size());
 }
 
-// fields: of the dataset, in the order of `GraphField`'s arguments. The table is where the batch is; `totals`
-// is what `plan_graphs` gave.
+// Arguments of gather_graphs:
+//   - fields: tensors of the dataset, each as a tuple of `GraphField`'s arguments.
+//   - table: on the batch's device.
+//   - totals: the result of `plan_graphs`.
 struct GatherGraphsCall {
   PyObject *fields, *totals;
   const std::int64_t* table;
@@ -946,8 +950,8 @@ struct HoldSameCall {
 FASTSPARSE_ARGUMENTS(HoldSameCall, OBJECT(containers, "Sequence[dict[Any, Any] | list[Any]]"),
                      OBJECT(values, "list[Any]"));
 
-// Whether `values` are the objects in the containers, one container after the other. Those of a large dataset
-// are not in the caches, so they are prefetched.
+// Whether `values` are the objects in the containers, one container after the other. The objects of a large
+// dataset are not in the caches, so they are prefetched.
 PyObject* hold_same(const HoldSameCall& call, const Nothing&) {
   constexpr Py_ssize_t kAhead = 8;
   const auto containers = held(PySequence_Fast(call.containers, "expected a sequence"));
@@ -993,8 +997,8 @@ struct GatherRowsOfHostCall {
 FASTSPARSE_ARGUMENTS(GatherRowsOfHostCall,
                      FIELDS(table, index, staging, out, num_rows, row_bytes, threads, piece));
 
-// Rows that host threads gather into host memory; or, with a device, into page-locked memory, from where
-// every piece is sent as soon as it is full.
+// Gathers rows with host threads into host memory. With a device, the threads fill page-locked memory, and
+// every piece is sent to the device as soon as it is full.
 void gather_rows_of_host(const GatherRowsOfHostCall& call, const Place& place) {
   const bool sends = place.device >= 0;
   const GatherRowsArgs args{call.table,
@@ -1146,8 +1150,6 @@ void define_all(PyObject* m) {
              {"on_blocks", T_BOOL, kLayer + offsetof(CudaAttentionLayer, args.on_blocks), READONLY,
               "bool"}})}});
 
-  define_class<EdgeMessageInput>(m);
-  define_class<EdgeMapGradients>(m);
   define_class<MultiAggregateInput>(m);
   define_class<NodeTable>(m);
   define_class<NodeList>(m);

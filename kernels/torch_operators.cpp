@@ -1,6 +1,6 @@
-// Operators of inference at PyTorch's dispatcher, for C++ programs without Python: AOTInductor's packages of
-// `fastsparse_core.export.for_cpp` call them. A layer over the launchers, in PyTorch's stable ABI: one build
-// handles PyTorch 2.10 and newer. A structure is what `compress` returns, four tensors.
+// Operators for inference in PyTorch's dispatcher, for C++ programs without Python: the AOTInductor packages
+// of `fastsparse_core.export.for_cpp` call them. This file wraps the launchers with PyTorch's stable ABI, so
+// one build supports PyTorch 2.10 and newer. A structure is the four tensors that `compress` returns.
 #define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 10) << 48))
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -63,7 +63,7 @@ Dtype dtype_of(const Tensor& tensor) {
   }
 }
 
-// What sums over features of this dtype are kept in.
+// The accumulation type of a dtype.
 std::int32_t sum_type(Dtype dtype) {
   return dtype == Dtype::kFloat64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
 }
@@ -112,8 +112,9 @@ struct Rows {
 };
 
 #ifdef FASTSPARSE_WITH_CUDA
-// PyTorch's current stream. Only a PyTorch with CUDA has the function, in a library that this one does not
-// name, so that it loads without: Python keeps symbols of PyTorch's libraries to itself.
+// PyTorch's current stream. Only PyTorch with CUDA has the function. It is looked up at run time, so that
+// this library is not linked to libtorch_cuda and also loads without it. Python does not export symbols of
+// PyTorch's libraries globally, so the library is opened by name.
 void* current_stream(int device) {
   using Function = AOTITorchError (*)(std::int32_t device, void** stream);
   static const auto ask = [] {
@@ -153,7 +154,7 @@ void launch(const Tensor& like, const Args& args, void (*cpu)(const Args&, int),
 
 // ---------------------------------------------------------------- operators
 
-// Edges (num_rows, -1) are left out. The row alone would not tell them from an index that is one too large.
+// Edges (num_rows, -1) are left out. The row alone could also be an index that is one too large.
 template <typename Index>
 void check_edges(const Tensor& row, const Tensor& col, std::int64_t num_rows, std::int64_t num_cols) {
   const auto* rows = static_cast<const Index*>(row.data_ptr());
@@ -168,7 +169,7 @@ void check_edges(const Tensor& row, const Tensor& col, std::int64_t num_rows, st
   }
 }
 
-// On CUDA no row is cut, so that nothing is read from the device: launchers get a slice for every row.
+// On CUDA no row is cut, so that nothing is read from the device: every row has one slice.
 void slice_rows(const Tensor& rowptr, const Tensor& slices, std::int64_t num_rows) {
 #ifdef FASTSPARSE_WITH_CUDA
   constexpr std::int64_t kUncut = std::int64_t{1} << 31;
@@ -192,8 +193,8 @@ void slice_rows(const Tensor& rowptr, const Tensor& slices, std::int64_t num_row
 #endif
 }
 
-// Edges sorted by row, those of a row in their order. Edges with row num_rows are left out and come last;
-// their col is -1 on the CPU, and 0 on CUDA, where indices are not checked.
+// Sorts edges stably by row. Edges with row num_rows are left out and come last; their col is -1 on the CPU,
+// and 0 on CUDA, where indices are not checked.
 std::tuple<Tensor, Tensor, Tensor, Tensor> compress(Tensor row, Tensor col, std::int64_t num_rows,
                                                     std::int64_t num_cols) {
   const std::int64_t num_edges = row.size(0);
@@ -289,8 +290,8 @@ Tensor spmm_extremum(Tensor x, MaybeTensor value, Tensor rowptr, Tensor col, Ten
 #ifdef FASTSPARSE_WITH_CUDA
 float* floats_of(const Tensor& tensor) { return static_cast<float*>(tensor.data_ptr()); }
 
-// What `unsupported_reason` in ops/_attention.py says: the launchers return without a result otherwise.
-// `for_cpp` writes PyTorch's operators for such calls.
+// The conditions of `unsupported_reason` in ops/_attention.py: without them the launchers return no result.
+// For other calls, `for_cpp` writes PyTorch's operators.
 void check_attention_on_cuda(const AttentionCsrArgs& args, const Tensor& dst, const Tensor& src,
                              bool has_values) {
   constexpr std::int64_t kMostHeads = 65'535, kMostHeadWidth = 256, kMostWidth = 32 * 65'535;

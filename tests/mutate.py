@@ -405,6 +405,20 @@ FAULTS = (
         ("tests/pyg/test_pyg_every_layer.py::test_matches_the_original",),
     ),
     Fault(
+        "the gradient of GINE's features leaves out the node itself on the CPU",
+        "kernels/fastsparse_core/fused/edge_messages.py",
+        "kept if has_root else None",
+        "None",
+        ("tests/core/test_edge_layers.py::test_gine",),
+    ),
+    Fault(
+        "RGAT's joined maps give keys the columns of queries",
+        "kernels/fastsparse_core/fused/relational_attention.py",
+        "by_feature @ key, by_feature @ query",
+        "by_feature @ query, by_feature @ key",
+        ("tests/pyg/test_pyg_typed.py::test_rgat",),
+    ),
+    Fault(
         "GINE with a learned eps counts the node itself twice",
         "kernels/fastsparse_core/fused/edge_messages.py",
         "root = None if eps is None else operands.q",

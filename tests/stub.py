@@ -51,7 +51,9 @@ def declaration(doc: str, *, of: str = "", name: str = "", owner: str = "") -> s
                 arguments.append(inside[start:at].strip())
                 start = at + 1
         if not _BY_POSITION.search(owner or found):
-            arguments.insert(max(2 * len(arguments) - _MOST_OF_A_CALL, 0), "*")
+            num_first = max(2 * len(arguments) - _MOST_OF_A_CALL, 0)
+            if num_first < len(arguments):
+                arguments.insert(num_first, "*")
     if of:
         arguments.insert(0, of)
     lines = "".join(f"    {argument},\n" for argument in arguments)

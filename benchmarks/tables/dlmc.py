@@ -34,7 +34,8 @@ _RATIOS = {
 
 def dlmc(result: dict[str, Any]) -> list[Table]:
     """Pruned matrices by dtype, and preprocessing by graph."""
-    # Records of before 0.2 also timed a layer that is no more (docs/dev/decisions/no_sparse_linear.md).
+    # Records from before 0.2 also have times of a layer that was removed
+    # (docs/dev/decisions/no_sparse_linear.md).
     cells = [c for c in by(result["cells"], part="matrices") if c["implementation"] != "SparseLinear"]
     tables = []
     for dtype, width in ordered((c["dtype"], c["width"]) for c in cells):

@@ -38,7 +38,7 @@ Record = dict[str, Any]
 
 #: A pick of `auto` this much slower than the best is marked: less is within the spread of the timings.
 REGRET_SEEN = 1.03
-#: What a pick may cost against the best.
+#: Largest accepted time of a pick, relative to the best one.
 ACCEPTED_REGRET = 1.10
 
 _BOTH = {"pyg": "PyG ms", "fastsparse": "ours ms"}
@@ -333,7 +333,8 @@ def accuracy(result: Record) -> list[Table]:
             Column("all within one std", verdict),
         ]
 
-    # Records of the GCN alone may lack the model's name, and what failed has no metric: it counts for all.
+    # Records of the GCN alone may lack the model's name. A failed task has no metric, so it counts for all
+    # metrics.
     group = ("dataset", "framework")
     cells = [{"model": "gcn", **cell} for cell in result["cells"]]
     spread_out = []

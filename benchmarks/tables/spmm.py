@@ -29,7 +29,7 @@ from .cells import (
 )
 
 RODE = "RoDe fp32"
-#: Baselines of the same precision that have a goal; shown beside the fastest baseline.
+#: Baselines of the same precision that have a goal; shown next to the fastest baseline.
 NAMED = ("FlashSparse fp16", RODE)
 
 

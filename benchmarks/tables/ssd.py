@@ -28,7 +28,7 @@ from .cells import (
 
 #: Part -> the operator, as the baselines' times are named.
 _OPERATORS = {"forward": "ssd", "backward": "ssd_bwd"}
-#: Part -> what tells its columns apart, that of them which the others are compared with, and a title.
+#: Part -> (field whose values are the columns, value that the others are compared with, title).
 _PAPERS = {
     "ablation": ("implementation", "maxk", "Time over that of MaxK's dataflow (figures 11 to 13), k = 16"),
     "slots": ("slots", 1, "Time with one buffer per warp over that with several (figure 16), k = 8"),

@@ -11,9 +11,10 @@ from fastsparse_core import Adjacency, attention, edge_softmax, scatter, spmm
 from fastsparse_core.fused.attention_layer import ADDITIVE, attention_layer
 from fastsparse_core.fused.bias import add_bias
 from fastsparse_core.fused.head_scores import edge_scores, head_scores, map_to_scores
+from fastsparse_core.message_plans.ends import EdgeEnd, gather
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_linear
-from fastsparse_core.segment import rows_of
+from fastsparse_core.ops._edge_rows import lift
 from fastsparse_core.structure.incidence import edge_ends
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
@@ -27,8 +28,13 @@ from fastsparse_dgl.nn.base import (
 
 def _on_edges(adjacency: Adjacency, x_src: Tensor, x_dst: Tensor) -> Tensor:
     """``x_src_j + x_dst_i`` of every edge, (E, D), in the order of the edge ids."""
-    source, target = edge_ends(adjacency)
-    return rows_of(x_src, source) + rows_of(x_dst, target)
+    edges = edge_ends(adjacency)
+    ends = EdgeEnd(adjacency, edges, 0, False), EdgeEnd(adjacency, edges, 1, True)
+    if x_src.requires_grad == x_dst.requires_grad:
+        of_src, of_dst = lift((x_src, x_dst), ends)
+    else:
+        of_src, of_dst = gather(x_src, ends[0]), gather(x_dst, ends[1])
+    return of_src + of_dst
 
 
 class FastEdgeGATConv(AggregationMixin, dgl.nn.pytorch.EdgeGATConv):

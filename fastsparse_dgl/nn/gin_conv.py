@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastsparse_core.fused.aggregate_transform import aggregate_and_self
 from fastsparse_core.fused.joint_linear import may_be_cast
-from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_core.ops._eager import may_be_one_node
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import GraphLike
 from fastsparse_dgl.nn.base import AggregationMixin
@@ -68,7 +68,7 @@ class FastGINConv(AggregationMixin, dgl.nn.pytorch.GINConv):
             destination is source
             and edge_weight is None
             and self._aggregator_type == "sum"
-            and is_plain_eager(source)
+            and may_be_one_node(source)
             and may_be_cast(self.apply_func)
         ):
             out = aggregate_and_self(adjacency, source, self.eps)

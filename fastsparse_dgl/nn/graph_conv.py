@@ -10,10 +10,18 @@ from torch import Tensor
 from fastsparse_core import Adjacency
 from fastsparse_core.fused.aggregate_transform import graph_convolution
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_core.ops._eager import may_be_one_node
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike
 from fastsparse_dgl.nn.base import AggregationMixin
+
+#: `norm` -> the methods of an Adjacency that return the factors of destinations and sources; "": no factors.
+_NORMS = {
+    "both": ("inv_sqrt_degree", "inv_sqrt_out_degree"),
+    "right": ("inv_degree", ""),
+    "left": ("", "inv_out_degree"),
+    "none": ("", ""),
+}
 
 
 class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
@@ -91,9 +99,9 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
         # which tensors may be written in place.
         aggregate_first = self._in_feats <= self._out_feats
         out = None
-        if edge_weight is None and is_plain_eager(source):
+        if edge_weight is None and may_be_one_node(source):
             call = (adjacency, source, weight, self.bias, False, aggregate_first)
-            out = graph_convolution(*call, **scales, relu=relu)
+            out = graph_convolution(*call, **scales, relu=relu, norms=_NORMS[self._norm])
         if out is not None:
             if relu:
                 return out
@@ -118,14 +126,10 @@ class FastGraphConv(AggregationMixin, dgl.nn.pytorch.GraphConv):
         key = ("DGL GraphConv", self._norm, source.dtype)
         found: dict[str, Any] | None = adjacency.plans.get(key)
         if found is None:
-            dtype, norm, found = accumulation_dtype(source.dtype), self._norm, {}
-            if norm == "both":
-                found["scale_src"] = adjacency.inv_sqrt_out_degree(dtype)
-                found["scale_dst"] = adjacency.inv_sqrt_degree(dtype)
-            elif norm == "right":
-                found["scale_dst"] = adjacency.inv_degree(dtype)
-            elif norm == "left":
-                found["scale_src"] = adjacency.inv_out_degree(dtype)
+            dtype, found = accumulation_dtype(source.dtype), {}
+            for side, name in zip(("scale_dst", "scale_src"), _NORMS[self._norm], strict=True):
+                if name:
+                    found[side] = getattr(adjacency, name)(dtype)
             adjacency.plans[key] = found
         return found
 

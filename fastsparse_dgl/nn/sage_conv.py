@@ -11,7 +11,7 @@ from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.aggregate_transform import aggregate_linear
 from fastsparse_core.fused.joint_linear import add_linear
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._eager import is_plain_eager, is_plain_linear
+from fastsparse_core.ops._eager import is_plain_linear, may_be_one_node
 from fastsparse_dgl.compat import dgl
 from fastsparse_dgl.graph import DGLError, GraphLike, inv_degree_with_self
 from fastsparse_dgl.nn.base import AggregationMixin, run
@@ -113,7 +113,7 @@ class FastSAGEConv(AggregationMixin, dgl.nn.pytorch.SAGEConv):
             and is_plain_linear(own)
             and is_plain_linear(neigh)
             and neigh.bias is None
-            and is_plain_eager(source)
+            and may_be_one_node(source)
         ):
             parameters = (neigh.weight, own.bias, own.weight)
             return aggregate_linear(

@@ -24,7 +24,14 @@ from fastsparse_pyg.caching import is_new, logger, lookup
 from fastsparse_pyg.graph import edges_made_anew, for_pyg, is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
-from fastsparse_pyg.nn.message_kernels import NO_COPIES, Copies, evaluate, kernel_of, reduce_by_kernel
+from fastsparse_pyg.nn.message_kernels import (
+    NO_COPIES,
+    Copies,
+    GatheredMessages,
+    evaluate,
+    kernel_of,
+    reduce_by_kernel,
+)
 from fastsparse_pyg.nn.message_pattern import Pattern, find_joint_pattern, find_pattern
 from fastsparse_pyg.nn.message_planner import FEW, planned, reduce_by_plan
 from fastsparse_pyg.nn.segments import aggregate, reduction_of
@@ -57,6 +64,7 @@ _POSITIONAL = Reason("propagate() with positional arguments", "Pass its argument
 _SIZE = "Pass `size=(num_src, num_dst)` to propagate()"
 _16_BITS = (torch.float16, torch.bfloat16)
 _ANY = Pattern(reason="its attributes change")
+_UNKNOWN: Any = object()
 _is_tracing = torch._C._is_tracing
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
@@ -77,6 +85,8 @@ class AnyLayer(MessagePassing):
     #: Kind of a call (aggregation, names and dtypes of arguments) -> the object that computes such calls
     #: without further checks; False if there is none.
     _served: ClassVar[dict[Any, Copies | Literal[False]]]
+    #: Aggregation and names of arguments -> the steps for few edges; None: PyG's `propagate`.
+    _gathered: ClassVar[dict[Any, GatheredMessages | None]]
     #: Aggregation -> whether PyG's code handles few edges on a GPU, because it takes less time on the host
     #: than the plan. None: no single kernel computes the layer, and its plan is not known yet.
     _left: ClassVar[dict[type, bool | None]]
@@ -95,9 +105,17 @@ class AnyLayer(MessagePassing):
                 is_first = aggregation not in self._left
                 if is_first:
                     self._left[aggregation] = None if self._takes_more_kernels() else False
-                if not count or self._left[aggregation] or is_new(edge_index):
+                new = bool(count) and is_new(edge_index)
+                if not count or new or self._left[aggregation]:
                     if is_first:
                         fallback.tell(type(self).__name__, _NEW_ON_GPU if count else FEW_ON_CPU)
+                    steps = self._gathered.get((aggregation, *kwargs), _UNKNOWN)
+                    if steps is _UNKNOWN:
+                        steps = self._few_steps(aggregation, kwargs)
+                    if steps is not None and size is None:
+                        out = steps.reduce(self, edge_index, kwargs, bool(count) and not new)
+                        if out is not None:
+                            return out
                     edge_index = edge_index if edge_index.dtype is torch.int64 else for_pyg(edge_index)
                     return super().propagate(edge_index, size=size, **kwargs)
             # Inlined: a function call per argument would take as long as the rest of this block.
@@ -344,6 +362,13 @@ class AnyLayer(MessagePassing):
         known.append(find())
         return known[-1]
 
+    def _few_steps(self, aggregation: type, given: dict[str, Any]) -> GatheredMessages | None:
+        """The steps of calls with few edges and these arguments; None: PyG's own."""
+        pattern = self._pattern_without("message", ()) if "message" not in self.__dict__ else _ANY
+        steps = GatheredMessages.of(self, pattern, self._kernel_reduce(), self._names(), given)
+        self._gathered[(aggregation, *given)] = steps
+        return steps
+
     def _takes_more_kernels(self) -> bool:
         """Whether the layer needs more than one kernel.
 
@@ -456,6 +481,7 @@ def accelerated_class(original: type[MessagePassing]) -> type[AnyLayer]:
             "_patterns": {},
             "_signature": None,
             "_served": {},
+            "_gathered": {},
             "_left": {},
             # PyG restores this method after explain mode.
             "_jinja_propagate": AnyLayer.propagate,

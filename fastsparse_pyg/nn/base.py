@@ -22,14 +22,14 @@ from fastsparse_core.fused.joint_linear import add_linear, joint_linear
 from fastsparse_core.fused.linear_before_sum import linear_before_sum
 from fastsparse_core.layer_swap import restore
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._eager import is_plain_eager, why_watched
+from fastsparse_core.ops._eager import is_plain_eager, may_be_one_node, why_watched
 from fastsparse_core.ops._eager import is_plain_linear as is_plain_linear_of
 from fastsparse_core.ops.spmm import Reduce
 from fastsparse_core.tiling import NeighbourSum
 from fastsparse_core.traced import TracedAdjacency, site_of
 from fastsparse_pyg import fallback
 from fastsparse_pyg.caching import layer_cache, stamp_attributes
-from fastsparse_pyg.graph import for_pyg, is_sparse_matrix, resolve, to_edge_index
+from fastsparse_pyg.graph import SELF_LOOPS, for_pyg, is_sparse_matrix, resolve, to_edge_index
 
 REDUCE: dict[type, Reduce] = {
     SumAggregation: "sum",
@@ -152,7 +152,7 @@ class FastConv(MessagePassing):
     # ---------------------------------------------------------------- from a call to a structure
 
     def _structure(
-        self, x: Any, edge_index: Any, size: Any = None, loops: bool = False, *of_call: Any
+        self, x: Any, edge_index: Any, size: Any = None, loops: bool | str = False, *of_call: Any
     ) -> Adjacency | Reason:
         """The structure for a call, or why PyG's own code has to run.
 
@@ -161,7 +161,7 @@ class FastConv(MessagePassing):
                 the features twice.
             edge_index: argument of the layer.
             size: argument of the layer.
-            loops: whether to add self loops as the original does.
+            loops: whether to add self loops as the original does; `BY_KERNEL` in a trace.
             *of_call: further arguments of this layer's :meth:`_reason`.
         """
         if isinstance(x, Tensor):
@@ -188,7 +188,7 @@ class FastConv(MessagePassing):
                     place = (num_src if num_dst is None else num_dst, num_src)
                     reverse = flow == "target_to_source"
                     site = site_of(edge_index)
-                    return TracedAdjacency(edge_index, *place, reverse, "replace" if loops else "keep", site)
+                    return TracedAdjacency(edge_index, *place, reverse, SELF_LOOPS[loops], site)
                 adj = known(edge_index, (num_src if num_dst is None else num_dst, num_src, flow, loops))
                 if adj is not None:
                     return adj
@@ -198,7 +198,7 @@ class FastConv(MessagePassing):
             num_dst,
             x_src.device,
             flow=flow,
-            add_self_loops=loops,
+            add_self_loops=bool(loops),
             matrix_loops=self._matrix_loops,
         )
 
@@ -393,7 +393,7 @@ class FastConv(MessagePassing):
             and is_plain_linear(lin)
             and is_plain_linear(lin_root)
             and lin_root._parameters["bias"] is None
-            and is_plain_eager(x_src)
+            and may_be_one_node(x_src)
         ):
             parameters = (lin._parameters["weight"], lin._parameters["bias"], lin_root._parameters["weight"])
             whole = aggregate_linear(

@@ -16,11 +16,15 @@ from fastsparse_core import Adjacency, recorded
 from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.aggregate_transform import graph_convolution, one
 from fastsparse_core.ops._dtypes import accumulation_dtype
-from fastsparse_core.ops._eager import is_plain_eager, is_plain_linear
+from fastsparse_core.ops._eager import is_plain_linear, may_be_one_node
+from fastsparse_core.ops._registration import fits_one_operator
 from fastsparse_core.tiling import NeighbourSum, is_free_of_loops
 from fastsparse_pyg.graph import BY_KERNEL, EdgesLike, edges_for_loops, gcn_factors, resolve
 from fastsparse_pyg.nn.base import known, raise_untiled
 from fastsparse_pyg.nn.propagation import Cached, PropagatingConv, Propagation, message_dtype
+
+#: Methods of an Adjacency that return the factors of destinations and sources.
+_NORMS = ("inv_sqrt_degree", "inv_sqrt_degree")
 
 
 class FastGCNConv(PropagatingConv, GCNConv):
@@ -94,10 +98,19 @@ class FastGCNConv(PropagatingConv, GCNConv):
         # the backward pass then needs no aggregation.
         aggregate_first = width < out_channels or (width == out_channels and not x.requires_grad)
         plain = is_plain_linear(lin, Linear) and lin._parameters["bias"] is None
-        if plain and value is None and is_plain_eager(x):
+        if plain and value is None and may_be_one_node(x):
             weight = lin._parameters.get("weight")
             out = graph_convolution(
-                adj, x, weight, bias, True, aggregate_first, scale_dst, scale_src, add_loops=adds_loops
+                adj,
+                x,
+                weight,
+                bias,
+                True,
+                aggregate_first,
+                scale_dst,
+                scale_src,
+                add_loops=adds_loops,
+                norms=("", "") if scale_dst is None and not adds_loops else _NORMS,
             )
             if out is not None:
                 return out
@@ -143,15 +156,14 @@ class FastGCNConv(PropagatingConv, GCNConv):
     def _with_loops_by_kernel(self, x: Any, edge_index: Tensor | Adjacency) -> Propagation | Reason | None:
         """GCN's matrix if the kernel can add the self loops; None if it cannot."""
         state = self.__dict__
-        if (
-            not (state["normalize"] and state["add_self_loops"])
-            or state["cached"]
-            or torch.compiler.is_compiling()
-        ):
+        if not (state["normalize"] and state["add_self_loops"]) or state["cached"]:
             return None
         reason = self._reason(x, x, edge_index)
         if reason is not None:
             return reason
+        is_traced = torch.compiler.is_compiling()
+        if is_traced and (isinstance(edge_index, Adjacency) or not fits_one_operator(x)):
+            return None
         if isinstance(edge_index, Adjacency):
             return self._of_adjacency(x, edge_index)
         if (
@@ -160,6 +172,9 @@ class FastGCNConv(PropagatingConv, GCNConv):
             or edge_index.device != x.device
         ):
             return None
+        if is_traced:
+            traced = self._structure((x, x), edge_index, None, BY_KERNEL)
+            return traced if isinstance(traced, Reason) else Propagation(traced, None, adds_loops=True)
         num_nodes, flow = x.shape[0], state["flow"]
         adj = known(edge_index, (num_nodes, num_nodes, flow, BY_KERNEL))
         if adj is None:  # `prepare` or another layer may have converted the edges with their loops

@@ -14,7 +14,7 @@ from fastsparse_core import Adjacency
 from fastsparse_core.fallback import Reason
 from fastsparse_core.fused.aggregate_transform import aggregate_and_self
 from fastsparse_core.fused.joint_linear import may_be_cast
-from fastsparse_core.ops._eager import is_plain_eager
+from fastsparse_core.ops._eager import may_be_one_node
 from fastsparse_core.tiling import NeighbourSum
 from fastsparse_pyg.graph import EdgesLike, values_of
 from fastsparse_pyg.nn.base import ANY_REDUCTION, FastConv, size_for_pyg
@@ -71,7 +71,7 @@ class FastGINConv(FastConv, GINConv):
             and isinstance(adj, Adjacency)
             and type(modules["aggr_module"]) is SumAggregation
             and may_be_cast(network)
-            and is_plain_eager(x_src)
+            and may_be_one_node(x_src)
         ):
             whole = aggregate_and_self(adj, x_src, eps)
             if whole is not None:

@@ -97,7 +97,11 @@ class FastGINEConv(AttentionConv, GINEConv):
             )
             features = lin(features)
         features = features.to(x_src.dtype)
-        out = gine_aggregate(adj, x_src, features, edge_weight=weight, edge_bias=bias)
+        eps = None
+        is_constant = not self.eps.requires_grad and self.eps.dtype == x_src.dtype
+        if x_dst is x_src and is_constant and not (adj.is_partitioned or is_any_autocast_enabled()):
+            eps, x_dst = self.eps, None
+        out = gine_aggregate(adj, x_src, features, edge_weight=weight, edge_bias=bias, eps=eps)
         if x_dst is not None:
             out = torch.addcmul(out, 1 + self.eps, x_dst)
         return self.nn(out)

@@ -70,15 +70,18 @@ class FastHGTConv(AttentionConv, HGTConv):
         width = self.out_channels
         queries: list[Tensor] = []
         of_type: dict[EdgeType, Tensor] = {}
+        leaving: dict[NodeType, list[EdgeType]] = {}
+        for edge_type in edge_index_dict:
+            leaving.setdefault(edge_type[0], []).append(edge_type)
         for node_type, x in x_dict.items():
-            outgoing = [edge_type for edge_type in edge_index_dict if edge_type[0] == node_type]
+            outgoing = leaving.get(node_type, [])
             weight, bias = self._joint_weights(node_type, outgoing)
             # The prior is multiplied into the weight here; PyG multiplies the messages by it.
             joint = linear_before_sum(x, weight, bias, 1 + 2 * len(outgoing), width)
             parts = joint.split([width, *[2 * width] * len(outgoing)], dim=1)
             queries.append(parts[0])
             of_type |= dict(zip(outgoing, parts[1:], strict=True))
-        sources = torch.cat([of_type[edge_type] for edge_type in edge_index_dict])
+        sources = torch.cat(tuple(map(of_type.__getitem__, edge_index_dict)))
         adj = self._typed_adjacency(x_dict, edge_index_dict)
         out = attention(adj, torch.cat(queries), sources[:, :width], sources[:, width:], heads=self.heads)
         return self._of_nodes(out, x_dict)
@@ -111,11 +114,11 @@ class FastHGTConv(AttentionConv, HGTConv):
         self, x_dict: dict[NodeType, Tensor], edge_index_dict: dict[EdgeType, Tensor]
     ) -> Adjacency:
         """Structure of all relations: rows are nodes of all types, columns the sources of each relation."""
-        sizes = {node_type: x.size(0) for node_type, x in x_dict.items()}
-        run = recorded.current()
+        sizes = dict(zip(x_dict, map(len, x_dict.values()), strict=True))
         edges = tuple(edge_index_dict.values())
 
         def build() -> Adjacency:
+            run = recorded.current()
             first: dict[NodeType, int] = {}
             num_dst = num_src = 0
             for node_type, size in sizes.items():
@@ -144,14 +147,13 @@ class FastHGTConv(AttentionConv, HGTConv):
 
     def _of_nodes(self, out: Tensor, x_dict: dict[NodeType, Tensor]) -> dict[NodeType, Tensor | None]:
         """The layer's result for every node type, from the aggregated messages, as in PyG."""
-        parts = dict(zip(x_dict, out.split([x.size(0) for x in x_dict.values()]), strict=True))
-        transformed = self.out_lin(
-            {node_type: F.gelu(part) for node_type, part in parts.items() if node_type in self.dst_node_types}
-        )
+        activated: dict[NodeType, Tensor] = {}
+        for node_type, part in zip(x_dict, out.split(list(map(len, x_dict.values()))), strict=True):
+            if node_type in self.dst_node_types:
+                activated[node_type] = F.gelu(part)
+        transformed = self.out_lin(activated)
         result: dict[NodeType, Tensor | None] = {}
-        for node_type in parts:
-            if node_type not in self.dst_node_types:
-                continue
+        for node_type in activated:
             part = transformed[node_type]
             if part.size(-1) == x_dict[node_type].size(-1):
                 share = self.skip[node_type].sigmoid()

@@ -10,15 +10,22 @@ from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 
 from fastsparse_core import policy, spmm
+from fastsparse_core.message_plans.ends import EdgeEnd
 from fastsparse_core.message_plans.plan import PRODUCTS
 from fastsparse_core.message_plans.terms import without_autocast
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops.spmm import plain_spmm
+from fastsparse_pyg.caching import lookup
+from fastsparse_pyg.graph import edges_made_anew
 from fastsparse_pyg.nn.base import has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import Arguments, Signature
 from fastsparse_pyg.nn.message_pattern import Pattern
+from fastsparse_pyg.nn.segments import aggregate, reduction_of
 
+#: Largest number of elements that are gathered for both ends at once. The gradients of both halves are copied
+#: into one tensor. For 32 MB, an H100 should need about as long as for the launches that this saves.
+_MOST_JOINED = 1 << 23
 #: Returned in place of a result if the messages' weights are not one per edge or head.
 NO_COPIES = "no copies"
 
@@ -75,21 +82,13 @@ class Copies(NamedTuple):
         x, state = given[self.feature], layer.__dict__
         if type(x) is tuple and len(x) == 2 and x[0] is x[1]:
             x = x[0]
-        aggregation = state["_modules"]["aggr_module"]
         if (
             not (type(x) is type(edge_index) is Tensor)
             or x.dim() != 2
             or not (x.layout is edge_index.layout is torch.strided)
             or not x.is_floating_point()
             or state["node_dim"] not in (-2, 0)
-            or state["_explain"]
-            or state["_decomposed_layers"] > 1
-            or "message" in state
-            or "aggregate" in state
-            or "update" in state
-            or aggregation._forward_hooks
-            or aggregation._forward_pre_hooks
-            or has_message_hook(state)
+            or not _is_plain_call(state)
             or type(layer).message is not self.message
             or not self.pattern.holds_for(layer)
             or is_any_autocast_enabled()
@@ -118,6 +117,151 @@ class Copies(NamedTuple):
         algorithm = policy.requested("spmm", "auto")
         out = plain_spmm(adj, x, value, self.how, None, None, algorithm)
         return spmm(adj, x, value, self.how) if out is None else out  # type: ignore[arg-type]  # one of PRODUCTS
+
+
+class GatheredMessages(NamedTuple):
+    """Few edges: the layer's own `message`, with fewer steps around it than in PyG's `propagate`.
+
+    Features that are read at both ends are gathered at once, so their gradient is also one sum. Sums use
+    PyTorch's scatter, as in PyG. Other reductions on a GPU use segments, because PyTorch composes them, and
+    their gradients, of up to 15 operators.
+
+    Attributes:
+        message: the `message` method of the layer's class.
+        pattern: pattern of `message`.
+        ends: arguments of the caller that are gathered: (name, its name at the sources, at the destinations),
+            "" if it is not gathered there.
+        given: arguments of the caller that are passed on.
+        special: arguments that message passing provides.
+        how: the reduction; "" if PyG's aggregation has to run.
+    """
+
+    message: Callable[..., Any]
+    pattern: Pattern
+    ends: tuple[tuple[str, str, str], ...]
+    given: tuple[str, ...]
+    special: tuple[str, ...]
+    how: str
+
+    @classmethod
+    def of(
+        cls, layer: Any, pattern: Pattern, how: str, names: Signature, given: Any
+    ) -> GatheredMessages | None:
+        """The steps for calls with these arguments; None if PyG's code has to run."""
+        at = {(base, at_dst): name for name, base, at_dst in names.lifted if name in names.message}
+        special = tuple(name for name in names.message if name in layer.special_args)
+        passed = tuple(name for name in names.message if name not in (*at.values(), *special))
+        bases = dict.fromkeys(base for base, _ in at)
+        if (
+            len(at) < len(names.lifted)
+            or not bases
+            or layer._modules.get("aggr_module") is None
+            or not {*bases, *passed} <= set(given)
+            or not set(special) <= {"index", "ptr", "size_i", "size_j", "dim_size"}
+            or type(layer).update is not MessagePassing.update
+            or type(layer).aggregate is not MessagePassing.aggregate
+        ):
+            return None
+        ends = tuple((base, at.get((base, False), ""), at.get((base, True), "")) for base in bases)
+        return cls(type(layer).message, pattern, ends, passed, special, how)
+
+    def reduce(self, layer: Any, edge_index: Tensor, given: dict[str, Any], has_structure: bool) -> Any:
+        """The result of `propagate`; None if PyG's code has to run.
+
+        Args:
+            layer: the layer.
+            edge_index: the edges.
+            given: other arguments of `propagate`.
+            has_structure: whether the structure of the edges may be used, and built.
+        """
+        state = layer.__dict__
+        dim, i = state["node_dim"], 1 if state["flow"] == "source_to_target" else 0
+        if (
+            edge_index.dtype is not torch.int64
+            or edge_index.dim() != 2
+            or edge_index.shape[0] != 2
+            or not _is_plain_call(state)
+            or type(layer).message is not self.message
+        ):
+            return None
+        num_nodes, ends, arguments = -1, edge_index.unbind(0), dict[str, Any]()
+        try:
+            for name, at_src, at_dst in self.ends:
+                x = given[name]
+                if type(x) is tuple and len(x) == 2 and x[0] is x[1]:
+                    x = x[0]
+                if not isinstance(x, Tensor) or x.dim() < 2 or (dim and (dim != -2 or x.dim() != 2)):
+                    return None
+                if num_nodes not in (-1, x.shape[0]):
+                    return None
+                num_nodes = x.shape[0]
+                if (
+                    (at_src and at_dst)
+                    and edge_index.is_contiguous()
+                    and edge_index.numel() * x.shape[1:].numel() <= _MOST_JOINED
+                    # A message that was not traced may write into its arguments.
+                    and self.pattern.graph is not None
+                    and self.pattern.holds_for(layer)
+                ):
+                    rows = x.index_select(0, edge_index.view(-1)).chunk(2)
+                    arguments[at_src], arguments[at_dst] = rows[1 - i], rows[i]
+                    continue
+                if at_src:
+                    arguments[at_src] = x.index_select(0, ends[1 - i])
+                if at_dst:
+                    arguments[at_dst] = x.index_select(0, ends[i])
+        except (IndexError, RuntimeError):  # which PyG explains
+            return None
+        for name in self.given:
+            arguments[name] = given[name]
+        index = ends[i]
+        for name in self.special:
+            arguments[name] = index if name == "index" else None if name == "ptr" else num_nodes
+        messages, how = layer.message(**arguments), self.how
+        if (
+            how
+            and isinstance(messages, Tensor)
+            and messages.is_floating_point()
+            and messages.dim() > 1
+            and (dim == 0 or messages.dim() == 2)
+            and messages.shape[0] == index.shape[0]
+        ):
+            if how == "sum":
+                shape = (num_nodes, *messages.shape[1:])
+                places = index.view(-1, *[1] * (messages.dim() - 1)).expand_as(messages)
+                try:
+                    return messages.new_zeros(shape).scatter_add_(0, places, messages)
+                except RuntimeError:  # which PyG explains
+                    return layer.aggregate(messages, index, None, num_nodes)
+            options = (num_nodes, num_nodes, state["flow"], False)
+            adj = known(edge_index, options)
+            if adj is None and has_structure:
+                adj = lookup(edge_index, (edge_index,), options, lambda: edges_made_anew(edge_index, options))
+            aggregation = state["_modules"]["aggr_module"]
+            if adj is not None and is_plain_eager(messages) and reduction_of(aggregation) == how:
+                out = aggregate(messages, EdgeEnd(adj, edge_index, i, True), how, aggregation, 0)
+                if out is not None:
+                    return out
+        return layer.aggregate(messages, index, None, num_nodes)
+
+
+def _is_plain_call(state: dict[str, Any]) -> bool:
+    """Whether nothing is attached to a layer that PyG's `propagate` would call or replace.
+
+    Args:
+        state: the layer's ``__dict__``.
+    """
+    aggregation = state["_modules"]["aggr_module"]
+    return not (
+        state["_explain"]
+        or state["_decomposed_layers"] > 1
+        or "message" in state
+        or "aggregate" in state
+        or "update" in state
+        or aggregation._forward_hooks
+        or aggregation._forward_pre_hooks
+        or has_message_hook(state)
+    )
 
 
 _is_tracing = torch._C._is_tracing

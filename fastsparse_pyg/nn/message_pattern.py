@@ -132,7 +132,7 @@ def find_joint_pattern(
                     copies[node] = copies[name] = graph.node_copy(node, copies.__getitem__)
             assigned.update({name: copies[node] for name, node in sets.items()})
         graph.output(out)
-    except Exception as error:  # whatever a symbol cannot do, and `Untraceable`
+    except Exception as error:  # unsupported operations of symbols, and `Untraceable`
         return Pattern(guards=guards, reason=str(error))
     ordered = Graph()  # placeholders first
     nodes = sorted(graph.nodes, key=lambda node: node.op != "placeholder")

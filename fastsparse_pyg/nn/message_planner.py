@@ -48,7 +48,7 @@ def reduce_by_plan(layer: Any, pattern: Pattern, found: Arguments, how: str, are
     mixed = autocast_dtype(found.dst.index) if is_any_autocast_enabled() else None
 
     def make() -> Plan | str:
-        plan = _find_plan(layer, pattern, found, how, mixed)
+        plan = _find_plan(layer, pattern, found, how, mixed, are_few)
         is_same = pattern.kind == "product" and isinstance(plan, Plan) and plan.gains == ("spmm",)
         if are_few and isinstance(plan, Plan) and not is_same and not plan.is_short:
             return FEW
@@ -90,13 +90,15 @@ def _kind_of(found: Arguments, pattern: Pattern) -> tuple[Any, ...] | None:
 
 
 def _find_plan(
-    layer: nn.Module, pattern: Pattern, found: Arguments, how: str, mixed: torch.dtype | None
+    layer: nn.Module, pattern: Pattern, found: Arguments, how: str, mixed: torch.dtype | None, are_few: bool
 ) -> Plan | str:
     """The plan of a traced message; or the reason why there is none that is faster than the message."""
     graph, assigned = pattern.graph, pattern.assigned
     assert graph is not None
     try:
         planner = _Planner(layer, found, mixed)
+        if are_few:  # generated kernels take a second to compile, and longer to launch than PyG's operators
+            planner.generates = False
         plan = planner.plan(graph, how, assigned)
         if mixed is None:
             return plan

@@ -54,7 +54,6 @@ class FastResGatedGraphConv(AttentionConv, ResGatedGraphConv):
     """
 
     _kernel = "gated_aggregate"
-    _stores_edges = False
     _needs_destinations = True
 
     def forward(self, x: Tensor | PairTensor, edge_index: EdgesLike, edge_attr: OptTensor = None) -> Tensor:

@@ -28,8 +28,9 @@ from fastsparse_pyg.relations import reason_against_relations, relations_of
 #: longer than the additional work on the GPU. A step on a hundredth of AM (46 relations) takes an H200 1.5
 #: ms, and 10.5 ms relation by relation; on a hundredth of MAG (4 relations) 2.3 and 5.0 ms.
 _FEW_PAIRS, _FEW_FEATURES = 1 << 20, 1 << 21
-#: The same limit on the CPU, as nodes times elements of the matrices. A step on 1,000 nodes, 3,000 edges and
-#: 4 relations with 16 features takes one thread 1.4 ms, and 1.9 ms relation by relation.
+#: The limit for multiplying all nodes by all matrices on the CPU: nodes times elements of the matrices. A
+#: step on 1,000 nodes, 3,000 edges and 4 relations with 16 features takes one thread 1.4 ms, and 1.9 ms
+#: relation by relation.
 _FEW_PRODUCTS = 1 << 20
 
 

@@ -29,8 +29,8 @@ _NEITHER = Reason(
     "features that are neither one matrix nor one vector of indices per side", fallback.PLAIN_FEATURES
 )
 _INT32_MAX = 2**31 - 1
-#: Number of destinations times relations up to which one product for all pairs is faster. It computes rows
-#: without edges in vain, but takes less time on the host.
+#: Number of destinations times relations up to which one product for all pairs is faster. It also computes
+#: rows of pairs without edges, but takes less time on the host.
 FEW_PAIRS = 65_536
 
 
@@ -225,5 +225,5 @@ class FastFastRGCNConv(_RelationalConv, pyg.FastRGCNConv):
         if isinstance(x_src, Tensor) and not x_src.is_floating_point():
             return Reason(
                 "features that are indices", "Use RGCNConv"
-            )  # which PyG's layer treats as the nodes' own
+            )  # PyG's layer reads the nodes' numbers instead of them
         return super()._reason(x_src, x_dst, edge_index, edge_type)

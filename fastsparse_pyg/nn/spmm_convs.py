@@ -141,7 +141,7 @@ class _Powers(PropagatingConv):
         if not (narrow and x.size(-1) > self.out_channels and self._is_linear() and is_plain_linear(lin)):
             return lin(self._kept(matrix, x) if self.cached else self._polynomial(matrix, x))
         out = self._polynomial(matrix, linear_before_sum(x, lin.weight))
-        return out if lin.bias is None else out + lin.bias
+        return out if lin.bias is None else out + lin.bias.to(out.dtype)
 
     def _polynomial(self, matrix: Propagation, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -536,7 +536,7 @@ def _gru(cell: torch.nn.GRUCell, x: Tensor, hidden: Tensor) -> Tensor:
     of_hidden = F.linear(hidden, cell.weight_hh, cell.bias_hh).chunk(3, dim=1)
     new = torch.tanh(new + torch.sigmoid(reset + of_hidden[0]) * of_hidden[2])
     if hidden.is_cuda:
-        hidden = hidden.to(new.dtype)  # as autocast does there
+        hidden = hidden.to(new.dtype)  # as autocast does on CUDA
     return new + torch.sigmoid(update + of_hidden[1]) * (hidden - new)
 
 

@@ -13,7 +13,7 @@ if _hidden is not None and _hidden.loader is not None:
     _module = importlib.util.module_from_spec(_hidden)
     sys.modules["sitecustomize"] = _module
     _hidden.loader.exec_module(_module)
-with contextlib.suppress(ImportError):  # of another environment
+with contextlib.suppress(ImportError):  # Python of another environment has no FastSparse
     from fastsparse_run import watch
 
     watch.start(os.environ.get(watch.VARIABLE, ""))

@@ -38,7 +38,7 @@ struct Scratch {
 template <typename A>
 struct Terms {
   A weight[kBlock];  // p; then p times the dropout factor
-  A factor[kBlock];  // of dropout
+  A factor[kBlock];  // dropout's factor
   A grad[kBlock];    // dp; then ds (for additive attention, times the slope)
   A slope[kBlock];
   A lse[kBlock];
@@ -136,9 +136,10 @@ struct EdgeGradients {
   Edges<A>& edges;
   const A scale = static_cast<A>(forward.scale);
   Sums<A> of_scores, of_values;  // except for GATv2: (heads, stride), sums over a row of ds a and of w a
-  // The same sums for up to kRowsPerTask rows, (heads, edge_width, kRowsPerTask); the first times the scale.
+  // The sums of_scores (times the scale) and of_values of up to kRowsPerTask rows, (heads, edge_width,
+  // kRowsPerTask).
   std::vector<A> score_sums, value_sums;
-  std::int32_t kept[kRowsPerTask];  // those rows
+  std::int32_t kept[kRowsPerTask];  // the rows of these sums
   int num_kept = 0;
   std::vector<A> columns;  // gradients of a block's features, in the layout of Edges::columns
   std::vector<A> rows;     // GATv2: (kBlock, heads * head_width), gradients of Edges::rows

@@ -22,7 +22,7 @@ struct AttentionLayerBackwardArgs {
   AttentionCsrBackwardArgs attention;  // additive: without grad_dst and grad_src
   HeadScoresArgs scores;
   void* grad_vectors[2];     // additive: (heads, head_width) in the accumulation type
-  DenseView grad_joint;      // of the maps' results; the pointers in `attention` point into it
+  DenseView grad_joint;      // gradient of the maps' results; the pointers in `attention` point into it
   std::int64_t joint_width;  // its columns
   void* grad_skip;           // points into grad_joint; null: there is none
   void* grad_bias;           // (width) in the accumulation type; null: not computed

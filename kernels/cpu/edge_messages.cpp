@@ -85,7 +85,7 @@ FASTSPARSE_INLINE void keep_signs(const A* z, std::int64_t width, std::uint8_t* 
   for (std::int64_t byte = 0; byte < bytes; ++byte) {
     const int count = static_cast<int>(std::clamp<std::int64_t>(width - 8 * byte, 0, 8));
     unsigned bits = 0;
-    for (int i = 0; i < count; ++i) bits |= (z[8 * byte + i] <= A{0} ? 0u : 1u) << i;  // set for NaN, too
+    for (int i = 0; i < count; ++i) bits |= (z[8 * byte + i] <= A{0} ? 0u : 1u) << i;  // also set for NaN
     positive[byte] = static_cast<std::uint8_t>(bits);
   }
 }
@@ -341,13 +341,17 @@ void lay_out_maps(const EdgeMapsArgs& args) {
   for (std::int64_t f = 0; bias != nullptr && f < args.given_width; ++f) out[f] = widen(bias[f]);
 }
 
-}  // namespace
-
-void lay_out_edge_maps(const EdgeMapsArgs& args, int /*threads*/) {
-  with_type(args.dtype, [&](auto type) { lay_out_maps<decltype(type)>(args); });
+void lay_out(EdgeMessageInput& input) {
+  find_maps(input);
+  if (input.maps.weight.data == nullptr) return;
+  with_type(input.maps.dtype, [&](auto type) { lay_out_maps<decltype(type)>(input.maps); });
 }
 
-void edge_messages(const EdgeMessageArgs& args, int threads) {
+}  // namespace
+
+void edge_messages(const EdgeMessageArgs& given, int threads) {
+  EdgeMessageArgs args = given;
+  lay_out(args.input);
   with_sum_type(args.input.dtype, [&](auto type) {
     using A = decltype(type);
     const Dtype dtype = args.input.dtype;
@@ -360,7 +364,9 @@ void edge_messages(const EdgeMessageArgs& args, int threads) {
   });
 }
 
-void edge_messages_backward(const EdgeMessageBackwardArgs& args, int threads) {
+void edge_messages_backward(const EdgeMessageBackwardArgs& given, int threads) {
+  EdgeMessageBackwardArgs args = given;
+  lay_out(args.input);
   const std::int64_t groups = groups_of(args);
   const std::int64_t size = size_of_group(args.input);
   with_sum_type(args.input.dtype, [&](auto type) {

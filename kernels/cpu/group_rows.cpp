@@ -10,7 +10,7 @@ namespace fastsparse::cpu {
 namespace {
 
 constexpr std::int64_t kRowsPerTask = 64;
-constexpr std::int64_t kSerialRows = 1 << 10;  // below, waking threads costs more than it saves
+constexpr std::int64_t kSerialRows = 1 << 10;  // for fewer rows, waking threads costs more than it saves
 
 FASTSPARSE_INLINE void sign_rows(const RowSignaturesArgs& args, std::int64_t row_begin,
                                  std::int64_t row_end) {

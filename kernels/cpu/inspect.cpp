@@ -10,7 +10,7 @@
 namespace fastsparse::cpu {
 namespace {
 
-constexpr std::int64_t kSerialEdges = 1 << 15;  // below, waking threads costs more than it saves
+constexpr std::int64_t kSerialEdges = 1 << 15;  // for fewer edges, waking threads costs more than it saves
 
 // An index as an unsigned number; a negative index becomes larger than all valid ones.
 template <typename Index>

@@ -33,7 +33,7 @@ constexpr std::int64_t kChunkRows = 1024;
 struct Row {
   std::int64_t begin;  // first entry
   std::int64_t end;
-  std::uint32_t number;  // in the batch
+  std::uint32_t number;  // number of the row's node among the batch's nodes
   std::uint32_t count;   // number of chosen edges
 };
 
@@ -45,7 +45,7 @@ struct Scratch {
   std::vector<std::uint32_t> row, degree, chosen;
   std::vector<std::int64_t> entry;
   std::vector<std::int32_t> node;     // the source
-  std::vector<std::uint32_t> number;  // of the source in the batch
+  std::vector<std::uint32_t> number;  // number of the source among the batch's nodes
   std::vector<std::int32_t> new_node, new_seed;
   std::vector<std::pair<std::uint32_t, std::int64_t>> weighted;  // key and entry
 };
@@ -56,8 +56,8 @@ T* resized(std::vector<T>& vector, std::size_t size) {
   return vector.data();
 }
 
-// Prefetches the cache line of an address, see above. Functions that do nothing else must be force-inlined:
-// GCC assumes that they have no effect and removes the calls.
+// Prefetches the cache line of an address to the L2 cache. Functions that do nothing else must be
+// force-inlined: GCC assumes that they have no effect and removes the calls.
 FASTSPARSE_INLINE void fetch_to_l2(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 #ifdef __x86_64__
@@ -166,7 +166,8 @@ void draw_evenly(const SampleStep& step, std::uint64_t seed, Scratch& s, std::in
   }
 }
 
-// Chooses entries of one row in all other cases; returns their number.
+// Chooses entries of one row by weight, or all of its entries, or those of an induced step; returns their
+// number.
 std::uint32_t draw_row(const SampleStep& step, std::uint64_t seed, const Row& row, std::int64_t* entry,
                        Scratch& s) {
   const auto fanout = static_cast<std::uint32_t>(step.fanout);

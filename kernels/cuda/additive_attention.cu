@@ -1,10 +1,10 @@
 // Additive (GAT) attention, forward, from CSR on CUDA cores.
 //
-// A score is a number per entry and head, so a batch of entries has its softmax weights computed one per lane
-// and handed over by shuffles; what bounds the kernel is the gather of v, as in spmm_csr.cu. Floors per call,
-// E entries of width F: E F sizeof(T) bytes gathered, and E heads 4 bytes of scores. The softmax is online:
-// sums are relative to the greatest score so far and scaled down when that grows. Rows with several slices
-// keep (maximum, sum, output) per slice and combine them in slot order.
+// A score is one number per entry and head, so each lane computes the softmax weight of one entry of a batch
+// and passes it to the other lanes by shuffles. As in spmm_csr.cu, the gather of v is the bottleneck. Floors
+// per call, E entries of width F: E F sizeof(T) bytes gathered, and E heads 4 bytes of scores. The softmax is
+// online: sums are relative to the largest score so far and are rescaled when a larger score comes. Each
+// slice of a row with several slices stores (maximum, sum, output); they are combined in slot order.
 
 #include "fastsparse/additive_score.cuh"
 #include "fastsparse/head_lanes.cuh"
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(8))
 
   const auto rows = lane.gather(input.v);
 
-  // Columns are read two batches ahead, the scores behind them one.
+  // Columns are read two batches ahead, and the scores of those columns one batch ahead.
   const auto column = [&](int entry) {
     return entry < slice.length ? __ldg(args.a.col + slice.begin + entry) : 0;
   };

@@ -1,19 +1,21 @@
-// Neighbours summed and transformed in one kernel, with the node's own features: GraphSAGE's layer in
-// float32.
+// GraphSAGE's layer in float32 in one kernel: sums neighbours, and applies linear maps to the sums and to the
+// nodes' own features.
 //
-// Floors per call, E entries, n rows of width K to N features: 4 K E bytes gathered, 4 n (K + N) read and
-// written and 4 n K for sums that the backward pass wants; 4 n K N flops. On an H200 both take about as long,
-// one after the other, so the flops go to the tensor cores: a float32 number is three bfloat16 terms,
-// exactly, and of nine products six are summed; the others are below 2^-22 of the first (two terms and three
-// products where torch.set_float32_matmul_precision asks for less).
+// Floors per call, E entries, n rows of width K to N features: 4 K E bytes gathered, 4 n (K + N) bytes read
+// and written, 4 n K bytes for sums that the backward pass reads; 4 n K N flops. On an H200, bytes and flops
+// take about as long, one after the other, so the products run on tensor cores. A float32 number is exactly
+// the sum of three bfloat16 terms. Of the nine products of terms, six are summed; the others are below 2^-22
+// of the first. If torch.set_float32_matmul_precision asks for less, there are two terms and three products.
 //
-// Both weights are in shared memory all the time, as terms, where they are up to 128 wide. Wider ones are
-// taken in tiles of 128, a launch each: neighbours are gathered once and their sums written, which the next
-// tiles of outputs read, and the next tiles of features add to what is there. The weights are all that a
-// block's warps share: its two warpgroups never wait for each other, so that one gathers while the other
-// multiplies. A warp takes 16 rows: a quad of lanes gathers two of them straight into the registers that
-// become operand A, lane t of it features 16 j + 4 t .. + 3 of every group j of 16. A product sums over one
-// group, in any order. Outputs are dealt out likewise: a quad stores 64 contiguous bytes of a row.
+// Both weights stay in shared memory, as terms, if they are up to 128 wide. Wider weights are divided into
+// tiles of 128, with one launch per tile. The first tile of outputs gathers the neighbours and writes their
+// sums, which the next tiles of outputs read. Later tiles of features add to the results of earlier ones.
+//
+// The two warpgroups of a block share only the weights and never wait for each other, so that one gathers
+// while the other multiplies. A warp handles 16 rows. A quad of lanes gathers two of them directly into the
+// registers of operand A: lane t has features 16 j + 4 t .. + 3 of every group j of 16. The order within a
+// group is free, because a product sums over the group. Outputs are distributed in the same way, so that a
+// quad stores 64 contiguous bytes of a row.
 
 #include <algorithm>
 
@@ -28,20 +30,21 @@ namespace aggregate_linear_detail {
 constexpr int kThreads = 256;
 constexpr int kWarpgroup = 128;
 constexpr int kWarpgroups = kThreads / kWarpgroup;
-constexpr int kRows = 16;  // of a warp
+constexpr int kRows = 16;  // rows per warp
 constexpr int kTileRows = kWarpgroup / kWarp * kRows;
-constexpr int kGroup = 16;  // features of a product
-// Groups that tensor cores sum, before sums move to ordinary float32 additions: they cut off digits.
+constexpr int kGroup = 16;  // features per product
+// Groups whose products tensor cores sum before ordinary float32 additions continue, because tensor cores
+// truncate their sums.
 constexpr int kGroupsPerTotal = 4;
-constexpr std::int64_t kMostWidth = 128;  // of a tile
+constexpr std::int64_t kMostWidth = 128;  // per tile
 
-// What a tile of wider weights is part of. Its arguments are the tile's.
+// Sizes of the whole weight; the kernel's other arguments are those of one tile of it.
 struct Whole {
   std::int64_t width, out_width;
-  bool adds;  // the tile to what other tiles of features left in `out`
+  bool adds;  // whether the tile adds to results of earlier tiles of features in `out`
 };
 
-// Rows g and g + 8 of a tile, this lane's features.
+// This lane's features of rows g and g + 8 of a tile.
 template <int kGroups>
 struct Rows {
   float4 piece[2][kGroups] = {};
@@ -61,7 +64,7 @@ __device__ __forceinline__ void scale_by(float4& what, float factor) {
   what.w *= factor;
 }
 
-// This lane's pieces of two rows; null: zeros.
+// Reads this lane's pieces of two rows; zeros for a row whose address is null.
 template <int kGroups>
 __device__ __forceinline__ Rows<kGroups> read_rows(const float* const (&from)[2], int feature, int width) {
   Rows<kGroups> rows;
@@ -76,7 +79,7 @@ __device__ __forceinline__ Rows<kGroups> read_rows(const float* const (&from)[2]
   return rows;
 }
 
-// The same of rows `row` and `row` + 8 of a matrix.
+// Reads this lane's pieces of rows `row` and `row` + 8 of a matrix.
 template <int kGroups>
 __device__ __forceinline__ Rows<kGroups> read_rows(const float* matrix, std::int64_t stride, std::int64_t row,
                                                    std::int64_t num_rows, int feature, int width) {
@@ -103,7 +106,7 @@ struct Weight {
   __device__ void load(const float* weight, std::int64_t stride, int width, int out_width) const {
     constexpr int kPieces = kOutputs * kGroups * 4;
     static_assert(kPieces % kThreads == 0);
-#pragma unroll 8  // so many loads are under way
+#pragma unroll 8  // number of loads in flight
     for (int step = 0; step < kPieces / kThreads; ++step) {
       const int piece = step * kThreads + static_cast<int>(threadIdx.x);
       const int n = piece / (kGroups * 4), group = piece / 4 % kGroups, t = piece % 4;
@@ -256,7 +259,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-  const int feature = 4 * t;  // of the first group
+  const int feature = 4 * t;  // first feature of this thread in the first group
   const std::int64_t num_rows = args.a.num_rows;
   // The warps of a warpgroup multiply together.
   const int warpgroup = threadIdx.x / kWarpgroup;

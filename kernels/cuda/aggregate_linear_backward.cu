@@ -1,13 +1,15 @@
-// Gradients of the parameters of aggregate_linear: dW = dY^T S, dW_r = dY^T X and the sums of dY's columns,
-// in one pass over the rows, in float32.
+// Gradients of the parameters of aggregate_linear, in float32: dW = dY^T S, dW_r = dY^T X and the sums of
+// dY's columns, in one pass over the rows.
 //
-// Floors per call, n rows: 4 n (2 K + N) bytes, 4 n K N flops, as bfloat16 terms on tensor cores as in
-// aggregate_linear.cu. A block sums a slab of rows for the up to 128 x 128 gradients of W or W_r in
-// registers, its two warpgroups 64 of dY's columns each. Rows come in stages of 64: dY as it is, into shared
-// memory, from where every lane splits its part of operand A into terms, by columns; S or X through registers
-// into terms in shared memory, operand B, while the tensor cores work on the stage before. A second kernel
-// adds up the slabs, a gradient a thread, in an order that their number alone decides: the same bits every
-// time.
+// Floors per call, n rows: 4 n (2 K + N) bytes, 4 n K N flops, as bfloat16 terms on tensor cores
+// (aggregate_linear.cu).
+//   - A block sums a slab of rows for up to 128 x 128 gradients of W or W_r in registers. Each of its two
+//     warpgroups has 64 of dY's columns.
+//   - Rows come in stages of 64. dY is copied unchanged into shared memory, from where every lane splits its
+//     part of operand A into terms, by columns. S or X (operand B) passes through registers into shared
+//     memory as terms, while the tensor cores work on the previous stage.
+//   - A second kernel adds the slabs, one gradient per thread. The order depends only on the number of slabs,
+//     so results are the same bits every time.
 
 #include <cuda_pipeline.h>
 
@@ -22,14 +24,14 @@ namespace aggregate_linear_backward_detail {
 
 constexpr int kThreads = 256;
 constexpr int kTile = 128;          // gradients in each direction
-constexpr int kRows = 64;           // of a stage
-constexpr int kGroup = 16;          // rows of a product
-constexpr int kStride = kTile + 4;  // of dY's rows: rows 2 t of a group share no bank
+constexpr int kRows = 64;           // rows per stage
+constexpr int kGroup = 16;          // rows per product
+constexpr int kStride = kTile + 4;  // row stride of dY: rows 2 t of a group are in different banks
 constexpr int kPanelBytes = kRows * kSwizzledRowBytes;
 constexpr int kPanels = kTile * 2 / kSwizzledRowBytes;
-constexpr int kPieces = kTile / 4;                       // of four features of a row
-constexpr int kRowsTogether = kThreads / kPieces;        // whose pieces the threads have at a time
-constexpr int kPiecesPerThread = kRows / kRowsTogether;  // of a stage
+constexpr int kPieces = kTile / 4;                       // pieces of four features per row
+constexpr int kRowsTogether = kThreads / kPieces;        // rows whose pieces the threads load at a time
+constexpr int kPiecesPerThread = kRows / kRowsTogether;  // rows per stage
 constexpr int kBiasRows = kThreads / kTile;              // rows of dY that are added at a time
 
 template <int kTerms>
@@ -72,7 +74,8 @@ __device__ __forceinline__ void multiply(float (&sum)[kTile / 8][4], const Stage
       const int row = group * kGroup + 8 * half + 2 * t;
       const float2 even = *reinterpret_cast<const float2*>(&stage.grad[row][output + 2 * g]);
       const float2 odd = *reinterpret_cast<const float2*>(&stage.grad[row + 1][output + 2 * g]);
-      std::uint32_t first[kTerms], second[kTerms];  // columns 2 g and 2 g + 1: rows g and g + 8 of operand A
+      std::uint32_t first[kTerms],
+          second[kTerms];  // columns 2 g and 2 g + 1, which are rows g and g + 8 of operand A
       split_pair<kTerms>(even.x, odd.x, first);
       split_pair<kTerms>(even.y, odd.y, second);
 #pragma unroll
@@ -99,20 +102,21 @@ __device__ __forceinline__ void multiply(float (&sum)[kTile / 8][4], const Stage
   wgmma_commit();
 }
 
-// Grid: slabs; tiles of both gradients, those of W and W_r by turns.
+// Grid: x is the slab, y the tile; tiles alternate between W and W_r.
 template <int kTerms>
 __global__ void __launch_bounds__(kThreads)
     aggregate_linear_backward_kernel(const AggregateLinearBackwardArgs args) {
   extern __shared__ __align__(kAtomBytes) char shared[];
   auto* const stages = reinterpret_cast<Stage<kTerms>*>(shared);
   const bool is_root = blockIdx.y % 2 == 1;
-  const int across = static_cast<int>((args.width + kTile - 1) / kTile);  // tiles
+  const int across = static_cast<int>((args.width + kTile - 1) / kTile);  // number of tiles
   const int nth = static_cast<int>(blockIdx.y) / 2;
   const int first_feature = nth % across * kTile, first_output = nth / across * kTile;
   const int width = min(static_cast<int>(args.width) - first_feature, kTile);
   const int out_width = min(static_cast<int>(args.out_width) - first_output, kTile);
 
-  // Slabs are whole stages, except for the last row's, and differ by one at most.
+  // Slabs consist of whole stages, except that the very last stage may be shorter. They differ by at most one
+  // stage.
   const std::int64_t all = (args.num_rows + kRows - 1) / kRows;
   const std::int64_t begin = all * blockIdx.x / args.num_slabs * kRows;
   const std::int64_t end = min(all * (blockIdx.x + 1) / args.num_slabs * kRows, args.num_rows);
@@ -121,7 +125,8 @@ __global__ void __launch_bounds__(kThreads)
   const Pieces features((is_root ? static_cast<const float*>(args.x.data) : args.sums) + first_feature,
                         is_root ? args.x.stride : args.width, begin, rows, width);
 
-  // A stage's dY is copied and its features are read, into registers; then those become terms.
+  // Copies a stage's dY to shared memory and loads its features into registers. They are split into terms
+  // later.
   float4 piece[kPiecesPerThread];
   const auto start = [&](int index) {
     Stage<kTerms>& stage = stages[index % 2];
@@ -223,7 +228,7 @@ cudaError_t launch(const AggregateLinearBackwardArgs& args, cudaStream_t stream)
 }
 
 constexpr int kSumThreads = 128;
-constexpr int kSlabsAhead = 8;  // sums of a thread, so that loads overlap
+constexpr int kSlabsAhead = 8;  // independent sums of a thread, so that loads overlap
 
 __global__ void __launch_bounds__(kSumThreads) slab_sums_kernel(const SlabSumsArgs args) {
   const std::int64_t place = static_cast<std::int64_t>(blockIdx.x) * kSumThreads + threadIdx.x;

@@ -1,15 +1,15 @@
 // Fused dot-product attention on tensor cores from the binary sparse block format (Fused3S, sections 3.1-3.5
-// and algorithm 1, at FlashSparse's 8x1 granularity): scores, softmax and weighted sum in one pass, nothing
-// of edge size in memory.
+// and algorithm 1, at FlashSparse's 8x1 granularity). One pass computes scores, softmax and weighted sum, so
+// no array has edge size.
 //
 // A warp computes one slice of a window (8 rows) for the heads of one tile. It gathers the rows of K and V of
-// 16 vectors at a time into shared memory (attention_tiles.cuh), the next block's while it works on this
-// one's, with a running maximum per row. The maximum moves only where a score exceeds it by more than kSlack
-// (in powers of two): until then weights merely grow beyond 1, which 16-bit formats and sums bear, and one
-// vote per block replaces the reductions over lanes and the rescaling of the sums.
+// 16 vectors at a time into shared memory (attention_tiles.cuh), and loads the next block while it computes
+// the current one. The running maximum of a row changes only if a score exceeds it by more than kSlack (in
+// powers of two). Until then weights may exceed 1, which 16-bit formats and sums can represent. So one vote
+// per block replaces the reductions over lanes and the rescaling of the sums.
 //
 // Floors, V vectors of widths D and Dv: V (D + Dv) sizeof(T) bytes gathered, 4 V bytes of columns and masks;
-// 16 V (D + Dv) flops on tensor cores. The gather bounds it.
+// 16 V (D + Dv) flops on tensor cores. The gather is the bottleneck.
 
 #include "fastsparse/attention_tiles.cuh"
 #include "fastsparse/launchers.h"
@@ -21,8 +21,8 @@ using namespace attention;
 
 constexpr float kSlack = 8.0f;  // weights stay below 256
 
-// Shared memory of a warp: stages of two tiles, and the stages' blocks. Own rows are in the last stage until
-// they are in registers, results in the first when its last block is done.
+// Shared memory of a warp: stages of two tiles, then the blocks of the stages. The last stage holds the
+// warp's own rows until they are in registers. The first stage holds the results after the last block.
 template <typename S>
 struct Layout {
   static constexpr int kStageBytes = 2 * S::kTileBytes;
@@ -33,12 +33,12 @@ struct Layout {
   static constexpr int kBlocksAtOnce = blocks_at_once(kBytes, S::kHeads > 1 ? 16 : 24);
 };
 
-// In float64: added in float32 to a maximum of 10,000 the logarithm would be off by 5e-4.
+// In float64: in float32, the result would be off by 5e-4 for a maximum of 10,000.
 __device__ __forceinline__ double log_sum(float maximum, float total) {
   return total == 0 ? -static_cast<double>(INFINITY) : static_cast<double>(maximum) + log2f(total);
 }
 
-// kExtras: with a bias or dropout, if there is one.
+// kExtras: the call has a bias, dropout or both.
 template <typename S, int kTerms, bool kExtras>
 __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAtOnce)
     attention_kernel(const __grid_constant__ AttentionBsbArgs args) {
@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
   const std::uint32_t* quads = args.a.quad + slice.begin * kQuadWords;
   const int num_blocks = (slice.length + kBlockQuads - 1) / kBlockQuads;
   PackedColumns next = load_columns(quads, lane / 8);
-  // Starts the copies of a block whose columns are in `next`, and reads those of the block behind it; the
-  // array is padded, so that this may be behind the slice.
+  // Starts the copies of the block whose columns are in `next`, and reads the columns of the block after it.
+  // The array is padded, so this read may go past the slice.
   const auto start = [&](int index) {
     const std::uint32_t stage = memory + index % kStages * L::kStageBytes;
     if (index < num_blocks) {
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
   };
   const float scale = input.scale * kLog2E;
   float sum[S::kTiles][4], maximum[S::kHeads][kRowsOwned], total[S::kHeads][kRowsOwned];
-  // Once more, entry by entry, where infinity or NaN came out.
+  // Runs again, entry by entry, if a sum is infinite or NaN.
   for (bool by_entry = false;; by_entry = true) {
     if (slice.length > 0) {
       const Table<S> own(input.q, first_head, input.heads, input.head_width, lane);
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
         load_own<S>(q, memory + L::kOwn, lane);
         __syncwarp();
       }
-      start(index + kStages - 1);  // all lanes are here: the tile of the last turn is free
+      start(index + kStages - 1);  // all lanes are here, so the previous iteration's tile is free
       const std::uint32_t stage = memory + index % kStages * L::kStageBytes;
       const std::uint32_t block = memory + L::kBlocks + index % kStages * kBlockBytes;
       const Entries<S> entries(block, lane);
@@ -212,8 +212,8 @@ __global__ void __launch_bounds__(kWarp* Layout<S>::kWarps, Layout<S>::kBlocksAt
   }
 }
 
-// Adds the partial results of windows with several slices, in slot order. A block takes 128 features of one
-// window, a warp one of its rows.
+// Adds the partial results of windows with several slices, in slot order. A block handles 128 features of one
+// window, each of its warps one row.
 template <typename T>
 __global__ void __launch_bounds__(kWarp* kRows)
     combine_kernel(const __grid_constant__ AttentionBsbArgs args) {

@@ -1,14 +1,14 @@
-// Backward pass of the fused dot-product attention (attention_bsb.cu): scores are computed again from the
-// saved log-sum-exp, as in FlashAttention-2, so that nothing of edge size is in memory and nothing needs
-// atomics.
+// Backward pass of the fused dot-product attention (attention_bsb.cu). Scores are recomputed from the saved
+// log-sum-exp, as in FlashAttention-2, so no intermediate array has edge size. There are no atomics.
 //
 // With P = softmax(S), delta_i = <dO_i, O_i>, dP = dO V^T and dS = P (dP - delta):
-//   - a pass over the structure gathers K and V and yields dQ = scale dS K, and the bias' gradient dS;
-//   - a pass over the transposed structure gathers Q and dO and yields dK = scale dS^T Q and dV = P^T dO.
-// Both are one kernel: own rows A, B and gathered rows X, Y give the scores A X^T and the products B Y^T; dS
-// X is summed, and in the second pass P Y as well. The rows are gathered once for both of their products.
+//   - A pass over the structure gathers K and V and computes dQ = scale dS K, and the gradient dS of the
+//     bias.
+//   - A pass over the transposed structure gathers Q and dO and computes dK = scale dS^T Q and dV = P^T dO.
 //
-// Floors, V vectors of widths D and Dv: V (D + Dv) sizeof(T) bytes gathered per pass.
+// Both passes use one kernel. Own rows A, B and gathered rows X, Y give the scores A X^T and the products B
+// Y^T. The kernel sums dS X, and in the second pass P Y as well. Each row is gathered once for both of its
+// products.
 
 #include "fastsparse/attention_tiles.cuh"
 #include "fastsparse/combine_partials.cuh"
@@ -19,12 +19,12 @@ namespace attention_bsb_backward_detail {
 
 using namespace attention;
 
-// What the passes need of a row and head: x log-sum-exp, y delta. In float32 z is what the rounding of x left
-// out, 5e-4 for scores of 10,000.
+// What the passes read of a row and head: x is the log-sum-exp, y is delta. In float32, z is the rounding
+// error of x, which is 5e-4 for scores of 10,000.
 template <typename T>
 using RowState = std::conditional_t<std::is_same_v<T, float>, float4, float2>;
 
-// One pass as the kernel sees it. Transposed: own rows are sources, gathered ones destinations.
+// One pass. In the transposed pass, own rows are sources and gathered rows are destinations.
 struct Pass {
   BsbView a;
   AttentionBsbInput input;
@@ -33,14 +33,14 @@ struct Pass {
   const void* row_state;
   void* grad_bias;
   void* grad_a;      // gradient of own_a's matrix
-  void* grad_b;      // transposed: gradient of V
-  float* partial_a;  // the same for windows with several slices
+  void* grad_b;      // transposed: gradient of V; otherwise unused
+  float* partial_a;  // partial results of windows with several slices
   float* partial_b;
 };
 
-// Shared memory of a warp: stages of two tiles, the gathered rows' states, the stages' blocks. Own rows that
-// fit the registers are in the last stage until they are there, results in the first when its last block is
-// done.
+// Shared memory of a warp: stages of two tiles, the states of the gathered rows, and the blocks of the
+// stages. Own rows that fit the registers are in the last stage until they are loaded. The first stage holds
+// the results after the last block.
 template <typename S, bool kTransposed>
 struct Layout {
   static constexpr bool kKeepOwn = 2 * S::kPieces + (kTransposed ? 8 : 4) * S::kTiles <= 128;
@@ -56,7 +56,7 @@ struct Layout {
   static constexpr int kBlocksAtOnce = blocks_at_once(kBytes, S::kHeads > 1 ? 16 : 20);
 };
 
-// State of the 16 gathered rows, in the order of the block's vectors.
+// Copies the states of the 16 gathered rows, in the order of the block's vectors.
 template <typename S>
 __device__ __forceinline__ void copy_state(std::uint32_t to, const RowState<typename S::T>* state,
                                            const std::uint32_t (&column)[kOwned], std::int64_t first_head,
@@ -100,8 +100,8 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
   const std::uint32_t* quads = args.a.quad + slice.begin * kQuadWords;
   const int num_blocks = (slice.length + kBlockQuads - 1) / kBlockQuads;
   PackedColumns next = load_columns(quads, lane / 8);
-  // Starts the copies of a block whose columns are in `next`, and reads those of the block behind it; the
-  // array is padded, so that this may be behind the slice.
+  // Starts the copies of the block whose columns are in `next`, and reads the columns of the block after it.
+  // The array is padded, so this read may go past the slice.
   const auto start = [&](int index) {
     const int nth = index % kStages;
     if (index < num_blocks) {
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
   }
 
   float sum_a[S::kTiles][4], sum_b[S::kTiles][4];
-  // Once more, entry by entry, where infinity or NaN came out.
+  // Runs again, entry by entry, if a sum is infinite or NaN.
   for (bool by_entry = false;; by_entry = true) {
     if (slice.length > 0) {
       const Table<S> a(args.own_a, first_head, input.heads, input.head_width, lane);
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
         load_own<S>(own_b, memory + L::kOwnB, lane);
         __syncwarp();
       }
-      start(index + kStages - 1);  // all lanes are here: the tile of the last turn is free
+      start(index + kStages - 1);  // all lanes are here, so the previous iteration's tile is free
       const int nth = index % kStages;
       const std::uint32_t tile_x = memory + nth * L::kStageBytes, tile_y = tile_x + S::kTileBytes;
       const std::uint32_t block = memory + L::kBlocks + nth * kBlockBytes;
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) {
           const State state = kTransposed ? gathered_state[i / kRowsOwned] : own_state[h][i % kRowsOwned];
-          // Rounded as in the forward pass, so that a row's only score has exactly the weight 1.
+          // Rounded as in the forward pass, so that the only score of a row has exactly the weight 1.
           float power = __fmul_rn(score[i], scale), factor = 1;
           if constexpr (kExtras) {
             power += entries.bias(input, i, position[i], first_head + h);
@@ -254,8 +254,8 @@ __global__ void __launch_bounds__(kWarp* Layout<S, kTransposed>::kWarps,
   }
 }
 
-// RowState of every row and head; 8 lanes take one. Rows without weights get 0 for minus
-// infinity, so that their scores, if any, keep the weight 0.
+// RowState of every row and head, computed by 8 lanes each. A log-sum-exp of minus infinity becomes 0, so
+// that the scores of such a row, if any, keep the weight 0.
 template <typename T>
 __global__ void __launch_bounds__(128)
     row_state_kernel(const __grid_constant__ AttentionBsbBackwardArgs args) {

@@ -1,7 +1,8 @@
-// The attention of a layer on CUDA in one call each way: scores of nodes, attention, what is added to its
-// result; and the gradients of all that. The kernels are those of the operators (additive_attention.cu,
-// gatv2_attention.cu, edge_attention.cu without edge features or attention_bsb.cu, and their backward passes)
-// and those of attention_layer_parts.cu. All sums over nodes share a launch.
+// The attention of a layer on CUDA, one call for the forward and one for the backward pass: scores of nodes,
+// attention, the skip connection and bias that are added, and all their gradients. It launches the kernels of
+// the operators (additive_attention.cu, gatv2_attention.cu, edge_attention.cu without edge features or
+// attention_bsb.cu, and their backward passes) and those of attention_layer_parts.cu. One launch computes all
+// sums over nodes.
 
 #include <algorithm>
 
@@ -14,7 +15,7 @@ namespace fastsparse::cuda {
 namespace attention_layer_detail {
 
 constexpr int kRowsPerPart = 32;
-constexpr int kBlockRows = 8;  // of a window of binary sparse blocks
+constexpr int kBlockRows = 8;  // rows per window of binary sparse blocks
 
 std::int64_t ceil_div(std::int64_t count, std::int64_t size) { return (count + size - 1) / size; }
 
@@ -159,13 +160,13 @@ struct Layer {
   struct Backward {
     float* row_state;  // or a pair of numbers for every edge
     float *partial_row, *partial_column, *partial_other;
-    float *first, *second, *third;  // gradients that are not yet where they belong
+    float *first, *second, *third;  // gradients before they are copied or added to their results
     float* sums;
-    double* parts[kMostSums];  // of the vector, the bias and the maps' biases
+    double* parts[kMostSums];  // parts of the gradients of the vector, the bias and the maps' biases
     std::int64_t numbers;
   };
 
-  // Rows of the partial sums of scores' gradients, at most.
+  // Largest number of rows of partial sums of the scores' gradients.
   std::int64_t score_blocks() const { return args.num_parts; }
 
   Backward backward_workspace() const {
@@ -233,7 +234,7 @@ struct Layer {
       add(0, workspace.sums, args.att_rows, width, width, Dtype::kFloat32, args.grad_vectors[0],
           Dtype::kFloat32);
     }
-    if (!is(AttentionScore::kAdditive)) {  // whose kernels add it up with the gradients of the vectors
+    if (!is(AttentionScore::kAdditive)) {  // additive attention sums it with the gradients of the vectors
       add(1, args.grad.data, args.num_nodes, width, args.grad.stride, args.dtype, args.grad_bias,
           args.grad_bias_dtype);
     }

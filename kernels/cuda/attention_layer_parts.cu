@@ -1,13 +1,14 @@
-// The parts of an attention layer around the attention itself, on CUDA. They are few kernels, because on
-// small graphs a step takes as long as the host needs for its launches.
+// The parts of an attention layer around the attention itself, on CUDA. There are few kernels, because on
+// small graphs their launches take longer than the kernels.
 //   - scores_kernel: <a_h, v_ih> for both vectors of every head. Lanes as in head_lanes.cuh; a group of lanes
-//     takes every `groups`-th row and keeps the vectors in registers. Floor: v read once.
+//     handles every `groups`-th row and keeps the vectors in registers. Floor: v read once.
 //   - score_gradients_kernel: dv_ih += ds_ih a_h (both vectors), and sums over the rows of ds_ih v_ih and of
-//     dO_i. Each block adds up its groups in order, in shared memory, and writes one row of sums;
-//     sum_partials_kernel adds those in float64, always in the same order. Floor: v, dO and dv read, dv
+//     dO_i. Each block adds its groups in order, in shared memory, and writes one row of sums.
+//     sum_partials_kernel adds these rows in float64, always in the same order. Floor: v, dO and dv read, dv
 //     written.
-//   - add_kernel, join_kernel: result + skip + bias; gradients of the maps' results side by side.
-//   - stack_kernel: weights and biases of the maps as one, in the dtype of the products.
+//   - add_kernel: result + skip + bias.
+//   - join_kernel: places the gradients of the maps' results next to each other.
+//   - stack_kernel: stacks the weights and the biases of the maps, in the dtype of the products.
 
 #include <algorithm>
 
@@ -18,8 +19,8 @@ namespace fastsparse::cuda {
 namespace attention_layer_parts_detail {
 
 constexpr int kThreads = 256;
-constexpr int kRowsPerGroup = 8;  // of the kernels that keep vectors or sums, where there are few rows
-constexpr int kRowsAhead = 2;     // that a lane loads before it uses them
+constexpr int kRowsPerGroup = 8;  // with few rows, in the kernels that keep vectors or sums in registers
+constexpr int kRowsAhead = 2;     // rows that a lane loads before it uses them
 
 template <typename T, int kVec, int kHeadLanes>
 __global__ void __launch_bounds__(kHeadThreads)
@@ -61,8 +62,8 @@ __global__ void __launch_bounds__(kHeadThreads)
   lane.load_vector(second, static_cast<const float*>(scores.vectors[1]));
   const bool sums_grad = args.grad.data != nullptr;
   const auto rows_v = lane.gather(scores.v), rows_grad = lane.gather(sums_grad ? args.grad : scores.v);
-  // Memory that this kernel also writes: no loads through the read-only cache, and all loads of a step before
-  // its stores.
+  // This kernel also writes this memory, so it is not read through the read-only cache, and all loads of a
+  // step come before its stores.
   const auto load_grad_v = [&](std::int64_t row) {
     Features<T, kVec> features{};
     const T* from = static_cast<const T*>(args.grad_v) + row * width + lane.first;
@@ -129,7 +130,7 @@ __device__ __forceinline__ void store_number(void* to, Dtype dtype, std::int64_t
   }
 }
 
-// A warp's lanes take a column each, its 32 warps every 32nd row.
+// Each lane handles one column; each of the block's 32 warps handles every 32nd row.
 __global__ void __launch_bounds__(kWarp* kWarp)
     sum_partials_kernel(const float* partial, std::int64_t num_rows, std::int64_t width,
                         const ScoreSums sums) {
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__(kWarp* kWarp)
   }
 }
 
-// Blocks of a kernel whose groups take several rows each.
+// Number of blocks for a kernel whose groups handle several rows each.
 unsigned row_blocks(std::int64_t num_rows, const dim3& whole, std::int64_t most) {
   const std::int64_t few = std::max<std::int64_t>(ceil_div(whole.x, kRowsPerGroup), 1);
   return static_cast<unsigned>(num_rows == 0 ? 1 : std::min(few, most));
@@ -162,7 +163,7 @@ __global__ void __launch_bounds__(kThreads) add_kernel(const Addends args) {
   const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (item >= args.num_rows * packs) return;
   const std::int64_t row = item / packs, column = (item - row * packs) * kVec;
-  // The result may be the input itself, so no loads through the read-only cache.
+  // The result may be the input itself, so it is not read through the read-only cache.
   Pack<T, kVec> pack =
       *reinterpret_cast<const Pack<T, kVec>*>(static_cast<const T*>(args.out) + row * args.width + column);
   float sum[kVec];
@@ -202,7 +203,7 @@ __global__ void __launch_bounds__(kThreads) join_kernel(const Pieces args) {
   *reinterpret_cast<Pack<T, kVec>*>(static_cast<T*>(args.to) + item * kVec) = pack;
 }
 
-// A tensor for each blockIdx.y: the weights, then the biases.
+// Copies one tensor per blockIdx.y: first the weights, then the biases.
 template <typename From, typename To, int kVec>
 __global__ void __launch_bounds__(kThreads) stack_kernel(const __grid_constant__ StackedMapsArgs args) {
   const bool of_weight = blockIdx.y < args.num_linears;
@@ -236,7 +237,8 @@ void stack(const StackedMapsArgs& args, cudaStream_t stream) {
   packed ? run(Constant<kMost>{}) : run(Constant<1>{});
 }
 
-// Calls f(element type, elements per load) for what can be read and written 16 bytes at a time, or singly.
+// Calls f(element type, elements per load): 16 bytes per load if all sizes and addresses allow it, otherwise
+// one element.
 template <typename F>
 void with_packs(Dtype dtype, std::initializer_list<std::int64_t> divisors,
                 std::initializer_list<const void*> addresses, F&& f) {

@@ -1,23 +1,22 @@
-// Batch normalisation whose mean and variance are those of the rows that a mask names, and its gradient, for
-// batches in memory with spare capacity, where only the device knows the number of rows. Every row is
-// normalised; the gradient of a row that the mask does not name is zero.
+// Batch normalisation over the rows that a mask selects, and its gradient, for padded batches in which only
+// the device knows the number of rows. Every row is normalised; the gradient of an unselected row is zero.
 //
 //   out = (x - mean) inverse w + b              inverse = 1 / sqrt(var + eps)
-//   dx  = (dy - db / n - (x - mean) inverse dw / n) inverse w      db = sum of dy, dw = sum of dy (x - mean)
-//                                                                   inverse, n = named rows
+//   dx  = (dy - db / n - (x - mean) inverse dw / n) inverse w
+//   db  = sum of dy,  dw = sum of dy (x - mean) inverse,  n = number of selected rows
 //
-// Three launches each way. Every column has two sums (of x and x^2; of dy and dy (x - mean)), which are added
-// in float64, so that a variance keeps its digits where the mean is large, and in an order that depends on
-// the sizes alone:
-// 1. pairs_kernel: rows are divided into parts. In a block of threads, lane x of `columns` takes kVec
-// columns,
-//    one load each, and line y every (kThreads / columns)-th row of the part; lines are added one after the
-//    other.
-// 2. moments_kernel, gradients_kernel: a warp's lanes take a column each, its 32 warps every 32nd part.
-// 3. normalise_kernel, differentiate_kernel: lanes as in 1, what a column needs in registers.
+// The forward and the backward pass have three launches each. Every column has two sums (of x and x^2; of dy
+// and dy (x - mean)). They are added in float64, so that the variance stays accurate if the mean is large,
+// and in an order that depends on the sizes alone:
+// 1. pairs_kernel: rows are divided into parts. In a block of threads, lane x of `columns` handles kVec
+//   columns with one load each, and line y handles every (kThreads / columns)-th row of the part. Lines are
+//   added one after the other.
+// 2. moments_kernel, gradients_kernel: each lane of a warp handles one column, each of the 32 warps every
+//   32nd part.
+// 3. normalise_kernel, differentiate_kernel: lanes as in 1, with each column's coefficients in registers.
 //
-// Floor: x twice and out once, 3 num_rows width sizeof(T) bytes, of the gradient 5: 8 and 14 us for
-// 13,000 x 256 in float32 from memory at 4.8 TB/s; batches of molecules are in the L2.
+// Floors: 3 num_rows width sizeof(T) bytes forward (x twice, out once) and 5 backward. For 13,000 x 256 in
+// float32 from memory at 4.8 TB/s these are 8 and 14 us. Batches of molecules fit the L2 cache.
 #include <algorithm>
 
 #include "fastsparse/batch_norm.h"
@@ -29,7 +28,7 @@ namespace batch_norm_detail {
 constexpr int kThreads = 256;
 constexpr int kAhead = 4;  // rows that a thread loads before it uses them
 
-// Where a thread works: its columns, and its rows.
+// The columns and rows of a thread.
 struct Place {
   std::int64_t column;
   std::int64_t begin, end, step;
@@ -93,7 +92,7 @@ __device__ __forceinline__ void read_columns(const float* from, const Place& pla
   }
 }
 
-// The sums of a part, by column: of x and x^2, or with a gradient of dy and dy (x - mean).
+// Sums of a part, per column: of x and x^2, or in the backward pass of dy and dy (x - mean).
 template <typename T, int kVec, bool kGradient>
 __global__ void __launch_bounds__(kThreads)
     pairs_kernel(const MaskedRows rows, const void* grad, const float* mean, const int columns) {
@@ -137,7 +136,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Both sums of this lane's column in the block's first warp; elsewhere false.
+// Adds the parts of this lane's column. True in the block's first warp, which gets both sums, if the column
+// exists.
 __device__ __forceinline__ bool add_parts(const MaskedRows& rows, std::int64_t column, double& first,
                                           double& second) {
   __shared__ double sums[2][kWarp][kWarp];
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// How a pass is launched: columns of a block, and its grids.
+// Columns per block, and the grids of a pass.
 struct Shape {
   int columns;
   dim3 parts, rows, sums;
@@ -244,7 +244,7 @@ Shape shape_of(const MaskedRows& rows, int vec) {
   int columns = 1;
   while (columns < rows.width / vec && columns < kThreads) columns *= 2;
   const unsigned across = ceil_div(rows.width / vec, columns);
-  // A thread normalises a whole number of times as many rows as it loads ahead: once while there are few.
+  // A thread normalises a multiple of kAhead rows: exactly kAhead if there are few rows.
   const std::int64_t block_rows = kThreads / columns * kAhead;
   const std::int64_t times = ceil_div(rows.num_rows, 4 * rows.num_parts * block_rows);
   const unsigned down = std::max(ceil_div(rows.num_rows, std::max<std::int64_t>(times, 1) * block_rows), 1u);
@@ -252,7 +252,7 @@ Shape shape_of(const MaskedRows& rows, int vec) {
           dim3(ceil_div(rows.width, kWarp))};
 }
 
-// Calls f(a T, an integral constant of the elements in a load, shape).
+// Calls f(a T, integral constant: elements per load, shape).
 template <typename F>
 void with_loads(const MaskedRows& rows, std::initializer_list<const void*> addresses, F&& f) {
   with_type(rows.dtype, [&](auto type) {

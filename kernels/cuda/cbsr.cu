@@ -1,9 +1,9 @@
-// The way between CBSR and dense rows, on CUDA cores.
+// Conversion between CBSR and dense rows, on CUDA cores.
 //
-// To dense: some lanes lay out one row in shared memory, a tile at a time, and write it in 16-byte pieces, so
-// that every byte of the result goes out once and coalesced: num_rows * (k * (sizeof(T) + id) + width *
-// sizeof(T)) bytes in all. Gather: a thread takes up to four entries of a row, which are close to each other;
-// what is read are the sectors that have kept columns, nearly all of them from k = width / 8 on.
+// To dense: several lanes build one row in shared memory, a tile at a time, and write it in coalesced 16-byte
+// pieces: num_rows * (k * (sizeof(T) + id) + width * sizeof(T)) bytes in all. Gather: a thread handles up to
+// four entries of a row, which are close to each other. All sectors with kept columns are read, which are
+// nearly all sectors if k is at least width / 8.
 
 #include <type_traits>
 
@@ -14,20 +14,20 @@ namespace fastsparse::cuda {
 namespace cbsr_detail {
 
 constexpr int kThreads = 128;
-// Lanes that share a row: 2.4 million rows of 256 with 16 kept take 0.45 ms with 8 lanes and 0.60 with a warp
-// in 16 bits, 0.96 and 0.75 in 32.
+// Lanes that share a row. 2.4 million rows of width 256 with k = 16 take 0.45 ms with 8 lanes and 0.60 ms
+// with a warp in 16 bits, and 0.96 ms and 0.75 ms in 32 bits.
 template <typename T>
 constexpr int kLanes = sizeof(T) == 2 ? 8 : kWarp;
 template <typename T>
 constexpr int kTeams = kThreads / kLanes<T>;
-constexpr int kTileBytes = 1024;  // of a row that they lay out at a time
+constexpr int kTileBytes = 1024;  // bytes of a row per tile
 constexpr int kGatherThreads = 256;
 
-// Kept entries that a lane moves at once, where alignment allows it.
+// Kept entries that a lane moves at once if alignment allows it.
 template <typename T>
 constexpr int kMost = sizeof(T) == 8 ? 2 : 4;
 
-// Calls f with a whole number as wide as those of `dtype`: they are moved and never computed with.
+// Calls f with an unsigned integer as wide as `dtype`: values are only copied.
 template <typename F>
 void with_bits(Dtype dtype, F&& f) {
   if (dtype == Dtype::kFloat64) return f(std::uint64_t{});
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) to_dense_kernel(const CbsrToDenseArg
   __shared__ alignas(16) T tiles[kTeams<T>][kTile];
   const int lane = static_cast<int>(threadIdx.x) % kLanes<T>;
   const int team = static_cast<int>(threadIdx.x) / kLanes<T>;
-  // All teams of a warp go on, some of them with the last row once more.
+  // All lanes of a warp stay active: teams beyond the last row repeat it.
   const std::int64_t row = min(static_cast<std::int64_t>(blockIdx.x) * kTeams<T> + team, args.num_rows - 1);
   T* tile = tiles[team];
   const T* values = static_cast<const T*>(args.values) + row * args.k;

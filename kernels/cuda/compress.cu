@@ -1,5 +1,5 @@
-// COO -> compressed rows on the GPU: one CUB radix sort over just the bits that the indices use, then a
-// binary search per row. Bytes: per pass of 8 bits, keys and positions (if wanted) read and written once.
+// COO -> compressed rows on the GPU: one CUB radix sort over only the bits that the indices use, then a
+// binary search per row. Each pass of 8 bits reads and writes keys and positions (if requested) once.
 
 #include <cub/device/device_radix_sort.cuh>
 #include <type_traits>
@@ -31,17 +31,17 @@ struct KeyLayout {
 
 KeyLayout key_layout(const CompressArgs& args) {
   const int minor_bits = args.sort_minor ? bits_of(args.num_minor) : 0;
-  // Without a minor index, one more: the key of an index that is none (`make_keys_kernel`).
+  // Without a minor index there is one more key, for invalid indices (`make_keys_kernel`).
   const int key_bits = bits_of(args.num_major + (args.minor == nullptr ? 1 : 0)) + minor_bits;
-  // 64-bit positions only come with more than 2^31 edges: no need to compile them for small keys.
+  // 64-bit positions occur only with more than 2^31 edges, so they are not compiled for 32-bit keys.
   return {minor_bits, key_bits, key_bits > 32 || args.order_is_64bit};
 }
 
-// Stands for the type of positions where none are wanted: the keys are sorted alone.
+// The type of positions if only keys are sorted.
 using cub::NullType;
 
-// Without a minor index, one that is negative or too large sorts behind all others: major_ptr[num_major]
-// tells. With one they were checked before.
+// Without a minor index, major indices that are negative or too large are sorted to the end, and the caller
+// finds them by major_ptr[num_major]. With a minor index, the caller has checked both.
 template <typename Index, typename Key, typename Id>
 __global__ void make_keys_kernel(const CompressArgs args, int minor_bits, Key* keys, Id* ids) {
   const std::int64_t e = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -87,7 +87,7 @@ __global__ void find_rows_kernel(const CompressArgs args, int minor_bits, const 
   args.major_ptr[row] = low;
 }
 
-// With null scratch, only its size is computed. CUB's kernels take longer with offsets of 64 bits.
+// If `scratch` is null, only its size is computed. CUB's kernels are slower with 64-bit offsets.
 template <typename Key, typename Id>
 cudaError_t sort(void* scratch, std::size_t& bytes, cub::DoubleBuffer<Key>& keys, cub::DoubleBuffer<Id>& ids,
                  std::int64_t num_edges, int bits, cudaStream_t stream) {
@@ -102,7 +102,7 @@ cudaError_t sort(void* scratch, std::size_t& bytes, cub::DoubleBuffer<Key>& keys
 
 std::size_t padded(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
-// Scratch: two buffers of keys, two of positions, CUB's own. With null scratch, only its size is computed.
+// Scratch: two buffers of keys, two of positions, and CUB's own. If it is null, only its size is computed.
 template <typename Index, typename Key, typename Id>
 int compress_typed(const CompressArgs& args, char* scratch, std::size_t* scratch_bytes, cudaStream_t stream) {
   const KeyLayout layout = key_layout(args);
@@ -128,7 +128,7 @@ int compress_typed(const CompressArgs& args, char* scratch, std::size_t* scratch
   if (args.minor != nullptr) {
     unpack_keys_kernel<Index>
         <<<blocks, kThreads, 0, stream>>>(args, layout.minor_bits, keys.Current(), ids.Current());
-  } else if (ids.selector == 0) {  // passes that are even in number end where they began
+  } else if (ids.selector == 0) {  // an even number of passes ends in the first buffer
     error = cudaMemcpyAsync(args.order, ids.Current(), args.num_edges * sizeof(Id), cudaMemcpyDeviceToDevice,
                             stream);
     if (error != cudaSuccess) return error;
@@ -187,14 +187,14 @@ __global__ void make_segment_keys_kernel(const SortSegmentsArgs args, std::uint3
     ids[e] = static_cast<std::int32_t>(e);
     if (segment[i] < before[i]) descends = true;
   }
-  // Once per block; even so, the stores to one place take a microsecond.
+  // One store per block; even so, the stores to one address take a microsecond.
   if (__syncthreads_or(descends ? 1 : 0) != 0 && threadIdx.x == 0) args.facts[kIndexDescends] = 1;
 }
 
-// Where in one piece of scratch the parts of a sort are.
+// Offsets of a sort's arrays in one piece of scratch.
 struct SegmentScratch {
   std::size_t second_keys, ids, counts, of_sort, sort_bytes, bytes;
-  int bits;  // of a key
+  int bits;  // bits of a key that are sorted
 
   cudaError_t measure(const SortSegmentsArgs& args) {
     bits = bits_of(args.num_segments + 1);
@@ -212,13 +212,13 @@ struct SegmentScratch {
   }
 };
 
-// The row of this thread's entry, which all threads of the block ask for. The rows of a block's entries are
-// few: two searches among all rows find them, and each thread searches among those.
+// The row of this thread's entry. All threads of the block must call it: two searches find the rows of the
+// block's first and last entry, and each thread searches between them.
 __device__ std::int64_t row_of_thread(const std::int64_t* rowptr, std::int64_t num_rows,
                                       std::int64_t num_edges) {
   __shared__ std::int64_t ends[2];
   const auto row_of_entry = [&](std::int64_t e, std::int64_t low, std::int64_t high) {
-    while (low < high) {  // the last row that begins at e or before
+    while (low < high) {  // the last row that begins at or before e
       const std::int64_t middle = (low + high + 1) / 2;
       if (rowptr[middle] <= e) {
         low = middle;
@@ -328,7 +328,7 @@ int sort_segments(const SortSegmentsArgs& args, void* scratch, std::size_t scrat
 
   cub::DoubleBuffer<std::uint32_t> keys(reinterpret_cast<std::uint32_t*>(workspace),
                                         reinterpret_cast<std::uint32_t*>(workspace + places.second_keys));
-  // Positions start where passes of 8 bits end in `order`.
+  // Positions start in the buffer from which passes of 8 bits end in `order`.
   cub::DoubleBuffer<std::int32_t> ids(reinterpret_cast<std::int32_t*>(workspace + places.ids), args.order);
   if ((places.bits + 7) / 8 % 2 == 0) std::swap(ids.d_buffers[0], ids.d_buffers[1]);
   const unsigned blocks = ceil_div(args.num_rows, kThreads * kKeysPerThread);
@@ -337,7 +337,7 @@ int sort_segments(const SortSegmentsArgs& args, void* scratch, std::size_t scrat
   make_keys<<<blocks, kThreads, 0, queue>>>(args, keys.Current(), ids.Current());
   error = sort(workspace + places.of_sort, places.sort_bytes, keys, ids, args.num_rows, places.bits, queue);
   if (error != cudaSuccess) return error;
-  if (ids.Current() != args.order) {  // few entries are sorted in one pass whatever their bits
+  if (ids.Current() != args.order) {  // CUB sorts few entries in a single pass
     error = cudaMemcpyAsync(args.order, ids.Current(), args.num_rows * sizeof *args.order,
                             cudaMemcpyDeviceToDevice, queue);
     if (error != cudaSuccess) return error;

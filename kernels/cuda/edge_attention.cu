@@ -1,13 +1,15 @@
-// Attention with edge features, forward, from CSR on CUDA cores: one kernel with a policy for the score, dot
+// Attention with edge features, forward, from CSR on CUDA cores. One kernel with a policy for the score: dot
 // products (kEdge features of an edge per lane), GATv2 (kEdge = 0), or GATv2 with W in registers (kEdge =
 // kKept).
+//   - Dot products: with W_h the edges' linear map, <q_i, W_h a_ij> = <W_h^T q_i, a_ij> and sum_j w W_h a_ij
+//     = W_h sum_j w a_ij. So the kernel reads A features per edge and multiplies A numbers per head, and no
+//     row of H D features.
+//   - GATv2: W a_ij is inside the leaky ReLU, so it is computed here and not stored. W is in registers if an
+//     edge has up to 8 features, otherwise in the L1 cache.
 //
-// Dot products: with W_h the edges' linear map, <q_i, W_h a_ij> = <W_h^T q_i, a_ij> and sum_j w W_h a_ij =
-// W_h sum_j w a_ij, so that an edge costs its own A features and A products per head, never a row of H D.
-// GATv2: W a_ij stands inside the leaky ReLU and is computed here, from W in registers where an edge has up
-// to 8 features and from the L1 else; it is not stored either. Floors, E entries of width F = H D: 2 E F
-// sizeof(T) bytes gathered (GATv2: half, the key is the value) and E A sizeof(T) read. Without edge features
-// (A = 0) the policies are those of attention and of gatv2_attention.
+// Floors, E entries of width F = H D: 2 E F sizeof(T) bytes gathered (GATv2: half, because the key is also
+// the value) and E A sizeof(T) read. Without edge features (A = 0) the policies are those of attention and of
+// gatv2_attention.
 
 #include "fastsparse/additive_score.cuh"
 #include "fastsparse/edge_attention.cuh"
@@ -56,7 +58,7 @@ __global__ void __launch_bounds__(kHeadThreads,
 
   float max = -kInfinity, sum = 0;
   float acc[kLaneFeatures] = {}, acc_edge[kPart] = {};
-  // Adds the entries from `base` on. `whole`: every group of the warp has all of them, nothing is to be
+  // Adds the entries from `base` on. `whole`: every group of the warp has all of these entries, so none is
   // masked.
   const auto add = [&](auto whole, const auto& entries, int base) {
     constexpr bool kWhole = decltype(whole)::value != 0;
@@ -135,7 +137,7 @@ __global__ void __launch_bounds__(kHeadThreads,
     }
 #pragma unroll
     for (int u = 0; u < kCount;
-         ++u) {  // by fma, which instances of this loop would else contract in two ways
+         ++u) {  // explicit fma: the compiler contracts instances of this loop in two ways
       float w = exp_or_zero(score[u] - reference);
       sum += w;
       if (!kPlain && input.dropout.threshold != 0) {

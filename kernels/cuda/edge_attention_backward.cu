@@ -1,21 +1,23 @@
 // Attention with edge features, backward, from CSR on CUDA cores, with the policies of edge_attention.cu.
 //
 // With p = exp(s - lse_i), m the dropout factor, w = m p, dP = <dO_i, v_j> + <dO_edge_i, a_ij>, delta_i =
-// <dO_i, out_i> (out with what the edges add) and dS = p (m dP - delta_i), per head:
-//   dot products: dq_i = scale sum_j dS k_j, dq_edge_i = scale sum_j dS a_ij, dk_j = scale sum_i dS q_i, dv_j
-//   = sum_i w dO_i, da_ij = sum_h scale dS q_edge_i + w dO_edge_i; GATv2, z = x_i + x_j + W a_ij, dz = dS att
-//   leaky_relu'(z): dx_i = sum_j dz, dx_j = sum_i dz + w dO_i, datt = sum_ij dS leaky_relu(z), dW = sum_ij dz
-//   a_ij^T, da_ij = W^T dz.
-//   - The row pass gathers k_j and v_j (GATv2: x_j) and keeps {w, dS} of every edge and head, and GATv2's
-//     signs of z, a bit per feature.
-//   - The column pass is then two weighted sums of gathered rows without a product between lanes: q_i and
-//     dO_i (GATv2: dO_i alone, because the signs determine leaky_relu').
-//   - Without the transposed structure, which costs more than it saves where a structure is used once, that
-//   pass (of dot products) goes over the rows and adds to the columns' sums by float atomics: 8 E F bytes.
-//   - GATv2's dW is one pass over the edges that gathers nothing.
+// <dO_i, out_i> (out includes the terms of edge features) and dS = p (m dP - delta_i), per head:
+//   dot products: dq_i = scale sum_j dS k_j,  dq_edge_i = scale sum_j dS a_ij,  dk_j = scale sum_i dS q_i,
+//     dv_j = sum_i w dO_i,  da_ij = sum_h scale dS q_edge_i + w dO_edge_i
+//   GATv2, z = x_i + x_j + W a_ij, dz = dS att leaky_relu'(z): dx_i = sum_j dz,  dx_j = sum_i dz + w dO_i,
+//     datt = sum_ij dS leaky_relu(z),  dW = sum_ij dz a_ij^T,  da_ij = W^T dz
+//   - The row pass gathers k_j and v_j (GATv2: x_j) and stores {w, dS} of every edge and head. For GATv2, it
+//     also stores the signs of z, one bit per feature.
+//   - The column pass computes two weighted sums of gathered rows, q_i and dO_i, without reductions over
+//     lanes. For GATv2 it gathers only dO_i, because the signs determine leaky_relu'.
+//   - For dot products, the transposed structure may be missing, because building it costs more than it saves
+//     if a structure is used once. Then this pass goes over the rows and adds to the columns' sums by float
+//     atomics: 8 E F bytes.
+//   - GATv2's dW is computed in one pass over the edges, without a gather.
+//
 // Floors, E entries of width F: 4 E F sizeof(T) bytes gathered (GATv2: 2), 16 E H bytes of pairs written and
-// read. Sums of rows with several slices are combined in slot order, sums over groups of lanes by the caller:
-// no other atomics.
+// read. Slices of a row are combined in slot order, and the caller adds the sums of groups of lanes, so there
+// are no other atomics.
 
 #include "fastsparse/additive_score.cuh"
 #include "fastsparse/atomic_add.cuh"
@@ -26,15 +28,15 @@
 namespace fastsparse::cuda {
 namespace edge_attention_backward_detail {
 
-// Where a pair {w, dS} is.
+// Address of a pair {w, dS}.
 __device__ __forceinline__ float2* pair_at(void* work, std::uint32_t position, std::int64_t heads,
                                            std::int64_t head) {
   return static_cast<float2*>(work) + head +
          static_cast<std::uint64_t>(position) * static_cast<std::uint32_t>(heads);
 }
 
-// Where the gradients of edges' features of this block's heads go: in float32 for the caller to add up, or in
-// T where they are all heads.
+// Where this block writes the gradients of edge features: one float32 part per block of heads, which the
+// caller adds, or T if the block has all heads.
 template <typename T>
 struct FeatureGradients {
   char* from;
@@ -47,7 +49,7 @@ struct FeatureGradients {
         kept_in_register(static_cast<char*>(args.grad_features) + blockIdx.y * args.num_values * row_bytes);
   }
 
-  // Writes neighbouring numbers of one edge.
+  // Writes consecutive features of one edge.
   template <int kCount>
   __device__ __forceinline__ void store(std::uint32_t position, int first, const float (&x)[kCount]) const {
     char* row = from + static_cast<std::uint64_t>(position) * row_bytes;
@@ -65,7 +67,8 @@ struct FeatureGradients {
   }
 };
 
-// Adds up a lane's parts of some edges' features over the heads of its group and writes them.
+// Sums the lanes' parts of the gradients of some edges' features over the heads of the group, and writes
+// them.
 template <typename T, int kCount, int kEdge>
 __device__ __forceinline__ void store_features_of_heads(const FeatureGradients<T>& features,
                                                         const EdgeLane& lane, const Entries<kCount>& entries,
@@ -73,7 +76,8 @@ __device__ __forceinline__ void store_features_of_heads(const FeatureGradients<T
                                                         float (&part)[kCount][kEdge]) {
   const int lane_of_group = threadIdx.x & (lane.group_lanes - 1);
   if (lane.group_lanes >= 4 * lane.lanes) {
-    // Numbers are exchanged as in `scatter_sum`, but between heads: the group's head h gets those of h % 4.
+    // Numbers are exchanged as in `scatter_sum`, but between heads: head h of the group gets every fourth
+    // feature, from h % 4 on.
     const bool upper = (lane_of_group & 2 * lane.lanes) != 0, odd = (lane_of_group & lane.lanes) != 0;
     const int nth = 2 * upper + odd;
 #pragma unroll
@@ -134,8 +138,8 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
   Entries<kInFlight> next;
   next.read(of_slice, 0);
 
-  // Kept as loaded, because registers are scarce in 16 bits. Not for a row without entries, which may be NaN:
-  // lanes loop up to the longest slice of their warp.
+  // Kept packed, because registers are scarce with 16-bit types. Zeros for a row without entries, which may
+  // hold NaN: its lanes also loop up to the longest slice of their warp.
   LaneFeatures<T> q = {}, grad = {};
   if (slice.length > 0) {
     q = lane.load_packed<T>(input.q, row);
@@ -216,7 +220,7 @@ __global__ void __launch_bounds__(kHeadThreads, kDotBlocks<T, kEdge>)
       if (!kPlain && input.dropout.threshold != 0) {
         weight[u] *= dropout_factor(input.dropout, row, entries.col[u], lane.head);
       }
-      // By fma, which instances of this loop would else contract in two ways.
+      // Explicit fma: the compiler contracts instances of this loop in two ways.
       grad_score[u] = __fmaf_rn(weight[u], products[kCount + u], -(p * delta[0]));
       if (has[u] && lane.live && lane.sub == 0) {
         *pair_at(args.work, entries.position[u], input.heads, lane.head) =
@@ -338,7 +342,7 @@ __global__ void __launch_bounds__(kHeadThreads, sizeof(T) == 2 ? 8 : 5)
   }
 }
 
-// da of GATv2's edges in flight, W^T dz of all features of all heads of the group, from W in registers.
+// Writes da = W^T dz of the edges in flight (GATv2), summed over the heads of the group, with W in registers.
 template <typename T, int kCount>
 __device__ __forceinline__ void store_edge_gradient(const EdgeAttentionBackwardArgs& args,
                                                     const EdgeLane& lane, const KeptWeight<T>& weight,
@@ -386,7 +390,7 @@ __device__ __forceinline__ void store_edge_gradient(const EdgeAttentionBackwardA
   }
 }
 
-// The same with W from the L1, for edges with more features.
+// As above for edges with more features, with W from the L1 cache.
 template <typename T, int kCount>
 __device__ __forceinline__ void store_edge_gradient(const EdgeAttentionBackwardArgs& args,
                                                     const EdgeLane& lane,
@@ -443,7 +447,7 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
     Entries<kInFlight> next;
     next.read(args.a, slice, 0);
     float x_dst[kLaneFeatures] = {}, grad[kLaneFeatures] = {}, grad_x[kLaneFeatures] = {};
-    if (slice.length > 0) {  // as above
+    if (slice.length > 0) {  // zeros for a row without entries, which may hold NaN
       lane.load<T>(x_dst, input.q, row);
       lane.load<T>(grad, args.grad, row);
     }
@@ -503,7 +507,8 @@ __global__ void __launch_bounds__(kHeadThreads, 3)
         for (int i = 0; i < kLaneFeatures; ++i) {
           grad_att[i] += grad_score * leaky_relu_up_to_1(z[u][i], slope);
           positive |= z[u][i] > 0 ? 1u << i : 0u;
-          z[u][i] = grad_score * att[i] * leaky_relu_slope(z[u][i], slope);  // now its gradient
+          z[u][i] =
+              grad_score * att[i] * leaky_relu_slope(z[u][i], slope);  // from here on, the gradient of z
           grad_x[i] += z[u][i];
         }
         if (has[u] && lane.live) {
@@ -592,10 +597,10 @@ __global__ void __launch_bounds__(kHeadThreads, 5)
   }
 }
 
-// Features of an edge whose part of dW a lane keeps in registers; more of them are more blocks.
+// Edge features per block: a lane keeps their part of dW in registers.
 constexpr int kWeightFeatures = 8;
 
-// dW of the edges of every weight_rows-th group: one row of grad_weight for each.
+// dW. Group g sums every weight_rows-th edge from g on and writes row g of grad_weight.
 template <typename T>
 __global__ void __launch_bounds__(kHeadThreads, 4)
     gatv2_weight_kernel(const __grid_constant__ EdgeAttentionBackwardArgs args, int head_lanes,
@@ -652,7 +657,7 @@ void launch(const EdgeAttentionBackwardArgs& args, cudaStream_t stream) {
   };
   if (input.gatv2) {
     run(input.edge_width <= kKeptWeight ? gatv2_row_kernel<T, true> : gatv2_row_kernel<T, false>,
-        args.att_rows);  // groups without a slice write their zeros of datt, too
+        args.att_rows);  // groups without a slice also write zeros for datt
   } else if (args.split.num_slices != 0) {
     if (input.edge_width > 4 * lanes) {
       run(dot_row_kernel<T, kMostEdge, false>, args.split.num_slices);

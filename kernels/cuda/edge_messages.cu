@@ -1,14 +1,17 @@
-// Sums of messages that meet their edges' features, from CSR on CUDA cores: GINE and gated layers, one kernel
+// Sums of messages that depend on edge features, from CSR on CUDA cores: GINE and gated layers, one kernel
 // with a policy for the message (formulas in edge_messages.h).
 //
-// A message is made feature by feature, so that tiles of the width are independent and nothing is summed over
-// lanes (lane map in edge_messages.cuh). Raw features are projected here, from W in the L1: every weight that
-// is read handles all edges in flight, and W a_ij is stored nowhere.
-// Floors, E entries of width F, A raw features, bytes: relu E F T gathered, E F T or E A T of edges read, E F
-// / 8 of signs written (for the backward pass, which then needs neither x nor the edges); gates 2 E F T
-// gathered; with state E F T read and written besides. Gates also sum sigmoid'(z) v_ij, so that the gradient
-// of k_i is that sum times the gradient of out_i, and no row pass is left in the backward pass. Rows with
-// several slices get their partial sums added in slot order: no atomics.
+// Every feature of a message is computed independently, so tiles of the width are independent and nothing is
+// summed over lanes (lane map in edge_messages.cuh). Raw edge features are projected here, with W in the L1
+// cache. Each weight is read once for all edges in flight, and W a_ij is not stored.
+//
+// Floors in bytes, E entries of width F, A raw features, T bytes per number:
+//   - relu: E F T gathered, E F T or E A T of edges read, E F / 8 of signs written. The backward pass reads
+//     the signs instead of x and the edges.
+//   - gates: 2 E F T gathered; with state, also E F T read and written.
+//
+// Gates also sum sigmoid'(z) v_ij. The gradient of k_i is that sum times the gradient of out_i, so the
+// backward pass needs no row pass. Slices of a row are added in slot order, without atomics.
 
 #include "fastsparse/edge_messages.cuh"
 
@@ -81,7 +84,7 @@ __global__ void __launch_bounds__(kMessageThreads, kMessageBlocks<T>)
           sum[i] += message;
           side[i] += kState ? gate : message * (A{1} - gate);
         } else {
-          const bool kept = !(z[u][i] <= A{0});  // NaN, too, as PyTorch's relu
+          const bool kept = !(z[u][i] <= A{0});  // keeps NaN, as PyTorch's relu does
           sum[i] += kept ? z[u][i] : A{0};
           positive |= kept ? 1u << i : 0u;
         }
@@ -153,7 +156,7 @@ void launch(const EdgeMessageArgs& args, cudaStream_t stream) {
 int lay_out_edge_maps(const EdgeMapsArgs& args, void* stream) {
   using namespace edge_messages_detail;
   const std::int64_t size = map_rows(args) * args.width;
-  if (size == 0) return cudaSuccess;
+  if (size == 0 || args.weight.data == nullptr) return cudaSuccess;
   with_type(args.dtype, [&](auto type) {
     lay_out_maps_kernel<decltype(type)>
         <<<ceil_div(size, kMapThreads), kMapThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
@@ -161,8 +164,12 @@ int lay_out_edge_maps(const EdgeMapsArgs& args, void* stream) {
   return cudaGetLastError();
 }
 
-int edge_messages(const EdgeMessageArgs& args, void* stream) {
+int edge_messages(const EdgeMessageArgs& given, void* stream) {
   using namespace edge_messages_detail;
+  EdgeMessageArgs args = given;
+  find_maps(args.input);
+  const int error = lay_out_edge_maps(args.input.maps, stream);
+  if (error != cudaSuccess) return error;
   with_type(args.input.dtype,
             [&](auto type) { launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
   return cudaGetLastError();

@@ -6,20 +6,19 @@
 //   dq_j = sum_i dz_ij, dv_j = sum_i dv_ij, de_ij = dz_ij, dW = sum_ij dz_ij a_ij^T, dU = sum_ij dv_ij
 //   a_ij^T, da_ij = W^T dz_ij + U^T dv_ij; dk_i is a product of sums of the forward pass (or a sum of de over
 //   the row).
-// - The column pass goes over the transpose and gathers dO_i (relu, which reads signs: E F T + E F / 8
-// bytes),
-//   dO_i and k_i (gates: 2 E F T), or dO_i and dside_i in addition to rows of edges (with state). It also
-//   writes de or da.
-// - The weight pass goes over the rows once more for dW and dU: relu reads signs and raw features only, gates
-//   gather again. A group of lanes adds up every `groups`-th slice in registers.
-// - Two small kernels add the groups, in float64, and the tiles of da.
+//   - The column pass goes over the transpose. It gathers dO_i for relu, which reads signs (E F T + E F / 8
+//     bytes), dO_i and k_i for gates (2 E F T), and dO_i and dside_i in addition to rows of edges with state.
+//     It also writes de or da.
+//   - The weight pass goes over the rows once more for dW and dU. For relu it reads only signs and raw
+//     features; for gates it gathers again. A group of lanes sums every `groups`-th slice in registers.
+//   - Two small kernels add the groups' sums, in float64, and the tiles of da.
 
 #include "fastsparse/edge_messages.cuh"
 
 namespace fastsparse::cuda {
 namespace edge_messages_backward_detail {
 
-// Sums over the lanes of a group, the same bits in all of them.
+// Sums over the lanes of a group; all lanes get the same bits.
 template <int kCount, typename A>
 __device__ __forceinline__ void sum_over_lanes(A (&v)[kCount], int lanes) {
   for (int offset = 1; offset < lanes; offset *= 2) {
@@ -45,8 +44,8 @@ __device__ __forceinline__ void add_to_features(Acc<T> (&part)[4 * kCount], cons
   }
 }
 
-// Sums each of kCount numbers over 8 lanes: every lane gets kCount / 8 neighbouring ones, in the order of
-// lanes. Half of the numbers change sides at each step, an eighth of the shuffles of sums in all lanes.
+// Sums each of kCount numbers over 8 lanes. Lane i gets the i-th eighth of the sums. The lanes exchange half
+// of their numbers in each step: 7/8 kCount shuffles instead of 3 kCount for sums in all lanes.
 template <int kLanes, typename A, int kCount>
 __device__ __forceinline__ void scatter_over_lanes(A (&v)[kCount]) {
   constexpr int kHalf = kCount * kLanes / 16;
@@ -59,7 +58,7 @@ __device__ __forceinline__ void scatter_over_lanes(A (&v)[kCount]) {
   if constexpr (kLanes > 2) scatter_over_lanes<kLanes / 2>(v);
 }
 
-// Adds up the lanes' parts of four raw features of some edges and writes them.
+// Adds the lanes' parts of four raw features of some edges and writes the sums.
 template <typename T, int kCount>
 __device__ __forceinline__ void store_features(const EdgeMessageBackwardArgs& args,
                                                const MessageLane<T>& lane, std::int64_t first,
@@ -71,7 +70,7 @@ __device__ __forceinline__ void store_features(const EdgeMessageBackwardArgs& ar
     return static_cast<A*>(args.grad_features) + row * args.input.edge_width + first;
   };
   if (lane.lanes == 8 && kCount > 1) {
-    constexpr int kMine = kCount > 1 ? kCount / 2 : 1, kOwners = 4 / kMine;  // lanes of an edge
+    constexpr int kMine = kCount > 1 ? kCount / 2 : 1, kOwners = 4 / kMine;  // lanes per edge
     scatter_over_lanes<8>(part);
     std::uint32_t position = entries.position[0];
     bool wanted = has[0];
@@ -143,7 +142,7 @@ __global__ void __launch_bounds__(kMessageThreads, kMessageBlocks<T>)
     }
     next.read(args.a_t, slice, base + kInFlight);
 
-    A z[kInFlight][kTileFeatures], value[kInFlight][kTileFeatures];  // and then their gradients
+    A z[kInFlight][kTileFeatures], value[kInFlight][kTileFeatures];  // later their gradients
     if constexpr (kGated) {
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
@@ -171,7 +170,7 @@ __global__ void __launch_bounds__(kMessageThreads, kMessageBlocks<T>)
             z[u][i] = slope * value[u][i] * of_out;
           }
           value[u][i] = gate * of_out;
-          if (has[u]) {  // infinite numbers of a row that entries beyond the slice do not have
+          if (has[u]) {  // entries beyond the slice may give NaN
             grad_q[i] += z[u][i];
             grad_v[i] += value[u][i];
           }
@@ -206,24 +205,23 @@ __global__ void __launch_bounds__(kMessageThreads, kMessageBlocks<T>)
   if constexpr (kGated) lane.store_sum(slice, args.grad_v, args.partial_v, grad_v);
 }
 
-// Rows that a group has for dW and, next to it, for dbias, which relu's terms give.
+// Rows of a group's partial sums: those of dW and, for relu, one for dbias.
 __host__ __device__ inline std::int64_t rows_of_group(const EdgeMessageInput& input) {
   return input.edge_width + (input.message == EdgeMessage::kRelu ? 1 : 0);
 }
 
-// Raw features whose part of dW a lane keeps in registers; more of them are more blocks.
+// Raw features per block: a lane keeps their part of dW in registers.
 template <typename T>
 constexpr int kWeightFeatures = sizeof(Acc<T>) == 4 ? 8 : 4;
 
-// Blocks of a multiprocessor: so many that all groups of a width of 128 are under way at once (relu).
+// Blocks per multiprocessor. For relu, all groups of a width of 128 run at once.
 template <typename T, bool kGated>
 constexpr int kWeightBlocks = sizeof(Acc<T>) == 8 ? 1
                               : kGated            ? 3
                                                   : 4;
 
-// dW, and in every second block of the grid's last dimension dU, of the slices of every groups-th group. The
-// sums are chains of dependent loads (slice, entry, edge): the next slice and the next entries are read
-// ahead.
+// Sums dW, and in every second block of the grid's last dimension dU, over every groups-th slice. The next
+// slice and the next entries are read ahead, because slice, entry and edge are a chain of dependent loads.
 template <typename T, bool kGated>
 __global__ void __launch_bounds__(kMessageThreads, kWeightBlocks<T, kGated>)
     edge_messages_weight_kernel(const __grid_constant__ EdgeMessageBackwardArgs args, int lanes) {
@@ -246,7 +244,7 @@ __global__ void __launch_bounds__(kMessageThreads, kWeightBlocks<T, kGated>)
     lane.load(grad, args.grad, row);
     if constexpr (kGated) lane.load(k, input.k, row);
     int base = 0;
-    do {  // once for an empty slice, too: the entries of the following one are read here
+    do {  // also once for an empty slice, because the entries of the next slice are read here
       const NextEntries<kInFlight> entries = next;
       bool has[kInFlight];
       FourFeatures<T> features[kInFlight][kParts];
@@ -325,8 +323,8 @@ __global__ void __launch_bounds__(kMessageThreads, kWeightBlocks<T, kGated>)
   }
 }
 
-// The groups' parts of dW and dbias, or in the grid's second row dU, added up. A warp's lanes take a column
-// each, its 32 warps every 32nd group.
+// Adds the groups' parts of dW and dbias, or in the grid's second row those of dU. Each lane handles one
+// column, each of the 32 warps every 32nd group.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kWarp* kWarp)
     sum_groups_kernel(const __grid_constant__ EdgeMessageBackwardArgs args) {
@@ -357,7 +355,7 @@ __global__ void __launch_bounds__(kWarp* kWarp)
   }
 }
 
-// The tiles' parts of da.
+// Adds the tiles' parts of da.
 template <typename T>
 __global__ void __launch_bounds__(kMessageThreads)
     sum_tiles_kernel(const __grid_constant__ EdgeMessageBackwardArgs args, int tiles) {
@@ -382,7 +380,7 @@ void launch(const EdgeMessageBackwardArgs& args, cudaStream_t stream) {
   const bool gated = input.message != EdgeMessage::kRelu;
   if (args.split_t.num_slices != 0) {
     const dim3 grid = message_grid(args.split_t.num_slices, input.width, lanes);
-    // Signs replace what relu saw: its raw features are read for their own gradient only.
+    // relu reads signs instead of the edges, so raw features matter only if their own gradient is needed.
     const bool raw = input.weight != nullptr && (gated || args.grad_features != nullptr);
     with_message(input.message, raw, [&](auto message, auto is_raw) {
       edge_messages_column_kernel<T, decltype(message)::value, decltype(is_raw)::value>
@@ -414,8 +412,12 @@ void launch(const EdgeMessageBackwardArgs& args, cudaStream_t stream) {
 
 }  // namespace edge_messages_backward_detail
 
-int edge_messages_backward(const EdgeMessageBackwardArgs& args, void* stream) {
+int edge_messages_backward(const EdgeMessageBackwardArgs& given, void* stream) {
   using namespace edge_messages_backward_detail;
+  EdgeMessageBackwardArgs args = given;
+  find_maps(args.input);
+  const int error = lay_out_edge_maps(args.input.maps, stream);
+  if (error != cudaSuccess) return error;
   with_type(args.input.dtype,
             [&](auto type) { launch<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
   return cudaGetLastError();

@@ -1,9 +1,9 @@
 // Softmax over the entries of every row of edge values, and its gradient, on CUDA cores. A group of lanes
-// takes one slice of a row: 1, 4, 8 or 32 lanes side by side over the heads, so that entries with many are
-// read whole lines at a time, and where that is fewer than 8 the group's other lanes take every other entry.
-// A row in one slice is finished at once; slices of longer rows leave (maximum, sum) in their slot, and a
-// second kernel merges a row's slots in order: no atomics. Floors: E * H * sizeof(T) bytes read (twice for
-// the gradient) and written, E edge positions.
+// handles one slice of a row. 1, 4, 8 or 32 adjacent lanes handle adjacent heads, so that entries with many
+// heads are read in whole cache lines. If that is fewer than 8 lanes, the other lanes of the group handle
+// other entries. A row with one slice is finished at once. Slices of longer rows store (maximum, sum) in
+// their slots, and a second kernel merges a row's slots in order, without atomics. Floors: E * H * sizeof(T)
+// bytes read (twice for the gradient) and written, and E edge positions read.
 
 #include <algorithm>
 
@@ -16,7 +16,7 @@ namespace edge_softmax_detail {
 constexpr int kThreads = 128;
 constexpr int kLeastGroup = 8;
 
-// Sum of exp(score - maximum); for the gradient, whose maximum stays 0, the sum of weight * gradient.
+// The sum of exp(score - maximum). In the backward pass, the sum of weight * gradient; the maximum stays 0.
 template <typename A>
 struct State {
   A maximum;
@@ -37,8 +37,8 @@ struct State {
     maximum = highest;
   }
 
-  // Factor that makes the weights sum to 1, 0 without weights. NaN where the maximum is infinity or NaN: a
-  // first score of infinity counts as 1 in the sum, which costs nothing per entry to correct here.
+  // Factor that makes the weights sum to 1; 0 without weights. It is NaN if the maximum is infinity or NaN: a
+  // first score of infinity counts as 1 in the sum, and correcting that here costs nothing per entry.
   __device__ A normaliser() const { return sum == A{0} ? A{0} : A{1} / (sum + (maximum - maximum)); }
 };
 
@@ -51,7 +51,7 @@ struct Entries {
   const EdgeSoftmaxArgs& args;
   RowSlice slice;
   std::int64_t head;
-  int first;  // of the slice's entries that this lane reads
+  int first;  // first of the slice's entries that this lane reads
 
   __device__ explicit Entries(const EdgeSoftmaxArgs& args)
       : args(args),
@@ -147,7 +147,7 @@ void launch_lanes(const EdgeSoftmaxArgs& args, cudaStream_t stream) {
 
 template <typename T, bool kGradient>
 void launch(const EdgeSoftmaxArgs& args, cudaStream_t stream) {
-  if constexpr (sizeof(T) == 8) {  // float64 is for checks: one kernel takes every number of heads
+  if constexpr (sizeof(T) == 8) {  // float64 is used for tests, so one kernel handles every number of heads
     launch_lanes<T, kGradient, 4>(args, stream);
   } else if (args.heads == 1) {
     launch_lanes<T, kGradient, 1>(args, stream);

@@ -1,10 +1,7 @@
-// Batches of graphs: one launch, in which a block copies (a part of) one graph's rows of one tensor. A
-// graph's rows are contiguous, so no thread searches for its graph, and neighbouring lanes have neighbouring
-// words.
+// Batches of graphs in one launch: a block copies (a part of) one graph's rows of one tensor. A graph's rows
+// are contiguous, so no thread searches for its graph, and neighbouring lanes copy neighbouring words.
 //
-// Tensors of the dataset may be in page-locked memory of the host, which is read over PCIe.
-//
-// Floor: all tensors of the batch read and written once.
+// Tensors of the dataset may be in page-locked host memory, which is read over PCIe.
 #include <algorithm>
 
 #include "fastsparse/cuda_common.cuh"
@@ -14,7 +11,7 @@ namespace fastsparse::cuda {
 namespace gather_graphs_detail {
 
 constexpr int kThreads = 128;
-// Bytes of a tensor that a graph's blocks have on average, so that few large graphs fill the GPU too.
+// Bytes per block on average, so that a few large graphs also fill the GPU.
 constexpr std::int64_t kBytesPerBlock = std::int64_t{1} << 14;
 constexpr std::int64_t kMostParts = 1024;
 
@@ -35,7 +32,7 @@ __device__ __forceinline__ void copy(const char* from, char* to, std::int64_t by
   for (std::int64_t k = first_item(); k < count; k += items_apart()) out[k] = __ldg(words + k);
 }
 
-// `alignment` is the bits of all addresses and sizes that rows begin at.
+// `alignment` is the bitwise or of all addresses and sizes.
 __device__ void copy_words(const char* from, char* to, std::int64_t bytes, std::uintptr_t alignment) {
   if (alignment % 16 == 0) {
     copy<uint4>(from, to, bytes);

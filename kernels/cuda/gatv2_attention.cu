@@ -1,10 +1,10 @@
 // GATv2 attention, forward, from CSR on CUDA cores.
 //
-// The score <att, leaky_relu(x_dst_i + x_src_j)> is not a product of matrices, so tensor cores do not handle
-// it; but the row x_src_j that it gathers is also the value, so one gather does. Per entry and feature:
-// conversion, sum, leaky_relu (slope product, maximum), two multiply-adds. Floors, E entries of width F: E F
-// sizeof(T) bytes gathered; 6 E F instructions' lanes, which is the nearer floor for 16-bit features in the
-// L2. The online softmax takes the entries in flight together: one rescaling for all of them.
+// The score <att, leaky_relu(x_dst_i + x_src_j)> is not a matrix product, so tensor cores are not used. The
+// gathered row x_src_j is also the value, so there is one gather. Per entry and feature: conversion, sum,
+// leaky_relu (slope product, maximum), two multiply-adds. Floors, E entries of width F: E F sizeof(T) bytes
+// gathered and 6 E F lane instructions. The instructions take longer if 16-bit features are in the L2 cache.
+// The online softmax rescales once for all entries in flight.
 
 #include "fastsparse/additive_score.cuh"
 #include "fastsparse/head_lanes.cuh"

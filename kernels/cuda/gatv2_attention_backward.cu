@@ -1,17 +1,17 @@
-// GATv2 attention, backward, from CSR on CUDA cores: scores are computed again, nothing is of edge size.
+// GATv2 attention, backward, from CSR on CUDA cores. Scores are recomputed, so no array has edge size.
 //
 // With z = x_dst_i + x_src_j, s = <att, leaky_relu(z)>, p = exp(s - lse_i), k the dropout factor, dP = <dO_i,
 // x_src_j>, delta_i = <dO_i, out_i> and dS = p (k dP - delta_i), per head and feature f:
 //   dx_dst_i = sum_j dS att leaky_relu'(z),   dx_src_j = sum_i p k dO_i + dS att leaky_relu'(z),
 //   datt = sum_ij dS leaky_relu(z).
-// leaky_relu' is slope + (1 - slope) [z > 0], so what is summed per feature is dS [z > 0]; sum_j dS is 0, and
-// sum_i dS one number per head.
-//   - The row pass over A gathers x_src_j. A group of lanes takes many slices, so that its part of datt stays
-//   in
-//     registers; the groups' parts are added by the caller.
+// leaky_relu' is slope + (1 - slope) [z > 0], so the only sum per feature is that of dS [z > 0]: sum_j dS is
+// 0, and sum_i dS is one number per head.
+//   - The row pass over A gathers x_src_j. A group of lanes handles many slices and keeps its part of datt in
+//     registers; the caller adds the groups' parts.
 //   - The column pass over A^T gathers x_dst_i and dO_i.
+//
 // Floors, E entries of width F: 3 E F sizeof(T) bytes gathered; about 10 instructions per feature, entry and
-// pass. Sums of rows with several slices are combined in slot order: no atomics.
+// pass. Slices of a row are combined in slot order, without atomics.
 
 #include <algorithm>
 
@@ -39,13 +39,13 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
     const RowSlice slice = load_slice(args.split, index);
     const WarpLength length(slice.length);
     const std::int64_t row = row_of(args.split, slice), row_head = lane.at(row);
-    float x_dst[kLaneFeatures] = {}, grad[kLaneFeatures] = {};
-    float out[kLaneFeatures], grad_x[kLaneFeatures] = {};
-    // Not for a row without entries, which may be NaN: lanes loop up to the longest slice of their warp.
-    if (slice.length > 0) {
-      lane.load(x_dst, input.x_dst, row);
-      lane.load(grad, args.grad, row);
-    }
+    float x_dst[kLaneFeatures] = {}, grad[kLaneFeatures], out[kLaneFeatures], grad_x[kLaneFeatures] = {};
+    // Zeros for a row without entries, which may hold NaN: its lanes also loop up to the longest slice of
+    // their warp.
+    if (slice.length > 0) lane.load(x_dst, input.x_dst, row);
+    lane.load(grad, args.grad, row);
+#pragma unroll
+    for (float& each : grad) each = slice.length > 0 ? each : 0.0f;
     lane.load(out, args.out, row);
     const float lse = finite_lse(args.lse[row_head]);
     float delta = 0;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
     }
 
     if (index >= args.split.num_slices || !lane.live) continue;
-    // The slope's part of dx_dst sums to 0 and is left out, except for a score that is NaN.
+    // The slope's part of dx_dst sums to 0 and is left out. If a score is NaN, dx_dst must be NaN.
     const float zero_or_nan = 0.0f * score_sum;
 #pragma unroll
     for (int i = 0; i < kLaneFeatures; ++i) {
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kHeadThreads, resident_blocks<T, kVec>(4))
     } else {
       lane.template store<T>(args.grad_x_dst, row, width, grad_x);
     }
-    if (lane.sub == 0 && slice.begin == args.a.rowptr[row]) {  // of the row's slices, the first
+    if (lane.sub == 0 && slice.begin == args.a.rowptr[row]) {  // the first slice of the row
       reinterpret_cast<float2*>(args.row_state)[row_head] = make_float2(lse, delta);
     }
   }
@@ -202,7 +202,7 @@ void launch(const Gatv2AttentionBackwardArgs& args, cudaStream_t stream) {
   const Gatv2AttentionInput& input = args.input;
   const int per_group = heads_per_group(input.heads, kHeadLanes);
   const std::int64_t width = input.heads * input.head_width;
-  // Groups without a slice write their zeros of datt, too.
+  // Groups without a slice also write zeros for datt.
   gatv2_row_kernel<T, kVec, kHeadLanes>
       <<<head_grid(args.att_rows, input.heads, kHeadLanes), kHeadThreads, 0, stream>>>(args, per_group);
   combine_partials<T, 1>(args.split, args.partial_dst, Epilogue::only(args.grad_x_dst, width), SameRow{},

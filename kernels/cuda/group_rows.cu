@@ -1,6 +1,6 @@
 // Row grouping on the GPU: signatures of rows, comparison of neighbours in sorted orders, links to clusters.
-// Bytes: every column's number is read once (4 an edge), hashed by 16 lanes in registers; per row and order a
-// signature is read (16) and a key written (4).
+// Bytes: 4 per edge to read its column, which 16 lanes hash in registers; per row and order, 16 to read a
+// signature and 4 to write a key.
 
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/group_rows.h"
@@ -10,16 +10,16 @@ namespace fastsparse::cuda {
 namespace group_rows_detail {
 
 constexpr int kThreads = 256;
-constexpr int kRows = kThreads / kHashes;  // of a block, each hashed by 16 lanes
-constexpr int kAlone = 1024;               // entries of a row from which on the whole block hashes them
+constexpr int kRows = kThreads / kHashes;  // rows per block, each hashed by 16 lanes
+constexpr int kAlone = 1024;               // rows of at least this many entries are hashed by the whole block
 
-// One of the hashes, as a lane computes it.
+// The hash that a lane computes.
 struct LaneHash {
   ColumnHash hash;
   std::uint32_t first;
   std::uint32_t second;
 
-  // The minimum over entries begin, begin + step, ...
+  // Minimum over entries begin, begin + step, ...
   __device__ __forceinline__ std::uint32_t least(const std::int32_t* col, std::int64_t begin,
                                                  std::int64_t end, int step) const {
     std::uint32_t least = hash.most();

@@ -1,14 +1,14 @@
-// Sums of outer products per head, as the gradient of the edges' linear map asks for (edge_attention.cu):
-// out[h] = sum_i x_i,h e_i,h^T + y_i,h f_i,h^T, (D, A) for each head, of x, y (n, H D) and e, f (n, H, A).
+// Sums of outer products per head, for the gradient of the edges' linear map (edge_attention.cu): out[h] =
+// sum_i x_i,h e_i,h^T + y_i,h f_i,h^T, (D, A) for each head, of x, y (n, H D) and e, f (n, H, A).
 //
-// One product of matrices would compute every pair of heads, H times the work, and a product per head has too
-// few results to fill a GPU. Here rows are divided into parts, and a block of threads takes a part: lane x 16
-// bytes of a head's features and 8 of its edges' features, 32 or 64 sums in registers; line y every (kThreads
-// / columns)-th row, two at a time so that the loads of one hide those of the other. Lines are added one
-// after the other, parts by the caller: the order depends on the sizes alone. Rows without entries are left
-// out: e and f are 0 there, but x and y may hold NaN.
+// One matrix product would compute every pair of heads, H times the work, and one product per head has too
+// few results to fill a GPU. Instead, rows are divided into parts, and a block of threads handles one part.
+// Lane x handles 16 bytes of a head's features and 8 of its edges' features, with 32 or 64 sums in registers.
+// Line y handles every (kThreads / columns)-th row, two at a time so that their loads overlap. Lines are
+// added one after the other, and the caller adds the parts, so the order depends on the sizes alone. Rows
+// without entries are left out: e and f are 0 there, but x and y may hold NaN.
 //
-// Floor: 2 n H (D + A) sizeof(T) bytes, once: 0.39 ms for 542,080 rows of 16 heads, D = 16, A = 8, float32.
+// Floor: 2 n H (D + A) sizeof(T) bytes: 0.39 ms for 542,080 rows of 16 heads, D = 16, A = 8, float32.
 
 #include "fastsparse/edge_attention.cuh"
 #include "fastsparse/launchers.h"
@@ -17,19 +17,19 @@ namespace fastsparse::cuda {
 namespace head_outer_detail {
 
 constexpr int kThreads = 256;
-constexpr int kFour = 4;  // features of an edge that one load takes
+constexpr int kFour = 4;  // edge features per load
 constexpr int kEdge = 2 * kFour;
 constexpr int kInFlight = 2;
 template <typename T>
 constexpr int kFeatures = 16 / static_cast<int>(sizeof(T));
 
-// Features of a node and those of its edges, of one row.
+// Features of a node and of its edges.
 template <typename T>
 struct Factors {
   Words<T, kFeatures<T>> x;
   Words<T, kFour> first, second;
 
-  // Zeros unless `wanted`, behind the first four unless `both`.
+  // Loads zeros unless `wanted`; loads zeros for the second four edge features unless `both`.
   __device__ __forceinline__ void load(const T* from, const T* edge, bool wanted, bool both) {
     x.load(from, wanted);
     first.load(edge, wanted);
@@ -69,15 +69,15 @@ __global__ void __launch_bounds__(kThreads, 2)
             *right = static_cast<const T*>(args.y) + row * args.y_stride + column,
             *e = static_cast<const T*>(args.x_edge) + of_head,
             *f = static_cast<const T*>(args.y_edge) + of_head;
-    // In 32 bits, because registers are scarce: a part has fewer rows, and a step of a line is less than 2^32
-    // bytes.
+    // In 32 bits, because registers are scarce. A part has fewer than 2^31 rows, and a step of a line is less
+    // than 2^32 elements.
     const auto left_step = static_cast<std::uint32_t>(lines * args.x_stride),
                right_step = static_cast<std::uint32_t>(lines * args.y_stride),
                edge_step = static_cast<std::uint32_t>(lines * of_row);
     const int rows = static_cast<int>(end - row);
     const std::int64_t* rowptr = args.a.rowptr + row;
     const auto has_entries = [&](int at) { return at < rows && rowptr[at] != rowptr[at + 1]; };
-    bool wanted[kInFlight];  // of the next rows, read a step ahead
+    bool wanted[kInFlight];  // whether the next rows have entries, read one step ahead
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) wanted[u] = has_entries(u * lines);
 #pragma unroll 1
@@ -143,7 +143,7 @@ int head_outer(const HeadOuterArgs& args, void* stream) {
       launch<__nv_bfloat16>(args, queue);
       break;
     case Dtype::kFloat64:
-      break;  // the caller takes the unfused operators
+      break;  // the caller uses the unfused operators
   }
   return cudaGetLastError();
 }

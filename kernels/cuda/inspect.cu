@@ -1,8 +1,8 @@
-// Checks of edges and compressed rows on the GPU, and what a structure of sorted edges consists of, in one
-// launch: some blocks pass over edges, the others over rows. The host reads the answers once. Bytes: indices
-// read once, 4 per edge and 28 per row written.
+// Checks of edges and compressed rows on the GPU, and the arrays of a structure if the edges are sorted, in
+// one launch. Some blocks pass over edges, the others over rows. The host reads the results once. Bytes:
+// indices read once, 4 written per edge and 28 per row.
 //
-// Few edges are sorted in the same launch, by counting: a radix sort takes the host a dozen launches.
+// Few edges are sorted in the same launch, by counting, because a radix sort takes a dozen launches.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -29,7 +29,7 @@ __device__ Word reduce_warp(Word value, Combine combine) {
   return value;
 }
 
-// The result for a whole block of threads, valid in thread 0.
+// Reduces over a block of threads; the result is valid in thread 0.
 template <typename Combine>
 __device__ Word reduce_block(Word value, Combine combine) {
   __shared__ Word of_warp[kThreads / kWarp];
@@ -106,7 +106,7 @@ __device__ void inspect_edges(const InspectArgs& args, std::int64_t block, std::
 
 template <typename Index>
 __device__ void inspect_rows(const InspectArgs& args, std::int64_t block) {
-  // Where this block's rows begin and end: its threads search between them, in the cache.
+  // First and last entry of this block's rows. Its threads search between them, in the cache.
   __shared__ std::int64_t ends[2];
   const auto* row = static_cast<const Index*>(args.row);
   const int warp = threadIdx.x / kWarp;
@@ -147,7 +147,7 @@ __device__ void inspect_block(const InspectArgs& args, std::int64_t row_blocks) 
                      : inspect_edges<Index>(args, block - row_blocks, gridDim.x - row_blocks);
 }
 
-// The first blocks search for rows; they wait for memory while the others pass over edges.
+// The first blocks search for rows. While they wait for memory, the others pass over edges.
 __global__ void inspect_kernel(const __grid_constant__ InspectArgs args, std::int64_t row_blocks) {
   args.index_is_64bit ? inspect_block<std::int64_t>(args, row_blocks)
                       : inspect_block<std::int32_t>(args, row_blocks);
@@ -157,8 +157,9 @@ __global__ void inspect_kernel(const __grid_constant__ InspectArgs args, std::in
 
 __device__ __forceinline__ Word sum_of(Word a, Word b) { return a + b; }
 
-// Numbers of entries, slices, slots and cut rows in one word, so that one scan adds up all of them: sums do
-// not reach the next field, of kFewEdges edges and rows in slices of at least 32 entries.
+// Numbers of entries, slices, slots and split rows in one word, so that one scan sums all of them. No sum
+// overflows into the next field, because there are at most kFewEdges edges and rows, in slices of at least 32
+// entries.
 struct Counts {
   Word word;
 
@@ -172,13 +173,13 @@ struct Counts {
   __device__ std::int32_t cut_rows() const { return static_cast<std::int32_t>(word & 0x1fff); }
 };
 
-// The steps of the sort; all blocks are through with one before the next begins.
+// The steps of the sort; all blocks finish a step before the next begins.
 struct EdgeSort {
   const SortEdgesArgs& args;
   const InspectArgs& found;
   std::int32_t* count;               // (num_rows) entries of every row
-  std::int32_t* edge;                // (num_edges) of every row's entries, in any order
-  std::int64_t first_row, last_row;  // of this block
+  std::int32_t* edge;                // (num_edges) edges of every row, in any order
+  std::int64_t first_row, last_row;  // rows of this block
 
   __device__ explicit EdgeSort(const SortEdgesArgs& given) : args(given), found(given.found) {
     count = args.scratch;
@@ -188,7 +189,7 @@ struct EdgeSort {
     last_row = std::min(first_row + rows, found.num_rows);
   }
 
-  // Calls `what(e, row)` for this block's share of the edges whose row is one.
+  // Calls `what(e, row)` for the edges of this block's share whose row is valid.
   template <typename Index, typename What>
   __device__ void each_edge(What what) const {
     const auto* row = static_cast<const Index*>(found.row);
@@ -204,7 +205,7 @@ struct EdgeSort {
     if (blockIdx.x == 0 && threadIdx.x < kNumSortFacts) found.facts[threadIdx.x] = 0;
   }
 
-  // What an edge finds in its row's count is its place among the row's entries for now.
+  // The count that an edge finds is its temporary place among the row's entries.
   template <typename Index>
   __device__ void count_rows() const {
     inspect_edges<Index>(found, blockIdx.x, gridDim.x);
@@ -236,7 +237,7 @@ struct EdgeSort {
       const std::int64_t degree = r < last_row ? count[r] : 0;
       Word at, total;
       Scan(storage).ExclusiveSum(r < last_row ? Counts::of_row(degree, args.longest).word : 0, at, total);
-      __syncthreads();  // before the next round's scan
+      __syncthreads();  // the next scan reuses the storage
       if (r < last_row) begin_row(r, degree, {begin.word + at});
       most = greater(most, static_cast<Word>(degree));
       begin.word += total;
@@ -283,7 +284,7 @@ struct EdgeSort {
     });
   }
 
-  // An edge's place is the number of its row's entries that come before it.
+  // An edge's final place is the number of its row's entries that precede it.
   template <typename Index>
   __device__ void rank() const {
     const auto* col = static_cast<const Index*>(found.col);
@@ -315,7 +316,7 @@ __global__ void __launch_bounds__(kThreads) sort_edges_kernel(const __grid_const
   grid.sync();
   sort.begin_rows();
   grid.sync();
-  // The same answer in all blocks.
+  // All blocks decide the same.
   if (stay_in_order(args.found) || args.found.facts[kMostEntries] > kMostCompared) return;
   sort.group<Index>();
   grid.sync();
@@ -332,7 +333,7 @@ int sort_edges(const SortEdgesArgs& args, void* stream) {
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   }
   if (error != cudaSuccess) return error;
-  // Blocks that wait for each other must all be resident at once; one per multiprocessor always fits.
+  // Blocks that wait for each other must all be resident; one per multiprocessor always fits.
   const auto work = ceil_div(std::max(args.found.num_edges, args.found.num_rows), kThreads);
   const unsigned blocks =
       std::min(std::max(work, 1u), static_cast<unsigned>(std::min(processors, kMostSortBlocks)));

@@ -1,7 +1,7 @@
-// Dense rows without the entries whose bits are not set: the gradient of MaxK with dense results.
+// Dense rows with 0 for the entries whose bits are not set: the gradient of MaxK with dense results.
 //
-// A thread takes 16 bytes of each of kRows rows, and the word that has their bits, which its neighbours read
-// too. The floor is the memory traffic, num_rows * width * (2 * sizeof(T) + 1 / 8) bytes.
+// A thread handles 16 bytes of each of kRows rows, and reads the word that has their bits, as its neighbours
+// do. The floor is the memory traffic, num_rows * width * (2 * sizeof(T) + 1 / 8) bytes.
 
 #include <type_traits>
 
@@ -12,9 +12,9 @@ namespace fastsparse::cuda {
 namespace mask_rows_detail {
 
 constexpr int kThreads = 128;
-constexpr int kRows = 4;  // that a thread reads at once
+constexpr int kRows = 4;  // rows that a thread reads at once
 
-// Sets those of the elements to 0 whose bits are 0.
+// Sets the elements whose bits are 0 to 0.
 template <typename T, int kVec>
 __device__ __forceinline__ void mask(Pack<T, kVec>& pack, unsigned bits) {
   if constexpr (sizeof(T) == 2 && kVec % 2 == 0) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ void mask(Pack<T, kVec>& pack, unsigned bits) {
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kThreads) mask_kernel(const MaskRowsArgs args, int log_lanes) {
-  const int rows = kThreads >> log_lanes;  // of the block, at once
+  const int rows = kThreads >> log_lanes;  // rows that the block handles at once
   const std::int64_t first =
       static_cast<std::int64_t>(blockIdx.x) * rows * kRows + (static_cast<int>(threadIdx.x) >> log_lanes);
   const int width = static_cast<int>(args.width), num_words = (width + 31) / 32;

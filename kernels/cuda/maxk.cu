@@ -1,20 +1,26 @@
-// MaxK: the k largest entries of every row, exactly, on CUDA cores; 16-bit numbers: maxk_16_bits.cu.
+// MaxK: exactly the k largest entries of every row, on CUDA cores. For 16-bit numbers up to 1024 columns, see
+// maxk_16_bits.cu.
 //
-// A team of 8, 16 or 32 lanes per row; the row is read once and stays in registers, 4 consecutive columns of
-// every 32, 64 or 128 to a lane, so that ranks by column follow from one scan over the lanes. The threshold
-// is found by counting: each step counts the entries that are not below a pivot, and ends the search when
-// they are k. Pivots come from interpolation between counts, starting at the threshold of the row before,
-// which rows of one layer nearly share: 4.2 steps on average for 256 normal entries and k = 32 (12 if a row's
-// scale is far from the others'), somewhat more until all teams of a warp are done. Where interpolation
-// fails, bisection on the bits of the pivot, an integer that orders as the value does, ends after at most as
-// many steps as the type has bits, at the k-th entry itself; then entries equal to it are kept in column
-// order as long as there is remaining. Comparisons "not below" make NaN the largest.
+// A team of 8, 16 or 32 lanes handles a row. The row is read once and stays in registers: every lane has 4
+// consecutive columns of every 32, 64 or 128. So one scan over the lanes gives the position of every kept
+// entry.
 //
-// Instructions per warp for four rows, 256 float32, k = 32 (counted in the machine code for sm_90): 107 per
-// step, 64 of them to compare, 110 to fetch, 229 to place and 20 to write the result. A row to a warp takes
-// 46 per step and 167 besides, for one. The memory floor is num_rows * (width * sizeof(T) + k * (sizeof(T) +
-// id)) bytes, 55 us at 4.3 TB/s for 200,000 rows. Rows wider than 1024, and all of float64, are read again in
-// every step, from the L1 or L2 cache.
+// To find the threshold, each step counts the entries that are not below a pivot, and the search ends at a
+// count of k. Because all comparisons are "not below", NaN counts as the largest.
+//   - The first pivot is a smoothed threshold of the team's earlier rows, because rows of a layer have
+//     similar thresholds. The next pivots are interpolated between counts, those after six steps are the
+//     middle of the interval. For 256 normally distributed entries and k = 32 this takes 4.2 steps on
+//     average, 12 if the scale of a row differs much from the others', and somewhat more until all teams of a
+//     warp are done.
+//   - After 12 steps, bisection over the bits of the pivot finds the k-th entry in at most as many steps as
+//     the type has bits. The bits are read as an integer that orders as the values do. Of the entries that
+//     equal the k-th one, those in the lowest columns are kept.
+//
+// Instructions per warp for four rows of 256 float32 and k = 32, counted in the machine code for sm_90: 107
+// per step (64 of them comparisons), 110 to load, 229 to place and 20 to write the result. With one row per
+// warp: 46 per step and 167 for the rest, for one row. The memory floor is num_rows * (width * sizeof(T) + k
+// * (sizeof(T) + id)) bytes, 55 us at 4.3 TB/s for 200,000 rows. Rows wider than 1024, and all rows of
+// float64, are read again in every step, from the L1 or L2 cache.
 
 #include <algorithm>
 #include <type_traits>
@@ -30,14 +36,15 @@ namespace maxk_detail {
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kVec = 4;              // consecutive columns of a lane
-constexpr int kMostChunks = 4;       // of a panel: their counts share a register
+constexpr int kMostChunks = 4;       // chunks per panel: their counts share a register
 constexpr int kInterpolations = 12;  // steps before bisection on the bits
-constexpr int kHalvings = 6;         // of those, steps before interpolation gives way to the middle
+constexpr int kHalvings =
+    6;  // first steps, whose pivots are interpolated; later pivots are the middle of the interval
 
-// Lanes that share a row: a warp, or an aligned part of it. All teams of a warp walk the same way.
+// Lanes that share a row: a warp, or an aligned part of it. All teams of a warp run the same number of steps.
 template <int kLanes>
 struct Team {
-  static constexpr int kRows = kWarp / kLanes;  // of a warp
+  static constexpr int kRows = kWarp / kLanes;  // rows per warp
   static constexpr int kChunk = kLanes * kVec;  // columns that the team reads at once
 
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
@@ -57,7 +64,7 @@ struct Team {
   }
 };
 
-// Integers that order as the values of type T do, -0 just below +0. Not for NaN.
+// Integers in the order of the values of type T, with -0 just below +0. Not for NaN.
 template <typename T>
 struct Order {
   using Key = std::conditional_t<sizeof(T) == 8, std::uint64_t,
@@ -83,9 +90,9 @@ struct Order {
 template <typename T, int kChunks>
 using Panel = T[kChunks][kVec];
 
-// Reads this lane's part of a panel: `from` and `left` are the address of its first column and the number of
-// columns from there to the row's end. Beyond that there is -infinity, which is never kept because ties go to
-// lower columns.
+// Reads this lane's part of a panel: `from` is the address of its first column, `left` the number of columns
+// from there to the row's end. Columns beyond the end get -infinity. They are never kept, because among equal
+// entries those in lower columns are kept.
 template <typename T, int kLanes, int kChunks, bool kAligned>
 __device__ __forceinline__ void load_panel(const T* from, int left, Panel<T, kChunks>& panel) {
   constexpr int kLoad = sizeof(T) == 8 ? 2 : kVec;  // elements per load
@@ -111,7 +118,7 @@ __device__ __forceinline__ void load_panel(const T* from, int left, Panel<T, kCh
   }
 }
 
-// A row in registers, kPanels panels.
+// A row in registers, as kPanels panels.
 template <typename T, int kLanes, int kChunks, int kPanels>
 struct Row {
   using A = Acc<T>;
@@ -126,7 +133,7 @@ struct Row {
   }
 };
 
-// A row that is not kept in registers, but read again for every pass.
+// A row that is read again in every pass.
 template <typename T, int kLanes, int kChunks>
 struct Row<T, kLanes, kChunks, 0> {
   using A = Acc<T>;
@@ -152,8 +159,7 @@ struct Row<T, kLanes, kChunks, 0> {
   }
 };
 
-// Adds `one` unless x < pivot. The compiler takes three instructions for what is a comparison and an
-// addition.
+// Adds `one` unless x < pivot, in two instructions. The compiler would use three.
 __device__ __forceinline__ void add_unless_below(float x, float pivot, unsigned one, unsigned& found) {
   asm("{ .reg .pred p; setp.geu.f32 p, %1, %2; @p add.u32 %0, %0, %3; }"
       : "+r"(found)
@@ -163,13 +169,13 @@ __device__ __forceinline__ void add_unless_below(double x, double pivot, unsigne
   found += x < pivot ? 0 : one;
 }
 
-// Numbers of a lane's entries, a byte for each chunk of a panel, which has up to 4.
+// Number of a lane's entries in each chunk, one byte per chunk; a panel has up to four chunks.
 template <int kPanels>
 struct Counts {
-  unsigned packed[kPanels > 0 ? kPanels : 1];  // none of rows that are not held
+  unsigned packed[kPanels > 0 ? kPanels : 1];  // not used for rows that are not in registers
 };
 
-// The numbers of a lane's entries that are not below the pivot, NaN among them.
+// Number of a lane's entries in each chunk that are not below the pivot, including NaN.
 template <int kChunks, typename A>
 __device__ __forceinline__ unsigned counts_from(const Panel<A, kChunks>& panel, A pivot) {
   unsigned counts = 0;
@@ -181,7 +187,7 @@ __device__ __forceinline__ unsigned counts_from(const Panel<A, kChunks>& panel, 
   return counts;
 }
 
-// Entries of the row that are not below the pivot, NaN among them.
+// Number of the row's entries that are not below the pivot, including NaN.
 template <int kChunks, typename R>
 __device__ __forceinline__ int count_from(const R& row, typename R::A pivot, Counts<R::kHeld>& counts) {
   unsigned found = 0;
@@ -192,7 +198,7 @@ __device__ __forceinline__ int count_from(const R& row, typename R::A pivot, Cou
   return R::OfTeam::sum(found);
 }
 
-// Entries of the row that are above the threshold, NaN among them.
+// Number of the row's entries that are above the threshold, including NaN.
 template <int kChunks, typename R>
 __device__ __forceinline__ int count_above(const R& row, typename R::A threshold) {
   unsigned found = 0;
@@ -206,15 +212,14 @@ __device__ __forceinline__ int count_above(const R& row, typename R::A threshold
   return R::OfTeam::sum(found);
 }
 
-// State of a team from its earlier rows: their thresholds and the distance between entries there, both
+// What a team knows from its earlier rows: the threshold and the distance between entries near it, both
 // smoothed.
 template <typename A>
 struct Guess {
   A threshold;
-  A gap;  // 0: nothing is known
+  A gap;  // 0: both are unknown
 };
 
-// A guess from the smallest and the largest entry.
 template <typename T, int kChunks, typename R>
 __device__ Guess<Acc<T>> guess_from_range(const R& row, int width, int k) {
   using A = Acc<T>;
@@ -238,7 +243,7 @@ __device__ Guess<Acc<T>> guess_from_range(const R& row, int width, int k) {
   return {highest - range * (share + A(0.1)), range * 2 / static_cast<A>(width)};
 }
 
-// a / b for pivots, which may be inexact, and b of an ordinary size.
+// a / b for pivots, which may be inexact. b is neither subnormal nor very large.
 __device__ __forceinline__ float quotient(float a, float b) {
   asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(b));
   return a * b;
@@ -248,11 +253,12 @@ __device__ __forceinline__ double quotient(double a, double b) { return a / b; }
 template <typename R>
 struct Threshold {
   typename R::A value;
-  bool exact;  // exactly k entries are not below it; else it is the k-th largest entry, one of several
-  Counts<R::kHeld> counts;  // of entries that are not below it
+  bool exact;  // whether exactly k entries are not below the value; otherwise it is the k-th largest entry,
+               // and others equal it
+  Counts<R::kHeld> counts;  // counts of entries that are not below the value
 };
 
-// A team that has its threshold goes on with the others of its warp, and keeps it.
+// A team that has found its threshold keeps it while the warp's other teams continue.
 template <typename T, int kChunks, typename R>
 __device__ __forceinline__ Threshold<R> find_threshold(const R& row, int width, int k, Guess<Acc<T>>& guess) {
   using A = Acc<T>;
@@ -262,10 +268,10 @@ __device__ __forceinline__ Threshold<R> find_threshold(const R& row, int width, 
     if (guess.gap == A{0}) guess = fresh;
   }
 
-  // Not fewer than k entries are not below `low`, fewer than k not below `high` (NaN aside, while it is
-  // infinite).
+  // At least k entries are >= `low` and fewer than k are >= `high`, where NaN counts as largest. (With NaN
+  // entries, the second part does not hold while `high` is infinite.)
   A low = -INFINITY, high = INFINITY;
-  A excess = 0, lack = 0;  // by how many; 0: not counted yet
+  A excess = 0, lack = 0;  // entries >= `low`, less k; k, less entries >= `high`; 0: not counted yet
   A pivot = widen(narrow<T>(guess.threshold)), gap = guess.gap;
   bool exact = false;
   Counts<R::kHeld> counts;
@@ -275,7 +281,7 @@ __device__ __forceinline__ Threshold<R> find_threshold(const R& row, int width, 
     exact = found == k;
     const bool moving = !exact && low < pivot && pivot < high;
     if (!__any_sync(kFullWarp, moving)) break;
-    // Without branches: all lanes of a team do the same, which the compiler does not know.
+    // Without branches, because the compiler does not know that all lanes of a team take the same one.
     const A surplus = static_cast<A>(found - k);
     const bool above = moving && found > k, below = moving && found < k;
     low = above ? pivot : low;
@@ -285,7 +291,7 @@ __device__ __forceinline__ Threshold<R> find_threshold(const R& row, int width, 
     const A weight = step >= kHalvings ? lack : excess;
     const A outside = pivot + surplus * gap;
     const A inside =
-        low + (high - low) * quotient(weight, weight + lack);  // not finite while one of them is not
+        low + (high - low) * quotient(weight, weight + lack);  // not finite while `low` or `high` is infinite
     const A next = abs(inside) < static_cast<A>(INFINITY) ? inside : outside;
     pivot = moving ? widen(narrow<T>(next)) : pivot;
     gap *= 2;
@@ -324,8 +330,8 @@ __device__ __forceinline__ Threshold<R> find_threshold(const R& row, int width, 
   return {pivot, exact, counts};
 }
 
-// Numbers of a lane's entries in each of up to 4 chunks, a byte each, summed over the team's lanes before
-// this one, and over all.
+// For each of up to 4 chunks, one byte: the number of entries in the team's lanes before this one, and in all
+// lanes.
 template <int kLanes>
 struct Places {
   unsigned before;
@@ -335,7 +341,7 @@ struct Places {
     unsigned sum = counts;
 #pragma unroll
     for (int offset = 1; offset < kLanes; offset *= 2) {
-      // The shuffle says itself whether there is a lane to add: five predicates less to keep.
+      // The shuffle's own predicate says whether there is a lane to add, which saves five predicates.
       asm volatile(
           "{ .reg .pred p; .reg .u32 other; shfl.sync.up.b32 other|p, %0, %1, %2, 0xffffffff;"
           "  @p add.u32 %0, %0, other; }"
@@ -361,7 +367,7 @@ __device__ __forceinline__ unsigned bits_of(const Panel<A, kChunks>& panel, Want
   return bits;
 }
 
-// The numbers of set bits of every chunk, a byte each.
+// Number of set bits in each chunk, one byte per chunk.
 template <int kChunks>
 __device__ __forceinline__ unsigned counts_of(unsigned bits) {
   unsigned counts = 0;
@@ -372,7 +378,7 @@ __device__ __forceinline__ unsigned counts_of(unsigned bits) {
   return counts;
 }
 
-// The first `remaining` of the set bits of the team's lanes, in the order of columns; takes them from
+// The first `remaining` set bits of the team's lanes, in the order of columns. Subtracts their number from
 // `remaining`.
 template <int kLanes, int kChunks>
 __device__ unsigned take_first(unsigned bits, int& remaining) {
@@ -392,7 +398,7 @@ __device__ unsigned take_first(unsigned bits, int& remaining) {
   return kept;
 }
 
-// Where kept entries go: straight to the result,
+// Writes kept entries directly to the result.
 template <typename T, typename Id>
 struct Result {
   T* values;
@@ -412,7 +418,8 @@ struct Result {
   }
 };
 
-// or to shared memory, in pairs of value and column, so that the team writes them coalesced.
+// Writes kept entries to shared memory as pairs of value and column, so that the team can store them
+// coalesced.
 struct alignas(8) Staged {
   float value;
   int column;
@@ -464,8 +471,8 @@ __device__ __forceinline__ void write_from(const R& row, const Threshold<R>& thr
   });
 }
 
-// If no threshold separates exactly k entries: all entries above it, and the first of those equal to it, in
-// the order of columns. If NaN entries would fill the row, NaN is the threshold.
+// The kept entries if no threshold separates exactly k: all entries above the threshold, and the first of
+// those equal to it in the order of columns. If k or more entries are NaN, NaN is the threshold.
 template <int kChunks, typename R>
 struct Tied {
   using A = typename R::A;
@@ -520,7 +527,7 @@ __device__ __forceinline__ void write_kept(const R& row, const Threshold<R>& thr
   }
 }
 
-// Writes a row's kept entries, kOut to a lane at once.
+// Writes a row's kept entries, kOut per lane at once.
 template <int kLanes, int kOut, typename T, typename Id>
 __device__ __forceinline__ void write_out(const Staged* staged, int k, T* values, Id* ids) {
 #pragma unroll 1
@@ -552,7 +559,7 @@ __device__ __forceinline__ void write_out(const Staged* staged, int k, T* values
   }
 }
 
-// Writes a panel of a dense row, 0 in the place of entries whose bits are not set.
+// Writes a panel of a dense row, with 0 for entries whose bits are not set.
 template <typename T, int kLanes, int kChunks, bool kAligned>
 __device__ __forceinline__ void write_panel(const Panel<Acc<T>, kChunks>& panel, unsigned kept, int left,
                                             T* to) {
@@ -575,8 +582,8 @@ __device__ __forceinline__ void write_panel(const Panel<Acc<T>, kChunks>& panel,
   }
 }
 
-// A dense row of the kept entries, and their bits: those of `chunks` chunks come from all lanes at once; then
-// lane 8 g + c has the word of columns c * kChunk + 32 g on.
+// Writes a dense row of the kept entries, and their bits. The lanes exchange the bits of `chunks` chunks;
+// then lane 8 g + c has the word of columns c * kChunk + 32 g and following.
 template <typename T, int kChunks, bool kAligned, typename R>
 __device__ __forceinline__ void write_dense(const R& row, const Threshold<R>& threshold, const MaxkArgs& args,
                                             std::int64_t index) {
@@ -586,14 +593,13 @@ __device__ __forceinline__ void write_dense(const R& row, const Threshold<R>& th
   const int first = OfTeam::lane() * kVec;
   T* to = static_cast<T*>(args.out) + index * width + first;
   std::uint32_t* words = args.kept + index * num_words;
-  // Lanes 8 g + c for the chunks c of a panel, or of two.
   const auto write_words = [&](unsigned bits, int begin, int chunks) {
     const unsigned word = transposed_nibbles(bits);
     const int chunk = OfTeam::lane() % 8, at = begin / 32 + chunk * (kLanes / 8) + OfTeam::lane() / 8;
     if (chunk < chunks && at < num_words) words[at] = word;
   };
   const auto write = [&](auto&& bits_of_panel) {
-    [[maybe_unused]] unsigned both = 0;  // of all panels of a row that is held
+    [[maybe_unused]] unsigned both = 0;  // bits of all panels of a row in registers
     row.for_each_panel([&](int p, int begin, const Panel<typename R::A, kChunks>& panel) {
       const unsigned bits = bits_of_panel(panel);
       write_panel<T, kLanes, kChunks, kAligned>(panel, bits, width - begin - first, to + begin);
@@ -615,7 +621,7 @@ __device__ __forceinline__ void write_dense(const R& row, const Threshold<R>& th
   }
 }
 
-// Blocks that an SM holds, for registers of a row of this many values per lane.
+// Blocks per SM that have registers for this many values of a row per lane.
 constexpr int blocks_per_sm(int values) { return values <= 16 ? 8 : 6; }
 
 template <typename T, typename Id, int kLanes, int kPanels, bool kAligned>
@@ -630,7 +636,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kMostChunks * kVec * k
   const Stage stage{static_cast<unsigned>(__cvta_generic_to_shared(staged))};
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kTeams;
   Guess<Acc<T>> guess{0, 0};
-  // The row of the warp's first team decides: all teams go on, some of them with the last row once more.
+  // All teams of a warp run while its first team has a row. Teams beyond the last row repeat it.
   const int nth = static_cast<int>(threadIdx.x) % kWarp / kLanes;
 #pragma unroll 1
   for (std::int64_t first =

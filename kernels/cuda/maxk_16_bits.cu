@@ -1,26 +1,31 @@
-// MaxK of 16-bit numbers, up to 1024 columns: the k largest entries of every row, exactly, bit by bit.
+// MaxK of 16-bit numbers, up to 1024 columns: exactly the k largest entries of every row, found bit by bit.
 //
-// A team of 4, 8 or 16 lanes has a row. Four lanes q of it have 128 columns, four pieces i of 16 bytes each:
+// A team of 4, 8 or 16 lanes handles a row. Every four lanes q have 128 columns, each lane four pieces i of
+// 16 bytes:
 //
 //     columns 128 h + 32 i + 8 q, ..., + 7   of lane 4 h + q
 //
-// and as many again behind those of all lanes, if kWords = 2: a load takes 64 neighbouring bytes. Entries
-// become integers that order as they do (-0 turns into +0 and NaN into the largest one), and 32 of them
-// become a word for each of their 16 bits (bit_matrix.cuh). From the first bit to the last, those candidates
-// that have it are counted: if there are enough they are the candidates left, else they are kept, and those
-// without it are left. What is left then is equal, and the first of them fill the row. That is 16 steps for
-// any numbers, and no row waits for another one's. A search by pivots, as for float32, takes seven counts
-// (simulated), but in 35 to 56 % of the warps of four rows of 256 normal numbers in bfloat16 the k-th largest
-// has an equal neighbour: no pivot parts k entries there, equal ones must be ranked, and the team's next
-// search starts from nothing.
+// If kWords = 2, every lane has as many columns again, after those of all lanes. A load reads 64 consecutive
+// bytes. Entries become integers in the same order (-0 becomes +0 and NaN the largest one), and 32 of them
+// become one word for each of their 16 bits (bit_matrix.cuh).
 //
-// Kept columns are words of bits after a transpose of bytes among four lanes: word w of a row, 32 columns, is
-// with lane w. Dense rows are read once more, from the L1 cache, and written without what is not kept; so are
-// the values of sparse rows, at ids that went through shared memory.
+// From the first bit to the last, the candidates that have the bit set are counted. If there are enough, they
+// remain candidates. Otherwise they are kept, and the candidates without the bit remain. The last candidates
+// are equal, and the first of them fill the row. That takes 16 steps for any numbers, and no row waits for
+// another one.
+//
+// A search by pivots, as for float32, takes seven counts (simulated). But for bfloat16, in 35 to 56 % of the
+// warps with four rows of 256 normally distributed numbers, the k-th largest entry of some row equals another
+// entry. No pivot separates exactly k entries there, equal entries must be ranked, and the team's next search
+// has no first guess.
+//
+// Four lanes transpose bytes to get the kept columns as words of bits: word w of a row, 32 columns, is in
+// lane w. Dense rows are read again, from the L1 cache, and written with 0 for entries that are not kept. The
+// values of sparse rows are read in the same way, at ids that went through shared memory.
 //
 // The floor is the memory traffic: num_rows * (width * 2 + k * (2 + id)) bytes, or for dense rows num_rows *
-// (width * 4 + width / 8). Instructions of a warp for eight rows of 256 with dense results (counted in the
-// machine code for sm_90): 1043, 670 of them for the selection.
+// (width * 4 + width / 8). Instructions per warp for eight rows of 256 with dense results, counted in the
+// machine code for sm_90: 1043, 670 of them for the selection.
 
 #include <algorithm>
 #include <type_traits>
@@ -33,15 +38,15 @@ namespace fastsparse::cuda {
 namespace maxk_16_bits_detail {
 
 constexpr int kThreads = 128;
-constexpr int kBlocks = 8;  // of an SM
-constexpr int kPieces = 4;  // of a lane's columns in a word
-constexpr int kPiece = 8;   // columns, 16 bytes
+constexpr int kBlocks = 8;  // blocks per SM
+constexpr int kPieces = 4;  // pieces of a lane per word
+constexpr int kPiece = 8;   // columns per piece, 16 bytes
 constexpr int kApart = 32;  // columns from one piece of a lane to the next
 constexpr int kRegisters = kPieces * kPiece / 2;
 
 using Bits = std::uint16_t;  // an entry
 
-// A pair of entries plus 0: -0 becomes +0, and every NaN the one whose bits are 0x7fff.
+// Adds 0 to a pair of entries: -0 becomes +0, and every NaN becomes the one whose bits are 0x7fff.
 template <typename T>
 __device__ __forceinline__ unsigned plus_zero(unsigned pair) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -52,8 +57,8 @@ __device__ __forceinline__ unsigned plus_zero(unsigned pair) {
   return pair;
 }
 
-// This lane's part of a word's columns: `left` of the row's columns follow on the address of the first one.
-// Beyond them there is 0.
+// Reads this lane's columns of a word. `from` is the address of the first one, and `left` the number of
+// columns from there to the row's end. Columns beyond the end are 0.
 template <bool kAligned>
 __device__ __forceinline__ void load_columns(const Bits* from, int left, unsigned (&pairs)[kRegisters]) {
 #pragma unroll
@@ -73,7 +78,7 @@ __device__ __forceinline__ void load_columns(const Bits* from, int left, unsigne
   }
 }
 
-// Writes them, 0 in the place of those whose bit is not set.
+// Writes this lane's columns, with 0 for those whose bits are not set.
 template <bool kAligned>
 __device__ __forceinline__ void store_kept(unsigned (&pairs)[kRegisters], unsigned kept, int left, Bits* to) {
   const unsigned halves = evens_first(kept);
@@ -107,7 +112,7 @@ struct Team {
     return v;
   }
 
-  // For each word of this lane the set bits of the row's words before it.
+  // For each word of this lane: number of set bits in the row's words before it.
   static __device__ __forceinline__ void ranks(const unsigned (&words)[kWords], int (&before)[kWords]) {
     unsigned counts = 0;
 #pragma unroll
@@ -126,12 +131,12 @@ struct Team {
   }
 };
 
-// The kept columns of a row, for word w those of columns 32 (w kLanes + lane) on.
+// The kept columns of a row: bits for columns 32 (w kLanes + lane) and following in word w.
 template <typename T, int kLanes, int kWords, bool kAligned>
 __device__ __forceinline__ void kept_columns(const Bits* from, int column, int width, int k,
                                              unsigned (&kept)[kWords]) {
   using OfTeam = Team<kLanes, kWords>;
-  unsigned planes[kWords][kRegisters], left[kWords];  // left: candidates
+  unsigned planes[kWords][kRegisters], left[kWords];  // left: bits of the remaining candidates
 #pragma unroll
   for (int w = 0; w < kWords; ++w) {
     load_columns<kAligned>(from + w * kLanes * kApart, width - column - w * kLanes * kApart, planes[w]);
@@ -152,7 +157,7 @@ __device__ __forceinline__ void kept_columns(const Bits* from, int column, int w
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       const unsigned sign = planes[w][plane_of(15)];
-      // In the order of the numbers: a negative one's bits are inverted, and the sign is so for all.
+      // Bits in the order of the numbers: inverted for negative numbers, and the sign bit for all.
       ones[w] = left[w] & (bit == 15 ? ~sign : planes[w][plane_of(bit)] ^ sign);
       count += __popc(ones[w]);
     }
@@ -184,7 +189,7 @@ __device__ __forceinline__ void kept_columns(const Bits* from, int column, int w
   }
 }
 
-// Writes kept entries, kOut to a lane at once.
+// Writes kept entries, kOut per lane at once.
 template <int kLanes, int kOut, typename Id>
 __device__ __forceinline__ void write_entries(const Bits* row, const Id* staged, int lane, int k,
                                               Bits* values, Id* ids) {
@@ -206,7 +211,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) bits_kernel(const MaxkArgs 
   extern __shared__ int4 shared[];  // (teams of the block, k) ids
   constexpr int kTeams = kThreads / kLanes;
   const int lane = OfTeam::lane(), width = static_cast<int>(args.width), k = static_cast<int>(args.k);
-  // All teams of a warp go on, some of them with the last row once more.
+  // All lanes of a warp stay active: teams beyond the last row repeat it.
   const std::int64_t index =
       min(static_cast<std::int64_t>(blockIdx.x) * kTeams + threadIdx.x / kLanes, args.num_rows - 1);
   const Bits* row = static_cast<const Bits*>(args.x.data) + index * args.x.stride;
@@ -218,7 +223,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) bits_kernel(const MaxkArgs 
     unsigned* words = args.kept + index * num_words;
     const Bits* from = row + column;
     Bits* to = static_cast<Bits*>(args.out) + index * width + column;
-    asm volatile("" : "+l"(from));  // to be read again, from the L1 cache: registers hold the planes
+    asm volatile(""
+                 : "+l"(from));  // forces another read, from the L1 cache, because registers hold the planes
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       const int block = w * kLanes * kApart;

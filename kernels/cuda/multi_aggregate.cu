@@ -1,13 +1,17 @@
 // Several aggregations of messages m_ij = x_i + x_j + e_ij at once, from CSR on CUDA cores.
 //
-// A group of up to 32 lanes takes one slice of a row and 4 features per lane, and gathers 8 entries at a time
-// (4 in float64). It always computes sum, squared deviations, maximum, minimum and how often both occur, and
-// stores what the caller requested: about 10 instructions per number, which the gather hides. Squared
-// deviations are taken from the mean of the entries gathered together and merged (Chan et al., Updating
-// formulae and a pairwise algorithm for computing sample variances, 1979), so nothing cancels. W a_ij is
-// computed from the edge's own features, with W in the L1 cache. Floor, E entries of width F: E F sizeof(T)
-// bytes gathered, and E A sizeof(T) of A features per edge (E F if edges have rows). A second kernel merges
-// rows with several slices, in a fixed order and without atomics.
+// A group of up to 32 lanes handles one slice of a row, with 4 features per lane, and gathers 8 entries at a
+// time (4 in float64). It always computes the sum, squared deviations, maximum and minimum, and how often the
+// maximum and the minimum occur, and stores what the caller requested: about 10 instructions per number,
+// which the gather hides.
+//
+// Squared deviations are computed relative to the mean of the entries gathered together, and merged (Chan et
+// al., Updating formulae and a pairwise algorithm for computing sample variances, 1979), so that nothing
+// cancels. W a_ij is computed from the edge's own features, with W in the L1 cache. A second kernel merges
+// the slices of a row in a fixed order, without atomics.
+//
+// Floor, E entries of width F: E F sizeof(T) bytes gathered, and E A sizeof(T) for A features per edge (E F
+// sizeof(T) if e_ij is given per edge).
 
 #include "fastsparse/launchers.h"
 #include "fastsparse/multi_aggregate.cuh"
@@ -15,7 +19,7 @@
 namespace fastsparse::cuda {
 namespace multi_aggregate_detail {
 
-constexpr int kPlanes = 6;  // of a partial result
+constexpr int kPlanes = 6;  // planes of a partial result
 template <typename T>
 constexpr int kInFlight = sizeof(T) == 8 ? 4 : 8;
 
@@ -94,7 +98,7 @@ struct Aggregates {
     count += other.count;
   }
 
-  // One of the aggregations, in their order.
+  // The result of an aggregation: 0 sum, 1 mean, 2 min, 3 max, 4 var, 5 std.
   __device__ __forceinline__ A result(int aggregation, int i, A inverse, A min_variance) const {
     if (aggregation == 0) return sum[i];
     if (aggregation == 1) return sum[i] * inverse;
@@ -185,7 +189,8 @@ __global__ void __launch_bounds__(kQuadThreads)
 
 constexpr int kMergeWarps = 4;
 
-// A block merges the slots of one row for 128 features: every fourth slot in a warp, then the warps.
+// A block merges the slots of one row for 128 features: each warp merges every fourth slot, then the warps
+// are merged.
 template <typename T>
 __global__ void __launch_bounds__(kWarp* kMergeWarps)
     merge_slices_kernel(const __grid_constant__ MultiAggregateArgs args, bool aligned) {

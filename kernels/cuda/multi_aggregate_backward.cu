@@ -1,16 +1,18 @@
-// Several aggregations at once, backward, from CSR on CUDA cores, lanes as in multi_aggregate.cu.
+// Several aggregations at once, backward, from CSR on CUDA cores. Lanes as in multi_aggregate.cu.
 //
-// A message's gradient is dm_ij = A_i + B_i (m_ij - mean_i) + [m_ij = max_i] C_i + [m_ij = min_i] D_i, with
-// A of sum and mean, B = 2 (d var + d std / (2 std)) / n, and C, D the gradients of maximum and minimum over
-// the number of entries that have them.
-//   - The row pass writes A - B (mean - x_i), B, C and D of its row, gathers x_j once, and marks with a bit
-//     per feature which entries have the maximum and which the minimum. Where edges have features it
-//     multiplies dm by W for theirs and by the features for W's, whose sums are in shared memory, a copy per
-//     warp. Where they have rows it writes dm.
-//   - The column pass adds A' and B of the destinations, 8 E F bytes for E entries of width F (float32), the
-//     marks, E F / 4, and C and D where a mark says so, once per row and feature except for ties. What B
-//     multiplies is x_j, which stands before the sum, and W a_ij. Of edges with rows it adds up dm.
-// Sums of rows with several slices and of W are combined in a fixed order: no atomics.
+// A message's gradient is dm_ij = A_i + B_i (m_ij - mean_i) + [m_ij = max_i] C_i + [m_ij = min_i] D_i, with A
+// of sum and mean, B = 2 (d var + d std / (2 std)) / n, and C, D the gradients of maximum and minimum divided
+// by the number of entries that have them.
+//   - The row pass gathers x_j once. It writes A - B (mean - x_i), B, C and D of its row, and marks with a
+//     bit per feature which entries have the maximum and which the minimum. If edges have features and W, it
+//     multiplies dm by W for the features' gradient, and dm by the features for W's gradient, which each warp
+//     sums in shared memory. If e_ij is given per edge, it writes dm.
+//   - The column pass sums A' and B of the destinations (8 E F bytes for E entries of width F in float32) and
+//     reads the marks (E F / 4 bytes). It adds C and D where a mark is set: once per row and feature except
+//     for ties. B is multiplied by x_j, which is taken out of the sum, and by W a_ij. If e_ij is given per
+//     edge, it sums dm instead.
+//
+// Slices of a row and parts of W's gradient are combined in a fixed order, without atomics.
 
 #include "fastsparse/combine_partials.cuh"
 #include "fastsparse/launchers.h"
@@ -19,16 +21,16 @@
 namespace fastsparse::cuda {
 namespace multi_aggregate_backward_detail {
 
-// Entries at once; fewer where their gradients are multiplied with W too, which takes the registers.
+// Entries in flight; fewer if their gradients are multiplied by W, which needs registers.
 template <typename T, EdgeTerm kEdges>
 constexpr int kInFlight = sizeof(T) == 8 || kEdges == EdgeTerm::kFeatures ? 4 : 8;
 constexpr int kColumnsInFlight = 4;
 enum Slot { kSum, kMean, kMin, kMax, kVar, kStd };
 
-// What the messages of a row get, for one lane's features.
+// The gradients of a row's messages, for one lane's features.
 template <typename A>
 struct RowGradient {
-  A base[kQuad] = {}, slope[kQuad] = {}, share[2][kQuad] = {}, extreme[2][kQuad] = {};  // of max, of min
+  A base[kQuad] = {}, slope[kQuad] = {}, share[2][kQuad] = {}, extreme[2][kQuad] = {};  // for max and min
 
   __device__ __forceinline__ A of(int i, A without_destination, unsigned marks) const {
     A grad = base[i] + slope[i] * without_destination;
@@ -38,7 +40,8 @@ struct RowGradient {
   }
 };
 
-// Reads what the forward pass left of a row of `count` entries; `writes` it for the column pass too.
+// Reads the forward pass' results for a row of `count` entries; if `writes`, stores the gradients for the
+// column pass.
 template <typename T>
 __device__ __forceinline__ void prepare(RowGradient<Acc<T>>& gradient, const MultiAggregateBackwardArgs& args,
                                         const Quad& quad, std::int64_t row, std::int64_t count,
@@ -105,8 +108,8 @@ __device__ __forceinline__ void prepare(RowGradient<Acc<T>>& gradient, const Mul
   }
 }
 
-// Gradients of the edges' features and of W from those of some messages; `of_weight` is this lane's place in
-// its warp's sums, null: not computed. Every lane of the warp takes part.
+// Computes the gradients of the edges' features and of W from those of some messages. `of_weight` is this
+// lane's place in its warp's sums; null: not computed. All lanes of the warp must call it.
 template <typename T, int kCount>
 __device__ __forceinline__ void differentiate_features(const MultiAggregateBackwardArgs& args,
                                                        const Quad& quad, const Entries<kCount>& entries,
@@ -132,7 +135,7 @@ __device__ __forceinline__ void differentiate_features(const MultiAggregateBackw
       }
       const A number = scatter_sum(part, kWarp);
       const int mine = lane / kQuad;
-      if (mine < wanted) {  // fewer than kCount: lanes behind have the same numbers again
+      if (mine < wanted) {  // if wanted < kCount, the other lanes hold copies
         std::uint32_t position = entries.position[0];
 #pragma unroll
         for (int u = 1; u < kCount; ++u) position = mine == u ? entries.position[u] : position;
@@ -177,7 +180,8 @@ __global__ void __launch_bounds__(kQuadThreads)
   const std::int64_t group = static_cast<std::int64_t>(blockIdx.x) * groups_per_block + threadIdx.x / lanes;
   const Quad quad((static_cast<std::int64_t>(blockIdx.y) * lanes + threadIdx.x % lanes) * kQuad, input.width,
                   aligned);
-  if (kEdges != EdgeTerm::kFeatures && quad.count == 0) return;  // there all lanes of a warp take part
+  if (kEdges != EdgeTerm::kFeatures && quad.count == 0)
+    return;  // with edge features, all lanes of a warp take part
   const std::int64_t mark_bytes = (input.width + kQuad - 1) / kQuad;
   A* of_weight = nullptr;
   if (kEdges == EdgeTerm::kFeatures && args.grad_weight != nullptr) {
@@ -336,7 +340,7 @@ __global__ void __launch_bounds__(kQuadThreads)
   }
 
   const std::int64_t col = row_of(args.split_t, slice);
-  // Nothing multiplies the features of a source without entries: they may be NaN.
+  // The features of a source without entries are not used, because they may be NaN.
   if (kEdges != EdgeTerm::kRow && args.slope != nullptr && slice.length > 0) {
     A x[kQuad];
     quad.load(static_cast<const T*>(input.x_src.data) + col * input.x_src.stride, x);

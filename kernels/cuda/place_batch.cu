@@ -1,9 +1,9 @@
-// Copies a batch into memory with spare capacity: one launch, in which the first row of blocks writes masks
-// and counts, the second edges, and every other one a tensor. The sizes of hops are arguments of the launch,
-// so nothing is copied to the device first.
+// Copies a batch into memory with spare capacity, in one launch. In the grid, the first row of blocks writes
+// masks and counts, the second writes edges, and each further row copies a tensor. The sizes of hops are
+// arguments of the launch, so nothing is copied to the device first.
 //
-// Lanes: a thread has a word (16 bytes where addresses and rows allow it), neighbours have neighbouring
-// words. Floor: all tensors read and written once, 48 bytes an edge, a byte a row.
+// A thread copies a word (16 bytes if addresses and rows allow it), and neighbouring threads copy
+// neighbouring words. Floor: all tensors read and written once, 48 bytes per edge, one byte per row.
 #include <algorithm>
 
 #include "fastsparse/cuda_common.cuh"
@@ -31,7 +31,7 @@ __device__ void mark(const HopRows& rows, bool* mask, float* ends) {
   }
 }
 
-// `Number` holds the number of words, and one step more.
+// `Number` can represent the number of words plus one step.
 template <typename Word, typename Number>
 __device__ void place_rows(const PlacedRows& tensor, const HopRows& rows) {
   const auto* from = static_cast<const Word*>(tensor.from);
@@ -53,7 +53,7 @@ __device__ void place_rows(const PlacedRows& tensor, const HopRows& rows) {
 
 template <typename Word>
 __device__ void place_words(const PlacedRows& tensor, const HopRows& rows) {
-  // Divisions of 32-bit numbers take a fraction of the time.
+  // Divisions of 32-bit numbers are several times as fast.
   if (tensor.num_rows * tensor.row_bytes < (std::int64_t{1} << 31)) {
     place_rows<Word, std::uint32_t>(tensor, rows);
   } else {

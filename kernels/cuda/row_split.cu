@@ -1,7 +1,7 @@
-// Rows cut into slices on the GPU, in three launches and without a sort: every block of rows counts its
-// slices by length, one block of threads sums the counts up, and every block writes its slices where they
-// belong. Order: full slices first, then the last slices of all rows by falling power of two of their
-// length, each kind in row order, so that the same rows always give the same list.
+// Cuts rows into slices on the GPU, in three launches and without a sort. Every block counts the slices of
+// its rows by length, then one block sums the counts, then every block writes its slices. Order: full slices
+// first, then the last slices of all rows by descending power of two of their length, each kind in row order.
+// So the same rows always give the same list.
 #include <algorithm>
 
 #include "fastsparse/cuda_common.cuh"
@@ -14,22 +14,23 @@ namespace row_split_detail {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kLengths = 16;  // kinds of last slices: kind k has 2^(k-1) to 2^k - 1 entries, kind 0 none
-// Counters of a block of rows: last slices by kind, then these. Scratch has the counts of all blocks counter
-// by counter, and behind them where the slices of each kind start.
+constexpr int kLengths =
+    16;  // kinds of last slices: those of kind k have 2^(k-1) to 2^k - 1 entries, those of kind 0 none
+// Counters of a block of rows: last slices by kind, then kFull, kSplitRows and kSlots. Scratch has the counts
+// of all blocks, counter by counter, and then the position where the slices of each kind start.
 constexpr int kFull = kLengths, kSplitRows = kLengths + 1, kSlots = kLengths + 2, kCounters = kLengths + 3;
-constexpr int kRunsAtATime = 4;  // of a warp of blocks, whose counts are read before any is added up
+constexpr int kRunsAtATime = 4;  // runs of 32 blocks whose counts are read before any is added
 
 std::int64_t num_blocks(std::int64_t num_rows) { return ceil_div(num_rows, kThreads); }
 
 struct Row {
   std::int64_t begin, length, pieces;
-  int kind;  // of the last piece
+  int kind;  // kind of the last piece
 };
 
 __device__ Row row_between(std::int64_t begin, std::int64_t end, std::int64_t longest) {
   Row row{begin, end - begin, 0, 0};
-  // If rows turn out not to be sorted, the counts are not used.
+  // If the rows are not sorted, the counts are not used.
   if (row.length < 0) row.length = 0;
   row.pieces = row.length > longest ? (row.length + longest - 1) / longest : 1;
   const std::int64_t last = row.length - (row.pieces - 1) * longest;
@@ -43,7 +44,7 @@ __device__ Row row_at(const RowSplitArgs& args, std::int64_t r) {
   return row_between(args.rowptr[r], args.rowptr[r + 1], args.longest);
 }
 
-// Sum of `value` over the threads before this one; `total` gets that of all, in every thread.
+// Sum of `value` over the threads before this one; `total` becomes the sum over all threads, in every thread.
 __device__ std::int64_t sum_before(std::int64_t value, std::int64_t& total) {
   __shared__ std::int64_t of_warp[kWarps];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -64,8 +65,8 @@ __device__ std::int64_t sum_before(std::int64_t value, std::int64_t& total) {
   return before + upto - value;
 }
 
-// Rank of this thread among those of its block with the same kind; `kinds` gets the numbers of each kind.
-// Threads that have no row take part with kind -1.
+// Rank of this thread among the threads of its block with the same kind; `kinds` gets the number of threads
+// of each kind. Threads without a row pass kind -1.
 __device__ int rank_in_kind(int kind, int* kinds) {
   __shared__ int of_warp[kWarps][kLengths];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -109,9 +110,9 @@ __global__ void count_kernel(const RowSplitArgs args) {
   count_block(args, row_at(args, r), r < args.num_rows);
 }
 
-// The same of rows whose pointers are yet to be found.
+// Finds the rows' pointers in sorted keys, then counts slices.
 __global__ void find_and_count_kernel(const RowSplitArgs args, const SortedKeys keys) {
-  // Where this block's rows begin and end: its threads search between them, in the cache.
+  // First and last entry of this block's rows. Its threads search between them, in the cache.
   __shared__ std::int64_t ends[2];
   __shared__ std::int64_t begins[kThreads + 1];
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kThreads;
@@ -137,12 +138,12 @@ __global__ void find_and_count_kernel(const RowSplitArgs args, const SortedKeys 
   count_block(args, row, live);
 }
 
-// Turns the counts into the place of each block's first slice of a kind, split row and slot. One warp per
-// counter. `host_facts` unless null: `totals` are facts of segments; the host gets a copy.
+// Turns the counts into positions: of each block's first slice of a kind, first split row and first slot. One
+// warp per counter. If `host_facts` is not null, `totals` are facts of segments, and the host gets a copy.
 __global__ void place_kernel(const RowSplitArgs args, std::int64_t blocks, std::int64_t* host_facts) {
   __shared__ std::int64_t totals[kCounters];
   const int lane = threadIdx.x % kWarp, counter = threadIdx.x / kWarp;
-  std::int64_t descends = 0, entries = 0;  // asked for now, while the counts are on their way
+  std::int64_t descends = 0, entries = 0;  // loaded now, while the loads of the counts are in flight
   if (host_facts != nullptr && threadIdx.x == 0) {
     descends = args.totals[kIndexDescends];
     entries = args.rowptr[args.num_rows];
@@ -189,7 +190,7 @@ __global__ void place_kernel(const RowSplitArgs args, std::int64_t blocks, std::
   host_facts[kEntriesInRange] = entries;
 }
 
-// `capacity` unless 0: slices up to there get no target.
+// If `capacity` is not 0, unused slices up to it are marked as unused.
 __global__ void fill_kernel(const RowSplitArgs args, std::int64_t capacity) {
   __shared__ int kinds[kLengths];
   const std::int64_t r = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;

@@ -1,16 +1,20 @@
-// Neighbour sampling on the GPU: see sample_neighbors.h for the steps. Every step is three launches (five
-// where a row's slots are as many as its neighbours), all steps of a batch are enqueued by one call, and
-// nothing waits for the device.
+// Neighbour sampling on the GPU: see sample_neighbors.h for the steps. Every step is three launches (five if
+// a row has a slot for each neighbour). One call enqueues all steps of a batch, and nothing waits for the
+// device.
 //
-// Lanes: without replacement a power of two of them, up to 32, has a row: each draws one number by Floyd's
-// method, they settle duplicates by shuffles, and each fetches what it drew. By weight a warp has a row and
-// selects the smallest keys by counting digits in shared memory. Otherwise every slot has a thread.
+// Without replacement, a power of two of lanes, up to 32, handles a row: each lane draws one number by
+// Floyd's method, shuffles resolve duplicates, and each lane fetches its entry. By weight, a warp handles a
+// row and selects the smallest keys by counting digits in shared memory. Otherwise every slot has a thread.
 //
-// Floor, per edge: 32 bytes (a sector) for the entry's column and 32 more for its position where the caller's
-// order differs, from memory; in the second-level cache a sector of the table whenever its value is lowered,
-// counted, written and emitted, and one for its key where it has keys; 56 bytes written and read once in
-// order; 28 written for the caller. Per new node 20, per row 24 and 28 written. The table (4 bytes a node of
-// the graph, or 12 a place and 1.5 to 3 places a node of the batch) is cleared once.
+// Floors:
+//   - Per edge, from memory: 32 bytes (a sector) for the entry's column, and 32 more for its position if the
+//     caller's edges have another order.
+//   - Per edge, in the L2 cache: a sector of the table each time its value is lowered, counted, written and
+//     emitted, and one for its key if the table has keys.
+//   - Per edge, sequentially: 56 bytes written and read once, and 28 written for the caller.
+//   - Per new node 20 bytes; per row 24 bytes, and 28 written.
+//   - The table is cleared once: 4 bytes per node of the graph, or 12 per place with 1.5 to 3 places per node
+//     of the batch.
 #include <algorithm>
 
 #include "fastsparse/cuda_common.cuh"
@@ -31,7 +35,7 @@ unsigned blocks_for(std::int64_t threads) {
 
 // A destination and the entries of its row.
 struct Row {
-  std::int64_t number;  // in the batch
+  std::int64_t number;  // number of the row's node among the batch's nodes
   std::int64_t begin;   // first entry
   std::int64_t end;
   std::int32_t seed;
@@ -56,7 +60,7 @@ __device__ __forceinline__ std::int64_t num_slots(const SampleStep& step) {
 // Row of the step that a slot belongs to.
 __device__ __forceinline__ std::int64_t row_of_slot(const SampleStep& step, std::int64_t slot) {
   if (step.slot_ptr == nullptr) return slot / step.fanout;
-  std::int64_t low = 0, high = num_rows(step) - 1;  // the last that begins at or before the slot
+  std::int64_t low = 0, high = num_rows(step) - 1;  // the last row that begins at or before the slot
   while (low < high) {
     const std::int64_t middle = (low + high + 1) / 2;
     if (step.slot_ptr[middle] <= slot) {
@@ -107,9 +111,9 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---------------------------------------------------------------- sample
 
-// Without replacement, all neighbours alike: `kLanes` lanes have a row. Floyd's method (Bentley and Floyd, "A
-// sample of brilliance", 1987): the j-th of k draws a number up to last = n - k + j, and takes `last` where
-// an earlier one has that number.
+// Uniformly without replacement: `kLanes` lanes handle a row. Floyd's method (Bentley and Floyd, "A sample of
+// brilliance", 1987): the j-th of k lanes draws a number up to last = n - k + j, and takes `last` if an
+// earlier lane has that number.
 template <int kLanes>
 __global__ void __launch_bounds__(kThreads)
     sample_rows_kernel(const __grid_constant__ SampleStep step, const NodeTable table, std::uint64_t seed) {
@@ -139,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
       const bool draws = j < fanout;
       const std::uint32_t number = draws ? below(draw_bits(seed, step, row.number, j), last + 1) : 0;
       bool taken = false;
-      // What earlier chunks drew is in their slots until all have drawn.
+      // The slots keep the numbers of earlier chunks until all chunks have drawn.
       for (std::uint32_t i = 0; i < chunk; ++i) taken |= step.slot_place[slots + i] == number;
 #pragma unroll
       for (int i = 0; i < kLanes; ++i) {
@@ -161,7 +165,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Every slot by itself: with replacement, or all neighbours.
+// One thread per slot: with replacement, or all neighbours.
 __global__ void __launch_bounds__(kThreads)
     sample_slots_kernel(const __grid_constant__ SampleStep step, const NodeTable table, std::uint64_t seed) {
   const std::int64_t first_row = *step.first_row, slots = num_slots(step);
@@ -196,9 +200,9 @@ __device__ __forceinline__ int sum_of_warp(int value) {
   return value;
 }
 
-// By weight without replacement: a warp has a row. The k-th smallest key is found digit by digit, from the
-// highest of four, by counting the entries whose key begins as found so far; of equal keys the first entries
-// are taken.
+// By weight without replacement: a warp handles a row. The k-th smallest key is found digit by digit, from
+// the highest of four digits, by counting the entries whose key begins with the digits found so far. Among
+// equal keys the first entries are taken.
 __global__ void __launch_bounds__(kThreads)
     sample_weighted_kernel(const __grid_constant__ SampleStep step, const NodeTable table,
                            std::uint64_t seed) {
@@ -220,8 +224,8 @@ __global__ void __launch_bounds__(kThreads)
     drawable = sum_of_warp(drawable);
 
     std::uint32_t found = 0,
-                  known = 0;  // the digits of the k-th smallest key, and which of its bits those are
-    int left = fanout;        // how many to take of those whose key begins so
+                  known = 0;  // the known digits of the k-th smallest key, and a mask of their bits
+    int left = fanout;        // number of entries to take among those whose key begins with these digits
     if (drawable > fanout) {
       for (int shift = 24; shift >= 0; shift -= 8) {
         for (int digit = lane; digit < kDigits; digit += kWarp) count[digit] = 0;
@@ -232,7 +236,7 @@ __global__ void __launch_bounds__(kThreads)
           if ((word & known) == found) atomicAdd(&count[word >> shift & (kDigits - 1)], 1);
         }
         __syncwarp();
-        // Every lane has eight digits in a row; the one whose digits reach `left` says which.
+        // Every lane has eight consecutive digits. The lane whose counts reach `left` has the next digit.
         constexpr int kOfLane = kDigits / kWarp;
         int own = 0;
 #pragma unroll
@@ -276,7 +280,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---------------------------------------------------------------- count and write
 
-// The numbers of a tile's items, which are as many threads' items as divide evenly.
+// The range of a block's items.
 struct Tile {
   std::int64_t begin;
   std::int64_t end;
@@ -289,7 +293,7 @@ __device__ __forceinline__ Tile tile_of_block(std::int64_t items) {
   return {begin, min(begin + length, items)};
 }
 
-// Sum over a block, the same in all threads.
+// Sum over a block, in all threads.
 __device__ std::uint64_t sum_of_block(std::uint64_t value) {
   __shared__ std::uint64_t of_warp[kWarps];
   for (int offset = kWarp / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kFullWarp, value, offset);
@@ -331,7 +335,7 @@ __device__ std::uint64_t sum_of_tiles_before(const std::uint64_t* tile_counts) {
   return sum_of_block(sum);
 }
 
-// Edges in the low half, new nodes in the high half: both are less than 2^31.
+// Number of edges in the low half, of new nodes in the high half: both are less than 2^31.
 __device__ __forceinline__ std::uint64_t pair_of_slot(const SampleStep& step, const NodeTable& table,
                                                       std::int64_t slot) {
   const std::uint32_t place = step.slot_place[slot];
@@ -373,7 +377,8 @@ __global__ void __launch_bounds__(kThreads)
     const std::int64_t number = nodes_before + static_cast<std::int64_t>(own >> 32);
     step.src.node[number] = node_at(table, step.src, place);
     if (step.src.seed != nullptr) step.src.seed[number] = seed_at(table, place);
-    // Threads that check whether they are the first see another slot, or this number, which is not a slot.
+    // Threads that check whether their slot is the first one see another slot, or this number, which is not a
+    // slot.
     *static_cast<volatile std::uint32_t*>(table.value + place) = static_cast<std::uint32_t>(number);
   }
   if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) {
@@ -476,7 +481,7 @@ __global__ void __launch_bounds__(kThreads) emit_rows_kernel(const EmitRowsArgs 
   args.slices[r] = {begin, static_cast<std::int32_t>(degree), static_cast<std::int32_t>(r)};
 }
 
-// Where a row of a table is.
+// Address of a row of a table.
 template <typename Word>
 __device__ const Word* row_of_table(const GatherRowsArgs& args, std::int64_t row, std::int64_t words) {
   if (args.parts == nullptr) return static_cast<const Word*>(args.table) + row * words;
@@ -484,13 +489,13 @@ __device__ const Word* row_of_table(const GatherRowsArgs& args, std::int64_t row
     const int place = __ldg(args.place + row);
     if (place >= 0) return static_cast<const Word*>(args.kept) + place * words;
   }
-  // Divisions of 32-bit numbers take a fraction of the time.
+  // Divisions of 32-bit numbers are several times as fast.
   const auto number = static_cast<std::uint32_t>(row), parts = static_cast<std::uint32_t>(args.num_parts);
   const std::uint32_t nth = number / parts;
   return reinterpret_cast<const Word*>(__ldg(args.parts + (number - nth * parts))) + nth * words;
 }
 
-// Rows of a table by their numbers, a word per thread. `Number` holds the number of words.
+// Gathers rows of a table, one word per thread. `Number` can represent the number of words.
 template <typename Word, typename Number>
 __global__ void __launch_bounds__(kThreads)
     gather_rows_kernel(const GatherRowsArgs args, Number words, Number out_words) {
@@ -568,7 +573,7 @@ int gather_rows(const GatherRowsArgs& args, void* stream) {
     const auto size = static_cast<std::int64_t>(sizeof(Word));
     const std::int64_t words = args.row_bytes / size, out_words = args.out_row_bytes / size;
     const std::int64_t all = args.num_rows * out_words;
-    // Divisions of 32-bit numbers take a fraction of the time.
+    // Divisions of 32-bit numbers are several times as fast.
     if (all < std::int64_t{1} << 31) {
       gather_rows_kernel<Word, std::uint32_t><<<blocks_for(all / 4), kThreads, 0, queue>>>(
           args, static_cast<std::uint32_t>(words), static_cast<std::uint32_t>(out_words));

@@ -1,24 +1,23 @@
 // Sampled dense-dense product on tensor cores from the binary sparse block format (FlashSparse, section 3.5).
 //
-// A warp takes one slice of a window (8 rows), or a run of several short windows, and one head, and a row of
+// A warp handles one head of one slice of a window (8 rows), or of a run of several short windows. A row of
 // X_src that several of the 8 rows need is gathered once. Fragments are built in registers, without shared
 // memory (lane = 4 g + t). The product is S (rows x vectors) = X_dst (rows x features) X_src^T (features x
-// vectors), and any order of features is free, as both operands follow the same one, so the loaded words are
-// operands as they are:
+// vectors). Features may be summed in any order that is the same for both operands, so the loaded words are
+// used as operands without shuffles:
 //   - heads of more than 64 bytes: 8 neighbouring lanes load 128 bytes of one gathered row, a single cache
-//   line. The lower 4 of them are a column of the operand, the upper 4 another; the 8 lower rows of X_dst's
-//   operand hold the features of the lower 4 lanes, the 8 upper rows those of the upper 4. A result is then
-//   the sum of one element of either half, and the same lane holds both;
+//     line. The lower 4 lanes are one column of the operand, the upper 4 another. The 8 lower rows of X_dst's
+//     operand hold the features of the lower 4 lanes, the 8 upper rows those of the upper 4. A result is the
+//     sum of one element of each half, and the same lane holds both.
 //   - heads of up to 64 bytes: 4 neighbouring lanes load one gathered row, and half of X_dst's operand is 0.
-// Either way thread t ends up with the results of row g and vectors 4t .. 4t + 3 of the block.
 //
-// Only about 20 of a block's 128 products belong to entries; these are scattered over the warp. A row's
-// entries follow each other in the vectors as in a CSR structure with sorted rows, so an entry's position
-// there is that of the row's first one plus the mask bits of the row before it. Results queue in shared
-// memory by row and leave as runs of neighbours, so that few store transactions reach the L2.
+// In both cases, thread t has the results of row g and vectors 4t .. 4t + 3 of the block.
 //
-// Floors, V vectors, E entries, H heads of width D: V H D sizeof(T) bytes gathered, 4 V H bytes of blocks,
-// E H sizeof(out) bytes of results; 16 V H D useful flops.
+// Only about 20 of a block's 128 products belong to entries, and they are scattered over the warp. The
+// vectors have a row's entries in the order of a CSR structure with sorted rows. So an entry's CSR position
+// is that of the row's first entry plus the number of the row's mask bits before it. Results are queued in
+// shared memory by row and written as runs of consecutive results, so that few store transactions reach the
+// L2 cache.
 
 #include <type_traits>
 
@@ -31,9 +30,9 @@ namespace fastsparse::cuda {
 namespace sddmm_bsb_detail {
 
 constexpr int kThreads = 128;
-constexpr int kSlots = 64;  // of the queue, per row
+constexpr int kSlots = 64;  // slots per row of the queue
 
-// Not the load for constants: the assembler would move that one down over a __syncwarp.
+// Not __ldg: the assembler would move that load down past a __syncwarp.
 __device__ __forceinline__ uint4 load_words(const char* from, bool inside) {
   uint4 words{};
   if (inside) {
@@ -68,7 +67,6 @@ struct Rows {
       : a{{lower.x, upper.x, lower.y, upper.y}, {lower.z, upper.z, lower.w, upper.w}} {}
 };
 
-// sum += rows x vectors, one step.
 template <typename T, int kTerms>
 __device__ __forceinline__ void multiply(float (&sum)[4], const Rows& rows, const uint4& words) {
   const std::uint32_t b[2][2] = {{words.x, words.y}, {words.z, words.w}};
@@ -82,7 +80,8 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const Rows& rows, cons
       for (int i = 0; i < 4; ++i) a[i] = round_tf32(rows.a[k][i]);
       mma_m16n8k8_tf32(sum, a, round_tf32(b[k][0]), round_tf32(b[k][1]));
     } else {
-      // x y = (x1 + x2) (y1 + y2), all TF32; x2 y2, below 2^-22 of it, is left out.
+      // Each factor is split into two TF32 numbers, x = x.high + x.low. The product x.low * y.low is left
+      // out: it is below 2^-22 of x * y.
       std::uint32_t a[4], a_low[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -105,7 +104,7 @@ class Products {
   __device__ __forceinline__ void add(const Rows& rows, const uint4& words) {
     multiply<T, kTerms>(sum_, rows, words);
     if constexpr (kTerms > 1) {
-      // Tensor cores truncate their sums, so these move to sums that round to nearest.
+      // Tensor cores truncate their sums, so these are added to sums that round to nearest.
       total_[0] += kLanes == 8 ? sum_[0] + sum_[3] : sum_[0];
       if constexpr (kLanes == 4) total_[1] += sum_[1];
 #pragma unroll
@@ -113,7 +112,8 @@ class Products {
     }
   }
 
-  // kLanes = 8: of the one vector that row g and thread t have; 4: of the n-th of two.
+  // kLanes = 8: the result of row g and the vector of thread t; 4: the result of row g and the n-th of two
+  // vectors.
   __device__ __forceinline__ float get(int n) const {
     if constexpr (kTerms > 1) return total_[n];
     return kLanes == 8 ? sum_[0] + sum_[3] : sum_[n];
@@ -123,8 +123,8 @@ class Products {
   float sum_[4] = {}, total_[2] = {};
 };
 
-// The columns that this lane gathers from: of a block's 4 loads (kLanes = 8) its quarter warp takes vector 4q
-// + load, of a block's 2 loads (kLanes = 4) its quad takes 2g + load.
+// The columns that this lane gathers. kLanes = 8: in each of a block's 4 loads, quarter warp q gathers vector
+// 4q + load. kLanes = 4: in each of its 2 loads, quad g gathers vector 2g + load.
 template <int kLanes>
 class Columns;
 template <>
@@ -144,7 +144,7 @@ class Columns<8> {
 template <>
 class Columns<4> {
  public:
-  // 6 bytes, which for odd quads of lanes start in the middle of a word.
+  // Reads 6 bytes; for odd quads of lanes they start in the middle of a word.
   __device__ __forceinline__ void read(const std::uint32_t* quads, int lane) {
     const std::uint32_t* at = quads + lane / 8 * kQuadWords + lane / 4 % 2;
     word_[0] = __ldg(at);
@@ -175,7 +175,7 @@ __device__ __forceinline__ void store_result(const SddmmBsbArgs& args, std::int6
 template <typename T>
 class Queue {
  public:
-  // Apart, so that the first results of all rows meet in no bank.
+  // Padded, so that the first results of all rows are in different banks.
   using Slots = float[kRows][kSlots + 4];
 
   __device__ __forceinline__ Queue(const SddmmBsbArgs& args, Slots& slots, int lane)
@@ -184,8 +184,8 @@ class Queue {
   // entry: CSR position of row g's first result.
   __device__ __forceinline__ void start(std::int64_t entry) { entry_ = entry; }
 
-  // Takes row g's results of vectors 4t .. 4t + 3 of the next block; present: bit 8i says that the i-th is an
-  // entry.
+  // Adds row g's results of vectors 4t .. 4t + 3 of the next block; present: bit 8i is set if the i-th one is
+  // an entry.
   __device__ __forceinline__ void put(const float (&result)[kOwned], std::uint32_t present, int t) {
     const std::uint32_t upto = present * 0x01010101u;  // byte i: entries of the row among the first i + 1
     const std::uint32_t before = upto - present;
@@ -205,7 +205,7 @@ class Queue {
     if (__any_sync(kFullWarp, filled_ > kSlots - kBlockVectors)) leave();
   }
 
-  // Writes all results of the queue, 16 lanes to a row.
+  // Writes all results of the queue, with 16 lanes per row.
   __device__ __forceinline__ void leave() {
     __syncwarp();
     const int lane = threadIdx.x % kWarp, half = lane / 16;
@@ -238,14 +238,14 @@ class Queue {
   int filled_ = 0;          // results of row g in the queue
 };
 
-// Row r of a window; if the window has fewer rows, row 0, whose results are not written.
+// Row r of a window, or row 0 if the window has fewer rows; results of row 0 are then not written.
 __device__ __forceinline__ std::uint32_t row_of_window(const BsbView& a, std::int64_t window, int r) {
   const std::int64_t row = WindowRow{a.window_row, a.num_rows}(window, r);
   return row < 0 ? 0 : static_cast<std::uint32_t>(row);
 }
 
-// Splitting an infinite or huge number leaves NaN, though its products may be none: multiplied again,
-// unsplit.
+// Splitting an infinite or huge number gives NaN even if the product is not NaN. Computes the product without
+// splitting.
 __device__ __noinline__ float multiply_again(const SddmmBsbArgs& args, std::uint32_t row, std::uint32_t col) {
   const std::int64_t head = blockIdx.y * args.head_width;
   const float* x = static_cast<const float*>(args.x_dst.data) + row * args.x_dst.stride + head;
@@ -255,7 +255,7 @@ __device__ __noinline__ float multiply_again(const SddmmBsbArgs& args, std::uint
   return sum;
 }
 
-// columns: of the results.
+// columns: the columns of the results.
 __device__ __forceinline__ void scale(const SddmmBsbArgs& args, float (&result)[kOwned], std::uint32_t row,
                                       const PackedColumns& columns) {
   if (args.scale_src != nullptr) {
@@ -273,14 +273,14 @@ __device__ __forceinline__ void scale(const SddmmBsbArgs& args, float (&result)[
   }
 }
 
-// kLanes: lanes to a gathered row. kSteps: steps of kLanes * 16 bytes that hold a head; 0: any number, with
-// X_dst read again for every block. kPlain: the head fills them, there are no scales and results go to the
-// edges' positions.
+// kLanes: lanes per gathered row. kSteps: number of steps of kLanes * 16 bytes that hold a head; 0: any
+// number, with X_dst read again for every block. kPlain: the head fills all steps, there are no scales, and
+// results are written at the edges' positions.
 template <typename T, int kTerms, int kLanes, int kSteps, bool kPlain, int kMin>
 __global__ void __launch_bounds__(kThreads, kMin)
     sddmm_bsb_kernel(const __grid_constant__ SddmmBsbArgs args) {
   constexpr int kStepBytes = kLanes * 16;
-  constexpr int kLoads = kLanes / 2;  // of a block and step
+  constexpr int kLoads = kLanes / 2;  // loads per block and step
   __shared__ typename Queue<T>::Slots slots[kThreads / kWarp];
   const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(kThreads, kMin)
   const int4 raw_run = __ldg(reinterpret_cast<const int4*>(args.a.runs) + warp);
   const WindowRun run{raw_run.x, raw_run.y, raw_run.z, raw_run.w};
   if (run.length == 0) return;
-  // Quads are read one block ahead; the array is padded, so that this may run past the run.
+  // Quads are read one block ahead. The array is padded, so the read may go past the run.
   const std::uint32_t* quads = args.a.quad + static_cast<std::int64_t>(run.begin) * kQuadWords;
   Columns<kLanes> next;
   next.read(quads, lane);
@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(kThreads, kMin)
 
   const bool whole = run.target >= 0;
   const std::int64_t window = whole ? run.target : __ldg(args.slot_window + ~run.target);
-  // Lane n: where the run's n-th window ends.
+  // In lane n: the end of the run's n-th window.
   int window_end = run.length;
   if (run.num_windows > 1 && lane < run.num_windows) {
     window_end = __ldg(args.a.window_ptr + window + 1 + lane) - run.begin;
@@ -325,8 +325,8 @@ __global__ void __launch_bounds__(kThreads, kMin)
                        : args.slot_entry + static_cast<std::int64_t>(~run.target) * kRows + g);
   };
 
-  int nth = -1, end = 0;  // the window of the block, and the quad where it ends
-  std::uint32_t row = 0;  // row g of it
+  int nth = -1, end = 0;  // number of the block's window in the run, and the end of that window
+  std::uint32_t row = 0;  // row g of the window
   Rows rows[kSteps > 0 ? kSteps : 1];
   for (int index = 0; index < run.length;) {
     if (index == end) {
@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(kThreads, kMin)
     index += left;
     next.read(quads, lane);
     next_mask = load_masks(quads, t);
-    __syncwarp();  // so that all loads start here, and not one after the other where they are needed
+    __syncwarp();  // so that all loads start here instead of one by one where they are needed
 
     Products<T, kTerms, kLanes> products[kLoads];
     if constexpr (kSteps > 0) {
@@ -379,7 +379,8 @@ __global__ void __launch_bounds__(kThreads, kMin)
       result[i] = kLanes == 8 ? products[i % kLoads].get(0) : products[i % kLoads].get(i / kLoads);
     }
     if constexpr (kTerms > 1) {
-      if ((result[0] + result[1] + result[2] + result[3]) * 0.0f != 0) {  // NaN: one is not finite
+      if ((result[0] + result[1] + result[2] + result[3]) * 0.0f !=
+          0) {  // true (NaN) if a result is not finite
         std::uint32_t of_result[kOwned];
         unpack(load_columns(block, min(t, left - 1)), of_result);
 #pragma unroll
@@ -442,7 +443,7 @@ int sddmm_bsb(const SddmmBsbArgs& args, void* stream_address) {
       args.tf32 ? launch<float, 1>(args, stream) : launch<float, 2>(args, stream);
       break;
     case Dtype::kFloat64:
-      return cudaErrorInvalidValue;  // no tensor-core path: the caller takes the CSR kernel
+      return cudaErrorInvalidValue;  // no tensor-core path: the caller uses the CSR kernel
   }
   return cudaGetLastError();
 }

@@ -1,16 +1,17 @@
 // Sampled dense-dense product from CSR on CUDA cores. Floors: E * H * D * sizeof(T) bytes gathered, E * H *
-// sizeof(out) written, 4 E or 8 E read (columns, and rows where they are short), 2 E H D flops.
+// sizeof(out) written, 4 E or 8 E read (columns, and rows if they are short), 2 E H D flops.
 //
-// Entry by entry, where features start at multiples of 16 bytes: 4 to 32 lanes take 4 or 8 consecutive
-// entries, whatever their rows, and have the features of all their sources in flight at once, 16 bytes a
-// lane. Nothing is looked up before the entries, no lanes are idle on short rows, and results leave
-// coalesced. Sums over lanes are transposed: each half of the lanes goes on with half of the sums, so 8 sums
-// over 8 lanes take 7 shuffles instead of 24.
-//   - Where a row has as many entries as a warp takes, these often share it: its features are read once.
-//   - In shorter rows each entry reads those of its row, mostly from the L1.
+// Entry by entry, if features start at multiples of 16 bytes: 4 to 32 lanes handle 4 or 8 consecutive entries
+// of any rows. They have the features of all their sources in flight at once, 16 bytes per lane. Nothing is
+// looked up before the entries, no lanes are idle on short rows, and results are written coalesced. Sums over
+// lanes are transposed: in each step, each half of the lanes continues with half of the sums, so 8 sums over
+// 8 lanes take 7 shuffles instead of 24.
+//   - If rows have at least as many entries as a warp handles, a warp's entries often share a row, whose
+//     features are read once.
+//   - In shorter rows, each entry reads the features of its row, mostly from the L1 cache.
 //
-// Row by row otherwise: a group of 8 or 32 lanes takes one slice of a row, reads the row's features (they
-// stay in the L1) and gathers 4 neighbours at a time.
+// Otherwise row by row: a group of 8 or 32 lanes handles one slice of a row, reads the row's features (they
+// stay in the L1 cache) and gathers 4 neighbours at a time.
 
 #include <initializer_list>
 #include <type_traits>
@@ -25,16 +26,16 @@ namespace sddmm_csr_detail {
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kEntriesInFlight = 4;
-// Entries that a group of lanes takes. More would lack registers in heads that take several turns, and take
-// longer in short rows of 16-bit features.
+// Entries per group of lanes. More entries would need too many registers for heads that take several steps,
+// and would be slower in short rows of 16-bit features.
 template <typename T, bool kLoop, bool kLong>
 constexpr int kEntries = kLoop || sizeof(T) == 8 || (sizeof(T) == 2 && !kLong) ? 4 : 8;
-// Blocks of a multiprocessor that leave each the registers for it.
+// Blocks per multiprocessor, so that each has enough registers.
 template <typename T, bool kLong>
 constexpr int kResident = sizeof(T) == 2 ? (kLong ? 7 : 8) : (sizeof(T) == 4 && kLong ? 8 : 5);
-// In structures of more entries than this, blocks stay with consecutive entries for several rounds, so that
-// sources that neighbouring rows share are found in the L1 (float32, F = 128, 115 million entries: 6.4 ms
-// instead of 7.6); in smaller ones that leaves multiprocessors idle.
+// In structures of more entries than this, a block handles consecutive entries for several rounds, so that
+// the L1 cache has the sources that neighbouring rows share (float32, F = 128, 115 million entries: 6.4 ms
+// instead of 7.6). Smaller structures would leave multiprocessors idle.
 constexpr std::int64_t kManyEntries = 50'000'000;
 constexpr int kRounds = 8;
 
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, 8) sddmm_csr_kernel(const SddmmArgs 
   const std::int64_t group =
       static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   const RowSlice slice = load_slice(args.split, group);
-  // Whole warps loop together, so that the shuffles below need no divergent branches.
+  // Whole warps loop together, because the lanes shuffle.
   const int longest = __reduce_max_sync(kFullWarp, slice.length);
   const std::int64_t row = slice.length > 0 ? row_of(args.split, slice) : 0;
   const std::int64_t head = blockIdx.y;
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, 8) sddmm_csr_kernel(const SddmmArgs 
   }
 }
 
-// kCount consecutive numbers of a list; those beyond its end repeat the last one.
+// Loads kCount consecutive numbers of a list; those beyond its end repeat the last one.
 template <int kCount>
 __device__ __forceinline__ void load_run(const std::int32_t* list, std::int64_t first, std::int64_t last,
                                          std::int32_t (&to)[kCount]) {
@@ -115,8 +116,8 @@ __device__ __forceinline__ void load_run(const std::int32_t* list, std::int64_t 
   }
 }
 
-// Sums each of kCount numbers over kLanes lanes. Lane l gets those from number l * kCount / kLanes on, one
-// where there are fewer numbers than lanes.
+// Sums each of kCount numbers over kLanes lanes. Lane l gets kCount / kLanes sums from number l * kCount /
+// kLanes on, or one sum if there are fewer numbers than lanes.
 template <int kCount, int kLanes, typename A>
 __device__ __forceinline__ void sum_over_lanes(A (&number)[kCount], int lane) {
   int count = kCount;
@@ -156,7 +157,7 @@ __device__ __forceinline__ void store_result(const SddmmArgs& args, std::int64_t
 }
 
 // kLoop: heads of more than kLanes * 16 bytes. kLong: rows are long, so that the entries of a warp often
-// share theirs. kPlain: as above, and the head fills its lanes.
+// share a row. kPlain: as for store_result, and the head fills its lanes.
 template <typename T, int kLanes, bool kLoop, bool kLong, bool kPlain>
 __global__ void __launch_bounds__(kThreads, kResident<T, kLong>)
     sddmm_entries_kernel(const __grid_constant__ SddmmArgs args, const int rounds) {
@@ -171,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kLong>)
   const std::uint32_t own_bytes = blockIdx.y * head_bytes + lane * 16;
   const char* dst = static_cast<const char*>(args.x_dst.data) + own_bytes;
   const char* src = static_cast<const char*>(args.x_src.data) + own_bytes;
-  // Words as they are in memory: taken apart before all have come, 16-bit features would fill twice the
+  // Words as in memory: unpacked before all loads have finished, 16-bit features would need twice the
   // registers.
   const auto load = [&](const char* base, std::int32_t index, std::uint32_t bytes, std::uint32_t step) {
     const bool inside = kPlain || step + lane * 16 < head_bytes;
@@ -207,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kLong>)
         for (int u = 0; u < kOwn; ++u) multiply(left, right[u], sum[u]);
         return;
       }
-      // By four, for lack of registers.
+      // Four at a time, to save registers.
 #pragma unroll
       for (int base = 0; base < kOwn; base += 4) {
         std::int32_t own[4];
@@ -226,7 +227,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kLong>)
       add(0);
     }
     sum_over_lanes<kOwn, kLanes>(sum, lane);
-    // Where there are more lanes than sums, neighbours have the same one.
+    // If there are more lanes than sums, neighbouring lanes have the same sum.
     constexpr int kSums = kOwn > kLanes ? kOwn / kLanes : 1, kCopies = kOwn < kLanes ? kLanes / kOwn : 1;
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
@@ -281,7 +282,7 @@ void launch(const SddmmArgs& args, cudaStream_t stream) {
   const int vec = vector_width<T>({args.head_width, args.x_dst.stride, args.x_src.stride},
                                   {args.x_dst.data, args.x_src.data});
   const bool aligned_lists = vector_width<std::int32_t>({}, {args.a.col, args.row}) == 4;
-  if constexpr (sizeof(T) == 8) {  // float64 is for checks: one kernel takes every width
+  if constexpr (sizeof(T) == 8) {  // float64 is used for tests, so one kernel handles every width
     launch_shape<T, 1, 32>(args, stream);
   } else if (vec * sizeof(T) == 16 && args.row != nullptr && aligned_lists && args.head_width > 0) {
     launch_by_entry<T>(args, stream);

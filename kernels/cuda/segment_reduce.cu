@@ -1,12 +1,12 @@
 // Reductions of segments of rows on CUDA cores: sum, mean, maximum, minimum, product, variance, deviation.
 //
-// A group of lanes takes one slice of a segment: 1, 4, 8 or 32 lanes side by side over the features, in
-// 16-byte loads where alignment allows, and where that is fewer than 8 the group's other lanes take every
-// other entry and are merged in a fixed tree. Rows are read through the entries' positions, so an unsorted
-// index costs no copy. Slices of segments that were cut leave their state in a slot, and a second kernel
-// merges a segment's slots in a fixed order: no atomics, the same bits every time. Ties of extrema go to the
-// first entry; NaN wins, as in torch. Floor: E * F * sizeof(T) bytes read, E positions, N * F * sizeof(T)
-// bytes written.
+// A group of lanes handles one slice of a segment. 1, 4, 8 or 32 adjacent lanes cover the features, with
+// 16-byte loads if alignment allows it. If that is fewer than 8 lanes, the other lanes of the group handle
+// other entries, and their states are merged in a fixed tree. Rows are read at the entries' positions, so an
+// unsorted index needs no copy. Slices of segments that were cut store their state in a slot, and a second
+// kernel merges a segment's slots in a fixed order: no atomics, the same bits every time. Ties of extrema go
+// to the first entry; NaN wins, as in torch. Floor: E * F * sizeof(T) bytes and E positions read, N * F *
+// sizeof(T) bytes written.
 
 #include <algorithm>
 
@@ -20,17 +20,17 @@ namespace segment_reduce_detail {
 constexpr int kThreads = 128;
 constexpr int kEntriesInFlight = 4;
 constexpr int kEntriesPerSum =
-    32;  // then the sum moves to a total: rounding errors grow with 32, not with the slice
+    32;  // then the sum is added to a total, so rounding errors grow with 32 entries, not with the slice
 constexpr int kLeastGroup = 8;
 constexpr int kCombineWarps = 16;
-constexpr unsigned kMostUnseenRows = 1024;  // blocks for cut segments whose number the host does not know
+constexpr unsigned kMostUnseenRows = 1024;  // blocks for cut segments if the host does not know their number
 
 template <typename V>
 __device__ __forceinline__ V from_lane(V v, int distance) {
   return __shfl_xor_sync(kFullWarp, v, distance);
 }
 
-// State of one feature after some entries. `offset` counts the entries of a segment.
+// State of one feature after some entries. `add` gets a value and its entry.
 template <typename A>
 struct SumState {
   A sum = 0, total = 0;
@@ -199,8 +199,8 @@ __global__ void __launch_bounds__(kThreads) segment_reduce_kernel(const SegmentR
   }
 }
 
-// A block takes one segment of several slices and 32 features, and then perhaps another segment; its warps
-// share the slots.
+// A block handles 32 features of one segment with several slices, and then perhaps of another segment. Its
+// warps share the slots.
 template <typename T, typename State>
 __global__ void __launch_bounds__(kWarp* kCombineWarps)
     combine_slices_kernel(const SegmentReduceArgs args, const std::int64_t* facts) {
@@ -238,7 +238,7 @@ void launch_lanes(const SegmentReduceArgs& args, cudaStream_t stream) {
 template <typename T, int kVec, typename State>
 void launch_vector(const SegmentReduceArgs& args, cudaStream_t stream) {
   const std::int64_t lanes = (args.width + kVec - 1) / kVec;
-  if constexpr (sizeof(T) == 8) {  // float64 is for checks: one kernel takes every width
+  if constexpr (sizeof(T) == 8) {  // float64 is used for tests, so one kernel handles every width
     launch_lanes<T, kVec, 32, State>(args, stream);
   } else if (lanes <= 1) {
     launch_lanes<T, kVec, 1, State>(args, stream);
@@ -255,7 +255,7 @@ template <typename T, template <typename> class State>
 void launch(const SegmentReduceArgs& args, const std::int64_t* facts, cudaStream_t stream) {
   using Of = State<Acc<T>>;
   constexpr int kVec = 16 / static_cast<int>(sizeof(T));
-  // Products and moments are rare, and their kernels are as many as there are shapes.
+  // Products and moments are rare, so they have no kernels with vector loads.
   constexpr bool kHasVectors =
       sizeof(T) < 8 && (std::is_same_v<Of, SumState<Acc<T>>> || std::is_same_v<Of, MaximumState<Acc<T>>>);
   const bool aligned = vector_width<T>({args.width, args.x.stride}, {args.x.data, args.out}) == kVec;

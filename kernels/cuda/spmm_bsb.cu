@@ -5,15 +5,16 @@
 // features. Operands are swapped and transposed as in FlashSparse: C^T (features x 8 rows) = X^T (features x
 // vectors) A^T (vectors x 8 rows), so a row of X that several of the 8 rows need is gathered once. Fragments
 // are built in registers, without shared memory (lane = 4 g + t):
-//   - thread t owns one of the block's four quads of vectors, lane g owns kFeatures neighbouring features
-//     of the tile: 8 lanes cover one contiguous piece of a gathered row;
-//   - the 16 rows of an mma are features 2r and 2r + 1 of the 8 lanes. Any order of features is free, as
-//     results come out in the same one;
+//   - Thread t has one of the block's four quads of vectors, and lane g has kFeatures neighbouring features
+//     of the tile: 8 lanes cover one contiguous piece of a gathered row.
+//   - The 16 rows of an mma are features 2r and 2r + 1 of the 8 lanes. Any order of features is possible, as
+//     results have the same order.
 //   - B, 16 vectors x 8 rows, is the bitmap itself: bit g of the vector's mask, as 0 or 1 (or as the edge's
 //     value).
+//
 // Floors, V vectors of width F: V F sizeof(T) bytes gathered, 4 V bytes of columns and masks; 16 V F flops on
-// tensor cores. The gather bounds it, so a lane has kBlocks x 4 loads on the way, and a run's next columns
-// are read before its last window is done.
+// tensor cores. The gather is the bottleneck, so a lane has kBlocks x 4 loads in flight, and the columns of a
+// run's next window are read before the last one is finished.
 
 #include <type_traits>
 
@@ -27,8 +28,8 @@ namespace fastsparse::cuda {
 namespace spmm_bsb_detail {
 
 constexpr int kThreads = 128;
-// float32: every 4 blocks the tensor cores' sums move to sums that round to nearest. These bits of a block's
-// first quad say that it is the last of 4.
+// float32: every 4 blocks, the tensor cores' sums are added to sums that round to nearest. These bits of a
+// block's first quad mark it as the last of 4.
 constexpr int kLastOfSum = 3 * kBlockQuads;
 
 __device__ __forceinline__ std::uint32_t one_bits(__half) { return 0x3c00u; }
@@ -37,8 +38,8 @@ __device__ __forceinline__ std::uint32_t one_bits(__nv_bfloat16) { return 0x3f80
 __device__ __forceinline__ std::uint32_t bits_of(__half v) { return __half_as_ushort(v); }
 __device__ __forceinline__ std::uint32_t bits_of(__nv_bfloat16 v) { return __bfloat16_as_ushort(v); }
 
-// Rounds to the nearest TF32 number. What the addition does to NaN (it can become -0) shows in the second
-// term; where there is none, the conversion instruction is needed, which keeps NaN but takes longer.
+// Rounds to the nearest TF32 number. The addition can turn NaN into -0, which the second term shows. Without
+// a second term, the conversion instruction is needed, which keeps NaN but is slower.
 template <int kTerms>
 __device__ __forceinline__ std::uint32_t round_tf32(float v) {
   if constexpr (kTerms > 1) return (__float_as_uint(v) + 0x1000u) & 0xffffe000u;
@@ -47,15 +48,15 @@ __device__ __forceinline__ std::uint32_t round_tf32(float v) {
   return rounded;
 }
 
-// Meaning of a bit of the bitmap.
+// Weight of an entry.
 enum class Weight {
   kOne,
-  kVectorScale,  // a factor of its column: one number per vector, streamed with the masks
-  kValue,        // a value of its own
+  kVectorScale,  // a factor per column: one number per vector, streamed with the masks
+  kValue,        // a value per entry
 };
 
-// What one thread holds of a block: its vectors' features, their masks, and with weights the entries of row
-// g.
+// What one thread holds of a block: its vectors' features, their masks, and with weights those of the entries
+// of row g.
 template <typename T, int kFeatures>
 struct Block {
   Pack<T, kFeatures> pack[kOwned];
@@ -89,8 +90,9 @@ __device__ __forceinline__ void multiply(float (&sum)[kFeatures / 2][4], const B
   }
 }
 
-// The same for float32. kTerms = 1: TF32. kTerms = 2: x = x1 + x2, both TF32, which is exact to 2^-24 of x;
-// values are split likewise, and the product of the two second terms, below 2^-22, is left out.
+// As `multiply`, for float32. kTerms = 1: TF32. kTerms = 2: x is the sum of two TF32 numbers, exact to 2^-24
+// of x; values are split in the same way. The product of the two second terms is left out, because it is
+// below 2^-22 of the result.
 template <int kFeatures, Weight kWeight, int kTerms>
 __device__ __forceinline__ void multiply_float(float (&sum)[kFeatures / 2][4],
                                                const Block<float, kFeatures>& block, int g) {
@@ -129,13 +131,13 @@ __device__ __forceinline__ std::int64_t value_position(const BsbView& a, std::in
                              : static_cast<const std::int32_t*>(a.value_id)[entry];
 }
 
-// Where the values are dense vectors: that of a row in a vector of a quad.
+// Position of a value if values are dense vectors.
 __device__ __forceinline__ std::int64_t dense_position(const SpmmBsbArgs& args, std::int64_t quad, int vector,
                                                        int row) {
   return (__ldg(args.quad_vector + quad) + vector) * kRows + row;
 }
 
-// Every 32-bit word of the pack as lane `source` has it.
+// Replaces every 32-bit word of the pack by that of lane `source`.
 template <typename P>
 __device__ __forceinline__ void shuffle_pack(P& pack, int source) {
   constexpr int kWords = static_cast<int>(sizeof(P) / 4);
@@ -146,9 +148,9 @@ __device__ __forceinline__ void shuffle_pack(P& pack, int source) {
   memcpy(&pack, words, sizeof words);
 }
 
-// A zero of the bitmap times an infinite or NaN feature is NaN, though no edge says so. Where a result is not
-// finite, the quads from `begin` to `end` are therefore summed again, entry by entry. target: a window, or
-// ~slot of a partial result.
+// A zero of the bitmap times an infinite or NaN feature is NaN, although there is no edge. So if a result is
+// not finite, the quads from `begin` to `end` are summed again, entry by entry. target: a window, or ~slot of
+// a partial result.
 template <typename T, int kFeatures, bool kValued>
 __device__ __noinline__ void sum_entry_by_entry(const SpmmBsbArgs& args, std::int64_t begin, std::int64_t end,
                                                 std::int32_t target, int t, std::int64_t feature,
@@ -203,18 +205,18 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
   const int4 raw_run = __ldg(reinterpret_cast<const int4*>(args.a.runs) + warp);
   const WindowRun run{raw_run.x, raw_run.y, raw_run.z, raw_run.w};
   const std::int64_t tile = static_cast<std::int64_t>(blockIdx.y) * 8 * kFeatures;
-  // Loads and stores are laid out for the memory system, 8 neighbouring lanes to a row, and handed over to
-  // and from the lanes of the tensor cores' fragments by shuffles: straight from those, every 8 lanes would
-  // touch four cache lines instead of one, and the L1 looks up one line at a time.
+  // Loads and stores use 8 neighbouring lanes per row, and shuffles pass the data to and from the lanes of
+  // the fragments. If the lanes of the fragments loaded directly, every 8 lanes would touch four cache lines
+  // instead of one, and the L1 cache looks up one line at a time.
   const int quarter = lane / 8, place = lane % 8;
   const std::int64_t feature = tile + place * kFeatures;
   const bool inside = feature < args.width;
-  // Lanes beyond the width gather the row's first features, and drop them: cheaper than a predicate on every
-  // load.
+  // Lanes beyond the width gather the row's first features and discard them: cheaper than a predicate on
+  // every load.
   const char* x = reinterpret_cast<const char*>(static_cast<const T*>(args.x.data) + (inside ? feature : 0));
   const auto row_bytes = static_cast<std::uint32_t>(args.x.stride * sizeof(T));
   const std::int64_t head = kWeight == Weight::kValue ? tile / (args.width / args.value.heads) : 0;
-  // Lane n: where the run's n-th window ends.
+  // In lane n: the end of the run's n-th window.
   int window_end = run.begin + run.length;
   if (run.num_windows > 1 && lane < run.num_windows) {
     window_end = __ldg(args.a.window_ptr + run.target + 1 + lane);
@@ -229,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
           load_pack<T, kFeatures>(reinterpret_cast<const T*>(row_address(x, source[v], row_bytes)));
     }
   };
-  // own: the quad of thread t, the window's last one where it has none.
+  // own: the quad of thread t, or the window's last quad if thread t has none.
   const auto load_weights = [&](Block<T, kFeatures>& block, std::int64_t own) {
     if constexpr (kWeight == Weight::kVectorScale) {
       const float4 scale = __ldg(reinterpret_cast<const float4*>(args.vector_scale) + own);
@@ -251,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
       }
       return;
     }
-    // Entries count by quad, vector, row: an entry's place is a count of the bits before it.
+    // Entries are numbered by quad, vector, row, so an entry's number is a count of the bits before it.
     const std::int64_t first = __ldg(args.a.quad_entry + own);
 #pragma unroll
     for (int v = 0; v < kOwned; ++v) {
@@ -287,8 +289,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
     }
   };
 
-  std::uint32_t not_finite = 0;  // bit n: of this lane's sums in the run's n-th window some is not finite
-  // Stores the sums of the run's n-th window and starts the next one's.
+  std::uint32_t not_finite = 0;  // bit n: one of this lane's sums of the run's n-th window is not finite
+  // Stores the sums of the run's n-th window and clears them.
   const auto finish = [&](int nth) {
     float probe = 0;
 #pragma unroll
@@ -383,7 +385,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 7 : 5)
     }
   };
 
-  // Quads are read one step ahead, across the ends of windows; the array is padded, so that this may run past
+  // Quads are read one step ahead, across the ends of windows. The array is padded, so the read may go past
   // the run.
   PackedColumns next[kBlocks];
   std::uint32_t next_mask[kBlocks];
@@ -491,7 +493,7 @@ int spmm_bsb(const SpmmBsbArgs& args, void* stream_address) {
       combine_partials<float, kRows>(args.a.split, args.partial, epilogue, window_row, stream);
       break;
     case Dtype::kFloat64:
-      return cudaErrorInvalidValue;  // no tensor-core path: the caller takes the CSR kernel
+      return cudaErrorInvalidValue;  // no tensor-core path: the caller uses the CSR kernel
   }
   return cudaGetLastError();
 }

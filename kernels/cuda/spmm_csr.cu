@@ -2,11 +2,13 @@
 //
 // A group of 4, 8 or 32 lanes computes one slice of a row for one tile of features. Floors per call, E
 // entries of width F: E * F * sizeof(T) bytes gathered, E * 4 bytes of columns; 2 E F flops, far below the
-// arithmetic limit. So the shape follows the gather: 16-byte loads, 8 lanes cover 128 contiguous bytes, and
-// each lane keeps 8 loads in flight (4 entries x 2 chunks). Tiles of features are the slow grid dimension: a
-// tile of the whole table is far likelier to stay in the L2 than the table. Rows are cut into slices
-// (HR-SpMM, section 4.1; RoDe) and slices of like length are neighbours, so a warp's groups finish together.
-// Rows with several slices get their partial sums added in slot order by a second kernel: no atomics, the
+// arithmetic limit. So the kernel is designed for the gather: loads have 16 bytes, 8 lanes cover 128
+// contiguous bytes, and each lane keeps 8 loads in flight (4 entries x 2 chunks). Tiles of features are the
+// slow grid dimension, because one tile of all rows of x is more likely to stay in the L2 cache than all of
+// x.
+//
+// Rows are cut into slices (HR-SpMM, section 4.1; RoDe). Slices of similar length are adjacent, so a warp's
+// groups finish together. A second kernel adds the partial sums of split rows in slot order: no atomics, the
 // same bits every time.
 
 #include <algorithm>
@@ -22,7 +24,7 @@ namespace spmm_csr_detail {
 constexpr int kThreads = 128;
 constexpr int kEntriesInFlight = 4;
 constexpr int kEntriesPerSum =
-    32;  // then the sum moves to a total: rounding errors grow with 32, not with the slice
+    32;  // then the sum is added to a total, so rounding errors grow with 32 entries, not with the slice
 
 enum class Weight { kNone, kScalar, kPerHead };
 
@@ -30,15 +32,15 @@ template <typename T, int kVec, int kLanes, int kChunks, Weight kWeight>
 __global__ void __launch_bounds__(kThreads) spmm_csr_kernel(const SpmmArgs args) {
   using A = Acc<T>;
   constexpr int kChunkWidth = kLanes * kVec;
-  // Eight steps in a row would be eight times the code, with no more loads under way.
+  // Unrolling eight steps would give eight times the code, but no more loads in flight.
   constexpr int kStepsUnrolled = kLanes == kWarp ? 1 : kLanes / kEntriesInFlight;
   launch_dependents();
   const int lane = threadIdx.x % kLanes;
   const std::int64_t group =
       static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   const RowSlice slice = load_slice(args.split, group);
-  // Groups of a warp loop together, masked where their own slice is over: shuffles then need no divergent
-  // branches.
+  // All groups of a warp loop to the longest slice, masked beyond the end of their own, so that shuffles need
+  // no divergent branches.
   const int longest = __reduce_max_sync(kFullWarp, slice.length);
   const std::int64_t feature0 = static_cast<std::int64_t>(blockIdx.y) * (kChunkWidth * kChunks) + lane * kVec;
   const T* x = static_cast<const T*>(args.x.data) + feature0;
@@ -197,7 +199,7 @@ void launch(const SpmmArgs& args, cudaStream_t stream) {
   const int vec =
       vector_width<T>({args.width, args.x.stride, per_head ? args.width / args.value.heads : args.width},
                       {args.x.data, args.out});
-  if constexpr (sizeof(T) == 8) {  // float64 is for checks: one shape takes every width
+  if constexpr (sizeof(T) == 8) {  // float64 is used for tests, so one shape handles every width
     launch_shape<T, 1, 32, 2>(args, stream);
   } else if (vec * sizeof(T) == 16) {
     launch_vector<T, 16 / sizeof(T)>(args, stream);

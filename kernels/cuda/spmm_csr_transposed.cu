@@ -1,10 +1,11 @@
-// The transposed product from the rows of the structure as it is: sums of columns by float atomics, which
-// saves the sort of a structure that is used once. Bytes: a row of x read per slice, E * F * 4 bytes added in
-// the L2, 16 at a time where the architecture can (sm_90). A group of 8 or 32 lanes takes a slice of a row
-// for one tile of features, reads the row once and adds it to the sums of all columns.
+// The transposed product from the untransposed structure: column sums by float atomics, which saves the sort
+// of a structure that is used once. Bytes: a row of x read per slice, and E * F * 4 bytes added in the L2
+// cache, 16 bytes at a time on sm_90. A group of 8 or 32 lanes handles a slice of a row for one tile of
+// features, reads the row once and adds it to the sums of all its columns.
 //
-// In a sampled batch most columns have one entry. Where entries are counted by column first, such a column is
-// stored, in the type of the result, instead of cleared, added to and converted: a third of the bytes.
+// In a sampled batch most columns have one entry. If entries are counted per column first, such a column is
+// stored directly in the dtype of the result, instead of being cleared, added to and converted: a third of
+// the bytes.
 
 #include <type_traits>
 
@@ -17,14 +18,14 @@ namespace spmm_csr_transposed_detail {
 
 constexpr int kThreads = 128;
 
-// Where the result is.
+// Address of the result.
 template <typename T>
 __device__ __forceinline__ T* result(const SpmmTransposedArgs& args) {
   if constexpr (std::is_same_v<T, float>) return args.sum;
   return static_cast<T*>(args.out);
 }
 
-// Whether a column has one entry, which is all of its sum.
+// Whether a column's sum is a single entry.
 __device__ __forceinline__ bool is_stored(const SpmmTransposedArgs& args, std::int64_t col) {
   return col >= args.num_given && args.count[col] == 1;
 }
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(kThreads) spmm_csr_transposed_kernel(const Spm
   const std::int64_t group =
       static_cast<std::int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   const RowSlice slice = load_slice(args.split, group);
-  // Groups of a warp loop together, so that shuffles need no divergent branches.
+  // All groups of a warp loop to the longest slice, so that shuffles need no divergent branches.
   const int longest = __reduce_max_sync(kFullWarp, slice.length);
   const std::int64_t feature = (static_cast<std::int64_t>(blockIdx.y) * kLanes + lane) * kVec;
   const bool inside = feature < args.width;

@@ -1,9 +1,10 @@
 // Maximum and minimum aggregation from CSR on CUDA cores. Ties go to the first entry of the row; NaN wins, as
-// in torch. kLanes neighbouring lanes take one slice of a row, kVec features each; lane l of block row y has
-// features (y kLanes + l) kVec and on. Partial results of split rows are compared in slot order by a second
-// kernel.
+// in torch. kLanes neighbouring lanes handle one slice of a row, kVec features each: lane l of block row y
+// has the features from (y kLanes + l) kVec on. A second kernel compares partial results of split rows in
+// slot order.
 //
-// Floor: the gathers of spmm, num_edges width sizeof(T) bytes, and five bytes a feature of a row to write.
+// Floor: num_edges width sizeof(T) bytes gathered, as in spmm, and per row and feature sizeof(T) + 4 bytes
+// written.
 
 #include "fastsparse/cuda_common.cuh"
 #include "fastsparse/launchers.h"
@@ -31,7 +32,7 @@ __device__ __forceinline__ void store_features(T* to, const T (&x)[kVec]) {
   }
 }
 
-// Candidates are negated for the minimum: min(v) = -max(-v). The features of a lane have one head.
+// Candidates are negated for the minimum: min(v) = -max(-v). All features of a lane belong to one head.
 template <typename T, int kVec, int kLanes>
 __global__ void __launch_bounds__(kThreads) spmm_extremum_kernel(const SpmmExtremumArgs args) {
   using A = Acc<T>;
@@ -132,7 +133,7 @@ void launch_lanes(const SpmmExtremumArgs& args, cudaStream_t stream) {
 
 template <typename T>
 void launch(const SpmmExtremumArgs& args, cudaStream_t stream) {
-  if constexpr (sizeof(T) == 8) {  // float64 is for checks: one kernel takes every width
+  if constexpr (sizeof(T) == 8) {  // float64 is used for tests, so one kernel handles every width
     launch_lanes<T, 1, 32>(args, stream);
   } else {
     constexpr int kVec = 16 / static_cast<int>(sizeof(T));

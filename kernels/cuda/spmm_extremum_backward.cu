@@ -1,11 +1,10 @@
 // Gradients of spmm_extremum.cu, from CSR on CUDA cores.
+//   - Of sources: a pass over the transpose. A group of lanes handles one slice, with 4 neighbouring features
+//     (or one) per lane, and adds the gradients of the destinations whose chosen edge is the entry. Only
+//     these gradients are read. Partial results of split rows are added in slot order.
+//   - Of values: a group handles one entry and adds its products over each head's features, in a fixed tree.
+//     Every value is written once.
 //
-// - Of sources: a pass over the transpose. A group of lanes takes one slice, 4 neighbouring features (or one)
-//   to a lane, and adds the gradients of those destinations whose chosen edge is the entry's. Gradients are
-//   read where an entry was chosen alone. Partial results of split rows are added in slot order.
-// - Of values: a group takes one entry and adds its products over each head's features, in a fixed tree.
-// Every
-//   value is written once.
 // Neither pass has atomics. Floor, E entries of width F: 4 E F bytes of choices gathered by each pass.
 
 #include "fastsparse/combine_partials.cuh"
@@ -79,7 +78,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// An entry of the transpose to a group: row and column change places.
+// A group handles one entry of the transpose, so row and column are swapped.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     spmm_extremum_values_kernel(const __grid_constant__ SpmmExtremumBackwardArgs args) {
@@ -119,9 +118,9 @@ void launch_sources(const SpmmExtremumBackwardArgs& args, cudaStream_t stream) {
 
 template <typename T>
 void launch(const SpmmExtremumBackwardArgs& args, cudaStream_t stream) {
-  // Packs of 4 numbers of both arrays, 16 bytes at most.
+  // Packs of 4 numbers of both arrays, at most 16 bytes.
   const bool packed = vector_width<float>({args.width, args.grad.stride}, {args.arg, args.grad.data}) == 4;
-  if constexpr (sizeof(T) == 8) {  // float64 is for checks: one kernel takes every width
+  if constexpr (sizeof(T) == 8) {  // float64 is used for tests, so one kernel handles every width
     launch_sources<T, 1, 32>(args, stream);
   } else if (packed) {
     args.width <= 32 ? launch_sources<T, 4, 8>(args, stream) : launch_sources<T, 4, 32>(args, stream);

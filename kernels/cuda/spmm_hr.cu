@@ -1,11 +1,11 @@
-// SpMM from CSR on tensor cores and CUDA cores, after HR-SpMM (section 4): multiples of 64 entries of a row,
-// at most 256 at once, are summed by matricised dot products (tca_tile.cuh), a warp each; what is left of a
-// row, fewer than 64 entries, by sub-warps of one lane per 16 bytes of features, in float32.
+// SpMM from CSR on tensor cores and CUDA cores, after HR-SpMM (section 4). A warp sums a multiple of 64
+// entries of a row, at most 256, by matricised dot products (tca_tile.cuh). Sub-warps with one lane per 16
+// bytes of features sum the rest of a row, fewer than 64 entries, in float32.
 //
-// Floors as in spmm_tca.cu. Long items fill whole products and short ones pad nothing: the row lengths cost
-// no lane. Rows with several items leave partial sums, which a second kernel adds in order. The paper's
-// atomics would send as many bytes to the same lines, and could not handle 16-bit results without a buffer of
-// floats either.
+// Floors as in spmm_tca.cu. Long items fill whole products and short ones need no padding, so row lengths
+// leave no lane idle. Rows with several items store partial sums, which a second kernel adds in order. The
+// paper's atomics would send as many bytes to the same cache lines, and for 16-bit results they would need a
+// buffer of floats as well.
 
 #include "fastsparse/combine_partials.cuh"
 #include "fastsparse/cuda_common.cuh"
@@ -16,9 +16,9 @@ namespace fastsparse::cuda {
 namespace spmm_hr_detail {
 
 constexpr int kThreads = 128;
-constexpr int kAtOnce = 8;  // entries of a short item that a lane has under way
+constexpr int kAtOnce = 8;  // entries of a short item that a lane loads at once
 
-// Stores sums of kVec features from `feature` on: the row, or a partial result.
+// Stores sums of kVec features from `feature` on, as the row's result or as a partial result.
 template <typename T, int kVec>
 __device__ __forceinline__ void store_sums(const SpmmArgs& args, const RowSlice& slice, std::int64_t feature,
                                            const float (&sum)[kVec]) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void store_sums(const SpmmArgs& args, const RowSlice&
   }
 }
 
-// Eight features, from `x` on, of a short item.
+// Sums eight features, from `x` on, of a short item.
 template <typename T>
 __device__ __forceinline__ void sum_short(const TileArgs& args, const T* x, const RowSlice& slice,
                                           float (&sum)[8]) {
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     const std::int64_t feature = feature0 + threadIdx.x % kPieces * 8;
     if (row >= args.a.num_rows || feature >= args.width) return;
     const RowSlice slice = load_slice(args.split, args.split.num_slices - args.a.num_rows + row);
-    if (slice.length < 0) return;  // long items have all of this row
+    if (slice.length < 0) return;  // long items cover this row
     float sum[8] = {};
     sum_short<T>(tile_args, static_cast<const T*>(args.x.data) + feature, slice, sum);
     store_sums<T>(args, slice, feature, sum);

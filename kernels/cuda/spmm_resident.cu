@@ -1,15 +1,15 @@
-// SpMM with a tile of x resident in shared memory: all rows of x, 256 bytes of each. For matrices of few
-// columns, as pruned weights are, that many rows gather again and again: a block loads its tile once and sums
-// many rows out of it, so that the L2 delivers tiles and entries and no gathers. Floor per call, E entries of
-// width F: E * F * sizeof(T) bytes out of shared memory, 128 bytes per clock and multiprocessor.
+// SpMM with a tile of x resident in shared memory: 256 bytes of every row of x. It is for matrices of few
+// columns, such as pruned weights, whose columns many rows gather repeatedly. A block loads its tile once and
+// sums many rows from it, so the L2 cache delivers only tiles and entries. Floor per call, E entries of width
+// F: E * F * sizeof(T) bytes read from shared memory, at 128 bytes per clock and multiprocessor.
 //
-// Features are cut into tiles (the slow grid dimension), rows into groups of about equal work, one block
-// each. The warps of a block share its entries wherever rows begin and end: a row that several warps share is
-// open at the end of the first, which after a barrier adds what the others carry, in order: the same bits
-// every time, no atomics. policy.spmm_resident says where a tile fits.
+// Features are cut into tiles (the slow grid dimension), and rows into groups of about equal work, one block
+// each. The warps of a block divide its entries evenly, regardless of rows. If several warps share a row, the
+// first one stores it: after a barrier, it adds the partial sums of the other warps in order. So there are no
+// atomics, and results are the same bits every time. policy.spmm_resident says when a tile fits.
 //
-// Small matrices take less time for their products than for what comes before: so 64-bit divisions are left
-// to the host, and entries are read 128 at a time, ahead, into shared memory.
+// On small matrices, the setup takes longer than the products. So 64-bit divisions are done on the host, and
+// entries are read ahead into shared memory, 128 at a time.
 
 #include <cuda_pipeline.h>
 
@@ -25,22 +25,23 @@ namespace spmm_resident_detail {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kPieces = 16;  // of 16 bytes of a row of x
-// Entries that are added in one call, and those of them that are gathered before the first is summed.
+constexpr int kPieces = 16;  // pieces of 16 bytes per row of x
+// Entries that are added in one call, and how many of them are gathered before the first one is summed.
 constexpr int kBatch = 32;
 constexpr int kHalf = 16;
-constexpr int kStage = 128;  // entries of a warp in shared memory
-// In entries, what the end of a row costs, and loading a row of the tile.
+constexpr int kStage = 128;  // entries per warp in shared memory
+// Costs, in entries, of the end of a row and of loading a row of the tile.
 constexpr int kRowCost = 16;
 constexpr int kSourceCost = 4;
 
-// An entry in shared memory: the place of its source's piece 0 in the tile, and its weight.
+// An entry in shared memory: the position of its source's piece 0 in the tile, and its weight.
 struct alignas(8) Entry {
   int row;
   float weight;
 };
 
-// Sums on CUDA cores: one half of a warp takes even entries, the other odd ones; lane = 16 half + piece.
+// Sums on CUDA cores: one half of a warp handles even entries, the other half odd ones; lane = 16 half +
+// piece.
 template <typename T>
 struct CudaCores {
   using Element = T;
@@ -48,8 +49,9 @@ struct CudaCores {
   static constexpr int kVec = 16 / sizeof(T);
   static constexpr int kWidth = kVec * kPieces;
   static constexpr int kResult = kVec / 2;  // features that `finish` leaves in a lane
-  // Then sums move to totals of up to 32 sums, and those to totals of totals: rounding errors grow with 32
-  // terms at a time, not with the row, which may repeat a source 100,000 times, so that errors have one sign.
+  // After this many batches, sums are added to totals of up to 32 sums, and totals to a total of totals. So
+  // rounding errors grow with 32 terms, not with the row. A row may repeat a source 100,000 times, in which
+  // case all errors have the same sign.
   static constexpr int kBatchesPerSum = 2;
   static constexpr int kBatchesPerTotal = 32 * kBatchesPerSum;
 
@@ -74,7 +76,7 @@ struct CudaCores {
     }
   }
 
-  // Adds up to kBatch entries; `none` has a row of zeros.
+  // Adds up to kBatch entries; `none` is an entry with a row of zeros.
   __device__ __forceinline__ void add(const uint4* tile, const Entry* entries, int count, Entry none) {
 #pragma unroll
     for (int first = 0; first < kBatch; first += kHalf) {
@@ -108,7 +110,7 @@ struct CudaCores {
     }
   }
 
-  // First of the features, of the tile, that `finish` leaves in this lane.
+  // First feature of the tile that `finish` leaves in this lane.
   __device__ __forceinline__ int feature() const { return kVec * piece + kResult * half; }
   __device__ __forceinline__ bool has_result() const { return true; }
 
@@ -125,7 +127,7 @@ struct CudaCores {
   }
 };
 
-// Sums on tensor cores, as tca_tile.cuh says; a warp is one slot.
+// Sums on tensor cores (tca_tile.cuh); a warp is one slot.
 template <typename T>
 struct TensorCores {
   using Element = T;
@@ -155,7 +157,7 @@ struct TensorCores {
     const Entry own = tile.lane < count ? entries[tile.lane] : none;
     const int row = own.row;
     const std::uint32_t mine = bits_of<T>(own.weight);
-    const std::uint32_t pair = mine | __shfl_down_sync(kFullWarp, mine, 1) << 16;  // of use in even lanes
+    const std::uint32_t pair = mine | __shfl_down_sync(kFullWarp, mine, 1) << 16;  // used in even lanes only
 #pragma unroll
     for (int first = 0; first < kBatch; first += kHalf) {
       if (first >= count) break;
@@ -186,24 +188,24 @@ struct TensorCores {
   }
 };
 
-// A place between two entries: `entry` is in `row`, or is its first.
+// A position between two entries: `entry` is the next one, in `row`.
 struct Cut {
   int row, entry;
 };
 
-// How rows and entries are shared out, worked out on the host, so that no thread divides 64-bit numbers.
+// How rows and entries are divided. Computed on the host, so that no thread divides 64-bit numbers.
 struct Partition {
-  int work, more;     // of a warp, in entries; one more for the first `more` warps
-  int rows, entries;  // of a block, about
-  int sample_step;    // rows from one of the sample to the next
+  int work, more;     // work per warp, in entries; one more for the first `more` warps
+  int rows, entries;  // approximate number per block
+  int sample_step;    // distance between sampled rows
   int last_sample;
 
-  // What the warps before a warp do.
+  // Work of all warps before `warp`.
   __device__ __forceinline__ int before(int warp) const { return warp * work + min(warp, more); }
 };
 
-// The last row for which the entries and row ends before it cost at most `target`; eight neighbouring lanes
-// have one target. `sample` has the costs before every sample_step-th row.
+// The last row for which the entries and row ends before it cost at most `target`. Each group of eight
+// neighbouring lanes searches for one target. `sample` has the costs before every sample_step-th row.
 __device__ __forceinline__ int find_row(const CsrView& a, const Partition& partition, const int* sample,
                                         int target) {
   constexpr int kLanes = 8;
@@ -227,14 +229,14 @@ __device__ __forceinline__ int find_row(const CsrView& a, const Partition& parti
   return row;
 }
 
-// Where this warp's part of the work begins and ends, and the first entry of its first row. Blocks begin with
-// a row, warps with a row or a multiple of a batch within it. Lanes 8 i to 8 i + 7 find cut i of {this warp,
-// the next one, block's first warp, next block's}.
+// Finds where this warp's work begins and ends, and the first entry of its first row. Blocks begin with a
+// row; warps begin with a row or at a multiple of a batch within a row. Lanes 8 i to 8 i + 7 find cut i of
+// {this warp, the next warp, the block's first warp, the next block's first warp}.
 __device__ __forceinline__ void find_cuts(const CsrView& a, const Partition& partition, const int* sample,
                                           Cut& begin, Cut& end, int& row_begin) {
   constexpr int kLanes = 8;
   const int which = threadIdx.x % kWarp / kLanes, warp = threadIdx.x / kWarp;
-  const int part = which < 2 ? warp + which : (which - 2) * kWarps;  // from the block's first
+  const int part = which < 2 ? warp + which : (which - 2) * kWarps;  // counted from the block's first warp
   const int target = partition.before(blockIdx.x * kWarps + part);
   const int row = find_row(a, partition, sample, target);
   const int first = static_cast<int>(__ldg(a.rowptr + row));
@@ -256,8 +258,8 @@ __device__ __forceinline__ void find_cuts(const CsrView& a, const Partition& par
   row_begin = begin.row < a.num_rows ? static_cast<int>(__ldg(a.rowptr + begin.row)) : begin.entry;
 }
 
-// The value of an entry as it is stored, and the entry's weight made of it: in two steps, so that a load need
-// not be waited for at once.
+// The stored value of an entry. A second function computes the entry's weight from it, so that the load need
+// not be awaited at once.
 template <typename T>
 __device__ __forceinline__ std::uint32_t value_bits(const TileArgs& args, std::int64_t entry) {
   if (args.value.data == nullptr) return 0;
@@ -284,8 +286,8 @@ __device__ __forceinline__ float weight_from(const TileArgs& args, std::uint32_t
   return weight;
 }
 
-// Brings this block's part of an array, about, towards the L2 while it still looks for its rows: a line per
-// thread.
+// Prefetches approximately this block's part of an array to the L2 cache while the block searches for its
+// rows: one cache line per thread.
 __device__ __forceinline__ void prefetch_part(const void* data, std::int64_t size, int of_block,
                                               int element_bytes) {
   constexpr int kLine = 128;
@@ -345,7 +347,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   int next_col[kOwn] = {};
   std::uint32_t next_value[kOwn] = {};
   Entry* stage = stages[warp];
-  // Loads alone, so that nothing waits for them before `put`.
+  // Only loads, so that nothing waits for them before `put`.
   const auto fetch = [&](int first) {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -408,7 +410,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       from += together;
     }
     sum.finish(result);
-    // Zero in B of the tensor cores, times an infinity of another piece, is not zero.
+    // In operand B of the tensor cores, zero times an infinity of another piece gives NaN.
     if constexpr (Sum::kTensorCores) {
       bool finite = true;
 #pragma unroll
@@ -447,8 +449,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (open) store(end.row);
 }
 
-// Blocks for each tile of features: what takes least time if a wave of blocks takes as long as one of them,
-// its share of the rows and its tile.
+// Number of blocks per tile of features, chosen for the shortest time if a wave of blocks takes as long as
+// one block: its share of the rows plus its tile.
 std::int64_t row_groups(const CsrView& a, std::int64_t tiles) {
   int device = 0, num_sms = 1;
   cudaGetDevice(&device);

@@ -1,16 +1,16 @@
-// SpMM on tensor cores straight from CSR, after TCA-SpMM (section 4): nothing but row pointers and columns is
-// read, nothing is built before, one launch. tca_tile.cuh has the product.
+// SpMM on tensor cores directly from CSR, after TCA-SpMM (section 4). It reads only row pointers and columns,
+// builds no other format and has one launch. tca_tile.cuh has the product.
 //
-// Floors per call, E entries of width F: 2 E F bytes gathered and 4 E F ceil(F / tile) / F bytes of columns;
-// an eighth of what the tensor cores multiply is of use: 16 E F flops, a few per cent of what they can do in
+// Floors per call, E entries of width F: 2 E F bytes gathered and 4 E F ceil(F / tile) / F bytes of columns.
+// The tensor cores multiply 16 E F flops, an eighth of them useful: a few per cent of what they can do in
 // the time of the gather. So loads decide: runs of 128 bytes (F >= 64), eight in flight per lane. Tiles of
-// features are the slow grid dimension, because a tile of x is likelier to stay in the caches than x.
+// features are the slow grid dimension, because a tile of x is more likely to stay in the caches than x.
 //
-// A block is some slots (see tca_tile.cuh); `parts` of them share a row where there are few rows, and all of
-// them the rows that are far longer than the mean, one after the other. Their sums meet in shared memory and
-// are added in order: the same bits every time, no atomics, no second kernel.
+// A block has several slots (tca_tile.cuh). If there are few rows, `parts` slots share a row. All slots of a
+// block share its rows that are much longer than the mean, one row after the other. Their sums are added in
+// shared memory, in order: no atomics, no second kernel, the same bits every time.
 //
-// Where x has few rows, policy.spmm_resident sends the call to spmm_resident.cu.
+// If x has few rows, policy.spmm_resident chooses spmm_resident.cu instead.
 
 #include <algorithm>
 
@@ -23,9 +23,9 @@ namespace fastsparse::cuda {
 namespace spmm_tca_detail {
 
 constexpr int kThreads = 128;
-constexpr int kLongRow = 512;               // entries per slot, from which on a whole block takes the row
-constexpr int kResidentWarps = 132 * 16;    // of an H200, about
-constexpr std::int64_t kPackedEntries = 8;  // mean row length up to which rows are packed, not split
+constexpr int kLongRow = 512;               // entries per slot above which a whole block handles the row
+constexpr int kResidentWarps = 132 * 16;    // about as many as an H200 holds
+constexpr std::int64_t kPackedEntries = 8;  // up to this mean row length, rows are packed instead of split
 
 template <typename T, int kLanePieces, int kRowPieces, int kChunks>
 __global__ void __launch_bounds__(kThreads, 4) spmm_tca_kernel(const SpmmArgs args, int parts) {
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 4) spmm_tca_kernel(const SpmmArgs ar
   const int most = parts == kSlots ? 0x7fffffff : kLongRow * parts;
   const bool any_long = __syncthreads_or(length_of(row0 + slot / parts) > most);
 
-  // First every row that is not long, by `parts` slots each; then the long ones by all slots.
+  // First all rows that are not long, by `parts` slots each; then the long rows by all slots.
   for (int turn = 0; turn <= (any_long ? rows : 0); ++turn) {
     const int sharing = turn == 0 ? parts : kSlots;
     const std::int64_t row = turn == 0 ? row0 + slot / parts : row0 + turn - 1;

@@ -1,21 +1,23 @@
-// Sparse rows times a sparse structure (SSD; "Decoupled SSD", sections III and IV): a warp takes an edge
-// group, adds the kept entries of its sources into a dense row in shared memory, then updates the output at
-// warp width: a plain store, or a partial result where other groups share the row (the paper's update_mode).
+// Sparse rows times a sparse structure (SSD; "Decoupled SSD", sections III and IV). A warp handles an edge
+// group: it adds the kept entries of the group's sources into a dense row in shared memory, then updates the
+// output with all lanes. The update is a plain store, or a partial result if other groups share the row (the
+// paper's update_mode).
 //
-// The paper's slots exist because float sums in shared memory are a load, an addition and a store, which must
-// not meet. Integers need none of that: shared memory adds them natively, in any order with the same bits. So
-// sums are fixed-point: a term counts in units of the power of two that bounds all terms so far, divided by
-// 2^kTermBits. As the maximum of an online softmax, that power is raised, and the row shifted, when a greater
-// term comes, which is rare: the first terms' power bounds most others. Nothing is read twice.
+// The paper needs slots because a float sum in shared memory is a load, an addition and a store, and two of
+// them must not overlap. Integers need no slots: shared memory adds them natively, with the same bits in any
+// order. So sums are fixed-point. Their unit is 2^-kTermBits times a power of two that bounds all terms so
+// far. If a larger term comes, the power is raised and the row is shifted, as for the maximum of an online
+// softmax. This is rare, because the bound of the first terms usually also bounds the others. Nothing is read
+// twice.
 //
-// Where a source has many neighbours, its entries are packed first: four entries in 16 bytes, as fixed point
-// below a power of two of their own. A source is then one run of 4 k bytes instead of two runs in two tables,
-// in every dtype, and an entry takes fewer instructions.
+// If a source has many neighbours, its entries are packed first: four entries in 16 bytes, as fixed-point
+// numbers below their own power of two. Then a source is one run of 4 k bytes in every dtype instead of two
+// runs in two tables, and an entry takes fewer instructions.
 //
-// Bounds per call, E edges of k kept entries: E k (sizeof(T) + sizeof(Id)) bytes gathered, packed 4 E k; 32
-// additions to random places of shared memory meet about 3.5 times in a bank.
+// Bounds per call, E edges of k kept entries: E k (sizeof(T) + sizeof(Id)) bytes gathered (4 E k if packed).
+// 32 additions at random addresses of shared memory have on average a 3.5-way bank conflict.
 //
-// Groups with infinities, NaN, or nothing but tiny numbers sum plainly, one entry at a time; so do float64
+// Groups with infinities, NaN or only tiny numbers are summed as floats, one entry at a time. So are float64
 // and rows that are too wide.
 #include <cstddef>
 #include <type_traits>
@@ -30,27 +32,29 @@ namespace ssd_detail {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kTermBits = 24;         // those of a float: kPieceEntries terms stay below 2^31
-constexpr int kPieceEntries = 128;    // of a group, summed in fixed point before floats take over
-constexpr int kLeastExponent = -100;  // smaller terms sum plainly: their units would not be normal floats
+constexpr int kTermBits = 24;  // as in a float; the sum of kPieceEntries terms stays below 2^31
+constexpr int kPieceEntries =
+    128;  // entries of a group that are summed in fixed point; the sums are then added as floats
+constexpr int kLeastExponent =
+    -100;  // smaller terms are summed as floats: the unit would not be a normal float
 constexpr unsigned kInfinity = 0x7f800000u;
-constexpr int kSharedFeatures = 1024;  // widest rows that are summed in shared memory whole
-constexpr int kPlainFeatures = 1024;   // of a plain sum: what a warp's buffer holds, or half of it
-constexpr int kShortGroups = 4;  // groups of at most kShortGroupEntries entries that a warp takes together
-constexpr int kShortAhead = 4;   // their entries under way at once
+constexpr int kSharedFeatures = 1024;  // widest rows that are summed in shared memory at once
+constexpr int kPlainFeatures = 1024;   // features per float sum: a warp's buffer holds this many
+constexpr int kShortGroups = 4;  // groups of at most kShortGroupEntries entries that a warp handles together
+constexpr int kShortAhead = 4;   // entries of these groups in flight at once
 static_assert(kShortGroups * kShortGroupEntries <= kWarp);
-// Entries per row from which most groups are full, so that four packed quads under way pay for the partial
-// chunk at a group's end.
+// If rows have at least this many entries, most groups are full, so that four packed quads in flight pay off
+// although the last chunk of a group is partial.
 constexpr std::int64_t kManyPerRow = 256;
-constexpr int kTeams = 4;  // groups of a middling number of entries that share a warp, a quarter each
+constexpr int kTeams = 4;  // groups of medium size that share a warp, a quarter of it each
 
-// 2^power, for powers of normal numbers.
+// 2^power as bits, for powers of normal numbers.
 __device__ __forceinline__ unsigned exponent_bits(int power) {
   return static_cast<unsigned>(power + 127) << 23;
 }
 __device__ __forceinline__ float exp2_of(int power) { return __uint_as_float(exponent_bits(power)); }
 
-// Lanes that work on one group: a warp, or one of kTeams equal parts of it, which walk the same way.
+// Lanes that handle one group: a warp, or one of its kTeams equal parts, which run the same number of steps.
 template <int kTeams>
 struct Team {
   static constexpr int kLanes = kWarp / kTeams;
@@ -66,7 +70,7 @@ struct Team {
     }
   }
 
-  // The greatest number that a lane has. All teams of the warp come.
+  // The largest number in any lane of the team. All teams of the warp must call it.
   static __device__ __forceinline__ unsigned max_of(unsigned v) {
     if constexpr (kTeams == 1) {
       v = __reduce_max_sync(kFullWarp, v);
@@ -80,7 +84,7 @@ struct Team {
   }
 };
 
-// Four entries of a row in the words that hold them: taking them apart would wait for the load.
+// Four entries of a row in packed words: unpacking would wait for the load.
 template <typename T, typename Id>
 struct Quad {
   unsigned values[sizeof(T)];
@@ -106,7 +110,7 @@ struct Quad {
   }
 };
 
-// Four numbers from `address` on as words; zeros beyond the first `inside` of them.
+// Loads four numbers from `address` on as words; zeros beyond the first `inside` numbers.
 template <bool kVector, typename N>
 __device__ __forceinline__ void load_words(const std::byte* address, int inside,
                                            unsigned (&word)[sizeof(N)]) {
@@ -121,7 +125,7 @@ __device__ __forceinline__ void load_words(const std::byte* address, int inside,
   }
 }
 
-// The part of every row that a lane takes: entries from 4 * quad on.
+// The part of every row that a lane handles: four entries from 4 * quad on.
 template <typename T, typename Id, bool kVector>
 struct QuadOfRows {
   using Entries = Quad<T, Id>;
@@ -136,8 +140,8 @@ struct QuadOfRows {
         ids(static_cast<const std::byte*>(args.ids) + quad * (4 * sizeof(Id))),
         k(static_cast<unsigned>(args.k)),
         inside(static_cast<int>(args.k) - quad * 4) {
-    // Hides where the addresses come from, or every load would begin again from the arguments: half of the
-    // instructions around it.
+    // Hides the origin of the addresses from the compiler. Otherwise every load would compute its address
+    // from the arguments again: half of the instructions around it.
     asm("" : "+l"(values), "+l"(ids));
   }
 
@@ -151,20 +155,21 @@ struct QuadOfRows {
   }
 };
 
-// Four packed entries. A word is, from its highest bit, 22 bits of a signed number below one, 8 bits of id,
-// and 2 bits of the power, from the lowest on: the biased exponent of the greatest of the four.
+// Four packed entries. A word has, from its highest bit, a signed number below one (22 bits), an id (8 bits),
+// and 2 bits of an exponent. The four words have the biased exponent of the largest of the four entries,
+// lowest bits first.
 struct PackedQuad {
   static constexpr unsigned kNumber = 0xfffffc00u, kOffset = 0x3fcu;
   unsigned word[4];
 
-  // 2^(exponent); twice that bounds every entry; 0 for four zeros, infinity for one that is no number.
+  // 2^exponent, whose double bounds every entry. 0 for four zeros, infinity if an entry is infinite or NaN.
   __device__ __forceinline__ float power() const {
     const unsigned exponent = (word[0] & 3) | (word[1] & 3) << 2 | (word[2] & 3) << 4 | (word[3] & 3) << 6;
     return __uint_as_float(exponent << 23);
   }
 };
 
-// The same part of packed rows.
+// The part of every packed row that a lane handles.
 struct QuadOfPackedRows {
   using Entries = PackedQuad;
   static constexpr bool kPacked = true;
@@ -173,7 +178,7 @@ struct QuadOfPackedRows {
 
   __device__ __forceinline__ QuadOfPackedRows(const SsdArgs& args, int quad)
       : quads(static_cast<const uint4*>(args.packed) + quad), per_row(static_cast<unsigned>(args.k / 4)) {
-    asm("" : "+l"(quads));  // as above
+    asm("" : "+l"(quads));  // as in QuadOfRows
   }
 
   __device__ __forceinline__ PackedQuad load(unsigned row) const {
@@ -194,7 +199,8 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const SsdArgs args, std:
   for (int i = 0; i < 4; ++i) most = max(most, __float_as_uint(fabsf(widen(values.lane[i]))));
   // Subnormal numbers count as the smallest normal ones: only zeros have exponent 0.
   const int exponent = static_cast<int>(most >> 23) + (most != 0 && most >> 23 == 0);
-  // 2^21 for a number that the power makes 1, in two factors: it may be beyond what a float holds.
+  // Scales the bound of the entries to 2^21. Two factors, because their product may be larger than a float
+  // can represent.
   const int scale = 147 - exponent;
   const float half = exp2_of(scale / 2), other_half = exp2_of(scale - scale / 2);
   constexpr int kGreatest = (1 << 21) - 1;
@@ -208,8 +214,8 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const SsdArgs args, std:
   static_cast<uint4*>(args.packed)[at] = uint4{quad.word[0], quad.word[1], quad.word[2], quad.word[3]};
 }
 
-// The dtype of kernels that learn it at run time: they read packed entries, and features only where sums are
-// stored or plain.
+// The dtype of kernels that read it from the arguments. They read packed entries, and features only when they
+// store sums or sum as floats.
 struct AnyDtype {};
 
 __device__ __forceinline__ float number_at(const void* numbers, Dtype dtype, std::int64_t index) {
@@ -231,7 +237,7 @@ __device__ __forceinline__ Acc<T> kept_value(const SsdArgs& args, std::int64_t i
 template <typename T>
 __device__ __forceinline__ Acc<T> weight_of(const SsdArgs& args, std::int64_t entry, std::int64_t source) {
   Acc<T> weight = 1;
-  if constexpr (!std::is_same_v<T, AnyDtype>) {  // whose kernels take products without weights
+  if constexpr (!std::is_same_v<T, AnyDtype>) {  // kernels for any dtype have no weights
     if (args.value.data != nullptr) {
       weight = load_value<T>(args.value, args.value.dtype == args.dtype, edge_position(args.a, entry));
     }
@@ -241,7 +247,7 @@ __device__ __forceinline__ Acc<T> weight_of(const SsdArgs& args, std::int64_t en
 }
 
 // Adds the entries of a group into `buffer`, features [feature0, feature0 + features), one source at a time:
-// its ids differ, so that lanes never meet.
+// the ids of a source differ, so that no two lanes add to the same address.
 template <typename T, typename Id, typename OfTeam = Team<1>>
 __device__ void sum_plainly(const SsdArgs& args, const RowSlice& slice, std::int64_t feature0, int features,
                             Acc<T>* buffer) {
@@ -298,7 +304,7 @@ __device__ __forceinline__ void store_sums(const SsdArgs& args, const RowSlice& 
   }
 }
 
-// Stores the row in `buffer`: sums in fixed point, of this unit, or floats where it is 0.
+// Stores the row in `buffer`. Its sums are fixed-point numbers with this unit, or floats if `unit` is 0.
 template <typename OfTeam, int kVec, typename T>
 __device__ __forceinline__ void store_vectors(const SsdArgs& args, const RowSlice& slice, const int* buffer,
                                               float unit) {
@@ -322,26 +328,26 @@ __device__ __forceinline__ void store_row(const SsdArgs& args, const RowSlice& s
                       : store_vectors<OfTeam, 1, T>(args, slice, buffer, unit);
 }
 
-// The greater of `most` and |term|, NaN if one of them is.
+// The larger of `most` and |term|; NaN if either is NaN.
 __device__ __forceinline__ float greater_magnitude(float most, float term) {
   float greater;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(greater) : "f"(most), "f"(fabsf(term)));
   return greater;
 }
 
-// A row in shared memory, in fixed point, shared by the lanes of a team.
+// A fixed-point row in shared memory, shared by the lanes of a team.
 template <typename OfTeam>
 struct FixedRow {
   int* sum;
-  int vectors;                                  // of four sums
+  int vectors;                                  // groups of four sums
   int exponent = kLeastExponent;                // every term is below 2^exponent
-  unsigned limit = exponent_bits(exponent);     // the same as the bits of a float
-  float scale = exp2_of(kTermBits - exponent);  // units of a term
+  unsigned limit = exponent_bits(exponent);     // 2^exponent as the bits of a float
+  float scale = exp2_of(kTermBits - exponent);  // units per 1.0
   bool empty = true;
 
   __device__ __forceinline__ FixedRow(int* sum, int vectors) : sum(sum), vectors(vectors) {}
 
-  // Makes space for terms of magnitudes up to the one with the bits `most`, a number.
+  // Rescales the row for terms of magnitudes up to `most`, given as the bits of a finite float.
   __device__ __forceinline__ void make_room(unsigned most) {
     if (most >= limit) {
       const int raised = static_cast<int>(most >> 23) - 126;
@@ -365,7 +371,7 @@ struct FixedRow {
     atomicAdd(sum + id, __float2int_rn(term * scale));
   }
 
-  // Adds four packed entries times `weight`: the high word of their numbers times a factor.
+  // Adds four packed entries times `weight`: the high words of the products with a factor.
   __device__ __forceinline__ void add(const PackedQuad& quad, float weight) {
     const int factor = __float2int_rn(weight * quad.power() * (4 * scale));
 #pragma unroll
@@ -380,15 +386,15 @@ struct FixedRow {
   __device__ __forceinline__ float unit() const { return exp2_of(exponent - kTermBits); }
 };
 
-// Entries of a group that a lane takes at once: kAtOnce quads, `step` sources apart.
+// Entries of a group that a lane handles at once: kAtOnce quads, `step` sources apart.
 template <int kAtOnce, typename Entries>
 struct Chunk {
   Entries quad[kAtOnce];
   float weight[kAtOnce];
 };
 
-// Adds the first `count` quads of every lane's chunk; false if fixed point cannot hold them. A chunk that all
-// lanes have whole needs no questions, which are a third of the instructions.
+// Adds the first `count` quads of every lane's chunk; false if fixed point cannot represent them. kWhole: all
+// lanes have a whole chunk, which saves the checks, a third of the instructions.
 template <bool kWhole, bool kWeighted, int kAtOnce, typename OfTeam, typename T, typename Id>
 __device__ __forceinline__ bool add_chunk(const Chunk<kAtOnce, Quad<T, Id>>& chunk, int count,
                                           FixedRow<OfTeam>& row) {
@@ -416,8 +422,8 @@ __device__ __forceinline__ bool add_chunk(const Chunk<kAtOnce, Quad<T, Id>>& chu
   return true;
 }
 
-// The same for packed entries, whose bounds take the place of the terms. It always asks which lanes have an
-// entry: a copy for whole chunks takes registers from other warps.
+// As add_chunk, for packed entries, with their bounds instead of the terms. It always checks which lanes have
+// an entry, because a copy for whole chunks would take registers from other warps.
 template <bool kWeighted, int kAtOnce, typename OfTeam>
 __device__ __forceinline__ bool add_packed_chunk(const Chunk<kAtOnce, PackedQuad>& chunk, int count,
                                                  FixedRow<OfTeam>& row) {
@@ -426,7 +432,7 @@ __device__ __forceinline__ bool add_packed_chunk(const Chunk<kAtOnce, PackedQuad
   for (int u = 0; u < kAtOnce; ++u) {
     const float power = chunk.quad[u].power();
     unsigned bound = __float_as_uint(power);
-    // Twice the power is beyond the entries; a bound that is lost below the smallest number is still no zero.
+    // Twice the power bounds the entries. A nonzero bound that underflows must not become zero.
     if (kWeighted) bound = __float_as_uint(fabsf(2 * power * chunk.weight[u])) | (power != 0);
     if (u < count) most = max(most, bound);
   }
@@ -442,21 +448,21 @@ __device__ __forceinline__ bool add_packed_chunk(const Chunk<kAtOnce, PackedQuad
   return true;
 }
 
-// Adds the entries of a group; false if it has terms that fixed point cannot hold. The groups of a warp have
-// from `shortest` to `longest` entries.
+// Adds the entries of a group; false if it has terms that fixed point cannot represent. The groups of a warp
+// have from `shortest` to `longest` entries.
 template <int kAtOnce, typename T, typename Rows, bool kWeighted, typename OfTeam>
 __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& slice, int shortest,
                                           int longest, int lanes_log, FixedRow<OfTeam>& row) {
-  // Lanes of a source, and sources at once.
+  // Lanes per source, and number of sources at once.
   const int lanes = 1 << lanes_log, step_log = 31 - __clz(OfTeam::kLanes) - lanes_log, step = 1 << step_log;
   const int nth = OfTeam::lane() >> lanes_log, lane_of_source = OfTeam::lane() & (lanes - 1);
   const int quads = static_cast<int>((args.k + 3) / 4);
   const int per_chunk = kAtOnce * step;
 
   const int* sources = args.a.col + slice.begin + nth;
-  const int last = slice.length - 1 - nth;  // of this lane's entries, counted from `sources`
+  const int last = slice.length - 1 - nth;  // this lane's last entry, counted from `sources`
 
-  // Lanes without an entry load another: without branches all loads are under way at once.
+  // Lanes without an entry load another one: without branches, all loads are in flight at once.
   const auto load_sources = [&](int first, unsigned (&source)[kAtOnce]) {
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
@@ -476,24 +482,25 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
   };
 
   bool fits = true;
-  // With many kept entries a lane takes several quads of a source.
+  // With many kept entries, a lane handles several quads of a source.
   for (int quad0 = 0; quad0 < quads; quad0 += lanes) {
     const int quad = quad0 + lane_of_source;
-    const int end = quad < quads ? last : -1;  // of the entries that this lane adds
+    const int end = quad < quads ? last : -1;  // last of the entries that this lane adds
     const Rows rows(args, min(quad, quads - 1));
     unsigned source[kAtOnce];
     Chunk<kAtOnce, typename Rows::Entries> next;
     load_sources(0, source);
     if (longest > 0) load_chunk(0, rows, source, next);
     if (per_chunk < longest) load_sources(per_chunk, source);
-    // One chunk ahead of the additions, two ahead for the sources: each load waits for the one before.
+    // Quads are loaded one chunk ahead of the additions, and sources two chunks ahead, because each load
+    // waits for the previous one.
     for (int first = 0; first < longest; first += per_chunk) {
       const Chunk<kAtOnce, typename Rows::Entries> chunk = next;
       if (first + per_chunk < longest) {
         load_chunk(first + per_chunk, rows, source, next);
         load_sources(first + 2 * per_chunk, source);
       }
-      const int count = (end - first + step) >> step_log;  // of this lane's quads that hold entries
+      const int count = (end - first + step) >> step_log;  // number of this lane's quads that hold entries
       bool added;
       if constexpr (Rows::kPacked) {
         added = add_packed_chunk<kWeighted>(chunk, count, row);
@@ -504,17 +511,17 @@ __device__ __forceinline__ bool sum_fixed(const SsdArgs& args, const RowSlice& s
       }
       if (!added) {
         if (OfTeam::kLanes == kWarp) return false;
-        fits = false;  // the other teams of the warp go on
+        fits = false;  // the other teams of the warp continue
       }
     }
-    if (Rows::kPacked) break;  // rows of at most 32 entries: there is no other
+    if (Rows::kPacked) break;  // packed rows have at most 32 entries, so there is no other quad
   }
   return fits && (row.empty || row.exponent > kLeastExponent);
 }
 
-// kAtOnce: quads that a lane has under way. One leaves registers for kBlocks more warps, which is faster
-// where a warp has many sources at once, that is, where few entries are kept. kInPieces: there are groups of
-// more than kPieceEntries entries.
+// kAtOnce: quads that a lane has in flight. One quad leaves registers for kBlocks more warps. That is faster
+// if a warp handles many sources at once, that is, if few entries are kept. kInPieces: some groups have more
+// than kPieceEntries entries.
 template <int kAtOnce, int kBlocks, typename T, typename Id, typename Rows, bool kWeighted, bool kInPieces>
 __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs args, int lanes_log) {
   extern __shared__ int4 shared[];
@@ -523,7 +530,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs ar
   std::int64_t group = static_cast<std::int64_t>(blockIdx.x) * kWarps + warp;
   if (group >= args.num_long) return;
   const auto load_group = [&] {
-    // Loaded for every piece again: a slice that is kept makes the compiler spill more.
+    // Loaded again for every piece, because keeping the slice makes the compiler spill more.
     if constexpr (kInPieces) asm volatile("" : "+l"(group));
     return load_slice(args.groups, group);
   };
@@ -534,7 +541,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs ar
     for (int i = lane; i < vectors; i += kWarp) row[i] = int4{0, 0, 0, 0};
     __syncwarp();
   };
-  // Adds the entries of a piece into the buffer; the unit of its sums, 0 where they are floats.
+  // Adds the entries of a piece into the buffer. Returns the unit of its sums, 0 if they are floats.
   const auto sum_piece = [&](const RowSlice& piece) {
     clear(buffer);
     FixedRow<Team<1>> row(reinterpret_cast<int*>(buffer), vectors);
@@ -577,18 +584,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks) ssd_kernel(const SsdArgs ar
   }
 }
 
-// The kernels of the other groups run at the same time as ssd_kernel, as they need none of its results, and
-// fill the GPU when it has few blocks left. What follows them has to wait for both: so their last block,
-// which has no groups, waits.
+// The kernels for other groups run at the same time as ssd_kernel, because they need none of its results, and
+// fill the GPU when few blocks of ssd_kernel are left. Kernels after them must wait for both, so their last
+// block, which has no groups, waits for ssd_kernel.
 __device__ __forceinline__ bool waited_as_last_block() {
   if (blockIdx.x + 1 < gridDim.x) return false;
   wait_for_kernel_before();
   return true;
 }
 
-// Groups of up to 31 entries: kTeams of them to a warp, each with its own buffer. What a
-// group costs besides its entries, it costs four of them together. Weighted, eight blocks would spill
-// registers.
+// Groups of up to 31 entries: a warp handles kTeams groups, each with its own buffer. So four groups share
+// the cost per group. With weights, eight blocks would spill registers.
 template <typename T, typename Id, typename Rows, bool kWeighted>
 __global__ void __launch_bounds__(kThreads, kWeighted ? 7 : 0)
     ssd_middle_kernel(const SsdArgs args, int lanes_log) {
@@ -599,7 +605,7 @@ __global__ void __launch_bounds__(kThreads, kWeighted ? 7 : 0)
   const int nth = static_cast<int>(threadIdx.x) / OfTeam::kLanes;
   const std::int64_t group = args.num_long + static_cast<std::int64_t>(blockIdx.x) * (kWarps * kTeams) + nth;
   RowSlice slice = load_slice(args.groups, group);
-  if (slice.length == 0) slice.begin = 0;  // an empty row's may be behind the last entry
+  if (slice.length == 0) slice.begin = 0;  // an empty row may begin after the last entry
   const int longest = static_cast<int>(__reduce_max_sync(kFullWarp, static_cast<unsigned>(slice.length)));
   const int shortest = static_cast<int>(__reduce_min_sync(kFullWarp, static_cast<unsigned>(slice.length)));
   const int vectors = static_cast<int>((args.width + 3) / 4);
@@ -622,9 +628,9 @@ __global__ void __launch_bounds__(kThreads, kWeighted ? 7 : 0)
   store_row<T, OfTeam>(args, slice, buffer, fixed ? row.unit() : 0.0f);
 }
 
-// Groups of few entries: a warp takes kShortGroups of them at once, so that loads of one are under way while
-// another is added, and sums floats, one source at a time: for one or two sources fixed point costs more than
-// it saves.
+// Groups of few entries: a warp handles kShortGroups of them at once, so that loads of one group are in
+// flight while another is added. It sums floats, one source at a time, because for one or two sources fixed
+// point costs more than it saves.
 template <typename T, typename Id, int kPerLane, bool kWeighted>
 __global__ void __launch_bounds__(kThreads) ssd_short_kernel(const SsdArgs args) {
   extern __shared__ int4 shared[];
@@ -645,7 +651,8 @@ __global__ void __launch_bounds__(kThreads) ssd_short_kernel(const SsdArgs args)
     __syncwarp();
   };
 
-  // Lane g knows group g and where its entries end among those of all groups; lane e loads the e-th of those.
+  // Lane g has group g and the end of its entries in the list of all groups' entries. Lane e loads the e-th
+  // entry of that list.
   RowSlice slice{0, 0, 0};
   if (lane < groups) slice = load_slice(args.groups, group0 + lane);
   int end = slice.length;
@@ -712,8 +719,8 @@ __global__ void __launch_bounds__(kThreads) ssd_short_kernel(const SsdArgs args)
   finish_groups(total);
 }
 
-// Any width and dtype: tiles of features, all entries of a group for each. Groups of several pieces have
-// totals in the second half of the buffer.
+// For any width and dtype: adds all entries of a group for one tile of features after the other. Groups of
+// several pieces have totals in the second half of the buffer.
 template <typename T, typename Id, bool kInPieces>
 __global__ void __launch_bounds__(kThreads) ssd_plain_kernel(const SsdArgs args) {
   constexpr int kTile = kInPieces ? kPlainFeatures / 2 : kPlainFeatures;
@@ -800,7 +807,7 @@ void launch_in_shared_memory(SsdArgs args, cudaStream_t stream) {
   };
   const bool vectors =
       args.k % 4 == 0 && aligned(args.values, 4 * sizeof(T)) && aligned(args.ids, 4 * sizeof(Id));
-  // Rows of more than 256 features, rare and large, take a warp each.
+  // Groups in rows of more than 256 features, which are rare and large, get a warp each.
   const bool shared_warps = sizeof(Id) == 1 && (args.few_entries ? args.k <= 2 * kWarp : vectors);
   if (!shared_warps) args.num_long = args.groups.num_slices;
   if constexpr (sizeof(Id) == 1) {
@@ -826,7 +833,8 @@ void launch_in_shared_memory(SsdArgs args, cudaStream_t stream) {
       launch_long<2, kWeighted ? 7 : 10, T, Id, Rows, kWeighted>(args, stream);
     }
   } else {
-    // Kept entries that are not multiples of four are rare: they share one kernel, with weights of 1.
+    // A k that is not a multiple of four is rare. All such calls share one weighted kernel, in which calls
+    // without weights use 1.
     launch_long<2, 6, T, Id, QuadOfRows<T, Id, false>, true, true>(args, stream);
   }
   if constexpr (sizeof(Id) == 1) {

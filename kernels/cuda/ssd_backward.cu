@@ -1,13 +1,16 @@
-// Backward of the product with sparse features (MaxK): gradients of the kept values and of the edge values.
+// Backward pass of the product with sparse features (MaxK): gradients of the kept values and of the edge
+// values.
 //
-// Kept values, from row panels: a block of threads copies the window's rows of the gradient to shared
-// memory, and groups of lanes take strips of its entries, which are sorted by source. A lane owns up to 4
-// kept columns; it looks them up in the rows of a source's consecutive entries, sums in registers, and adds
-// once per source and strip to the output: with one 16-byte reduction on sm_90, or with a plain store where
-// the source has no other entries. Where the results are too many for the L2, the list of slices takes one
-// block of sources after the other. Floors: 4 + k ids per entry from the L2, 4 k bytes reduced per source and
-// window, which is what bounds MaxK's own kernel (once per edge), the gradient read once, and 3.5
-// shared-memory cycles for 32 look-ups at random banks.
+// Kept values, from row panels: a block of threads copies the window's rows of the gradient to shared memory,
+// and groups of lanes handle strips of its entries, which are sorted by source. A lane has up to 4 kept
+// columns. It reads them in the rows of a source's consecutive entries, sums in registers, and adds once per
+// source and strip to the output: with one 16-byte reduction on sm_90, or with a plain store if the source
+// has no other entries. If the results do not fit the L2 cache, the list of slices handles one block of
+// sources after the other.
+//
+// Floors: 4 + k ids per entry read from the L2 cache; 4 k bytes reduced per source and window (per edge in
+// MaxK's own kernel, where they are the bottleneck); the gradient read once; 3.5 shared-memory cycles for 32
+// reads at random banks.
 //
 // Kept values, row by row of the transposed structure: always the same bits, but k scattered reads per entry.
 
@@ -23,13 +26,13 @@
 namespace fastsparse::cuda {
 namespace ssd_backward_detail {
 
-// Threads of a block that works on a window: few where shared memory has space for several blocks.
+// Threads per block: few if shared memory has space for several blocks.
 constexpr int kFewThreads = 384;
 constexpr int kManyThreads = 768;
 constexpr int kEntriesInFlight = 4;
-constexpr int kRowBits = 6;  // of an entry: its row in the window, below the source
+constexpr int kRowBits = 6;  // bits of an entry's row in the window, below the source
 constexpr std::uint32_t kRowMask = (1u << kRowBits) - 1;
-constexpr std::uint32_t kNoEntry = 0xffffffffu;  // its source is greater than that of any entry
+constexpr std::uint32_t kNoEntry = 0xffffffffu;  // its source is greater than any other
 constexpr std::uint32_t kSole = 0x80000000u;     // all entries of the source are in this strip
 
 // Lanes that share the k kept columns of a source, kVec each: a power of two.
@@ -49,7 +52,7 @@ __device__ __forceinline__ Pack<Id, kVec> load_ids(const KeptIdsView& ids, std::
   }
 }
 
-// Calls f with the type of the ids and with the number of them that a lane takes: 4 where rows allow it.
+// Calls f with the type of the ids and with the number of ids per lane: 4 if rows allow it.
 template <typename F>
 void with_ids(const KeptIdsView& ids, F&& f) {
   const auto pick = [&](auto id, auto one, auto four) {
@@ -81,7 +84,7 @@ __device__ __forceinline__ void add_to(float* to, const float (&sum)[kVec]) {
   }
 }
 
-// Zeroes the results of sources that are not written by one plain store.
+// Clears the results of sources that no plain store writes.
 template <int kVec>
 __global__ void zero_sources_kernel(const std::int32_t* source, std::int64_t count, std::int64_t k,
                                     float* sum) {
@@ -93,8 +96,8 @@ __global__ void zero_sources_kernel(const std::int32_t* source, std::int64_t cou
   store_pack(Pack<float, kVec>{}, sum + source[nth] * k + (at - nth * per_source) * kVec);
 }
 
-// The gradient is read once or a few times, results are added to all the time: L2 lines of the gradient go
-// first.
+// L2 policy of the gradient, which is read once or a few times, while results are added to repeatedly: the
+// gradient's lines are evicted first.
 __device__ __forceinline__ std::uint64_t evict_first() {
   std::uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -109,7 +112,7 @@ __device__ __forceinline__ void copy_16_bytes(void* to, const void* from, std::u
                : "memory");
 }
 
-// Copies `count` rows of the gradient side by side, a warp to a row, 16 bytes at a time where their addresses
+// Copies `count` rows of the gradient next to each other, a warp per row, 16 bytes at a time if addresses
 // allow it.
 template <int kWindowThreads, typename T>
 __device__ __forceinline__ void copy_rows(const DenseView& grad, std::int64_t first_row, int count, int width,
@@ -142,7 +145,7 @@ __device__ __forceinline__ float weight_of(const SsdBackwardWindowsArgs& args, s
   return row_scale * load_value<T>(args.value, args.value.dtype == args.dtype, position);
 }
 
-// Adds a strip's sum to its source, or stores it where the source has no other.
+// Adds a strip's sum to its source, or stores it if the source has no other strip.
 template <int kVec>
 __device__ __forceinline__ void finish_source(const SsdBackwardWindowsArgs& args, std::uint32_t source,
                                               bool sole, int first, float (&sum)[kVec]) {
@@ -162,7 +165,7 @@ __device__ __forceinline__ void finish_source(const SsdBackwardWindowsArgs& args
   }
 }
 
-// Weighted: entries have values or rows have scales; without either, their registers are free.
+// kWeighted: entries have values or rows have scales. A separate kernel without both needs fewer registers.
 template <typename T, typename Id, int kVec, int kWindowThreads, bool kWeighted>
 __global__ void __launch_bounds__(kWindowThreads, kWindowThreads == kFewThreads ? 3 : 1)
     ssd_backward_windows_kernel(const SsdBackwardWindowsArgs args, bool in_pieces, int lanes) {
@@ -183,7 +186,7 @@ __global__ void __launch_bounds__(kWindowThreads, kWindowThreads == kFewThreads 
   const int strip = args.a.strip;
   __pipeline_wait_prior(0);
   __syncthreads();
-  wait_for_kernel_before();  // it zeroes what the sums are added to
+  wait_for_kernel_before();  // that kernel clears the sums
 
   for (int c = threadIdx.x % lanes * kVec; c < k; c += lanes * kVec) {
     for (int begin = threadIdx.x / lanes * strip; begin < slice.length;
@@ -227,7 +230,7 @@ __global__ void __launch_bounds__(kWindowThreads, kWindowThreads == kFewThreads 
   }
 }
 
-// Casts the sums, 16 bytes of results a thread.
+// Casts the sums, 16 bytes of results per thread.
 template <typename T>
 __global__ void cast_sums_kernel(const float* sum, std::int64_t count, T* out) {
   constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
@@ -249,11 +252,12 @@ __global__ void cast_sums_kernel(const float* sum, std::int64_t count, T* out) {
   }
 }
 
-// Of the three kernels the last two begin while the one before them runs. The first one is launched as usual,
-// so it begins when everything before it is over, the gradient's kernel too; without it the second one is.
+// The second and third kernel begin while the previous one runs. The first kernel is launched normally, so it
+// begins after all earlier work, including the gradient's kernel. Without the first kernel, the second one is
+// launched normally.
 template <typename T, typename Id, int kVec>
 cudaError_t launch_windows(const SsdBackwardWindowsArgs& args, cudaStream_t stream) {
-  constexpr int kSmallThreads = 256, kReservedBytes = 1024;  // shared memory that a block costs besides
+  constexpr int kSmallThreads = 256, kReservedBytes = 1024;  // shared memory that is reserved per block
   const std::int64_t zeroed = args.a.num_other * (args.ids.k / kVec);
   if (zeroed > 0) {
     zero_sources_kernel<kVec><<<ceil_div(zeroed, kSmallThreads), kSmallThreads, 0, stream>>>(
@@ -298,9 +302,10 @@ cudaError_t launch_windows(const SsdBackwardWindowsArgs& args, cudaStream_t stre
 // ---------------------------------------------------------------- kept values, row by row
 
 constexpr int kThreads = 128;
-constexpr int kEntriesPerSum = 32;  // then the sum moves to a total: rounding errors grow with 32
+constexpr int kEntriesPerSum =
+    32;  // then the sum is added to a total, so rounding errors grow with 32 entries
 
-// A group of lanes takes one slice of a row of the transposed structure, which is a source.
+// A group of lanes handles one slice of a row of the transposed structure, which is a source.
 template <typename T, typename Id>
 __global__ void __launch_bounds__(kThreads) ssd_backward_kernel(const SsdBackwardArgs args, int lanes) {
   using A = Acc<T>;
@@ -320,8 +325,8 @@ __global__ void __launch_bounds__(kThreads) ssd_backward_kernel(const SsdBackwar
       for (int base = block; base < end; base += kEntriesInFlight) {
         std::int64_t row[kEntriesInFlight];
         A look_up[kEntriesInFlight];
-        // Entries beyond the end stand for the last one: without branches all loads are under way at once,
-        // of short rows too.
+        // Entries beyond the end repeat the last one: without branches, all loads are in flight at once, also
+        // in short rows.
 #pragma unroll
         for (int u = 0; u < kEntriesInFlight; ++u) {
           row[u] = __ldg(args.a_t.col + slice.begin + min(base + u, end - 1));
@@ -361,8 +366,8 @@ void launch_rows(const SsdBackwardArgs& args, cudaStream_t stream) {
 
 // ---------------------------------------------------------------- edge values
 
-// A warp takes one slice of a row, copies the row of the gradient to shared memory, and groups of its lanes
-// take an entry each.
+// A warp handles one slice of a row: it copies the row of the gradient to shared memory, and each group of
+// its lanes handles one entry.
 template <typename T, typename Id, int kVec>
 __global__ void __launch_bounds__(kThreads)
     ssd_value_grad_kernel(const SsdValueGradArgs args, bool in_shared, int lanes) {
@@ -383,7 +388,7 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % lanes, group = threadIdx.x % kWarp / lanes;
   const int k = static_cast<int>(args.ids.k), groups = kWarp / lanes;
 
-  // All groups of the warp loop together: they shuffle.
+  // All groups of the warp loop together, because they shuffle.
   for (int base = 0; base < slice.length; base += groups) {
     const bool live = base + group < slice.length;
     const std::int64_t entry = slice.begin + base + group;

@@ -1,11 +1,11 @@
-// The gradient of a linear map's weight once more, where it is not finite, without the rows whose gradient is
-// 0: 0 times NaN is NaN, and a row that no edge reads must not reach the weight.
+// Recomputes the gradient of a linear map's weight where it is not finite, without the rows whose gradient is
+// 0: 0 times NaN is NaN, and a row that no edge reads must not change the weight.
 //
-// The host would have to wait for the device to know whether a product is finite, so this is launched behind
-// every product. A block looks at kColumns columns of one part of it and ends at once where they are finite:
-// that reads the product once, mostly from L2. Otherwise the block computes them again: a lane has kWidth
-// columns of the gradient, a warp every kWarps-th row. The order of the additions is fixed. Only of a row
-// that is NaN or infinite the kernel asks whether its gradient is 0.
+// The host would have to wait for the device to know whether a product is finite, so this kernel is launched
+// after every product. A block checks kColumns columns of one part of the product and ends at once if they
+// are finite: that reads the product once, mostly from the L2 cache. Otherwise the block computes them again:
+// a lane has kWidth columns of the gradient, and a warp handles every kWarps-th row. The order of the
+// additions is fixed. The kernel checks whether a row's gradient is 0 only if the row is NaN or infinite.
 
 #include <cmath>
 
@@ -17,8 +17,8 @@ namespace weight_gradient_detail {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kColumns = 4;  // of x, for a block
-constexpr int kWidth = 4;    // columns of the gradient, for a lane
+constexpr int kColumns = 4;  // columns of x per block
+constexpr int kWidth = 4;    // columns of the gradient per lane
 
 __device__ __forceinline__ bool is_finite_at(const void* out, Dtype dtype, std::int64_t at) {
   switch (dtype) {
@@ -62,7 +62,7 @@ __device__ bool is_zero(const T* row, std::int64_t width) {
 template <typename T>
 __global__ void __launch_bounds__(kThreads) again_kernel(const WeightGradientArgs args) {
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kColumns;
-  const std::int64_t part = blockIdx.y * args.part_width;  // where it begins
+  const std::int64_t part = blockIdx.y * args.part_width;  // first column of the part
   const int columns = static_cast<int>(min(args.x_width - first, static_cast<std::int64_t>(kColumns)));
   bool is_finite = true;
   for (std::int64_t at = threadIdx.x; at < args.part_width; at += kThreads) {

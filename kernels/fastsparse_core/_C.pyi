@@ -467,34 +467,6 @@ class CudaAttentionLayer:
     @property
     def on_blocks(self) -> bool: ...
 
-class EdgeMessageInput:
-    def __init__(
-        self,
-        *,
-        message: int,
-        k: _Rows,
-        q: _Rows,
-        v: _Rows,
-        edge: _Rows,
-        edge_width: int,
-        weight: _Memory,
-        of_value: _Memory,
-        bias: _Memory,
-    ) -> None: ...
-
-class EdgeMapGradients:
-    def __init__(
-        self,
-        *,
-        weight: _Memory,
-        of_value: _Memory,
-        bias: _Memory,
-        features: _Memory,
-        width: int,
-        edge_width: int,
-        dtype: _Dtype,
-    ) -> None: ...
-
 class MultiAggregateInput:
     def __init__(
         self,
@@ -654,14 +626,23 @@ def cbsr_to_dense(
     queue: int,
 ) -> None: ...
 def edge_messages(
-    *,
     structure: CsrStructure,
-    input: EdgeMessageInput,
+    message: int,
+    k: _Rows,
+    q: _Rows,
+    v: _Rows,
+    edge: _Rows,
+    maps: _Rows,
+    weight: _Rows,
+    added: _Rows,
+    of_value: _Rows,
+    bias: _Memory,
     out: _Memory,
     side: _Memory,
     state: _Memory,
     positive: _Memory,
     sign_bytes: int,
+    *,
     root: _Rows,
     eps: _Memory,
     scale: _Memory,
@@ -673,7 +654,15 @@ def edge_messages(
 def edge_messages_backward(
     structure: CsrStructure,
     transposed: CsrStructure,
-    input: EdgeMessageInput,
+    message: int,
+    k: _Rows,
+    q: _Rows,
+    v: _Rows,
+    edge: _Rows,
+    maps: _Rows,
+    weight: _Rows,
+    added: _Rows,
+    of_value: _Rows,
     grad: _Rows,
     grad_side: _Rows,
     state: _Rows,
@@ -685,12 +674,14 @@ def edge_messages_backward(
     grad_q: _Memory,
     grad_v: _Memory,
     grad_edge: _Memory,
-    grad_features: _Memory,
-    grad_weight: _Memory,
-    *,
-    grad_of_value: _Memory,
+    feature_parts: _Memory,
+    weight_parts: _Memory,
+    of_value_parts: _Memory,
     groups: int,
-    maps: EdgeMapGradients,
+    grad_features: _Rows,
+    grad_weight: _Rows,
+    grad_of_value: _Memory,
+    grad_bias: _Memory,
     partial_q: _Memory,
     partial_v: _Memory,
     device: int,
@@ -736,18 +727,6 @@ def expand_rows(
     num_rows: int,
     num_edges: int,
     row: _Memory,
-    device: int,
-    queue: int,
-) -> None: ...
-def lay_out_edge_maps(
-    *,
-    weight: _Rows,
-    added: _Rows,
-    of_value: _Rows,
-    bias: _Memory,
-    given_width: int,
-    out: _Rows,
-    edge_width: int,
     device: int,
     queue: int,
 ) -> None: ...

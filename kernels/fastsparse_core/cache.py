@@ -26,9 +26,16 @@ _MOST_COUNTED = 1024
 
 
 class Sightings:
-    """Counts how often objects are used: building a structure is worthwhile only for repeated use."""
+    """Counts how often objects are used: building a structure is worthwhile only for repeated use.
+
+    Attributes:
+        latest: count of the object that was counted last.
+        previous: ``latest`` when an object was last counted for the first time: how often the one before was
+            used.
+    """
 
     def __init__(self) -> None:
+        self.latest = self.previous = 0
         # By id. The weak reference shows whether the object is still the same: ids are reused.
         self._counts: dict[int, tuple[weakref.ref[Any], int]] = {}
 
@@ -43,11 +50,15 @@ class Sightings:
         if len(self._counts) >= _MOST_COUNTED and id(key) not in self._counts:
             self.clear()
         self._counts[id(key)] = weakref.ref(key), count
+        if count == 1:
+            self.previous = self.latest
+        self.latest = count
         return count
 
     def clear(self) -> None:
         """Forgets all of them."""
         self._counts.clear()
+        self.latest = self.previous = 0
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import torch
 
 from fastsparse_core import _C
 
-#: The current stream of a CUDA device, by its number, as an address; it is PyTorch's own, and Triton's too.
-#: (torch.cuda.current_stream builds a Python object each call.)
+#: Address of the current stream of a CUDA device, by the device's number. A private function of PyTorch,
+#: which Triton also uses. (torch.cuda.current_stream builds a Python object in every call.)
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
 
 _HAS_CUDA_KERNELS = bool(_C.build_info()["cuda"])
-#: Linux has a file here for every NVIDIA GPU of the machine or the container; WSL has the driver here.
+#: Files of NVIDIA GPUs on Linux, one per GPU of the machine or container, and the driver in WSL.
 _GPU_FILES = ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libcuda.so*")
 
 

@@ -114,7 +114,7 @@ def _rewritten(
     shapes = _free_sizes(program)
     with torch.no_grad():
         found = torch.export.export(_Called(module), inputs, named, dynamic_shapes=shapes, strict=False)
-        return found.run_decompositions({})  # without writes in place
+        return found.run_decompositions({})  # this removes in-place operations
 
 
 class _Called(nn.Module):
@@ -159,7 +159,7 @@ def _replace_operators(module: GraphModule, formulas: dict[str, Callable[..., An
             node.target, node.args = _called, node.args[at:]
         elif isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fastsparse":
             operator = node.target._schema.name.removeprefix("fastsparse::")
-            if operator == "structure":  # that of several layers is built once
+            if operator == "structure":  # layers share the structure of a graph
                 known = structures.setdefault(node.args, node)
                 if known is not node:
                     node.replace_all_uses_with(known)
@@ -222,7 +222,7 @@ class Entries(EdgeValues):
     @cached_property
     def loop_edge(self) -> Tensor:
         """The edge that was each node's loop, the last of several; -1: none."""
-        # Those that are no loops go to a row that is cut off.
+        # Edges that are not loops write to an additional row, which is cut off.
         last = self.dst.new_full((self.num_dst + 1,), -1, dtype=torch.int64)
         if self.self_loops == "replace":
             node = torch.where(self.dst == self.src, self.dst.long(), self.num_dst)
@@ -284,9 +284,9 @@ class Rows(Entries):
         removes_loops, on_cuda = self.self_loops in ("replace", "remove"), self.device.type == "cuda"
         if removes_loops or on_cuda:
             is_inside = (row >= 0) & (row < self.num_dst) & (col >= 0) & (col < self.num_src)
-            if on_cuda:  # where nothing waits for a check of what kernels use as addresses
+            if on_cuda:  # invalid indices are left out, because nothing waits for a check
                 left_out = ~is_inside | (row == col) if removes_loops else ~is_inside
-            else:  # `compress` raises for the others
+            else:  # `compress` raises an error for invalid indices
                 left_out = is_inside & (row == col)
             row = torch.where(left_out, self.num_dst, row)
             col = torch.where(left_out, 0 if on_cuda else -1, col)
@@ -470,7 +470,7 @@ def ssd(
         return reference.ssd(adj, values, ids, width, value, bias=bias, **scales).to(values.dtype)
 
 
-#: Operator -> what stands in its place.
+#: Operator -> function that replaces it.
 FORMULAS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
@@ -488,7 +488,7 @@ FORMULAS: dict[str, Callable[..., Any]] = {
         ssd,
     )
 }
-FORMULAS["gine_aggregate"] = _unfused(unfused_gine, 4, 2)
+FORMULAS["gine_aggregate"] = _unfused(unfused_gine, 5, 2)
 FORMULAS["gated_aggregate"] = _unfused(unfused_gated, 6, 2)
 FORMULAS["multi_aggregate"] = _unfused(unfused_aggregates, 7, 3)
 

@@ -38,7 +38,7 @@ class Reason(NamedTuple):
         return f"{self.message} (as asked for)"
 
 
-#: Gets reasons instead of the user: see `listening`.
+#: Receives reasons that would otherwise be shown to the user (`listening`).
 _listener: ContextVar[Callable[[Reason], None] | None] = ContextVar("fastsparse_listener", default=None)
 
 

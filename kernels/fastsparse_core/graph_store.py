@@ -62,7 +62,7 @@ class FieldKind(enum.IntEnum):
     SLICES = 6
 
 
-#: How indices become indices into a batch, by their dtype.
+#: Dtype of indices -> kind of field that turns them into indices of a batch.
 ADDS = {torch.int64: FieldKind.ADD_INT64, torch.int32: FieldKind.ADD_INT32}
 
 
@@ -226,7 +226,8 @@ class GraphStore:
         on_gpu = self.device.type == "cuda"
         host = torch.empty((len(pointers), 2, count + 1), dtype=torch.int64, pin_memory=on_gpu, device="cpu")
         num_positions = self.num_graphs if graph_at is None else graph_at.numel()
-        # The extension reads it as it is there; a sampler of the user's may give any tensor.
+        # The extension reads `index` directly if it is a plain tensor; a user's sampler may return another
+        # kind.
         is_tensor = (
             type(index) is Tensor
             and index.dtype == torch.int64
@@ -251,7 +252,7 @@ class GraphStore:
         return Chosen(count, totals, first.clone(), table, source)
 
 
-#: tensor of a dataset -> device -> (stamp of its content, weak reference to where it was copied)
+#: tensor of a dataset -> device -> (stamp of its content, weak reference to its copy)
 _copies: Any = WeakIdKeyDictionary()
 
 
@@ -305,7 +306,7 @@ def _stamp(tensor: Tensor) -> Hashable:
     return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
-#: How many edges and nodes are sorted at a time.
+#: Number of edges and nodes that are sorted at a time.
 _ROWS_AT_ONCE = 2**24
 
 
@@ -522,7 +523,7 @@ class _RowsOfGraphs:
     def __init__(
         self, store: GraphStore, edges: int, rows: int, columns: int, parts: list[dict[str, Tensor]]
     ) -> None:
-        #: The most entries of a row.
+        #: Largest number of entries of a row.
         self._most_entries = max(int(part.pop("most_entries")) for part in parts)
         empty = torch.cat([part.pop("has_empty_rows") for part in parts])
         #: Whether a graph has a row without entries; None: none has.
@@ -590,8 +591,8 @@ class Content:
     """What was stored of a dataset, so that later changes of it are detected.
 
     Another object in one of the dictionaries is always detected. Writes in place are detected when the tensor
-    that was written to is checked. Each time, groups of `_VERSIONS_AT_ONCE` tensors are checked in turn: one
-    group at least, and more while that takes at most `_SHARE_OF_CHECKS` of the time since the last check.
+    that was written to is checked. Each time, the next group of `_VERSIONS_AT_ONCE` tensors is checked,
+    and further groups while that takes at most `_SHARE_OF_CHECKS` of the time since the last check.
 
     Args:
         mappings: dictionaries of the dataset.
@@ -604,7 +605,7 @@ class Content:
         tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         step = -(-len(tensors) // _VERSIONS_AT_ONCE)
         if step > 1:
-            step += 1 - step % 2  # odd, so that with few attributes each part has tensors of all of them
+            step += 1 - step % 2  # odd, so that few attributes are mixed in each part
         parts = [tensors[nth::step] for nth in range(step)]
         #: Groups of tensors that are checked together, and the sums of their versions; the next group is
         #: first.
@@ -658,8 +659,8 @@ def drawn_batches(batch_sampler: Any, device: torch.device) -> Iterator[Any]:
     positions, size = positions.to(device), batch_sampler.batch_size
     whole = count // size * size
     yield from positions[:whole].split(size) if whole else ()
-    if is_shuffled:
-        # RandomSampler makes one more permutation at the end, which changes the state of the generator.
+    if is_shuffled and order.generator is not None:
+        # RandomSampler makes one more permutation at the end, which changes the user's generator.
         torch.randperm(count, generator=generator)
     if whole < count and not batch_sampler.drop_last:
         yield positions[whole:]

@@ -55,7 +55,8 @@ def _sizes(starts: tuple[int, ...]) -> list[int]:
 
 
 def _multiply(x: Tensor, weight: Tensor, starts: tuple[int, ...]) -> Tensor:
-    # All views of a tensor are made by one call: with many relations their calls cost more than the products.
+    # One call makes all views of a tensor: with many relations, a call per view would take longer than the
+    # products.
     num_blocks, sizes = weight.size(1), _sizes(starts)
     out = x.new_empty(x.size(0), num_blocks * weight.size(3))
     if num_blocks == 1:

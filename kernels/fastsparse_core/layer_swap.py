@@ -264,7 +264,7 @@ class FirstCalls:
         name = self.original_class(layer).__name__
         if reasons:
             record(name, self._framework, reasons[0].cause, reasons[0].cure)
-        elif kernel := self._kernel(layer):  # none if the layers in it compute everything
+        elif kernel := self._kernel(layer):  # there is none if its inner layers compute everything
             record(name, kernel)
         return out
 
@@ -276,7 +276,7 @@ class FirstCalls:
         reduced: Any = second.__reduce_ex__(protocol)
         how, what, *rest = reduced
         if how is copyreg.__newobj__ and what == (type(second),):  # type: ignore[attr-defined]
-            # Which pickle refuses for an object of another class.
+            # pickle refuses `__newobj__` for an object of another class.
             return copyreg._reconstructor, (type(second), object, None), *rest  # type: ignore[attr-defined]
         return how, what, *rest
 

@@ -25,7 +25,7 @@ _NOT_THE_USER = {"fastsparse_core", "fastsparse_dgl", "fastsparse_pyg", "torch",
 
 #: Why layers may not be found, and what to do.
 NOT_FOUND = "Layers in a Python list or dict are not found: keep them in a torch.nn.ModuleList or ModuleDict"
-#: Set where `fastsparse run` started this process.
+#: Environment variable that `fastsparse run` sets.
 _RUN_VARIABLE = "FASTSPARSE_RUN"
 
 
@@ -97,7 +97,7 @@ def _warn_in_trace(message: str) -> bool:
     return True  # a constant, which the compiler puts in place of the call
 
 
-# What torch.compiler.assume_constant_result does; that one imports the compiler, which takes a second.
+# torch.compiler.assume_constant_result sets this too, but imports the compiler, which takes a second.
 _warn_in_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -144,7 +144,7 @@ def _user_level() -> int:
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None:
-        if not _is_import_machinery(frame):  # which `warnings.warn` does not count
+        if not _is_import_machinery(frame):  # `warnings.warn` does not count these frames
             if is_of_user(frame):
                 return level
             level += 1

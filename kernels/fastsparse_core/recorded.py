@@ -74,7 +74,7 @@ class StepRun:
         """The structure of a graph object, made once in this execution."""
         found = self._structures.get((id(key), options))
         if found is None:
-            found = self._structures[id(key), options] = (key, build())  # the key lives on: its id is its own
+            found = self._structures[id(key), options] = (key, build())  # stores the key: its id stays unique
         return found[1]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: What is computed in.
+#: Dtype of the computation.
 _dtype: ContextVar[torch.dtype] = ContextVar("fastsparse_reference_dtype", default=torch.float64)
 
 
@@ -209,7 +209,7 @@ def dropout_keep(adj: Adjacency, heads: int, p: float, seed: int | Tensor) -> Te
     c3 = torch.zeros_like(c2)
     key0, key1 = seed & low, seed >> 32 & low
     for _ in range(10):
-        # 64-bit products wrap, which keeps their bits.
+        # 64-bit products may wrap; their bits are still right.
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0 = (product1 >> 32 & low) ^ c1 ^ key0
         c1 = product1 & low
@@ -232,7 +232,7 @@ def _softmax(adj: Adjacency, score: Tensor) -> Tensor:
     index = row[:, None].expand_as(score)
     maximum = score.new_full((adj.num_dst, score.size(1)), -torch.inf)
     maximum = maximum.scatter_reduce(0, index, score.detach(), "amax")
-    # Rows whose scores are all -inf give 0, as rows without entries.
+    # Rows whose scores are all -inf give 0, like rows without entries.
     exponential = (score - maximum.masked_fill(maximum == -torch.inf, 0)[row]).exp()
     total = score.new_zeros(maximum.shape).index_add(0, row, exponential)
     return exponential / total.masked_fill(total == 0, 1)[row]
@@ -346,7 +346,7 @@ def gatv2_attention_weights(
     return _in_callers_order(adj, _softmax(adj, (hidden * _wide(att)).sum(-1)))
 
 
-# ---------------------------------------------------------------- messages that meet their edges' features
+# ---------------------------------------------------------------- messages with edge features
 
 
 def gine_aggregate(
@@ -356,6 +356,7 @@ def gine_aggregate(
     *,
     edge_weight: Tensor | None = None,
     edge_bias: Tensor | None = None,
+    eps: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Reference of :func:`fastsparse_core.gine_aggregate` in ``dtype``, differentiable."""
@@ -363,7 +364,8 @@ def gine_aggregate(
     edges = edge_attr.to(dtype)
     if edge_weight is not None:
         edges = F.linear(edges, edge_weight.to(dtype), None if edge_bias is None else edge_bias.to(dtype))
-    return _row_sums(adj, row, (x.to(dtype)[col] + edges[position]).relu())
+    sums = _row_sums(adj, row, (x.to(dtype)[col] + edges[position]).relu())
+    return sums if eps is None else sums + (1 + eps.to(dtype)) * x.to(dtype)
 
 
 def gated_aggregate(
@@ -451,7 +453,7 @@ def scatter(src: Tensor, index: Tensor, dim_size: int, reduce: str = "sum") -> T
     variance = scatter(deviation.square(), index, dim_size, "mean")
     if reduce == "var":
         return variance
-    # The derivative of the root at 0 is infinite: 0 is taken for it.
+    # The derivative of the square root at 0 is infinite; it is defined as 0.
     return torch.where(variance == 0, 0, torch.where(variance == 0, 1, variance).sqrt())
 
 

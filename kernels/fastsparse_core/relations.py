@@ -60,7 +60,8 @@ class Relations:
     def __init__(
         self, dst: Tensor, src: Tensor, kind: Tensor, shape: tuple[int, int], num_relations: int
     ) -> None:
-        # Copies: a view would keep the caller's tensor alive, by which the caches know when to let go.
+        # Copies: a view would keep the caller's tensor alive, and the caches drop an entry when that tensor
+        # dies.
         self.dst, self.src, self.kind = (it.to(torch.int32, copy=True) for it in (dst, src, kind))
         self.shape = shape
         self.num_relations = num_relations
@@ -82,7 +83,7 @@ class Relations:
         return self._memo.get("src_pairs", lambda: self._pairs(self.src, self.shape[1]))
 
     def _pairs(self, node: Tensor, num_nodes: int) -> Pairs:
-        if recorded.current() is not None:  # how many pairs have edges would have to be read: all have a row
+        if recorded.current() is not None:  # the number of pairs cannot be read: all have a row
             every = torch.arange(num_nodes, device=node.device).repeat(self.num_relations)
             firsts = tuple(num_nodes * relation for relation in range(self.num_relations + 1))
             return Pairs(every, self.kind * num_nodes + node, firsts)

@@ -18,7 +18,7 @@ from typing import Any
 
 from fastsparse_core.log import warn_of_user
 
-#: An owner, a name in it, and what it held before; :data:`ABSENT` where it held nothing of its own.
+#: Owner, name of its attribute, and previous value; :data:`ABSENT` if it had no attribute of its own.
 Change = tuple[Any, str, Any]
 ABSENT = object()
 #: Parts of `enable()` that stay off, separated by commas.

@@ -48,7 +48,7 @@ def check_operators(device: str) -> list[Check]:
     matrices = ((num_dst, width), (num_src, width))
     rows_dst, rows_src = (num_dst, heads, width), (num_src, heads, width)
     scores = ((num_dst, heads), (num_src, heads))
-    on_gpu = "auto" if device == "cpu" else "flashsparse"  # which warns on the CPU
+    on_gpu = "auto" if device == "cpu" else "flashsparse"  # "flashsparse" warns on the CPU
     operators: list[tuple[str, str, Shapes, dict[str, Any]]] = [
         *(
             (f"spmm {reduce}", "spmm", ((num_src, width), (num_edges,)), {"reduce": reduce})
@@ -126,7 +126,7 @@ def _check(title: str, name: str, shapes: Shapes, options: dict[str, Any], devic
         # The reference has one algorithm.
         formula = {key: option for key, option in options.items() if key != "algorithm"}
         operator, exact = getattr(fastsparse_core, name), getattr(reference, name)
-        if name == "ssd":  # whose sparse rows are those that maxk keeps
+        if name == "ssd":  # its sparse rows are the entries that maxk keeps
 
             def operator(adj: Any, x: Any, value: Any, k: int) -> Any:
                 return fastsparse_core.ssd(adj, fastsparse_core.maxk(x, k), value)
@@ -134,7 +134,7 @@ def _check(title: str, name: str, shapes: Shapes, options: dict[str, Any], devic
             def exact(adj: Any, x: Any, value: Any, k: int) -> Any:
                 return reference.ssd(adj, *reference.maxk(x, k), x.size(1), value)
 
-        if name in ("scatter", "scatter_softmax"):  # which take the rows as an index
+        if name in ("scatter", "scatter_softmax"):  # they take the row of every edge as an index
             index = row.to(device)
             by_index, by_index_exact = operator, exact
 
@@ -145,7 +145,7 @@ def _check(title: str, name: str, shapes: Shapes, options: dict[str, Any], devic
                 return by_index_exact(src, index, _NUM_DST, **options)
 
         expected = outputs(exact, [tensor.double() for tensor in inputs], formula)
-        # The first call builds what is kept.
+        # The first call builds the cached formats.
         outputs(operator, [tensor.clone() for tensor in inputs], options)
         start = time.perf_counter()
         computed = outputs(operator, [tensor.clone() for tensor in inputs], options)

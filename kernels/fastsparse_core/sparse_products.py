@@ -31,12 +31,12 @@ from fastsparse_core.ops.spmm import plain_spmm, spmm
 from fastsparse_core.replacement import enabled_parts
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Entries of a COO matrix on the CPU from which its structure takes less time to build than PyTorch takes for
-#: one product. Other structures are built when the matrix comes for the second time, unless PyTorch has no
-#: product in 16 bits.
+#: For COO matrices on the CPU with at least this many entries, building the structure takes less time than
+#: one product of PyTorch, so it is built at the first product. Other structures are built at the second
+#: product, or at the first one if PyTorch has no 16-bit product.
 FROM_FIRST_PRODUCT = 4096
-#: Entries of a COO matrix on the CPU up to which gradients of ``A @ x`` are PyTorch's: marking the transposed
-#: copy of every backward pass with its structure takes as long as the product.
+#: For COO matrices on the CPU with at most this many entries, PyTorch computes gradients of ``A @ x``:
+#: marking the transposed copy of every backward pass with its structure takes as long as the product.
 _FEW = 2048
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc)
 _16_BITS = (torch.float16, torch.bfloat16)
@@ -100,7 +100,7 @@ def structures_info() -> CacheInfo:
 
 
 def _register(library: Any, name: str, function: Callable[..., Any], key: str) -> None:
-    with warnings.catch_warnings():  # of the override, which is what is meant
+    with warnings.catch_warnings():  # PyTorch warns of the override, which is intended
         warnings.simplefilter("ignore")
         library.impl(name, timed(function), key)
 
@@ -110,11 +110,11 @@ def _register(library: Any, name: str, function: Callable[..., Any], key: str) -
 
 def _structure(matrix: Tensor, dtype: torch.dtype) -> Adjacency | None:
     """The structure of a matrix; None if it has not come often enough, or its edits could not be noticed."""
-    if matrix.is_inference():  # counts no edits
+    if matrix.is_inference():  # has no version counter
         return None
     owner = matrix
     is_coo = matrix.layout is torch.sparse_coo
-    if not is_coo and matrix._is_view():  # the transposed form of another one, as gradients have it
+    if not is_coo and matrix._is_view():  # a transposed view, as in backward passes
         base = matrix._base
         if base is not None and base.layout in _COMPRESSED and _has_same_memory(base, matrix):
             owner = base
@@ -189,7 +189,7 @@ class _Repeated(NamedTuple):
     version: int
     indices_at: int
     values_at: int
-    shape: torch.Size  # of the dense operand
+    shape: torch.Size  # shape of the dense operand
     dtype: torch.dtype
     adj: Adjacency
     plan: Hashable
@@ -252,7 +252,7 @@ def _known(matrix: Tensor, x: Tensor) -> tuple[Adjacency, Tensor] | None:
     else:
         try:
             adj = _structure(matrix, dtype)
-        except ValueError as error:  # of indices that point nowhere
+        except ValueError as error:  # raised for indices out of range
             adj, reason = None, str(error)
         else:
             reason = _NEW

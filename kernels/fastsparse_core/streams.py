@@ -45,7 +45,7 @@ def fork(job: Callable[[], _T], like: Tensor) -> Callable[[], _T]:
         with torch.cuda.stream(side):
             result = job()
     except BaseException:
-        with contextlib.suppress(RuntimeError):  # of a capture that the job has ended
+        with contextlib.suppress(RuntimeError):  # raised if the job has ended the capture
             main.wait_stream(side)
         raise
 

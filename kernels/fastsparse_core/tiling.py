@@ -21,13 +21,13 @@ from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._spmm_plan import launch_spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Bytes of a tile's features. Some ten such matrices exist at a time in the backward pass.
+#: Bytes of a tile's features. About ten such matrices exist at a time in the backward pass.
 _TILE_BYTES = 2**28
 #: Rows of the check whether the model works row by row.
 _ROWS_CHECKED = 64
 #: Relative difference up to which two results of the check are the same except for rounding.
 _ROUNDING = 0.02
-#: The same for results of equal operations on equally many rows, of more than 16 bits.
+#: The same difference for equal operations on equally many rows, in dtypes of more than 16 bits.
 _SAME_OPERATIONS = 1e-4
 
 
@@ -45,6 +45,7 @@ class NeighbourSum(NamedTuple):
         reads_own: whether the layer reads a node's own features after the sum.
         part: the :class:`fastsparse_core.distributed.PartitionedAdjacency` whose rows ``adj`` has; None:
             there is one process.
+        by_columns: its exchange of features.
     """
 
     adj: Adjacency
@@ -53,6 +54,7 @@ class NeighbourSum(NamedTuple):
     loop: Tensor | None = None
     reads_own: bool = True
     part: Any = None
+    by_columns: Any = None
 
     def of_this_process(self, like: Tensor) -> NeighbourSum:
         """The same with the rows of a partitioned structure; ``like`` has the features' dtype. Collective."""
@@ -60,23 +62,41 @@ class NeighbourSum(NamedTuple):
         if not part.is_partitioned:
             return self
         scale_src = None if self.scale_src is None else part.scales(self.scale_src, like)[1]
-        return self._replace(adj=part.rows, scale_src=scale_src, part=part)
+        return self._replace(adj=part.rows, scale_src=scale_src, part=part, by_columns=part.by_columns)
 
-    def sources(self, x: Tensor) -> Tensor:
-        """Features of all columns, of those of the own nodes, which come first. Collective."""
+    def reader(self, x: Tensor, tile_rows: int) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+        """What returns the sums and own features of the rows from one to another. Collective."""
         if self.part is None:
-            return x
-        found: Tensor = self.part.sources(x, exact=True)[0]
-        return found
+            return lambda begin, end: (self.tile(x, begin, end), x[begin:end])
+        sums = self.of_all_rows(x, tile_rows)
+        return lambda begin, end: (sums[begin:end], x[begin:end])
 
-    def to_owners(self, grad: Tensor) -> Tensor:
-        """Gradients of the own nodes' features, of those of all columns. Collective."""
-        if self.part is None:
-            return grad
-        num_own, exchange = self.part.num_dst, self.part.exchange
-        received = exchange.from_halo(grad[num_own:].contiguous()).wait()
-        own: Tensor = exchange.add_up(received, grad.dtype)
-        return own.add_(grad[:num_own])
+    def of_all_rows(self, x: Tensor, tile_rows: int) -> Tensor:
+        """The sums of all rows of a divided structure. Collective."""
+        out = x.new_empty(self.adj.num_dst, x.size(1))
+        for columns, sources in self.by_columns.sources(x):
+            for begin, end in _tiles(out.size(0), tile_rows * x.size(1) // max(sources.size(1), 1)):
+                out[begin:end, columns] = self.tile(sources, begin, end)
+        return out
+
+    def to_owners(self, of_sums: Tensor, tile_rows: int) -> Tensor:
+        """Gradients of the own nodes' features, of those of the sums. Collective.
+
+        Args:
+            of_sums: (num_dst, width).
+            tile_rows: rows of a tile of all columns; tiles of some columns have more.
+        """
+        back = self.transposed()
+
+        def of_sources(columns: slice) -> Tensor:
+            given = of_sums[:, columns]
+            total = of_sums.new_empty(back.adj.num_dst, given.size(1))
+            for begin, end in _tiles(total.size(0), tile_rows * of_sums.size(1) // max(given.size(1), 1)):
+                total[begin:end] = back.tile(given, begin, end)
+            return total
+
+        grad: Tensor = self.by_columns.to_owners(of_sums, of_sources)
+        return grad
 
     def tile(self, x: Tensor, begin: int, end: int) -> Tensor:
         """The sums of the rows from ``begin`` to ``end``."""
@@ -105,11 +125,15 @@ class NeighbourSum(NamedTuple):
 
     def of_rows(self, rows: Tensor) -> NeighbourSum:
         """The same for some of the rows, int64 (num_rows,), without loops."""
-        adj = self.adj
+        adj, scale_src, by_columns = self.adj, self.scale_src, None
         rowptr, col = select_rows(adj.rowptr, adj.col, rows)
         scale_dst = None if self.scale_dst is None else self.scale_dst[rows]
-        some = Adjacency(rowptr, col, (rows.numel(), adj.num_src))
-        return NeighbourSum(some, scale_dst, self.scale_src, part=self.part)
+        num_src = adj.num_src
+        if self.part is not None:
+            col, kept, by_columns = self.part.only(col)
+            num_src, scale_src = kept.numel(), None if scale_src is None else scale_src[kept]
+        some = Adjacency(rowptr, col, (rows.numel(), num_src))
+        return NeighbourSum(some, scale_dst, scale_src, part=self.part, by_columns=by_columns)
 
 
 def is_free_of_loops(part: Any) -> bool:
@@ -292,7 +316,7 @@ class _Run:
                 return own
             if self._is_whole:
                 self._set_seed(nth, 0)
-            # Before the current part nothing is computed: its tensors have no rows.
+            # Parts before the current one get tensors without rows, so they compute nothing.
             found: Tensor = layer._after_sum(x, x)
             return found
 
@@ -446,6 +470,8 @@ class _Run:
         if self.offload and needs_gradients:
             given = x.detach() if is_first and self.begins_with_layer else None
             return _Offloaded(sums, features, self.tile_rows, given)
+        if sums.part is not None:
+            return _Divided(sums, features, self.tile_rows)
         again = (lambda: self._first_input(x)) if is_first and not self.begins_with_layer else None
         return _Recomputed(sums, features, self.tile_rows, again)
 
@@ -504,20 +530,24 @@ class _Run:
         if not continues:
             return
         like, rows, num_rows = layer.like, layer.rows, layer.num_rows
-        back, sums_of = layer.sums.transposed(), self.sums[nth - 1]
+        of_layer, sums_of = layer.sums, self.sums[nth - 1]
         del grad, layer
         of_sums = like.new_empty(0, like.size(1)) if of_sums is None else of_sums
         is_added = of_own is not None and rows is None and sums_of.part is None
-        total = of_own if is_added else like.new_empty(back.adj.num_dst, like.size(1))
-        assert total is not None
-        for begin, end in _tiles(total.size(0), self.tile_rows):
-            tile = back.tile(of_sums, begin, end)
-            if is_added:
-                tile += total[begin:end]
-            total[begin:end] = tile
-            del tile
-        grad = sums_of.to_owners(total)
-        del total
+        if sums_of.part is not None:
+            grad = of_layer.to_owners(of_sums, self.tile_rows)
+        else:
+            back = of_layer.transposed()
+            total = of_own if is_added else like.new_empty(back.adj.num_dst, like.size(1))
+            assert total is not None
+            for begin, end in _tiles(total.size(0), self.tile_rows):
+                tile = back.tile(of_sums, begin, end)
+                if is_added:
+                    tile += total[begin:end]
+                total[begin:end] = tile
+                del tile
+            grad = total
+            del total
         # Other gradients of the nodes' own features: from the layer, and from loops.
         for begin, end in _tiles(num_rows, self.tile_rows):
             if sums_of.loop is None and (of_own is None or is_added):
@@ -645,7 +675,7 @@ class _Recomputed(_Kept):
     ) -> None:
         super().__init__(sums, features, tile_rows)
         self.again = (lambda: features) if again is None else again
-        self.sources: Tensor | None = sums.sources(features)
+        self.sources: Tensor | None = features
 
     def compute(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         assert self.sources is not None
@@ -655,8 +685,23 @@ class _Recomputed(_Kept):
         self.sources = None
 
     def tiles(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        self.sources = self.sums.sources(self.again())
+        self.sources = self.again()
         yield from super().tiles()
+
+
+class _Divided(_Kept):
+    """Keeps the sums of a divided graph: to compute them again, its processes would exchange features."""
+
+    def __init__(self, sums: NeighbourSum, features: Tensor, tile_rows: int) -> None:
+        super().__init__(sums, features, tile_rows)
+        self.sum, self.own = sums.of_all_rows(features, tile_rows), features
+
+    def compute(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        return self.sum[begin:end], self.own[begin:end]
+
+    def finish(self) -> None:
+        if not self.sums.reads_own:
+            self.own = self.sum
 
 
 class _LastRows(_Kept):
@@ -666,9 +711,12 @@ class _LastRows(_Kept):
         of_rows = sums.of_rows(rows)
         super().__init__(of_rows, features, tile_rows, rows)
         self.own = features[rows]
-        sources = sums.sources(features)
-        pieces = [of_rows.tile(sources, *each) for each in _tiles(rows.numel(), tile_rows)]
-        self.sum = sums.with_own(torch.cat([self.like, *pieces]), self.own, rows)
+        if sums.part is not None:
+            found = of_rows.of_all_rows(features, tile_rows)
+        else:
+            pieces = [of_rows.tile(features, *each) for each in _tiles(rows.numel(), tile_rows)]
+            found = torch.cat([self.like, *pieces])
+        self.sum = sums.with_own(found, self.own, rows)
 
     def compute(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         return self.sum[begin:end], self.own[begin:end]
@@ -687,12 +735,12 @@ class _Offloaded(_Kept):
     def __init__(self, sums: NeighbourSum, features: Tensor, tile_rows: int, given: Tensor | None) -> None:
         super().__init__(sums, features, tile_rows)
         self.given = given
-        self.sources: Tensor | None = sums.sources(features)
+        self.read: Callable[[int, int], tuple[Tensor, Tensor]] | None = sums.reader(features, tile_rows)
         self.of_sums, self.of_own = _HostTiles(features.device), _HostTiles(features.device)
 
     def compute(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        assert self.sources is not None
-        sums, own = self.sums.tile(self.sources, begin, end), self.sources[begin:end]
+        assert self.read is not None
+        sums, own = self.read(begin, end)
         self.of_sums.append(sums)
         if self.sums.reads_own and self.given is None:
             self.of_own.append(own)
@@ -703,7 +751,7 @@ class _Offloaded(_Kept):
             self.of_own.tiles = list(self.given.split(self.tile_rows))
         self.of_sums.finish()
         self.of_own.finish()
-        self.sources = None
+        self.read = None
 
     def tiles(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         own = self.of_own.read() if self.sums.reads_own else None

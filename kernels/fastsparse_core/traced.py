@@ -26,7 +26,8 @@ from fastsparse_core.structure.construction import SelfLoops
 
 Loops = SelfLoops | Literal["remove"]
 _PLACE = "Tensor edges, SymInt num_dst, SymInt num_src, bool reverse, str self_loops, str site"
-# CUDA graphs cannot record what reads the cache. PyTorch 2.8 and newer leaves tagged operators out of them.
+# CUDA graphs cannot record operators that read the cache. PyTorch 2.8 and newer leaves operators with this
+# tag out of them.
 _tag = getattr(torch.Tag, "cudagraph_unsafe", None)
 _tags = () if _tag is None else (_tag,)
 library.define(f"structure({_PLACE}) -> SymInt", tags=_tags)
@@ -50,7 +51,7 @@ class TracedAdjacency(Adjacency):
         site: what the edges are in the trace, from :func:`site_of`.
     """
 
-    is_padded = True  # the number of entries is known only when it runs
+    is_padded = True  # the number of entries is known only when the compiled code runs
 
     def __init__(
         self,
@@ -191,7 +192,7 @@ def _find(edges: Tensor, num_dst: int, num_src: int, reverse: bool, self_loops: 
         ends = edges.unbind(0)
         return Adjacency.from_coo(ends[dst], ends[src], (num_dst, num_src), self_loops=self_loops)
 
-    if edges.is_inference():  # which counts no versions
+    if edges.is_inference():  # such tensors have no version counter
         return build()
     stamp = (edges.data_ptr(), edges.stride(), edges._version, edges.shape, edges.dtype)
     return _cache.lookup(edges, stamp, (num_dst, num_src, reverse, self_loops), build)
@@ -344,5 +345,5 @@ def _take() -> str:
     return found
 
 
-# What torch.compiler.assume_constant_result does; that one imports the compiler, which takes a second.
+# torch.compiler.assume_constant_result sets this too, but imports the compiler, which takes a second.
 _take._dynamo_marked_constant = True  # type: ignore[attr-defined]

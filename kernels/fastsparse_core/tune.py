@@ -24,10 +24,10 @@ from fastsparse_core.formats.bsb import HEIGHT
 from fastsparse_core.ops.spmm import spmm
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Milliseconds that a call is repeated for.
+#: Time for which a call is repeated, in milliseconds.
 _BUDGET_MS = 60.0
 
-#: A point of a measurement: where, the time of the kernel before the crossover, and that of the other.
+#: A measurement: (size, time of the kernel before the crossover, time of the kernel after it).
 Point = tuple[float, float, float]
 Clock = Callable[[Callable[[], object]], float]
 

@@ -37,7 +37,7 @@ class Problem:
     """Arguments of one of the operators, in the order of its gradients."""
 
     kind: str
-    tensors: list[Tensor]  # the differentiable ones; the last is the bias where there is one
+    tensors: list[Tensor]  # the differentiable ones; the last is the bias, if there is one
     biased: bool = False
     slope: float = 0.2
 

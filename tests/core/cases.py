@@ -26,7 +26,7 @@ DTYPES = list(TOLERANCE)
 #: Widths on both sides of every vector, tile and lane boundary of the kernels.
 WIDTHS = (0, 1, 2, 3, 4, 5, 8, 16, 17, 31, 32, 40, 47, 64, 65, 100, 128, 130, 256, 1025)
 LAYOUTS = ("contiguous", "row_stride", "misaligned", "transposed", "expanded")
-#: Those of spmm; on the CPU, which has one kernel for all of them, csr.
+#: Algorithms of spmm. The CPU has one kernel, and runs csr for all of them.
 ALGORITHMS = ["csr", "flashsparse", "tca", "hr"]
 
 
@@ -87,7 +87,7 @@ def edge_lists(draw: st.DrawFn) -> EdgeList:
     return EdgeList(row, col, (num_dst, num_src))
 
 
-#: Sizes and groupings of `ragged` that the tests take.
+#: Sizes and groupings of `ragged` in the tests.
 RAGGED = ((600, "none"), (4000, "minhash"))
 
 
@@ -137,7 +137,7 @@ def special_scores() -> tuple[EdgeList, Tensor]:
     rows = [
         *([nan], [inf], [-inf], [0.0], [inf, 0.0], [0.0, inf], [nan, 0.0, 0.0], [0.0, 0.0, nan]),
         *([-inf, inf, -inf], [inf, inf, inf], [inf, nan, -inf], [], [-inf, 0.0, -inf], [-inf] * 3),
-        # Of several blocks and slices.
+        # Rows of several blocks and slices.
         *([0.0] * 699 + [x] for x in (nan, inf)),
         *([-inf] * 699 + [x] for x in (nan, inf, 0.0)),
         *([0.0] * 699 + [-inf], [-inf] * 700, [0.0] * 700),

@@ -129,7 +129,7 @@ def _of(adj: Adjacency, dtype: torch.dtype) -> Callable[..., Tensor]:
     return of
 
 
-# ---------------------------------------------------------------- messages that meet features of edges
+# ---------------------------------------------------------------- messages with edge features
 
 
 def _gine(adj: Adjacency, shape: Shape, dtype: torch.dtype) -> Tensors:
@@ -164,7 +164,7 @@ _HOW: dict[str, Any] = {
     "shape": (32, 8),
     # Lanes of a group from 1 to 8, several tiles, padding of both.
     "shapes": ((1, 1), (8, 4), (20, 3), (33, 8), (64, 32), (130, 5)),
-    # Signs of numbers that rounding moves across 0 are those of the rounded ones.
+    # The sign of a number that rounding moves across 0 is that of the rounded number.
     "digits": Digits(dtypes=4, shapes=4, layouts=10, gradients=1),
 }
 
@@ -224,7 +224,7 @@ MULTI = [
     for edges, make in (("none", _ends), ("features", _ends_and_features), ("rows", _ends_and_rows))
 ]
 
-# ---------------------------------------------------------------- attention with features of edges
+# ---------------------------------------------------------------- attention with edge features
 
 
 def _edges_of_heads(adj: Adjacency, shape: Shape, dtype: torch.dtype) -> Tensors:
@@ -265,7 +265,7 @@ ATTENTION = [
     Operator("gatv2", gatv2_attention, _gatv2_with_edges, expected=reference.gatv2_attention, **_HEADS),
 ]
 
-#: Those that are compared with their reference by `test_operators.py`.
+#: Operators that `test_operators.py` compares with their references.
 COMPARED = [*MESSAGES, *MULTI, *ATTENTION]
 BY_NAME = {op.name: op for op in COMPARED}
 
@@ -394,7 +394,7 @@ def _others() -> Iterator[Operator]:
 
 DIFFERENTIABLE = [*COMPARED, *_others()]
 
-# ---------------------------------------------------------------- what they refuse
+# ---------------------------------------------------------------- rejected arguments
 
 _one = torch.ones
 _raw = {"edge_attr": _one(400, 4)}
@@ -411,7 +411,7 @@ RIGHT: dict[Callable[..., Any], dict[str, Any]] = {
     multi_aggregate: {"x_src": _one(60, 8), "aggregations": ("max",)},
     attention: {**_heads, **_raw, "edge_weight": _one(16, 4)},
 }
-#: Of each: a change, and what the error names.
+#: Operator -> changes of its arguments, each with the error and its message.
 BAD: dict[Callable[..., Any], list[tuple[dict[str, Any], type[Exception], str]]] = {
     spmm: [
         ({"x": _one(59, 8)}, ValueError, r"x: expected num_src = 60 rows, got shape \(59, 8\)"),

@@ -115,11 +115,11 @@ def test_symmetric_structure_shares_memory_with_its_transpose(device):
     assert adj.is_symmetric
     assert adj.t().col.data_ptr() == adj.col.data_ptr()
     assert adj.t().row() is adj.row()
-    # On CUDA the work list of the rows comes with them.
+    # On CUDA, the conversion also makes the work list of the rows.
     before = sum(size for name, size in adj.memory_usage().items() if not name.startswith("row_split"))
     kept = (adj.rowptr, adj.col, adj.row(), adj.inv_degree(), adj.inv_sqrt_degree(loops=1))
     assert before == sum(t.nbytes for t in kept)
-    assert adj.t().edge_id.tolist() == [1, 0, 3, 2, 4, 5]  # found when it is asked for, and kept
+    assert adj.t().edge_id.tolist() == [1, 0, 3, 2, 4, 5]  # computed at the first read, then cached
     assert adj.memory_usage()["t.edge_id"] == adj.t().edge_id.nbytes
     assert not Adjacency.from_coo(row[:3], col[:3], (4, 4)).is_symmetric
     assert not Adjacency.from_coo(row, col, (4, 5)).is_symmetric
@@ -132,12 +132,12 @@ def test_gradients_of_edges_without_values_keep_nothing_of_the_edges_but_columns
     edges = edges[:, (edges[0] * 300 + edges[1]).argsort()]
     adj = Adjacency.from_coo(*edges, (300, 300))
     x = torch.randn(300, 8, requires_grad=True)
-    adj.usage.scattered = None  # else the first gradients need no transpose
+    adj.usage.scattered = None  # otherwise the first gradients need no transpose
     for reduce in ("sum", "mean"):
         spmm(adj, x, reduce=reduce).sum().backward()
     weight = torch.randn(8, 4, requires_grad=True)
     graph_convolution(adj, x, weight, None, out_by_in=False, aggregate_first=False).sum().backward()
-    assert adj.has_transpose != symmetric  # which is its own
+    assert adj.has_transpose != symmetric  # a symmetric structure is its own transpose
     assert sum(adj.memory_usage().values()) <= (4.3 if symmetric else 8.6) * adj.num_edges
 
 
@@ -152,7 +152,7 @@ def test_order_of_a_transpose_is_found_when_it_is_asked_for(device, edges, has_i
     expected, adj = build().t(), build()
     later = adj.t(valued=False)
     back = pickle.loads(pickle.dumps(later))
-    del adj  # what it takes is kept without it
+    del adj  # the later structure keeps what it needs
     for found in (later, back):
         assert torch.equal(found.edge_id, expected.edge_id)
     assert stored_edges(later.t()) == stored_edges(expected.t())
@@ -183,7 +183,7 @@ def test_csr_of_the_caller_is_copied_unless_that_is_declined(device, copy):
     adj = Adjacency.from_csr(rowptr, col, (2, 2), copy=copy)
     assert (adj.rowptr.data_ptr() == rowptr.data_ptr()) == (not copy)
     assert (adj.col.data_ptr() == col.data_ptr()) == (not copy)
-    again = Adjacency.from_csr(rowptr.int(), col.long(), (2, 2), copy=copy)  # other types are converted
+    again = Adjacency.from_csr(rowptr.int(), col.long(), (2, 2), copy=copy)  # other dtypes are converted
     assert stored_edges(again) == stored_edges(adj) == [(0, 1, 0), (0, 0, 1), (1, 1, 2)]
     with pytest.raises(ValueError, match="col: expected indices"):
         Adjacency.from_csr(rowptr, col, (2, 1), copy=copy)
@@ -421,7 +421,7 @@ def test_sending_to_a_process_keeps_memory(of):
     own += [segments.rowptr, segments.order]
     before = [tensor.data_ptr() for tensor in own]
     again, segments_again = pickle.loads(ForkingPickler.dumps((sent, segments)))
-    assert [tensor.data_ptr() for tensor in own] == before  # compiled kernels keep them
+    assert [tensor.data_ptr() for tensor in own] == before  # compiled kernels keep these addresses
     assert stored_edges(again) == stored_edges(sent)
     assert torch.equal(segments_again.order, segments.order)
     assert sum(name.startswith("sent") for name in sent.memory_usage()) >= 2

@@ -73,7 +73,7 @@ def test_add_transposed_equals_reference(
     device, poisoned_memory, monkeypatch, edges, width, dtype, layout, valued, scaled, given_rows, counted
 ):
     adj = edges.adjacency(device)
-    assume(adj.num_edges <= policy.MOST_PER_SUM * adj.num_src)  # longer sums lose digits one by one
+    assume(adj.num_edges <= policy.MOST_PER_SUM * adj.num_src)  # longer sums are less accurate
     x = features(adj.num_dst, width, dtype, layout, device)
     value = scale_dst = scale_src = None
     if valued != "none":
@@ -87,7 +87,7 @@ def test_add_transposed_equals_reference(
     total = torch.empty(adj.num_src, width, device=device)
     before = torch.randn(given_rows, width, device=device)
     total[:given_rows] = before
-    # The CPU has no use for counts.
+    # The CPU kernel does not use counts.
     monkeypatch.setattr(policy, "counts_sources", lambda *_: counted and device == "cuda")
     out = add_transposed(adj, x, value, scale_dst, scale_src, total, given_rows)
     convert_if_reused = counted and device == "cuda" and dtype != torch.float32 and given_rows == 0
@@ -107,7 +107,7 @@ def test_sources_of_sampled_blocks_are_counted(dtype):
     adj = block("cuda", 8000, 60_000)
     grad = features(8000, 128, dtype, "contiguous", "cuda")
     assert policy.counts_sources(facts_of(adj), 128)
-    assert not policy.counts_sources(facts_of(adj), 8)  # too little to gain
+    assert not policy.counts_sources(facts_of(adj), 8)  # too few bytes to save
     assert not policy.counts_sources(facts_of(block("cuda", 8000, 20_000)), 1024)  # several edges to a source
     x = features(60_000, 128, dtype, "contiguous", "cuda").requires_grad_()
     (got,) = torch.autograd.grad(spmm(adj, x), x, grad)
@@ -130,7 +130,7 @@ def test_gradient_of_a_new_structure(device, dtype, reduce, valued):
         (got,) = torch.autograd.grad(spmm(adj, x, value, reduce), x, grad)
         assert got.dtype == dtype
         assert relative_error(got, expected) <= TOLERANCE[dtype]
-        # float64 is for checks that ask for the same bits.
+        # In float64, results must have the same bits every time, so there are no atomics.
         assert adj.has_transpose == (nth == policy.SCATTERS or dtype == torch.float64)
 
 
@@ -147,7 +147,7 @@ def test_who_gets_a_transpose(device):
     assert has_transpose(block(device).prepare())
     new = block(device)
     row, col = new.row().flip(0), new.col.flip(0)
-    assert has_transpose(Adjacency.from_coo(row, col, new.shape))  # is sorted anyway
+    assert has_transpose(Adjacency.from_coo(row, col, new.shape))  # unsorted edges are sorted anyway
 
 
 def test_same_bits_with_any_number_of_threads():
@@ -228,7 +228,7 @@ def test_slices_are_sorted_where_a_structure_is_used_on(order, monkeypatch):
     assert adj.row_split.slices[:, 0].tolist() == adj.rowptr[:-1].tolist()
     for _ in range(policy.UNSORTED_USES_OF_FEW + 1):
         assert torch.equal(spmm(adj, x, algorithm="csr"), first)
-    assert len(made) == 2  # one for the slices as they came, one for those that were sorted
+    assert len(made) == 2  # one for the unsorted slices, one for the sorted ones
     lengths = adj.row_split.slices.view(torch.int32)[:, 2].tolist()
     kinds = [count.bit_length() for count in lengths]
     assert kinds == sorted(kinds, reverse=True)
@@ -371,7 +371,7 @@ def test_what_no_gradient_needs_may_be_written(device, ordered):
     with torch.no_grad():
         for leaf in leaves:
             leaf.mul_(2)
-    out.sum().backward()  # of constant features
+    out.sum().backward()  # the features are constant
     frozen = [leaf.detach() for leaf in leaves]
     x.requires_grad_()
     out = ordered(adj, x * 1, *frozen, "sum")
@@ -473,7 +473,7 @@ def test_both_sides_of_the_byte_rule(device):
     for num_dst, first in sides.items():
         adj = block(device, num_dst)
         assert policy.casts_first(*adj.shape, adj.num_edges) == first
-    assert not policy.casts_first(160_000, 721_000, 800_000)  # of a sampled batch
+    assert not policy.casts_first(160_000, 721_000, 800_000)  # a sampled batch
     assert policy.casts_first(169_000, 169_000, 2_300_000)  # a whole graph
 
 
@@ -610,7 +610,7 @@ def test_when_products_get_zeros():
     assert columns(torch.bfloat16, 2_708, 1_433, 16) == 1_433  # cora
     assert columns(torch.bfloat16, 154_000, 100, 256, on_gpu=False) == 100
     sizes = {name: getattr(h200, name) for name in ("name", "shared_memory", "l2_bytes", "bandwidth")}
-    small = gpu.scaled(h200, sizes | {"num_sms": h200.num_sms // 12})  # has enough to do with fewer rows
+    small = gpu.scaled(h200, sizes | {"num_sms": h200.num_sms // 12})  # fewer rows keep it busy
     assert columns(torch.bfloat16, 15_000, 100, 256) == 100
     assert columns(torch.bfloat16, 15_000, 100, 256, gpu=small) == 104
 
@@ -733,7 +733,7 @@ def test_one_kernel_equals_reference(
         found = results(aggregate_linear, adj, leaves, grad, reduce)
     served = num_dst > 0 and is_laid_out(x)
     assert hopper.launched == ([FORWARD, BACKWARD] if served else [])
-    # Sums of few terms may cancel: errors are relative to those of the same terms without signs.
+    # Sums of few terms may cancel, so errors are relative to the sums of the terms' absolute values.
     expected, terms = (exactly(adj, leaves, grad, reduce, change) for change in (lambda it: it, torch.abs))
     for got, exact, term in zip(found, expected, terms, strict=True):
         error = (got.double() - exact).norm().item()
@@ -773,7 +773,7 @@ def test_one_kernel_is_as_accurate_as_float32(
 @pytest.mark.parametrize("gathers", [True, False])
 @pytest.mark.parametrize("keeps_sums", [True, False])
 @pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("num_dst", [1, 17, 200, 9000])  # of the last there are more stages than slabs
+@pytest.mark.parametrize("num_dst", [1, 17, 200, 9000])  # the last has more stages than slabs
 @pytest.mark.parametrize(("width", "out_width"), [(68, 20), (68, 256), (196, 20), (200, 132)])
 def test_launches(hopper, poisoned_memory, gathers, keeps_sums, scaled, num_dst, width, out_width):
     if hopper.device == "cpu" and num_dst > 1000:
@@ -810,7 +810,7 @@ def test_launches(hopper, poisoned_memory, gathers, keeps_sums, scaled, num_dst,
 def test_one_kernel_with_few_operations(hopper, monkeypatch, needs_x, gathers):
     """Launch overhead decides the time of layers on small graphs."""
     for kernel in (FORWARD, BACKWARD):
-        monkeypatch.setattr(_C, kernel, lambda **_: None)  # what stands for it on the CPU is operations
+        monkeypatch.setattr(_C, kernel, lambda **_: None)  # its replacement on the CPU runs operations
     adj = block(hopper.device, 100, 100, 3)
     adj.usage.scattered = None  # no step of a kept structure is like the first two
     leaves = drawn(100, 20, 12, hopper.device)
@@ -947,7 +947,7 @@ def test_one_kernel_and_what_is_not_finite(hopper, gathers, strange):
     assert len(users) > 0
     reached = torch.zeros(NUM_DST, dtype=torch.bool, device=hopper.device)
     reached[users] = reached[source] = True
-    # Infinity less infinity, which is its second term, is NaN.
+    # The second term is infinity minus infinity, which is NaN.
     assert out[reached].isnan().all()
     x[source] = 0
     finite = aggregate_linear(adj, x, weight, bias, root_weight, "mean")
@@ -983,7 +983,7 @@ def test_one_kernel_and_double_backward(hopper):
 
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     agree(second(aggregate_linear, leaves), second(by_hand, exact), 4 * TOLERANCE[torch.float32])
-    # The first gradients came from other operators; the kernel's own pass ended the second ones.
+    # Other operators computed the first gradients; the kernel's own pass computed the last ones.
     assert hopper.launched == [FORWARD, BACKWARD]
 
 
@@ -1002,7 +1002,7 @@ def test_one_kernel_gives_the_same_bits_twice(hopper, deterministic, gathers):
     assert hopper.launched == 4 * [FORWARD, BACKWARD]
     for other in others:
         for place, (got, expected) in enumerate(zip(other, first, strict=True)):
-            # Those of x come by atomics, or from the transpose on from the third.
+            # Gradients of x use atomics, and from the third one on the transpose.
             assert torch.equal(got, expected) or (place == 1 and not deterministic)
 
 
@@ -1012,7 +1012,7 @@ def test_one_kernel_gives_gradients_that_may_be_written(hopper):
     leaves = drawn(NUM_SRC, 20, 12, hopper.device)
     gradients = torch.autograd.grad(aggregate_linear(adj, *leaves, "mean").sum(), leaves)
     kept = [gradient.clone() for gradient in gradients]
-    gradients[1].mul_(leaves[1])  # with autograd watching
+    gradients[1].mul_(leaves[1])  # recorded by autograd
     assert torch.equal(gradients[3], kept[3])
     for _ in range(2):
         aggregate_linear(adj, *leaves, "mean").sum().backward()
@@ -1113,7 +1113,7 @@ def test_one_kernel_leaves_other_devices_to_pytorch(monkeypatch, which):
         ("", (9, 0), False),
         ("80;90", (8, 0), False),
         ("80;90", (8, 9), False),
-        ("90+PTX", (10, 0), False),  # which runs the PTX, without what Hopper alone has
+        ("90+PTX", (10, 0), False),  # it runs the PTX, which has no Hopper-only instructions
         ("100;120", (12, 0), False),
     ],
 )

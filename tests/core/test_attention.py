@@ -152,7 +152,7 @@ def test_one_neighbour_gives_its_value(device, kind, algorithm):
     v = case.tensors[1] if kind == "gatv2" else case.tensors[2]
     assert relative_error(out, v.flip(0)) < 1e-6
     grads = torch.autograd.grad(out, case.tensors, torch.randn_like(out))
-    # What remains is the rounding of one weight, times scores a thousand times larger than usual.
+    # Only the rounding error of one weight remains, times scores a thousand times larger than usual.
     assert grads[0].norm() < 1e-3 * out.norm()
 
 
@@ -167,7 +167,7 @@ def test_hub_row(device, kind, dtype, algorithm):
     col = torch.randint(0, 1000, (num_edges,), generator=generator).to(device)
     adj = Adjacency.from_coo(row, col, (5, 1000))
     case = problem(kind, adj, 2, 32, None, dtype, requires_grad=True)
-    case.tensors[1 if kind == "gatv2" else 2].data.abs_()  # else the result is what is left of the rounding
+    case.tensors[1 if kind == "gatv2" else 2].data.abs_()  # otherwise the result is only a rounding error
     out = case.run(adj, algorithm=algorithm)
     expected = case.expected(adj, case.doubled())
     assert relative_error(out, expected) <= TOLERANCE[dtype]
@@ -188,8 +188,8 @@ def test_scores_of_ten_thousand_are_stable(device, kind, dtype):
         return [out, *torch.autograd.grad(out, doubled, weight.double())]
 
     wanted = exact(spread)
-    # Where one weight is 1 and the others 0, gradients vanish: their errors are measured against gradients of
-    # ordinary scores, which grow with the factor that the other operand carries.
+    # If one weight is 1 and the others are 0, gradients vanish. So their errors are relative to gradients of
+    # ordinary scores, which grow with the factor of the other operand.
     growth = {"dot_product": (1, 1, spread, 1), "additive": (1, 1, 1, 1), "gatv2": (1, spread, spread, 1)}[
         kind
     ]
@@ -217,7 +217,7 @@ def test_nan_and_infinity_travel_along_edges_only(request, device, kind, dtype, 
     adj = random_graph(40, 60, 300).adjacency(device)
     weight = features(40, heads * width, dtype, "contiguous", device, 7).unflatten(1, (heads, width))
     operands = {"dot_product": 3, "additive": 3, "gatv2": 2}[kind]
-    for operand in range(operands + 1):  # the last: the gradient of the result
+    for operand in range(operands + 1):  # the last one is the gradient of the result
         case = problem(kind, adj, heads, width, None, dtype, requires_grad=True)
         changed = case.tensors[operand] if operand < operands else weight.clone()
         with torch.no_grad():
@@ -351,7 +351,7 @@ def test_dropout_follows_the_seed(device, kind, algorithm):
 
 def test_dropout_mask_is_unbiased(device):
     row, col = torch.ones(200, 100, device=device).nonzero(as_tuple=True)
-    adj = Adjacency.from_coo(row, col, (200, 100))  # without duplicates, which share a mask
+    adj = Adjacency.from_coo(row, col, (200, 100))  # without duplicates, because duplicates share a mask
     for p in (0.1, 0.6, 0.99):
         keep = reference.dropout_keep(adj, 8, p, 123 + (456 << 32)).double()
         deviation = (p * (1 - p) / keep.numel()) ** 0.5

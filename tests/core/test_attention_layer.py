@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fastsparse_core import Adjacency, additive_attention, attention, gatv2_attention, policy, reference
+from fastsparse_core.fused import attention_on_cuda
 from fastsparse_core.fused.attention_layer import ADDITIVE, DOT_PRODUCT, GATV2, attention_layer
 from fastsparse_core.fused.attention_on_cuda import stacked
 from fastsparse_core.fused.head_scores import edge_scores, head_scores, map_to_scores
@@ -20,7 +21,7 @@ from fastsparse_core.structure.incidence import edge_ends
 
 KINDS = ("gat", "gatv2", "gatv2 shared", "dot", "dot with skip")
 MAPS = dict(zip(KINDS, (1, 2, 1, 3, 4), strict=True)) | {"edge gat": 1}
-#: Kinds, and kernels of dot products on CUDA: structures that are new are read by rows.
+#: Kinds, and kernels of dot products on CUDA. New structures are read by rows.
 CALLS = [(kind, "") for kind in KINDS] + [("dot", "blocks"), ("dot with skip", "blocks")]
 calls = pytest.mark.parametrize(("kind", "kernel"), CALLS)
 F_IN = 6
@@ -136,7 +137,7 @@ def both(layer: Layer, adj: Adjacency, x: Tensor, grad: Tensor | None = None, se
 def assert_close(found, tolerance, floor=0.0):
     for got, want in zip(*found, strict=True):
         assert got.dtype == want.dtype
-        # Some gradients cancel: a bias of keys moves all scores of a row alike.
+        # Some gradients cancel: a bias of keys changes all scores of a row by the same amount.
         error = (got.double() - want.double()).norm() / max(
             float(want.detach().double().norm()), floor, 1e-30
         )
@@ -161,7 +162,7 @@ def test_equals_the_operators(device, poisoned_memory, edges, call, heads, width
         dtype = torch.float32
     if device == "cuda":
         width = {1: 8, 4: 16, 20: 24}.get(width, width) if kind.startswith("dot") else width
-        bias = True  # otherwise the result could not be written to
+        bias = True  # otherwise the caller may not edit the result
     layer = Layer(kind, heads, width, dtype, device, mean=mean, bias=bias)
     adj = edges.adjacency(device)
     if kernel and device == "cuda" and adj.num_edges:
@@ -244,7 +245,7 @@ def test_dot_products_equal_the_reference(device, poisoned_memory, algorithm, he
     for got, want, noise in zip(found, wanted, rounded, strict=True):
         assert got.dtype == dtype
         error = (got.double() - want).norm()
-        # The gradient of the keys' bias is 0: only what was rounded is left of it.
+        # The gradient of the keys' bias is 0 except for rounding.
         assert error <= TOLERANCE[dtype] * (8 * want.norm().clamp_min(1.0) + noise)
 
 
@@ -324,7 +325,7 @@ def test_autocast(device, kind, kernel, dtype):
             assert found[0][0].dtype == dtype
             assert_close(found, 4 * TOLERANCE[dtype], floor=1.0)
         wide = torch.randn(70, F_IN, device=device, requires_grad=True)
-        assert call(layer, adj, wide) is None  # second derivatives would need it as it came
+        assert call(layer, adj, wide) is None  # second derivatives would need the uncast features
 
 
 def call(layer: Layer, adj: Adjacency, x: Tensor, **options: object) -> Tensor | None:
@@ -370,7 +371,7 @@ def test_what_runs_operator_by_operator():
     assert call(negative, adj, x) is None
     frozen = new()
     frozen.maps[0].requires_grad_(False)
-    assert call(frozen, adj, x) is None  # x may be written before the backward pass
+    assert call(frozen, adj, x) is None  # the caller may edit x before the backward pass
     for tensor in frozen.parameters():
         tensor.requires_grad_(False)
     assert not call(frozen, adj, x).requires_grad
@@ -485,3 +486,31 @@ def test_features_as_they_are(heads: int, dtype: torch.dtype, device: str):
         found.append([out, *first, *second])
     for one, other in zip(*found, strict=True):
         assert relative_error(one, other) <= (1e-11 if dtype == torch.float64 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_state_of_dot_products_serves_rows_and_blocks(dtype):
+    """From rows: natural logarithms in float32. From blocks: logarithms to base 2 in float64."""
+    nodes, heads, width = 5, 3, 12
+    lse, result = torch.randn(nodes * heads), torch.randn(nodes, width).to(dtype)
+    lse[0] = -torch.inf  # of a row without edges
+    numbers = attention_on_cuda.numbers_of_state(DOT_PRODUCT, nodes, heads)
+    stored = result.flatten().view(torch.float32)
+    state = torch.cat([lse, torch.zeros(numbers - lse.numel()), stored])
+    on_rows, on_blocks = (
+        SimpleNamespace(
+            score=DOT_PRODUCT,
+            plan=SimpleNamespace(on_blocks=each),
+            heads=heads,
+            widths=(width,) * 3,
+            dtype=dtype,
+        )
+        for each in (False, True)
+    )
+    state = attention_on_cuda.state_for_both(on_rows, state, nodes)
+    known, behind = attention_on_cuda.kept_for(on_rows, state, None, nodes)
+    assert torch.equal(known, lse)
+    assert torch.equal(behind, result)
+    assert attention_on_cuda.kept_for(on_blocks, state, None, nodes) == (state, None)
+    to_base_2 = state[: 2 * lse.numel()].view(torch.float64)
+    torch.testing.assert_close(to_base_2.exp2(), lse.double().exp())

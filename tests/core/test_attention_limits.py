@@ -85,23 +85,24 @@ def test_memory_does_not_grow_with_the_edges(kind, dtype):
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        # What is asked for: the allocator's blocks are larger, by up to 1 MB each.
+        # Requested bytes: the allocator's blocks are larger, by up to 1 MB each.
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         step()
         peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
-        # Rows of features: the result, its gradient, and the gradients of those operands that have such rows.
+        # Rows of features: the result, its gradient, and the gradients of the operands that have rows of
+        # features.
         operands = {"dot_product": 3, "additive": 1, "gatv2": 2}[kind]
         rows = nodes * heads * width * dtype.itemsize * (2 + operands)
         numbers = nodes * heads * 8 * 4  # log-sum-exp, row states, gradients of scores
-        # Every slice of a long row leaves a row of features for each operand, and its softmax state.
+        # Every slice of a long row stores a row of features per operand, and its softmax state.
         splits = [a.bsb_split if kind == "dot_product" else a.row_split for a in (adj, adj.t())]
         height = HEIGHT if kind == "dot_product" else 1
         partial = sum(split.num_slots for split in splits) * height * heads * (2 * width + 4) * 4
-        # The gradient of `att`: a row for each of so many groups of lanes, and what summing takes.
+        # The gradient of `att`: one row per group of lanes, and a copy for their sum.
         groups = _attention_launch.att_rows_of(len(adj.row_split.slices)) if kind == "gatv2" else 0
         att = 2 * groups * heads * width * 4
         assert peak <= rows + numbers + partial + att + 4096
-        # One score for every edge would not fit.
+        # One score per edge would exceed the limit.
         assert numbers + partial + att < num_edges * heads * 4 or num_edges < 2_000_000
 
 

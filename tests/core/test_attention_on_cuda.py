@@ -87,7 +87,8 @@ def test_same_as_operators(kind, mean, dropout_p):
     assert_close(both(layer, adj, x), 1e-4, floor=1e-2)
 
 
-#: Operators of a layer with a bias and of its backward pass, features and all parameters having gradients.
+#: Number of operators in the forward and backward pass of a layer with a bias, with gradients of features and
+#: all parameters.
 MOST = {"gat": (5, 8), "gatv2": (7, 10), "dot": (6, 7), "dot with skip": (7, 9)}
 
 
@@ -136,7 +137,7 @@ def test_a_plan_of_rows_is_kept_and_counted_until_the_rule_says_blocks(monkeypat
     assert asked == [("auto", True)]
     assert adj.usage.products == policy.REUSE
     assert {(plan, plan.on_blocks, plan.backward) for plan in plans} == {(plans[0], False, False)}
-    assert plan_of(*call, "auto", records=True) is plans[0]  # asked again, with the same answer
+    assert plan_of(*call, "auto", records=True) is plans[0]  # the rule gives the same answer
     assert len(asked) == 2
     backward = plan_of(*call, "csr", records=True, backward=True)
     assert (backward.on_blocks, backward.backward) == (False, True)

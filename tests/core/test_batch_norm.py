@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from fastsparse_core.capturing.batch_norm import masked_batch_norm
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-#: Rows and columns: few, more than a block of threads takes, and numbers that no load of 16 bytes divides.
+#: Rows and columns: few, more than a block of threads handles, and numbers that are not multiples of 16
+#: bytes.
 SHAPES = [(9, 1), (37, 5), (700, 8), (1_031, 130), (13_000, 256), (900, 1_100), (64, 2_056)]
 
 
@@ -42,7 +43,7 @@ def run(x, grad, mask, weight, bias, running, momentum=0.1):
 
 
 def check(got, expected, dtype, times=1.0):
-    # An element's rounding, and of float32 statistics those of as many additions as a sum has in a row.
+    # The rounding of one element, and for float32 statistics the rounding of the additions in a row of a sum.
     tolerance = times * {torch.float64: 1e-12, torch.float32: 2e-6}.get(dtype, torch.finfo(dtype).eps)
     assert (got.double() - expected).norm() <= tolerance * expected.norm().clamp(min=1e-6)
 
@@ -80,7 +81,7 @@ def test_a_large_mean_keeps_the_variance(device):
     x, grad, mask = draw((20_000, 32), torch.float32, device, centre=3_000.0)
     expected, expected_grads, _ = expected_of(x, grad, mask, None, None, (None, None))
     out, grads = run(x, grad, mask, None, None, (None, None))
-    # The mean is rounded to float32, by at most 1.3e-4 of a standard deviation; the CPU adds in float32 too.
+    # The mean is rounded to float32, by at most 1.3e-4 of a standard deviation. The CPU also adds in float32.
     check(out[mask], expected, torch.float32, times=100)
     check(grads[0][mask], expected_grads[0], torch.float32, times=10)
 

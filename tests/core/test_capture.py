@@ -59,7 +59,7 @@ class Task:
         self.y = torch.randint(4, (50,), generator=generator).to(device)
         self.mask = (torch.rand(50, generator=generator) < 0.5).to(device)
         torch.manual_seed(0)
-        # Without a bias before the normalisation, whose gradient is rounding that Adam makes large.
+        # No bias before the normalisation: its gradient is only rounding, which Adam makes large.
         layers = [
             torch.nn.Linear(16, 8, bias=False),
             torch.nn.BatchNorm1d(8),
@@ -113,7 +113,7 @@ def test_other_tensors_are_copied(device):
 def test_a_call_of_the_same_objects_sees_what_changed_in_them(device):
     def change(task, nth):
         if nth == CALLS - 8:
-            task.x += 1  # read where it is
+            task.x += 1  # read at the same address
         if nth == CALLS - 6:
             task.x.data = task.x * 2
         if nth == CALLS - 4:
@@ -129,7 +129,7 @@ def test_a_call_of_the_same_objects_sees_what_changed_in_them(device):
     assert all(grad.is_contiguous() for grad in grads)
     task.step(task.x, task.y)
     for grad, before in zip(grads, kept, strict=True):
-        assert torch.equal(grad, before)  # the next replay has other memory for them
+        assert torch.equal(grad, before)  # the next replay writes to other memory
 
 
 def test_masks_that_are_written_are_read_again(device):
@@ -514,7 +514,7 @@ def draw_sizes(generator, hops, is_typed):
         return tuple((like + torch.randint(most, like.shape, generator=generator)).tolist())
 
     kinds = 3 if is_typed else 1
-    # Edges within a type, between two, and none; of sampled neighbours all seeds are of one type.
+    # Edges within a type, between two types, and none. In sampled batches, all seeds have one type.
     least = 1 if hops > 1 else 2
     ends = ((0, 0), (0, 1), (1, 0), (2, 0))[: 4 if is_typed else 1]
     return [
@@ -569,7 +569,7 @@ def test_padding_is_a_graph_of_its_own(device, hops, is_doubled, is_typed):
             assert not places.nodes[of_source].mask[source].any()
             assert not places.nodes[of_target].mask[target].any()
             assert of_source != of_target or (source != target).all()
-            if of_target == 0 or hops == 1:  # else the seeds' hop has none to be destinations
+            if of_target == 0 or hops == 1:  # otherwise the seeds' hop has no destinations
                 assert torch.equal(wide[1], wide[1].sort().values)
 
 
@@ -579,7 +579,7 @@ def draw_edges(generator, counts, of_sources, of_targets):
     parts = []
     for hop, number in enumerate(counts):
         first = int(targets[hop - 1]) if hop else 0
-        if first == targets[hop]:  # no seeds of that type: any earlier or later ones
+        if first == targets[hop]:  # no nodes of that type in the hop: any of them
             first, last = 0, int(targets[-1])
         else:
             last = int(targets[hop])

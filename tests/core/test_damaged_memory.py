@@ -45,7 +45,7 @@ from fastsparse_core.sampling import FeatureTable, NeighborSampler
 from fastsparse_core.structure.segments import Segments
 
 NODES, EDGES = 60, 240
-#: Errors of our check, and PyTorch's own where PyTorch reads first.
+#: Errors of FastSparse's check, and of PyTorch if PyTorch reads first.
 NO_MEMORY = ("has no memory: its storage was resized to 0 bytes", "out of bounds for storage of size 0")
 
 
@@ -124,7 +124,7 @@ def freed(device: str) -> Iterator[tuple[str, str]]:
 
 # ---------------------------------------------------------------- pickles
 
-#: Parts of the state that no kernel reads by; of a partition, how it was found.
+#: Parts of the state that no kernel uses as an address; for a partition, its method.
 UNREAD = ("_num_given", "_merge", "_loop_edge", ("partition", 2))
 
 
@@ -233,7 +233,7 @@ def tampered(device: str) -> Iterator[tuple[str, str]]:
                 continue
             for what, changed in changes(part):
                 yield f"{name}, {key}: {what}", error_of(use_pickled, made, {**parts, key: changed}, use)
-            if isinstance(key, str):  # else the others would take its place
+            if isinstance(key, str):  # only named parts: other positions would move
                 without = {other: item for other, item in parts.items() if other != key}
                 yield f"{name} without {key}", error_of(use_pickled, made, without, use)
 

@@ -82,7 +82,7 @@ def owners(kind: str, size: int) -> Partition:
         )
     if kind == "empty_rank":
         return Partition.from_assignment(torch.zeros(NODES, dtype=torch.long), size)
-    # By communities of 20; with two ranks, the first rank has two.
+    # Communities of 20 nodes; with two ranks, the first rank has two of them.
     return Partition.from_assignment(((node // 20) % size), size)
 
 
@@ -313,13 +313,13 @@ def _inputs(rank: int, size: int, device: torch.device, options: Any) -> None:
     products()
     products()
     assert len(sent) == 6
-    with torch.inference_mode():  # where nothing tells of an edit
+    with torch.inference_mode():  # inference tensors do not show edits
         x, scale = x.detach().clone(), torch.rand(parts[0].num_dst, device=device)
         for _ in range(2):
             ours, theirs = (spmm(part, x, scale_src=scale) for part in parts)
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
             wanted = spmm(parts[1], x * scale[:, None])
-            assert relative_error(ours, wanted) < 1e-2  # some travel in bfloat16
+            assert relative_error(ours, wanted) < 1e-2  # some features are sent in bfloat16
             x.mul_(3)
             scale.mul_(5)
 
@@ -460,7 +460,7 @@ def _failure(rank: int, size: int, device: torch.device, send: Any) -> None:
     part = PartitionedAdjacency.from_coo(*random_graph(), owners("shuffled", size), tiles=3, send=send)
     x = part.scatter(features(NODES, 47))
     expected = spmm(part, x)
-    of_others = _on_their_way()  # what tests before this one in the process still hold
+    of_others = _on_their_way()  # objects of earlier tests in this process
     for trained in (False, True):
         for _ in range(2):
             with pytest.raises(ValueError, match="bias: expected 47 entries"):
@@ -595,7 +595,7 @@ def _reduce(rank: int, size: int, device: torch.device) -> None:
     model[0].bias.grad = torch.arange(3.0)
     model[1].weight.grad = torch.ones(1, 3, dtype=torch.bfloat16)
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    partial = nn.Parameter(torch.ones(2, 2))  # as of a type of edges that other ranks have none of
+    partial = nn.Parameter(torch.ones(2, 2))  # like a parameter of an edge type that other ranks do not have
     if rank == 1:
         partial.grad = torch.full((2, 2), 3.0)
     all_reduce_gradients([*model.parameters(), frozen, partial])
@@ -704,7 +704,7 @@ def train(
         assert relative_error(part.gather(actual), expected) < 1e-12
         assert relative_error(part.gather(own_x.grad), whole_x.grad) < 1e-12
         for (name, one), other in zip(model.named_parameters(), ours.parameters(), strict=True):
-            # A bias of keys has no gradient but rounding: softmax does not see it.
+            # The gradient of a bias of keys is only rounding, because softmax ignores it.
             difference = (other.grad - one.grad).norm()
             assert difference < 1e-12 * max(one.grad.norm(), expected.norm() / target.numel()), name
         for optimiser in optimisers:

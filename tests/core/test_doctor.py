@@ -110,11 +110,11 @@ def test_a_wrong_result_is_found(report, monkeypatch, name, wrong):
     right = getattr(fastsparse_core, name)
 
     def spoilt(first, *others, **options):
-        if name == "maxk":  # whose result knows no sums
+        if name == "maxk":  # its result has no gradient sums
             return right(first + wrong, *others, **options)
         out = right(first, *others, **options)
         of = out[0] if isinstance(out, tuple) else out
-        bad = of + wrong * of.detach().abs().max().clamp(min=1)  # errors are judged by the largest number
+        bad = of + wrong * of.detach().abs().max().clamp(min=1)  # errors are relative to the largest number
         return (bad, *out[1:]) if isinstance(out, tuple) else bad
 
     monkeypatch.setattr(fastsparse_core, name, spoilt)

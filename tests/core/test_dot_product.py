@@ -94,7 +94,7 @@ def test_same_bits_every_time_and_nothing_of_edges_times_width(device):
     results = []
     for _ in range(3):
         counted = LargestTensor()
-        with counted:  # sees what the kernels allocate, for they are called below the dispatcher
+        with counted:  # records allocations of the kernels, which run below the dispatcher
             out = attention(adj, *tensors, algorithm="csr")
             results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
         assert counted.numel < adj.num_edges * 4 * 32

@@ -33,7 +33,7 @@ def test_first_gradients_of_sorted_edges_need_no_transpose(dtype, shape):
     tensors = DOT.make(adj, shape, dtype)
     DOT.compare(adj, tensors, 4, dropout_p=0.3)
     assert not adj.has_transpose
-    with algorithms(attention="csr"):  # a name asks for the same bits every time
+    with algorithms(attention="csr"):  # a named algorithm gives the same bits every time
         DOT.compare(adj, tensors, 4)
     assert adj.has_transpose
 

@@ -103,7 +103,7 @@ def check(name: str, how: str, width: int, dtype: torch.dtype, tolerance: float)
     expression, places = CASES[name]
     adj = graph("cpu")
     tensors = tensors_of(places, adj, width, dtype)
-    for x, place in zip(tensors, places, strict=True):  # of the others other kernels compute the gradients
+    for x, place in zip(tensors, places, strict=True):  # other kernels compute the other gradients
         x.requires_grad_(not (place == "mapped" or place.endswith("one")))
     exact = [x.detach().double().requires_grad_(x.requires_grad) for x in tensors]
     kinds = tuple(place.split()[0] for place in places)
@@ -156,7 +156,7 @@ def test_softmax_has_kernels_of_one_language(name: str, how: str, monkeypatch: p
     kinds = tuple(place.split()[0] for place in places)
     edge_expression.edge_expression(adj, expression, kinds, tensors, how).sum().backward()
     if name == "mlp":
-        tensors[2].requires_grad_(False)  # nor of mapped features
+        tensors[2].requires_grad_(False)  # also without a gradient of the mapped features
         languages.clear()
         edge_expression.edge_expression(adj, expression, kinds, tensors, how).sum().backward()
     assert len(languages) == 3

@@ -23,7 +23,7 @@ def leaf(n: int) -> Expression:
 
 
 BOTH_AND_EDGE = ("add", ("add", leaf(0), leaf(1)), leaf(2))
-#: Name -> (expression, places of its leaves; with "one", a number per row).
+#: Name -> (expression, places of its leaves; places with "one" have one number per row).
 CASES: dict[str, tuple[Expression, tuple[str, ...]]] = {
     "mlp": (("relu", BOTH_AND_EDGE), ("dst", "src", "mapped", "weight")),
     "gate": (("mul", ("sigmoid", BOTH_AND_EDGE), leaf(1)), ("dst", "src", "edge")),
@@ -105,7 +105,7 @@ def graph(device: str, edges: int = EDGES) -> Adjacency:
     """Rows without edges at both ends, edges in random order."""
     generator = torch.Generator().manual_seed(0)
     row = torch.randint(NUM_DST - 2, (edges,), generator=generator)
-    row[: edges // 4] = 3  # a long one
+    row[: edges // 4] = 3  # a long row
     col = torch.randint(NUM_SRC - 1, (edges,), generator=generator)
     return Adjacency.from_coo(row.to(device), col.to(device), (NUM_DST, NUM_SRC))
 
@@ -180,7 +180,7 @@ def test_rows_cut_into_slices(how: str, device: str, monkeypatch: pytest.MonkeyP
 def test_dtypes_and_widths(dtype: torch.dtype, tolerance: float, width: int, how: str):
     adj = graph("cuda", 3000)
     for name in ("mlp", "two maps"):
-        if how not in ("max", "min") or dtype == torch.float32:  # rounding chooses other edges
+        if how not in ("max", "min") or dtype == torch.float32:  # rounding changes which edges are chosen
             check(name, how, adj, width, dtype, tolerance)
 
 

@@ -35,13 +35,14 @@ def assert_same(found: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("features", [0, 3, 4])
+@pytest.mark.parametrize("features", [0, 3, 4, 5])
 @pytest.mark.parametrize("width", [5, WIDTH])
 def test_gine(features: int, width: int, device: str) -> None:
     adj, x = graph(device), draw(NODES, width, device=device)
     edge, weight, bias = draw(EDGES, features or width, device=device), None, None
     if features:
-        weight, bias = draw(width, features, device=device), draw(width, device=device)
+        weight = draw(width, features, device=device)
+        bias = None if features == 5 else draw(width, device=device)
     eps = torch.tensor([0.3], dtype=torch.float64, device=device)
     assert can_pass_messages(adj, x, edge, weight, bias, eps)
     expected = gine_aggregate(adj, x, edge, edge_weight=weight, edge_bias=bias) + (1 + eps) * x
@@ -59,7 +60,7 @@ def test_gine_with_a_heavy_row_and_column(dtype: torch.dtype, width: int, device
     row[:3000], col[4000:7000] = 7, 11
     adj = Adjacency.from_coo(row.to(device), col.to(device), (300, 300))
     shapes = ((300, width), (9000, 5), (width, 5), (width,))
-    # Eighths: a message before its relu is exact in both precisions, and so is on which side of 0 it is.
+    # Multiples of 1/8: messages before relu are exact in both precisions, and so is their sign.
     wide = [draw(*shape, device=device).detach().mul(4).round().div(8).to(dtype).double() for shape in shapes]
     given = [each.to(dtype).requires_grad_() for each in wide]
     wide = [each.requires_grad_() for each in wide]
@@ -71,7 +72,7 @@ def test_gine_with_a_heavy_row_and_column(dtype: torch.dtype, width: int, device
     expected = gine_aggregate(adj, *wide[:2], edge_weight=wide[2], edge_bias=wide[3]) + 1.5 * wide[0]
     found_gradients = torch.autograd.grad(found, given, up)
     gradients = torch.autograd.grad(expected, wide, up.double())
-    # What is summed, whatever cancels: absolute values pass every relu.
+    # The size of the summed terms, without cancellation: absolute values pass every relu.
     sizes = [each.detach().abs().requires_grad_() for each in wide]
     most = gine_aggregate(adj, *sizes[:2], edge_weight=sizes[2], edge_bias=sizes[3]) + 1.5 * sizes[0]
     terms = (most, *torch.autograd.grad(most, sizes, up.double().abs()))

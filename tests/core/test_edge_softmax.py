@@ -46,7 +46,7 @@ def test_equals_reference(device, poisoned_memory, edges, heads, dtype, layout):
     (grad,) = torch.autograd.grad(out, score, weight)
     doubled = score.detach().double().requires_grad_()
     (wanted,) = torch.autograd.grad(reference.edge_softmax(adj, doubled), doubled, weight.double())
-    # A gradient is a difference of two terms, each of the size of weight times gradient.
+    # A gradient is a difference of two terms, each about as large as weight times gradient.
     size = (expected * weight.double()).norm().item() + wanted.norm().item()
     assert (grad.double() - wanted).norm() <= TOLERANCE[dtype] * max(size, 1e-30)
 
@@ -60,7 +60,7 @@ def test_long_row_is_split(device, dtype):
     score = features(num_edges, 2, dtype, "contiguous", device) + (10 if dtype == torch.float16 else 1e4)
     score = score.requires_grad_()
     out = edge_softmax(adj, score)
-    # In float16 most weights of so long a row are subnormal: they have an absolute precision of 2^-25.
+    # In float16, most weights of such a long row are subnormal, with an absolute precision of 2^-25.
     error = (out.double() - reference.edge_softmax(adj, score)).norm()
     assert error <= TOLERANCE[dtype] * out.norm() + (2**-25 * num_edges**0.5 if dtype == torch.float16 else 0)
     if device == "cuda":
@@ -80,7 +80,7 @@ def test_extreme_scores(device):
     out = edge_softmax(adj, score)
     assert out[:2].isnan().all()
     assert out[2:].tolist() == [0, 1, 1, 0, 0]
-    # Of such scores alone exp gives only 0 and infinity.
+    # Without subtracting the maximum, exp gives only 0 and infinity for such scores.
     out = edge_softmax(adj, torch.tensor([1000.0, 999, 0, 0, 0, -1000, -1001], device=device))
     expected = torch.tensor([0.0, -1], device=device).softmax(0)
     torch.testing.assert_close(out[:2], expected)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +24,7 @@ def test_a_result_that_does_not_fit_yet_is_put_together(
     monkeypatch: pytest.MonkeyPatch, free: int, freed: int, later: int, rows_here: int
 ) -> None:
     """Its first rows stay on the device; whether all come there is seen when its source is gone."""
-    monkeypatch.setattr(tiles, "_send", lambda source, target: target.copy_(source))
+    monkeypatch.setattr(tiles, "_send", lambda source, target, buffers: target.copy_(source))
     monkeypatch.setattr(tiles.Placement, "fits", lambda self, size: size <= 0.85 * free)
     monkeypatch.setattr(tiles.Placement, "free", lambda self: free)
     x = torch.randn(100, 5)
@@ -38,11 +41,8 @@ def test_a_result_that_does_not_fit_yet_is_put_together(
 class _PlainBuffers:
     """Buffers without page-locked memory, which needs a GPU."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._memory = torch.empty(shape, dtype=dtype, device="meta")
-
-    def next(self, num_rows: int) -> torch.Tensor:
-        return self._memory[:num_rows]
+    def next(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(like, device="meta")
 
     def used(self, until: Any) -> None:
         pass
@@ -50,6 +50,14 @@ class _PlainBuffers:
 
 class _Event:
     def record(self) -> None:
+        pass
+
+
+class _Stream:
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def wait_stream(self, other: _Stream) -> None:
         pass
 
 
@@ -66,6 +74,9 @@ def test_no_error_of_a_written_piece_is_lost(monkeypatch: pytest.MonkeyPatch, fa
     monkeypatch.setattr(tiles, "_Buffers", _PlainBuffers)
     monkeypatch.setattr(tiles, "_PIECE_BYTES", 80)
     monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     target, away = torch.zeros(12, 5), torch.device("meta")  # meta in place of a GPU
     result = tiles._Result((12, 5), target.dtype, tiles.Placement(away), target, 0)
     result.write(0, torch.empty(12, 5, device=away))
@@ -95,3 +106,62 @@ def test_inference_runs_with_the_models_gpu_as_the_current_one(monkeypatch: pyte
     adj = Adjacency(torch.tensor([0, 1]), torch.tensor([0], dtype=torch.int32), (1, 1))
     with pytest.raises(InterruptedError):
         tiles.run(adj, torch.ones(1, 1), [], placement)
+
+
+def _tiles_with_structure_on_the_host(monkeypatch: pytest.MonkeyPatch, col: torch.Tensor) -> tiles._Tiles:
+    monkeypatch.setattr(tiles.Placement, "fits", lambda self, size: False)
+    rowptr = torch.tensor([0, col.numel()])
+    return tiles._Tiles(Adjacency(rowptr, col, (1, 1)), tiles.Placement(torch.device("cuda", 0)))
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_the_structure_is_page_locked_until_the_end(
+    monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    """It is locked once, unlocked after an error of the GPU, too, and a refusal is no error."""
+    calls: list[tuple[str, int]] = []
+
+    def register(address: int, size: int, flags: int) -> int:
+        assert (size, flags) == (32, 0)
+        calls.append(("lock", address))
+        return int(is_refused)
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("CUDA error")
+
+    unregister = lambda address: calls.append(("unlock", address))  # noqa: E731
+    runtime = SimpleNamespace(
+        cudaHostRegister=register, cudaHostUnregister=unregister, cudaError=SimpleNamespace(success=0)
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=fail))
+    col = torch.zeros(8, dtype=torch.int32)
+    found = _tiles_with_structure_on_the_host(monkeypatch, col)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "ones", fail)  # the launch that reports the refusal
+        found._lock_structure()
+        if not is_refused:
+            found._lock_structure()
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        found.close()
+    address = found.col.data_ptr()
+    assert calls == [("lock", address)] + [("unlock", address)] * (not is_refused)
+
+
+@pytest.mark.gpu
+def test_page_locked_structure_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    col = torch.zeros(100_000, dtype=torch.int32)
+    found = _tiles_with_structure_on_the_host(monkeypatch, col)
+    found._lock_structure()
+    assert found.col.is_pinned()
+    assert torch.equal(found._sent(found.col[3:]).cpu(), col[3:])
+    found.close()
+    assert not found.col.is_pinned()
+    # Memory that the driver may refuse to lock: kernels run as before.
+    np.zeros(100_000, dtype=np.int32).tofile(tmp_path / "col")
+    mapped = torch.from_numpy(np.memmap(tmp_path / "col", dtype=np.int32, mode="r"))
+    found = _tiles_with_structure_on_the_host(monkeypatch, mapped)
+    found._lock_structure()
+    assert torch.ones(3, device="cuda").sum() == 3
+    assert torch.equal(found._sent(found.col).cpu(), col)
+    found.close()

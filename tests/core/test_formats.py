@@ -284,7 +284,7 @@ def hybrid_lengths(kind: str) -> Tensor:
     return length
 
 
-# The kernels take tiles of 256 rows, and with more than 1024 tiles several to a block.
+# The kernels handle tiles of 256 rows; with more than 1024 tiles, a block handles several tiles.
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "kind",
@@ -410,11 +410,11 @@ def test_few_edges_are_sorted_as_many_are(device, num_nodes, num_edges, dtype):
             expected = RowSplit.from_rowptr(rowptr.cpu(), 32)
             split, words = found.row_split, found.row_split.slices.tolist()
             assert sorted(words) == sorted(expected.slices.tolist())
-            assert words == sorted(words)  # by their first entries, the empty ones of a place by row
+            assert words == sorted(words)  # by first entry; empty slices with the same first entry by row
             assert split.num_slots == expected.num_slots
             assert split.split_row.tolist() == expected.split_row.tolist()
             assert split.split_ptr.tolist() == expected.split_ptr.tolist()
-    if device == "cpu" or num_nodes != 5:  # else rows are too long to compare all of their edges
+    if device == "cpu" or num_nodes != 5:  # otherwise rows are too long for the comparison of all their edges
         assert (found.order is None) == (num_edges == 1)
 
 

@@ -90,16 +90,16 @@ def test_equals_reference(
     size = sizes(adj, x, *leaves, grad, out_by_in=out_by_in, factors=factors)
     named = ("y", "x", "weight", "bias")
     asked = [True, *(leaf is not None and leaf.requires_grad for leaf in (x, *leaves))]
-    # Sums that float16 cannot hold are infinite.
+    # Sums that float16 cannot represent are infinite.
     assume(
         all(float(terms.max()) < torch.finfo(dtype).max for terms in compress(size, asked) if terms.numel())
     )
     for name, got, exact, terms in zip(
         compress(named, asked), found, compress(want, asked), compress(size, asked), strict=True
     ):
-        # Where a rounded result is 0 and the exact one is not, rectified gradients differ as a whole.
+        # If a rounded result is 0 and the exact one is not, gradients of relu differ completely.
         if name == "y" or not relu:
-            # Two products: what the first one rounds, to the dtype, the second one sums.
+            # There are two products: the second one sums the rounding errors of the first one.
             assert (got.double() - exact).norm() <= 2 * TOLERANCE[dtype] * terms.norm()
 
 
@@ -150,9 +150,9 @@ def test_autocast(device, aggregate_first, dtype, relu):
         for got, leaf, exact in zip(found, wanted, expected[1 + aggregate_first :], strict=True):
             assert got.dtype == leaf.dtype
             assert relative_error(got, exact) <= 2 * TOLERANCE[dtype]
-    assert relative_error(found[-1], expected[-1]) <= TOLERANCE[torch.float32]  # the bias' sum of dY
+    assert relative_error(found[-1], expected[-1]) <= TOLERANCE[torch.float32]  # the bias' gradient
     if device == "cuda" and _GIVES_FLOAT32:
-        assert not torch.equal(found[-2], found[-2].to(dtype).float())  # not rounded on the way
+        assert not torch.equal(found[-2], found[-2].to(dtype).float())  # not rounded in between
 
 
 @pytest.mark.parametrize("aggregate_first", [False, True])
@@ -228,7 +228,7 @@ def test_what_the_backward_pass_needs_must_stay(device):
                 tensor.mul_(2)
 
     out = result()
-    write(weight, bias)  # no gradient of constant features needs them
+    write(weight, bias)  # with constant features, no gradient needs them
     out.sum().backward()
     out = result()
     write(x)
@@ -240,7 +240,7 @@ def test_what_the_backward_pass_needs_must_stay(device):
     out.sum().backward()
     given = wanted * 1
     out = result(given, weight.detach())
-    write(given)  # nothing but the gradient of the weight needs it
+    write(given)  # only the gradient of the weight needs it
     out.sum().backward()
     out = result(wanted)
     write(weight)

@@ -168,7 +168,7 @@ def test_structures(store, index, kind, at_once, monkeypatch):
             (one.inv_degree(), other.inv_degree()),
             (one.inv_sqrt_degree(loops=1), other.inv_sqrt_degree(loops=1)),
         ):
-            torch.testing.assert_close(mine, its, rtol=1e-6, atol=0)  # a GPU takes roots in two ways
+            torch.testing.assert_close(mine, its, rtol=1e-6, atol=0)  # a GPU has two square roots
         if store.device.type == "cuda":
             assert torch.equal(one.row_split.slices.sort(0).values, other.row_split.slices.sort(0).values)
     assert found.has_loops == bool(shape[0] == shape[1] and (edge_index[0] == edge_index[1]).any())

@@ -20,7 +20,7 @@ from fastsparse_core.formats.bsb import HEIGHT, QUAD, Bsb
 from fastsparse_core.formats.grouping import choose_grouping, group_rows, vectors_per_window
 
 _random = random.Random(0)
-#: The hashes' odd factors: those of the first multiplication, then those of the second.
+#: Odd factors of the hashes: of the first multiplication, then of the second.
 FACTORS = [[2 * _random.randrange(2**20, 2**23) + 1 for _ in range(16)] for _ in range(2)]
 
 
@@ -94,7 +94,7 @@ def test_grouping_of_long_rows_and_large_numbers(device, num_src):
     generator = torch.Generator().manual_seed(4)
     lengths = torch.tensor([0, 1, 1023, 1024, 1025, 4000, 2, 7, 0, 3, 30, 1500, 1, 1, 9, 16, 17, 2048, 5, 40])
     row = torch.arange(20).repeat_interleave(lengths)
-    # From few columns, so that long rows are similar.
+    # Most columns are among few, so that long rows are similar.
     col = (torch.rand(row.numel(), generator=generator, dtype=torch.float64) ** 3 * num_src).long()
     adj = Adjacency.from_coo(row.to(device), col.to(device), (20, num_src))
     assert order_of(adj) == similar_order(adj)
@@ -252,7 +252,7 @@ def test_natural_order_is_kept_where_it_is_good(device):
 
 def test_large_structures_are_judged_by_a_sample(device, monkeypatch):
     generator = torch.Generator().manual_seed(2)
-    # The last window is not full: only the grouping's sample has it.
+    # The last window is not full, so only the sample of the grouping contains it.
     row = torch.arange(4099).repeat_interleave(12)
     shuffled = torch.randperm(4099, generator=generator)
     col = (shuffled[row] // 16 * 16 + torch.randint(0, 16, row.shape, generator=generator)).clamp(max=4098)

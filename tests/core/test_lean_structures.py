@@ -19,7 +19,7 @@ from fastsparse_core.structure import adjacency, block_formats
 def random_edges(num_rows: int, num_cols: int, count: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     row = torch.randint(num_rows, (count,), generator=generator)
-    # A third of them in one row, which is longer than a piece.
+    # A third of the edges are in one row, which is longer than a piece.
     row[: count // 3] = num_rows // 2
     return row, torch.randint(num_cols, (count,), generator=generator)
 
@@ -71,7 +71,7 @@ def test_sorts_in_pieces_take_little_memory(in_pieces) -> None:
             result = compress.transpose_pairs(pointers, columns, nodes)
         extra.append(memory.peak - sum(tensor.nbytes for tensor in result))
     assert extra[1] < 1.2 * extra[0]
-    assert extra[1] < 4 * 80_000  # of the whole structure's columns
+    assert extra[1] < 4 * 80_000  # less than the columns of the whole structure
 
 
 def test_a_large_structure_keeps_what_it_was_given(monkeypatch) -> None:

@@ -82,7 +82,7 @@ def test_capture_never_keeps_what_it_only_recorded(prepared):
 def test_the_work_list_of_hr_is_read_before_a_capture():
     adj = graph("cuda", 30)
     x = torch.randn(30, 64, device="cuda", dtype=torch.float16)
-    adj.hybrid_rows  # noqa: B018  # built, but its length was not read yet
+    adj.hybrid_rows  # noqa: B018  # built, but its length was not read
     torch.cuda.synchronize()
     with (
         pytest.raises(RuntimeError, match="must be built before a CUDA graph"),
@@ -163,7 +163,7 @@ def _set_data(x: torch.Tensor, data: torch.Tensor) -> None:
         (True, lambda x: x.mul_(2)),
         (True, lambda x: x[:, 0].fill_(3)),
         (True, lambda x: x.requires_grad_()),
-        # A square matrix, whose shape does not show it.
+        # x is square, so its shape does not show this edit.
         (False, lambda x: x.t_()),
         (False, lambda x: x.resize_(12, 11)),
         (False, lambda x: x.as_strided_((12, 11), (16, 1))),
@@ -189,7 +189,7 @@ def test_zeros_behind_a_copy():
     assert torch.equal(copied, x)
     assert zero_padded(copied, 16) is None
     assert zero_padded(x.detach(), 16) is None
-    with torch.inference_mode():  # where nothing is counted, and a view does not know its base
+    with torch.inference_mode():  # no version counters, and views do not have their base
         x = with_zeros_behind(torch.nn.functional.pad(torch.randn(12, 12), (0, 4)), 12)
         assert zero_padded(x, 16) is not None
 
@@ -225,7 +225,7 @@ def test_the_stub_is_current():
     assert STUB.read_text() == stub()
 
 
-#: Fields that no call gives: what functions compute, and the plan that a method belongs to.
+#: Fields that no argument fills: results of functions, and the plan that a method belongs to.
 _GIVEN_BY_NOBODY = {"GraphField.to", "GraphField.to_rows"} | {
     f"{struct}.{field}"
     for struct, fields in {
@@ -280,7 +280,7 @@ def test_arguments_by_name_in_any_order():
     rowptr, row = torch.tensor([0, 2, 3]), torch.empty(3, dtype=torch.int32)
     given = {"rowptr": rowptr, "num_rows": 2, "num_edges": 3, "row": row, "device": -1, "queue": 1}
     for _ in range(2):
-        for names in itertools.islice(itertools.permutations(given), 0, None, 7):  # more than are remembered
+        for names in itertools.islice(itertools.permutations(given), 0, None, 7):  # more than are cached
             row.zero_()
             _C.expand_rows(**{name: given[name] for name in names})
             assert row.tolist() == [0, 0, 1]

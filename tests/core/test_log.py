@@ -103,14 +103,14 @@ def cpu_half_beside_a_gpu(monkeypatch, tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("file", ["nvidia0", "nvidia12", "libcuda.so.1"])  # the last: WSL's
+@pytest.mark.parametrize("file", ["nvidia0", "nvidia12", "libcuda.so.1"])  # the last one is WSL's
 def test_a_gpu_without_kernels_is_named(cpu_half_beside_a_gpu, file):
     (cpu_half_beside_a_gpu / "nvidia0").rename(cpu_half_beside_a_gpu / file)
     assert "has no CUDA kernels" in device.unusable_gpu()
     assert "python -m pip install nvidia-cuda-nvcc" in device.unusable_gpu()
     assert (
         "--no-cache-dir fastsparse-gnn" in device.unusable_gpu()
-    )  # where pip keeps the build without kernels
+    )  # pip's cache has the build without kernels
 
 
 @pytest.mark.skipif(torch.cuda.is_initialized(), reason="CUDA is in use, so there is a GPU")

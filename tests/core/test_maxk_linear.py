@@ -40,7 +40,7 @@ def test_aggregate_sparse_equals_dense_aggregation(device, reduce, valued):
         weight,
         *([value] if valued else []),
     )
-    if device == "cpu":  # 4 bytes of each value and 1 of its column
+    if device == "cpu":  # 4 bytes per value and 1 per column
         assert stored == 30 * 32 * 5
     expected = spmm(adj, MaxK(32)(x), value, reduce, scale_src=scale) @ weight
     assert relative_error(out, expected) <= TOLERANCE[torch.float32]
@@ -251,9 +251,9 @@ def test_stores_sparse_rows_and_their_sums_unless_they_are_recomputed(autocast, 
         assert out.requires_grad
         return stored
 
-    sparse = 30 * 32 * (size + 1)  # a value, and its column's number
+    sparse = 30 * 32 * (size + 1)  # a value and its column
     assert stored() == sparse + (0 if recompute else 30 * 256 * size)
-    operands.weight.requires_grad_(False)  # which is what needs the sums
+    operands.weight.requires_grad_(False)  # only the weight's gradient needs the sums
     assert stored() == sparse
 
 

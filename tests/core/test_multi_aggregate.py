@@ -20,7 +20,7 @@ def test_any_subset_in_any_order(op, aggregations, device):
     adj = ragged(600, device)
     tensors = op.make(adj, (12, 5), torch.float32)
     if set(aggregations) <= {"var", "std"}:
-        del tensors["x_dst"]  # whose gradient is 0 except for rounding
+        del tensors["x_dst"]  # its gradient is 0 except for rounding
     op.compare(adj, tensors, 4, aggregations=aggregations)
 
 
@@ -72,7 +72,7 @@ def test_equal_messages_do_not_deviate(device):
     out = multi_aggregate(adj, x, ("var", "std"), min_variance=0.0)
     assert not out.any()
     (grad,) = torch.autograd.grad(out.sum(), x)
-    # The mean may be off by its last bit, which the deviation divides by itself.
+    # The last bit of the mean may be wrong, and that error is divided by the deviation.
     assert grad.abs().max() < 1e-5
 
 
@@ -80,7 +80,7 @@ def test_equal_messages_do_not_deviate(device):
 def test_small_variances_are_no_deviation(min_variance, device):
     """Nor do they have a gradient; the default is that of PyG."""
     adj = Adjacency.from_coo(*torch.tensor([[0, 0, 1, 1], [0, 1, 2, 3]], device=device), (2, 4))
-    distance = min_variance**0.5  # of each message from the mean of its row: a fifth less, a fifth more
+    distance = min_variance**0.5  # distance of messages from the mean: a fifth below, a fifth above
     x = 1 + distance * torch.tensor([[-0.8], [0.8], [-1.2], [1.2]], device=device)
     x.requires_grad_()
     out = multi_aggregate(adj, x, ("var", "std"), min_variance=min_variance)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsparse_core import Adjacency
 
-#: One for each operator of PyTorch's.
+#: One case for each of PyTorch's operators.
 OPERATORS = [op for op in DIFFERENTIABLE if "scatter" not in op.name and "gather csr" not in op.name]
 
 
@@ -58,7 +58,7 @@ def test_any_memory_layout(op: Operator, layout: str, device: str) -> None:
     for number, (name, tensor) in enumerate(tensors.items()):
         if tensor.dim() == 2:
             tensors[name] = features(*tensor.shape, torch.float32, layout, device, seed=number)
-    op.compare(adj, tensors, op.digits.layouts)  # equal terms are rounded the same way
+    op.compare(adj, tensors, op.digits.layouts)  # equal terms are rounded in the same way
 
 
 @each_operator(COMPARED)
@@ -184,7 +184,7 @@ def test_opcheck(op: Operator, device: str) -> None:
     for function, args in forward.calls + backward.calls:
         is_gradient = (
             "backward" in function.name() or "grad" in function.name()
-        )  # some of whose outputs alias
+        )  # some of their outputs are aliases
         given = [it.detach() if isinstance(it, Tensor) else it for it in args]
         for it in given:
             if isinstance(it, Tensor) and it.is_floating_point():

@@ -220,7 +220,7 @@ def test_costs_few_calls_unused():
     policy.requested("spmm", "auto")
     sys.setprofile(None)
     assert calls[0] == "requested"
-    assert len(calls) <= 6  # with PyTorch's question whether it compiles, and the last line above
+    assert len(calls) <= 6  # including PyTorch's check for compilation and the last line above
 
 
 @pytest.mark.parametrize("operator", policy.ALGORITHMS)
@@ -312,7 +312,7 @@ def test_direct_kernels_serve_where_they_can(algorithm, device, dtype, width, he
         (torch.float16, 32, 1, 5_000_000, "csr"),
         (torch.float16, 64, 1, 1_000_000, "flashsparse"),
         (torch.float16, 128, 1, 1_000_000, "flashsparse"),
-        (torch.float16, 128, 1, 250_000, "csr"),  # fewer than three entries a row
+        (torch.float16, 128, 1, 250_000, "csr"),  # fewer than three entries per row
         (torch.bfloat16, 512, 1, 1_000_000, "flashsparse"),
         (torch.float32, 32, 1, 5_000_000, "csr"),
         (torch.float32, 128, 1, 5_000_000, "csr"),

@@ -264,7 +264,7 @@ def test_torch_seeds_batches():
     assert not torch.equal(first.edges.edge_id, second.edges.edge_id)
 
 
-# ---------------------------------------------------------------- chances
+# ---------------------------------------------------------------- probabilities
 
 
 def chi_square(counts: Tensor, expected: Tensor) -> float:
@@ -299,7 +299,7 @@ def test_sets_without_replacement_are_equally_likely(degree, fanout, device):
 def test_weighted_draws(replace, degree, device):
     """The first of weighted draws, and with replacement every one, is in proportion to the weights."""
     draws, fanout = 30000, 2 if replace else 1
-    weight = torch.arange(degree, dtype=torch.float32) % 7  # zeros among them
+    weight = torch.arange(degree, dtype=torch.float32) % 7  # some are zeros
     graph = Adjacency.from_coo(
         torch.zeros(degree, dtype=torch.int64, device=device),
         torch.arange(degree, device=device),
@@ -379,7 +379,7 @@ def test_edge_types(disjoint, device):
         assert torch.equal(row[ids], sample.nodes[name[2]].cpu()[dst])
         assert torch.equal(col[ids], sample.nodes[name[0]].cpu()[source])
         assert edges.shape == tuple(sample.nodes[name[at]].numel() for at in (2, 0))
-        # Nodes of a hop draw in the next: how many edges each has follows from its degree.
+        # Nodes of a hop sample in the next hop; their number of edges follows from their degree.
         counts = sample.num_nodes[name[2]]
         hop_of = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         degree = torch.bincount(
@@ -493,7 +493,7 @@ def test_feature_table(device):
     index = torch.randint(50, (20,), device=device)
     rows = FeatureTable(table, index.device)
     assert torch.equal(rows[index].cpu(), table[index.cpu()])
-    table[3:] += 1  # noticed: by the copy on the GPU too
+    table[3:] += 1  # the edit is detected, also for the copy on the GPU
     assert torch.equal(rows[index].cpu(), table[index.cpu()])
 
 
@@ -512,7 +512,7 @@ def test_what_is_no_table():
 
 
 def test_a_table_made_in_inference_mode_serves_training(device, monkeypatch):
-    if device == "cpu":  # what a GPU's memory takes, without one
+    if device == "cpu":  # simulates a table in a GPU's memory
         monkeypatch.setattr(features, "_place", lambda table, *_: lambda index, _: table[index])
     with torch.inference_mode():
         table = torch.randn(50, 7)
@@ -613,7 +613,7 @@ def test_features_that_the_host_gathers(width, is_pinned, monkeypatch):
     table[3:] += 1
     assert torch.equal(rows[index].cpu(), table[index.cpu()])
 
-    # During a longer step, and during a shorter one; batches that are not used.
+    # During a longer and a shorter step, and with batches that are not used.
     items = [torch.randint(70_000, (30_000,), device="cuda") for _ in range(6)]
     for cycles in (0, 20_000_000):
         for most in (6, 2):

@@ -60,19 +60,19 @@ def test_scatter_equals_reference(device, poisoned_memory, index, width, dtype, 
     assume(layout != "expanded" or reduce not in ("var", "std"))  # rounding errors of 0 have no bound
     index, size = index[0].to(device), index[1]
     src = features(index.numel(), 1 if width is None else width, dtype, layout, device)
-    if reduce == "mul":  # of three thousand numbers from a normal distribution nothing would be left
+    if reduce == "mul":  # a product of 3,000 normally distributed numbers would be 0
         src = 1 + src / 1000
     src = (src[:, 0] if width is None else src).detach().requires_grad_()
     out = scatter(src, index, size, reduce)
     assert out.dtype == dtype
     exact = src.detach().double().requires_grad_()
     expected = reference.scatter(exact, index, size, reduce)
-    # The variance of rows that are equal, or single, is a difference of equal numbers.
+    # The variance of equal rows, or of a single one, is a difference of equal numbers.
     slack = 10.0 if reduce in ("var", "std", "mul") else 1.0
-    if reduce == "mul" and index.numel():  # every factor rounds once, and equal ones all in one direction
+    if reduce == "mul" and index.numel():  # every factor is rounded once, equal ones in the same direction
         longest = int(index.bincount().max())
         slack = max(slack, longest * torch.finfo(torch.float32).eps / TOLERANCE[dtype])
-    # Rounding is relative to what is added, not to sums that cancel.
+    # Rounding errors are relative to the terms, not to sums that cancel.
     scale = max(float(expected.norm()), 1e-3 * float(exact.norm()))
     assert (out.double() - expected).norm() <= slack * TOLERANCE[dtype] * scale
     weight = torch.randn_like(expected)
@@ -91,7 +91,7 @@ def test_one_heavy_segment(device, dtype, reduce):
     if reduce == "mul":
         src = 1 + (src - 3) / 2**10
     out = scatter(src, index, 6, reduce)
-    factor = 100 if reduce == "mul" else 10  # every factor of a product may add the error of a rounding
+    factor = 100 if reduce == "mul" else 10  # every factor of a product may add a rounding error
     assert relative_error(out, reference.scatter(src, index, 6, reduce)) <= factor * TOLERANCE[dtype]
     assert all(torch.equal(out, scatter(src, index.clone(), 6, reduce)) for _ in range(2))
 
@@ -110,7 +110,7 @@ def test_softmax_equals_reference(device, poisoned_memory, index, width, dtype):
     weight = torch.randn_like(expected)
     (grad,) = torch.autograd.grad(out, src, weight.to(dtype))
     (wanted,) = torch.autograd.grad(expected, exact, weight)
-    # A gradient is a difference of two terms, each of the size of weight times gradient.
+    # A gradient is a difference of two terms, each about as large as weight times gradient.
     size_of_terms = float((expected.detach() * weight).norm())
     assert (grad.double() - wanted).norm() <= 2 * TOLERANCE[dtype] * max(size_of_terms, 1e-30)
 
@@ -239,7 +239,8 @@ def test_an_index_that_compiled_code_makes(device):
 
 
 def test_new_indices_of_one_size(device):
-    # After one that does not ascend the next ones are sorted unseen: wrong ones and ascending ones, too.
+    # After an index that does not ascend, the next ones are sorted unchecked, including wrong and ascending
+    # ones.
     src = torch.randn(3000, 4, dtype=torch.float64, device=device)
     for nth, size in enumerate([100, 100, 128, 128, 1, 1]):
         index = torch.randint(0, size, (3000,), device=device)
@@ -275,7 +276,7 @@ def test_a_new_index_is_reduced_before_it_is_known(device, poisoned_memory, redu
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
 def test_one_call_before_a_capture_is_enough(reduce):
     src, index = torch.randn(5000, 16, device="cuda"), torch.randint(0, 300, (5000,), device="cuda")
-    scatter(src, index.clone(), 300, reduce)  # from here on an index of such sizes is sorted unseen
+    scatter(src, index.clone(), 300, reduce)  # from here on, an index of these sizes is sorted unchecked
     scatter(src, index, 300, reduce)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

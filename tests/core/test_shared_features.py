@@ -47,7 +47,7 @@ def _rows_are_the_table_s(rank: int, size: int, device: torch.device, use_gpu: b
     ):
         table = features(width=width).to(dtype)
         rows = FeatureTable(table, device, aligned=aligned, shared=True)
-        # What a loader makes of the same tensor reads the same memory.
+        # A loader's table of the same tensor reads the same memory.
         others = FeatureTable(table, device, aligned=aligned)
         for kept in (None, torch.arange(3, 900, 7), torch.empty(0, dtype=torch.int64)):
             if kept is not None:
@@ -119,7 +119,7 @@ def _memory(rank: int, size: int, device: torch.device) -> int:
     assert rows[torch.arange(3)].size(0) == 3
     dist.barrier()
     mapped = next(line for line in Path("/proc/self/maps").read_text().splitlines() if "fastsparse-" in line)
-    assert " rw-s " in mapped  # one file of all
+    assert " rw-s " in mapped  # one file for all processes
     assert mapped.endswith("(deleted)")
     return int(mapped.split()[4])
 

@@ -263,7 +263,7 @@ def test_products_after_repeated_ones_that_differ(enabled, layout, name):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_matrix_and_its_transposed_form_have_one_structure(enabled, layout):
-    matrix = LAYOUTS[layout](random_matrix(150, 150))  # of smaller COO matrices the gradient is PyTorch's
+    matrix = LAYOUTS[layout](random_matrix(150, 150))  # PyTorch computes gradients of smaller COO matrices
     x = torch.randn(150, 2, dtype=torch.float64, requires_grad=True)
     several_times(lambda: (matrix @ x).sum().backward())
     before = sparse_products.structures_info()

@@ -84,15 +84,14 @@ def test_equals_reference(
         scale_dst = torch.rand(adj.num_dst, generator=generator).to(device) + 0.5
         scale_src = torch.rand(adj.num_src, generator=generator).to(device) + 0.5
         if reduce in ("max", "min"):
-            scale_src = scale_src.to(dtype)  # the maximum is taken of the products as they are rounded
+            scale_src = scale_src.to(dtype)  # the maximum is that of the rounded products
     if biased:
         bias = features(1, width, dtype, "contiguous", device, seed=2)[0]
     scales = {"scale_dst": scale_dst, "scale_src": scale_src}
     out = spmm(adj, x, value, reduce, **scales, bias=bias, relu=relu, algorithm=algorithm)
     expected = reference.spmm(adj, x, value, reduce, **scales, bias=bias, relu=relu)
     assert out.dtype == dtype
-    # Structures this small can sum to almost nothing: the error is measured against the size of what was
-    # summed.
+    # Sums of such small structures may be almost 0, so the error is relative to the size of the terms.
     terms = reference.spmm(
         adj,
         x.abs(),
@@ -142,7 +141,8 @@ def test_heavy_row_is_split_and_summed_in_float32(device, algorithm):
         assert adj.hybrid_rows.num_slots > 1
 
 
-#: Around every unit of the kernels: products of 8 entries, matrices of 64, items of 256, batches, long rows.
+#: Lengths around the sizes of the kernels: products of 8 entries, matrices of 64, items of 256, batches, long
+#: rows.
 ROW_LENGTHS = (0, 1, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 128, 255, 256, 257, 5000)
 
 
@@ -393,8 +393,8 @@ def test_half_rounds_to_nearest_everywhere(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [40, 64])
 def test_calls_that_differ_from_those_before(device, poisoned_memory, dtype, width):
-    # What a call with the blocks found out handles later ones of its dtype and width: with another bias,
-    # other factors, rows that are elsewhere, values, the transpose, or a request for another kernel.
+    # The plan of a call with blocks runs later calls of its dtype and width: with another bias, other
+    # factors, other addresses of rows, values, the transpose, or another requested kernel.
     adj = ragged(4000, device)
     generator = torch.Generator().manual_seed(5)
     scale = torch.rand(adj.num_dst, generator=generator).to(device) + 0.5
@@ -440,7 +440,7 @@ def test_factors_live_until_the_launch(monkeypatch):
     monkeypatch.setattr(launch, "_C", compiled)
     monkeypatch.setattr(launch, "current_stream", lambda index: 0)
     x = features(adj.num_src, 64, torch.float16, "contiguous", "cpu")
-    for _ in range(2):  # the second call finds what the first one kept
+    for _ in range(2):  # the second call uses the cache of the first one
         spmm(adj, x, scale_src=torch.ones(adj.num_src))
     assert alive == [True, True]
 

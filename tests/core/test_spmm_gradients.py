@@ -55,7 +55,7 @@ def test_gradients_of_extrema_of_rows_of_any_length(device, dtype, heads, width,
     upstream = features(26, width, dtype, "contiguous", device, seed=2)
     result = extremum_of_sums(adj, x, value, False) if adds else spmm(adj, x, value, "max")
     found = [result, *torch.autograd.grad(result, leaves, upstream)]
-    # By the definition, of messages in the caller's edge order; there are no ties.
+    # The definition, with messages in the caller's edge order; there are no ties.
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     message = wide[0][col[order].to(device)]
     if heads:
@@ -94,7 +94,7 @@ def test_gradients_in_lower_precision(device, dtype, width, algorithm):
     assert value.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize(("row", "winner"), [([0, 0, 0], 2), ([1, 0, 0], 0)])  # as given; sorted
+@pytest.mark.parametrize(("row", "winner"), [([0, 0, 0], 2), ([1, 0, 0], 0)])  # unsorted; sorted
 def test_ties_go_to_the_first_entry(device, row, winner):
     adj = Adjacency.from_coo(torch.tensor(row), torch.tensor([2, 0, 1]), (2, 3)).to(device)
     x = torch.ones(3, 2, device=device, requires_grad=True)
@@ -166,7 +166,7 @@ def test_gradients_of_extrema_repeat(device, width):
     """Without deterministic algorithms, too, and as the formula has them."""
     generator = torch.Generator().manual_seed(0)
     row, col = (torch.randint(0, 40, (6000,), generator=generator) for _ in range(2))
-    row[:4000] = 7  # split between slices, as is the column
+    row[:4000] = 7  # the row and the column are split into slices
     col[3000:] = 5
     adj = Adjacency.from_coo(row.to(device), col.to(device), (41, 40))
     x = torch.randn(40, width, generator=generator).to(device).requires_grad_()

@@ -127,7 +127,7 @@ def test_loops_are_replaced_where_there_are_some(device, order, monkeypatch):
         expected = Adjacency.from_coo(rows, columns, (50, 50), self_loops="replace" if some else "keep")
         sorts.clear()
         adj = Adjacency.from_coo(rows, columns, (50, 50), self_loops="replace_if_some")
-        assert len(sorts) == some  # few edges are sorted where they are looked at
+        assert len(sorts) == some  # few edges are sorted while they are inspected
         assert adj.has_inserted_loops == expected.has_inserted_loops == some
         assert adj.has_loops is expected.has_loops
         assert torch.equal(adj.rowptr, expected.rowptr)

@@ -18,7 +18,7 @@ from fastsparse_core.formats.row_split import LONG, LONGEST, shared_group_share
 from fastsparse_core.ops._facts import facts_of
 
 ALGORITHMS = ("decoupled", "densify")
-#: On both sides of the id types, of four features a lane, of the buffers, and of the tiles of wide rows.
+#: On both sides of the limits of id types, of four features per lane, of buffers, and of tiles of wide rows.
 WIDTHS = (1, 2, 5, 47, 64, 128, 255, 256, 257, 300, 1000, 1024, 1025, 2500)
 LOOSE = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -49,7 +49,7 @@ def groups_share_warps():
         yield
 
 
-#: The CPU has one way.
+#: The CPU has one variant.
 WAYS = (
     "as stored",
     *(pytest.param(way, marks=pytest.mark.gpu) for way in ("packed", "in pieces", "packed, in pieces")),
@@ -243,7 +243,7 @@ def test_weights_that_are_not_finite(device, dtype, weight, k):
     assert relative_error(out[finite], expected[finite]) <= TOLERANCE[dtype]
 
 
-# On both sides of the rows that are very long. The CPU packs nothing.
+# On both sides of the limit of very long rows. The CPU packs nothing.
 @each_shape("rows_k", list(itertools.product([4, 60], [16, 20, 32])), on_cpu=[(60, 20)])
 @pytest.mark.parametrize(
     ("dtype", "size"),
@@ -272,7 +272,7 @@ def test_packed_entries(device, often_packed, dtype, size, rows_k):
         "bias": torch.zeros(256, device=device).to(dtype),
     }
     value = torch.randn(5000, device=device)
-    # Products with subnormal numbers have fewer digits than the entries, however they are summed.
+    # Products with subnormal numbers are less accurate than the entries, regardless of the summation.
     for weights, scales in ((None, {}), (value, {}), (value, options))[: 1 if size < 1e-30 else 3]:
         out = ssd(adj, cbsr, weights, algorithm="decoupled", **scales)
         expected = expected_of(adj, cbsr, weights, **scales)

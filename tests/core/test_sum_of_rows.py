@@ -30,7 +30,7 @@ from fastsparse_core.ops._sum_of_rows import sum_of_rows
 def test_sums(device, dtype, shape):
     if device == "cpu" and math.prod(shape) > 10_000_000:
         pytest.skip("seconds for what PyTorch sums")
-    rows = (torch.rand(shape, device=device) / 8).to(dtype)  # sums are finite in float16
+    rows = (torch.rand(shape, device=device) / 8).to(dtype)  # so that sums are finite in float16
     for layout in (
         rows,
         rows.transpose(0, -1).contiguous().transpose(0, -1),

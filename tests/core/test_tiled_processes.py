@@ -26,14 +26,19 @@ def team(request: pytest.FixtureRequest) -> Iterator[Team]:
     members.close()
 
 
-def _compare(rank: int, size: int, device: torch.device, kind: str, loops: bool, offload: bool) -> None:
+def _compare(
+    rank: int, size: int, device: torch.device, kind: str, loops: bool, offload: bool, piece: int
+) -> None:
     import fastsparse_pyg
+    from fastsparse_core.distributed import exchange
+
+    exchange.PIECE_BYTES = piece
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             layer = getattr(fastsparse_pyg, kind)
-            self.convs = nn.ModuleList([layer(6, 8), layer(8, 8), layer(8, 3)])
+            self.convs = nn.ModuleList([layer(6, 40), layer(40, 40), layer(40, 3)])
             self.first = nn.Linear(6, 6)
 
         def forward(self, x, edges):
@@ -78,5 +83,11 @@ def _compare(rank: int, size: int, device: torch.device, kind: str, loops: bool,
 
 @pytest.mark.parametrize("kind", ["FastGCNConv", "FastSAGEConv", "FastGraphConv"])
 def test_divided_graph(team, kind):
-    for loops, offload in ((False, False), (True, True), (False, True)):
-        team.run(_compare, kind, loops, offload)
+    few_columns = NODES * 16 * 8  # of all nodes, in float64
+    for loops, offload, piece in (
+        (False, False, 2**33),
+        (True, True, few_columns),
+        (False, True, few_columns),
+        (True, False, few_columns),
+    ):
+        team.run(_compare, kind, loops, offload, piece)

@@ -142,14 +142,14 @@ def test_what_it_leaves_to_others(device: str) -> None:
         {"value": value[:-1]},
         {"value": value[:, None]},
         {"value": value.double()},
-        {"value": torch.complex(value, value).conj().imag},  # its sign is not in memory
+        {"value": torch.complex(value, value).conj().imag},  # a lazy negation: its sign is not in memory
         {"root_weight": root_weight[:, 1:]},
         {"bias": bias.double()},
     ):
         assert not serves(**other), other
     with torch.autocast(device, dtype=torch.bfloat16):
         assert serves()
-        assert not serves(x=x.bfloat16())  # of another dtype than the values
+        assert not serves(x=x.bfloat16())  # x and the values have different dtypes
         assert not serves(x=x.half(), value=value.half())
     out = weighted_linear(adj, *given, "sum")
     assert out is not None

@@ -47,7 +47,7 @@ def test_runs_cover_every_window_once(lengths, longest, blocks):
         whole += range(target, target + num_windows)
     cut = split.split_row.tolist()
     assert sorted(whole + cut) == list(range(len(lengths)))
-    # Slots follow each other as the cut windows do, and tile them.
+    # Slots are in the order of the cut windows, and cover them.
     expected = [quad for window in cut for quad in range(first_quad[window], first_quad[window + 1])]
     assert [quad for _, begin, length in sorted(slots) for quad in range(begin, begin + length)] == expected
     # Only the last slice of a window may end within a block.

@@ -105,8 +105,8 @@ CASES = [
 ]
 
 
-#: Drop-ins whose training step no test replays: one has layers of others, one stores features in the graph,
-#: which is on the CPU, as wheels of DGL may know no CUDA.
+#: Drop-ins whose training step no test replays. One contains other layers. The other stores features in the
+#: graph, which is on the CPU, because wheels of DGL may have no CUDA support.
 NOT_REPLAYED = ("HeteroGraphConv", "PNAConv")
 
 
@@ -115,11 +115,11 @@ def each_case(cases: Iterable[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in cases])
 
 
-#: Widths of the inputs of sources and of destinations in what follows.
+#: Widths of the inputs of sources and destinations.
 WIDTH, NARROW = 7, 5
 
 _fast = fastsparse_dgl
-#: By name: our class, its arguments for one width, and for a pair of widths (None: it has no such form).
+#: Name -> (FastSparse's class, its arguments for one width, its arguments for a pair of widths or None).
 LAYERS: dict[str, tuple[type, tuple[Any, ...], tuple[Any, ...] | None]] = {
     "gat": (_fast.FastGATConv, (WIDTH, 4, 3), ((WIDTH, NARROW), 4, 3)),
     "gatv2": (_fast.FastGATv2Conv, (WIDTH, 4, 3), ((WIDTH, NARROW), 4, 3)),
@@ -141,7 +141,7 @@ LAYERS: dict[str, tuple[type, tuple[Any, ...], tuple[Any, ...] | None]] = {
 ATTENTION = ["gat", "gatv2", "dotgat", "agnn"]
 #: The layers that can return their attention.
 WITH_ATTENTION = ["gat", "gatv2", "dotgat"]
-#: Those that refuse nodes of zero in-degree if they are not told otherwise.
+#: Layers that by default reject nodes with an in-degree of zero.
 WANTS_EDGES = [name for name in LAYERS if name in ATTENTION or name.startswith("graph")]
 
 
@@ -228,7 +228,7 @@ class Everything(nn.Module):
         return torch.cat([part.flatten() for part in (out if isinstance(out, tuple) else (out,))])
 
 
-#: Layers with features of edges: their width, and the arguments for one width of the nodes', or a pair.
+#: Layers with edge features: the width of these, and the arguments for one width of node features, or a pair.
 EDGE_LAYERS: dict[str, tuple[int, Callable[[Any], tuple[Any, ...]]]] = {
     "EdgeGATConv": (3, lambda width: (width, 3, 4, 3)),
     "EGATConv": (3, lambda width: (width, 3, 4, 2, 3)),
@@ -246,7 +246,7 @@ def edge_layers(name: str, *arguments: Any, pair_of_widths: bool = False, **opti
             fast_class(*arguments)
         pytest.skip("DGL has no GatedGCNConv before 2.0")
     made = randomised(*layer_pair(fast_class, *arguments, **options))
-    for layer in made if name == "GatedGCNConv" else ():  # normalised away: their gradients are rounding
+    for layer in made if name == "GatedGCNConv" else ():  # their gradients are only rounding
         layer.A.bias.requires_grad_(not layer.batch_norm)
         layer.B.bias.requires_grad_(not layer.batch_norm)
     return made

@@ -14,13 +14,14 @@ from dgl_cases import fastsparse_dgl
 from torch import Tensor
 from torch.utils import backend_registration
 
-# Imported when tests are collected: autograd counts the devices at its first backward pass. Where there is a
-# GPU the tests run there, and PyTorch would take the pretended device for the machine's accelerator.
+# Imported when tests are collected, because autograd counts the devices at its first backward pass. Not
+# imported if there is a GPU: the tests then run on it, and PyTorch would take the pretended device for the
+# machine's accelerator.
 pretended: ModuleType | None = None
 if not torch.cuda.is_available() and hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
     pretended = importlib.import_module("pretended")
 
-#: Devices that are not DGL's: the pretended one, and a GPU.
+#: Devices that DGL does not support: the pretended one, and a GPU.
 AWAY = [
     pytest.param(
         "pretended:0", marks=pytest.mark.skipif(pretended is None, reason="a GPU, or no backends in Python")

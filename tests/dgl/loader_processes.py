@@ -21,14 +21,14 @@ import fastsparse_dgl
 from fastsparse_dgl.compat import dgl
 
 fn = dgl.function
-#: Seconds: within which a loader has its next batch, and after which the script ends itself. They only end
-#: what hangs: on a busy machine a worker takes minutes to start.
+#: Seconds after which a loader must have its next batch, and after which the script ends itself. They only
+#: end processes that hang: on a busy machine, a worker takes minutes to start.
 BATCH_LIMIT, LIMIT = 1500, 1700
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(LIMIT, exit=True)
 if __name__ == "__main__" or "FASTSPARSE_NOT_IN_WORKERS" not in os.environ:
-    if sys.argv[2:] == ["meta"]:  # stands for a GPU where there is none: it needs no memory
+    if sys.argv[2:] == ["meta"]:  # replaces a GPU on machines without one; needs no memory
         dgl.ndarray.DGLContext.STR2MASK.setdefault("meta", 2)
         fastsparse_dgl.enable(_devices=("meta",))
     else:

@@ -27,7 +27,7 @@ from fastsparse_dgl import caching, graph
 from fastsparse_dgl.hooks import joint
 
 backend_registration._setup_privateuseone_for_python_backend("pretended")
-# From here on PyTorch asks this accelerator, too, wherever it asks for one: in every test of the process.
+# From here on, PyTorch also asks this accelerator, in every test of the process.
 torch.pretended.get_rng_state = lambda *_: torch.empty(0, dtype=torch.uint8)  # type: ignore[attr-defined]
 torch.pretended.set_rng_state = lambda *_: None  # type: ignore[attr-defined]
 torch.pretended.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]  # type: ignore[attr-defined]
@@ -37,9 +37,9 @@ aten = torch.ops.aten
 _real_joint = joint._build
 _build, _transpose, _row = graph.adjacency_from_index, Adjacency._transpose, RowFormats.row
 
-#: Operators between the two sides.
+#: Operators that copy between the pretended device and the CPU.
 _COPIES = (aten.copy_.default, aten._to_copy.default)
-#: Those whose indices may be on the CPU.
+#: Operators whose indices may be on the CPU.
 _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
 

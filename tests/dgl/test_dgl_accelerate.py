@@ -52,7 +52,7 @@ LAYERS: dict[str, Callable[[], Any]] = {
     "SAGEConv": lambda: original.SAGEConv(6, 4, "pool"),
 }
 
-#: Layers that take edge features, too: test_dgl_edge_layers.py and test_dgl_pna_conv.py run them.
+#: Layers with edge features. test_dgl_edge_layers.py and test_dgl_pna_conv.py test them.
 WITH_EDGES = ["EGATConv", "EdgeGATConv", "GINEConv", "PNAConv"]
 if hasattr(original, "GatedGCNConv"):  # since DGL 2.0
     WITH_EDGES.append("GatedGCNConv")
@@ -373,7 +373,7 @@ def test_constructed_as_a_drop_in():
     }
 
 
-# ---------------------------------------------------------------- what stays, and why
+# ---------------------------------------------------------------- layers that are not replaced, and why
 
 
 class OnlyConstructed(original.GraphConv):

@@ -65,7 +65,7 @@ def test_second_epoch_builds_nothing(count_builds, device):
         assert (info.misses, info.hits, info.entries, info.stale) == (1, 3 * epoch + 2, 1, 0)
         if epoch == 0:
             built = list(count_builds)
-    assert count_builds == built == ["transpose"]  # few edges are sorted where they are looked at
+    assert count_builds == built == ["transpose"]  # few edges are sorted while they are inspected
 
 
 def test_prepare_builds_everything(count_builds, device):

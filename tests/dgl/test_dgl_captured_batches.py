@@ -14,7 +14,7 @@ import fastsparse_dgl as fast
 from fastsparse_core import SlowPathWarning, capture
 from fastsparse_dgl.compat import dgl
 
-#: Tests of whole trainings; tests/core/test_capture.py has what a quick run needs.
+#: Tests of whole trainings; tests/core/test_capture.py has the tests for a quick run.
 pytestmark = pytest.mark.slow
 WIDTH = 8
 

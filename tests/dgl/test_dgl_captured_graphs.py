@@ -73,7 +73,7 @@ def test_blocks(monkeypatch, conv, is_dgls):
     ends = torch.randint(290, (2, 1500), generator=generator)
     graph = dgl.graph(tuple(ends), num_nodes=300)
     feat, label = torch.randn(300, 6, generator=generator), torch.randint(8, (300,), generator=generator)
-    if conv == "egat":  # which wants an edge into every node
+    if conv == "egat":  # EGATConv requires an edge into every node
         graph = dgl.add_self_loop(graph)
     weight = torch.rand(graph.num_edges(), generator=generator)
 

@@ -151,7 +151,7 @@ def saved(graph: Any) -> Any:
     return [str(loaded.device), loaded.to(graph.device), labels["label"].to(graph.device)]
 
 
-#: What is done with a homogeneous graph.
+#: Operations on a homogeneous graph.
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "edges": lambda g: [g.edges(), g.edges(form="all", order="srcdst"), g.all_edges(form="eid"), g.nodes()],
     "degrees": lambda g: [g.in_degrees(), g.out_degrees(), g.in_degrees(ids(g, 1, 4)), g.out_degrees(3)],
@@ -261,7 +261,7 @@ def weighted_graph(graph: Any) -> Any:
     return graph
 
 
-#: What is done with a graph of several types.
+#: Operations on a graph of several types.
 TYPED: dict[str, Callable[[Any], Any]] = {
     "slices": lambda g: [
         g["follows"],

@@ -45,7 +45,7 @@ def test_large_features_cost_no_more_digits_than_the_original(name, scale):
     check_digits(make)
 
 
-#: Gated layers take one set of nodes.
+#: Gated layers support only one set of nodes.
 ON_GRAPHS = [
     (name, kind)
     for name in EDGE_LAYERS
@@ -59,7 +59,7 @@ ON_GRAPHS = [
 )
 def test_matches_the_original(name, kind, attention, device):
     graph = GRAPHS[kind]()
-    # Of blocks DGL's EGATConv takes pairs only.
+    # On blocks, DGL's EGATConv supports only pairs.
     single = kind in SINGLE and not (name == "EGATConv" and "block" in kind)
     narrow = WIDTH if name == "GINEConv" else NARROW
     feat = features(graph, WIDTH) if single else pair(graph, WIDTH, narrow)

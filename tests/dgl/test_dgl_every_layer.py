@@ -50,7 +50,7 @@ def many_neighbours() -> Any:
     return dgl.graph((src[kept], dst[kept]), num_nodes=N)
 
 
-#: Layer, graph, inputs and, where it is not `layer(graph, *inputs)`, the call.
+#: Layer, graph, inputs and, if it is not `layer(graph, *inputs)`, the call.
 Case = tuple[Callable[[], nn.Module], Callable[[], Any], tuple[Any, ...]]
 
 pna = {
@@ -179,7 +179,8 @@ CONVOLUTIONS: dict[str, Case] = {
     "SetTransformerDecoder": (lambda: layers.SetTransformerDecoder(6, 2, 3, 8, 1, 2), two, (x(6, 60),)),
 }
 
-#: Layers that take no DGLGraph, or several types; the call is `layer(graph, *inputs)` of what is made here.
+#: Layers without a DGLGraph, or with several types. The call is `layer(graph, *inputs)` of the objects made
+#: here.
 OTHERS: dict[str, Case] = {
     "HeteroGraphConv": (
         lambda: Named(
@@ -317,7 +318,7 @@ def results(make: Case, device: str, dtype: torch.dtype = torch.float32) -> list
     module = layer().to(dtype)
     torch.manual_seed(1)
     module, made, inputs = module.to(device), graph().to(device), moved(inputs, device)
-    with default_dtype(dtype):  # of what a layer makes for itself
+    with default_dtype(dtype):  # for tensors that a layer makes itself
         outputs = tensors_of(module(made, *inputs))
     kept = [out.detach().clone() for out in outputs]  # GroupRevRes frees its output in the backward pass
     total = None
@@ -334,13 +335,13 @@ def results(make: Case, device: str, dtype: torch.dtype = torch.float32) -> list
     return [tensor.detach().cpu() for tensor in kept + gradients]
 
 
-#: What the pretended device cannot do: cells of recurrent networks, storages freed by hand, as_tensor.
+#: Layers that the pretended device does not support: recurrent cells, storages freed by hand, as_tensor.
 NOT_PRETENDED = (
     "SAGEConv, lstm", "GatedGraphConv", "Set2Set", "JumpingKnowledge", "GroupRevRes", "SetTransformerDecoder",
 )  # fmt: skip
 
 
-@pytest.mark.slow  # test_dgl_operators.py has what a quick run needs
+@pytest.mark.slow  # test_dgl_operators.py has the tests for a quick run
 @pytest.mark.parametrize("device", ["cpu", *AWAY])
 @pytest.mark.parametrize("name", [*CONVOLUTIONS, *OTHERS])
 def test_layer(name: str, device: str) -> None:
@@ -361,7 +362,7 @@ def errors_of_rounding(case: Case, exact: list[Tensor]) -> list[float]:
 
         def nudge(it: Tensor) -> Tensor:
             steps = torch.randint(3, it.shape, generator=generator) - 1
-            # Whole numbers name kinds, or are constant on purpose.
+            # Whole numbers are types, or constant on purpose.
             return torch.where(it == it.round(), it, it * (1 + steps * torch.finfo(it.dtype).eps))
 
         found = results((layer, graph, floats(inputs, nudge)), "cpu")
@@ -385,7 +386,7 @@ def check(name: str, device: str) -> None:
     case = CONVOLUTIONS.get(name) or OTHERS[name]
     own = results(case, "cpu")
     exact = results(case, "cpu", torch.float64)
-    # cuDNN's recurrent cells may have fewer digits otherwise.
+    # Otherwise cuDNN's recurrent cells may be less accurate.
     with enabled_for(device), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         found = results(case, device)
     largest = max((float(tensor.abs().max()) for tensor in exact if tensor.numel()), default=1.0)

@@ -94,7 +94,7 @@ def test_columns_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_equals_the_full_pass_on_a_gpu(kind: str) -> None:
     graph, x, model = homogeneous(), torch.randn(NODES, 8), Model(kind)
     expected = full(model, graph, x)
-    with enabled():  # pip's DGL knows no CUDA
+    with enabled():  # pip's DGL has no CUDA support
         for features in (x, x.cuda()):
             found = inference(model.cuda(), graph, features, tile=7)
             torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-4)

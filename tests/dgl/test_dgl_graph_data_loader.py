@@ -21,7 +21,7 @@ from fastsparse_core.log import SlowPathWarning
 from fastsparse_dgl import FastGraphConv, FastSAGEConv, GraphDataLoader
 
 OriginalLoader = dgl.dataloading.GraphDataLoader
-#: Batches that random datasets are compared in, about: 10,000 before a release.
+#: Approximate number of batches in which random datasets are compared: 10,000 before a release.
 NUM_BATCHES = int(os.environ.get("FASTSPARSE_LOADER_BATCHES", "200"))
 pytestmark = pytest.mark.filterwarnings("ignore:Dataloader CPU affinity")
 Pair = namedtuple("Pair", "graph label")
@@ -223,7 +223,7 @@ def test_what_dgl_batches_says_why(monkeypatch, dataset, options, reason):
     batches = iter(loader)
     for expected in OriginalLoader(dataset, **options):
         got = next(batches)
-        if reason == "sparse formats":  # the edges of these cannot be listed by their ids
+        if reason == "sparse formats":  # the edges of such graphs cannot be listed by their ids
             assert got.formats() == expected.formats()
         else:
             assert_same(got, expected)
@@ -349,7 +349,7 @@ def test_memory_stays_flat():
 @pytest.mark.parametrize("name", ["graphs", "tensor labels", "hetero"])
 def test_batches_on_the_gpu(name):
     dataset = DATASETS[name]()
-    originals = list(OriginalLoader(dataset, batch_size=4))  # under enable() this name is ours
+    originals = list(OriginalLoader(dataset, batch_size=4))  # enable() replaces this name
     with enabled():
         loader = GraphDataLoader(dataset, batch_size=4, device="cuda")
         conv = FastGraphConv(4, 4, allow_zero_in_degree=True).cuda()

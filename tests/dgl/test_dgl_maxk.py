@@ -212,7 +212,7 @@ def test_dropout_is_of_the_kept_entries():
     reference = FastMaxKSAGEConv(7, 4, "mean", K)
     reference.load_state_dict(layer.state_dict())
     torch.testing.assert_close(layer.eval()(graph, feat), reference(graph, feat))
-    # The sum over many masks comes near the result without dropout.
+    # The mean over many masks is close to the result without dropout.
     layer.train()
     mean = torch.stack([layer(graph, feat) for _ in range(600)]).mean(0)
     assert (mean - reference(graph, feat)).norm() < 0.1 * reference(graph, feat).norm()

@@ -307,7 +307,7 @@ def test_graphs_without_edges_or_nodes(device: str) -> None:
 def test_features_of_no_width(shapes: Any, op: str, device: str) -> None:
     """DGL itself takes them where there are no edges, or refuses them by an assertion of its library."""
     x, e = draw(12, *shapes[0]), draw(11, *shapes[1], dtype=torch.float16)
-    x = x.half()  # which DGL's own kernels are not asked for
+    x = x.half()  # DGL's own kernels do not run in float16
     shape = torch.broadcast_shapes(*shapes)
     with enabled_for(device):
         for reduce in ("sum", "max", "mean"):
@@ -351,7 +351,7 @@ def test_bad_input(call: Any, message: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_no_message_is_kept_of_every_edge(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Features of nodes, reduced: no tensor of all edges and features, forward or backward."""
-    monkeypatch.setattr(operators, "_dgl_combines_faster", lambda *_: False)  # DGL would make one there
+    monkeypatch.setattr(operators, "_dgl_combines_faster", lambda *_: False)  # DGL would make such a tensor
     edges, width = 100_000, 64
     ends = torch.randint(200, (2, edges), generator=torch.Generator().manual_seed(0))
     graph = dgl.graph((ends[0], ends[1]), num_nodes=200)
@@ -432,7 +432,7 @@ def test_the_report_has_every_operator_with_its_line(is_on_before: bool) -> None
     served = Counter((row.call, row.by) for row, count in rows for _ in range(count) if not row.reason)
     expected = [("u_dot_v", "sddmm"), ("copy_u", "sddmm"), ("edge_softmax", "edge_softmax")]
     expected += [("segment_reduce", "segments"), ("gather_mm", "grouped product")]
-    expected += [("copy_u_max", "spmm")]  # of several edge types
+    expected += [("copy_u_max", "spmm")]  # for several edge types
     for message, kernel in (("copy_u", "spmm"), ("u_mul_e", "spmm"), ("copy_e", "segments")):
         expected += [(f"{message}_{reduce}", kernel) for reduce in ("sum", "mean", "max")]
     assert served == Counter(expected)

@@ -101,7 +101,7 @@ BOTH: dict[str, Callable[[Any], Any]] = {
     "counts": lambda b: [b.num_src_nodes(), b.number_of_dst_nodes(), b.num_edges()],
     "pickle": lambda b: [pickle.loads(pickle.dumps(b)).num_edges(), b.num_edges()],
 }
-#: Of a block of one type; what needs DGL's own block comes second.
+#: Operations on a block of one type; those that need DGL's own block come second.
 ALONE: dict[str, Callable[[Any], Any]] = BOTH | {
     "data": with_labels,
     "local_scope": in_scope,

@@ -38,7 +38,7 @@ def results(layer: nn.Module, case: Case, graph: Any, x: Any) -> dict[str, Tenso
 
 def graph_of(case: Case) -> Any:
     src, dst = edges_of_some()
-    if case.name == "EGATConv":  # which wants every node to receive
+    if case.name == "EGATConv":  # EGATConv requires an edge into every node
         src, dst = torch.cat([src, torch.arange(20, 34)]), torch.cat([dst, torch.arange(14)])
     return dgl.graph((src, dst), num_nodes=NUM_NODES)
 

@@ -21,7 +21,7 @@ from fastsparse_dgl.hooks import user_functions
 fn = dgl.function
 NODES, EDGES, WIDTH, HEADS, EDGE_WIDTH = 60, 700, 6, 3, 4
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
-#: Functions take one argument, or a layer and one.
+#: Functions of one argument, or of a layer and one argument.
 Function = Callable[..., Any]
 
 
@@ -192,7 +192,7 @@ def own_row(nodes):
     return {"out": nodes.data["h"]}
 
 
-# What no plan holds.
+# Functions for which there is no plan.
 
 
 def first_message(nodes):
@@ -375,7 +375,7 @@ def test_functions(case: Case, device: str, plans: list[tuple[str, ...]]) -> Non
     assert len(plans) == 2
     for gains in plans:
         assert set(case.gains) <= set(gains)
-        assert case.is_planned or GROUPS not in gains  # the message alone
+        assert case.is_planned or GROUPS not in gains  # only the message function
 
 
 def check(
@@ -843,7 +843,7 @@ def test_the_report_names_plans_and_reasons() -> None:
         call_report.stop_recording()
     assert PER_NODE in rows["update_all", ""]
     assert GROUPS in rows["update_all", ""]
-    assert PER_NODE in rows["apply_edges", ""]  # the messages alone
+    assert PER_NODE in rows["apply_edges", ""]  # only the message functions
     assert [by for (call, reason), by in rows.items() if call == "update_all" and reason] == ["DGL"]
 
 

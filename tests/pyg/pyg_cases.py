@@ -16,7 +16,7 @@ torch_geometric = pytest.importorskip("torch_geometric", reason="needs PyG")
 EdgeIndex = torch_geometric.EdgeIndex
 SparseTensor = torch_geometric.typing.SparseTensor
 
-#: Ways to hand one graph to a layer: name -> from (edge_index, num_src, num_dst).
+#: Ways to pass one graph, (edge_index, num_src, num_dst), to a layer.
 KINDS = [
     "edge_index",
     "edge_index_int32",
@@ -39,7 +39,7 @@ def random_graph(
     dst = torch.randint(0, num_dst - 2, (num_edges,), generator=generator)
     dst[: num_edges // 6] = 1
     dst = torch.where(src == dst, (dst + 1) % (num_dst - 2), dst)
-    # One loop per node at most: of repeated loops PyG keeps one, but gives all of them its gradient.
+    # At most one loop per node: PyG keeps one of repeated loops, but gives all of them its gradient.
     loops = torch.tensor([0, 3, 5])
     src, dst = torch.cat([src, src[:5], loops]), torch.cat([dst, dst[:5], loops])
     order = torch.randperm(len(src), generator=generator)

@@ -20,10 +20,10 @@ Options = Mapping[str, Any]
 FLOAT32, BOTH = (torch.float32,), (torch.float64, torch.float32)
 DIGITS = {torch.float64: 1e-10, torch.float32: 2e-5}
 RELATION = ("a", "to", "a")
-#: What edges bring along: nothing, a weight, one that is trained, that as a column.
+#: Weights of edges: none, constant ones, trained ones, and trained ones as a column.
 WEIGHTS = ("", "constant", "weight", "column")
 FLOW: Options = {"flow": "target_to_source"}
-#: What SAGE layers are made with, one option at a time.
+#: Options of SAGE layers, one at a time.
 SAGE_OPTIONS: list[Options] = [{}, {"normalize": True}, {"root_weight": False}, {"project": True}]
 SAGE_OPTIONS += [{"bias": False}, FLOW, {"node_dim": 0}]
 
@@ -181,7 +181,7 @@ def _products() -> Iterator[Case]:
     stacks: Options = {"num_stacks": 2, "num_layers": 3}
     options = [{}, stacks, {"act": None, "bias": False}, {"shared_weights": True, "num_layers": 2}]
     yield from cases(pyg.ARMAConv, *options)
-    degrees = dict.fromkeys(BOTH, 2e-5)  # PyG's are float32
+    degrees = dict.fromkeys(BOTH, 2e-5)  # PyG's degrees are float32
     yield from cases(pyg.ClusterGCNConv, {}, {"diag_lambda": 0.5}, edges=[""], tolerance=degrees)
     yield from cases(pyg.MFConv, {}, {"max_degree": 3, "bias": False}, {"aggr": "mean"}, edges=[""])
     options, how = [{}, {"aggr": "max"}, {"bias": False}], {"arguments": lambda i, o: (max(i, o), 3)}
@@ -252,7 +252,7 @@ def _edges() -> Iterator[Case]:
     rich: Options = {"scalers": [*scalers, "linear", "inverse_linear"], "train_norm": True, "edge_dim": 3}
     options += [pna(name, **rich) for name in ("sum", "mean", "min", "max", "var", "std")]
     options += [pna(*four, edge_dim=40), *(pna(*four, edge_dim=3, pre_layers=n, **FLOW) for n in (1, 2))]
-    # In float64 alone: the original's variance is a difference of squares.
+    # Only in float64, because the original's variance is a difference of squares.
     exact: dict[str, Any] = {"dtypes": BOTH[:1], "tolerance": {torch.float64: 1e-9}}
     yield from _cases(pyg.PNAConv, options, widths=[(6, 8)], **exact)
 
@@ -297,7 +297,7 @@ def first(original: Any, edges: int | str = "", **changes: Any) -> Case:
 
 ATTENTION = [first(pyg.GATConv), first(pyg.GATv2Conv), first(pyg.TransformerConv), first(pyg.AGNNConv)]
 WITH_DROPOUT = ATTENTION[:3]
-#: One of each layer that has a kernel of its own and takes features of nodes and edges alone.
+#: One case of each layer that has its own kernel and only features of nodes and edges.
 PLAIN = [
     first(pyg.GCNConv, widths=(6, 4)),
     first(pyg.SAGEConv, widths=(6, 4)),

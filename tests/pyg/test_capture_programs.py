@@ -245,7 +245,7 @@ def test_float_stays_what_it_is_elsewhere(device):
     assert float is __builtins__["float"]
 
 
-# ---------------------------------------------------------------- what stays
+# ---------------------------------------------------------------- inputs that are not recorded
 
 
 def test_edges_that_change_in_place_are_read_again(device):

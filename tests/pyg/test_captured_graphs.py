@@ -26,7 +26,7 @@ from fastsparse_pyg import (
     NeighborLoader,
 )
 
-#: Tests of whole trainings; tests/core/test_capture.py has what a quick run needs.
+#: Tests of whole trainings; tests/core/test_capture.py has the tests for a quick run.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graphs_on")]
 WIDTH = 8
 
@@ -60,7 +60,7 @@ class Dense(nn.Module):
     """Attention over each graph by a dense batch, as people write it."""
 
     takes_batch = True
-    kept = (to_dense_batch,)  # no name of a module leads here
+    kept = (to_dense_batch,)  # a reference that no module has
 
     def __init__(self, keeps=False):
         super().__init__()
@@ -156,7 +156,7 @@ def check(device, batches, loss=on_graphs, captures_model=False, optimizer=ADAM,
     """50 and more losses of a captured step agree with those of the step."""
     make = partial(Net, **options)
     found, models = compare(device, make, loss, lambda: batches, optimizer, captures_model=captures_model)
-    # Means follow biases that the normalisation removes: their gradients are rounding.
+    # Running means depend on biases that the normalisation removes, and whose gradients are only rounding.
     variances = [
         {name: item for name, item in model.state_dict().items() if "running_var" in name} for model in models
     ]
@@ -176,8 +176,8 @@ def test_layers(device, conv):
 
 @pytest.mark.parametrize("norm", [name for name in NORMS if name != "batch"])
 def test_normalisation(device, norm):
-    # Adam would make whole steps of gradients that are nothing but rounding, those of biases that the
-    # normalisation removes: 1e-7 of the weights would be 7e-2 of the losses, captured or not.
+    # With Adam, gradients that are only rounding would cause whole steps: those of biases that the
+    # normalisation removes. A difference of 1e-7 in the weights would be 7e-2 in the losses, captured or not.
     assert check(device, on(device, draw([9] * 20)), norm=norm, optimizer=torch.optim.SGD)
 
 

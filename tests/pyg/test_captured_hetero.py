@@ -22,7 +22,7 @@ from fastsparse_pyg import (
     NeighborLoader,
 )
 
-#: Tests of whole trainings; tests/core/test_capture.py has what a quick run needs.
+#: Tests of whole trainings; tests/core/test_capture.py has the tests for a quick run.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graphs_on")]
 WIDTH = 8
 
@@ -164,7 +164,7 @@ def test_larger_batches_are_recorded_for_their_size(device):
     found = losses_of(
         device, lambda: MODELS["sage"](data), lambda net, batch: of_papers(net, batch, 16), batches
     )
-    # Every device draws other neighbours, and every type may be what does not fit.
+    # Every device samples other neighbours, and any type may exceed the capacity.
     assert 2 <= len(found.records) <= 4
 
 

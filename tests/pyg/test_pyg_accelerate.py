@@ -222,7 +222,7 @@ def test_heterogeneous_training(name: str) -> None:
     assert info.stale == 0
 
 
-# ---------------------------------------------------------------- what a layer holds
+# ---------------------------------------------------------------- caches of layers
 
 EDGES, FEATURES = random_graph(), torch.randn(40, 6)
 
@@ -241,7 +241,7 @@ def test_cached_propagation_is_taken_over_and_given_back() -> None:
     accelerate(layer, show=False)
     assert layer._cached_edge_index is cached
     assert "_cached_edge_index" not in vars(layer)
-    # The cache counts, not the edges.
+    # The layer uses its cache, not the edges.
     close(layer(FEATURES, EDGES[:, :3]), expected)
     restore(layer)
     assert vars(layer)["_cached_edge_index"] is cached
@@ -368,7 +368,7 @@ def test_pruned_and_normalised_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     check(layer, lambda one: one(x, edge_index), [x], monkeypatch)
 
 
-# ---------------------------------------------------------------- what stays, and why
+# ---------------------------------------------------------------- layers that are not replaced, and why
 
 
 class OnlyConstructed(pyg.GCNConv):

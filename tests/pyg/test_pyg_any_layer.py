@@ -37,7 +37,7 @@ E = EDGES.size(1)
 
 @pytest.fixture(autouse=True)
 def kernels_for_every_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    _met.clear()  # what was few in one test is not in another
+    _met.clear()  # uses of edges in other tests do not count
     if request.function is not test_few_edges_on_the_cpu:
         monkeypatch.setattr(any_layer, "FEW_EDGES", 0)
 
@@ -190,7 +190,7 @@ def test_a_pair_against_the_flow(
     monkeypatch.setattr(log, "seen", set())
     with pytest.warns(SlowPathWarning, match="a pair of features with flow='target_to_source'"):
         check(layer, lambda one: one((x, dst), edges), [x, dst])
-    # One tensor for both ends is the same in either order.
+    # If both ends have one tensor, the order does not matter.
     with warnings.catch_warnings():
         warnings.simplefilter("error", SlowPathWarning)
         check(layer, lambda one: one((x, x), edges), [x])
@@ -469,24 +469,27 @@ def test_few_edges_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (pyg.CGConv(WIDTH), plain, False),
         (Attending(), attributed, False),
         (EdgeUpdater(), plain, True),  # weights by PyG's code, the sum by the kernel
-        (pyg.SimpleConv("median"), plain, False),  # which says nothing of its other aggregations
+        (pyg.SimpleConv("median"), plain, False),  # "median" has no kernel
         (pyg.SimpleConv(), weighted, True),
         (pyg.WLConvContinuous(), plain, True),
     ]
     for layer, call, by_kernel in cases:
         expected = call(layer, it)
         accelerate(layer, show=False)
-        new = Inputs(EDGES.clone(), *list(vars(it).values())[1:])
-        for nth in range(5):
-            ran.clear()
-            close(call(layer, new), expected, 1e-5)
-            assert bool(ran) == (by_kernel and nth >= SIGHTS), layer
+        _met.clear()
+        for batch in range(2):  # the second one will be used as often as the first, so it is not new
+            new = Inputs(EDGES.clone(), *list(vars(it).values())[1:])
+            for nth in range(5):
+                ran.clear()
+                close(call(layer, new), expected, 1e-5)
+                assert bool(ran) == (by_kernel and nth >= SIGHTS * (1 - batch)), layer
     ran.clear()
-    for _ in range(4):  # the same edges in another tensor each time, as of layers that add self loops
+    _met.clear()
+    for _ in range(4):  # equal edges in a new tensor per call
         cases[-2][0](it.x, EDGES.clone())
     assert not ran
     half = Inputs.draw(EDGES, N, WIDTH, torch.bfloat16)
-    weighted(cases[0][0].bfloat16(), half)  # which PyG would not sum in float32
+    weighted(cases[0][0].bfloat16(), half)  # PyG would not sum in float32
     assert ran == ["aggregate"]
 
 
@@ -561,6 +564,50 @@ def test_few_edges_take_the_steps_of_pyg(name: str, where: str, monkeypatch: pyt
     check(make().double(), lambda one: call(one, it), it.leaves(), 5e-5 if name == "ClusterGCNConv" else 1e-9)
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_few_edges_heed_the_options_of_an_aggregation(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one layer of a class may do does not hold for the next one."""
+    monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda *_: True)
+    monkeypatch.setattr(any_layer, "is_new", lambda *_: False)
+    it = Inputs.draw(EDGES, N, WIDTH, torch.float64)
+    for semi_grad in (first, not first):
+        layer = pyg.EdgeConv(nn.Linear(2 * WIDTH, 4), pyg.aggr.VarAggregation(semi_grad)).double()
+        check(layer, lambda one: plain(one, it), it.leaves(), 1e-9)
+
+
+def _operators(step: Callable[[], Any]) -> int:
+    """Number of operators of PyTorch that a step calls."""
+    with torch.profiler.profile() as profile:
+        step()
+    return sum(
+        event.name.startswith("aten::")
+        and (event.cpu_parent is None or not event.cpu_parent.name.startswith("aten::"))
+        for event in profile.events()
+    )
+
+
+@pytest.mark.parametrize("where", ["as on a GPU", "on the CPU"])
+@pytest.mark.parametrize("aggr", ["sum", "max"])
+def test_few_edges_take_fewer_operators_than_pyg(
+    aggr: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ends are gathered at once; as on a GPU, a maximum is one operator each way."""
+    if where == "on the CPU":
+        monkeypatch.setattr(any_layer, "FEW_EDGES", E + 1)
+    else:
+        monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda *_: True)
+    layer = pyg.EdgeConv(nn.Linear(2 * WIDTH, 4), aggr)
+    x = torch.randn(N, WIDTH, requires_grad=True)
+    step = lambda: layer(x, EDGES).sum().backward()  # noqa: E731
+    step()
+    expected = _operators(step)
+    accelerate(layer, show=False)
+    for _ in range(SIGHTS + 1):
+        step()
+    saved = 10 if aggr == "max" and where == "as on a GPU" else 0
+    assert _operators(step) < expected - saved
+
+
 @pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
 @pytest.mark.parametrize("name", [*LAYERS, *OPTIONS])
 def test_edges_in_int32(name: str, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -601,6 +648,19 @@ def test_wrong_calls_with_few_edges(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(expected.type) as got:
             fast(*given)
         assert str(got.value) == str(expected.value)
+
+
+def test_few_edges_with_a_destination_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyG's own error."""
+    monkeypatch.setattr(any_layer, "FEW_EDGES", E + 1)
+    layer, edges = pyg.SimpleConv(), torch.stack([torch.zeros(N, dtype=torch.int64), torch.arange(N)])
+    said = []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="dim_size") as error:
+            layer(torch.randn(5, WIDTH), edges)
+        said.append(str(error.value))
+        accelerate(layer, show=False)
+    assert said[0] == said[1]
 
 
 def test_softmax_is_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -993,7 +1053,7 @@ def test_hooks_added_later(reasons: pytest.LogCaptureFixture) -> None:
     before = plain(layer, it)
     handle = layer.register_message_forward_hook(lambda module, inputs, out: 3 * out)
     close(plain(layer, it), 3 * before, 1e-10)
-    (record,) = reasons.records  # no warning, for the hook asks for it
+    (record,) = reasons.records  # no warning, because the user asked for the hook
     assert record.levelname == "INFO"
     assert record.message.endswith("falls back to PyG's implementation: a hook on message passing")
     handle.remove()
@@ -1111,14 +1171,14 @@ def test_indices_out_of_range() -> None:
         layer(torch.randn(3, 6), torch.tensor([[0, 1], [1, 3]]))
     layer = OwnSize()
     accelerate(layer, show=False)
-    with pytest.raises(IndexError):  # sources beyond the features do not exist
+    with pytest.raises(IndexError):  # the features have no row for such a source
         layer.propagate(torch.tensor([[0, 3], [1, 1]]), x=torch.randn(3, 6), edge_attr=torch.ones(2, 1))
 
 
 def test_sixteen_bits_and_autocast(device: str) -> None:
     it = Inputs.draw(random_graph(N, device=device), N, WIDTH, torch.bfloat16)
 
-    def smooth() -> Edgewise:  # rounding may change a ReLU's sign and which edge holds the maximum
+    def smooth() -> Edgewise:  # rounding may change a ReLU's sign or a maximum's edge
         layer = Edgewise()
         layer.mlp[1] = nn.Tanh()
         layer.aggr_module = pyg.aggr.MeanAggregation()

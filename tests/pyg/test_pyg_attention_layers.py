@@ -161,7 +161,7 @@ def without_terms(family: Case) -> dict[str, bool]:
 @pytest.mark.usefixtures("kernels_only")
 def test_result_may_be_written_to(device, family):
     edge_index = random_graph(device=device)
-    # In float64, for the exact gradient of keys' biases is zero: in float32 it is nothing but rounding.
+    # In float64, because the exact gradient of the keys' biases is 0, and in float32 it is only rounding.
     reference, layer = (conv.double() for conv in family.pair(device, **without_terms(family)))
     x = torch.randn(40, 6, device=device, dtype=torch.float64, requires_grad=True)
     same(reference, layer, lambda conv: torch.relu_(conv(x, edge_index)) * 2, [x])
@@ -277,7 +277,7 @@ def test_dropout_compiles_and_is_drawn_anew(device, name):
     assert len(frames) == 1
 
 
-# ---------------------------------------------------------------- bad input, and the merely unusual
+# ---------------------------------------------------------------- bad and unusual input
 
 
 def test_size_that_does_not_fit(device):

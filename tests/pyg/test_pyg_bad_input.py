@@ -37,7 +37,7 @@ def test_edges_between_no_nodes():
 
 _X, _EDGES = torch.randn(12, 4), random_graph(12, num_edges=30)
 _METADATA = (["a"], [("a", "to", "a")])
-#: Layer of PyG and a call that it refuses.
+#: PyG layers, and calls that they reject.
 REFUSED = {
     **{
         f"{name}, {what}": (make, given)
@@ -56,7 +56,7 @@ REFUSED = {
             "integers": (torch.randint(3, (12, 4)), _EDGES),
             "swapped": (_EDGES, _X),
         }.items()
-        if (name, what) != ("GIN", "integers")  # which PyG makes floats
+        if (name, what) != ("GIN", "integers")  # PyG converts them to floats
     },
     "GINE, features of the edges": (
         lambda: pyg.GINEConv(nn.Linear(4, 6)),
@@ -239,7 +239,7 @@ def test_features_and_edges_of_other_types(name):
         (it.x.detach().numpy(), r"ndarray; convert it with torch.as_tensor\(x\)"),
         (data, "Data; pass its x"),
     ]
-    if "RGCN" not in name:  # where None stands for all nodes
+    if "RGCN" not in name:  # in RGCN, None means all nodes
         features.append((None, "None; data.x is None for graphs without features"))
     for x, got in features:
         with pytest.raises(TypeError, match=rf"^x(_dict\['.*'\])?: expected a floating tensor .*, got {got}"):

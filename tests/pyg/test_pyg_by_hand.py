@@ -220,7 +220,7 @@ def test_modules(kind: type[Module], form: str, device: str, served: list[bool])
     for _ in range(SIGHTS + 2):
         check(module, fast, edges, given)
     assert served == SIGHTS * [False] + 2 * [True]
-    edge_index.copy_(edge_index.flip(1))  # noticed
+    edge_index.copy_(edge_index.flip(1))  # the edit is detected
     check(module, fast, edges, given)
 
 
@@ -241,7 +241,7 @@ def test_nodes_without_edges_may_hold_nan() -> None:
     given["h"][-20:] = math.nan
     for _ in range(SIGHTS + 1):
         found = [[x.isnan() for x in results(each, edges, given)] for each in (module, fast)]
-    first = 2 + 3 + len(list(module.parameters()))  # of second derivatives NaN is what they are taken of
+    first = 2 + 3 + len(list(module.parameters()))  # second derivatives of NaN are not compared
     expected, got = (each[:first] for each in found)
     assert all(torch.equal(want, have) for want, have in zip(expected, got, strict=True))
 

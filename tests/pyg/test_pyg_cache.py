@@ -227,7 +227,7 @@ def test_batches_of_loaders_are_converted_once_in_inference_mode(kind, makes_loa
     layer = FastGCNConv(4, 4)
     with torch.inference_mode():
         batches = list(loader or loaded(kind))
-        clear_cache()  # of what loaders convert for themselves
+        clear_cache()  # drops structures that the loaders made
         for batch in batches:
             first = layer(batch.x, batch.edge_index)
             assert first.is_inference()

@@ -32,7 +32,7 @@ CASES = {
 
 def test_every_drop_in_has_a_case() -> None:
     made = {type(CASES[name].make(WIDTH)) for name in CASES}
-    assert set(DROP_INS) - made == {pyg.LabelPropagation}  # which has no parameters
+    assert set(DROP_INS) - made == {pyg.LabelPropagation}  # it has no parameters
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -43,6 +43,6 @@ def test_changed_parameters(name: str, change: str, device: str) -> None:
     layer: nn.Module = CASES[name].make(WIDTH).to(device, torch.float64)
     drop_in = copy.deepcopy(layer)
     assert accelerate(drop_in, show=False).swapped
-    tolerance = 5e-5 if name == "ClusterGCNConv" else 1e-9  # whose own code divides in float32
+    tolerance = 5e-5 if name == "ClusterGCNConv" else 1e-9  # PyG's code divides in float32
     count = check_changed(layer, drop_in, lambda one: CASES[name].call(one, it), change, tolerance)
     assert count or not any(item.dim() for item in layer.parameters()) or change == "spectral_norm"

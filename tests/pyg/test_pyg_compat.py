@@ -18,7 +18,7 @@ from fastsparse_pyg import compat
 from fastsparse_pyg.compat import operators, torch_scatter, torch_sparse
 from fastsparse_pyg.compat.torch_sparse import SparseTensor
 
-# About PyTorch's compressed rows, once per process, wherever it first makes them.
+# PyTorch's warning about compressed rows, once per process, when it first makes them.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 
 # ---------------------------------------------------------------- torch_scatter

@@ -24,7 +24,10 @@ from compiled_layers import (
 from pyg_cases import close, gradients, random_graph
 from pyg_layer_cases import ATTENTION, each_case, first
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_geometric import nn as pyg
 
@@ -36,6 +39,7 @@ from fastsparse_pyg import (
     FastChebConv,
     FastGATConv,
     FastGatedGraphConv,
+    FastGATv2Conv,
     FastGCNConv,
     FastGINConv,
     FastGINEConv,
@@ -110,6 +114,120 @@ def test_edge_features_compile_with_an_adjacency(device, make):
             close(one, other)
 
 
+ONE_NODE = {
+    "GCN narrowing": (lambda: FastGCNConv(8, 6), "aggregate_transform"),
+    "GCN of constant features": (lambda: FastGCNConv(8, 12), "aggregate_transform"),
+    "GCN without loops": (lambda: FastGCNConv(8, 6, add_self_loops=False), "aggregate_transform"),
+    "GCN of sums": (lambda: FastGCNConv(8, 6, normalize=False, bias=False), "aggregate_transform"),
+    "SAGE of means": (lambda: FastSAGEConv(8, 8), "aggregate_transform"),
+    "SAGE of sums": (lambda: FastSAGEConv(8, 8, aggr="sum", bias=False), "aggregate_transform"),
+    "SAGE narrowing": (lambda: FastSAGEConv(8, 4), "aggregate_transform"),
+    "GIN": (lambda: FastGINConv(nn.Linear(8, 6), eps=0.5), "aggregate_transform"),
+    "GINE": (lambda: FastGINEConv(nn.Linear(8, 6), edge_dim=3, eps=0.5), "gine_aggregate"),
+    "GAT": (lambda: FastGATConv(8, 4, heads=2), "attention_layer"),
+    "GAT of means": (lambda: FastGATConv(8, 4, heads=2, concat=False, bias=False), "attention_layer"),
+    "GATv2": (lambda: FastGATv2Conv(8, 4, heads=2), "attention_layer"),
+    "GATv2 of means": (lambda: FastGATv2Conv(8, 4, heads=2, concat=False), "attention_layer"),
+    "Transformer": (lambda: FastTransformerConv(8, 4, heads=2), "attention_layer"),
+    "Transformer, plain": (
+        lambda: FastTransformerConv(8, 4, root_weight=False, bias=False),
+        "attention_layer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE_NODE)
+def test_compiled_layers_are_the_nodes_of_eager_ones(device, name):
+    """One operator forward and one backward: no sum of neighbours or bias is left to Inductor."""
+    make, node = ONE_NODE[name]
+    layer, edge_index, found = make().to(device), random_graph(device=device), []
+    rest = [torch.randn(edge_index.size(1), 3, device=device)] if name == "GINE" else []
+
+    def record(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        found.append([str(node.target) for node in module.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(module.forward)
+
+    backend = aot_autograd(
+        fw_compiler=record, bw_compiler=record, partition_fn=min_cut_rematerialization_partition
+    )
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    x = torch.randn(40, 8, device=device, requires_grad=name != "GCN of constant features")
+    got, expected = compiled(x, edge_index, *rest), layer(x, edge_index, *rest)
+    close(got, expected)
+    parameters = [each for each in (x, *layer.parameters()) if each.requires_grad]
+    pairs = list(zip(gradients(got, parameters), gradients(expected, parameters), strict=True))
+    scale = max(float(other.abs().max()) for _, other in pairs if other is not None)
+    for one, other in pairs:
+        assert (one is None) == (other is None)  # a transformer without root_weight has a map that it ignores
+        if other is not None:
+            close(one, other, floor=scale * 1e-3)  # the gradient of a key's bias is 0
+    forward, backward = found
+    assert forward.count(f"fastsparse.{node}.default") == 1
+    assert backward.count(f"fastsparse.{node}_backward.default") == 1
+    own = (
+        "aten.permute",
+        "aten.view",
+        "aten.cat",
+        "aten.slice",
+        "_operator.getitem",
+        "<built-in",
+        "aten.alias",
+    )
+    if name[:3] == "GIN":  # the layer's network
+        own += ("aten.addmm", "aten.mm", "aten.sum", "aten.t.")
+    for names in found:
+        own_operators = [each for each in names if not each.startswith(("fastsparse.", "aten.sym", *own))]
+        assert not own_operators
+        assert (
+            len([each for each in names if each.startswith("fastsparse.") and "structure" not in each]) == 1
+        )
+
+
+@pytest.mark.parametrize("name", [name for name in ONE_NODE if "constant" not in name])
+def test_compiled_layers_are_differentiable_twice(device, name):
+    """Second derivatives come from separate operators."""
+    make, node = ONE_NODE[name]
+    layer, edge_index = make().to(device).double(), random_graph(device=device)
+    rest = [torch.randn(edge_index.size(1), 3, device=device).double()] if name == "GINE" else []
+    taken = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        taken.extend(each for each in module.graph.nodes if node in str(each.target))
+        return module.forward
+
+    x = torch.randn(40, 8, device=device, dtype=torch.float64, requires_grad=True)
+    results = []
+    for call in (torch.compile(layer, backend=backend, fullgraph=True), layer):
+        (slope,) = torch.autograd.grad(call(x, edge_index, *rest).pow(2).sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(slope.pow(2).sum(), [x, *layer.parameters()], allow_unused=True))
+    assert taken or device == "cuda"  # CUDA has no attention in float64
+    for one, other in zip(*results, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("root_weight", [True, False])
+def test_structures_may_be_converted_before_a_compiled_backward_pass(root_weight):
+    """Kernels on rows and on blocks store different states of a row."""
+    layer = FastTransformerConv(8, 8, heads=2, root_weight=root_weight).cuda()
+    x, edge_index = torch.randn(40, 8, device="cuda", requires_grad=True), random_graph(device="cuda")
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    got, expected = compiled(x, edge_index), layer(x, edge_index)
+    adj = layer._structure(x, edge_index)
+    assert not adj.has_bsb
+    parameters = [x, layer.lin_query.weight, layer.lin_key.weight, layer.lin_value.weight]
+    wanted = gradients(expected, parameters)
+    assert adj.try_bsb()
+    assert adj.t().try_bsb()
+    close(got, expected)
+    for one, other in zip(gradients(got, parameters), wanted, strict=True):
+        close(one, other, 1e-4)
+    for one, other in zip(gradients(compiled(x, edge_index), parameters), wanted, strict=True):
+        close(one, other, 1e-2)  # blocks multiply in TF32
+
+
 def test_sage_compiles_under_autocast(device):
     """A trace sees the operators themselves, not what handles eager calls in one step."""
     layer = FastSAGEConv(6, 9).to(device)
@@ -157,7 +275,7 @@ def test_every_layer_compiles_with_edges(device, row, reasons):
     assert not reasons.records
     assert written()[row.name][:2] == ("yes", "yes")
     assert written()[row.name][3] == "yes"
-    if HAS_CPP:  # what AOTInductor makes of them, `tests/examples/test_example_serve.py` checks
+    if HAS_CPP:  # `tests/examples/test_example_serve.py` runs AOTInductor
         found = check_for_cpp(exported)
         assert device == "cuda" or written()[row.name][4] == found
 
@@ -291,7 +409,7 @@ def test_changing_batches_compile_twice(device):
             close(one, other)
     assert len(frames) == 2
     assert cache_info().misses == 2 * 4  # with the loops that GAT adds, and without
-    edge_index[:, 0] = 7  # seen, as by eager layers
+    edge_index[:, 0] = 7  # the edit is detected, as by eager layers
     close(compiled(x, edge_index), model(x, edge_index))
     assert cache_info().misses == 2 * 5
 
@@ -345,7 +463,7 @@ def test_a_model_of_edges_trains_by_inductor(device):
     for mode in ("default", "reduce-overhead") if device == "cuda" else ("default",):
         compiled = torch.compile(model, fullgraph=True, mode=mode)
         for step in range(4):
-            if step == 3:  # a record of the steps before would not see it
+            if step == 3:  # earlier CUDA graphs would not use the new edges
                 edge_index = edge_index.flip(0).contiguous()
             got, expected = compiled(x, edge_index), model(x, edge_index)
             close(got, expected)
@@ -540,7 +658,7 @@ def test_a_program_in_pytorchs_operators(device):
     close(plain.module()(*inputs), expected)
 
 
-#: One of each operator.
+#: One case for each operator.
 DECOMPOSED = (
     "GCNConv with edge weights",
     "GINConv",

@@ -24,7 +24,8 @@ from fastsparse_core.log import SlowPathWarning
 from fastsparse_pyg import DataLoader, FastGATConv, FastGCNConv, FastGINConv, FastSAGEConv, capture
 from fastsparse_pyg.loader import stored_graphs
 
-#: Batches that the random datasets are compared in, at least, all tests together: 10,000 before a release.
+#: Smallest number of batches in which random datasets are compared, in all tests together: 10,000 before a
+#: release.
 NUM_BATCHES = int(os.environ.get("FASTSPARSE_LOADER_BATCHES", "200"))
 
 
@@ -151,7 +152,7 @@ class PairData(Data):
         return super().__cat_dim__(key, value, *args, **kwargs)
 
 
-#: Name of an attribute -> makes a value of a graph with so many nodes and edges.
+#: Name of an attribute -> function that makes its value for a graph of given numbers of nodes and edges.
 ATTRIBUTES = {
     "x": lambda g, n, e, dtype: _of_dtype(g, (n, 3), dtype),
     "pos": lambda g, n, e, dtype: _floats(g, (n, 3)),
@@ -183,7 +184,7 @@ ATTRIBUTES = {
     "levels": lambda g, n, e, dtype: [_floats(g, (n, 2)), torch.arange(e)],
     "num_nodes": lambda g, n, e, dtype: n,
 }
-#: Those that PyG's own code collates.
+#: Attributes that PyG's own code collates.
 SLOW_ATTRIBUTES = {
     "adj": lambda g, n, e, dtype: torch.eye(n).to_sparse(),
     "adj_t": lambda g, n, e, dtype: (
@@ -200,7 +201,7 @@ SLOW_ATTRIBUTES = {
 @st.composite
 def homogeneous(draw, attributes=tuple(ATTRIBUTES)):
     names = draw(st.lists(st.sampled_from(attributes), min_size=1, max_size=7, unique=True))
-    if not {"x", "num_nodes"} & set(names):  # else PyG guesses, and warns
+    if not {"x", "num_nodes"} & set(names):  # otherwise PyG guesses, and warns
         names.append(draw(st.sampled_from(["x", "num_nodes"])))
     seed, dtype = draw(st.integers(0, 2**20)), draw(st.sampled_from(DTYPES))
     sizes = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), min_size=1, max_size=9))
@@ -420,7 +421,7 @@ def test_storage_of_in_memory_datasets_is_read_in_place(monkeypatch):
 
 def test_graphs_that_an_in_memory_dataset_keeps():
     dataset = Stored(molecules())
-    dataset[3]  # which it keeps as a view
+    dataset[3]  # the dataset keeps the graph as a view
     check(dataset, batch_size=5)
     dataset._data_list[3].x = torch.zeros_like(dataset._data_list[3].x)
     check(dataset, batch_size=5)
@@ -570,7 +571,7 @@ def test_collate_fn_is_left_to_pyg():
     assert isinstance(loader, PygDataLoader)
 
 
-# ---------------------------------------------------------------- what may happen to a loader
+# ---------------------------------------------------------------- changes to a loader
 
 
 def test_changes_between_epochs_are_seen():
@@ -804,7 +805,7 @@ def test_structure_is_that_of_the_edges_as_they_are():
     loader = DataLoader(molecules(), batch_size=23, device="cpu")
     conv = FastGCNConv(4, 4)
     (batch,) = loader
-    batch.edge_index[:, 0] = torch.tensor([0, 1])  # written to: what the loader knows is no longer true
+    batch.edge_index[:, 0] = torch.tensor([0, 1])  # after this edit, the loader's facts do not hold
     expected = conv(batch.x, batch.edge_index.clone())
     assert torch.equal(conv(batch.x, batch.edge_index), expected)
 

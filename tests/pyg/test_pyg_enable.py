@@ -475,7 +475,7 @@ def test_extrema_run_on_the_kernels_where_they_are_faster(enabled):
 def test_sums_of_few_rows_on_a_gpu_are_pygs(enabled):
     for rows, expected in ((100_000, {"PyG": 3}), (300_000, {"PyG": 4, "segments": 2})):
         src, index = torch.randn(rows, 8, device="cuda"), torch.arange(rows, device="cuda") // 25
-        for _ in range(3):  # an index that is new is PyG's, too
+        for _ in range(3):  # a new index also runs PyG's code
             scatter(src, index, dim_size=rows // 25, reduce="sum")
         assert calls_of("scatter") == expected
     scatter(src[:100_000].half(), index[:100_000].clone(), dim_size=4000, reduce="max")
@@ -541,7 +541,7 @@ def test_loaders_can_be_subclassed(enabled, graph, monkeypatch):
     loader = Mine(Data(x=graph[0], edge_index=graph[1]), [3], batch_size=100, tag="mine")
     assert [batch.tag for batch in loader] == ["mine"] * 3
     assert loader.seen == 3
-    loader._device = torch.device("cuda")  # where batches are prepared ahead, unless a method says how
+    loader._device = torch.device("cuda")  # here batches are prepared ahead
     monkeypatch.setattr("fastsparse_pyg.loader.base.prefetched", lambda *_, **__: pytest.fail("not called"))
     loader._get_iterator()
 
@@ -704,7 +704,7 @@ def test_watched_calls_give_what_they_give_without(name, watcher):
             torch.compiler.reset()
     plain, ours = results
     if watcher == "autocast" and plain[0] is NotImplementedError:
-        return  # of 16 bits, which FastSparse has
+        return  # PyG has no 16-bit product, but FastSparse has
     if watcher == "autocast" and name in ("GCNConv", "GATConv"):
         plain = plain[0], torch.bfloat16, *plain[2:]  # docs/precision_determinism.md
     assert ours[:-1] == plain[:-1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ from torch_geometric.nn.models import GAT, GCN, GIN, GraphSAGE
 
 from fastsparse_core import Adjacency
 from fastsparse_core.exact_inference import tiles
-from fastsparse_pyg import FastGCNConv, inference
+from fastsparse_pyg import FastGCNConv, exact_inference, inference
 
 NODES = 60
 
@@ -126,7 +128,7 @@ class Rounding(nn.Module):
     """Rounds differently in a tile, as sums on a GPU do, whose terms come in any order."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.size(0) >= 12:  # all nodes of the graph that the layers are tried on
+        if x.size(0) >= 12:  # all nodes of the trial graph
             return x
         signs = (1 - 2 * (torch.arange(x.size(1)) % 2)).to(x.dtype)
         return x * (1 + signs * torch.finfo(x.dtype).eps)
@@ -376,6 +378,36 @@ def test_columns_of_every_reduction(monkeypatch: pytest.MonkeyPatch, aggr: str) 
     widths = counted_columns(monkeypatch, 3)
     torch.testing.assert_close(inference(layers, data), expected, rtol=1e-4, atol=2e-5)
     assert widths.count(3) == 3
+
+
+@pytest.mark.parametrize(
+    ("owner", "function", "size", "most"),
+    [
+        (exact_inference, "spmm", lambda adj, *more: adj.num_dst, 9),
+        (tiles._Tiles, "_sum_part", lambda self, stage, part, target: part.size(1), 4),
+        (tiles, "_no_entries", len, 9),
+    ],
+    ids=["sums", "columns", "results"],
+)
+@pytest.mark.parametrize("name", ["GCN", "GraphSAGE"])
+def test_tiles_of_columns_are_halved(
+    monkeypatch: pytest.MonkeyPatch, name: str, owner: Any, function: str, size: Callable[..., int], most: int
+) -> None:
+    """Memory runs out for the sums of a tile, for some columns of all features, or for results of a tile."""
+    data, model = graph(), make(name)
+    expected = full(model, data)
+    widths, failed = counted_columns(monkeypatch, 8), []
+    call = getattr(owner, function)
+
+    def limited(*args: Any, **options: Any) -> Any:
+        if widths and widths[-1] and size(*args) > most:
+            failed.append(size(*args))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return call(*args, **options)
+
+    monkeypatch.setattr(owner, function, limited)
+    torch.testing.assert_close(inference(model, data), expected, rtol=1e-4, atol=2e-5)
+    assert failed
 
 
 def _together(rank: int, size: int, device: torch.device, tile: int | None) -> None:

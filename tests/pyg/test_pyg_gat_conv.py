@@ -19,7 +19,7 @@ def pair(
     name: str, *args: object, device: str, dtype: torch.dtype = torch.float32, **options: object
 ) -> tuple[GATConv | GATv2Conv, FastGATConv | FastGATv2Conv]:
     reference, layer = (conv(*args, **options).to(device, dtype) for conv in LAYERS[name])
-    # The vectors of a fresh bias are 0: then a forgotten bias would pass.
+    # A new bias is 0, so a forgotten bias would not be found.
     if reference.bias is not None:
         torch.nn.init.normal_(reference.bias)
         if name == "gatv2":
@@ -48,7 +48,7 @@ def test_integer_edge_features(device, name, dtype):
             floor=1,
         )
     without = type(layer)(6, 5, edge_dim=3, add_self_loops=False).to(device)
-    with pytest.raises((TypeError, RuntimeError)):  # neither does PyG
+    with pytest.raises((TypeError, RuntimeError)):  # PyG raises an error, too
         without(x, edge_index, edge_attr)
 
 
@@ -203,7 +203,7 @@ def test_no_wide_copy_of_features_is_kept(device, dtype):
     x = torch.randn(40, 64, device=device, requires_grad=True)
     kept = []
     with torch.autocast(device, dtype=dtype):
-        layer(x, edge_index)  # builds what later calls share
+        layer(x, edge_index)  # builds what later calls reuse
         with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
             layer(x, edge_index)
     wide = [one for one in kept if one.dtype == torch.float32 and one.numel() >= 40 * 64]

@@ -58,7 +58,7 @@ def test_gradients_of_weights_twice(device: str, dtype: torch.dtype) -> None:
         given = weight.clone().requires_grad_()
         out = conv(x, edge_index, given)
         once = torch.autograd.grad(out.square().sum(), (x, given), create_graph=True)
-        kept = once[1][:-2]  # of the others the root of 0 makes NaN
+        kept = once[1][:-2]  # the square root of 0 makes the others NaN
         twice = torch.autograd.grad(once[0].square().sum() + kept.square().sum(), (x, given))
         (plain,) = torch.autograd.grad(conv(x, edge_index, given).square().sum(), given)
         found.append((out, once[0], kept, plain[:-2], twice[0], twice[1][:-2]))

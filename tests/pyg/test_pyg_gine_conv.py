@@ -129,7 +129,7 @@ def test_the_original_runs_where_no_kernel_can_and_says_why(reasons):
         for _ in range(2):
             same(reference, layer, lambda conv, x=given, e=edges: conv(x, edge_index, e), [], floor=1)
         assert reasons.text.count(why) == 1
-    # An Adjacency is written back for it.
+    # PyG's code gets the edges of an Adjacency.
     reference, layer = pair("cpu", aggr="max")
     close(layer(x, prepare(edge_index, 40), edge_attr), reference(x, edge_index, edge_attr))
 
@@ -169,7 +169,7 @@ def test_under_autocast_results_have_the_original_dtype(device, options, begins,
     if not begins:
         for conv in (reference, layer):
             conv.nn.insert(0, nn.Identity())
-    # Eighths, whose messages 16 bits hold: no rounding decides what ReLU passes.
+    # Multiples of 1/8: 16 bits represent the messages exactly, so rounding does not change the ReLU.
     for conv in (reference, layer):
         conv.nn = nn.Sequential(*(nn.Tanh() if isinstance(item, nn.ReLU) else item for item in conv.nn))
     if options:
@@ -241,7 +241,7 @@ def test_one_step_under_autocast(device):
     with torch.autocast(device, torch.bfloat16):
         out = layer(x, edge_index, edge_attr)
     with torch.no_grad():
-        layer.nn[0].weight.mul_(2)  # which the backward pass, of what autocast cast, does not read
+        layer.nn[0].weight.mul_(2)  # the backward pass reads the cast copy
     expected, *_ = torch.autograd.grad(outputs[0], [x], torch.ones_like(out))
     found, *_ = torch.autograd.grad(out, [x], torch.ones_like(out), retain_graph=True)
     assert torch.equal(found, expected)

@@ -476,7 +476,7 @@ def without_features() -> HeteroData:
 FIRST = ("author", "writes", "paper")
 ENDS = torch.tensor([[0, 1], [2, 3]])
 RANGE = r"expected ids of the graph's 90 nodes, 0 to 89, got "
-#: What is wrong -> (data, num_neighbors, seeds of nodes or links), the exception, what it says.
+#: Fault -> (data, num_neighbors, seeds of nodes or links), the exception, its message.
 WRONG = {
     "no hops": (homogeneous, [], None, ValueError, r"num_neighbors: expected one hop or more.*got \[\]"),
     "a negative number": (

@@ -231,7 +231,7 @@ def test_dtypes(device, family, dtype):
     layer.load_state_dict(reference.state_dict())
     got = layer.to(dtype)(x, edge_index)
     assert got.dtype == dtype
-    expected = reference.to(dtype).double()(x.double(), edge_index)  # weights rounded alike
+    expected = reference.to(dtype).double()(x.double(), edge_index)  # equally rounded weights
     close(got.double(), expected, 1e-10 if dtype == torch.float64 else 2e-2, 1.0)
 
 

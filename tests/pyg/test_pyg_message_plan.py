@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import scatter, softmax
 
-from fastsparse_core.message_plans.plan import Plan
+from fastsparse_core.message_plans.plan import Plan, Planner
 from fastsparse_pyg import accelerate
 from fastsparse_pyg.layer_swap import kernel_of
 from fastsparse_pyg.nn import any_layer
@@ -253,7 +253,7 @@ def slices_of_map(self, x_j, w):
     return out[:, :6] * w.unsqueeze(-1) + out[:, 6:]
 
 
-# Edges' features.
+# Messages that use edge features.
 
 
 def gine(self, x_j, ea):
@@ -340,7 +340,7 @@ def weighted_copies(self, x_j, w):
 
 Message = Callable[..., Any]
 PER_NODE, BEHIND = "linear maps per node", "a linear map behind the sum"
-#: message -> what its plan gains on the CPU where messages are summed; none: there is no plan.
+#: message -> gains of its plan on the CPU if messages are summed; empty: there is no plan.
 MESSAGES: dict[Message, tuple[str, ...]] = {
     gat_one_head: ("scores per node", "additive_attention"),
     gat_heads: ("scores per node", "additive_attention"),
@@ -403,7 +403,7 @@ MESSAGES: dict[Message, tuple[str, ...]] = {
     weighted_copies: (),
 }
 GENERATED = "one generated kernel"
-#: Those whose sums a kernel is generated for on a GPU.
+#: Messages for whose sums a kernel is generated on a GPU.
 GENERATING = (
     *(softmax_of_features, edge_mlp, mlp_of_difference, map_of_pyg, map_of_both, slices_of_map),
     *(maps_twice, gine_with_both, gen, filtered, coordinates, embedded_distance, concatenated_with_norm),
@@ -515,7 +515,7 @@ def test_messages(message: Message, aggr: str, device: str):
         return
     edge_index, inputs = problem(device)
     check(layer, fast, edge_index, inputs)
-    check(layer, fast, edge_index, inputs)  # by what was cached
+    check(layer, fast, edge_index, inputs)  # again, with the cached plan
     if aggr == "sum" and device == "cpu":
         assert gains_of(fast) in ([MESSAGES[message]], [] if not MESSAGES[message] else None)
     elif aggr == "sum":
@@ -553,7 +553,7 @@ def test_second_derivatives(message: Message, device: str):
 
     fast_edges = [wanting_gradients(inputs)[name] for name in names]
     with small_graphs():
-        # PyTorch's sums of gradients on CUDA are rounded in another order every time.
+        # On CUDA, PyTorch adds gradients in another order in every run.
         noise = 1e-10 if device == "cuda" else 0.0
         assert torch.autograd.gradgradcheck(run, fast_edges, atol=1e-6, nondet_tol=noise)
     assert set(MESSAGES[message]) <= {*gains_of(fast)[0], *(["gated_aggregate"] if device == "cuda" else [])}
@@ -624,7 +624,7 @@ def test_layers_of_one_class_and_several_shapes():
             torch.manual_seed(3)
             each.both = nn.Linear(2 * ALL, width).double()
             each.bias = nn.Parameter(torch.randn(width, 2).double())
-        fast.__class__ = kind  # as of two layers of a model
+        fast.__class__ = kind  # like two layers of a model
         check(layer, fast, edge_index, inputs)
     for layer, fast in layers:
         check(layer, fast, edge_index, inputs)
@@ -673,7 +673,7 @@ def test_autocast(message: Message, device: str):
         assert set(MESSAGES[message]) <= set(gains[0])
 
 
-#: pytest rewrites assertions of this file, which a trace cannot follow then.
+#: In a string, because pytest rewrites the assertions of this file, and traces do not support the result.
 exec("""
 def with_assertions(self, x_i, x_j, ea):
     if hasattr(self, "missing"):
@@ -777,6 +777,21 @@ def test_few_edges_take_what_launches_less(monkeypatch: pytest.MonkeyPatch):
         assert type(fast)._left[type(fast.aggr_module)] != is_planned, message
 
 
+def test_few_edges_compile_no_kernel(monkeypatch: pytest.MonkeyPatch):
+    begin = Planner.__init__
+
+    def generating(planner, *args):
+        begin(planner, *args)
+        planner.generates = True
+
+    monkeypatch.setattr(Planner, "__init__", generating)
+    monkeypatch.setattr(any_layer, "are_few_on_gpu", lambda *_: True)
+    monkeypatch.setattr(any_layer, "is_new", lambda *_: False)
+    layer, fast = make(gated_with_edges)
+    check(layer, fast, *problem())
+    assert GENERATED not in str(planned.get(fast))
+
+
 class Counting(nn.Linear):
     """Counts its calls."""
 
@@ -810,7 +825,7 @@ def test_attention_of_one_tensor_is_one_node(message: Message):
         names.add(type(node).__name__)
         nodes += [each for each, _ in node.next_functions if each is not None]
     assert "_AttentionLayerBackward" in names
-    assert "_ScoresBackward" not in names
+    assert names.isdisjoint(("_ScoresBackward", "SliceBackward0"))  # halves of a vector are one `split`
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -946,7 +961,7 @@ class Twice(Layer):
         return torch.sigmoid(self.both(torch.cat([x_i, x_j], -1)))
 
 
-#: layer -> what its plans gain where messages are summed.
+#: layer -> gains of its plans if messages are summed.
 PASSES: dict[type[Layer], list[tuple[str, ...]]] = {
     UserGat: [],
     EdgeState: [(PER_NODE,), (PER_NODE,)],
@@ -958,7 +973,7 @@ PASSES: dict[type[Layer], list[tuple[str, ...]]] = {
 
 
 def make_passes(kind: type[Layer], aggr: str = "sum", device: str = "cpu") -> tuple[Layer, Any]:
-    kind = type(kind.__name__, (kind,), {"__module__": __name__})  # about which nothing is known
+    kind = type(kind.__name__, (kind,), {"__module__": __name__})  # a new class, without cached traces
     layer = kind(aggr).to(device, torch.float64)
     fast = nn.ModuleList([copy.deepcopy(layer)])
     accelerate(fast, show=False)

@@ -74,7 +74,7 @@ def test_sampled_blocks_sort_only_for_attention(device, sorts, no_conversion, fa
     reference = nn.ModuleList(original(16, 16, **options) for _ in range(3)).to(device)
     reference.load_state_dict(layers.state_dict())
     x = torch.randn(800, 16, device=device)
-    # Many more batches than a structure is used for before it is converted.
+    # Many more batches than the number of uses before a structure is converted.
     for seed in range(12):
         sorts.clear()
         results = train_step(layers, x, seed)

@@ -113,7 +113,7 @@ def test_gin_under_autocast(device, first):
         for found in outputs:
             alike(found, expected, 3e-2)
             alike(*gradients(found, [features]), wanted, 5e-2)
-    assert inputs == [torch.float32] * 2  # a hook sees what the original gives
+    assert inputs == [torch.float32] * 2  # a hook sees the same dtype as in the original
     with torch.autocast(device, torch.bfloat16):
         whole = layer(x, edge_index)
     names = {node.name() for node, _ in whole.grad_fn.next_functions[0][0].next_functions if node is not None}

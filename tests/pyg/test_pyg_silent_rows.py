@@ -17,7 +17,7 @@ from fastsparse_pyg import accelerate
 from fastsparse_pyg.nn import DROP_INS, FastRGATConv
 
 WIDE, NARROW = 12, 4
-#: Options that change nothing for such rows.
+#: Options that make no difference for nodes without edges.
 LEFT_OUT = {
     "aggr": ("add", "min"),
     "heads": (3,),

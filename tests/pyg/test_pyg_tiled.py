@@ -104,7 +104,7 @@ def test_dropped_features_are_the_same_in_the_backward_pass(make, offload, devic
     net = tiled(model, tile_rows=64, offload=offload)
     x = features(device)[:, :3].clone().requires_grad_()
     inputs = [x, *model.parameters()]
-    with torch.no_grad():  # without biases of 0 no node is at the kink of the activation
+    with torch.no_grad():  # with nonzero biases, no node is at the kink of the activation
         for each in inputs:
             each.copy_(torch.randn(each.shape))
 
@@ -149,7 +149,7 @@ def test_autocast_and_16_bits(offload, device):
         exact = model(x.float(), adj)
         with torch.autocast(device, torch.bfloat16):
             out = tiled(model, tile_rows=TILE, offload=offload)(x, adj)
-            # What was cast without gradients is not kept for who wants some.
+            # Casts that were made without gradients are not reused for calls with gradients.
             again = gradients(model(x, adj), list(model.parameters()))
         assert out.dtype == torch.bfloat16
         torch.testing.assert_close(out.float(), exact, rtol=0.05, atol=0.05)
@@ -169,7 +169,7 @@ def test_models_of_pyg(kind, device):
     accelerate(model.double().to(device), show=False)
     adj, x = graph(device), features(device)
     edges = torch.stack([adj.col.long(), adj.row().long()])
-    if kind is models.GIN:  # whose layers normalise batches
+    if kind is models.GIN:  # its layers normalise batches
         model.eval()
     parameters = list(model.parameters())
     out, expected = tiled(model, tile_rows=TILE)(x, edges), model(x, edges)
@@ -228,7 +228,7 @@ def test_tiles_are_small_where_the_model_is_wide(monkeypatch):
     adj, x = graph("cpu"), features("cpu", dtype=torch.float32)
     net = tiled(model)
     net(x, adj)
-    del seen[:]  # of the first call, which checks the model on more rows
+    del seen[:]  # the first call checks the model on more rows
     out = net(x, adj)
     assert max(seen) == 10
     torch.testing.assert_close(out, model(x, adj))
@@ -303,7 +303,7 @@ def test_models_that_are_no_chain():
         assert "forward" not in model.convs[0].__dict__
         assert model.training
 
-    class Roots(nn.Module):  # NaN for negative numbers, and random numbers in evaluation, too
+    class Roots(nn.Module):  # NaN for negative numbers; also random in evaluation
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.dropout(x.sqrt(), 0.5)
 

@@ -26,7 +26,7 @@ def test_edge_features_and_edge_dim_go_together(device):
     for conv in pair(6, 5, edge_dim=3, device=device):
         with pytest.raises(AssertionError):
             conv(x, edge_index)
-    # Without edge_dim the original adds them to the values as they are.
+    # Without edge_dim, the original adds edge features to the values without a linear map.
     reference, layer = pair(6, 5, heads=2, device=device)
     edge_attr = torch.randn(edge_index.size(1), 2, 5, device=device)
     same(reference, layer, lambda conv: conv(x, edge_index, edge_attr), [], floor=1)

@@ -133,7 +133,7 @@ def test_rgcn_by_a_matrix_per_edge(device, aggr, decomposition):
     ours, theirs = (layer.bfloat16() for layer in layers)
     half = ours(x.bfloat16(), edge_index, kind)
     assert half.dtype == theirs(x.bfloat16(), edge_index, kind).dtype
-    with pytest.raises(AssertionError):  # as PyG's
+    with pytest.raises(AssertionError):  # like PyG's layer
         FastFastRGCNConv(8, 4, RELATIONS, aggr="max")(x.float(), edge_index, kind)
 
 
@@ -237,9 +237,7 @@ def test_rgcn_of_other_graphs(device):
     adj = Adjacency.from_coo(edge_index[1], edge_index[0], (NODES, NODES))
     torch.testing.assert_close(layers[1](x, adj, kind), expected)
     torch.testing.assert_close(layers[1](x, edge_index.int(), kind.int()), expected)
-    unknown = torch.where(
-        kind == 2, RELATIONS, kind
-    )  # PyG leaves such edges out where it does not count them
+    unknown = torch.where(kind == 2, RELATIONS, kind)  # PyG leaves such edges out if it does not count types
     blocks = pair_of_layers(RGCNConv, FastRGCNConv, device, 8, 4, RELATIONS, num_blocks=2)
     assert_same(blocks, [], x, edge_index, unknown)
     torch.testing.assert_close(
@@ -263,7 +261,7 @@ def test_rgcn_in_float32_and_half(device):
     x = torch.randn(NODES, 8, device=device)
     torch.testing.assert_close(ours(x, edge_index, kind), theirs(x, edge_index, kind), rtol=1e-4, atol=1e-5)
     half, expected = ours.bfloat16()(x.bfloat16(), edge_index, kind), theirs(x, edge_index, kind)
-    assert half.dtype == torch.float32  # as PyG's, which adds onto float32
+    assert half.dtype == torch.float32  # as in PyG, which adds to float32 zeros
     torch.testing.assert_close(half, expected, rtol=0.1, atol=0.1)
     ours.float()
     with torch.autocast(device, dtype=torch.bfloat16):
@@ -416,7 +414,7 @@ def test_hgt(device, heads, channels):
     layers = pair_of_layers(HGTConv, FastHGTConv, device, channels, 8, METADATA, heads=heads)
     assert_same(layers, list(x.values()), x, edges)
     assert set(layers[1](x, edges)) == {"author", "paper"}
-    some = dict(itertools.islice(edges.items(), 1, 3))  # PyG wants the order of the metadata
+    some = dict(itertools.islice(edges.items(), 1, 3))  # PyG needs the order of the metadata
     assert_same(layers, list(x.values()), x, some)
 
 
@@ -425,7 +423,7 @@ def test_hgt_that_runs_pygs_code(device, reasons):
     x = {key: torch.randn(size, 6, device=device) for key, size in SIZES.items()}
     lazy = FastHGTConv(-1, 8, METADATA, heads=2).to(device)
     first = lazy(x, edges)
-    (record,) = reasons.records  # no warning, for it is the first call alone
+    (record,) = reasons.records  # no warning, because only the first call falls back
     assert record.levelname == "INFO"
     assert record.message.endswith("a lazy linear layer that is not initialized yet")
     for key, out in lazy(x, edges).items():

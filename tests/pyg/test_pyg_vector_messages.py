@@ -133,7 +133,7 @@ BODIES = (
     *(gates_of_both_ends, filters_in_shape, constants_of_each_kind, stacked, matrices),
     *(direction_made_here, whole_filter_read_twice),
 )
-#: Those whose rows are made per edge; their messages are reduced as before.
+#: Messages whose rows are made per edge; they are reduced without a generated kernel.
 PER_EDGE = (whole_filter_read_twice,)
 
 
@@ -245,7 +245,7 @@ def test_vectors_of_narrow_dtypes(dtype: torch.dtype):
     exact = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
     want = derivatives(layer.to(dtype).double(), edge_index, exact)
     limit = 1e-5 if dtype == torch.float32 else 5e-2
-    for each, best in zip(got[:8], want[:8], strict=True):  # second derivatives round what rounding gave
+    for each, best in zip(got[:8], want[:8], strict=True):  # second derivatives add further rounding
         assert best is None or (each.double() - best).norm() <= limit * best.norm().clamp(min=1)
 
 

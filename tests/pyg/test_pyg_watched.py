@@ -152,7 +152,7 @@ def test_torch_script(name):
     script = torch.jit.script(Model(fast))
     torch.testing.assert_close(script(X, EDGES), expected)
     with torch.no_grad():
-        next(fast.parameters()).mul_(2)  # they share parameters
+        next(fast.parameters()).mul_(2)  # both share parameters
     torch.testing.assert_close(script(X, EDGES), fast(X, EDGES))
     model = Model(build(original, "", name))
     accelerate(model, show=False)

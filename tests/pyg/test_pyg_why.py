@@ -119,7 +119,7 @@ def test_it_names_what_computes_a_layer():
     for layer in (doubled := Doubled(), network, own):
         accelerate(layer, show=False)
     x, edge_attr = torch.randn(40, 6), torch.randn(5000, 3)
-    for _ in range(4):  # edges that are new are left to the module's own code
+    for _ in range(4):  # the module's own code runs new edges
         own(x, edges)
     (plain,) = why(FastGATConv(6, 6), x, edges)
     (summed,) = why(doubled, x, edges)

@@ -13,8 +13,9 @@ from fastsparse_core.device import place_of
 from fastsparse_core.gpu import multiprocessors
 from fastsparse_core.ops._dtypes import accumulation_dtype
 
-#: Parts of the rows for each multiprocessor: enough blocks of threads to keep its memory busy. And the
-#: smallest number of rows of a part: with few rows, adding up the parts would take longer than the parts.
+#: Number of parts of the rows per multiprocessor, so that there are enough thread blocks to use the memory
+#: bandwidth. Smallest number of rows per part: with fewer, adding the parts would take longer than summing
+#: them.
 _PARTS, _ROWS_OF_PART = 2, 16
 
 

@@ -38,8 +38,8 @@ _PURE = frozenset(
 )
 
 
-#: Functions that fill a new tensor. Only integers count, and not those that FastSparse's kernels write to:
-#: version counters do not show that.
+#: Functions that fill a new tensor. Only integer tensors count, and only if no kernel of FastSparse writes to
+#: them: version counters do not show such writes.
 _FILLED = frozenset(("ones", "zeros", "full", "new_ones", "new_zeros", "new_full", "ones_like", "zeros_like"))
 
 

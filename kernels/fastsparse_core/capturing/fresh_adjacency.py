@@ -63,7 +63,7 @@ class FreshAdjacency(Adjacency):
             device=index,
             queue=queue(index),
         )
-        if device.type == "cpu":  # if that leaves the work list out
+        if device.type == "cpu":  # the CPU kernel does not write the slices
             words = slices.view(torch.int32)
             slices[:, 0] = rowptr[:-1]
             words[:, 2] = rowptr.diff().int()
@@ -84,7 +84,7 @@ class FreshAdjacency(Adjacency):
         self._of_rows.results["row"] = row.int()
         self._of_rows.results["inv_degree", torch.float32] = inv_degree
         self._of_rows.results["row_split"] = unsplit_rows(slices)
-        self._of_rows.results["has_empty_rows"] = (True,)  # not known: what asks is prepared for them
+        self._of_rows.results["has_empty_rows"] = (True,)  # not known, so callers must expect empty rows
         self.csr_structure  # noqa: B018
 
     @classmethod

@@ -33,7 +33,7 @@ def record(
     try:
         # The stream is restored here because `torch.cuda.graph` does not restore it if recording fails.
         with warnings.catch_warnings(), torch.cuda.stream(torch.cuda.current_stream()):
-            # PyTorch's warning for a step that runs on the CPU: its replays would do nothing.
+            # An error instead of PyTorch's warning: the step ran on the CPU, so its replays would do nothing.
             warnings.filterwarnings("error", message="The CUDA Graph is empty")
             with torch.cuda.graph(graph, stream=stream, **options):
                 try:

@@ -43,14 +43,14 @@ class CapturedModel(Captured):
         if not self.observed.modules:
             for module in self._model.modules():
                 self.observed.add_module(module)
-            self.observed.differentiates = True  # the loop does
+            self.observed.differentiates = True  # the training loop calls backward()
         return super().__call__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedModel:
         return CapturedModel(memo.get(id(self._model), self._model))
 
     def _gradients_are_there(self) -> tuple[bool, ...]:
-        return ()  # they do not belong to the recorded graph
+        return ()  # gradients do not belong to the recorded graph
 
     @property
     def _name(self) -> str:
@@ -81,7 +81,7 @@ class CapturedModel(Captured):
         backward, gradients = self._graphs.record(
             lambda: _Gradients(torch.autograd.grad(outputs, inputs, incoming, allow_unused=True))
         )
-        chosen.execution = None  # until now, because the backward pass reads structures
+        chosen.execution = None  # only now, because the backward pass reads its structures
         passes = _Passes(launch, backward, outputs, incoming, gradients)
         return _replay_of(passes, inputs, flat, spec)
 
@@ -138,7 +138,7 @@ class _Gradients:
             # such pieces.
             pairs.sort(key=lambda pair: pair[1].nbytes % 16 != 0)
             flat = torch.cat([item.reshape(-1) for _, item in pairs])
-            shapes = [torch.empty(()).expand(item.shape) for _, item in pairs]  # one number of the host each
+            shapes = [torch.empty(()).expand(item.shape) for _, item in pairs]  # one element each
             self._joined.append((flat, shapes, [nth for nth, _ in pairs]))
 
     def copies(self) -> list[Tensor | None]:

@@ -35,7 +35,7 @@ _USES = (
     *("lt", "le", "gt", "ge", "eq", "ne", "bool", "hash", "format", "str", "repr", "int", "float", "index"),
     *("trunc", "floor", "ceil", "divmod", "rdivmod", "and", "or", "xor", "lshift", "rshift", "invert"),
 )
-#: `_float` and `_int` in the globals of functions that call ``float`` and ``int``.
+#: Names of `_float` and `_int` in the globals of functions that call ``float`` and ``int``.
 _NAMES = {"float": "__captured_float__", "int": "__captured_int__"}
 
 
@@ -337,7 +337,7 @@ def patched(code: CodeType) -> CodeType:
             if name not in names:
                 names.append(name)
             place = names.index(name) << 1 | 1
-            if place > 0xFF or (item.arg or 0) > 0xFF:  # which would take another instruction
+            if place > 0xFF or (item.arg or 0) > 0xFF:  # larger arguments would need another instruction
                 return code
             bytes_[item.offset + 1] = place
     consts = tuple(patched(item) if isinstance(item, CodeType) else item for item in code.co_consts)
@@ -378,8 +378,8 @@ class Callers:
                 after = patched(before)
                 if after is not before and _NAMES.keys().isdisjoint(function.__globals__):
                     changed.append((function, before, after))
-                    # They are not removed: another thread may run patched code, or a generator may continue
-                    # later.
+                    # The helpers are never removed: another thread may run patched code, or a generator may
+                    # continue later.
                     function.__globals__.update(_HELPERS)
                     function.__code__ = after
             yield

@@ -29,11 +29,11 @@ from fastsparse_core.device import place_of
 #: Largest number of hops of a batch that are padded separately; as in
 #: kernels/include/fastsparse/place_batch.h.
 MOST_HOPS = 16
-#: Capacity beyond the largest size seen, as a share of it; if sizes vary by more, that much more.
+#: Spare capacity, as a share of the largest size seen. It is larger if sizes vary by more.
 ROOM = 1 / 64
 #: Approximate number of padded entries per padded node, so that no row needs to be cut.
 _EDGES_PER_NODE = 8
-#: As hops, and as ends of edges: there are none.
+#: Starts and ends of zero hops, for nodes or edges.
 _NONE: tuple[list[int], list[int]] = ([0], [])
 
 
@@ -304,7 +304,7 @@ class BatchPlaces:
             behind = min(hop + 1, len(capacity.nodes[source]) - 1)
             spare_sources, spare = capacity.spare[source][behind], capacity.spare[target][hop]
             nth_edge = torch.arange(size)
-            # Padding takes the last places, so these are spread, and not the first.
+            # Padding takes the last places, so only their ends are spread over nodes.
             span = min(size, 2 * _EDGES_PER_NODE * spare)
             end = (nth_edge - (size - span)).clamp(min=0) * spare // span
             if (source, behind) == (target, hop):

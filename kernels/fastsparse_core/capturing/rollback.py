@@ -211,7 +211,8 @@ def on_trial(
     with _undone(state, keeps) as rollback:
         results = [_result(item) for item in tree_leaves(job())]
         buffers = [
-            # Means of normalised numbers are only rounding errors.
+            # A running mean of normalised numbers is only rounding error, so it is compared with the
+            # deviation.
             (item.detach().clone(), _norm(item if variance is None else variance.detach().abs().sqrt()))
             for item, variance in state.buffers
         ]

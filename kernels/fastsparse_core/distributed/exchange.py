@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -18,6 +18,8 @@ from fastsparse_core.structure.adjacency import Adjacency
 #: If at least this share of all rows is needed, all rows are sent. That is at most a quarter more bytes, and
 #: saves the copies.
 SEND_ALL = 0.8
+#: Bytes of the features of all sources that a `ColumnExchange` has in one piece; there are two at a time.
+PIECE_BYTES = 2**33
 
 
 def exchange_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
@@ -189,9 +191,14 @@ class HaloExchange:
             sums = zeros.index_add_(0, self.send_index, received)
         return sums if out is None else out.copy_(sums)
 
-    def to_halo(self, rows: Tensor) -> Transfer:
-        """Starts to send packed rows to the ranks that have them in their halo."""
-        received = rows.new_empty(self.num_halo, *rows.shape[1:])
+    def to_halo(self, rows: Tensor, out: Tensor | None = None) -> Transfer:
+        """Starts to send packed rows to the ranks that have them in their halo.
+
+        Args:
+            rows: what `pack` returns.
+            out: (num_halo, ...), contiguous, where the rows of the halo arrive; None: a new tensor.
+        """
+        received = rows.new_empty(self.num_halo, *rows.shape[1:]) if out is None else out
         if not self.sends_all:
             return self._send(received, rows, self.recv_counts, self.send_counts)
         sent = [rows if other != self.rank else rows[:0] for other in range(len(self.sizes))]
@@ -245,6 +252,78 @@ def column_tiles(width: int, count: int) -> list[slice]:
     unit = 64 if step >= 64 else 16
     step = max(-(-step // unit) * unit, 1)
     return [slice(first, min(first + step, width)) for first in range(0, max(width, 1), step)]
+
+
+class ColumnExchange:
+    """Exchanges some columns of features or gradients at a time, without gradients. All calls are collective.
+
+    All columns at a time would take the memory of the features of the whole graph.
+
+    Args:
+        exchange: which rows each rank sends.
+    """
+
+    def __init__(self, exchange: HaloExchange) -> None:
+        self.exchange = exchange
+        self.num_own = exchange.num_local
+        self.num_sources = exchange.num_local + exchange.num_halo
+
+    def sources(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Features of the own nodes, then of the halo, while the next columns are exchanged.
+
+        Args:
+            x: floating (local nodes, F).
+
+        Yields:
+            Columns, and their features (num_sources, columns), contiguous.
+        """
+        columns = self._columns(x)
+        begun = [self._begin(x[:, columns[0]])]
+        for nth, each in enumerate(columns):
+            begun += [self._begin(x[:, after]) for after in columns[nth + 1 : nth + 2]]
+            sources, transfer = begun.pop(0)
+            transfer.wait()
+            yield each, sources
+            del sources, transfer
+
+    def to_owners(self, like: Tensor, gradients: Callable[[slice], Tensor]) -> Tensor:
+        """Gradients of the own nodes' features, of those of all sources.
+
+        Args:
+            like: (any number of rows, F), with the dtype of the features.
+            gradients: returns those of some columns, (num_sources, columns), while those of the columns
+                before are sent.
+
+        Returns:
+            (local nodes, F).
+        """
+        out = like.new_empty(self.num_own, like.size(1))
+        begun: list[tuple[slice, Tensor, Transfer]] = []
+
+        def finish() -> None:
+            columns, found, transfer = begun.pop(0)
+            own = self.exchange.add_up(transfer.wait(), out.dtype)
+            out[:, columns] = own.add_(found[: self.num_own])
+
+        for columns in self._columns(like):
+            found = gradients(columns)
+            begun.append((columns, found, self.exchange.from_halo(found[self.num_own :])))
+            del found
+            if len(begun) > 1:
+                finish()
+        finish()
+        return out
+
+    def _columns(self, x: Tensor) -> list[slice]:
+        size = self.num_sources * x.size(1) * x.itemsize
+        return column_tiles(x.size(1), max(-(-size // PIECE_BYTES), 1))
+
+    def _begin(self, x: Tensor) -> tuple[Tensor, Transfer]:
+        """Features of all sources; those of the halo are still to arrive."""
+        sources = x.new_empty(self.num_sources, x.size(1))
+        sources[: self.num_own] = x
+        sent = sources[: self.num_own] if self.exchange.sends_all else self.exchange.pack(x, x.dtype)
+        return sources, self.exchange.to_halo(sent, sources[self.num_own :])
 
 
 class HaloFeatures:

@@ -93,8 +93,10 @@ def _all_reduce(parameters: list[Tensor], group: dist.ProcessGroup | None) -> No
     *totals, present = flat.split([*(grad.numel() for grad in grads), len(grads)])
     # Read only if necessary, because the host would wait for the GPU.
     elsewhere = present.tolist() if any(it.grad is None for it in parameters) else []
-    for nth, (parameter, total) in enumerate(zip(parameters, totals, strict=True)):
-        if parameter.grad is not None:
-            parameter.grad.copy_(total.view_as(parameter))
-        elif elsewhere[nth]:
-            parameter.grad = total.view_as(parameter).to(dtype, copy=True)
+    shaped = [total.view_as(parameter) for parameter, total in zip(parameters, totals, strict=True)]
+    there = [nth for nth, parameter in enumerate(parameters) if parameter.grad is not None]
+    if there:  # one launch for all
+        torch._foreach_copy_([grads[nth] for nth in there], [shaped[nth] for nth in there])
+    for nth, (parameter, total) in enumerate(zip(parameters, shaped, strict=True)):
+        if parameter.grad is None and elsewhere[nth]:
+            parameter.grad = total.to(dtype, copy=True)

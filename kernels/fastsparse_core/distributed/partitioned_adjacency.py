@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastsparse_core.distributed.agreement import check_agreement
-from fastsparse_core.distributed.exchange import AddColumns, HaloExchange, HaloFeatures
+from fastsparse_core.distributed.exchange import AddColumns, ColumnExchange, HaloExchange, HaloFeatures
 from fastsparse_core.distributed.latest import Latest
 from fastsparse_core.distributed.local_rows import (
     PIECE_ENTRIES,
@@ -404,6 +404,34 @@ class PartitionedAdjacency(Adjacency):
             x.reshape(-1, *like.shape[1:]) if like.dim() != 2 else x
             for x, like in zip(whole, cast, strict=True)
         )
+
+    @property
+    def by_columns(self) -> ColumnExchange:
+        """Exchanges features some columns at a time."""
+        return ColumnExchange(self.exchange)
+
+    def only(self, col: Tensor) -> tuple[Tensor, Tensor, ColumnExchange]:
+        """Columns of some rows of ``rows``, with the halo that they need. Collective.
+
+        Args:
+            col: int32, columns of ``rows``.
+
+        Returns:
+            The same columns, numbered among the own nodes and the halo's nodes that are needed; int64, the
+            columns of ``rows`` that these are; the exchange of their features.
+        """
+        own, every = self.num_dst, self.exchange
+        is_needed = torch.zeros(every.num_halo, dtype=torch.bool, device=col.device)
+        of_halo = col >= own
+        is_needed[col[of_halo].long() - own] = True
+        needed = torch.zeros(self.partition.num_nodes, dtype=torch.bool, device=col.device)
+        needed[every.halo[is_needed]] = True
+        exchange = HaloExchange(needed, self.partition.starts, self.rank, every.group, "needed")
+        place = is_needed.cumsum(0, dtype=torch.int32).add_(own - 1)
+        numbered = col.clone()
+        numbered[of_halo] = place[col[of_halo].long() - own]
+        kept = torch.cat([torch.arange(own, device=col.device), is_needed.nonzero().flatten() + own])
+        return numbered, kept, ColumnExchange(exchange)
 
     def spmm(
         self,

@@ -18,7 +18,8 @@ from fastsparse_core.exact_inference.tiles import Placement, Stage, Tile, run
 from fastsparse_core.structure.adjacency import Adjacency
 
 _Function = Callable[[Tensor], Tensor]
-#: Tolerance for the result of a whole model, below the difference of relu and leaky_relu at 1 % slope.
+#: Tolerance for the result of a whole model: below the difference between relu and leaky_relu with a slope of
+#: 0.01.
 _OF_FORMS = 1e-5
 #: Tolerance for a layer in 16 bits: the frameworks' own sums are not repeatable on a GPU.
 _OF_16_BITS = 5e-2
@@ -92,7 +93,8 @@ def split(
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(small.num_dst, *like.shape[1:], generator=generator)
-    # Numbers of several magnitudes, so that functions with a kink give different results.
+    # Numbers of several magnitudes, so that activations that differ only for small or large numbers give
+    # different results.
     size = torch.logspace(-1, 1, small.num_dst).view(-1, *([1] * (like.dim() - 1)))
     x = (x * size).to(like.dtype).to(device)
     modules = model.modules() if isinstance(model, Module) else (m for m in model if isinstance(m, Module))
@@ -271,8 +273,9 @@ def _checked(parts: Sequence[_Part], framework: Framework, x: Tensor, small: Adj
         loose = {torch.float64: 1e-8, torch.float32: 1e-4}.get(expected.dtype, _OF_16_BITS)
         rounding = 0.0
         if loose == _OF_16_BITS and x.is_floating_point():
-            # The order of a sum decides how it is rounded, and the layer may enlarge the difference. The
-            # factor of 4 is for what is rounded inside the layer.
+            # Sums in another order are rounded differently, and the layer may enlarge the difference. So half
+            # of the numbers are changed by one rounding error. The factor of 4 is for rounding inside the
+            # layer.
             nearby = x.clone(memory_format=torch.contiguous_format)
             nearby.view(-1)[::2] *= 1 + torch.finfo(x.dtype).eps
             change = (_whole(part, framework, nearby) - expected).double().abs().nan_to_num(0.0, 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -19,15 +19,17 @@ from fastsparse_core.sampling.features import gather_on_cuda
 from fastsparse_core.sampling.host_rows import HostRows, deferred
 from fastsparse_core.structure.adjacency import Adjacency
 
-#: Share of the free memory that a tile may take by the estimate, which ignores the allocator's rounding.
+#: Share of the free memory that a tile may take. The estimate of a tile's memory ignores the allocator's
+#: rounding.
 _TILE_SHARE = 0.6
 #: Share of the free memory that stays for tiles when features or results are placed on the device.
 _KEPT_FOR_TILES = 0.15
 #: Share of the free memory for the first rows of a result, if the result and its source do not both fit.
 _SHARE_HERE = 0.7
-#: Share of the free memory for some columns of all features, if not all columns fit.
-_SHARE_OF_COLUMNS = 0.7
-#: Kernels read rows in pieces of this many bytes, so the width of these columns is a multiple of it.
+#: Share of the free memory for a group of columns of all features, if not all columns fit. The structure is
+#: sent once for every group, so wider groups are faster.
+_SHARE_OF_COLUMNS = 0.9
+#: Kernels read rows in pieces of this many bytes, so a group of columns has a multiple of it.
 _ROW_BYTES = 16
 #: Memory of a tile on the CPU, if the caller set no limit.
 _CPU_BYTES = 2**30
@@ -36,8 +38,10 @@ _MOST_ENTRIES = 2**30
 #: Bytes that are copied between the host and a GPU, or gathered for it, at a time.
 _PIECE_BYTES = 2**26
 _NUM_BUFFERS = 4
-#: The share of a GPU's memory that `torch.cuda.set_per_process_memory_fraction` allows; older versions of
-#: PyTorch store it here.
+#: Larger data of the host is copied to page-locked buffers first, so that the host does not wait for the GPU.
+_STAGED_BYTES = 2**20
+#: Share of a GPU's memory that `torch.cuda.set_per_process_memory_fraction` allows. Older versions of PyTorch
+#: cannot return it; there it counts as 1.
 _memory_share: Callable[[torch.device], float] = getattr(
     torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0
 )
@@ -218,18 +222,18 @@ def run(
             rows, order = rows.unique(return_inverse=True)
             if order.numel() == rows.numel() and bool((order[1:] > order[:-1]).all()):
                 order = None
-        tiles = _Tiles(adj, placement)
-        wanted = [None if rows is None else rows.to(tiles.col.device)]
-        for stage in reversed(stages):
-            wanted.append(wanted[-1] if stage.reads == "own" else tiles.with_sources(wanted[-1]))
-        wanted.reverse()
-        stored = tiles.stored(x, wanted[0])
-        for number, (stage, ids) in enumerate(zip(stages, wanted[1:], strict=True), 1):
-            target = out if number == len(stages) and order is None else None
-            result = tiles.layer(stage, stored, ids, target)
-            del stored  # before the whole result is gathered in one place
-            stored = tiles.rows(result.whole(), ids)
-            del result
+        with closing(_Tiles(adj, placement)) as tiles:
+            wanted = [None if rows is None else rows.to(tiles.col.device)]
+            for stage in reversed(stages):
+                wanted.append(wanted[-1] if stage.reads == "own" else tiles.with_sources(wanted[-1]))
+            wanted.reverse()
+            stored = tiles.stored(x, wanted[0])
+            for number, (stage, ids) in enumerate(zip(stages, wanted[1:], strict=True), 1):
+                target = out if number == len(stages) and order is None else None
+                result = tiles.layer(stage, stored, ids, target)
+                del stored  # before the whole result is gathered in one place
+                stored = tiles.rows(result.whole(), ids)
+                del result
         found = stored.data
         if order is not None:
             found = found[order.to(found.device)]
@@ -243,13 +247,25 @@ class _Tiles:
 
     def __init__(self, adj: Adjacency, placement: Placement) -> None:
         self._placement, self._device = placement, placement.device
+        self._buffers = _Buffers()
+        self._locked: list[int] = []  # addresses of page-locked memory
+        self._memory_of_sums: Tensor | None = None
         self.num_nodes = adj.num_dst
         self.rowptr, self.col = adj.rowptr, adj.col
         if self.col.device != self._device and placement.fits(2 * (self.rowptr.nbytes + self.col.nbytes)):
-            self.rowptr, self.col = self.rowptr.to(self._device), _copied(self.col, self._device)
+            self.rowptr, self.col = self.rowptr.to(self._device), self._sent(self.col)
         self._graph = Graph(adj, self._device)
         self._host: HostRows | None = None
-        self._size = _Size(0, 0, 0)  # of the latest tile
+        self._size = _Size(0, 0, 0)  # size of the latest tile
+
+    def close(self) -> None:
+        """Waits for copies from the host, and unlocks the structure's memory."""
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+        finally:
+            while self._locked:
+                torch.cuda.cudart().cudaHostUnregister(self._locked.pop())
 
     # ---------------------------------------------------------------- nodes that are needed
 
@@ -274,7 +290,7 @@ class _Tiles:
         if x.device == self._device or ids is None:
             return _Rows(x, is_given=True)
         if not self._placement.fits(ids.numel() * x[:1].nbytes):
-            return _Rows(x, is_given=True)  # which tiles gather
+            return _Rows(x, is_given=True)  # every tile gathers its rows
         return self.rows(self._gathered(x, ids.to(self._device)), ids)
 
     def rows(self, data: Tensor, ids: Tensor | None) -> _Rows:
@@ -299,7 +315,7 @@ class _Tiles:
         """
         placement, is_given = self._placement, stored.is_given
         if stored.data.device != self._device and placement.fits(stored.data.nbytes):
-            stored = _Rows(_copied(stored.data, self._device), stored.ids, stored.place)
+            stored = _Rows(self._sent(stored.data), stored.ids, stored.place)
             is_given = False
         count = self.num_nodes if ids is None else ids.numel()
         upto = self._upto(ids)
@@ -311,6 +327,7 @@ class _Tiles:
             )
         if width := self._width_of_columns(stage, stored, ids, first):
             return self._by_columns(stage, stored, width, first, target)
+        self._memory_of_sums = None
         is_freed = stored.data.is_cuda and not is_given
         freed = stored.data.nbytes if is_freed else 0
         result = _Result(shape, first.dtype, placement, target, freed)
@@ -337,7 +354,7 @@ class _Tiles:
             else:
                 for place, piece in zip(bounds, self._exchanged(part, bounds), strict=False):
                     result.write(place, piece)
-            del part  # before the next tile allocates as much
+            del part  # frees memory before the next tile allocates as much
             start = bounds[-1]
             if placement.tile is None:
                 growth = self._agreed([budget / max(self._size.bytes(costs), 1)])[0]
@@ -373,6 +390,10 @@ class _Tiles:
     ) -> _Result:
         """The results of a stage for all nodes, whose sums are computed for some columns at a time.
 
+        With F bytes of features, S of structure, R of results and P parts, 3 F + P S bytes are sent to the
+        device (columns, features of destinations, sums; the structure) and F + R bytes come back. All but the
+        structure is copied through page-locked buffers on the host.
+
         Args:
             stage: a layer with ``sums``.
             stored: the features of all nodes, on the host.
@@ -381,49 +402,117 @@ class _Tiles:
             target: see `layer`.
         """
         data, placement = stored.data, self._placement
-        sums = [self._sums(stage, part) for part in data.split(width, 1)]
+        self._lock_structure()
+        sums = self._sums(stage, data, width)
         shape = (self.num_nodes, *first.shape[1:])
         if target is None and not stored.is_given and data.shape == shape and data.dtype == first.dtype:
             target = data  # a node's features are read before its result is written
         result = _Result(shape, first.dtype, placement, target, 0)
-        _, rows = self._limits(_TILE_SHARE * placement.free(), self._costs(stage, stored, first))
-        for begin in range(0, self.num_nodes, rows):
-            nodes = slice(begin, min(begin + rows, self.num_nodes))
-            numbers = torch.arange(nodes.start, nodes.stop, device=self._device)
-            own = _copied(data[nodes], self._device)
-            of_tile = torch.cat([_copied(part[nodes], self._device) for part in sums], 1)
+
+        def results(begin: int, end: int) -> Tensor:
+            nodes = slice(begin, end)
+            numbers = torch.arange(begin, end, device=self._device)
+            own = self._sent(data[nodes])
+            of_tile = torch.cat([self._sent(part[nodes]) for part in sums], 1)
             adj = self._structure(stage, *_no_entries(numbers), self.num_nodes, None)
-            result.write(begin, stage.compute(Tile(adj, own, own, numbers, None, self._graph), of_tile))
-        result.finish()
+            return stage.compute(Tile(adj, own, own, numbers, None, self._graph), of_tile)
+
+        self._write_tiles(result, results, self._costs(stage, stored, first), None)
         return result
 
-    def _sums(self, stage: Stage, part: Tensor) -> Tensor:
-        """A stage's sums of some columns of the features, on the host."""
-        assert stage.sums is not None
-        sources = _copied(part, self._device)
-        result = _Result(
-            part.shape, part.dtype, self._placement, torch.empty(part.shape, dtype=part.dtype), 0
-        )
-        costs = _Size(rows=32 + 4 * part[:1].nbytes, entries=8, sources=0)
-        entries, rows = self._limits(_TILE_SHARE * self._placement.free(), costs)
+    def _sums(self, stage: Stage, data: Tensor, width: int) -> list[Tensor]:
+        """A stage's sums on the host, (num_nodes, columns) each, of ``width`` columns or less at a time."""
+        if self._memory_of_sums is None or self._memory_of_sums.nbytes < data.nbytes:
+            self._memory_of_sums = None  # before the new memory is taken
+            self._memory_of_sums = torch.empty(data.nbytes, dtype=torch.uint8)
+        memory = self._memory_of_sums[: data.nbytes].view(data.dtype)
+        least = max(_ROW_BYTES // data.itemsize, 1)
+        sums: list[Tensor] = []
         begin = 0
-        while begin < self.num_nodes:
-            end = self._end(self.rowptr, begin, entries, min(begin + rows, self.num_nodes))
+        while begin < data.size(1):
+            part = data[:, begin : begin + width]
+            stop = begin + part.size(1)
+            target = memory[self.num_nodes * begin : self.num_nodes * stop].view(part.shape)
+            try:
+                self._sum_part(stage, part, target)
+            except torch.OutOfMemoryError:
+                if width <= least:
+                    raise
+                width = max(width // (2 * least), 1) * least
+                continue
+            sums.append(target)
+            begin = stop
+        return sums
+
+    def _sum_part(self, stage: Stage, part: Tensor, target: Tensor) -> None:
+        """Writes a stage's sums of some columns of the features to the host."""
+        assert stage.sums is not None
+        sum_neighbours = stage.sums
+        sources = self._sent(part)
+
+        def results(begin: int, end: int) -> Tensor:
             numbers = torch.arange(begin, end, device=self._device)
             rowptr, col = self._entries(slice(begin, end))
-            rowptr, col = rowptr.to(self._device), _aligned(_copied(col, self._device))
+            rowptr, col = rowptr.to(self._device), _aligned(self._sent(col))
             adj = self._structure(stage, rowptr, col, self.num_nodes, None)
-            tile = Tile(adj, sources, sources[begin:end], numbers, None, self._graph)
-            result.write(begin, stage.sums(tile))
-            begin = end
-        result.finish()
-        return result.whole()
+            return sum_neighbours(Tile(adj, sources, sources[begin:end], numbers, None, self._graph))
+
+        result = _Result(part.shape, part.dtype, self._placement, target, 0)
+        costs = _Size(rows=32 + 4 * part[:1].nbytes, entries=8, sources=0)
+        self._write_tiles(result, results, costs, self.rowptr)
+
+    def _write_tiles(
+        self, result: _Result, results: Callable[[int, int], Tensor], costs: _Size, upto: Tensor | None
+    ) -> None:
+        """Writes the results of all nodes tile by tile. A tile is halved if memory runs out.
+
+        Args:
+            result: takes them.
+            results: those of the nodes from one number to another.
+            costs: of a tile.
+            upto: see `_upto`; None: a tile reads no entries.
+        """
+        entries, rows = self._limits(_TILE_SHARE * self._placement.free(), costs)
+        begin = 0
+        try:
+            while begin < self.num_nodes:
+                last = min(begin + rows, self.num_nodes)
+                end = last if upto is None else self._end(upto, begin, entries, last)
+                try:
+                    part = results(begin, end)
+                except torch.OutOfMemoryError:
+                    if end - begin <= 1:
+                        raise
+                    entries, rows = max(entries // 2, 1), max((end - begin) // 2, 1)
+                    torch.cuda.empty_cache()
+                    continue
+                result.write(begin, part)
+                del part  # before the next tile allocates as much
+                begin = end
+        finally:
+            result.finish()
+
+    def _lock_structure(self) -> None:
+        """Page-locks the columns' memory in place, as they are sent once for each part of the features.
+
+        Where the driver refuses, for instance for a file that is mapped for reading, they are sent through
+        buffers, like the features.
+        """
+        if self._device.type != "cuda" or self.col.is_cuda or self._locked or self.col.is_pinned():
+            return
+        runtime = torch.cuda.cudart()
+        if runtime.cudaHostRegister(self.col.data_ptr(), self.col.nbytes, 0) == runtime.cudaError.success:
+            self._locked.append(self.col.data_ptr())
+            return
+        # The refusal remains the runtime's last error, which the next launch of a kernel reports.
+        with suppress(RuntimeError):
+            torch.ones(1, device=self._device)
 
     def _costs(self, stage: Stage, stored: _Rows, first: Tensor) -> _Size:
         """Bytes that each row, entry and source of a tile takes, roughly."""
         source, result = stored.data[:1].nbytes, first[:1].nbytes
         ranks = self._placement.num_ranks
-        pieces = 4 if ranks == 1 else 6 + ranks  # a tile of each process, and what is sent
+        pieces = 4 if ranks == 1 else 6 + ranks  # a tile of each process, and the buffers of the exchange
         costs = _Size(rows=32 + 2 * source + pieces * result, entries=4, sources=0)
         if self._is_gathered(stage, stored.data.device == self._device):
             is_transformed = stage.reads == "sources"
@@ -481,13 +570,13 @@ class _Tiles:
         self._size = _Size(stop - start, 0, 0)
         if stage.reads == "own":
             if stored.ids is None and ids is None:
-                own = _copied(stored.data[nodes], self._device)
+                own = self._sent(stored.data[nodes])
             else:
                 own = self._features(stored, numbers)
             adj = self._structure(stage, *_no_entries(numbers), stop - start, numbers)
             return stage.compute(Tile(adj, own, own, numbers, numbers, self._graph), None)
         rowptr, col = self._entries(nodes)
-        rowptr, col = rowptr.to(self._device), _aligned(_copied(col, self._device))
+        rowptr, col = rowptr.to(self._device), _aligned(self._sent(col))
         if not self._is_gathered(stage, is_here):
             if stored.ids is not None:
                 assert stored.place is not None
@@ -530,6 +619,18 @@ class _Tiles:
         number = torch.empty(self.num_nodes, dtype=torch.int32, device=self._device)
         number[source_ids] = torch.arange(source_ids.numel(), dtype=torch.int32, device=self._device)
         return source_ids, number[column]
+
+    def _sent(self, data: Tensor) -> Tensor:
+        """Data on the device, contiguous. The data may be changed afterwards, unless it is page-locked."""
+        if self._device.type != "cuda" or data.is_cuda:
+            return data.contiguous().to(self._device)
+        if data.is_contiguous() and data.is_pinned():
+            return data.to(self._device, non_blocking=True)
+        if data.nbytes <= _STAGED_BYTES:
+            return data.contiguous().to(self._device)
+        out = torch.empty(data.shape, dtype=data.dtype, device=self._device)
+        _send(data, out, self._buffers)
+        return out
 
     def _features(self, stored: _Rows, nodes: Tensor) -> Tensor:
         return self._gathered(stored.data, nodes if stored.place is None else stored.place[nodes].long())
@@ -607,45 +708,41 @@ def _aligned(part: Tensor) -> Tensor:
     return part.clone() if part.data_ptr() % 16 else part
 
 
-def _copied(data: Tensor, device: torch.device) -> Tensor:
-    """Data on a device."""
-    is_sent_as_it_is = data.is_contiguous() and data.is_pinned()
-    if device.type != "cuda" or data.is_cuda or is_sent_as_it_is or data.nbytes <= _PIECE_BYTES:
-        return data.contiguous().to(device)
-    out = torch.empty(data.shape, dtype=data.dtype, device=device)
-    _send(data, out)
-    return out
+def _send(data: Tensor, out: Tensor, buffers: _Buffers) -> None:
+    """Copies data of the host to a GPU; while one piece is sent, the host copies the next.
 
-
-def _send(data: Tensor, out: Tensor) -> None:
-    """Copies data of the host to a GPU; while one piece is sent, the host copies the next."""
+    The data may be changed afterwards. The copies to the GPU are in the order of its current stream.
+    """
     if not data.numel():
         return
     rows = max(_PIECE_BYTES // data[:1].nbytes, 1)
-    buffers = _Buffers((rows, *data.shape[1:]), data.dtype)
     for source, target in zip(data.split(rows), out.split(rows), strict=True):
-        buffer = buffers.next(source.size(0))
+        buffer = buffers.next(source)
         buffer.copy_(source)
         target.copy_(buffer, non_blocking=True)
         buffers.used()
-    torch.cuda.current_stream(out.device).synchronize()
 
 
 class _Buffers:
     """Page-locked memory for pieces, used alternately; each is waited for before it is used again."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._memory = [torch.empty(shape, dtype=dtype, pin_memory=True) for _ in range(_NUM_BUFFERS)]
+    def __init__(self) -> None:
+        self._memory: list[Tensor | None] = [None] * _NUM_BUFFERS
         self._free: list[torch.cuda.Event | Future[None] | None] = [None] * _NUM_BUFFERS
         self._turn = 0
 
-    def next(self, num_rows: int) -> Tensor:
+    def next(self, like: Tensor) -> Tensor:
+        """Memory for a piece of that shape and dtype."""
         free = self._free[self._turn]
         if isinstance(free, Future):
             free.result()
         elif free is not None:
             free.synchronize()
-        return self._memory[self._turn][:num_rows]
+        memory = self._memory[self._turn]
+        if memory is None or memory.nbytes < like.nbytes:
+            memory = torch.empty(max(like.nbytes, _PIECE_BYTES), dtype=torch.uint8, pin_memory=True)
+            self._memory[self._turn] = memory
+        return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
     def used(self, until: Future[None] | None = None) -> None:
         """The last piece is under way: until the stream has come here, or until that is done."""
@@ -691,6 +788,7 @@ class _Result:
         self._target = torch.empty(shape, dtype=dtype, device=self._device) if target is None else target
         self._here = torch.empty(self._num_here, *shape[1:], dtype=dtype, device=self._device)
         self._buffers: _Buffers | None = None
+        self._stream: Any = None  # of the copies to the host
         self._worker: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
 
@@ -710,15 +808,17 @@ class _Result:
             return
         rows = max(_PIECE_BYTES // part[:1].nbytes, 1)
         if self._buffers is None:
-            self._buffers = _Buffers((rows, *part.shape[1:]), part.dtype)
+            self._buffers, self._stream = _Buffers(), torch.cuda.Stream(self._device)
             self._worker = ThreadPoolExecutor(1, "fastsparse-results")
         assert self._worker is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for source, piece in zip(part.split(rows), target.split(rows), strict=True):
-            buffer = self._buffers.next(source.size(0))
-            buffer.copy_(source, non_blocking=True)
+            buffer = self._buffers.next(source)
             arrived = torch.cuda.Event()
-            arrived.record()
-            stored = self._worker.submit(_store, piece, buffer, arrived)
+            with torch.cuda.stream(self._stream):
+                buffer.copy_(source, non_blocking=True)
+                arrived.record()
+            stored = self._worker.submit(_store, piece, buffer, arrived, source)
             self._pending.append(stored)
             self._buffers.used(stored)
 
@@ -744,7 +844,7 @@ class _Result:
         if self._placement.free() >= self._target.nbytes:
             data = torch.empty_like(self._target, device=self._device)
             data[:count] = self._here
-            _send(self._target[count:], data[count:])
+            _send(self._target[count:], data[count:], _Buffers())
             return data
         self._num_here = 0
         self.write(0, self._here)
@@ -752,7 +852,8 @@ class _Result:
         return self._target
 
 
-def _store(target: Tensor, buffer: Tensor, arrived: torch.cuda.Event) -> None:
+def _store(target: Tensor, buffer: Tensor, arrived: torch.cuda.Event, source: Tensor) -> None:
+    """Copies a piece from its buffer. ``source`` keeps its memory on the GPU until the piece has arrived."""
     arrived.synchronize()
     with torch.no_grad():
         target.copy_(buffer)

@@ -23,15 +23,15 @@ COLUMN_BITS = 24
 #: Bytes of a quad: its columns, then its masks.
 QUAD_BYTES = QUAD * (COLUMN_BITS // 8 + 1)
 _COLUMN_BYTES = QUAD * COLUMN_BITS // 8
-#: Source nodes that a vector can name.
+#: Largest number of source nodes, because a vector stores its column in COLUMN_BITS bits.
 MOST_COLUMNS = 1 << COLUMN_BITS
-#: Whole blocks are stored up to this share of the size of CSR, with 16-bit values ...
+#: Whole blocks are stored if they take at most this share of the bytes of CSR with 16-bit values ...
 _SHARE_OF_CSR = 0.6
-#: ... or where they take at most so many times the bytes of whole quads.
+#: ... or at most this many times the bytes of whole quads.
 _BLOCKS_OVER_QUADS = 1.2
-#: Quads behind the last one that the kernels may read (and ignore), so that they can read ahead.
+#: Quads after the last one that kernels may read (and ignore) when they read ahead.
 _OVERREAD = 16
-#: Quads that kernels can count in 32 bits, with those that they read ahead.
+#: Largest number of quads: kernels count them in 32 bits, including those that they read ahead.
 _MOST_QUADS = 2**31 - 1 - _OVERREAD
 
 
@@ -129,7 +129,7 @@ class Bsb:
             raise ValueError(
                 f"binary sparse blocks: expected at most {_MOST_QUADS} quads of vectors, got {num_quads}"
             )
-        # Behind the last vector, what the last window may read.
+        # The zeros after the last vector may be read by the last window.
         packed = entry.new_zeros(num_vectors + together)
         torch.bitwise_or(entry[head_entry[:-1]] // HEIGHT, mask, out=packed[:num_vectors])
         del bits_through, mask, entry
@@ -146,8 +146,8 @@ class Bsb:
         group = vector[:num_quads].view(num_groups, together)
         torch.take(packed, place, out=group)
         del packed, place
-        # The last group of a window reached into the next one. Its padding now repeats a column that is read
-        # anyway, because a cached load is cheaper than a predicate.
+        # The last group of a window also contains vectors of the next window. They are replaced by a column
+        # that is read anyway, because a cached load is cheaper than a predicate.
         window = torch.nonzero(groups).flatten()
         last = first_group[window + 1] - 1
         stored = vectors[window] - together * (groups[window] - 1)
@@ -181,7 +181,8 @@ class Bsb:
 
     def quad_entry(self) -> Tensor:
         """Number of entries before every quad, int64 (num_quads,); computed at every call."""
-        # Bits of four masks at a time, summed in parallel: in pairs, in fours, in eights, and of all.
+        # Counts the bits of four masks at a time: first in pairs, then in groups of four and eight, then of
+        # all masks.
         count = self.quad.view(torch.int32)[:, _COLUMN_BYTES // 4]
         for width, ones in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F)):
             count = (count & ones) + (count >> width & ones)

@@ -19,15 +19,16 @@ from fastsparse_core.formats.compress import compress
 #: How the rows of a window are chosen.
 Method = Literal["auto", "none", "minhash"]
 _METHODS = get_args(Method)
-#: Number of sorted orders in which rows are compared with their neighbours: fewer than there are hashes, and
-#: the bits of their number and of a key are at most 32 together.
+#: Number of sorted orders in which rows are compared with their neighbours: fewer than there are hashes. The
+#: bits of this number and of a key together are at most 32.
 _BANDS = 8
-#: Pairs of rows compared at a time, which bounds the scratch memory (about 30 bytes a pair).
+#: Number of pairs of rows that are compared at a time, which limits the scratch memory (about 30 bytes per
+#: pair).
 _PAIRS = 2**25
 #: Share of the vectors that a grouping must save, because it costs locality and puts heavy rows into the same
 #: windows. On an H200 and 27 graphs, products were faster from this share on.
 _LEAST_SAVING = 0.1
-#: Entries per row below which grouping made products slower, whatever it saved.
+#: Number of entries per row below which grouping made products slower, whatever it saved.
 _LEAST_ENTRIES = 8
 #: Windows that are counted to estimate a saving.
 _SAMPLE = 4096
@@ -150,7 +151,7 @@ def _sample(adj: Rows, window_row: Tensor | None, stride: int) -> tuple[Tensor, 
     if stride == 1:
         return place_of_row(window_row, adj.num_dst).index_select(0, adj.row_once()), adj.col, adj.num_dst
     rows = window_row.reshape(-1, HEIGHT)[::stride].flatten()
-    # Only the last vectors of a window can be missing.
+    # Only the last window has padding (-1), so the places of other windows do not move.
     rows = rows[rows >= 0]
     length = adj.in_degree()[rows]
     end = length.cumsum(0)
@@ -205,12 +206,13 @@ def _similar_order(adj: Rows) -> Tensor:
         device=index,
         queue=queue(index),
     )
-    # Rows by cluster, inside a cluster by hash; where similar rows are near each other, in natural order.
+    # Sorts rows by cluster, and within a cluster by hash; in natural order if similar rows are already near
+    # each other.
     num_linked, num_near = counts
     row = torch.arange(num_rows, dtype=torch.int32, device=device)
     key = torch.where(2 * num_near > num_linked, row, keys[0])
     cluster_ptr, key, order = compress(root, key, num_rows, _INT32_MAX)
-    # Clusters by the smallest of these; empty rows behind all others.
+    # Sorts clusters by their smallest key; empty rows come last.
     least = key[cluster_ptr[root[order]]]
     is_empty = (adj.rowptr[1:] == adj.rowptr[:-1])[order]
     return order[torch.sort(least.masked_fill_(is_empty, _INT32_MAX), stable=True).indices]

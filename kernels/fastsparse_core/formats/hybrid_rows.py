@@ -16,9 +16,9 @@ from fastsparse_core import _C
 from fastsparse_core.device import place_of
 from fastsparse_core.formats.row_split import RowSplit
 
-#: Entries that long items are multiples of: an 8 x 8 matrix.
+#: The number of entries of a long item is a multiple of this, an 8 x 8 matrix.
 MULTIPLE = 64
-#: Most entries of a long item, so that no row holds up the others.
+#: Largest number of entries of a long item, so that a long row does not delay the others.
 LONGEST = 256
 
 

@@ -71,7 +71,7 @@ def sort_index(index: Tensor, num_segments: int, longest: int) -> IndexSort:
     order = torch.empty(num_rows, dtype=torch.int32, device=device)
     slices = torch.empty(num_segments + most_cut, 2, dtype=torch.int64, device=device)
     split_row = torch.empty(most_cut, dtype=torch.int32, device=device)
-    # Behind the pointers is space for the facts.
+    # The facts are stored after the pointers.
     split_ptr = torch.empty(most_cut + 1 + _C.NUM_SEGMENT_FACTS, dtype=torch.int64, device=device)
     facts = split_ptr[most_cut + 1 :]
     where = device_index(device)

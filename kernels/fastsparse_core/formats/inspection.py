@@ -17,7 +17,7 @@ from fastsparse_core.formats.row_split import RowSplit, unsplit_rows
 NUM_FACTS = 11
 #: Number of edges and rows up to which one launch inspects and sorts the edges, without a radix sort.
 FEW_EDGES = _C.FEW_EDGES
-#: Further words of edges that are sorted: SortFact in kernels/include/fastsparse/sort_edges.h.
+#: Positions of additional facts about sorted edges: SortFact in kernels/include/fastsparse/sort_edges.h.
 _IS_SORTED, _NUM_SLICES, _NUM_SLOTS, _NUM_SPLIT_ROWS = range(NUM_FACTS, NUM_FACTS + 4)
 _SIGNED_TO_UNSIGNED = 2**64
 
@@ -84,7 +84,7 @@ def inspect_indices(row: Tensor, col: Tensor, *, square: bool) -> IndexFacts:
     num_edges, index = row.numel(), device_index(row.device)
     if num_edges == 0:
         return IndexFacts(0, 0, 0)
-    # Without rows, the kernel writes one pointer, here behind the facts.
+    # For 0 rows, the kernel writes one pointer: here, after the facts.
     workspace = torch.empty(NUM_FACTS + 1, dtype=torch.int64, device=row.device) if index >= 0 else None
     facts = 0 if workspace is None else workspace.data_ptr()
     words = _C.inspect(
@@ -179,7 +179,7 @@ def _inspect(
     inv_degree = _empty_for_autograd(num_rows, device)
     check_content("edges", row, col, edge_id, rowptr, col_out)  # a mode may give fake memory to real edges
     index = device_index(device)
-    # Two words for every row's slice, and behind them space for the facts.
+    # Two words per row for its slice, then space for the facts.
     rows = num_rows + (NUM_FACTS + 1) // 2
     workspace = torch.empty(rows, 2, dtype=torch.int64, device=device) if index >= 0 else None
     slices = 0 if workspace is None else workspace.data_ptr()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fastsparse_core.gpu import GpuProfile
 
-#: Longest edge group, in entries, of most structures: ssd sums as many in fixed point at a time.
+#: Largest number of entries of an edge group, for most structures: ssd sums this many in fixed point at a
+#: time.
 SHORT_EDGE_GROUP = 128
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fastsparse_core.formats.compress import compress, compress_pairs
 
-#: Largest number of rows of a window; an entry has space for these.
+#: Largest number of rows of a window: an entry stores the row in 6 bits.
 HEIGHT = 64
-#: Source nodes that an entry can name.
+#: Largest number of source nodes that an entry can represent.
 MOST_SOURCES = (2**31 - 1) // HEIGHT
 _SOLE = -(2**31)
 
@@ -82,7 +82,7 @@ class RowPanels(NamedTuple):
             segment = block.add_(segment, alpha=num_blocks)
         segment_ptr, entry = compress_pairs(segment, entry, num_windows * num_blocks, HEIGHT * shape[1])
 
-        # The only sum of a source: the strip or the source changes at only one place of that source.
+        # A source has only one sum if the strip or the source changes only once among its entries.
         first = torch.ones(col.numel(), dtype=torch.bool, device=col.device)
         torch.ge(entry[1:] ^ entry[:-1], HEIGHT, out=first[1:])
         first[_cut(segment_ptr, strip)[1]] = True

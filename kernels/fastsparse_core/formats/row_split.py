@@ -16,10 +16,11 @@ from torch import Tensor
 from fastsparse_core import _C
 from fastsparse_core.device import device_index, queue
 
-#: Slices from this length on are long: a power of two, so that they come before all others. Of the others a
-#: warp may take several (kShortGroupEntries in views.h).
+#: Slices of at least this length are long. It is a power of two, so that long slices come before all others.
+#: A warp may handle several of the other slices (kShortGroupEntries in views.h).
 LONG = 8
-#: Slices from this length on keep all lanes of a warp busy: a power of two for the same reason.
+#: Slices of at least this length keep all lanes of a warp busy. It is a power of two for the same reason as
+#: LONG.
 LONGEST = 32
 
 

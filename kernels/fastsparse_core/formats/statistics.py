@@ -9,7 +9,8 @@ from torch import Tensor
 from fastsparse_core.formats.bsb import BLOCK, HEIGHT, QUAD, QUAD_BYTES, vectors_together
 from fastsparse_core.formats.grouping import Rows, vectors_per_window
 
-#: Vectors that SR-BCRS pads a window to: the k of m16n8k8, the paper's instruction for 16-bit values.
+#: SR-BCRS pads the vectors of a window to a multiple of this: the k of m16n8k8, the paper's instruction for
+#: 16-bit values.
 _PADDING = 8
 
 

@@ -6,7 +6,8 @@ GCN, GraphSAGE, GraphConv, GIN and RGCN on small graphs use it: docs/dev/decisio
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from fastsparse_core.ops._eager import PLAIN, direct, is_first_derivative, is_pl
 from fastsparse_core.ops._facts import scatters
 from fastsparse_core.ops._kept_results import saved_tensors
 from fastsparse_core.ops._operands import zero_padded
+from fastsparse_core.ops._registration import FusedOperator, fits_one_operator
 from fastsparse_core.ops._spmm_plan import add_transposed, grad_of_features, launch_spmm, with_loops
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.ops.sddmm import sddmm, sddmm_kernel
@@ -57,6 +59,7 @@ def graph_convolution(
     scale_src: Tensor | None = None,
     relu: bool = False,
     add_loops: bool = False,
+    norms: tuple[str, str] = ("", ""),
 ) -> Tensor | None:
     r"""Transforms the neighbours' features and aggregates them, in the order that the caller chooses.
 
@@ -65,7 +68,7 @@ def graph_convolution(
 
     Args:
         adj: structure (num_dst, num_src).
-        x: features (num_src, in width); `is_plain_eager` must be true for them.
+        x: features (num_src, in width); `may_be_one_node` must be true for them.
         weight: (out width, in width) or (in width, out width).
         bias: (out width,) or None.
         out_by_in: whether the weight is (out width, in width).
@@ -75,12 +78,19 @@ def graph_convolution(
         scale_src: constant t, (num_src,); None: 1.
         relu: whether negative results become 0.
         add_loops: whether to add a self loop to every node; for square structures without self loops.
+        norms: names of the methods of ``adj`` that return s and t, "" for None. A trace contains these names
+            in place of s and t.
 
     Returns:
         (num_dst, out width), or None, as `_in_one_node`.
     """
     if weight is None or (aggregate_first and x.requires_grad):
         return None
+    if not is_plain_eager(x):
+        weight = weight if out_by_in else weight.t()
+        options: Any = {"norms": norms, "adds_loops": add_loops, "transform_first": not aggregate_first}
+        out = _traced(adj, x, weight, bias, **options)
+        return out if out is None or not relu else out.relu()
     form = (out_by_in, not aggregate_first, "sum", relu, add_loops, False)
     return _in_one_node(adj, form, x, None, weight, bias, None, None, scale_dst, scale_src)
 
@@ -114,7 +124,7 @@ def aggregate_linear(
 
     Args:
         adj: structure (num_dst, num_src), with num_dst <= num_src.
-        x: features (num_src, width); `is_plain_eager` must be true for them.
+        x: features (num_src, width); `may_be_one_node` must be true for them.
         weight: (out width, width).
         bias: (out width,) or None.
         root_weight: (out width, width).
@@ -127,6 +137,11 @@ def aggregate_linear(
         (num_dst, out width), or None, as `_in_one_node`; also None if ``root`` is not the first rows of ``x``
         (`starts_with`).
     """
+    if not is_plain_eager(x):
+        if root is not None and root is not x:
+            return None
+        norms = ("inv_degree" if reduce == "mean" else "", "")
+        return _traced(adj, x, weight, bias, root_weight, norms=norms, transform_first=transform_first)
     if root is not None and not (root.shape[0] == adj.num_dst and (root is x or starts_with(x, root))):
         return None
     form = (True, transform_first, reduce, False, False, False)
@@ -206,7 +221,7 @@ def aggregate_and_self(adj: Adjacency, x: Tensor, eps: Tensor) -> Tensor | None:
 
     Args:
         adj: square structure.
-        x: features (N, width); `is_plain_eager` must be true for them.
+        x: features (N, width); `may_be_one_node` must be true for them.
         eps: one number, which gets no gradient.
 
     Returns:
@@ -215,7 +230,6 @@ def aggregate_and_self(adj: Adjacency, x: Tensor, eps: Tensor) -> Tensor | None:
     dtype = eps.dtype
     if (
         eps.requires_grad
-        or type(adj) is not Adjacency
         or type(eps) not in PLAIN
         or eps.numel() != 1
         or eps.dim() > 1
@@ -228,10 +242,19 @@ def aggregate_and_self(adj: Adjacency, x: Tensor, eps: Tensor) -> Tensor | None:
         )
     ):
         return None
-    loop = eps + _ONE[dtype]
-    if dtype.itemsize == 2:
-        loop = loop.float()
-    return _in_one_node(adj, (True, True, "sum", False, False, False), x, None, None, None, None, loop)
+    if not is_plain_eager(x):
+        return _traced(adj, x, None, eps=eps)
+    if type(adj) is not Adjacency:
+        return None
+    return _in_one_node(
+        adj, (True, True, "sum", False, False, False), x, None, None, None, None, _one_more(eps)
+    )
+
+
+def _one_more(eps: Tensor) -> Tensor:
+    """``1 + eps`` in the accumulation dtype."""
+    loop = eps + _ONE[eps.dtype]
+    return loop.float() if loop.dtype.itemsize == 2 else loop
 
 
 def relational_linear(
@@ -792,3 +815,146 @@ def _onto_root(
     else:
         own.copy_(torch.mm(grad, root_matrix))
     return add_transposed(adj, grad_sums, None, plan.scale_dst, None, total, plan.num_rows)
+
+
+# ---------------------------------------------------------------- the node within a trace
+
+
+class _Traced(NamedTuple):
+    """Arguments of the operator.
+
+    Attributes:
+        x: features.
+        weight: (out width, in width), or None.
+        bias: (out width,), or None.
+        root_weight: (out width, in width), or None.
+        eps: GIN's, or None.
+        norm_dst: name of the structure's method that returns the factors of the destinations, or "".
+        norm_src: name of the method for the sources, or "".
+        adds_loops: whether to add a self loop to every node if the structure has none.
+        transform_first: as in the form.
+        algorithm: of the sum.
+    """
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    root_weight: Tensor | None
+    eps: Tensor | None
+    norm_dst: str
+    norm_src: str
+    adds_loops: bool
+    transform_first: bool
+    algorithm: str
+
+    def of_node(self, adj: Adjacency) -> _Call:
+        """The eager plan without streams of its own, which CUDA graphs of a compiled step cannot track."""
+        x, weight, bias, root_weight, eps, norm_dst, norm_src, adds_loops, transform_first, algorithm = self
+        kinds = tuple([None if each is None else kind_of(each) for each in self[:4]])
+        key = ("traced", self[5:], kinds)
+        plan: _Plan | None = adj.plans.get(key)
+        if plan is None:
+            adds, dtype = adds_loops and not adj.has_inserted_loops, accumulation_dtype(x.dtype)
+            factors: dict[str, Tensor | None] = {"": None}
+            for name in (norm_dst, norm_src):
+                if name not in factors:
+                    loops = {"loops": 1} if adds and name == "inv_sqrt_degree" else {}
+                    factors[name] = getattr(adj, name)(dtype, **loops)
+            form, scales = (
+                _Form(True, transform_first, "sum", False, adds, False),
+                (factors[norm_dst], factors[norm_src]),
+            )
+            plan = _plan(adj, form, x, None, weight, bias, root_weight, x.dtype, scales)
+            plan = adj.plans[key] = replace(plan, algorithm=algorithm, is_sage=False, columns=0)
+        return adj, plan, plan.loop if eps is None else _one_more(eps)
+
+
+def _traced(
+    adj: Adjacency,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    root_weight: Tensor | None = None,
+    eps: Tensor | None = None,
+    *,
+    norms: tuple[str, str] = ("", ""),
+    adds_loops: bool = False,
+    transform_first: bool = True,
+) -> Tensor | None:
+    """The node as one operator of `torch.compile`; None where a trace needs separate operators.
+
+    Inductor would compute biases, self loops and GIN's own term in passes of their own, and products of
+    float32 matrices by slower kernels.
+    """
+    if adj.num_dst != adj.num_src or x.dim() != 2 or x.shape[0] != adj.num_src:
+        return None
+    if not fits_one_operator(x, weight, bias, root_weight, eps):
+        return None
+    if weight is not None and x.shape[1] != weight.shape[1]:
+        return None
+    if root_weight is not None and (weight is None or weight.shape != root_weight.shape):
+        return None
+    options = (*norms, adds_loops, transform_first, policy.requested("spmm", "auto"))
+    call = _Traced(x, weight, bias, root_weight, eps, *options)
+    out: Tensor = aggregate_transform_op.dispatched(*call, adj.handle, False)[0]
+    return out
+
+
+def _aggregate_transform(adj: Adjacency, call: _Traced, *, keep: bool) -> tuple[Tensor, Tensor]:
+    """The result, and the neighbours' sums; empty if no gradient needs them."""
+    x, weight, bias, root_weight, *_ = call
+    keep = keep and not call.transform_first
+    out, _, sums, *_ = _compute(x, None, weight, bias, root_weight, call.of_node(adj), 0, keep)
+    return out, sums if keep and sums is not None else x.new_empty(0, x.shape[1])
+
+
+def _aggregate_transform_gradients(
+    adj: Adjacency,
+    grad: Tensor,
+    call: _Traced,
+    sums: Tensor,
+    *,
+    x_wanted: bool,
+    weight_wanted: bool,
+    bias_wanted: bool,
+    root_weight_wanted: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of features and parameters; None: not wanted."""
+    x, weight, bias, root_weight, *_ = call
+    pairs = ((weight, weight_wanted), (bias, bias_wanted), (root_weight, root_weight_wanted))
+    needed = (x_wanted, False, *[given is not None and wanted for given, wanted in pairs], False)
+    saved = (None, None, x, sums, x if needed[4] else None, weight, root_weight, None)
+    held = (call.of_node(adj), None, None, False)
+    ctx = SimpleNamespace(held=held, saved_tensors=saved, needs_input_grad=needed)
+    with torch.no_grad():
+        grad_x, _, grad_weight, grad_bias, grad_root = _gradients(ctx, grad)
+    return grad_x, grad_weight, grad_bias, grad_root, None
+
+
+def _aggregate_transform_unfused(adj: Adjacency, call: _Traced) -> Tensor:
+    """The operator by others, which have gradients again."""
+    x, weight, bias, root_weight, *_ = call
+    _, plan, loop = call.of_node(adj)
+    out = _differentiable_sum(plan, adj, x, None, loop)
+    if weight is not None:
+        out = F.linear(out, weight)
+    if bias is not None:
+        out = out + bias
+    return out if root_weight is None else out + F.linear(x, root_weight)
+
+
+def _aggregate_transform_fake(of: Any) -> tuple[Tensor, Tensor]:
+    num_rows, width = of.x.shape
+    keeps = of.keep and not of.transform_first
+    out = of.x.new_empty(num_rows, width if of.weight is None else of.weight.shape[0])
+    return out, of.x.new_empty(num_rows if keeps else 0, width)
+
+
+aggregate_transform_op = FusedOperator(
+    "aggregate_transform",
+    _aggregate_transform,
+    _aggregate_transform_gradients,
+    _aggregate_transform_unfused,
+    _aggregate_transform_fake,
+    ("out", "sums"),
+)

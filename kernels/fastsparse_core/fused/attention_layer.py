@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,15 @@ from torch import Tensor, nn
 
 from fastsparse_core import _C, policy
 from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2, LayerCall, LayerEdges, Score
-from fastsparse_core.fused.attention_on_cuda import attend, differentiate, plan_of, stacked
+from fastsparse_core.fused.attention_on_cuda import (
+    attend,
+    differentiate,
+    kept_for,
+    numbers_of_state,
+    plan_of,
+    stacked,
+    state_for_both,
+)
 from fastsparse_core.fused.head_scores import product_in_parts
 from fastsparse_core.ops._attention_checks import draw_seed, drawn_by_replays
 from fastsparse_core.ops._autocast import (
@@ -34,6 +43,7 @@ from fastsparse_core.ops._eager import (
 )
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._kept_results import unfused_gradients
+from fastsparse_core.ops._registration import FusedOperator, fits_one_operator
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.structure.adjacency import Adjacency
 
@@ -81,12 +91,12 @@ def attention_layer(
 
     Returns:
         (N, heads * D), or (N, D) for the mean, in autocast's dtype if it is on; differentiable twice. None if
-        operators have to run one by one: a linear map has hooks, the call is traced, devices or dtypes
-        differ, or there is no kernel.
+        operators have to run one by one: a linear map has hooks, a trace is not that of `torch.compile`,
+        devices or dtypes differ, or there is no kernel.
     """
+    is_traced = not is_plain_eager(x)
     if not (
-        is_plain_eager(x)
-        and type(adj) is Adjacency
+        (type(adj) is Adjacency or is_traced)
         and x.dim() == 2
         and x.layout is torch.strided
         and x.shape[0] == adj.num_src == adj.num_dst
@@ -105,6 +115,10 @@ def attention_layer(
             biases.append(map_bias)
     if biases and len(biases) < len(weights):
         return None
+    if is_traced:
+        if edges is not None or not maps:
+            return None
+        return _traced(score, adj, x, weights, biases, vectors, bias, (heads, scale, dropout_p, mean))
     if not maps:
         sizes = [x.shape[1]]
     of_edges: Any = ()
@@ -248,6 +262,18 @@ def _attend(
     """The result; features and weight as they were multiplied; their product; what the backward needs."""
     vectors, features = tensors[: call.num_vectors], x if x.dtype == call.dtype else x.to(call.dtype)
     joint, matrix = _project(call, features, tensors)
+    out, kept = _attend_to(call, joint, vectors, bias, edges)
+    return out, features, matrix, joint, kept
+
+
+def _attend_to(
+    call: LayerCall,
+    joint: Tensor,
+    vectors: tuple[Tensor, ...],
+    bias: Tensor | None,
+    edges: LayerEdges | None = None,
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """The result, and what the backward pass needs, from the linear maps' results."""
     if type(call.plan) is _C.AttentionLayer:
         out, kept = _attend_at_once(call, joint, vectors, None if call.mean else bias, edges)
     elif call.plan is not None:
@@ -259,7 +285,7 @@ def _attend(
     if bias is not None and (call.plan is None or call.mean):
         bias = cast(bias, out.dtype)
         out = out + bias if call.keeps_result and not call.mean else out.add_(bias)
-    return out, features, matrix, joint, kept
+    return out, kept
 
 
 def _attend_at_once(
@@ -357,20 +383,33 @@ _apply = direct(_AttentionLayer)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    if not is_first_derivative(grad):
+        return _second_gradients(ctx, grad)
+    *others, grad_weight, sums = _first_gradients(ctx, grad)
+    widths, (maps, _) = ctx.call.widths, ctx.maps
+    if not maps:
+        return (*others,)
+    # The tensors that are split have no other reference, so their parts need not be views.
+    several = len(widths) > 1
+    grads = grad_weight.unsafe_split_with_sizes(widths) if several else (grad_weight,)
+    if len(maps) == len(widths):
+        return *others, *grads
+    return *others, *grads, *(sums.unsafe_split_with_sizes(widths) if several else (sums,))
+
+
+def _first_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Gradients of all inputs; those of the linear maps' weights, and of their biases, side by side."""
     call, (features, matrix, joint, edge_attr, edge_weight, of_scores, *rest) = ctx.call, ctx.saved_tensors
     _, needs_x, needs_bias, *needs_edges = ctx.needs_input_grad[:6]
     needed = ctx.needs_input_grad[6:]
     edges = None if edge_attr is None else (edge_attr, edge_weight, of_scores)
-    num_vectors, num_maps = call.num_vectors, len(call.widths)
+    num_vectors = call.num_vectors
     vectors, kept = rest[:num_vectors], rest[num_vectors:]
     maps, _ = ctx.maps
-    has_biases, weight_dtype = len(maps) > num_maps, (maps or vectors)[0].dtype
-    if not is_first_derivative(grad):
-        of_bias = sum_of_rows(grad, ctx.bias_dtype) if needs_bias else None
-        return _second_gradients(ctx, grad, features, edges, vectors, of_bias)
+    has_biases, weight_dtype = len(maps) > len(call.widths), (maps or vectors)[0].dtype
     of_edges: Sequence[Tensor | None] = (None, None, None)
     grad_bias: Tensor | None = None
-    sums: Sequence[Tensor] = ()
+    sums: Tensor | None = None
     if needs_bias and (call.mean or call.plan is None):
         grad_bias = sum_of_rows(grad, ctx.bias_dtype)
     if call.mean:
@@ -378,7 +417,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if call.plan is None:
         grad, grad_vectors = call.score.backward(call, grad, joint, vectors, kept, needed[:num_vectors])
         if has_biases:
-            sums = sum_of_rows(grad, weight_dtype).split(call.widths)
+            sums = sum_of_rows(grad, weight_dtype)
     else:
         bias_dtype = ctx.bias_dtype if needs_bias and not call.mean else None
         operands = (call, grad, joint, vectors, kept, bias_dtype, weight_dtype if has_biases else None)
@@ -389,14 +428,12 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad, grad_vectors, sum_of_grad, sums = found
         grad_bias = grad_bias if sum_of_grad is None else sum_of_grad
     if not maps:
-        return grad if needs_x else None, grad_bias, *of_edges, *grad_vectors
+        return grad if needs_x else None, grad_bias, *of_edges, *grad_vectors, None, None
     grad_x = torch.mm(grad, matrix) if needs_x else None
     left = grad.t()
     is_same = grad.dtype == weight_dtype
     grad_weight = torch.mm(left, features) if is_same else product_in(left, features, weight_dtype)
-    # The tensor that is split has no other reference, so its parts need not be views.
-    grads = grad_weight.unsafe_split_with_sizes(call.widths) if num_maps > 1 else (grad_weight,)
-    return grad_x, grad_bias, *of_edges, *grad_vectors, *grads, *sums
+    return grad_x, grad_bias, *of_edges, *grad_vectors, grad_weight, sums
 
 
 def _differentiate_at_once(
@@ -409,7 +446,7 @@ def _differentiate_at_once(
     map_bias_dtype: torch.dtype | None,
     edges: LayerEdges | None,
     edges_wanted: Sequence[bool],
-) -> tuple[tuple[Tensor, list[Tensor], Tensor | None, Sequence[Tensor]], Sequence[Tensor | None]]:
+) -> tuple[tuple[Tensor, list[Tensor], Tensor | None, Tensor | None], Sequence[Tensor | None]]:
     """Gradients of the linear maps' results, of the vectors, and of the biases if they have a dtype.
 
     Also returns the gradients of the edges' features and of both their weights.
@@ -466,7 +503,6 @@ def _differentiate_at_once(
         sums = sums.to(map_bias_dtype)
     if vectors and vectors[0].dtype != precise:
         grads = [grad.to(vector.dtype) for grad, vector in zip(grads, vectors, strict=True)]
-    parts = () if sums is None else sums.unsafe_split_with_sizes(call.widths)
     if of_scores is not None and edge_attr is not None and work is not None:
         grad_scores = work[:, :, 1].to(of_scores.dtype)
         if edges_wanted[0]:
@@ -474,20 +510,17 @@ def _differentiate_at_once(
             grad_edge = more if grad_edge is None else grad_edge.add_(more)
         if edges_wanted[2]:
             grad_of_scores = product_in_parts(grad_scores, edge_attr)
-    return (grad_joint, grads, grad_bias, parts), (grad_edge, grad_weight, grad_of_scores)
+    return (grad_joint, grads, grad_bias, sums), (grad_edge, grad_weight, grad_of_scores)
 
 
-def _second_gradients(
-    ctx: Any,
-    grad: Tensor,
-    features: Tensor,
-    edges: LayerEdges | None,
-    vectors: Sequence[Tensor],
-    grad_bias: Tensor | None,
-) -> tuple[Tensor | None, ...]:
+def _second_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients that are differentiable again."""
     call, (maps, versions) = ctx.call, ctx.maps
     check_versions(maps, versions)
+    features, _, _, edge_attr, edge_weight, of_scores, *rest = ctx.saved_tensors
+    edges = (edge_attr, edge_weight, of_scores)
+    _, needs_x, needs_bias, *needed = ctx.needs_input_grad
+    grad_bias = sum_of_rows(grad, ctx.bias_dtype) if needs_bias else None
 
     def compute(
         features: Tensor,
@@ -501,8 +534,185 @@ def _second_gradients(
         out = call.score.formula(call, joint, tensors[: call.num_vectors], edges)
         return out.unflatten(1, (call.heads, -1)).mean(dim=1) if call.mean else out
 
-    _, needs_x, _, *needed = ctx.needs_input_grad
-    inputs = (features, *(edges or (None, None, None)), *vectors, *maps)
+    inputs = (features, *edges, *rest[: call.num_vectors], *maps)
     with torch.enable_grad():
         grad_x, *grads = unfused_gradients(compute, grad, inputs, (needs_x, *needed))
     return grad_x, grad_bias, *grads
+
+
+# ---------------------------------------------------------------- the node within a trace
+
+
+class _Traced(NamedTuple):
+    """Arguments of the operator. Weights and biases of several linear maps are stacked."""
+
+    x: Tensor
+    weight: Tensor
+    map_bias: Tensor | None
+    first: Tensor | None
+    second: Tensor | None
+    bias: Tensor | None
+    seed: Tensor | None
+    kind: int
+    num_maps: int
+    heads: int
+    scale: float
+    dropout_p: float
+    mean: bool
+    algorithm: str
+
+    @property
+    def vectors(self) -> tuple[Tensor, ...]:
+        return tuple([each for each in (self.first, self.second) if each is not None])
+
+    def of_layer(self, adj: Adjacency, *, records: bool) -> LayerCall:
+        """The call in the form that the eager node takes."""
+        x, score, vectors = self.x, _SCORES[self.kind], self.vectors
+        widths = (self.weight.shape[0] // self.num_maps,) * self.num_maps
+        plan = _plan(adj, x, score, x.dtype, widths, self.heads, self.scale, self.algorithm, records)
+        keeps_result = records and x.is_cuda and score.reads_result
+        how = (self.dropout_p, self.seed, x.dtype, widths, self.mean, len(vectors), keeps_result, plan)
+        return LayerCall(score, adj, self.heads, self.scale, *how)
+
+
+def _traced(
+    score: type[Score],
+    adj: Adjacency,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    vectors: Sequence[Tensor],
+    bias: Tensor | None,
+    options: tuple[int, float, float, bool],
+) -> Tensor | None:
+    """The node as one operator of `torch.compile`; None where a trace needs separate operators.
+
+    Args:
+        score: as in `attention_layer`, like the other arguments.
+        adj: structure.
+        x: features.
+        weights: of the linear maps.
+        biases: of the linear maps, or none.
+        vectors: of the heads.
+        bias: of the result, or None.
+        options: heads, scale, dropout_p and mean.
+    """
+    heads, scale, dropout_p, mean = options
+    widths = tuple([weight.shape[0] for weight in weights])
+    width, count, algorithm = widths[0], len(widths), policy.requested("attention", "auto")
+    if (
+        not fits_one_operator(x, *weights, *biases, *vectors, bias)
+        or algorithm == "unfused"
+        or not x.shape[0]
+    ):
+        return None
+    if widths.count(width) < count or not width or width % heads:
+        return None
+    if [each for each in weights if each.shape[1] != x.shape[1]]:
+        return None
+    if [each for each in vectors if each.numel() != width]:
+        return None
+    if bias is not None and bias.shape != (width // heads if mean else width,):
+        return None
+    if x.is_cuda:
+        if not score.has_cuda_kernel(adj, x.dtype, widths, heads, scale):
+            return None
+    elif count < score.least_maps or (score is DOT_PRODUCT and algorithm == "csr"):
+        return None
+    seed = None
+    if dropout_p:
+        if drawn_by_replays(dropout_p):
+            return None
+        dropout_p, seed = draw_seed(dropout_p)
+        if score is DOT_PRODUCT and x.is_cuda:
+            algorithm = "csr"  # blocks draw another mask, and backward passes choose their kernel again
+    first, second, *_ = (*vectors, None, None)
+    weight = weights[0] if count == 1 else torch.cat(tuple(weights))
+    map_bias = torch.cat(tuple(biases)) if len(biases) > 1 else biases[0] if biases else None
+    how = (score.code, count, heads, scale, dropout_p, mean, algorithm)
+    call = _Traced(x, weight, map_bias, first, second, bias, seed, *how)
+    out: Tensor = attention_layer_op.dispatched(*call, adj.handle, False)[0]
+    return out
+
+
+def _attention(adj: Adjacency, call: _Traced, *, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result; for the backward pass, the maps' results, the nodes' state, and the heads' results."""
+    x, of_layer = call.x, call.of_layer(adj, records=keep)
+    joint = F.linear(x, call.weight, call.map_bias)
+    out, (state, result) = _attend_to(of_layer, joint, call.vectors, call.bias)
+    if not keep:
+        return out, x.new_empty(0), state.new_empty(0), x.new_empty(0)
+    if x.is_cuda:
+        state = state_for_both(of_layer, state, x.shape[0])
+    if result is None:
+        result = x.new_empty(0)
+    return out, joint, state, out.clone() if result is out else result  # results must not share memory
+
+
+def _attention_gradients(
+    adj: Adjacency,
+    grad: Tensor,
+    call: _Traced,
+    joint: Tensor,
+    state: Tensor,
+    result: Tensor,
+    *,
+    x_wanted: bool,
+    bias_wanted: bool,
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    x, weight, map_bias, _, _, bias, *_ = call
+    vectors, of_layer = call.vectors, call.of_layer(adj, records=True)
+    maps = (*(weight,) * call.num_maps, *(() if map_bias is None else (map_bias,)))
+    kept = (state, result if result.numel() else None)
+    kept = kept_for(of_layer, *kept, x.shape[0]) if x.is_cuda else kept
+    ctx = SimpleNamespace(
+        call=of_layer,
+        bias_dtype=None if bias is None else bias.dtype,
+        maps=(maps, None),
+        saved_tensors=(x, weight, joint, None, None, None, *vectors, *kept),
+        needs_input_grad=(False, x_wanted, bias_wanted and bias is not None, *(False,) * 3)
+        + (True,) * (len(vectors) + len(maps)),
+    )
+    with torch.no_grad():
+        grad_x, grad_bias, _, _, _, *of_vectors, grad_weight, sums = _first_gradients(ctx, grad)
+    of_first, of_second, *_ = (*of_vectors, None, None)
+    return grad_x, grad_weight, sums, of_first, of_second, grad_bias
+
+
+def _attention_unfused(adj: Adjacency, call: _Traced) -> Tensor:
+    """The operator by others, which have gradients again."""
+    of_layer, bias = call.of_layer(adj, records=True), call.bias
+    joint = F.linear(call.x, call.weight, call.map_bias)
+    out = of_layer.score.formula(of_layer, joint, call.vectors, None)
+    out = out.unflatten(1, (call.heads, -1)).mean(dim=1) if call.mean else out
+    return out if bias is None else out + bias
+
+
+def _attention_fake(of: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, num_nodes, joint_width = of.x, of.x.shape[0], of.weight.shape[0]
+    width, score = joint_width // of.num_maps, _SCORES[of.kind]
+    out = x.new_empty(num_nodes, width // of.heads if of.mean else width)
+    precise, result = ACCUMULATION_DTYPE[x.dtype], x.new_empty(0)
+    if not of.keep:
+        return out, x.new_empty(0), x.new_empty(0, dtype=precise), result
+    joint = x.new_empty(num_nodes, joint_width)
+    if x.device.type != "cuda":
+        state = x.new_empty(3 if score is ADDITIVE else 1, num_nodes, of.heads, dtype=precise)
+        return out, joint, state, result
+    numbers = numbers_of_state(score, num_nodes, of.heads)
+    if score.reads_result and (of.mean or (of.bias is None and not score.adds((width,) * of.num_maps))):
+        result = x.new_empty(num_nodes, width)
+    elif score.reads_result:
+        numbers += (num_nodes * width * x.itemsize + 3) // 4
+    return out, joint, x.new_empty(numbers, dtype=torch.float32), result
+
+
+_SCORES: dict[int, type[Score]] = {score.code: score for score in (ADDITIVE, GATV2, DOT_PRODUCT)}
+attention_layer_op = FusedOperator(
+    "attention_layer",
+    _attention,
+    _attention_gradients,
+    _attention_unfused,
+    _attention_fake,
+    ("out", "joint", "state", "result"),
+)

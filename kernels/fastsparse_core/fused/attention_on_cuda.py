@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fastsparse_core import _C, policy
 from fastsparse_core.device import queue
-from fastsparse_core.fused.attention_kinds import DOT_PRODUCT, GATV2, LayerCall, Score
+from fastsparse_core.fused.attention_kinds import ADDITIVE, DOT_PRODUCT, GATV2, LayerCall, Score
 from fastsparse_core.gpu import multiprocessors
 from fastsparse_core.ops._attention import choice_on_cuda
 from fastsparse_core.ops._attention_launch import aligned, att_rows_of
@@ -189,6 +190,36 @@ def stacked(call: LayerCall, maps: Sequence[Tensor]) -> tuple[Tensor, Tensor | N
     return matrix, bias
 
 
+def numbers_of_state(score: type[Score], num_nodes: int, heads: int) -> int:
+    """Number of float32 that the nodes' state takes at most; a trace does not know the kernel."""
+    arrays = 3 if score is ADDITIVE else 1 if score is GATV2 else 2
+    return -(-arrays * num_nodes * heads // 4) * 4
+
+
+def state_for_both(call: LayerCall, state: Tensor, num_nodes: int) -> Tensor:
+    """Writes the state of dot products from rows in the form of that from blocks: float64, to base 2.
+
+    In a trace, a structure may be converted to blocks between a forward pass and its backward pass.
+    """
+    if call.score is DOT_PRODUCT and not call.plan.on_blocks:
+        count = num_nodes * call.heads
+        state[: 2 * count].view(torch.float64).copy_(state[:count].double() / math.log(2))
+    return state
+
+
+def kept_for(
+    call: LayerCall, state: Tensor, result: Tensor | None, num_nodes: int
+) -> tuple[Tensor, Tensor | None]:
+    """State and result as the kernel of the backward pass reads them, from the tensor of `state_for_both`."""
+    if call.score is not DOT_PRODUCT or call.plan.on_blocks:
+        return state, result
+    if result is None:
+        behind = state[numbers_of_state(call.score, num_nodes, call.heads) :].view(call.dtype)
+        result = behind[: num_nodes * call.widths[0]].view(num_nodes, call.widths[0])
+    lse = state[: 2 * num_nodes * call.heads].view(torch.float64) * math.log(2)
+    return lse.float(), result
+
+
 def attend(
     call: LayerCall, joint: Tensor, vectors: Sequence[Tensor], bias: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -203,7 +234,7 @@ def attend(
     # Bias and the result of a fourth map are added in place if the backward pass does not read the result;
     # otherwise the result of attention is stored behind the state.
     in_place = not call.keeps_result or (bias is None and len(call.widths) < 4)
-    numbers = plan.state
+    numbers = behind = numbers_of_state(call.score, num_nodes, call.heads)
     if not in_place:
         numbers += (num_nodes * width * joint.itemsize + 3) // 4
     state = joint.new_empty(numbers, dtype=torch.float32)
@@ -215,7 +246,7 @@ def attend(
         second,
         bias,
         is_float,
-        result if in_place else address + 4 * plan.state,
+        result if in_place else address + 4 * behind,
         result,
         address,
         workspace,
@@ -235,7 +266,7 @@ def differentiate(
     kept: Sequence[Tensor | None],
     bias_dtype: torch.dtype | None,
     map_bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, list[Tensor], Tensor | None, Sequence[Tensor]]:
+) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor | None]:
     """Gradients of the linear maps' results, of the vectors, and of the biases if they have a dtype."""
     algorithm = "fused3s" if call.plan.on_blocks else "csr"
     how = (call.score, call.dtype, call.widths, call.heads, call.scale, algorithm)
@@ -247,39 +278,31 @@ def differentiate(
     first, second, operands = _operands(vectors)
     found = [torch.empty_like(operand) for operand in operands]
     grad_joint = torch.empty_like(joint)
-    # Gradients of the biases are stored one after the other, as they have the same dtype.
-    dtype, widths = bias_dtype or map_bias_dtype, call.widths if map_bias_dtype is not None else ()
-    if bias_dtype is not None:
-        widths = (call.widths[0], *widths)
-    biases: Sequence[Tensor] = ()
-    if dtype is not None:
-        biases = (joint.new_empty(sum(widths), dtype=dtype),)
-        if len(widths) > 1:
-            biases = biases[0].unsafe_split_with_sizes(widths)
-    first_of_map = 0 if bias_dtype is None else 1
+    grad_bias = None if bias_dtype is None else joint.new_empty(call.widths[0], dtype=bias_dtype)
+    sums = None if map_bias_dtype is None else joint.new_empty(joint.shape[1], dtype=map_bias_dtype)
     workspace = joint.new_empty(plan.scratch, dtype=torch.float32)
     plan.backward(
         joint,
         first,
         second,
-        address + 4 * plan.state if out is None else out,
+        address + 4 * numbers_of_state(call.score, joint.shape[0], call.heads) if out is None else out,
         address,
         workspace,
         grad,
         grad_joint,
         found[0] if found else None,
         found[1] if len(found) > 1 else None,
-        None if bias_dtype is None else biases[0],
-        dtype or torch.float32,
-        None if map_bias_dtype is None else biases[first_of_map],
-        dtype or torch.float32,
+        grad_bias,
+        bias_dtype or torch.float32,
+        sums,
+        map_bias_dtype or torch.float32,
         call.dropout_p,
         0 if call.seed is None else int(call.seed),
         plan.on_blocks and policy.allows_tf32(),
         queue(joint.get_device()),
     )
     grads = [cast(each, vector.dtype) for each, vector in zip(found, vectors, strict=True)]
-    return grad_joint, grads, biases[0] if first_of_map else None, biases[first_of_map:]
+    return grad_joint, grads, grad_bias, sums
 
 
 def _operands(vectors: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:

@@ -12,8 +12,8 @@ from fastsparse_core import recorded
 from fastsparse_core.ops._eager import is_plain_eager
 from fastsparse_core.ops._sum_of_rows import sum_of_rows
 
-#: Number of rows from which our sum is faster, although its node in autograd's graph takes 10 us of host
-#: time. Recorded steps always use it.
+#: Number of rows from which FastSparse's sum is faster, although its node in autograd's graph takes 10 us of
+#: host time. Recorded steps always use it.
 _TALL = 32_768
 
 

@@ -156,32 +156,42 @@ class _Gine(torch.autograd.Function):
         adj: Adjacency,
         under: torch.dtype | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        given, needs = edge, ctx.needs_input_grad
+        given, needs, dtype = edge, ctx.needs_input_grad, x.dtype
         if under is not None:
-            edge, eps = cast(edge, x.dtype), None if eps is None else cast(eps, x.dtype)
+            edge, eps = cast(edge, dtype), None if eps is None else cast(eps, dtype)
         operands = Operands.of(launch.RELU, None, x, None, edge, weight, None, bias)
         root = None if eps is None else operands.q
         out, _, _, kept = launch.forward(adj, operands, x.shape[1], True in needs, root, eps)
         ctx.set_materialize_grads(False)
-        ctx.has_root = eps is not None
-        ctx.adj, ctx.uncast, ctx.edge_width = adj, None, edge.shape[1]
-        ctx.dtypes = dtypes = []
-        for each in (x, given, weight, bias, after_bias):  # in Python 3.11, a comprehension is one more call
-            dtypes.append(None if each is None else each.dtype)
-        raw: tuple[Tensor | None, ...] = (None,) * 4
-        if weight is not None:  # first derivatives read the operands' copies; second ones, the originals
-            raw = (given if needs[2] else None, weight if needs[1] else None, operands.edge, operands.maps)
-        if after is None:
-            ctx.save_for_backward(kept, *raw, None, None)
-            return out
-        summed, matrix = out, after
-        if under is None:
-            out = F.linear(out, after, after_bias)
+        dtypes = (
+            dtype,
+            given.dtype,
+            dtype if weight is None else weight.dtype,
+            dtype if bias is None else bias.dtype,
+        )
+        summed = matrix = uncast = None
+        if after is not None:
+            summed, matrix = out, after
+            if under is None:
+                out = F.linear(out, after, after_bias)
+            else:
+                summed, matrix = cast(out, under), cast(after, under)
+                out, uncast = _linear(summed, matrix, after_bias, under), Uncast.of(after, matrix)
+        ctx.held = (
+            adj,
+            dtypes,
+            edge.shape[1],
+            eps is not None,
+            uncast,
+            None if after_bias is None else after_bias.dtype,
+        )
+        # First derivatives read the operands' copies; second ones, the originals.
+        if weight is None:
+            ctx.save_for_backward(kept, None, None, None, None, matrix, summed)
         else:
-            summed, matrix = cast(out, under), cast(after, under)
-            out, ctx.uncast = _linear(summed, matrix, after_bias, under), Uncast.of(after, matrix)
-        ctx.save_for_backward(kept, *raw, matrix, summed)
-        return (out, summed) if needs[4] and True in needs[:4] else out
+            originals = (given if needs[2] else None, weight if needs[1] else None)
+            ctx.save_for_backward(kept, *originals, operands.edge, operands.maps, matrix, summed)
+        return (out, summed) if summed is not None and needs[4] and True in needs[:4] else out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, of_summed: Tensor | None = None) -> tuple[Tensor | None, ...]:
@@ -197,20 +207,19 @@ _apply_gine = direct(_Gine)
 
 def _gine_gradients(ctx: Any, grad: Tensor | None, of_summed: Tensor | None) -> tuple[Tensor | None, ...]:
     kept, edge, weight, edge_read, maps, matrix, summed = ctx.saved_tensors
-    adj, needs, uncast = ctx.adj, ctx.needs_input_grad, ctx.uncast
-    dtype, edge_dtype, map_dtype, bias_dtype, after_bias_dtype = ctx.dtypes
+    adj, dtypes, edge_width, has_root, uncast, after_bias_dtype = ctx.held
+    needs, dtype = ctx.needs_input_grad, dtypes[0]
     some = of_summed if grad is None else grad
     assert some is not None
-    first, wanted = is_first_derivative(some), True in needs[:4]
+    first = is_first_derivative(some)
     grad_after = grad_after_bias = None
     if matrix is not None:
         if grad is not None and needs[4]:
             after_dtype = matrix.dtype if uncast is None else uncast.weight.dtype
             grad_after = product_in(grad.t(), summed, after_dtype, once=first)
         if grad is not None and needs[5]:
-            once = sum_of_rows(grad, after_bias_dtype, True) if first else grad.sum(0, dtype=after_bias_dtype)
-            grad_after_bias = once
-        if not wanted:
+            grad_after_bias = sum_of_rows(grad, after_bias_dtype, first)
+        if True not in needs[:4]:
             return None, None, None, None, grad_after, grad_after_bias
         if grad is not None:
             if uncast is not None and not first:
@@ -218,38 +227,39 @@ def _gine_gradients(ctx: Any, grad: Tensor | None, of_summed: Tensor | None) -> 
             total = torch.mm(grad, matrix)
             of_summed = total if of_summed is None else of_summed + total
         assert of_summed is not None
-        grad = of_summed if of_summed.dtype == dtype else of_summed.to(dtype)
+        grad = of_summed if of_summed.dtype is dtype else of_summed.to(dtype)
     assert grad is not None
     if not first:
-        found = gine_gradients_again(adj, grad, kept, edge, weight, maps is not None)
-        of_x, *others = found
-        if ctx.has_root:
-            of_x = of_x + grad.to(of_x.dtype) * launch.scale_of(kept, dtype).to(of_x.dtype)
-        dtypes = (dtype, edge_dtype, map_dtype, bias_dtype)
+        found = gine_gradients_again(adj, grad, kept, edge, weight, maps is not None, has_root)
         again = [
             each.to(of) if need and each is not None else None
-            for each, need, of in zip((of_x, *others), needs, dtypes, strict=False)
+            for each, need, of in zip(found, needs, dtypes, strict=False)
         ]
         return (*again, grad_after, grad_after_bias)
-    is_read = not grad.is_cuda and grad.stride(1) == 1
-    gradients = launch.backward(
-        adj,
-        Operands(launch.RELU, None, grad if is_read else launch.rows(grad), None, edge_read, maps),
-        grad,
-        ctx.edge_width,
-        kept=kept,
-        has_scale=ctx.has_root,
-        source_wanted=needs[0],
-        edge_wanted=needs[1],
-        weight_wanted=needs[2],
-        bias_wanted=needs[3],
-        map_dtype=map_dtype or grad.dtype,
-    )
+    of_source: Tensor | None
+    if not grad.is_cuda and (maps is None or not needs[1] or maps.dtype is dtype):
+        grad, scale = grad if grad.stride(1) == 1 else launch.rows(grad), kept if has_root else None
+        operands = (adj, grad, edge_read, maps, kept, edge_width, scale, needs, dtypes[2])
+        of_source, of_edge, of_weight, of_bias = launch.relu_backward_on_cpu(*operands)
+    else:
+        of_source, _, of_edge, of_weight, _, of_bias = launch.backward(
+            adj,
+            Operands(launch.RELU, None, launch.rows(grad), None, edge_read, maps),
+            grad,
+            edge_width,
+            kept=kept,
+            has_scale=has_root,
+            source_wanted=needs[0],
+            edge_wanted=needs[1],
+            weight_wanted=needs[2] or needs[3],
+            bias_wanted=needs[3],
+            map_dtype=dtypes[2],
+        )
     return (
-        gradients.q if needs[0] else None,
-        None if gradients.edge is None else gradients.edge.to(edge_dtype),
-        gradients.weight,
-        None if gradients.bias is None else gradients.bias.to(bias_dtype),
+        of_source if needs[0] else None,
+        of_edge if of_edge is None or of_edge.dtype is dtypes[1] else of_edge.to(dtypes[1]),
+        of_weight,
+        of_bias if of_bias is None or of_bias.dtype is dtypes[3] else of_bias.to(dtypes[3]),
         grad_after,
         grad_after_bias,
     )
@@ -337,7 +347,7 @@ class _Gated(torch.autograd.Function):
         ctx.parameters = (root, bias, *maps)
         ctx.versions = versions_of(ctx.parameters)
         # Operands are the rows themselves, or padded copies.
-        ctx.save_for_backward(x, edge, of_nodes, slope, *operands[1:])
+        ctx.save_for_backward(x, edge, of_nodes, slope, *operands[1:6])
         if bias is None or joined:
             return out
         return out.add_(bias) if out.dtype == bias.dtype else out + bias

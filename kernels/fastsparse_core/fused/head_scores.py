@@ -110,6 +110,11 @@ class _LinearInParts(torch.autograd.Function):
 
 def product_in_parts(left: Tensor, right: Tensor) -> Tensor:
     """``left.t() @ right`` of tall matrices, as the sum of products of `_PART` rows each."""
+    if not is_plain_eager(left):  # sizes 0 and 1 would be constants of a trace
+        count = left.shape[0] // _PART + 2
+        padding = (0, 0, 0, count * _PART - left.shape[0])
+        first, second = (F.pad(each, padding).view(count, _PART, each.shape[1]) for each in (left, right))
+        return torch.bmm(first.transpose(1, 2), second).sum(0)
     whole = left.shape[0] // _PART * _PART
     rest = left[whole:].t() @ right[whole:]
     if not whole:

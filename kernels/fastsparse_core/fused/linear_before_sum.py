@@ -67,7 +67,9 @@ class _LinearBeforeSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*without_autocast(_gradients, ctx, grad), None)
+        if is_any_autocast_enabled():
+            return (*without_autocast(_gradients, ctx, grad), None)
+        return (*_gradients(ctx, grad), None)
 
 
 _apply = direct(_LinearBeforeSum)

@@ -90,30 +90,29 @@ def relational_attention(
         apply = _RelationalAttention.apply if wrapped else _apply
         out: Tensor = apply(*given, call)
         return out
-    maps = _maps(weight, query, key)
-    return launch.forward(adj, _attention_call(call, _operands(x, maps, pairs)))[0]
+    return launch.forward(adj, _attention_call(call, _operands(call, *given)[1]))[0]
 
 
-def _maps(weight: Tensor, query: Tensor, key: Tensor) -> Sequence[Tensor]:
-    """The matrices of values, and of scores of sources and destinations: (F * R, columns) each."""
-    by_feature = weight.transpose(0, 1).reshape(-1, weight.shape[2])
-    return by_feature, torch.mm(by_feature, key), torch.mm(by_feature, query)
+def _operands(
+    call: _Call, x: Tensor, weight: Tensor, query: Tensor, key: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The joined map, and scores of destinations and sources, values, and scores of edges.
 
-
-def _operands(x: Tensor, maps: Sequence[Tensor], pairs: End) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores of destinations and sources, values, and scores of edges."""
-    width, precise = x.shape[1], ACCUMULATION_DTYPE[x.dtype]
+    The map has the columns of a relation's values, scores of sources and scores of destinations next to each
+    other, relation by relation: (F, R * (heads * D + 2 * heads)).
+    """
+    width, heads = weight.shape[2], query.shape[1]
+    by_feature = weight.transpose(0, 1)
+    joined = torch.cat((by_feature, by_feature @ key, by_feature @ query), 2).flatten(1)
+    columns = width + 2 * heads
     # The original layer multiplies rows per edge, so rows of pairs without edges must not change gradients.
-    rows, of_src, of_dst = (
-        linear_before_sum(x, each.view(width, -1).t(), None, each.shape[0] // width, each.shape[1]).view(
-            -1, each.shape[1]
-        )
-        for each in maps
-    )
+    pairs = linear_before_sum(x, joined.t(), None, weight.shape[0], columns).view(-1, columns)
+    rows, of_src, of_dst = pairs.split((width, heads, heads), 1)
     # The score of a destination depends on the relation, so it is added per edge.
-    (of_edge,) = lift((of_dst,), (pairs,))
-    none = x.new_zeros(x.shape[0], of_edge.shape[1], dtype=precise)
-    return none, of_src.to(precise), rows, of_edge
+    (of_edge,) = lift((of_dst,), (call.pairs,))
+    precise = ACCUMULATION_DTYPE[x.dtype]
+    none = x.new_zeros(x.shape[0], heads, dtype=precise)
+    return joined, (none, of_src.to(precise), rows, of_edge)
 
 
 def _attention_call(call: _Call, operands: Sequence[Tensor]) -> Call:
@@ -125,10 +124,9 @@ class _RelationalAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *given, call = arguments
-        maps = _maps(*given[1:])
-        operands = _operands(given[0], maps, call.pairs)
+        joined, operands = _operands(call, *given)
         out, lse, _ = launch.forward(call.adj, _attention_call(call, operands))
-        ctx.save_for_backward(*given, *maps, *operands, lse)
+        ctx.save_for_backward(*given, joined, *operands, lse)
         ctx.call = call
         return out
 
@@ -142,41 +140,33 @@ _apply = direct(_RelationalAttention)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, query, key, *maps = ctx.saved_tensors[:7]
+    x, weight, query, key, joined, *operands, lse = ctx.saved_tensors
     adj, pairs, *_ = ctx.call
-    *operands, lse = ctx.saved_tensors[7:]
     call = _attention_call(ctx.call, operands)
-    found_here = launch.backward(adj, call, grad, None, lse, wanted=Wanted(bias=True))
-    of_src, of_rows, of_edge = found_here.src, found_here.v, found_here.bias
+    found = launch.backward(adj, call, grad, None, lse, wanted=Wanted(bias=True))
+    of_src, of_rows, of_edge = found.src, found.v, found.bias
     assert of_rows is not None
     assert of_edge is not None
-    of_dst = sum_edges(of_edge, pairs, adj.num_src)
-    num_nodes, width = x.shape
-    found = [each.to(x.dtype).view(num_nodes, -1) for each in (of_rows, of_src, of_dst)]
-    grad_x = None
-    if ctx.needs_input_grad[0]:
-        of_weight, of_key, of_query = (each.view(width, -1).t() for each in maps)
-        grad_x = torch.mm(found[0], of_weight).addmm_(found[1], of_key).addmm_(found[2], of_query)
-    if not any(ctx.needs_input_grad[1:4]):
+    of_dst, dtype = sum_edges(of_edge, pairs, adj.num_src), x.dtype
+    of_pairs = torch.cat((of_rows, of_src.to(dtype), of_dst.to(dtype)), 1)
+    (num_relations, width, rows), heads, columns = weight.shape, query.shape[1], of_pairs.shape[1]
+    of_pairs = of_pairs.view(x.shape[0], -1)
+    grad_x = torch.mm(of_pairs, joined.t()) if ctx.needs_input_grad[0] else None
+    if True not in ctx.needs_input_grad[1:4]:
         return grad_x, None, None, None
-    num_relations = weight.shape[0]
-    grads = [
-        weight_gradient(each, x, x.dtype, True, num_relations, of_map.shape[1], out_by_in=False).view_as(
-            of_map
-        )
-        for each, of_map in zip(found, maps, strict=True)
-    ]
-    by_column = maps[0].t()
-    grad_query, grad_key = torch.mm(by_column, grads[2]), torch.mm(by_column, grads[1])
-    grad = grads[0].addmm_(grads[1], key.t()).addmm_(grads[2], query.t())
-    return grad_x, grad.view(width, *weight.shape[::2]).transpose(0, 1), grad_query, grad_key
+    of_map = weight_gradient(of_pairs, x, dtype, True, num_relations, columns, out_by_in=False)
+    grad_weight, grad_key, grad_query = of_map.view(-1, columns).split((rows, heads, heads), 1)
+    of_rows = torch.addmm(grad_weight, grad_key, key.t()).addmm_(grad_query, query.t())
+    by_column = weight.transpose(0, 1).reshape(-1, rows).t()
+    grad_weight = of_rows.view(width, num_relations, rows).transpose(0, 1)
+    return grad_x, grad_weight, torch.mm(by_column, grad_query), torch.mm(by_column, grad_key)
 
 
 def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The same gradients, by operators with gradients of their own."""
-    adj, pairs, *_ = ctx.call
+    adj = ctx.call.adj
 
-    def compute(x: Tensor, *matrices: Tensor) -> Tensor:
-        return unfused.attention(adj, *_attention_call(ctx.call, _operands(x, _maps(*matrices), pairs)))
+    def compute(*given: Tensor) -> Tensor:
+        return unfused.attention(adj, *_attention_call(ctx.call, _operands(ctx.call, *given)[1]))
 
     return tuple(unfused_gradients(compute, grad, ctx.saved_tensors[:4], ctx.needs_input_grad))

@@ -80,7 +80,7 @@ def gather(x: Tensor, end: EdgeEnd, dim: int = 0) -> Tensor:
     if not x.is_floating_point() or (dim % x.dim() and not needs_grad):
         return x.index_select(dim, end.index)
     if dim % x.dim():
-        return gather(x.movedim(dim, 0), end).movedim(0, dim).contiguous()  # as PyTorch's: for .view()
+        return gather(x.movedim(dim, 0), end).movedim(0, dim).contiguous()  # so that .view() works
     return lift((x,), (end,))[0]
 
 

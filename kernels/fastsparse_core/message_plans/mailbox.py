@@ -209,7 +209,7 @@ class MailboxPlanner(Planner):
         self._check(out)
         kept = {name: self._at_edges(values[node]) for name, node in written.items()}
         plan = self._finished(((self._reduced(out[field], how), kept), {}))
-        is_cast = self.found.special["adj"].device.type == "cuda"  # there, DGL's own sums are cast too
+        is_cast = self.found.special["adj"].device.type == "cuda"  # DGL's own sums are also cast on CUDA
         return self._with_dtypes(
             plan, trace, written, lambda messages: self.mixed if is_cast else messages[field].dtype
         )
@@ -348,7 +348,7 @@ class MailboxPlanner(Planner):
             shape = _Shape(first)
             return shape if len(args) == 1 or name == "getattr" else self._of_size(args[1:])
         options = dict(zip(("dim", "keepdim"), args[1:], strict=False)) | kwargs
-        options.pop("_stacklevel", None)  # of torch.nn.functional.softmax
+        options.pop("_stacklevel", None)  # an argument of torch.nn.functional.softmax
         if options.get("dtype", 0) is None:
             del options["dtype"]
         if "dim" not in options or not set(options) <= {"dim", "keepdim"} or len(args) > 3:

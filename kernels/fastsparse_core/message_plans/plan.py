@@ -35,14 +35,14 @@ from fastsparse_core.ops._eager import is_plain_linear
 from fastsparse_core.ops._edge_kernels import OPERATORS
 from fastsparse_core.ops.edge_expression import HOW, can_generate
 
-#: Number of edges of the meta tensors by which shapes are found: a number that no other size equals.
+#: Number of edges in the meta tensors from which shapes are inferred. A dimension of this size is taken to be
+#: the edges, so it is a number that other dimensions are unlikely to have.
 _EDGES = 1_000_003
 #: Largest number of edge features that the kernels project themselves.
 _MOST_FEATURES = 32
 #: Time on the host of operators, in units of one launch of a PyTorch operator. FastSparse's operators and
-#: their gradients are called from Python. A generated kernel is launched through three layers of Python, and
-#: the gradients of its weights need a further sum.
-_CALL, _GENERATED_CALL, _SOFTMAX, _REDUCTION = 5, 14, 8, 3
+#: their gradients are called from Python.
+_CALL, _SOFTMAX, _REDUCTION = 5, 8, 3
 _VIEWS = ("getitem", "view", "reshape", "expand", "unsqueeze", "squeeze", "flatten", "chunk", "split")
 #: Smallest number of features for which a generated kernel computes rows per edge, or several rows per node:
 #: with fewer features, lanes of a warp would be idle, because a warp processes one edge at a time.
@@ -379,7 +379,7 @@ class Planner:
                 raise NoPlan
         elif not isinstance(out, (_Sum, _Of)):
             raise NoPlan
-        # Made before the reduction, so that it can use the values per edge.
+        # Made before the reduction, so that the reduction can use the values per edge.
         kept = {name: self._at_edges(values[node]) for name, node in (assigned or {}).items()}
         as_is = how in (PER_EDGE, OWN)
         plan = self._finished((_mapped(out, self._at_edges) if as_is else self._reduced(out, how), kept))
@@ -397,8 +397,6 @@ class Planner:
                 total += sum(not each._modules for each in module.modules())
             elif node.op not in ("call_function", "call_method") or name in _VIEWS:
                 continue
-            elif node.target in (terms.by_expression, terms.by_expressions):
-                total += _GENERATED_CALL
             elif getattr(node.target, "__module__", "").startswith("fastsparse_core."):
                 total += _CALL
             else:
@@ -554,7 +552,7 @@ class Planner:
     def _as_written(self, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> _Value:
         """An operator of the trace, unchanged, on values per edge."""
         metas, options = _mapped((args, kwargs), _meta_of)
-        if node.target is torch._assert and metas[0] is not True:  # it reads values, or fails
+        if node.target is torch._assert and metas[0] is not True:  # the assertion reads values, or fails
             raise NoPlan
         if node.op == "call_method":
             meta = getattr(metas[0], str(node.target))(*metas[1:], **options)
@@ -609,8 +607,8 @@ class Planner:
         meta = F.linear(x.meta, weight.meta)
         if _is(x, "joined"):
             total: _Sum | None = None
-            for part, first, last in _columns(self._as_sums(x.parts)):
-                matrix = self.call(operator.getitem, (weight.node, (slice(None), slice(first, last))))
+            parts = self._as_sums(x.parts)
+            for part, matrix in zip(parts, self._divided(weight.node, parts), strict=True):
                 each = self._mapped_terms(part, meta, matrix)
                 total = each if total is None else self._added(total, each, meta)
             assert total is not None
@@ -620,6 +618,11 @@ class Planner:
                 meta, kind="linear", parts=(x,), options=(weight.node, None if bias is None else bias.node)
             )
         return self._plus(self._mapped_terms(x, meta, weight.node), bias, meta)
+
+    def _divided(self, weight: Node, parts: Sequence[_Sum]) -> list[Node]:
+        """The columns of a weight for each of the concatenated parts; their gradient is one `cat`."""
+        each = self.method("split", (weight, [part.row[-1] for part in parts], -1))
+        return [self.call(operator.getitem, (each, n)) for n in range(len(parts))]
 
     def _mapped_terms(self, x: _Sum, meta: Tensor, weight: Node) -> _Sum:
         """Applies a linear map without bias to every term; terms of nodes are mapped once per node."""
@@ -786,11 +789,9 @@ class Planner:
         if rows.row and len(rows.row) > 2:
             return None
         total: _Sum | None = None
-        for part, first, last in _columns(self._as_sums(rows.parts) if isinstance(rows, _Of) else [rows]):
-            node: Any = vector.node
-            if isinstance(rows, _Of):
-                at: Any = (..., slice(first, last))
-                node = self.call(operator.getitem, (node, at))
+        parts = self._as_sums(rows.parts) if isinstance(rows, _Of) else [rows]
+        vectors = self._divided(vector.node, parts) if isinstance(rows, _Of) else [vector.node]
+        for part, node in zip(parts, vectors, strict=True):
             each = self._each_term(part, meta, terms.scores, node)
             total = each if total is None else self._added(total, each, meta)
         assert total is not None

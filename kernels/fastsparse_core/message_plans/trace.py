@@ -26,7 +26,7 @@ from torch.fx import Graph, Node, Proxy
 #: Modules whose functions a trace records, by the names that a body may use.
 _MODULES = (torch, F, math)
 _BUILTINS = (hasattr,)
-#: Instructions of a body that does more than compute.
+#: Instructions that a traced body must not have, because it then does more than compute.
 _FORBIDDEN = (
     "STORE_GLOBAL",
     "DELETE_GLOBAL",
@@ -38,7 +38,7 @@ _FORBIDDEN = (
     "MAKE_FUNCTION",
     "STORE_SUBSCR",
     "YIELD_VALUE",
-    # Contexts (torch.no_grad) and handlers of errors, in the words of Python 3.10 to 3.14.
+    # Context managers (torch.no_grad) and error handlers, under their names in Python 3.10 to 3.14.
     "BEFORE_WITH",
     "LOAD_SPECIAL",
     "PUSH_EXC_INFO",
@@ -316,7 +316,7 @@ def _writes_in_place(node: Node, layer: Any) -> bool:
         try:
             bound = inspect.signature(node.target).bind_partial(*node.args, **node.kwargs)  # type: ignore[arg-type]
             is_in_place = bool(bound.arguments.get("inplace"))
-        except (TypeError, ValueError):  # of PyTorch's own, which take no `inplace`
+        except (TypeError, ValueError):  # raised for PyTorch's built-in functions, which have no `inplace`
             return False
     operand = node.args[0] if node.args else None
     if not is_in_place or not isinstance(operand, Node):

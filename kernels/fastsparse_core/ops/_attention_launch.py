@@ -197,7 +197,7 @@ def _cpu_arguments(call: Call, adj: Adjacency, out: Tensor | None, lse: Tensor) 
 
 def _forward_on_cpu(adj: Adjacency, call: Call) -> Results:
     call = _laid_out_on_cpu(call)
-    v = call.values
+    v = call.src if call.v is None else call.v
     out = v.new_empty(adj.num_dst, v.shape[1])
     lse = v.new_empty(adj.num_dst, call.heads, dtype=ACCUMULATION_DTYPE[v.dtype])
     _C.attention_csr(_cpu_arguments(call, adj, out, lse), torch.get_num_threads())
@@ -207,10 +207,10 @@ def _forward_on_cpu(adj: Adjacency, call: Call) -> Results:
 def _backward_on_cpu(adj: Adjacency, call: Call, grad: Tensor, lse: Tensor, wanted: Wanted) -> Gradients:
     given, grad, lse = call, grad if grad.stride(1) == 1 else grad.contiguous(), lse.contiguous()
     call = _laid_out_on_cpu(call)
-    dst, src, _, att, edge, edge_weight, bias, *_ = call
-    v = None if call.kind == GATV2 else call.values
+    dst, src, v, att, edge, edge_weight, bias, *_ = call
     grad_dst, grad_src = dst.new_empty(dst.shape), src.new_empty(src.shape)
-    grad_v = None if v is None else v.new_empty(v.shape)
+    v = src if v is None else v
+    grad_v = None if call.kind == GATV2 else v.new_empty(v.shape)
     grad_att = None if att is None else att.new_empty(att.shape)
     work = None
     if edge is not None or bias is not None:

@@ -71,6 +71,11 @@ def is_plain_eager(x: Tensor) -> bool:
     )
 
 
+def may_be_one_node(x: Tensor) -> bool:
+    """Whether a layer may be a single node, of autograd's graph or of a graph that `torch.compile` traces."""
+    return torch.compiler.is_dynamo_compiling() or is_plain_eager(x)
+
+
 def _modes_watch() -> bool:
     """Whether one of the modes in force has to see what happens in operators; not so that of `rollback`."""
     modes = (torch._C._get_dispatch_stack_at(nth) for nth in range(torch._C._len_torch_dispatch_stack()))
@@ -130,5 +135,5 @@ def is_plain_linear(module: nn.Module, kind: type[nn.Module] = nn.Linear, weight
         or state["_backward_pre_hooks"]
         or "forward" in state
         or any(_GLOBAL_HOOKS)
-        or weight not in module._parameters  # of replicas of DataParallel: a plain attribute
+        or weight not in module._parameters  # replicas of DataParallel have a plain attribute
     )

@@ -27,18 +27,17 @@ from fastsparse_core.ops._registration import (
     structure_of,
 )
 from fastsparse_core.ops._spmm_plan import launch_spmm
-from fastsparse_core.ops._sum_of_rows import sum_of_rows
 from fastsparse_core.structure.adjacency import Adjacency
 
 # ---------------------------------------------------------------- step by step
 
 
 def unfused_gine(
-    adj: Adjacency, x: Tensor, edge: Tensor, weight: Tensor | None, bias: Tensor | None
+    adj: Adjacency, x: Tensor, edge: Tensor, weight: Tensor | None, bias: Tensor | None, eps: Tensor | None
 ) -> Tensor:
     """`gine_aggregate` by unfused operators, which store a row per edge."""
     maps: dict[str, Any] = {"edge_weight": weight, "edge_bias": bias, "dtype": accumulation_dtype(x.dtype)}
-    return reference.gine_aggregate(adj, x, edge, **maps).to(x.dtype)
+    return reference.gine_aggregate(adj, x, edge, **maps, eps=eps).to(x.dtype)
 
 
 def unfused_gated(
@@ -72,12 +71,14 @@ def _gine_aggregate(
     edge: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    eps: Tensor | None,
     num_dst: int,
     *,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     operands = Operands.of(launch.RELU, None, x, None, edge, weight, None, bias)
-    out, _, _, kept = launch.forward(adj, operands, x.size(1), keep)
+    root = (None, None) if eps is None else (operands.q, eps)
+    out, _, _, kept = launch.forward(adj, operands, x.size(1), keep, *root)
     return out, x.new_empty(0, dtype=torch.uint8) if kept is None else kept
 
 
@@ -91,6 +92,7 @@ def _gine_gradients(
     num_values: int,
     edge_width: int,
     bias_dtype: torch.dtype,
+    has_root: bool,
     *,
     edge_wanted: bool,
     weight_wanted: bool,
@@ -102,20 +104,24 @@ def _gine_gradients(
         grad,
         edge_width,
         kept=kept,
+        has_scale=has_root,
         edge_wanted=edge_wanted,
-        weight_wanted=weight_wanted,
+        weight_wanted=weight_wanted or bias_wanted,
+        bias_wanted=bias_wanted,
     )
     assert found.q is not None
-    return (
-        found.q,
-        found.edge,
-        _as_map(found.weight, weight),
-        sum_of_rows(found.q, bias_dtype) if bias_wanted else None,  # it has the same terms as dx
-    )
+    of_weight = _as_map(found.weight, weight) if weight_wanted else None
+    return found.q, found.edge, of_weight, None if found.bias is None else found.bias.to(bias_dtype)
 
 
 def gine_gradients_again(
-    adj: Adjacency, grad: Tensor, kept: Tensor, edge: Tensor | None, weight: Tensor | None, is_raw: bool
+    adj: Adjacency,
+    grad: Tensor,
+    kept: Tensor,
+    edge: Tensor | None,
+    weight: Tensor | None,
+    is_raw: bool,
+    has_root: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Differentiable gradients of `gine_aggregate`, which store a row per edge.
 
@@ -128,6 +134,7 @@ def gine_gradients_again(
         edge: raw features, or None if the gradient of the map is not wanted.
         weight: the map, or None if the gradient of the raw features is not wanted.
         is_raw: whether there is a map.
+        has_root: whether the nodes' own features were added.
 
     Returns:
         Gradients of x, of the edges' rows or raw features, of the map and of its bias, in the accumulation
@@ -138,6 +145,8 @@ def gine_gradients_again(
     of_rows = grad.to(dtype).index_select(0, adj.row().long())
     of_entries = torch.where(positive if ids is None else positive[ids], of_rows, 0)
     of_x = of_entries.new_zeros(adj.num_src, grad.size(-1)).index_add(0, adj.col.long(), of_entries)
+    if has_root:
+        of_x = of_x + grad.to(dtype) * launch.scale_of(kept, grad.dtype).to(dtype)
     of_edge = of_entries
     if ids is not None:
         of_edge = of_entries.new_zeros(adj.num_values, grad.size(-1)).index_copy(0, ids, of_entries)
@@ -160,12 +169,12 @@ def _positive(adj: Adjacency, kept: Tensor, width: int, dtype: torch.dtype) -> T
 class _GineAggregate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        x, edge, weight, bias, num_dst, adjacency, _ = arguments
-        out, kept = gine_op.below(x, edge, weight, bias, num_dst, adjacency, True)
+        x, edge, weight, bias, eps, num_dst, adjacency, _ = arguments
+        out, kept = gine_op.below(x, edge, weight, bias, eps, num_dst, adjacency, True)
         ctx.mark_non_differentiable(kept)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(kept, edge if weight is not None else None, weight)
-        ctx.sizes = (x.size(0), *edge.shape)
+        ctx.sizes, ctx.has_root = (x.size(0), *edge.shape), eps is not None
         ctx.bias_dtype = x.dtype if bias is None else bias.dtype
         ctx.adjacency, ctx.keep_alive = adjacency, keep_alive(adjacency)
         return out, kept
@@ -173,17 +182,17 @@ class _GineAggregate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return (None,) * 7
+            return (None,) * 8
         (kept, edge, weight), needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
         if torch.is_grad_enabled():
             raw = (edge if needs[2] else None, weight if needs[1] else None, weight is not None)
-            again = gine_gradients_again(ctx.keep_alive, grad, kept, *raw)
+            again = gine_gradients_again(ctx.keep_alive, grad, kept, *raw, ctx.has_root)
             dtypes = (grad.dtype, grad.dtype, None if weight is None else weight.dtype, ctx.bias_dtype)
             found: Any = [None if x is None else x.to(of) for x, of in zip(again, dtypes, strict=True)]
         else:
-            arguments = (edge, weight, kept, *ctx.sizes, ctx.bias_dtype, ctx.adjacency, *needs[1:])
-            found = _gine_gradients_op(grad, *arguments)
-        return *(each if need else None for each, need in zip(found, needs, strict=True)), None, None, None
+            arguments = (edge, weight, kept, *ctx.sizes, ctx.bias_dtype, ctx.has_root)
+            found = _gine_gradients_op(grad, *arguments, ctx.adjacency, *needs[1:])
+        return *(each if need else None for each, need in zip(found, needs, strict=True)), *(None,) * 4
 
 
 def _as_map(grad: Tensor | None, like: Tensor | None) -> Tensor | None:

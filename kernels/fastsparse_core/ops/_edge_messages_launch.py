@@ -7,6 +7,7 @@ cut back to the original width.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from fastsparse_core import _C
 from fastsparse_core.device import current_stream
-from fastsparse_core.ops._dtypes import ACCUMULATION_DTYPE, DTYPE_CODE
+from fastsparse_core.ops._dtypes import ACCUMULATION_DTYPE
 from fastsparse_core.ops._facts import used_csr
 from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
@@ -28,6 +29,8 @@ MOST_FEATURES = 32
 _CUDA_GROUPS = 4096
 #: Number of bytes before relu's signs. They store 1 + eps, and 16 of them keep the signs aligned.
 _SCALE_BYTES = 16
+#: Addresses of the parts of a backward pass's sums if there are none.
+_NO_PARTS = [0] * 5
 #: A structure without rows, to skip a pass that is not needed.
 _NO_ROWS = _C.CsrStructure(
     rowptr=None, col=None, edge_id=None, edge_id_is_64bit=False, num_rows=0, num_cols=0, num_edges=0
@@ -94,6 +97,9 @@ class Operands(NamedTuple):
     edge: Tensor | None
     #: For raw features: rows of the transposed map, then those of the values' map (gates) or the bias (relu).
     maps: Tensor | None = None
+    #: The map, a matrix that is added to it, the values' map and the bias, which the next launch writes to
+    #: `maps`.
+    given: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] = (None,) * 4
 
     @classmethod
     def of(
@@ -121,7 +127,7 @@ class Operands(NamedTuple):
             bias: bias of the map; relu only.
             added: a matrix that is added to `weight`.
         """
-        given, is_cuda = q.shape[1], q.is_cuda
+        is_cuda = q.is_cuda
         if edge is not None and weight is not None and is_cuda and edge.shape[1] % 4:
             edge = F.pad(edge, (0, -edge.shape[1] % 4))
         if is_cuda or q.stride(1) != 1:
@@ -134,70 +140,20 @@ class Operands(NamedTuple):
             edge = rows(edge)
         if edge is None or weight is None:
             return cls(message, k, q, v, edge)
-        maps = _laid_out(given, q, edge, weight, of_value, bias, added)
-        return cls(message, k, q, v, edge, maps)
-
-    def views(self) -> _C.EdgeMessageInput:
-        """The operands as addresses and strides, for the extension."""
-        message, k, q, v, edge, maps = self
-        edge_width, weight, of_value, bias = 0, 0, 0, 0
-        if edge is not None and maps is not None:
-            edge_width, weight = edge.shape[1], maps.data_ptr()
-            after = weight + edge_width * q.shape[1] * maps.itemsize
-            if message != RELU:
-                of_value = after
-            elif maps.shape[0] > edge_width:
-                bias = after
-        return _C.EdgeMessageInput(
-            message=message,
-            k=k,
-            q=q,
-            v=v,
-            edge=edge,
-            edge_width=edge_width,
-            weight=weight,
-            of_value=of_value,
-            bias=bias,
-        )
-
-
-def _laid_out(
-    given: int,
-    q: Tensor,
-    edge: Tensor,
-    weight: Tensor,
-    of_value: Tensor | None,
-    bias: Tensor | None,
-    added: Tensor | None,
-) -> Tensor:
-    """Transposes, pads and casts the maps of raw features to the accumulation dtype, in one launch."""
-    accumulated = ACCUMULATION_DTYPE[q.dtype]
-    is_wide = weight.dtype == torch.float64
-    dtype = weight.dtype if is_wide == (accumulated == torch.float64) else accumulated
-    given_maps: list[Tensor | None] = []
-    for each in (weight, of_value, added):
-        given_maps.append(each)
-        if each is not None and each.dtype != dtype:
-            given_maps[-1] = each = each.to(dtype)
-        if each is not None and each.stride(1) != 1:
-            given_maps[-1] = unit_stride(each)
-    if bias is not None and not (bias.dtype == dtype and bias.stride(0) == 1):
-        bias = bias.to(dtype).contiguous()
-    width, edge_width, index = q.shape[1], edge.shape[1], q.get_device()
-    count = edge_width * (1 if of_value is None else 2) + (bias is not None)
-    maps = q.new_empty(count, width, dtype=accumulated)
-    _C.lay_out_edge_maps(
-        weight=given_maps[0],
-        added=given_maps[2],
-        of_value=given_maps[1],
-        bias=bias,
-        given_width=given,
-        out=maps,
-        edge_width=edge_width,
-        device=index,
-        queue=torch.get_num_threads() if index < 0 else current_stream(index),
-    )
-    return maps
+        dtype = accumulated = ACCUMULATION_DTYPE[q.dtype]
+        if (weight.dtype == torch.float64) == (accumulated == torch.float64):
+            dtype = weight.dtype
+        if not (weight.dtype is dtype and weight.stride(1) == 1):
+            weight = unit_stride(weight.to(dtype))
+        if bias is not None and not (bias.dtype is dtype and bias.stride(0) == 1):
+            bias = bias.to(dtype).contiguous()
+        if added is not None:
+            added = unit_stride(added.to(dtype))
+        if of_value is not None:
+            of_value = unit_stride(of_value.to(dtype))
+        count = edge.shape[1] * (1 if of_value is None else 2) + (bias is not None)
+        maps = q.new_empty(count, q.shape[1], dtype=accumulated)
+        return cls(message, k, q, v, edge, maps, (weight, added, of_value, bias))
 
 
 def forward(
@@ -223,7 +179,7 @@ def forward(
         Sums (num_dst, width); sums of gates, or of their slopes, (num_dst, width); the state
         (num_values, width); the bytes that relu stores (`kept_bytes`).
     """
-    q, message = operands.q, operands.message
+    message, k, q, v, edge, maps, (weight, added, of_value, bias) = operands
     padded = q.shape[1]
     out = q.new_empty(adj.num_dst, padded)
     side = state = kept = partial = partial_side = None
@@ -242,13 +198,22 @@ def forward(
     if index >= 0:
         partial, partial_side = _partial(adj, q, side is not None)
     _C.edge_messages(
-        structure=adj.plans.get("csr") or used_csr(adj),
-        input=operands.views(),
-        out=out,
-        side=side,
-        state=state,
-        positive=at and at + _SCALE_BYTES,
-        sign_bytes=sign_width,
+        adj.plans.get("csr") or used_csr(adj),
+        message,
+        k,
+        q,
+        v,
+        edge,
+        maps,
+        weight,
+        added,
+        of_value,
+        bias,
+        out,
+        side,
+        state,
+        at and at + _SCALE_BYTES,
+        sign_width,
         root=root,
         eps=eps,
         scale=None if eps is None else at,
@@ -320,15 +285,16 @@ def backward(
         source_wanted: whether to compute the gradient of the sources' rows; gates always compute it.
         edge_wanted: whether to compute the gradient of the edges' rows or raw features.
         weight_wanted: whether to compute the gradients of the maps.
-        bias_wanted: whether to compute the gradient of relu's bias.
+        bias_wanted: whether to compute the gradient of relu's bias; only with the gradients of the maps.
         map_dtype: dtype of the gradients of maps and bias; None: the accumulation dtype.
     """
-    message, dtype = operands.message, ACCUMULATION_DTYPE[grad.dtype]
-    both, transposed = message != RELU, _NO_ROWS
-    width, padded, index = grad.shape[1], operands.q.shape[1], grad.get_device()
-    is_cuda, raw = index >= 0, operands.maps is not None
-    map_dtype = dtype if map_dtype is None else map_dtype
-    grad = rows(grad) if both else operands.q
+    message, k, q, v, edge, maps, (weight, added, of_value, _) = operands
+    both, raw, dtype = message != RELU, maps is not None, ACCUMULATION_DTYPE[grad.dtype]
+    width, padded, index = grad.shape[1], q.shape[1], grad.get_device()
+    grad = rows(grad) if both else q
+    sign_width = positive = 0
+    if kept is not None:
+        sign_width, positive = _sign_bytes(padded)[1], kept.data_ptr() + _SCALE_BYTES
     if message == GATE_AND_STATE:
         assert grad_side is not None
         assert state is not None
@@ -336,73 +302,65 @@ def backward(
         grad_state = None if grad_state is None else rows(grad_state)
     else:
         grad_side = state = grad_state = None
+    grad_q = grad_v = grad_edge = grad_weight = grad_of_value = grad_bias = columns = None
+    transposed = _NO_ROWS
+    if source_wanted or edge_wanted:
+        columns = adj.t()
+        transposed = columns.plans.get("csr") or used_csr(columns)
+        grad_q = grad.new_empty(adj.num_src, padded)
+        grad_v = torch.empty_like(grad_q) if both else None
+    if edge_wanted:
+        grad_edge = _edge_rows(adj, adj.num_values, edge_width if raw else padded, like=grad)
+    if raw and weight_wanted:
+        grad_weight = grad.new_empty(width, edge_width, dtype=map_dtype or dtype)
+        grad_of_value = torch.empty_like(grad_weight) if both else None
+        grad_bias = grad_weight.new_empty(width) if bias_wanted else None
     first: tuple[Any, int] | None = adj.plans.get("first rows")
     if first is None:
         first = (adj.csr_structure, adj.num_dst)
-        if is_cuda:
+        if index >= 0:
             first = (adj.first_csr_structure, adj.first_row_split.place()[1])
         adj.plans["first rows"] = first
-    first_structure, count = first
-    grad_q = grad_v = grad_edge = grad_weight = grad_of_value = grad_bias = None
-    of_features = groups = size = tiles = slots = 0
-    features_read = 0 if operands.edge is None or not raw else operands.edge.shape[1]
-    if source_wanted or edge_wanted:
-        grad_q = grad.new_empty(adj.num_src, padded)
-        grad_v = torch.empty_like(grad_q) if both else None
-        columns = adj.t()
-        transposed = columns.plans.get("csr") or used_csr(columns)
-        slots = columns.row_split.num_slots * padded if is_cuda else 0
-    if edge_wanted and raw:
-        grad_edge = _edge_rows(adj, adj.num_values, edge_width, like=grad)
-        tiles = _sign_bytes(padded)[0] if is_cuda else 1
-        if tiles != 1 or features_read != edge_width or grad.dtype != dtype:
-            of_features = tiles * adj.num_values * features_read
-    elif edge_wanted:
-        grad_edge = _edge_rows(adj, adj.num_values, padded, like=grad)
-    if raw and (weight_wanted or bias_wanted):
-        if is_cuda:
-            groups = min(max(count // 4, 1), _CUDA_GROUPS)
-            size = groups * (features_read + (not both)) * padded
-        if weight_wanted:
-            grad_weight = grad.new_empty(width, edge_width, dtype=map_dtype)
-            grad_of_value = torch.empty_like(grad_weight) if both else None
-        if bias_wanted:
-            grad_bias = grad.new_empty(width, dtype=map_dtype)
-    lengths = (of_features, size, size * both, slots, slots * both)
-    _kept, (features, of_weight, of_value, partial_q, partial_v) = _workspace(adj, grad, dtype, lengths)
+    groups, parts, _kept = 0, _NO_PARTS, None
+    if index >= 0 or (raw and edge_wanted and grad.dtype != dtype):
+        groups = min(max(first[1] // 4, 1), _CUDA_GROUPS) if index >= 0 and grad_weight is not None else 0
+        parts, _kept = _partial_results(adj, operands, grad, edge_width, groups, columns, raw and edge_wanted)
     of_raw, of_rows = (grad_edge, None) if raw else (None, grad_edge)
     _C.edge_messages_backward(
-        structure=first_structure,
-        transposed=transposed,
-        input=operands.views(),
-        grad=grad,
-        grad_side=grad_side,
-        state=state,
-        grad_state=grad_state,
-        positive=None if kept is None else kept.data_ptr() + _SCALE_BYTES,
-        sign_bytes=0 if kept is None else _sign_bytes(padded)[1],
-        scale=kept if has_scale else None,
-        num_values=adj.num_values,
-        grad_q=grad_q,
-        grad_v=grad_v,
-        grad_edge=of_rows,
-        grad_features=features or of_raw,
-        grad_weight=of_weight,
-        grad_of_value=of_value,
-        groups=groups,
-        maps=_C.EdgeMapGradients(
-            weight=grad_weight,
-            of_value=grad_of_value,
-            bias=grad_bias,
-            features=of_raw,
-            width=width,
-            edge_width=edge_width,
-            dtype=DTYPE_CODE[map_dtype],
-        ),
-        partial_q=partial_q,
-        partial_v=partial_v,
-        device=index,
-        queue=torch.get_num_threads() if index < 0 else current_stream(index),
+        first[0],
+        transposed,
+        message,
+        k,
+        q,
+        v,
+        edge,
+        maps,
+        weight,
+        added,
+        of_value,
+        grad,
+        grad_side,
+        state,
+        grad_state,
+        positive,
+        sign_width,
+        kept if has_scale else None,
+        adj.num_values,
+        grad_q,
+        grad_v,
+        of_rows,
+        parts[0] or of_raw,
+        parts[1],
+        parts[2],
+        groups,
+        of_raw,
+        grad_weight,
+        grad_of_value,
+        grad_bias,
+        parts[3],
+        parts[4],
+        index,
+        torch.get_num_threads() if index < 0 else current_stream(index),
     )
     if padded != width:
         grad_edge = grad_edge if grad_edge is None or raw else _cut(grad_edge, width)
@@ -410,19 +368,124 @@ def backward(
     return Gradients(grad_q, grad_v, grad_edge, grad_weight, grad_of_value, grad_bias)
 
 
-def _workspace(
-    adj: Adjacency, like: Tensor, dtype: torch.dtype, lengths: tuple[int, ...]
-) -> tuple[Tensor | None, list[int]]:
-    """One allocation for all scratch arrays of a backward pass, and their addresses (0 for empty arrays)."""
+def relu_backward_on_cpu(
+    adj: Adjacency,
+    grad: Tensor,
+    edge: Tensor | None,
+    maps: Tensor | None,
+    kept: Tensor,
+    edge_width: int,
+    scale: Tensor | None,
+    needs: Sequence[bool],
+    map_dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """:func:`backward` for relu on the CPU, with fewer steps on the host, which small graphs wait for.
+
+    Args:
+        adj: structure.
+        grad: gradient of the sums, with unit column stride; with raw features that need a gradient, in the
+            accumulation dtype.
+        edge: raw features of the forward pass, or None.
+        maps: maps of the forward pass, or None.
+        kept: bytes that the forward pass stored.
+        edge_width: number of features per edge.
+        scale: ``kept``, if the forward pass had a root, or None.
+        needs: whether gradients of sources, edges, map and bias are wanted.
+        map_dtype: dtype of the gradients of map and bias.
+
+    Returns:
+        Gradients of sources, edges, map and bias. Edges that need a gradient give sources one, and a bias
+        its map.
+    """
+    width, wants_edge = grad.shape[1], needs[1]
+    grad_q = grad_edge = grad_weight = grad_bias = of_raw = None
+    transposed = _NO_ROWS
+    if needs[0] or wants_edge:
+        columns = adj.t()
+        transposed = columns.plans.get("csr") or used_csr(columns)
+        grad_q = grad.new_empty(adj.num_src, width)
+        if wants_edge:
+            grad_edge = _edge_rows(adj, adj.num_values, edge_width, like=grad)
+    if maps is not None:
+        of_raw = grad_edge
+        if needs[2] or needs[3]:
+            grad_weight = grad.new_empty(width, edge_width, dtype=map_dtype)
+            grad_bias = grad_weight.new_empty(width) if needs[3] else None
+    _C.edge_messages_backward(
+        adj.plans.get("csr") or used_csr(adj),
+        transposed,
+        RELU,
+        None,
+        grad,
+        None,
+        edge,
+        maps,
+        None,
+        None,
+        None,
+        grad,
+        None,
+        None,
+        None,
+        kept.data_ptr() + _SCALE_BYTES,
+        _sign_bytes(width)[1],
+        scale,
+        adj.num_values,
+        grad_q,
+        None,
+        grad_edge if of_raw is None else None,
+        of_raw,
+        0,
+        0,
+        0,
+        of_raw,
+        grad_weight,
+        None,
+        grad_bias,
+        0,
+        0,
+        -1,
+        torch.get_num_threads(),
+    )
+    return grad_q, grad_edge, grad_weight, grad_bias
+
+
+def _partial_results(
+    adj: Adjacency,
+    operands: Operands,
+    grad: Tensor,
+    edge_width: int,
+    groups: int,
+    columns: Adjacency | None,
+    features_wanted: bool,
+) -> tuple[list[int], Tensor | None]:
+    """Memory for the parts of a backward pass's sums: the arrays' addresses (0: empty), and the allocation.
+
+    Args:
+        adj: structure.
+        operands: operands of the backward pass.
+        grad: gradient of the sums, padded.
+        edge_width: number of raw features per edge before padding.
+        groups: number of row groups with parts of the maps' gradients.
+        columns: the transposed structure, if a pass over it runs on CUDA; otherwise, None.
+        features_wanted: whether the gradient of raw features is computed.
+    """
+    both, width, dtype = operands.message != RELU, grad.shape[1], ACCUMULATION_DTYPE[grad.dtype]
+    features = 0 if operands.edge is None else operands.edge.shape[1]
+    tiles = _sign_bytes(width)[0] if grad.is_cuda else 1
+    is_direct = tiles == 1 and features == edge_width and grad.dtype == dtype
+    of_features = tiles * adj.num_values * features if features_wanted and not is_direct else 0
+    of_maps = groups * (features + (not both)) * width
+    slots = columns.row_split.num_slots * width if columns is not None and grad.is_cuda else 0
+    lengths = (of_features, of_maps, of_maps * both, slots, slots * both)
     total = sum(lengths)
     if total == 0:
-        return None, [0] * len(lengths)
-    total += 4 * len(lengths)  # because every array begins at a multiple of 16 bytes
+        return _NO_PARTS, None
     # `_edge_rows` gives zeros if some values have no entry, because kernels also read the parts of such
-    # values.
-    workspace = _edge_rows(adj, total, like=like, dtype=dtype)
+    # values. Every array begins at a multiple of 16 bytes.
+    workspace = _edge_rows(adj, total + 4 * len(lengths), like=grad, dtype=dtype)
     at, starts = workspace.data_ptr(), []
     for length in lengths:
         starts.append(at if length else 0)
         at += (length + -length % 4) * workspace.itemsize
-    return workspace, starts
+    return starts, workspace

@@ -36,10 +36,10 @@ def lift(matrices: Sequence[Tensor], ends: Sequence[End]) -> tuple[Tensor, ...]:
         matrices: floating (num_nodes, ...); either all or none of them require gradients.
         ends: for each matrix, the end of the edges at which it is gathered.
     """
-    if all(is_plain_eager(matrix) for matrix in matrices):
+    if all(map(is_plain_eager, matrices)):
         if not (matrices[0].requires_grad and torch.is_grad_enabled()):
-            return tuple(_rows(matrix, end.index) for matrix, end in zip(matrices, ends, strict=True))
-        wrapped = any(is_wrapped(matrix) for matrix in matrices)
+            return tuple([_rows(matrix, end.index) for matrix, end in zip(matrices, ends, strict=True)])
+        wrapped = any(map(is_wrapped, matrices))
         lifted: tuple[Tensor, ...] = (_Lift.apply if wrapped else _apply_lift)(ends, *matrices)
         return lifted
     return tuple(_lift_by_operator(matrix, end) for matrix, end in zip(matrices, ends, strict=True))

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fastsparse_core.ops._autocast import is_any_autocast_enabled
+from fastsparse_core.ops._dtypes import DTYPE_CODE
 from fastsparse_core.ops._eager import below_autograd, direct, is_batched, is_plain_eager, is_wrapped
 from fastsparse_core.ops._handles import built_outside_of_graphs, in_backward
 from fastsparse_core.ops._kept_results import alias_of, unfused_gradients, was_written
@@ -305,6 +307,23 @@ def _refuse_tangents(name: str, arguments: tuple[Any, ...]) -> None:
             )
 
 
+def fits_one_operator(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether `torch.compile` traces a call that a layer's own operator can compute.
+
+    Exported programs have separate operators, for which there are decompositions and C++ kernels. Under
+    autocast, casts would be part of the operator.
+    """
+    # `torch.compiler.is_exporting()` is true in every trace of PyTorch 2.11; 2.6 has no flag.
+    is_exporting = getattr(torch.compiler, "_is_exporting_flag", True)
+    if is_exporting or not torch.compiler.is_dynamo_compiling() or is_any_autocast_enabled():
+        return False
+    dtype, device = x.dtype, x.device
+    for each in others:
+        if each is not None and (each.dtype != dtype or each.device != device):
+            return False
+    return dtype in DTYPE_CODE
+
+
 # ---------------------------------------------------------------- kernels with gradients of their own
 
 
@@ -342,14 +361,14 @@ class FusedOperator(Operator):
             reads_out: takes the kernel's arguments; returns whether the gradients need the result ``out``.
                 None: they do if ``gradients`` has a parameter ``out``.
         """
-        of_results, of_gradients = on_handle(kernel), on_handle(gradients)
+        of_results, of_gradients, by_others = (on_handle(each) for each in (kernel, gradients, unfused))
         names, read = _parameters(of_results), _parameters(of_gradients)[1:]
         parameters = inspect.signature(of_results).parameters
         tensors = [each for each in names if parameters[each].annotation.startswith("Tensor")]
         inputs = [each for each in tensors if each != "seed"]
         others = [each for each in names if each not in tensors]
         kept = [each for each in results if each in read]
-        asked = [each for each in _parameters(unfused)[1:] if each not in inputs]
+        asked = [each for each in _parameters(by_others)[:-1] if each not in inputs]
         rest = (None,) * (len(names) - len(inputs))
         count, keeps, place = len(inputs), names[-1] == "keep", others.index("adjacency")
         # Positions of the arguments, because building a dictionary in every call would take more host time.
@@ -392,13 +411,17 @@ class FusedOperator(Operator):
                     options = asked_of(given)
 
                     def compute(*operands: Tensor | None) -> Tensor:
-                        return unfused(ctx.keep_alive, *operands, *options)
+                        out: Tensor = by_others(*operands, *options, ctx.keep_alive)
+                        return out
 
                     return *unfused_gradients(compute, grad, inputs_of(given), needed), *rest
                 if out_at is not None and ctx.written is not None and was_written(ctx):
                     given[out_at] = below(*arguments_of(given))[0]
                 found = (of_inputs.kernel if is_plain_eager(grad) else of_inputs)(grad, *read_of(given))
-                return *[each if needs else None for each, needs in zip(found, needed, strict=True)], *rest
+                wanted: tuple[Tensor | None, ...] = ()
+                for each, needs in zip(found, needed, strict=True):  # a comprehension is one more call
+                    wanted += (each if needs else None,)
+                return wanted + rest
 
         def gradients_fake(of: Any) -> tuple[Tensor, ...]:
             wanted = [(getattr(of, each), getattr(of, f"{each}_wanted", True)) for each in inputs]

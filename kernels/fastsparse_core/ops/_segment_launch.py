@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsparse_core import _C
-from fastsparse_core.device import device_index, place_of, queue
+from fastsparse_core.device import current_stream, place_of
 from fastsparse_core.ops._dtypes import accumulation_dtype
 from fastsparse_core.ops._operands import unit_stride
 from fastsparse_core.structure.adjacency import Adjacency
@@ -49,8 +49,9 @@ def partial_bytes(segments: Segments, width: int, reduce: str, dtype: torch.dtyp
 
 def launch_reduce(src: Tensor, segments: Segments, reduce: str, out: Tensor, extra: Tensor | None) -> None:
     """Writes a reduction of rows to ``out``, and its second result (`extra_dtype`) to ``extra``."""
-    src = unit_stride(src)
-    device = device_index(src.device)
+    if src.stride(1) != 1:
+        src = unit_stride(src)
+    device = src.get_device()
     partial = None
     if device >= 0 and segments.row_split.num_slots:
         size = partial_bytes(segments, src.size(1), reduce, src.dtype)
@@ -64,7 +65,7 @@ def launch_reduce(src: Tensor, segments: Segments, reduce: str, out: Tensor, ext
         partial=partial,
         facts=segments.facts,
         device=device,
-        queue=queue(device),
+        queue=torch.get_num_threads() if device < 0 else current_stream(device),
     )
 
 
@@ -107,7 +108,7 @@ def softmax_of_rows(
 ) -> Tensor:
     """Writes the softmax of contiguous rows, or its gradient, to `out`; returns `out`."""
     width = matrix.size(1)
-    device = device_index(matrix.device)
+    device = matrix.get_device()
     partial = None
     if device >= 0 and of.row_split.num_slots:
         dtype = accumulation_dtype(matrix.dtype)
@@ -119,6 +120,6 @@ def softmax_of_rows(
         out=out,
         partial=partial,
         device=device,
-        queue=queue(device),
+        queue=torch.get_num_threads() if device < 0 else current_stream(device),
     )
     return out

@@ -245,7 +245,7 @@ class _BsbPlan:
         width = x.shape[1]
         out = x.new_empty(adj.num_dst, width)
         vector_scale = (
-            None  # this variable keeps it alive until after the launch; during a capture, nothing else does
+            None  # keeps the tensor alive until after the launch; during a capture, nothing else does
         )
         if scale_src is not None and value is None and not self.is_float32:
             vector_scale = adj.vector_scale(scale_src)

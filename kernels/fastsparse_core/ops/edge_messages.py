@@ -25,6 +25,7 @@ def gine_aggregate(
     *,
     edge_weight: Tensor | None = None,
     edge_bias: Tensor | None = None,
+    eps: Tensor | None = None,
 ) -> Tensor:
     r"""Sums the messages of GINE (Hu et al., `Strategies for Pre-training Graph Neural Networks`, 2020).
 
@@ -45,10 +46,12 @@ def gine_aggregate(
         edge_weight: :math:`\mathbf{W}`, (F, A), in the dtype of ``x``; None: ``edge_attr`` has the width of
             ``x``.
         edge_bias: :math:`\mathbf{b}`, (F,), in the dtype of ``x``, with ``edge_weight``; None: 0.
+        eps: :math:`\epsilon`, one number in the dtype of ``x``, which gets no gradient: adds :math:`(1 +
+            \epsilon) \mathbf{x}_i`, for square structures. None: adds nothing.
 
     Returns:
-        (num_dst, F); 0 in rows without edges. Accumulated in float32 or wider, deterministic. Differentiable
-        twice in all tensors.
+        (num_dst, F); without ``eps``, 0 in rows without edges. Accumulated in float32 or wider,
+        deterministic. Differentiable twice in all tensors except ``eps``.
 
     Raises:
         TypeError: dtypes are not supported or differ.
@@ -75,10 +78,21 @@ def gine_aggregate(
         _check_tensor("edge_bias", edge_bias, x)
         if edge_bias.shape != (x.size(1),):
             raise ValueError(f"edge_bias: expected shape ({x.size(1)},), got {tuple(edge_bias.shape)}")
+    if eps is not None:
+        _check_tensor("eps", eps, x)
+        if eps.numel() != 1 or eps.dtype != x.dtype or adj.num_dst != adj.num_src:
+            raise ValueError(
+                f"eps: expected one number of dtype {x.dtype} and a square structure, got shape "
+                f"{tuple(eps.shape)}, dtype {eps.dtype} and a structure of shape {adj.shape}"
+            )
+        if eps.requires_grad:
+            raise ValueError(
+                "eps: expected a constant, got a tensor that requires a gradient; add the term to the result"
+            )
     if edge_weight is not None and edge_attr.size(1) > MOST_FEATURES:
         bias = None if edge_bias is None else edge_bias.to(x.dtype)
         edge_attr, edge_weight, edge_bias = F.linear(edge_attr, edge_weight.to(x.dtype), bias), None, None
-    tensors = (x, edge_attr, edge_weight, edge_bias)
+    tensors = (x, edge_attr, edge_weight, edge_bias, eps)
     if _has_no_kernel(adj):
         return formulas.unfused_gine(adj, *tensors)
     return formulas.gine_op(*tensors, adj.num_dst, adj, False)[0]

@@ -72,7 +72,7 @@ def _launch(adj: Adjacency, matrix: Tensor, grad: Tensor | None) -> Tensor:
     out = empty_values(adj, matrix)
     if out.numel() == 0 or adj.num_edges == 0:
         return out
-    return softmax_of_rows(adj, used_csr(adj), matrix, grad, out)
+    return softmax_of_rows(adj, adj.plans.get("csr") or used_csr(adj), matrix, grad, out)
 
 
 def _edge_softmax(score: Tensor, adjacency: Structure) -> Tensor:

@@ -24,7 +24,7 @@ _logger = logging.getLogger("fastsparse_core")
 _INT32_MAX = 2**31 - 1
 #: Bytes per entry that the conversion to blocks takes while it runs: rows, and two sorts of 64-bit keys.
 _CONVERSION_BYTES = 48
-#: Bytes that it may take without a check, and the share of the free memory that it may take.
+#: Bytes that a conversion may take without a check; share of the free memory that a larger one may take.
 _FEW_BYTES = 2**30
 _SHARE_OF_FREE = 0.5
 
@@ -208,7 +208,8 @@ class BlockFormats(Degrees):
         bsb = self.bsb
         slices, num_slices, split_row, split_ptr, num_split_rows = addresses_of(split)
         return _C.BsbStructure(
-            # Address of the storage: an empty view has none, but the kernels read ahead, behind its end.
+            # Address of the storage, because an empty view has no address, and the kernels read ahead past
+            # its end.
             quad=bsb.quad.untyped_storage().data_ptr(),
             window_ptr=bsb.window_ptr,
             window_row=bsb.window_row,

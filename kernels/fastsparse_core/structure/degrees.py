@@ -74,7 +74,7 @@ class Degrees(RowFormats):
         Args:
             dtype: of the result.
         """
-        found: Tensor | None = self._of_rows.results.get(("inv_degree", dtype))  # one call less
+        found: Tensor | None = self._of_rows.results.get(("inv_degree", dtype))  # saves a call
         return (
             self._of_rows.get(("inv_degree", dtype), lambda: self._inv_degree(dtype))
             if found is None

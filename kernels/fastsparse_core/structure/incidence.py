@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fastsparse_core.structure.adjacency import Adjacency
 from fastsparse_core.structure.segments import Segments
 
 
-def edge_ends(adj: Adjacency) -> tuple[Tensor, Tensor]:
-    """Source and destination of every edge, in the order of the edge values, int64 (num_values,).
+def edge_ends(adj: Adjacency) -> Tensor:
+    """Source and destination of every edge, in the order of the edge values, int64 (2, num_values).
 
     Both are 0 for self loops of the caller that were replaced by inserted loops.
     """
 
-    def build() -> tuple[Tensor, Tensor]:
-        ends = adj.col.long(), adj.row().long()
+    def build() -> Tensor:
+        ends = torch.stack((adj.col.long(), adj.row().long()))
         if adj.edge_id is None:
             return ends
-        order = adj.edge_id.long()
-        source, target = (item.new_zeros(adj.num_values).index_copy_(0, order, item) for item in ends)
-        return source, target
+        return ends.new_zeros(2, adj.num_values).index_copy_(1, adj.edge_id.long(), ends)
 
     return adj.derived("fastsparse_core.structure.edge_ends", build)
 

@@ -159,7 +159,7 @@ class RowFormats:
         return longest <= lengths.slice_length(self.num_edges, self.gpu)
 
     def _row_split(self) -> RowSplit:
-        if not self.has_sorted_slices:  # of a structure that is perhaps seen once: one launch, not three
+        if not self.has_sorted_slices:  # the structure may be used only once: one launch, not three
             longest = lengths.slice_length(self.num_edges, self.gpu)
             found = inspect_rows(self.rowptr, self.col, None, longest, copy=False)
             self._of_rows.results.setdefault(("inv_degree", torch.float32), found.inv_degree)
@@ -198,7 +198,7 @@ class RowFormats:
             valued = True
         results = self._built.results
         found = results.get(key)
-        if found is None and work_list == "hybrid":  # which reads the device: not while a graph is captured
+        if found is None and work_list == "hybrid":  # reads from the device: not during a capture
             found = self._built.get(key, lambda: self._rows(self.hybrid_rows.row_split(), valued=valued))
         elif found is None:  # if several threads come at once, each builds one, and all are equal
             is_split = work_list == "csr" and self.device.type == "cuda"

@@ -20,8 +20,8 @@ from fastsparse_core.structure.build_once import built_results
 from fastsparse_core.structure.construction import check_shape, rows_of_pointers
 from fastsparse_core.structure.storage import send_copies
 
-#: Bit lengths of the numbers of rows and segments of indices on a GPU that were not ascending. The next index
-#: of these sizes is sorted before anything is read from the device, until one is ascending.
+#: Bit lengths of the numbers of rows and segments, for indices on a GPU that were not ascending. An index of
+#: such sizes is sorted before anything is read from the device, until one is ascending.
 _unsorted: set[tuple[int, int]] = set()
 
 
@@ -111,7 +111,7 @@ class Segments:
         if not found.descends:
             _unsorted.discard(_kind(num_rows, num_segments))
         made = cls(sort.rowptr, sort.order if found.descends else None, num_rows, found.row_split)
-        if meanwhile is not None:  # which had a structure of its own: the next call may be captured
+        if meanwhile is not None:  # built now, because the next call may be captured
             made._built.get("structure", made._structure)
         return made
 
@@ -184,7 +184,7 @@ class Segments:
     @property
     def structure(self) -> Any:
         """The segments as the compiled kernels take them."""
-        return self._built.get("structure", self._structure)
+        return self._built.results.get("structure") or self._built.get("structure", self._structure)
 
     def _structure(self) -> Any:
         split = self.row_split if self.rowptr.device.type == "cuda" else None

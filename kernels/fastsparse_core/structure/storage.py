@@ -113,5 +113,5 @@ def _reduce_with_copies(structure: Any) -> tuple[Any, ...]:
 
 def _copy_unless_shared(item: Any) -> Any:
     if isinstance(item, Tensor):
-        return item if item.is_shared() else item.clone()  # of tensors on a GPU, `is_shared` is true
+        return item if item.is_shared() else item.clone()  # on a GPU, is_shared() is always true
     return tuple(map(_copy_unless_shared, item)) if isinstance(item, tuple) else item

@@ -62,11 +62,11 @@ struct Argument {
   Kind kind;
   Read read;
   std::size_t at;    // offset of the field
-  std::size_t also;  // of PER: offset of the number of heads
+  std::size_t also;  // for PER: offset of the number of heads
   bool is_optional;
 };
 
-// The list of a struct, or of another name for a struct.
+// The list of a struct, under the struct's name or another one.
 template <typename Struct>
 struct Declared;
 

@@ -9,8 +9,8 @@ namespace fastsparse::cuda {
 
 struct ScoreGradients {
   HeadScoresArgs scores;  // `scores` has the gradients
-  DenseView grad;         // of the result; null data: its sum is not wanted
-  void* grad_v;           // contiguous; the gradient is added to it
+  DenseView grad;         // gradient of the result; null data: its sum is not computed
+  void* grad_v;           // contiguous; this kernel adds to it
   float* partial;         // (blocks, 3, width)
 };
 

@@ -14,8 +14,8 @@ struct AttentionLayer {
   Dtype dtype;
   std::int64_t heads;
   std::int64_t head_width;
-  std::int64_t num_linears;  // additive: 1; GATv2: 2; dot products: 3, or 4 with what is added to the result
-  double scale;              // of dot products; else the slope of the leaky ReLU
+  std::int64_t num_linears;  // additive: 1; GATv2: 2; dot products: 3, or 4 with the skip connection
+  double scale;              // dot products: factor of the scores; otherwise: slope of the leaky ReLU
 };
 FASTSPARSE_ARGUMENTS(AttentionLayer, AS(structure, a),
                      FIELDS(kind, dtype, heads, head_width, num_linears, scale));
@@ -50,10 +50,11 @@ struct AttentionLayerBackward {
   CsrView a_t;
   AttentionLayerCall call;
   DenseView grad;
-  void* grad_joint;  // as joint
-  void* grad_first;  // of the vectors, in the accumulation type; null, also below: not computed
+  void* grad_joint;  // has the shape of joint
+  void* grad_first;  // gradients of the vectors, in the accumulation type. These and the next ones: null: not
+                     // computed
   void* grad_second;
-  void* work;  // as in AttentionCsrBackwardArgs
+  void* work;  // the same as in AttentionCsrBackwardArgs
   void* grad_edge;
   void* grad_edge_weight;
   void* grad_bias;      // (width) in the accumulation type
@@ -75,8 +76,8 @@ struct CudaAttentionLayerArgs {
   std::int64_t head_width;
   std::int64_t num_linears;  // additive: 1; GATv2: sources and destinations, or 1 for both; dot products:
                              // keys, values, queries and, optionally, a term added to the result
-  float scale;               // of dot products; else the slope of the leaky ReLU
-  CsrView a, a_t;            // a_t, split_t, blocks_t and num_slots_t: of the backward pass
+  float scale;               // dot products: factor of the scores; otherwise: slope of the leaky ReLU
+  CsrView a, a_t;            // a_t, split_t, blocks_t and num_slots_t: backward pass only
   RowSplitView split, split_t;
   bool on_blocks;  // dot products: whether they read blocks instead of rows
   BsbView blocks, blocks_t;
@@ -97,7 +98,7 @@ struct CudaAttentionLayerArgs {
                 // others: (num_nodes, heads): log-sum-exp, float32 or, on blocks, float64
   float* scratch;
 
-  DenseView grad;  // backward, as all that follows: (num_nodes, width)
+  DenseView grad;  // (num_nodes, width); this and all following fields: backward pass only
   void* grad_joint;
   float* grad_vectors[2];
   void* grad_bias;  // (width); null: not computed

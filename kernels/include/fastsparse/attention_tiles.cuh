@@ -23,7 +23,7 @@ namespace fastsparse::cuda::attention {
 constexpr int kPieceBytes = 16;  // size of one lane's copy
 constexpr int kBlockBytes = 4 * kQuadWords * kBlockQuads;
 constexpr int kQuadBytes = 4 * kQuadWords;
-constexpr int kMaskByte = 4 * kMaskWord;  // of a quad, the first of its masks
+constexpr int kMaskByte = 4 * kMaskWord;  // offset of a quad's first mask
 constexpr int kStages = 2;                // blocks in shared memory: one in use, one being copied
 
 constexpr float kLog2E = 1.4426950408889634f;
@@ -38,16 +38,16 @@ struct Shape {
   static constexpr int kHeads = kHeadsOfTile;
   static constexpr int kHeadWidth = kWidthOfHead;
   static constexpr int kHeadPieces = kHeadWidth * static_cast<int>(sizeof(T)) / kPieceBytes;
-  static constexpr int kPieces = kHeads * kHeadPieces;  // of a row
+  static constexpr int kPieces = kHeads * kHeadPieces;  // pieces per row
   static constexpr int kRowBytes = kPieces * kPieceBytes;
   static constexpr int kTileBytes = kBlockVectors * kRowBytes;
   static constexpr int kOwnBytes = kRows * kRowBytes;
   static constexpr int kHeadTiles = kHeadWidth / 16;  // 16 features x 8 rows of results
   static constexpr int kTiles = kHeads * kHeadTiles;
-  // Copying: kLanes neighbouring lanes to one row, which takes kParts copies.
+  // Copying: kLanes neighbouring lanes copy one row, in kParts copies each.
   static constexpr int kLanes = kPieces < 8 ? kPieces : 8;
   static constexpr int kParts = kPieces / kLanes;
-  static constexpr int kRowsAtOnce = 8 / kLanes;  // by a quarter of the warp
+  static constexpr int kRowsAtOnce = 8 / kLanes;  // rows that a quarter of the warp copies at once
   static_assert(kPieces == 4 || kPieces % 8 == 0);
 };
 
@@ -146,7 +146,8 @@ __device__ __forceinline__ void store_shared(std::uint32_t to, std::uint32_t v) 
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
 }
 
-__device__ __forceinline__ float exp2_approx(float x) {  // within 2 ulp; exp2f adds what denormals need
+__device__ __forceinline__ float exp2_approx(
+    float x) {  // within 2 ulp; exp2f has additional instructions for denormals
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
@@ -163,8 +164,8 @@ __device__ __forceinline__ std::uint32_t pack_pair(float low, float high) {
   }
 }
 
-// v rounded to TF32, and what that leaves, which is exact in TF32 to 2^-24 of v. One term keeps NaN by the
-// conversion instruction; with two it shows in the second.
+// v rounded to TF32, and the rest, whose TF32 value has an error below 2^-24 of v. With one term, the
+// conversion instruction keeps NaN; with two, the rest is NaN.
 template <int kTerms>
 __device__ __forceinline__ void split_tf32(float v, std::uint32_t& high, std::uint32_t& low) {
   if constexpr (kTerms > 1) {
@@ -185,7 +186,7 @@ __device__ __forceinline__ std::uint32_t place(int row, int piece) {
   return row * S::kRowBytes + (piece ^ swizzle) * kPieceBytes;
 }
 
-// A table of rows as one lane copies it: for a group of heads, its pieces of each row.
+// A table of rows, with the pieces of each row that one lane copies for a group of heads.
 template <typename S>
 class Table {
  public:
@@ -209,7 +210,7 @@ class Table {
   __device__ __forceinline__ const char* row(std::uint32_t row) const {
     return row_address(address_, row, row_bytes_);
   }
-  // From there to a part.
+  // Bytes from the lane's first piece to a part.
   __device__ __forceinline__ std::uint32_t offset(int part) const {
     return part_head(part) * head_bytes_ + part_inner(part);
   }
@@ -294,8 +295,8 @@ __device__ __forceinline__ void load_own(std::uint32_t (&own)[S::kPieces], std::
   }
 }
 
-// Address, for load_matrices, of pieces (piece, piece + 1) of rows 0..7 and 8..15: by row and piece, or by
-// piece and row.
+// Address, for load_matrices, of pieces (piece, piece + 1) of rows 0..7 and 8..15. The four matrices are
+// ordered by rows, then pieces (kRowsFirst), or by pieces, then rows.
 template <typename S, bool kRowsFirst>
 __device__ __forceinline__ std::uint32_t matrix_address(std::uint32_t tile, int piece, int lane) {
   const int low = lane / 8 % 2, high = lane / 16;
@@ -304,8 +305,8 @@ __device__ __forceinline__ std::uint32_t matrix_address(std::uint32_t tile, int 
   return (first ^ piece % 8 * kPieceBytes) + piece / 8 * 8 * kPieceBytes;
 }
 
-// score[i] = <own row, gathered row> of the thread's i-th entry (Owned), over the features of `head`. To the
-// bit the same where own and gathered rows change places: the passes must agree on scores of 10,000, whose
+// score[i] = <own row, gathered row> of the thread's i-th entry (Owned), over the features of `head`. The
+// bits are the same if own and gathered rows are swapped: the passes must agree on scores of 10,000, whose
 // rounding changes a weight by 1e-3.
 template <typename S, int kTerms>
 __device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std::uint32_t (&own)[S::kPieces],
@@ -337,8 +338,8 @@ __device__ __forceinline__ void multiply_rows(float (&score)[kOwned], const std:
       }
       mma_m16n8k8_tf32(sum[0], a, b[0], b[1]);
       mma_m16n8k8_tf32(sum[1], a, b[2], b[3]);
-      // The tensor cores' sums are cut off, not rounded: every 16 features those of the first terms move to
-      // ordinary additions.
+      // Tensor cores truncate their sums. So every 16 features, the sums of the first terms are added to sums
+      // that round to nearest.
       if (step % 4 == 2) {
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) {
@@ -386,7 +387,7 @@ __device__ __forceinline__ void add_columns(float (&sum)[S::kTiles][4], std::uin
     for (int i = 0; i < kOwned; ++i) split_tf32<kTerms>(weight[i], b[i], b_low[i]);
 #pragma unroll
     for (int f = head * S::kHeadTiles; f < (head + 1) * S::kHeadTiles; f += 2) {
-      float fresh[2][4] = {};  // added at once, as ordinary additions round to nearest
+      float fresh[2][4] = {};  // added at once, because ordinary additions round to nearest
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const uint4 even = load_shared(tile + place<S>(8 * j + 2 * t, 4 * f + g));
@@ -413,8 +414,8 @@ __device__ __forceinline__ void add_columns(float (&sum)[S::kTiles][4], std::uin
   }
 }
 
-// The same, entry by entry, for tiles that hold infinity or NaN: add_columns multiplies them by the weights 0
-// of rows without the entry. `block` is the address of the block's quads.
+// As add_columns, but entry by entry, for tiles that hold infinity or NaN: add_columns would multiply them by
+// the weights 0 of rows without the entry. `block` is the address of the block's quads.
 template <typename S>
 __device__ __forceinline__ void add_entries(float (&sum)[S::kTiles][4], std::uint32_t tile,
                                             std::uint32_t block, const float (&weight)[kOwned], int head,
@@ -524,7 +525,8 @@ __device__ __forceinline__ void store_partial(const Target& target, const float 
   const std::int64_t width = target.heads * target.head_width;
   float* even = static_cast<float*>(target.data) + (slot * kRows + 2 * t) * width +
                 first_head * target.head_width + feature0;
-  const int left = static_cast<int>(target.head_width) - feature0;  // of the head's features
+  const int left =
+      static_cast<int>(target.head_width) - feature0;  // number of the head's features from feature0 on
   // All addresses are these two and a constant.
 #pragma unroll
   for (int h = 0; h < S::kHeads; ++h, even += target.head_width) {
@@ -543,9 +545,9 @@ __device__ __forceinline__ void store_partial(const Target& target, const float 
 
 // ---------------------------------------------------------------- entries
 
-// The 4 entries of a block that a thread owns, and what it keeps of the rows that they stand in: kRowsOwned
-// rows; entry i is in row i % kRowsOwned. In 16-bit formats rows 2t and 2t + 1 of two vectors; in float32 row
-// g of the vectors 4t .. 4t + 3.
+// The 4 entries of a block that a thread owns. They are in kRowsOwned rows: entry i is in row i % kRowsOwned.
+// In 16-bit formats, these are rows 2t and 2t + 1 of two vectors; in float32, row g of the vectors 4t .. 4t +
+// 3.
 template <typename S>
 struct Owned {
   static constexpr int kRowsOwned = S::kFloat ? 1 : 2;
@@ -554,14 +556,14 @@ struct Owned {
   static __device__ __forceinline__ int row(int i, int lane) {
     return S::kFloat ? lane / 4 : lane % 4 * 2 + i % 2;
   }
-  // Place of the nth owned vector in its block.
+  // Index of the nth owned vector in its block.
   static __device__ __forceinline__ int vector(int nth, int lane) {
     return S::kFloat ? lane % 4 * 4 + nth : lane / 8 * 4 + lane / 4 % 2 + 2 * nth;
   }
-  // Whether this thread is the one that stores what belongs to its rows.
+  // Whether this thread stores the results of its rows.
   static __device__ __forceinline__ bool stores(int lane) { return S::kFloat ? lane % 4 == 0 : lane < 4; }
 
-  // Combines what the threads found for the same row.
+  // Combines the values of the threads that have the same row.
   template <typename F>
   static __device__ __forceinline__ float reduce(float v, F&& combine) {
 #pragma unroll
@@ -570,7 +572,7 @@ struct Owned {
     }
     return v;
   }
-  // Numbers of the own rows, in the layout of the sums of add_columns: of rows 2t and 2t + 1.
+  // Values of rows 2t and 2t + 1, in the layout of the sums of add_columns.
   static __device__ __forceinline__ void of_sums(float (&of_row)[2], const float (&own)[kRowsOwned],
                                                  int lane) {
     if constexpr (S::kFloat) {
@@ -583,7 +585,7 @@ struct Owned {
   }
 };
 
-// sum *= own, a factor of each row, for the features of `head`.
+// sum *= own, one factor per row, for the features of `head`.
 template <typename S>
 __device__ __forceinline__ void scale_rows(float (&sum)[S::kTiles][4],
                                            const float (&own)[Owned<S>::kRowsOwned], int head, int lane) {
@@ -611,10 +613,10 @@ class Entries {
     const std::uint32_t at = block_ + vector / kOwned * kQuadBytes + vector % kOwned * 3;
     return load_shared_byte(at) | load_shared_byte(at + 1) << 8 | load_shared_byte(at + 2) << 16;
   }
-  // What `factor` needs of the random numbers of dropout, for heads first_head ..: with several heads of 16
-  // bits, bit h * kOwned + i says that entry i stays. Drawn in a loop, which passes only as often as a thread
-  // of the warp has entries: unrolled they were a fifth of a kernel. For one head, and in float32, registers
-  // would spill around the loop.
+  // Random bits of dropout for `factor`, for heads first_head and following. With several heads in 16-bit
+  // formats, bit h * kOwned + i is set if entry i is kept. They are drawn in a loop that runs only as often
+  // as a thread of the warp has entries, because unrolled they take a fifth of a kernel's time. With one
+  // head, and in float32, the loop would spill registers.
   template <bool kTransposed>
   __device__ __forceinline__ std::uint32_t draw(const Dropout& dropout, const WindowRow& window_row,
                                                 std::int64_t window, std::int64_t first_head) const {
@@ -637,7 +639,7 @@ class Entries {
     }
     return kept;
   }
-  // Factor of entry i, which is present, and head first_head + h; drawn: what `draw` has returned.
+  // Dropout's factor of entry i, which is present, and head first_head + h. drawn: result of `draw`.
   template <bool kTransposed>
   __device__ __forceinline__ float factor(const Dropout& dropout, std::uint32_t drawn, int i, int h,
                                           const WindowRow& window_row, std::int64_t window,
@@ -649,12 +651,12 @@ class Entries {
       return dropout_factor(dropout, at.row, at.column, static_cast<std::uint32_t>(first_head + h));
     }
   }
-  // Positions of the entries among the edge values. Entries are numbered by quad, vector and row, so a number
-  // is a count of the mask bits before its own. first_quad: of the block.
+  // Positions of the entries among the edge values. Entries are numbered by quad, vector and row, so an
+  // entry's number is a count of the mask bits before it. first_quad: first quad of the block.
   __device__ __forceinline__ void positions(std::int64_t (&position)[kOwned], const BsbView& a,
                                             std::int64_t first_quad) const {
     const std::uint32_t masks = this->masks();
-    if (masks == 0) return;  // as for a quad that does not exist
+    if (masks == 0) return;  // also true if the quad does not exist
     const std::int64_t first = a.quad_entry[first_quad + quad()];
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) {
@@ -666,7 +668,7 @@ class Entries {
                                         : static_cast<const std::int32_t*>(a.value_id)[at];
     }
   }
-  // Bias of an entry and head in powers of two; 0 where there is none.
+  // Bias of an entry and head in powers of two; 0 if there is none.
   __device__ __forceinline__ float bias(const AttentionBsbInput& input, int i, std::int64_t position,
                                         std::int64_t head) const {
     if (input.bias.data == nullptr || !present(i) || head >= input.heads) return 0;
@@ -677,7 +679,7 @@ class Entries {
  private:
   static constexpr bool kDrawsAhead = !S::kFloat && S::kHeads > 1;
 
-  // An entry's in the structure that the caller sees.
+  // Row and column of an entry in the caller's structure.
   struct RowAndColumn {
     std::uint32_t row, column;
   };
@@ -695,13 +697,14 @@ class Entries {
   }
 
   std::uint32_t block_;
-  std::uint32_t bits_;  // from that of the thread's first entry on
+  std::uint32_t bits_;  // mask bits from the thread's first entry on
   int lane_;
 };
 
 // ---------------------------------------------------------------- launching
 
-// Lets a kernel use `bytes` of shared memory per block, and the multiprocessor give it most of its L1.
+// Lets a kernel use `bytes` of shared memory per block, and asks for the largest share of shared memory in
+// the L1.
 template <typename Kernel>
 cudaError_t prepare_kernel(Kernel* kernel, int bytes) {
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
@@ -710,8 +713,8 @@ cudaError_t prepare_kernel(Kernel* kernel, int bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-// Whether one kernel is used with and without bias and dropout: for wide heads, whose products take so long
-// that testing for both takes no measurable time, and whose registers suffice for it.
+// Whether one kernel is used with and without bias and dropout. So it is for wide heads: their products take
+// so long that testing for both takes no measurable time, and there are enough registers.
 template <typename S>
 inline constexpr bool kAlwaysExtras = !S::kFloat && S::kHeadWidth == 256;
 

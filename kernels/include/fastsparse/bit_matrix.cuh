@@ -33,7 +33,7 @@ __device__ __forceinline__ void exchange(unsigned& a, unsigned& b) {
   }
 }
 
-// The same between lane l and lane l + `distance`, a power of two, for every l in which that bit is 0.
+// As exchange, between lane l and lane l + `distance`, a power of two, for every l in which that bit is 0.
 template <int kShift>
 __device__ __forceinline__ unsigned exchange_lanes(unsigned word, int distance) {
   const unsigned other = __shfl_xor_sync(kFullWarp, word, distance);

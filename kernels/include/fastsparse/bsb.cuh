@@ -13,15 +13,15 @@ constexpr int kRows = 8;           // rows of a window
 constexpr int kBlockVectors = 16;  // vectors of a block
 constexpr int kOwned = 4;          // vectors of a quad
 constexpr int kBlockQuads = kBlockVectors / kOwned;
-constexpr int kQuadWords = 4;  // 32-bit words of a quad: three of columns, one of masks
+constexpr int kQuadWords = 4;  // 32-bit words of a quad: three for columns, one for masks
 constexpr int kMaskWord = 3;
 
-// A quad's columns as they are stored.
+// A quad's columns in their stored form.
 struct PackedColumns {
   std::uint32_t word[3];
 };
 
-// The nth quad. Scaling an int index takes one instruction, a 64-bit one would take more.
+// Address of the nth quad. An int index takes one instruction to scale, a 64-bit index would take more.
 __device__ __forceinline__ const std::uint32_t* quad_at(const std::uint32_t* quads, int nth) {
   return reinterpret_cast<const std::uint32_t*>(reinterpret_cast<const uint4*>(quads) + nth);
 }

@@ -7,7 +7,7 @@
 
 namespace fastsparse::cuda {
 
-// max(v, 0), and NaN where v is NaN.
+// max(v, 0); NaN if v is NaN.
 template <typename A>
 __device__ __forceinline__ A rectify(A v) {
   return v < A{0} ? A{0} : v;
@@ -15,7 +15,7 @@ __device__ __forceinline__ A rectify(A v) {
 
 // An additional entry (i, i) of every row: value * scale_src_i * x_i.
 struct Loops {
-  const void* value;      // one number in the accumulation type, null: there are none
+  const void* value;      // one number in the accumulation type; null: no loops
   const void* scale_src;  // (num_rows) in the accumulation type, null: 1
   DenseView x;            // rows have the alignment of the result's rows
 };
@@ -55,7 +55,7 @@ struct Epilogue {
   }
 };
 
-// For SpmmArgs and SpmmBsbArgs.
+// The epilogue of SpmmArgs or SpmmBsbArgs.
 template <typename Args>
 __host__ __device__ __forceinline__ Epilogue epilogue_of(const Args& args) {
   return {args.scale_dst, args.bias, args.relu, args.out, args.width, {args.loop, args.scale_src, args.x}};

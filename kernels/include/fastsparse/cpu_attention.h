@@ -14,7 +14,7 @@
 
 namespace fastsparse::cpu {
 
-constexpr int kBlock = 64;            // entries
+constexpr int kBlock = 64;            // entries per block
 constexpr int kPrefetchEntries = 16;  // entries between a prefetch and its use
 constexpr std::int64_t kRowsPerTask = 64;
 constexpr std::int64_t kSerialWork = 1 << 15;  // products below which waking threads costs more than it saves
@@ -125,7 +125,7 @@ FASTSPARSE_INLINE Gather gather(const DenseView& matrix, Dtype dtype, std::int64
   return {matrix, dtype, first, block.col, block.count, block.readable};
 }
 
-// The same rows without prefetching, for a second read.
+// Rows without prefetching, for a second read.
 FASTSPARSE_INLINE Gather again(Gather rows) {
   rows.readable = 0;
   return rows;
@@ -164,7 +164,7 @@ struct Sum {
   A* compensation;
 };
 
-// Memory for such sums.
+// Memory of a Sum.
 template <typename A>
 struct Sums {
   std::vector<A> total, compensation;
@@ -270,10 +270,10 @@ std::vector<A> transposed_weight(const AttentionCsrArgs& args) {
 // needs only the latter. GATv2 projects the features of each block.
 template <typename A>
 struct Edges {
-  const std::int64_t width;   // of the edge features; 0: there are none
+  const std::int64_t width;   // width of the edge features; 0: there are none
   const std::int64_t stride;  // the width rounded up to whole vectors
   const std::int64_t head_width;
-  const std::int64_t row_width;  // of all heads
+  const std::int64_t row_width;  // width of all heads
   const bool in_values;          // whether W a is added to the values: yes, except for GATv2
   const bool in_scores;          // whether W a is added to the keys of dot products
   const A* const weight;         // W transposed, (width, row_width)

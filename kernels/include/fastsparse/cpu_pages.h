@@ -1,8 +1,8 @@
 // Pages of 2 MB on the CPU.
 //
-// They help large results: allocators return memory that was never touched, and the page fault of every page
-// of 4 KB takes longer than the kernel needs to fill it. They also help random reads: a core can translate
-// only a few addresses at a time, so with small pages it reads half as many cache lines per second.
+// They help large results: allocators return memory that was never touched, and a page fault for each 4 KB
+// takes longer than the kernel needs to fill the page. They also help random reads: a core can translate only
+// a few addresses at a time, so with small pages it reads half as many cache lines per second.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ inline void prefer_huge_pages(void* out, std::int64_t bytes, bool collapse = fal
 #endif
 }
 
-// Bytes of a number.
+// Bytes per number.
 inline std::int64_t size_of(Dtype dtype) {
   return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2;
 }

@@ -18,8 +18,8 @@
 namespace fastsparse::cpu {
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-// AVX-512 would gain little or nothing. Machines without AVX2 are rare, so their version is compiled with
-// fewer optimisations, for a fast build.
+// AVX-512 would gain little or nothing. Machines without AVX2 are rare, so the version for them is compiled
+// with fewer optimisations, for a fast build.
 template <typename Body>
 __attribute__((target("avx2,fma"), noinline)) void with_avx2(const Body& body) {
   body();
@@ -85,7 +85,7 @@ FASTSPARSE_INLINE float widen(Half v) {
   return out;
 }
 
-// max(v, 0), and NaN where v is NaN.
+// max(v, 0); NaN if v is NaN.
 template <typename A>
 FASTSPARSE_INLINE A rectify(A v) {
   return v < A{0} ? A{0} : v;
@@ -141,7 +141,6 @@ using Vector = Lanes<A, kVectorWidth<A>>;
 // The code below selects between two results with bit masks instead of vector comparisons: if the machine has
 // no comparison of that width, compilers split it into single lanes.
 
-// `widen` for consecutive numbers.
 template <typename T, int kLanes>
 FASTSPARSE_INLINE void load_lanes(const T* from, Lanes<Acc<T>, kLanes>& to) {
   if constexpr (sizeof(T) == sizeof(Acc<T>)) {
@@ -181,14 +180,14 @@ FASTSPARSE_INLINE A sum_lanes(const Lanes<A, kLanes>& v) {
   }
 }
 
-// The lanes of a vector as whole numbers.
+// The lanes of a vector as integers.
 template <typename V>
 using Element = std::remove_reference_t<decltype(std::declval<V&>()[0])>;
 template <typename V>
 using BitsOf = Lanes<std::conditional_t<sizeof(Element<V>) == 4, std::int32_t, std::int64_t>,
                      sizeof(V) / sizeof(Element<V>)>;
 
-// Replaces lanes by those of `from` where all bits of `mask` are set; elsewhere none is set.
+// Replaces lanes by those of `from` where the mask is all ones; elsewhere it must be 0.
 template <typename V>
 FASTSPARSE_INLINE void replace(V& lanes, const BitsOf<V>& mask, const V& from) {
   const auto bits = reinterpret_cast<BitsOf<V>>(lanes);
@@ -292,7 +291,7 @@ void with_type(Dtype dtype, F&& f) {
   }
 }
 
-// The same for dtypes whose accumulation type is float32.
+// As with_type, for dtypes whose accumulation type is float32.
 template <typename F>
 void with_float_type(Dtype dtype, F&& f) {
   if (dtype == Dtype::kFloat32) return f(float{});

@@ -103,8 +103,8 @@ struct EdgeLane {
   int head;            // a valid head even if not live
   bool live;           // false for lanes beyond the last head
   int sub;             // lane within its head
-  int lanes;           // of a head
-  int group_lanes;     // of a slice
+  int lanes;           // lanes per head
+  int group_lanes;     // lanes per slice
   int first;           // the head's first feature in a row of all heads
   int head_width;
   int edge_width;
@@ -161,7 +161,7 @@ struct EdgeLane {
     return features;
   }
 
-  // The same times `factor`.
+  // As load_packed, converted to float32 and multiplied by `factor`.
   template <typename T>
   __device__ __forceinline__ void load(float (&to)[kLaneFeatures], const DenseView& x, std::int64_t row,
                                        float factor = 1.0f) const {
@@ -170,7 +170,7 @@ struct EdgeLane {
     for (int i = 0; i < kLaneFeatures; ++i) to[i] = features[i] * factor;
   }
 
-  // The same for a float32 vector, (heads * head_width), in the layout of features of type T.
+  // Elements of a float32 vector, (heads * head_width), in the layout of features of type T.
   template <typename T>
   __device__ __forceinline__ void load_vector(float (&to)[kLaneFeatures], const float* x) const {
     constexpr int kVec = kEdgeVec<T>;
@@ -276,7 +276,8 @@ __device__ __forceinline__ T* kept_in_register(T* address) {
 // The entries of a slice.
 struct SliceEntries {
   const std::int32_t* cols;
-  const std::uint32_t* ids;  // of 64-bit positions only the lower halves: there are fewer than 2^32 values
+  const std::uint32_t*
+      ids;  // positions of values; only lower halves of 64-bit ones: there are fewer than 2^32 values
   int id_words;
   std::uint32_t begin;
   int length;
@@ -314,10 +315,11 @@ struct Entries {
   }
 };
 
-// Calls add(whole, entries, base) for all entries of the slices of a warp. It passes kCount entries, which
-// `next` has: unmasked while every group has that many (`whole`, a compile-time 0 or 1), then masked; at last
-// kRest entries, if no group has more. How entries are combined affects rounding, so it must not depend on
-// the other slices of the warp. `add` reads the entries after those that it gets into `next`.
+// Calls add(whole, entries, base) for all entries of the slices of a warp, kCount entries at a time. They are
+// unmasked while every group has that many (`whole`, a compile-time 0 or 1), then masked. At the end it
+// passes kRest entries, if no group has more. How entries are combined affects rounding, so it must not
+// depend on the other slices of the warp. `next` must hold the first entries. `add` must read the entries
+// after those that it gets into `next`.
 template <int kCount, int kRest, typename F>
 __device__ __forceinline__ void for_entries(int longest, int shortest, const Entries<kCount>& next, F&& add) {
   int base = 0;
@@ -505,7 +507,7 @@ struct KeptWeight {
     }
   }
 
-  // The same as `add_projected`, with edge features that were read before.
+  // As add_projected, with edge features that are already in registers.
   __device__ __forceinline__ void add_to(float (&z)[kLaneFeatures],
                                          const Words<T, 4> (&edge)[kKeptWeight / 4]) const {
 #pragma unroll

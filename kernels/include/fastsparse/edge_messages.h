@@ -9,6 +9,21 @@ namespace fastsparse {
 // z = k_i + q_j + e_ij and v_ij = v_j + u_ij; e and u depend on the edge's features.
 enum class EdgeMessage : int { kRelu = 0, kGate = 1, kGateAndState = 2 };
 
+// The caller's maps of raw features, and the output in the layout of the kernels: transposed, padded with
+// zeros, in the accumulation type.
+struct EdgeMapsArgs {
+  DenseView weight;    // (given_width, given_edge_width) of `dtype`; null data: `out` is laid out already
+  DenseView added;     // likewise: added to W; null data: nothing
+  DenseView of_value;  // likewise: U; null data: none
+  const void* bias;    // (given_width); null: none
+  std::int64_t given_width;
+  std::int64_t given_edge_width;
+  Dtype dtype;  // dtype of all maps and the bias
+  void* out;    // rows of `width`: edge_width of W, as many of U if it is given, and the bias if it is
+  std::int64_t width;
+  std::int64_t edge_width;
+};
+
 // Edge features a are raw (then e = W a + bias and u = U a), or they are rows e themselves, or there are
 // none.
 struct EdgeMessageInput {
@@ -17,33 +32,33 @@ struct EdgeMessageInput {
   DenseView q;           // (num_cols, width)
   DenseView v;           // (num_cols, width); gates only
   DenseView edge;        // (num_values, edge_width) if raw, otherwise (num_values, width); null data: none
-  const void* weight;    // (edge_width, width) in the accumulation type: W transposed; null: not raw
-  const void* of_value;  // (edge_width, width): U transposed, likewise; gates with raw features only
-  const void* bias;      // (width) in the accumulation type, null: 0; relu with raw features only
+  EdgeMapsArgs maps;     // null `out`: not raw
+  const void* weight;    // in `maps.out`: (edge_width, width), W transposed; null: not raw
+  const void* of_value;  // likewise: U transposed; gates with raw features only
+  const void* bias;      // (width), null: 0; relu with raw features only
   std::int64_t width;
   std::int64_t edge_width;
   Dtype dtype;
 };
-FASTSPARSE_ARGUMENTS(EdgeMessageInput, FIELDS(message, k, q), WIDTH(width), DTYPE(dtype),
-                     FIELDS(v, edge, edge_width, weight, of_value, bias));
 
-// The caller's maps of raw features, and the output in the layout of the kernels: transposed, padded with
-// zeros, in the accumulation type.
-struct EdgeMapsArgs {
-  DenseView weight;    // (given_width, given_edge_width) of `dtype`
-  DenseView added;     // likewise: added to W; null data: nothing
-  DenseView of_value;  // likewise: U; null data: none
-  const void* bias;    // (given_width); null: none
-  std::int64_t given_width;
-  std::int64_t given_edge_width;
-  Dtype dtype;  // of all of them
-  void* out;    // rows of `width`: edge_width of W, as many of U if it is given, and the bias if it is
-  std::int64_t width;
-  std::int64_t edge_width;
-};
-FASTSPARSE_ARGUMENTS(EdgeMapsArgs, FIELDS(weight), WIDTH(given_edge_width), DTYPE(dtype),
-                     FIELDS(added, of_value, bias, given_width), MATRIX(out), WIDTH(width),
-                     FIELDS(edge_width));
+// Launchers call it first: it finds the maps in `maps.out`.
+inline void find_maps(EdgeMessageInput& input) {
+  EdgeMapsArgs& maps = input.maps;
+  if (maps.out == nullptr) {
+    input.edge_width = 0;
+    return;
+  }
+  maps.width = input.width;
+  maps.edge_width = input.edge_width;
+  const std::int64_t size = input.dtype == Dtype::kFloat64 ? 8 : 4;
+  const void* after = static_cast<char*>(maps.out) + input.edge_width * input.width * size;
+  input.weight = maps.out;
+  if (input.message != EdgeMessage::kRelu) {
+    input.of_value = after;
+  } else if (maps.bias != nullptr) {
+    input.bias = after;
+  }
+}
 
 struct EdgeMessageArgs {
   CsrView a;
@@ -55,27 +70,29 @@ struct EdgeMessageArgs {
   void* state;  // (num_values, width): z; kGateAndState only
   std::uint8_t* positive;  // (num_values, sign_bytes): a bit for every z > 0, null: not computed; relu only
   std::int64_t sign_bytes;
-  DenseView root;      // (num_rows, width): out_i += root_i, of relu (1 + eps) root_i; null data: nothing
+  DenseView root;      // (num_rows, width): out_i += root_i, for relu (1 + eps) root_i; null data: nothing
   const void* eps;     // one number in dtype; relu with root only
   void* scale;         // 1 + eps in dtype, null: not computed
   void* partial;       // (num_slots, width) in the accumulation type; CUDA only, as all partial results
   void* partial_side;  // (num_slots, width)
 };
-FASTSPARSE_ARGUMENTS(EdgeMessageArgs, AS(structure, a), ALSO(split),
-                     FIELDS(input, out, side, state, positive, sign_bytes, root, eps, scale, partial,
-                            partial_side));
+FASTSPARSE_ARGUMENTS(EdgeMessageArgs, AS(structure, a), ALSO(split), IN(input, message, k, q),
+                     WIDTH(input.width), DTYPE(input.dtype), IN(input, v, edge), WIDTH(input.edge_width),
+                     MATRIX_AS(maps, input.maps.out), IN(input.maps, weight),
+                     NUM_ROWS(input.maps.given_width), WIDTH(input.maps.given_edge_width),
+                     DTYPE(input.maps.dtype), IN(input.maps, added, of_value, bias),
+                     FIELDS(out, side, state, positive, sign_bytes, root, eps, scale, partial, partial_side));
 
 // Gradients of maps and raw features for the caller, without padding; null: not computed.
 struct EdgeMapGradients {
   void* weight;    // (width, edge_width) of `dtype`
   void* of_value;  // likewise; gates only
-  void* bias;      // (width) of `dtype`; relu only
+  void* bias;      // (width) of `dtype`, with `weight`; relu only
   void* features;  // (num_values, edge_width) in the features' type
   std::int64_t width;
   std::int64_t edge_width;
   Dtype dtype;
 };
-FASTSPARSE_ARGUMENTS(EdgeMapGradients, FIELDS(weight, of_value, bias, features, width, edge_width, dtype));
 
 struct EdgeMessageBackwardArgs {
   CsrView a;
@@ -89,25 +106,38 @@ struct EdgeMessageBackwardArgs {
   DenseView grad_state;  // (num_values, width), null data: 0
   const std::uint8_t* positive;
   std::int64_t sign_bytes;
-  const void* scale;  // of the forward pass: grad_q_i += scale grad_i; null: 0; relu only
+  const void* scale;  // the scale of the forward pass: grad_q_i += scale grad_i; null: 0; relu only
   std::int64_t num_values;
   void* grad_q;         // (num_cols, width)
   void* grad_v;         // (num_cols, width); gates only
-  void* grad_edge;      // (num_values, width) of rows e, null: not computed
+  void* grad_edge;      // (num_values, width), gradient of e; null: not computed
   void* grad_features;  // (tiles, num_values, edge_width) of raw features in the accumulation type: scratch,
                         // summed over the tiles of the width to maps.features; null: not computed
   void* grad_weight;  // (groups, edge_width, width) in the accumulation type, relu: (groups, edge_width + 1,
                       // width), with the bias: scratch, summed over the groups; null: not computed; CUDA only
-  void* grad_of_value;  // (groups, edge_width, width): likewise; gates only
+  void* grad_of_value;  // (groups, edge_width, width): as grad_weight; gates only
   std::int64_t groups;
   EdgeMapGradients maps;
   void* partial_q;
   void* partial_v;
 };
 FASTSPARSE_ARGUMENTS(EdgeMessageBackwardArgs, AS(structure, a), ALSO(split), AS(transposed, a_t),
-                     ALSO(split_t),
-                     FIELDS(input, grad, grad_side, state, grad_state, positive, sign_bytes, scale,
-                            num_values, grad_q, grad_v, grad_edge, grad_features, grad_weight, grad_of_value,
-                            groups, maps, partial_q, partial_v));
+                     ALSO(split_t), IN(input, message, k, q), WIDTH(input.width), DTYPE(input.dtype),
+                     IN(input, v, edge), WIDTH(input.edge_width), MATRIX_AS(maps, input.maps.out),
+                     IN(input.maps, weight), NUM_ROWS(input.maps.given_width),
+                     WIDTH(input.maps.given_edge_width), DTYPE(input.maps.dtype),
+                     IN(input.maps, added, of_value),
+                     FIELDS(grad, grad_side, state, grad_state, positive, sign_bytes, scale, num_values,
+                            grad_q, grad_v, grad_edge),
+                     AS(feature_parts, grad_features), AS(weight_parts, grad_weight),
+                     AS(of_value_parts, grad_of_value), FIELDS(groups),
+                     MATRIX_AS(grad_features, maps.features), WIDTH(maps.edge_width),
+                     MATRIX_AS(grad_weight, maps.weight), NUM_ROWS(maps.width), WIDTH(maps.edge_width),
+                     DTYPE(maps.dtype), AS(grad_of_value, maps.of_value), AS(grad_bias, maps.bias),
+                     FIELDS(partial_q, partial_v));
+
+namespace cuda {
+int lay_out_edge_maps(const EdgeMapsArgs& args, void* stream);
+}  // namespace cuda
 
 }  // namespace fastsparse

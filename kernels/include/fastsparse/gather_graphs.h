@@ -36,7 +36,7 @@ struct GraphField {
   std::int64_t row_bytes;  // bytes of a row, for one index of those dimensions
   std::int64_t from_rows;
   std::int64_t to_rows;
-  int rows;      // its pointer, by number
+  int rows;      // number of its pointer
   int added[2];  // pointers whose `first` is added, for index 0 and 1 of the dimension before the rows
   GraphFieldKind kind;
 };
@@ -45,7 +45,7 @@ FASTSPARSE_ARGUMENTS(GraphField, FIELDS(from, outer, row_bytes, from_rows, rows)
 
 struct GatherGraphsArgs {
   const std::int64_t* table;
-  std::int64_t num_graphs;  // of the batch
+  std::int64_t num_graphs;  // number of graphs in the batch
   int num_fields;
   GraphField field[kMostGathered];
 };

@@ -19,10 +19,11 @@ constexpr int kKeyBits = 28;
 constexpr int kAgreement = 3;
 // Largest number of links that are followed to a cluster's root; longer chains are rare.
 constexpr int kMostLinks = 32;
-// Rows whose numbers differ by less than this count as near.
+// Rows whose numbers differ by at most this count as near.
 constexpr int kNearRows = 64;
 
-// Random odd factors of every hash. Passed to kernels by value: device code has no host constants.
+// Random odd factors of every hash, passed to kernels by value because device code cannot read host
+// constants.
 struct HashFactors {
   std::uint32_t first[kHashes];
   std::uint32_t second[kHashes];

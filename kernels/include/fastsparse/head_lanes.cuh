@@ -169,7 +169,7 @@ __device__ __forceinline__ float max_lanes(float v) {
   return v;
 }
 
-// Entries of the slices of a warp: some slice has the first `longest`, all have the first `shortest`.
+// Longest and shortest slice of a warp.
 struct WarpLength {
   int longest, shortest;
   __device__ __forceinline__ explicit WarpLength(int length)

@@ -1,4 +1,4 @@
-// Scores of nodes for additive attention: arguments of kernels/cpu/head_scores.cpp.
+// Scores of nodes for additive attention: arguments of cpu/head_scores.cpp and cuda/attention_layer_parts.cu.
 #pragma once
 
 #include "fastsparse/views.h"

@@ -17,7 +17,6 @@
   BOTH(emit_edges, EmitEdgesArgs)                                  \
   BOTH(emit_rows, EmitRowsArgs)                                    \
   BOTH(expand_rows, ExpandRowsArgs)                                \
-  BOTH(lay_out_edge_maps, EdgeMapsArgs)                            \
   BOTH(link_rows, LinkRowsArgs)                                    \
   BOTH(mask_rows, MaskRowsArgs)                                    \
   BOTH(maxk, MaxkArgs)                                             \

@@ -7,13 +7,13 @@
 
 namespace fastsparse::cuda {
 
-constexpr int kQuad = 4;  // features of a lane
+constexpr int kQuad = 4;  // features per lane
 constexpr int kQuadThreads = 128;
 
 // The edges' term of a message: none, W a_ij of edge features, or a row of the message's width.
 enum class EdgeTerm { kNone, kFeatures, kRow };
 
-// Calls f with the kind of edges as a constant.
+// Calls f with the edges' term as a constant.
 template <typename F>
 void with_edge_term(const MultiAggregateInput& input, F&& f) {
   if (input.edge == nullptr) return f(std::integral_constant<EdgeTerm, EdgeTerm::kNone>{});
@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_quad(const Acc<T> (&from)[kQuad], T* to) {
 // otherwise one by one.
 struct Quad {
   std::int64_t first;
-  int count;  // number of its features below the width
+  int count;  // number of the lane's features below the width
   bool aligned;
 
   __device__ __forceinline__ Quad(std::int64_t feature, std::int64_t width, bool all_aligned)
@@ -96,7 +96,8 @@ class QuadOfResults {
     // Rows have fewer than 2^32 features.
     const auto feature = static_cast<std::uint32_t>(quad.first);
     const std::uint32_t group = feature / static_cast<std::uint32_t>(group_width_);
-    const std::int64_t between = (input.num_slots - 1) * group_width_;  // from a group's results to the next
+    const std::int64_t between =
+        (input.num_slots - 1) * group_width_;  // elements between the results of two groups
     first_ = row * input.num_slots * input.width + group * between + feature;
     std::int64_t to_next = (group + 1) * group_width_ - feature, skipped = 0;
 #pragma unroll
@@ -129,7 +130,7 @@ class QuadOfResults {
   const Quad& quad_;
   std::int64_t group_width_;
   std::int64_t first_;          // position of the first feature's first aggregation
-  std::int64_t offset_[kQuad];  // of each feature, relative to first_
+  std::int64_t offset_[kQuad];  // position of each feature, relative to first_
 };
 
 // A quad of several rows: those with `wanted(u)` are read, others are zeros. All loads are issued before

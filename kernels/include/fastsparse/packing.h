@@ -113,14 +113,13 @@ class Given {
     return PyLong_AsLongLong(found.ptr());
   }
 
-  // Rows, columns.
+  // Number of rows (dimension 0) or columns (1) of a matrix.
   std::int64_t size(int dimension) const {
     const auto shape = held(known(PyObject_GetAttr(object, names().shape)));
     if (!PyTuple_Check(shape.ptr()) || PyTuple_GET_SIZE(shape.ptr()) != 2) throw_wrong_type();
     return PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), dimension));
   }
 
-  // Of a tensor.
   Dtype dtype() const {
     const auto found = held(known(PyObject_GetAttr(object, names().dtype)));
     return code_of(found.ptr());
@@ -146,7 +145,7 @@ class Given {
   // storages are less than that unless the storage was larger.
   static constexpr auto kLeastAddress = std::uintptr_t{1} << 32;
 
-  // The attribute of a tensor; an error for other objects.
+  // Checks that an object has the attribute of a tensor; otherwise raises an error.
   PyObject* known(PyObject* answer) const {
     if (answer == nullptr && PyErr_ExceptionMatches(PyExc_AttributeError) != 0) {
       PyErr_Clear();

@@ -15,14 +15,14 @@ constexpr int kMostPlaced = 24;
 struct HopRows {
   int num_hops;
   std::int64_t start[kMostHops + 1];  // where a hop begins in the memory; then the number of all rows
-  std::int64_t end[kMostHops];        // where it ends in the batch
+  std::int64_t end[kMostHops];        // where a hop ends in the batch
 };
 
 // Rows of one tensor, for all hops or for the first ones.
 struct PlacedRows {
   const void* from;
   void* to;
-  std::int64_t num_rows;  // of `to`
+  std::int64_t num_rows;  // number of rows of `to`
   std::int64_t row_bytes;
   bool is_of_edges;
   bool is_empty;  // `from` has no row that padding could copy, so padding is zero
@@ -49,7 +49,7 @@ struct PlaceBatchArgs {
 
 // The content of a position in the memory.
 struct Placed {
-  bool is_given;     // not padding
+  bool is_given;     // whether it is not padding
   std::int64_t row;  // row of the batch; for padding, its first row
 };
 

@@ -26,7 +26,8 @@ namespace fastsparse {
 
 constexpr std::uint64_t kNoKey = ~std::uint64_t{0};
 constexpr std::uint32_t kNoPlace = ~std::uint32_t{0};
-// This bit is set in values of the table that are slots. Other values are numbers of nodes, and smaller.
+// This bit is set in values of the table that are slots. Other values are numbers of nodes, which are
+// smaller.
 constexpr std::uint32_t kIsSlot = std::uint32_t{1} << 31;
 // Number of tiles into which slots are divided. They are few, so that every thread block can add the counts
 // of all tiles before its own.
@@ -39,7 +40,7 @@ struct NodeTable {
   std::uint64_t* key;    // (num_places), a power of two; null: every node has its own place
   std::uint32_t* value;  // (num_places)
   std::int64_t num_places;
-  int bits;  // of places, if there are keys
+  int bits;  // log2 of num_places, if there are keys
 };
 FASTSPARSE_ARGUMENTS(NodeTable, FIELDS(key, value, num_places, bits));
 
@@ -47,8 +48,8 @@ FASTSPARSE_ARGUMENTS(NodeTable, FIELDS(key, value, num_places, bits));
 struct NodeList {
   std::int64_t* node;        // ids in the graph
   std::int32_t* seed;        // number of the seed to whose subgraph the node belongs; null: one subgraph
-  std::int64_t num_nodes;    // in the graph
-  std::int64_t first_place;  // of the type's nodes, if every node has its own place
+  std::int64_t num_nodes;    // number of nodes in the graph
+  std::int64_t first_place;  // first place of the type's nodes, if every node has its own place
   std::int32_t type;         // below 2^8
 };
 FASTSPARSE_ARGUMENTS(NodeList, FIELDS(node, seed, num_nodes, first_place, type));
@@ -63,12 +64,12 @@ FASTSPARSE_ARGUMENTS(FirstNodes, FIELDS(list, count, count_out));
 
 struct SampleStep {
   CsrView a;
-  const float* weight;       // of every entry; null: all are equally likely
+  const float* weight;       // (num_edges), per entry; null: all entries are equally likely
   const double* weight_sum;  // (num_edges + 1) sums of the weights before every entry; with replacement
   std::int64_t fanout;       // < 0: all
   bool replace;
   bool induced;          // chooses all entries whose source is in the batch; adds no nodes
-  std::uint32_t number;  // of the step; its random numbers depend on it
+  std::uint32_t number;  // number of the step; its random numbers depend on it
   NodeList dst;
   NodeList src;
   const std::int64_t* first_row;     // first row of the step, as the number of a destination
@@ -77,7 +78,7 @@ struct SampleStep {
   std::int64_t* nodes_after;
   const std::int64_t* edges_before;  // number of edges in the following three arrays
   std::int64_t* edges_after;
-  std::uint32_t* place;   // of every edge's source in the table; CPU: number of the source
+  std::uint32_t* place;   // place of every edge's source in the table; CPU: number of the source
   std::int32_t* row;      // destination of every edge
   std::int64_t* edge_id;  // position of every edge in the caller's order
   std::int64_t most_rows;

@@ -6,7 +6,7 @@
 namespace fastsparse {
 
 struct SlabSumsArgs {
-  const float* weights;  // (num_slabs, 2, of_weight): of W, then of W_r
+  const float* weights;  // (num_slabs, 2, of_weight): gradients of W, then of W_r
   const float* bias;     // (num_slabs, of_bias)
   float* grad_weight;    // out (of_weight)
   float* grad_root;      // out (of_weight)

@@ -7,7 +7,7 @@ namespace fastsparse {
 
 // Additional facts for the host about edges that are sorted.
 enum SortFact : int {
-  kIsSorted = kNumEdgeFacts,  // not 0: they were sorted
+  kIsSorted = kNumEdgeFacts,  // not 0: the edges were sorted
   kNumSlices,
   kNumSlots,
   kNumSplitRows,
@@ -21,23 +21,23 @@ constexpr std::int64_t kMostCompared = 1024;
 // Largest number of thread blocks of a launch.
 constexpr int kMostSortBlocks = 256;
 
-// What `inspect` finds of few edges, which are also sorted by row, then column, those of one place in their
-// order: on CUDA in one launch, if no row has more than kMostCompared. Then rowptr, col_out, inv_degree and
-// slices are those of the sorted edges. Edges that may stay as they are do. Rows of more than `longest`
-// entries are cut into several slices.
+// Inspects few edges, and sorts them by row, then column, and stably among equal edges. CUDA sorts them in
+// one launch, if no row has more than kMostCompared entries. After the sort, rowptr, col_out, inv_degree and
+// slices are those of the sorted edges. Edges that may stay in their order are not sorted (stay_in_order).
+// Rows of more than `longest` entries are cut into several slices.
 struct SortEdgesArgs {
   InspectArgs found;  // with rows, without edge_id, of up to kFewEdges edges and rows; kNumSortFacts facts
   std::int64_t num_cols;    // up to 2^31 - 1
   std::int64_t longest;     // at least 32
   std::int32_t* order;      // (num_edges) position of each sorted edge in the input
-  float* inv_sqrt_degree;   // (num_rows) of the degrees with a loop more
+  float* inv_sqrt_degree;   // (num_rows) 1 / sqrt(degree + 1)
   std::int64_t* split_ptr;  // (num_edges / longest + 1) ranges of slots of the rows that are cut; CUDA only
   std::uint64_t* sums;      // (kMostSortBlocks), scratch; CUDA only
   std::int32_t* split_row;  // (num_edges / longest) rows that are cut; CUDA only
   std::int32_t* scratch;    // (num_rows + num_edges); CUDA only
 };
 
-// Where `sort_edges` finds workspace on CUDA in one allocation: slices come first.
+// Addresses of workspace for `sort_edges` on CUDA, in one allocation. The slices are at its beginning.
 struct SortWorkspace {
   char *split_ptr, *sums, *facts, *split_row, *scratch, *end;
 
@@ -52,8 +52,8 @@ struct SortWorkspace {
   }
 };
 
-// Whether edges may stay in their order: rows ascend, and where the structure may equal its transpose, which
-// only sorted columns let it share, columns too.
+// Whether edges may stay in their order: rows ascend. If the structure may equal its transpose, columns must
+// ascend too, because only then can both share one structure.
 FASTSPARSE_HOST_DEVICE bool stay_in_order(const InspectArgs& args) {
   const bool may_be_symmetric = args.square && args.facts[kChecksum] == 0;
   return args.facts[kRowsDescend] == 0 && !(may_be_symmetric && args.facts[kColsDescend] != 0);

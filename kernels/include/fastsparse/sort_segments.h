@@ -14,7 +14,7 @@ enum SegmentFact : int {
   kCutSegments = 0,  // the first two facts are `RowSplitArgs::totals`
   kSegmentSlots,
   kIndexDescends,   // 1: the index did not ascend
-  kEntriesInRange,  // number of entries of all segments; less than the index has if some were out of range
+  kEntriesInRange,  // number of entries of all segments; entries out of range are not counted
   kNumSegmentFacts,
 };
 
@@ -28,21 +28,21 @@ struct SortSegmentsArgs {
   bool index_is_64bit;
   std::int64_t num_rows;      // 1 to 2^31 - 1
   std::int64_t num_segments;  // at least 1
-  std::int64_t longest;       // entries of a slice, a power of two
+  std::int64_t longest;       // largest number of entries in a slice, a power of two
   std::int64_t* rowptr;       // (num_segments + 1)
   std::int32_t* order;        // (num_rows) position of each sorted entry in the index
   RowSlice* slices;           // (num_segments + num_rows / longest), the largest possible number
   std::int32_t* split_row;    // (num_rows / longest)
   std::int64_t* split_ptr;    // (num_rows / longest + 1)
   std::int64_t* facts;        // (kNumSegmentFacts) in the device's memory
-  std::int64_t* host_facts;   // the same in the host's, which the device can write
+  std::int64_t* host_facts;   // (kNumSegmentFacts) in host memory that the device can write
 };
 
 // Sorted keys; the keys of row r equal r.
 struct SortedKeys {
   const std::uint32_t* key;  // (num_keys)
   std::int64_t num_keys;
-  std::int64_t* rowptr;  // out, that of the `RowSplitArgs` of the same call
+  std::int64_t* rowptr;  // out; the same pointer as in the RowSplitArgs of the call
 };
 
 namespace cuda {
@@ -50,8 +50,8 @@ namespace cuda {
 std::size_t sort_segments_scratch_bytes(const SortSegmentsArgs& args);
 int sort_segments(const SortSegmentsArgs& args, void* scratch, std::size_t scratch_bytes, void* stream);
 
-// Row pointers of sorted keys, then the rows' slices. `args.totals` has space for all facts, which are also
-// sent to the host; the fact of the index's order is there before.
+// Finds the row pointers of sorted keys, then the rows' slices. `args.totals` has space for all facts, which
+// are also copied to the host. The fact kIndexDescends must be there before.
 int row_split_of_keys(const RowSplitArgs& args, const SortedKeys& keys, std::int64_t* host_facts,
                       void* stream);
 

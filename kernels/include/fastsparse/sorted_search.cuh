@@ -25,7 +25,7 @@ __device__ std::int64_t search_warp(const Number* sorted, std::int64_t low, std:
   return low;
 }
 
-// The same by one thread.
+// As search_warp, by one thread.
 template <typename Number>
 __device__ std::int64_t search(const Number* sorted, std::int64_t low, std::int64_t high,
                                std::int64_t least) {

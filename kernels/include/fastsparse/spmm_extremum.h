@@ -12,7 +12,7 @@ constexpr std::int32_t kNoEdge = -1;
 struct SpmmExtremumBackwardArgs {
   CsrView a;  // on CUDA the transpose, like the slices; on the CPU the structure itself
   RowSplitView split_t;
-  EdgeValueView value;         // null data if values were added; then grad_value is computed as for x = 1
+  EdgeValueView value;         // null data if values were added; grad_value is then computed as for x = 1
   DenseView grad;              // (num_rows, width)
   DenseView x;                 // (num_cols, width); read for grad_value; null: values were added
   const std::int32_t* arg;     // (num_rows, width), of the forward pass

@@ -1,18 +1,18 @@
 // The matricised dot product of TCA-SpMM (section 4.1) with mma m16n8k8, read from CSR.
 //
-// An 8x8 matrix of a row's entries, times the features of those entries, has the row's dot product as its
-// trace. In registers (lane = 4 g + t): lane (g, t) gathers 16 bytes, 8 features, of two entries. A product
-// takes one of the features in rows 0-7 of A, the next in rows 8-15, and the entries' weights in B: row g of
-// A meets column g of B in entry (g, g) of the result, which is a dot product of 8 entries; other entries of
-// the result are of no use. Sums stay there until the row is done, and only then is the trace taken.
+// The entries of a row form an 8x8 matrix. Its product with the features of these entries has the row's dot
+// product as its trace. In registers (lane = 4 g + t), lane (g, t) gathers 16 bytes, 8 features, of two
+// entries. One product takes one of these features in rows 0-7 of A, the next feature in rows 8-15, and the
+// entries' weights in B. Entry (g, g) of the result is a dot product of 8 entries; the other entries of the
+// result are not used. Sums stay in the result until the row is done, and only then is the trace computed.
 //
-// That leaves open which entries and features a lane gathers, as long as those of one g and k agree. Here the
-// lanes of one entry take neighbouring pieces of 8 features, so that rows of x are read in runs of up to 128
-// bytes per eight lanes: g names one of kChunks chunks of entries and one of kRowPieces pieces. t names one
-// of kLanePieces pieces; the product sums over t. Those are kept apart by zeros in B: lane (g, t) gives its
-// weights only where its piece is the one that column g stands for. The packings of the paper (section 4.2:
-// 4, 8 or 16 features of 32, 16 or 8 entries) are the same idea in g alone; chunks of one warp may also
-// belong to several rows.
+// A lane may gather any entries and features, as long as those of one g and k agree. Here the lanes of one
+// entry gather neighbouring pieces of 8 features, so that eight lanes read up to 128 consecutive bytes of a
+// row of x. g is the number of one of kChunks chunks of entries and of one of kRowPieces pieces. t is the
+// number of one of kLanePieces pieces. The product sums over t, so zeros in B keep these pieces apart: lane
+// (g, t) gives its weights only if column g stands for its piece. The packings of the paper (section 4.2: 4,
+// 8 or 16 features of 32, 16 or 8 entries) do the same in g alone. Chunks of one warp may belong to different
+// rows.
 #pragma once
 
 #include "fastsparse/cuda_common.cuh"
@@ -64,7 +64,7 @@ struct TcaTile {
   // error of a sum grows with the number of products.
   static constexpr int kBatchesPerSum = 32;
 
-  int lane, piece, chunk, nth;  // nth: which pair of a chunk's entries
+  int lane, piece, chunk, nth;  // nth: number of the pair of a chunk's entries
   bool in_column;               // whether this lane's piece is the one that column g of B stands for
 
   __device__ __forceinline__ TcaTile() : lane(threadIdx.x % kWarp) {
@@ -177,12 +177,12 @@ struct TcaTile {
     }
   }
 
-  // Place in a batch of the i-th of the entries that this lane multiplies.
+  // Index in a batch of the i-th entry that this lane multiplies.
   __device__ __forceinline__ int offset(int i) const {
     return i / 2 * kStep + chunk * kChunk + 2 * nth + i % 2;
   }
 
-  // Place in a batch of the j-th entry whose column and weight this lane reads.
+  // Index in a batch of the j-th entry whose column and weight this lane reads.
   __device__ __forceinline__ int owned(int j) const { return offset(piece * kOwn % (2 * kSteps) + j); }
 
   // Loads the columns that this lane reads for all lanes of its chunk.
@@ -212,7 +212,7 @@ struct TcaTile {
       static_assert(kLanePieces > 1, "the other entry of a pair is read by the next lane");
       const std::uint32_t mine = bits_of<T>(own[0]);
       const std::uint32_t other = __shfl_xor_sync(kFullWarp, mine, 1);
-      const std::uint32_t pair = mine | other << 16;  // as even pieces need it, the only ones that are asked
+      const std::uint32_t pair = mine | other << 16;  // correct for even pieces, and only these are read
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) weights[s] = from_owner(pair, 2 * s);
     } else {
@@ -224,7 +224,7 @@ struct TcaTile {
     }
   }
 
-  // Eight features of two entries.
+  // Multiplies eight features of two entries.
   __device__ __forceinline__ static void multiply(const uint4& even, const uint4& odd, std::uint32_t weights,
                                                   float (&sums)[4][4]) {
     const std::uint32_t a[4] = {even.x, even.y, even.z, even.w};

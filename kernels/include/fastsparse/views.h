@@ -78,7 +78,7 @@ struct BsbView {
                          // without values
   bool value_id_is_64bit;
   std::int64_t num_rows;
-  RowSplitView split;     // of windows, in quads; all slices of a cut window but the last are whole blocks
+  RowSplitView split;  // slices of windows, in quads; only the last slice of a window may end within a block
   const WindowRun* runs;  // the same slices, but short windows are joined to runs
   std::int64_t num_runs;
 };
@@ -141,7 +141,7 @@ struct SpmmTransposedArgs {
   void* out;  // with counts and 16-bit x: (num_cols, width) contiguous in the dtype of x, gets the result,
               // and `sum` is scratch; otherwise null
   std::int64_t width;
-  Dtype dtype;  // of x
+  Dtype dtype;  // dtype of x
 };
 FASTSPARSE_ARGUMENTS(SpmmTransposedArgs, AS(structure, a), ALSO(split), FIELDS(x), WIDTH(width), DTYPE(dtype),
                      FIELDS(value, scale_dst, scale_src, sum, num_given, count, out));
@@ -166,7 +166,8 @@ struct AggregateLinearArgs {
 FASTSPARSE_ARGUMENTS(AggregateLinearArgs, AS(structure, a), FIELDS(sums_given, scale_dst, x), WIDTH(width),
                      MATRIX(weight), NUM_ROWS(out_width), FIELDS(root_weight, bias, sums, out, num_terms));
 
-// Gradients of the parameters of aggregate_linear, one part per slab of rows. Alignments are the same.
+// Gradients of the parameters of aggregate_linear, one part per slab of rows. Alignments as in
+// AggregateLinearArgs.
 struct AggregateLinearBackwardArgs {
   const float* grad;  // (num_rows, out_width) contiguous
   const float* sums;  // (num_rows, width) contiguous
@@ -250,10 +251,10 @@ struct HeadOuterArgs {
   CsrView a;      // rows without entries are omitted, even if x and y are NaN there
   const void* x;  // (num_rows, heads * head_width), widths that are multiples of 4
   std::int64_t x_stride;
-  const void* y;  // likewise
+  const void* y;  // (num_rows, heads * head_width)
   std::int64_t y_stride;
   const void* x_edge;  // (num_rows, heads, edge_width), multiplied by x
-  const void* y_edge;  // likewise
+  const void* y_edge;  // (num_rows, heads, edge_width), multiplied by y
   std::int64_t num_rows;
   std::int64_t heads;
   std::int64_t head_width;
@@ -274,15 +275,15 @@ struct HybridRowsCounts {
   std::int32_t slots;       // items of split rows
 };
 
-// Cuts rows into long items, whose lengths are multiples of `multiple` entries, and short ones. The host only
-// knows upper bounds, so it need not wait for the list. CUDA only.
+// Cuts rows into long items, whose lengths are multiples of `multiple` entries, and short items. The host
+// allocates by upper bounds, so that it need not wait for the list. CUDA only.
 struct HybridRowsArgs {
-  const std::int64_t* rowptr;  // (num_rows + 1), not of 0 rows
+  const std::int64_t* rowptr;  // (num_rows + 1); num_rows > 0
   std::int64_t num_rows;
   std::int32_t multiple;
   std::int32_t longest;
   HybridRowsCounts*
-      counts;  // (num_hybrid_rows_counts(num_rows)) scratch, the last one out: those of all rows
+      counts;  // (num_hybrid_rows_counts(num_rows)) scratch; out: the totals, in the last element
   std::int64_t most_long;
   RowSlice* slices;         // out (most_long + num_rows): the long items, then the short item of every row;
                             // its length is -1 if there is none
@@ -445,7 +446,7 @@ struct Gatv2AttentionBackwardArgs {
   CsrView a_t;
   RowSplitView split_t;
   Gatv2AttentionInput input;
-  DenseView out;   // of the forward pass
+  DenseView out;   // result of the forward pass
   DenseView grad;  // (num_rows, heads * head_width)
   const float* lse;
   void* grad_x_dst;       // (num_rows, heads * head_width)
@@ -462,8 +463,8 @@ FASTSPARSE_ARGUMENTS(Gatv2AttentionBackwardArgs, AS(structure, a), ALSO(split), 
                             partial_dst, partial_src));
 
 // Dot-product attention on tensor cores: out_i,h = sum_j dropout(p_ij,h) v_j,h with p the softmax over row i
-// of scale <q_i,h , k_j,h> + bias_ij,h. dtype float16, bfloat16 or float32; widths of a head, at most 256,
-// row strides and addresses are multiples of 16 bytes. CUDA only.
+// of scale <q_i,h , k_j,h> + bias_ij,h. dtype float16, bfloat16 or float32. Heads have at most 256 features.
+// Widths of heads, row strides and addresses are multiples of 16 bytes. CUDA only.
 struct AttentionBsbInput {
   DenseView q;         // (num_rows, heads * head_width)
   DenseView k;         // (num_cols, heads * head_width)
@@ -525,13 +526,13 @@ struct AttentionCsrArgs {
   CsrView a;
   AttentionScore kind;
   DenseView dst;       // (num_rows, heads * head_width); additive: (num_rows, heads) in the accumulation type
-  DenseView src;       // (num_cols, ...) likewise
+  DenseView src;       // (num_cols, heads * head_width); additive: (num_cols, heads) in the accumulation type
   DenseView v;         // (num_cols, heads * value_width)
   const void* att;     // (heads, head_width) in the accumulation type; GATv2 only
   EdgeValueView bias;  // null data: 0
   DenseView edge;      // (num_values, edge_width) in the caller's edge order
   DenseView weight;    // W, (heads * value_width, edge_width)
-  double scale;        // of dot products; else the slope of the leaky ReLU
+  double scale;        // dot products: factor of the scores; otherwise: slope of the leaky ReLU
   Dropout dropout;
   double keep_scale;  // 1 / (1 - dropout probability)
   std::int64_t heads;
@@ -583,7 +584,7 @@ struct EdgeAttentionInput {
   // (edge_width, chunks, heads, lanes, 16 bytes) in dtype.
   const void* weight;
   EdgeValueView bias;  // null data: 0; dot products only
-  double scale;        // of dot products; else the slope of the leaky ReLU
+  double scale;        // dot products: factor of the scores; otherwise: slope of the leaky ReLU
   Dropout dropout;
   std::int64_t heads;
   std::int64_t head_width;
@@ -629,8 +630,10 @@ struct EdgeAttentionBackwardArgs {
   void* grad_v;         // null for GATv2, where it is part of the gradient of k
   void* grad_q_edge;    // dot products only
   void* grad_features;  // (parts, num_values, edge_width) in the accumulation type, null: not computed
-  void* grad_att;       // (att_rows, heads * head_width), likewise: the gradient is the sum of its rows
-  void* grad_weight;    // (weight_rows, edge_width, heads * head_width), likewise, null: not computed
+  void* grad_att;  // (att_rows, heads * head_width) in the accumulation type: the gradient is the sum of its
+                   // rows
+  void* grad_weight;  // (weight_rows, edge_width, heads * head_width) in the accumulation type: as grad_att;
+                      // null: not computed
   std::int64_t att_rows;
   std::int64_t weight_rows;
   float* partial_q;
@@ -660,7 +663,7 @@ struct MultiAggregateInput {
                        // the edges' features are the rows e_ij, edge_width = width
   std::int64_t edge_width;  // a multiple of 4 on CUDA if there is a weight
   std::int64_t width;
-  std::int64_t group_width;    // the width of each group of features, whose results are side by side
+  std::int64_t group_width;    // features per group; all results of a group are stored next to each other
   int slot[kNumAggregations];  // place of each aggregation in a group's results, -1: not wanted
   int num_slots;               // number of wanted aggregations
   double min_variance;         // largest variance for which the standard deviation is 0
@@ -708,11 +711,11 @@ struct MultiAggregateBackwardArgs {
   std::uint8_t* marks;  // (num_values, ceil(width / 4)): a bit for the maximum of each of 4 features, then
                         // for the minimum; CUDA only, null: neither, or the edges have rows
   void* grad_src;       // (num_cols, width), null: not computed
-  void* grad_dst;       // (num_rows, width), likewise
+  void* grad_dst;       // (num_rows, width), null: not computed
   void* grad_edge;      // with a weight: (parts, num_values, edge_width) in the accumulation type, a part per
                         // 128 features; otherwise (num_values, width) in dtype; null: not computed
-  void* grad_weight;  // (weight_parts, edge_width, width) in the accumulation type, likewise: the gradient is
-                      // the sum of its parts
+  void* grad_weight;    // (weight_parts, edge_width, width) in the accumulation type, null: not computed. The
+                        // gradient is the sum of its parts
   std::int64_t weight_parts;
   std::int64_t num_values;
   void* partial;  // (num_slots of the transpose, width) in the accumulation type; CUDA only
@@ -747,8 +750,8 @@ enum class Reduction : int {
   kDeviation = 6
 };
 
-// out_s = the reduction over segment s of rows of x, read through the entries' positions. The columns of `a`
-// are not used. The result of an empty segment is 0; for products, it is 1.
+// out_s = the reduction over segment s of rows of x, which are read at the entries' positions in the caller's
+// edge order. The columns of `a` are not used. The result of an empty segment is 0; for products, it is 1.
 struct SegmentReduceArgs {
   CsrView a;
   RowSplitView split;
@@ -763,8 +766,8 @@ struct SegmentReduceArgs {
 };
 
 // Windows of `height` rows, at most 64. The entries of a window are sorted by source, then by row. An entry
-// is 64 * source + row in the window; its highest bit: all entries of the source are in one strip. Slices are
-// sorted by block of sources.
+// is 64 * source + row in the window. Its highest bit is set if all entries of the source are in one strip.
+// Slices are sorted by block of sources.
 struct RowPanelsView {
   const std::uint32_t* entry;  // (num_edges)
   const void* value_id;        // (num_edges) position in the caller's edge order; null without values
@@ -806,7 +809,7 @@ struct SsdBackwardArgs {
 FASTSPARSE_ARGUMENTS(SsdBackwardArgs, AS(transposed, a_t), ALSO(split_t), FIELDS(grad), DTYPE(dtype),
                      FIELDS(value, ids, scale_dst, scale_src, out, partial));
 
-// The same, computed from row panels. Not for float64; CUDA only.
+// The result of SsdBackwardArgs, computed from row panels. Not for float64; CUDA only.
 struct SsdBackwardWindowsArgs {
   RowPanelsView a;
   EdgeValueView value;
@@ -901,11 +904,11 @@ struct InspectArgs {
   const void* row;      // (num_edges); null: rowptr is given
   const void* col;      // (num_edges)
   const void* edge_id;  // (num_edges); null: none
-  bool index_is_64bit;  // of row and col
+  bool index_is_64bit;  // whether row and col are 64-bit
   bool edge_id_is_64bit;
   std::int64_t num_edges;
   std::int64_t num_rows;
-  bool square;            // whether the checksum is wanted
+  bool square;            // whether to compute kChecksum
   std::int64_t* rowptr;   // (num_rows + 1); written if rows are given, valid if they ascend
   std::int32_t* col_out;  // (num_edges); null: not computed
   float* inv_degree;      // (num_rows), 0 for rows without entries
@@ -922,7 +925,7 @@ struct RowSignaturesArgs {
   const std::int64_t* rowptr;  // (num_rows + 1)
   const std::int32_t* col;     // (num_edges)
   std::int64_t num_rows;
-  int column_bits;          // of a column's number, at most 31
+  int column_bits;          // bits of a column's number, at most 31
   int num_bands;            // orders to sort rows by, fewer than there are hashes
   std::uint8_t* signature;  // (num_rows, 16) eight bits of every hash
   std::int32_t* keys;       // (num_bands, num_rows) sort keys of every order
@@ -936,11 +939,11 @@ struct SimilarRowsArgs {
   const std::int32_t* order;      // (num_bands, num_rows): band * num_rows + row, by the keys of the band
   std::int64_t num_rows;
   std::int64_t num_bands;
-  std::int64_t* best;  // (num_rows) in and out: the greatest similarity to any neighbour
+  std::int64_t* best;  // (num_rows) in and out: similarity() of the row compared so far that is most similar
 };
 FASTSPARSE_ARGUMENTS(SimilarRowsArgs, FIELDS(signature, order, num_rows, num_bands, best));
 
-// Follows the links from rows to their most similar ones (group_rows.h).
+// Follows the links from rows to their most similar rows (group_rows.h).
 struct LinkRowsArgs {
   const std::int64_t* rowptr;  // (num_rows + 1)
   const std::int64_t* best;    // (num_rows)
@@ -950,12 +953,12 @@ struct LinkRowsArgs {
 };
 FASTSPARSE_ARGUMENTS(LinkRowsArgs, FIELDS(rowptr, best, num_rows, root, counts));
 
-// Cuts rows into slices, long slices first (RowSplitView): first count, then allocate, then fill.
+// Cuts rows into slices, long slices first (RowSplitView). The caller counts, allocates and then fills.
 struct RowSplitArgs {
   const std::int64_t* rowptr;  // (num_rows + 1)
   std::int64_t num_rows;
-  std::int64_t longest;     // entries of a slice, a power of two
-  std::int64_t* counts;     // (num_row_split_counts(num_rows)) scratch from count to fill
+  std::int64_t longest;     // largest number of entries in a slice, a power of two
+  std::int64_t* counts;     // (num_row_split_counts(num_rows)) scratch that count writes and fill reads
   std::int64_t* totals;     // (2) out of count: numbers of split rows and of slots
   RowSlice* slices;         // out of fill, (num_rows - split rows + slots)
   std::int32_t* split_row;  // out of fill, (split rows)
@@ -970,7 +973,7 @@ struct MaxkArgs {
   DenseView x;   // (num_rows, width)
   void* values;  // (num_rows, k)
   void* ids;     // (num_rows, k) uint8 where width <= 256, else uint16
-  void* out;     // (num_rows, width), 0 except for the kept entries; null: values and ids are asked for
+  void* out;     // (num_rows, width), 0 except for the kept entries; null: the results are values and ids
   std::uint32_t* kept;  // (num_rows, words of width bits): bit c % 32 of word c / 32 for each kept column c
   std::int64_t num_rows;
   std::int64_t width;
@@ -1018,15 +1021,16 @@ struct CbsrGatherArgs {
 FASTSPARSE_ARGUMENTS(CbsrGatherArgs, FIELDS(dense), NUM_ROWS(num_rows), WIDTH(width), DTYPE(dtype),
                      MATRIX(ids), WIDTH(k), FIELDS(out));
 
-// As SpmmArgs with x in CBSR: k entries in every row of width features.
+// With SsdArgs.few_entries, groups that share a warp have at most this many entries.
 constexpr int kShortGroupEntries = 7;
 
+// As SpmmArgs with x in CBSR: k entries in every row of width features.
 struct SsdArgs {
   CsrView a;
   RowSplitView groups;    // edge groups; CUDA only
-  int longest_group;      // entries that they have at most
-  std::int64_t num_long;  // number of groups, at the beginning, that get a warp each; the others share warps
-  bool few_entries;       // whether the others have at most kShortGroupEntries entries
+  int longest_group;      // largest number of entries in a group
+  std::int64_t num_long;  // the first groups, which get a warp each; the other groups share warps
+  bool few_entries;       // whether the other groups have at most kShortGroupEntries entries
   EdgeValueView value;    // one per edge
   const void* values;     // (num_cols, k) in dtype
   const void* ids;        // (num_cols, k) uint8 where width <= 256, else uint16; ascending

@@ -17,18 +17,18 @@ __device__ __forceinline__ int swizzled(int row, int byte) {
   return row * kSwizzledRowBytes + (byte ^ (row % 8 * 16));
 }
 
-// Where operand B is. Rows are outputs and hold 64 elements of the sum's direction: `next_atom` is the
-// distance of 8 rows, `next_panel` is not used. Or rows are the sum's and hold 64 outputs: `next_atom` is the
-// distance of 8 rows, `next_panel` that of 64 outputs.
+// Descriptor of operand B. If rows are outputs, a row holds 64 elements of the sum's dimension: `next_atom`
+// is the distance of 8 rows, `next_panel` is not used. If rows are elements of the sum's dimension, a row
+// holds 64 outputs: `next_atom` is the distance of 8 rows, `next_panel` that of 64 outputs.
 __device__ __forceinline__ std::uint64_t operand_b(const void* shared, int next_atom, int next_panel) {
   const auto address = static_cast<std::uint64_t>(__cvta_generic_to_shared(shared));
   return (address & 0x3ffff) >> 4 | static_cast<std::uint64_t>(next_panel >> 4) << 16 |
          static_cast<std::uint64_t>(next_atom >> 4) << 32 | std::uint64_t{1} << 62;
 }
 
-// C (64 x 8 kTiles, float32) = A (64 x 16) B (16 x 8 kTiles), plus C where `adds`, of bfloat16: enqueued, a
-// group of products at a time, between a fence and a wait. c[i] and a are a warp's 16 rows, as mma.sync has
-// them. kByRow: the rows of B in shared memory are the sum's.
+// C (64 x 8 kTiles, float32) = A (64 x 16) B (16 x 8 kTiles) in bfloat16; adds C if `adds`. Products are
+// enqueued in groups, between a fence and a wait. c[i] and a have a warp's 16 rows, in the layout of
+// mma.sync. kByRow: rows of B in shared memory are elements of the sum's dimension.
 template <bool kByRow>
 __device__ __forceinline__ void wgmma_bf16(float (&c)[16][4], const std::uint32_t (&a)[4], std::uint64_t b,
                                            bool adds);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void wgmma_commit() {
 template <int kTiles>
 __device__ __forceinline__ void wgmma_wait(float (&c)[kTiles][4]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  // The compiler knows of no other reason to read c after the wait.
+  // Makes the compiler read c after the wait.
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
     asm volatile("" : "+f"(c[tile][0]), "+f"(c[tile][1]), "+f"(c[tile][2]), "+f"(c[tile][3])::"memory");
