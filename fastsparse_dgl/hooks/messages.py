@@ -113,6 +113,20 @@ def extremum_edges(adj: Adjacency, e: Tensor, reduce: Literal["max", "min"]) -> 
     return out.reshape(adj.num_dst, *e.shape[1:])
 
 
+def with_initial_values(adj: Adjacency, out: Tensor, reduce: str) -> Tensor:
+    """Extrema with DGL's initial values in rows without edges: -inf for ``"max"``, inf for ``"min"``.
+
+    `update_all` and `multi_update_all` replace these values by 0 after the user's functions have seen them.
+    """
+    is_extremum = reduce in ("max", "min") and out.is_floating_point()
+    if not is_extremum or adj.num_edges == 0 or not adj.has_empty_rows():
+        return out
+    empty = adj.derived("fastsparse_dgl.empty_rows", lambda: adj.in_degree() == 0)
+    return out.masked_fill(
+        empty.reshape(-1, *[1] * (out.dim() - 1)), math.inf if reduce == "min" else -math.inf
+    )
+
+
 def aligned(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, torch.Size]:
     """Reshapes both to the same number of dimensions, at least two; also returns the broadcast feature shape.
 

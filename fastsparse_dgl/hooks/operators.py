@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 from typing import Any, Literal
 
 import torch
@@ -126,13 +125,7 @@ def gspmm(gidx: Any, op: str, reduce_op: Reduce, lhs_data: Any, rhs_data: Any) -
 
 
 def _gspmm(adj: Adjacency, op: str, reduce: Reduce, x: Any, e: Any) -> Tensor:
-    out = _reduced_messages(adj, op, reduce, x, e)
-    if reduce in ("sum", "mean") or adj.num_edges == 0 or not adj.has_empty_rows():
-        return out
-    # In empty rows, DGL's operators return the initial value, which `update_all` replaces by 0.
-    empty = adj.derived("fastsparse_dgl.empty_rows", lambda: adj.in_degree() == 0)
-    empty = empty.reshape(-1, *[1] * (out.dim() - 1))
-    return out.masked_fill(empty, math.inf if reduce == "min" else -math.inf)
+    return messages.with_initial_values(adj, _reduced_messages(adj, op, reduce, x, e), reduce)
 
 
 def _reduced_messages(adj: Adjacency, op: str, reduce: Reduce, x: Any, e: Any) -> Tensor:

@@ -271,7 +271,7 @@ def _by_plan(g: Any, mfunc: Any, rfunc: Any, is_passing: bool) -> tuple[dict[str
     for name, value in written.items():
         g._edge_frames[0][name] = value
     if is_passing and not has_own_reduction:
-        results = {rfunc.out_field: results}
+        results = {rfunc.out_field: messages.with_initial_values(found["adj"], results, rfunc.name)}
     return results, plan.gains
 
 

@@ -49,9 +49,9 @@ class DataLoader(PygDataLoader):
 
     Storing takes as much memory as the graphs, except for an `InMemoryDataset` on the CPU, whose storage is
     read in place. At the beginning of every epoch the loader checks the dataset, and stores changed graphs
-    again. It always detects a replaced graph or attribute. It checks 1,024 tensors per epoch for in-place
-    writes, and the next ones in the next epoch. In a large dataset it may therefore detect a write some
-    epochs later.
+    again. It always detects a replaced graph or attribute. For in-place writes, it checks tensors for at most
+    2 % of the time since the last epoch began, but at least 1,024 of them; the next epoch checks the next
+    ones. In a large dataset it may therefore detect a write some epochs later.
 
     Args:
         dataset: as in PyG.

@@ -14,12 +14,13 @@ from torch_geometric.nn.conv import MessagePassing
 
 from fastsparse_core import Adjacency
 from fastsparse_core.fallback import Reason
+from fastsparse_core.log import info_once
 from fastsparse_core.message_plans.ends import EdgeEnd
 from fastsparse_core.message_plans.plan import OWN, PER_EDGE
 from fastsparse_core.ops._autocast import is_any_autocast_enabled
 from fastsparse_core.ops._eager import is_plain_eager, why_watched
 from fastsparse_pyg import fallback
-from fastsparse_pyg.caching import is_new, lookup
+from fastsparse_pyg.caching import is_new, logger, lookup
 from fastsparse_pyg.graph import edges_made_anew, for_pyg, is_sparse_matrix, to_edge_index
 from fastsparse_pyg.nn.base import FEW_EDGES_ON_GPU, FastConv, are_few_on_gpu, has_message_hook, known
 from fastsparse_pyg.nn.layer_arguments import EMPTY, Arguments, Signature, pointer
@@ -335,7 +336,10 @@ class AnyLayer(MessagePassing):
         """The pattern of a method if these arguments are None."""
         cls = type(self)
         key = (getattr(cls, method), absent)
-        return self._known_pattern(key, lambda: find_pattern(self, cls._original, method, absent))
+        found = self._known_pattern(key, lambda: find_pattern(self, cls._original, method, absent))
+        if found.is_untraced:
+            info_once(logger, f"{cls.__name__}: {method}() runs per edge, because it {found.reason}")
+        return found
 
     def _joint_pattern(self, found: Arguments) -> Pattern:
         """What `message` and an `aggregate` of the layer's own compute together."""
@@ -407,7 +411,8 @@ class AnyLayer(MessagePassing):
         kernel = kernel_of(pattern, how)
         if kernel:
             return f"{pattern}: {kernel} ({how})"
-        where = "message() per edge" + (f", because of {plan}" if plan else "")
+        cause = f"it {pattern.reason}" if pattern.is_untraced else f"of {plan}" if plan else ""
+        where = "message() per edge" + (f", because {cause}" if cause else "")
         if how:
             return f"{where}: segment {how}"
         reason = self._why_no_reduction()

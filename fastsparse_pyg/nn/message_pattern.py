@@ -61,6 +61,11 @@ class Pattern:
     assigned: Mapping[str, Node] = field(default_factory=dict)
     plans: dict[Any, list[Any]] = field(default_factory=dict)
 
+    @property
+    def is_untraced(self) -> bool:
+        """Whether the method could not be traced; `reason` says why."""
+        return self.graph is None and bool(self.reason)
+
     def holds_for(self, layer: nn.Module) -> bool:
         """Whether the layer's attributes are those of the trace."""
         return holds(self.guards, layer)

@@ -157,8 +157,10 @@ class CallReport:
         served = sum(count for row, count in self.rows if not row.reason)
         total = sum(count for _, count in self.rows)
         table = Table(title=f"FastSparse computed {served} of {total} calls")
+        is_short = max(len(row.place) for row, _ in self.rows) <= 40
         for title in ("line", "call", "computed by", "because"):
-            table.add_column(title, overflow="fold")
+            # Places stay whole, so that they can be searched for; long ones would squeeze the other columns.
+            table.add_column(title, overflow="fold", no_wrap=title == "line" and is_short)
         table.add_column("calls", justify="right")
         measured: dict[str, dict[Row, float]] = {}
         if self.times is not None:

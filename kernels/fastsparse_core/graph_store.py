@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -34,9 +35,11 @@ _logger = logging.getLogger("fastsparse_core")
 _SHARE_OF_FREE = 0.5
 
 
-#: Tensors whose versions are compared at a time. Each costs a few cache misses: 80,000 of them, those of
-#: 20,000 graphs, would take as long as a third of a captured epoch.
-_MOST_VERSIONS = 1024
+#: Number of tensors in a group whose versions are compared together. Each costs a few cache misses: 80,000 of
+#: them, those of 20,000 graphs, would take as long as a third of a captured epoch.
+_VERSIONS_AT_ONCE = 1024
+#: Share of the time between two checks that comparing versions may take.
+_SHARE_OF_CHECKS = 0.02
 
 
 class NotStored(Exception):
@@ -588,8 +591,8 @@ class Content:
     """What was stored of a dataset, so that later changes of it are detected.
 
     Another object in one of the dictionaries is always detected. Writes in place are detected when the tensor
-    that was written to is looked at: at most `_MOST_VERSIONS` of them are looked at each time, until all have
-    been.
+    that was written to is checked. Each time, the next group of `_VERSIONS_AT_ONCE` tensors is checked,
+    and further groups while that takes at most `_SHARE_OF_CHECKS` of the time since the last check.
 
     Args:
         mappings: dictionaries of the dataset.
@@ -600,19 +603,30 @@ class Content:
         self._mappings = mappings
         self._values = list(chain.from_iterable(map(dict.values, mappings)))
         tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-        step = -(-len(tensors) // _MOST_VERSIONS)
+        step = -(-len(tensors) // _VERSIONS_AT_ONCE)
         if step > 1:
             step += 1 - step % 2  # odd, so that few attributes are mixed in each part
         parts = [tensors[nth::step] for nth in range(step)]
         #: Groups of tensors that are checked together, and the sums of their versions; the next group is
         #: first.
         self._parts = deque((part, _sum_of_versions(part)) for part in parts)
+        self._last_check = perf_counter()
 
     def is_as_it_was(self) -> bool:
         """Whether the dictionaries hold the same objects, and no tensor was found that was written to."""
-        self._parts.rotate(-1)
-        are_written = any(_sum_of_versions(part) != versions for part, versions in islice(self._parts, 1))
-        return _C.hold_same(containers=self._mappings, values=self._values) and not are_written
+        begin = perf_counter()
+        end = begin + _SHARE_OF_CHECKS * (begin - self._last_check)
+        self._last_check = begin
+        if not _C.hold_same(containers=self._mappings, values=self._values):
+            return False
+        for _ in range(len(self._parts)):
+            self._parts.rotate(-1)
+            part, versions = self._parts[0]
+            if _sum_of_versions(part) != versions:
+                return False
+            if perf_counter() >= end:
+                break
+        return True
 
 
 def _sum_of_versions(tensors: list[Tensor]) -> int:

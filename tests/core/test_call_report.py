@@ -132,3 +132,11 @@ def test_events_are_read_when_the_report_is_made():
     ((row, count),) = fastsparse_core.report().rows
     assert count == 1000
     assert fastsparse_core.report().times.gpu_ms[row] > fastsparse_core.report().times.host_ms[row] > 0
+
+
+def test_places_are_not_wrapped(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
+    row = call_report.Row(
+        "graph_regression/train_model.py:1234", "AcceleratedConv", "k " * 40, "because " * 20
+    )
+    assert row.place in str(call_report.CallReport(((row, 3),)))

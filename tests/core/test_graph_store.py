@@ -230,8 +230,16 @@ def test_positions_may_be_a_tensor(store):
 
 
 def test_changes_of_a_dataset_are_detected(monkeypatch):
-    """Another object always; a write when its tensor's turn has come."""
-    monkeypatch.setattr(graph_store, "_MOST_VERSIONS", 4)
+    """Another object always; a write when its tensor's turn has come, or at once if there is time for all."""
+    now = 0.0
+
+    def clock():
+        nonlocal now
+        now += 1.0  # for every group
+        return now
+
+    monkeypatch.setattr(graph_store, "perf_counter", clock)
+    monkeypatch.setattr(graph_store, "_VERSIONS_AT_ONCE", 4)
     tensors = [torch.zeros(2) for _ in range(30)]
     mappings = [{"x": tensor, "name": "a"} for tensor in tensors]
     content = Content(mappings, tensors)
@@ -240,6 +248,10 @@ def test_changes_of_a_dataset_are_detected(monkeypatch):
         tensors[nth] += 1
         content_now = [content.is_as_it_was() for _ in range(9)]
         assert content_now.count(False) == 1, nth
+        content = Content(mappings, tensors)
+        tensors[nth] += 1
+        now += 9 / graph_store._SHARE_OF_CHECKS
+        assert not content.is_as_it_was(), nth
         content = Content(mappings, tensors)
     for change in (
         lambda: mappings[7].update(name="b"),

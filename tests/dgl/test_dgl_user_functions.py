@@ -388,6 +388,57 @@ def check(
             assert_same(run(call, g=make(), given=given), expected, 1e-10)
 
 
+# ---------------------------------------------------------------- nodes without messages
+
+
+def squashed(nodes):
+    return {"out": torch.sigmoid(nodes.data["out"])}
+
+
+#: Calls that show an apply function, or other relations' results, what nodes without messages get.
+EXTREMUM_CALLS = {
+    "update_all": lambda g, *functions: g.update_all(*functions, squashed, etype="r"),
+    "send_and_recv": lambda g, *functions: g.send_and_recv(
+        torch.arange(EDGES // 2), *functions, squashed, etype="r"
+    ),
+    "pull": lambda g, *functions: g.pull(torch.arange(NODES), *functions, squashed, etype="r"),
+    "push": lambda g, *functions: g.push(torch.arange(NODES), *functions, squashed, etype="r"),
+    "of each relation": lambda g, *functions: g.multi_update_all(
+        dict.fromkeys(g.etypes, (*functions, squashed)), "sum"
+    ),
+}
+for _reducer in ("sum", "mean", "max", "min", "stack"):
+    EXTREMUM_CALLS[_reducer] = lambda g, *functions, reducer=_reducer: g.multi_update_all(
+        dict.fromkeys(g.etypes, functions), reducer, None if reducer == "stack" else squashed
+    )
+
+
+@pytest.mark.parametrize("name", EXTREMUM_CALLS)
+@pytest.mark.parametrize("reduce", ["max", "min"])
+@pytest.mark.parametrize("message", [copied, fn.copy_u("h", "m")], ids=["own", "built-in"])
+def test_extrema_of_nodes_without_messages(
+    message: Any, reduce: str, name: str, plans: list[tuple[str, ...]]
+) -> None:
+    def run_typed() -> list[Tensor]:
+        generator = torch.Generator().manual_seed(4)
+        relations = {}
+        for kind, low, high in (("r", 0, 40), ("s", 20, 50)):
+            src = torch.randint(NODES, (EDGES,), generator=generator)
+            relations["a", kind, "b"] = src, torch.randint(low, high, (EDGES,), generator=generator)
+        g = dgl.heterograph(relations, num_nodes_dict={"a": NODES, "b": NODES})
+        h = torch.randn(NODES, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
+        g.nodes["a"].data["h"] = h
+        EXTREMUM_CALLS[name](g, message, getattr(fn, reduce)("m", "out"))
+        out = g.nodes["b"].data["out"]
+        out.sum().backward()
+        return [out.detach(), h.grad]
+
+    expected = run_typed()
+    with enabled():
+        assert_same(run_typed(), expected, 1e-10)
+    assert bool(plans) is (message is copied)
+
+
 # ---------------------------------------------------------------- what functions close over
 
 

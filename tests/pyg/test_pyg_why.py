@@ -133,6 +133,38 @@ def test_it_names_what_computes_a_layer():
     assert "FastSparse: its own code" in str(found)
 
 
+class Branching(MessagePassing):
+    def __init__(self, limit=0.0):
+        super().__init__(aggr="add")
+        self.limit = limit
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i, x_j):
+        return x_j if x_j.mean() > self.limit else x_i - x_j
+
+
+class Printing(Branching):
+    def message(self, x_j):
+        print(end="")
+        return x_j.relu()
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"), [(Branching, "branches on the values of tensors"), (Printing, "uses print")]
+)
+def test_messages_that_cannot_be_traced_are_said_with_their_reason(layer, reason, monkeypatch, caplog):
+    monkeypatch.setattr(log, "seen", set())
+    model = layer()
+    with caplog.at_level("INFO"):
+        accelerate(model, show=False)
+        (found,) = why(model, torch.randn(40, 6), torch.randint(40, (2, 5000)))
+    assert (found.by, found.reason) == ("FastSparse", "")
+    assert found.kernel == f"message() per edge, because it {reason}: segment sum"
+    assert f"message() runs per edge, because it {reason}" in caplog.text
+
+
 @pytest.mark.parametrize("accelerated", [False, True])
 def test_aggregations_without_a_kernel_are_said_to_be_pygs(accelerated, monkeypatch):
     monkeypatch.setattr(log, "seen", set())

@@ -92,7 +92,7 @@ class _Tracer(torch.fx.Tracer):
         if any("ASSERT" in f"{step.opname}{step.argrepr}".upper() for step in following):
             self.create_proxy("call_function", torch._assert, (obj, ""), {})
             return True
-        return super().to_bool(obj)
+        raise Untraceable("branches on the values of tensors")
 
 
 def trace(
