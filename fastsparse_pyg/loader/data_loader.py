@@ -49,9 +49,9 @@ class DataLoader(PygDataLoader):
 
     Storing takes as much memory as the graphs, except for an `InMemoryDataset` on the CPU, whose storage is
     read in place. At the beginning of every epoch the loader checks the dataset, and stores changed graphs
-    again. It always detects a replaced graph or attribute. It checks 1,024 tensors per epoch for in-place
-    writes, and the next ones in the next epoch. In a large dataset it may therefore detect a write some
-    epochs later.
+    again. It always detects a replaced graph or attribute. For in-place writes, it checks 1,024 tensors per
+    epoch, and the next 1,024 tensors in the next epoch. In a large dataset it may therefore detect a write
+    some epochs later.
 
     Args:
         dataset: as in PyG.
@@ -168,7 +168,7 @@ class DataLoader(PygDataLoader):
 
 
 def _collation_of(loader: PygDataLoader) -> tuple[Any, ...]:
-    """What makes the batches in PyG's loader."""
+    """The `collate_fn` of a loader, as a value to compare."""
     collate = loader.collate_fn
     options = (getattr(collate, name, None) for name in ("follow_batch", "exclude_keys"))
     return (collate, *(tuple(names or ()) for names in options))
@@ -283,10 +283,10 @@ def _outline(dataset: Any) -> Outline:
     if getattr(dataset, "transform", None) is not None:
         raise NotStored("the dataset has a transform, which may give another graph every time")
     if not isinstance(dataset, InMemoryDataset):
-        raise NotStored(f"a dataset of type {kind.__name__} is not known to keep its graphs in memory")
+        raise NotStored(f"FastSparse cannot tell whether a {kind.__name__} keeps its graphs in memory")
     for name, base in _READING:
         if getattr(kind, name) is not getattr(base, name):
-            raise NotStored(f"{kind.__name__} has a method {name} of its own")
+            raise NotStored(f"{kind.__name__} overrides the method {name}")
     objects = [dataset, dataset._data, dataset.slices, *(getattr(dataset, "_data_list", None) or ())]
     return objects, [] if dataset._indices is None else [_as_list(dataset._indices)]
 

@@ -344,7 +344,7 @@ def test_bad_options(make, message):
 @pytest.mark.parametrize(
     ("seeds", "message"),
     [
-        (torch.tensor([3]), r"seed_nodes: expected a dict by node type, as \{'author': ids\}"),
+        (torch.tensor([3]), r"seed_nodes: expected a dict by node type, such as \{'author': ids\}"),
         ({"paper": torch.tensor([12])}, "seed_nodes .*indices.* from 0 to 11 of type 'paper', got 12"),
         ({"paper": torch.tensor([-1])}, "seed_nodes .*indices.*, got -1"),
         ({"papers": torch.tensor([1])}, "seed_nodes .*indices.* among .*'paper'.*, got 'papers'"),
