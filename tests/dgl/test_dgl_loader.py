@@ -285,7 +285,7 @@ def test_what_is_left_to_dgl(reasons):
     told = [record.message for record in reasons.records]
     assert any("edge_dir='out' is not supported" in message for message in told)
     (excluded,) = (message for message in told if "excluded edges are not supported" in message)
-    assert "Keep `exclude`" in excluded
+    assert "Leave out `exclude` only" in excluded
     assert ("runs on the CPU" in excluded) is torch.cuda.is_available()
 
 

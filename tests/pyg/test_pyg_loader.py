@@ -684,7 +684,7 @@ def test_pairs_of_data_as_stores(device):
 def test_a_device_that_is_not_there():
     data = Data(x=torch.ones(3, 2), edge_index=torch.tensor([[0, 1], [1, 2]]))
     for make in (lambda: NeighborLoader(data, [2], device="cuda"), lambda: DataLoader([data], device="cuda")):
-        with pytest.raises(ValueError, match="device: expected one that PyTorch can use here, got 'cuda'"):
+        with pytest.raises(ValueError, match="device: expected a device that PyTorch can use here, got"):
             make()
 
 
