@@ -430,7 +430,10 @@ def test_memory_stays_flat(device):
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"time_attr": "time"}, "supports `time_attr`"), ({"adj_t": True}, "the graph is stored as `adj_t`")],
+    [
+        ({"time_attr": "time"}, "does not support `time_attr`"),
+        ({"adj_t": True}, "the graph is stored as `adj_t`"),
+    ],
 )
 def test_what_is_left_to_pyg(options, reason, messages, monkeypatch):
     data = homogeneous()
@@ -494,7 +497,7 @@ WRONG = {
         {FIRST: [2]},
         "paper",
         ValueError,
-        r"num_neighbors: .* got a dict without \('paper', 'cites', 'paper'\), .*give zeros",
+        r"num_neighbors: .* got a dict without \('paper', 'cites', 'paper'\), .*use zeros",
     ),
     "an unknown type": (
         hetero,

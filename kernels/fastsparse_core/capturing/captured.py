@@ -150,7 +150,7 @@ class Captured:
             return self.step(*args, **kwargs)
         self._refusals = 0
         if self._optimizers and not all(item.is_as_recorded() for item in self._optimizers):
-            logger.info("capture: an optimizer's settings have changed; %s is recorded again", self._name)
+            logger.info("capture: settings of an optimizer have changed; %s is recorded again", self._name)
             self._forget()
             self._changes += 1
         if not self.observed.masks.are_unchanged():
