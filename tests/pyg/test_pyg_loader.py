@@ -431,7 +431,7 @@ def test_memory_stays_flat(device):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"time_attr": "time"}, "does not support `time_attr`"),
+        ({"time_attr": "time"}, "not support `time_attr`"),
         ({"adj_t": True}, "the graph is stored as `adj_t`"),
     ],
 )

@@ -31,11 +31,11 @@ def gine_aggregate(
     .. math::
         \mathbf{y}_i = \sum_{j \in \mathcal{N}(i)} \operatorname{relu}(\mathbf{x}_j + \mathbf{e}_{ij})
         \quad \text{with} \quad \mathbf{e}_{ij} = \mathbf{W} \mathbf{a}_{ij} + \mathbf{b}
-        \text{ where a map is given}
+        \text{ if } \mathbf{W} \text{ is given}
 
-    With up to 32 raw features :math:`\mathbf{a}` per edge, no tensor (num_edges, F) is created, forward or
-    backward: only one bit per number is stored for the backward pass. More features are projected to rows
-    first.
+    With up to 32 raw features :math:`\mathbf{a}` per edge, neither pass creates a tensor (num_edges, F): only
+    one bit per number is stored for the backward pass. With more raw features, :math:`\mathbf{e}` is computed
+    and stored first.
 
     Args:
         adj: structure (num_dst, num_src).
@@ -47,8 +47,8 @@ def gine_aggregate(
         edge_bias: :math:`\mathbf{b}`, (F,), in the dtype of ``x``, with ``edge_weight``; None: 0.
 
     Returns:
-        (num_dst, F); 0 in rows without edges. Accumulated in float32 or wider, deterministic. Differentiable
-        twice in all tensors.
+        (num_dst, F); 0 in rows without edges. The sums are accumulated in float32 or wider, are
+        deterministic, and are differentiable twice in all tensors.
 
     Raises:
         TypeError: dtypes are not supported or differ.
