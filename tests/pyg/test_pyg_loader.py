@@ -511,7 +511,7 @@ WRONG = {
         {name: [1] * (1 + (name == FIRST)) for name in hetero().edge_types},
         "paper",
         ValueError,
-        "num_neighbors: .* as many hops for every edge type",
+        "num_neighbors: .* same number of hops for every edge type",
     ),
     "too large an id": (
         homogeneous,
