@@ -94,6 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--activations", nargs="+", choices=["GPU", "host"], default=["GPU"], help="where large keeps them"
     )
+    parser.add_argument(
+        "--layers", nargs="+", choices=large.LAYERS, default=list(large.LAYERS), help="of large"
+    )
     parser.add_argument("--graphs", nargs="+", default=list(GRAPHS), help="of full-graph training")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument(
@@ -222,7 +225,7 @@ def _process(
         _ddp(teams, options, out)
     if "papers" in options.parts:
         _papers(teams, options, out, folder)
-    for kind in large.LAYERS if "large" in options.parts else ():
+    for kind in options.layers if "large" in options.parts else ():
         _large(kind, teams, options, out)
         release()
     dist.barrier()
